@@ -1,0 +1,33 @@
+"""Sharding a model of this package: the converter plus the rules that the model declares."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from credit_dp.domain_parallel.convert import Converter, convert_to_domain_parallel
+from credit_dp.domain_parallel.layers import DomainParallelMatchRows, DomainParallelPeriodicConv2d
+from credit_dp.domain_parallel.manager import DomainParallelManager
+
+# What a model may name in its `row_rules`: module type -> one of these.
+NAMED_RULES: dict[str, Converter] = {
+    "periodic_conv": DomainParallelPeriodicConv2d,
+    "match_rows": DomainParallelMatchRows,
+    "keep": lambda module: module,
+}
+
+
+def shard_model(
+    model: nn.Module, manager: DomainParallelManager, input_shape: Sequence[int]
+) -> nn.Module:
+    """Convert a model with the rules of its `row_rules`, a table of module type -> rule name.
+
+    Shapes:
+        `input_shape` is the whole globe's `(B, C, H, W)`.
+    """
+    rules: dict[type[nn.Module], str] = getattr(model, "row_rules", {})
+    converters = {kind: NAMED_RULES[rule] for kind, rule in rules.items()}
+    return convert_to_domain_parallel(
+        model, manager, custom_converters=converters, input_shape=tuple(input_shape)
+    )

@@ -1,0 +1,269 @@
+"""Swapping the layers that mix rows for domain-parallel ones."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from credit_dp.domain_parallel.layers import (
+    DomainParallelConv2d,
+    DomainParallelConvTranspose2d,
+    DomainParallelGroupNorm,
+)
+from credit_dp.domain_parallel.layers.row_layer import RowLayer
+from credit_dp.domain_parallel.manager import DomainParallelManager
+from credit_dp.domain_parallel.partition import RowPartition
+from credit_dp.domain_parallel.plan import ROW_DIM, Shape, plan_calls, plan_model
+from credit_dp.domain_parallel.sharding import FIELD_DIMS
+from credit_dp.errors import UserError
+
+logger = logging.getLogger(__name__)
+
+Converter = Callable[[Any], nn.Module]
+Rule = Callable[[Any, int, DomainParallelManager], nn.Module]
+
+
+def _needs_halo_conv2d(conv: nn.Conv2d) -> bool:
+    """Return whether output rows depend on more than the input row of the same index."""
+    return conv.kernel_size[0] > 1
+
+
+def _needs_halo_conv_transpose2d(conv: nn.ConvTranspose2d) -> bool:
+    """Return whether output rows of one input row overlap those of the next."""
+    return conv.kernel_size[0] > conv.stride[0]
+
+
+def _shard_conv2d(conv: nn.Conv2d, dim: int, manager: DomainParallelManager) -> nn.Module:
+    unpadded = isinstance(conv.padding, str) or conv.padding[0] == 0
+    if not _needs_halo_conv2d(conv) and conv.stride[0] == 1 and unpadded:
+        return conv
+    return DomainParallelConv2d(conv, dim, manager=manager)
+
+
+def _shard_conv_transpose2d(
+    conv: nn.ConvTranspose2d, dim: int, manager: DomainParallelManager
+) -> nn.Module:
+    # Kernel = stride sends nothing where bands line up; the wrapper makes them line up elsewhere.
+    return DomainParallelConvTranspose2d(conv, dim, manager=manager)
+
+
+def _shard_group_norm(norm: nn.GroupNorm, dim: int, manager: DomainParallelManager) -> nn.Module:
+    return DomainParallelGroupNorm(norm, manager=manager)
+
+
+def _keep(module: nn.Module, dim: int, manager: DomainParallelManager) -> nn.Module:
+    return module
+
+
+def _keep_if_rows_are_apart(
+    norm: nn.LayerNorm, dim: int, manager: DomainParallelManager
+) -> nn.Module:
+    if len(norm.normalized_shape) > 1:
+        raise UserError(f"LayerNorm over {norm.normalized_shape} mixes rows and has no rule")
+    return norm
+
+
+# Exact types only: a subclass may have a forward of its own.
+RULES: dict[type[nn.Module], Rule] = {
+    nn.Conv2d: _shard_conv2d,  # fetches rows when its kernel reaches over the band's edge
+    nn.ConvTranspose2d: _shard_conv_transpose2d,
+    nn.GroupNorm: _shard_group_norm,  # statistics over all bands
+    nn.LayerNorm: _keep_if_rows_are_apart,  # over the last dimension
+    **dict.fromkeys(  # act on channels or single values: rows never meet
+        (
+            nn.CELU, nn.Dropout, nn.ELU, nn.GELU, nn.Hardswish, nn.Hardtanh, nn.Identity,
+            nn.LeakyReLU, nn.Linear, nn.Mish, nn.PReLU, nn.ReLU, nn.ReLU6, nn.SELU, nn.SiLU,
+            nn.Sigmoid, nn.Softplus, nn.Tanh,
+        ),
+        _keep,
+    ),
+}  # fmt: skip
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+
+
+def convert_to_domain_parallel(
+    model: nn.Module,
+    manager: DomainParallelManager,
+    shard_dim: int = -2,
+    custom_converters: Mapping[type[nn.Module], Converter] | None = None,
+    input_shape: Shape | Sequence[Shape] | None = None,
+) -> nn.Module:
+    """Replace the layers that mix rows, in place; names of parameters and buffers stay.
+
+    Layers that act on rows apart (1x1 convolutions, activations, `Linear`, channel norms) are kept.
+    One domain rank leaves the model as it is.
+
+    Args:
+        model: any module made of layers with a rule.
+        manager: this rank's place in the mesh.
+        shard_dim: the input's row dimension: -2, or 2 of four, or 3 of five dimensions.
+        custom_converters: module type (exact) -> function from the module to its replacement.
+            Looked up before the built-in rules; the children of such a module are left alone.
+        input_shape: the whole globe's input, batch included, `(B, C, H, W)`, or a tuple of such for
+            several inputs. Any batch size runs later. Without it the first forward plans, which
+            gathers every rank's row count once.
+
+    Returns:
+        The model; another object only if `model` itself is replaced.
+
+    Raises:
+        UserError: a layer has no rule, a level has fewer rows than ranks, or rows don't line up.
+    """
+    _check_shard_dim(shard_dim, input_shape)
+    if manager.domain_parallel_size == 1:
+        return model
+    conversion = _Conversion(manager, custom_converters or {})
+    converted = conversion.convert(model, "")
+    logger.info("domain parallel: %s", conversion.summary())
+    if input_shape is None:
+        _plan_at_first_forward(converted, manager)
+    else:
+        plan_model(converted, manager, input_shape)
+    return converted
+
+
+def _check_shard_dim(shard_dim: int, input_shape: Shape | Sequence[Shape] | None) -> None:
+    ndim = len(input_shape) if input_shape and isinstance(input_shape[0], int) else None
+    row_dim = shard_dim if shard_dim < 0 or ndim is None else shard_dim - ndim
+    if row_dim not in (ROW_DIM, 2, 3):
+        raise UserError(
+            f"shard_dim: only latitude rows, the last dimension but one, can be sharded, got "
+            f"{shard_dim}. Use shard_dim=-2."
+        )
+
+
+class _Conversion:
+    """One walk over a module tree."""
+
+    def __init__(
+        self, manager: DomainParallelManager, custom: Mapping[type[nn.Module], Converter]
+    ) -> None:
+        self.manager = manager
+        self.custom = custom
+        self._done: dict[nn.Module, nn.Module] = {}
+        self._counts: Counter[str] = Counter()
+
+    def convert(self, module: nn.Module, path: str) -> nn.Module:
+        """Return what stands for `module`; the same for every place where it is used."""
+        if module not in self._done:
+            self._done[module] = self._convert(module, path)
+        return self._done[module]
+
+    def _convert(self, module: nn.Module, path: str) -> nn.Module:
+        if isinstance(module, RowLayer):
+            return module
+        if type(module) in self.custom:
+            return self._adopt(self.custom[type(module)](module))
+        if type(module) in RULES:
+            try:
+                return self._adopt(RULES[type(module)](module, ROW_DIM, self.manager))
+            except UserError as error:
+                raise UserError(f"{path or 'model'}: {error}. {_HOW_TO_REGISTER}") from None
+        children = list(module.named_children())
+        foreign = type(module).__module__.startswith("torch.") and not isinstance(
+            module, CONTAINERS
+        )
+        if foreign or not (children or isinstance(module, CONTAINERS)):
+            raise UserError(
+                f"{path or 'model'}: {type(module).__name__} has no rule for bands of rows. "
+                f"{_HOW_TO_REGISTER}"
+            )
+        for name, child in module._modules.items():
+            if child is not None:
+                new = self.convert(child, f"{path}.{name}" if path else name)
+                _replace_module(module, name, child, new)
+        return module
+
+    def _adopt(self, new: nn.Module) -> nn.Module:
+        for layer in new.modules():
+            if isinstance(layer, RowLayer):
+                layer.adopt_manager(self.manager)
+                self._counts[type(layer).__name__] += 1
+        return new
+
+    def summary(self) -> str:
+        """Return how many layers of which type were put in."""
+        counts = (f"{count} {name}" for name, count in sorted(self._counts.items()))
+        return ", ".join(counts) or "no layer mixes rows"
+
+
+_HOW_TO_REGISTER = (
+    "Pass custom_converters={TYPE: function(module) -> replacement}; "
+    "`lambda module: module` keeps a layer that acts on every row apart"
+)
+
+
+def _replace_module(
+    parent: nn.Module, name: str, old_module: nn.Module, new_module: nn.Module
+) -> None:
+    """Put `new_module` where `old_module` is in `parent`."""
+    if new_module is not old_module:
+        parent._modules[name] = new_module
+
+
+def _plan_at_first_forward(model: nn.Module, manager: DomainParallelManager) -> None:
+    def plan(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        handle.remove()
+        fields = [
+            x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.ndim >= FIELD_DIMS
+        ]
+        parts = {id(x): manager.gathered_partition(x.shape[ROW_DIM]) for x in fields}
+        banded = [p for p in parts.values() if set(p.sizes) != {1}]
+        for partition in banded:
+            manager.bands.adopt(partition)
+
+        def fake(wanted: Callable[[Shape], Shape]) -> tuple[list[Any], dict[str, Any]]:
+            def like(x: Tensor) -> Tensor:
+                whole = _whole_shape(x, parts.get(id(x)))
+                return torch.empty(wanted(whole), dtype=x.dtype, device=x.device)
+
+            new_args, new_kwargs = tree_map_only(Tensor, like, (args, kwargs))
+            return list(new_args), new_kwargs
+
+        shapes = [_whole_shape(x, parts[id(x)]) for x in fields]
+        plan_calls(module, manager, [s for s in shapes if s[ROW_DIM] > 1], fake)
+
+    handle = model.register_forward_pre_hook(plan, with_kwargs=True)
+
+
+def _whole_shape(x: Tensor, partition: RowPartition | None) -> Shape:
+    if partition is None or set(partition.sizes) == {1}:  # one row everywhere: replicated
+        return tuple(x.shape)
+    return (*x.shape[:ROW_DIM], partition.height, *x.shape[ROW_DIM + 1 :])
+
+
+def validate_sharding_constraints(
+    model: nn.Module, local_h: int, window_sizes: list[int] | None = None
+) -> list[str]:
+    """Return readable warnings about a band of `local_h` rows, none if it suits the model.
+
+    Every band gives exact results; a level whose band is no multiple of its stride or window has
+    to move rows between ranks, and a level without rows is refused at conversion.
+
+    Args:
+        model: before or after conversion; its strided convolutions make the levels.
+        local_h: rows of one rank at the model's input.
+        window_sizes: attention window per level, finest first.
+    """
+    layers = [m.__dict__.get("wrapped", m) for m in model.modules()]
+    strides = [m.stride[0] for m in layers if isinstance(m, nn.Conv2d) and m.stride[0] > 1]
+    rows, warnings = local_h, []
+    for level in range(len(strides) + 1):
+        window = window_sizes[level] if window_sizes and level < len(window_sizes) else 1
+        if rows % window:
+            warnings.append(f"level {level}: {rows} rows are no multiple of the window {window}")
+        if level < len(strides):
+            if rows % strides[level]:
+                warnings.append(
+                    f"level {level}: {rows} rows are no multiple of the stride {strides[level]}"
+                )
+            rows //= strides[level]
+    if rows < 1:
+        warnings.append(f"the coarsest level has less than one row of {local_h}; use fewer ranks")
+    return warnings

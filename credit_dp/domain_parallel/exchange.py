@@ -1,0 +1,253 @@
+"""The one communication primitive: every rank names the global rows it needs and gets them.
+
+Halos of any width, pole padding, rebalancing and gathering are all instances of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from credit_dp.domain_parallel.partition import RowPartition
+from credit_dp.domain_parallel.transport import Transport
+
+
+class Run(NamedTuple):
+    """Consecutive rows `start` to `stop - 1` of the globe, as a layer wants to see them.
+
+    `flipped`: south to north. `turned`: rotated by half the longitudes (`W // 2` columns), as rows
+    beyond a pole are. `blank`: as many rows of zeros.
+    """
+
+    start: int
+    stop: int
+    flipped: bool = False
+    turned: bool = False
+    blank: bool = False
+
+    @property
+    def length(self) -> int:
+        """Number of rows."""
+        return self.stop - self.start
+
+
+class Piece(NamedTuple):
+    """Rows `start` to `stop - 1` of what came from `source`, placed at row `at` of the result."""
+
+    source: int
+    start: int
+    stop: int
+    at: int
+    run: Run
+
+
+class Route(NamedTuple):
+    """The rows of one message between this rank and a peer, as ranges of global rows."""
+
+    peer: int
+    ranges: tuple[tuple[int, int], ...]
+
+    @property
+    def length(self) -> int:
+        """Number of rows in the message."""
+        return sum(stop - start for start, stop in self.ranges)
+
+
+@final
+@dataclass(frozen=True)
+class RowExchange:
+    """What every rank needs of a tensor cut by `partition`, seen from `rank`.
+
+    `needs[r]` are the runs of rank `r`, in the order in which it wants them. A row that a rank
+    needs several times reaches it once, and one message per pair of ranks carries all its rows.
+    """
+
+    partition: RowPartition
+    needs: tuple[tuple[Run, ...], ...]
+    rank: int
+
+    @property
+    def moves_nothing(self) -> bool:
+        """Whether every rank needs exactly the rows it owns."""
+        bands = (self.partition.rows(r) for r in range(self.partition.ranks))
+        return self.needs == tuple((Run(band.start, band.stop),) for band in bands)
+
+    @property
+    def length(self) -> int:
+        """Number of rows that this rank ends up with."""
+        return sum(run.length for run in self.needs[self.rank])
+
+    @cached_property
+    def receives(self) -> tuple[Route, ...]:
+        """What this rank gets from others."""
+        owners = (r for r in range(self.partition.ranks) if r != self.rank)
+        routes = (Route(owner, self._overlap(self.rank, owner)) for owner in owners)
+        return tuple(route for route in routes if route.ranges)
+
+    @cached_property
+    def sends(self) -> tuple[Route, ...]:
+        """What others get from this rank."""
+        peers = (r for r in range(self.partition.ranks) if r != self.rank)
+        routes = (Route(peer, self._overlap(peer, self.rank)) for peer in peers)
+        return tuple(route for route in routes if route.ranges)
+
+    @cached_property
+    def pieces(self) -> tuple[Piece, ...]:
+        """How the result is put together, blank rows left out."""
+        pieces: list[Piece] = []
+        at = 0
+        for run in self.needs[self.rank]:
+            if not run.blank:
+                pieces += self._cut(run, at)
+            at += run.length
+        return tuple(pieces)
+
+    @cached_property
+    def blanks(self) -> tuple[tuple[int, int], ...]:
+        """Where the result is zero: first row and number of rows."""
+        blanks: list[tuple[int, int]] = []
+        at = 0
+        for run in self.needs[self.rank]:
+            if run.blank:
+                blanks.append((at, run.length))
+            at += run.length
+        return tuple(blanks)
+
+    def _overlap(self, rank: int, owner: int) -> tuple[tuple[int, int], ...]:
+        """Rows that `rank` needs of `owner`, each once, from north to south."""
+        band = self.partition.rows(owner)
+        clipped = (
+            (max(run.start, band.start), min(run.stop, band.stop))
+            for run in self.needs[rank]
+            if not run.blank
+        )
+        wanted = sorted((start, stop) for start, stop in clipped if start < stop)
+        merged: list[tuple[int, int]] = []
+        for start, stop in wanted:
+            if merged and start <= merged[-1][1]:
+                merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
+            else:
+                merged.append((start, stop))
+        return tuple(merged)
+
+    def _cut(self, run: Run, at: int) -> list[Piece]:
+        """Split a run where its rows change owner."""
+        pieces = []
+        for owner, group in groupby(range(run.start, run.stop), key=self.partition.owner):
+            rows = list(group)
+            offset = run.stop - 1 - rows[-1] if run.flipped else rows[0] - run.start
+            start = self._position(owner, rows[0])
+            pieces.append(Piece(owner, start, start + len(rows), at + offset, run))
+        return pieces
+
+    def _position(self, owner: int, row: int) -> int:
+        """Return where a global row lies in what came from its owner."""
+        if owner == self.rank:
+            return row - self.partition.bounds[owner]
+        ranges = next(route.ranges for route in self.receives if route.peer == owner)
+        return sum(min(stop, row) - start for start, stop in ranges if start <= row)
+
+    def local_ranges(self, route: Route) -> list[tuple[int, int]]:
+        """Return the rows that a route takes from this rank's band: first local row and number."""
+        first = self.partition.bounds[self.rank]
+        return [(start - first, stop - start) for start, stop in route.ranges]
+
+    def apply(self, x: Tensor, transport: Transport, dim: int = -2) -> Tensor:
+        """Return the rows that this rank needs; differentiable, reached by all ranks together.
+
+        Shapes:
+            `x` has this rank's rows of the partition along the negative `dim`; the result has
+            `length` rows there. `turned` runs rotate the last dimension.
+        """
+        if self.moves_nothing:
+            return x
+        return _Exchange.apply(x, self, transport, dim)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _rows_like(x: Tensor, dim: int, rows: int) -> Tensor:
+    shape = list(x.shape)
+    shape[dim] = rows
+    return x.new_empty(shape)
+
+
+def _pole_view(rows: Tensor, run: Run, dim: int, turn: int) -> Tensor:
+    """Flip and rotate rows as a run asks for; `turn` is 1 to do and -1 to undo."""
+    if run.flipped:
+        rows = rows.flip(dim)
+    return rows.roll(turn * (rows.shape[-1] // 2), -1) if run.turned else rows
+
+
+class _Exchange(torch.autograd.Function):
+    """Forward: owners send the rows that others need. Backward: their cotangents travel home.
+
+    Saves no tensor, so that activation checkpointing counts the same on every rank.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, plan: RowExchange, transport: Transport, dim: int) -> Tensor:
+        ctx.plan, ctx.transport, ctx.dim, ctx.rows = plan, transport, dim, x.shape[dim]
+        came = {route.peer: _rows_like(x, dim, route.length) for route in plan.receives}
+        send = [(route.peer, _packed(x, plan, route, dim)) for route in plan.sends]
+        finish = transport.start(send, list(came.items()))
+        result = _rows_like(x, dim, plan.length)
+        for at, length in plan.blanks:
+            result.narrow(dim, at, length).zero_()
+        _place(result, x, plan, plan.rank, dim)  # while the others' rows are on their way
+        finish()
+        for peer, rows in came.items():
+            _place(result, rows, plan, peer, dim)
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
+        plan, dim = ctx.plan, ctx.dim
+        send = []
+        for route in plan.receives:
+            home = _rows_like(grad, dim, route.length).zero_()
+            _collect(home, grad, plan, route.peer, dim)
+            send.append((route.peer, home))
+        came = [(route.peer, _rows_like(grad, dim, route.length)) for route in plan.sends]
+        finish = ctx.transport.start(send, came)
+        total = _rows_like(grad, dim, ctx.rows).zero_()
+        _collect(total, grad, plan, plan.rank, dim)
+        finish()
+        for route, (_, rows) in zip(plan.sends, came, strict=True):
+            _unpack_add(total, rows, plan, route, dim)
+        return total, None, None, None
+
+
+def _packed(x: Tensor, plan: RowExchange, route: Route, dim: int) -> Tensor:
+    strips = [x.narrow(dim, *at) for at in plan.local_ranges(route)]
+    return (torch.cat(strips, dim) if len(strips) > 1 else strips[0]).contiguous()
+
+
+def _unpack_add(total: Tensor, rows: Tensor, plan: RowExchange, route: Route, dim: int) -> None:
+    at = 0
+    for start, length in plan.local_ranges(route):
+        total.narrow(dim, start, length).add_(rows.narrow(dim, at, length))
+        at += length
+
+
+def _place(result: Tensor, rows: Tensor, plan: RowExchange, source: int, dim: int) -> None:
+    """Copy every piece of one source to where the result wants it."""
+    for piece in plan.pieces:
+        if piece.source == source:
+            length = piece.stop - piece.start
+            stretch = _pole_view(rows.narrow(dim, piece.start, length), piece.run, dim, 1)
+            result.narrow(dim, piece.at, length).copy_(stretch)
+
+
+def _collect(total: Tensor, grad: Tensor, plan: RowExchange, source: int, dim: int) -> None:
+    """Add the cotangents of every piece of one source to those of the rows it came from."""
+    for piece in plan.pieces:
+        if piece.source == source:
+            length = piece.stop - piece.start
+            stretch = _pole_view(grad.narrow(dim, piece.at, length), piece.run, dim, -1)
+            total.narrow(dim, piece.start, length).add_(stretch)

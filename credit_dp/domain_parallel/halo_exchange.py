@@ -1,0 +1,73 @@
+"""Halo rows from the neighbouring bands, for code that pads by hand."""
+
+from __future__ import annotations
+
+from typing import final
+
+from torch import Tensor, nn
+
+from credit_dp.domain_parallel.exchange import RowExchange
+from credit_dp.domain_parallel.manager import DomainParallelManager, get_domain_parallel_manager
+from credit_dp.domain_parallel.poles import rows_with_poles
+from credit_dp.errors import UserError
+
+
+@final
+class HaloExchange(nn.Module):
+    """Adds `halo_width` rows of each neighbour to a band; zeros beyond the poles.
+
+    Args:
+        halo_width: rows to add on each side.
+        dim: the row dimension.
+        manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
+
+    Shapes:
+        `(..., H_local, W)` -> `(..., H_local + 2 * halo_width, W)` for `dim=-2`.
+
+    Raises:
+        UserError: a band has fewer rows than the halo; on every rank alike.
+    """
+
+    def __init__(
+        self, halo_width: int, dim: int = -2, *, manager: DomainParallelManager | None = None
+    ) -> None:
+        super().__init__()
+        self.halo_width = halo_width
+        self.dim = dim
+        self._manager = manager
+
+    @property
+    def manager(self) -> DomainParallelManager:
+        """The manager given, or the module-level one."""
+        if self._manager is None:
+            self._manager = get_domain_parallel_manager()
+        return self._manager
+
+    def adopt_manager(self, manager: DomainParallelManager) -> None:
+        """Use this manager unless one was given."""
+        self._manager = self._manager or manager
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the band between its halos. Every rank's row count is gathered first."""
+        partition = self.manager.gathered_partition(x.shape[self.dim])
+        if partition.ranks > 1 and min(partition.sizes) < self.halo_width:
+            raise UserError(
+                f"HaloExchange: halo_width {self.halo_width} needs as many rows in every band, "
+                f"the bands have {partition.sizes}. Lower halo_width or parallel.domain."
+            )
+        width, height, bounds = self.halo_width, partition.height, partition.bounds
+        needs = tuple(
+            rows_with_poles(bounds[r] - width, bounds[r + 1] + width, height, "zeros")
+            for r in range(partition.ranks)
+        )
+        return self.fetch(x, RowExchange(partition, needs, self.manager.domain_rank))
+
+    def fetch(self, x: Tensor, exchange: RowExchange) -> Tensor:
+        """Return the rows that `exchange` brings to this rank."""
+        dim = self.dim if self.dim < 0 else self.dim - x.ndim
+        return exchange.apply(x, self.manager.transport, dim)
+
+    @staticmethod
+    def trim(x: Tensor, halo_before: int, halo_after: int, dim: int = -2) -> Tensor:
+        """Return `x` without its first `halo_before` and last `halo_after` rows."""
+        return x.narrow(dim, halo_before, x.shape[dim] - halo_before - halo_after)

@@ -1,0 +1,167 @@
+"""Who this rank is: its place on the data and domain axes, its groups and the table of bands."""
+
+from __future__ import annotations
+
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from credit_dp.domain_parallel.partition import BandTable, RowPartition
+from credit_dp.domain_parallel.transport import Alone, GroupTransport, Transport
+from credit_dp.errors import UserError
+
+
+@final
+class DomainParallelManager:
+    """One rank's place in a mesh of `data` x `domain` ranks, domain innermost.
+
+    Args:
+        world_size: all ranks. More than one needs `torch.distributed` to be initialised with as
+            many, unless `transport` is given.
+        domain_parallel_size: ranks that share one globe.
+        shard_dim: the row dimension of the model's input, counted from the end.
+        transport: how the ranks of the domain talk; by default over the domain's process group.
+
+    Raises:
+        UserError: the world is not a multiple of the domain, or not what is running.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        domain_parallel_size: int,
+        shard_dim: int = -2,
+        *,
+        transport: Transport | None = None,
+    ) -> None:
+        if domain_parallel_size < 1 or world_size % domain_parallel_size:
+            raise UserError(
+                f"parallel.domain: {world_size} ranks can't be split into domains of "
+                f"{domain_parallel_size}. Choose a divisor of {world_size}."
+            )
+        self.world_size = world_size
+        self.domain_parallel_size = domain_parallel_size
+        self.data_parallel_size = world_size // domain_parallel_size
+        self.shard_dim = shard_dim
+        self.domain_group: dist.ProcessGroup | None = None
+        self.data_parallel_group: dist.ProcessGroup | None = None
+        self.rank = 0
+        if transport is not None:
+            self.rank = transport.rank
+        elif world_size > 1:
+            self._join_mesh()
+        self.transport = transport or self._group_transport()
+        self.bands = BandTable(domain_parallel_size)
+
+    def _join_mesh(self) -> None:
+        running = dist.get_world_size() if dist.is_initialized() else 1
+        if running != self.world_size:
+            raise UserError(
+                f"DomainParallelManager: needs {self.world_size} ranks, {running} are running. "
+                "Start that many, with torch.distributed initialised."
+            )
+        self.rank = dist.get_rank()
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        shape = (self.data_parallel_size, self.domain_parallel_size)
+        mesh = init_device_mesh(device, shape, mesh_dim_names=("data", "domain"))
+        self.data_parallel_group = mesh.get_group("data")
+        self.domain_group = mesh.get_group("domain")
+
+    def _group_transport(self) -> Transport:
+        if self.domain_group is None or self.domain_parallel_size == 1:
+            return Alone()
+        transport = GroupTransport(self.domain_group)
+        # Under nccl all ranks of a group must have met before its first point-to-point message.
+        device = "cuda" if dist.get_backend(self.domain_group) == "nccl" else "cpu"
+        dist.all_reduce(torch.zeros(1, device=device), group=self.domain_group)
+        return transport
+
+    @property
+    def domain_rank(self) -> int:
+        """Which band of the globe this rank holds, 0 the northernmost."""
+        return self.rank % self.domain_parallel_size
+
+    @property
+    def domain_world_size(self) -> int:
+        """Ranks that share one globe."""
+        return self.domain_parallel_size
+
+    @property
+    def dp_rank(self) -> int:
+        """Which share of the samples this rank works on."""
+        return self.rank // self.domain_parallel_size
+
+    @property
+    def dp_world_size(self) -> int:
+        """Into how many shares the samples are split."""
+        return self.data_parallel_size
+
+    @property
+    def is_first_domain_rank(self) -> bool:
+        """Whether this rank's band ends at the north pole."""
+        return self.domain_rank == 0
+
+    @property
+    def is_last_domain_rank(self) -> bool:
+        """Whether this rank's band ends at the south pole."""
+        return self.domain_rank == self.domain_parallel_size - 1
+
+    def neighbor_ranks(self) -> tuple[int | None, int | None]:
+        """Return the global ranks of the bands to the north and to the south; None at a pole."""
+        north = None if self.is_first_domain_rank else self.rank - 1
+        south = None if self.is_last_domain_rank else self.rank + 1
+        return north, south
+
+    def partition(self, height: int) -> RowPartition:
+        """Return the bands of a global height: the plan's, or balanced ones."""
+        return self.bands[height]
+
+    def rows(self, height: int) -> slice:
+        """Return the rows of a global height that this rank owns."""
+        return self.partition(height).rows(self.domain_rank)
+
+    def gathered_partition(self, rows: int) -> RowPartition:
+        """Return the bands that all ranks have now, from their numbers of rows; a collective."""
+        nccl = self.domain_group is not None and dist.get_backend(self.domain_group) == "nccl"
+        local = torch.tensor(rows, device="cuda" if nccl else "cpu")
+        return RowPartition.of_sizes(self.transport.gather(local).tolist())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DomainParallelManager:
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Process groups can't be pickled: a copy in another process knows its place and no more.
+        return {
+            **self.__dict__,
+            "domain_group": None,
+            "data_parallel_group": None,
+            "transport": None,
+        }
+
+
+_default: DomainParallelManager | None = None
+
+
+def initialize_domain_parallel(
+    world_size: int, domain_parallel_size: int, shard_dim: int = -2
+) -> DomainParallelManager:
+    """Make a manager and let `get_domain_parallel_manager` return it."""
+    global _default
+    _default = DomainParallelManager(world_size, domain_parallel_size, shard_dim)
+    return _default
+
+
+def get_domain_parallel_manager() -> DomainParallelManager:
+    """Return the manager made last by `initialize_domain_parallel`.
+
+    Raises:
+        UserError: there is none.
+    """
+    if _default is None:
+        raise UserError(
+            "get_domain_parallel_manager: there is no manager. "
+            "Call initialize_domain_parallel first or pass manager=."
+        )
+    return _default

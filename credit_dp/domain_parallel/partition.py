@@ -1,0 +1,119 @@
+"""Which rank owns which latitude rows."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass
+from itertools import pairwise
+
+from credit_dp.errors import UserError
+
+# Bands of two levels that line up save bytes; they are preferred while the largest band stays
+# within this factor of the mean one.
+LARGEST_IMBALANCE = 1.1
+
+
+@dataclass(frozen=True)
+class RowPartition:
+    """Bands of one globe: rank `r` owns the global rows `bounds[r]` to `bounds[r + 1] - 1`.
+
+    Row 0 is the northernmost.
+
+    Raises:
+        ValueError: the bounds don't start at 0 or decrease.
+    """
+
+    bounds: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.bounds[0] != 0 or any(a > b for a, b in pairwise(self.bounds)):
+            raise ValueError(f"RowPartition: bounds must rise from 0, got {self.bounds}")
+
+    @classmethod
+    def balanced(cls, height: int, ranks: int) -> RowPartition:
+        """Bands that differ by one row at most, the larger ones first."""
+        share, surplus = divmod(height, ranks)
+        return cls(tuple(r * share + min(r, surplus) for r in range(ranks + 1)))
+
+    @classmethod
+    def of_sizes(cls, sizes: list[int]) -> RowPartition:
+        """Bands of these numbers of rows, north to south."""
+        return cls(tuple(sum(sizes[:r]) for r in range(len(sizes) + 1)))
+
+    @property
+    def height(self) -> int:
+        """Rows of the whole globe."""
+        return self.bounds[-1]
+
+    @property
+    def ranks(self) -> int:
+        """How many bands there are."""
+        return len(self.bounds) - 1
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Rows of each rank."""
+        return tuple(b - a for a, b in pairwise(self.bounds))
+
+    def rows(self, rank: int) -> slice:
+        """Return the global rows that `rank` owns."""
+        return slice(self.bounds[rank], self.bounds[rank + 1])
+
+    def owner(self, row: int) -> int:
+        """Return the rank that owns a global row."""
+        return bisect_right(self.bounds, row) - 1
+
+    def scaled_to(self, height: int) -> RowPartition:
+        """Bands of another height whose edges lie where these lie on the globe."""
+        ratio_up, ratio_down = height, self.height
+        if height >= self.height:  # one coarse row covers `factor` fine rows, the last one fewer
+            ratio_up, ratio_down = -(-height // self.height), 1
+        scaled = (min(-(-b * ratio_up // ratio_down), height) for b in self.bounds[:-1])
+        return RowPartition((*scaled, height))
+
+    @property
+    def well_balanced(self) -> bool:
+        """Whether no band is empty and the largest is near the mean."""
+        mean = self.height / self.ranks
+        return min(self.sizes) > 0 and max(self.sizes) <= LARGEST_IMBALANCE * mean
+
+
+class BandTable:
+    """The one partition of every global height, so that all layers of all models line up."""
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+        self._by_height: dict[int, RowPartition] = {}
+
+    def __getitem__(self, height: int) -> RowPartition:
+        """Return the partition of a height; a height never seen gets balanced bands for good."""
+        return self._by_height.setdefault(height, RowPartition.balanced(height, self.ranks))
+
+    def adopt(self, partition: RowPartition) -> RowPartition:
+        """Make the bands that tensors already have those of their height.
+
+        Raises:
+            UserError: the height has other bands already.
+        """
+        known = self._by_height.setdefault(partition.height, partition)
+        if known != partition:
+            raise UserError(
+                f"bands of {partition.height} rows: the plan has {known.sizes} rows per rank, "
+                f"the tensors have {partition.sizes}. Cut them with shard_tensor."
+            )
+        return known
+
+    def follow(self, height: int, other: RowPartition) -> RowPartition:
+        """Return the bands of a height; if new, lined up with `other` where balance allows."""
+        aligned = other.scaled_to(height)
+        if height not in self._by_height and aligned.well_balanced:
+            self._by_height[height] = aligned
+        return self[height]
+
+    def plan(self, heights: set[int]) -> None:
+        """Give every height its bands, from the coarsest up, each lined up with a coarser one."""
+        coarser: list[RowPartition] = []
+        for height in sorted(heights):
+            fits = [p for p in coarser if -(-height // -(-height // p.height)) == p.height]
+            partition = self.follow(height, fits[-1]) if fits else self[height]
+            coarser.append(partition)

@@ -1,0 +1,108 @@
+"""Tracing a converted model without data: which heights its layers see, and that bands line up."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import Tensor
+
+from credit_dp.domain_parallel.partition import BandTable
+from credit_dp.errors import UserError
+
+if TYPE_CHECKING:
+    from credit_dp.domain_parallel.layers.row_layer import RowLayer
+
+_active: ContextVar[Planner | None] = ContextVar("active planner", default=None)
+
+
+def active_planner() -> Planner | None:
+    """Return the planner that traces the model right now, if one does."""
+    return _active.get()
+
+
+class Visit(NamedTuple):
+    """One call of a layer in the global trace: rows in, shape out."""
+
+    taken: int
+    made: tuple[int, ...]
+
+
+class Planner:
+    """Follows two kinds of traces on fake tensors.
+
+    The global trace calls the wrapped layers and notes their heights. A band trace checks that each
+    layer gets the rows that its height gives that rank, and only makes shapes.
+    """
+
+    def __init__(self, names: dict[RowLayer, str], bands: BandTable) -> None:
+        self.names = names
+        self.bands = bands
+        self.visits: dict[RowLayer, list[Visit]] = defaultdict(list)
+        self._rank: int | None = None
+        self._calls: dict[RowLayer, int] = {}
+
+    @contextmanager
+    def trace(self, rank: int | None) -> Iterator[None]:
+        """Make this planner the active one; `rank` None is the global trace."""
+        self._rank = rank
+        self._calls = defaultdict(int)
+        token = _active.set(self)
+        try:
+            yield
+        finally:
+            _active.reset(token)
+
+    def visit(self, layer: RowLayer, x: Tensor, *others: Tensor) -> Tensor:
+        """Stand in for a layer's forward."""
+        if self._rank is not None:
+            return self._visit_band(layer, x, self._rank)
+        made: Tensor = layer.__dict__["wrapped"].forward(x, *others)
+        self.visits[layer].append(Visit(x.shape[layer.dim], tuple(made.shape)))
+        return made
+
+    def _visit_band(self, layer: RowLayer, x: Tensor, rank: int) -> Tensor:
+        visit = self.visits[layer][self._calls[layer]]
+        self._calls[layer] += 1
+        expected = self.bands[visit.taken].sizes[rank]
+        if x.shape[layer.dim] != expected:
+            raise UserError(
+                f"{self.names[layer]}: rank {rank} of {self.bands.ranks} has {x.shape[layer.dim]} "
+                f"rows where its band of {visit.taken} rows has {expected}. The code before this "
+                "layer changes rows; put that into a module and name it in custom_converters."
+            )
+        shape = list(visit.made)
+        shape[layer.dim] = self.bands[shape[layer.dim]].sizes[rank]
+        shape[0] = x.shape[0]
+        return x.new_empty(shape)
+
+    def heights(self) -> set[int]:
+        """Return every global height that a layer takes or makes."""
+        seen = set()
+        for layer, visits in self.visits.items():
+            for visit in visits:
+                seen |= {visit.taken, visit.made[layer.dim]}
+        return seen
+
+    def planned(self, layer: RowLayer) -> dict[int, int]:
+        """Return the heights of one layer: taken -> made.
+
+        Raises:
+            UserError: some rank could not tell two of the heights apart by its rows.
+        """
+        planned: dict[int, int] = {}
+        for visit in self.visits[layer]:
+            made = visit.made[layer.dim]
+            if planned.setdefault(visit.taken, made) != made:
+                raise UserError(f"{self.names[layer]}: makes two heights of {visit.taken} rows.")
+        for rank in range(self.bands.ranks):
+            sizes = [self.bands[height].sizes[rank] for height in planned]
+            if len(set(sizes)) < len(sizes):
+                raise UserError(
+                    f"{self.names[layer]}: is used at the heights {sorted(planned)}, and rank "
+                    f"{rank} has the same rows of two of them. Change parallel.domain."
+                )
+        return planned

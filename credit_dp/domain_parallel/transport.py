@@ -1,0 +1,189 @@
+"""How ranks of one domain exchange bytes: over a process group, between threads, or not at all."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# (rank within the domain, contiguous tensor to send or to fill)
+Parcel = tuple[int, Tensor]
+
+
+@dataclass
+class Traffic:
+    """What this rank has sent; a collective counts its payload once."""
+
+    messages: int = 0
+    bytes: int = 0
+    collectives: int = 0
+    collective_bytes: int = 0
+
+
+class Transport(ABC):
+    """Point-to-point messages and small reductions within one domain group."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+        self.traffic = Traffic()
+
+    def start(self, send: Sequence[Parcel], receive: Sequence[Parcel]) -> Callable[[], None]:
+        """Begin an exchange; the result waits until `receive` is filled and `send` is free."""
+        self.traffic.messages += len(send)
+        self.traffic.bytes += sum(t.numel() * t.element_size() for _, t in send)
+        return self._start(send, receive)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """Return every rank's `x`, stacked along a new first dimension in rank order."""
+        self._count_collective(x)
+        return self._gather(x.contiguous())
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Return the sum of every rank's `x`, the same bits on all ranks."""
+        self._count_collective(x)
+        return self._sum(x)
+
+    def _count_collective(self, x: Tensor) -> None:
+        self.traffic.collectives += 1
+        self.traffic.collective_bytes += x.numel() * x.element_size()
+
+    @abstractmethod
+    def _start(self, send: Sequence[Parcel], receive: Sequence[Parcel]) -> Callable[[], None]: ...
+
+    @abstractmethod
+    def _gather(self, x: Tensor) -> Tensor: ...
+
+    def _sum(self, x: Tensor) -> Tensor:
+        return self._gather(x.contiguous()).sum(0)
+
+
+@final
+class Alone(Transport):
+    """One rank that owns the whole globe: nothing is sent."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 1)
+
+    def _start(self, send: Sequence[Parcel], receive: Sequence[Parcel]) -> Callable[[], None]:
+        return lambda: None
+
+    def _gather(self, x: Tensor) -> Tensor:
+        return x[None]
+
+
+@final
+class GroupTransport(Transport):
+    """Messages over a `torch.distributed` process group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        super().__init__(dist.get_rank(group), dist.get_world_size(group))
+        self.group = group
+        # Point-to-point peers are global ranks, whatever the group.
+        self._global_ranks = dist.get_process_group_ranks(group)
+
+    def _start(self, send: Sequence[Parcel], receive: Sequence[Parcel]) -> Callable[[], None]:
+        transfers = [
+            dist.P2POp(action, tensor, self._global_ranks[peer], self.group)
+            for action, parcels in ((dist.isend, send), (dist.irecv, receive))
+            for peer, tensor in parcels
+        ]
+        works = dist.batch_isend_irecv(transfers) if transfers else []
+
+        def finish() -> None:
+            for work in works:
+                work.wait()
+
+        return finish
+
+    def _gather(self, x: Tensor) -> Tensor:
+        gathered = x.new_empty((self.size, *x.shape))
+        dist.all_gather(list(gathered.unbind(0)), x, group=self.group)
+        return gathered
+
+    def _sum(self, x: Tensor) -> Tensor:
+        total = x.clone()
+        dist.all_reduce(total, group=self.group)
+        return total
+
+
+class ThreadWorld:
+    """The mailboxes that the ranks of one process, a thread each, share.
+
+    Args:
+        size: number of ranks.
+        timeout: seconds that a rank waits for a message before it raises `TimeoutError`.
+    """
+
+    def __init__(self, size: int, timeout: float = 60.0) -> None:
+        self.size = size
+        self.timeout = timeout
+        self._boxes: dict[tuple[int, int], queue.SimpleQueue[Tensor | None]] = {
+            (a, b): queue.SimpleQueue() for a in range(size) for b in range(size)
+        }
+        self.failed = threading.Event()
+
+    def post(self, sender: int, receiver: int, message: Tensor) -> None:
+        """Leave a message; the sender may change its tensor afterwards."""
+        self._boxes[sender, receiver].put(message.detach().clone())
+
+    def take(self, sender: int, receiver: int) -> Tensor:
+        """Wait for the next message of one sender.
+
+        Raises:
+            TimeoutError: none came.
+            ConnectionError: another rank failed.
+        """
+        try:
+            message = self._boxes[sender, receiver].get(timeout=self.timeout)
+        except queue.Empty:
+            raise TimeoutError(f"rank {receiver} waits for a message of rank {sender}") from None
+        if message is None:
+            raise ConnectionError(f"rank {receiver}: another rank failed")
+        return message
+
+    def fail(self) -> None:
+        """Wake every waiting rank with an error."""
+        self.failed.set()
+        for box in self._boxes.values():
+            box.put(None)
+
+
+@final
+class ThreadTransport(Transport):
+    """Messages between threads of one process."""
+
+    def __init__(self, world: ThreadWorld, rank: int) -> None:
+        super().__init__(rank, world.size)
+        self.world = world
+
+    def _start(self, send: Sequence[Parcel], receive: Sequence[Parcel]) -> Callable[[], None]:
+        for peer, tensor in send:
+            self.world.post(self.rank, peer, tensor)
+
+        def finish() -> None:
+            for peer, tensor in receive:
+                message = self.world.take(peer, self.rank)
+                if message.shape != tensor.shape:
+                    raise ConnectionError(
+                        f"rank {self.rank} expects {tuple(tensor.shape)} of rank {peer}, "
+                        f"which sends {tuple(message.shape)}"
+                    )
+                tensor.copy_(message)
+
+        return finish
+
+    def _gather(self, x: Tensor) -> Tensor:
+        others = [r for r in range(self.size) if r != self.rank]
+        for peer in others:
+            self.world.post(self.rank, peer, x)
+        parts = {peer: self.world.take(peer, self.rank) for peer in others}
+        parts[self.rank] = x.detach()
+        return torch.stack([parts[r] for r in range(self.size)])

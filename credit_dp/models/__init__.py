@@ -1,0 +1,47 @@
+"""Weather models in plain single-device torch, by name."""
+
+from __future__ import annotations
+
+import logging
+
+from torch import nn
+
+from credit_dp.config import UNetConfig
+from credit_dp.errors import UserError
+from credit_dp.models.unet import UNet
+
+logger = logging.getLogger(__name__)
+
+# A model of fewer channels than this at its finest level is meant for small grids.
+TINY_CHANNELS = 64
+TINY_ROWS = 200
+
+
+def build_model(
+    config: UNetConfig, in_channels: int, out_channels: int, grid: tuple[int, int]
+) -> nn.Module:
+    """Build the model that `config` names for a grid of (rows, columns).
+
+    Shapes:
+        the model maps `(B, in_channels, H, W)` -> `(B, out_channels, H, W)`.
+
+    Raises:
+        UserError: the grid has too few rows or columns for the model's levels.
+    """
+    rows, columns = grid
+    factor = 2 ** (len(config.channels) - 1)
+    coarsest = -(-min(rows, columns) // factor)
+    if coarsest < 2:
+        raise UserError(
+            f"model.channels: {len(config.channels)} levels need at least {factor + 1} rows and "
+            f"columns, the grid has {rows}x{columns}. Give fewer channels or a finer data.grid."
+        )
+    if config.channels[0] < TINY_CHANNELS and rows > TINY_ROWS:
+        logger.warning(
+            "model=%s with %d channels is meant for small grids, this one has %d rows; "
+            "model=unet_base is made for 721x1440",
+            config.name,
+            config.channels[0],
+            rows,
+        )
+    return UNet(config, in_channels, out_channels)

@@ -1,0 +1,187 @@
+"""Halos by hand, cutting and joining, and a rank's place in the mesh."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections import namedtuple
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+from credit_dp.domain_parallel import (
+    DomainParallelManager,
+    HaloExchange,
+    gather_tensor,
+    get_domain_parallel_manager,
+    initialize_domain_parallel,
+    shard_batch,
+    shard_tensor,
+)
+from credit_dp.errors import UserError
+from tests.ranks import RankError, on_processes, on_threads
+
+
+def _field(height, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(2, 3, height, 4, dtype=torch.float64, generator=generator)
+
+
+def _halo(manager, height, width, dim):
+    whole = _field(height).requires_grad_()
+    padded = F.pad(whole, (0, 0, width, width))
+    cotangent = torch.randn(padded.shape, generator=torch.Generator().manual_seed(1)).double()
+    rows = manager.rows(height)
+    x = whole.detach()[..., rows, :].clone().requires_grad_()
+    y = HaloExchange(width, dim, manager=manager)(x)
+    wide = slice(rows.start, rows.stop + 2 * width)
+    assert torch.equal(y, padded[..., wide, :])
+    assert torch.equal(HaloExchange.trim(y, width, width, dim), x)
+
+    # The ranks' outputs overlap: the adjoint is that of the sum of all their scalars.
+    bounds = manager.partition(height).bounds
+    parts = [
+        padded[..., a : b + 2 * width, :] * cotangent[..., a : b + 2 * width, :]
+        for a, b in pairwise(bounds)
+    ]
+    sum(part.sum() for part in parts).backward()
+    y.backward(cotangent[..., wide, :])
+    torch.testing.assert_close(x.grad, whole.grad[..., rows, :], rtol=1e-13, atol=1e-13)
+
+
+@given(ranks=st.sampled_from([1, 2, 3, 4]), rows=st.integers(1, 5), data=st.data())
+def test_halo_equals_zero_padding(ranks, rows, data):
+    width = data.draw(st.integers(0, rows))
+    height = ranks * rows + data.draw(st.integers(0, ranks - 1))
+    on_threads(ranks, _halo, height, width, data.draw(st.sampled_from([-2, 2])))
+
+
+def test_halo_on_processes():
+    on_processes(3, _halo, 10, 2, -2)
+
+
+def _too_wide(manager):
+    with pytest.raises(UserError, match="halo_width 3 needs as many rows in every band"):
+        HaloExchange(3, manager=manager)(_field(8)[..., manager.rows(8), :])
+
+
+def test_halo_wider_than_a_band_is_refused_on_every_rank():
+    on_threads(3, _too_wide)
+
+
+def _gather(manager, sizes):
+    height = sum(sizes)
+    whole = _field(height)
+    start = sum(sizes[: manager.domain_rank])
+    rows = slice(start, start + sizes[manager.domain_rank])
+    x = whole[..., rows, :].clone().requires_grad_()
+    y = gather_tensor(x, manager=manager)
+    assert torch.equal(y, whole)
+    cotangents = [_field(height, seed=7 + r) for r in range(len(sizes))]
+    y.backward(cotangents[manager.domain_rank])
+    torch.testing.assert_close(x.grad, sum(cotangents)[..., rows, :], rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("sizes", [(3, 3), (1, 6), (2, 1, 4), (1, 1, 1, 5)])
+def test_gather_undoes_any_bands(sizes):
+    on_threads(len(sizes), _gather, sizes)
+    on_processes(len(sizes), _gather, sizes)
+
+
+Sample = namedtuple("Sample", "field flag")
+
+
+def _batch(manager):
+    whole = _field(7)
+    rows = manager.rows(7)
+    batch = {
+        "x": whole,
+        "list": [whole, "text"],
+        "sample": Sample(whole, torch.ones(2, 5)),
+        "profile": torch.ones(2, 3, 1, 4),
+        "step": 3,
+    }
+    cut = shard_batch(batch, manager=manager)
+    for field in (cut["x"], cut["list"][0], cut["sample"].field):
+        assert torch.equal(field, whole[..., rows, :])
+    assert cut["sample"].flag is batch["sample"].flag
+    assert cut["profile"] is batch["profile"]
+    assert (cut["list"][1], cut["step"]) == ("text", 3)
+    with pytest.raises(UserError, match="1 rows can't be shared by 3 ranks"):
+        shard_tensor(torch.ones(2, 3, 1, 4), manager=manager)
+
+
+def test_shard_batch_cuts_fields_and_nothing_else():
+    on_threads(3, _batch)
+
+
+def _place(manager):
+    return (
+        manager.rank,
+        manager.domain_rank,
+        manager.dp_rank,
+        manager.domain_world_size,
+        manager.dp_world_size,
+        manager.data_parallel_size,
+        manager.is_first_domain_rank,
+        manager.is_last_domain_rank,
+        manager.neighbor_ranks(),
+        torch.distributed.get_process_group_ranks(manager.domain_group),
+        torch.distributed.get_process_group_ranks(manager.data_parallel_group),
+    )
+
+
+def test_places_in_a_2x2_mesh():
+    places = on_processes(4, _place, domain=2)
+    assert places[0] == (0, 0, 0, 2, 2, 2, True, False, (None, 1), [0, 1], [0, 2])
+    assert places[3] == (3, 1, 1, 2, 2, 2, False, True, (2, None), [2, 3], [1, 3])
+
+
+def test_one_process_needs_no_group():
+    with pytest.raises(UserError, match="there is no manager"):
+        get_domain_parallel_manager()
+    manager = initialize_domain_parallel(1, 1)
+    assert get_domain_parallel_manager() is manager
+    assert (manager.domain_group, manager.data_parallel_group) == (None, None)
+    assert manager.neighbor_ranks() == (None, None)
+    x = _field(5)
+    assert torch.equal(shard_tensor(x), x)
+    assert gather_tensor(x) is x
+    assert HaloExchange(2)(x).shape == (2, 3, 9, 4)
+
+
+@pytest.mark.parametrize(
+    ("world", "domain", "message"),
+    [(4, 3, "4 ranks can't be split into domains of 3"), (2, 2, "needs 2 ranks, 1 are running")],
+)
+def test_impossible_meshes(world, domain, message):
+    with pytest.raises(UserError, match=message):
+        DomainParallelManager(world, domain)
+
+
+def _copies(manager):
+    assert copy.deepcopy(manager) is manager
+    copied = pickle.loads(pickle.dumps(manager))  # noqa: S301
+    assert (copied.domain_rank, copied.domain_group) == (manager.domain_rank, None)
+
+
+def test_copies_of_a_manager():
+    on_processes(2, _copies)
+
+
+def _hang(manager):
+    if manager.domain_rank == 0:
+        manager.transport.gather(torch.zeros(1))
+
+
+def test_a_rank_that_waits_for_nothing_fails(monkeypatch):
+    monkeypatch.setattr("tests.ranks.TIMEOUT", 2.0)
+    with pytest.raises(RankError, match="waits for a message of rank 1"):
+        on_threads(2, _hang)
+    with pytest.raises(RankError, match=r"ranks \[0\] hang"):
+        on_processes(2, _hang)
+    assert on_processes(2, _place, domain=1)

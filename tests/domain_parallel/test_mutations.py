@@ -1,0 +1,55 @@
+"""The comparison is sharp: breaking the core makes it fail."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from credit_dp.domain_parallel import exchange, poles
+from credit_dp.domain_parallel.layers import conv, group_norm
+from tests.domain_parallel.equality import assert_same_as_whole_globe
+from tests.ranks import RankError, on_threads
+
+
+def _build():
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.SiLU(), nn.Conv2d(4, 2, 3, 2, 1)
+    )
+
+
+def _no_neighbours_share(total, rows, plan, route, dim):
+    """Backward without what the neighbours found."""
+
+
+def _band_edges_are_poles(start, stop, height, mode):
+    runs = poles.rows_with_poles(start, stop, height, mode)
+    return (exchange.Run(0, 1, blank=True), *runs[1:]) if start > 0 else runs
+
+
+def _moments_of_the_band(x, groups, rows, transport):
+    return group_norm._local_moments(x, groups)
+
+
+def _phase_of_the_band(self, out, height):
+    reach, stride = self._reach, self.conv.stride[0]
+    first = out.start * stride
+    return poles.rows_with_poles(
+        first, first + (out.stop - out.start - 1) * stride + reach, height, "zeros"
+    )
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "mutant", "found"),
+    [
+        (exchange, "_unpack_add", _no_neighbours_share, "input gradient"),
+        (conv, "rows_with_poles", _band_edges_are_poles, "output|sizes|size"),
+        (group_norm, "_global_moments", _moments_of_the_band, "output"),
+        (conv._RowConv, "needs", _phase_of_the_band, "output|size"),
+    ],
+)
+def test_a_broken_core_is_found(monkeypatch, where, name, mutant, found):
+    case = (3, assert_same_as_whole_globe, _build, (), (1, 2, 13, 5))
+    on_threads(*case)
+    monkeypatch.setattr(where, name, mutant)
+    with pytest.raises(RankError, match=found):
+        on_threads(*case)

@@ -1,0 +1,94 @@
+"""What a training step of the U-Net sends: exactly what other bands need, and nothing twice."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from credit_dp.config import UNetConfig
+from credit_dp.domain_parallel.build import shard_model
+from credit_dp.models.unet import MatchRows, PeriodicConv2d, UNet
+from tests.domain_parallel.equality import _RANDOM
+from tests.ranks import on_processes, on_threads
+
+BYTES = 8  # float64
+
+
+def _needed(layer, inputs, out_rows):
+    """Input rows that influence some output rows, found by differentiating the layer."""
+    x, *others = (torch.rand_like(i) + 0.5 for i in inputs)
+    x.requires_grad_()
+    positive = copy.deepcopy(layer)
+    for parameter in positive.parameters():  # so that no influences cancel
+        nn.init.constant_(parameter, 1.0)
+    positive(x, *others)[..., out_rows, :].sum().backward()
+    return set(x.grad.abs().sum((0, 1, 3)).nonzero().flatten().tolist())
+
+
+def _least(manager, model, x):
+    """Messages and bytes of this rank, forward and backward, from the whole model's layers."""
+    calls, norms, hooks = [], [], []
+    for layer in model.modules():
+        if isinstance(layer, PeriodicConv2d | nn.ConvTranspose2d | MatchRows):
+            hooks.append(layer.register_forward_hook(lambda m, i, o: calls.append((m, i, o))))
+        if isinstance(layer, nn.GroupNorm):
+            hooks.append(layer.register_forward_hook(lambda m, i, o: norms.append((m, i))))
+    model(x)
+    for hook in hooks:
+        hook.remove()
+    rank, messages, size = manager.domain_rank, 0, 0
+    for layer, inputs, output in calls:
+        taken = manager.partition(inputs[0].shape[-2])
+        made = manager.partition(output.shape[-2])
+        row = inputs[0][..., 0, :].numel() * BYTES
+        for peer in range(taken.ranks):
+            if peer == rank:
+                continue
+            mine = set(range(taken.height)[taken.rows(rank)])
+            theirs = set(range(taken.height)[taken.rows(peer)])
+            to_peer = _needed(layer, inputs, made.rows(peer)) & mine
+            back_to_peer = _needed(layer, inputs, made.rows(rank)) & theirs
+            if inputs[0] is x:
+                back_to_peer = set()  # the model's input needs no gradient
+            messages += bool(to_peer) + bool(back_to_peer)
+            size += (len(to_peer) + len(back_to_peer)) * row
+    moments = sum(2 * len(inputs[0]) * layer.num_groups * BYTES for layer, inputs in norms)
+    return {
+        "messages": messages,
+        "bytes": size,
+        "collectives": 2 * len(norms),
+        "collective_bytes": 2 * moments,
+    }
+
+
+def _step(manager, rows):
+    with _RANDOM:
+        torch.manual_seed(0)
+        whole = UNet(UNetConfig(channels=[4, 8, 8], blocks=1, groups=2), 3, 2).double()
+        x = torch.randn(2, 3, rows, 8, dtype=torch.float64)
+    model = shard_model(copy.deepcopy(whole), manager, x.shape)
+    model(x[..., manager.rows(rows), :].contiguous()).sum().backward()
+    with torch.random.fork_rng():
+        least = _least(manager, whole, x)
+    assert vars(manager.transport.traffic) == least
+    return least
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("rows", [32, 121])
+def test_a_step_sends_the_least_on_threads(ranks, rows):
+    sent = on_threads(ranks, _step, rows)
+    assert all(least["messages"] > 0 for least in sent)
+
+
+def _fresh_step(manager, rows):
+    manager.transport.traffic.__init__()
+    return _step(manager, rows)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_step_sends_the_least_on_processes(ranks):
+    on_processes(ranks, _fresh_step, 181)

@@ -1,0 +1,162 @@
+"""Ranks for tests: threads of this process, or a pool of live gloo processes.
+
+Both call `fn(manager, *args)` on every rank and return the results in rank order. A hang fails
+after 60 seconds with every rank's stack.
+"""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import multiprocessing as mp
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+
+from credit_dp.domain_parallel import DomainParallelManager
+from credit_dp.domain_parallel.partition import BandTable
+from credit_dp.domain_parallel.transport import ThreadTransport, ThreadWorld
+
+TIMEOUT = 60.0
+
+
+class RankError(AssertionError):
+    """A rank raised or hung; the message is its traceback."""
+
+
+def on_threads(ranks: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
+    """Run `fn(manager, *args)` on `ranks` threads that share one globe."""
+    world = ThreadWorld(ranks, timeout=TIMEOUT)
+    results: list[Any] = [None] * ranks
+    errors: list[tuple[float, int, BaseException, str]] = []
+
+    def work(rank: int) -> None:
+        manager = DomainParallelManager(ranks, ranks, transport=ThreadTransport(world, rank))
+        try:
+            results[rank] = fn(manager, *args)
+        except BaseException as error:  # noqa: BLE001
+            errors.append((time.monotonic(), rank, error, traceback.format_exc()))
+            world.fail()
+
+    threads = [threading.Thread(target=work, args=(r,), daemon=True) for r in range(ranks)]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + 2 * TIMEOUT
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    if any(thread.is_alive() for thread in threads):
+        faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
+        world.fail()
+        raise RankError("a rank hangs; stacks are on stderr")
+    if errors:
+        _, rank, error, trace = min(errors, key=lambda e: e[0])
+        raise RankError(f"rank {rank}: {error}\n{trace}") from error
+    return results
+
+
+class _Pool:
+    """Live gloo ranks, one process each."""
+
+    def __init__(self, ranks: int) -> None:
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "tests.ranks"])
+        self._folder = tempfile.TemporaryDirectory()
+        self.pipes: list[Connection] = []
+        self.processes = []
+        for rank in range(ranks):
+            mine, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(rank, ranks, self._folder.name, theirs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self.pipes.append(mine)
+            self.processes.append(process)
+
+    def run(self, domain: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
+        for pipe in self.pipes:
+            pipe.send((domain, fn, args))
+        replies: dict[int, tuple[bool, Any]] = {}
+        deadline = time.monotonic() + TIMEOUT
+        while len(replies) < len(self.pipes):
+            waiting = {p: r for r, p in enumerate(self.pipes) if r not in replies}
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                self.close(dump=True)
+                raise RankError(f"ranks {sorted(waiting.values())} hang; stacks are on stderr")
+            for pipe in ready:
+                try:
+                    replies[waiting[pipe]] = pipe.recv()  # type: ignore[index]
+                except EOFError:
+                    replies[waiting[pipe]] = (False, "the process died")  # type: ignore[index]
+            failed = {r: text for r, (ok, text) in replies.items() if not ok}
+            if failed:
+                self.close(dump=False)
+                rank, text = next(iter(failed.items()))
+                raise RankError(f"rank {rank}: {text}")
+        return [replies[rank][1] for rank in range(len(self.pipes))]
+
+    def close(self, dump: bool = False) -> None:
+        for process in self.processes:
+            if dump and process.pid and process.is_alive():
+                os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(1.0 if dump else 0.0)
+        for process in self.processes:
+            process.kill()
+            process.join()
+        for pipe in self.pipes:
+            pipe.close()
+        self._folder.cleanup()
+        for ranks, pool in list(_POOLS.items()):
+            if pool is self:
+                del _POOLS[ranks]
+
+
+_POOLS: dict[int, _Pool] = {}
+
+
+def on_processes(
+    ranks: int, fn: Callable[..., Any], *args: Any, domain: int | None = None
+) -> list[Any]:
+    """Run `fn(manager, *args)` on `ranks` live gloo processes, `domain` of them per globe."""
+    if ranks not in _POOLS:
+        _POOLS[ranks] = _Pool(ranks)
+    return _POOLS[ranks].run(domain or ranks, fn, args)
+
+
+@atexit.register
+def _close_pools() -> None:
+    for pool in list(_POOLS.values()):
+        pool.close()
+
+
+def _serve(rank: int, ranks: int, folder: str, pipe: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks
+    )
+    managers: dict[int, DomainParallelManager] = {}
+    while True:
+        try:
+            domain, fn, args = pipe.recv()
+        except EOFError:
+            os._exit(0)
+        try:
+            if domain not in managers:
+                managers[domain] = DomainParallelManager(ranks, domain)
+            managers[domain].bands = BandTable(domain)
+            reply = (True, fn(managers[domain], *args))
+        except BaseException as error:  # noqa: BLE001
+            reply = (False, f"{error}\n{traceback.format_exc()}")
+        pipe.send(reply)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -83,31 +84,21 @@ def plan_calls(
         layer.set_heights(planner.planned(layer))
 
 
-class _traceable:  # noqa: N801
-    """Fake tensors, no gradients, and the random state restored afterwards."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._contexts = (
-            FakeTensorMode(allow_non_fake_inputs=True),
-            torch.no_grad(),
-            torch.random.fork_rng(devices=[]),
-        )
-        self._model = type(model).__name__
-
-    def __enter__(self) -> None:
-        for context in self._contexts:
-            context.__enter__()
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        for context in reversed(self._contexts):
-            context.__exit__(None, None, None)
-        if isinstance(error, DataDependentOutputException):
-            frames = [f for f in traceback.extract_tb(trace) if "/torch/" not in f.filename]
-            where = f"{frames[-1].filename}:{frames[-1].lineno}" if frames else self._model
-            raise UserError(
-                f"{where}: control flow that depends on data can't be planned. "
-                "Decide from shapes or configuration instead."
-            ) from None
+@contextmanager
+def _traceable(model: nn.Module) -> Iterator[None]:
+    """Run on fake tensors, without gradients, and restore the random state afterwards."""
+    try:
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        with fake, torch.no_grad(), torch.random.fork_rng(devices=[]):
+            yield
+    except DataDependentOutputException as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [f for f in frames if "/torch/" not in f.filename and f.filename != __file__]
+        where = f"{own[-1].filename}:{own[-1].lineno}" if own else type(model).__name__
+        raise UserError(
+            f"{where}: control flow that depends on data can't be planned. "
+            "Decide from shapes or configuration instead."
+        ) from None
 
 
 def _dtype_and_device(model: nn.Module) -> tuple[torch.dtype, torch.device]:

@@ -1,0 +1,59 @@
+# Two commands for a newcomer: `make run` and `make test`. `make help` lists the others.
+# VENV and PYTHON may be given: make test VENV=/tmp/venv PYTHON=python3.12
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+SETTINGS := pyproject.toml constraints.txt
+
+.DEFAULT_GOAL := help
+.PHONY: help run test test-all test-slow lint check
+
+help:
+	@echo "make run       install, then train a U-Net on two ranks on the quickstart data"
+	@echo "make test      install, then the fast tests"
+	@echo "make test-all  install, then all tests"
+	@echo "make check     install, then lint, types, import contract and the fast tests"
+	@echo "make lint      the same without the tests"
+
+run: $(VENV)/installed
+	$(BIN)/python train.py model=unet parallel.domain=2
+
+test: $(VENV)/installed-test
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: $(VENV)/installed-test
+	$(BIN)/python -m pytest -m slow
+
+test-all: $(VENV)/installed-test
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/installed-dev
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+check: lint test
+
+# A file in the environment says what is installed there; a change of the settings makes it stale.
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "error: needs Python 3.11 or newer as $(PYTHON); give another one with make PYTHON=..." >&2; \
+	  exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' || { \
+	  echo "error: $(PYTHON) comes without venv; on Debian and Ubuntu: apt install python3-venv" >&2; \
+	  exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/installed: $(BIN)/python $(SETTINGS)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/installed-test: $(BIN)/python $(SETTINGS)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test]'
+	@touch $(VENV)/installed $@
+
+$(VENV)/installed-dev: $(BIN)/python $(SETTINGS)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
+	@touch $(VENV)/installed $(VENV)/installed-test $@

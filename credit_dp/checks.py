@@ -1,0 +1,83 @@
+"""What a value of the config has to be, said in one line when it is not."""
+
+import difflib
+import math
+import re
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+
+from credit_dp.errors import UserError
+
+
+def nearest(word: str, allowed: Iterable[str]) -> str:
+    """The end of an error line: the closest of the allowed words, if one is close at all."""
+    close = difflib.get_close_matches(word, list(allowed), n=1, cutoff=0.5)
+    return f" Did you mean {close[0]}?" if close else ""
+
+
+def one_of(key: str, value: str, allowed: Sequence[str]) -> None:
+    """Refuse a word that is not in the table of this key."""
+    if value not in allowed:
+        raise UserError(
+            f"{key}: needs one of {', '.join(allowed)}, got {value!r}.{nearest(value, allowed)}"
+        )
+
+
+def at_least(key: str, value: int | None, minimum: int) -> None:
+    """Refuse an integer that is too small; null passes, where the type allows it."""
+    if value is not None and value < minimum:
+        raise UserError(f"{key}: needs an integer of at least {minimum}, got {value}")
+
+
+def number_in(key: str, value: float | None, low: float, high: float = math.inf) -> None:
+    """Refuse a number outside `[low, high]`, infinity and NaN; null passes."""
+    if value is not None and not (math.isfinite(value) and low <= value <= high):
+        bounds = f"of at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
+        raise UserError(f"{key}: needs a number {bounds}, got {value}")
+
+
+def above_zero(key: str, value: float | None) -> None:
+    """Refuse zero, what is below it, infinity and NaN; null passes."""
+    if value is not None and not (math.isfinite(value) and value > 0):
+        raise UserError(f"{key}: needs a number above 0, got {value}")
+
+
+def not_empty(key: str, values: Sequence[object]) -> None:
+    """Refuse a list without entries."""
+    if not values:
+        raise UserError(f"{key}: needs at least one entry, got an empty list")
+
+
+def no_repeats(key: str, values: Sequence[object]) -> None:
+    """Refuse a list that names something twice."""
+    twice = next((value for value in values if list(values).count(value) > 1), None)
+    if twice is not None:
+        raise UserError(f"{key}: needs each entry once, got {twice} more than once")
+
+
+def span(key: str, dates: Sequence[str]) -> None:
+    """Refuse what is not `[first, last]` in ISO format, in that order."""
+    needs = f"{key}: needs [first, last] in ISO format, like [2000-01-01, 2000-12-31]"
+    if len(dates) != 2:
+        raise UserError(f"{needs}, got {len(dates)} dates")
+    try:
+        first, last = (datetime.fromisoformat(date) for date in dates)
+    except ValueError:
+        raise UserError(f"{needs}, got [{', '.join(dates)}]") from None
+    if first.replace(tzinfo=None) > last.replace(tzinfo=None):
+        raise UserError(f"{needs}, got a first date after the last: [{', '.join(dates)}]")
+
+
+def grid(key: str, value: str | None) -> None:
+    """Refuse what is not `ROWSxCOLUMNS`."""
+    if value is not None and not re.fullmatch(r"[1-9]\d*x[1-9]\d*", value):
+        raise UserError(f"{key}: needs ROWSxCOLUMNS, like 121x240, or null, got {value!r}")
+
+
+def folder_name(key: str, value: str | None) -> None:
+    """Refuse a name that would be another folder, a hidden one, or awkward on a command line."""
+    if value is not None and not re.fullmatch(r"\w[\w.+-]*", value, flags=re.ASCII):
+        raise UserError(
+            f"{key}: needs letters, digits and . _ + - (no / or spaces), "
+            f"beginning with a letter or digit, got {value!r}"
+        )

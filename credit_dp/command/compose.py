@@ -1,0 +1,196 @@
+"""Composes the config from `conf/` and overrides, checked before anything starts."""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import final
+
+from hydra import version
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.config_store import ConfigStore
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError  # type: ignore[import-untyped]
+
+from credit_dp import config as schemas
+from credit_dp.checks import nearest
+from credit_dp.command.explain import explain
+from credit_dp.command.folders import register_resolvers
+from credit_dp.command.keys import check_key
+from credit_dp.config import Config
+from credit_dp.errors import UserError
+
+PACKAGE = Path(__file__).resolve().parents[1]
+
+# The first line of every file of these groups names its schema: `defaults: [schema, _self_]`.
+SCHEMAS: Mapping[tuple[str | None, str], type] = {
+    (None, "schema"): Config,
+    ("model", "schema_unet"): schemas.UNetConfig,
+    ("data", "schema"): schemas.DataConfig,
+    ("parallel", "schema"): schemas.ParallelConfig,
+    ("trainer", "schema"): schemas.TrainerConfig,
+    ("loss", "schema"): schemas.LossConfig,
+    ("optimizer", "schema"): schemas.OptimizerConfig,
+    ("logger", "schema"): schemas.LoggerConfig,
+}
+
+OWN_GROUPS = {group for group, _ in SCHEMAS if group is not None} | {"experiment"}
+
+
+def conf_folder() -> Path:
+    """`conf/` of the checkout, or the copy that an installed package carries."""
+    checkout = PACKAGE.parent / "conf"
+    return checkout if (checkout / "config.yaml").exists() else PACKAGE / "conf"
+
+
+@final
+class Composer:
+    """Hydra with our schemas and search path: overrides in, a checked `Config` out.
+
+    Only one is in use at a time, as Hydra keeps its state in singletons.
+    """
+
+    def __init__(self, job: str, extra: str | None = None, config_name: str = "config") -> None:
+        version.setbase("1.3")
+        register_schemas()
+        register_resolvers()
+        GlobalHydra.instance().clear()
+        self.config_name = config_name
+        self.hydra = Hydra.create_main_hydra2(job, search_path(extra))
+
+    @cached_property
+    def groups(self) -> dict[str, list[str]]:
+        """The choices of each config group, schemas left out."""
+        loader = self.hydra.config_loader
+        names = [name for name in loader.list_groups("") if name != "hydra"]
+        names += [f"hydra/{name}" for name in loader.list_groups("hydra")]
+        options = {name: loader.get_group_options(name, ObjectType.CONFIG) for name in names}
+        return {
+            name: [choice for choice in choices if not choice.startswith("schema")]
+            for name, choices in options.items()
+        }
+
+    def compose(self, overrides: Sequence[str]) -> DictConfig:
+        """The composed config with its `hydra` node, types checked, values not yet.
+
+        Raises:
+            UserError: the files and overrides do not compose.
+        """
+        try:
+            composed = self.hydra.compose_config(
+                config_name=self.config_name,
+                overrides=list(overrides),
+                run_mode=RunMode.RUN,
+                with_log_configuration=False,
+            )
+        except (HydraException, OmegaConfBaseException, YAMLError) as error:
+            raise UserError(explain(error)) from error
+        return composed
+
+    def config(self, overrides: Sequence[str]) -> Config:
+        """The checked config of one run.
+
+        Raises:
+            UserError: the files and overrides do not compose, or a value is not allowed.
+        """
+        composed = self.compose(overrides)
+        HydraConfig.instance().set_config(composed)
+        return to_config(composed)
+
+
+def without_hydra(composed: DictConfig) -> DictConfig:
+    """Our part of a composed config."""
+    ours = composed.copy()
+    with open_dict(ours):
+        ours.pop("hydra", None)
+    return ours
+
+
+def to_config(composed: DictConfig) -> Config:
+    """Our part of a composed config as dataclasses, all interpolations resolved.
+
+    Raises:
+        UserError: a value is missing or not allowed, or an interpolation leads nowhere.
+    """
+    ours = without_hydra(composed)
+    try:
+        missing = sorted(OmegaConf.missing_keys(ours))
+        if missing:
+            raise UserError(f"{', '.join(missing)}: need a value, and none is given")
+        config = OmegaConf.to_object(ours)
+    except OmegaConfBaseException as error:
+        raise UserError(explain(error)) from error
+    if not isinstance(config, Config):
+        raise UserError("config.yaml: needs `schema` as the first entry of its defaults")
+    return config
+
+
+def check_overrides(overrides: Sequence[Override], groups: Mapping[str, list[str]]) -> None:
+    """Refuse keys and choices that do not exist; Hydra itself lets some of them pass.
+
+    Raises:
+        UserError: with the nearest match and what is allowed.
+    """
+    for override in overrides:
+        key = override.key_or_group
+        if key in groups:
+            check_choice(key, override, groups[key])
+        elif "/" in key:
+            raise UserError(f"{key}: no such group.{nearest(key, groups)}")
+        elif override.is_hydra_override():
+            continue  # Hydra's own schema answers for its keys
+        else:
+            check_key(key)
+            if override.is_delete():
+                raise UserError(f"{key}: keys cannot be removed; give it a value, like {key}=null")
+
+
+def check_choice(group: str, override: Override, choices: list[str]) -> None:
+    """Refuse a choice of a group that has no file."""
+    if override.is_delete() or override.is_interval_sweep():
+        return
+    if override.is_add() and group in OWN_GROUPS:
+        text = str(override.input_line).lstrip("+")
+        raise UserError(f"{group}: is in the config already; write {text}, without the +")
+    if override.is_sweep_override():
+        chosen = [str(value) for value in override.sweep_iterator()]
+    else:
+        value = override.value()
+        chosen = [str(value)] if value is None or isinstance(value, str) else []
+    for choice in chosen:
+        if choice not in choices:
+            raise UserError(
+                f"{group}: needs one of {', '.join(choices)}, got {choice!r}."
+                f"{nearest(choice, choices)}"
+            )
+
+
+def register_schemas() -> None:
+    """Tell Hydra the dataclass of each group, so that types are checked as files are merged."""
+    store = ConfigStore.instance()
+    for (group, name), schema in SCHEMAS.items():
+        store.store(group=group, name=name, node=schema, provider="credit_dp")
+
+
+def search_path(extra: str | None) -> ConfigSearchPath:
+    """Where groups are looked for: `--config-dir`, the package's `conf/`, then the user's."""
+    path = create_config_search_path(f"file://{conf_folder()}")
+    own = Path.cwd() / "conf"
+    if own.is_dir() and own.resolve() != conf_folder().resolve():
+        # The schemas have to stay last.
+        schema = path.get_path().pop()
+        path.append("user", f"file://{own}")
+        path.get_path().append(schema)
+    if extra is not None:
+        if not Path(extra).is_dir():
+            raise UserError(f"--config-dir: no folder {extra}")
+        path.prepend("command-line", f"file://{Path(extra).resolve()}")
+    return path

@@ -1,0 +1,43 @@
+"""The doctor command: `credit-dp doctor parallel.domain=4` checks sharding on this machine."""
+
+import sys
+from collections.abc import Sequence
+
+from credit_dp.command.arguments import parse, parser
+from credit_dp.command.compose import Composer, check_overrides
+from credit_dp.command.overrides import parse_overrides
+from credit_dp.command.train import check_run
+from credit_dp.launch import launch
+
+HELP = """\
+{program} KEY=VALUE ...: checks that sharding works on this machine, within a minute.
+
+Prints versions, devices, back end and threads, and compares an exchange of rows, a reduction and
+one step of a sharded U-Net with the unsharded answers, on the ranks that these keys ask for:
+  parallel.domain=4 parallel.data=2 parallel.threads=1 device=cpu
+
+  --json        the report as JSON
+  --help, -h    this text
+
+Exit code: 0 if all checks passed, 1 if one failed, 2 if the keys are wrong.
+"""
+
+
+def doctor(arguments: Sequence[str], program: str) -> int:
+    """Check the machine; the exit code.
+
+    Raises:
+        UserError: anything that is wrong before the first process starts.
+    """
+    using = parser()
+    using.add_argument("--json", action="store_true")
+    args = parse(using, arguments)
+    if args.help:
+        sys.stdout.write(HELP.format(program=program))
+        return 0
+    overrides = parse_overrides(args.overrides)
+    composer = Composer("doctor")
+    check_overrides(overrides, composer.groups)
+    config = check_run(composer, overrides)
+    function = "check_json" if args.json else "check"
+    return launch(config, f"credit_dp.doctor:{function}")

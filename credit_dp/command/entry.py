@@ -1,0 +1,80 @@
+"""The two entry points: `python train.py` and `credit-dp`. Here alone is decided how a run exits.
+
+Exit codes: 0 done; 1 crashed, or a check failed; 2 a mistake in what was given, told in one line;
+130 interrupted (Ctrl-C); 143 terminated (SIGTERM).
+"""
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from credit_dp.checks import nearest
+from credit_dp.command.doctor import doctor
+from credit_dp.command.train import train
+from credit_dp.errors import UserError
+from credit_dp.launch.launcher import find_launcher
+from credit_dp.launch.local import Terminated
+from credit_dp.launch.report import report_refusal
+
+Command = Callable[[Sequence[str], str], int]
+
+COMMANDS: dict[str, Command] = {"train": train, "doctor": doctor}
+
+HELP = """\
+credit-dp trains global weather models sharded by latitude.
+
+  credit-dp train KEY=VALUE ...     train a model; the same as `python train.py`
+  credit-dp doctor KEY=VALUE ...    check that sharding works on this machine
+
+`credit-dp COMMAND --help` says more.
+"""
+
+
+def train_main() -> NoReturn:
+    """What `train.py` does."""
+    sys.exit(guarded(train, sys.argv[1:], "python train.py"))
+
+
+def main() -> NoReturn:
+    """The console script `credit-dp`."""
+    sys.exit(guarded(dispatch, sys.argv[1:], "credit-dp"))
+
+
+def dispatch(arguments: Sequence[str], program: str) -> int:
+    """Run the command that the first argument names."""
+    if not arguments or arguments[0] in ("--help", "-h"):
+        sys.stdout.write(HELP)
+        return 0
+    name, *rest = arguments
+    if name not in COMMANDS:
+        raise UserError(
+            f"{program}: needs a command ({', '.join(COMMANDS)}), got {name!r}."
+            f"{nearest(name, COMMANDS)}"
+        )
+    return COMMANDS[name](rest, f"{program} {name}")
+
+
+def guarded(command: Command, arguments: Sequence[str], program: str) -> int:
+    """Run a command; whatever ends it early is one line (or none) and an exit code."""
+    try:
+        return command(arguments, program)
+    except UserError as error:
+        if speaks():
+            report_refusal(str(error))
+        return 2
+    except KeyboardInterrupt:
+        if speaks():
+            sys.stderr.write("\ninterrupted\n")
+        return 130
+    except Terminated:
+        return 143
+
+
+def speaks() -> bool:
+    """Whether this process is the one that talks: under a launcher all ranks see the same error."""
+    try:
+        launcher = find_launcher(os.environ)
+    except UserError:
+        return True
+    return launcher is None or launcher.ranks.rank == 0

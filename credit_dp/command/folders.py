@@ -1,0 +1,78 @@
+"""Where a run writes: `outputs/NAME` for a run with a name, else a folder of its own."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+from omegaconf import OmegaConf
+
+from credit_dp.config import Config
+from credit_dp.errors import UserError
+
+CHECKPOINT = "checkpoint.pt"  # what the trainer writes, and what makes a folder worth guarding
+
+
+def register_resolvers() -> None:
+    """Make `${run_folder:...}` and `${sweep_folder:...}` known; conf/config.yaml uses them."""
+    # Cached, so that one config gives one answer, however often it is asked.
+    OmegaConf.register_new_resolver("run_folder", run_folder, use_cache=True, replace=True)
+    OmegaConf.register_new_resolver("sweep_folder", sweep_folder, use_cache=True, replace=True)
+
+
+def run_folder(name: str | None, folder: str) -> str:
+    """The folder of one run."""
+    return folder or f"outputs/{name or unique_name()}"
+
+
+def sweep_folder(name: str | None, folder: str) -> str:
+    """The folder of a sweep, in which its runs are numbered."""
+    return folder or (f"outputs/{name}" if name else f"multirun/{unique_name()}")
+
+
+def unique_name() -> str:
+    """Differs between any two runs: time in microseconds, and the job or the process."""
+    job = os.environ.get("SLURM_JOB_ID", os.getpid())
+    return f"{datetime.now():%Y-%m-%d_%H-%M-%S.%f}_{job}"
+
+
+def check_folder(folder: Path, config: Config) -> None:
+    """Refuse to start a fresh run over the checkpoint of another.
+
+    Raises:
+        UserError: there is one, and `resume` does not go on from it.
+    """
+    checkpoint = folder / CHECKPOINT
+    if not checkpoint.exists() or config.resume == "auto":
+        return
+    if config.resume and Path(config.resume).resolve() in (folder.resolve(), checkpoint.resolve()):
+        return
+    raise UserError(
+        f"run.name: {folder} holds the checkpoint of an earlier run. "
+        "Go on from it with resume=auto, or give another run.name."
+    )
+
+
+@contextlib.contextmanager
+def claim(folder: Path) -> Iterator[None]:
+    """Hold the folder while a run writes to it.
+
+    Raises:
+        UserError: another run does, or the folder cannot be written to.
+    """
+    lock = FileLock(folder / ".run.lock", timeout=0)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+    except Timeout:
+        raise UserError(
+            f"run.name: another run is writing to {folder}. Give another one."
+        ) from None
+    except OSError as error:
+        raise UserError(f"run.dir: cannot write to {folder} ({error.strerror})") from error
+    try:
+        yield
+    finally:
+        lock.release()

@@ -1,0 +1,88 @@
+"""The keys that the config has and what each one takes, read off the dataclasses."""
+
+import types
+from dataclasses import fields, is_dataclass
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from credit_dp.checks import nearest
+from credit_dp.config import Config
+from credit_dp.errors import UserError
+
+WORDS: dict[Any, str] = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    type(None): "null",
+}
+PLURALS: dict[Any, str] = {int: "integers", float: "numbers", str: "texts", bool: "true or false"}
+
+
+def all_keys(schema: Any = Config, prefix: str = "") -> list[str]:
+    """Every dotted key of the config, groups before what is in them."""
+    keys: list[str] = []
+    for name, kind in get_type_hints(schema).items():
+        keys.append(prefix + name)
+        if is_dataclass(kind):
+            keys += all_keys(kind, f"{prefix}{name}.")
+    return keys
+
+
+def check_key(key: str) -> None:
+    """Refuse a dotted key that the config does not have.
+
+    Raises:
+        UserError: with the nearest key and those that are allowed at the place where it departs.
+    """
+    schema: Any = Config
+    walked: list[str] = []
+    for name in key.split("."):
+        if get_origin(schema) in (dict, list, tuple):
+            return  # entries of lists and tables are checked by value
+        names = [field.name for field in fields(schema)] if is_dataclass(schema) else []
+        if name not in names:
+            raise UserError(unknown_key(key, ".".join(walked), names))
+        walked.append(name)
+        schema = get_type_hints(schema)[name]
+
+
+def unknown_key(key: str, place: str, names: list[str]) -> str:
+    """One line for a key that is not there."""
+    allowed = f"Allowed {f'in {place}' if place else 'here'}: {', '.join(names)}."
+    if not names:
+        allowed = f"{place} takes a value and has no keys in it."
+    close = nearest(key, all_keys())
+    if not close:  # the right word in the wrong group
+        last = key.rpartition(".")[2]
+        close = nearest(key, [other for other in all_keys() if other.endswith(f".{last}")])
+    return f"{key}: no such key.{close} {allowed}"
+
+
+def is_table_entry(key: str) -> bool:
+    """Whether the key names an entry of a table, which may be new: `loss.variable_weight.x`."""
+    return get_origin(kind_of(key.rpartition(".")[0])) is dict
+
+
+def kind_of(key: str) -> Any:
+    """The type of a dotted key; None if there is no such key."""
+    schema: Any = Config
+    for name in key.split("."):
+        hints = get_type_hints(schema) if is_dataclass(schema) else {}
+        if name not in hints:
+            return None
+        schema = hints[name]
+    return schema
+
+
+def describe(kind: Any) -> str:
+    """What a type takes, in words: `list[int] | None` is `a list of integers or null`."""
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return " or ".join(describe(argument) for argument in arguments)
+    if origin is list:
+        return f"a list of {PLURALS.get(arguments[0], 'values')}, like [a, b]"
+    if origin is tuple:
+        return f"{len(arguments)} {PLURALS.get(arguments[0], 'values')}, like [a, b]"
+    if origin is dict:
+        return f"a table from text to {PLURALS.get(arguments[1], 'values')}, like {{a: b}}"
+    return WORDS.get(kind, "a group of keys")

@@ -1,0 +1,79 @@
+"""Reads `KEY=VALUE`; what does not parse is answered with the quoted form that does."""
+
+import shlex
+from collections.abc import Iterator, Sequence
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, OverrideType
+from hydra.errors import HydraException
+
+from credit_dp.command.keys import is_table_entry
+from credit_dp.errors import UserError
+
+
+def parse_overrides(texts: Sequence[str]) -> list[Override]:
+    """All overrides, parsed.
+
+    Raises:
+        UserError: one does not parse; the line gives a form that does, ready for the shell.
+    """
+    parsed = [_parse(text) for text in texts]
+    # Hydra would ask for a plus before a new entry of a table; here KEY=VALUE is all there is.
+    return [
+        _parse(f"++{override.input_line}")
+        if override.type == OverrideType.CHANGE and is_table_entry(override.key_or_group)
+        else override
+        for override in parsed
+    ]
+
+
+def _parse(text: str) -> Override:
+    parsed = try_parse(text)
+    if parsed is not None:
+        return parsed
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise UserError(f"{text}: needs the form KEY=VALUE")
+    quoted = quoted_form(key, value)
+    if quoted is None:
+        raise UserError(f"{text}: does not parse, because {key!r} is no key or the brackets differ")
+    raise UserError(f"{text}: the value needs quotes; write {shlex.quote(quoted)}")
+
+
+def try_parse(text: str) -> Override | None:
+    """The override, or None if it does not parse."""
+    try:
+        return OverridesParser.create().parse_override(text)
+    except HydraException:
+        return None
+
+
+def quoted_form(key: str, value: str) -> str | None:
+    """`key=value` with the quotes that make it parse, to a list if it looks like one."""
+    for candidate in _candidates(value):
+        parsed = try_parse(f"{key}={candidate}")
+        if parsed is None or parsed.is_sweep_override():
+            continue
+        if isinstance(parsed.value(), list) or parsed.value() == value:
+            return f"{key}={candidate}"
+    return None
+
+
+def _candidates(value: str) -> Iterator[str]:
+    if value.startswith("[") and value.endswith("]"):
+        entries = [entry.strip() for entry in value[1:-1].split(",")]
+        yield "[" + ",".join(e if try_parse(f"x={e}") else quote(e) for e in entries) + "]"
+    yield quote(value)
+
+
+def quote(value: str) -> str:
+    """The value in double quotes: a quote in it is escaped, and so are backslashes before one."""
+    result, backslashes = [], 0
+    for character in value + '"':
+        if character == '"':
+            result.append("\\" * backslashes)
+            result.append('\\"')
+        else:
+            result.append(character)
+        backslashes = backslashes + 1 if character == "\\" else 0
+    return '"' + "".join(result)[:-2] + '"'

@@ -1,0 +1,87 @@
+"""The train command: `python train.py`, `credit-dp train`."""
+
+import sys
+from argparse import Namespace
+from collections.abc import Sequence
+
+from hydra.core.override_parser.types import Override
+from omegaconf import OmegaConf
+
+from credit_dp.command.arguments import parse, train_parser
+from credit_dp.command.compose import Composer, check_overrides, without_hydra
+from credit_dp.command.overrides import parse_overrides
+from credit_dp.command.run import run_once
+from credit_dp.command.sweep import sweep
+from credit_dp.config import Config
+from credit_dp.errors import UserError
+
+HELP = """\
+{program} KEY=VALUE ...: trains a model.
+
+What is in the config is KEY=VALUE, dashes only change the command:
+  --cfg job         show the config that these overrides give, and stop (--resolve, --package)
+  --check           check the config, and stop
+  --multirun, -m    one run for each combination: model=unet,unet_small seed=0,1,2
+  --config-dir DIR  one more folder of config files; ./conf is one already
+  --help, -h        this text
+
+Groups and their choices (GROUP=CHOICE):
+{groups}
+
+Keys, with the values that these overrides give (KEY=VALUE):
+{config}"""
+
+
+def train(arguments: Sequence[str], program: str) -> int:
+    """Compose, check, and run once or sweep; the exit code.
+
+    Raises:
+        UserError: anything that is wrong before the first process starts.
+    """
+    args = parse(train_parser(), arguments)
+    composer = Composer("train", args.config_dir, args.config_name)
+    if args.shell_completion:
+        composer.hydra.shell_completion(args.config_name, args.overrides)
+        return 0
+    overrides = parse_overrides(args.overrides)
+    texts = [str(override.input_line) for override in overrides]
+    check_overrides(overrides, composer.groups)
+    if args.help or args.cfg:
+        show(composer, args, texts, program)
+        return 0
+    if args.multirun or "hydra.mode=MULTIRUN" in args.overrides:
+        return sweep(composer, overrides)
+    config = check_run(composer, overrides)
+    if args.check:
+        sys.stdout.write("The config is valid.\n")
+        return 0
+    return run_once(composer, texts, config)
+
+
+def show(composer: Composer, args: Namespace, texts: Sequence[str], program: str) -> None:
+    """Print the help or the composed config."""
+    composed = composer.compose(texts)
+    if args.cfg:
+        composer.hydra.show_cfg(args.config_name, list(texts), args.cfg, args.package, args.resolve)
+        return
+    groups = composer.groups.items()
+    lines = [f"  {name}: {', '.join(choices)}" for name, choices in groups if "/" not in name]
+    config = OmegaConf.to_yaml(without_hydra(composed))
+    text = HELP.format(program=program, groups="\n".join(lines), config=config)
+    sys.stdout.write(text)
+
+
+def check_run(composer: Composer, overrides: Sequence[Override]) -> Config:
+    """The checked config of a single run.
+
+    Raises:
+        UserError: a value is not allowed, or there are several values where one is needed.
+    """
+    several = next((override for override in overrides if override.is_sweep_override()), None)
+    if several is not None:
+        key, _, value = str(several.input_line).partition("=")
+        raise UserError(
+            f"{key}: several values need --multirun; a list is {key}=[{value}], "
+            f"one text with a comma '{key}=\"{value}\"'"
+        )
+    return composer.config([str(override.input_line) for override in overrides])

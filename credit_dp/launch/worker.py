@@ -1,0 +1,139 @@
+"""What one rank does: set itself up, run the function, and say how it ended."""
+
+import contextlib
+import faulthandler
+import importlib
+import logging
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import cast
+
+from credit_dp.config import Config
+from credit_dp.errors import UserError
+from credit_dp.launch.layout import threads_per_rank
+from credit_dp.launch.nursery import die_with_parent
+from credit_dp.launch.outcome import Outcome, write_outcome
+from credit_dp.launch.ranks import Ranks
+
+Run = Callable[[Config, Ranks], int]
+
+PATIENCE = timedelta(minutes=10)  # until a rank that waits for another gives up
+
+
+def started_rank(
+    ranks: Ranks, folder: str, run: str, config: Config, environment: dict[str, str]
+) -> None:
+    """The main function of a process that `credit_dp.launch.local` starts."""
+    die_with_parent()
+    os.setpgid(0, 0)  # so that the parent can end this rank together with what it started
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to every process: the parent decides
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.environ.update(environment)
+    meeting_point = f"file://{folder}/store"
+    try:
+        code = run_rank(config, ranks, run, meeting_point)
+    except UserError as error:
+        end(folder, Outcome(ranks.rank, "refused", 2, str(error)))
+    except BaseException:  # noqa: BLE001 - whatever it was, the parent has to show it
+        end(folder, Outcome(ranks.rank, "crashed", 1, traceback.format_exc()))
+    else:
+        end(folder, Outcome(ranks.rank, "returned", code))
+
+
+def end(folder: str, outcome: Outcome) -> None:
+    """Leave word and go at once: threads and process groups may be stuck after a failure."""
+    write_outcome(Path(folder), outcome)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(outcome.code)
+
+
+def run_rank(config: Config, ranks: Ranks, run: str, meeting_point: str) -> int:
+    """Run the function on this rank, inside a process group if there is more than one rank."""
+    with contextlib.suppress(ValueError, OSError, AttributeError):  # stderr may be no real file
+        faulthandler.register(signal.SIGUSR1)  # stacks of a run that hangs: kill -USR1
+    set_threads(threads_per_rank(config.parallel, ranks, os.environ))
+    set_logging(ranks)
+    function = find_function(run)
+    if ranks.world_size == 1:
+        return function(config, ranks)
+    with process_group(config, ranks, meeting_point):
+        return function(share_folder(config, ranks), ranks)
+
+
+def find_function(run: str) -> Run:
+    """`package.module:function`. Only our own code passes such names, never a config."""
+    module, _, name = run.partition(":")
+    return cast(Run, getattr(importlib.import_module(module), name))
+
+
+def set_threads(threads: int) -> None:
+    """Share out the cores: ranks that all use every core slow each other down several times."""
+    import torch  # takes seconds
+
+    os.environ["OMP_NUM_THREADS"] = str(threads)  # for libraries that start later
+    torch.set_num_threads(threads)
+
+
+def set_logging(ranks: Ranks) -> None:
+    """One voice: rank 0 informs, the others only warn, with their number."""
+    sender = "" if ranks.world_size == 1 else f"[rank {ranks.rank}] "
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter(f"{sender}%(levelname)s %(name)s: %(message)s"))
+    ours = logging.getLogger("credit_dp")
+    ours.handlers = [handler]  # runs of a sweep follow each other in one process
+    ours.propagate = False  # Hydra has a handler of its own at the root
+    ours.setLevel(logging.INFO if ranks.rank == 0 else logging.WARNING)
+
+
+@contextlib.contextmanager
+def process_group(config: Config, ranks: Ranks, meeting_point: str) -> Iterator[None]:
+    """All ranks in one group, over nccl or gloo; left in order, as some back ends abort else."""
+    import torch
+    from torch import distributed
+
+    cuda = config.device == "cuda"
+    if cuda:
+        torch.cuda.set_device(ranks.local_rank)
+    elif ranks.local_world_size == ranks.world_size:
+        # A laptop's host name may resolve to nothing, or to an address that is not its own.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
+    distributed.init_process_group(
+        backend="nccl" if cuda else "gloo",
+        init_method=meeting_point,
+        rank=ranks.rank,
+        world_size=ranks.world_size,
+        timeout=PATIENCE,
+        device_id=torch.device("cuda", ranks.local_rank) if cuda else None,
+    )
+    yield
+    # Not in a `finally`: after a failure the others may never come, and the process ends anyway.
+    distributed.destroy_process_group()
+
+
+def loopback() -> str:
+    """The name of the interface that connects this machine to itself."""
+    names = [name for _, name in socket.if_nameindex()]
+    return next((name for name in ("lo", "lo0") if name in names), names[0])
+
+
+def share_folder(config: Config, ranks: Ranks) -> Config:
+    """The config with rank 0's run folder: ranks that a launcher started can't agree on one."""
+    import torch
+    from torch import distributed
+
+    device = torch.device("cuda", ranks.local_rank) if config.device == "cuda" else None
+    text = torch.zeros(4096, dtype=torch.uint8, device=device)
+    folder = config.run.dir.encode()
+    text[: len(folder)] = torch.tensor(list(folder), dtype=torch.uint8)
+    distributed.broadcast(text, src=0)
+    shared = bytes(text.tolist()).rstrip(b"\0").decode()
+    return replace(config, run=replace(config.run, dir=shared))

@@ -1,0 +1,123 @@
+"""Every file in conf/ composes to a checked config; a user's own files are found."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+
+from credit_dp.command.compose import Composer, conf_folder
+from credit_dp.config import Config
+from credit_dp.models import build_model
+from tests.command.answers import answer
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted(conf_folder().glob("*/*.yaml"))
+# A user's store has no dates of its own to be guessed.
+NEEDS = {
+    "data=zarr": [
+        "data.store=/x.zarr",
+        "data.train=[2000-01-01,2000-12-31]",
+        "data.valid=[2001-01-01,2001-01-31]",
+        "data.test=[2001-02-01,2001-12-31]",
+    ]
+}
+
+
+def choice_of(path: Path) -> str:
+    return f"{path.parent.name}={path.stem}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=choice_of)
+def test_every_file_composes(path: Path) -> None:
+    choice = choice_of(path)
+    config = Composer("train").config([choice, *NEEDS.get(choice, [])])
+    assert isinstance(config, Config)
+
+
+@pytest.mark.parametrize("path", sorted(conf_folder().glob("model/*.yaml")), ids=choice_of)
+def test_every_model_builds(path: Path) -> None:
+    import torch
+
+    config = Composer("train").config([choice_of(path)])
+    with torch.device("meta"):
+        model = build_model(config.model, in_channels=5, out_channels=3, grid=(64, 128))
+    assert sum(parameter.numel() for parameter in model.parameters()) > 0
+
+
+def test_every_file_names_its_schema() -> None:
+    for path in FILES:
+        first = yaml.safe_load(path.read_text())["defaults"][0]
+        assert path.parent.name == "experiment" or str(first).startswith("schema"), path
+
+
+def test_cfg_job_is_the_config_without_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    code, out, err = answer(monkeypatch, "--cfg", "job", "parallel.domain=3", "seed=5")
+    assert (code, err) == (0, "")
+    shown = OmegaConf.create(out)
+    assert (shown.parallel.domain, shown.seed, "hydra" in shown) == (3, 5, False)
+
+
+def test_check_starts_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert answer(monkeypatch, "--check", "experiment=fast")[0] == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help_names_groups_and_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    code, out, _ = answer(monkeypatch, "--help")
+    assert code == 0
+    assert "  model: unet, unet_base, unet_small\n" in out
+    assert "schema" not in out
+    assert "batch_size" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [([], "credit-dp doctor"), (["--help"], "credit-dp train"), (["doctor", "--help"], "--json")],
+)
+def test_help_of_the_console_script(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], expected: str
+) -> None:
+    code, out, _ = answer(monkeypatch, *arguments, program="credit-dp")
+    assert code == 0
+    assert expected in out
+
+
+def test_an_unknown_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    code, _, err = answer(monkeypatch, "trian", program="credit-dp")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "Did you mean train?" in err
+
+
+def test_a_users_model_is_found_in_the_working_directory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    own = tmp_path / "conf" / "model"
+    own.mkdir(parents=True)
+    (own / "mine.yaml").write_text("defaults: [unet, _self_]\nchannels: [8, 24]\n")
+    monkeypatch.chdir(tmp_path)
+    assert Composer("train").config(["model=mine"]).model.channels == [8, 24]
+
+
+def test_overrides_of_hydra_work() -> None:
+    composed = Composer("train").compose(["hydra.run.dir=/tmp/elsewhere"])
+    assert composed.hydra.run.dir == "/tmp/elsewhere"
+
+
+def test_answers_import_nothing_heavy() -> None:
+    """What makes `--help` fast, whatever machine this runs on."""
+    code = (
+        "import sys; from credit_dp.command.entry import guarded; "
+        "from credit_dp.command.train import train\n"
+        "assert guarded(train, ['--cfg', 'job'], 'train') == 0\n"
+        "assert guarded(train, ['--help'], 'train') == 0\n"
+        "heavy = {'torch', 'xarray', 'zarr', 'wandb', 'matplotlib', 'numpy'} & set(sys.modules)\n"
+        "sys.exit(', '.join(heavy) or 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,49 @@
+"""The doctor starts ranks, checks them against known answers, and says so in two forms."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from credit_dp import doctor
+from credit_dp.launch import Ranks
+from tests.launch.start import a_config
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_two_ranks_agree_with_the_known_answers() -> None:
+    program = "import credit_dp.command as c; c.main()"
+    done = subprocess.run(
+        [sys.executable, "-c", program, "doctor", "--json", "parallel.domain=2", "device=cpu"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert [check["name"] for check in report["checks"]] == [
+        "exchange",
+        "reduction",
+        "converted step",
+    ]
+    assert all(check["passed"] for check in report["checks"])
+    assert (report["facts"]["ranks"], report["facts"]["backend"]) == ("2", "gloo")
+
+
+def test_a_wrong_answer_fails(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(doctor, "exchange_error", lambda manager, device: 1e-3)
+    assert doctor.check(a_config(""), Ranks()) == 1
+    out = capsys.readouterr().out
+    assert "exchange          FAILED" in out
+    assert "converted step    ok" in out
+
+
+def test_a_nan_is_no_pass() -> None:
+    assert not doctor.Check("exchange", float("nan"), 1.0, 0.0).passed

@@ -1,0 +1,52 @@
+"""An override that does not parse is answered with one that does, and that means the same."""
+
+import shlex
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from credit_dp.command.overrides import parse_overrides, quote, quoted_form, try_parse
+from credit_dp.errors import UserError
+from tests.command.answers import refusal
+
+printable = st.text(st.characters(min_codepoint=32, max_codepoint=126)).filter(
+    lambda text: "${" not in text
+)
+
+
+@given(printable)
+def test_any_text_can_be_quoted(text: str) -> None:
+    parsed = try_parse(f"data.store={quote(text)}")
+    assert parsed is not None
+    assert parsed.value() == text
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["a=b", "s3://bucket/x?v=1", "~/era5", "(a)", "a;b", "it's", 'say "a=b"', "a\\=b=", "é=1"],
+)
+def test_the_suggestion_parses_to_the_value(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    assert try_parse(f"data.store={value}") is None
+    line = refusal(monkeypatch, f"data.store={value}")
+    assert "the value needs quotes; write " in line
+    (typed,) = shlex.split(line.rpartition("needs quotes; write ")[2])
+    (parsed,) = parse_overrides([typed])
+    assert (parsed.key_or_group, parsed.value()) == ("data.store", value)
+
+
+def test_entries_of_a_list_are_quoted_one_by_one() -> None:
+    form = quoted_form("data.prognostic", "[a=b, c]")
+    assert form == 'data.prognostic=["a=b",c]'
+    (parsed,) = parse_overrides([form])
+    assert parsed.value() == ["a=b", "c"]
+
+
+def test_a_key_cannot_be_quoted() -> None:
+    with pytest.raises(UserError, match="does not parse"):
+        parse_overrides(["a b=c=d"])
+
+
+def test_a_table_takes_new_entries() -> None:
+    (override,) = parse_overrides(["loss.variable_weight.geopotential=2"])
+    assert override.input_line == "++loss.variable_weight.geopotential=2"

@@ -1,0 +1,95 @@
+"""Which folder a run gets, that no two share one, and that sweeps run every combination."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from credit_dp.command import run
+from credit_dp.command.folders import claim, unique_name
+from credit_dp.config import Config
+from credit_dp.errors import UserError
+from tests.command.answers import answer, refusal
+
+
+@contextmanager
+def launched(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, codes: tuple[int, ...] = ()
+) -> Iterator[list[Config]]:
+    """In a folder of its own, `launch` only remembers what it was given, and returns `codes`."""
+    configs: list[Config] = []
+
+    def remember(config: Config) -> int:
+        configs.append(config)
+        return codes[len(configs) - 1] if codes else 0
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(run, "launch", remember)
+        yield configs
+
+
+def test_a_name_fixes_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with launched(monkeypatch, tmp_path) as configs:
+        assert answer(monkeypatch, "run.name=first")[0] == 0
+        assert answer(monkeypatch, "run.name=first", "resume=auto")[0] == 0
+    assert [config.run.dir for config in configs] == [str(tmp_path / "outputs/first")] * 2
+    assert (tmp_path / "outputs/first/.hydra/overrides.yaml").exists()
+
+
+def test_runs_without_a_name_never_share(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with launched(monkeypatch, tmp_path) as configs:
+        for _ in range(3):
+            assert answer(monkeypatch)[0] == 0
+    folders = {config.run.dir for config in configs}
+    assert len(folders) == 3
+    assert all(Path(folder).parent == tmp_path / "outputs" for folder in folders)
+    assert len({unique_name() for _ in range(100)}) == 100
+
+
+def test_a_checkpoint_is_not_overwritten(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = tmp_path / "outputs" / "first"
+    folder.mkdir(parents=True)
+    (folder / "checkpoint.pt").touch()
+    with launched(monkeypatch, tmp_path) as configs:
+        assert "resume=auto" in refusal(monkeypatch, "run.name=first")
+    with launched(monkeypatch, tmp_path) as configs:
+        assert answer(monkeypatch, "run.name=first", "resume=auto")[0] == 0
+        assert answer(monkeypatch, "run.name=first", f"resume={folder}")[0] == 0
+    assert len(configs) == 2
+
+
+def test_two_runs_cannot_write_to_one_folder(tmp_path: Path) -> None:
+    with claim(tmp_path):
+        with pytest.raises(UserError, match="another run is writing"):
+            with claim(tmp_path):
+                pass
+    with claim(tmp_path):
+        pass
+
+
+def test_a_sweep_runs_every_combination(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with launched(monkeypatch, tmp_path) as configs:
+        code, _, err = answer(
+            monkeypatch, "-m", "model=unet,unet_small", "model.channels=[8],[8,16]", "seed=3"
+        )
+    assert (code, err) == (0, "")
+    assert [config.model.channels for config in configs] == [[8], [8, 16], [8], [8, 16]]
+    assert {config.seed for config in configs} == {3}
+    folders = [Path(config.run.dir) for config in configs]
+    assert [folder.name for folder in folders] == ["0", "1", "2", "3"]
+    assert {folder.parent.parent for folder in folders} == {tmp_path / "multirun"}
+
+
+def test_a_named_sweep_can_be_found_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with launched(monkeypatch, tmp_path) as configs:
+        answer(monkeypatch, "-m", "seed=range(2)", "run.name=many", "resume=auto")
+    names = [str(tmp_path / "outputs/many" / number) for number in "01"]
+    assert [config.run.dir for config in configs] == names
+
+
+def test_a_failed_run_fails_the_sweep(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with launched(monkeypatch, tmp_path, codes=(0, 3, 0)) as configs:
+        assert answer(monkeypatch, "-m", "seed=0,1,2")[0] == 3
+    assert len(configs) == 3

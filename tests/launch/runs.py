@@ -1,0 +1,74 @@
+"""What ranks do in the launch tests: small functions that the launcher finds by name."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import torch
+from torch import distributed
+
+from credit_dp.config import Config
+from credit_dp.errors import UserError
+from credit_dp.launch import Ranks
+
+
+def meet(config: Config, ranks: Ranks) -> int:
+    """All ranks add up their numbers; each leaves what it saw in the run folder."""
+    total = torch.tensor([ranks.rank + 1.0])
+    if ranks.world_size > 1:
+        distributed.all_reduce(total)
+    seen = [
+        int(total),
+        ranks.world_size,
+        torch.get_num_threads(),
+        config.parallel.data,
+        distributed.is_initialized(),
+    ]
+    Path(config.run.dir, f"rank{ranks.rank}").write_text(" ".join(map(str, seen)))
+    return 0
+
+
+def refuse(config: Config, ranks: Ranks) -> int:
+    """The last rank finds a mistake of the user's, the others wait for it."""
+    if ranks.rank == ranks.world_size - 1:
+        raise UserError("data.store: needs a store,\n got none")
+    return wait_for_others(config, ranks)
+
+
+def crash(config: Config, ranks: Ranks) -> int:
+    """The last rank fails, the others wait for it."""
+    if ranks.rank == ranks.world_size - 1:
+        raise RuntimeError("a mistake of ours")
+    return wait_for_others(config, ranks)
+
+
+def be_killed(config: Config, ranks: Ranks) -> int:
+    """The last rank vanishes, the others wait for it."""
+    if ranks.rank == ranks.world_size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return wait_for_others(config, ranks)
+
+
+def wait_for_others(config: Config, ranks: Ranks) -> int:
+    """Wait in a collective that one rank never reaches; it may raise, which must not be shown."""
+    distributed.all_reduce(torch.zeros(1))
+    return 0
+
+
+def fail_check(config: Config, ranks: Ranks) -> int:
+    """An exit code of one's own is no crash."""
+    return 1
+
+
+def hang(config: Config, ranks: Ranks) -> int:
+    """Say where one is, then never end."""
+    Path(config.run.dir, f"pid{ranks.rank}").write_text(str(os.getpid()))
+    while True:
+        time.sleep(1)
+
+
+def share_folder(config: Config, ranks: Ranks) -> int:
+    """Leave the run folder that this rank was told, beside the test's files."""
+    Path(os.environ["SEEN"], f"rank{ranks.rank}").write_text(config.run.dir)
+    return 0

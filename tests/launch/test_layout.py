@@ -1,0 +1,98 @@
+"""Device, data ranks and threads, worked out before any process starts."""
+
+from collections.abc import Mapping
+
+import pytest
+
+from credit_dp.config import ParallelConfig
+from credit_dp.errors import UserError
+from credit_dp.launch import Ranks, layout
+from credit_dp.launch.launcher import Launcher
+from tests.launch.start import a_config
+
+
+def under(world: int, local: int | None = None) -> Launcher:
+    return Launcher("torchrun", Ranks(0, world, 0, local or world), "127.0.0.1", 1)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "device", "domain", "data", "expected"),
+    [
+        (0, "auto", 3, None, ("cpu", 1)),
+        (0, "auto", 1, 2, ("cpu", 2)),
+        (8, "auto", 2, None, ("cuda", 4)),
+        (8, "auto", 4, 1, ("cuda", 1)),
+        (8, "cpu", 4, None, ("cpu", 1)),
+        (5, "cuda", 2, None, ("cuda", 2)),
+    ],
+)
+def test_alone(
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: int,
+    device: str,
+    domain: int,
+    data: int | None,
+    expected: tuple[str, int],
+) -> None:
+    monkeypatch.setattr(layout, "visible_gpus", lambda: gpus)
+    config = a_config("", domain, data)
+    config.device = device
+    found = layout.lay_out(config, None)
+    assert (found.device, found.parallel.data) == expected
+
+
+def test_a_launchers_ranks_are_all_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert layout.lay_out(a_config("", 2), under(8)).parallel.data == 4
+    assert layout.lay_out(a_config("", 2, 4), under(8)).parallel.data == 4
+    monkeypatch.setattr(layout, "visible_gpus", lambda: 4)
+    config = a_config("", 2)
+    config.device = "cuda"
+    assert layout.lay_out(config, under(8, 4)).parallel.data == 4
+
+
+@pytest.mark.parametrize(
+    ("gpus", "device", "domain", "data", "launcher", "line"),
+    [
+        (2, "auto", 4, None, None, "parallel.domain: 4 ranks on this machine need 4 GPUs"),
+        (4, "cuda", 2, 3, None, "6 ranks on this machine need 6 GPUs"),
+        (0, "cuda", 1, None, None, "device: needs a GPU"),
+        (0, "cpu", 3, None, under(4), "parallel.domain: needs a divisor of the 4 ranks"),
+        (0, "cpu", 2, 1, under(4), "parallel.data: torchrun started 4 ranks"),
+        (0, "cpu", 1, 3, None, "data.batch_size: needs a multiple of the 3 data ranks, got 4"),
+    ],
+)
+def test_what_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: int,
+    device: str,
+    domain: int,
+    data: int | None,
+    launcher: Launcher | None,
+    line: str,
+) -> None:
+    monkeypatch.setattr(layout, "visible_gpus", lambda: gpus)
+    config = a_config("", domain, data)
+    config.device = device
+    with pytest.raises(UserError, match=line):
+        layout.lay_out(config, launcher)
+
+
+@pytest.mark.parametrize(
+    ("threads", "environment", "expected"),
+    [
+        (None, {}, 4),
+        (3, {"OMP_NUM_THREADS": "7"}, 3),
+        (None, {"OMP_NUM_THREADS": "7"}, 7),
+        (None, {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none"}, 4),
+        (None, {"SLURM_CPUS_PER_TASK": "6", "SLURM_STEP_ID": "0"}, 6),
+    ],
+)
+def test_threads(
+    monkeypatch: pytest.MonkeyPatch,
+    threads: int | None,
+    environment: Mapping[str, str],
+    expected: int,
+) -> None:
+    monkeypatch.setattr(layout.os, "sched_getaffinity", lambda _: set(range(8)))
+    config = ParallelConfig(domain=2, threads=threads)
+    assert layout.threads_per_rank(config, Ranks(0, 2, 0, 2), environment) == expected

@@ -1,0 +1,118 @@
+"""Ranks that this program starts itself: they end together, and say once why."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PATIENCE = 60.0
+
+
+def begin(function: str, folder: Path, domain: int = 2, data: int = 0) -> subprocess.Popen[str]:
+    """Start a program that launches, as a terminal would: in a process group of its own."""
+    names = ["-m", "tests.launch.start", function, str(domain), str(data), str(folder)]
+    inherited = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+    return subprocess.Popen(
+        [sys.executable, *names],
+        cwd=ROOT,
+        env={**inherited, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=PATIENCE)
+    return process.returncode, out, err
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, "this never came about"
+        time.sleep(0.02)
+
+
+def hanging(folder: Path) -> tuple[subprocess.Popen[str], list[int]]:
+    """A program with two ranks that wait for ever, and the ids of those."""
+    process = begin("hang", folder)
+    files = [folder / "pid0", folder / "pid1"]
+    until(lambda: all(file.exists() and file.read_text() for file in files))
+    return process, [int(file.read_text()) for file in files]
+
+
+def gone(pid: int) -> bool:
+    """Whether no such process runs; one that nobody has buried yet does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return state == "Z"
+
+
+@pytest.mark.parametrize(("domain", "data"), [(1, 0), (2, 2)])
+def test_all_ranks_meet(tmp_path: Path, domain: int, data: int) -> None:
+    code, _, err = finish(begin("meet", tmp_path, domain, data))
+    assert (code, err) == (0, "")
+    world = domain * max(data, 1)
+    threads = max(1, len(os.sched_getaffinity(0)) // world)
+    expected = f"{world * (world + 1) // 2} {world} {threads} {max(data, 1)} {world > 1}"
+    assert [p.read_text() for p in sorted(tmp_path.iterdir())] == [expected] * world
+
+
+def test_a_crash_is_one_traceback(tmp_path: Path) -> None:
+    code, _, err = finish(begin("crash", tmp_path))
+    assert code == 1
+    assert err.count("Traceback") == 1
+    assert err.startswith("rank 1 of 2 failed:")
+    assert err.rstrip().endswith("RuntimeError: a mistake of ours")
+
+
+def test_a_mistake_of_the_user_is_one_line(tmp_path: Path) -> None:
+    code, _, err = finish(begin("refuse", tmp_path))
+    assert (code, err) == (2, "error: data.store: needs a store, got none\n")
+
+
+def test_a_killed_rank_is_named(tmp_path: Path) -> None:
+    code, _, err = finish(begin("be_killed", tmp_path))
+    assert code == 1
+    assert err.startswith("error: rank 1 was killed by SIGKILL")
+    assert err.count("\n") == 1
+
+
+def test_a_rank_killed_from_outside_ends_the_run(tmp_path: Path) -> None:
+    process, pids = hanging(tmp_path)
+    os.kill(pids[0], signal.SIGKILL)
+    code, _, err = finish(process)
+    assert code == 1
+    assert err.startswith("error: rank 0 was killed by SIGKILL")
+    assert all(gone(pid) for pid in pids)
+
+
+def test_an_exit_code_of_its_own_is_passed_on(tmp_path: Path) -> None:
+    assert finish(begin("fail_check", tmp_path)) == (1, "", "")
+
+
+@pytest.mark.parametrize(
+    ("sent", "code", "said"), [(signal.SIGINT, 130, "\ninterrupted\n"), (signal.SIGTERM, 143, "")]
+)
+def test_signals_end_all_ranks(tmp_path: Path, sent: signal.Signals, code: int, said: str) -> None:
+    process, pids = hanging(tmp_path)
+    os.killpg(process.pid, sent)
+    assert finish(process) == (code, "", said)
+    assert all(gone(pid) for pid in pids)
+
+
+def test_ranks_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:
+    process, pids = hanging(tmp_path)
+    process.kill()
+    finish(process)
+    until(lambda: all(gone(pid) for pid in pids))

@@ -1,0 +1,1 @@
+"""Weather stores on disk and what a run makes of them. Takes row slices, never a mesh."""

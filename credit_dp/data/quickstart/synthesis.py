@@ -1,0 +1,158 @@
+"""Physical fields on any latitude-longitude grid from the model's streamfunction.
+
+Each is a fixed linear function of the three streamfunctions (pressure and terrain aside):
+
+- wind: the rotational wind of its level;
+- geopotential: linear balance, `lap phi = div(f grad psi)`, about a standard atmosphere;
+- temperature: hydrostatic, from the parabola in `ln p` through the three geopotentials;
+- mean sea level pressure: that parabola at 1000 hPa, brought down to height zero;
+- 2 m temperature: its slope at 1000 hPa, brought up to the ground at 6.5 K per km.
+
+Source: Charney 1955 for linear balance (spectral form: Merilees 1968, eq. 6).
+"""
+
+from typing import final
+
+import numpy as np
+
+from credit_dp.data.quickstart.model import LEVELS, STREAM
+from credit_dp.data.quickstart.planet import (
+    DRY_AIR,
+    GRAVITY,
+    LAPSE_RATE,
+    RADIUS,
+    ROTATION,
+    land_fraction,
+    terrain,
+)
+from credit_dp.data.quickstart.spectral import (
+    Array,
+    along_longitude,
+    fourier,
+    ladder,
+    legendre,
+    legendre_slope,
+    to_grid,
+)
+
+STANDARD_HEIGHT = (11784.0, 5574.0, 1949.0)  # m, US standard atmosphere at LEVELS
+SURFACE = 1000.0  # hPa
+CLOSEST = 89.99999  # degrees: where a pole row is evaluated; the limit, to rounding
+
+
+def latitudes(rows: int) -> Array:
+    """Equally spaced, north first: with both poles if `rows` is odd, without them if even."""
+    if rows % 2:
+        return np.linspace(90.0, -90.0, rows) if rows > 1 else np.zeros(1)
+    return np.asarray(90.0 - 180.0 * (np.arange(rows) + 0.5) / rows)
+
+
+def longitudes(columns: int) -> Array:
+    """Equally spaced eastward from zero, in degrees."""
+    return np.asarray(360.0 * np.arange(columns) / columns)
+
+
+def parabola(pressure: float) -> tuple[Array, Array]:
+    """Weights over the levels of a geopotential, and of its slope in `ln p`, at `pressure` hPa."""
+    x, nodes = np.log(pressure), np.log(LEVELS)
+    value, slope = np.zeros(3), np.zeros(3)
+    for k in range(3):
+        a, b = np.delete(nodes, k)
+        scale = (nodes[k] - a) * (nodes[k] - b)
+        value[k] = (x - a) * (x - b) / scale
+        slope[k] = (2 * x - a - b) / scale
+    return value, slope
+
+
+def balanced_geopotential(psi: Array) -> Array:
+    """Spectral geopotential from the spectral streamfunction, one degree longer.
+
+    Units: that of `psi` times Omega. Shapes: `(F, M, 2, N)` -> `(F, M, 2, N + 1)`.
+    """
+    orders = np.arange(psi.shape[1], dtype=np.float64)
+    size = psi.shape[-1]
+    result = np.zeros((*psi.shape[:-1], size + 1), dtype=psi.dtype)
+    for n in range(1, size + 1):
+        below = 2 * (n - 1) / n * ladder(orders, n)
+        result[..., n] = below[:, None] * psi[..., n - 1]
+        if n + 1 < size:
+            above = 2 * (n + 2) / (n + 1) * ladder(orders, n + 1)
+            result[..., n] += above[:, None] * psi[..., n + 1]
+    return result
+
+
+@final
+class Synthesis:
+    """Makes the fields of one grid, some time steps at once.
+
+    Args:
+        truncation: that of the streamfunctions.
+        grid: rows and columns.
+    """
+
+    def __init__(self, truncation: int, grid: tuple[int, int]) -> None:
+        rows, columns = grid
+        self.latitude, self.longitude = latitudes(rows), longitudes(columns)
+        # Waves that the columns cannot tell from longer ones are left out.
+        self.orders = min(truncation, (columns - 1) // 2)
+        radians = np.radians(np.clip(self.latitude, -CLOSEST, CLOSEST))
+        mu, cosine = np.sin(radians), np.cos(radians)[:, None]
+        table = legendre(self.orders, truncation + 2, mu)
+        slope = legendre_slope(self.orders, truncation + 1, mu)
+        self.scalar = table.astype(np.float32)
+        self.eastward = (table[:, :, :-1] / cosine).astype(np.float32)
+        self.northward = (slope / cosine).astype(np.float32)
+        self.waves = fourier(self.orders, np.radians(self.longitude)).astype(np.float32)
+        self.ground = terrain(self.longitude, self.latitude).T
+
+    def statics(self) -> dict[str, Array]:
+        """Fields without time. Shapes: `(H, W)`."""
+        land = land_fraction(self.longitude, self.latitude).T
+        return {
+            "geopotential_at_surface": (GRAVITY * self.ground).astype(np.float32),
+            "land_sea_mask": land.astype(np.float32),
+        }
+
+    def fields(self, psi: Array) -> dict[str, Array]:
+        """Fields at the times of `psi`, float32.
+
+        Shapes:
+            psi `(times, 3, M, 2, N)` -> `(times, 3, H, W)`, or `(times, H, W)` at the surface.
+        """
+        psi = psi[:, :, : self.orders + 1].astype(np.float32)
+        flat = psi.reshape(-1, *psi.shape[2:])
+        speed = np.float32(STREAM / RADIUS)
+        scale = np.float32(STREAM * ROTATION)
+        east = self._values(self.northward, flat) * -speed
+        north = self._values(self.eastward, along_longitude(flat)) * speed
+        geopotential = self._values(self.scalar, balanced_geopotential(flat)) * scale
+        on_levels = (len(psi), 3, len(self.latitude), len(self.longitude))
+        geopotential = geopotential.reshape(on_levels)
+        geopotential += GRAVITY * np.array(STANDARD_HEIGHT, np.float32)[:, None, None]
+        return {
+            "geopotential": geopotential,
+            "temperature": temperature(geopotential, LEVELS),
+            "u_component_of_wind": east.reshape(on_levels),
+            "v_component_of_wind": north.reshape(on_levels),
+            **self._surface(geopotential),
+        }
+
+    def _values(self, table: Array, coefficients: Array) -> Array:
+        values = to_grid(table, self.waves, coefficients)
+        return np.ascontiguousarray(values.transpose(1, 2, 0))
+
+    def _surface(self, geopotential: Array) -> dict[str, Array]:
+        lowest = temperature(geopotential, (SURFACE,))[:, 0]
+        weights = parabola(SURFACE)[0].astype(np.float32)
+        height = np.einsum("k,tkhw->thw", weights, geopotential)
+        pressure = 100 * SURFACE * np.exp(height / (DRY_AIR * lowest))
+        return {
+            "mean_sea_level_pressure": pressure.astype(np.float32),
+            "2m_temperature": (lowest - LAPSE_RATE * self.ground).astype(np.float32),
+        }
+
+
+def temperature(geopotential: Array, pressures: tuple[float, ...]) -> Array:
+    """Hydrostatic temperature in K. Shapes: `(times, 3, H, W)` -> `(times, pressures, H, W)`."""
+    slopes = np.stack([-parabola(p)[1] / DRY_AIR for p in pressures]).astype(np.float32)
+    return np.asarray(np.einsum("pk,tkhw->tphw", slopes, geopotential))

@@ -1,0 +1,65 @@
+"""Which channels a sample has and in which order, expanded from the variables of the config."""
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Channel:
+    """One two-dimensional field of a prognostic variable. `level` is None off the levels."""
+
+    variable: str
+    level: int | None = None
+
+    @property
+    def name(self) -> str:
+        """`geopotential_500`, or `2m_temperature` where there is no level."""
+        return self.variable if self.level is None else f"{self.variable}_{self.level}"
+
+
+@dataclass(frozen=True)
+class Channels:
+    """All channels of a model in the order in which its input carries them."""
+
+    prognostic: tuple[Channel, ...]
+    forcing: tuple[str, ...]
+    static: tuple[str, ...]
+
+    @property
+    def inputs(self) -> int:
+        """Channels that go in: prognostic, then forcing, then static."""
+        return len(self.prognostic) + len(self.forcing) + len(self.static)
+
+    @property
+    def outputs(self) -> int:
+        """Channels that come out: the prognostic ones."""
+        return len(self.prognostic)
+
+    @property
+    def variables(self) -> tuple[str, ...]:
+        """The prognostic variables, each once, in order."""
+        return tuple(dict.fromkeys(channel.variable for channel in self.prognostic))
+
+    def of(self, variable: str) -> slice:
+        """Where the levels of one prognostic variable lie among the prognostic channels."""
+        places = [i for i, channel in enumerate(self.prognostic) if channel.variable == variable]
+        return slice(places[0], places[-1] + 1)
+
+
+def expand(variables: Sequence[str], on_levels: set[str], levels: Sequence[int]) -> list[Channel]:
+    """One channel per level of each variable in `on_levels`, one for any other, in config order."""
+    channels = []
+    for variable in variables:
+        wanted: Sequence[int | None] = levels if variable in on_levels else (None,)
+        channels += [Channel(variable, level) for level in wanted]
+    return channels
+
+
+def nearest(wanted: str, available: Iterable[str]) -> str:
+    """What a message offers instead of an unknown name: close matches, or else what there is."""
+    names = sorted(available)
+    close = difflib.get_close_matches(wanted, names, n=3, cutoff=0.5)
+    if close:
+        return f"Nearest: {', '.join(close)}"
+    return f"There are: {', '.join(names[:12])}{', ...' if len(names) > 12 else ''}"

@@ -1,0 +1,1 @@
+"""The data path, on small stores made by `stores`."""

@@ -1,0 +1,213 @@
+import numpy as np
+import pytest
+
+from credit_dp.data.prepare import prepare
+from credit_dp.data.sampling import sample_times
+from credit_dp.data.store import Store
+from credit_dp.errors import UserError
+from tests.data import stores
+
+
+def refusal(path, **changes):
+    with pytest.raises(UserError) as caught:
+        Store.open(stores.config(path, **changes))
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    return stores.write(stores.dataset(), tmp_path_factory.mktemp("good") / "store.zarr")
+
+
+def changed(tmp_path, change):
+    return stores.write(change(stores.dataset()), tmp_path / "store.zarr")
+
+
+def test_store_that_is_not_there(tmp_path):
+    message = refusal(tmp_path / "nowhere.zarr")
+    assert str(tmp_path / "nowhere.zarr") in message
+    assert "data.store" in message
+
+
+@pytest.mark.parametrize("content", ["", "not json", "{}"])
+def test_folder_that_is_no_store(tmp_path, content):
+    (tmp_path / "zarr.json").write_text(content)
+    message = refusal(tmp_path)
+    assert str(tmp_path) in message
+    assert "data.store" in message
+
+
+def test_no_store_given():
+    assert "data.store" in refusal("")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "near"),
+    [
+        ("prognostic", "geopotental", "geopotential"),
+        ("forcing", "day_of_yaer_sin", "day_of_year_sin"),
+        ("forcing", "solr", "solar"),
+        ("static", "land_see_mask", "land_sea_mask"),
+    ],
+)
+def test_missing_variable_offers_the_nearest(good, kind, name, near):
+    message = refusal(good, **{kind: [name]})
+    assert str(good) in message
+    assert name in message
+    assert near in message.replace(name, "")
+    assert f"data.{kind}" in message
+
+
+def test_variable_in_two_lists(good):
+    assert "data.forcing: solar" in refusal(good, forcing=["solar"], prognostic=["solar"])
+
+
+def test_extra_dim(tmp_path):
+    path = changed(tmp_path, lambda data: data.expand_dims(ensemble=2))
+    message = refusal(path)
+    assert "ensemble" in message
+    assert "geopotential" in message
+    assert "data.store" in message
+
+
+@pytest.mark.parametrize("dim", ["time", "latitude", "longitude"])
+def test_missing_dim(tmp_path, dim):
+    path = changed(tmp_path, lambda data: data.isel({dim: 0}, drop=True))
+    message = refusal(path)
+    assert f"{dim} is missing" in message
+    assert "data.store" in message
+
+
+def test_dim_without_coordinates(tmp_path):
+    path = changed(tmp_path, lambda data: data.drop_vars("latitude"))
+    assert "latitude is missing" in refusal(path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "advice"),
+    [
+        ("static", "solar", "data.forcing"),
+        ("forcing", "land_sea_mask", "data.static"),
+        ("forcing", "geopotential", "level"),
+        ("prognostic", "land_sea_mask", "needs time"),
+    ],
+)
+def test_variable_of_another_kind(good, kind, name, advice):
+    lists = {"prognostic": ["temperature"], "forcing": [], "static": []}
+    message = refusal(good, **(lists | {kind: [name]}))
+    assert name in message
+    assert advice in message
+
+
+def test_level_that_is_not_there(good):
+    message = refusal(good, levels=[500, 700])
+    assert "no level 700" in message
+    assert "500, 850, 1000" in message
+    assert "data.levels" in message
+
+
+@pytest.mark.parametrize("split", ["train", "valid", "test"])
+@pytest.mark.parametrize("dates", [["1999-12-30", "2000-01-02"], ["2000-01-02", "2000-01-04"]])
+def test_dates_outside_the_store(good, split, dates):
+    message = refusal(good, **{split: dates})
+    assert f"data.{split}" in message
+    assert "2000-01-01T00:00 to 2000-01-03T18:00" in message
+
+
+def test_dates_between_two_times(good):
+    message = refusal(good, train=["2000-01-01T01", "2000-01-01T02"])
+    assert "data.train" in message
+
+
+@pytest.mark.parametrize(
+    ("coordinate", "values", "expected"),
+    [
+        (
+            "latitude",
+            np.r_[90, 80, 85, np.linspace(60, -90, 9)],
+            "latitude neither rises nor falls",
+        ),
+        ("latitude", np.linspace(100, -90, 12), "within -90 to 90"),
+        ("longitude", np.linspace(0, 360, 8), "equal steps"),
+        ("longitude", np.linspace(0, 180, 8), "equal steps"),
+        ("longitude", np.array([0, 45, 90, 135, 180, 225, 271, 315.0]), "equal steps"),
+        ("time", stores.times(12)[::-1], "time does not rise"),
+        ("time", stores.times(12)[[0, *range(11)]], "time does not rise"),
+        ("time", np.arange(12), "standard calendar"),
+    ],
+)
+def test_coordinates_on_which_numbers_would_lie(tmp_path, coordinate, values, expected):
+    path = changed(tmp_path, lambda data: data.assign_coords({coordinate: values}))
+    assert expected in refusal(path)
+
+
+@pytest.mark.parametrize("start", [0.0, -180.0, 200.0])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_longitude_may_start_anywhere_and_go_either_way(tmp_path, start, sign):
+    longitude = (start + 180 + sign * np.arange(8) * 45.0) % 360 - 180
+    path = changed(tmp_path, lambda data: data.assign_coords(longitude=longitude))
+    assert np.array_equal(Store.open(stores.config(path)).longitude, longitude)
+
+
+def test_other_grid_than_the_store_has(good):
+    message = refusal(good, grid="121x240")
+    assert "12x8" in message
+    assert "121x240" in message
+    assert "data.grid" in message
+    assert Store.open(stores.config(good, grid="12x8")).grid == (12, 8)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "place", "where"),
+    [
+        ("temperature", "prognostic", (5, 1, 3, 2), "2000-01-02T06:00 on level 850"),
+        ("2m_temperature", "prognostic", (5, 3, 2), "2000-01-02T06:00"),
+        ("solar", "forcing", (0, 3, 2), "2000-01-01T00:00"),
+        ("land_sea_mask", "static", (3, 2), ""),
+    ],
+)
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_values_that_are_not_finite(tmp_path, name, kind, place, where, value):
+    data = stores.dataset()
+    data[name].values[place] = value
+    config = stores.config(stores.write(data, tmp_path / "store.zarr"))
+    with pytest.raises(UserError) as caught:
+        prepare(config)
+    message = str(caught.value)
+    assert name in message
+    assert where in message
+    assert f"data.{kind}" in message
+    assert "\n" not in message
+
+
+def test_time_that_is_not_there(good):
+    store = Store.open(stores.config(good))
+    with pytest.raises(UserError, match="no time 2000-01-01T03:00"):
+        store.read(stores.START + np.timedelta64(3, "h"), slice(0, 2))
+
+
+def test_step_that_the_store_does_not_have(good):
+    with pytest.raises(UserError, match=r"data\.step_hours"):
+        prepare(stores.config(good, step_hours=5))
+
+
+def test_split_without_two_times_a_step_apart(good):
+    config = stores.config(good, valid=["2000-01-03T00", "2000-01-03T00"])
+    with pytest.raises(UserError, match=r"data\.valid"):
+        sample_times(prepare(config), "valid")
+
+
+def test_channel_that_never_changes(tmp_path):
+    data = stores.dataset()
+    data["temperature"].values[:, 1] = 250.1
+    config = stores.config(stores.write(data, tmp_path / "store.zarr"))
+    with pytest.raises(UserError, match="temperature_850 is constant"):
+        prepare(config)
+
+
+def test_cache_that_cannot_be_made(good, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"data\.cache"):
+        prepare(stores.config(good, cache=str(tmp_path / "file" / "cache")))

@@ -1,0 +1,161 @@
+import itertools
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+from credit_dp.data.loader import Loader
+from credit_dp.data.normalise import Normaliser
+from credit_dp.data.prepare import prepare
+from credit_dp.data.sampling import SampleSequence
+from credit_dp.errors import UserError
+from tests.data import stores
+
+SAMPLES = 7
+WHOLE = slice(0, 12)
+
+
+@pytest.fixture(scope="module")
+def ready(tmp_path_factory):
+    path = tmp_path_factory.mktemp("loader") / "store.zarr"
+    stores.write(stores.dataset(), path, chunks={"time": 1, "latitude": 4})
+    return prepare(stores.config(path))
+
+
+def loader(ready, rows=WHOLE, prefetch=2, dtype=torch.float64, sequence=None):
+    sequence = sequence or SampleSequence(SAMPLES, 2, seed=3)
+    return Loader(ready, "train", rows, sequence, dtype, prefetch)
+
+
+def take(source, count):
+    return [next(source) for _ in range(count)]
+
+
+def test_batch_is_what_the_store_holds_normalised(ready):
+    store, statistics = ready.store, ready.statistics
+    sequence = SampleSequence(SAMPLES, 2, seed=3)
+    with loader(ready, sequence=sequence) as source:
+        batch = next(source)
+    assert batch.times.tolist() == stores.times(SAMPLES)[sequence.indices(0)].tolist()
+    for sample, time in enumerate(batch.times):
+        for side, at in ((batch.now, time), (batch.target, time + stores.STEP)):
+            field = store.read(at, WHOLE).astype(np.float64)
+            wanted = (field - statistics.mean[:, None, None]) / statistics.std[:, None, None]
+            assert np.allclose(side[sample].numpy(), wanted, rtol=1e-12, atol=1e-12)
+        field = store.forcing(time, WHOLE) - statistics.forcing_mean[:, None, None]
+        wanted = field / statistics.forcing_std[:, None, None]
+        assert np.allclose(batch.forcing[sample].numpy(), wanted)
+        field = store.static(WHOLE) - statistics.static_mean[:, None, None]
+        assert np.allclose(batch.static[sample], field / statistics.static_std[:, None, None])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_bands_together_are_the_whole_globe(ready, dtype):
+    bounds = [0, 3, 4, 12]
+    bands = []
+    for north, south in itertools.pairwise(bounds):
+        with loader(ready, slice(north, south), dtype=dtype) as source:
+            bands.append(take(source, 4))
+    with loader(ready, dtype=dtype) as source:
+        whole = take(source, 4)
+    for place, batch in enumerate(whole):
+        for name in ("now", "forcing", "static", "target"):
+            parts = torch.cat([getattr(band[place], name) for band in bands], dim=-2)
+            assert parts.dtype == dtype
+            assert torch.equal(parts, getattr(batch, name))
+
+
+@pytest.mark.parametrize("band", [0, 1, 2])
+def test_a_sample_costs_exactly_the_bytes_of_its_band(ready, band):
+    store = ready.store
+    rows = slice(band * 4, band * 4 + 4)
+    with loader(ready, rows, prefetch=0) as source:
+        before = store.bytes_read
+        next(source)
+        first = store.bytes_read - before
+        next(source)
+        second = store.bytes_read - before - first
+    cells = 4 * 8
+    # Two samples, each 7 prognostic channels at two times and 1 stored forcing, in float32.
+    assert second == 2 * (2 * 7 + 1) * cells * 4
+    # The 2 statics are read once, with the first batch.
+    assert first - second == 2 * cells * 4
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 5])
+def test_order_does_not_depend_on_reading_ahead(ready, prefetch):
+    sequence = SampleSequence(SAMPLES, 2, seed=3)
+    with loader(ready, prefetch=prefetch) as source:
+        for number, batch in enumerate(take(source, 8)):
+            wanted = stores.times(SAMPLES)[sequence.indices(number)]
+            assert batch.times.tolist() == wanted.tolist()
+
+
+@pytest.mark.parametrize("prefetch", [0, 3])
+def test_state_counts_batches_handed_out_not_those_read_ahead(ready, prefetch):
+    with loader(ready, prefetch=prefetch) as source:
+        take(source, 4)
+        state = source.state_dict()
+        following = take(source, 3)
+    assert state["position"] == 4
+    with loader(ready, prefetch=prefetch) as other:
+        take(other, 1)
+        other.load_state_dict(state)
+        for batch, wanted in zip(take(other, 3), following, strict=True):
+            assert torch.equal(batch.now, wanted.now)
+            assert batch.times.tolist() == wanted.times.tolist()
+
+
+def test_data_ranks_share_the_global_batch(ready):
+    with loader(ready) as source:
+        whole = next(source)
+    parts = []
+    for rank in range(2):
+        with loader(ready, sequence=SampleSequence(SAMPLES, 2, rank, 2, seed=3)) as source:
+            parts.append(next(source).now)
+    assert torch.equal(torch.cat(parts), whole.now)
+
+
+def test_error_of_the_reading_thread_is_raised_as_it_is(tmp_path):
+    data = stores.dataset()
+    path = stores.write(data, tmp_path / "store.zarr")
+    ready = prepare(stores.config(path))
+    data["temperature"].values[:] = np.nan
+    data[["temperature"]].to_zarr(path, mode="r+", consolidated=False)
+    source = loader(ready)
+    for _ in range(2):
+        with pytest.raises(UserError, match="temperature has values that are NaN"):
+            next(source)
+    assert source.state_dict()["position"] == 0
+    source.close()
+
+
+def test_closing_ends_the_thread(ready):
+    source = loader(ready, prefetch=4)
+    next(source)
+    assert any(thread.name.startswith("loader") for thread in threading.enumerate())
+    source.close()
+    source.close()
+    assert not any(thread.name.startswith("loader") for thread in threading.enumerate())
+
+
+def test_sequence_of_another_split_is_refused(ready):
+    with pytest.raises(ValueError, match="7 samples, not 9"):
+        loader(ready, sequence=SampleSequence(9, 2))
+
+
+def test_batch_moves_to_a_device(ready):
+    with loader(ready) as source:
+        moved = next(source).to(torch.device("meta"))
+    assert {moved.now.device.type, moved.static.device.type} == {"meta"}
+    assert len(moved.times) == 2
+
+
+def test_normalising_there_and_back(ready):
+    normaliser = Normaliser(ready.statistics, torch.float64)
+    field = ready.store.read(stores.START, WHOLE)
+    state = normaliser.state(field)
+    assert np.allclose(normaliser.physical(state).numpy(), field, rtol=1e-12)
+    scale = ready.statistics.tendency_std / ready.statistics.std
+    assert np.allclose(normaliser.tendency_scale[:, 0, 0].numpy(), scale)

@@ -1,0 +1,382 @@
+import hashlib
+import subprocess
+import sys
+import time
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xarray as xr
+import zarr
+from hypothesis import given
+from hypothesis import strategies as st
+
+from credit_dp.config import QuickstartConfig
+from credit_dp.data.quickstart import build, generate, store_name
+from credit_dp.data.quickstart.integrate import first_state, six_hourly
+from credit_dp.data.quickstart.model import STREAM, Physics, QuasiGeostrophic
+from credit_dp.data.quickstart.planet import DRY_AIR, RADIUS, land_fraction, terrain
+from credit_dp.data.quickstart.realism import measure
+from credit_dp.data.quickstart.spans import GAP_DAYS, resolve_grid, runs, shard_steps
+from credit_dp.data.quickstart.spectral import (
+    GaussianGrid,
+    along_longitude,
+    degrees_squared,
+    fourier,
+    legendre,
+    legendre_slope,
+    to_grid,
+)
+from credit_dp.data.quickstart.synthesis import (
+    LEVELS,
+    Synthesis,
+    balanced_geopotential,
+    latitudes,
+    parabola,
+    temperature,
+)
+from credit_dp.errors import UserError
+
+TINY = QuickstartConfig(truncation=10, runs=2, run_days=3, spinup_days=2)
+
+
+def noise(truncation: int, fields: int, seed: int = 0) -> np.ndarray:
+    size = truncation + 1
+    values = np.random.default_rng(seed).standard_normal((fields, size, 2, size))
+    values *= np.tri(size).T[:, None, :]
+    values[:, 0, 1] = 0
+    values[..., 0] = 0
+    return values
+
+
+def content(folder: Path) -> dict[str, str]:
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(p.relative_to(folder)): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("quickstart") / store_name(TINY, None)
+    build(TINY, None, path)
+    return path
+
+
+@pytest.mark.parametrize("truncation", [5, 10, 21, 42])
+def test_transforms_undo_each_other(truncation):
+    grid = GaussianGrid.of(truncation, np.float64)
+    coefficients = noise(truncation, 2)
+    there = to_grid(grid.inverse, grid.waves, coefficients)
+    np.testing.assert_allclose(grid.project(there), coefficients, atol=1e-12)
+
+
+def test_harmonics_are_orthonormal():
+    mu, weights = np.polynomial.legendre.leggauss(40)
+    table = legendre(20, 21, mu)
+    for m in range(21):
+        product = np.einsum("ln,lk,l->nk", table[m], table[m], weights / 2)[m:, m:]
+        np.testing.assert_allclose(product, np.eye(21 - m), atol=1e-12)
+
+
+def test_legendre_slope_is_the_derivative():
+    mu, h = np.linspace(-0.9, 0.9, 13), 1e-6
+    numeric = (legendre(8, 9, mu + h) - legendre(8, 9, mu - h)) / (2 * h)
+    exact = legendre_slope(8, 9, mu) / (1 - mu**2)[:, None]
+    np.testing.assert_allclose(exact, numeric, atol=1e-6)
+
+
+def test_harmonics_are_eigenfunctions_of_the_laplacian():
+    """div(grad psi), taken as the curl of the wind on the grid, has eigenvalues -n (n + 1)."""
+    grid = GaussianGrid.of(12, np.float64)
+    psi = noise(12, 1)
+    east = -to_grid(grid.inverse_slope, grid.waves, psi)
+    north = to_grid(grid.inverse, grid.waves, along_longitude(psi))
+    vorticity = along_longitude(grid.transform(north)) + grid.transform(east, slope=True)
+    mask = np.tri(13).T[:, None, :]
+    np.testing.assert_allclose(vorticity * mask, -degrees_squared(13) * psi, atol=1e-10)
+
+
+def test_inversion_undoes_the_definition_of_potential_vorticity():
+    model = QuasiGeostrophic(10, dtype=np.float64)
+    psi = noise(10, 3)
+    first, second = ((RADIUS / r) ** 2 for r in model.physics.deformation)
+    q = -degrees_squared(11) * psi
+    q[0] -= first * (psi[0] - psi[1])
+    q[1] += first * (psi[0] - psi[1]) - second * (psi[1] - psi[2])
+    q[2] += second * (psi[1] - psi[2])
+    np.testing.assert_allclose(model.streamfunction(q), psi, atol=1e-11)
+
+
+@pytest.mark.parametrize("truncation", [10, 21])
+def test_advection_conserves_energy_and_potential_enstrophy(truncation):
+    model = QuasiGeostrophic(truncation, dtype=np.float64)
+    state = noise(truncation, 3)
+    tendency = model.advection(state)
+    share = np.where(np.arange(truncation + 1) > 0, 0.5, 1.0)[
+        :, None, None
+    ]  # mean square of a wave
+
+    def inner(a: np.ndarray, b: np.ndarray) -> float:
+        return float((a * b * share).sum())
+
+    for total in (model.streamfunction(state), state + model.resting):
+        assert abs(inner(total, tendency)) < 1e-11 * np.sqrt(
+            inner(total, total) * inner(tendency, tendency)
+        )
+
+
+def test_a_lone_rossby_haurwitz_wave_drifts_at_the_exact_speed():
+    """No layers, no terrain, no wind but its own: only the planet's rotation moves it."""
+    physics = Physics(deformation=(1e12, 1e12), depth=1e12)
+    model = QuasiGeostrophic(12, physics, np.float64)
+    psi = np.zeros((3, 13, 2, 13))
+    psi[:, 4, 0, 6] = 0.1
+    tendency = model.advection(-degrees_squared(13) * psi)
+    np.testing.assert_allclose(tendency, -2 * along_longitude(psi), atol=1e-9)
+
+
+def test_sources_vanish_at_the_climate_relaxed_to():
+    """Thicknesses at their goal and no wind at the ground: nothing pulls."""
+    model = QuasiGeostrophic(10, dtype=np.float64)
+    goal = model._equilibrium(1.0)
+    goal = goal - goal[2:]  # the same thicknesses without wind at 800 hPa
+    stretched = np.einsum("kj,jmrn->kmrn", model._stretching(), goal)
+    state = -degrees_squared(11) * goal + stretched
+    assert np.abs(model.sources(state, 1.0)).max() < 1e-10 * np.abs(state).max()
+    assert np.abs(model.sources(state, -1.0)).max() > 1e-6 * np.abs(state).max()
+
+
+def test_a_month_stays_bounded_and_grows_waves():
+    model = QuasiGeostrophic(15)
+    states = six_hourly(model, first_state(model, np.random.default_rng(0)), 0.0)
+    days = list(islice(states, 0, 30 * 4 + 1, 40))
+    eddies = [float(np.square(state[:, 1:]).sum()) for state in days]
+    assert np.isfinite(eddies).all()
+    assert max(eddies) < 100 * eddies[0]
+    assert eddies[-1] > 0
+
+
+def test_winds_are_the_rotational_winds_of_the_streamfunction():
+    """Central differences of psi on a fine grid, away from the poles."""
+    psi = noise(8, 3) * 1e-3
+    made = Synthesis(8, (361, 720))
+    fields = made.fields(psi[None])
+    waves = fourier(8, np.radians(made.longitude))
+    stream = to_grid(legendre(8, 9, np.sin(np.radians(made.latitude))), waves, psi)
+    stream = stream.transpose(1, 2, 0) * STREAM
+    step = np.radians(0.5)
+    east = (stream[:, 2:] - stream[:, :-2]) / (2 * step * RADIUS)  # rows run southward
+    north = (np.roll(stream, -1, 2) - np.roll(stream, 1, 2)) / (2 * step * RADIUS)
+    north = north / np.cos(np.radians(made.latitude))[:, None]
+    for name, exact in (("u", east), ("v", north[:, 1:-1])):
+        found = fields[f"{name}_component_of_wind"][0, :, 1:-1]
+        inner = slice(20, -20)
+        error = np.abs(found[:, inner] - exact[:, inner]).max()
+        assert error < 2e-3 * np.abs(found).max()
+
+
+def test_balance_is_the_divergence_of_f_grad_psi():
+    psi = noise(9, 1)
+    geopotential = balanced_geopotential(psi)
+    grid = GaussianGrid.of(14, np.float64)
+    padded = np.zeros((1, 15, 2, 15))
+    padded[:, :10, :, :10] = psi
+    f = 2 * grid.mu
+    east = to_grid(grid.inverse, grid.waves, along_longitude(padded)) * f
+    north = to_grid(grid.inverse_slope, grid.waves, padded) * f
+    divergence = along_longitude(grid.transform(east)) - grid.transform(north, slope=True)
+    laplacian = -degrees_squared(11) * geopotential
+    np.testing.assert_allclose(divergence[:, :10, :, :11], laplacian, atol=1e-10)
+
+
+def test_temperature_is_hydrostatic():
+    """A parabola in ln p is its own interpolant: its slope is -R T."""
+    x = np.log(np.array(LEVELS))
+    geopotential = (5e4 - 7e4 * (x - 6) + 2e3 * (x - 6) ** 2)[None, :, None, None]
+    for pressure in (200.0, 316.0, 1000.0):
+        slope = -7e4 + 4e3 * (np.log(pressure) - 6)
+        found = temperature(geopotential.astype(np.float32), (pressure,))
+        np.testing.assert_allclose(found, -slope / DRY_AIR, rtol=1e-5)
+    np.testing.assert_allclose(parabola(500.0)[0], [0, 1, 0], atol=1e-12)
+
+
+@given(rows=st.integers(4, 64), columns=st.integers(4, 64))
+def test_any_grid_gives_finite_fields(rows, columns):
+    fields = Synthesis(10, (rows, columns)).fields(noise(10, 3)[None] * 1e-3)
+    for name, values in fields.items():
+        assert values.dtype == np.float32
+        assert values.shape[-2:] == (rows, columns)
+        assert np.isfinite(values).all(), name
+
+
+def test_a_pole_row_is_a_point():
+    fields = Synthesis(10, (33, 64)).fields(noise(10, 3)[None] * 1e-3)
+    for row in (0, -1):
+        pole = fields["geopotential"][0, :, row]
+        assert np.ptp(pole, axis=-1).max() < 1e-4 * np.abs(pole).max()
+        # A vector at the pole turns once around it: a single wave in longitude.
+        spectrum = np.abs(np.fft.rfft(fields["u_component_of_wind"][0, 0, row]))
+        assert spectrum[1] > 1e3 * np.delete(spectrum, 1).max()
+
+
+def test_fields_agree_where_grids_share_points():
+    psi = noise(10, 3)[None] * 1e-3
+    coarse, fine = Synthesis(10, (33, 32)).fields(psi), Synthesis(10, (65, 64)).fields(psi)
+    for name, values in coarse.items():
+        shared = fine[name][..., ::2, ::2]
+        np.testing.assert_allclose(shared, values, atol=2e-5 * np.abs(values).max(), err_msg=name)
+
+
+def test_rows_run_from_north_to_south():
+    assert latitudes(121)[0] == 90
+    assert latitudes(121)[-1] == -90
+    np.testing.assert_allclose(latitudes(32)[[0, -1]], [87.1875, -87.1875])
+    assert (np.diff(latitudes(32)) < 0).all()
+
+
+def test_the_planet_is_not_zonally_symmetric():
+    longitude, latitude = np.arange(0.0, 360.0, 5), np.arange(-87.5, 90.0, 5)
+    land, height = land_fraction(longitude, latitude), terrain(longitude, latitude)
+    assert land.min() >= 0
+    assert land.max() <= 1
+    assert 0.2 < np.average(land.mean(axis=0), weights=np.cos(np.radians(latitude))) < 0.4
+    assert np.ptp(height, axis=0).max() > 2000
+
+
+def test_store_is_like_weatherbench(tiny):
+    with xr.open_zarr(tiny, chunks=None) as store:
+        assert dict(store.sizes) == {"time": 24, "level": 3, "latitude": 16, "longitude": 32}
+        assert store["geopotential"].dims == ("time", "level", "latitude", "longitude")
+        assert store["2m_temperature"].dims == ("time", "latitude", "longitude")
+        assert store["land_sea_mask"].dims == ("latitude", "longitude")
+        assert store["latitude"][0] > store["latitude"][-1]
+        assert list(store["level"].to_numpy()) == [200, 500, 800]
+        for name, variable in store.data_vars.items():
+            assert variable.dtype == np.float32, name
+            assert "units" in variable.attrs, name
+            assert np.isfinite(variable).all(), name
+        assert 45_000 < store["geopotential"].sel(level=500).mean() < 60_000
+        assert store["temperature"].min() > 150
+        assert 9e4 < store["mean_sea_level_pressure"].mean() < 11e4
+        times = store["time"].to_numpy()
+    steps = np.unique(np.diff(times))
+    gap = np.timedelta64(GAP_DAYS * 24 + 6, "h").astype("timedelta64[ns]")
+    assert set(steps) == {np.timedelta64(6, "h").astype("timedelta64[ns]"), gap}
+
+
+def test_bands_of_two_and_four_ranks_end_on_chunk_edges(tiny):
+    array = zarr.open_group(tiny, mode="r")["geopotential"]
+    assert array.chunks == (1, 3, 4, 32)
+    assert zarr.open_group(tiny, mode="r").metadata.consolidated_metadata is not None
+
+
+def test_same_bytes_whatever_the_number_of_cores(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(generate, "_cores", lambda: 1)
+    build(TINY, None, tmp_path / "again.zarr")
+    assert content(tmp_path / "again.zarr") == content(tiny)
+    assert [p.name for p in tmp_path.iterdir()] == ["again.zarr"]
+
+
+def test_name_tells_everything_apart():
+    others = [
+        store_name(QuickstartConfig(truncation=11, runs=2, run_days=3, spinup_days=2), None),
+        store_name(
+            QuickstartConfig(truncation=10, seed=1, runs=2, run_days=3, spinup_days=2), None
+        ),
+        store_name(TINY, (16, 34)),
+    ]
+    assert len({*others, store_name(TINY, None)}) == 4
+    assert store_name(TINY, (16, 32)) == store_name(TINY, None)
+    assert "=" not in store_name(TINY, None)
+
+
+def test_runs_never_share_a_shard():
+    for days in (1, 7, 11, 190):
+        config = QuickstartConfig(run_days=days)
+        for grid in ((32, 64), (721, 1440)):
+            together = shard_steps(4 * days, grid)
+            assert all(run.first % together == 0 for run in runs(config))
+
+
+def test_progress_reaches_the_end(tmp_path):
+    seen: list[float] = []
+    build(TINY, (5, 8), tmp_path / "a.zarr", lambda _message, share: seen.append(share))
+    assert seen[0] == 0
+    assert seen == sorted(seen)
+    assert seen[-1] == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "grid", "key"),
+    [
+        (QuickstartConfig(truncation=600), None, "data.quickstart.truncation"),
+        (QuickstartConfig(start="soon"), None, "data.quickstart.start"),
+        (QuickstartConfig(), (2, 4), "data.grid"),
+    ],
+)
+def test_nonsense_is_one_line_with_its_key(config, grid, key, tmp_path):
+    with pytest.raises(UserError) as caught:
+        build(config, grid, tmp_path / "a.zarr")
+    assert key in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failing_run_is_one_line_and_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr(generate, "WORKER", "credit_dp.no_such_module")
+    with pytest.raises(UserError, match=r"run \d failed.*data\.cache") as caught:
+        build(TINY, None, tmp_path / "a.zarr")
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_worker_ends_with_its_parent():
+    worker = subprocess.Popen(
+        [sys.executable, "-m", generate.WORKER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    assert worker.stdin is not None
+    worker.stdin.write(
+        b'{"config": {"run_days": 3000}, "grid": [32, 64], "path": "/nowhere", "run": 0}\n'
+    )
+    worker.stdin.flush()
+    time.sleep(1)
+    assert worker.poll() is None
+    worker.stdin.close()
+    assert worker.wait(timeout=30) == 1
+
+
+def test_default_grid_resolves_products_of_fields():
+    assert resolve_grid(QuickstartConfig(truncation=21), None) == (32, 64)
+    assert resolve_grid(QuickstartConfig(truncation=42), None) == (64, 128)
+
+
+TRAINING = ("2001-01-01", "2003-03-01")
+HELD_OUT = ("2003-03-12", "2004-04-04")
+
+
+@pytest.fixture(scope="module")
+def default_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("default") / "store.zarr"
+    build(QuickstartConfig(), None, path)
+    return path
+
+
+@pytest.mark.slow
+def test_persistence_forgets_as_fast_as_the_real_atmosphere(default_store):
+    found = measure(default_store, TRAINING, HELD_OUT)
+    for days, era5 in ((3, 936.0), (5, 1033.0)):
+        assert found.persistence[days] / found.climatology == pytest.approx(era5 / 816, rel=0.3)
+
+
+@pytest.mark.slow
+def test_errors_are_stationary(default_store):
+    """Two disjoint years about one climatology: neither persistence nor the spread drifts."""
+    whole = (TRAINING[0], HELD_OUT[1])
+    early = measure(default_store, whole, ("2001-01-01", "2002-02-04"))
+    late = measure(default_store, whole, HELD_OUT)
+    assert late.climatology == pytest.approx(early.climatology, rel=0.2)
+    for days in (1, 3, 5):
+        assert late.persistence[days] == pytest.approx(early.persistence[days], rel=0.2)

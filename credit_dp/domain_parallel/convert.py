@@ -104,7 +104,8 @@ def convert_to_domain_parallel(
         manager: this rank's place in the mesh.
         shard_dim: the input's row dimension: -2, or 2 of four, or 3 of five dimensions.
         custom_converters: module type (exact) -> function from the module to its replacement.
-            Looked up before the built-in rules; the children of such a module are left alone.
+            Looked up before the built-in rules. Such a module is trusted: its children are left
+            alone, and the code inside is not audited.
         input_shape: the whole globe's input, batch included, `(B, C, H, W)`, or a tuple of such for
             several inputs. Any batch size runs later. Without it the first forward plans, which
             gathers every rank's row count once.
@@ -113,7 +114,8 @@ def convert_to_domain_parallel(
         The model; another object only if `model` itself is replaced.
 
     Raises:
-        UserError: a layer has no rule, a level has fewer rows than ranks, or rows don't line up.
+        UserError: a layer has no rule, a level has fewer rows than ranks, or code between the
+            layers mixes rows.
     """
     _check_shard_dim(shard_dim, input_shape)
     if manager.domain_parallel_size == 1:
@@ -122,9 +124,9 @@ def convert_to_domain_parallel(
     converted = conversion.convert(model, "")
     logger.info("domain parallel: %s", conversion.summary())
     if input_shape is None:
-        _plan_at_first_forward(converted, manager)
+        _plan_at_first_forward(converted, manager, conversion.trusted)
     else:
-        plan_model(converted, manager, input_shape)
+        plan_model(converted, manager, input_shape, conversion.trusted)
     return converted
 
 
@@ -148,6 +150,7 @@ class _Conversion:
         self.custom = custom
         self._done: dict[nn.Module, nn.Module] = {}
         self._counts: Counter[str] = Counter()
+        self.trusted: list[nn.Module] = []
 
     def convert(self, module: nn.Module, path: str) -> nn.Module:
         """Return what stands for `module`; the same for every place where it is used."""
@@ -159,17 +162,19 @@ class _Conversion:
         if isinstance(module, RowLayer):
             return module
         if type(module) in self.custom:
-            return self._adopt(self.custom[type(module)](module))
+            new = self._adopt(self.custom[type(module)](module))
+            if not isinstance(new, RowLayer):
+                self.trusted.append(new)
+            return new
         if type(module) in RULES:
             try:
                 return self._adopt(RULES[type(module)](module, ROW_DIM, self.manager))
             except UserError as error:
                 raise UserError(f"{path or 'model'}: {error}. {_HOW_TO_REGISTER}") from None
-        children = list(module.named_children())
         foreign = type(module).__module__.startswith("torch.") and not isinstance(
             module, CONTAINERS
         )
-        if foreign or not (children or isinstance(module, CONTAINERS)):
+        if foreign:
             raise UserError(
                 f"{path or 'model'}: {type(module).__name__} has no rule for bands of rows. "
                 f"{_HOW_TO_REGISTER}"
@@ -189,8 +194,9 @@ class _Conversion:
 
     def summary(self) -> str:
         """Return how many layers of which type were put in."""
-        counts = (f"{count} {name}" for name, count in sorted(self._counts.items()))
-        return ", ".join(counts) or "no layer mixes rows"
+        counts = [f"{count} {name}" for name, count in sorted(self._counts.items())]
+        trusted = [f"trusted: {type(module).__name__}" for module in self.trusted]
+        return ", ".join(counts + trusted) or "no layer mixes rows"
 
 
 _HOW_TO_REGISTER = (
@@ -207,7 +213,9 @@ def _replace_module(
         parent._modules[name] = new_module
 
 
-def _plan_at_first_forward(model: nn.Module, manager: DomainParallelManager) -> None:
+def _plan_at_first_forward(
+    model: nn.Module, manager: DomainParallelManager, trusted: list[nn.Module]
+) -> None:
     def plan(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         handle.remove()
         fields = [
@@ -227,7 +235,7 @@ def _plan_at_first_forward(model: nn.Module, manager: DomainParallelManager) -> 
             return list(new_args), new_kwargs
 
         shapes = [_whole_shape(x, parts[id(x)]) for x in fields]
-        plan_calls(module, manager, [s for s in shapes if s[ROW_DIM] > 1], fake)
+        plan_calls(module, manager, [s for s in shapes if s[ROW_DIM] > 1], fake, trusted)
 
     handle = model.register_forward_pre_hook(plan, with_kwargs=True)
 

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
+from credit_dp.domain_parallel.audit import audit
 from credit_dp.domain_parallel.layers.row_layer import RowLayer
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.domain_parallel.planner import Planner
 from credit_dp.domain_parallel.sharding import FIELD_DIMS
+from credit_dp.domain_parallel.trace import FOREIGN, Trace
 from credit_dp.errors import UserError
 
 Shape = tuple[int, ...]
@@ -24,7 +26,10 @@ ROW_DIM = -2
 
 
 def plan_model(
-    model: nn.Module, manager: DomainParallelManager, input_shape: Shape | Sequence[Shape]
+    model: nn.Module,
+    manager: DomainParallelManager,
+    input_shape: Shape | Sequence[Shape],
+    trusted: Iterable[nn.Module] = (),
 ) -> None:
     """Give every height that the model sees its bands, and every layer its heights.
 
@@ -32,8 +37,8 @@ def plan_model(
     activation is held, parameters and random state stay as they are.
 
     Raises:
-        UserError: a level has fewer rows than there are ranks, code between the layers changes
-            rows, or the model's control flow depends on data.
+        UserError: a level has fewer rows than there are ranks, code between the layers mixes or
+            changes rows, or the model's control flow depends on data.
     """
     whole = isinstance(input_shape[0], int)
     shapes: list[Shape] = [tuple(input_shape)] if whole else [tuple(s) for s in input_shape]  # type: ignore[arg-type]
@@ -42,7 +47,7 @@ def plan_model(
     def inputs(shape_of: Callable[[Shape], Shape]) -> tuple[list[Tensor], dict[str, Any]]:
         return [torch.empty(shape_of(s), dtype=dtype, device=device) for s in shapes], {}
 
-    plan_calls(model, manager, [s for s in shapes if is_banded(s)], inputs)
+    plan_calls(model, manager, [s for s in shapes if is_banded(s)], inputs, trusted)
 
 
 def is_banded(shape: Shape) -> bool:
@@ -55,17 +60,19 @@ def plan_calls(
     manager: DomainParallelManager,
     banded: list[Shape],
     inputs: Callable[[Callable[[Shape], Shape]], tuple[list[Any], dict[str, Any]]],
+    trusted: Iterable[nn.Module] = (),
 ) -> None:
-    """Plan the call that `inputs` makes; it gets a function from whole-globe to wanted shapes."""
+    """Plan the call that `inputs` makes; it gets a function from whole-globe to wanted shapes.
+
+    What `trusted` modules do inside is not audited.
+    """
     names = {
         m: name or type(m).__name__ for name, m in model.named_modules() if isinstance(m, RowLayer)
     }
     ranks, bands = manager.domain_parallel_size, manager.bands
     planner = Planner(names, bands)
-    with _traceable(model):
-        with planner.trace(None):
-            args, kwargs = inputs(lambda shape: shape)
-            whole = tree_leaves(model(*args, **kwargs))
+    with _traceable(model), planner.trusting(trusted):
+        whole = _follow(planner, None, model, lambda: inputs(lambda shape: shape))
         heights = planner.heights() | {shape[ROW_DIM] for shape in banded}
         _check_rows(planner, heights, ranks)
         bands.plan(heights)
@@ -76,12 +83,35 @@ def plan_calls(
                     return shape
                 return (*shape[:ROW_DIM], bands[shape[ROW_DIM]].sizes[rank], *shape[ROW_DIM + 1 :])
 
-            with planner.trace(rank):
-                args, kwargs = inputs(cut)
-                parts = tree_leaves(model(*args, **kwargs))
-            _check_outputs(whole, parts, manager, rank)
+            part = _follow(planner, rank, model, lambda cut=cut: inputs(cut))  # type: ignore[misc]
+            audit(whole.trace, part.trace, {h: bands[h].sizes[rank] for h in heights})
+            _check_outputs(whole.outputs, part.outputs, manager, rank)
     for layer in planner.visits:
         layer.set_heights(planner.planned(layer))
+
+
+class _Followed(NamedTuple):
+    trace: Trace
+    outputs: list[Any]
+
+
+def _follow(
+    planner: Planner,
+    rank: int | None,
+    model: nn.Module,
+    inputs: Callable[[], tuple[list[Any], dict[str, Any]]],
+) -> _Followed:
+    """Run the model on fake tensors of the whole globe or of one rank's band."""
+    args, kwargs = inputs()
+    with planner.following(rank) as trace:
+        trace.mark((), _tensors((args, kwargs)))
+        outputs = tree_leaves(model(*args, **kwargs))
+        trace.mark(_tensors(outputs), ())
+    return _Followed(trace, outputs)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 @contextmanager
@@ -93,7 +123,7 @@ def _traceable(model: nn.Module) -> Iterator[None]:
             yield
     except DataDependentOutputException as error:
         frames = traceback.extract_tb(error.__traceback__)
-        own = [f for f in frames if "/torch/" not in f.filename and f.filename != __file__]
+        own = [frame for frame in frames if not frame.filename.startswith(FOREIGN)]
         where = f"{own[-1].filename}:{own[-1].lineno}" if own else type(model).__name__
         raise UserError(
             f"{where}: control flow that depends on data can't be planned. "

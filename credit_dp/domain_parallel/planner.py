@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from credit_dp.domain_parallel.partition import BandTable
+from credit_dp.domain_parallel.trace import Trace
 from credit_dp.errors import UserError
 
 if TYPE_CHECKING:
@@ -32,10 +34,11 @@ class Visit(NamedTuple):
 
 
 class Planner:
-    """Follows two kinds of traces on fake tensors.
+    """Follows two kinds of runs on fake tensors.
 
-    The global trace calls the wrapped layers and notes their heights. A band trace checks that each
-    layer gets the rows that its height gives that rank, and only makes shapes.
+    The run of the whole globe calls the wrapped layers and notes their heights. The run of a band
+    checks that each layer gets the rows that its height gives that rank, and only makes shapes.
+    Layers that are trusted leave no operations in the trace.
     """
 
     def __init__(self, names: dict[RowLayer, str], bands: BandTable) -> None:
@@ -44,22 +47,32 @@ class Planner:
         self.visits: dict[RowLayer, list[Visit]] = defaultdict(list)
         self._rank: int | None = None
         self._calls: dict[RowLayer, int] = {}
+        self._trace = Trace()
 
     @contextmanager
-    def trace(self, rank: int | None) -> Iterator[None]:
-        """Make this planner the active one; `rank` None is the global trace."""
+    def following(self, rank: int | None) -> Iterator[Trace]:
+        """Make this planner the active one, for a run of the whole globe or of a rank's band."""
         self._rank = rank
         self._calls = defaultdict(int)
+        self._trace = Trace()
         token = _active.set(self)
         try:
-            yield
+            with self._trace:
+                yield self._trace
         finally:
             _active.reset(token)
 
     def visit(self, layer: RowLayer, x: Tensor, *others: Tensor) -> Tensor:
         """Stand in for a layer's forward."""
-        if self._rank is not None:
-            return self._visit_band(layer, x, self._rank)
+        with self._trace.paused():
+            if self._rank is None:
+                made = self._visit_globe(layer, x, *others)
+            else:
+                made = self._visit_band(layer, x, self._rank)
+        self._trace.mark((x, *others), (made,))
+        return made
+
+    def _visit_globe(self, layer: RowLayer, x: Tensor, *others: Tensor) -> Tensor:
         made: Tensor = layer.__dict__["wrapped"].forward(x, *others)
         self.visits[layer].append(Visit(x.shape[layer.dim], tuple(made.shape)))
         return made
@@ -78,6 +91,28 @@ class Planner:
         shape[layer.dim] = self.bands[shape[layer.dim]].sizes[rank]
         shape[0] = x.shape[0]
         return x.new_empty(shape)
+
+    @contextmanager
+    def trusting(self, modules: Iterable[nn.Module]) -> Iterator[None]:
+        """Keep what these modules do inside out of the traces."""
+        hooks = [
+            hook
+            for module in modules
+            for hook in (
+                module.register_forward_pre_hook(lambda *_: self._trace.pause()),
+                module.register_forward_hook(self._leave),
+            )
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _leave(self, module: nn.Module, args: Any, made: Any) -> None:
+        self._trace.resume()
+        tensors = ([x for x in tree_leaves(t) if isinstance(x, Tensor)] for t in (args, made))
+        self._trace.mark(*tensors)
 
     def heights(self) -> set[int]:
         """Return every global height that a layer takes or makes."""

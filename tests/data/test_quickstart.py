@@ -193,11 +193,18 @@ def test_temperature_is_hydrostatic():
     """A parabola in ln p is its own interpolant: its slope is -R T."""
     x = np.log(np.array(LEVELS))
     geopotential = (5e4 - 7e4 * (x - 6) + 2e3 * (x - 6) ** 2)[None, :, None, None]
-    for pressure in (200.0, 316.0, 1000.0):
+    for pressure in (320.0, 500.0, 1000.0):
         slope = -7e4 + 4e3 * (np.log(pressure) - 6)
         found = temperature(geopotential.astype(np.float32), (pressure,))
         np.testing.assert_allclose(found, -slope / DRY_AIR, rtol=1e-5)
     np.testing.assert_allclose(parabola(500.0)[0], [0, 1, 0], atol=1e-12)
+
+
+def test_temperature_above_the_upper_layer_has_its_mean_anomaly():
+    thicker = np.zeros((1, 3, 1, 1), np.float32)
+    thicker[:, 0] = 1000
+    warmer = temperature(thicker, (200.0,)) - temperature(0 * thicker, (200.0,))
+    np.testing.assert_allclose(warmer, 1000 / (DRY_AIR * np.log(500 / 200)), rtol=1e-5)
 
 
 @given(rows=st.integers(4, 64), columns=st.integers(4, 64))
@@ -339,7 +346,7 @@ def test_a_worker_ends_with_its_parent():
     )
     assert worker.stdin is not None
     worker.stdin.write(
-        b'{"config": {"run_days": 3000}, "grid": [32, 64], "path": "/nowhere", "run": 0}\n'
+        b'{"config": {"spinup_days": 90000}, "grid": [32, 64], "path": "/nowhere", "run": 0}\n'
     )
     worker.stdin.flush()
     time.sleep(1)

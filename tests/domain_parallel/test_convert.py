@@ -130,8 +130,6 @@ class _Leaf(nn.Module):
         (nn.LayerNorm((8, 8)), "0: LayerNorm over"),
         (nn.Softmax(-2), "0: Softmax has no rule"),
         (nn.MultiheadAttention(4, 2), "0: MultiheadAttention has no rule"),
-        (_Subclass(4, 4, 3), "0: _Subclass has no rule"),
-        (_Leaf(), "0: _Leaf has no rule"),
     ],
 )
 def test_layers_without_a_rule_are_refused(layer, message):
@@ -141,7 +139,7 @@ def test_layers_without_a_rule_are_refused(layer, message):
     assert "\n" not in str(caught.value)
 
 
-def test_a_refused_leaf_can_be_registered():
+def test_a_leaf_can_be_registered():
     model = nn.Sequential(_Leaf())
     convert_to_domain_parallel(model, _mock(), custom_converters={_Leaf: lambda m: m})
     assert type(model[0]) is _Leaf
@@ -217,7 +215,7 @@ class _TwoHeights(_Flips):
             "4.0: 2 rows can't be shared by 3 ranks. Lower parallel.domain to 2",
         ),
         (_Flips(), 8, "conv: rank 0 of 3 has 2 rows where its band of 7 rows has 3"),
-        (_CropsOutput(), 9, "output: rank 0 makes .* The code after the last layer changes rows"),
+        (_CropsOutput(), 9, r"test_convert.py:\d+: aten.slice: mixes rows"),
         (_Decides(), 9, r"test_convert.py:\d+: control flow that depends on data"),
     ],
 )

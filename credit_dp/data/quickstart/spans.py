@@ -16,7 +16,7 @@ from credit_dp.config import QuickstartConfig
 from credit_dp.data.quickstart.model import Physics
 from credit_dp.errors import UserError
 
-VERSION = 1  # raise it when code changes what a store holds
+VERSION = 2  # raise it when code changes what a store holds
 GAP_DAYS = 10
 STEPS_PER_DAY = 4
 BYTES_AT_ONCE = 64 * 2**20  # of fields in memory per process

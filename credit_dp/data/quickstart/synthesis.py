@@ -4,7 +4,8 @@ Each is a fixed linear function of the three streamfunctions (pressure and terra
 
 - wind: the rotational wind of its level;
 - geopotential: linear balance, `lap phi = div(f grad psi)`, about a standard atmosphere;
-- temperature: hydrostatic, from the parabola in `ln p` through the three geopotentials;
+- temperature: hydrostatic, from the parabola in `ln p` through the three geopotentials; at 200 hPa
+  the standard atmosphere's with the anomaly of the layer below;
 - mean sea level pressure: that parabola at 1000 hPa, brought down to height zero;
 - 2 m temperature: its slope at 1000 hPa, brought up to the ground at 6.5 K per km.
 
@@ -37,6 +38,9 @@ from credit_dp.data.quickstart.spectral import (
 
 STANDARD_HEIGHT = (11784.0, 5574.0, 1949.0)  # m, US standard atmosphere at LEVELS
 SURFACE = 1000.0  # hPa
+# The slope at the middle of the upper layer is that layer's mean; a line through two layers says
+# nothing about the tropopause above, where anomalies are held at that mean.
+HIGHEST = float(np.sqrt(LEVELS[0] * LEVELS[1]))  # hPa
 CLOSEST = 89.99999  # degrees: where a pole row is evaluated; the limit, to rounding
 
 
@@ -154,5 +158,8 @@ class Synthesis:
 
 def temperature(geopotential: Array, pressures: tuple[float, ...]) -> Array:
     """Hydrostatic temperature in K. Shapes: `(times, 3, H, W)` -> `(times, pressures, H, W)`."""
-    slopes = np.stack([-parabola(p)[1] / DRY_AIR for p in pressures]).astype(np.float32)
-    return np.asarray(np.einsum("pk,tkhw->tphw", slopes, geopotential))
+    lapse = [parabola(max(p, HIGHEST))[1] for p in pressures]
+    standard = GRAVITY * np.array(STANDARD_HEIGHT)
+    shift = [standard @ (parabola(p)[1] - slope) for p, slope in zip(pressures, lapse, strict=True)]
+    gradient = np.einsum("pk,tkhw->tphw", np.stack(lapse).astype(np.float32), geopotential)
+    return np.asarray((gradient + np.array(shift, np.float32)[:, None, None]) / -DRY_AIR)

@@ -1,0 +1,121 @@
+"""Recording the operations of a model's own code, the sharded layers left out."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+# Frames of torch and of this package are not the user's code.
+FOREIGN = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
+
+
+class Ref(NamedTuple):
+    """A tensor of a trace: its number, in order of appearance, and its shape then."""
+
+    number: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operation, or (`op` is None) a layer or an end of the model, whose rows are known."""
+
+    op: torch._ops.OpOverload | None
+    given: dict[str, Any]
+    made: tuple[Ref, ...]
+    where: str
+
+    @property
+    def name(self) -> str:
+        """The operation without its overload, e.g. `aten.sum`."""
+        return "" if self.op is None else str(self.op.overloadpacket)
+
+    @property
+    def refs(self) -> list[Ref]:
+        """The tensors given, in order."""
+        leaves, _ = tree_flatten(self.given, is_leaf=lambda x: isinstance(x, Ref))
+        return [leaf for leaf in leaves if isinstance(leaf, Ref)]
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What is given beside tensors."""
+        return {key: value for key, value in self.given.items() if not _holds_refs(value)}
+
+
+def _holds_refs(value: Any) -> bool:
+    leaves, _ = tree_flatten(value, is_leaf=lambda x: isinstance(x, Ref))
+    return any(isinstance(leaf, Ref) for leaf in leaves)
+
+
+@final
+class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The operations of one run, in order. Two runs of the same code number tensors alike."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.steps: list[Step] = []
+        self._numbers: dict[int, int] = {}
+        self._alive: list[Tensor] = []  # ids of collected tensors would be given out again
+        self._paused = 0
+
+    def pause(self) -> None:
+        """Record nothing until as many calls of `resume`."""
+        self._paused += 1
+
+    def resume(self) -> None:
+        """Undo one `pause`."""
+        self._paused -= 1
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Record nothing meanwhile."""
+        self.pause()
+        try:
+            yield
+        finally:
+            self.resume()
+
+    def mark(self, taken: Sequence[Tensor], made: Sequence[Tensor]) -> None:
+        """Note a place that takes bands and makes bands: a layer, or an end of the model."""
+        if not self._paused:
+            given = {"taken": [self.ref(tensor) for tensor in taken]}
+            refs = tuple(self.ref(tensor) for tensor in made)
+            self.steps.append(Step(None, given, refs, _user_line()))
+
+    def ref(self, tensor: Tensor) -> Ref:
+        """Number a tensor."""
+        if id(tensor) not in self._numbers:
+            self._numbers[id(tensor)] = len(self._numbers)
+            self._alive.append(tensor)
+        return Ref(self._numbers[id(tensor)], tuple(tensor.shape))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run the operation and note it."""
+        kwargs = kwargs or {}
+        if self._paused or not str(func).startswith("aten"):
+            return func(*args, **kwargs)
+        names = (argument.name for argument in func._schema.arguments)
+        given = tree_map_only(Tensor, self.ref, {**dict(zip(names, args, strict=False)), **kwargs})
+        result = func(*args, **kwargs)
+        leaves, _ = tree_flatten(result)
+        made = tuple(self.ref(leaf) for leaf in leaves if isinstance(leaf, Tensor))
+        self.steps.append(Step(func, given, made, _user_line()))
+        return result
+
+
+def _user_line() -> str:
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(FOREIGN):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

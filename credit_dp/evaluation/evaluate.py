@@ -1,0 +1,94 @@
+"""Forecasts from held-out dates, scored against persistence and climatology, rows by rows."""
+
+from collections.abc import Callable, Iterable, Iterator
+
+import torch
+from torch import Tensor
+
+from credit_dp.domain_parallel import DomainParallelManager, gather_tensor
+from credit_dp.evaluation.held_out import HeldOut, Times
+from credit_dp.evaluation.metrics import RootMeanSquare
+from credit_dp.evaluation.plots import FieldMap
+from credit_dp.evaluation.table import SOURCES, Scores
+from credit_dp.evaluation.units import unit_of
+
+# (state, forcing of each step, static) -> the states after each step, all `(B, channels, h, W)`
+Rollout = Callable[[Tensor, Iterable[Tensor], Tensor], Iterator[Tensor]]
+
+
+@torch.no_grad()
+def evaluate(
+    rollout: Rollout,
+    dates: HeldOut,
+    manager: DomainParallelManager,
+    batch_size: int,
+    progress: Callable[[int], None],
+) -> Scores:
+    """Score forecasts from all initial times; the same on every rank.
+
+    Initial times are split over the data axis, rows over the domain axis. `batch_size` is that of
+    the whole data axis, as in training; `progress` is told how many of this rank's are done.
+    """
+    store = dates.prepared.store
+    shape = (len(SOURCES), len(dates.leads), store.channels.outputs)
+    errors = RootMeanSquare(shape, dates.area_weights)
+    own = dates.initial_times[manager.dp_rank :: manager.dp_world_size]
+    size = max(1, batch_size // manager.dp_world_size)
+    for start in range(0, len(own), size):
+        times = own[start : start + size]
+        add_errors(errors, rollout, dates, times)
+        progress(start + len(times))
+    return Scores(
+        channels=tuple(channel.name for channel in store.channels.prognostic),
+        units=tuple(unit_of(channel.variable) for channel in store.channels.prognostic),
+        hours=dates.hours,
+        rmse=errors.result(manager).cpu().numpy(),
+        samples=len(dates.initial_times),
+    )
+
+
+def add_errors(errors: RootMeanSquare, rollout: Rollout, dates: HeldOut, times: Times) -> None:
+    """Forecast from a batch of initial times and add the errors of all sources."""
+    now = dates.states(times)
+    for lead, forecast in enumerate(forecasts(rollout, dates, times, now), start=1):
+        if lead not in dates.leads:
+            continue
+        place = dates.leads.index(lead)
+        valid = times + lead * dates.step
+        truth = dates.states(valid)
+        guesses = (forecast, now, dates.climatology(valid))
+        for source, guess in enumerate(guesses):
+            errors.add((source, place), (guess - truth) * dates.deviation)
+
+
+def forecasts(rollout: Rollout, dates: HeldOut, times: Times, now: Tensor) -> Iterator[Tensor]:
+    """Forecasts from `times`, whose states are `now`, up to the longest lead time."""
+    forcings = (dates.forcing(times + lead * dates.step) for lead in range(dates.leads[-1]))
+    return rollout(now, forcings, dates.static(len(times)))
+
+
+@torch.no_grad()
+def example(rollout: Rollout, dates: HeldOut, manager: DomainParallelManager) -> FieldMap:
+    """One field at the longest lead time from the first initial time, gathered from all bands.
+
+    Collective over the domain axis. The one place where a field of the whole globe is on a rank:
+    a single channel, to be drawn.
+    """
+    store = dates.prepared.store
+    names = [channel.name for channel in store.channels.prognostic]
+    index = names.index("geopotential_500") if "geopotential_500" in names else 0
+    times, lead = dates.initial_times[:1], dates.leads[-1]
+    *_, last = forecasts(rollout, dates, times, dates.states(times))
+    truth = dates.states(times + lead * dates.step)
+    both = dates.normaliser.physical(torch.cat([last, truth]))[:, index]
+    both = gather_tensor(both.contiguous(), dim=-2, manager=manager)
+    start = str(times[0].astype("datetime64[m]")).replace("T", " ")
+    return FieldMap(
+        title=f"{names[index]}, {dates.hours[-1]} h forecast from {start} UTC",
+        unit=unit_of(store.channels.prognostic[index].variable),
+        forecast=both[0].cpu().numpy(),
+        truth=both[1].cpu().numpy(),
+        latitude=store.latitude,
+        longitude=store.longitude,
+        bounds=manager.partition(len(store.latitude)).bounds,
+    )

@@ -1,0 +1,66 @@
+"""Held-out dates as a model sees them: normalised fields of the rank's own rows, on its device."""
+
+from typing import final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from credit_dp.config import Config
+from credit_dp.data.grid import row_weights
+from credit_dp.data.normalise import Normaliser
+from credit_dp.data.prepare import Prepared
+from credit_dp.data.sampling import initial_times
+
+Times = NDArray[np.datetime64]
+
+
+@final
+class HeldOut:
+    """Reads what forecasts of held-out dates start from and are compared with.
+
+    Args:
+        rows: the rank's own.
+        like: its device and dtype are those of every tensor returned.
+
+    Attributes:
+        hours, leads: lead times, rising, in hours and in steps of `step`.
+        area_weights: `(h,)`, the globe's have mean 1.
+        deviation: `(C, 1, 1)`, turns normalised errors into the store's units.
+        initial_times: every one has all steps to the longest lead within the split.
+
+    Raises:
+        UserError: a lead time is no multiple of the data's step, or no date has them all.
+    """
+
+    def __init__(self, config: Config, prepared: Prepared, rows: slice, like: Tensor) -> None:
+        self.prepared = prepared
+        self.rows = rows
+        self.normaliser = Normaliser(prepared.statistics, like.dtype, like.device)
+        hours, stride = config.trainer.evaluate_hours, config.trainer.evaluate_stride_hours
+        self.initial_times: Times = initial_times(prepared, "test", hours, stride)
+        self.hours = tuple(sorted(hours))
+        self.leads = tuple(hour // config.data.step_hours for hour in self.hours)
+        self.step = np.timedelta64(config.data.step_hours, "h")
+        self.area_weights = torch.as_tensor(row_weights(prepared.store.latitude)[rows]).to(like)
+        std = torch.as_tensor(prepared.statistics.std)
+        self.deviation = std[:, None, None].to(like)
+        self._static = self.normaliser.static(prepared.store.static(rows))
+
+    def states(self, times: Times) -> Tensor:
+        """Normalised prognostic fields, `(B, C, h, W)`."""
+        return self.normaliser.state(self.prepared.store.read_times(times, self.rows))
+
+    def climatology(self, times: Times) -> Tensor:
+        """What the climatology expects at these times, normalised, `(B, C, h, W)`."""
+        fields = [self.prepared.climatology.field(time, self.rows) for time in times]
+        return self.normaliser.state(np.stack(fields))
+
+    def forcing(self, times: Times) -> Tensor:
+        """Normalised forcings, `(B, F, h, W)`."""
+        return self.normaliser.forcing(self.prepared.store.forcing_times(times, self.rows))
+
+    def static(self, count: int) -> Tensor:
+        """Normalised static fields, the same for each of `count` samples, `(count, S, h, W)`."""
+        return self._static.expand(count, -1, -1, -1)

@@ -1,0 +1,107 @@
+"""Maps of one field: forecast, truth and error, with the bands of rows that ranks own."""
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
+
+from credit_dp.errors import UserError
+
+
+@final
+@dataclass(frozen=True)
+class FieldMap:
+    """One field on the whole globe, and what there is to say about it.
+
+    Shapes:
+        forecast and truth `(H, W)`, in `unit`; latitude `(H,)` north first and longitude `(W,)`,
+        in degrees; bounds: the first row of each band, and H.
+    """
+
+    title: str
+    unit: str
+    forecast: np.ndarray
+    truth: np.ndarray
+    latitude: np.ndarray
+    longitude: np.ndarray
+    bounds: Sequence[int]
+
+
+def draw_map(field: FieldMap, path: Path) -> None:
+    """Write forecast, truth and error below each other as one PNG.
+
+    Raises:
+        UserError: the file could not be written.
+    """
+    error = field.forecast - field.truth
+    low, high = np.nanpercentile(np.stack([field.truth, field.forecast]), [0.5, 99.5])
+    far = max(float(np.nanpercentile(np.abs(error), 99.5)), 1e-30)
+    shared = Normalize(float(low), float(high) if high > low else float(low) + 1e-30)
+    figure = Figure(figsize=(8.0, 11.0), layout="constrained")
+    panels = figure.subplots(3, 1, sharex=True)
+    draw_panel(panels[0], field, field.forecast, "forecast", ("viridis", shared))
+    draw_panel(panels[1], field, field.truth, "truth", ("viridis", shared))
+    draw_panel(panels[2], field, error, "forecast - truth", ("RdBu_r", Normalize(-far, far)))
+    panels[2].set_xlabel("longitude (degrees east)")
+    bands = len(field.bounds) - 1
+    dashed = "" if bands == 1 else f"\n{bands} bands of latitude, one per rank; edges dashed"
+    figure.suptitle(field.title + dashed)
+    save(figure, path)
+
+
+def draw_panel(
+    axes: Axes, field: FieldMap, values: np.ndarray, name: str, colours: tuple[str, Normalize]
+) -> None:
+    """One map with its colour bar and the edges between bands."""
+    cmap, norm = colours
+    longitudes, latitudes = cell_edges(field.longitude), row_edges(field.latitude)
+    mesh = axes.pcolormesh(
+        longitudes, latitudes, values, cmap=matplotlib.colormaps[cmap], norm=norm, rasterized=True
+    )
+    bar = axes.figure.colorbar(mesh, ax=axes, extend="both", pad=0.02)
+    bar.set_label(re.sub(r"(-?\d+)", r"$^{\1}$", field.unit))  # m2 s-2 with raised exponents
+    for row in list(field.bounds)[1:-1]:
+        # White below black: seen on dark and on light colours.
+        axes.axhline(latitudes[row], color="white", linewidth=2.2, alpha=0.8)
+        axes.axhline(latitudes[row], color="black", linewidth=1.0, linestyle=(0, (6, 4)))
+    axes.set_title(name, loc="left")
+    axes.set_ylabel("latitude (degrees north)")
+    axes.set_yticks([-90, -60, -30, 0, 30, 60, 90])
+    axes.set_ylim(-90, 90)
+    west, east = sorted((longitudes[0], longitudes[-1]))
+    axes.set_xticks(np.arange(np.ceil(west / 60), np.floor(east / 60) + 1) * 60)
+    axes.set_xlim(west, east)
+
+
+def row_edges(latitude: np.ndarray) -> np.ndarray:
+    """Edges of rows: halfway between them and at the poles, `(H + 1,)`, north first."""
+    return np.concatenate([[90.0], (latitude[:-1] + latitude[1:]) / 2, [-90.0]])
+
+
+def cell_edges(longitude: np.ndarray) -> np.ndarray:
+    """Edges of columns that go once round the globe evenly, `(W + 1,)`, from the first on."""
+    turn = (longitude[1] - longitude[0] + 180.0) % 360.0 - 180.0 if len(longitude) > 1 else 1.0
+    columns = np.arange(len(longitude) + 1) - 0.5
+    return np.asarray(longitude[0] + np.sign(turn) * columns * 360.0 / len(longitude))
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a PNG, whole or not at all."""
+    temporary = path.with_name(f".{path.stem}.{os.getpid()}.png")
+    try:
+        figure.savefig(temporary, dpi=130)
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise UserError(
+            f"{path}: the map could not be written ({error.strerror}). "
+            "Free space there or change run.dir."
+        ) from error

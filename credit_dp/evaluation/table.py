@@ -1,0 +1,76 @@
+"""The final scores: as numbers for a file and as a table for the reader."""
+
+import json
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+HEADINGS = {
+    "model": "model\n",
+    "persistence": "persis-\ntence",
+    "climatology": "clima-\ntology",
+}
+SOURCES = tuple(HEADINGS)
+
+
+@final
+@dataclass(frozen=True)
+class Scores:
+    """Errors of the model and of what it has to beat.
+
+    Shapes:
+        rmse `(3, leads, C)`: the sources in the order of `SOURCES`, in each channel's own unit.
+    """
+
+    channels: tuple[str, ...]
+    units: tuple[str, ...]
+    hours: tuple[int, ...]
+    rmse: np.ndarray
+    samples: int
+
+    def numbers(self) -> dict[str, float]:
+        """Flat names for a tracker: `rmse/geopotential_500/24h/model`."""
+        return {
+            f"rmse/{channel}/{hours}h/{source}": float(self.rmse[s, h, c])
+            for c, channel in enumerate(self.channels)
+            for h, hours in enumerate(self.hours)
+            for s, source in enumerate(SOURCES)
+        }
+
+    def json(self) -> str:
+        """The same numbers, nested by channel, lead time and source."""
+        rmse = {
+            channel: {
+                f"{hours}h": {source: float(self.rmse[s, h, c]) for s, source in enumerate(SOURCES)}
+                for h, hours in enumerate(self.hours)
+            }
+            for c, channel in enumerate(self.channels)
+        }
+        units = dict(zip(self.channels, self.units, strict=True))
+        content = {"initial_times": self.samples, "units": units, "rmse": rmse}
+        return json.dumps(content, indent=2) + "\n"
+
+    def table(self) -> Table:
+        """One row per channel; for each lead time the model beside persistence and climatology."""
+        title = f"RMSE on held-out dates ({self.samples} initial times)"
+        # Narrow: with two lead times it fits into 80 columns.
+        table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
+        table.add_column("variable", no_wrap=True)
+        table.add_column("unit", no_wrap=True)
+        for hours in self.hours:
+            for source, heading in HEADINGS.items():
+                style = "bold" if source == "model" else None
+                label = f"{hours} h\n{heading}"
+                table.add_column(label, justify="right", style=style, no_wrap=True)
+        for c, (channel, unit) in enumerate(zip(self.channels, self.units, strict=True)):
+            cells = [three_digits(value) for value in self.rmse[:, :, c].T.ravel()]
+            table.add_row(channel, unit, *cells)
+        return table
+
+
+def three_digits(value: float) -> str:
+    """A number to three significant digits; from a thousand on to whole units, which is shorter."""
+    return f"{value:.0f}" if 999.5 <= abs(value) < 1e6 else f"{value:.3g}"

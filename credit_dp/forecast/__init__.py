@@ -1,0 +1,1 @@
+"""Forecasting: one step of a model, and many in a row."""

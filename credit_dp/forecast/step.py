@@ -1,0 +1,48 @@
+"""One forecast step in normalised space, and rollouts made of such steps.
+
+Everything acts on the rank's own band of rows: the globe is never gathered between steps.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import final
+
+import torch
+from torch import Tensor
+
+
+@final
+class ForecastStep:
+    """The state one step later: `next = now + model([now, forcing, static]) * tendency_scale`.
+
+    The model's output is the tendency in units of each channel's tendency standard deviation, so
+    that all its outputs have about unit variance, whatever the channel.
+
+    Shapes:
+        now `(B, C, h, W)`, forcing `(B, F, h, W)`, static `(B, S, h, W)` -> `(B, C, h, W)`, where
+        h are the rank's own rows.
+
+    Units:
+        Normalised: minus the channel's mean, divided by its standard deviation.
+
+    Args:
+        model: `(B, C + F + S, h, W)` -> `(B, C, h, W)`.
+        tendency_scale: `(C, 1, 1)`, tendency standard deviation over standard deviation.
+    """
+
+    def __init__(self, model: Callable[[Tensor], Tensor], tendency_scale: Tensor) -> None:
+        self.model = model
+        self.tendency_scale = tendency_scale
+
+    def __call__(self, now: Tensor, forcing: Tensor, static: Tensor) -> Tensor:
+        """The state one step after `now`."""
+        tendency: Tensor = self.model(torch.cat([now, forcing, static], dim=1))
+        return now + tendency * self.tendency_scale
+
+    def rollout(self, now: Tensor, forcings: Iterable[Tensor], static: Tensor) -> Iterator[Tensor]:
+        """Yield the state after one step, two steps and so on, one for each forcing.
+
+        `forcings` are those at the time that each step starts from.
+        """
+        for forcing in forcings:
+            now = self(now, forcing, static)
+            yield now

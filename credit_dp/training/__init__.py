@@ -1,0 +1,1 @@
+"""Training: loss, optimiser, checkpoints, logs and the loop that joins them."""

@@ -1,0 +1,67 @@
+"""The folder of one run: which file is what, and writes that are whole or not there at all."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import final
+
+from omegaconf import OmegaConf
+
+from credit_dp.config import Config
+from credit_dp.errors import UserError
+
+
+@final
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths of what a run leaves behind."""
+
+    path: Path
+
+    @property
+    def checkpoint(self) -> Path:
+        """Weights and all that a resumed run needs."""
+        return self.path / "checkpoint.pt"
+
+    @property
+    def log(self) -> Path:
+        """Loss and its company, one row for each logged step."""
+        return self.path / "metrics.csv"
+
+    @property
+    def scores(self) -> Path:
+        """Errors on the held-out dates."""
+        return self.path / "metrics.json"
+
+    @property
+    def config(self) -> Path:
+        """The resolved config, as YAML."""
+        return self.path / "config.yaml"
+
+    @property
+    def map(self) -> Path:
+        """Forecast, truth and error of one field."""
+        return self.path / "forecast.png"
+
+
+def resolved_yaml(config: Config) -> str:
+    """The whole config as plain YAML, interpolations resolved."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a small file so that readers see the old one or the new one, never half of it.
+
+    Raises:
+        UserError: the folder cannot be written to.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(text)
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise UserError(
+            f"{path}: could not be written ({error.strerror}). Free space there or change run.dir."
+        ) from error

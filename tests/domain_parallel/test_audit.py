@@ -1,0 +1,171 @@
+"""The audit of code between layers: what keeps rows apart passes, everything else is refused."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from credit_dp.domain_parallel import convert_to_domain_parallel
+from credit_dp.errors import UserError
+from tests.domain_parallel.equality import assert_same_as_whole_globe
+from tests.ranks import RankError, on_threads
+
+SHAPE = (2, 4, 13, 6)
+
+
+class Model(nn.Module):
+    """A convolution, some code, a convolution."""
+
+    def __init__(self, code):
+        super().__init__()
+        self.before, self.after = (nn.Conv2d(4, 4, 3, padding=1) for _ in range(2))
+        self.linear = nn.Linear(4, 4)
+        self.norm = nn.LayerNorm(4)
+        self.scale = nn.Parameter(torch.ones(4, 1, 1))
+        self.code = code
+
+    def forward(self, x):
+        unused = self.linear(x.new_zeros(4)) + self.norm(x.new_zeros(4)) + self.scale[:, 0, 0]
+        return self.after(self.code(self, self.before(x)) + 0 * unused.sum())
+
+
+def _tokens(m, x):
+    tokens = x.flatten(2).transpose(1, 2)
+    return m.norm(m.linear(tokens)).transpose(1, 2).reshape(x.shape)
+
+
+def _attention_along_longitude(m, x):
+    rows = x.permute(0, 2, 3, 1).flatten(0, 1)
+    rows = rows + torch.softmax(rows @ rows.transpose(1, 2), -1) @ rows
+    return rows.unflatten(0, (x.shape[0], x.shape[2])).permute(0, 3, 1, 2)
+
+
+def _fused_attention(m, x):
+    rows = x.permute(0, 2, 3, 1)
+    return F.scaled_dot_product_attention(rows, rows, rows).permute(0, 3, 1, 2)
+
+
+ROW_LOCAL = {
+    "residual": lambda m, x: x + F.gelu(x) * m.scale,
+    "channel mean": lambda m, x: x - x.mean(1, keepdim=True),
+    "longitude mean": lambda m, x: x - x.mean(-1).unsqueeze(-1),
+    "channel softmax": lambda m, x: x.softmax(1),
+    "tokens": _tokens,
+    "attention along longitude": _attention_along_longitude,
+    "fused attention along longitude": _fused_attention,
+    "halves": lambda m, x: torch.cat(x.chunk(2, 1)[::-1], 1),
+    "slices": lambda m, x: torch.cat([x[:, 2:], x[:, :2]], 1)[..., :, :],
+    "longitude roll": lambda m, x: x.roll(2, -1).flip(-1),
+    "longitude pad": lambda m, x: F.pad(x, (1, 1))[..., 1:-1],
+    "einsum": lambda m, x: torch.einsum("bchw,cd->bdhw", x, m.linear.weight),
+    "stack": lambda m, x: torch.stack([x, 2 * x], 1)[:, 1],
+    "zeros": lambda m, x: x + torch.zeros_like(x) + x.new_zeros(x.shape),
+    "shuffle": lambda m, x: F.pixel_shuffle(torch.cat([x] * 4, 1), 2).unflatten(-2, (-1, 2))[
+        ..., 0, ::2
+    ],
+    "var": lambda m, x: x / (1 + x.var(1, keepdim=True)),
+    "select": lambda m, x: x[:, 1][:, None] + x,
+    "norm of channels": lambda m, x: m.norm(x.movedim(1, -1)).movedim(-1, 1),
+    "where": lambda m, x: torch.where(x > 0, x, 0.1 * x),
+    "glu": lambda m, x: F.glu(torch.cat([x, x], 1), 1),
+    "split": lambda m, x: sum(x.split([1, 3], 1)[0] * 2 for _ in range(2)) + x,
+    "in place": lambda m, x: x.clone().add_(1).mul_(m.scale),
+}
+
+MIXING = {
+    "mean": lambda m, x: x - x.mean((-2, -1), keepdim=True),
+    "mean over rows": lambda m, x: x - x.mean(-2, keepdim=True),
+    "sum": lambda m, x: x - x.sum(),
+    "max": lambda m, x: x - x.amax((2, 3), keepdim=True),
+    "softmax": lambda m, x: x.softmax(-2),
+    "roll": lambda m, x: x.roll(1, -2),
+    "roll of everything": lambda m, x: x.roll(1),
+    "flip": lambda m, x: x.flip(2),
+    "cumsum": lambda m, x: x.cumsum(-2),
+    "sort": lambda m, x: x.sort(2).values,
+    "rows in a number": lambda m, x: x / x.shape[-2],
+    "rows in a range": lambda m, x: x + torch.arange(x.shape[-2], dtype=x.dtype)[:, None],
+    "slice": lambda m, x: x[..., 1:, :],
+    "every second row": lambda m, x: F.interpolate(x[..., ::2, :], size=x.shape[-2:]),
+    "pad": lambda m, x: F.pad(x, (0, 0, 1, 0))[..., :-1, :],
+    "upsample": lambda m, x: F.interpolate(x, scale_factor=2.0, mode="bilinear")[..., ::2, ::2],
+    "pool": lambda m, x: F.avg_pool2d(x, 3, 1, 1),
+    "convolution": lambda m, x: F.conv2d(x, m.before.weight, padding=1),
+    "group norm": lambda m, x: F.group_norm(x, 2),
+    "batch norm": lambda m, x: F.batch_norm(x, None, None, training=True),
+    "attention": lambda m, x: F.scaled_dot_product_attention(x, x, x),
+    "product over rows": lambda m, x: x + (x.transpose(-2, -1) @ x).mean(),
+    "concatenation": lambda m, x: torch.cat([x[..., -1:, :], x], -2)[..., :-1, :],
+    "transposed": lambda m, x: x.transpose(-2, -1),
+    "index": lambda m, x: x[:, :, torch.arange(x.shape[-2] - 1, -1, -1)],
+    "control flow": lambda m, x: x if x.shape[-2] > 10 else 2 * x,
+    "rows merged with channels": lambda m, x: m.linear(x.reshape(x.shape[0], -1, 4)).view(x.shape),
+}
+
+
+@pytest.mark.parametrize("code", ROW_LOCAL.values(), ids=ROW_LOCAL)
+def test_row_local_code_passes_and_is_exact(code):
+    on_threads(3, assert_same_as_whole_globe, Model, (code,), SHAPE, 1e-11)
+
+
+def _refused(manager, code):
+    model = Model(code).double()
+    with pytest.raises(UserError, match=r"test_audit\.py:\d+: |^after: rank") as caught:
+        convert_to_domain_parallel(model, manager, input_shape=SHAPE)
+    assert "\n" not in str(caught.value)
+    assert "custom_converters" in str(caught.value)
+
+
+@pytest.mark.parametrize("code", MIXING.values(), ids=MIXING)
+def test_mixing_code_is_refused(code):
+    on_threads(3, _refused, code)
+
+
+@pytest.mark.parametrize("code", MIXING.values(), ids=MIXING)
+def test_what_is_refused_would_have_been_wrong(code, monkeypatch):
+    """The cases above are no false alarms: without the audit they raise or give another result."""
+    monkeypatch.setattr("credit_dp.domain_parallel.plan.audit", lambda *_: None)
+    with pytest.raises(RankError):
+        on_threads(3, assert_same_as_whole_globe, Model, (code,), SHAPE, 1e-11)
+
+
+class LosesRows(nn.Module):
+    def forward(self, x):
+        return x.mean(-2)
+
+
+class Scale(nn.Module):
+    def forward(self, x):
+        return 2 * x
+
+
+def test_leaves_of_ones_own_are_audited():
+    on_threads(
+        2,
+        assert_same_as_whole_globe,
+        lambda: nn.Sequential(nn.Conv2d(4, 4, 3, 1, 1), Scale()),
+        (),
+        SHAPE,
+    )
+
+    def refused(manager):
+        with pytest.raises(UserError, match=r"test_audit\.py:\d+: aten\.mean: mixes rows"):
+            convert_to_domain_parallel(nn.Sequential(LosesRows()), manager, input_shape=SHAPE)
+
+    on_threads(2, refused)
+
+
+def test_trusted_modules_are_not_audited_and_listed(caplog):
+    def trusting(manager):
+        model = nn.Sequential(nn.Conv2d(4, 4, 3, 1, 1), LosesRows())
+        converters = {LosesRows: lambda module: module}
+        convert_to_domain_parallel(model, manager, custom_converters=converters, input_shape=SHAPE)
+        assert not model[1]._forward_hooks
+
+    with caplog.at_level(logging.INFO):
+        on_threads(2, trusting)
+    assert "trusted: LosesRows" in caplog.text

@@ -1,0 +1,114 @@
+"""Scores and the example field against what numpy makes of the whole store, on several meshes."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from credit_dp.config import Config
+from credit_dp.data.grid import row_weights
+from credit_dp.data.prepare import prepare
+from credit_dp.domain_parallel import DomainParallelManager
+from credit_dp.evaluation.evaluate import evaluate, example
+from credit_dp.evaluation.held_out import HeldOut
+from credit_dp.evaluation.plots import FieldMap
+from credit_dp.evaluation.table import Scores, three_digits
+from credit_dp.forecast.step import ForecastStep
+from tests.ranks import on_processes
+from tests.training.runs import alone, make_config, make_store
+
+ROWS = 13
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("evaluation")
+    config = make_config(make_store(folder, ROWS, columns=8), folder / "run")
+    prepare(config.data)
+    return config
+
+
+def rise(x: torch.Tensor) -> torch.Tensor:
+    """A model whose every step adds half of the first forcing to the prognostic channels."""
+    channels = 7
+    return x[:, :channels] * 0 + 0.5 * x[:, channels : channels + 1]
+
+
+def evaluated(manager: DomainParallelManager, config: Config) -> tuple[Scores, FieldMap]:
+    prepared = prepare(config.data)
+    like = torch.zeros((), dtype=torch.float64)
+    dates = HeldOut(config, prepared, manager.rows(ROWS), like)
+    statistics = prepared.statistics
+    scale = torch.as_tensor(statistics.tendency_std / statistics.std)[:, None, None]
+    rollout = ForecastStep(rise, scale).rollout
+    done: list[int] = []
+    scores = evaluate(rollout, dates, manager, 4, done.append)
+    assert done[-1] == len(dates.initial_times[manager.dp_rank :: manager.dp_world_size])
+    return scores, example(rollout, dates, manager)
+
+
+def test_scores_are_those_of_the_definition(config):
+    scores, field = evaluated(alone(), config)
+    prepared = prepare(config.data)
+    store, statistics = prepared.store, prepared.statistics
+    whole = slice(0, ROWS)
+    starts = store.times[(store.times >= np.datetime64("2000-01-04"))][:-2]
+    weights = row_weights(store.latitude)[:, None]
+    for place, lead in enumerate((1, 2)):
+        squares = []
+        for start in starts:
+            valid = start + lead * np.timedelta64(6, "h")
+            forcing = [
+                store.forcing(start + k * np.timedelta64(6, "h"), whole)[0] for k in range(lead)
+            ]
+            now, truth = store.read(start, whole), store.read(valid, whole)
+            moved = 0.5 * np.sum(forcing, axis=0) * statistics.tendency_std[:, None, None]
+            guesses = (now + moved, now, prepared.climatology.field(valid, whole))
+            error = np.stack([guess - truth for guess in guesses]).astype(np.float64)
+            squares.append((weights * error**2).mean(axis=(2, 3)))
+        assert scores.rmse[:, place] == pytest.approx(np.sqrt(np.mean(squares, axis=0)), rel=1e-5)
+    assert scores.samples == len(starts)
+    assert scores.hours == (6, 12)
+    assert scores.channels[0] == "geopotential_500"
+    valid = starts[0] + np.timedelta64(12, "h")
+    assert field.truth == pytest.approx(store.read(valid, whole)[0], rel=1e-6)
+
+
+@pytest.mark.parametrize(("ranks", "domain"), [(2, 2), (3, 3), (4, 2)])
+def test_any_mesh_scores_the_same(config, ranks, domain):
+    wanted, field = evaluated(alone(), config)
+    for scores, found in on_processes(ranks, evaluated, config, domain=domain):
+        assert scores.rmse == pytest.approx(wanted.rmse, rel=1e-12)
+        assert found.bounds[0] == 0
+        assert len(found.bounds) == domain + 1
+    (_, found), *_ = on_processes(ranks, evaluated, config, domain=domain)
+    assert found.forecast == pytest.approx(field.forecast, rel=1e-12)
+    assert found.truth == pytest.approx(field.truth, rel=1e-12)
+
+
+def test_scores_are_told_as_json_table_and_flat_numbers(config):
+    scores, _ = evaluated(alone(), config)
+    told = json.loads(scores.json())["rmse"]
+    value = float(scores.rmse[1, 0, 2])
+    assert told[scores.channels[2]]["6h"]["persistence"] == value
+    assert scores.numbers()[f"rmse/{scores.channels[2]}/6h/persistence"] == value
+    table = scores.table()
+    assert table.row_count == len(scores.channels)
+    assert len(table.columns) == 2 + 2 * 3
+
+
+def test_reading_is_limited_to_own_rows(config):
+    prepared = prepare(config.data)
+    dates = HeldOut(config, prepared, slice(8, 13), torch.zeros(()))
+    before = prepared.store.bytes_read
+    fields = dates.states(dates.initial_times[:1])
+    assert fields.shape == (1, 7, 5, 8)
+    # Chunks of 8 rows: the second one holds rows 8 to 12 and is stored at full size.
+    assert prepared.store.bytes_read - before == 7 * 8 * 8 * 4
+
+
+def test_numbers_stay_short():
+    numbers = (0.00123456, 0.5, 12.345, 999.4, 999.6, 1036.4, 123456.0, 12345678.0)
+    shown = ["0.00123", "0.5", "12.3", "999", "1000", "1036", "123456", "1.23e+07"]
+    assert [three_digits(number) for number in numbers] == shown

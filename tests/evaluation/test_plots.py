@@ -1,0 +1,45 @@
+"""The map is a picture, whole or not there."""
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from credit_dp.errors import UserError
+from credit_dp.evaluation.plots import FieldMap, cell_edges, draw_map, row_edges
+
+
+def field(bounds: tuple[int, ...]) -> FieldMap:
+    latitude, longitude = np.linspace(90, -90, 9), np.arange(12) * 30.0
+    truth = np.add.outer(np.cos(np.deg2rad(latitude)), np.sin(np.deg2rad(longitude)))
+    return FieldMap("t, 24 h", "m2 s-2", truth + 0.1, truth, latitude, longitude, bounds)
+
+
+def test_band_edges_are_drawn(tmp_path):
+    draw_map(field((0, 9)), tmp_path / "one.png")
+    draw_map(field((0, 4, 9)), tmp_path / "two.png")
+    one, two = imread(tmp_path / "one.png"), imread(tmp_path / "two.png")
+    assert one.shape == two.shape
+    assert min(one.shape[:2]) > 800
+    assert (one != two).any()
+    assert {path.name for path in tmp_path.iterdir()} == {"one.png", "two.png"}
+
+
+def test_constant_fields_can_be_drawn(tmp_path):
+    still = field((0, 9))
+    zero = np.zeros_like(still.truth)
+    draw_map(
+        FieldMap("t", "K", zero, zero, still.latitude, still.longitude, (0, 9)), tmp_path / "a.png"
+    )
+    assert (tmp_path / "a.png").exists()
+
+
+def test_a_folder_that_is_not_there_is_one_line(tmp_path):
+    with pytest.raises(UserError, match="map could not be written"):
+        draw_map(field((0, 9)), tmp_path / "missing" / "map.png")
+
+
+def test_edges_enclose_the_globe():
+    assert row_edges(np.array([60.0, 0.0, -60.0])).tolist() == [90, 30, -30, -90]
+    assert row_edges(np.linspace(90, -90, 3)).tolist() == [90, 45, -45, -90]
+    assert cell_edges(np.array([0.0, 90, 180, 270])).tolist() == [-45, 45, 135, 225, 315]
+    assert cell_edges(np.array([180.0, 270, 0, 90])).tolist() == [135, 225, 315, 405, 495]

@@ -1,0 +1,84 @@
+"""Small training runs on small stores, for tests of everything that happens in a run."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from credit_dp.config import (
+    Config,
+    LoggerConfig,
+    LossConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainerConfig,
+    UNetConfig,
+)
+from credit_dp.data.prepare import prepare
+from credit_dp.domain_parallel import DomainParallelManager
+from credit_dp.training.build import Training, build_training
+from tests.data import stores
+
+
+def make_store(folder: Path, rows: int, columns: int = 16, steps: int = 20) -> Path:
+    """A store of random fields, whole latitude rows in chunks of a few."""
+    data = stores.dataset(rows, columns, steps)
+    return stores.write(data, folder / f"{rows}x{columns}.zarr", chunks={"time": 1, "latitude": 8})
+
+
+def make_config(store: Path, run: Path, **changes: Any) -> Config:
+    """Ten steps of a tiny U-Net in float64; `changes` are those of the trainer group."""
+    trainer: dict[str, Any] = {
+        "steps": 10,
+        "dtype": "float64",
+        "log_every": 1,
+        "checkpoint_every": 5,
+        "evaluate_hours": [6, 12],
+        "evaluate_stride_hours": 6,
+    }
+    return Config(
+        model=UNetConfig(channels=[8, 16], blocks=1, groups=4),
+        data=stores.config(
+            store,
+            train=["2000-01-01", "2000-01-03"],
+            valid=["2000-01-04T00", "2000-01-04T06"],
+            test=["2000-01-04", "2000-01-05"],
+            batch_size=4,
+        ),
+        parallel=ParallelConfig(),
+        trainer=TrainerConfig(**(trainer | changes)),
+        loss=LossConfig(),
+        optimizer=OptimizerConfig(lr=1e-2, warmup_steps=3),
+        logger=LoggerConfig(wandb="disabled"),
+        run=RunConfig(dir=str(run)),
+        seed=3,
+        device="cpu",
+    )
+
+
+def alone() -> DomainParallelManager:
+    """The manager of a run on one process."""
+    return DomainParallelManager(1, 1)
+
+
+def built(config: Config, manager: DomainParallelManager) -> Training:
+    """A run ready to start on the CPU."""
+    return build_training(config, prepare(config.data), manager, torch.device("cpu"))
+
+
+def train_on(training: Training) -> list[tuple[float, float]]:
+    """Train to the end: loss and gradient norm of every step."""
+    with training.loader:
+        records = list(training.trainer.steps(training.loader))
+    return [
+        (record.loss, record.grad_norm)
+        for record in records
+        if record.loss is not None and record.grad_norm is not None
+    ]
+
+
+def weights(training: Training) -> torch.Tensor:
+    """All parameters as one vector, in the order of their names."""
+    named = sorted(training.trainer.state.model.named_parameters())
+    return torch.cat([parameter.detach().flatten() for _, parameter in named])

@@ -1,0 +1,56 @@
+"""Optimiser groups, the learning-rate curve, and the seeds of steps."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from credit_dp.config import OptimizerConfig
+from credit_dp.training.optimisation import build_optimiser, build_schedule, seed_step
+
+
+def small_model() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.Conv2d(4, 1, 1))
+
+
+def test_only_weights_of_layers_decay():
+    model = small_model()
+    decaying, kept = build_optimiser(model, OptimizerConfig(weight_decay=0.3)).param_groups
+    assert decaying["weight_decay"] == 0.3
+    assert kept["weight_decay"] == 0
+    assert {p.ndim for p in decaying["params"]} == {4}
+    assert len(decaying["params"]) == 2
+    assert len(kept["params"]) == 4
+
+
+def test_learning_rate_warms_up_then_falls_to_the_final_one():
+    config = OptimizerConfig(lr=0.1, final_lr=0.001, warmup_steps=4)
+    optimiser = build_optimiser(small_model(), config)
+    schedule = build_schedule(optimiser, config, steps=20)
+    rates = []
+    for _ in range(20):
+        rates.append(optimiser.param_groups[0]["lr"])
+        optimiser.step()
+        schedule.step()
+    assert rates[:5] == pytest.approx([0.025, 0.05, 0.075, 0.1, 0.1])
+    assert all(a > b for a, b in pairwise(rates[4:]))
+    assert optimiser.param_groups[0]["lr"] == pytest.approx(0.001)
+
+
+def test_no_warm_up_starts_at_the_full_rate():
+    config = OptimizerConfig(lr=0.1, warmup_steps=0)
+    optimiser = build_optimiser(small_model(), config)
+    build_schedule(optimiser, config, steps=10)
+    assert optimiser.param_groups[0]["lr"] == pytest.approx(0.1)
+
+
+def test_every_step_and_rank_draws_its_own_numbers_again_and_again():
+    def draw(*key: int) -> tuple[float, ...]:
+        seed_step(*key)
+        return tuple(torch.rand(3).tolist())
+
+    keys = [(s, t, d, r) for s in (0, 1) for t in (0, 1) for d in (0, 1) for r in (0, 1)]
+    first = [draw(*key) for key in keys]
+    assert len(set(first)) == len(keys)
+    assert [draw(*key) for key in keys] == first

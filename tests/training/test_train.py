@@ -1,0 +1,136 @@
+"""A whole run: what it leaves, what it says, and that it can be resumed."""
+
+import csv
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from credit_dp.config import Config
+from credit_dp.domain_parallel import DomainParallelManager
+from credit_dp.errors import UserError
+from credit_dp.launch import Ranks
+from credit_dp.train import run
+from tests.ranks import on_processes
+from tests.training.runs import alone, built, make_config, make_store
+
+FILES = {"checkpoint.pt", "config.yaml", "forecast.png", "metrics.csv", "metrics.json"}
+
+
+@pytest.fixture
+def config(tmp_path):
+    store = make_store(tmp_path, 12)
+    return make_config(store, tmp_path / "run", steps=4, checkpoint_every=3, log_every=2)
+
+
+def log_of(config: Config) -> list[dict[str, str]]:
+    with (Path(config.run.dir) / "metrics.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_run_leaves_all_its_files_and_says_where(config, capsys):
+    assert run(config, Ranks()) == 0
+    folder = Path(config.run.dir)
+    assert {path.name for path in folder.iterdir()} == FILES
+    said = capsys.readouterr().out
+    assert all(str(folder / name) in said for name in FILES)
+    assert "geopotential_500" in said
+    assert "persis-" in said
+
+
+def test_numbers_and_config_can_be_read_back(config):
+    run(config, Ranks())
+    folder = Path(config.run.dir)
+    scores = json.loads((folder / "metrics.json").read_text())
+    assert set(scores["rmse"]["geopotential_500"]["12h"]) == {
+        "model",
+        "persistence",
+        "climatology",
+    }
+    told = OmegaConf.load(folder / "config.yaml")
+    assert told.trainer.steps == 4
+    assert [row["step"] for row in log_of(config)] == ["1", "2", "3", "4"]
+    checkpoint = torch.load(folder / "checkpoint.pt", weights_only=True)
+    assert checkpoint["step"] == 4
+    assert OmegaConf.create(checkpoint["config"]) == told
+
+
+def test_auto_resumes_where_the_run_stopped(config, capsys):
+    run(config, Ranks())
+    first = log_of(config)
+    longer = replace(config, resume="auto", trainer=replace(config.trainer, steps=6))
+    capsys.readouterr()
+    run(longer, Ranks())
+    assert "resumed after step 4 from" in capsys.readouterr().out
+    assert log_of(config)[:4] == first
+    assert [row["step"] for row in log_of(config)] == ["1", "2", "3", "4", "6"]
+
+
+def test_a_run_that_replaces_another_says_so(config, capsys):
+    run(config, Ranks())
+    capsys.readouterr()
+    run(config, Ranks())
+    assert "holds an earlier run; this one replaces it" in capsys.readouterr().out
+
+
+def test_auto_starts_afresh_where_there_is_nothing(config, capsys):
+    run(replace(config, resume="auto"), Ranks())
+    assert "resumed" not in capsys.readouterr().out
+    assert len(log_of(config)) == 4
+
+
+def test_a_finished_run_is_only_evaluated_again(config):
+    run(config, Ranks())
+    before = (Path(config.run.dir) / "checkpoint.pt").read_bytes()
+    run(replace(config, resume="auto"), Ranks())
+    assert (Path(config.run.dir) / "checkpoint.pt").read_bytes() == before
+    assert len(log_of(config)) == 4
+
+
+def whole_run(manager: DomainParallelManager, config: Config) -> int:
+    parallel = replace(config.parallel, domain=manager.domain_world_size)
+    return run(replace(config, parallel=parallel), Ranks(manager.rank, manager.world_size))
+
+
+@pytest.mark.parametrize(("ranks", "domain"), [(2, 2), (4, 2)])
+def test_any_mesh_leaves_the_same_numbers(config, ranks, domain):
+    run(config, Ranks())
+    scores = json.loads((Path(config.run.dir) / "metrics.json").read_text())
+    shared = replace(config, run=replace(config.run, dir=config.run.dir + "-shared"))
+    assert on_processes(ranks, whole_run, shared, domain=domain) == [0] * ranks
+    assert {path.name for path in Path(shared.run.dir).iterdir()} == FILES
+    found = json.loads((Path(shared.run.dir) / "metrics.json").read_text())
+    for channel, leads in scores["rmse"].items():
+        for lead, sources in leads.items():
+            assert found["rmse"][channel][lead] == pytest.approx(sources, rel=1e-9)
+
+
+def out_of_step(manager: DomainParallelManager, config: Config) -> tuple[bool, bool]:
+    trainer = built(config, manager).trainer
+    together = trainer.in_step()
+    trainer.state.step = 1000003 + manager.rank
+    return together, trainer.in_step()
+
+
+def test_ranks_notice_that_they_resumed_from_different_checkpoints(config):
+    assert on_processes(2, out_of_step, config) == [(True, False)] * 2
+
+
+def test_a_lead_that_is_no_multiple_of_the_step_is_refused_before_training(config):
+    odd = replace(config, trainer=replace(config.trainer, evaluate_hours=[7]))
+    with pytest.raises(UserError, match=r"trainer\.evaluate_hours"):
+        run(odd, Ranks())
+    assert not Path(config.run.dir).exists()
+
+
+def test_gradients_are_clipped_by_their_global_norm(config):
+    clipped = replace(config, trainer=replace(config.trainer, gradient_clip=1e-3))
+    trainer = built(clipped, alone()).trainer
+    batch = next(iter(built(config, alone()).loader))
+    _, norm = trainer.update(batch)
+    grads = [p.grad.norm() for p in trainer.state.model.parameters() if p.grad is not None]
+    assert norm > 1e-2
+    assert torch.stack(grads).norm().item() == pytest.approx(1e-3, rel=1e-2)

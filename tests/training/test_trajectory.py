@@ -1,0 +1,127 @@
+"""Training is the same on every mesh, and after every interruption."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from credit_dp.config import Config
+from credit_dp.domain_parallel import DomainParallelManager
+from credit_dp.errors import UserError
+from credit_dp.training.checkpoint import load_checkpoint, save_checkpoint
+from tests.ranks import on_processes
+from tests.training.runs import alone, built, make_config, make_store, train_on, weights
+
+Trajectory = tuple[list[tuple[float, float]], torch.Tensor]  # (loss, gradient norm), weights
+
+
+@pytest.fixture(scope="session")
+def stores(tmp_path_factory):
+    """One store for each height, and what one process makes of it."""
+    made: dict[int, tuple[Config, Trajectory]] = {}
+
+    def get(rows: int) -> tuple[Config, Trajectory]:
+        if rows not in made:
+            folder = tmp_path_factory.mktemp(f"rows{rows}")
+            config = make_config(make_store(folder, rows), folder / "run")
+            made[rows] = config, train_all(alone(), config)
+        return made[rows]
+
+    return get
+
+
+def train_all(manager: DomainParallelManager, config: Config) -> Trajectory:
+    training = built(config, manager)
+    return train_on(training), weights(training)
+
+
+def go_on(manager: DomainParallelManager, config: Config, path: Path) -> Trajectory:
+    training = built(config, manager)
+    load_checkpoint(path, training.trainer.state)
+    return train_on(training), weights(training)
+
+
+def assert_same(found: list[Trajectory], wanted: Trajectory) -> None:
+    for numbers, vector in found:
+        # The norm tells a wrong scale of the gradient, which AdamW itself hardly feels.
+        assert np.array(numbers) == pytest.approx(np.array(wanted[0]), rel=1e-10, abs=0)
+        assert (vector - wanted[1]).norm() <= 1e-10 * wanted[1].norm()
+        assert torch.equal(vector, found[0][1])
+
+
+@pytest.mark.parametrize("rows", [32, 121, 181])
+@pytest.mark.parametrize("domain", [2, 3, 4])
+def test_ten_steps_are_the_same_on_any_number_of_bands(stores, rows, domain):
+    config, wanted = stores(rows)
+    assert_same(on_processes(domain, train_all, config), wanted)
+
+
+@pytest.mark.parametrize("domain", [1, 2])
+def test_ten_steps_are_the_same_on_data_ranks(stores, domain):
+    config, wanted = stores(32)
+    assert_same(on_processes(2 * domain, train_all, config, domain=domain), wanted)
+
+
+def test_losses_fall_and_weights_move(stores):
+    _, (numbers, _) = stores(32)
+    losses = [loss for loss, _ in numbers]
+    assert len(losses) == 10
+    assert min(losses[5:]) < losses[0]
+
+
+def half_way(config: Config, path: Path) -> None:
+    """Leave a checkpoint after 5 of the 10 steps."""
+    training = built(config, alone())
+    with training.loader:
+        for record in training.trainer.steps(training.loader):
+            if record.step == 5:
+                save_checkpoint(path, training.trainer.state, "")
+                return
+
+
+def test_five_and_five_steps_are_ten_steps_bit_by_bit(stores, tmp_path):
+    config, (numbers, vector) = stores(32)
+    half_way(config, tmp_path / "checkpoint.pt")
+    rest, end = go_on(alone(), config, tmp_path / "checkpoint.pt")
+    assert rest == numbers[5:]
+    assert torch.equal(end, vector)
+
+
+def test_a_run_goes_on_on_another_mesh(stores, tmp_path):
+    config, (numbers, vector) = stores(32)
+    half_way(config, tmp_path / "checkpoint.pt")
+    found = on_processes(2, go_on, config, tmp_path / "checkpoint.pt")
+    assert_same(found, (numbers[5:], vector))
+
+
+def break_loss(manager: DomainParallelManager, config: Config) -> str:
+    training = built(config, manager)
+    if manager.is_last_domain_rank:  # one rank's rows alone go wrong
+        training.trainer.loss.weight *= float("nan")
+    with pytest.raises(UserError) as error:
+        train_on(training)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("domain", [1, 2])
+def test_a_loss_that_is_not_finite_ends_all_ranks_alike(stores, domain):
+    config, _ = stores(32)
+    found = [break_loss(alone(), config)] if domain == 1 else on_processes(2, break_loss, config)
+    assert set(found) == {found[0]}
+    assert "step 1." in found[0]
+    assert "optimizer.lr" in found[0]
+    assert "\n" not in found[0]
+
+
+def test_a_batch_that_does_not_divide_is_refused(stores):
+    config, _ = stores(32)
+    found = on_processes(3, refused_batch, config, domain=1)
+    assert len(set(found)) == 1
+    assert found[0].startswith("data.batch_size: ")
+
+
+def refused_batch(manager: DomainParallelManager, config: Config) -> str:
+    with pytest.raises(UserError) as error:
+        built(config, manager)
+    return str(error.value)

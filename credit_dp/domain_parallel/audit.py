@@ -231,7 +231,7 @@ def _expand(step: Step, given: list[Layout]) -> Layout:
 
 def _pad(step: Step, given: list[Layout]) -> Layout:
     layout, ndim = given[0], len(step.refs[0].shape)
-    pads = step.given["pad"]
+    pads = step.given.get("pad") or step.given["padding"]
     at = 2 * (ndim - 1 - layout.dim) if layout else 0
     if any(pads[at : at + 2]):
         raise _MixedError("changes the number of rows")
@@ -321,6 +321,9 @@ HANDLERS: dict[str, Handler] = {
     **_handlers(_permute, "permute", "transpose", "t"),
     **_handlers(_expand, "expand"),
     **_handlers(_pad, "constant_pad_nd"),
+    **_handlers(
+        _pad, *(f"re{kind}_pad{n}d" for kind in ("flection", "plication") for n in (1, 2, 3))
+    ),
     **_handlers(_product, "mm", "addmm", "bmm", "baddbmm"),
     **_handlers(_layer_norm, "native_layer_norm"),
     **_handlers(_convolution, "convolution"),

@@ -54,13 +54,20 @@ class Screen:
             yield LineBar(self.say, label, total, done)
 
     @contextmanager
-    def report(self) -> Iterator[Callable[[str, float], None] | None]:
-        """Show work in several named parts, each told as a fraction done."""
-        if self.console is None or not self.console.is_terminal:
-            yield None if self.console is None else PartLines(self.say)
+    def report(self) -> Iterator[Callable[[str, float], None]]:
+        """Show work in several named parts, each told as a fraction done.
+
+        On every rank: the one that does the work, while the others wait for it, tells of it.
+        """
+        console = self.console or Console()
+        if not console.is_terminal:
+            yield PartLines(Screen(console).say)
             return
-        with live_progress(self.console, counts=False) as progress:
+        progress = live_progress(console, counts=False)
+        try:
             yield PartBars(progress)
+        finally:
+            progress.stop()
 
 
 @final
@@ -128,6 +135,7 @@ class PartBars:
     def __call__(self, label: str, fraction: float) -> None:
         """Move the part's bar, which is made when the part begins."""
         if label not in self.tasks:
+            self.progress.start()
             self.tasks[label] = self.progress.add_task(label, total=1.0, note="")
         self.progress.update(self.tasks[label], completed=fraction)
 
@@ -151,5 +159,5 @@ def live_progress(console: Console, counts: bool = True) -> Progress:
 
 
 def screen_for(rank: int) -> Screen:
-    """The screen of one rank: only rank 0 shows anything."""
+    """The screen of one rank: only rank 0 shows anything but preparations."""
     return Screen(Console() if rank == 0 else None)

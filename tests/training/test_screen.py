@@ -34,7 +34,6 @@ def test_a_terminal_gets_a_bar_with_counts_and_note():
 def test_parts_are_told_when_they_begin():
     screen, text = shown(terminal=False)
     with screen.report() as report:
-        assert report is not None
         for part in ("climate", "statistics"):
             for done in range(101):
                 report(part, done / 100)
@@ -44,7 +43,6 @@ def test_parts_are_told_when_they_begin():
 def test_parts_are_bars_on_a_terminal():
     screen, text = shown(terminal=True)
     with screen.report() as report:
-        assert report is not None
         report("climate", 1.0)
     assert "climate" in text.getvalue()
 
@@ -56,9 +54,15 @@ def test_paths_are_neither_wrapped_nor_taken_for_markup():
     assert text.getvalue() == "checkpoint [/tmp/a very/long path/of a run]/checkpoint.pt\n"
 
 
-def test_other_ranks_are_silent():
+def test_other_ranks_are_silent(capsys):
     screen = Screen(None)
     screen.say("hello")
-    with screen.bar("training", 10) as bar, screen.report() as report:
+    with screen.bar("training", 10) as bar, screen.report():
         bar(10)
-        assert report is None
+    assert capsys.readouterr().out == ""
+
+
+def test_any_rank_tells_of_preparations_that_it_makes(capsys):
+    with Screen(None).report() as report:
+        report("climate", 0.5)
+    assert capsys.readouterr().out == "climate 50 %\n"

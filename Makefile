@@ -23,10 +23,10 @@ test: $(VENV)/installed-test
 	$(BIN)/python -m pytest -m "not slow"
 
 test-slow: $(VENV)/installed-test
-	$(BIN)/python -m pytest -m slow
+	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -m "slow or hypothesis"
 
 test-all: $(VENV)/installed-test
-	$(BIN)/python -m pytest
+	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check

@@ -35,7 +35,7 @@ class RankError(AssertionError):
 
 def on_threads(ranks: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
     """Run `fn(manager, *args)` on `ranks` threads that share one globe."""
-    world = ThreadWorld(ranks, timeout=TIMEOUT)
+    world = ThreadWorld(ranks, timeout=2 * TIMEOUT)  # the stacks below come first
     results: list[Any] = [None] * ranks
     errors: list[tuple[float, int, BaseException, str]] = []
 
@@ -50,7 +50,7 @@ def on_threads(ranks: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
     threads = [threading.Thread(target=work, args=(r,), daemon=True) for r in range(ranks)]
     for thread in threads:
         thread.start()
-    deadline = time.monotonic() + 2 * TIMEOUT
+    deadline = time.monotonic() + TIMEOUT
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     if any(thread.is_alive() for thread in threads):

@@ -72,23 +72,40 @@ def _refusal(where: str, reason: str) -> UserError:
 
 def _judge(step: Step, other: Step, heights: dict[int, int], layouts: dict[int, Layout]) -> None:
     given = [layouts.get(ref.number) for ref in step.refs]
+    for ref, band in zip(step.refs, other.refs, strict=True):
+        if (ref.number, ref.value) != (band.number, band.value):
+            raise _MixedError("what it works on depends on the number of rows")
     if step.op is None:
+        if step.settings != other.settings:
+            raise _MixedError("control flow depends on the number of rows")
         for ref, layout in zip(step.refs, given, strict=True):
             if layout is not None and layout.place[:2] != (len(ref.shape) - 2, 1):
                 raise _MixedError("rows have left the last dimension but one")
         for ref, band in zip(step.made, other.made, strict=True):
             layouts[ref.number] = _seen(ref, band, heights)
         return
-    if step.name in FACTORIES:
+    if _numbers(step) != _numbers(other):
+        raise _MixedError("a number depends on the number of rows")
+    if step.name in FACTORIES or (step.name in SIZED and not any(given)):
         made = [_seen(ref, band, heights) for ref, band in zip(step.made, other.made, strict=True)]
     else:
-        if step.name not in SIZED and step.settings != other.settings:
-            raise _MixedError("a number depends on the number of rows")
         layout = _layout(step, given) if any(given) else None
         made = [layout] * len(step.made)
+    if step.name in RANDOM and not any(made):
+        raise _MixedError("draws numbers that would differ between the ranks of a globe")
     for ref, band, layout in zip(step.made, other.made, made, strict=True):
         _check_shapes(ref, band, layout, heights)
         layouts[ref.number] = layout
+
+
+def _numbers(step: Step) -> dict[str, object]:
+    """What is given beside tensors, without sizes that are compared as shapes."""
+    settings = step.settings
+    if step.name == "aten.slice":
+        whole = step.refs[0].shape == step.made[0].shape and settings.get("step", 1) == 1
+        return {} if whole else settings
+    sized = step.name in SIZED or step.name in FACTORIES
+    return {key: value for key, value in settings.items() if not (sized and key in SIZES)}
 
 
 def _layout(step: Step, given: list[Layout]) -> Layout:
@@ -229,6 +246,24 @@ def _expand(step: Step, given: list[Layout]) -> Layout:
     return layout and layout._replace(dim=layout.dim + extra)
 
 
+def _repeat(step: Step, given: list[Layout]) -> Layout:
+    layout = _expand(step, given)
+    if layout is None or step.given["repeats"][layout.dim] != 1:
+        raise _MixedError("changes the number of rows")
+    return layout
+
+
+def _index(step: Step, given: list[Layout]) -> Layout:
+    """One list of indices along a dimension that holds no rows."""
+    layout, indices = given[0], step.given["indices"]
+    places = [dim for dim, index in enumerate(indices) if index is not None]
+    if layout is None or any(given[1:]) or len(places) != 1 or places[0] == layout.dim:
+        raise _MixedError("mixes rows")
+    if len(indices[places[0]].shape) != 1:
+        raise _MixedError("is not known to keep rows apart")
+    return layout
+
+
 def _pad(step: Step, given: list[Layout]) -> Layout:
     layout, ndim = given[0], len(step.refs[0].shape)
     pads = step.given.get("pad") or step.given["padding"]
@@ -290,12 +325,20 @@ def _attention(step: Step, given: list[Layout]) -> Layout:
 FACTORIES = {
     f"aten.{name}"
     for name in (
-        *("empty", "zeros", "ones", "full", "new_empty", "new_zeros", "new_ones", "new_full"),
-        *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
+        *("empty", "zeros", "ones", "full", "rand", "randn"),
+        *("new_empty", "new_zeros", "new_ones", "new_full"),
     )
 }
 # Their sizes may depend on the number of rows; the shapes are compared instead.
-SIZED = {f"aten.{n}" for n in ("view", "_unsafe_view", "reshape", "expand", "slice")}
+SIZED = {f"aten.{name}" for name in ("view", "_unsafe_view", "reshape", "expand")}
+SIZES = ("size", "shape")
+RANDOM = {
+    f"aten.{name}"
+    for name in (
+        *("rand", "randn", "rand_like", "randn_like", "randint", "randperm", "uniform_"),
+        *("normal_", "bernoulli", "bernoulli_", "native_dropout"),
+    )
+}
 
 
 def _handlers(handler: Handler, *names: str) -> dict[str, Handler]:
@@ -306,12 +349,15 @@ HANDLERS: dict[str, Handler] = {
     **_handlers(
         _first,
         *("clone", "detach", "alias", "_to_copy", "contiguous", "bernoulli_", "native_dropout"),
-        *("zero_", "fill_", "lift_fresh"),
+        *("zero_", "fill_", "lift_fresh", "uniform_", "normal_", "bernoulli"),
+        *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
     ),
     **_handlers(_pointwise, "_prelu_kernel", "copy_"),
     **_handlers(_reduce, "sum", "mean", "amax", "amin", "var", "var_mean", "std", "logsumexp"),
-    **_handlers(_along("dim"), "_softmax", "_safe_softmax", "_log_softmax", "cumsum", "sort"),
-    **_handlers(_along("dim", -1), "glu"),
+    **_handlers(_reduce, "linalg_vector_norm", "max", "min", "argmax", "argmin", "prod"),
+    **_handlers(_along("dim"), "_softmax", "_safe_softmax", "_log_softmax", "cumsum"),
+    **_handlers(_along("dim"), "_fft_r2c", "_fft_c2r", "_fft_c2c"),
+    **_handlers(_along("dim", -1), "glu", "sort"),
     **_handlers(_along("dims"), "flip", "roll"),
     **_handlers(_along("dim", 0), "split", "split_with_sizes", "index_select"),
     **_handlers(_slice, "slice"),
@@ -320,6 +366,8 @@ HANDLERS: dict[str, Handler] = {
     **_handlers(_view, "view", "_unsafe_view", "reshape", "unsqueeze", "squeeze"),
     **_handlers(_permute, "permute", "transpose", "t"),
     **_handlers(_expand, "expand"),
+    **_handlers(_repeat, "repeat"),
+    **_handlers(_index, "index"),
     **_handlers(_pad, "constant_pad_nd"),
     **_handlers(
         _pad, *(f"re{kind}_pad{n}d" for kind in ("flection", "plication") for n in (1, 2, 3))

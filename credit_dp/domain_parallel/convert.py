@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from credit_dp.domain_parallel.halo_exchange import HaloExchange
 from credit_dp.domain_parallel.layers import (
     DomainParallelConv2d,
     DomainParallelConvTranspose2d,
@@ -18,8 +19,9 @@ from credit_dp.domain_parallel.layers import (
 )
 from credit_dp.domain_parallel.layers.row_layer import RowLayer
 from credit_dp.domain_parallel.manager import DomainParallelManager
-from credit_dp.domain_parallel.partition import RowPartition
-from credit_dp.domain_parallel.plan import ROW_DIM, Shape, plan_calls, plan_model
+from credit_dp.domain_parallel.partition import ROW_DIM
+from credit_dp.domain_parallel.plan import Shape, plan_calls, plan_model
+from credit_dp.domain_parallel.planner import active_planner
 from credit_dp.domain_parallel.sharding import FIELD_DIMS
 from credit_dp.errors import UserError
 
@@ -83,8 +85,15 @@ RULES: dict[type[nn.Module], Rule] = {
         ),
         _keep,
     ),
+    **dict.fromkeys(  # the audit sees whether rows meet in them
+        (
+            nn.Flatten, nn.GLU, nn.LogSoftmax, nn.PixelShuffle, nn.PixelUnshuffle, nn.Softmax,
+            nn.Unflatten,
+        ),
+        _keep,
+    ),
 }  # fmt: skip
-CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 def convert_to_domain_parallel(
@@ -121,12 +130,21 @@ def convert_to_domain_parallel(
     if manager.domain_parallel_size == 1:
         return model
     conversion = _Conversion(manager, custom_converters or {})
-    converted = conversion.convert(model, "")
+    try:
+        converted = conversion.convert(model, "")
+    except UserError:
+        conversion.undo()
+        raise
     logger.info("domain parallel: %s", conversion.summary())
     if input_shape is None:
-        _plan_at_first_forward(converted, manager, conversion.trusted)
+        hook = _PlanAtFirstForward(manager, conversion.trusted)
+        converted.register_forward_pre_hook(hook, with_kwargs=True)
     else:
-        plan_model(converted, manager, input_shape, conversion.trusted)
+        try:
+            plan_model(converted, manager, input_shape, conversion.trusted)
+        except UserError:
+            conversion.undo()
+            raise
     return converted
 
 
@@ -151,6 +169,7 @@ class _Conversion:
         self._done: dict[nn.Module, nn.Module] = {}
         self._counts: Counter[str] = Counter()
         self.trusted: list[nn.Module] = []
+        self._replaced: list[tuple[nn.Module, str, nn.Module]] = []
 
     def convert(self, module: nn.Module, path: str) -> nn.Module:
         """Return what stands for `module`; the same for every place where it is used."""
@@ -182,11 +201,19 @@ class _Conversion:
         for name, child in module._modules.items():
             if child is not None:
                 new = self.convert(child, f"{path}.{name}" if path else name)
+                self._replaced.append((module, name, child))
                 _replace_module(module, name, child, new)
         return module
 
+    def undo(self) -> None:
+        """Put the layers back that were there before: a refused model is the plain one."""
+        for parent, name, old in self._replaced:
+            parent._modules[name] = old
+
     def _adopt(self, new: nn.Module) -> nn.Module:
         for layer in new.modules():
+            if isinstance(layer, HaloExchange):
+                layer.adopt_manager(self.manager)
             if isinstance(layer, RowLayer):
                 layer.adopt_manager(self.manager)
                 self._counts[type(layer).__name__] += 1
@@ -213,37 +240,44 @@ def _replace_module(
         parent._modules[name] = new_module
 
 
-def _plan_at_first_forward(
-    model: nn.Module, manager: DomainParallelManager, trusted: list[nn.Module]
-) -> None:
-    def plan(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        handle.remove()
-        fields = [
-            x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.ndim >= FIELD_DIMS
-        ]
-        parts = {id(x): manager.gathered_partition(x.shape[ROW_DIM]) for x in fields}
-        banded = [p for p in parts.values() if set(p.sizes) != {1}]
-        for partition in banded:
-            manager.bands.adopt(partition)
+class _PlanAtFirstForward:
+    """A forward pre-hook that plans with what the model is called with, and then takes itself away.
 
-        def fake(wanted: Callable[[Shape], Shape]) -> tuple[list[Any], dict[str, Any]]:
+    It stays after a refusal, and a copy of the model plans for itself.
+    """
+
+    def __init__(self, manager: DomainParallelManager, trusted: list[nn.Module]) -> None:
+        self.manager = manager
+        self.trusted = trusted
+
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if active_planner() is not None:
+            return
+        fields = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        whole = {id(x): self._whole_shape(x) for x in fields}
+
+        def inputs(wanted: Callable[[Shape], Shape]) -> tuple[list[Any], dict[str, Any]]:
             def like(x: Tensor) -> Tensor:
-                whole = _whole_shape(x, parts.get(id(x)))
-                return torch.empty(wanted(whole), dtype=x.dtype, device=x.device)
+                return torch.empty(wanted(whole[id(x)]), dtype=x.dtype, device=x.device)
 
             new_args, new_kwargs = tree_map_only(Tensor, like, (args, kwargs))
             return list(new_args), new_kwargs
 
-        shapes = [_whole_shape(x, parts[id(x)]) for x in fields]
-        plan_calls(module, manager, [s for s in shapes if s[ROW_DIM] > 1], fake, trusted)
+        plan_calls(model, self.manager, list(whole.values()), inputs, self.trusted)
+        for key, hook in list(model._forward_pre_hooks.items()):
+            if hook is self:
+                del model._forward_pre_hooks[key]
+                model._forward_pre_hooks_with_kwargs.pop(key, None)
 
-    handle = model.register_forward_pre_hook(plan, with_kwargs=True)
-
-
-def _whole_shape(x: Tensor, partition: RowPartition | None) -> Shape:
-    if partition is None or set(partition.sizes) == {1}:  # one row everywhere: replicated
-        return tuple(x.shape)
-    return (*x.shape[:ROW_DIM], partition.height, *x.shape[ROW_DIM + 1 :])
+    def _whole_shape(self, x: Tensor) -> Shape:
+        """Gather the globe's shape; a tensor with one row on every rank is taken for replicated."""
+        if x.ndim < FIELD_DIMS:
+            return tuple(x.shape)
+        partition = self.manager.gathered_partition(x.shape[ROW_DIM])
+        if set(partition.sizes) == {1}:
+            return tuple(x.shape)
+        self.manager.bands.adopt(partition)
+        return (*x.shape[:ROW_DIM], partition.height, *x.shape[ROW_DIM + 1 :])
 
 
 def validate_sharding_constraints(

@@ -21,7 +21,7 @@ class DomainParallelManager:
         world_size: all ranks. More than one needs `torch.distributed` to be initialised with as
             many, unless `transport` is given.
         domain_parallel_size: ranks that share one globe.
-        shard_dim: the row dimension of the model's input, counted from the end.
+        shard_dim: the row dimension of the model's input, kept for reading: see the converter.
         transport: how the ranks of the domain talk; by default over the domain's process group.
 
     Raises:

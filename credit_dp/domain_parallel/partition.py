@@ -5,14 +5,18 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import final
 
 from credit_dp.errors import UserError
 
 # Bands of two levels that line up save bytes; they are preferred while the largest band stays
 # within this factor of the mean one.
 LARGEST_IMBALANCE = 1.1
+# Rows are the last dimension but one of every field.
+ROW_DIM = -2
 
 
+@final
 @dataclass(frozen=True)
 class RowPartition:
     """Bands of one globe: rank `r` owns the global rows `bounds[r]` to `bounds[r + 1] - 1`.
@@ -78,6 +82,7 @@ class RowPartition:
         return min(self.sizes) > 0 and max(self.sizes) <= LARGEST_IMBALANCE * mean
 
 
+@final
 class BandTable:
     """The one partition of every global height, so that all layers of all models line up."""
 
@@ -86,8 +91,11 @@ class BandTable:
         self._by_height: dict[int, RowPartition] = {}
 
     def __getitem__(self, height: int) -> RowPartition:
-        """Return the partition of a height; a height never seen gets balanced bands for good."""
-        return self._by_height.setdefault(height, RowPartition.balanced(height, self.ranks))
+        """Return the partition of a height, balanced bands for one that no plan has.
+
+        Looking changes nothing: a rank may ask what others don't ask, and plans stay the same.
+        """
+        return self._by_height.get(height) or RowPartition.balanced(height, self.ranks)
 
     def adopt(self, partition: RowPartition) -> RowPartition:
         """Make the bands that tensors already have those of their height.
@@ -106,14 +114,13 @@ class BandTable:
     def follow(self, height: int, other: RowPartition) -> RowPartition:
         """Return the bands of a height; if new, lined up with `other` where balance allows."""
         aligned = other.scaled_to(height)
-        if height not in self._by_height and aligned.well_balanced:
-            self._by_height[height] = aligned
-        return self[height]
+        new = aligned if aligned.well_balanced else self[height]
+        return self._by_height.setdefault(height, new)
 
     def plan(self, heights: set[int]) -> None:
         """Give every height its bands, from the coarsest up, each lined up with a coarser one."""
         coarser: list[RowPartition] = []
         for height in sorted(heights):
             fits = [p for p in coarser if -(-height // -(-height // p.height)) == p.height]
-            partition = self.follow(height, fits[-1]) if fits else self[height]
-            coarser.append(partition)
+            alone = RowPartition.balanced(height, self.ranks)
+            coarser.append(self.follow(height, fits[-1] if fits else alone))

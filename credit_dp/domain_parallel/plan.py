@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,20 +10,27 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
 from torch.utils._pytree import tree_leaves
 
 from credit_dp.domain_parallel.audit import audit
 from credit_dp.domain_parallel.layers.row_layer import RowLayer
 from credit_dp.domain_parallel.manager import DomainParallelManager
-from credit_dp.domain_parallel.partition import RowPartition
+from credit_dp.domain_parallel.partition import ROW_DIM, RowPartition
 from credit_dp.domain_parallel.planner import Planner
 from credit_dp.domain_parallel.sharding import FIELD_DIMS
 from credit_dp.domain_parallel.trace import FOREIGN, Trace
 from credit_dp.errors import UserError
 
 Shape = tuple[int, ...]
-ROW_DIM = -2
+# What a call is made with, for a function from whole-globe shapes to those wanted.
+Inputs = Callable[[Callable[[Shape], Shape]], tuple[list[Any], dict[str, Any]]]
+# Sizes that stand for any batch: views that fold rows into a batch of one look harmless.
+PRIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23)
 
 
 def plan_model(
@@ -33,8 +41,8 @@ def plan_model(
 ) -> None:
     """Give every height that the model sees its bands, and every layer its heights.
 
-    Runs the model on fake tensors: once whole, once per distinct band. Nothing is sent, no
-    activation is held, parameters and random state stay as they are.
+    Runs the model on fake tensors: once whole, once per distinct band, training and evaluating.
+    Nothing is sent, no activation is held, the model and random state stay as they are.
 
     Raises:
         UserError: a level has fewer rows than there are ranks, code between the layers mixes or
@@ -47,7 +55,7 @@ def plan_model(
     def inputs(shape_of: Callable[[Shape], Shape]) -> tuple[list[Tensor], dict[str, Any]]:
         return [torch.empty(shape_of(s), dtype=dtype, device=device) for s in shapes], {}
 
-    plan_calls(model, manager, [s for s in shapes if is_banded(s)], inputs, trusted)
+    plan_calls(model, manager, shapes, inputs, trusted)
 
 
 def is_banded(shape: Shape) -> bool:
@@ -58,36 +66,59 @@ def is_banded(shape: Shape) -> bool:
 def plan_calls(
     model: nn.Module,
     manager: DomainParallelManager,
-    banded: list[Shape],
-    inputs: Callable[[Callable[[Shape], Shape]], tuple[list[Any], dict[str, Any]]],
+    shapes: list[Shape],
+    inputs: Inputs,
     trusted: Iterable[nn.Module] = (),
 ) -> None:
-    """Plan the call that `inputs` makes; it gets a function from whole-globe to wanted shapes.
+    """Plan the calls that `inputs` makes, whose tensors have these whole-globe shapes.
 
     What `trusted` modules do inside is not audited.
     """
-    names = {
-        m: name or type(m).__name__ for name, m in model.named_modules() if isinstance(m, RowLayer)
-    }
-    ranks, bands = manager.domain_parallel_size, manager.bands
-    planner = Planner(names, bands)
-    with _traceable(model), planner.trusting(trusted):
-        whole = _follow(planner, None, model, lambda: inputs(lambda shape: shape))
-        heights = planner.heights() | {shape[ROW_DIM] for shape in banded}
-        _check_rows(planner, heights, ranks)
-        bands.plan(heights)
-        for rank in _distinct_ranks([bands[h] for h in heights], ranks):
-
-            def cut(shape: Shape, rank: int = rank) -> Shape:
-                if not is_banded(shape):
-                    return shape
-                return (*shape[:ROW_DIM], bands[shape[ROW_DIM]].sizes[rank], *shape[ROW_DIM + 1 :])
-
-            part = _follow(planner, rank, model, lambda cut=cut: inputs(cut))  # type: ignore[misc]
-            audit(whole.trace, part.trace, {h: bands[h].sizes[rank] for h in heights})
-            _check_outputs(whole.outputs, part.outputs, manager, rank)
-    for layer in planner.visits:
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, RowLayer)}
+    names = {layer: name or type(layer).__name__ for name, layer in layers.items()}
+    planner = Planner(model, names, manager.bands)
+    trusted = list(trusted)
+    for training in (True, False):
+        with planner.trusting(trusted), _traceable(model):
+            _plan_mode(planner, manager.bands.ranks, shapes, inputs, training)
+    for layer in planner.seen:
         layer.set_heights(planner.planned(layer))
+
+
+def _plan_mode(
+    planner: Planner, ranks: int, shapes: list[Shape], inputs: Inputs, training: bool
+) -> None:
+    """Plan and audit the model in training or in evaluation mode."""
+    bands = planner.bands
+    any_batch = _batch_changer(shapes)
+    whole = _follow(planner, None, training, lambda: inputs(any_batch))
+    heights = planner.heights() | {shape[ROW_DIM] for shape in shapes if is_banded(shape)}
+    _check_rows(planner, heights, ranks)
+    bands.plan(heights)
+    for rank in _distinct_ranks([bands[h] for h in heights], ranks):
+
+        def cut(shape: Shape, rank: int = rank) -> Shape:
+            if not is_banded(shape):
+                return any_batch(shape)
+            rows = bands[shape[ROW_DIM]].sizes[rank]
+            return any_batch((*shape[:ROW_DIM], rows, *shape[ROW_DIM + 1 :]))
+
+        part = _follow(planner, rank, training, lambda cut=cut: inputs(cut))  # type: ignore[misc]
+        audit(whole.trace, part.trace, {h: bands[h].sizes[rank] for h in heights})
+        _check_outputs(whole.outputs, part.outputs, bands, rank)
+
+
+def _batch_changer(shapes: list[Shape]) -> Callable[[Shape], Shape]:
+    """Return a function that gives shapes with the first one's batch size one of its own."""
+    sizes = {size for shape in shapes for size in shape}
+    batch = next((p for p in PRIMES if p not in sizes), PRIMES[-1])
+
+    def change(shape: Shape) -> Shape:
+        alike = len(shape) in (1, 2, len(shapes[0]))
+        has_batch = len(shapes[0]) > FIELD_DIMS and alike and shape[0] == shapes[0][0]
+        return (batch, *shape[1:]) if has_batch else shape
+
+    return change
 
 
 class _Followed(NamedTuple):
@@ -98,15 +129,29 @@ class _Followed(NamedTuple):
 def _follow(
     planner: Planner,
     rank: int | None,
-    model: nn.Module,
+    training: bool,
     inputs: Callable[[], tuple[list[Any], dict[str, Any]]],
 ) -> _Followed:
     """Run the model on fake tensors of the whole globe or of one rank's band."""
     args, kwargs = inputs()
-    with planner.following(rank) as trace:
-        trace.mark((), _tensors((args, kwargs)))
-        outputs = tree_leaves(model(*args, **kwargs))
-        trace.mark(_tensors(outputs), ())
+    with _unchanged(planner.model):
+        planner.model.train(training)
+        with planner.following(rank) as trace:
+            trace.mark((), _tensors((args, kwargs)))
+            try:
+                outputs = tree_leaves(planner.model(*args, **kwargs))
+            except (DataDependentOutputException, DynamicOutputShapeException):
+                raise
+            except (RuntimeError, ValueError, IndexError, TypeError) as error:
+                if rank is None:
+                    raise
+                reason = str(error).strip().splitlines()[0]
+                raise UserError(
+                    f"{_code_line(error)}: fails on a band of rows ({reason}). A parameter, buffer "
+                    "or number may have the globe's rows; put this into a module and name it in "
+                    "custom_converters."
+                ) from None
+            trace.mark(_tensors(outputs), ())
     return _Followed(trace, outputs)
 
 
@@ -115,20 +160,53 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 @contextmanager
+def _unchanged(model: nn.Module) -> Iterator[None]:
+    """Undo what a run leaves in the model: modes, attributes, buffers and their values."""
+    modules = [m for module in model.modules() for m in (module, module.__dict__.get("wrapped"))]
+    saved = [
+        (m.__dict__, dict(m.__dict__), m._buffers, dict(m._buffers))
+        for m in modules
+        if m is not None
+    ]
+    try:
+        yield
+    finally:
+        for attributes, old_attributes, buffers, old_buffers in saved:
+            attributes.clear()
+            attributes.update(old_attributes)
+            buffers.clear()
+            buffers.update(old_buffers)
+
+
+@contextmanager
 def _traceable(model: nn.Module) -> Iterator[None]:
-    """Run on fake tensors, without gradients, and restore the random state afterwards."""
+    """Run on fake tensors, without gradients or autocast; restore values and random state."""
+    values = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    device = _dtype_and_device(model)[1].type
+    plain = torch.autocast("cpu" if device == "meta" else device, enabled=False)
+    loud = logging.getLogger("torch._subclasses.fake_tensor")
+    level = loud.level
+    loud.setLevel(logging.CRITICAL)  # it logs a traceback for what is told in one line below
     try:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
-        with fake, torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with fake, plain, torch.no_grad(), torch.random.fork_rng(devices=[]):
             yield
-    except DataDependentOutputException as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        own = [frame for frame in frames if not frame.filename.startswith(FOREIGN)]
-        where = f"{own[-1].filename}:{own[-1].lineno}" if own else type(model).__name__
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise UserError(
-            f"{where}: control flow that depends on data can't be planned. "
+            f"{_code_line(error)}: control flow or shapes that depend on data can't be planned. "
             "Decide from shapes or configuration instead."
         ) from None
+    finally:
+        loud.setLevel(level)
+        with torch.no_grad():
+            for buffer, value in values:
+                buffer.copy_(value)
+
+
+def _code_line(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if not frame.filename.startswith(FOREIGN)]
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else "model"
 
 
 def _dtype_and_device(model: nn.Module) -> tuple[torch.dtype, torch.device]:
@@ -144,8 +222,8 @@ def _check_rows(planner: Planner, heights: set[int], ranks: int) -> None:
         return
     places = [
         planner.names[layer]
-        for layer, visits in planner.visits.items()
-        if any(lowest in (v.taken, v.made[layer.dim]) for v in visits)
+        for layer, pairs in planner.seen.items()
+        if any(lowest in pair for pair in pairs)
     ]
     raise UserError(
         f"{places[0] if places else 'input'}: {lowest} rows can't be shared by {ranks} ranks. "
@@ -161,18 +239,20 @@ def _distinct_ranks(partitions: list[RowPartition], ranks: int) -> list[int]:
     return list(first.values())
 
 
-def _check_outputs(
-    whole: list[Any], parts: list[Any], manager: DomainParallelManager, rank: int
-) -> None:
-    for total, part in zip(whole, parts, strict=True):
-        if not isinstance(total, Tensor) or total.shape == part.shape:
-            continue
-        height = total.shape[ROW_DIM]
-        expected = list(total.shape)
-        expected[ROW_DIM] = manager.bands[height].sizes[rank]
-        if list(part.shape) != expected:
-            raise UserError(
-                f"output: rank {rank} makes {tuple(part.shape)} where its band of "
-                f"{tuple(total.shape)} is {tuple(expected)}. The code after the last layer changes "
-                "rows; put that into a module and name it in custom_converters."
-            )
+def _check_outputs(whole: list[Any], parts: list[Any], bands: Any, rank: int) -> None:
+    for total, part in zip(whole, parts, strict=len(whole) == len(parts)):
+        if not isinstance(total, Tensor):
+            if total != part:
+                raise UserError(
+                    f"output: is {total} of the globe and {part} of a band of rows. "
+                    "Return what doesn't depend on the number of rows."
+                )
+        elif total.shape != part.shape:
+            expected = list(total.shape)
+            expected[ROW_DIM] = bands[expected[ROW_DIM]].sizes[rank]
+            if list(part.shape) != expected:
+                raise UserError(
+                    f"output: rank {rank} makes {tuple(part.shape)} where its band of "
+                    f"{tuple(total.shape)} is {tuple(expected)}. The code after the last layer "
+                    "changes rows; put that into a module and name it in custom_converters."
+                )

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 # Frames of torch and of this package are not the user's code.
@@ -19,10 +20,15 @@ FOREIGN = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) +
 
 
 class Ref(NamedTuple):
-    """A tensor of a trace: its number, in order of appearance, and its shape then."""
+    """A tensor of a trace and its shape then.
+
+    `number` is its order of appearance, or its identity if it belongs to the model; `value` are the
+    entries of a constant, as text.
+    """
 
     number: int
     shape: tuple[int, ...]
+    value: str = ""
 
 
 @dataclass(frozen=True)
@@ -42,8 +48,8 @@ class Step:
     @property
     def refs(self) -> list[Ref]:
         """The tensors given, in order."""
-        leaves, _ = tree_flatten(self.given, is_leaf=lambda x: isinstance(x, Ref))
-        return [leaf for leaf in leaves if isinstance(leaf, Ref)]
+        leaves, _ = tree_flatten(self.given, is_leaf=_is_ref)
+        return [leaf for leaf in leaves if _is_ref(leaf)]
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -51,18 +57,23 @@ class Step:
         return {key: value for key, value in self.given.items() if not _holds_refs(value)}
 
 
+def _is_ref(value: Any) -> bool:
+    return isinstance(value, Ref)
+
+
 def _holds_refs(value: Any) -> bool:
-    leaves, _ = tree_flatten(value, is_leaf=lambda x: isinstance(x, Ref))
-    return any(isinstance(leaf, Ref) for leaf in leaves)
+    leaves, _ = tree_flatten(value, is_leaf=_is_ref)
+    return any(map(_is_ref, leaves))
 
 
 @final
 class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The operations of one run, in order. Two runs of the same code number tensors alike."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.steps: list[Step] = []
+        self._of_model = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
         self._numbers: dict[int, int] = {}
         self._alive: list[Tensor] = []  # ids of collected tensors would be given out again
         self._paused = 0
@@ -84,19 +95,25 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self.resume()
 
-    def mark(self, taken: Sequence[Tensor], made: Sequence[Tensor]) -> None:
-        """Note a place that takes bands and makes bands: a layer, or an end of the model."""
+    def mark(self, taken: Sequence[Tensor], made: Sequence[Tensor], place: int = 0) -> None:
+        """Note what takes bands and makes bands: a layer (`place` is its id) or an end."""
         if not self._paused:
-            given = {"taken": [self.ref(tensor) for tensor in taken]}
+            given = {"taken": [self.ref(tensor) for tensor in taken], "place": place}
             refs = tuple(self.ref(tensor) for tensor in made)
-            self.steps.append(Step(None, given, refs, _user_line()))
+            self.steps.append(Step(None, given, refs, user_line()))
 
     def ref(self, tensor: Tensor) -> Ref:
-        """Number a tensor."""
+        """Name a tensor in a way that two runs can be compared by."""
+        shape = tuple(tensor.shape)
+        if id(tensor) in self._of_model:
+            return Ref(-id(tensor), shape)
         if id(tensor) not in self._numbers:
             self._numbers[id(tensor)] = len(self._numbers)
             self._alive.append(tensor)
-        return Ref(self._numbers[id(tensor)], tuple(tensor.shape))
+        constant = not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
+        with _disable_current_modes():
+            value = str(tensor.tolist()) if constant else ""
+        return Ref(self._numbers[id(tensor)], shape, value)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -110,11 +127,12 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         leaves, _ = tree_flatten(result)
         made = tuple(self.ref(leaf) for leaf in leaves if isinstance(leaf, Tensor))
-        self.steps.append(Step(func, given, made, _user_line()))
+        self.steps.append(Step(func, given, made, user_line()))
         return result
 
 
-def _user_line() -> str:
+def user_line() -> str:
+    """The innermost line of code that is neither torch's nor this package's."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(FOREIGN):
         frame = frame.f_back

@@ -114,6 +114,7 @@ class GroupTransport(Transport):
         return total
 
 
+@final
 class ThreadWorld:
     """The mailboxes that the ranks of one process, a thread each, share.
 
@@ -141,6 +142,8 @@ class ThreadWorld:
             TimeoutError: none came.
             ConnectionError: another rank failed.
         """
+        if self.failed.is_set():
+            raise ConnectionError(f"rank {receiver}: another rank failed")
         try:
             message = self._boxes[sender, receiver].get(timeout=self.timeout)
         except queue.Empty:

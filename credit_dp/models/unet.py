@@ -38,6 +38,8 @@ class PeriodicConv2d(nn.Module):
         poles: str = "reflect",
     ) -> None:
         super().__init__()
+        if kernel_size % 2 == 0:
+            raise ValueError(f"PeriodicConv2d: kernel_size has to be odd, got {kernel_size}")
         self.padding = kernel_size // 2
         self.poles = poles
         self.conv = nn.Conv2d(in_channels, out_channels, kernel_size, stride)

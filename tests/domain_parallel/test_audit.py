@@ -49,6 +49,13 @@ def _fused_attention(m, x):
     return F.scaled_dot_product_attention(rows, rows, rows).permute(0, 3, 1, 2)
 
 
+def _columns(t, x=None):
+    """Fold rows into the batch, or unfold as `x` is."""
+    if x is None:
+        return t.movedim(2, 1).flatten(0, 1)
+    return t.unflatten(0, (x.shape[0], x.shape[2])).movedim(1, 2)
+
+
 ROW_LOCAL = {
     "residual": lambda m, x: x + F.gelu(x) * m.scale,
     "channel mean": lambda m, x: x - x.mean(1, keepdim=True),
@@ -64,6 +71,13 @@ ROW_LOCAL = {
     "longitude reflected": lambda m, x: F.pad(x, (1, 1, 0, 0), mode="reflect")[..., 2:],
     "longitude repeated": lambda m, x: F.pad(x, (1, 1, 0, 0), mode="replicate")[..., 2:],
     "longitude wrapped": lambda m, x: F.pad(x, (1, 1, 0, 0), mode="circular")[..., 2:],
+    "channels by number": lambda m, x: x[:, [1, 0, 3, 2]],
+    "largest channel": lambda m, x: x / (1 + x.abs().max(1, keepdim=True).values),
+    "unit length": lambda m, x: F.normalize(x, dim=1),
+    "repeat": lambda m, x: x.repeat(1, 2, 1, 1)[:, ::2],
+    "spectrum along longitude": lambda m, x: torch.fft.irfft(2 * torch.fft.rfft(x), n=x.shape[-1]),
+    "spread embedding": lambda m, x: torch.cat([m.scale.expand_as(x), x], 1)[:, 2:6],
+    "zeros like tokens": lambda m, x: _columns(torch.zeros_like(_columns(x)) + _columns(x), x),
     "einsum": lambda m, x: torch.einsum("bchw,cd->bdhw", x, m.linear.weight),
     "stack": lambda m, x: torch.stack([x, 2 * x], 1)[:, 1],
     "zeros": lambda m, x: x + torch.zeros_like(x) + x.new_zeros(x.shape),
@@ -92,6 +106,10 @@ MIXING = {
     "sort": lambda m, x: x.sort(2).values,
     "rows in a number": lambda m, x: x / x.shape[-2],
     "rows in a range": lambda m, x: x + torch.arange(x.shape[-2], dtype=x.dtype)[:, None],
+    "rows in a tensor": lambda m, x: x / torch.tensor(float(x.shape[-2])),
+    "rows in a filled tensor": lambda m, x: x * torch.full((), float(x.shape[-2])).to(x),
+    "rows in a channel": lambda m, x: x + x[:, x.shape[-2] % 4 :][:, :1],
+    "rows in an operand": lambda m, x: x + (x if x.shape[-2] > 10 else m.scale),
     "slice": lambda m, x: x[..., 1:, :],
     "every second row": lambda m, x: F.interpolate(x[..., ::2, :], size=x.shape[-2:]),
     "pad": lambda m, x: F.pad(x, (0, 0, 1, 0))[..., :-1, :],
@@ -134,8 +152,33 @@ def test_mixing_code_is_refused(code):
 def test_what_is_refused_would_have_been_wrong(code, monkeypatch):
     """The cases above are no false alarms: without the audit they raise or give another result."""
     monkeypatch.setattr("credit_dp.domain_parallel.plan.audit", lambda *_: None)
-    with pytest.raises(RankError):
+    with pytest.raises(RankError, match=r"output|gradient|size|rows|length|dimension"):
         on_threads(3, assert_same_as_whole_globe, Model, (code,), SHAPE, 1e-11)
+
+
+def _fold(m, x):
+    """Rows and samples change places, which one sample would not show."""
+    folded = x.permute(2, 0, 1, 3).reshape(-1, *x.shape[1:2], x.shape[-1])
+    return folded.reshape(x.shape[0], x.shape[2], *x.shape[1:2], x.shape[-1]).permute(0, 2, 1, 3)
+
+
+# Their results differ only at other batches, in another mode, or by chance.
+HIDDEN = {
+    "another batch": _fold,
+    "evaluation only": lambda m, x: x if m.training else x - x.mean((-2, -1), keepdim=True),
+    "channels dropped by chance": lambda m, x: F.dropout2d(x, training=m.training),
+    "samples dropped by chance": lambda m, x: x * (torch.rand(x.shape[0], 1, 1, 1) > 0.5),
+}
+
+
+@pytest.mark.parametrize("code", HIDDEN.values(), ids=HIDDEN)
+def test_what_one_run_would_not_show_is_refused(code):
+    on_threads(3, _refused_at_batch_one, code)
+
+
+def _refused_at_batch_one(manager, code):
+    with pytest.raises(UserError, match=r"test_audit\.py:\d+: "):
+        convert_to_domain_parallel(Model(code), manager, input_shape=(1, *SHAPE[1:]))
 
 
 class LosesRows(nn.Module):

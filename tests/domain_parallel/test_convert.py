@@ -14,6 +14,7 @@ from credit_dp.domain_parallel import (
     DomainParallelConvTranspose2d,
     DomainParallelGroupNorm,
     DomainParallelPeriodicConv2d,
+    HaloExchange,
     convert_to_domain_parallel,
     validate_sharding_constraints,
 )
@@ -128,7 +129,7 @@ class _Leaf(nn.Module):
     [
         (nn.BatchNorm2d(4), "0: BatchNorm2d has no rule for bands of rows"),
         (nn.LayerNorm((8, 8)), "0: LayerNorm over"),
-        (nn.Softmax(-2), "0: Softmax has no rule"),
+        (nn.AvgPool2d(2), "0: AvgPool2d has no rule"),
         (nn.MultiheadAttention(4, 2), "0: MultiheadAttention has no rule"),
     ],
 )
@@ -201,9 +202,49 @@ class _Decides(_Flips):
         return self.conv(x) if x.sum() > 0 else x
 
 
-class _TwoHeights(_Flips):
+class _HasMask(_Flips):
+    def __init__(self):
+        super().__init__()
+        self.mask = nn.Parameter(torch.ones(9, 1))
+
     def forward(self, x):
-        return self.conv(x), self.conv(torch.cat([x, x[..., -1:, :]], -2))
+        return self.conv(x) * self.mask
+
+
+class _CountsRows(_Flips):
+    def forward(self, x):
+        return self.conv(x), x.shape[-2]
+
+
+class _ChoosesLayer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = (nn.Conv2d(2, 2, 3, padding=1) for _ in range(2))
+
+    def forward(self, x):
+        return self.a(x) if x.shape[-2] > 6 else self.b(x)
+
+
+class _OrdersLayers(_ChoosesLayer):
+    def forward(self, x):
+        layers = [self.a, self.b] if x.shape[-2] > 6 else [self.b, self.a]
+        return layers[1](layers[0](x))
+
+
+class _Remembers(_Flips):
+    """State that a forward changes: a buffer's value, a new buffer, an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("last", torch.zeros(()))
+        self.seen = None
+
+    def forward(self, x):
+        self.calls.add_(1)
+        self.last = self.last + 1
+        self.seen = x.detach()
+        return self.conv(x)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +257,10 @@ class _TwoHeights(_Flips):
         ),
         (_Flips(), 8, "conv: rank 0 of 3 has 2 rows where its band of 7 rows has 3"),
         (_CropsOutput(), 9, r"test_convert.py:\d+: aten.slice: mixes rows"),
-        (_Decides(), 9, r"test_convert.py:\d+: control flow that depends on data"),
+        (_HasMask(), 9, r"test_convert.py:\d+: fails on a band of rows .*the globe's rows"),
+        (_CountsRows(), 9, "output: is 9 of the globe and 3 of a band of rows"),
+        (nn.Sequential(nn.Softmax(-2)), 9, "aten._softmax: mixes rows"),
+        (_Decides(), 9, r"test_convert.py:\d+: control flow or shapes that depend on data"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(model, rows, message):
@@ -226,6 +270,119 @@ def test_what_cannot_be_planned_is_refused(model, rows, message):
         assert "\n" not in str(caught.value)
 
     on_threads(3, refused)
+
+
+@pytest.mark.parametrize("model", [_ChoosesLayer(), _OrdersLayers()])
+def test_layers_chosen_by_the_number_of_rows_are_refused(model):
+    def refused(manager):
+        with pytest.raises(UserError, match="control flow depends on the number of rows"):
+            _planned(manager, copy.deepcopy(model), (1, 2, 9, 6))
+
+    on_threads(3, refused)
+
+
+def test_a_refused_model_is_the_plain_one_again():
+    def refused(manager):
+        model = nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), _CropsOutput())
+        types = [type(m) for m in model.modules()]
+        with pytest.raises(UserError):
+            _planned(manager, model, (1, 2, 9, 6))
+        assert [type(m) for m in model.modules()] == types
+        with pytest.raises(UserError):
+            convert_to_domain_parallel(nn.Sequential(model, nn.AvgPool2d(2)), manager)
+        assert [type(m) for m in model.modules()] == types
+
+    on_threads(3, refused)
+
+
+def test_a_refusal_at_the_first_forward_stays():
+    def refused(manager):
+        model = convert_to_domain_parallel(_CropsOutput(), manager)
+        for _ in range(2):
+            with pytest.raises(UserError, match="mixes rows"):
+                model(torch.zeros(1, 2, 3, 6))
+
+    on_threads(3, refused)
+
+
+def test_copies_of_an_unplanned_model_plan_for_themselves():
+    def copies(manager):
+        model = convert_to_domain_parallel(_model(), manager)
+        other = copy.deepcopy(model)
+        for one in (other, model):
+            assert one(torch.zeros(1, 2, 4, 6)).shape == (1, 2, 4, 6)
+            assert not one._forward_pre_hooks
+            assert one[0]._planned == {8: 8}
+
+    on_threads(2, copies)
+
+
+def test_planning_leaves_state_and_modes_alone():
+    def state(manager):
+        model = _Remembers().eval()
+        calls, last = model.calls, model.last
+        convert_to_domain_parallel(model, manager, input_shape=(1, 2, 9, 6))
+        assert model.calls is calls
+        assert model.last is last
+        assert (calls.item(), last.item(), model.seen) == (0, 0, None)
+        assert not any(m.training for m in model.modules())
+        assert type(model(torch.zeros(1, 2, 3, 6))) is torch.Tensor
+
+    on_threads(3, state)
+
+
+def test_looking_at_bands_changes_no_plan():
+    def look(manager):
+        if manager.domain_rank == 1:
+            manager.rows(61)
+        model = nn.Sequential(*(nn.Conv2d(2, 2, 3, 2, 1) for _ in range(2)))
+        _planned(manager, model, (1, 2, 61, 6))
+        return manager.partition(61)
+
+    assert len(set(on_threads(4, look))) == 1
+
+
+class _PadsByHand(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.halo, self.conv = HaloExchange(1), nn.Conv2d(2, 2, 3, padding=(0, 1))
+
+    def forward(self, x):
+        return self.conv(self.halo(x))
+
+
+def test_halo_exchange_inside_a_registered_module():
+    def pads(manager):
+        generator = torch.Generator().manual_seed(0)
+        plain = nn.Conv2d(2, 2, 3, padding=1)
+        x = torch.randn(1, 2, 9, 6, generator=generator)
+
+        def by_hand(conv):
+            module = _PadsByHand()
+            module.conv.load_state_dict(conv.state_dict())
+            return module
+
+        model = nn.Sequential(copy.deepcopy(plain))
+        convert_to_domain_parallel(
+            model, manager, custom_converters={nn.Conv2d: by_hand}, input_shape=(1, 2, 9, 6)
+        )
+        y = model(x[..., manager.rows(9), :])
+        torch.testing.assert_close(y, plain(x)[..., manager.rows(9), :])
+
+    on_threads(3, pads)
+
+
+def test_backward_hooks_of_a_layer_stay():
+    calls = []
+
+    def hooked(manager):
+        model = _model()
+        model[0].register_full_backward_hook(lambda *_: calls.append(1))
+        convert_to_domain_parallel(model, manager, input_shape=(1, 2, 8, 6))
+        model(torch.zeros(1, 2, 4, 6, requires_grad=True)).sum().backward()
+
+    on_threads(2, hooked)
+    assert calls == [1, 1]
 
 
 def _wrong_height(manager):

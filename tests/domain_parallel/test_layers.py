@@ -7,6 +7,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from credit_dp.domain_parallel import (
     DomainParallelConv2d,
@@ -138,7 +139,7 @@ def _stack(norm):
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("planned", [True, False])
-@pytest.mark.parametrize("height", [8, 16])
+@pytest.mark.parametrize("height", [8, 61])
 def test_a_stack_on_gloo_ranks(ranks, planned, height):
     args = (_stack, (True,), (2, 2, height, 5), 1e-11, 0.0, planned)
     on_processes(ranks, assert_same_as_whole_globe, *args)
@@ -202,6 +203,59 @@ def test_attributes_of_the_wrappers():
     assert (norm.num_groups, norm.num_channels, norm.eps, norm.affine) == (2, 4, 1e-3, True)
     up = DomainParallelConvTranspose2d(nn.ConvTranspose2d(1, 1, 4, 2, 1))
     assert (up.halo_width, up.halo_exchange.halo_width, up.shard_dim) == (1, 1, -2)
+
+
+def test_wrappers_shard_rows_only():
+    with pytest.raises(UserError, match="only latitude rows"):
+        DomainParallelConv2d(nn.Conv2d(1, 1, 3), shard_dim=-1)
+    assert DomainParallelConv2d(nn.Conv2d(1, 1, 3), shard_dim=2).dim == -2
+
+
+def test_a_periodic_conv_that_pads_twice_is_refused():
+    layer = PeriodicConv2d(1, 1)
+    layer.conv.padding = (1, 1)
+    with pytest.raises(UserError, match="leave padding to the module around it"):
+        DomainParallelPeriodicConv2d(layer)
+
+
+def _normed_periodic():
+    layer = PeriodicConv2d(2, 3)
+    nn.utils.parametrizations.weight_norm(layer.conv)
+    return _PeriodicModel(layer)
+
+
+def test_a_periodic_conv_runs_its_inner_layer():
+    on_threads(3, assert_same_as_whole_globe, _normed_periodic, (), (2, 2, 9, 6), 1e-11)
+
+
+class _Checkpointed(nn.Sequential):
+    def forward(self, x):
+        for layer in self:
+            x = checkpoint(layer, x, use_reentrant=False, preserve_rng_state=False)
+        return x
+
+
+def _checkpointed():
+    return _Checkpointed(*(_stack(True) for _ in range(2)), nn.Conv2d(3, 2, 1))[:1]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_checkpointed_layers_exchange_again(ranks):
+    on_threads(ranks, assert_same_as_whole_globe, _checkpointed, (), (2, 2, 16, 5), 1e-11)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_group_norm_in_half_precision_is_as_exact_as_torch(dtype):
+    def half(manager):
+        generator = torch.Generator().manual_seed(0)
+        x = (300 * torch.randn(1, 4, 12, 8, generator=generator)).to(dtype)
+        layer = DomainParallelGroupNorm(nn.GroupNorm(2, 4).to(dtype), manager=manager)
+        y = layer(shard_tensor(x, manager=manager))
+        exact = shard_tensor(nn.functional.group_norm(x.double(), 2), manager=manager)
+        assert y.dtype == dtype
+        assert (y.double() - exact).abs().max() <= 4 * torch.finfo(dtype).eps
+
+    on_threads(2, half)
 
 
 def _output_size(manager):

@@ -57,6 +57,11 @@ def test_longitude_is_periodic():
     torch.testing.assert_close(model(x.roll(4, -1)), model(x).roll(4, -1))
 
 
+def test_even_kernels_have_no_middle():
+    with pytest.raises(ValueError, match="kernel_size has to be odd, got 4"):
+        PeriodicConv2d(1, 1, 4)
+
+
 def test_rows_beyond_the_poles():
     x = torch.arange(12.0).view(1, 1, 3, 4)
     assert torch.equal(pad_poles(x, 1, "reflect"), F.pad(x, (0, 0, 1, 1), mode="reflect"))

@@ -11,6 +11,7 @@ from credit_dp.domain_parallel.exchange import Run
 from credit_dp.domain_parallel.layers.row_layer import Bands, RowLayer
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.poles import rows_with_poles
+from credit_dp.errors import UserError
 
 
 def _halo_width(conv: nn.Conv2d | nn.ConvTranspose2d) -> int:
@@ -105,6 +106,9 @@ class DomainParallelPeriodicConv2d(_RowConv):
 
     Shapes:
         `(B, C_in, H_local, W)` -> `(B, C_out, H_out_local, W_out)`.
+
+    Raises:
+        UserError: the inner convolution pads.
     """
 
     def __init__(
@@ -115,6 +119,11 @@ class DomainParallelPeriodicConv2d(_RowConv):
         manager: DomainParallelManager | None = None,
     ) -> None:
         conv: nn.Conv2d = periodic_conv.conv
+        if conv.padding not in ("valid", (0, 0)):
+            raise UserError(
+                f"{type(periodic_conv).__name__}: conv has to leave padding to the module around "
+                f"it, got padding {conv.padding}. Give its Conv2d padding=0."
+            )
         super().__init__(periodic_conv, shard_dim, manager, halo_width=_halo_width(conv))
         self.padding: int = periodic_conv.padding
         self.north = self.south = self.padding
@@ -135,4 +144,4 @@ class DomainParallelPeriodicConv2d(_RowConv):
         rows = self.fetch(x, bands)
         if self.padding:
             rows = F.pad(rows, (self.padding, self.padding, 0, 0), mode="circular")
-        return self._convolve(rows, 0)
+        return self.conv(rows)  # type: ignore[no-any-return]

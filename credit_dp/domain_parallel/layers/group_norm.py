@@ -47,15 +47,19 @@ class DomainParallelGroupNorm(RowLayer):
 
     def compute(self, x: Tensor, bands: Bands) -> Tensor:
         """Return the band, normalised by the globe's moments."""
-        return _GlobalGroupNorm.apply(  # type: ignore[no-any-return, no-untyped-call]
-            x,
-            self.weight,
-            self.bias,
+        # As torch does: half-precision numbers are too coarse, and may overflow, as moments.
+        wide = torch.promote_types(x.dtype, torch.float32)
+        weight, bias = (p if p is None else p.to(wide) for p in (self.weight, self.bias))
+        y: Tensor = _GlobalGroupNorm.apply(  # type: ignore[no-untyped-call]
+            x.to(wide),
+            weight,
+            bias,
             self.num_groups,
             self.eps,
             bands.taken.sizes,
             self.manager.transport,
         )
+        return y.to(x.dtype)
 
 
 def _local_moments(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
@@ -118,21 +122,22 @@ class _GlobalGroupNorm(torch.autograd.Function):
         area = tuple(range(2, x.ndim))
         sums = torch.stack([grad.sum(area), (grad * standard).sum(area)])
         grad_bias, grad_weight = sums.sum(1)
-        if weight is not None:
-            sums = sums * weight
-        grouped = sums.view(2, len(x), ctx.groups, per_channel)
-        totals = ctx.transport.sum(grouped.sum(3))
-        count = per_channel * ctx.rows * (x[0, 0].numel() // x.shape[-2])
-        of_mean, of_std = (
-            _as_field((t / count).repeat_interleave(per_channel, 1), x) for t in totals
-        )
-        scaled = grad if weight is None else grad * weight.view(-1, *(1,) * (x.ndim - 2))
-        grad_x = rstd * (scaled - of_mean - standard * of_std)
-        has_bias = ctx.needs_input_grad[2]
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        grad_x = None
+        if needs_x:  # the same on every rank: so is what is sent
+            weighted = sums if weight is None else sums * weight
+            grouped = weighted.view(2, len(x), ctx.groups, per_channel)
+            totals = ctx.transport.sum(grouped.sum(3))
+            count = per_channel * ctx.rows * (x[0, 0].numel() // x.shape[-2])
+            of_mean, of_std = (
+                _as_field((t / count).repeat_interleave(per_channel, 1), x) for t in totals
+            )
+            scaled = grad if weight is None else grad * weight.view(-1, *(1,) * (x.ndim - 2))
+            grad_x = rstd * (scaled - of_mean - standard * of_std)
         return (
             grad_x,
-            grad_weight if weight is not None else None,
-            grad_bias if has_bias else None,
+            grad_weight if needs_weight else None,
+            grad_bias if needs_bias else None,
             *(None,) * 4,
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from credit_dp.domain_parallel.exchange import RowExchange, Run
 from credit_dp.domain_parallel.halo_exchange import HaloExchange
 from credit_dp.domain_parallel.manager import DomainParallelManager
-from credit_dp.domain_parallel.partition import RowPartition
+from credit_dp.domain_parallel.partition import ROW_DIM, RowPartition
 from credit_dp.domain_parallel.planner import active_planner
 from credit_dp.errors import UserError
 
@@ -42,7 +42,7 @@ class Bands(NamedTuple):
     made: RowPartition
 
 
-class RowLayer(nn.Module):
+class RowLayer(nn.Module, ABC):
     """A layer whose output rows depend on rows of other bands.
 
     Args:
@@ -65,9 +65,15 @@ class RowLayer(nn.Module):
         super().__init__()
         for name in SHARED:
             self.__dict__[name] = wrapped.__dict__[name]
+        self._is_full_backward_hook = wrapped._is_full_backward_hook
         self.training = wrapped.training
         self.shard_dim = shard_dim
         self.dim = shard_dim if shard_dim < 0 else shard_dim - ndim
+        if self.dim != ROW_DIM:
+            raise UserError(
+                f"{type(self).__name__}: only latitude rows, the last dimension but one, can be "
+                f"sharded, got shard_dim={shard_dim}. Use shard_dim=-2."
+            )
         # Neither may become a child: the names of parameters would change.
         self.__dict__["wrapped"] = wrapped
         self.__dict__["halo_exchange"] = HaloExchange(halo_width, self.dim, manager=manager)
@@ -122,10 +128,10 @@ class RowLayer(nn.Module):
             )
         taken = table.adopt(self.manager.gathered_partition(rows))
         made = table.follow(self.out_height(taken.height, *others), taken)
-        if min(made.sizes) < 1:
+        if min(taken.sizes + made.sizes) < 1:
             raise UserError(
-                f"{type(self).__name__}: {made.height} output rows can't be shared by "
-                f"{made.ranks} ranks. Lower parallel.domain to {made.height} or less."
+                f"{type(self).__name__}: every rank needs a row, the bands are {taken.sizes} going "
+                f"in and {made.sizes} coming out. Lower parallel.domain or cut with shard_tensor."
             )
         return Bands(taken, made)
 
@@ -158,4 +164,6 @@ class RowLayer(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            if name.startswith("__"):  # how Python copies and compares is the wrapper's own
+                raise
             return getattr(self.__dict__["wrapped"], name)

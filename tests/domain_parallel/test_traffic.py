@@ -7,10 +7,12 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from credit_dp.config import UNetConfig
 from credit_dp.domain_parallel.build import shard_model
 from credit_dp.models.unet import MatchRows, PeriodicConv2d, UNet
+from credit_dp.training.build import averaging
 from tests.domain_parallel.equality import _RANDOM
 from tests.ranks import on_processes, on_threads
 
@@ -92,3 +94,26 @@ def _fresh_step(manager, rows):
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_a_step_sends_the_least_on_processes(ranks):
     on_processes(ranks, _fresh_step, 181)
+
+
+def _gradients(manager):
+    torch.manual_seed(0)
+    model = UNet(UNetConfig(channels=[4, 8], blocks=1, groups=2), 3, 2).double()
+    shard_model(model, manager, (2, 3, 12, 8))
+    averaged = averaging(model, manager, torch.device("cpu"))
+    sent = []
+
+    def count(state, bucket):
+        sent.append(bucket.buffer().numel() * BYTES)
+        return allreduce_hook(state, bucket)
+
+    averaged.register_comm_hook(None, count)
+    rows = manager.partition(12).sizes[manager.domain_rank]
+    averaged(torch.randn(2, 3, rows, 8, dtype=torch.float64)).sum().backward()
+    return sum(sent), sum(p.numel() * BYTES for p in model.parameters())
+
+
+@pytest.mark.parametrize(("ranks", "domain"), [(2, 2), (4, 2)])
+def test_every_gradient_is_reduced_once(ranks, domain):
+    for sent, parameters in on_processes(ranks, _gradients, domain=domain):
+        assert sent == parameters

@@ -7,7 +7,7 @@ import xarray as xr
 
 from credit_dp.config import DataConfig
 from credit_dp.data.forcings import COMPUTED
-from credit_dp.data.grid import FULL_CIRCLE, parse_grid
+from credit_dp.data.grid import FULL_CIRCLE, POLE, parse_grid
 from credit_dp.data.schema import nearest
 from credit_dp.errors import UserError
 
@@ -47,11 +47,7 @@ def check_coordinates(dataset: xr.Dataset, config: DataConfig) -> None:
             )
     _check_time(dataset, config)
     latitude = dataset["latitude"].values
-    steps = np.diff(latitude)
-    if not (np.all(steps > 0) or np.all(steps < 0)):
-        raise _error(config, "latitude neither rises nor falls throughout", "data.store")
-    if np.abs(latitude).max() > 90:
-        raise _error(config, "latitude must lie within -90 to 90 degrees", "data.store")
+    _check_latitude(latitude, config)
     _check_longitude(dataset["longitude"].values, config)
     if config.grid is not None:
         rows, columns = parse_grid(config.grid)
@@ -90,13 +86,20 @@ def wanted_levels(dataset: xr.Dataset, config: DataConfig) -> list[int]:
     """The levels of the config, or all of the store's in rising order. Empty if it has none.
 
     Raises:
-        UserError: a level is not in the store.
+        UserError: a level is not in the store, or its levels are not whole numbers.
     """
     if "level" not in dataset.coords:
+        if "level" in dataset.dims:
+            raise _error(config, "has a dim level, but no values for it", "data.store")
         if config.levels:
             raise _error(config, "has no level coordinate", "data.levels, to null,")
         return []
-    present = [int(level) for level in dataset["level"].values]
+    values = dataset["level"].values
+    if not np.issubdtype(values.dtype, np.number) or (values != values.astype(int)).any():
+        raise _error(
+            config, f"levels must be whole numbers, but are {values.tolist()}", "data.store"
+        )
+    present = [int(level) for level in values]
     if config.levels is None:
         return sorted(present)
     if not config.levels:
@@ -117,6 +120,27 @@ def _check_time(dataset: xr.Dataset, config: DataConfig) -> None:
         raise _error(config, "time is not in the standard calendar", "data.store")
     if len(times) == 0 or np.isnat(times).any() or not np.all(np.diff(times) > np.timedelta64(0)):
         raise _error(config, "time does not rise throughout", "data.store")
+
+
+def _check_latitude(latitude: np.ndarray, config: DataConfig) -> None:
+    """Weights and padding take the outermost rows to be next to the poles, and rows to be alike."""
+    steps = np.diff(latitude)
+    if not (np.all(steps > 0) or np.all(steps < 0)):
+        raise _error(config, "latitude neither rises nor falls throughout", "data.store")
+    if np.abs(latitude).max() > POLE:
+        raise _error(config, "latitude must lie within -90 to 90 degrees", "data.store")
+    if len(latitude) < 2:
+        raise _error(config, "needs at least two rows of latitude, has one", "data.store")
+    widest = np.abs(steps).max()
+    gap = POLE - min(abs(latitude[0]), abs(latitude[-1]))
+    if latitude[0] * latitude[-1] >= 0 or gap > 1.5 * widest or widest > 2 * np.abs(steps).min():
+        raise _error(
+            config,
+            f"latitude must cover the globe from pole to pole in rows of about one distance, but "
+            f"goes from {latitude[0]:g} to {latitude[-1]:g} in steps of "
+            f"{np.abs(steps).min():g} to {widest:g} degrees",
+            "data.store",
+        )
 
 
 def _check_longitude(longitude: np.ndarray, config: DataConfig) -> None:

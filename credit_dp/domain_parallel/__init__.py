@@ -1,9 +1,7 @@
 """Sharding a model by latitude: every rank holds a band of rows of each field."""
 
-from credit_dp.domain_parallel.convert import (
-    convert_to_domain_parallel,
-    validate_sharding_constraints,
-)
+from credit_dp.domain_parallel.constraints import validate_sharding_constraints
+from credit_dp.domain_parallel.convert import convert_to_domain_parallel
 from credit_dp.domain_parallel.halo_exchange import HaloExchange
 from credit_dp.domain_parallel.layers import (
     DomainParallelConv2d,

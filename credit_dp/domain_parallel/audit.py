@@ -7,36 +7,21 @@ is not known, is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from math import prod
-from typing import NamedTuple
-
 import torch
 
+from credit_dp.domain_parallel.operations import (
+    FACTORIES,
+    HANDLERS,
+    RANDOM,
+    SIZED,
+    SIZES,
+    Layout,
+    MixedError,
+    Rows,
+    pointwise,
+)
 from credit_dp.domain_parallel.trace import Ref, Step, Trace
 from credit_dp.errors import UserError
-
-
-class Rows(NamedTuple):
-    """Dimension `dim` holds, slowest first, `outer` x `height` rows x `inner` entries."""
-
-    dim: int
-    outer: int
-    inner: int
-    height: int
-
-    @property
-    def place(self) -> tuple[int, int, int]:
-        """Equal for tensors whose bands hold the same entries of dimension `dim`."""
-        return self.dim, self.outer, self.height * self.inner
-
-
-class _MixedError(Exception):
-    """The operation mixes rows, or may."""
-
-
-Layout = Rows | None
-Handler = Callable[[Step, list[Layout]], Layout]
 
 
 def audit(whole: Trace, band: Trace, heights: dict[int, int]) -> None:
@@ -58,7 +43,7 @@ def audit(whole: Trace, band: Trace, heights: dict[int, int]) -> None:
             raise _refusal(last, "control flow depends on the number of rows")
         try:
             _judge(step, other, heights, layouts)
-        except _MixedError as error:
+        except MixedError as error:
             raise _refusal(step.where, f"{step.name or 'layer'}: {error}") from None
     if len(whole.steps) != len(band.steps):
         raise _refusal(last, "control flow depends on the number of rows")
@@ -74,25 +59,25 @@ def _judge(step: Step, other: Step, heights: dict[int, int], layouts: dict[int, 
     given = [layouts.get(ref.number) for ref in step.refs]
     for ref, band in zip(step.refs, other.refs, strict=True):
         if (ref.number, ref.value) != (band.number, band.value):
-            raise _MixedError("what it works on depends on the number of rows")
+            raise MixedError("what it works on depends on the number of rows")
     if step.op is None:
         if step.settings != other.settings:
-            raise _MixedError("control flow depends on the number of rows")
+            raise MixedError("control flow depends on the number of rows")
         for ref, layout in zip(step.refs, given, strict=True):
             if layout is not None and layout.place[:2] != (len(ref.shape) - 2, 1):
-                raise _MixedError("rows have left the last dimension but one")
+                raise MixedError("rows have left the last dimension but one")
         for ref, band in zip(step.made, other.made, strict=True):
             layouts[ref.number] = _seen(ref, band, heights)
         return
     if _numbers(step) != _numbers(other):
-        raise _MixedError("a number depends on the number of rows")
+        raise MixedError("a number depends on the number of rows")
     if step.name in FACTORIES or (step.name in SIZED and not any(given)):
         made = [_seen(ref, band, heights) for ref, band in zip(step.made, other.made, strict=True)]
     else:
         layout = _layout(step, given) if any(given) else None
         made = [layout] * len(step.made)
     if step.name in RANDOM and not any(made):
-        raise _MixedError("draws numbers that would differ between the ranks of a globe")
+        raise MixedError("draws numbers that would differ between the ranks of a globe")
     for ref, band, layout in zip(step.made, other.made, made, strict=True):
         _check_shapes(ref, band, layout, heights)
         layouts[ref.number] = layout
@@ -110,10 +95,10 @@ def _numbers(step: Step) -> dict[str, object]:
 
 def _layout(step: Step, given: list[Layout]) -> Layout:
     if step.op is not None and torch.Tag.pointwise in step.op.tags:
-        return _pointwise(step, given)
+        return pointwise(step, given)
     handler = HANDLERS.get(step.name)
     if handler is None:
-        raise _MixedError("is not known to keep rows apart")
+        raise MixedError("is not known to keep rows apart")
     return handler(step, given)
 
 
@@ -127,7 +112,7 @@ def _seen(ref: Ref, band: Ref, heights: dict[int, int]) -> Layout:
     for height in sorted(heights, reverse=True):
         if len(differing) == 1 and size * heights[height] == local * height and size % height == 0:
             return Rows(dim, 1, size // height, height)
-    raise _MixedError(f"makes {ref.shape} of the globe and {band.shape} of a band")
+    raise MixedError(f"makes {ref.shape} of the globe and {band.shape} of a band")
 
 
 def _check_shapes(ref: Ref, band: Ref, layout: Layout, heights: dict[int, int]) -> None:
@@ -136,250 +121,6 @@ def _check_shapes(ref: Ref, band: Ref, layout: Layout, heights: dict[int, int]) 
     if layout is not None:
         expected[layout.dim] = layout.outer * heights[layout.height] * layout.inner
         if ref.shape[layout.dim] != layout.outer * layout.height * layout.inner:
-            raise _MixedError("changes the number of rows")
+            raise MixedError("changes the number of rows")
     if tuple(expected) != band.shape:
-        raise _MixedError(f"makes {ref.shape} of the globe and {band.shape} of a band")
-
-
-def _pointwise(step: Step, given: list[Layout]) -> Layout:
-    ndim = max(len(ref.shape) for ref in step.refs)
-    aligned = [
-        layout._replace(dim=layout.dim + ndim - len(ref.shape))
-        for ref, layout in zip(step.refs, given, strict=True)
-        if layout is not None
-    ]
-    if len({layout.place for layout in aligned}) > 1:
-        raise _MixedError("joins tensors whose rows lie in different places")
-    return aligned[0]
-
-
-def _first(step: Step, given: list[Layout]) -> Layout:
-    return given[0]
-
-
-def _dims(step: Step, key: str, ndim: int) -> set[int]:
-    value = step.given.get(key)
-    dims = [value] if isinstance(value, int) else value
-    return {d % ndim for d in dims} if dims else set(range(ndim))
-
-
-def _along(key: str, default: int | None = None) -> Handler:
-    """Operations along dimensions that may not be the rows'."""
-
-    def handler(step: Step, given: list[Layout]) -> Layout:
-        (ref, *_), layout = step.refs, given[0]
-        if layout is None:
-            raise _MixedError("takes rows where none are expected")
-        if key not in step.given and default is not None:
-            step.given[key] = default
-        if layout.dim in _dims(step, key, len(ref.shape)):
-            raise _MixedError("mixes rows")
-        return layout
-
-    return handler
-
-
-def _reduce(step: Step, given: list[Layout]) -> Layout:
-    layout = _along("dim")(step, given)
-    ndim = len(step.refs[0].shape)
-    if layout is None or step.given.get("keepdim"):
-        return layout
-    before = [d for d in _dims(step, "dim", ndim) if d < layout.dim]
-    return layout._replace(dim=layout.dim - len(before))
-
-
-def _slice(step: Step, given: list[Layout]) -> Layout:
-    layout = given[0]
-    unchanged = step.refs[0].shape == step.made[0].shape and step.given.get("step", 1) == 1
-    return layout if unchanged else _along("dim", 0)(step, given)
-
-
-def _select(step: Step, given: list[Layout]) -> Layout:
-    layout = _along("dim", 0)(step, given)
-    dim = step.given["dim"] % len(step.refs[0].shape)
-    return layout and layout._replace(dim=layout.dim - (dim < layout.dim))
-
-
-def _cat(step: Step, given: list[Layout]) -> Layout:
-    (layout, *others) = given
-    ndim = len(step.refs[0].shape)
-    dim = step.given.get("dim", 0) % (ndim + (step.name == "aten.stack"))
-    if layout is None or any(not other or other.place != layout.place for other in others):
-        raise _MixedError("joins tensors whose rows lie in different places")
-    if step.name == "aten.stack":
-        return layout._replace(dim=layout.dim + (dim <= layout.dim))
-    if dim == layout.dim:
-        raise _MixedError("changes the number of rows")
-    return layout
-
-
-def _view(step: Step, given: list[Layout]) -> Layout:
-    """A view keeps the order of entries: find the dimension that holds whole rows again."""
-    layout, old, new = given[0], step.refs[0].shape, step.made[0].shape
-    if layout is None:
-        return None
-    before = prod(old[: layout.dim]) * layout.outer
-    after = layout.inner * prod(old[layout.dim + 1 :])
-    for dim, size in enumerate(new):
-        ahead, behind = prod(new[:dim]), prod(new[dim + 1 :])
-        if before % ahead == 0 and after % behind == 0:
-            outer, inner = before // ahead, after // behind
-            if outer * layout.height * inner == size:
-                return Rows(dim, outer, inner, layout.height)
-    raise _MixedError("splits rows")
-
-
-def _permute(step: Step, given: list[Layout]) -> Layout:
-    layout, ndim = given[0], len(step.refs[0].shape)
-    order = list(range(ndim))
-    if step.name == "aten.permute":
-        order = [d % ndim for d in step.given["dims"]]
-    else:
-        a, b = (step.given.get(key, i) % ndim for i, key in enumerate(("dim0", "dim1")))
-        order[a], order[b] = order[b], order[a]
-    return layout and layout._replace(dim=order.index(layout.dim))
-
-
-def _expand(step: Step, given: list[Layout]) -> Layout:
-    layout = given[0]
-    extra = len(step.made[0].shape) - len(step.refs[0].shape)
-    return layout and layout._replace(dim=layout.dim + extra)
-
-
-def _repeat(step: Step, given: list[Layout]) -> Layout:
-    layout = _expand(step, given)
-    if layout is None or step.given["repeats"][layout.dim] != 1:
-        raise _MixedError("changes the number of rows")
-    return layout
-
-
-def _index(step: Step, given: list[Layout]) -> Layout:
-    """One list of indices along a dimension that holds no rows."""
-    layout, indices = given[0], step.given["indices"]
-    places = [dim for dim, index in enumerate(indices) if index is not None]
-    if layout is None or any(given[1:]) or len(places) != 1 or places[0] == layout.dim:
-        raise _MixedError("mixes rows")
-    if len(indices[places[0]].shape) != 1:
-        raise _MixedError("is not known to keep rows apart")
-    return layout
-
-
-def _pad(step: Step, given: list[Layout]) -> Layout:
-    layout, ndim = given[0], len(step.refs[0].shape)
-    pads = step.given.get("pad") or step.given["padding"]
-    at = 2 * (ndim - 1 - layout.dim) if layout else 0
-    if any(pads[at : at + 2]):
-        raise _MixedError("changes the number of rows")
-    return layout
-
-
-def _product(step: Step, given: list[Layout]) -> Layout:
-    """`mm`, `bmm` and their forms with an addend: the contracted dimension may hold no rows."""
-    a, b = given[-2:]
-    batched = len(step.refs[-1].shape) - 2  # 1 for bmm
-    if (a and a.dim == batched + 1) or (b and b.dim == batched):
-        raise _MixedError("mixes rows")
-    if a and b and (a != b or a.dim >= batched):
-        raise _MixedError("mixes rows")
-    return a or b
-
-
-def _layer_norm(step: Step, given: list[Layout]) -> Layout:
-    layout, ndim = given[0], len(step.refs[0].shape)
-    if layout is None or layout.dim >= ndim - len(step.given["normalized_shape"]):
-        raise _MixedError("mixes rows")
-    return layout
-
-
-def _convolution(step: Step, given: list[Layout]) -> Layout:
-    layout = given[0]
-    spatial = layout.dim - 2 if layout else -1
-    if layout is None or spatial < 0 or step.given["transposed"]:
-        raise _MixedError("mixes rows")
-    kernel = step.refs[1].shape[layout.dim]
-    if (kernel, step.given["stride"][spatial], step.given["padding"][spatial]) != (1, 1, 0):
-        raise _MixedError("mixes rows")
-    return layout
-
-
-def _shuffle(step: Step, given: list[Layout]) -> Layout:
-    layout = given[0]
-    if layout is None or layout.dim != len(step.refs[0].shape) - 2:
-        raise _MixedError("mixes rows")
-    if step.name == "aten.pixel_shuffle":
-        return layout._replace(inner=layout.inner * step.given["upscale_factor"])
-    inner, rest = divmod(layout.inner, step.given["downscale_factor"])
-    if rest:
-        raise _MixedError("mixes rows")
-    return layout._replace(inner=inner)
-
-
-def _attention(step: Step, given: list[Layout]) -> Layout:
-    layouts = set(given[:3])
-    layout = given[0]
-    if len(layouts) > 1 or layout is None or layout.dim > 1:
-        raise _MixedError("attends across rows")
-    return layout
-
-
-FACTORIES = {
-    f"aten.{name}"
-    for name in (
-        *("empty", "zeros", "ones", "full", "rand", "randn"),
-        *("new_empty", "new_zeros", "new_ones", "new_full"),
-    )
-}
-# Their sizes may depend on the number of rows; the shapes are compared instead.
-SIZED = {f"aten.{name}" for name in ("view", "_unsafe_view", "reshape", "expand")}
-SIZES = ("size", "shape")
-RANDOM = {
-    f"aten.{name}"
-    for name in (
-        *("rand", "randn", "rand_like", "randn_like", "randint", "randperm", "uniform_"),
-        *("normal_", "bernoulli", "bernoulli_", "native_dropout"),
-    )
-}
-
-
-def _handlers(handler: Handler, *names: str) -> dict[str, Handler]:
-    return {f"aten.{name}": handler for name in names}
-
-
-HANDLERS: dict[str, Handler] = {
-    **_handlers(
-        _first,
-        *("clone", "detach", "alias", "_to_copy", "contiguous", "bernoulli_", "native_dropout"),
-        *("zero_", "fill_", "lift_fresh", "uniform_", "normal_", "bernoulli"),
-        *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
-    ),
-    **_handlers(_pointwise, "_prelu_kernel", "copy_"),
-    **_handlers(_reduce, "sum", "mean", "amax", "amin", "var", "var_mean", "std", "logsumexp"),
-    **_handlers(_reduce, "linalg_vector_norm", "max", "min", "argmax", "argmin", "prod"),
-    **_handlers(_along("dim"), "_softmax", "_safe_softmax", "_log_softmax", "cumsum"),
-    **_handlers(_along("dim"), "_fft_r2c", "_fft_c2r", "_fft_c2c"),
-    **_handlers(_along("dim", -1), "glu", "sort"),
-    **_handlers(_along("dims"), "flip", "roll"),
-    **_handlers(_along("dim", 0), "split", "split_with_sizes", "index_select"),
-    **_handlers(_slice, "slice"),
-    **_handlers(_select, "select", "unbind"),
-    **_handlers(_cat, "cat", "stack"),
-    **_handlers(_view, "view", "_unsafe_view", "reshape", "unsqueeze", "squeeze"),
-    **_handlers(_permute, "permute", "transpose", "t"),
-    **_handlers(_expand, "expand"),
-    **_handlers(_repeat, "repeat"),
-    **_handlers(_index, "index"),
-    **_handlers(_pad, "constant_pad_nd"),
-    **_handlers(
-        _pad, *(f"re{kind}_pad{n}d" for kind in ("flection", "plication") for n in (1, 2, 3))
-    ),
-    **_handlers(_product, "mm", "addmm", "bmm", "baddbmm"),
-    **_handlers(_layer_norm, "native_layer_norm"),
-    **_handlers(_convolution, "convolution"),
-    **_handlers(_shuffle, "pixel_shuffle", "pixel_unshuffle"),
-    **_handlers(
-        _attention,
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_efficient_attention",
-    ),
-}
+        raise MixedError(f"makes {ref.shape} of the globe and {band.shape} of a band")

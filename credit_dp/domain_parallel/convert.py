@@ -11,89 +11,34 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from credit_dp.domain_parallel.constraints import validate_sharding_constraints
 from credit_dp.domain_parallel.halo_exchange import HaloExchange
-from credit_dp.domain_parallel.layers import (
-    DomainParallelConv2d,
-    DomainParallelConvTranspose2d,
-    DomainParallelGroupNorm,
-)
 from credit_dp.domain_parallel.layers.row_layer import RowLayer
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import ROW_DIM
 from credit_dp.domain_parallel.plan import Shape, plan_calls, plan_model
 from credit_dp.domain_parallel.planner import active_planner
+from credit_dp.domain_parallel.rules import (
+    CONTAINERS,
+    RULES,
+    _needs_halo_conv2d,
+    _needs_halo_conv_transpose2d,
+)
 from credit_dp.domain_parallel.sharding import FIELD_DIMS
 from credit_dp.errors import UserError
+
+# Users know these by this module's name.
+__all__ = [
+    "_needs_halo_conv2d",
+    "_needs_halo_conv_transpose2d",
+    "_replace_module",
+    "convert_to_domain_parallel",
+    "validate_sharding_constraints",
+]
 
 logger = logging.getLogger(__name__)
 
 Converter = Callable[[Any], nn.Module]
-Rule = Callable[[Any, int, DomainParallelManager], nn.Module]
-
-
-def _needs_halo_conv2d(conv: nn.Conv2d) -> bool:
-    """Return whether output rows depend on more than the input row of the same index."""
-    return conv.kernel_size[0] > 1
-
-
-def _needs_halo_conv_transpose2d(conv: nn.ConvTranspose2d) -> bool:
-    """Return whether output rows of one input row overlap those of the next."""
-    return conv.kernel_size[0] > conv.stride[0]
-
-
-def _shard_conv2d(conv: nn.Conv2d, dim: int, manager: DomainParallelManager) -> nn.Module:
-    unpadded = isinstance(conv.padding, str) or conv.padding[0] == 0
-    if not _needs_halo_conv2d(conv) and conv.stride[0] == 1 and unpadded:
-        return conv
-    return DomainParallelConv2d(conv, dim, manager=manager)
-
-
-def _shard_conv_transpose2d(
-    conv: nn.ConvTranspose2d, dim: int, manager: DomainParallelManager
-) -> nn.Module:
-    # Kernel = stride sends nothing where bands line up; the wrapper makes them line up elsewhere.
-    return DomainParallelConvTranspose2d(conv, dim, manager=manager)
-
-
-def _shard_group_norm(norm: nn.GroupNorm, dim: int, manager: DomainParallelManager) -> nn.Module:
-    return DomainParallelGroupNorm(norm, manager=manager)
-
-
-def _keep(module: nn.Module, dim: int, manager: DomainParallelManager) -> nn.Module:
-    return module
-
-
-def _keep_if_rows_are_apart(
-    norm: nn.LayerNorm, dim: int, manager: DomainParallelManager
-) -> nn.Module:
-    if len(norm.normalized_shape) > 1:
-        raise UserError(f"LayerNorm over {norm.normalized_shape} mixes rows and has no rule")
-    return norm
-
-
-# Exact types only: a subclass may have a forward of its own.
-RULES: dict[type[nn.Module], Rule] = {
-    nn.Conv2d: _shard_conv2d,  # fetches rows when its kernel reaches over the band's edge
-    nn.ConvTranspose2d: _shard_conv_transpose2d,
-    nn.GroupNorm: _shard_group_norm,  # statistics over all bands
-    nn.LayerNorm: _keep_if_rows_are_apart,  # over the last dimension
-    **dict.fromkeys(  # act on channels or single values: rows never meet
-        (
-            nn.CELU, nn.Dropout, nn.ELU, nn.GELU, nn.Hardswish, nn.Hardtanh, nn.Identity,
-            nn.LeakyReLU, nn.Linear, nn.Mish, nn.PReLU, nn.ReLU, nn.ReLU6, nn.SELU, nn.SiLU,
-            nn.Sigmoid, nn.Softplus, nn.Tanh,
-        ),
-        _keep,
-    ),
-    **dict.fromkeys(  # the audit sees whether rows meet in them
-        (
-            nn.Flatten, nn.GLU, nn.LogSoftmax, nn.PixelShuffle, nn.PixelUnshuffle, nn.Softmax,
-            nn.Unflatten,
-        ),
-        _keep,
-    ),
-}  # fmt: skip
-CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
 def convert_to_domain_parallel(
@@ -278,34 +223,3 @@ class _PlanAtFirstForward:
             return tuple(x.shape)
         self.manager.bands.adopt(partition)
         return (*x.shape[:ROW_DIM], partition.height, *x.shape[ROW_DIM + 1 :])
-
-
-def validate_sharding_constraints(
-    model: nn.Module, local_h: int, window_sizes: list[int] | None = None
-) -> list[str]:
-    """Return readable warnings about a band of `local_h` rows, none if it suits the model.
-
-    Every band gives exact results; a level whose band is no multiple of its stride or window has
-    to move rows between ranks, and a level without rows is refused at conversion.
-
-    Args:
-        model: before or after conversion; its strided convolutions make the levels.
-        local_h: rows of one rank at the model's input.
-        window_sizes: attention window per level, finest first.
-    """
-    layers = [m.__dict__.get("wrapped", m) for m in model.modules()]
-    strides = [m.stride[0] for m in layers if isinstance(m, nn.Conv2d) and m.stride[0] > 1]
-    rows, warnings = local_h, []
-    for level in range(len(strides) + 1):
-        window = window_sizes[level] if window_sizes and level < len(window_sizes) else 1
-        if rows % window:
-            warnings.append(f"level {level}: {rows} rows are no multiple of the window {window}")
-        if level < len(strides):
-            if rows % strides[level]:
-                warnings.append(
-                    f"level {level}: {rows} rows are no multiple of the stride {strides[level]}"
-                )
-            rows //= strides[level]
-    if rows < 1:
-        warnings.append(f"the coarsest level has less than one row of {local_h}; use fewer ranks")
-    return warnings

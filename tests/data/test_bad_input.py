@@ -130,6 +130,10 @@ def test_dates_between_two_times(good):
             "latitude neither rises nor falls",
         ),
         ("latitude", np.linspace(100, -90, 12), "within -90 to 90"),
+        ("latitude", np.linspace(60, 20, 12), "cover the globe from pole to pole"),
+        ("latitude", np.linspace(90, -30, 12), "cover the globe from pole to pole"),
+        ("latitude", np.r_[90:70:6j, -70:-90:6j], "in rows of about one distance"),
+        ("level", np.array([0.1, 0.5, 500]), "levels must be whole numbers"),
         ("longitude", np.linspace(0, 360, 8), "equal steps"),
         ("longitude", np.linspace(0, 180, 8), "equal steps"),
         ("longitude", np.array([0, 45, 90, 135, 180, 225, 271, 315.0]), "equal steps"),
@@ -141,6 +145,11 @@ def test_dates_between_two_times(good):
 def test_coordinates_on_which_numbers_would_lie(tmp_path, coordinate, values, expected):
     path = changed(tmp_path, lambda data: data.assign_coords({coordinate: values}))
     assert expected in refusal(path)
+
+
+def test_levels_without_values(tmp_path):
+    path = changed(tmp_path, lambda data: data.drop_vars("level"))
+    assert "has a dim level, but no values" in refusal(path)
 
 
 @pytest.mark.parametrize("start", [0.0, -180.0, 200.0])

@@ -78,6 +78,8 @@ ROW_LOCAL = {
     "spectrum along longitude": lambda m, x: torch.fft.irfft(2 * torch.fft.rfft(x), n=x.shape[-1]),
     "spread embedding": lambda m, x: torch.cat([m.scale.expand_as(x), x], 1)[:, 2:6],
     "zeros like tokens": lambda m, x: _columns(torch.zeros_like(_columns(x)) + _columns(x), x),
+    "sorted along longitude": lambda m, x: x.sort().values,
+    "halves of longitude": lambda m, x: F.glu(torch.cat([x, x], -1)),
     "einsum": lambda m, x: torch.einsum("bchw,cd->bdhw", x, m.linear.weight),
     "stack": lambda m, x: torch.stack([x, 2 * x], 1)[:, 1],
     "zeros": lambda m, x: x + torch.zeros_like(x) + x.new_zeros(x.shape),

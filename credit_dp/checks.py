@@ -29,6 +29,12 @@ def at_least(key: str, value: int | None, minimum: int) -> None:
         raise UserError(f"{key}: needs an integer of at least {minimum}, got {value}")
 
 
+def integer_in(key: str, value: int, low: int, high: int) -> None:
+    """Refuse an integer outside `[low, high]`."""
+    if not low <= value <= high:
+        raise UserError(f"{key}: needs an integer from {low} to {high}, got {value}")
+
+
 def number_in(key: str, value: float | None, low: float, high: float = math.inf) -> None:
     """Refuse a number outside `[low, high]`, infinity and NaN; null passes."""
     if value is not None and not (math.isfinite(value) and low <= value <= high):
@@ -66,6 +72,19 @@ def span(key: str, dates: Sequence[str]) -> None:
         raise UserError(f"{needs}, got [{', '.join(dates)}]") from None
     if first.replace(tzinfo=None) > last.replace(tzinfo=None):
         raise UserError(f"{needs}, got a first date after the last: [{', '.join(dates)}]")
+
+
+def date(key: str, value: str) -> None:
+    """Refuse what is not a day, or an hour of one, in ISO format without a time zone."""
+    try:
+        zone = datetime.fromisoformat(value).tzinfo
+    except ValueError:
+        zone = None
+        value = f"{value!r}, which is no date" if value else "an empty text"
+    else:
+        if zone is None and re.match(r"\d{4}-\d\d-\d\d", value):
+            return
+    raise UserError(f"{key}: needs a date like 2001-01-01, got {value}")
 
 
 def grid(key: str, value: str | None) -> None:

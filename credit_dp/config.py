@@ -49,6 +49,11 @@ class UNetConfig:
                 f"model.channels: needs multiples of model.groups ({self.groups}), got {odd}"
             )
 
+    def coarsest_rows(self, height: int) -> int:
+        """Rows of the coarsest level on a grid of `height` rows; each level halves, rounding up."""
+        factor: int = 2 ** (len(self.channels) - 1)
+        return -(-height // factor)
+
 
 @dataclass
 class QuickstartConfig:
@@ -218,7 +223,7 @@ class Config:
     resume: str | None = None  # auto | PATH
 
     def __post_init__(self) -> None:
-        checks.at_least("seed", self.seed, 0)
+        checks.integer_in("seed", self.seed, 0, 2**63 - 1)  # what torch and numpy both take
         checks.one_of("device", self.device, ("auto", "cpu", "cuda"))
         if self.resume == "auto" and not (self.run.name or self.run.dir):
             raise UserError("resume: auto needs run.name, which fixes the folder to look in")

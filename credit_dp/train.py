@@ -37,18 +37,21 @@ def run(config: Config, ranks: Ranks) -> int:
     training = build_training(config, prepared, manager, device_of(config.device, ranks))
     dates = HeldOut(config, prepared, training.rows, training.like)
     step = resume(config, folder, training, screen)
-    if ranks.rank == 0:
+    if ranks.rank == 0 and (step < config.trainer.steps or not folder.config.exists()):
         write_whole(folder.config, resolved_yaml(config))
     with open_tracker(config.logger, folder.log, step, as_dict(config), ranks.rank) as tracker:
         train(config, folder, training, screen, tracker)
         scores = score(config, training, dates, screen, manager)
         tracker.summarise(scores.numbers())
+    # Before the map: should that fail, the scores are there.
+    if ranks.rank == 0:
+        write_whole(folder.scores, scores.json())
+    for table in scores.tables(screen.width):
+        screen.say(table)
     if manager.dp_rank == 0:
         field = example(training.forecast.rollout, dates, manager)
         if ranks.rank == 0:
             draw_map(field, folder.map)
-            write_whole(folder.scores, scores.json())
-    screen.say(scores.table())
     show_files(folder, screen)
     return 0
 
@@ -64,8 +67,6 @@ def resume(config: Config, folder: RunFolder, training: Training, screen: Screen
     if path is not None:
         load_checkpoint(path, trainer.state)
         screen.say(f"resumed after step {trainer.state.step} from {path}")
-    elif folder.checkpoint.exists():
-        screen.say(f"{folder.path} holds an earlier run; this one replaces it (not resume=auto)")
     if config.resume is not None and not trainer.in_step():
         raise UserError(
             f"resume: all ranks have to see the same checkpoint, but rank {trainer.manager.rank} "
@@ -81,6 +82,13 @@ def train(
     """Train to the last step, with log, progress bar and checkpoints."""
     trainer, total = training.trainer, config.trainer.steps
     note = ""
+    if trainer.state.step >= total:
+        training.loader.close()
+        screen.say(
+            f"nothing to train: the checkpoint is of step {trainer.state.step} and trainer.steps "
+            f"is {total}; evaluating only"
+        )
+        return
     with training.loader, screen.bar("training", total, trainer.state.step) as bar:
         for record in trainer.steps(training.loader):
             if record.loss is not None:
@@ -114,4 +122,5 @@ def show_files(folder: RunFolder, screen: Screen) -> None:
         ("config", folder.config),
         ("map", folder.map),
     ):
-        screen.say(f"{label:<13}{path}")
+        if path.exists():  # a run that only evaluates another's checkpoint has none of its own
+            screen.say(f"{label:<13}{path}")

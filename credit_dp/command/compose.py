@@ -7,6 +7,7 @@ from typing import final
 
 from hydra import version
 from hydra._internal.hydra import Hydra
+from hydra._internal.sources_registry import SourcesRegistry
 from hydra._internal.utils import create_config_search_path
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
@@ -25,6 +26,7 @@ from credit_dp.checks import nearest
 from credit_dp.command.explain import explain
 from credit_dp.command.folders import register_resolvers
 from credit_dp.command.keys import check_key
+from credit_dp.command.user_files import UserFiles
 from credit_dp.config import Config
 from credit_dp.errors import UserError
 
@@ -62,6 +64,7 @@ class Composer:
         version.setbase("1.3")
         register_schemas()
         register_resolvers()
+        SourcesRegistry.instance().register(UserFiles)
         GlobalHydra.instance().clear()
         self.config_name = config_name
         self.hydra = Hydra.create_main_hydra2(job, search_path(extra))
@@ -91,6 +94,11 @@ class Composer:
                 run_mode=RunMode.RUN,
                 with_log_configuration=False,
             )
+        except RecursionError:
+            raise UserError(
+                "defaults: a config file includes itself. A file of yours with the name of one of "
+                "ours replaces it, so that it cannot include it; give yours another name."
+            ) from None
         except (HydraException, OmegaConfBaseException, YAMLError) as error:
             raise UserError(explain(error)) from error
         return composed
@@ -181,14 +189,11 @@ def register_schemas() -> None:
 
 
 def search_path(extra: str | None) -> ConfigSearchPath:
-    """Where groups are looked for: `--config-dir`, the package's `conf/`, then the user's."""
+    """Where groups are looked for: `--config-dir`, the user's `conf/`, then the package's."""
     path = create_config_search_path(f"file://{conf_folder()}")
     own = Path.cwd() / "conf"
     if own.is_dir() and own.resolve() != conf_folder().resolve():
-        # The schemas have to stay last.
-        schema = path.get_path().pop()
-        path.append("user", f"file://{own}")
-        path.get_path().append(schema)
+        path.prepend("user", f"{UserFiles.scheme()}://{own}", anchor="main")
     if extra is not None:
         if not Path(extra).is_dir():
             raise UserError(f"--config-dir: no folder {extra}")

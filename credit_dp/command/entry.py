@@ -15,7 +15,7 @@ from credit_dp.command.train import train
 from credit_dp.errors import UserError
 from credit_dp.launch.launcher import find_launcher
 from credit_dp.launch.local import Terminated
-from credit_dp.launch.report import report_refusal
+from credit_dp.launch.report import after_first_rank, report_refusal
 
 Command = Callable[[Sequence[str], str], int]
 
@@ -60,21 +60,21 @@ def guarded(command: Command, arguments: Sequence[str], program: str) -> int:
     try:
         return command(arguments, program)
     except UserError as error:
-        if speaks():
-            report_refusal(str(error))
+        after_first_rank(own_rank())
+        report_refusal(str(error))
         return 2
     except KeyboardInterrupt:
-        if speaks():
+        if own_rank() == 0:
             sys.stderr.write("\ninterrupted\n")
         return 130
     except Terminated:
         return 143
 
 
-def speaks() -> bool:
-    """Whether this process is the one that talks: under a launcher all ranks see the same error."""
+def own_rank() -> int:
+    """Which of a launcher's ranks this process is; 0 if nobody launched it."""
     try:
         launcher = find_launcher(os.environ)
     except UserError:
-        return True
-    return launcher is None or launcher.ranks.rank == 0
+        return 0
+    return 0 if launcher is None else launcher.ranks.rank

@@ -9,7 +9,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 from omegaconf import OmegaConf
 
-from credit_dp.config import Config
+from credit_dp.config import Config, RunConfig
 from credit_dp.errors import UserError
 
 CHECKPOINT = "checkpoint.pt"  # what the trainer writes, and what makes a folder worth guarding
@@ -24,12 +24,14 @@ def register_resolvers() -> None:
 
 def run_folder(name: str | None, folder: str) -> str:
     """The folder of one run."""
-    return folder or f"outputs/{name or unique_name()}"
+    return os.path.expanduser(folder) or f"outputs/{name or unique_name()}"
 
 
 def sweep_folder(name: str | None, folder: str) -> str:
     """The folder of a sweep, in which its runs are numbered."""
-    return folder or (f"outputs/{name}" if name else f"multirun/{unique_name()}")
+    return os.path.expanduser(folder) or (
+        f"outputs/{name}" if name else f"multirun/{unique_name()}"
+    )
 
 
 def unique_name() -> str:
@@ -38,7 +40,29 @@ def unique_name() -> str:
     return f"{datetime.now():%Y-%m-%d_%H-%M-%S.%f}_{job}"
 
 
-def check_folder(folder: Path, config: Config) -> None:
+def folder_key(run: RunConfig) -> str:
+    """The key that chose the folder, which is the one to change."""
+    return "run.dir" if run.dir else "run.name"
+
+
+@contextlib.contextmanager
+def folder_made_by_hydra(run: RunConfig, default: str) -> Iterator[None]:
+    """Tell in one line if the folder, which Hydra makes before anything of ours runs, can't be.
+
+    Raises:
+        UserError: no folder can be made there, or nothing can be written to it.
+    """
+    try:
+        yield
+    except OSError as error:
+        folder = run.dir or (f"outputs/{run.name}" if run.name else default)
+        raise UserError(
+            f"run.dir: cannot write to {error.filename or folder} ({error.strerror}). "
+            "Give another folder, or free some space."
+        ) from error
+
+
+def check_folder(folder: Path, config: Config, key: str = "run.name") -> None:
     """Refuse to start a fresh run over the checkpoint of another.
 
     Raises:
@@ -50,13 +74,13 @@ def check_folder(folder: Path, config: Config) -> None:
     if config.resume and Path(config.resume).resolve() in (folder.resolve(), checkpoint.resolve()):
         return
     raise UserError(
-        f"run.name: {folder} holds the checkpoint of an earlier run. "
-        "Go on from it with resume=auto, or give another run.name."
+        f"{key}: {folder} holds the checkpoint of an earlier run. "
+        f"Go on from it with resume=auto, or give another {key}."
     )
 
 
 @contextlib.contextmanager
-def claim(folder: Path) -> Iterator[None]:
+def claim(folder: Path, key: str = "run.name") -> Iterator[None]:
     """Hold the folder while a run writes to it.
 
     Raises:
@@ -67,9 +91,7 @@ def claim(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire()
     except Timeout:
-        raise UserError(
-            f"run.name: another run is writing to {folder}. Give another one."
-        ) from None
+        raise UserError(f"{key}: another run is writing to {folder}. Give another one.") from None
     except OSError as error:
         raise UserError(f"run.dir: cannot write to {folder} ({error.strerror})") from error
     try:

@@ -58,20 +58,40 @@ def unknown_key(key: str, place: str, names: list[str]) -> str:
     return f"{key}: no such key.{close} {allowed}"
 
 
+def is_table(key: str) -> bool:
+    """Whether the key takes a table, whose entries may be new: `loss.variable_weight`."""
+    return get_origin(kind_of(key)) is dict
+
+
 def is_table_entry(key: str) -> bool:
-    """Whether the key names an entry of a table, which may be new: `loss.variable_weight.x`."""
-    return get_origin(kind_of(key.rpartition(".")[0])) is dict
+    """Whether the key names an entry of a table: `loss.variable_weight.geopotential`."""
+    return is_table(key.rpartition(".")[0])
 
 
 def kind_of(key: str) -> Any:
     """The type of a dotted key; None if there is no such key."""
     schema: Any = Config
     for name in key.split("."):
+        if get_origin(schema) is dict:
+            schema = get_args(schema)[1]
+            continue
         hints = get_type_hints(schema) if is_dataclass(schema) else {}
         if name not in hints:
             return None
         schema = hints[name]
     return schema
+
+
+def check_value(key: str, value: object) -> None:
+    """Refuse a value that the key's own dataclass refuses, whatever the other keys are.
+
+    Raises:
+        UserError: as when the config is made.
+    """
+    group, _, name = key.rpartition(".")
+    owner = kind_of(group) if group else Config
+    if is_dataclass(owner) and isinstance(owner, type):
+        owner(**{name: value})
 
 
 def describe(kind: Any) -> str:

@@ -2,12 +2,13 @@
 
 import shlex
 from collections.abc import Iterator, Sequence
+from typing import get_args, get_origin
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
 
-from credit_dp.command.keys import is_table_entry
+from credit_dp.command.keys import check_value, describe, is_table, is_table_entry, kind_of
 from credit_dp.errors import UserError
 
 
@@ -21,10 +22,15 @@ def parse_overrides(texts: Sequence[str]) -> list[Override]:
     # Hydra would ask for a plus before a new entry of a table; here KEY=VALUE is all there is.
     return [
         _parse(f"++{override.input_line}")
-        if override.type == OverrideType.CHANGE and is_table_entry(override.key_or_group)
+        if override.type == OverrideType.CHANGE and adds_entries(override.key_or_group)
         else override
         for override in parsed
     ]
+
+
+def adds_entries(key: str) -> bool:
+    """Whether a value given to this key may bring entries that its table does not have yet."""
+    return is_table(key) or is_table_entry(key)
 
 
 def _parse(text: str) -> Override:
@@ -34,9 +40,15 @@ def _parse(text: str) -> Override:
     key, equals, value = text.partition("=")
     if not equals:
         raise UserError(f"{text}: needs the form KEY=VALUE")
-    quoted = quoted_form(key, value)
+    quoted = table_form(key, value) or quoted_form(key, value)
+    if quoted is None and kind_of(key) is not None:
+        raise UserError(f"{key}: needs {describe(kind_of(key))}, got {value!r}")
     if quoted is None:
         raise UserError(f"{text}: does not parse, because {key!r} is no key or the brackets differ")
+    if not quoted.startswith(f"{key}="):
+        raise UserError(
+            f"{text}: that name is only understood in a table; write {shlex.quote(quoted)}"
+        )
     raise UserError(f"{text}: the value needs quotes; write {shlex.quote(quoted)}")
 
 
@@ -48,13 +60,37 @@ def try_parse(text: str) -> Override | None:
         return None
 
 
+def table_form(key: str, value: str) -> str | None:
+    """`table={entry: value}`, for an entry whose name no key may have, like 2m_temperature."""
+    table, _, entry = key.rpartition(".")
+    form = f"{table}={{{entry}: {value}}}"
+    if not is_table(table) or try_parse(f"{key}=0") is not None or try_parse(form) is None:
+        return None
+    return form
+
+
+def takes_quotes(key: str, value: object) -> bool:
+    """Whether text, or a list of texts, is of the type that the key needs; Hydra knows its own."""
+    if key.startswith("hydra."):
+        return True
+    kind = kind_of(key.lstrip("+"))
+    if isinstance(value, list):
+        return list[str] in (kind, *get_args(kind))
+    return str in (kind, *get_args(kind)) and get_origin(kind) not in (list, dict, tuple)
+
+
 def quoted_form(key: str, value: str) -> str | None:
-    """`key=value` with the quotes that make it parse, to a list if it looks like one."""
+    """`key=value` with the quotes that make it parse, to a list if it looks like one.
+
+    Raises:
+        UserError: the value is not allowed, quoted or not.
+    """
     for candidate in _candidates(value):
         parsed = try_parse(f"{key}={candidate}")
-        if parsed is None or parsed.is_sweep_override():
+        if parsed is None or parsed.is_sweep_override() or not takes_quotes(key, parsed.value()):
             continue
         if isinstance(parsed.value(), list) or parsed.value() == value:
+            check_value(key.lstrip("+"), parsed.value())
             return f"{key}={candidate}"
     return None
 

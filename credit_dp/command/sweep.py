@@ -2,11 +2,14 @@
 
 import os
 from collections.abc import Sequence
+from itertools import product
 
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig
 
 from credit_dp.command.compose import Composer
+from credit_dp.command.folders import folder_made_by_hydra
+from credit_dp.command.preflight import check_plan
 from credit_dp.command.run import run_in_folder
 from credit_dp.errors import UserError
 from credit_dp.launch.launcher import find_launcher
@@ -26,6 +29,35 @@ def sweep(composer: Composer, overrides: Sequence[Override]) -> int:
     Raises:
         UserError: a value is not allowed, or this is one of several ranks already.
     """
+    check_place(overrides)
+    for texts in samples(composer, overrides):
+        config = composer.config(texts)
+        check_plan(config)
+    texts = [str(override.input_line) for override in overrides]
+    try:
+        with folder_made_by_hydra(config.run, "multirun"):
+            composer.hydra.multirun(composer.config_name, run_one, texts)
+    except RunError as failure:
+        return failure.code
+    return 0
+
+
+def check_all(composer: Composer, overrides: Sequence[Override]) -> int:
+    """Check every combination and start none; how many there are.
+
+    Raises:
+        UserError: a value is not allowed, or this is one of several ranks already.
+    """
+    check_place(overrides)
+    choices = [choice for override in overrides if (choice := values(composer, override))]
+    combinations = list(product(*choices))
+    for texts in combinations:
+        check_plan(composer.config(texts))
+    return len(combinations)
+
+
+def check_place(overrides: Sequence[Override]) -> None:
+    """Refuse a sweep inside a rank, and runs that would each want to name the sweep's folder."""
     launcher = find_launcher(os.environ)
     if launcher is not None:
         raise UserError(f"--multirun: sweep from outside {launcher.name}, which started ranks here")
@@ -35,14 +67,6 @@ def sweep(composer: Composer, overrides: Sequence[Override]) -> int:
                 f"{override.key_or_group}: names the whole sweep, whose runs are numbered in it; "
                 "give one value"
             )
-    for texts in samples(composer, overrides):
-        composer.config(texts)
-    texts = [str(override.input_line) for override in overrides]
-    try:
-        composer.hydra.multirun(composer.config_name, run_one, texts)
-    except RunError as failure:
-        return failure.code
-    return 0
 
 
 def samples(composer: Composer, overrides: Sequence[Override]) -> list[list[str]]:

@@ -10,8 +10,9 @@ from omegaconf import OmegaConf
 from credit_dp.command.arguments import parse, train_parser
 from credit_dp.command.compose import Composer, check_overrides, without_hydra
 from credit_dp.command.overrides import parse_overrides
+from credit_dp.command.preflight import check_plan
 from credit_dp.command.run import run_once
-from credit_dp.command.sweep import sweep
+from credit_dp.command.sweep import check_all, sweep
 from credit_dp.config import Config
 from credit_dp.errors import UserError
 
@@ -20,7 +21,7 @@ HELP = """\
 
 What is in the config is KEY=VALUE, dashes only change the command:
   --cfg job         show the config that these overrides give, and stop (--resolve, --package)
-  --check           check the config, and stop
+  --check           check the config, or all configs of a sweep, and stop
   --multirun, -m    one run for each combination: model=unet,unet_small seed=0,1,2
   --config-dir DIR  one more folder of config files; ./conf is one already
   --help, -h        this text
@@ -50,8 +51,14 @@ def train(arguments: Sequence[str], program: str) -> int:
         show(composer, args, texts, program)
         return 0
     if args.multirun or "hydra.mode=MULTIRUN" in args.overrides:
+        if args.check:
+            sys.stdout.write(
+                f"The configs of all {check_all(composer, overrides)} runs are valid.\n"
+            )
+            return 0
         return sweep(composer, overrides)
     config = check_run(composer, overrides)
+    check_plan(config)
     if args.check:
         sys.stdout.write("The config is valid.\n")
         return 0

@@ -151,10 +151,6 @@ class Store:
         """The unit as the store gives it; empty if it gives none."""
         return str(self._dataset[variable].attrs.get("units", ""))
 
-    def units(self, variable: str) -> str:
-        """The unit as the store gives it; empty if it gives none."""
-        return str(self._dataset[variable].attrs.get("units", ""))
-
     def description(self, variables: list[str]) -> list[object]:
         """What a cached result depends on, as JSON: where, how old, coordinates, variables."""
         path = Path(str(self.config.store)).expanduser().resolve()

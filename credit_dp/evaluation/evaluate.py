@@ -40,7 +40,7 @@ def evaluate(
         progress(start + len(times))
     return Scores(
         channels=tuple(channel.name for channel in store.channels.prognostic),
-        units=tuple(unit_of(channel.variable) for channel in store.channels.prognostic),
+        units=tuple(unit_of(store, channel.variable) for channel in store.channels.prognostic),
         hours=dates.hours,
         rmse=errors.result(manager).cpu().numpy(),
         samples=len(dates.initial_times),
@@ -85,7 +85,7 @@ def example(rollout: Rollout, dates: HeldOut, manager: DomainParallelManager) ->
     start = str(times[0].astype("datetime64[m]")).replace("T", " ")
     return FieldMap(
         title=f"{names[index]}, {dates.hours[-1]} h forecast from {start} UTC",
-        unit=unit_of(store.channels.prognostic[index].variable),
+        unit=unit_of(store, store.channels.prognostic[index].variable),
         forecast=both[0].cpu().numpy(),
         truth=both[1].cpu().numpy(),
         latitude=store.latitude,

@@ -15,6 +15,8 @@ from credit_dp.data.sampling import initial_times
 
 Times = NDArray[np.datetime64]
 
+PROBES = 4  # initial times looked at before training, first and last among them
+
 
 @final
 class HeldOut:
@@ -31,7 +33,8 @@ class HeldOut:
         initial_times: every one has all steps to the longest lead within the split.
 
     Raises:
-        UserError: a lead time is no multiple of the data's step, or no date has them all.
+        UserError: a lead time is no multiple of the data's step, no date has them all, or one of
+            the few fields that are read at once has gaps.
     """
 
     def __init__(self, config: Config, prepared: Prepared, rows: slice, like: Tensor) -> None:
@@ -47,6 +50,15 @@ class HeldOut:
         std = torch.as_tensor(prepared.statistics.std)
         self.deviation = std[:, None, None].to(like)
         self._static = self.normaliser.static(prepared.store.static(rows))
+        self._probe()
+
+    def _probe(self) -> None:
+        """Read some of what evaluation needs: gaps should not come to light after training."""
+        spread = np.linspace(0, len(self.initial_times) - 1, PROBES).astype(int)
+        for start in self.initial_times[np.unique(spread)]:
+            self.prepared.store.forcing(start, self.rows)
+            for lead in (0, self.leads[-1]):
+                self.prepared.store.read(start + lead * self.step, self.rows)
 
     def states(self, times: Times) -> Tensor:
         """Normalised prognostic fields, `(B, C, h, W)`."""

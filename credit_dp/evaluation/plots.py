@@ -1,5 +1,6 @@
 """Maps of one field: forecast, truth and error, with the bands of rows that ranks own."""
 
+import contextlib
 import os
 import re
 from collections.abc import Sequence
@@ -67,7 +68,7 @@ def draw_panel(
         longitudes, latitudes, values, cmap=matplotlib.colormaps[cmap], norm=norm, rasterized=True
     )
     bar = axes.figure.colorbar(mesh, ax=axes, extend="both", pad=0.02)
-    bar.set_label(re.sub(r"(-?\d+)", r"$^{\1}$", field.unit))  # m2 s-2 with raised exponents
+    bar.set_label(raised(field.unit))
     for row in list(field.bounds)[1:-1]:
         # White below black: seen on dark and on light colours.
         axes.axhline(latitudes[row], color="white", linewidth=2.2, alpha=0.8)
@@ -79,6 +80,11 @@ def draw_panel(
     west, east = sorted((longitudes[0], longitudes[-1]))
     axes.set_xticks(np.arange(np.ceil(west / 60), np.floor(east / 60) + 1) * 60)
     axes.set_xlim(west, east)
+
+
+def raised(unit: str) -> str:
+    """A unit with raised exponents, however they are written: m2 s-2, m**2 s**-2, m^2 s^-2."""
+    return re.sub(r"(?<=[A-Za-z])(?:\*\*|\^)?(-?\d+)", r"$^{\1}$", unit)
 
 
 def row_edges(latitude: np.ndarray) -> np.ndarray:
@@ -95,12 +101,13 @@ def cell_edges(longitude: np.ndarray) -> np.ndarray:
 
 def save(figure: Figure, path: Path) -> None:
     """Write a PNG, whole or not at all."""
-    temporary = path.with_name(f".{path.stem}.{os.getpid()}.png")
+    temporary = path.with_name(f".{path.name}.part")  # one name: a killed run leaves at most one
     try:
-        figure.savefig(temporary, dpi=130)
+        figure.savefig(temporary, dpi=130, format="png")
         os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         raise UserError(
             f"{path}: the map could not be written ({error.strerror}). "
             "Free space there or change run.dir."

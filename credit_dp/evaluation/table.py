@@ -1,11 +1,13 @@
 """The final scores: as numbers for a file and as a table for the reader."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import final
 
 import numpy as np
 from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.table import Table
 
 HEADINGS = {
@@ -14,6 +16,7 @@ HEADINGS = {
     "climatology": "clima-\ntology",
 }
 SOURCES = tuple(HEADINGS)
+UNLIMITED = 10_000  # columns: more than any table has
 
 
 @final
@@ -53,20 +56,31 @@ class Scores:
         content = {"initial_times": self.samples, "units": units, "rmse": rmse}
         return json.dumps(content, indent=2) + "\n"
 
-    def table(self) -> Table:
-        """One row per channel; for each lead time the model beside persistence and climatology."""
+    def tables(self, width: int) -> list[Table]:
+        """One table if it fits into `width` columns, else one for each lead time."""
+        leads = range(len(self.hours))
+        whole = self.table(leads)
+        if Console(width=UNLIMITED).measure(whole).maximum <= width:
+            return [whole]
+        return [self.table([lead]) for lead in leads]
+
+    def table(self, leads: Sequence[int]) -> Table:
+        """One row per channel; for each of these lead times the model beside what it has to beat.
+
+        A narrow screen breaks the unit, never a number of a single lead time.
+        """
         title = f"RMSE on held-out dates ({self.samples} initial times)"
         # Narrow: with two lead times it fits into 80 columns.
         table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
         table.add_column("variable", no_wrap=True)
-        table.add_column("unit", no_wrap=True)
-        for hours in self.hours:
+        table.add_column("unit", overflow="fold")
+        for hours in (self.hours[lead] for lead in leads):
             for source, heading in HEADINGS.items():
                 style = "bold" if source == "model" else None
                 label = f"{hours} h\n{heading}"
                 table.add_column(label, justify="right", style=style, no_wrap=True)
         for c, (channel, unit) in enumerate(zip(self.channels, self.units, strict=True)):
-            cells = [three_digits(value) for value in self.rmse[:, :, c].T.ravel()]
+            cells = [three_digits(value) for value in self.rmse[:, list(leads), c].T.ravel()]
             table.add_row(channel, unit, *cells)
         return table
 

@@ -1,4 +1,6 @@
-"""Units of the variables as reanalysis stores name them."""
+"""Units of the variables: the store's own, or else those of reanalysis stores."""
+
+from credit_dp.data.store import Store
 
 UNITS = {
     "geopotential": "m2 s-2",
@@ -15,6 +17,6 @@ UNITS = {
 }
 
 
-def unit_of(variable: str) -> str:
-    """The unit of a variable, or nothing where the name is not a standard one."""
-    return UNITS.get(variable, "")
+def unit_of(store: Store, variable: str) -> str:
+    """What the store says, else the standard name's unit; nothing where neither is known."""
+    return store.units(variable).strip() or UNITS.get(variable, "")

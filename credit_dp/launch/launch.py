@@ -10,7 +10,7 @@ from credit_dp.launch.launcher import Launcher, find_launcher
 from credit_dp.launch.layout import lay_out
 from credit_dp.launch.local import run_processes, start_nursery, terminable
 from credit_dp.launch.ranks import Ranks
-from credit_dp.launch.report import report_crash, report_refusal
+from credit_dp.launch.report import after_first_rank, report_crash, report_refusal
 from credit_dp.launch.worker import run_rank
 
 
@@ -60,8 +60,10 @@ def run_here(config: Config, ranks: Ranks, run: str, meeting_point: str) -> int:
     try:
         return run_rank(config, ranks, run, meeting_point)
     except UserError as error:
+        after_first_rank(ranks.rank)
         report_refusal(str(error))
         return 2
     except Exception:  # noqa: BLE001 - the boundary of the program: shown, and told by exit code
+        after_first_rank(ranks.rank)
         report_crash(traceback.format_exc())
         return 1

@@ -1,6 +1,19 @@
 """What a failed run says on stderr: one line for the user's mistakes, one traceback for ours."""
 
 import sys
+import time
+
+FIRST_WORD = 3.0  # seconds that other ranks leave to rank 0
+
+
+def after_first_rank(rank: int) -> None:
+    """Let rank 0 speak first, which knows most of what the others do.
+
+    When it has failed as well, the launcher ends this process during the wait, and one voice is
+    heard instead of all. When it has not, what this rank has to say is the only cause there is.
+    """
+    if rank > 0:
+        time.sleep(FIRST_WORD)
 
 
 def report_refusal(message: str) -> None:

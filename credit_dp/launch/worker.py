@@ -60,13 +60,13 @@ def run_rank(config: Config, ranks: Ranks, run: str, meeting_point: str) -> int:
     """Run the function on this rank, inside a process group if there is more than one rank."""
     with contextlib.suppress(ValueError, OSError, AttributeError):  # stderr may be no real file
         faulthandler.register(signal.SIGUSR1)  # stacks of a run that hangs: kill -USR1
-    set_threads(threads_per_rank(config.parallel, ranks, os.environ))
-    set_logging(ranks)
-    function = find_function(run)
-    if ranks.world_size == 1:
-        return function(config, ranks)
-    with process_group(config, ranks, meeting_point):
-        return function(share_folder(config, ranks), ranks)
+    with threads(threads_per_rank(config.parallel, ranks, os.environ)):
+        set_logging(ranks)
+        function = find_function(run)
+        if ranks.world_size == 1:
+            return function(config, ranks)
+        with process_group(config, ranks, meeting_point):
+            return function(share_folder(config, ranks), ranks)
 
 
 def find_function(run: str) -> Run:
@@ -75,12 +75,25 @@ def find_function(run: str) -> Run:
     return cast(Run, getattr(importlib.import_module(module), name))
 
 
-def set_threads(threads: int) -> None:
-    """Share out the cores: ranks that all use every core slow each other down several times."""
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    """Share out the cores: ranks that all use every core slow each other down several times.
+
+    The environment is as before afterwards: the next run of a sweep, in this same process, would
+    take what is in there for the user's wish.
+    """
     import torch  # takes seconds
 
-    os.environ["OMP_NUM_THREADS"] = str(threads)  # for libraries that start later
-    torch.set_num_threads(threads)
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = str(count)  # for libraries that start later
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop("OMP_NUM_THREADS", None)
+        else:
+            os.environ["OMP_NUM_THREADS"] = before
 
 
 def set_logging(ranks: Ranks) -> None:

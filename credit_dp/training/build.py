@@ -18,6 +18,7 @@ from credit_dp.domain_parallel.build import shard_model
 from credit_dp.forecast.step import ForecastStep
 from credit_dp.models import build_model
 from credit_dp.training.checkpoint import TrainingState
+from credit_dp.training.data_description import describe_data
 from credit_dp.training.loss import build_loss
 from credit_dp.training.optimisation import build_optimiser, build_schedule
 from credit_dp.training.trainer import Trainer
@@ -59,7 +60,8 @@ def build_training(
     loader = Loader(
         prepared, "train", rows, sequence, like.dtype, config.data.prefetch, like.device
     )
-    state = TrainingState(model, optimiser, schedule, loader, config.seed)
+    data = describe_data(prepared)
+    state = TrainingState(model, optimiser, schedule, loader, data, config.seed)
     scale = Normaliser(prepared.statistics, like.dtype, like.device).tendency_scale
     channels, latitude = prepared.store.channels, prepared.store.latitude
     loss = build_loss(config.loss, channels, latitude, rows, scale)

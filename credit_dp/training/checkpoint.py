@@ -12,8 +12,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from credit_dp.errors import UserError
+from credit_dp.training.data_description import Description, check_data
+from credit_dp.training.optimisation import load_moments
+from credit_dp.training.run_folder import discard, unfinished
 
-FORMAT = 1
+FORMAT = 2
 
 
 class Stateful(Protocol):
@@ -32,13 +35,14 @@ class TrainingState:
     """All that changes while training, so that a checkpoint of it is complete.
 
     `model` is the plain or converted model, not its DDP wrapper: the names saved are then the
-    same on every mesh.
+    same on every mesh. `data` describes what it trains on; see `describe_data`.
     """
 
     model: nn.Module
     optimiser: Optimizer
     schedule: LambdaLR
     sampler: Stateful
+    data: Description
     seed: int
     step: int = 0
 
@@ -51,16 +55,19 @@ class TrainingState:
             "optimiser": self.optimiser.state_dict(),
             "schedule": self.schedule.state_dict(),
             "sampler": self.sampler.state_dict(),
+            "data": self.data,
             # Each step's numbers are drawn from (seed, step, rank), so the seed is what has to be
             # kept; the generator's own state is for whoever draws outside of a step.
             "random": {"seed": self.seed, "generator": torch.get_rng_state()},
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go back to a saved state, which must fit: see `check_fit`."""
+        """Go back to a saved state, which must fit: see `check_fit` and `check_data`.
+
+        What the config sets of optimiser and schedule stays as it is.
+        """
         self.model.load_state_dict(state["model"])
-        self.optimiser.load_state_dict(state["optimiser"])
-        self.schedule.load_state_dict(state["schedule"])
+        load_moments(self.optimiser, self.schedule, state["optimiser"], state["schedule"])
         self.sampler.load_state_dict(state["sampler"])
         torch.set_rng_state(state["random"]["generator"])
         self.seed = state["random"]["seed"]
@@ -75,7 +82,7 @@ def save_checkpoint(path: Path, state: TrainingState, config: str) -> None:
     Raises:
         UserError: it could not be written, for instance because the disk is full.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = unfinished(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("wb") as file:
@@ -84,7 +91,7 @@ def save_checkpoint(path: Path, state: TrainingState, config: str) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:
-        temporary.unlink(missing_ok=True)
+        discard(temporary)
         # torch raises a RuntimeError of its own over the OSError of a failed write.
         cause = error if isinstance(error, OSError) else error.__context__
         if not isinstance(cause, OSError):
@@ -123,7 +130,7 @@ def load_checkpoint(path: Path, state: TrainingState) -> None:
     """Bring `state` to where a checkpoint left it, on any mesh.
 
     Raises:
-        UserError: not a readable checkpoint, or one of another model.
+        UserError: not a readable checkpoint, or one of another model or of other data.
     """
     try:
         # On the CPU first: the file may come from a machine with other devices.
@@ -133,6 +140,7 @@ def load_checkpoint(path: Path, state: TrainingState) -> None:
         raise UserError(f"resume: {path} is not a readable checkpoint ({reason}).") from error
     if not isinstance(saved, dict) or saved.get("format") != FORMAT:
         raise UserError(f"resume: {path} is not a checkpoint of this program (format {FORMAT}).")
+    check_data(saved["data"], state.data)
     check_fit(path, saved["model"], state.model.state_dict())
     state.load_state_dict(saved)
 

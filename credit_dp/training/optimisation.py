@@ -1,10 +1,11 @@
 """AdamW with linear warm-up and a cosine, and the seed of each step's random numbers."""
 
 import math
+from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import AdamW
+from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from credit_dp.config import OptimizerConfig
@@ -45,6 +46,27 @@ def build_schedule(optimiser: AdamW, config: OptimizerConfig, steps: int) -> Lam
         return lowest + (1 - lowest) * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
 
     return LambdaLR(optimiser, factor)
+
+
+def load_moments(
+    optimiser: Optimizer, schedule: LambdaLR, saved: dict[str, Any], saved_schedule: dict[str, Any]
+) -> None:
+    """Take back the moments and the position, but no setting: those are the config's.
+
+    Optimiser and schedule come fresh from the config, which may have changed since the save.
+    """
+    settings = [
+        {name: value for name, value in group.items() if name != "params"}
+        for group in optimiser.param_groups
+    ]
+    step = saved_schedule["last_epoch"]
+    pairs = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
+    rates = [float(base) * factor(step) for base, factor in pairs]
+    own = {"base_lrs": schedule.base_lrs, "_last_lr": rates}
+    optimiser.load_state_dict(saved)
+    schedule.load_state_dict({**saved_schedule, **own})
+    for group, setting, rate in zip(optimiser.param_groups, settings, rates, strict=True):
+        group.update(setting, lr=rate)
 
 
 def seed_step(seed: int, step: int, data_rank: int, domain_rank: int) -> None:

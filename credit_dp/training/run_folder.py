@@ -1,6 +1,8 @@
 """The folder of one run: which file is what, and writes that are whole or not there at all."""
 
+import contextlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -55,13 +57,43 @@ def write_whole(path: Path, text: str) -> None:
     Raises:
         UserError: the folder cannot be written to.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    temporary = unfinished(path)
+    with writing(path):
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_text(text)
+            os.replace(temporary, path)
+        except OSError:
+            discard(temporary)
+            raise
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Say in one line that `path` could not be written.
+
+    Raises:
+        UserError: the disk is full, the folder is not writable, or the like.
+    """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text)
-        os.replace(temporary, path)
+        yield
     except OSError as error:
-        temporary.unlink(missing_ok=True)
         raise UserError(
-            f"{path}: could not be written ({error.strerror}). Free space there or change run.dir."
+            f"{path}: could not be written ({error.strerror or error}). "
+            "Free space there or change run.dir."
         ) from error
+
+
+def unfinished(path: Path) -> Path:
+    """Where a file is written before it takes its name.
+
+    Always the same: a killed run leaves one such file at most, and the next write replaces it. Only
+    one process writes to a run's folder.
+    """
+    return path.with_name(f".{path.name}.part")
+
+
+def discard(path: Path) -> None:
+    """Remove a file where possible."""
+    with contextlib.suppress(OSError):
+        path.unlink()

@@ -35,6 +35,11 @@ class Screen:
     def __init__(self, console: Console | None) -> None:
         self.console = console
 
+    @property
+    def width(self) -> int:
+        """Columns that fit on a line."""
+        return self.console.width if self.console is not None else 80
+
     def say(self, what: RenderableType) -> None:
         """Show a line, a table or anything else that rich can render."""
         if self.console is not None:

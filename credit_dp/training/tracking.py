@@ -9,7 +9,7 @@ from typing import Any, Protocol, Self, final
 
 from credit_dp.config import LoggerConfig
 from credit_dp.errors import UserError
-from credit_dp.training.run_folder import write_whole
+from credit_dp.training.run_folder import write_whole, writing
 
 COLUMNS = ("step", "loss", "lr", "grad_norm", "seconds")
 
@@ -69,21 +69,24 @@ class CsvLog:
         rows = kept_rows(path, step) if step else []
         lines = [",".join(row) for row in [list(COLUMNS), *rows]]
         write_whole(path, "\n".join(lines) + "\n")
-        self.file = path.open("a", newline="")
-        self.writer = csv.writer(self.file, lineterminator="\n")
+        self.path = path
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
-        """Write one row; a column without a number stays empty."""
+        """Write one row; a column without a number stays empty.
+
+        Raises:
+            UserError: it could not be written, for instance because the disk is full.
+        """
         values = [repr(numbers[name]) if name in numbers else "" for name in COLUMNS[1:]]
-        self.writer.writerow([step, *values])
-        self.file.flush()
+        # Opened for each row: nothing is left in a buffer that closing would fail to write again.
+        with writing(self.path), self.path.open("a", newline="") as file:
+            csv.writer(file, lineterminator="\n").writerow([step, *values])
 
     def summarise(self, numbers: Mapping[str, float]) -> None:
         """Nothing: the final numbers have a file of their own."""
 
     def close(self) -> None:
-        """Close the file."""
-        self.file.close()
+        """Nothing: the file is closed after each row."""
 
 
 def kept_rows(path: Path, step: int) -> list[list[str]]:
@@ -110,7 +113,8 @@ class WandbLog:
                 "logger.wandb: online needs an API key and there is none. Set WANDB_API_KEY, "
                 "or choose logger.wandb=offline."
             )
-        folder.mkdir(parents=True, exist_ok=True)
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
         try:
             self.run = wandb.init(
                 mode="online" if mode == "online" else "offline",

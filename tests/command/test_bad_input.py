@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.command.answers import refusal
+from tests.command.answers import answer, refusal
 
 ROOT = Path(__file__).parents[2]
 
@@ -56,8 +56,62 @@ CASES = {
     "sweep of an unknown model": (["-m", "model=unet,unett"], "mean unet?"),
     "sweep of wrong types": (["-m", "seed=0,1", "parallel.domain=2,x"], "needs an integer"),
     "sweep of names": (["-m", "run.name=a,b"], "run.name: names the whole sweep"),
+    "sweep checked": (["-m", "--check", "seed=0,1", "model.channels=[8],[9]"], "model.groups"),
+    "sweep checked in all combinations": (
+        ["-m", "--check", "parallel.domain=2,16", "model.channels=[8],[8,8,8]"],
+        "parallel.domain: the coarsest of 3 levels has 8 .* 16 ranks",
+    ),
+    "ranks without rows": (
+        ["parallel.domain=9"],
+        "parallel.domain: the coarsest of 3 levels has 8 of the grid's 32 rows, too few for 9 "
+        "ranks. Lower parallel.domain to 8 or less.",
+    ),
+    "ranks without rows of a grid": (
+        ["parallel.domain=4", "data.grid=11x22"],
+        "parallel.domain: the coarsest of 3 levels has 3 of the grid's 11 rows",
+    ),
+    "leads between steps": (
+        ["trainer.evaluate_hours=[6,9]"],
+        "trainer.evaluate_hours: needs multiples of data.step_hours=6, but got 9",
+    ),
+    "resume from nothing": (["resume=/nope/x.pt"], "resume: .* /nope/x.pt does not exist"),
+    "seed beyond 63 bits": (["seed=99999999999999999999"], "seed: needs an integer from 0 to 9223"),
+    "no start": (["data.quickstart.start=NaT"], "data.quickstart.start: needs a date .*'NaT'"),
+    "a year as start": (["data.quickstart.start=20010101"], "data.quickstart.start: needs a date"),
+    "bracket left open": (["seed=[1"], "^seed: needs an integer, got '.1'$"),
+    "list left open": (["model.channels=[8"], "^model.channels: needs a list of integers"),
+    "not a choice, nor parsed": (["device=a=b"], "^device: needs one of auto, cpu, cuda, got"),
+    "not a name, nor parsed": (["run.name=[x"], r"^run.name: needs letters.*got '.x'$"),
+    "equals in a number": (["optimizer.lr=a=b"], "^optimizer.lr: needs a number, got 'a=b'$"),
+    "weight that is text": (
+        ["loss.variable_weight={geopotential: x}"],
+        "loss.variable_weight.geopotential: needs a number, got 'x'",
+    ),
+    "negative weight": (
+        ["loss.variable_weight={2m_temperature: -1}"],
+        "loss.variable_weight.2m_temperature: needs a number of at least 0",
+    ),
+    "name that no key can have": (
+        ["loss.variable_weight.2m_temperature=2"],
+        "write 'loss.variable_weight={2m_temperature: 2}'$",
+    ),
+    "folder in a file": (["run.dir=/proc/nope"], "run.dir: cannot write to /proc/nope"),
+    "file for a folder": (["run.dir=/dev/null"], "run.dir: cannot write to /dev/null"),
+    "sweep in a file": (["-m", "run.dir=/proc/nope", "seed=0,1"], "run.dir: cannot write to /proc"),
     "sweep of a bad value": (["-m", "model.channels=[8,16],[8,9]"], "model.groups"),
 }
+
+
+def test_grids_and_checkpoints_that_are_there_pass(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for arguments in (
+        ["parallel.domain=8"],
+        ["parallel.domain=3", "data.grid=11x22"],
+        ["parallel.domain=11", "data.grid=11x22", "model.channels=[8]"],
+        [f"resume={tmp_path}"],
+    ):
+        assert answer(monkeypatch, "--check", *arguments)[0] == 0
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
@@ -83,6 +137,25 @@ def test_as_a_program(program: list[str]) -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: model: needs one of")
     assert done.stderr.count("\n") == 1
+
+
+def test_ranks_without_rows_are_refused_before_torch_is_imported() -> None:
+    code = (
+        "import sys; from credit_dp.command.entry import guarded; "
+        "from credit_dp.command.train import train\n"
+        "assert guarded(train, ['parallel.domain=9'], 'train') == 2\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (0, "")
+    assert done.stderr.startswith("error: parallel.domain: the coarsest")
 
 
 def test_a_users_file_is_checked_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from credit_dp.command.compose import Composer, conf_folder
 from credit_dp.config import Config
 from credit_dp.models import build_model
-from tests.command.answers import answer
+from tests.command.answers import answer, refusal
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted(conf_folder().glob("*/*.yaml"))
@@ -100,6 +100,30 @@ def test_a_users_model_is_found_in_the_working_directory(
     (own / "mine.yaml").write_text("defaults: [unet, _self_]\nchannels: [8, 24]\n")
     monkeypatch.chdir(tmp_path)
     assert Composer("train").config(["model=mine"]).model.channels == [8, 24]
+
+
+def test_a_users_choice_goes_before_ours_of_that_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    own = tmp_path / "conf" / "experiment"
+    own.mkdir(parents=True)
+    (own / "fast.yaml").write_text("# @package _global_\ntrainer: {steps: 77}\n")
+    (tmp_path / "conf" / "config.yaml").write_text("of: another program\n")
+    (tmp_path / "conf" / "mine.yaml").write_text("defaults: [config, _self_]\nseed: 5\n")
+    monkeypatch.chdir(tmp_path)
+    config = Composer("train").config(["experiment=fast"])
+    assert (config.trainer.steps, config.data.grid, config.seed) == (77, None, 0)
+    assert Composer("train", config_name="mine").config([]).seed == 5
+
+
+def test_a_users_file_that_includes_itself_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    own = tmp_path / "conf" / "model"
+    own.mkdir(parents=True)
+    (own / "unet.yaml").write_text("defaults: [unet, _self_]\n")
+    monkeypatch.chdir(tmp_path)
+    assert refusal(monkeypatch).startswith("defaults: a config file includes itself")
 
 
 def test_overrides_of_hydra_work() -> None:

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from credit_dp.command.compose import Composer
 from credit_dp.command.overrides import parse_overrides, quote, quoted_form, try_parse
 from credit_dp.errors import UserError
 from tests.command.answers import refusal
@@ -50,3 +51,24 @@ def test_a_key_cannot_be_quoted() -> None:
 def test_a_table_takes_new_entries() -> None:
     (override,) = parse_overrides(["loss.variable_weight.geopotential=2"])
     assert override.input_line == "++loss.variable_weight.geopotential=2"
+
+
+@pytest.mark.parametrize(
+    ("text", "weights"),
+    [
+        ("loss.variable_weight={geopotential: 2}", {"geopotential": 2.0}),
+        ("loss.variable_weight={2m_temperature: 2}", {"2m_temperature": 2.0}),
+        ("loss.variable_weight={}", {}),
+        ("loss.variable_weight.geopotential=2", {"geopotential": 2.0}),
+    ],
+)
+def test_variables_can_be_weighted(text: str, weights: dict[str, float]) -> None:
+    overrides = [str(override.input_line) for override in parse_overrides([text])]
+    assert Composer("train").config(overrides).loss.variable_weight == weights
+
+
+@pytest.mark.parametrize("text", ["seed=[1", "model=a=b", "optimizer.betas=[0.9", "nope=[1"])
+def test_nothing_is_suggested_that_would_be_refused(text: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse_overrides([text])
+    assert "write" not in str(caught.value)

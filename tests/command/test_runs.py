@@ -1,5 +1,6 @@
 """Which folder a run gets, that no two share one, and that sweeps run every combination."""
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -58,6 +59,45 @@ def test_a_checkpoint_is_not_overwritten(monkeypatch: pytest.MonkeyPatch, tmp_pa
         assert answer(monkeypatch, "run.name=first", "resume=auto")[0] == 0
         assert answer(monkeypatch, "run.name=first", f"resume={folder}")[0] == 0
     assert len(configs) == 2
+
+
+def test_the_key_that_chose_the_folder_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "checkpoint.pt").touch()
+    line = refusal(monkeypatch, f"run.dir={tmp_path}")
+    assert line.startswith("run.dir: ")
+    assert "give another run.dir." in line
+    with claim(tmp_path, "run.dir"):
+        line = refusal(monkeypatch, f"run.dir={tmp_path}", "resume=auto")
+    assert line.startswith("run.dir: another run is writing")
+
+
+def test_home_is_expanded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with launched(monkeypatch, tmp_path) as configs, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(tmp_path / "home"))
+        assert answer(monkeypatch, "run.dir='~/here'")[0] == 0
+    assert [config.run.dir for config in configs] == [str(tmp_path / "home/here")]
+
+
+def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with launched(monkeypatch, tmp_path) as configs, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hydra.core.utils._save_config", full)
+        line = refusal(monkeypatch, "run.name=first")
+    assert line.startswith("run.dir: cannot write to outputs/first (No space left on device)")
+    assert configs == []
+
+
+def test_a_checked_sweep_starts_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with launched(monkeypatch, tmp_path) as configs:
+        code, out, err = answer(
+            monkeypatch, "-m", "parallel.domain=1,2", "seed=range(3)", "--check"
+        )
+    assert (code, out, err) == (0, "The configs of all 6 runs are valid.\n", "")
+    assert (configs, list(tmp_path.iterdir())) == ([], [])
 
 
 def test_two_runs_cannot_write_to_one_folder(tmp_path: Path) -> None:

@@ -1,10 +1,14 @@
 """Scores and the example field against what numpy makes of the whole store, on several meshes."""
 
+import io
 import json
+import re
 
 import numpy as np
 import pytest
 import torch
+import xarray as xr
+from rich.console import Console
 
 from credit_dp.config import Config
 from credit_dp.data.grid import row_weights
@@ -93,9 +97,39 @@ def test_scores_are_told_as_json_table_and_flat_numbers(config):
     value = float(scores.rmse[1, 0, 2])
     assert told[scores.channels[2]]["6h"]["persistence"] == value
     assert scores.numbers()[f"rmse/{scores.channels[2]}/6h/persistence"] == value
-    table = scores.table()
+    (table,) = scores.tables(80)
     assert table.row_count == len(scores.channels)
     assert len(table.columns) == 2 + 2 * 3
+
+
+@pytest.mark.parametrize(("width", "blocks"), [(80, 3), (200, 1)])
+def test_no_number_is_cut_off_where_many_lead_times_do_not_fit(width, blocks):
+    channels = ("10m_u_component_of_wind", "specific_humidity_1000")
+    rmse = np.arange(1.0, 19).reshape(3, 3, 2) / 8 + 100
+    scores = Scores(channels, ("m s**-1", "kg kg**-1"), (6, 24, 72), rmse, 5)
+    text = io.StringIO()
+    console = Console(file=text, width=width)
+    tables = scores.tables(console.width)
+    assert len(tables) == blocks
+    for table in tables:
+        console.print(table)
+    shown = text.getvalue()
+    assert "…" not in shown
+    assert sorted(re.findall(r"\b1\d\d\b(?! ini)", shown)) == sorted(
+        map(three_digits, rmse.ravel())
+    )
+    assert all(f"{hours} h" in shown for hours in (6, 24, 72))
+
+
+def test_units_are_those_of_the_store_where_it_gives_them(tmp_path):
+    path = make_store(tmp_path, ROWS, columns=8)
+    data = xr.open_zarr(path, chunks=None, consolidated=False).load()
+    data["geopotential"].attrs["units"] = "dam"
+    data.to_zarr(tmp_path / "units.zarr", zarr_format=3, consolidated=False)
+    scores, field = evaluated(alone(), make_config(tmp_path / "units.zarr", tmp_path / "run"))
+    units = json.loads(scores.json())["units"]
+    assert field.unit == units["geopotential_500"] == "dam"
+    assert units["temperature_500"] == "K"
 
 
 def test_reading_is_limited_to_own_rows(config):

@@ -2,10 +2,12 @@
 
 import numpy as np
 import pytest
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from credit_dp.errors import UserError
-from credit_dp.evaluation.plots import FieldMap, cell_edges, draw_map, row_edges
+from credit_dp.evaluation.plots import FieldMap, cell_edges, draw_map, draw_panel, raised, row_edges
 
 
 def field(bounds: tuple[int, ...]) -> FieldMap:
@@ -14,14 +16,29 @@ def field(bounds: tuple[int, ...]) -> FieldMap:
     return FieldMap("t, 24 h", "m2 s-2", truth + 0.1, truth, latitude, longitude, bounds)
 
 
-def test_band_edges_are_drawn(tmp_path):
-    draw_map(field((0, 9)), tmp_path / "one.png")
-    draw_map(field((0, 4, 9)), tmp_path / "two.png")
-    one, two = imread(tmp_path / "one.png"), imread(tmp_path / "two.png")
-    assert one.shape == two.shape
-    assert min(one.shape[:2]) > 800
-    assert (one != two).any()
-    assert {path.name for path in tmp_path.iterdir()} == {"one.png", "two.png"}
+def test_the_map_is_a_large_picture(tmp_path):
+    draw_map(field((0, 9)), tmp_path / "map.png")
+    assert min(imread(tmp_path / "map.png").shape[:2]) > 800
+    assert [path.name for path in tmp_path.iterdir()] == ["map.png"]
+
+
+@pytest.mark.parametrize(
+    ("bounds", "edges"), [((0, 9), []), ((0, 4, 9), [11.25]), ((0, 2, 4, 9), [56.25, 11.25])]
+)
+def test_band_edges_are_drawn(bounds, edges):
+    shown = field(bounds)
+    axes = Figure().subplots()
+    draw_panel(axes, shown, shown.truth, "truth", ("viridis", Normalize(-1, 1)))
+    # Each edge is a black line on a white one, across the whole map.
+    assert [line.get_ydata()[0] for line in axes.lines] == [y for y in edges for _ in range(2)]
+    assert [line.get_color() for line in axes.lines] == ["white", "black"] * len(edges)
+    assert all(list(line.get_xdata()) == [0, 1] for line in axes.lines)
+
+
+@pytest.mark.parametrize("unit", ["m2 s-2", "m**2 s**-2", "m^2 s^-2"])
+def test_exponents_are_raised_however_they_are_written(unit):
+    assert raised(unit) == "m$^{2}$ s$^{-2}$"
+    assert raised("1") == "1"
 
 
 def test_constant_fields_can_be_drawn(tmp_path):

@@ -36,6 +36,11 @@ def refuse(config: Config, ranks: Ranks) -> int:
     return wait_for_others(config, ranks)
 
 
+def refuse_everywhere(config: Config, ranks: Ranks) -> int:
+    """Every rank finds the same mistake."""
+    raise UserError("data.store: needs a store, got none")
+
+
 def crash(config: Config, ranks: Ranks) -> int:
     """The last rank fails, the others wait for it."""
     if ranks.rank == ranks.world_size - 1:

@@ -99,26 +99,39 @@ def test_expand_counts() -> None:
     assert expand_counts("2(x3),1") == [2, 2, 2, 1]
 
 
-def test_torchrun_starts_the_ranks(tmp_path: Path) -> None:
-    """Four ranks join; each was given another folder, and all use that of rank 0."""
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    program = ["-m", "tests.launch.start", "share_folder", "2", "0", str(tmp_path)]
-    (tmp_path / "seen").mkdir()
-    done = subprocess.run(
+def under_torchrun(ranks: int, function: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Runs a function of `tests.launch.runs` on ranks that torchrun starts, in bands of two."""
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    program = ["-m", "tests.launch.start", function, "2", "0", str(folder)]
+    return subprocess.run(
         [sys.executable, *command, *program],
         cwd=ROOT,
         env={
             **os.environ,
             "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": "1",
-            "SEEN": str(tmp_path / "seen"),
+            "SEEN": str(folder / "seen"),
         },
         capture_output=True,
         text=True,
         timeout=120,
         check=False,
     )
+
+
+def test_torchrun_starts_the_ranks(tmp_path: Path) -> None:
+    """Four ranks join; each was given another folder, and all use that of rank 0."""
+    (tmp_path / "seen").mkdir()
+    done = under_torchrun(4, "share_folder", tmp_path)
     assert done.returncode == 0, done.stderr
     seen = {path.read_text() for path in (tmp_path / "seen").iterdir()}
     assert seen == {str(tmp_path / "of-rank-0")}
     assert len(list((tmp_path / "seen").iterdir())) == 4
+
+
+@pytest.mark.parametrize("function", ["refuse", "refuse_everywhere"])
+def test_one_rank_speaks_for_all(tmp_path: Path, function: str) -> None:
+    """Rank 0 if it has failed too, else the one that has."""
+    done = under_torchrun(2, function, tmp_path)
+    assert done.returncode != 0
+    assert done.stderr.count("error: data.store: needs a store, got none\n") == 1, done.stderr

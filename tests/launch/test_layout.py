@@ -1,12 +1,14 @@
 """Device, data ranks and threads, worked out before any process starts."""
 
+import os
 from collections.abc import Mapping
 
 import pytest
+import torch
 
 from credit_dp.config import ParallelConfig
 from credit_dp.errors import UserError
-from credit_dp.launch import Ranks, layout
+from credit_dp.launch import Ranks, layout, worker
 from credit_dp.launch.launcher import Launcher
 from tests.launch.start import a_config
 
@@ -96,3 +98,20 @@ def test_threads(
     monkeypatch.setattr(layout.os, "sched_getaffinity", lambda _: set(range(8)))
     config = ParallelConfig(domain=2, threads=threads)
     assert layout.threads_per_rank(config, Ranks(0, 2, 0, 2), environment) == expected
+
+
+@pytest.mark.parametrize("given", [None, "3"])
+def test_a_run_leaves_the_environment_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, given: str | None
+) -> None:
+    """Else the second run of a sweep would take the first one's threads for the user's wish."""
+    before = torch.get_num_threads()
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    if given is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    try:
+        with worker.threads(2):
+            assert (os.environ["OMP_NUM_THREADS"], torch.get_num_threads()) == ("2", 2)
+        assert os.environ.get("OMP_NUM_THREADS") == given
+    finally:
+        torch.set_num_threads(before)

@@ -1,9 +1,6 @@
 """Checkpoints: whole or not there, refused where they do not fit."""
 
-import resource
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+import os
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +17,7 @@ from credit_dp.training.checkpoint import (
     save_checkpoint,
 )
 from credit_dp.training.optimisation import build_optimiser, build_schedule
+from tests.training.disk import full_disk
 
 
 class Position:
@@ -33,12 +31,19 @@ class Position:
         self.value = state["value"]
 
 
-def state_of(channels: int = 4, seed: int = 0, layers: int = 2) -> TrainingState:
+def state_of(
+    channels: int = 4,
+    seed: int = 0,
+    layers: int = 2,
+    config: OptimizerConfig | None = None,
+    steps: int = 10,
+) -> TrainingState:
+    config = config or OptimizerConfig()
     torch.manual_seed(seed)
     model = nn.Sequential(*(nn.Conv2d(channels, channels, 3) for _ in range(layers)))
-    optimiser = build_optimiser(model, OptimizerConfig())
-    schedule = build_schedule(optimiser, OptimizerConfig(), 10)
-    return TrainingState(model, optimiser, schedule, Position(), seed)
+    optimiser = build_optimiser(model, config)
+    schedule = build_schedule(optimiser, config, steps)
+    return TrainingState(model, optimiser, schedule, Position(), {}, seed)
 
 
 def step(state: TrainingState) -> None:
@@ -48,19 +53,6 @@ def step(state: TrainingState) -> None:
     state.schedule.step()
     state.step += 1
     state.sampler.value += 3
-
-
-@contextmanager
-def full_disk(limit: int) -> Iterator[None]:
-    """No file can grow beyond `limit` bytes."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
 
 
 def test_everything_comes_back_bit_by_bit(tmp_path):
@@ -75,6 +67,56 @@ def test_everything_comes_back_bit_by_bit(tmp_path):
         assert torch.equal(a, b)
     assert saved.schedule.get_last_lr() == loaded.schedule.get_last_lr()
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoint.pt"]
+
+
+def settings(state: TrainingState) -> list[dict[str, Any]]:
+    groups = state.optimiser.param_groups
+    return [{name: group[name] for name in group if name != "params"} for group in groups]
+
+
+@pytest.mark.parametrize(
+    ("config", "steps"),
+    [
+        (OptimizerConfig(lr=1e-5), 10),
+        (OptimizerConfig(betas=(0.5, 0.6), eps=1e-4, weight_decay=0.5), 10),
+        (OptimizerConfig(warmup_steps=1, final_lr=1e-4), 10),
+        (OptimizerConfig(warmup_steps=1), 40),
+    ],
+)
+def test_settings_of_the_config_win_over_those_saved(tmp_path, config, steps):
+    saved = state_of(config=OptimizerConfig(warmup_steps=1))
+    wanted = state_of(config=config, steps=steps)  # has these settings from the start
+    for _ in range(3):
+        step(saved)
+        step(wanted)
+    save_checkpoint(tmp_path / "checkpoint.pt", saved, "")
+    resumed = state_of(config=config, steps=steps)
+    load_checkpoint(tmp_path / "checkpoint.pt", resumed)
+    assert settings(resumed) != settings(saved)
+    moments = saved.optimiser.state_dict()["state"][0]["exp_avg"]
+    assert torch.equal(resumed.optimiser.state_dict()["state"][0]["exp_avg"], moments)
+    for _ in range(2):  # now, and once the schedule has moved on
+        assert settings(resumed) == settings(wanted)
+        assert resumed.schedule.get_last_lr() == wanted.schedule.get_last_lr()
+        step(resumed)
+        step(wanted)
+
+
+def test_leftovers_of_killed_writes_do_not_pile_up(tmp_path):
+    path, state = tmp_path / "checkpoint.pt", state_of()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "replace", killed)
+        for process in (1, 2):
+            patch.setattr(os, "getpid", lambda number=process: number)
+            with pytest.raises(KeyboardInterrupt):
+                save_checkpoint(path, state, "")
+            assert len(list(tmp_path.iterdir())) == 1
+    save_checkpoint(path, state, "")
+    assert [file.name for file in tmp_path.iterdir()] == ["checkpoint.pt"]
+
+
+def killed(source: Path, target: Path) -> None:
+    raise KeyboardInterrupt
 
 
 def test_the_file_needs_no_pickle_and_carries_the_config(tmp_path):

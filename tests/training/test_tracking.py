@@ -7,6 +7,7 @@ import pytest
 from credit_dp.config import LoggerConfig
 from credit_dp.errors import UserError
 from credit_dp.training.tracking import open_tracker
+from tests.training.disk import full_disk
 
 OFF = LoggerConfig(wandb="disabled")
 
@@ -42,6 +43,29 @@ def test_a_fresh_run_begins_a_new_log(tmp_path):
         with open_tracker(OFF, log, 0, {}, rank=0) as tracker:
             tracker.log(1, {"loss": 1.0})
     assert len(rows(log)) == 2
+
+
+def test_a_full_disk_is_one_line(tmp_path):
+    log = tmp_path / "metrics.csv"
+    with pytest.raises(UserError, match=r"metrics\.csv: could not be written \(.+\)\.") as error:
+        log_on_a_full_disk(log)
+    assert "\n" not in str(error.value)
+    assert 0 < len(log.read_text()) <= 100
+
+
+def log_on_a_full_disk(log):
+    with full_disk(100), open_tracker(OFF, log, 0, {}, rank=0) as tracker:
+        for step in range(1000):
+            tracker.log(step, {"loss": 1.0})
+
+
+@pytest.mark.parametrize("config", [OFF, LoggerConfig(wandb="offline")])
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path, monkeypatch, config):
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="could not be written") as error:
+        open_tracker(config, tmp_path / "file" / "run" / "metrics.csv", 0, {}, rank=0)
+    assert "\n" not in str(error.value)
 
 
 def test_other_ranks_write_nothing(tmp_path):

@@ -5,13 +5,16 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+import xarray as xr
 from omegaconf import OmegaConf
 
 from credit_dp.config import Config
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
+from credit_dp.evaluation.plots import FieldMap
 from credit_dp.launch import Ranks
 from credit_dp.train import run
 from tests.ranks import on_processes
@@ -69,25 +72,46 @@ def test_auto_resumes_where_the_run_stopped(config, capsys):
     assert [row["step"] for row in log_of(config)] == ["1", "2", "3", "4", "6"]
 
 
-def test_a_run_that_replaces_another_says_so(config, capsys):
-    run(config, Ranks())
-    capsys.readouterr()
-    run(config, Ranks())
-    assert "holds an earlier run; this one replaces it" in capsys.readouterr().out
-
-
 def test_auto_starts_afresh_where_there_is_nothing(config, capsys):
     run(replace(config, resume="auto"), Ranks())
     assert "resumed" not in capsys.readouterr().out
     assert len(log_of(config)) == 4
 
 
-def test_a_finished_run_is_only_evaluated_again(config):
+@pytest.mark.parametrize("steps", [2, 4])
+def test_a_finished_run_is_only_evaluated_again(config, capsys, steps):
     run(config, Ranks())
-    before = (Path(config.run.dir) / "checkpoint.pt").read_bytes()
-    run(replace(config, resume="auto"), Ranks())
-    assert (Path(config.run.dir) / "checkpoint.pt").read_bytes() == before
-    assert len(log_of(config)) == 4
+    before = {name: (Path(config.run.dir) / name).read_bytes() for name in FILES}
+    capsys.readouterr()
+    again = replace(config, resume="auto", trainer=replace(config.trainer, steps=steps))
+    run(again, Ranks())
+    assert {name: (Path(config.run.dir) / name).read_bytes() for name in FILES} == before
+    said = capsys.readouterr().out
+    assert f"nothing to train: the checkpoint is of step 4 and trainer.steps is {steps};" in said
+    assert "persis-" in said
+
+
+def test_a_map_that_fails_costs_no_scores(config, capsys, monkeypatch):
+    def fail(field: FieldMap, path: Path) -> None:
+        raise UserError("no map")
+
+    monkeypatch.setattr("credit_dp.train.draw_map", fail)
+    with pytest.raises(UserError, match="no map"):
+        run(config, Ranks())
+    assert json.loads((Path(config.run.dir) / "metrics.json").read_text())["rmse"]
+    assert "persis-" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("variable", ["temperature", "solar"])
+@pytest.mark.parametrize("time", ["2000-01-04T00", "2000-01-05T06"])
+def test_a_gap_in_the_held_out_dates_is_refused_before_training(config, variable, time):
+    path = str(config.data.store)
+    data = xr.open_zarr(path, chunks=None, consolidated=False).load()
+    data[variable].loc[{"time": time}] = np.nan
+    data[[variable]].to_zarr(path, mode="r+", consolidated=False)
+    with pytest.raises(UserError, match=rf"{variable} has values that are NaN .* at {time}"):
+        run(config, Ranks())
+    assert not Path(config.run.dir).exists()
 
 
 def whole_run(manager: DomainParallelManager, config: Config) -> int:

@@ -64,10 +64,14 @@ def test_ten_steps_are_the_same_on_data_ranks(stores, domain):
 
 
 def test_losses_fall_and_weights_move(stores):
-    _, (numbers, _) = stores(32)
+    config, (numbers, vector) = stores(32)
     losses = [loss for loss, _ in numbers]
     assert len(losses) == 10
     assert min(losses[5:]) < losses[0]
+    start = weights(built(config, alone()))
+    assert (vector != start).float().mean() > 0.99
+    # AdamW moves no weight much further than the sum of the learning rates.
+    assert 0 < (vector - start).abs().max() < 20 * config.optimizer.lr
 
 
 def half_way(config: Config, path: Path) -> None:

@@ -1,0 +1,70 @@
+"""What can be refused before any rank starts because several keys do not fit together."""
+
+from pathlib import Path
+
+from credit_dp import checks
+from credit_dp.config import Config, DataConfig
+from credit_dp.errors import UserError
+
+
+def check_plan(config: Config) -> None:
+    """Refuse a training run that is bound to fail, without torch and without opening any data.
+
+    Raises:
+        UserError: more ranks than rows, a checkpoint that is not there, leads between steps, or a
+            climate that starts at no date.
+    """
+    if config.data.name == "quickstart":
+        checks.date("data.quickstart.start", config.data.quickstart.start)
+    check_rows(config)
+    check_leads(config)
+    check_resume(config.resume)
+
+
+def check_rows(config: Config) -> None:
+    """Refuse more bands than the model's coarsest level has rows, if the grid is known yet."""
+    domain = config.parallel.domain
+    rows = known_rows(config.data) if domain > 1 else None
+    if rows is None:
+        return
+    coarsest = config.model.coarsest_rows(rows)
+    if domain > coarsest:
+        raise UserError(
+            f"parallel.domain: the coarsest of {len(config.model.channels)} levels has {coarsest} "
+            f"of the grid's {rows} rows, too few for {domain} ranks. "
+            f"Lower parallel.domain to {coarsest}{' or less' if coarsest > 1 else ''}."
+        )
+
+
+def known_rows(data: DataConfig) -> int | None:
+    """Rows of the grid; None if only the store can tell."""
+    if data.grid is not None:
+        return int(data.grid.partition("x")[0])
+    if data.name != "quickstart":
+        return None
+    from credit_dp.data.quickstart.spans import resolve_grid  # numpy: not for --help
+
+    return resolve_grid(data.quickstart, None)[0]
+
+
+def check_leads(config: Config) -> None:
+    """Refuse lead times that no whole number of model steps reaches."""
+    step = config.data.step_hours
+    odd = next((hours for hours in config.trainer.evaluate_hours if hours % step), None)
+    if odd is not None:
+        raise UserError(
+            f"trainer.evaluate_hours: needs multiples of data.step_hours={step}, but got {odd}. "
+            "Change trainer.evaluate_hours."
+        )
+
+
+def check_resume(resume: str | None) -> None:
+    """Refuse to go on from what is not there."""
+    if resume in (None, "auto"):
+        return
+    path = Path(str(resume)).expanduser()
+    if not path.exists():
+        raise UserError(
+            f"resume: needs `auto` or the path of a checkpoint, but {path} does not exist. "
+            "Change resume."
+        )

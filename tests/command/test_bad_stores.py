@@ -1,0 +1,74 @@
+"""Bad input that only the ranks can see, given to the real program: one line, and it ends."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xarray as xr
+
+from tests.data import stores
+
+ROOT = Path(__file__).parents[2]
+HANGS = 60  # seconds
+
+Change = Callable[[xr.Dataset], xr.Dataset]
+
+
+def with_nan(data: xr.Dataset) -> xr.Dataset:
+    values = data["temperature"].values.copy()
+    values[3, 1, 5, 2] = np.nan
+    return data.assign(temperature=(stores.DIMS, values))
+
+
+CASES: dict[str, tuple[Change, list[str], str]] = {
+    "missing store": (lambda data: data, ["data.store=/nope.zarr"], "data.store"),
+    "missing variable": (lambda data: data.drop_vars("temperature"), [], "data.prognostic"),
+    "NaN in a variable": (with_nan, [], "data.prognostic"),
+    "wrong dims": (lambda data: data.rename(longitude="x"), [], "data.store"),
+    "dates outside": (lambda data: data, ["data.train=[1980-01-01,1980-01-02]"], "data.train"),
+    "too many ranks": (lambda data: data, ["parallel.domain=7"], "parallel.domain"),
+}
+
+
+def arguments(store: Path) -> list[str]:
+    """A run on two ranks of `stores.dataset`, as a user would type it."""
+    config = stores.config(store)
+    lists = ("prognostic", "forcing", "static", "train", "valid", "test")
+    return [
+        "experiment=fast",
+        "data=zarr",
+        f"data.store={store}",
+        f"data.cache={config.cache}",
+        "data.grid=null",
+        "parallel.domain=2",
+        "parallel.threads=1",
+        "device=cpu",
+        *(f"data.{key}=[{','.join(getattr(config, key))}]" for key in lists),
+        "data.batch_size=2",
+        "trainer.evaluate_hours=[6]",
+        f"run.dir={store.parent / 'run'}",
+    ]
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_one_line_and_the_end(tmp_path: Path, case: tuple[Change, list[str], str]) -> None:
+    change, more, key = case
+    store = stores.write(change(stores.dataset()), tmp_path / "store.zarr")
+    done = subprocess.run(
+        [sys.executable, "train.py", *arguments(store), *more],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=HANGS,
+    )
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.returncode == 2, done.stderr
+    assert len(errors) == 1, done.stderr
+    assert key in errors[0]
+    assert "Traceback" not in done.stdout + done.stderr

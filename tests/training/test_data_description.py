@@ -1,0 +1,90 @@
+"""A checkpoint says what it was trained on, and nothing else goes on from it."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xarray as xr
+
+from credit_dp.config import Config, DataConfig
+from credit_dp.data.prepare import prepare
+from credit_dp.errors import UserError
+from credit_dp.training.checkpoint import load_checkpoint, save_checkpoint
+from credit_dp.training.data_description import check_data, describe_data
+from tests.training.runs import alone, built, make_config, make_store
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("described")
+    return make_config(make_store(folder, 12), folder / "run")
+
+
+def refusal(saved: Config, data: DataConfig, path: Path) -> str:
+    save_checkpoint(path, built(saved, alone()).trainer.state, "")
+    state = built(replace(saved, data=data), alone()).trainer.state
+    with pytest.raises(UserError) as error:
+        load_checkpoint(path, state)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_the_same_data_go_on(config, tmp_path):
+    save_checkpoint(tmp_path / "checkpoint.pt", built(config, alone()).trainer.state, "")
+    load_checkpoint(tmp_path / "checkpoint.pt", built(config, alone()).trainer.state)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "said"),
+    [
+        (
+            "prognostic",
+            ["2m_temperature", "geopotential", "temperature"],
+            "data.prognostic=[geopotential,2m_temperature,temperature], the config has "
+            "[2m_temperature,geopotential,temperature]",
+        ),
+        ("levels", [1000, 500, 850], "data.levels=[500,850,1000], the config has [1000,500,850]"),
+        ("forcing", ["solar", "day_of_year_sin"], "data.forcing=[day_of_year_sin,solar]"),
+        (
+            "static",
+            ["land_sea_mask", "geopotential_at_surface"],
+            "data.static=[geopotential_at_surface,land_sea_mask]",
+        ),
+        ("step_hours", 12, "data.step_hours=6, the config has 12"),
+    ],
+)
+def test_other_channels_are_refused_by_their_key(config, tmp_path, key, value, said):
+    message = refusal(config, replace(config.data, **{key: value}), tmp_path / "checkpoint.pt")
+    assert message.startswith(f"resume: the checkpoint was trained with {said}")
+
+
+def test_another_grid_is_refused(config, tmp_path):
+    data = replace(config.data, store=str(make_store(tmp_path, 14)))
+    message = refusal(config, data, tmp_path / "checkpoint.pt")
+    assert "data.grid=12x16, the config has 14x16" in message
+
+
+def test_other_dates_are_refused_by_their_statistics(config, tmp_path):
+    # As many samples as before, so that nothing but the fields themselves tells the difference.
+    data = replace(config.data, train=["2000-01-01T06", "2000-01-04T00"])
+    message = refusal(config, data, tmp_path / "checkpoint.pt")
+    assert "data.store or data.train differs" in message
+
+
+def test_another_store_of_the_same_form_is_refused(config, tmp_path):
+    fields = xr.open_zarr(config.data.store, chunks=None, consolidated=False).load()
+    other = tmp_path / "other.zarr"
+    (fields * 1.001).to_zarr(other, zarr_format=3, consolidated=False)
+    message = refusal(config, replace(config.data, store=str(other)), tmp_path / "checkpoint.pt")
+    assert "another mean of the fields" in message
+
+
+def test_the_last_digits_may_differ(config):
+    own = describe_data(prepare(config.data))
+    saved = {name: np.array(values) for name, values in own["statistics"].items()}
+    rounded = {name: (values * (1 + 1e-12)).tolist() for name, values in saved.items()}
+    check_data({**own, "statistics": rounded}, own)
+    moved = {**rounded, "forcing_mean": (saved["forcing_mean"] + 1).tolist()}
+    with pytest.raises(UserError, match="another forcing_mean"):
+        check_data({**own, "statistics": moved}, own)

@@ -57,9 +57,8 @@ def _refusal(where: str, reason: str) -> UserError:
 
 def _judge(step: Step, other: Step, heights: dict[int, int], layouts: dict[int, Layout]) -> None:
     given = [layouts.get(ref.number) for ref in step.refs]
-    for ref, band in zip(step.refs, other.refs, strict=True):
-        if (ref.number, ref.value) != (band.number, band.value):
-            raise MixedError("what it works on depends on the number of rows")
+    if [(r.number, r.value) for r in step.refs] != [(r.number, r.value) for r in other.refs]:
+        raise MixedError("what it works on depends on the number of rows")
     if step.op is None:
         if step.settings != other.settings:
             raise MixedError("control flow depends on the number of rows")

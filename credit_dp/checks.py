@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from datetime import datetime
+from pathlib import Path
 
 from credit_dp.errors import UserError
 
@@ -85,6 +86,17 @@ def date(key: str, value: str) -> None:
         if zone is None and re.match(r"\d{4}-\d\d-\d\d", value):
             return
     raise UserError(f"{key}: needs a date like 2001-01-01, got {value}")
+
+
+def checkpoint_path(key: str, value: str) -> Path:
+    """Refuse the path of a checkpoint, or of a run's folder, that is not there; return it."""
+    path = Path(value).expanduser()
+    if not path.exists():
+        raise UserError(
+            f"{key}: needs `auto` or the path of a checkpoint, but {path} does not exist. "
+            f"Change {key}."
+        )
+    return path
 
 
 def grid(key: str, value: str | None) -> None:

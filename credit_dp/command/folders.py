@@ -11,8 +11,7 @@ from omegaconf import OmegaConf
 
 from credit_dp.config import Config, RunConfig
 from credit_dp.errors import UserError
-
-CHECKPOINT = "checkpoint.pt"  # what the trainer writes, and what makes a folder worth guarding
+from credit_dp.training.run_folder import RunFolder
 
 
 def register_resolvers() -> None:
@@ -68,7 +67,7 @@ def check_folder(folder: Path, config: Config, key: str = "run.name") -> None:
     Raises:
         UserError: there is one, and `resume` does not go on from it.
     """
-    checkpoint = folder / CHECKPOINT
+    checkpoint = RunFolder(folder).checkpoint
     if not checkpoint.exists() or config.resume == "auto":
         return
     if config.resume and Path(config.resume).resolve() in (folder.resolve(), checkpoint.resolve()):

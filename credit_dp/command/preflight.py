@@ -1,7 +1,5 @@
 """What can be refused before any rank starts because several keys do not fit together."""
 
-from pathlib import Path
-
 from credit_dp import checks
 from credit_dp.config import Config, DataConfig
 from credit_dp.errors import UserError
@@ -18,7 +16,8 @@ def check_plan(config: Config) -> None:
         checks.date("data.quickstart.start", config.data.quickstart.start)
     check_rows(config)
     check_leads(config)
-    check_resume(config.resume)
+    if config.resume not in (None, "auto"):
+        checks.checkpoint_path("resume", str(config.resume))
 
 
 def check_rows(config: Config) -> None:
@@ -55,16 +54,4 @@ def check_leads(config: Config) -> None:
         raise UserError(
             f"trainer.evaluate_hours: needs multiples of data.step_hours={step}, but got {odd}. "
             "Change trainer.evaluate_hours."
-        )
-
-
-def check_resume(resume: str | None) -> None:
-    """Refuse to go on from what is not there."""
-    if resume in (None, "auto"):
-        return
-    path = Path(str(resume)).expanduser()
-    if not path.exists():
-        raise UserError(
-            f"resume: needs `auto` or the path of a checkpoint, but {path} does not exist. "
-            "Change resume."
         )

@@ -8,7 +8,7 @@ import xarray as xr
 from credit_dp.config import DataConfig
 from credit_dp.data.forcings import COMPUTED
 from credit_dp.data.grid import FULL_CIRCLE, POLE, parse_grid
-from credit_dp.data.schema import nearest
+from credit_dp.data.schema import suggestions
 from credit_dp.errors import UserError
 
 OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
@@ -64,7 +64,7 @@ def check_variables(dataset: xr.Dataset, config: DataConfig) -> None:
     """Refuse variables that are missing, named twice, or without the dims of their kind.
 
     Raises:
-        UserError: naming the variable, the nearest matches and the key to change.
+        UserError: naming the variable, the suggestions matches and the key to change.
     """
     seen: set[str] = set()
     for kind in ("prognostic", "forcing", "static"):
@@ -165,7 +165,7 @@ def _check_present(dataset: xr.Dataset, config: DataConfig, name: str, kind: str
     available = [str(variable) for variable in dataset.data_vars]
     if kind == "forcing":
         available += list(COMPUTED)
-    raise _error(config, f"no variable {name}. {nearest(name, available)}", f"data.{kind}")
+    raise _error(config, f"no variable {name}. {suggestions(name, available)}", f"data.{kind}")
 
 
 def _check_dims(dataset: xr.Dataset, config: DataConfig, name: str, kind: str) -> None:

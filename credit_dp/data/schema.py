@@ -56,7 +56,7 @@ def expand(variables: Sequence[str], on_levels: set[str], levels: Sequence[int])
     return channels
 
 
-def nearest(wanted: str, available: Iterable[str]) -> str:
+def suggestions(wanted: str, available: Iterable[str]) -> str:
     """What a message offers instead of an unknown name: close matches, or else what there is."""
     names = sorted(available)
     close = difflib.get_close_matches(wanted, names, n=3, cutoff=0.5)

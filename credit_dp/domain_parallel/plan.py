@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from credit_dp.domain_parallel.audit import audit
 from credit_dp.domain_parallel.layers.row_layer import RowLayer
 from credit_dp.domain_parallel.manager import DomainParallelManager
-from credit_dp.domain_parallel.partition import ROW_DIM, RowPartition
+from credit_dp.domain_parallel.partition import ROW_DIM, BandTable, RowPartition
 from credit_dp.domain_parallel.planner import Planner
 from credit_dp.domain_parallel.sharding import FIELD_DIMS
 from credit_dp.domain_parallel.trace import FOREIGN, Trace
@@ -239,8 +239,13 @@ def _distinct_ranks(partitions: list[RowPartition], ranks: int) -> list[int]:
     return list(first.values())
 
 
-def _check_outputs(whole: list[Any], parts: list[Any], bands: Any, rank: int) -> None:
-    for total, part in zip(whole, parts, strict=len(whole) == len(parts)):
+def _check_outputs(whole: list[Any], parts: list[Any], bands: BandTable, rank: int) -> None:
+    if len(whole) != len(parts):
+        raise UserError(
+            f"output: holds {len(whole)} values of the globe and {len(parts)} of a band of rows. "
+            "Return what doesn't depend on the number of rows."
+        )
+    for total, part in zip(whole, parts, strict=True):
         if not isinstance(total, Tensor):
             if total != part:
                 raise UserError(

@@ -56,7 +56,6 @@ def join_ranks(config: Config, launcher: Launcher, run: str) -> int:
 
 def run_here(config: Config, ranks: Ranks, run: str, meeting_point: str) -> int:
     """Run in this process, and say what went wrong instead of raising it."""
-
     try:
         return run_rank(config, ranks, run, meeting_point)
     except UserError as error:

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from credit_dp import checks
 from credit_dp.errors import UserError
 from credit_dp.training.data_description import Description, check_data
 from credit_dp.training.optimisation import load_moments
@@ -116,14 +117,8 @@ def find_checkpoint(resume: str | None, own: Path) -> Path | None:
         return None
     if resume == "auto":
         return own if own.exists() else None
-    path = Path(resume).expanduser()
-    path = path / own.name if path.is_dir() else path
-    if not path.exists():
-        raise UserError(
-            f"resume: needs `auto` or the path of a checkpoint, but {path} does not exist. "
-            "Change resume."
-        )
-    return path
+    path = checks.checkpoint_path("resume", resume)
+    return checks.checkpoint_path("resume", str(path / own.name)) if path.is_dir() else path
 
 
 def load_checkpoint(path: Path, state: TrainingState) -> None:

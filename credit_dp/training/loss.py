@@ -14,7 +14,7 @@ from torch import Tensor
 
 from credit_dp.config import LossConfig
 from credit_dp.data.grid import row_weights
-from credit_dp.data.schema import Channel, Channels, nearest
+from credit_dp.data.schema import Channel, Channels, suggestions
 from credit_dp.errors import UserError
 
 POINTWISE: dict[str, Callable[[Tensor], Tensor]] = {"mse": torch.square, "mae": torch.abs}
@@ -87,7 +87,7 @@ def channel_weights(config: LossConfig, channels: tuple[Channel, ...]) -> NDArra
     if unknown is not None:
         raise UserError(
             f"loss.variable_weight: needs names from data.prognostic, got {unknown!r}. "
-            f"{nearest(unknown, variables)}. Change the name in loss.variable_weight."
+            f"{suggestions(unknown, variables)}. Change the name in loss.variable_weight."
         )
     levels = [channel.level for channel in channels if channel.level is not None]
     mean_level = sum(levels) / len(levels) if levels else 1.0

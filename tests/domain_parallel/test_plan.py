@@ -81,6 +81,11 @@ class _CountsRows(_Flips):
         return self.conv(x), x.shape[-2]
 
 
+class _ListsRows(_Flips):
+    def forward(self, x):
+        return self.conv(x), list(range(x.shape[-2]))
+
+
 class _ChoosesLayer(nn.Module):
     def __init__(self):
         super().__init__()
@@ -123,6 +128,7 @@ class _Remembers(_Flips):
         (_Flips(), 8, "conv: rank 0 of 3 has 2 rows where its band of 7 rows has 3"),
         (_CropsOutput(), 9, r"test_plan.py:\d+: aten.slice: mixes rows"),
         (_HasMask(), 9, r"test_plan.py:\d+: fails on a band of rows .*the globe's rows"),
+        (_ListsRows(), 9, "output: holds 10 values of the globe and 4 of a band"),
         (_CountsRows(), 9, "output: is 9 of the globe and 3 of a band of rows"),
         (nn.Sequential(nn.Softmax(-2)), 9, "aten._softmax: mixes rows"),
         (_Decides(), 9, r"test_plan.py:\d+: control flow or shapes that depend on data"),

@@ -6,19 +6,19 @@ import queue
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
 from credit_dp.config import QuickstartConfig
+from credit_dp.data.cache import Report
 from credit_dp.data.quickstart import layout
 from credit_dp.data.quickstart.spans import Run, resolve_grid, runs
 from credit_dp.data.quickstart.synthesis import Synthesis
 from credit_dp.errors import UserError
 
-Report = Callable[[str, float], None]
 WORKER = "credit_dp.data.quickstart.worker"
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 

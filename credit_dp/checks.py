@@ -88,6 +88,16 @@ def date(key: str, value: str) -> None:
     raise UserError(f"{key}: needs a date like 2001-01-01, got {value}")
 
 
+def leads(hours: Iterable[int], step: int) -> None:
+    """Refuse lead times that no whole number of model steps reaches."""
+    odd = next((lead for lead in hours if lead < step or lead % step), None)
+    if odd is not None:
+        raise UserError(
+            f"trainer.evaluate_hours: needs multiples of data.step_hours={step}, but got {odd}. "
+            "Change trainer.evaluate_hours."
+        )
+
+
 def checkpoint_path(key: str, value: str) -> Path:
     """Refuse the path of a checkpoint, or of a run's folder, that is not there; return it."""
     path = Path(value).expanduser()

@@ -15,7 +15,7 @@ def check_plan(config: Config) -> None:
     if config.data.name == "quickstart":
         checks.date("data.quickstart.start", config.data.quickstart.start)
     check_rows(config)
-    check_leads(config)
+    checks.leads(config.trainer.evaluate_hours, config.data.step_hours)
     if config.resume not in (None, "auto"):
         checks.checkpoint_path("resume", str(config.resume))
 
@@ -44,14 +44,3 @@ def known_rows(data: DataConfig) -> int | None:
     from credit_dp.data.quickstart.spans import resolve_grid  # numpy: not for --help
 
     return resolve_grid(data.quickstart, None)[0]
-
-
-def check_leads(config: Config) -> None:
-    """Refuse lead times that no whole number of model steps reaches."""
-    step = config.data.step_hours
-    odd = next((hours for hours in config.trainer.evaluate_hours if hours % step), None)
-    if odd is not None:
-        raise UserError(
-            f"trainer.evaluate_hours: needs multiples of data.step_hours={step}, but got {odd}. "
-            "Change trainer.evaluate_hours."
-        )

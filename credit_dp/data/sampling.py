@@ -6,6 +6,7 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
+from credit_dp import checks
 from credit_dp.data.dates import one_step_pairs, split_span
 from credit_dp.data.prepare import Prepared
 from credit_dp.errors import UserError
@@ -44,12 +45,7 @@ def initial_times(
     store = prepared.store
     config = store.config
     step = config.step_hours
-    for lead in lead_hours:
-        if lead < step or lead % step:
-            raise UserError(
-                f"trainer.evaluate_hours: needs multiples of data.step_hours={step}, but got "
-                f"{lead}. Change trainer.evaluate_hours."
-            )
+    checks.leads(lead_hours, step)
     times = store.times[split_span(config, split, store.times)]
     present = set(times.astype(np.int64).tolist())
     steps = np.arange(0, max(lead_hours) + step, step).astype("timedelta64[h]")

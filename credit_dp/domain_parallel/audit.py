@@ -7,18 +7,15 @@ is not known, is refused.
 
 from __future__ import annotations
 
-import torch
-
 from credit_dp.domain_parallel.operations import (
     FACTORIES,
-    HANDLERS,
     RANDOM,
     SIZED,
     SIZES,
     Layout,
     MixedError,
     Rows,
-    pointwise,
+    layout_after,
 )
 from credit_dp.domain_parallel.trace import Ref, Step, Trace
 from credit_dp.errors import UserError
@@ -60,24 +57,42 @@ def _judge(step: Step, other: Step, heights: dict[int, int], layouts: dict[int, 
     if [(r.number, r.value) for r in step.refs] != [(r.number, r.value) for r in other.refs]:
         raise MixedError("what it works on depends on the number of rows")
     if step.op is None:
-        if step.settings != other.settings:
-            raise MixedError("control flow depends on the number of rows")
-        for ref, layout in zip(step.refs, given, strict=True):
-            if layout is not None and layout.place[:2] != (len(ref.shape) - 2, 1):
-                raise MixedError("rows have left the last dimension but one")
-        for ref, band in zip(step.made, other.made, strict=True):
-            layouts[ref.number] = _seen(ref, band, heights)
+        _judge_layer(step, other, heights, layouts, given)
         return
     if _numbers(step) != _numbers(other):
         raise MixedError("a number depends on the number of rows")
     if step.name in FACTORIES or (step.name in SIZED and not any(given)):
         made = [_seen(ref, band, heights) for ref, band in zip(step.made, other.made, strict=True)]
     else:
-        layout = _layout(step, given) if any(given) else None
+        layout = layout_after(step, given) if any(given) else None
         made = [layout] * len(step.made)
     if step.name in RANDOM and not any(made):
         raise MixedError("draws numbers that would differ between the ranks of a globe")
     for ref, band, layout in zip(step.made, other.made, made, strict=True):
+        _check_shapes(ref, band, layout, heights)
+        layouts[ref.number] = layout
+
+
+def _judge_layer(
+    step: Step,
+    other: Step,
+    heights: dict[int, int],
+    layouts: dict[int, Layout],
+    given: list[Layout],
+) -> None:
+    """A layer gets rows where it was planned to; others have them in the last dimension but one."""
+    if step.settings != other.settings:
+        raise MixedError("control flow depends on the number of rows")
+    takes = step.given.get("takes")
+    for at, (ref, layout) in enumerate(zip(step.refs, given, strict=True)):
+        if takes is not None and (layout and layout.place) != (takes[at] and takes[at].place):
+            raise MixedError("gets rows in another place than it seemed")
+        if takes is None and layout and layout.place[:2] != (len(ref.shape) - 2, 1):
+            raise MixedError("rows have left the last dimension but one")
+    makes = step.given.get("makes") or [None] * len(step.made)
+    for ref, band, layout in zip(step.made, other.made, makes, strict=True):
+        if takes is None:
+            layout = _seen(ref, band, heights)
         _check_shapes(ref, band, layout, heights)
         layouts[ref.number] = layout
 
@@ -90,15 +105,6 @@ def _numbers(step: Step) -> dict[str, object]:
         return {} if whole else settings
     sized = step.name in SIZED or step.name in FACTORIES
     return {key: value for key, value in settings.items() if not (sized and key in SIZES)}
-
-
-def _layout(step: Step, given: list[Layout]) -> Layout:
-    if step.op is not None and torch.Tag.pointwise in step.op.tags:
-        return pointwise(step, given)
-    handler = HANDLERS.get(step.name)
-    if handler is None:
-        raise MixedError("is not known to keep rows apart")
-    return handler(step, given)
 
 
 def _seen(ref: Ref, band: Ref, heights: dict[int, int]) -> Layout:

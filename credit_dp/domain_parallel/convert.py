@@ -15,7 +15,7 @@ from credit_dp.domain_parallel.constraints import validate_sharding_constraints
 from credit_dp.domain_parallel.halo_exchange import HaloExchange
 from credit_dp.domain_parallel.layers.row_layer import RowLayer
 from credit_dp.domain_parallel.manager import DomainParallelManager
-from credit_dp.domain_parallel.partition import ROW_DIM
+from credit_dp.domain_parallel.partition import FIELD_DIMS, ROW_DIM
 from credit_dp.domain_parallel.plan import Shape, plan_calls, plan_model
 from credit_dp.domain_parallel.planner import active_planner
 from credit_dp.domain_parallel.rules import (
@@ -24,7 +24,6 @@ from credit_dp.domain_parallel.rules import (
     _needs_halo_conv2d,
     _needs_halo_conv_transpose2d,
 )
-from credit_dp.domain_parallel.sharding import FIELD_DIMS
 from credit_dp.errors import UserError
 
 # Users know these by this module's name.

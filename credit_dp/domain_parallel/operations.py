@@ -6,6 +6,8 @@ from collections.abc import Callable
 from math import prod
 from typing import NamedTuple
 
+import torch
+
 from credit_dp.domain_parallel.trace import Step
 
 
@@ -182,6 +184,8 @@ def _layer_norm(step: Step, given: list[Layout]) -> Layout:
 
 def _convolution(step: Step, given: list[Layout]) -> Layout:
     layout = given[0]
+    if layout is not None and layout.dim == 0:
+        return layout  # rows are folded with samples
     spatial = layout.dim - 2 if layout else -1
     if layout is None or spatial < 0 or step.given["transposed"]:
         raise MixedError("mixes rows")
@@ -272,3 +276,17 @@ HANDLERS: dict[str, Handler] = {
         "_scaled_dot_product_efficient_attention",
     ),
 }
+
+
+def layout_after(step: Step, given: list[Layout]) -> Layout:
+    """Return where the rows are after an operation; `given` has those of its tensors.
+
+    Raises:
+        MixedError: the operation mixes rows, or is not known not to.
+    """
+    if step.op is not None and torch.Tag.pointwise in step.op.tags:
+        return pointwise(step, given)
+    handler = HANDLERS.get(step.name)
+    if handler is None:
+        raise MixedError("is not known to keep rows apart")
+    return handler(step, given)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import final
@@ -14,6 +15,8 @@ from credit_dp.errors import UserError
 LARGEST_IMBALANCE = 1.1
 # Rows are the last dimension but one of every field.
 ROW_DIM = -2
+# Fewer dimensions than (channel, row, column) mean that a tensor is no field.
+FIELD_DIMS = 3
 
 
 @final
@@ -117,10 +120,16 @@ class BandTable:
         new = aligned if aligned.well_balanced else self[height]
         return self._by_height.setdefault(height, new)
 
-    def plan(self, heights: set[int]) -> None:
-        """Give every height its bands, from the coarsest up, each lined up with a coarser one."""
+    def plan(self, heights: set[int], ties: Mapping[int, int] | None = None) -> None:
+        """Give every height its bands, from the coarsest up, each lined up with a coarser one.
+
+        `ties` are heights whose rows are several per row of a coarser height, in the same bands.
+        """
         coarser: list[RowPartition] = []
         for height in sorted(heights):
+            if ties and height in ties:
+                self._by_height.setdefault(height, self[ties[height]].scaled_to(height))
+                continue
             fits = [p for p in coarser if -(-height // -(-height // p.height)) == p.height]
             alone = RowPartition.balanced(height, self.ranks)
             coarser.append(self.follow(height, fits[-1] if fits else alone))

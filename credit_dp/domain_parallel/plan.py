@@ -20,9 +20,8 @@ from torch.utils._pytree import tree_leaves
 from credit_dp.domain_parallel.audit import audit
 from credit_dp.domain_parallel.layers.row_layer import RowLayer
 from credit_dp.domain_parallel.manager import DomainParallelManager
-from credit_dp.domain_parallel.partition import ROW_DIM, BandTable, RowPartition
+from credit_dp.domain_parallel.partition import FIELD_DIMS, ROW_DIM, BandTable, RowPartition
 from credit_dp.domain_parallel.planner import Planner
-from credit_dp.domain_parallel.sharding import FIELD_DIMS
 from credit_dp.domain_parallel.trace import FOREIGN, Trace
 from credit_dp.errors import UserError
 
@@ -82,7 +81,9 @@ def plan_calls(
         with planner.trusting(trusted), _traceable(model):
             _plan_mode(planner, manager.bands.ranks, shapes, inputs, training)
     for layer in planner.seen:
-        layer.set_heights(planner.planned(layer))
+        layer.set_plan(*planner.planned(layer))
+    for layer in planner.apart:
+        layer.set_apart()
 
 
 def _plan_mode(
@@ -91,10 +92,11 @@ def _plan_mode(
     """Plan and audit the model in training or in evaluation mode."""
     bands = planner.bands
     any_batch = _batch_changer(shapes)
+    planner.expect(shape[ROW_DIM] for shape in shapes if is_banded(shape))
     whole = _follow(planner, None, training, lambda: inputs(any_batch))
     heights = planner.heights() | {shape[ROW_DIM] for shape in shapes if is_banded(shape)}
     _check_rows(planner, heights, ranks)
-    bands.plan(heights)
+    bands.plan(heights, planner.ties)
     for rank in _distinct_ranks([bands[h] for h in heights], ranks):
 
         def cut(shape: Shape, rank: int = rank) -> Shape:
@@ -221,9 +223,9 @@ def _check_rows(planner: Planner, heights: set[int], ranks: int) -> None:
     if lowest >= ranks:
         return
     places = [
-        planner.names[layer]
-        for layer, pairs in planner.seen.items()
-        if any(lowest in pair for pair in pairs)
+        planner.names.get(layer, type(layer).__name__)
+        for layer, calls in planner.seen.items()
+        if any(lowest in call[1:] for call in calls)
     ]
     raise UserError(
         f"{places[0] if places else 'input'}: {lowest} rows can't be shared by {ranks} ranks. "

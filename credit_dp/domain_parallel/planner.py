@@ -8,12 +8,18 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
-import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from credit_dp.domain_parallel.partition import BandTable
-from credit_dp.domain_parallel.trace import Trace, user_line
+from credit_dp.domain_parallel.operations import (
+    FACTORIES,
+    Layout,
+    MixedError,
+    Rows,
+    layout_after,
+)
+from credit_dp.domain_parallel.partition import FIELD_DIMS, ROW_DIM, BandTable
+from credit_dp.domain_parallel.trace import Ref, Step, Trace, user_line
 from credit_dp.errors import UserError
 
 if TYPE_CHECKING:
@@ -28,40 +34,62 @@ def active_planner() -> Planner | None:
 
 
 class Visit(NamedTuple):
-    """One call of a layer in a run of the whole globe: rows in, shape and dtype out."""
+    """One call of a layer in the run of the whole globe.
 
+    `dim` is the negative dimension where rows meet; None if the layer acts on rows apart there,
+    and so as it would without bands. `taken` are the rows of its first input, `shapes` of its
+    inputs, and `made` what it returned.
+    """
+
+    name: str
+    dim: int | None
     taken: int
-    made: tuple[int, ...]
-    dtype: torch.dtype
+    shapes: tuple[tuple[int, ...], ...]
+    made: Any
+    takes: tuple[Layout, ...]
+    makes: tuple[Layout, ...]
+
+
+class Seen(NamedTuple):
+    """Where a layer found rows, how many of the globe went in and how many came out."""
+
+    dim: int
+    taken: int
+    made: int
 
 
 @final
 class Planner:
     """Follows two kinds of runs on fake tensors.
 
-    The run of the whole globe calls the wrapped layers and notes their heights. The run of a band
-    checks that each layer gets the rows that its height gives that rank, and only makes shapes.
-    Layers and trusted modules leave no operations in the trace.
+    The run of the whole globe calls the wrapped layers and notes where their rows are. The run of a
+    band checks that each layer gets the rows that its height gives that rank, and only makes
+    shapes. Trusted modules, and layers where rows meet, leave no operations in the trace.
     """
 
     def __init__(self, model: nn.Module, names: dict[RowLayer, str], bands: BandTable) -> None:
         self.model = model
         self.names = names
         self.bands = bands
-        self.seen: dict[RowLayer, set[tuple[int, int]]] = defaultdict(set)  # heights in and out
+        self.seen: dict[RowLayer, set[Seen]] = defaultdict(set)
+        self.apart: set[RowLayer] = set()
+        self.ties: dict[int, int] = {}
+        self.visits: list[Visit] = []
         self._rank: int | None = None
-        self._visits: dict[RowLayer, list[Visit]] = {}
-        self._calls: dict[RowLayer, int] = {}
+        self._calls = 0
         self._trace = Trace(model)
+        self._layouts: dict[int, Layout] = {}
+        self._known: set[int] = set()
 
     @contextmanager
     def following(self, rank: int | None) -> Iterator[Trace]:
         """Make this planner the active one, for a run of the whole globe or of a rank's band."""
         self._rank = rank
-        self._calls = defaultdict(int)
+        self._calls = 0
         if rank is None:
-            self._visits = defaultdict(list)
-        self._trace = Trace(self.model)
+            self.visits = []
+            self._layouts = {}
+        self._trace = Trace(self.model, self._follow if rank is None else None)
         token = _active.set(self)
         try:
             with self._trace:
@@ -69,40 +97,113 @@ class Planner:
         finally:
             _active.reset(token)
 
-    def visit(self, layer: RowLayer, x: Tensor, *others: Tensor) -> Tensor:
+    def _follow(self, step: Step) -> None:
+        """Note where the rows of what a step made are: the audit checks it afterwards."""
+        given = [self._layouts.get(ref.number) for ref in step.refs]
+        if step.op is None:
+            makes = step.given.get("makes") or [self._guess(ref) for ref in step.made]
+        elif step.name in FACTORIES:
+            makes = [self._guess(ref) for ref in step.made]
+        elif any(given):
+            try:
+                makes = [layout_after(step, given)] * len(step.made)
+            except MixedError:
+                makes = [self._guess(ref) for ref in step.made]
+        else:
+            makes = [None] * len(step.made)
+        for ref, layout in zip(step.made, makes, strict=True):
+            self._layouts[ref.number] = layout
+
+    def _guess(self, ref: Ref) -> Layout:
+        is_field = len(ref.shape) >= FIELD_DIMS and ref.shape[ROW_DIM] in self._known
+        return Rows(len(ref.shape) + ROW_DIM, 1, 1, ref.shape[ROW_DIM]) if is_field else None
+
+    def expect(self, heights: Iterable[int]) -> None:
+        """Take tensors of these heights, of which nothing else is known, for fields."""
+        self._known.update(heights)
+
+    def visit(self, layer: RowLayer, x: Tensor, *others: Tensor) -> Any:
         """Stand in for a layer's forward."""
-        with self._trace.paused():
-            if self._rank is None:
-                made = self._visit_globe(layer, x, *others)
+        name = self.names.get(layer, type(layer).__name__)
+        if self._rank is None:
+            visit = self._visit_globe(layer, name, x, *others)
+            self.visits.append(visit)
+            made = visit.made
+        else:
+            visit = self._planned_visit(name)
+            if visit.dim is None:
+                made = layer.whole(x, *others)
             else:
-                made = self._visit_band(layer, x, self._rank)
-        self._trace.mark((x, *others), (made,), id(layer))
+                made = self._band_of(visit, visit.dim, x, self._rank)
+        if visit.dim is not None:
+            leaves = [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
+            settings = {"takes": visit.takes, "makes": visit.makes, "place": name}
+            self._trace.mark((x, *others), leaves, **settings)
         return made
 
-    def _visit_globe(self, layer: RowLayer, x: Tensor, *others: Tensor) -> Tensor:
-        made: Tensor = layer.__dict__["wrapped"].forward(x, *others)
-        self._visits[layer].append(Visit(x.shape[layer.dim], tuple(made.shape), made.dtype))
-        self.seen[layer].add((x.shape[layer.dim], made.shape[layer.dim]))
-        return made
-
-    def _visit_band(self, layer: RowLayer, x: Tensor, rank: int) -> Tensor:
-        if self._calls[layer] >= len(self._visits[layer]):
+    def _visit_globe(self, layer: RowLayer, name: str, x: Tensor, *others: Tensor) -> Visit:
+        takes = tuple(self._layouts.get(self._trace.ref(t).number) for t in (x, *others))
+        shapes = tuple(tuple(t.shape) for t in (x, *others))
+        rows = takes[0]
+        try:
+            meet = rows is not None and layer.mixes(rows.dim - x.ndim, x.ndim)
+        except UserError as error:
+            raise UserError(f"{name}: {error}") from None
+        if rows is None or not meet:
+            self.apart.add(layer)
+            return Visit(name, None, 0, shapes, layer.whole(x, *others), takes, ())
+        with self._trace.paused():
+            made = layer.whole(x, *others)
+        dim, taken = rows.dim - x.ndim, x.shape[rows.dim]
+        if rows.outer > 1:
             raise UserError(
-                f"{user_line()}: control flow depends on the number of rows; {self.names[layer]} "
+                f"{name}: the rows of several samples or channels follow each other in dimension "
+                f"{rows.dim}. Keep rows in a dimension of their own before this layer."
+            )
+        if rows.inner > 1:
+            self.ties[taken] = rows.height
+        leaves = [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
+        makes = tuple(self._made_layout(layer, rows, dim, leaf) for leaf in leaves)
+        self.seen[layer].add(Seen(dim, taken, leaves[0].shape[dim] if makes[0] else taken))
+        self._known.update(layout.height for layout in makes if layout)
+        return Visit(name, dim, taken, shapes, made, takes, makes)
+
+    def _made_layout(self, layer: RowLayer, rows: Rows, dim: int, made: Tensor) -> Layout:
+        if not layer.makes_rows:
+            return None
+        place = made.ndim + dim
+        if made.shape[dim] == rows.height * rows.inner:
+            return rows._replace(dim=place)
+        return Rows(place, 1, 1, made.shape[dim])
+
+    def _planned_visit(self, name: str) -> Visit:
+        if self._calls >= len(self.visits) or self.visits[self._calls].name != name:
+            raise UserError(
+                f"{user_line()}: control flow depends on the number of rows; {name} "
                 "is called for a band and not for the globe."
             )
-        visit = self._visits[layer][self._calls[layer]]
-        self._calls[layer] += 1
+        self._calls += 1
+        return self.visits[self._calls - 1]
+
+    def _band_of(self, visit: Visit, dim: int, x: Tensor, rank: int) -> Any:
+        """Make tensors of the shapes that a rank's band of the layer's output has."""
         expected = self.bands[visit.taken].sizes[rank]
-        if x.shape[layer.dim] != expected:
+        if x.shape[dim] != expected:
             raise UserError(
-                f"{self.names[layer]}: rank {rank} of {self.bands.ranks} has {x.shape[layer.dim]} "
+                f"{visit.name}: rank {rank} of {self.bands.ranks} has {x.shape[dim]} "
                 f"rows where its band of {visit.taken} rows has {expected}. The code before this "
                 "layer changes rows; put that into a module and name it in custom_converters."
             )
-        shape = list(visit.made)
-        shape[layer.dim] = self.bands[shape[layer.dim]].sizes[rank]
-        return x.new_empty(shape, dtype=visit.dtype)
+        layouts = iter(visit.makes)
+
+        def band(made: Tensor) -> Tensor:
+            shape = list(made.shape)
+            if next(layouts) is not None:
+                shape[dim] = self.bands[shape[dim]].sizes[rank]
+            return x.new_empty(shape, dtype=made.dtype)
+
+        with self._trace.paused():
+            return tree_map_only(Tensor, band, visit.made)
 
     @contextmanager
     def trusting(self, modules: Iterable[nn.Module]) -> Iterator[None]:
@@ -124,26 +225,33 @@ class Planner:
     def _leave(self, module: nn.Module, args: Any, made: Any) -> None:
         self._trace.resume()
         taken, given = ([x for x in tree_leaves(t) if isinstance(x, Tensor)] for t in (args, made))
-        self._trace.mark(taken, given, id(module))
+        self._trace.mark(taken, given, place=id(module))
 
     def heights(self) -> set[int]:
         """Return every global height that a layer takes or makes."""
-        return {height for pairs in self.seen.values() for pair in pairs for height in pair}
+        return {h for calls in self.seen.values() for call in calls for h in call[1:]}
 
-    def planned(self, layer: RowLayer) -> dict[int, int]:
-        """Return the heights of one layer: taken -> made.
+    def planned(self, layer: RowLayer) -> tuple[int, dict[int, int]]:
+        """Return one layer's row dimension and heights: taken -> made.
 
         Raises:
-            UserError: some rank could not tell two of the heights apart by its rows.
+            UserError: some rank could not tell two of the calls apart by its rows.
         """
-        planned = dict(self.seen[layer])
-        if len(planned) < len(self.seen[layer]):
-            raise UserError(f"{self.names[layer]}: makes two heights of the same rows.")
+        calls, name = self.seen[layer], self.names.get(layer, type(layer).__name__)
+        dims = {call.dim for call in calls}
+        if len(dims) > 1 or layer in self.apart:
+            raise UserError(
+                f"{name}: is used on tensors with rows in different places, or with and without. "
+                "Use one layer for each."
+            )
+        planned = {call.taken: call.made for call in calls}
+        if len(planned) < len(calls):
+            raise UserError(f"{name}: makes two heights of the same rows.")
         for rank in range(self.bands.ranks):
             sizes = [self.bands[height].sizes[rank] for height in planned]
             if len(set(sizes)) < len(sizes):
                 raise UserError(
-                    f"{self.names[layer]}: is used at the heights {sorted(planned)}, and rank "
+                    f"{name}: is used at the heights {sorted(planned)}, and rank "
                     f"{rank} has the same rows of two of them. Change parallel.domain."
                 )
-        return planned
+        return dims.pop(), planned

@@ -9,10 +9,8 @@ from torch import Tensor
 
 from credit_dp.domain_parallel.exchange import RowExchange, Run
 from credit_dp.domain_parallel.manager import DomainParallelManager, get_domain_parallel_manager
+from credit_dp.domain_parallel.partition import FIELD_DIMS
 from credit_dp.errors import UserError
-
-# Fewer dimensions than (channel, row, column) mean that a tensor is no field.
-FIELD_DIMS = 3
 
 
 def shard_tensor(x: Tensor, dim: int = -2, manager: DomainParallelManager | None = None) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
@@ -68,11 +68,17 @@ def _holds_refs(value: Any) -> bool:
 
 @final
 class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The operations of one run, in order. Two runs of the same code number tensors alike."""
+    """The operations of one run, in order. Two runs of the same code number tensors alike.
 
-    def __init__(self, model: nn.Module) -> None:
+    Args:
+        model: whose parameters and buffers are known by identity.
+        follow: called with every step as soon as it is recorded.
+    """
+
+    def __init__(self, model: nn.Module, follow: Callable[[Step], None] | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.steps: list[Step] = []
+        self._follow = follow
         self._of_model = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
         self._numbers: dict[int, int] = {}
         self._alive: list[Tensor] = []  # ids of collected tensors would be given out again
@@ -95,12 +101,20 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self.resume()
 
-    def mark(self, taken: Sequence[Tensor], made: Sequence[Tensor], place: int = 0) -> None:
-        """Note what takes bands and makes bands: a layer (`place` is its id) or an end."""
+    def mark(self, taken: Sequence[Tensor], made: Sequence[Tensor], **settings: Any) -> None:
+        """Note what takes bands and makes bands: a layer, a trusted module or an end.
+
+        `settings` must be the same in two runs. Of a layer: `takes` and `makes` say where its rows
+        are, one entry per tensor.
+        """
         if not self._paused:
-            given = {"taken": [self.ref(tensor) for tensor in taken], "place": place}
-            refs = tuple(self.ref(tensor) for tensor in made)
-            self.steps.append(Step(None, given, refs, user_line()))
+            given = {"taken": [self.ref(tensor) for tensor in taken], **settings}
+            self._record(Step(None, given, tuple(map(self.ref, made)), user_line()))
+
+    def _record(self, step: Step) -> None:
+        self.steps.append(step)
+        if self._follow is not None:
+            self._follow(step)
 
     def ref(self, tensor: Tensor) -> Ref:
         """Name a tensor in a way that two runs can be compared by."""
@@ -127,7 +141,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **kwargs)
         leaves, _ = tree_flatten(result)
         made = tuple(self.ref(leaf) for leaf in leaves if isinstance(leaf, Tensor))
-        self.steps.append(Step(func, given, made, user_line()))
+        self._record(Step(func, given, made, user_line()))
         return result
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from credit_dp.domain_parallel import DomainParallelManager, gather_tensor, shard_tensor
 from credit_dp.domain_parallel.build import NAMED_RULES
@@ -38,7 +39,10 @@ def assert_same_as_whole_globe(
     planned: bool = True,
     seed: int = 0,
 ) -> None:
-    """Compare output, input gradient and every parameter gradient of `build(*args)`."""
+    """Compare outputs, input gradient, every parameter gradient and buffer of `build(*args)`.
+
+    An output without rows is the same on every rank; its cotangent is shared between them.
+    """
     with _RANDOM:
         torch.manual_seed(seed)
         whole = build(*args).double()
@@ -52,27 +56,46 @@ def assert_same_as_whole_globe(
             input_shape=shape if planned else None,
         )
         x_whole = x.clone().requires_grad_()
-        y_whole = whole(x_whole)
-        cotangent = torch.randn_like(y_whole)
+        ys_whole = _floats(whole(x_whole))
+        cotangents = [torch.randn_like(y) for y in ys_whole]
     assert list(sharded.state_dict()) == list(whole.state_dict())
-    y_whole.backward(cotangent)
+    torch.autograd.backward(ys_whole, cotangents)
     assert x_whole.grad is not None
 
     x_band = shard_tensor(x, manager=manager).requires_grad_()
-    y_band = sharded(x_band)
-    y_band.backward(shard_tensor(cotangent, manager=manager))
+    ys_band = _floats(sharded(x_band))
+    banded = [a.shape != b.shape for a, b in zip(ys_band, ys_whole, strict=True)]
+    shares = [
+        shard_tensor(c, manager=manager) if has_rows else c / manager.domain_parallel_size
+        for c, has_rows in zip(cotangents, banded, strict=True)
+    ]
+    torch.autograd.backward(ys_band, shares)
     assert x_band.grad is not None
 
     with torch.no_grad():
-        y = gather_tensor(y_band.detach(), manager=manager)
+        ys = [
+            gather_tensor(y.detach(), manager=manager) if has_rows else y.detach()
+            for y, has_rows in zip(ys_band, banded, strict=True)
+        ]
         grad = gather_tensor(x_band.grad, manager=manager)
     grads = {name: p.grad for name, p in whole.named_parameters()}
     largest = max([x_whole.grad.abs().max(), *(g.abs().max() for g in grads.values())]).item()
-    errors = {"output": error(y, y_whole.detach())}
+    errors = {
+        f"output {i}": error(y, y_whole.detach())
+        for i, (y, y_whole) in enumerate(zip(ys, ys_whole, strict=True))
+    }
     errors["input gradient"] = error(grad, x_whole.grad, 1e-3 * largest)
     for name, parameter in sharded.named_parameters():
         assert parameter.grad is not None
         total = manager.transport.sum(parameter.grad)
         errors[name] = error(total, grads[name], 1e-3 * largest)
+    buffers = dict(sharded.named_buffers())
+    for name, buffer in whole.named_buffers():
+        errors[f"buffer {name}"] = error(buffers[name].double(), buffer.double())
     wrong = {name: value for name, value in errors.items() if not value <= tolerance}
     assert not wrong, wrong
+
+
+def _floats(made: Any) -> list[Tensor]:
+    """The outputs that have gradients."""
+    return [x for x in tree_leaves(made) if isinstance(x, Tensor) and x.is_floating_point()]

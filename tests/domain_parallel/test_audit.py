@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 
 import pytest
 import torch
@@ -142,10 +143,10 @@ def test_row_local_code_passes_and_is_exact(code):
 
 def _refused(manager, code):
     model = Model(code).double()
-    with pytest.raises(UserError, match=r"test_audit\.py:\d+: |^after: rank") as caught:
+    with pytest.raises(UserError, match=r"test_audit\.py:\d+: |^after: ") as caught:
         convert_to_domain_parallel(model, manager, input_shape=SHAPE)
     assert "\n" not in str(caught.value)
-    assert "custom_converters" in str(caught.value)
+    assert re.search("custom_converters|Move them", str(caught.value))
 
 
 @pytest.mark.parametrize("code", MIXING.values(), ids=MIXING)

@@ -6,7 +6,7 @@ import pytest
 from torch import nn
 
 from credit_dp.domain_parallel import exchange, poles
-from credit_dp.domain_parallel.layers import conv, group_norm
+from credit_dp.domain_parallel.layers import conv, group_norm, window_layer
 from tests.domain_parallel.equality import assert_same_as_whole_globe
 from tests.ranks import RankError, on_threads
 
@@ -33,18 +33,16 @@ def _moments_of_the_band(x, groups, rows, transport):
 def _phase_of_the_band(self, out, height):
     reach, stride = self._reach, self.conv.stride[0]
     first = out.start * stride
-    return poles.rows_with_poles(
-        first, first + (out.stop - out.start - 1) * stride + reach, height, "zeros"
-    )
+    return first, first + (out.stop - out.start - 1) * stride + reach
 
 
 @pytest.mark.parametrize(
     ("where", "name", "mutant", "found"),
     [
         (exchange, "_unpack_add", _no_neighbours_share, "input gradient"),
-        (conv, "rows_with_poles", _band_edges_are_poles, "output|sizes|size"),
+        (window_layer, "rows_with_poles", _band_edges_are_poles, "output|sizes|size"),
         (group_norm, "_global_moments", _moments_of_the_band, "output"),
-        (conv._RowConv, "needs", _phase_of_the_band, "output|size"),
+        (conv._RowConv, "span", _phase_of_the_band, "output|size"),
     ],
 )
 def test_a_broken_core_is_found(monkeypatch, where, name, mutant, found):

@@ -7,10 +7,9 @@ from typing import Any, final
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from credit_dp.domain_parallel.exchange import Run
-from credit_dp.domain_parallel.layers.row_layer import Bands, RowLayer
+from credit_dp.domain_parallel.layers.row_layer import Bands
+from credit_dp.domain_parallel.layers.window_layer import WindowLayer
 from credit_dp.domain_parallel.manager import DomainParallelManager
-from credit_dp.domain_parallel.poles import rows_with_poles
 from credit_dp.errors import UserError
 
 
@@ -25,11 +24,10 @@ def _side_padding(conv: nn.Conv2d) -> tuple[int, int, int, int]:
     return west, east, north, south
 
 
-class _RowConv(RowLayer):
+class _RowConv(WindowLayer):
     """The geometry that both convolutions share: stride, kernel, and padding beyond the poles."""
 
     conv: nn.Conv2d
-    pole_mode: str
     north: int
     south: int
 
@@ -41,12 +39,10 @@ class _RowConv(RowLayer):
         """Return the rows of the output: Dumoulin & Visin 2016, relationship 15."""
         return (height + self.north + self.south - self._reach) // self.conv.stride[0] + 1
 
-    def needs(self, out: slice, height: int) -> tuple[Run, ...]:
+    def span(self, out: slice, height: int) -> tuple[int, int]:
         """Return the rows under the kernel, padding included."""
-        stride = self.conv.stride[0]
-        first = out.start * stride - self.north
-        stop = (out.stop - 1) * stride - self.north + self._reach
-        return rows_with_poles(first, stop, height, self.pole_mode)
+        first = out.start * self.conv.stride[0] - self.north
+        return first, (out.stop - 1) * self.conv.stride[0] - self.north + self._reach
 
     def _convolve(self, rows: Tensor, column_padding: int) -> Tensor:
         conv = self.conv

@@ -7,14 +7,14 @@ from typing import final
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from credit_dp.domain_parallel.exchange import Run
-from credit_dp.domain_parallel.layers.row_layer import Bands, RowLayer
+from credit_dp.domain_parallel.layers.row_layer import Bands
+from credit_dp.domain_parallel.layers.window_layer import WindowLayer
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.errors import UserError
 
 
 @final
-class DomainParallelConvTranspose2d(RowLayer):
+class DomainParallelConvTranspose2d(WindowLayer):
     """A `ConvTranspose2d` on one band of rows, equal to that layer on the whole globe.
 
     Any kernel, stride, padding, output padding, dilation and groups. Where the kernel equals the
@@ -56,28 +56,25 @@ class DomainParallelConvTranspose2d(RowLayer):
                 "ConvTranspose2d: output_size has no meaning on a band of rows. "
                 "Set output_padding in the layer, or crop with a MatchRows module."
             )
-        return super().forward(x)
+        made: Tensor = super().forward(x)
+        return made
 
     def out_height(self, height: int, *others: Tensor) -> int:
         """Return the rows of the output: Dumoulin & Visin 2016, relationship 14, with dilation."""
         extra = self._reach + self.conv.output_padding[0] - 2 * self._padding
         return int((height - 1) * self._stride + extra)
 
-    def _sources(self, out: slice, height: int) -> tuple[int, int]:
-        """Input rows that reach the output rows; one row at least, as convolutions need one."""
+    def span(self, out: slice, height: int) -> tuple[int, int]:
+        """Return the input rows that reach the output rows; one at least, as convolutions do."""
         first = -(-(out.start + self._padding - self._reach + 1) // self._stride)
         last = (out.stop - 1 + self._padding) // self._stride
         first = min(max(first, 0), height - 1)
         return first, max(first, min(last, height - 1)) + 1
 
-    def needs(self, out: slice, height: int) -> tuple[Run, ...]:
-        """Return the input rows that reach the output rows."""
-        return (Run(*self._sources(out, height)),)
-
     def compute(self, x: Tensor, bands: Bands) -> Tensor:
         """Return this rank's output rows."""
         conv, out = self.conv, bands.made.rows(self.manager.domain_rank)
-        first, _ = self._sources(out, bands.taken.height)
+        first, _ = self.span(out, bands.taken.height)
         rows = F.conv_transpose2d(
             self.fetch(x, bands),
             self.weight,

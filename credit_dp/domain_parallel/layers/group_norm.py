@@ -12,6 +12,7 @@ from credit_dp.domain_parallel.exchange import Run
 from credit_dp.domain_parallel.layers.row_layer import Bands, RowLayer
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.transport import Transport
+from credit_dp.errors import UserError
 
 
 @final
@@ -45,6 +46,12 @@ class DomainParallelGroupNorm(RowLayer):
         """Return the rows as they are: only moments travel."""
         return (Run(out.start, out.stop),)
 
+    def mixes(self, dim: int, ndim: int) -> bool:
+        """Rows meet wherever they are but among the samples."""
+        if dim + ndim == 1:
+            raise UserError("GroupNorm: rows are in the channels' dimension. Move them elsewhere.")
+        return dim + ndim > 1
+
     def compute(self, x: Tensor, bands: Bands) -> Tensor:
         """Return the band, normalised by the globe's moments."""
         # As torch does: half-precision numbers are too coarse, and may overflow, as moments.
@@ -57,6 +64,7 @@ class DomainParallelGroupNorm(RowLayer):
             self.num_groups,
             self.eps,
             bands.taken.sizes,
+            x[0, 0].numel() // x.shape[self.dim] * bands.taken.height,
             self.manager.transport,
         )
         return y.to(x.dtype)
@@ -96,13 +104,14 @@ class _GlobalGroupNorm(torch.autograd.Function):
         groups: int,
         eps: float,
         rows: tuple[int, ...],
+        area: int,
         transport: Transport,
     ) -> Tensor:
         mean, variance = _global_moments(x, groups, rows, transport)
         rstd = (variance + eps).rsqrt()
         ctx.save_for_backward(x, weight, mean, rstd)
         ctx.groups, ctx.transport = groups, transport
-        ctx.rows = sum(rows)
+        ctx.area = area
         per_channel = x.shape[1] // groups
         scale = rstd.repeat_interleave(per_channel, 1)
         shift = -mean.repeat_interleave(per_channel, 1) * scale
@@ -128,7 +137,7 @@ class _GlobalGroupNorm(torch.autograd.Function):
             weighted = sums if weight is None else sums * weight
             grouped = weighted.view(2, len(x), ctx.groups, per_channel)
             totals = ctx.transport.sum(grouped.sum(3))
-            count = per_channel * ctx.rows * (x[0, 0].numel() // x.shape[-2])
+            count = per_channel * ctx.area
             of_mean, of_std = (
                 _as_field((t / count).repeat_interleave(per_channel, 1), x) for t in totals
             )
@@ -138,7 +147,7 @@ class _GlobalGroupNorm(torch.autograd.Function):
             grad_x,
             grad_weight if needs_weight else None,
             grad_bias if needs_bias else None,
-            *(None,) * 4,
+            *(None,) * 5,
         )
 
 

@@ -33,7 +33,8 @@ class DomainParallelMatchRows(RowLayer):
 
     def forward(self, x: Tensor, reference: Tensor) -> Tensor:  # type: ignore[override]
         """Return this rank's rows of the cropped globe."""
-        return super().forward(x, reference)[..., : reference.shape[-1]]
+        rows: Tensor = super().forward(x, reference)
+        return rows[..., : reference.shape[-1]]
 
     def out_height(self, height: int, *others: Tensor) -> int:
         """Return the reference's global rows; a collective."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
@@ -45,6 +45,9 @@ class Bands(NamedTuple):
 class RowLayer(nn.Module, ABC):
     """A layer whose output rows depend on rows of other bands.
 
+    `makes_rows`: whether the output is cut into bands too; else it is the same on every rank, and
+    has the input's rows nowhere.
+
     Args:
         wrapped: the layer to shard; it keeps its parameters.
         shard_dim: the row dimension of the input.
@@ -52,6 +55,8 @@ class RowLayer(nn.Module, ABC):
         halo_width: rows that a band's edge reaches over, for the record.
         ndim: dimensions of the input.
     """
+
+    makes_rows: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -68,17 +73,23 @@ class RowLayer(nn.Module, ABC):
         self._is_full_backward_hook = wrapped._is_full_backward_hook
         self.training = wrapped.training
         self.shard_dim = shard_dim
+        # Where rows are, counted from the end, until the plan finds them elsewhere.
         self.dim = shard_dim if shard_dim < 0 else shard_dim - ndim
-        if self.dim != ROW_DIM:
-            raise UserError(
-                f"{type(self).__name__}: only latitude rows, the last dimension but one, can be "
-                f"sharded, got shard_dim={shard_dim}. Use shard_dim=-2."
-            )
+        self._check_dim()
         # Neither may become a child: the names of parameters would change.
         self.__dict__["wrapped"] = wrapped
         self.__dict__["halo_exchange"] = HaloExchange(halo_width, self.dim, manager=manager)
         self._planned: dict[int, int] = {}
+        self._apart = False
         self._exchanges: dict[Bands, RowExchange] = {}
+
+    def _check_dim(self) -> None:
+        """Refuse rows where no field has them."""
+        if self.dim != ROW_DIM:
+            raise UserError(
+                f"{type(self).__name__}: only latitude rows, the last dimension but one, can be "
+                f"sharded, got shard_dim={self.shard_dim}. Use shard_dim=-2."
+            )
 
     @property
     def manager(self) -> DomainParallelManager:
@@ -101,16 +112,41 @@ class RowLayer(nn.Module, ABC):
         """Describe the layer as the wrapped one does."""
         return str(self.__dict__["wrapped"].extra_repr())
 
-    def set_heights(self, planned: dict[int, int]) -> None:
-        """Adopt the global heights of the plan: input height -> output height."""
-        self._planned = planned
+    def set_plan(self, dim: int, planned: dict[int, int]) -> None:
+        """Adopt where the plan found rows, and the global heights: taken -> made."""
+        self.dim, self._planned, self._apart = dim, planned, False
+        halo: HaloExchange = self.__dict__["halo_exchange"]
+        halo.dim = dim
         self._exchanges = {}
 
-    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+    def set_apart(self) -> None:
+        """Do from now on what the wrapped layer does: no rows meet where it is used."""
+        self._apart = True
+
+    def mixes(self, dim: int, ndim: int) -> bool:
+        """Return whether rows in the negative dimension `dim` of `ndim` meet in this layer.
+
+        Raises:
+            UserError: they do, and this layer can't be exact there.
+        """
+        if dim != self.dim:
+            raise UserError(
+                f"{type(self).__name__}: rows are in dimension {dim}, it needs them in {self.dim}. "
+                "Move them there before this layer."
+            )
+        return True
+
+    def whole(self, x: Tensor, *others: Tensor) -> Any:
+        """Return what the layer makes of the whole globe, or of a tensor where no rows meet."""
+        return self.__dict__["wrapped"].forward(x, *others)
+
+    def forward(self, x: Tensor, *others: Tensor) -> Any:
         """Return this rank's rows of what the wrapped layer makes of the whole globe."""
         planner = active_planner()
         if planner is not None:
             return planner.visit(self, x, *others)
+        if self._apart:
+            return self.whole(x, *others)
         return self.compute(x, self.bands(x, *others))
 
     def bands(self, x: Tensor, *others: Tensor) -> Bands:
@@ -127,6 +163,8 @@ class RowLayer(nn.Module, ABC):
                 f"{expected} (globe: band). Convert with the input_shape that is used."
             )
         taken = table.adopt(self.manager.gathered_partition(rows))
+        if not self.makes_rows:
+            return Bands(taken, taken)
         made = table.follow(self.out_height(taken.height, *others), taken)
         if min(taken.sizes + made.sizes) < 1:
             raise UserError(
@@ -156,8 +194,8 @@ class RowLayer(nn.Module, ABC):
         """Return the input rows that the output rows `out` are made of."""
 
     @abstractmethod
-    def compute(self, x: Tensor, bands: Bands) -> Tensor:
-        """Return this rank's output rows."""
+    def compute(self, x: Tensor, bands: Bands) -> Any:
+        """Return this rank's output rows: a tensor, or several."""
 
     def __getattr__(self, name: str) -> Any:
         # What the wrapped layer has (kernel_size, num_groups, eps, ...) is read from it.

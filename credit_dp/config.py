@@ -27,7 +27,37 @@ class RunConfig:
 
 
 @dataclass
-class UNetConfig:
+class ModelConfig:
+    """What the config of every model has; each model adds keys in a class of its own."""
+
+    name: str = MISSING
+
+    def coarsest_rows(self, height: int) -> int:
+        """Rows of the coarsest level on a grid of `height` rows, as far as the keys tell."""
+        return height
+
+
+@dataclass
+class OwnModelConfig(ModelConfig):
+    """The config of a model that another package brings.
+
+    Derive from it, name the class in that package's entry points of the group `credit_dp.models`,
+    and `model=NAME` chooses it. Keep torch out of the module's imports: `--help` imports it.
+    """
+
+    def build(self, in_channels: int, out_channels: int, grid: tuple[int, int]) -> Any:
+        """Build the `nn.Module` for a grid of (rows, columns).
+
+        Its class may have `row_rules`, a table of module type -> name of a sharding rule.
+
+        Shapes:
+            it maps `(B, in_channels, H, W)` -> `(B, out_channels, H, W)`.
+        """
+        raise NotImplementedError
+
+
+@dataclass
+class UNetConfig(ModelConfig):
     """Width and depth of the U-Net: one entry of `channels` per level, finest first."""
 
     name: str = "unet"
@@ -210,7 +240,7 @@ class LoggerConfig:
 class Config:
     """Everything a run is made of."""
 
-    model: UNetConfig = MISSING
+    model: ModelConfig = MISSING
     data: DataConfig = MISSING
     parallel: ParallelConfig = MISSING
     trainer: TrainerConfig = MISSING

@@ -26,6 +26,7 @@ from credit_dp.checks import nearest
 from credit_dp.command.explain import explain
 from credit_dp.command.folders import register_resolvers
 from credit_dp.command.keys import check_key
+from credit_dp.command.own_models import own_models
 from credit_dp.command.user_files import UserFiles
 from credit_dp.config import Config
 from credit_dp.errors import UserError
@@ -186,6 +187,8 @@ def register_schemas() -> None:
     store = ConfigStore.instance()
     for (group, name), schema in SCHEMAS.items():
         store.store(group=group, name=name, node=schema, provider="credit_dp")
+    for name, own in own_models().items():
+        store.store(group="model", name=name, node=own(name=name), provider="credit_dp")
 
 
 def search_path(extra: str | None) -> ConfigSearchPath:

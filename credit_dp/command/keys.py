@@ -1,11 +1,11 @@
 """The keys that the config has and what each one takes, read off the dataclasses."""
 
 import types
-from dataclasses import fields, is_dataclass
+from dataclasses import is_dataclass
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from credit_dp.checks import nearest
-from credit_dp.config import Config
+from credit_dp.config import Config, ModelConfig, OwnModelConfig
 from credit_dp.errors import UserError
 
 WORDS: dict[Any, str] = {
@@ -21,7 +21,7 @@ PLURALS: dict[Any, str] = {int: "integers", float: "numbers", str: "texts", bool
 def all_keys(schema: Any = Config, prefix: str = "") -> list[str]:
     """Every dotted key of the config, groups before what is in them."""
     keys: list[str] = []
-    for name, kind in get_type_hints(schema).items():
+    for name, kind in hints_of(schema).items():
         keys.append(prefix + name)
         if is_dataclass(kind):
             keys += all_keys(kind, f"{prefix}{name}.")
@@ -39,11 +39,25 @@ def check_key(key: str) -> None:
     for name in key.split("."):
         if get_origin(schema) in (dict, list, tuple):
             return  # entries of lists and tables are checked by value
-        names = [field.name for field in fields(schema)] if is_dataclass(schema) else []
+        names = list(hints_of(schema))
         if name not in names:
             raise UserError(unknown_key(key, ".".join(walked), names))
         walked.append(name)
-        schema = get_type_hints(schema)[name]
+        schema = hints_of(schema)[name]
+
+
+def hints_of(schema: Any) -> dict[str, Any]:
+    """The keys of a group and their types; of the model group, those of all models."""
+    kinds = models() if schema is ModelConfig else [schema]
+    hints: dict[str, Any] = {}
+    for kind in kinds:
+        hints |= get_type_hints(kind) if is_dataclass(kind) else {}
+    return hints
+
+
+def models() -> list[type[ModelConfig]]:
+    """The config class of every model that is known."""
+    return [*ModelConfig.__subclasses__(), *OwnModelConfig.__subclasses__()]
 
 
 def unknown_key(key: str, place: str, names: list[str]) -> str:
@@ -75,7 +89,7 @@ def kind_of(key: str) -> Any:
         if get_origin(schema) is dict:
             schema = get_args(schema)[1]
             continue
-        hints = get_type_hints(schema) if is_dataclass(schema) else {}
+        hints = hints_of(schema)
         if name not in hints:
             return None
         schema = hints[name]
@@ -90,6 +104,9 @@ def check_value(key: str, value: object) -> None:
     """
     group, _, name = key.rpartition(".")
     owner = kind_of(group) if group else Config
+    if owner is ModelConfig:
+        owners = [model for model in models() if name in get_type_hints(model)]
+        owner = owners[0] if len(owners) == 1 else None  # what a key may be depends on the model
     if is_dataclass(owner) and isinstance(owner, type):
         owner(**{name: value})
 

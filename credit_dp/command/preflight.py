@@ -29,7 +29,7 @@ def check_rows(config: Config) -> None:
     coarsest = config.model.coarsest_rows(rows)
     if domain > coarsest:
         raise UserError(
-            f"parallel.domain: the coarsest of {len(config.model.channels)} levels has {coarsest} "
+            f"parallel.domain: the model's coarsest level has {coarsest} "
             f"of the grid's {rows} rows, too few for {domain} ranks. "
             f"Lower parallel.domain to {coarsest}{' or less' if coarsest > 1 else ''}."
         )

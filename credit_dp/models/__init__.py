@@ -6,7 +6,7 @@ import logging
 
 from torch import nn
 
-from credit_dp.config import UNetConfig
+from credit_dp.config import ModelConfig, OwnModelConfig, UNetConfig
 from credit_dp.errors import UserError
 from credit_dp.models.unet import UNet
 
@@ -18,7 +18,7 @@ TINY_ROWS = 200
 
 
 def build_model(
-    config: UNetConfig, in_channels: int, out_channels: int, grid: tuple[int, int]
+    config: ModelConfig, in_channels: int, out_channels: int, grid: tuple[int, int]
 ) -> nn.Module:
     """Build the model that `config` names for a grid of (rows, columns).
 
@@ -28,6 +28,24 @@ def build_model(
     Raises:
         UserError: the grid has too few rows or columns for the model's levels.
     """
+    if isinstance(config, UNetConfig):
+        return _build_unet(config, in_channels, out_channels, grid)
+    model = (
+        config.build(in_channels, out_channels, grid)
+        if isinstance(config, OwnModelConfig)
+        else None
+    )
+    if not isinstance(model, nn.Module):
+        raise UserError(
+            f"model: {type(config).__name__}.build has to return a torch.nn.Module, got "
+            f"{type(model).__name__}. Derive the config from credit_dp.config.OwnModelConfig."
+        )
+    return model
+
+
+def _build_unet(
+    config: UNetConfig, in_channels: int, out_channels: int, grid: tuple[int, int]
+) -> nn.Module:
     rows, columns = grid
     factor = 2 ** (len(config.channels) - 1)
     coarsest = -(-min(rows, columns) // factor)

@@ -59,16 +59,16 @@ CASES = {
     "sweep checked": (["-m", "--check", "seed=0,1", "model.channels=[8],[9]"], "model.groups"),
     "sweep checked in all combinations": (
         ["-m", "--check", "parallel.domain=2,16", "model.channels=[8],[8,8,8]"],
-        "parallel.domain: the coarsest of 3 levels has 8 .* 16 ranks",
+        "parallel.domain: the model's coarsest level has 8 .* 16 ranks",
     ),
     "ranks without rows": (
         ["parallel.domain=9"],
-        "parallel.domain: the coarsest of 3 levels has 8 of the grid's 32 rows, too few for 9 "
+        "parallel.domain: the model's coarsest level has 8 of the grid's 32 rows, too few for 9 "
         "ranks. Lower parallel.domain to 8 or less.",
     ),
     "ranks without rows of a grid": (
         ["parallel.domain=4", "data.grid=11x22"],
-        "parallel.domain: the coarsest of 3 levels has 3 of the grid's 11 rows",
+        "parallel.domain: the model's coarsest level has 3 of the grid's 11 rows",
     ),
     "leads between steps": (
         ["trainer.evaluate_hours=[6,9]"],
@@ -155,7 +155,7 @@ def test_ranks_without_rows_are_refused_before_torch_is_imported() -> None:
         timeout=60,
     )
     assert (done.returncode, done.stdout) == (0, "")
-    assert done.stderr.startswith("error: parallel.domain: the coarsest")
+    assert done.stderr.startswith("error: parallel.domain: the model's coarsest")
 
 
 def test_a_users_file_is_checked_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

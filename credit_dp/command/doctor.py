@@ -1,12 +1,8 @@
 """The doctor command: `credit-dp doctor parallel.domain=4` checks sharding on this machine."""
 
-import sys
 from collections.abc import Sequence
 
-from credit_dp.command.arguments import parse, parser
-from credit_dp.command.compose import Composer, check_overrides
-from credit_dp.command.overrides import parse_overrides
-from credit_dp.command.train import check_run
+from credit_dp.command.question import read_question
 from credit_dp.launch import launch
 
 HELP = """\
@@ -29,15 +25,8 @@ def doctor(arguments: Sequence[str], program: str) -> int:
     Raises:
         UserError: anything that is wrong before the first process starts.
     """
-    using = parser()
-    using.add_argument("--json", action="store_true")
-    args = parse(using, arguments)
-    if args.help:
-        sys.stdout.write(HELP.format(program=program))
+    question = read_question(arguments, program, HELP)
+    if question is None:
         return 0
-    overrides = parse_overrides(args.overrides)
-    composer = Composer("doctor")
-    check_overrides(overrides, composer.groups)
-    config = check_run(composer, overrides)
-    function = "check_json" if args.json else "check"
-    return launch(config, f"credit_dp.doctor:{function}")
+    function = "check_json" if question.json else "check"
+    return launch(question.config, f"credit_dp.doctor:{function}")

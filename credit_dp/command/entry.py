@@ -11,7 +11,9 @@ from typing import NoReturn
 
 from credit_dp.checks import nearest
 from credit_dp.command.doctor import doctor
+from credit_dp.command.plan import plan
 from credit_dp.command.train import train
+from credit_dp.command.verify import verify
 from credit_dp.errors import UserError
 from credit_dp.launch.launcher import find_launcher
 from credit_dp.launch.local import Terminated
@@ -19,13 +21,20 @@ from credit_dp.launch.report import after_first_rank, report_refusal
 
 Command = Callable[[Sequence[str], str], int]
 
-COMMANDS: dict[str, Command] = {"train": train, "doctor": doctor}
+COMMANDS: dict[str, Command] = {
+    "train": train,
+    "doctor": doctor,
+    "plan": plan,
+    "verify": verify,
+}
 
 HELP = """\
 credit-dp trains global weather models sharded by latitude.
 
   credit-dp train KEY=VALUE ...     train a model; the same as `python train.py`
   credit-dp doctor KEY=VALUE ...    check that sharding works on this machine
+  credit-dp plan KEY=VALUE ...      say what a sharded training step takes, for any number of ranks
+  credit-dp verify KEY=VALUE ...    compare the sharded model with the unsharded one
 
 `credit-dp COMMAND --help` says more.
 """

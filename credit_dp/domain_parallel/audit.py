@@ -7,18 +7,32 @@ is not known, is refused.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from credit_dp.domain_parallel.operations import (
     FACTORIES,
     RANDOM,
+    RESIZES,
     SIZED,
     SIZES,
     Layout,
     MixedError,
     Rows,
     layout_after,
+    layout_of_new,
 )
 from credit_dp.domain_parallel.trace import Ref, Step, Trace
 from credit_dp.errors import UserError
+
+# Part of an operation's name -> the exact one of `functional`.
+INSTEAD = {
+    "aten.mean": "mean",
+    "aten.sum": "mean",
+    "upsample": "interpolate",
+    "adaptive_avg_pool": "interpolate",
+    "_pad": "pad",
+    "aten.roll": "roll",
+}
 
 
 def audit(whole: Trace, band: Trace, heights: dict[int, int]) -> None:
@@ -30,26 +44,57 @@ def audit(whole: Trace, band: Trace, heights: dict[int, int]) -> None:
         heights: global number of rows -> the band's.
 
     Raises:
-        UserError: an operation mixes rows or is unknown, with the line of code.
+        AuditError: an operation mixes rows or is unknown, with the line of code.
     """
+    refusals = list(_refusals(whole, band, heights))
+    if refusals:
+        raise AuditError(refusals)
+
+
+class AuditError(UserError):
+    """Code mixes rows. The message tells of the first place, `refusals` of all that were found."""
+
+    def __init__(self, refusals: list[str]) -> None:
+        super().__init__(refusals[0])
+        self.refusals = refusals
+
+
+def _refusals(whole: Trace, band: Trace, heights: dict[int, int]) -> Iterator[str]:
+    """Tell of each operation that is refused, as long as it is clear where rows are after it."""
     layouts: dict[int, Layout] = {}
     last = ""
     for step, other in zip(whole.steps, band.steps, strict=False):
         last = step.where or last
         if step.op is not other.op:
-            raise _refusal(last, "control flow depends on the number of rows")
+            yield refusal(last, "control flow depends on the number of rows")
+            return
         try:
             _judge(step, other, heights, layouts)
         except MixedError as error:
-            raise _refusal(step.where, f"{step.name or 'layer'}: {error}") from None
+            yield refusal(step.where, str(error), _label(step))
+            try:
+                for ref, made in zip(step.made, other.made, strict=True):
+                    layouts[ref.number] = _seen(ref, made, heights)
+            except MixedError:
+                return
     if len(whole.steps) != len(band.steps):
-        raise _refusal(last, "control flow depends on the number of rows")
+        yield refusal(last, "control flow depends on the number of rows")
 
 
-def _refusal(where: str, reason: str) -> UserError:
-    return UserError(
-        f"{where}: {reason}. Put this into a module of its own and name it in custom_converters."
+def refusal(where: str, reason: str, operation: str = "") -> str:
+    """Say where code mixes rows, what it does, and what to do instead."""
+    instead = next((name for part, name in INSTEAD.items() if part in operation), None)
+    fix = f"Use credit_dp.domain_parallel.functional.{instead}, or put" if instead else "Put"
+    colon = ": " if operation else ""
+    return (
+        f"{where}: {operation}{colon}{reason}. {fix} this into a module of its own and name it in "
+        "custom_converters={TYPE: function(module) -> replacement}."
     )
+
+
+def _label(step: Step) -> str:
+    place = step.given.get("place", "output")
+    return step.name or (place if isinstance(place, str) else "a module from custom_converters")
 
 
 def _judge(step: Step, other: Step, heights: dict[int, int], layouts: dict[int, Layout]) -> None:
@@ -62,7 +107,8 @@ def _judge(step: Step, other: Step, heights: dict[int, int], layouts: dict[int, 
     if _numbers(step) != _numbers(other):
         raise MixedError("a number depends on the number of rows")
     if step.name in FACTORIES or (step.name in SIZED and not any(given)):
-        made = [_seen(ref, band, heights) for ref, band in zip(step.made, other.made, strict=True)]
+        seen = [_seen(ref, band, heights) for ref, band in zip(step.made, other.made, strict=True)]
+        made = [layout and (layout_of_new(step, given) or layout) for layout in seen]
     else:
         layout = layout_after(step, given) if any(given) else None
         made = [layout] * len(step.made)
@@ -103,7 +149,7 @@ def _numbers(step: Step) -> dict[str, object]:
     if step.name == "aten.slice":
         whole = step.refs[0].shape == step.made[0].shape and settings.get("step", 1) == 1
         return {} if whole else settings
-    sized = step.name in SIZED or step.name in FACTORIES
+    sized = step.name in SIZED | FACTORIES | RESIZES
     return {key: value for key, value in settings.items() if not (sized and key in SIZES)}
 
 

@@ -7,13 +7,18 @@ from collections.abc import Sequence
 from torch import nn
 
 from credit_dp.domain_parallel.convert import Converter, convert_to_domain_parallel
-from credit_dp.domain_parallel.layers import DomainParallelMatchRows, DomainParallelPeriodicConv2d
+from credit_dp.domain_parallel.layers import (
+    DomainParallelMatchRows,
+    DomainParallelPeriodicConv2d,
+    DomainParallelPolePad,
+)
 from credit_dp.domain_parallel.manager import DomainParallelManager
 
 # What a model may name in its `row_rules`: module type -> one of these.
 NAMED_RULES: dict[str, Converter] = {
     "periodic_conv": DomainParallelPeriodicConv2d,
     "match_rows": DomainParallelMatchRows,
+    "pole_pad": DomainParallelPolePad,
     "keep": lambda module: module,
 }
 
@@ -26,8 +31,15 @@ def shard_model(
     Shapes:
         `input_shape` is the whole globe's `(B, C, H, W)`.
     """
-    rules: dict[type[nn.Module], str] = getattr(model, "row_rules", {})
-    converters = {kind: NAMED_RULES[rule] for kind, rule in rules.items()}
     return convert_to_domain_parallel(
-        model, manager, custom_converters=converters, input_shape=tuple(input_shape)
+        model,
+        manager,
+        custom_converters=declared_converters(model),
+        input_shape=tuple(input_shape),
     )
+
+
+def declared_converters(model: nn.Module) -> dict[type[nn.Module], Converter]:
+    """Return the rules that a model names in its `row_rules`, if it has any, as converters."""
+    rules: dict[type[nn.Module], str] = getattr(model, "row_rules", {})
+    return {kind: NAMED_RULES[rule] for kind, rule in rules.items()}

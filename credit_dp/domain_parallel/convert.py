@@ -1,43 +1,56 @@
-"""Swapping the layers that mix rows for domain-parallel ones."""
+"""Swapping the layers that mix rows for domain-parallel ones, and back."""
 
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
-import torch
-from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch import nn
 
 from credit_dp.domain_parallel.constraints import validate_sharding_constraints
-from credit_dp.domain_parallel.halo_exchange import HaloExchange
+from credit_dp.domain_parallel.conversion import (
+    RECORD,
+    Conversion,
+    Converter,
+    _replace_module,
+    hand_back,
+)
+from credit_dp.domain_parallel.first_forward import (
+    PlanAtFirstForward,
+    check_shard_dim,
+    remove_first_forward,
+)
 from credit_dp.domain_parallel.layers.row_layer import RowLayer
 from credit_dp.domain_parallel.manager import DomainParallelManager
-from credit_dp.domain_parallel.partition import FIELD_DIMS, ROW_DIM
-from credit_dp.domain_parallel.plan import Shape, plan_calls, plan_model
-from credit_dp.domain_parallel.planner import active_planner
+from credit_dp.domain_parallel.plan import Inputs, Shape, as_shapes, plan_calls, plan_model
+from credit_dp.domain_parallel.planner import Planner
+from credit_dp.domain_parallel.row_tensors import cut_only, cuts
 from credit_dp.domain_parallel.rules import (
-    CONTAINERS,
-    RULES,
     _needs_halo_conv2d,
+    _needs_halo_conv3d,
     _needs_halo_conv_transpose2d,
+    _needs_halo_conv_transpose3d,
 )
+from credit_dp.domain_parallel.running import announced
+from credit_dp.domain_parallel.shared_exchange import unshare
+from credit_dp.domain_parallel.summary import summary
 from credit_dp.errors import UserError
 
 # Users know these by this module's name.
 __all__ = [
+    "Converter",
     "_needs_halo_conv2d",
+    "_needs_halo_conv3d",
     "_needs_halo_conv_transpose2d",
+    "_needs_halo_conv_transpose3d",
     "_replace_module",
+    "convert_from_domain_parallel",
     "convert_to_domain_parallel",
+    "replan",
     "validate_sharding_constraints",
 ]
 
 logger = logging.getLogger(__name__)
-
-Converter = Callable[[Any], nn.Module]
 
 
 def convert_to_domain_parallel(
@@ -50,10 +63,11 @@ def convert_to_domain_parallel(
     """Replace the layers that mix rows, in place; names of parameters and buffers stay.
 
     Layers that act on rows apart (1x1 convolutions, activations, `Linear`, channel norms) are kept.
-    One domain rank leaves the model as it is.
+    Parameters and buffers with a row for each of the globe's stay whole in `state_dict()`, and the
+    model's code sees this rank's rows. One domain rank leaves the model as it is.
 
     Args:
-        model: any module made of layers with a rule.
+        model: any module made of layers with a rule; its parameters may be on the meta device.
         manager: this rank's place in the mesh.
         shard_dim: the input's row dimension: -2, or 2 of four, or 3 of five dimensions.
         custom_converters: module type (exact) -> function from the module to its replacement.
@@ -70,155 +84,94 @@ def convert_to_domain_parallel(
         UserError: a layer has no rule, a level has fewer rows than ranks, or code between the
             layers mixes rows.
     """
-    _check_shard_dim(shard_dim, input_shape)
+    check_shard_dim(shard_dim, len(as_shapes(input_shape)[0]) if input_shape else None)
     if manager.domain_parallel_size == 1:
         return model
-    conversion = _Conversion(manager, custom_converters or {})
-    try:
-        converted = conversion.convert(model, "")
-    except UserError:
-        conversion.undo()
-        raise
-    logger.info("domain parallel: %s", conversion.summary())
+    before = cuts(model)
+    conversion = Conversion(manager, custom_converters or {})
+    converted = conversion.apply(model)
     if input_shape is None:
-        hook = _PlanAtFirstForward(manager, conversion.trusted)
+        hook = PlanAtFirstForward(manager, shard_dim, _plan_calls)
         converted.register_forward_pre_hook(hook, with_kwargs=True)
-    else:
-        try:
-            plan_model(converted, manager, input_shape, conversion.trusted)
-        except UserError:
-            conversion.undo()
-            raise
+        logger.info("domain parallel: %s", summary(conversion))
+        return converted
+    try:
+        _plan(converted, input_shape)
+    except UserError:
+        cut_only(converted, before)
+        conversion.undo(converted)
+        raise
     return converted
 
 
-def _check_shard_dim(shard_dim: int, input_shape: Shape | Sequence[Shape] | None) -> None:
-    ndim = len(input_shape) if input_shape and isinstance(input_shape[0], int) else None
-    row_dim = shard_dim if shard_dim < 0 or ndim is None else shard_dim - ndim
-    if row_dim not in (ROW_DIM, 2, 3):
-        raise UserError(
-            f"shard_dim: only latitude rows, the last dimension but one, can be sharded, got "
-            f"{shard_dim}. Use shard_dim=-2."
-        )
+def convert_from_domain_parallel(model: nn.Module) -> nn.Module:
+    """Put the plain layers back, in place: the model is as if it had never been converted.
 
+    Parameters and buffers keep the values that they have by now.
 
-class _Conversion:
-    """One walk over a module tree."""
-
-    def __init__(
-        self, manager: DomainParallelManager, custom: Mapping[type[nn.Module], Converter]
-    ) -> None:
-        self.manager = manager
-        self.custom = custom
-        self._done: dict[nn.Module, nn.Module] = {}
-        self._counts: Counter[str] = Counter()
-        self.trusted: list[nn.Module] = []
-        self._replaced: list[tuple[nn.Module, str, nn.Module]] = []
-
-    def convert(self, module: nn.Module, path: str) -> nn.Module:
-        """Return what stands for `module`; the same for every place where it is used."""
-        if module not in self._done:
-            self._done[module] = self._convert(module, path)
-        return self._done[module]
-
-    def _convert(self, module: nn.Module, path: str) -> nn.Module:
-        if isinstance(module, RowLayer):
-            return module
-        if type(module) in self.custom:
-            new = self._adopt(self.custom[type(module)](module))
-            if not isinstance(new, RowLayer):
-                self.trusted.append(new)
-            return new
-        if type(module) in RULES:
-            try:
-                return self._adopt(RULES[type(module)](module, ROW_DIM, self.manager))
-            except UserError as error:
-                raise UserError(f"{path or 'model'}: {error}. {_HOW_TO_REGISTER}") from None
-        foreign = type(module).__module__.startswith("torch.") and not isinstance(
-            module, CONTAINERS
-        )
-        if foreign:
-            raise UserError(
-                f"{path or 'model'}: {type(module).__name__} has no rule for bands of rows. "
-                f"{_HOW_TO_REGISTER}"
-            )
-        for name, child in module._modules.items():
-            if child is not None:
-                new = self.convert(child, f"{path}.{name}" if path else name)
-                self._replaced.append((module, name, child))
-                _replace_module(module, name, child, new)
-        return module
-
-    def undo(self) -> None:
-        """Put the layers back that were there before: a refused model is the plain one."""
-        for parent, name, old in self._replaced:
-            parent._modules[name] = old
-
-    def _adopt(self, new: nn.Module) -> nn.Module:
-        for layer in new.modules():
-            if isinstance(layer, HaloExchange):
-                layer.adopt_manager(self.manager)
-            if isinstance(layer, RowLayer):
-                layer.adopt_manager(self.manager)
-                self._counts[type(layer).__name__] += 1
-        return new
-
-    def summary(self) -> str:
-        """Return how many layers of which type were put in."""
-        counts = [f"{count} {name}" for name, count in sorted(self._counts.items())]
-        trusted = [f"trusted: {type(module).__name__}" for module in self.trusted]
-        return ", ".join(counts + trusted) or "no layer mixes rows"
-
-
-_HOW_TO_REGISTER = (
-    "Pass custom_converters={TYPE: function(module) -> replacement}; "
-    "`lambda module: module` keeps a layer that acts on every row apart"
-)
-
-
-def _replace_module(
-    parent: nn.Module, name: str, old_module: nn.Module, new_module: nn.Module
-) -> None:
-    """Put `new_module` where `old_module` is in `parent`."""
-    if new_module is not old_module:
-        parent._modules[name] = new_module
-
-
-class _PlanAtFirstForward:
-    """A forward pre-hook that plans with what the model is called with, and then takes itself away.
-
-    It stays after a refusal, and a copy of the model plans for itself.
+    Returns:
+        The model that was converted; another object only if a layer stands for the whole of it.
     """
+    remove_first_forward(model)
+    unshare(model)
+    for module in [m for m in model.modules() if m is not model]:
+        if RECORD in module.__dict__:
+            module.__dict__[RECORD].undo_all(module)
+    conversion: Conversion | None = model.__dict__.get(RECORD)
+    if conversion is not None:
+        model = conversion.undo_all(model)
+    for module in model.modules():  # layers that were put there by hand
+        for name, child in list(module._modules.items()):
+            if isinstance(child, RowLayer):
+                _replace_module(module, name, child, _unwrapped(child))
+    return _unwrapped(model) if isinstance(model, RowLayer) else model
 
-    def __init__(self, manager: DomainParallelManager, trusted: list[nn.Module]) -> None:
-        self.manager = manager
-        self.trusted = trusted
 
-    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if active_planner() is not None:
-            return
-        fields = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        whole = {id(x): self._whole_shape(x) for x in fields}
+def replan(model: nn.Module, input_shape: Shape | Sequence[Shape]) -> None:
+    """Plan a converted model for another input; it runs with the old one no more.
 
-        def inputs(wanted: Callable[[Shape], Shape]) -> tuple[list[Any], dict[str, Any]]:
-            def like(x: Tensor) -> Tensor:
-                return torch.empty(wanted(whole[id(x)]), dtype=x.dtype, device=x.device)
+    Args:
+        model: what `convert_to_domain_parallel` returned.
+        input_shape: as there.
 
-            new_args, new_kwargs = tree_map_only(Tensor, like, (args, kwargs))
-            return list(new_args), new_kwargs
+    Raises:
+        UserError: the model was not converted, or as at conversion; the old plan then stays.
+    """
+    if RECORD not in model.__dict__:
+        raise UserError(
+            "replan: this model was not converted, or to one rank. Call it with what "
+            "convert_to_domain_parallel returned."
+        )
+    before = cuts(model)
+    layers = [(current, current.layers) for current in announced(model)]
+    cut_only(model, [])
+    for current, _ in layers:
+        current.layers = {}
+    try:
+        _plan(model, input_shape)
+    except UserError:
+        cut_only(model, before)
+        for current, old in layers:
+            current.layers = old
+        raise
+    remove_first_forward(model)
 
-        plan_calls(model, self.manager, list(whole.values()), inputs, self.trusted)
-        for key, hook in list(model._forward_pre_hooks.items()):
-            if hook is self:
-                del model._forward_pre_hooks[key]
-                model._forward_pre_hooks_with_kwargs.pop(key, None)
 
-    def _whole_shape(self, x: Tensor) -> Shape:
-        """Gather the globe's shape; a tensor with one row on every rank is taken for replicated."""
-        if x.ndim < FIELD_DIMS:
-            return tuple(x.shape)
-        partition = self.manager.gathered_partition(x.shape[ROW_DIM])
-        if set(partition.sizes) == {1}:
-            return tuple(x.shape)
-        self.manager.bands.adopt(partition)
-        return (*x.shape[:ROW_DIM], partition.height, *x.shape[ROW_DIM + 1 :])
+def _plan(model: nn.Module, input_shape: Shape | Sequence[Shape]) -> None:
+    conversion: Conversion = model.__dict__[RECORD]
+    _log(conversion, plan_model(model, conversion.manager, input_shape, conversion.trusted))
+
+
+def _plan_calls(model: nn.Module, shapes: list[Shape], inputs: Inputs) -> None:
+    conversion: Conversion = model.__dict__[RECORD]
+    _log(conversion, plan_calls(model, conversion.manager, shapes, inputs, conversion.trusted))
+
+
+def _log(conversion: Conversion, planner: Planner) -> None:
+    logger.info("domain parallel: %s", summary(conversion, planner))
+
+
+def _unwrapped(layer: RowLayer) -> nn.Module:
+    plain: nn.Module = layer.__dict__["wrapped"]
+    hand_back(layer, plain)
+    return plain

@@ -5,6 +5,7 @@ Halos of any width, pole padding, rebalancing and gathering are all instances of
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -170,6 +171,12 @@ class RowExchange:
         return _Exchange.apply(x, self, transport, dim)  # type: ignore[no-any-return, no-untyped-call]
 
 
+def _row_bytes(x: Tensor, dim: int) -> int:
+    """Bytes of one row: of all samples, channels and columns."""
+    # Of a tensor without any row too: beyond a pole a rank may need none.
+    return x.shape[:dim].numel() * x.shape[dim:][1:].numel() * x.element_size()
+
+
 def _rows_like(x: Tensor, dim: int, rows: int) -> Tensor:
     shape = list(x.shape)
     shape[dim] = rows
@@ -192,35 +199,66 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, plan: RowExchange, transport: Transport, dim: int) -> Tensor:
         ctx.plan, ctx.transport, ctx.dim, ctx.rows = plan, transport, dim, x.shape[dim]
-        came = {route.peer: _rows_like(x, dim, route.length) for route in plan.receives}
-        send = [(route.peer, _packed(x, plan, route, dim)) for route in plan.sends]
-        finish = transport.start(send, list(came.items()))
-        result = _rows_like(x, dim, plan.length)
-        for at, length in plan.blanks:
-            result.narrow(dim, at, length).zero_()
-        _place(result, x, plan, plan.rank, dim)  # while the others' rows are on their way
-        finish()
-        for peer, rows in came.items():
-            _place(result, rows, plan, peer, dim)
-        return result
+        return start_fetching(x, plan, transport, dim)()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
-        plan, dim = ctx.plan, ctx.dim
-        send = []
-        for route in plan.receives:
-            home = _rows_like(grad, dim, route.length).zero_()
-            _collect(home, grad, plan, route.peer, dim)
-            send.append((route.peer, home))
-        came = [(route.peer, _rows_like(grad, dim, route.length)) for route in plan.sends]
-        finish = ctx.transport.start(send, came)
-        total = _rows_like(grad, dim, ctx.rows).zero_()
+        finish = start_returning(grad, ctx.plan, ctx.transport, ctx.dim)
+        total = _rows_like(grad, ctx.dim, ctx.rows).zero_()
+        finish(total)
+        return total, None, None, None
+
+
+def start_fetching(
+    x: Tensor, plan: RowExchange, transport: Transport, dim: int
+) -> Callable[[], Tensor]:
+    """Send what others need; the result waits for what this rank needs and returns it.
+
+    What is called in between overlaps with the messages. Not differentiable: see
+    `start_returning`.
+    """
+    came = {route.peer: _rows_like(x, dim, route.length) for route in plan.receives}
+    send = [(route.peer, _packed(x, plan, route, dim)) for route in plan.sends]
+    transport.announce(plan, _row_bytes(x, dim), back=False)
+    wait = transport.start(send, list(came.items()))
+    result = _rows_like(x, dim, plan.length)
+    for at, length in plan.blanks:
+        result.narrow(dim, at, length).zero_()
+    _place(result, x, plan, plan.rank, dim)
+
+    def finish() -> Tensor:
+        wait()
+        for peer, rows in came.items():
+            _place(result, rows, plan, peer, dim)
+        return result
+
+    return finish
+
+
+def start_returning(
+    grad: Tensor, plan: RowExchange, transport: Transport, dim: int
+) -> Callable[[Tensor], None]:
+    """Send home the cotangents of fetched rows; the result adds all ranks' to this rank's rows.
+
+    The adjoint of `start_fetching`. What is called in between overlaps with the messages.
+    """
+    send = []
+    for route in plan.receives:
+        home = _rows_like(grad, dim, route.length).zero_()
+        _collect(home, grad, plan, route.peer, dim)
+        send.append((route.peer, home))
+    came = [(route.peer, _rows_like(grad, dim, route.length)) for route in plan.sends]
+    transport.announce(plan, _row_bytes(grad, dim), back=True)
+    wait = transport.start(send, came)
+
+    def finish(total: Tensor) -> None:
         _collect(total, grad, plan, plan.rank, dim)
-        finish()
+        wait()
         for route, (_, rows) in zip(plan.sends, came, strict=True):
             _unpack_add(total, rows, plan, route, dim)
-        return total, None, None, None
+
+    return finish
 
 
 def _packed(x: Tensor, plan: RowExchange, route: Route, dim: int) -> Tensor:

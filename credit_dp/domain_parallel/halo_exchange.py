@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import final
+from typing import Any, final
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
-from credit_dp.domain_parallel.exchange import RowExchange
+from credit_dp.domain_parallel.exchange import RowExchange, start_fetching, start_returning
 from credit_dp.domain_parallel.manager import DomainParallelManager, get_domain_parallel_manager
 from credit_dp.domain_parallel.planner import active_planner
 from credit_dp.domain_parallel.poles import rows_with_poles
@@ -53,18 +55,7 @@ class HaloExchange(nn.Module):
         """Return the band between its halos. Every rank's row count is gathered first."""
         if active_planner() is not None:  # nothing is sent while planning: the shape will do
             return F.pad(x.movedim(self.dim, -1), (self.halo_width,) * 2).movedim(-1, self.dim)
-        partition = self.manager.gathered_partition(x.shape[self.dim])
-        if partition.ranks > 1 and min(partition.sizes) < self.halo_width:
-            raise UserError(
-                f"HaloExchange: halo_width {self.halo_width} needs as many rows in every band, "
-                f"the bands have {partition.sizes}. Lower halo_width or parallel.domain."
-            )
-        width, height, bounds = self.halo_width, partition.height, partition.bounds
-        needs = tuple(
-            rows_with_poles(bounds[r] - width, bounds[r + 1] + width, height, "zeros")
-            for r in range(partition.ranks)
-        )
-        return self.fetch(x, RowExchange(partition, needs, self.manager.domain_rank))
+        return self.fetch(x, _halos(x.shape[self.dim], self.halo_width, self.manager))
 
     def fetch(self, x: Tensor, exchange: RowExchange) -> Tensor:
         """Return the rows that `exchange` brings to this rank."""
@@ -75,3 +66,41 @@ class HaloExchange(nn.Module):
     def trim(x: Tensor, halo_before: int, halo_after: int, dim: int = -2) -> Tensor:
         """Return `x` without its first `halo_before` and last `halo_after` rows."""
         return x.narrow(dim, halo_before, x.shape[dim] - halo_before - halo_after)
+
+
+def _halos(rows: int, width: int, manager: DomainParallelManager) -> RowExchange:
+    """Return the exchange for a band of `rows` rows; a collective."""
+    partition = manager.gathered_partition(rows)
+    if partition.ranks > 1 and min(partition.sizes) < width:
+        raise UserError(
+            f"HaloExchange: halo_width {width} needs as many rows in every band, "
+            f"the bands have {partition.sizes}. Lower halo_width or parallel.domain."
+        )
+    height, bounds = partition.height, partition.bounds
+    needs = tuple(
+        rows_with_poles(bounds[r] - width, bounds[r + 1] + width, height, "zeros")
+        for r in range(partition.ranks)
+    )
+    return RowExchange(partition, needs, manager.domain_rank)
+
+
+@final
+class _HaloExchangeFunction(torch.autograd.Function):
+    """What `HaloExchange` does, for code that calls `apply(x, halo_width, dim, manager)`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, halo_width: int, dim: int, manager: DomainParallelManager
+    ) -> Tensor:
+        ctx.dim, ctx.rows, ctx.transport = dim % x.ndim - x.ndim, x.shape[dim], manager.transport
+        ctx.exchange = _halos(ctx.rows, halo_width, manager)
+        return start_fetching(x, ctx.exchange, ctx.transport, ctx.dim)()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
+        shape = list(grad.shape)
+        shape[ctx.dim] = ctx.rows
+        total = grad.new_zeros(shape)
+        start_returning(grad, ctx.exchange, ctx.transport, ctx.dim)(total)
+        return total, None, None, None

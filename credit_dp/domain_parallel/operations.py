@@ -7,6 +7,7 @@ from math import prod
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from credit_dp.domain_parallel.trace import Step
 
@@ -23,6 +24,12 @@ class Rows(NamedTuple):
     def place(self) -> tuple[int, int, int]:
         """Equal for tensors whose bands hold the same entries of dimension `dim`."""
         return self.dim, self.outer, self.height * self.inner
+
+
+def narrowed(whole: Tensor, rows: Rows, band: slice) -> Tensor:
+    """Return the globe's rows `band` of a tensor that has all of them, as a view."""
+    first, number = band.start * rows.inner, (band.stop - band.start) * rows.inner
+    return whole.narrow(rows.dim, first, number)
 
 
 class MixedError(Exception):
@@ -164,6 +171,17 @@ def _pad(step: Step, given: list[Layout]) -> Layout:
     return layout
 
 
+def _resize(step: Step, given: list[Layout]) -> Layout:
+    """Interpolation to as many rows, by a size and not by a factor, leaves them as they are."""
+    layout = given[0]
+    if layout is None or layout.dim < 2:
+        return layout
+    by_factor = any(step.given.get(f"scales{axis}") for axis in ("", "_d", "_h", "_w"))
+    if by_factor or step.refs[0].shape[layout.dim] != step.made[0].shape[layout.dim]:
+        raise MixedError("mixes rows")
+    return layout
+
+
 def _product(step: Step, given: list[Layout]) -> Layout:
     """`mm`, `bmm` and their forms with an addend: the contracted dimension may hold no rows."""
     a, b = given[-2:]
@@ -187,17 +205,41 @@ def _convolution(step: Step, given: list[Layout]) -> Layout:
     if layout is not None and layout.dim == 0:
         return layout  # rows are folded with samples
     spatial = layout.dim - 2 if layout else -1
-    if layout is None or spatial < 0 or step.given["transposed"]:
+    if layout is None or spatial < 0:
         raise MixedError("mixes rows")
-    kernel = step.refs[1].shape[layout.dim]
-    if (kernel, step.given["stride"][spatial], step.given["padding"][spatial]) != (1, 1, 0):
+    settings = (step.given[key][spatial] for key in ("stride", "padding", "output_padding"))
+    if (step.refs[1].shape[layout.dim], *settings) != (1, 1, 0, 0):
         raise MixedError("mixes rows")
     return layout
 
 
+def _average(step: Step, given: list[Layout]) -> Layout:
+    """Windows of one row, or rows among samples or channels."""
+    layout, kernel = given[0], step.given["kernel_size"]
+    window = layout.dim - len(step.refs[0].shape) + len(kernel) if layout else 0
+    sizes = [kernel, step.given.get("stride") or kernel, step.given.get("padding", [0])]
+    if layout is None or (window >= 0 and [s[window % len(s)] for s in sizes] != [1, 1, 0]):
+        raise MixedError("mixes rows")
+    return layout
+
+
+def _apart_in(spatial: int) -> Handler:
+    """Operations on the last dimensions, where no rows may be."""
+
+    def handler(step: Step, given: list[Layout]) -> Layout:
+        layout = given[0]
+        if layout is None or layout.dim >= len(step.refs[0].shape) - spatial:
+            raise MixedError("mixes rows")
+        return layout
+
+    return handler
+
+
 def _shuffle(step: Step, given: list[Layout]) -> Layout:
-    layout = given[0]
-    if layout is None or layout.dim != len(step.refs[0].shape) - 2:
+    layout, ndim = given[0], len(step.refs[0].shape)
+    if layout is not None and layout.dim < ndim - 3:
+        return layout  # rows are folded with samples
+    if layout is None or layout.dim != ndim - 2:
         raise MixedError("mixes rows")
     if step.name == "aten.pixel_shuffle":
         return layout._replace(inner=layout.inner * step.given["upscale_factor"])
@@ -224,7 +266,15 @@ FACTORIES = {
 }
 # Their sizes may depend on the number of rows; the shapes are compared instead.
 SIZED = {f"aten.{name}" for name in ("view", "_unsafe_view", "reshape", "expand")}
-SIZES = ("size", "shape")
+SIZES = ("size", "shape", "output_size")
+RESIZES = {
+    *(f"aten.upsample_{kind}" for kind in ("linear1d", "bilinear2d", "bicubic2d", "trilinear3d")),
+    *(
+        f"aten.{kind}{n}d"
+        for kind in ("upsample_nearest", "_upsample_nearest_exact")
+        for n in (1, 2, 3)
+    ),
+}
 RANDOM = {
     f"aten.{name}"
     for name in (
@@ -265,9 +315,20 @@ HANDLERS: dict[str, Handler] = {
     **_handlers(
         _pad, *(f"re{kind}_pad{n}d" for kind in ("flection", "plication") for n in (1, 2, 3))
     ),
+    **dict.fromkeys(RESIZES, _resize),
     **_handlers(_product, "mm", "addmm", "bmm", "baddbmm"),
-    **_handlers(_layer_norm, "native_layer_norm"),
+    **_handlers(_layer_norm, "native_layer_norm", "_fused_rms_norm"),
     **_handlers(_convolution, "convolution"),
+    **_handlers(_average, "avg_pool2d", "avg_pool3d"),
+    **_handlers(_apart_in(1), "max_pool1d"),
+    **{
+        name: handler
+        for n in (1, 2, 3)
+        for name, handler in _handlers(
+            _apart_in(n),
+            *(f"max_pool{n}d_with_indices", f"_adaptive_avg_pool{n}d", f"adaptive_max_pool{n}d"),
+        ).items()
+    },
     **_handlers(_shuffle, "pixel_shuffle", "pixel_unshuffle"),
     **_handlers(
         _attention,
@@ -276,6 +337,14 @@ HANDLERS: dict[str, Handler] = {
         "_scaled_dot_product_efficient_attention",
     ),
 }
+
+
+def layout_of_new(step: Step, given: list[Layout]) -> Layout:
+    """Return the rows of the tensor that a new one is made after, if they fit the new one."""
+    layout = given[0] if given else None
+    if layout is None or len(step.refs[0].shape) != len(step.made[0].shape):
+        return None
+    return layout if step.refs[0].shape[layout.dim] == step.made[0].shape[layout.dim] else None
 
 
 def layout_after(step: Step, given: list[Layout]) -> Layout:

@@ -100,6 +100,11 @@ class BandTable:
         """
         return self._by_height.get(height) or RowPartition.balanced(height, self.ranks)
 
+    @property
+    def known(self) -> tuple[RowPartition, ...]:
+        """The partitions of all heights that a plan or tensors have."""
+        return tuple(self._by_height.values())
+
     def adopt(self, partition: RowPartition) -> RowPartition:
         """Make the bands that tensors already have those of their height.
 

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
-import logging
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-)
 from torch.utils._pytree import tree_leaves
 
-from credit_dp.domain_parallel.audit import audit
+from credit_dp.domain_parallel.audit import audit, refusal
+from credit_dp.domain_parallel.fake_run import (
+    DEPENDS_ON_DATA,
+    code_line,
+    dtype_and_device,
+    traceable,
+    unchanged,
+)
 from credit_dp.domain_parallel.layers.row_layer import RowLayer
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import FIELD_DIMS, ROW_DIM, BandTable, RowPartition
 from credit_dp.domain_parallel.planner import Planner
-from credit_dp.domain_parallel.trace import FOREIGN, Trace
+from credit_dp.domain_parallel.readers import Reading, readings, share_exchanges
+from credit_dp.domain_parallel.row_parameters import RowParameters
+from credit_dp.domain_parallel.row_tensors import unreplaced
+from credit_dp.domain_parallel.running import announced
+from credit_dp.domain_parallel.trace import Trace
 from credit_dp.errors import UserError
 
 Shape = tuple[int, ...]
@@ -37,24 +40,61 @@ def plan_model(
     manager: DomainParallelManager,
     input_shape: Shape | Sequence[Shape],
     trusted: Iterable[nn.Module] = (),
-) -> None:
+) -> Planner:
     """Give every height that the model sees its bands, and every layer its heights.
 
     Runs the model on fake tensors: once whole, once per distinct band, training and evaluating.
-    Nothing is sent, no activation is held, the model and random state stay as they are.
+    Nothing is sent, no activation is held, the model and random state stay as they are. Returns
+    what followed these runs.
 
     Raises:
         UserError: a level has fewer rows than there are ranks, code between the layers mixes or
             changes rows, or the model's control flow depends on data.
     """
+    shapes = list(as_shapes(input_shape))
+    return plan_calls(model, manager, shapes, _inputs_of(model, shapes), trusted)
+
+
+def as_shapes(input_shape: Shape | Sequence[Shape]) -> tuple[Shape, ...]:
+    """Return one shape, or several, as several."""
     whole = isinstance(input_shape[0], int)
-    shapes: list[Shape] = [tuple(input_shape)] if whole else [tuple(s) for s in input_shape]  # type: ignore[arg-type]
-    dtype, device = _dtype_and_device(model)
+    return (tuple(input_shape),) if whole else tuple(tuple(s) for s in input_shape)  # type: ignore
+
+
+def _inputs_of(model: nn.Module, shapes: list[Shape]) -> Inputs:
+    dtype, device = dtype_and_device(model)
 
     def inputs(shape_of: Callable[[Shape], Shape]) -> tuple[list[Tensor], dict[str, Any]]:
         return [torch.empty(shape_of(s), dtype=dtype, device=device) for s in shapes], {}
 
-    plan_calls(model, manager, shapes, inputs, trusted)
+    return inputs
+
+
+def find_heights(
+    model: nn.Module, input_shape: Shape | Sequence[Shape], trusted: Iterable[nn.Module] = ()
+) -> dict[int, str]:
+    """Return every banded number of rows that a converted model sees, and the first place.
+
+    Runs the whole globe only, so that heights are found for which there are too many ranks.
+
+    Raises:
+        UserError: the model's control flow depends on data.
+    """
+    shapes = list(as_shapes(input_shape))
+    planner = Planner(model, _names(model), BandTable(1))
+    planner.expect(shape[ROW_DIM] for shape in shapes if is_banded(shape))
+    with planner.trusting(trusted), traceable(model):
+        _follow(planner, None, True, lambda: _inputs_of(model, shapes)(lambda shape: shape))
+    places = {shape[ROW_DIM]: "input" for shape in shapes if is_banded(shape)}
+    for layer, calls in planner.seen.items():
+        for height in (h for call in sorted(calls) for h in call[1:]):
+            places.setdefault(height, planner.names[layer])
+    return places
+
+
+def _names(model: nn.Module) -> dict[RowLayer, str]:
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, RowLayer)}
+    return {layer: name or type(layer).__name__ for name, layer in layers.items()}
 
 
 def is_banded(shape: Shape) -> bool:
@@ -68,30 +108,44 @@ def plan_calls(
     shapes: list[Shape],
     inputs: Inputs,
     trusted: Iterable[nn.Module] = (),
-) -> None:
+) -> Planner:
     """Plan the calls that `inputs` makes, whose tensors have these whole-globe shapes.
 
-    What `trusted` modules do inside is not audited.
+    What `trusted` modules do inside is not audited. A parameter or buffer that turns out to have
+    rows is cut, and all is planned again.
     """
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, RowLayer)}
-    names = {layer: name or type(layer).__name__ for name, layer in layers.items()}
-    planner = Planner(model, names, manager.bands)
-    trusted = list(trusted)
-    for training in (True, False):
-        with planner.trusting(trusted), _traceable(model):
-            _plan_mode(planner, manager.bands.ranks, shapes, inputs, training)
+    names, trusted = _names(model), list(trusted)
+    parameters = RowParameters(model, manager)
+    with traceable(model):
+        while True:
+            planner = Planner(model, dict(names), manager.bands)
+            try:
+                with planner.trusting(trusted):
+                    runs = [
+                        _plan_mode(planner, manager.bands.ranks, shapes, inputs, training)
+                        for training in (True, False)
+                    ]
+                break
+            except UserError as error:
+                if not parameters.cut_more(error, planner.origins.wanted):
+                    raise parameters.give_up(error) from error.__cause__
     for layer in planner.seen:
         layer.set_plan(*planner.planned(layer))
     for layer in planner.apart:
         layer.set_apart()
+    share_exchanges(model, runs)
+    for converted in announced(model):
+        converted.planned = True
+    return planner
 
 
 def _plan_mode(
     planner: Planner, ranks: int, shapes: list[Shape], inputs: Inputs, training: bool
-) -> None:
-    """Plan and audit the model in training or in evaluation mode."""
+) -> frozenset[Reading]:
+    """Plan and audit the model in training or in evaluation mode; return who reads what."""
     bands = planner.bands
     any_batch = _batch_changer(shapes)
+    planner.batch = (any_batch(shapes[0])[0], shapes[0][0]) if shapes and shapes[0] else (1, 1)
     planner.expect(shape[ROW_DIM] for shape in shapes if is_banded(shape))
     whole = _follow(planner, None, training, lambda: inputs(any_batch))
     heights = planner.heights() | {shape[ROW_DIM] for shape in shapes if is_banded(shape)}
@@ -108,6 +162,7 @@ def _plan_mode(
         part = _follow(planner, rank, training, lambda cut=cut: inputs(cut))  # type: ignore[misc]
         audit(whole.trace, part.trace, {h: bands[h].sizes[rank] for h in heights})
         _check_outputs(whole.outputs, part.outputs, bands, rank)
+    return readings(whole.trace)
 
 
 def _batch_changer(shapes: list[Shape]) -> Callable[[Shape], Shape]:
@@ -136,86 +191,47 @@ def _follow(
 ) -> _Followed:
     """Run the model on fake tensors of the whole globe or of one rank's band."""
     args, kwargs = inputs()
-    with _unchanged(planner.model):
+    with unchanged(planner.model):
         planner.model.train(training)
-        with planner.following(rank) as trace:
+        with planner.following(rank) as trace, unreplaced(planner.model):
             trace.mark((), _tensors((args, kwargs)))
             try:
                 outputs = tree_leaves(planner.model(*args, **kwargs))
-            except (DataDependentOutputException, DynamicOutputShapeException):
+            except DEPENDS_ON_DATA:
                 raise
             except (RuntimeError, ValueError, IndexError, TypeError) as error:
                 if rank is None:
-                    raise
-                reason = str(error).strip().splitlines()[0]
-                raise UserError(
-                    f"{_code_line(error)}: fails on a band of rows ({reason}). A parameter, buffer "
-                    "or number may have the globe's rows; put this into a module and name it in "
-                    "custom_converters."
-                ) from None
+                    raise UserError(
+                        f"{_place(planner, error)}: fails on the whole globe's input "
+                        f"({_first_line(error)}). Is input_shape what the model is called with?"
+                    ) from error
+                raise _failure(planner, error) from None
             trace.mark(_tensors(outputs), ())
     return _Followed(trace, outputs)
 
 
+def _failure(planner: Planner, error: Exception) -> UserError:
+    """Return what to say of code that runs on the globe and not on a band."""
+    if planner.doubt is not None:
+        step, mixed = planner.doubt
+        return UserError(refusal(step.where, str(mixed), step.name))
+    return UserError(
+        f"{_place(planner, error)}: fails on a band of rows ({_first_line(error)}). A number "
+        "or a plain tensor may have the globe's rows: make it a buffer, or put this into a module "
+        "and name it in custom_converters."
+    )
+
+
+def _place(planner: Planner, error: Exception) -> str:
+    return ", ".join([*planner.within, code_line(error)])
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-@contextmanager
-def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Undo what a run leaves in the model: modes, attributes, buffers and their values."""
-    modules = [m for module in model.modules() for m in (module, module.__dict__.get("wrapped"))]
-    saved = [
-        (m.__dict__, dict(m.__dict__), m._buffers, dict(m._buffers))
-        for m in modules
-        if m is not None
-    ]
-    try:
-        yield
-    finally:
-        for attributes, old_attributes, buffers, old_buffers in saved:
-            attributes.clear()
-            attributes.update(old_attributes)
-            buffers.clear()
-            buffers.update(old_buffers)
-
-
-@contextmanager
-def _traceable(model: nn.Module) -> Iterator[None]:
-    """Run on fake tensors, without gradients or autocast; restore values and random state."""
-    values = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    device = _dtype_and_device(model)[1].type
-    plain = torch.autocast("cpu" if device == "meta" else device, enabled=False)
-    loud = logging.getLogger("torch._subclasses.fake_tensor")
-    level = loud.level
-    loud.setLevel(logging.CRITICAL)  # it logs a traceback for what is told in one line below
-    try:
-        fake = FakeTensorMode(allow_non_fake_inputs=True)
-        with fake, plain, torch.no_grad(), torch.random.fork_rng(devices=[]):
-            yield
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
-        raise UserError(
-            f"{_code_line(error)}: control flow or shapes that depend on data can't be planned. "
-            "Decide from shapes or configuration instead."
-        ) from None
-    finally:
-        loud.setLevel(level)
-        with torch.no_grad():
-            for buffer, value in values:
-                buffer.copy_(value)
-
-
-def _code_line(error: BaseException) -> str:
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(FOREIGN)]
-    return f"{own[-1].filename}:{own[-1].lineno}" if own else "model"
-
-
-def _dtype_and_device(model: nn.Module) -> tuple[torch.dtype, torch.device]:
-    for parameter in model.parameters():
-        if parameter.is_floating_point():
-            return parameter.dtype, parameter.device
-    return torch.get_default_dtype(), torch.device("cpu")
 
 
 def _check_rows(planner: Planner, heights: set[int], ranks: int) -> None:

@@ -17,9 +17,12 @@ from credit_dp.domain_parallel.operations import (
     MixedError,
     Rows,
     layout_after,
+    layout_of_new,
+    narrowed,
 )
+from credit_dp.domain_parallel.origins import Origins
 from credit_dp.domain_parallel.partition import FIELD_DIMS, ROW_DIM, BandTable
-from credit_dp.domain_parallel.trace import Ref, Step, Trace, user_line
+from credit_dp.domain_parallel.trace import Ref, Step, Trace
 from credit_dp.errors import UserError
 
 if TYPE_CHECKING:
@@ -48,6 +51,7 @@ class Visit(NamedTuple):
     made: Any
     takes: tuple[Layout, ...]
     makes: tuple[Layout, ...]
+    layer: RowLayer
 
 
 class Seen(NamedTuple):
@@ -75,6 +79,9 @@ class Planner:
         self.apart: set[RowLayer] = set()
         self.ties: dict[int, int] = {}
         self.visits: list[Visit] = []
+        self.batch = (1, 1)  # the size that stands for any batch, and the one planned for
+        self.origins = Origins()
+        self.doubt: tuple[Step, MixedError] | None = None
         self._rank: int | None = None
         self._calls = 0
         self._trace = Trace(model)
@@ -88,11 +95,12 @@ class Planner:
         self._calls = 0
         if rank is None:
             self.visits = []
+            self.doubt = None  # the first operation of the globe's run that mixes rows
             self._layouts = {}
         self._trace = Trace(self.model, self._follow if rank is None else None)
         token = _active.set(self)
         try:
-            with self._trace:
+            with self._trace, self._naming():
                 yield self._trace
         finally:
             _active.reset(token)
@@ -100,14 +108,16 @@ class Planner:
     def _follow(self, step: Step) -> None:
         """Note where the rows of what a step made are: the audit checks it afterwards."""
         given = [self._layouts.get(ref.number) for ref in step.refs]
+        self.origins.follow(step, given)
         if step.op is None:
             makes = step.given.get("makes") or [self._guess(ref) for ref in step.made]
         elif step.name in FACTORIES:
-            makes = [self._guess(ref) for ref in step.made]
+            makes = [layout_of_new(step, given) or self._guess(ref) for ref in step.made]
         elif any(given):
             try:
                 makes = [layout_after(step, given)] * len(step.made)
-            except MixedError:
+            except MixedError as error:
+                self.doubt = self.doubt or (step, error)
                 makes = [self._guess(ref) for ref in step.made]
         else:
             makes = [None] * len(step.made)
@@ -124,7 +134,7 @@ class Planner:
 
     def visit(self, layer: RowLayer, x: Tensor, *others: Tensor) -> Any:
         """Stand in for a layer's forward."""
-        name = self.names.get(layer, type(layer).__name__)
+        name = self.names.setdefault(layer, type(layer).__name__)
         if self._rank is None:
             visit = self._visit_globe(layer, name, x, *others)
             self.visits.append(visit)
@@ -151,7 +161,7 @@ class Planner:
             raise UserError(f"{name}: {error}") from None
         if rows is None or not meet:
             self.apart.add(layer)
-            return Visit(name, None, 0, shapes, layer.whole(x, *others), takes, ())
+            return Visit(name, None, 0, shapes, layer.whole(x, *others), takes, (), layer)
         with self._trace.paused():
             made = layer.whole(x, *others)
         dim, taken = rows.dim - x.ndim, x.shape[rows.dim]
@@ -166,7 +176,7 @@ class Planner:
         makes = tuple(self._made_layout(layer, rows, dim, leaf) for leaf in leaves)
         self.seen[layer].add(Seen(dim, taken, leaves[0].shape[dim] if makes[0] else taken))
         self._known.update(layout.height for layout in makes if layout)
-        return Visit(name, dim, taken, shapes, made, takes, makes)
+        return Visit(name, dim, taken, shapes, made, takes, makes, layer)
 
     def _made_layout(self, layer: RowLayer, rows: Rows, dim: int, made: Tensor) -> Layout:
         if not layer.makes_rows:
@@ -178,9 +188,10 @@ class Planner:
 
     def _planned_visit(self, name: str) -> Visit:
         if self._calls >= len(self.visits) or self.visits[self._calls].name != name:
+            what = "control flow or, where the whole globe's is needed, a size"
             raise UserError(
-                f"{user_line()}: control flow depends on the number of rows; {name} "
-                "is called for a band and not for the globe."
+                f"{self._trace.where}: {what if '(' in name else 'control flow'} depends on the "
+                f"number of rows; {name} is called for a band and not for the globe."
             )
         self._calls += 1
         return self.visits[self._calls - 1]
@@ -204,6 +215,39 @@ class Planner:
 
         with self._trace.paused():
             return tree_map_only(Tensor, band, visit.made)
+
+    def band_of(self, whole: Tensor, rows: Rows, path: str) -> Tensor:
+        """Return a band of a parameter or buffer that has a row for each of the globe's."""
+        height = rows.height
+        band = slice(0, height) if self._rank is None else self.bands[height].rows(self._rank)
+        with self._trace.paused():
+            mine = narrowed(whole, rows, band)
+        self._trace.fixed[mine.untyped_storage()._cdata] = path
+        self._trace.mark((), [mine], takes=(), makes=(rows,), place=path)
+        return mine
+
+    @property
+    def within(self) -> list[str]:
+        """The module whose code runs now, or failed."""
+        return self._trace.within[-1:]
+
+    @contextmanager
+    def _naming(self) -> Iterator[None]:
+        """Tell the trace which module's code runs."""
+        within = self._trace.within
+        hooks = []
+        for path, module in self.model.named_modules():
+            name = f"{path or 'model'} ({type(module.__dict__.get('wrapped', module)).__name__})"
+            hooks += [
+                module.register_forward_pre_hook(lambda *_, name=name: within.append(name)),
+                # Not after an error: then the innermost one tells where that was.
+                module.register_forward_hook(lambda *_: within.pop() and None),
+            ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     @contextmanager
     def trusting(self, modules: Iterable[nn.Module]) -> Iterator[None]:

@@ -6,14 +6,38 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
 from credit_dp.domain_parallel.layers import (
+    DomainParallelAdaptiveAvgPool,
+    DomainParallelAdaptiveMaxPool,
+    DomainParallelAvgPool,
+    DomainParallelBatchNorm,
+    DomainParallelConv1d,
     DomainParallelConv2d,
+    DomainParallelConv3d,
+    DomainParallelConvTranspose1d,
     DomainParallelConvTranspose2d,
+    DomainParallelConvTranspose3d,
+    DomainParallelGlobalAvgPool,
+    DomainParallelGlobalMaxPool,
     DomainParallelGroupNorm,
+    DomainParallelInstanceNorm,
+    DomainParallelLayerNorm,
+    DomainParallelMaxPool,
+    DomainParallelPadLayer,
+    DomainParallelPixelShuffle,
+    DomainParallelPixelUnshuffle,
+    DomainParallelPowerPool,
+    DomainParallelRMSNorm,
+    DomainParallelSoftmax,
+    DomainParallelUpsample,
 )
+from credit_dp.domain_parallel.layers.conv_layer import ConvLayer, is_pointwise, sides_of
+from credit_dp.domain_parallel.layers.global_pool import AvgPool, MaxPool, size_along
+from credit_dp.domain_parallel.layers.pad import PAD_LAYERS
 from credit_dp.domain_parallel.manager import DomainParallelManager
-from credit_dp.errors import UserError
+from credit_dp.domain_parallel.partition import ROW_DIM
 
 Rule = Callable[[Any, int, DomainParallelManager], nn.Module]
 
@@ -23,59 +47,119 @@ def _needs_halo_conv2d(conv: nn.Conv2d) -> bool:
     return conv.kernel_size[0] > 1
 
 
+def _needs_halo_conv3d(conv: nn.Conv3d) -> bool:
+    """Return whether output rows depend on more than the input row of the same index."""
+    return conv.kernel_size[1] > 1
+
+
 def _needs_halo_conv_transpose2d(conv: nn.ConvTranspose2d) -> bool:
     """Return whether output rows of one input row overlap those of the next."""
     return conv.kernel_size[0] > conv.stride[0]
 
 
-def _shard_conv2d(conv: nn.Conv2d, dim: int, manager: DomainParallelManager) -> nn.Module:
-    unpadded = isinstance(conv.padding, str) or conv.padding[0] == 0
-    if not _needs_halo_conv2d(conv) and conv.stride[0] == 1 and unpadded:
-        return conv
-    return DomainParallelConv2d(conv, dim, manager=manager)
+def _needs_halo_conv_transpose3d(conv: nn.ConvTranspose3d) -> bool:
+    """Return whether output rows of one input row overlap those of the next."""
+    return conv.kernel_size[1] > conv.stride[1]
 
 
-def _shard_conv_transpose2d(
-    conv: nn.ConvTranspose2d, dim: int, manager: DomainParallelManager
-) -> nn.Module:
-    # Kernel = stride sends nothing where bands line up; the wrapper makes them line up elsewhere.
-    return DomainParallelConvTranspose2d(conv, dim, manager=manager)
+def _conv(wrapper: Callable[..., ConvLayer], row_dim: int = ROW_DIM) -> Rule:
+    """Return the rule for a kind of convolution, transposed or not, with rows in `row_dim`.
+
+    Kernel = stride sends nothing where bands line up; the wrapper makes them line up elsewhere.
+    """
+
+    def rule(conv: _ConvNd, dim: int, manager: DomainParallelManager) -> nn.Module:
+        if is_pointwise(conv, sides_of(conv), row_dim):
+            return conv  # the audit sees whether rows are in another dimension and meet there
+        return wrapper(conv, manager=manager)
+
+    return rule
 
 
-def _shard_group_norm(norm: nn.GroupNorm, dim: int, manager: DomainParallelManager) -> nn.Module:
-    return DomainParallelGroupNorm(norm, manager=manager)
+def _wrap(wrapper: Callable[..., nn.Module]) -> Rule:
+    """Return the rule of a layer that is always wrapped: the plan finds where rows stay apart."""
+    return lambda module, dim, manager: wrapper(module, manager=manager)
 
 
 def _keep(module: nn.Module, dim: int, manager: DomainParallelManager) -> nn.Module:
     return module
 
 
-def _keep_if_rows_are_apart(
-    norm: nn.LayerNorm, dim: int, manager: DomainParallelManager
-) -> nn.Module:
-    if len(norm.normalized_shape) > 1:
-        raise UserError(f"LayerNorm over {norm.normalized_shape} mixes rows and has no rule")
-    return norm
+def _trailing_norm(wrapper: Callable[..., nn.Module]) -> Rule:
+    """Return the rule of a norm over the last dimensions: one alone holds channels."""
+
+    def rule(
+        norm: nn.LayerNorm | nn.RMSNorm, dim: int, manager: DomainParallelManager
+    ) -> nn.Module:
+        return norm if len(norm.normalized_shape) == 1 else wrapper(norm, manager=manager)
+
+    return rule
 
 
+def _adaptive_pool(
+    to_one_row: Callable[..., nn.Module], to_rows: Callable[..., nn.Module], row_dim: int = ROW_DIM
+) -> Rule:
+    """Return the rule of a kind of adaptive pool with rows in `row_dim`."""
+
+    def rule(pool: AvgPool | MaxPool, dim: int, manager: DomainParallelManager) -> nn.Module:
+        wrapper = to_one_row if size_along(pool, row_dim) == 1 else to_rows
+        return wrapper(pool, manager=manager)
+
+    return rule
+
+
+_TO_AVG = _adaptive_pool(DomainParallelGlobalAvgPool, DomainParallelAdaptiveAvgPool)
+_TO_AVG_1D = _adaptive_pool(DomainParallelGlobalAvgPool, DomainParallelAdaptiveAvgPool, -1)
+_TO_MAX = _adaptive_pool(DomainParallelGlobalMaxPool, DomainParallelAdaptiveMaxPool)
+_TO_MAX_1D = _adaptive_pool(DomainParallelGlobalMaxPool, DomainParallelAdaptiveMaxPool, -1)
 # Exact types only: a subclass may have a forward of its own.
 RULES: dict[type[nn.Module], Rule] = {
-    nn.Conv2d: _shard_conv2d,  # fetches rows when its kernel reaches over the band's edge
-    nn.ConvTranspose2d: _shard_conv_transpose2d,
-    nn.GroupNorm: _shard_group_norm,  # statistics over all bands
-    nn.LayerNorm: _keep_if_rows_are_apart,  # over the last dimension
+    nn.Conv1d: _conv(DomainParallelConv1d, -1),  # fetch rows when kernels reach over an edge
+    nn.Conv2d: _conv(DomainParallelConv2d),
+    nn.Conv3d: _conv(DomainParallelConv3d),
+    nn.ConvTranspose1d: _conv(DomainParallelConvTranspose1d, -1),
+    nn.ConvTranspose2d: _conv(DomainParallelConvTranspose2d),
+    nn.ConvTranspose3d: _conv(DomainParallelConvTranspose3d),
+    nn.GroupNorm: _wrap(DomainParallelGroupNorm),  # statistics over all bands
+    **dict.fromkeys(
+        (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), _wrap(DomainParallelBatchNorm)
+    ),
+    **dict.fromkeys(
+        (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+        _wrap(DomainParallelInstanceNorm),
+    ),
+    nn.LayerNorm: _trailing_norm(DomainParallelLayerNorm),
+    nn.RMSNorm: _trailing_norm(DomainParallelRMSNorm),
+    **dict.fromkeys(
+        (nn.LogSoftmax, nn.Softmax, nn.Softmin), _wrap(DomainParallelSoftmax)
+    ),
+    **dict.fromkeys(
+        (nn.Upsample, nn.UpsamplingBilinear2d, nn.UpsamplingNearest2d),
+        _wrap(DomainParallelUpsample),
+    ),
+    nn.PixelShuffle: _wrap(DomainParallelPixelShuffle),
+    nn.PixelUnshuffle: _wrap(DomainParallelPixelUnshuffle),
+    **dict.fromkeys((nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d), _wrap(DomainParallelMaxPool)),
+    **dict.fromkeys((nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d), _wrap(DomainParallelAvgPool)),
+    **dict.fromkeys((nn.LPPool1d, nn.LPPool2d, nn.LPPool3d), _wrap(DomainParallelPowerPool)),
+    **dict.fromkeys(PAD_LAYERS, _wrap(DomainParallelPadLayer)),
+    nn.AdaptiveAvgPool1d: _TO_AVG_1D,
+    **dict.fromkeys((nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d), _TO_AVG),
+    nn.AdaptiveMaxPool1d: _TO_MAX_1D,
+    **dict.fromkeys((nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d), _TO_MAX),
     **dict.fromkeys(  # act on channels or single values: rows never meet
         (
             nn.CELU, nn.Dropout, nn.ELU, nn.GELU, nn.Hardswish, nn.Hardtanh, nn.Identity,
             nn.LeakyReLU, nn.Linear, nn.Mish, nn.PReLU, nn.ReLU, nn.ReLU6, nn.SELU, nn.SiLU,
             nn.Sigmoid, nn.Softplus, nn.Tanh,
+            nn.Hardshrink, nn.Hardsigmoid, nn.Softshrink, nn.Softsign,
+            nn.Tanhshrink, nn.Threshold,
         ),
         _keep,
     ),
     **dict.fromkeys(  # the audit sees whether rows meet in them
         (
-            nn.Flatten, nn.GLU, nn.LogSoftmax, nn.PixelShuffle, nn.PixelUnshuffle, nn.Softmax,
-            nn.Unflatten,
+            nn.Flatten, nn.GLU, nn.LocalResponseNorm, nn.Softmax2d, nn.Unflatten,
         ),
         _keep,
     ),

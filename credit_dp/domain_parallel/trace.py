@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, NamedTuple, final
 
 import torch
@@ -15,8 +16,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from credit_dp.errors import UserError
+
 # Frames of torch and of this package are not the user's code.
 FOREIGN = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
+
+
+# A reshape copies or not, depending on strides, which a band of one row has others of. So copies
+# count as the tensor itself, and both ways of reshaping as one.
+AS_VIEW: dict[Any, Any] = {torch.ops.aten._unsafe_view.default: torch.ops.aten.view.default}
 
 
 class Ref(NamedTuple):
@@ -38,7 +46,7 @@ class Step:
     op: torch._ops.OpOverload | None
     given: dict[str, Any]
     made: tuple[Ref, ...]
-    where: str
+    where: str  # the module that runs and the line of its code
 
     @property
     def name(self) -> str:
@@ -81,8 +89,16 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._follow = follow
         self._of_model = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
         self._numbers: dict[int, int] = {}
+        self._fresh = count()
         self._alive: list[Tensor] = []  # ids of collected tensors would be given out again
         self._paused = 0
+        self.within: list[str] = []  # the modules that run now, outermost first
+        self.fixed: dict[int, str] = {}  # storages that may not change -> whose they are
+
+    @property
+    def where(self) -> str:
+        """The module whose code runs now, and its line."""
+        return ", ".join([*self.within[-1:], user_line()])
 
     def pause(self) -> None:
         """Record nothing until as many calls of `resume`."""
@@ -109,7 +125,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         if not self._paused:
             given = {"taken": [self.ref(tensor) for tensor in taken], **settings}
-            self._record(Step(None, given, tuple(map(self.ref, made)), user_line()))
+            self._record(Step(None, given, tuple(map(self.ref, made)), self.where))
 
     def _record(self, step: Step) -> None:
         self.steps.append(step)
@@ -122,12 +138,15 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if id(tensor) in self._of_model:
             return Ref(-id(tensor), shape)
         if id(tensor) not in self._numbers:
-            self._numbers[id(tensor)] = len(self._numbers)
-            self._alive.append(tensor)
+            self._name(tensor, next(self._fresh))
         constant = not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
         with _disable_current_modes():
             value = str(tensor.tolist()) if constant else ""
         return Ref(self._numbers[id(tensor)], shape, value)
+
+    def _name(self, tensor: Tensor, number: int) -> None:
+        self._numbers[id(tensor)] = number
+        self._alive.append(tensor)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -136,13 +155,27 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if self._paused or not str(func).startswith("aten"):
             return func(*args, **kwargs)
+        if func is torch.ops.aten.clone.default:
+            copied = func(*args, **kwargs)
+            self._name(copied, self.ref(args[0]).number)
+            return copied
+        if self.fixed and func._schema.is_mutable:
+            self._check_fixed(args[0])
         names = (argument.name for argument in func._schema.arguments)
         given = tree_map_only(Tensor, self.ref, {**dict(zip(names, args, strict=False)), **kwargs})
         result = func(*args, **kwargs)
         leaves, _ = tree_flatten(result)
         made = tuple(self.ref(leaf) for leaf in leaves if isinstance(leaf, Tensor))
-        self._record(Step(func, given, made, user_line()))
+        self._record(Step(AS_VIEW.get(func, func), given, made, self.where))
         return result
+
+    def _check_fixed(self, changed: Any) -> None:
+        key = changed.untyped_storage()._cdata if isinstance(changed, Tensor) else None
+        if key in self.fixed:
+            raise UserError(
+                f"{self.where}: {self.fixed[key]} is changed in place, but each rank would change "
+                "its own rows only. Change it outside of the model's forward."
+            )
 
 
 def user_line() -> str:

@@ -7,11 +7,14 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from credit_dp.domain_parallel.exchange import RowExchange
 
 # (rank within the domain, contiguous tensor to send or to fill)
 Parcel = tuple[int, Tensor]
@@ -34,6 +37,9 @@ class Transport(ABC):
         self.rank = rank
         self.size = size
         self.traffic = Traffic()
+
+    def announce(self, exchange: RowExchange, row_bytes: int, back: bool) -> None:  # noqa: B027
+        """Hear what all ranks are about to exchange; of use to one that only counts."""
 
     def start(self, send: Sequence[Parcel], receive: Sequence[Parcel]) -> Callable[[], None]:
         """Begin an exchange; the result waits until `receive` is filled and `send` is free."""

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from credit_dp.config import UNetConfig
+from credit_dp.models.padding import pad_poles
 
 
 @final
@@ -49,24 +50,6 @@ class PeriodicConv2d(nn.Module):
         x = pad_poles(x, self.padding, self.poles)
         x = F.pad(x, (self.padding, self.padding, 0, 0), mode="circular")
         return self.conv(x)  # type: ignore[no-any-return]
-
-
-def pad_poles(x: Tensor, width: int, poles: str) -> Tensor:
-    """Add `width` rows beyond each pole.
-
-    Shapes:
-        `(B, C, H, W)` -> `(B, C, H + 2 * width, W)`.
-    """
-    if poles == "zeros":
-        return F.pad(x, (0, 0, width, width))
-    if poles == "reflect":
-        return F.pad(x, (0, 0, width, width), mode="reflect")
-    if not width:
-        return x
-    north, south = x[..., :width, :].flip(-2), x[..., -width:, :].flip(-2)
-    if poles == "earth":
-        north, south = (rows.roll(x.shape[-1] // 2, -1) for rows in (north, south))
-    return torch.cat([north, x, south], -2)
 
 
 @final

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from credit_dp.domain_parallel import DomainParallelManager, gather_tensor, shard_tensor
 from credit_dp.domain_parallel.build import NAMED_RULES
+from credit_dp.domain_parallel.comparison import relative_error as error
 from credit_dp.domain_parallel.convert import convert_to_domain_parallel
 
 # Thread ranks share one global random state: what is drawn from it is drawn by one at a time.
@@ -20,13 +21,6 @@ _RANDOM = threading.Lock()
 
 OPERATOR = 1e-12
 MODEL = 1e-11
-
-
-def error(a: Tensor, b: Tensor, floor: float = 0.0) -> float:
-    """Largest difference relative to the largest entry of `b` (or to `floor`)."""
-    if a.shape != b.shape:
-        return float("inf")
-    return ((a - b).abs().max() / max(b.abs().max().item(), floor, 1e-300)).item()
 
 
 def assert_same_as_whole_globe(

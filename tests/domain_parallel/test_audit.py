@@ -218,8 +218,8 @@ def test_trusted_modules_are_not_audited_and_listed(caplog):
         model = nn.Sequential(nn.Conv2d(4, 4, 3, 1, 1), LosesRows())
         converters = {LosesRows: lambda module: module}
         convert_to_domain_parallel(model, manager, custom_converters=converters, input_shape=SHAPE)
-        assert not model[1]._forward_hooks
+        assert len(model[1]._forward_hooks) == 1  # the one that says which model runs
 
     with caplog.at_level(logging.INFO):
         on_threads(2, trusting)
-    assert "trusted: LosesRows" in caplog.text
+    assert "trusted: 1 LosesRows" in caplog.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from unittest.mock import Mock
 
 import pytest
@@ -118,17 +119,42 @@ class _Subclass(nn.Conv2d):
         return super().forward(x.flip(-2))
 
 
+class _Plain(nn.Conv2d):
+    """Only its name is its own."""
+
+
 class _Leaf(nn.Module):
     def forward(self, x):
         return x
 
 
+class _LayerScale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gamma = nn.Parameter(torch.linspace(0.5, 1.5, 4)[:, None, None])
+
+    def forward(self, x):
+        return self.gamma * x
+
+
+class _ChannelNorm(nn.Module):
+    """Normalises over channels, at every point apart."""
+
+    def forward(self, x):
+        mean, variance = x.mean(1, keepdim=True), x.var(1, keepdim=True, unbiased=False)
+        return (x - mean) / (variance + 1e-5).sqrt()
+
+
+class _GlobeNorm(nn.Module):
+    def forward(self, x):
+        return x / (x.square().mean((-2, -1), keepdim=True) + 1e-5).sqrt()
+
+
 @pytest.mark.parametrize(
     ("layer", "message"),
     [
-        (nn.BatchNorm2d(4), "0: BatchNorm2d has no rule for bands of rows"),
-        (nn.LayerNorm((8, 8)), "0: LayerNorm over"),
-        (nn.AvgPool2d(2), "0: AvgPool2d has no rule"),
+        (nn.SyncBatchNorm(4), "0: SyncBatchNorm has no rule for bands of rows"),
+        (nn.FractionalMaxPool2d(2, 2), "0: FractionalMaxPool2d has no rule"),
         (nn.MultiheadAttention(4, 2), "0: MultiheadAttention has no rule"),
     ],
 )
@@ -145,10 +171,134 @@ def test_a_leaf_can_be_registered():
     assert type(model[0]) is _Leaf
 
 
-@pytest.mark.parametrize(("dim", "shape"), [(-1, None), (-3, None), (3, (1, 2, 8, 8)), (1, None)])
+SHAPE = (2, 4, 13, 6)
+
+
+def _with(*leaves):
+    return nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), *leaves, nn.Conv2d(4, 4, 3, padding=1))
+
+
+def test_leaves_of_ones_own_that_keep_rows_apart_stay_and_are_listed(caplog):
+    def build():
+        return _with(_LayerScale(), _ChannelNorm(), _LayerScale(), _Subclass1x1(4, 4, 1))
+
+    with caplog.at_level(logging.INFO):
+        on_threads(3, assert_same_as_whole_globe, build, (), SHAPE)
+    listed = "layers of your own, kept and audited: 1 _ChannelNorm, 2 _LayerScale, 1 _Subclass1x1"
+    assert listed in caplog.text
+
+
+class _Subclass1x1(nn.Conv2d):
+    def forward(self, x):
+        return super().forward(x) + x
+
+
+@pytest.mark.parametrize(
+    ("leaf", "message"),
+    [
+        (_GlobeNorm(), r"^1 \(_GlobeNorm\), \S+test_convert\.py:\d+: aten\.mean: mixes rows.*"),
+        (_Subclass(4, 4, 3, padding=1), r"^1 \(_Subclass\), \S+:\d+: aten\.flip: mixes rows.*"),
+        (_Plain(4, 4, 3, padding=1), r"^1 \(_Plain\), \S+:\d+: aten\.convolution: mixes rows.*"),
+    ],
+)
+def test_leaves_of_ones_own_that_mix_rows_are_refused(leaf, message):
+    def refused(manager):
+        copied = copy.deepcopy(leaf)
+        with pytest.raises(UserError, match=message + "custom_converters={TYPE: ") as caught:
+            convert_to_domain_parallel(_with(copied), manager, input_shape=SHAPE)
+        assert "\n" not in str(caught.value)
+
+    on_threads(2, refused)
+
+
+def test_the_summary_says_what_is_sent(caplog):
+    def summary(manager):
+        model = _with(nn.GroupNorm(2, 4), _Leaf(), _Subclass(4, 4, 3))
+        convert_to_domain_parallel(
+            model, manager, input_shape=SHAPE,
+            custom_converters={_Leaf: lambda m: m, _Subclass: lambda m: nn.Identity()},
+        )  # fmt: skip
+        before = manager.transport.traffic.bytes
+        model(torch.zeros(2, 4, manager.partition(13).sizes[manager.domain_rank], 6))
+        return manager.transport.traffic.bytes - before
+
+    with caplog.at_level(logging.INFO):
+        sent = on_threads(3, summary)
+    # Two convolutions, a row for each neighbour: of 2 samples, 4 channels, 6 columns, 4 bytes.
+    assert sent == [2 * 192, 2 * 2 * 192, 2 * 192]
+    lines = sorted(record.getMessage() for record in caplog.records)
+    assert len(lines) == 3
+    for line, count in zip(lines, sorted(sent), strict=True):
+        assert line == (
+            "domain parallel: 2 DomainParallelConv2d, 1 DomainParallelGroupNorm; trusted: "
+            f"1 Identity, 1 _Leaf; this rank sends at most {count:,} bytes of rows per forward; "
+            "not verified numerically: credit-dp verify does"
+        )
+
+
+def test_the_summary_of_an_unplanned_model_says_so(caplog):
+    with caplog.at_level(logging.INFO):
+        convert_to_domain_parallel(_model(), _mock())
+    assert "planned and audited at the first forward; not verified" in caplog.text
+
+
+@pytest.mark.parametrize(("dim", "shape"), [(-3, None), (1, None), (2, (1, 2, 3, 8, 8))])
 def test_only_rows_are_sharded(dim, shape):
     with pytest.raises(UserError, match="only latitude rows"):
         convert_to_domain_parallel(_model(), _mock(), shard_dim=dim, input_shape=shape)
+
+
+@pytest.mark.parametrize(("dim", "shape"), [(-1, None), (3, (1, 2, 8, 8)), (3, ((1, 2, 8, 8),))])
+def test_longitude_is_refused_by_name(dim, shape):
+    with pytest.raises(UserError, match=r"shard_dim: -?\d is longitude, which can't be sharded"):
+        convert_to_domain_parallel(_model(), _mock(), shard_dim=dim, input_shape=shape)
+
+
+def test_longitude_is_refused_at_the_first_forward():
+    def refused(manager):
+        model = convert_to_domain_parallel(_model(), manager, shard_dim=3)
+        with pytest.raises(UserError, match="3 is longitude"):
+            model(torch.zeros(1, 2, 4, 6))
+
+    on_threads(2, refused)
+
+
+@pytest.mark.parametrize(
+    ("dim", "shape"), [(2, (1, 4, 8, 6)), (3, (1, 4, 3, 8, 6)), (-2, (1, 4, 3, 8, 6))]
+)
+def test_rows_may_be_counted_from_the_start(dim, shape):
+    conv = nn.Conv2d(4, 4, 3, padding=1) if len(shape) == 4 else nn.Conv3d(4, 4, 3, padding=1)
+
+    def planned(manager):
+        model = nn.Sequential(copy.deepcopy(conv))
+        convert_to_domain_parallel(model, manager, shard_dim=dim, input_shape=shape)
+        band = model(torch.zeros(*shape[:-2], 4, 6))
+        assert band.shape[-2] == 4
+
+    on_threads(2, planned)
+
+
+class _Attention(nn.Module):
+    def __init__(self, **attributes):
+        super().__init__()
+        vars(self).update(attributes)
+
+
+def test_windows_are_found_in_the_model():
+    down = (nn.Conv2d(1, 1, 4, 2, 1), nn.Conv3d(1, 1, (1, 3, 3), (1, 3, 1)))
+    model = nn.Sequential(
+        _Attention(window_size=(2, 7, 12)), down[0], _Attention(window=4, window_size=5),
+        _Attention(window_size=None), down[1], nn.ModuleList([_Attention(window_size=[1, 3])]),
+    )  # fmt: skip
+    assert validate_sharding_constraints(model, 2 * 3 * 7 * 20) == []
+    assert validate_sharding_constraints(model, 16) == [
+        "level 0: 16 rows are no multiple of the window 7",
+        "level 1: 8 rows are no multiple of the stride 3",
+        "level 1: 8 rows are no multiple of the window 5",
+    ]
+    assert validate_sharding_constraints(model, 16, [8, 4, 1]) == [
+        "level 1: 8 rows are no multiple of the stride 3",
+    ]
 
 
 def test_constraints_are_readable():

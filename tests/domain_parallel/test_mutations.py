@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from torch import nn
 
 from credit_dp.domain_parallel import exchange, poles
-from credit_dp.domain_parallel.layers import conv, group_norm, window_layer
+from credit_dp.domain_parallel.layers import band_conv, conv, edges, group_norm, window_layer
 from tests.domain_parallel.equality import assert_same_as_whole_globe
 from tests.ranks import RankError, on_threads
 
@@ -36,6 +38,27 @@ def _phase_of_the_band(self, out, height):
     return first, first + (out.stop - out.start - 1) * stride + reach
 
 
+def _poles_are_neighbours(start, stop, height, mode):
+    return poles.rows_with_poles(start, stop, height, "circular")
+
+
+def _one_row_off(self, out, height):
+    first, stop = _span(self, out, height)
+    return first + 1, stop + 1
+
+
+def _halo_on_the_wrong_side(kernel, rows, taps):
+    north, south = edges.edges_of(kernel, rows, taps)
+    return replace(north, halo=south.halo), replace(south, halo=north.halo)
+
+
+def _no_halo_in_the_weight_gradient(self, total, grad, halo):
+    """The weight learns of the band's own rows only."""
+
+
+_span = conv._RowConv.span
+
+
 @pytest.mark.parametrize(
     ("where", "name", "mutant", "found"),
     [
@@ -43,6 +66,10 @@ def _phase_of_the_band(self, out, height):
         (window_layer, "rows_with_poles", _band_edges_are_poles, "output|sizes|size"),
         (group_norm, "_global_moments", _moments_of_the_band, "output"),
         (conv._RowConv, "span", _phase_of_the_band, "output|size"),
+        (conv._RowConv, "span", _one_row_off, "output"),
+        (window_layer, "rows_with_poles", _poles_are_neighbours, "output"),
+        (band_conv, "edges_of", _halo_on_the_wrong_side, "output"),
+        (edges.Edge, "add_weight_grad", _no_halo_in_the_weight_gradient, "weight"),
     ],
 )
 def test_a_broken_core_is_found(monkeypatch, where, name, mutant, found):

@@ -1,20 +1,131 @@
-"""Transposed convolution on one band of rows."""
+"""Transposed convolutions on one band of rows."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import final
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvTransposeNd
 
+from credit_dp.domain_parallel.layers.conv_layer import ConvLayer, sides_of
 from credit_dp.domain_parallel.layers.row_layer import Bands
-from credit_dp.domain_parallel.layers.window_layer import WindowLayer
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.errors import UserError
 
+# By number of spatial dimensions.
+CONVOLVE: dict[int, Callable[..., Tensor]] = {
+    1: F.conv_transpose1d,
+    2: F.conv_transpose2d,
+    3: F.conv_transpose3d,
+}
+
+
+def _without(settings: tuple[int, ...], dim: int) -> tuple[int, ...]:
+    """Return settings with a zero for the rows."""
+    kept = list(settings)
+    kept[dim] = 0
+    return tuple(kept)
+
+
+class _RowConvTranspose(ConvLayer):
+    """Makes all rows that the fetched ones reach, and keeps this rank's."""
+
+    def __init__(
+        self, conv: _ConvTransposeNd, shard_dim: int, manager: DomainParallelManager | None
+    ) -> None:
+        super().__init__(conv, conv, sides_of(conv), shard_dim, manager)
+
+    def forward(self, x: Tensor, output_size: list[int] | None = None) -> Tensor:  # type: ignore[override]
+        """Return this rank's output rows.
+
+        Raises:
+            UserError: `output_size` is given, which would mean the band's size to the caller.
+        """
+        if output_size is not None:
+            raise UserError(
+                f"{type(self.conv).__name__}: output_size has no meaning on a band of rows. "
+                "Set output_padding in the layer, or crop with a MatchRows module."
+            )
+        made: Tensor = super().forward(x)
+        return made
+
+    def out_height(self, height: int, *others: Tensor) -> int:
+        """Return the rows of the output: Dumoulin & Visin 2016, relationship 14, with dilation."""
+        extra = self._reach + self.conv.output_padding[self.row_dim] - 2 * self.north
+        return int((height - 1) * self._stride + extra)
+
+    def span(self, out: slice, height: int) -> tuple[int, int]:
+        """Return the input rows that reach the output rows; one at least, as convolutions do."""
+        first = -(-(out.start + self.north - self._reach + 1) // self._stride)
+        last = (out.stop - 1 + self.north) // self._stride
+        first = min(max(first, 0), height - 1)
+        return first, max(first, min(last, height - 1)) + 1
+
+    def compute(self, x: Tensor, bands: Bands) -> Tensor:
+        """Return this rank's output rows."""
+        out, dim = bands.made.rows(self.manager.domain_rank), self.row_dim
+        first, last = self.span(out, bands.taken.height)
+        # No input row reaches others than those from `made_from` to `made_to - 1`.
+        made_from = first * self._stride - self.north
+        made_to = (last - 1) * self._stride - self.north + self._reach
+        start = min(max(out.start, made_from), out.stop)
+        stop = max(min(out.stop, made_to), start)
+        north, south = start - out.start, out.stop - stop
+        rows = self.fetch(x, bands)
+        bias: Tensor | None = self.bias
+        made = self._convolve(rows, None if north + south else bias)
+        made = made.narrow(dim, min(max(0, start - made_from), made.shape[dim]), stop - start)
+        if not north + south:
+            return made
+        made = F.pad(made, (*(0, 0) * (-dim - 1), north, south))
+        if bias is None:
+            return made
+        return made + bias.to(made.dtype).reshape(-1, *(1,) * len(self.conv.kernel_size))
+
+    def _convolve(self, rows: Tensor, bias: Tensor | None) -> Tensor:
+        """Convolve without cropping or adding rows."""
+        conv, dim = self.conv, self.row_dim
+        padding, extra = _without(conv.padding, dim), _without(conv.output_padding, dim)
+        return CONVOLVE[len(padding)](
+            rows, self.weight, bias, conv.stride, padding, extra, conv.groups, conv.dilation
+        )
+
 
 @final
-class DomainParallelConvTranspose2d(WindowLayer):
+class DomainParallelConvTranspose1d(_RowConvTranspose):
+    """A `ConvTranspose1d` along the rows of one band, equal to that layer on the whole globe.
+
+    Any kernel, stride, padding, output padding, dilation and groups. Where the kernel equals the
+    stride and the bands line up, nothing is sent.
+
+    Args:
+        conv: the layer to shard; parameters are shared with it.
+        shard_dim: the row dimension of the input, its last one.
+        manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
+
+    Shapes:
+        `(B, C_in, H_local)` -> `(B, C_out, H_out_local)`; without `B` too.
+
+    Raises:
+        UserError: `shard_dim` is another one.
+    """
+
+    row_dim = -1
+
+    def __init__(
+        self,
+        conv: nn.ConvTranspose1d,
+        shard_dim: int = -1,
+        *,
+        manager: DomainParallelManager | None = None,
+    ) -> None:
+        super().__init__(conv, shard_dim, manager)
+
+
+@final
+class DomainParallelConvTranspose2d(_RowConvTranspose):
     """A `ConvTranspose2d` on one band of rows, equal to that layer on the whole globe.
 
     Any kernel, stride, padding, output padding, dilation and groups. Where the kernel equals the
@@ -26,7 +137,10 @@ class DomainParallelConvTranspose2d(WindowLayer):
         manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
 
     Shapes:
-        `(B, C_in, H_local, W)` -> `(B, C_out, H_out_local, W_out)`.
+        `(B, C_in, H_local, W)` -> `(B, C_out, H_out_local, W_out)`; without `B` too.
+
+    Raises:
+        UserError: `shard_dim` is not that of rows.
     """
 
     def __init__(
@@ -36,59 +150,34 @@ class DomainParallelConvTranspose2d(WindowLayer):
         *,
         manager: DomainParallelManager | None = None,
     ) -> None:
-        reach = conv.dilation[0] * (conv.kernel_size[0] - 1) + 1
-        halo_width = max(0, (reach - conv.stride[0]) // 2)
-        super().__init__(conv, shard_dim, manager, halo_width=halo_width)
-        self.__dict__["conv"] = conv
-        self.halo_width = halo_width
-        self._reach = reach
-        # Paddings are numbers here: `same` and `valid` don't exist for transposed convolutions.
-        self._stride, self._padding = conv.stride[0], int(conv.padding[0])
+        super().__init__(conv, shard_dim, manager)
 
-    def forward(self, x: Tensor, output_size: list[int] | None = None) -> Tensor:  # type: ignore[override]
-        """Return this rank's output rows.
 
-        Raises:
-            UserError: `output_size` is given, which would mean the band's size to the caller.
-        """
-        if output_size is not None:
-            raise UserError(
-                "ConvTranspose2d: output_size has no meaning on a band of rows. "
-                "Set output_padding in the layer, or crop with a MatchRows module."
-            )
-        made: Tensor = super().forward(x)
-        return made
+@final
+class DomainParallelConvTranspose3d(_RowConvTranspose):
+    """A `ConvTranspose3d` on one band of rows, equal to that layer on the whole globe.
 
-    def out_height(self, height: int, *others: Tensor) -> int:
-        """Return the rows of the output: Dumoulin & Visin 2016, relationship 14, with dilation."""
-        extra = self._reach + self.conv.output_padding[0] - 2 * self._padding
-        return int((height - 1) * self._stride + extra)
+    Any kernel, stride, padding, output padding, dilation and groups. Where the kernel equals the
+    stride and the bands line up, nothing is sent.
 
-    def span(self, out: slice, height: int) -> tuple[int, int]:
-        """Return the input rows that reach the output rows; one at least, as convolutions do."""
-        first = -(-(out.start + self._padding - self._reach + 1) // self._stride)
-        last = (out.stop - 1 + self._padding) // self._stride
-        first = min(max(first, 0), height - 1)
-        return first, max(first, min(last, height - 1)) + 1
+    Args:
+        conv: the layer to shard; parameters are shared with it.
+        shard_dim: the row dimension of the input.
+        manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
 
-    def compute(self, x: Tensor, bands: Bands) -> Tensor:
-        """Return this rank's output rows."""
-        conv, out = self.conv, bands.made.rows(self.manager.domain_rank)
-        first, _ = self.span(out, bands.taken.height)
-        rows = F.conv_transpose2d(
-            self.fetch(x, bands),
-            self.weight,
-            None,
-            conv.stride,
-            (0, conv.padding[1]),
-            (0, conv.output_padding[1]),
-            conv.groups,
-            conv.dilation,
-        )
-        # The first row made is output row `made_from`; rows that no input reaches are zero.
-        made_from = first * self._stride - self._padding
-        rows = rows[..., max(0, out.start - made_from) : max(0, out.stop - made_from), :]
-        north = min(max(0, made_from - out.start), out.stop - out.start)
-        south = out.stop - out.start - north - rows.shape[-2]
-        rows = F.pad(rows, (0, 0, north, south))
-        return rows if self.bias is None else rows + self.bias[:, None, None]
+    Shapes:
+        `(B, C_in, T, H_local, W)` -> `(B, C_out, T_out, H_out_local, W_out)`; without `B` too.
+        `T` may be times or levels.
+
+    Raises:
+        UserError: `shard_dim` is not that of rows.
+    """
+
+    def __init__(
+        self,
+        conv: nn.ConvTranspose3d,
+        shard_dim: int = 3,
+        *,
+        manager: DomainParallelManager | None = None,
+    ) -> None:
+        super().__init__(conv, shard_dim, manager)

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-from typing import Any, final
+from collections.abc import Iterator
+from typing import Any, NamedTuple, final
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from credit_dp.domain_parallel.exchange import Run
-from credit_dp.domain_parallel.layers.row_layer import Bands, RowLayer
+from credit_dp.domain_parallel.layers.row_layer import Bands
+from credit_dp.domain_parallel.layers.statistics_layer import StatisticsLayer, wide_dtype
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.transport import Transport
 from credit_dp.errors import UserError
 
+# As many numbers are taken at a time: what is made of them on the way stays in a core's cache.
+CACHED = 2**19
+
 
 @final
-class DomainParallelGroupNorm(RowLayer):
+class DomainParallelGroupNorm(StatisticsLayer):
     """A `GroupNorm` on one band of rows, equal to that layer on the whole globe.
 
-    One small collective forward and one backward.
+    One small collective forward and one backward. Rows may be in any dimension but the samples' and
+    the channels'; half-precision input has float32 statistics, without a float32 copy of it.
 
     Args:
         norm: the layer to shard; parameters are shared with it.
@@ -38,47 +44,61 @@ class DomainParallelGroupNorm(RowLayer):
         self.eps = norm.eps
         self.affine = norm.affine
 
-    def out_height(self, height: int, *others: Tensor) -> int:
-        """Return the same height."""
-        return height
-
-    def needs(self, out: slice, height: int) -> tuple[Run, ...]:
-        """Return the rows as they are: only moments travel."""
-        return (Run(out.start, out.stop),)
-
     def mixes(self, dim: int, ndim: int) -> bool:
         """Rows meet wherever they are but among the samples."""
         if dim + ndim == 1:
             raise UserError("GroupNorm: rows are in the channels' dimension. Move them elsewhere.")
         return dim + ndim > 1
 
-    def compute(self, x: Tensor, bands: Bands) -> Tensor:
+    def reduce(self, x: Tensor, bands: Bands) -> Tensor:
         """Return the band, normalised by the globe's moments."""
-        # As torch does: half-precision numbers are too coarse, and may overflow, as moments.
-        wide = torch.promote_types(x.dtype, torch.float32)
+        if x.is_cuda and torch.is_autocast_enabled("cuda"):
+            x = x.float()  # what autocast does with a GroupNorm there, and not on a CPU
+        wide = wide_dtype(x)
         weight, bias = (p if p is None else p.to(wide) for p in (self.weight, self.bias))
-        y: Tensor = _GlobalGroupNorm.apply(  # type: ignore[no-untyped-call]
-            x.to(wide),
-            weight,
-            bias,
-            self.num_groups,
-            self.eps,
-            bands.taken.sizes,
-            x[0, 0].numel() // x.shape[self.dim] * bands.taken.height,
-            self.manager.transport,
+        rows, transport = bands.taken.sizes, self.manager.transport
+        area = x[0, 0].numel() // x.shape[self.dim] * bands.taken.height
+        made: Tensor = _GlobalGroupNorm.apply(  # type: ignore[no-untyped-call]
+            x, weight, bias, self.num_groups, self.eps, rows, area, transport
         )
-        return y.to(x.dtype)
+        return made
+
+
+class _Piece(NamedTuple):
+    """Some samples and groups of a batch, and the channels of those groups."""
+
+    samples: slice
+    groups: slice
+    channels: slice
+
+
+def _pieces(x: Tensor, groups: int) -> Iterator[_Piece]:
+    """Cut a batch into samples and groups that fit in the cache."""
+    samples, channels = x.shape[:2]
+    width = channels // groups
+    at_once = max(1, CACHED * groups // max(1, x[0].numel()))
+    if x.is_meta:  # nothing to keep in a cache
+        at_once = samples * groups
+    some_groups, some_samples = min(groups, at_once), max(1, at_once // groups)
+    for s in range(0, samples, some_samples):
+        for g in range(0, groups, some_groups):
+            stop = min(g + some_groups, groups)
+            yield _Piece(slice(s, s + some_samples), slice(g, stop), slice(g * width, stop * width))
 
 
 def _local_moments(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     """Mean and variance of each sample's groups, `(B, G)`."""
-    samples, channels = x.shape[:2]
-    area = x[0, 0].numel()
-    # eps 0 makes this one stable pass; a constant group has an infinite rstd.
-    _, mean, rstd = torch.native_group_norm(
-        x.contiguous(), None, None, samples, channels, area, groups, 0.0
-    )
-    return mean, torch.where(rstd.isinf(), 0.0, rstd.pow(-2))
+    wide, area = wide_dtype(x), x[0, 0].numel()
+    mean, variance = x.new_empty((2, len(x), groups), dtype=wide)
+    for samples, some, channels in _pieces(x, groups):
+        part = x[samples, channels].to(wide).contiguous()
+        # eps 0 makes this one stable pass; a constant group has an infinite rstd.
+        _, means, rstd = torch.native_group_norm(
+            part, None, None, len(part), part.shape[1], area, some.stop - some.start, 0.0
+        )
+        mean[samples, some] = means
+        variance[samples, some] = torch.where(rstd.isinf(), 0.0, rstd.pow(-2))
+    return mean, variance
 
 
 def _global_moments(
@@ -88,8 +108,17 @@ def _global_moments(
     parts = transport.gather(torch.stack(_local_moments(x, groups)))
     share = parts.new_tensor(rows)[:, None, None] / sum(rows)
     means, variances = parts.unbind(1)
-    mean = (share * means).sum(0)
+    # From one band's mean on: equal means give exactly that one.
+    mean = means[0] + (share * (means - means[0])).sum(0)
     return mean, (share * (variances + (means - mean).square())).sum(0)
+
+
+def _affine(x: Tensor, center: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    """Return `(x - center) * scale + shift`, in the factors' precision; they are `(B, C)`."""
+    # What a batch norm does that is evaluated, in one pass.
+    center, scale, shift = (factor.flatten() for factor in (center, scale, shift))
+    ones, flat = torch.ones_like(center), _as_one_sample(x)
+    return F.batch_norm(flat, center, ones, scale, shift, training=False, eps=0.0).view(x.shape)
 
 
 class _GlobalGroupNorm(torch.autograd.Function):
@@ -110,45 +139,57 @@ class _GlobalGroupNorm(torch.autograd.Function):
         mean, variance = _global_moments(x, groups, rows, transport)
         rstd = (variance + eps).rsqrt()
         ctx.save_for_backward(x, weight, mean, rstd)
-        ctx.groups, ctx.transport = groups, transport
-        ctx.area = area
-        per_channel = x.shape[1] // groups
-        scale = rstd.repeat_interleave(per_channel, 1)
-        shift = -mean.repeat_interleave(per_channel, 1) * scale
+        ctx.groups, ctx.transport, ctx.area = groups, transport, area
+        scale = _per_channel(rstd, x)
         if weight is not None:
-            scale, shift = scale * weight, shift * weight
-        if bias is not None:
-            shift = shift + bias
-        return torch.addcmul(_as_field(shift, x), x, _as_field(scale, x))
+            scale = scale * weight
+        shift = torch.zeros_like(scale) if bias is None else bias.expand_as(scale)
+        return _affine(x, _per_channel(mean, x), scale, shift)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, rstd = ctx.saved_tensors
-        per_channel = x.shape[1] // ctx.groups
-        mean, rstd = (_as_field(m.repeat_interleave(per_channel, 1), x) for m in (mean, rstd))
-        standard = (x - mean) * rstd
-        area = tuple(range(2, x.ndim))
-        sums = torch.stack([grad.sum(area), (grad * standard).sum(area)])
-        grad_bias, grad_weight = sums.sum(1)
+        sums = _cotangent_sums(grad, x, mean, rstd)
+        grad_weight, grad_bias = sums.sum(1)
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_x = None
         if needs_x:  # the same on every rank: so is what is sent
             weighted = sums if weight is None else sums * weight
-            grouped = weighted.view(2, len(x), ctx.groups, per_channel)
-            totals = ctx.transport.sum(grouped.sum(3))
-            count = per_channel * ctx.area
-            of_mean, of_std = (
-                _as_field((t / count).repeat_interleave(per_channel, 1), x) for t in totals
-            )
-            scaled = grad if weight is None else grad * weight.view(-1, *(1,) * (x.ndim - 2))
-            grad_x = rstd * (scaled - of_mean - standard * of_std)
+            totals = ctx.transport.sum(weighted.unflatten(2, (ctx.groups, -1)).sum(3))
+            of_std, of_mean = totals / (x.shape[1] // ctx.groups * ctx.area)
+            factors = (mean, -of_std * rstd.square(), -of_mean * rstd)
+            grad_x = _affine(x, *(_per_channel(factor, x) for factor in factors))
+            scale = _per_channel(rstd, x)
+            grad_x.addcmul_(grad, _as_field(scale if weight is None else scale * weight, x))
         return (
             grad_x,
             grad_weight if needs_weight else None,
             grad_bias if needs_bias else None,
             *(None,) * 5,
         )
+
+
+def _cotangent_sums(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
+    """Each channel's sum of `grad` times standardised `x`, and of `grad`: `(2, B, C)`."""
+    center, scale = _per_channel(mean, x), _per_channel(rstd, x)
+    ones = torch.ones_like(center).flatten()
+    # The gradients of what `_affine` scales and shifts by; unlike a group norm's, of centered sums.
+    settings = (ones, center.flatten(), ones, None, None, False, 0.0, [False, True, True])
+    _, of_scale, of_shift = torch.ops.aten.native_batch_norm_backward(
+        _as_one_sample(grad), _as_one_sample(x), *settings
+    )
+    return torch.stack([of_scale.view_as(scale) * scale, of_shift.view_as(scale)])
+
+
+def _as_one_sample(x: Tensor) -> Tensor:
+    """View each sample's channels as those of one: `(1, B * C, ...)`."""
+    return x.reshape(1, x.shape[0] * x.shape[1], -1)
+
+
+def _per_channel(values: Tensor, x: Tensor) -> Tensor:
+    """Spread `(B, G)` over the channels of each group: `(B, C)`."""
+    return values.repeat_interleave(x.shape[1] // values.shape[1], 1)
 
 
 def _as_field(values: Tensor, x: Tensor) -> Tensor:

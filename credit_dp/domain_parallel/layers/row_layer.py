@@ -119,6 +119,15 @@ class RowLayer(nn.Module, ABC):
         halo.dim = dim
         self._exchanges = {}
 
+    @property
+    def is_planned(self) -> bool:
+        """Whether a plan has called this layer."""
+        return bool(self._planned) or self._apart
+
+    def forget_exchanges(self) -> None:
+        """Make exchanges anew, because the manager has become another rank."""
+        self._exchanges = {}
+
     def set_apart(self) -> None:
         """Do from now on what the wrapped layer does: no rows meet where it is used."""
         self._apart = True
@@ -173,8 +182,8 @@ class RowLayer(nn.Module, ABC):
             )
         return Bands(taken, made)
 
-    def fetch(self, x: Tensor, bands: Bands) -> Tensor:
-        """Return the input rows that this rank's output rows need, poles included."""
+    def exchange(self, bands: Bands) -> RowExchange:
+        """Return what every rank needs of the input, for the output that the bands say."""
         exchange = self._exchanges.get(bands)
         if exchange is None:
             needs = tuple(
@@ -182,8 +191,12 @@ class RowLayer(nn.Module, ABC):
             )
             exchange = RowExchange(bands.taken, needs, self.manager.domain_rank)
             self._exchanges[bands] = exchange
+        return exchange
+
+    def fetch(self, x: Tensor, bands: Bands) -> Tensor:
+        """Return the input rows that this rank's output rows need, poles included."""
         halo: HaloExchange = self.__dict__["halo_exchange"]
-        return halo.fetch(x, exchange)
+        return halo.fetch(x, self.exchange(bands))
 
     @abstractmethod
     def out_height(self, height: int, *others: Tensor) -> int:
@@ -196,6 +209,15 @@ class RowLayer(nn.Module, ABC):
     @abstractmethod
     def compute(self, x: Tensor, bands: Bands) -> Any:
         """Return this rank's output rows: a tensor, or several."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # What hooks like the old spectral_norm set before a forward, the wrapped layer computes
+        # with; it is read back from there.
+        wrapped = self.__dict__.get("wrapped")
+        if isinstance(value, Tensor) and wrapped is not None and name in wrapped.__dict__:
+            setattr(wrapped, name, value)
+        else:
+            super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
         # What the wrapped layer has (kernel_size, num_groups, eps, ...) is read from it.

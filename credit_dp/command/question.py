@@ -1,0 +1,36 @@
+"""What the commands that answer a question about a config have in common."""
+
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from credit_dp.command.arguments import parse, parser
+from credit_dp.command.compose import Composer, check_overrides
+from credit_dp.command.overrides import parse_overrides
+from credit_dp.command.train import check_run
+from credit_dp.config import Config
+
+
+class Question(NamedTuple):
+    """A checked config, and whether the answer is wanted as JSON."""
+
+    config: Config
+    json: bool
+
+
+def read_question(arguments: Sequence[str], program: str, help_text: str) -> Question | None:
+    """Understand a command line; None if it asked for help, which has been shown.
+
+    Raises:
+        UserError: a key or a value does not exist, or is not allowed.
+    """
+    using = parser()
+    using.add_argument("--json", action="store_true")
+    args = parse(using, arguments)
+    if args.help:
+        sys.stdout.write(help_text.format(program=program))
+        return None
+    overrides = parse_overrides(args.overrides)
+    composer = Composer(program.rpartition(" ")[2])
+    check_overrides(overrides, composer.groups)
+    return Question(check_run(composer, overrides), args.json)

@@ -1,0 +1,62 @@
+"""What samples will look like, as far as that is known before there are any."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from credit_dp.config import DataConfig
+from credit_dp.data.forcings import COMPUTED
+from credit_dp.data.grid import parse_grid
+from credit_dp.data.quickstart.layout import AT_SURFACE, ON_LEVELS, STATICS
+from credit_dp.data.quickstart.model import LEVELS
+from credit_dp.data.quickstart.spans import resolve_grid
+from credit_dp.data.schema import Channels, expand, suggestions
+from credit_dp.data.store import Store
+from credit_dp.errors import UserError
+
+
+def expected_channels(config: DataConfig) -> Channels:
+    """The channels of a data config: a store of one's own is opened, the quickstart's is not.
+
+    Levels are taken as given, so that the quickstart's variables may have as many as ERA5's.
+
+    Raises:
+        UserError: a variable does not exist, or the store is not as needed.
+    """
+    if config.name != "quickstart":
+        return Store.open(replace(config, grid=None)).channels  # on whatever grid
+    _check_names("prognostic", config.prognostic, {**ON_LEVELS, **AT_SURFACE})
+    _check_names("forcing", config.forcing, COMPUTED)
+    _check_names("static", config.static, STATICS)
+    levels = LEVELS if config.levels is None else config.levels
+    prognostic = expand(config.prognostic, set(ON_LEVELS), levels)
+    return Channels(tuple(prognostic), tuple(config.forcing), tuple(config.static))
+
+
+def expected_grid(config: DataConfig) -> tuple[int, int]:
+    """Rows and columns: those of `data.grid`, else the store's, else the quickstart's.
+
+    Raises:
+        UserError: the store is not as needed, or the grid is too small.
+    """
+    if config.name != "quickstart" and config.grid is None:
+        return Store.open(config).grid
+    return small_grid(config)
+
+
+def small_grid(config: DataConfig) -> tuple[int, int]:
+    """Rows and columns of `data.grid`, else those of the quickstart.
+
+    Raises:
+        UserError: the grid is too small.
+    """
+    wanted = None if config.grid is None else parse_grid(config.grid)
+    return resolve_grid(config.quickstart, wanted)
+
+
+def _check_names(kind: str, names: Sequence[str], known: Collection[str]) -> None:
+    for name in names:
+        if name not in known:
+            raise UserError(
+                f"data.{kind}: the quickstart climate has no variable {name}. "
+                f"{suggestions(name, known)}"
+            )

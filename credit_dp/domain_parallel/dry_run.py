@@ -1,0 +1,160 @@
+"""One rank's training step without data, other ranks or memory: what is sent, what is kept."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from credit_dp.domain_parallel.layers.row_layer import RowLayer
+from credit_dp.domain_parallel.manager import DomainParallelManager
+from credit_dp.domain_parallel.partition import ROW_DIM
+from credit_dp.domain_parallel.plan import Shape, is_banded
+from credit_dp.domain_parallel.running import announced
+from credit_dp.domain_parallel.tally import Sent, Tally
+
+# Messages outside the layers: of a module from `custom_converters`, say.
+ELSEWHERE = "(elsewhere)"
+
+
+@final
+@dataclass(frozen=True)
+class DryRun:
+    """What all ranks send in a step, by layer, and the bytes that one rank saves for backward."""
+
+    forward: dict[str, tuple[Sent, ...]]
+    backward: dict[str, tuple[Sent, ...]]
+    saved_bytes: int
+
+
+def dry_run(
+    model: nn.Module, manager: DomainParallelManager, shapes: Sequence[Shape], rank: int
+) -> DryRun:
+    """Run a planned model's training step as one of the ranks, on tensors without data.
+
+    Args:
+        model: converted and planned; left as it is.
+        manager: the one that it was converted with.
+        shapes: of the whole globe's inputs, which need no gradient.
+        rank: whose band is taken.
+    """
+    place = manager.rank, manager.transport
+    manager.rank = rank
+    try:
+        dataless = _Dataless()  # type: ignore[no-untyped-call]
+        with dataless, torch.random.fork_rng(devices=[]):
+            return _step(without_data(model), manager, shapes)
+    finally:
+        manager.rank, manager.transport = place
+
+
+@final
+class _Dataless(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Lets tensors that code makes on the CPU meet those that have no data."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operation without data if one of its operands has none."""
+        given = (args, kwargs or {})
+        devices = {x.is_meta for x in tree_leaves(given) if isinstance(x, Tensor)}
+        if len(devices) > 1:
+            given = tree_map_only(Tensor, lambda x: x if x.is_meta else _shape_only(x), given)
+        return func(*given[0], **given[1])
+
+
+def _step(model: nn.Module, manager: DomainParallelManager, shapes: Sequence[Shape]) -> DryRun:
+    model.train()
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+    bands = [_band(shape, manager) for shape in shapes]
+    inputs = [torch.empty(band, dtype=dtype, device="meta") for band in bands]
+    saved = _Saved(model)
+    with _tallied(model, manager) as tallies:
+        with torch.autograd.graph.saved_tensors_hooks(saved.add, lambda x: x):
+            made = [x for x in tree_leaves(model(*inputs)) if isinstance(x, Tensor)]
+        forward = {name: tally.sent for name, tally in tallies.items()}
+        made = [x for x in made if x.requires_grad]
+        if made:
+            torch.autograd.backward(made, [torch.empty_like(x) for x in made])
+    backward = {
+        name: tuple(a - b for a, b in zip(tally.sent, forward[name], strict=True))
+        for name, tally in tallies.items()
+    }
+    return DryRun(forward, backward, saved.bytes)
+
+
+def _band(shape: Shape, manager: DomainParallelManager) -> Shape:
+    if not is_banded(shape):
+        return shape
+    rows = manager.bands[shape[ROW_DIM]].sizes[manager.domain_rank]
+    return (*shape[:ROW_DIM], rows, *shape[ROW_DIM + 1 :])
+
+
+@contextmanager
+def _tallied(model: nn.Module, manager: DomainParallelManager) -> Iterator[dict[str, Tally]]:
+    """Give every layer a transport of its own while it runs; backward uses that of its forward."""
+    place = manager.rank, manager.domain_parallel_size, manager.bands.known
+    tallies = {ELSEWHERE: Tally(*place)}
+    manager.transport = tallies[ELSEWHERE]
+    with ExitStack() as stack:
+        for name, layer in row_layers(model).items():
+            layer.forget_exchanges()
+            tallies[name] = Tally(*place)
+
+            def enter(_: Any, __: Any, tally: Tally = tallies[name]) -> None:
+                manager.transport = tally
+
+            def leave(_: Any, __: Any, ___: Any) -> None:
+                manager.transport = tallies[ELSEWHERE]
+
+            stack.callback(layer.register_forward_pre_hook(enter).remove)
+            stack.callback(layer.register_forward_hook(leave).remove)
+        yield tallies
+
+
+def row_layers(model: nn.Module) -> dict[str, RowLayer]:
+    """Return the sharded layers of a planned model by path, and those of `functional` by call."""
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, RowLayer)}
+    calls = (items for current in announced(model) for items in current.layers.items())
+    return layers | {call: layer for (call, _), layer in calls}
+
+
+@final
+class _Saved:
+    """The bytes of all tensors saved for backward, each storage once, the model's own left out."""
+
+    def __init__(self, model: nn.Module) -> None:
+        own = [*model.parameters(), *model.buffers()]
+        # Holds on to the storages: the address of a freed one would be given out again.
+        self._known = {x.untyped_storage()._cdata: x.untyped_storage() for x in own}
+        self.bytes = 0
+
+    def add(self, x: Tensor) -> Tensor:
+        """Count one."""
+        storage = x.untyped_storage()
+        if storage._cdata not in self._known:
+            self._known[storage._cdata] = storage
+            self.bytes += storage.nbytes()
+        return x
+
+
+def without_data(model: nn.Module) -> nn.Module:
+    """Return a copy whose parameters, buffers and other tensors have shapes only."""
+    modules = [m for module in model.modules() for m in (module, vars(module).get("wrapped"))]
+    tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
+    for module in modules:
+        if module is not None:
+            tensors += [value for value in vars(module).values() if isinstance(value, Tensor)]
+    return copy.deepcopy(model, {id(x): _shape_only(x) for x in tensors})
+
+
+def _shape_only(x: Tensor) -> Tensor:
+    empty = torch.empty_like(x, device="meta", requires_grad=False)
+    return nn.Parameter(empty, x.requires_grad) if isinstance(x, nn.Parameter) else empty

@@ -1,0 +1,170 @@
+"""Padding and cropping on one band of rows."""
+
+from __future__ import annotations
+
+from abc import ABC
+from typing import Any, final
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from credit_dp.domain_parallel.exchange import Run
+from credit_dp.domain_parallel.layers.filled_layer import FilledLayer
+from credit_dp.domain_parallel.layers.row_layer import Bands
+from credit_dp.domain_parallel.manager import DomainParallelManager
+from credit_dp.domain_parallel.partition import ROW_DIM
+from credit_dp.domain_parallel.poles import rows_with_poles
+from credit_dp.errors import UserError
+
+MODES = ("constant", "reflect", "replicate", "circular")
+
+
+class _RowPad(FilledLayer, ABC):
+    """`F.pad`: its rows by exchange, all other dimensions by torch."""
+
+    def __init__(
+        self,
+        wrapped: nn.Module,
+        pad: tuple[int, ...],
+        mode: str,
+        value: float,
+        shard_dim: int,
+        manager: DomainParallelManager | None,
+    ) -> None:
+        super().__init__(wrapped, shard_dim, manager)
+        self.pad, self.mode, self.value = pad, mode, value
+
+    def _check_dim(self) -> None:
+        """Accept rows wherever this pads; those of one-dimensional pads are last."""
+
+    def mixes(self, dim: int, ndim: int) -> bool:
+        """Rows meet, or change in number, in the dimensions that are padded."""
+        return 2 * -dim <= len(self.pad)
+
+    def _sides(self) -> tuple[int, int]:
+        """Return the rows to add in the north and in the south, or to crop if negative."""
+        at = 2 * (-self.dim - 1)
+        north, south = (*self.pad, *[0] * (at + 2))[at : at + 2]
+        return north, south
+
+    def out_height(self, height: int, *others: Tensor) -> int:
+        """Return the rows of the padded globe."""
+        return height + sum(self._sides())
+
+    def span(self, out: slice, height: int) -> tuple[int, int]:
+        """Return the same rows, counted from the globe's first one."""
+        north, _ = self._sides()
+        return out.start - north, out.stop - north
+
+    def needs(self, out: slice, height: int) -> tuple[Run, ...]:
+        """Return the rows inside and those that the mode shows beyond the poles."""
+        if self.mode == "constant":
+            return super().needs(out, height)
+        first, stop = self.span(out, height)
+        if self.mode != "circular":
+            return rows_with_poles(first, stop, height, self.mode)
+        # Circular rows are those of the globe that cropping leaves.
+        cropped = [max(0, -side) for side in self._sides()]
+        runs = rows_with_poles(
+            first - cropped[0], stop - cropped[0], height - sum(cropped), self.mode
+        )
+        return tuple(Run(run.start + cropped[0], run.stop + cropped[0]) for run in runs)
+
+    def compute(self, x: Tensor, bands: Bands) -> Tensor:
+        """Return this rank's rows of the padded globe."""
+        at = 2 * (-self.dim - 1)
+        others = tuple(0 if i in (at, at + 1) else side for i, side in enumerate(self.pad))
+        if self.mode != "constant":
+            rows = self.fetch(x, bands)
+            return F.pad(rows, others, self.mode) if any(others) else rows
+        rows = self.fetch_filled(x, bands, self.value)
+        return F.pad(rows, others, value=self.value) if any(others) else rows
+
+
+@final
+class DomainParallelPad(_RowPad):
+    """`F.pad` on one band of rows, equal to it on the whole globe.
+
+    Any width, also wider than a band; negative widths crop.
+
+    Args:
+        pad: widths in the order of `torch.nn.functional.pad`: west, east, north, south, ...
+        mode: `constant`, `reflect`, `replicate` or `circular`.
+        value: what a constant pad holds, 0 by default.
+        shard_dim: the row dimension of the input.
+        manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
+
+    Shapes:
+        `(..., H_local, W)` -> `(..., H_out_local, W_out)`.
+
+    Raises:
+        UserError: the mode is unknown.
+    """
+
+    def __init__(
+        self,
+        pad: tuple[int, ...],
+        mode: str = "constant",
+        value: float | None = None,
+        shard_dim: int = ROW_DIM,
+        *,
+        manager: DomainParallelManager | None = None,
+    ) -> None:
+        if mode not in MODES:
+            raise UserError(f"DomainParallelPad: mode is one of {', '.join(MODES)}, got {mode}.")
+        pad = tuple(pad)
+        super().__init__(_Pad(pad, mode, value), pad, mode, value or 0.0, shard_dim, manager)
+
+
+@final
+class DomainParallelPadLayer(_RowPad):
+    """A padding layer of torch on one band of rows, equal to that layer on the whole globe.
+
+    Args:
+        layer: an `nn.ZeroPad*d`, `nn.ConstantPad*d`, `nn.ReflectionPad*d`, `nn.ReplicationPad*d` or
+            `nn.CircularPad*d`.
+        shard_dim: the row dimension of the input; by default -2, or -1 of one-dimensional layers.
+        manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
+
+    Shapes:
+        `(B, C, H_local, W)` -> `(B, C, H_out_local, W_out)`; also `(B, C, D, H_local, W)`, and
+        `(B, C, H_local)`.
+    """
+
+    def __init__(
+        self,
+        layer: Any,
+        shard_dim: int | None = None,
+        *,
+        manager: DomainParallelManager | None = None,
+    ) -> None:
+        pad = tuple(layer.padding)
+        dim = max(ROW_DIM, -len(pad) // 2) if shard_dim is None else shard_dim
+        value = getattr(layer, "value", 0.0)
+        super().__init__(layer, pad, PAD_LAYERS[type(layer)], value, dim, manager)
+
+
+PAD_LAYERS: dict[type[nn.Module], str] = {
+    **dict.fromkeys((nn.ZeroPad1d, nn.ZeroPad2d, nn.ZeroPad3d), "constant"),
+    **dict.fromkeys((nn.ConstantPad1d, nn.ConstantPad2d, nn.ConstantPad3d), "constant"),
+    **dict.fromkeys((nn.ReflectionPad1d, nn.ReflectionPad2d, nn.ReflectionPad3d), "reflect"),
+    **dict.fromkeys((nn.ReplicationPad1d, nn.ReplicationPad2d, nn.ReplicationPad3d), "replicate"),
+    **dict.fromkeys((nn.CircularPad1d, nn.CircularPad2d, nn.CircularPad3d), "circular"),
+}
+
+
+@final
+class _Pad(nn.Module):
+    """`F.pad` as a module."""
+
+    def __init__(self, pad: tuple[int, ...], mode: str, value: float | None) -> None:
+        super().__init__()
+        self.pad, self.mode, self.value = pad, mode, value
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the padded tensor."""
+        return F.pad(x, self.pad, self.mode, self.value)
+
+    def extra_repr(self) -> str:
+        """Describe the widths and the mode."""
+        return f"pad={self.pad}, mode={self.mode}"

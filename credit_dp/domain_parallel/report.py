@@ -1,0 +1,184 @@
+"""What a sharded model will take, for any number of ranks, without ranks, data or memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
+
+from torch import nn
+
+from credit_dp.domain_parallel.audit import AuditError
+from credit_dp.domain_parallel.conversion import Conversion, Converter
+from credit_dp.domain_parallel.copies import copied
+from credit_dp.domain_parallel.dry_run import ELSEWHERE, DryRun, dry_run, row_layers
+from credit_dp.domain_parallel.manager import DomainParallelManager
+from credit_dp.domain_parallel.plan import Shape, as_shapes, find_heights, plan_model
+from credit_dp.domain_parallel.tally import Sent, Tally
+from credit_dp.errors import UserError
+
+
+@final
+@dataclass(frozen=True)
+class Level:
+    """A number of rows that fields of the model have, and how many of them each rank owns."""
+
+    rows: int
+    bands: tuple[int, ...]
+
+    @property
+    def imbalance(self) -> float:
+        """Rows of the largest band over the mean."""
+        return max(self.bands) * len(self.bands) / self.rows
+
+
+@final
+@dataclass(frozen=True)
+class LayerTraffic:
+    """What each rank sends for one layer, forward and backward."""
+
+    path: str
+    type: str
+    forward: tuple[Sent, ...]
+    backward: tuple[Sent, ...]
+
+
+@final
+@dataclass(frozen=True)
+class PlanReport:
+    """A model's sharding over `ranks` ranks, for one training step.
+
+    `saved_bytes` is an estimate of each rank's activation memory: the tensors that autograd saves
+    for backward, in a step on tensors without data. Ranks with the same bands count as alike. What
+    an operation needs while it runs, gradients and the optimiser come on top.
+
+    `problems` are all reasons found why the model can't be sharded so; if there are any, there are
+    no layers, and bands are those of a model without levels.
+    """
+
+    input_shapes: tuple[Shape, ...]
+    ranks: int
+    levels: tuple[Level, ...]
+    layers: tuple[LayerTraffic, ...]
+    parameters: int
+    parameter_bytes: int
+    saved_bytes: tuple[int, ...]
+    problems: tuple[str, ...]
+
+    @property
+    def forward(self) -> tuple[Sent, ...]:
+        """What each rank sends in a forward."""
+        return self._total([layer.forward for layer in self.layers])
+
+    @property
+    def backward(self) -> tuple[Sent, ...]:
+        """What each rank sends in a backward."""
+        return self._total([layer.backward for layer in self.layers])
+
+    def _total(self, parts: Sequence[tuple[Sent, ...]]) -> tuple[Sent, ...]:
+        return tuple(sum((p[rank] for p in parts), Sent()) for rank in range(self.ranks))
+
+
+def plan_report(
+    model: nn.Module,
+    input_shape: Shape | Sequence[Shape],
+    ranks: int,
+    *,
+    custom_converters: Mapping[type[nn.Module], Converter] | None = None,
+) -> PlanReport:
+    """Report on sharding a model; takes seconds, sends nothing and holds no activations.
+
+    Args:
+        model: not converted; left as it is. Its parameters may be on the meta device.
+        input_shape: the whole globe's input, batch included, `(B, C, H, W)`, or a tuple of such.
+        ranks: how many bands.
+        custom_converters: as for `convert_to_domain_parallel`.
+    """
+    shapes = as_shapes(input_shape)
+    manager = DomainParallelManager(ranks, ranks, transport=Tally(0, ranks))
+    conversion = _Lenient(manager, custom_converters or {})
+    sharded = conversion.apply(copied(model))
+    heights: dict[int, str] = {}
+    runs: list[DryRun] = []
+    problems = conversion.problems
+    try:
+        heights = find_heights(sharded, shapes, conversion.trusted)
+        problems += _too_few_rows(heights, ranks)
+        if not problems:
+            if ranks > 1:
+                plan_model(sharded, manager, shapes, conversion.trusted)
+            else:  # one rank runs the plain model
+                sharded = model
+            runs = _dry_runs(sharded, manager, shapes, list(heights))
+    except AuditError as error:
+        problems += dict.fromkeys(error.refusals)
+    except UserError as error:
+        problems.append(str(error))
+    return PlanReport(
+        shapes,
+        ranks,
+        tuple(Level(h, manager.bands[h].sizes) for h in sorted(heights, reverse=True)),
+        _layers(sharded, runs[0]) if runs else (),
+        sum(p.numel() for p in model.parameters()),
+        sum(p.numel() * p.element_size() for p in model.parameters()),
+        tuple(run.saved_bytes for run in runs),
+        tuple(problems),
+    )
+
+
+@final
+class _Lenient(Conversion):
+    """A conversion that notes what has no rule, and goes on."""
+
+    def __init__(
+        self, manager: DomainParallelManager, custom: Mapping[type[nn.Module], Converter]
+    ) -> None:
+        super().__init__(manager, custom)
+        self.problems: list[str] = []
+
+    def _convert(self, module: nn.Module, path: str) -> nn.Module:
+        try:
+            return super()._convert(module, path)
+        except UserError as error:
+            self.problems.append(str(error))
+            self.trusted.append(module)
+            return module
+
+
+def _too_few_rows(heights: Mapping[int, str], ranks: int) -> list[str]:
+    most = min(heights, default=ranks)
+    return [
+        f"{path or 'model'}: {rows} rows can't be shared by {ranks} ranks. "
+        f"Lower parallel.domain to {most}{' or less' if most > 1 else ''}."
+        for rows, path in heights.items()
+        if rows < ranks
+    ]
+
+
+def _dry_runs(
+    model: nn.Module,
+    manager: DomainParallelManager,
+    shapes: Sequence[Shape],
+    heights: Sequence[int],
+) -> list[DryRun]:
+    """A run for each rank; ranks that have as many rows everywhere share theirs."""
+    runs: dict[tuple[int, ...], DryRun] = {}
+    found = []
+    for rank in range(manager.domain_parallel_size):
+        bands = tuple(manager.bands[height].sizes[rank] for height in heights)
+        if bands not in runs:
+            runs[bands] = dry_run(model, manager, shapes, rank)
+        found.append(runs[bands])
+    return found
+
+
+def _layers(model: nn.Module, run: DryRun) -> tuple[LayerTraffic, ...]:
+    """The layers in the model's order; what is sent outside them last, if it is anything."""
+    paths = [path for path in run.forward if path != ELSEWHERE]
+    if any(sent != Sent() for sent in (*run.forward[ELSEWHERE], *run.backward[ELSEWHERE])):
+        paths.append(ELSEWHERE)
+    kinds = {path: type(layer).__name__ for path, layer in row_layers(model).items()}
+    return tuple(
+        LayerTraffic(path, kinds.get(path, ""), run.forward[path], run.backward[path])
+        for path in paths
+    )

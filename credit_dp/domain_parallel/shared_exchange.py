@@ -1,0 +1,188 @@
+"""One exchange for several layers that read one tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from credit_dp.domain_parallel.exchange import RowExchange, start_fetching, start_returning
+from credit_dp.domain_parallel.partition import RowPartition
+from credit_dp.domain_parallel.poles import rows_with_poles
+from credit_dp.domain_parallel.transport import Transport
+
+if TYPE_CHECKING:
+    from credit_dp.domain_parallel.layers.window_layer import WindowLayer
+
+# The rows of one reader within those fetched: the first and how many.
+Window = tuple[int, int]
+
+
+@final
+@dataclass
+class _Held:
+    """What was fetched of a tensor, and how often each reader has still to take it."""
+
+    x: Tensor
+    version: int
+    with_gradients: bool
+    rows: tuple[Tensor, ...]
+    left: list[int]
+
+    def is_of(self, x: Tensor, reader: int) -> bool:
+        """Return whether these rows are what a reader of `x` needs now."""
+        same = self.x is x and self.version == _version(x)
+        return same and self.with_gradients == torch.is_grad_enabled() and self.left[reader] > 0
+
+
+@final
+class SharedExchange:
+    """What several layers need of the tensor that they read, in one exchange.
+
+    The first of them to be called fetches for all. Whether one fetches is decided by which tensor
+    it is called with, and so alike on all ranks. This happens only while the module around the
+    layers runs: then nothing is held afterwards. Elsewhere each layer fetches for itself.
+
+    Args:
+        readers: planned for the same heights, with the same rows beyond the poles.
+        uses: how often each reads one tensor.
+    """
+
+    def __init__(self, readers: tuple[WindowLayer, ...], uses: tuple[int, ...]) -> None:
+        self.readers = readers
+        self.uses = uses
+        self._open = 0
+        self._held: _Held | None = None
+        self._plans: dict[RowPartition, tuple[RowExchange, tuple[Window, ...]]] = {}
+
+    def open(self) -> None:
+        """Fetch for all from now on."""
+        self._open, self._held = self._open + 1, None
+
+    def close(self) -> None:
+        """Undo one `open`, if there was one, and hold nothing.
+
+        A plan made in the module's first forward comes too late to open.
+        """
+        self._open, self._held = max(0, self._open - 1), None
+
+    def fetch(self, layer: WindowLayer, x: Tensor) -> Tensor | None:
+        """Return the rows that one of the readers needs; None if it has to fetch them itself."""
+        if not self._open:
+            return None
+        reader = next(i for i, other in enumerate(self.readers) if other is layer)
+        held = self._held
+        if held is None or not held.is_of(x, reader):
+            rows = self._fetch_for_all(layer, x)
+            held = _Held(x, _version(x), torch.is_grad_enabled(), rows, list(self.uses))
+        held.left[reader] -= 1
+        self._held = held if any(held.left) else None
+        return held.rows[reader]
+
+    def _fetch_for_all(self, layer: WindowLayer, x: Tensor) -> tuple[Tensor, ...]:
+        taken = layer.bands(x).taken
+        if taken not in self._plans:
+            self._plans[taken] = self._planned(x)
+        exchange, windows = self._plans[taken]
+        transport = layer.manager.transport
+        rows: tuple[Tensor, ...] = _FetchForAll.apply(  # type: ignore[no-untyped-call]
+            x, exchange, transport, layer.dim, windows
+        )
+        return rows
+
+    def _planned(self, x: Tensor) -> tuple[RowExchange, tuple[Window, ...]]:
+        bands = [reader.bands(x) for reader in self.readers]
+        taken, manager, mode = bands[0].taken, self.readers[0].manager, self.readers[0].pole_mode
+        needs, windows = [], []
+        for rank in range(taken.ranks):
+            spans = [
+                reader.span(its.made.rows(rank), taken.height)
+                for reader, its in zip(self.readers, bands, strict=True)
+            ]
+            first, stop = min(span[0] for span in spans), max(span[1] for span in spans)
+            needs.append(rows_with_poles(first, stop, taken.height, mode))
+            windows.append(tuple((span[0] - first, span[1] - span[0]) for span in spans))
+        rank = manager.domain_rank
+        return RowExchange(taken, tuple(needs), rank), windows[rank]
+
+
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version
+
+
+@final
+class _FetchForAll(torch.autograd.Function):
+    """Forward: each reader's rows, as views of those of all. Backward: one exchange for all."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        plan: RowExchange,
+        transport: Transport,
+        dim: int,
+        windows: tuple[Window, ...],
+    ) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.plan, ctx.transport, ctx.dim, ctx.windows = plan, transport, dim, windows
+        ctx.shape = x.shape
+        rows = start_fetching(x, plan, transport, dim)()
+        return tuple(rows.narrow(dim, *window) for window in windows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        given = [(g, at) for g, at in zip(grads, ctx.windows, strict=True) if g is not None]
+        if not given:
+            return (None,) * 5
+        shape = list(ctx.shape)
+        shape[ctx.dim] = ctx.plan.length
+        rows = given[0][0].new_zeros(shape)
+        for grad, window in given:
+            rows.narrow(ctx.dim, *window).add_(grad)
+        finish = start_returning(rows, ctx.plan, ctx.transport, ctx.dim)
+        total = rows.new_zeros(ctx.shape)
+        finish(total)
+        return total, None, None, None, None
+
+
+@final
+@dataclass(frozen=True)
+class _Opens:
+    shared: SharedExchange
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        self.shared.open()
+
+
+@final
+@dataclass(frozen=True)
+class _Closes:
+    shared: SharedExchange
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], made: Any) -> None:
+        self.shared.close()
+
+
+def share(scope: nn.Module, shared: SharedExchange) -> None:
+    """Let layers fetch together while `scope`, a module around them, runs."""
+    for reader in shared.readers:
+        reader.shared_exchange = shared
+    scope.register_forward_pre_hook(_Opens(shared))
+    scope.register_forward_hook(_Closes(shared), always_call=True)
+
+
+def unshare(model: nn.Module) -> None:
+    """Let every layer of a model fetch for itself."""
+    for module in model.modules():
+        holders: tuple[dict[int, Any], ...] = (module._forward_pre_hooks, module._forward_hooks)
+        for hooks in holders:
+            for key, hook in list(hooks.items()):
+                if isinstance(hook, _Opens | _Closes):
+                    del hooks[key]
+                    module._forward_hooks_always_called.pop(key, None)
+                    for reader in hook.shared.readers:
+                        reader.shared_exchange = None

@@ -1,0 +1,252 @@
+"""Converting back, planning again, and models whose parameters have no data yet."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from credit_dp.domain_parallel import (
+    DomainParallelConv2d,
+    DomainParallelManager,
+    DomainParallelPeriodicConv2d,
+    convert_from_domain_parallel,
+    convert_to_domain_parallel,
+    functional,
+    gather_tensor,
+    replan,
+    shard_tensor,
+)
+from credit_dp.domain_parallel.layers.row_layer import RowLayer
+from credit_dp.errors import UserError
+from credit_dp.models.unet import PeriodicConv2d
+from tests.ranks import on_processes, on_threads
+
+SHAPE = (2, 3, 13, 6)
+
+
+class Own(nn.Module):
+    """Code, a shared layer, rows of its own, and a layer that a custom converter replaces."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 3, padding=1)
+        self.blocks = nn.Sequential(self.conv, nn.GroupNorm(3, 3), nn.SiLU(), self.conv)
+        self.periodic = PeriodicConv2d(3, 3)
+        self.rows = nn.Parameter(torch.randn(3, 13, 6))
+        self.batch = nn.BatchNorm2d(3)
+        self.replaced = Doubles()
+        self.register_buffer("constant", torch.ones(3, 1, 1))
+
+    def forward(self, x):
+        x = self.blocks(x + self.rows) * self.constant + torch.arange(3.0)[:, None, None]
+        x = self.batch(self.periodic(self.replaced(x)))
+        return x - functional.mean(x, (-2, -1), keepdim=True)
+
+
+class Doubles(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((1,), 2.0))
+
+    def forward(self, x):
+        return self.weight * x
+
+
+class AlsoDoubles(Doubles):
+    """Takes the place of `Doubles`, with the same names and its own parameters."""
+
+
+CONVERTERS = {
+    PeriodicConv2d: lambda module: DomainParallelPeriodicConv2d(module),
+    Doubles: lambda module: AlsoDoubles().to(module.weight.device),
+}
+
+
+def _converted(model, manager, **settings):
+    return convert_to_domain_parallel(
+        model, manager, custom_converters=CONVERTERS, **{"input_shape": SHAPE, **settings}
+    )
+
+
+def _description(model):
+    """All that a conversion may have changed."""
+    return [
+        (name, module, type(module), len(module._forward_hooks), len(module._forward_pre_hooks))
+        for name, module in model.named_modules(remove_duplicate=False)
+    ]
+
+
+def _there_and_back(manager, plain, planned):
+    model, state = copy.deepcopy(plain), copy.deepcopy(plain.state_dict())
+    before = _description(model)
+    x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
+    expected = plain(x)
+    for _ in range(2):
+        converted = _converted(model, manager, input_shape=SHAPE if planned else None)
+        assert converted is model
+        band = converted.eval()(shard_tensor(x, manager=manager))
+        assert any(isinstance(module, RowLayer) for module in model.modules())
+        assert convert_from_domain_parallel(model) is model
+        assert _description(model) == before
+        assert all(torch.equal(model.state_dict()[key], value) for key, value in state.items())
+        assert not model.conv.training
+        torch.testing.assert_close(model(x), expected)
+        torch.testing.assert_close(gather_tensor(band, manager=manager), expected)
+
+
+@pytest.mark.parametrize("planned", [True, False])
+def test_there_and_back(planned):
+    on_threads(3, _there_and_back, Own().eval(), planned)
+
+
+def _trained(manager, plain):
+    """Parameters that the converted model was given are those of the plain one afterwards."""
+    model = _converted(copy.deepcopy(plain), manager)
+    model.load_state_dict({k: 2 * v for k, v in plain.state_dict().items()}, assign=True)
+    model.double()
+    hooked = []
+    model.conv.register_full_backward_hook(lambda *_: hooked.append(1))
+    convert_from_domain_parallel(model)
+    assert type(model.replaced) is Doubles
+    assert model.replaced.weight.item() == 4.0
+    assert all(p.dtype == torch.float64 for p in model.parameters())
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(model.state_dict()[name], 2 * value.double(), check_dtype=False)
+    model(torch.randn(SHAPE, dtype=torch.float64)).sum().backward()
+    assert hooked
+
+
+def test_what_happened_meanwhile_stays():
+    on_threads(2, _trained, Own().eval())
+
+
+def test_the_root_may_be_a_layer():
+    def root(manager):
+        conv = nn.Conv2d(2, 2, 3)
+        converted = convert_to_domain_parallel(conv, manager, input_shape=(1, 2, 9, 6))
+        assert type(converted) is DomainParallelConv2d
+        assert convert_from_domain_parallel(converted) is conv
+        assert convert_from_domain_parallel(DomainParallelConv2d(conv)) is conv
+        by_hand = nn.Sequential(DomainParallelConv2d(conv))
+        assert convert_from_domain_parallel(by_hand)[0] is conv
+
+    on_threads(2, root)
+
+
+def test_conversions_of_parts_and_of_all_are_undone():
+    def parts(manager):
+        model = Own()
+        before = _description(model)
+        convert_to_domain_parallel(model.blocks, manager)
+        _converted(model, manager)
+        _converted(model, manager)
+        band = model(shard_tensor(torch.ones(SHAPE), manager=manager))
+        assert band.shape[2] == manager.partition(13).sizes[manager.domain_rank]
+        convert_from_domain_parallel(model)
+        assert _description(model) == before
+        assert model(torch.ones(SHAPE)).shape == SHAPE
+
+    on_threads(2, parts)
+
+
+def test_a_copy_converts_back_by_itself():
+    def copied(manager):
+        model = _converted(Own(), manager)
+        other = copy.deepcopy(model)
+        convert_from_domain_parallel(other)
+        assert not any(isinstance(module, RowLayer) for module in other.modules())
+        assert isinstance(model.conv, RowLayer)
+        assert model.rows.shape == other.rows.shape == (3, 13, 6)
+        model(shard_tensor(torch.ones(SHAPE), manager=manager))
+        assert other(torch.ones(SHAPE)).shape == SHAPE
+
+    on_threads(2, copied)
+
+
+def test_a_plain_model_and_one_rank_are_left_alone():
+    model = Own()
+    before = _description(model)
+    assert convert_from_domain_parallel(model) is model
+    convert_to_domain_parallel(model, DomainParallelManager(1, 1))
+    assert _description(model) == before
+    with pytest.raises(UserError, match="was not converted"):
+        replan(model, SHAPE)
+
+
+def _replanned(manager, plain):
+    model = convert_to_domain_parallel(copy.deepcopy(plain), manager, input_shape=(1, 3, 13, 6))
+    for height in (13, 20, 9):
+        if height != 13:
+            replan(model, (1, 3, height, 6))
+        x = torch.randn(1, 3, height, 6, generator=torch.Generator().manual_seed(height))
+        band = model(shard_tensor(x, manager=manager))
+        torch.testing.assert_close(gather_tensor(band, manager=manager), plain(x))
+    with pytest.raises(UserError, match="1 rows can't be shared by 3"):
+        replan(model, (1, 3, 2, 6))
+    model(shard_tensor(torch.ones(1, 3, 9, 6), manager=manager))  # the old plan stays
+
+
+class Strided(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.down = nn.Conv2d(3, 3, 3, stride=2, padding=1)
+
+    def forward(self, x):
+        y = self.down(x)
+        return functional.interpolate(y - functional.mean(y, (2, 3), True), scale_factor=2)
+
+
+def test_replan():
+    on_threads(3, _replanned, Strided())
+
+
+def test_a_plan_at_the_first_forward_is_made_anew_too():
+    def later(manager):
+        model = convert_to_domain_parallel(Strided(), manager)
+        replan(model, (1, 3, 8, 6))
+        assert model(torch.ones(1, 3, 4, 6)).shape == (1, 3, 4, 6)
+        replan(model, (1, 3, 16, 6))
+        assert model(torch.ones(1, 3, 8, 6)).shape == (1, 3, 8, 6)
+
+    on_threads(2, later)
+
+
+def test_rows_of_its_own_are_told_at_another_height():
+    def other(manager):
+        model = _converted(Own(), manager)
+        with pytest.raises(UserError, match=r"\d: fails on the whole globe's input "):
+            replan(model, (2, 3, 14, 6))
+        assert model(shard_tensor(torch.ones(SHAPE), manager=manager)).shape[0] == 2
+
+    on_threads(2, other)
+
+
+def _without_data(manager, planned):
+    plain = Own().eval().double()
+    with torch.random.fork_rng(devices=[]):
+        generator = torch.Generator().manual_seed(0)
+        for tensor in plain.state_dict().values():
+            if tensor.is_floating_point():
+                tensor.uniform_(0.5, 1.5, generator=generator)
+    with torch.device("meta"):
+        model = Own().eval().double()
+    _converted(model, manager, input_shape=SHAPE if planned else None)
+    assert all(p.device.type == "meta" and type(p) is nn.Parameter for p in model.parameters())
+    assert all(b.device.type == "meta" for b in model.buffers())
+    model.to_empty(device="cpu")
+    model.load_state_dict(plain.state_dict())
+    x = torch.randn(SHAPE, generator=generator, dtype=torch.float64)
+    band = model(shard_tensor(x, manager=manager))
+    torch.testing.assert_close(gather_tensor(band, manager=manager), plain(x))
+    convert_from_domain_parallel(model)
+    torch.testing.assert_close(model(x), plain(x))
+
+
+@pytest.mark.parametrize("planned", [True, False])
+def test_parameters_on_the_meta_device(planned):
+    on_processes(2, _without_data, planned)
+    if planned:
+        on_threads(3, _without_data, planned)

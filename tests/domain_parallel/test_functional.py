@@ -1,0 +1,352 @@
+"""`credit_dp.domain_parallel.functional`: the whole globe's results, where torch's are refused."""
+
+from __future__ import annotations
+
+import copy
+import gc
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from credit_dp.domain_parallel import (
+    convert_from_domain_parallel,
+    convert_to_domain_parallel,
+    functional,
+    gather_tensor,
+    replan,
+    shard_tensor,
+)
+from credit_dp.domain_parallel.running import running
+from credit_dp.errors import UserError
+from tests.domain_parallel.equality import MODEL, assert_same_as_whole_globe
+from tests.ranks import on_processes, on_threads
+
+SHAPE = (2, 4, 13, 6)
+RANKS = st.sampled_from([2, 3, 4, 8])
+
+
+class Model(nn.Module):
+    """A convolution, some code, a convolution."""
+
+    def __init__(self, code):
+        super().__init__()
+        self.before, self.after = (nn.Conv2d(4, 4, 3, padding=1) for _ in range(2))
+        self.code = code
+
+    def forward(self, x):
+        return self.after(self.code(self.before(x)))
+
+
+# Torch's function in a model's code -> the exact one.
+PAIRS = {
+    "mean": (
+        lambda x: x - x.mean((-2, -1), keepdim=True),
+        lambda x: x - functional.mean(x, (-2, -1), keepdim=True),
+    ),
+    "mean over rows": (
+        lambda x: x - x.mean(2, keepdim=True),
+        lambda x: x - functional.mean(x, 2, True),
+    ),
+    "mean of all": (lambda x: x - x.mean(), lambda x: x - functional.mean(x)),
+    "sum": (
+        lambda x: x - x.sum((2, 3), True),
+        lambda x: x - 13 * 6 * functional.mean(x, (2, 3), True),
+    ),
+    "interpolate": (
+        lambda x: F.interpolate(x, scale_factor=2, mode="bilinear"),
+        lambda x: functional.interpolate(x, scale_factor=2, mode="bilinear"),
+    ),
+    "interpolate to a size": (
+        lambda x: F.interpolate(x, (21, 9), mode="bicubic", align_corners=True),
+        lambda x: functional.interpolate(x, (21, 9), mode="bicubic", align_corners=True),
+    ),
+    "down and up": (
+        lambda x: x + F.interpolate(F.interpolate(x, (8, 3)), (13, 6)),
+        lambda x: x + functional.interpolate(functional.interpolate(x, (8, 3)), (13, 6)),
+    ),
+    "pad": (
+        lambda x: F.pad(x, (1, 1, 2, 1), "reflect"),
+        lambda x: functional.pad(x, (1, 1, 2, 1), "reflect"),
+    ),
+    "crop": (
+        lambda x: F.pad(x, (0, 0, -2, -1)),
+        lambda x: functional.pad(x, (0, 0, -2, -1)),
+    ),
+    "roll": (
+        lambda x: torch.roll(x, (3, -1), (-2, -1)),
+        lambda x: functional.roll(x, (3, -1), (-2, -1)),
+    ),
+}
+SUBSTITUTE = {
+    "mean": "mean", "mean over rows": "mean", "mean of all": "mean", "sum": "mean",
+    "interpolate": "interpolate", "interpolate to a size": "interpolate",
+    "down and up": "interpolate", "pad": "pad", "crop": "pad", "roll": "roll",
+}  # fmt: skip
+
+
+def _refused(manager, code, message):
+    with pytest.raises(UserError, match=message) as caught:
+        convert_to_domain_parallel(Model(code), manager, input_shape=SHAPE)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_refusal_names_the_line_and_what_to_use_instead(name):
+    message = (
+        rf"model \(Model\), \S+test_functional\.py:\d+: aten\.\w+: .*"
+        rf"Use credit_dp\.domain_parallel\.functional\.{SUBSTITUTE[name]},"
+    )
+    on_threads(2, _refused, PAIRS[name][0], message)
+
+
+OTHERS = {
+    "flip": lambda x: x.flip(-2),
+    "cumsum": lambda x: x.cumsum(-2),
+    "slice": lambda x: x[..., 1:, :],
+    "merged": lambda x: x.flatten(1).view(x.shape[0], -1, 4, x.shape[-1])[:, :4],
+}
+
+
+@pytest.mark.parametrize("code", OTHERS.values(), ids=OTHERS)
+def test_what_has_no_exact_function_goes_to_custom_converters(code):
+    on_threads(2, _refused, code, r"test_functional\.py:\d+: aten\.\w+: .* custom_converters=")
+
+
+@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+def test_exact(name, ranks):
+    on_threads(ranks, assert_same_as_whole_globe, Model, (PAIRS[name][1],), SHAPE, MODEL)
+
+
+def _model(name):
+    return Model(PAIRS[name][1])
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_exact_on_gloo_ranks_where_some_have_a_single_row(name):
+    shape = (1, 4, 13, 6)
+    on_processes(3, assert_same_as_whole_globe, _model, (name,), shape, MODEL, 0.0, False)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_plain_torch_on_a_model_that_was_not_converted(name):
+    x = torch.randn(SHAPE)
+    torchs, ours = PAIRS[name]
+    torch.testing.assert_close(ours(x), torchs(x))
+    assert running() is None
+
+
+@given(
+    ranks=RANKS,
+    rows=st.integers(8, 20),
+    sides=st.tuples(st.integers(-2, 5), st.integers(-2, 5)),
+    shift=st.integers(-9, 9),
+    mode=st.sampled_from(["constant", "replicate", "reflect"]),
+)
+def test_several_in_one_model(ranks, rows, sides, shift, mode):
+    def code(x):
+        x = functional.roll(x - functional.mean(x, (1, 2), True), shift, 2)
+        x = functional.pad(x, (0, 0, *sides), mode)
+        return functional.interpolate(x, scale_factor=1.5, mode="bilinear")
+
+    on_threads(ranks, assert_same_as_whole_globe, Model, (code,), (1, 4, rows, 5), MODEL)
+
+
+def test_a_size_taken_from_a_band_is_refused():
+    def twice(x):
+        return functional.interpolate(x, (2 * x.shape[-2], 6))
+
+    message = r"test_functional\.py:\d+: control flow or, where the whole globe's is needed, a size"
+    on_threads(3, _refused, twice, message)
+
+
+def _channels_last(x):
+    x = x.movedim(1, -1)
+    x = functional.roll(x - functional.mean(x, 1, keepdim=True), 2, 1)
+    return (x * functional.mean(x, 3, keepdim=True)).movedim(-1, 1)
+
+
+def test_rows_elsewhere_than_in_the_last_dimension_but_one():
+    on_threads(3, assert_same_as_whole_globe, Model, (_channels_last,), SHAPE, MODEL)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x):
+        return _gated(self.conv(x))
+
+
+def _gated(x, manager=None):
+    return x * torch.sigmoid(functional.mean(x, (-2, -1), keepdim=True, manager=manager))
+
+
+class Checkpointed(nn.Module):
+    """Computes again in backward: a module, a method, or a function that belongs to none."""
+
+    def __init__(self, what):
+        super().__init__()
+        self.block = Block()
+        self.what = what
+        self.manager = None
+
+    def forward(self, x):
+        if self.what == "function":
+            y = self.block.conv(x)
+            return checkpoint(
+                _gated, y, self.manager, use_reentrant=False, preserve_rng_state=False
+            )
+        what = {"module": self.block, "method": self.block.forward}[self.what]
+        return checkpoint(what, x, use_reentrant=False, preserve_rng_state=False)
+
+
+@pytest.mark.parametrize("what", ["module", "method"])
+def test_recomputed_in_backward(what):
+    on_threads(3, assert_same_as_whole_globe, Checkpointed, (what,), SHAPE, MODEL)
+
+
+def _recomputed_function(manager):
+    generator = torch.Generator().manual_seed(0)
+    plain = Block().double()
+    for parameter in plain.parameters():
+        parameter.data.normal_(generator=generator)
+    x, c = (torch.randn(SHAPE, dtype=torch.float64, generator=generator) for _ in range(2))
+    y = plain(x)
+    (expected,) = torch.autograd.grad(y, plain.conv.weight, c)
+
+    model = Checkpointed("function").double()
+    model.block.load_state_dict(plain.state_dict())
+    convert_to_domain_parallel(model, manager, input_shape=SHAPE)
+    band = model(shard_tensor(x, manager=manager))
+    with pytest.raises(UserError, match=r"functional\.mean.*Pass manager=") as caught:
+        band.backward(shard_tensor(c, manager=manager))
+    assert "\n" not in str(caught.value)
+
+    model.zero_grad()
+    model.manager = manager
+    model(shard_tensor(x, manager=manager)).backward(shard_tensor(c, manager=manager))
+    total = manager.transport.sum(model.block.conv.weight.grad)
+    torch.testing.assert_close(total, expected, rtol=1e-11, atol=1e-11)
+
+
+def test_a_recomputed_function_needs_the_manager():
+    on_threads(3, _recomputed_function)
+
+
+def test_a_recomputed_function_of_a_plain_model_is_torchs():
+    gc.collect()  # converted models of other tests
+    x = torch.randn(SHAPE, requires_grad=True)
+    Checkpointed("function")(x).sum().backward()
+    assert x.grad is not None
+
+
+def test_a_plain_model_stays_plain_beside_a_converted_one():
+    def both(manager):
+        x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
+        plain = Model(PAIRS["mean"][1])
+        expected = plain(x)
+        sharded = convert_to_domain_parallel(copy.deepcopy(plain), manager, input_shape=SHAPE)
+        sharded(shard_tensor(x, manager=manager))
+        sent = manager.transport.traffic.collectives
+        torch.testing.assert_close(plain(x), expected)
+        assert manager.transport.traffic.collectives == sent > 0
+
+    on_threads(2, both)
+
+
+def test_planned_calls_gather_no_row_counts():
+    def counted(manager):
+        model = Model(PAIRS["roll"][1])
+        convert_to_domain_parallel(model, manager, input_shape=SHAPE)
+        model(torch.zeros(2, 4, manager.partition(13).sizes[manager.domain_rank], 6))
+        assert manager.transport.traffic.collectives == 0
+
+    on_threads(3, counted)
+
+
+class Chooses(nn.Module):
+    """Calls what the plan has not seen when a switch is turned."""
+
+    def __init__(self):
+        super().__init__()
+        self.switch = False
+
+    def forward(self, x):
+        return functional.roll(x, 2, -2) if self.switch else x
+
+
+def test_a_call_that_was_not_planned_is_refused():
+    def chooses(manager):
+        model = convert_to_domain_parallel(Chooses(), manager, input_shape=SHAPE)
+        x = torch.arange(13.0).expand(1, 1, 13).mT.expand(2, 4, 13, 6)
+        band = shard_tensor(x, manager=manager)
+        assert torch.equal(model(band), band)
+        model.switch = True
+        with pytest.raises(UserError, match=r"functional\.roll.*plan has not seen this call"):
+            model(band)
+        replan(model, SHAPE)
+        assert torch.equal(gather_tensor(model(band), manager=manager), x.roll(2, -2))
+        assert convert_from_domain_parallel(model) is model
+        assert torch.equal(model(x), x.roll(2, -2))
+
+    on_threads(3, chooses)
+
+
+def test_outside_of_any_model_with_a_manager():
+    def alone(manager):
+        x = torch.arange(13.0).expand(1, 1, 13).mT.expand(2, 4, 13, 6).contiguous()
+        band = shard_tensor(x, manager=manager)
+        torch.testing.assert_close(
+            functional.mean(band, (-2, -1), manager=manager), x.mean((-2, -1))
+        )
+        torch.testing.assert_close(functional.mean(band, 1, manager=manager), band.mean(1))
+        rolled = functional.roll(band, 1, -2, manager=manager)
+        assert torch.equal(gather_tensor(rolled, manager=manager), x.roll(1, -2))
+        up = functional.interpolate(band, (26, 6), manager=manager)
+        assert torch.equal(gather_tensor(up, manager=manager), F.interpolate(x, (26, 6)))
+
+    on_threads(3, alone)
+
+
+class Fails(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.switch = False
+
+    def forward(self, x):
+        if self.switch:
+            raise ValueError("on purpose")
+        return x
+
+
+def test_an_error_leaves_no_model_running():
+    def fails(manager):
+        model = convert_to_domain_parallel(Fails(), manager)
+        model(torch.zeros(1, 1, 4, 4))
+        model.switch = True
+        with pytest.raises(ValueError, match="on purpose"):
+            model(torch.zeros(1, 1, 4, 4))
+        assert running() is None
+
+    on_threads(2, fails)
+
+
+def test_an_error_of_the_models_own_is_told_with_its_cause():
+    def fails(manager):
+        model = Fails()
+        model.switch = True
+        with pytest.raises(
+            UserError, match=r"functional\.py:\d+: fails on the whole.*on purpose"
+        ) as caught:
+            convert_to_domain_parallel(model, manager, input_shape=SHAPE)
+        assert isinstance(caught.value.__cause__, ValueError)
+        assert not model._forward_hooks
+
+    on_threads(2, fails)

@@ -1,0 +1,56 @@
+"""What a sharded model keeps for its backward is a rank's share of what the whole one keeps."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from credit_dp.domain_parallel import convert_to_domain_parallel, shard_tensor
+from tests.ranks import on_processes, on_threads
+
+SHAPE = (1, 16, 61, 24)
+
+
+def _stack():
+    blocks = [(nn.Conv2d(16, 16, 3, padding=1), nn.GroupNorm(4, 16), nn.SiLU()) for _ in range(4)]
+    return nn.Sequential(*(layer for block in blocks for layer in block))
+
+
+def _kept(model, x):
+    """Bytes that a forward keeps, each storage once, parameters apart."""
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept = {}
+
+    def pack(t):
+        storage = t.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return t
+
+    with saved_tensors_hooks(pack, lambda t: t):
+        y = model(x.requires_grad_())
+    y.sum().backward()
+    return sum(size for place, size in kept.items() if place not in own)
+
+
+def _share(manager):
+    whole = _stack()
+    sharded = convert_to_domain_parallel(copy.deepcopy(whole), manager, input_shape=SHAPE)
+    x = torch.randn(SHAPE)
+    band = shard_tensor(x, manager=manager)
+    # A halo on either side of each of four convolutions.
+    halos = 8 * x[..., :1, :].numel() * x.element_size()
+    kept, total = _kept(sharded, band), _kept(whole, x)
+    rows = band.shape[-2] / SHAPE[-2]
+    assert kept <= rows * total + halos + 0.01 * total
+    return kept / total
+
+
+@pytest.mark.parametrize("run", [on_threads, on_processes])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_a_rank_keeps_its_share(run, ranks):
+    shares = run(ranks, _share)
+    assert max(shares) <= 1.1 / ranks + 2 / SHAPE[-2]

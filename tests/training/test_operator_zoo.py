@@ -1,0 +1,81 @@
+"""A model of another package, made of every kind of layer, trains the same on uneven bands."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+import torch
+
+from credit_dp.command import own_models
+from tests.domain_parallel.equality import MODEL, assert_same_as_whole_globe
+from tests.ranks import on_processes, on_threads
+
+ROOT = Path(__file__).parents[2]
+ZOO = ROOT / "tests/zoo"
+GRID = (25, 12)
+
+
+def _zoo():
+    sys.path.insert(0, str(ZOO))
+    try:
+        from operator_zoo import OperatorZooConfig
+
+        return OperatorZooConfig("operator_zoo").build(3, 2, GRID)
+    finally:
+        sys.path.remove(str(ZOO))
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_the_zoo_equals_itself_on_the_whole_globe(ranks):
+    on_threads(ranks, assert_same_as_whole_globe, _zoo, (), (2, 3, *GRID), MODEL)
+
+
+def test_the_zoo_on_gloo_ranks():
+    on_processes(3, assert_same_as_whole_globe, _zoo, (), (2, 3, *GRID), MODEL)
+
+
+def _train(tmp_path, *overrides):
+    folder = tmp_path / "-".join(overrides).replace("=", "")
+    command = [sys.executable, "train.py", "model=operator_zoo", *overrides]
+    command += ["experiment=zoo", f"--config-dir={ZOO / 'conf'}", f"run.dir={folder}"]
+    path = os.pathsep.join([str(ZOO), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "WANDB_MODE": "disabled"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    state = torch.load(folder / "checkpoint.pt", weights_only=True)["model"]
+    return {name: value.double() for name, value in state.items()}
+
+
+@pytest.mark.slow
+def test_train_py_with_the_zoo_is_exact_on_three_uneven_ranks(tmp_path):
+    alone = _train(tmp_path, "parallel.domain=1")
+    sharded = _train(tmp_path, "parallel.domain=3")
+    assert list(alone) == list(sharded)
+    wanted, found = (torch.cat([v.flatten() for v in s.values()]) for s in (alone, sharded))
+    assert (found - wanted).norm() <= 1e-10 * wanted.norm()
+    assert "branches.0.layers.0.weight_orig" in alone
+
+
+def _entries(monkeypatch, value):
+    entries = [EntryPoint("mine", value, own_models.GROUP)]
+    monkeypatch.setattr(own_models, "entry_points", lambda group: entries)
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ("no_such_package:Config", "no_such_package:Config can't be imported"),
+        ("tests.ranks:RankError", "tests.ranks:RankError is no OwnModelConfig"),
+    ],
+)
+def test_what_is_no_model_is_told_and_skipped(monkeypatch, caplog, value, told):
+    _entries(monkeypatch, value)
+    assert own_models.own_models() == {}
+    assert told in caplog.text

@@ -72,6 +72,8 @@ def _refusals(whole: Trace, band: Trace, heights: dict[int, int]) -> Iterator[st
             _judge(step, other, heights, layouts)
         except MixedError as error:
             yield refusal(step.where, str(error), _label(step))
+            if len(step.made) != len(other.made):
+                return
             try:
                 for ref, made in zip(step.made, other.made, strict=True):
                     layouts[ref.number] = _seen(ref, made, heights)
@@ -101,6 +103,8 @@ def _judge(step: Step, other: Step, heights: dict[int, int], layouts: dict[int, 
     given = [layouts.get(ref.number) for ref in step.refs]
     if [(r.number, r.value) for r in step.refs] != [(r.number, r.value) for r in other.refs]:
         raise MixedError("what it works on depends on the number of rows")
+    if len(step.made) != len(other.made):
+        raise MixedError("what it makes depends on the number of rows")
     if step.op is None:
         _judge_layer(step, other, heights, layouts, given)
         return
@@ -155,6 +159,8 @@ def _numbers(step: Step) -> dict[str, object]:
 
 def _seen(ref: Ref, band: Ref, heights: dict[int, int]) -> Layout:
     """Where the two runs' shapes differ, one dimension at most, there are the rows."""
+    if len(ref.shape) != len(band.shape):
+        raise MixedError(f"makes {ref.shape} of the globe and {band.shape} of a band")
     differing = [d for d, (a, b) in enumerate(zip(ref.shape, band.shape, strict=True)) if a != b]
     if not differing:
         return None

@@ -11,6 +11,7 @@ from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizat
 
 from credit_dp.domain_parallel.halo_exchange import HaloExchange
 from credit_dp.domain_parallel.layers.row_layer import RowLayer
+from credit_dp.domain_parallel.layers.torch_layer import overridden, torch_layer
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import ROW_DIM
 from credit_dp.domain_parallel.row_tensors import cut_only
@@ -74,11 +75,16 @@ class Conversion:
             if not isinstance(new, RowLayer):
                 self.trusted.append(new)
             return new
-        if kind in RULES:
+        layer = _acts_as(module, kind)
+        if layer in RULES:
             try:
-                return self._adopt(RULES[kind](module, ROW_DIM, self.manager))
+                new = self._adopt(RULES[layer](module, ROW_DIM, self.manager))
             except UserError as error:
-                raise UserError(f"{path or 'model'}: {error}. {_HOW_TO_REGISTER}") from None
+                refused = str(error).rstrip(".")
+                raise UserError(f"{path or 'model'}: {refused}. {_HOW_TO_REGISTER}") from None
+            if new is module and layer is not kind:
+                self.own_leaves[kind.__name__] += 1
+            return new
         if isinstance(module, CONTAINERS):
             return self._convert_children(module, path)
         if kind.__module__.startswith("torch."):
@@ -128,9 +134,15 @@ class Conversion:
         return new
 
 
+def _acts_as(module: nn.Module, kind: type[nn.Module]) -> type[nn.Module]:
+    """Return the layer of torch that a subclass leaves as it is, else the type itself."""
+    layer = torch_layer(kind)
+    return kind if layer is None or overridden(module) else layer
+
+
 _HOW_TO_REGISTER = (
-    "Pass custom_converters={TYPE: function(module) -> replacement}; "
-    "`lambda module: module` keeps a layer that acts on every row apart"
+    "Pass custom_converters={TYPE: function(module) -> replacement}; what it returns, as "
+    "`lambda module: module` does, is trusted and not checked, so it has to act on every row apart"
 )
 
 

@@ -51,6 +51,7 @@ class PlanAtFirstForward:
         for x in fields[:1]:
             check_shard_dim(self.shard_dim, x.ndim)
         whole = {id(x): self._whole_shape(x) for x in fields}
+        _check_some_have_rows([x for x in fields if x.ndim >= FIELD_DIMS], whole)
 
         def inputs(wanted: Callable[[Shape], Shape]) -> tuple[list[Any], dict[str, Any]]:
             def like(x: Tensor) -> Tensor:
@@ -71,6 +72,19 @@ class PlanAtFirstForward:
             return tuple(x.shape)
         self.manager.bands.adopt(partition)
         return (*x.shape[:ROW_DIM], partition.height, *x.shape[ROW_DIM + 1 :])
+
+
+def _check_some_have_rows(fields: list[Tensor], whole: dict[int, Shape]) -> None:
+    """Refuse a first field with one row on every rank: it may be the same one, or a band each."""
+    banded = [x for x in fields if whole[id(x)] != tuple(x.shape)]
+    if not fields or any(x is fields[0] for x in banded):
+        return
+    if not banded or fields[0].shape[-1] > 1:
+        raise UserError(
+            f"first forward: every rank was given one row, {tuple(fields[0].shape)}: it can't be "
+            "known whether that is the same row or one band of a globe on each. Convert with "
+            "input_shape, the whole globe's."
+        )
 
 
 def remove_first_forward(model: nn.Module) -> None:

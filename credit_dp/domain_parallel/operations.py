@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from credit_dp.domain_parallel.trace import Step
+from credit_dp.domain_parallel.trace import Ref, Step
 
 
 class Rows(NamedTuple):
@@ -190,7 +190,19 @@ def _product(step: Step, given: list[Layout]) -> Layout:
         raise MixedError("mixes rows")
     if a and b and (a != b or a.dim >= batched):
         raise MixedError("mixes rows")
-    return a or b
+    return _joined(step, a or b, list(zip(given[:-2], step.refs, strict=False)))
+
+
+def _joined(step: Step, layout: Layout, addends: Sequence[tuple[Layout, Ref]]) -> Layout:
+    """What is added to a result has its rows where the result has them, or none."""
+    for addend, ref in addends:
+        shifted = addend and addend._replace(
+            dim=addend.dim + len(step.made[0].shape) - len(ref.shape)
+        )
+        if shifted and layout and shifted.place != layout.place:
+            raise MixedError("joins tensors whose rows lie in different places")
+        layout = layout or shifted
+    return layout
 
 
 def _layer_norm(step: Step, given: list[Layout]) -> Layout:
@@ -254,7 +266,7 @@ def _attention(step: Step, given: list[Layout]) -> Layout:
     layout = given[0]
     if len(layouts) > 1 or layout is None or layout.dim > 1:
         raise MixedError("attends across rows")
-    return layout
+    return _joined(step, layout, list(zip(given[3:], step.refs[3:], strict=True)))
 
 
 FACTORIES = {

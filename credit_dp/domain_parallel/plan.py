@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -121,10 +122,7 @@ def plan_calls(
             planner = Planner(model, dict(names), manager.bands)
             try:
                 with planner.trusting(trusted):
-                    runs = [
-                        _plan_mode(planner, manager.bands.ranks, shapes, inputs, training)
-                        for training in (True, False)
-                    ]
+                    runs = _plan_batches(planner, manager.bands.ranks, shapes, inputs)
                 break
             except UserError as error:
                 if not parameters.cut_more(error, planner.origins.wanted):
@@ -139,12 +137,41 @@ def plan_calls(
     return planner
 
 
+def _plan_batches(
+    planner: Planner, ranks: int, shapes: list[Shape], inputs: Inputs
+) -> list[frozenset[Reading]]:
+    """Plan and audit both modes at a batch size that stands for any, and a batch of one.
+
+    Which inputs have the batch is tried: some models take others of the same size.
+    """
+    refused: WholeGlobeError | None = None
+    for has_batch in _who_has_the_batch(shapes):
+        many, one = (_batch_changer(shapes, has_batch, size) for size in (_any_size(shapes), 1))
+        try:
+            runs = [
+                _plan_mode(planner, ranks, shapes, inputs, many, training)
+                for training in (True, False)
+            ]
+        except WholeGlobeError as error:
+            refused = refused or error
+            continue
+        if any(one(shape) != shape or many(shape) != shape for shape in shapes):
+            with suppress(WholeGlobeError):  # what takes no single sample never will
+                _plan_mode(planner, ranks, shapes, inputs, one, False)
+        return runs
+    raise refused or AssertionError("the inputs as they are were tried")
+
+
 def _plan_mode(
-    planner: Planner, ranks: int, shapes: list[Shape], inputs: Inputs, training: bool
+    planner: Planner,
+    ranks: int,
+    shapes: list[Shape],
+    inputs: Inputs,
+    any_batch: Callable[[Shape], Shape],
+    training: bool,
 ) -> frozenset[Reading]:
     """Plan and audit the model in training or in evaluation mode; return who reads what."""
     bands = planner.bands
-    any_batch = _batch_changer(shapes)
     planner.batch = (any_batch(shapes[0])[0], shapes[0][0]) if shapes and shapes[0] else (1, 1)
     planner.expect(shape[ROW_DIM] for shape in shapes if is_banded(shape))
     whole = _follow(planner, None, training, lambda: inputs(any_batch))
@@ -165,17 +192,33 @@ def _plan_mode(
     return readings(whole.trace)
 
 
-def _batch_changer(shapes: list[Shape]) -> Callable[[Shape], Shape]:
-    """Return a function that gives shapes with the first one's batch size one of its own."""
+def _any_size(shapes: list[Shape]) -> int:
     sizes = {size for shape in shapes for size in shape}
-    batch = next((p for p in PRIMES if p not in sizes), PRIMES[-1])
+    return next((p for p in PRIMES if p not in sizes), PRIMES[-1])
+
+
+def _who_has_the_batch(shapes: list[Shape]) -> list[set[int]]:
+    """Return which numbers of dimensions a tensor with the batch may have, likely answers first."""
+    if not shapes or len(shapes[0]) <= FIELD_DIMS:
+        return [set()]
+    every = {len(shape) for shape in shapes}
+    likely = every & {1, 2, len(shapes[0])}
+    readings = [likely, every, {len(shapes[0])}, set()]
+    return [r for at, r in enumerate(readings) if r not in readings[:at]]
+
+
+def _batch_changer(shapes: list[Shape], has_batch: set[int], size: int) -> Callable[[Shape], Shape]:
+    """Return a function that puts a batch size into shapes that have the first one's."""
 
     def change(shape: Shape) -> Shape:
-        alike = len(shape) in (1, 2, len(shapes[0]))
-        has_batch = len(shapes[0]) > FIELD_DIMS and alike and shape[0] == shapes[0][0]
-        return (batch, *shape[1:]) if has_batch else shape
+        changes = len(shape) in has_batch and shape[0] == shapes[0][0]
+        return (size, *shape[1:]) if changes else shape
 
     return change
+
+
+class WholeGlobeError(UserError):
+    """The model fails on the whole globe's input."""
 
 
 class _Followed(NamedTuple):
@@ -201,7 +244,7 @@ def _follow(
                 raise
             except (RuntimeError, ValueError, IndexError, TypeError) as error:
                 if rank is None:
-                    raise UserError(
+                    raise WholeGlobeError(
                         f"{_place(planner, error)}: fails on the whole globe's input "
                         f"({_first_line(error)}). Is input_shape what the model is called with?"
                     ) from error

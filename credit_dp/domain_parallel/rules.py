@@ -112,7 +112,7 @@ _TO_AVG = _adaptive_pool(DomainParallelGlobalAvgPool, DomainParallelAdaptiveAvgP
 _TO_AVG_1D = _adaptive_pool(DomainParallelGlobalAvgPool, DomainParallelAdaptiveAvgPool, -1)
 _TO_MAX = _adaptive_pool(DomainParallelGlobalMaxPool, DomainParallelAdaptiveMaxPool)
 _TO_MAX_1D = _adaptive_pool(DomainParallelGlobalMaxPool, DomainParallelAdaptiveMaxPool, -1)
-# Exact types only: a subclass may have a forward of its own.
+# A subclass has the rule of its layer unless it replaces some of what that one does.
 RULES: dict[type[nn.Module], Rule] = {
     nn.Conv1d: _conv(DomainParallelConv1d, -1),  # fetch rows when kernels reach over an edge
     nn.Conv2d: _conv(DomainParallelConv2d),

@@ -26,6 +26,10 @@ FOREIGN = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) +
 # count as the tensor itself, and both ways of reshaping as one.
 AS_VIEW: dict[Any, Any] = {torch.ops.aten._unsafe_view.default: torch.ops.aten.view.default}
 
+# Operations that ask or tell something about a tensor and change nothing. Any other is recorded:
+# of one that is not torch's own, nobody knows what it does.
+QUESTIONS = ("prim", "profiler")
+
 
 class Ref(NamedTuple):
     """A tensor of a trace and its shape then.
@@ -153,7 +157,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run the operation and note it."""
         kwargs = kwargs or {}
-        if self._paused or not str(func).startswith("aten"):
+        if self._paused or func.namespace in QUESTIONS:
             return func(*args, **kwargs)
         if func is torch.ops.aten.clone.default:
             copied = func(*args, **kwargs)

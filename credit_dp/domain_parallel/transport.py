@@ -106,6 +106,7 @@ class GroupTransport(Transport):
         def finish() -> None:
             for work in works:
                 work.wait()
+            transfers.clear()  # they kept alive what is sent
 
         return finish
 

@@ -168,8 +168,41 @@ def _fold(m, x):
     return folded.reshape(x.shape[0], x.shape[2], *x.shape[1:2], x.shape[-1]).permute(0, 2, 1, 3)
 
 
+@torch.library.custom_op("credit_dp_tests::centred", mutates_args=())
+def _centred(x: torch.Tensor) -> torch.Tensor:
+    return x - x.mean((-2, -1), keepdim=True)
+
+
+_centred.register_fake(torch.empty_like)
+
+
+@torch.library.custom_op("credit_dp_tests::centre", mutates_args=("x",))
+def _centre(x: torch.Tensor) -> None:
+    x -= x.mean((-2, -1), keepdim=True)
+
+
+def _centred_in_place(m, x):
+    y = x.clone()
+    _centre(y)
+    return x + y
+
+
+def _addend_of_other_order(m, x):
+    """The rows of the product are (sample, row), those of the addend (row, sample)."""
+    rows = x.permute(0, 2, 3, 1).reshape(-1, 4 * x.shape[-1])
+    addend = x.permute(2, 0, 3, 1).reshape(-1, 4 * x.shape[-1])
+    made = torch.addmm(addend, rows, torch.eye(4 * x.shape[-1], dtype=x.dtype))
+    return made.view(x.shape[0], x.shape[2], x.shape[3], 4).permute(0, 3, 1, 2)
+
+
 # Their results differ only at other batches, in another mode, or by chance.
 HIDDEN = {
+    "an operation of one's own": lambda m, x: x + _centred(x),
+    "an operation of one's own, last": lambda m, x: _centred(x),
+    "an operation of one's own, in place": _centred_in_place,
+    "an addend of another order": _addend_of_other_order,
+    "a batch of one": lambda m, x: x + x.squeeze().cumsum(1).view(x.shape),
+    "a batch of one, decided": lambda m, x: x - x.mean((2, 3), True) if len(x) == 1 else x,
     "another batch": _fold,
     "evaluation only": lambda m, x: x if m.training else x - x.mean((-2, -1), keepdim=True),
     "channels dropped by chance": lambda m, x: F.dropout2d(x, training=m.training),

@@ -119,10 +119,6 @@ class _Subclass(nn.Conv2d):
         return super().forward(x.flip(-2))
 
 
-class _Plain(nn.Conv2d):
-    """Only its name is its own."""
-
-
 class _Leaf(nn.Module):
     def forward(self, x):
         return x
@@ -198,7 +194,6 @@ class _Subclass1x1(nn.Conv2d):
     [
         (_GlobeNorm(), r"^1 \(_GlobeNorm\), \S+test_convert\.py:\d+: aten\.mean: mixes rows.*"),
         (_Subclass(4, 4, 3, padding=1), r"^1 \(_Subclass\), \S+:\d+: aten\.flip: mixes rows.*"),
-        (_Plain(4, 4, 3, padding=1), r"^1 \(_Plain\), \S+:\d+: aten\.convolution: mixes rows.*"),
     ],
 )
 def test_leaves_of_ones_own_that_mix_rows_are_refused(leaf, message):

@@ -77,9 +77,10 @@ def _model(name):
 
 def _convert(model, manager):
     converters = {PeriodicConv2d: DomainParallelPeriodicConv2d}
-    return convert_to_domain_parallel(
-        model, manager, custom_converters=converters, input_shape=SHAPE
-    )
+    with _RANDOM:  # planning restores the random state, which another rank may draw from
+        return convert_to_domain_parallel(
+            model, manager, custom_converters=converters, input_shape=SHAPE
+        )
 
 
 def _attributes(model):

@@ -11,6 +11,8 @@ from torch import nn
 from credit_dp.domain_parallel import (
     HaloExchange,
     convert_to_domain_parallel,
+    gather_tensor,
+    shard_tensor,
 )
 from credit_dp.errors import UserError
 from tests.domain_parallel.test_convert import _model
@@ -182,6 +184,44 @@ def test_a_refusal_at_the_first_forward_stays():
     on_threads(3, refused)
 
 
+class _Scaled(nn.Module):
+    """A field and a number for each channel, in either order."""
+
+    def __init__(self, field_first):
+        super().__init__()
+        self.conv, self.field_first = nn.Conv2d(2, 2, 3, padding=1), field_first
+
+    def forward(self, a, b):
+        field, scale = (a, b) if self.field_first else (b, a)
+        return self.conv(field) * scale
+
+
+def test_one_row_on_every_rank_is_refused_without_input_shape():
+    field, row, number = (torch.ones(1, 2, *size) for size in ((3, 6), (1, 6), (1, 1)))
+
+    def refused(manager):
+        inputs = [((row, number), True), ((number, row), False), ((row, field), False)]
+        for given, field_first in inputs:
+            model = convert_to_domain_parallel(_Scaled(field_first), manager)
+            with pytest.raises(UserError, match="every rank was given one row.* input_shape"):
+                model(*given)
+        plain = _Scaled(True)
+        model = convert_to_domain_parallel(
+            copy.deepcopy(plain), manager, input_shape=((1, 2, 2, 6), (1, 2, 1, 1))
+        )
+        rows = slice(manager.domain_rank, manager.domain_rank + 1)
+        expected = plain(torch.ones(1, 2, 2, 6), number)[..., rows, :]
+        torch.testing.assert_close(model(row, number), expected)
+
+    def taken(manager):
+        for given, field_first in [((field, number), True), ((number, field), False)]:
+            model = convert_to_domain_parallel(_Scaled(field_first), manager)
+            assert model(*given).shape == (1, 2, 3, 6)
+
+    on_threads(2, refused)
+    on_threads(2, taken)
+
+
 def test_copies_of_an_unplanned_model_plan_for_themselves():
     def copies(manager):
         model = convert_to_domain_parallel(_model(), manager)
@@ -325,3 +365,34 @@ def test_no_gradients_no_exchange_backward():
         assert manager.transport.traffic.messages == 2 * forward
 
     on_threads(2, frozen)
+
+
+class _TakesMore(nn.Module):
+    """Inputs of three dimensions beside one of four: with the batch, or without it."""
+
+    def __init__(self, with_batch):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 2, 3, padding=1)
+        self.with_batch = with_batch
+
+    def forward(self, x, more):
+        more = more[:, None] if self.with_batch else more[:1].expand(len(x), -1, -1, -1)
+        return self.conv(torch.cat([x, more], 1))
+
+
+@pytest.mark.parametrize(("with_batch", "shape"), [(True, (2, 9, 6)), (False, (2, 9, 6))])
+def test_who_has_the_batch_is_found(with_batch, shape):
+    def same(manager):
+        generator = torch.Generator().manual_seed(0)
+        whole = _TakesMore(with_batch).double()
+        for parameter in whole.parameters():
+            parameter.data = torch.randn(parameter.shape, dtype=torch.float64, generator=generator)
+        x, more = (
+            torch.randn(s, dtype=torch.float64, generator=generator) for s in ((2, 2, 9, 6), shape)
+        )
+        shapes = ((2, 2, 9, 6), shape)
+        model = convert_to_domain_parallel(copy.deepcopy(whole), manager, input_shape=shapes)
+        y = model(*(shard_tensor(t, manager=manager) for t in (x, more)))
+        torch.testing.assert_close(gather_tensor(y, manager=manager), whole(x, more))
+
+    on_threads(2, same)

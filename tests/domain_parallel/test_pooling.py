@@ -165,7 +165,8 @@ def test_rows_in_other_dimensions(kind, move):
     if kind is nn.LPPool2d:
         options["norm_type"] = 2
     if move == "times":
-        kind, options = getattr(nn, f"{kind.__name__[:-2]}3d"), {**options, "kernel_size": (2, 1, 2)}
+        kind = getattr(nn, f"{kind.__name__[:-2]}3d")
+        options = {**options, "kernel_size": (2, 1, 2)}
     on_threads(3, assert_same_as_whole_globe, _model, (kind, options, move), (2, 3, 9, 5))
 
 

@@ -118,7 +118,8 @@ def _affine(x: Tensor, center: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     # What a batch norm does that is evaluated, in one pass.
     center, scale, shift = (factor.flatten() for factor in (center, scale, shift))
     ones, flat = torch.ones_like(center), _as_one_sample(x)
-    return F.batch_norm(flat, center, ones, scale, shift, training=False, eps=0.0).view(x.shape)
+    made = F.batch_norm(flat, center, ones, scale, shift, training=False, eps=0.0)
+    return torch.ops.aten._unsafe_view(made, x.shape)  # a view could not be changed in place
 
 
 class _GlobalGroupNorm(torch.autograd.Function):

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from credit_dp.domain_parallel.exchange import Run
 from credit_dp.domain_parallel.layers.filled_layer import FilledLayer
 from credit_dp.domain_parallel.layers.row_layer import Bands
+from credit_dp.domain_parallel.layers.torch_layer import torch_layer
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import ROW_DIM
 from credit_dp.domain_parallel.poles import rows_with_poles
@@ -141,7 +142,8 @@ class DomainParallelPadLayer(_RowPad):
         pad = tuple(layer.padding)
         dim = max(ROW_DIM, -len(pad) // 2) if shard_dim is None else shard_dim
         value = getattr(layer, "value", 0.0)
-        super().__init__(layer, pad, PAD_LAYERS[type(layer)], value, dim, manager)
+        mode = PAD_LAYERS[torch_layer(type(layer)) or type(layer)]
+        super().__init__(layer, pad, mode, value, dim, manager)
 
 
 PAD_LAYERS: dict[type[nn.Module], str] = {

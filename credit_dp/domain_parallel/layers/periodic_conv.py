@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from credit_dp.domain_parallel.layers.band_conv import Columns
 from credit_dp.domain_parallel.layers.conv import _RowConv
 from credit_dp.domain_parallel.layers.row_layer import Bands
+from credit_dp.domain_parallel.layers.torch_layer import overridden
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.errors import UserError
 
@@ -65,7 +66,7 @@ class DomainParallelPeriodicConv2d(_RowConv):
     def _keeps_rows(self, bands: Bands) -> bool:
         conv = self.conv
         hooked = conv._forward_hooks or conv._forward_pre_hooks or conv._backward_hooks
-        plain = type(conv).forward is nn.Conv2d.forward and not hooked
+        plain = not overridden(conv) and not hooked
         return plain and super()._keeps_rows(bands)
 
     def convolve(self, rows: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from credit_dp.domain_parallel.exchange import RowExchange, Run
 from credit_dp.domain_parallel.halo_exchange import HaloExchange
+from credit_dp.domain_parallel.layers.torch_layer import overridden
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import ROW_DIM, RowPartition
 from credit_dp.domain_parallel.planner import active_planner
@@ -68,6 +69,7 @@ class RowLayer(nn.Module, ABC):
         ndim: int = 4,
     ) -> None:
         super().__init__()
+        self._check_is_torch(wrapped)
         for name in SHARED:
             self.__dict__[name] = wrapped.__dict__[name]
         self._is_full_backward_hook = wrapped._is_full_backward_hook
@@ -82,6 +84,15 @@ class RowLayer(nn.Module, ABC):
         self._planned: dict[int, int] = {}
         self._apart = False
         self._exchanges: dict[Bands, RowExchange] = {}
+
+    def _check_is_torch(self, wrapped: nn.Module) -> None:
+        """Refuse a layer that does otherwise than the one of torch that it is made from."""
+        own, kind = overridden(wrapped), type(wrapped).__name__
+        if own:
+            raise UserError(
+                f"{kind} has a {own} of its own, which {type(self).__name__} would leave out. "
+                f"Name {kind} in custom_converters, or build it from a plain layer of torch."
+            )
 
     def _check_dim(self) -> None:
         """Refuse rows where no field has them."""

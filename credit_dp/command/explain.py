@@ -5,6 +5,7 @@ from dataclasses import fields, is_dataclass
 
 from hydra.errors import ConfigCompositionException
 from omegaconf.errors import (
+    ConfigAttributeError,
     ConfigKeyError,
     MissingMandatoryValue,
     OmegaConfBaseException,
@@ -48,7 +49,7 @@ def of_omegaconf(error: OmegaConfBaseException, place: str) -> str:
     needed = describe(kind_of(key)) if kind_of(key) is not None else "another type"
     if isinstance(error, MissingMandatoryValue):
         return f"{key}: needs a value ({needed}), and none is given"
-    if isinstance(error, ConfigKeyError):
+    if isinstance(error, (ConfigAttributeError, ConfigKeyError)):
         parent = key.rpartition(".")[0]
         return unknown_key(key, parent, _names(error))
     if isinstance(error, ValidationError):
@@ -67,7 +68,7 @@ def full_key(error: OmegaConfBaseException, place: str) -> str:
     return key if inside else f"{group}.{key}"
 
 
-def _names(error: ConfigKeyError) -> list[str]:
+def _names(error: OmegaConfBaseException) -> list[str]:
     """The keys of the node in which another one was asked for."""
     node = error.parent_node
     schema = None if node is None else node._metadata.object_type

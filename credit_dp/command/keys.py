@@ -65,10 +65,13 @@ def unknown_key(key: str, place: str, names: list[str]) -> str:
     allowed = f"Allowed {f'in {place}' if place else 'here'}: {', '.join(names)}."
     if not names:
         allowed = f"{place} takes a value and has no keys in it."
-    close = nearest(key, all_keys())
+    known = all_keys()
+    if key in known:  # of another model
+        return f"{key}: no such key of this model. {allowed}"
+    close = nearest(key, known)
     if not close:  # the right word in the wrong group
         last = key.rpartition(".")[2]
-        close = nearest(key, [other for other in all_keys() if other.endswith(f".{last}")])
+        close = nearest(key, [other for other in known if other.endswith(f".{last}")])
     return f"{key}: no such key.{close} {allowed}"
 
 

@@ -91,7 +91,9 @@ def as_text(report: "PlanReport", config: Config) -> str:
         *levels_table(report),
     ]
     if report.layers:
-        lines += ["", *traffic_table(report), "", *memory_lines(report)]
+        lines += ["", *traffic_table(report)]
+    if report.saved_bytes:
+        lines += ["", memory_line(report)]
     if report.problems:
         lines += ["", "It can't be sharded so:", *(f"  {problem}" for problem in report.problems)]
     return "\n".join([*lines, ""])
@@ -114,10 +116,9 @@ def traffic_table(report: "PlanReport") -> list[str]:
     silent = len(report.layers) - len(layers)
     names = ("layer", "type", "messages", "forward", "backward", "all ranks", "collectives")
     lines = table(names, rows, left=2)
-    lines.append(
-        "messages, forward, backward, collectives: of the rank that sends most; "
-        f"{silent} sharded layers send nothing"
-    )
+    lines.append("messages, forward, backward, collectives: of the rank that sends most")
+    if silent:
+        lines.append(f"sharded layers that send nothing: {silent}")
     return lines
 
 
@@ -142,12 +143,12 @@ def volumes(forward: Sequence["Sent"], backward: Sequence["Sent"]) -> tuple[str,
     )
 
 
-def memory_lines(report: "PlanReport") -> list[str]:
+def memory_line(report: "PlanReport") -> str:
     """What the ranks keep for backward."""
-    most, least = max(report.saved_bytes), min(report.saved_bytes)
-    return [
-        f"kept for backward: {amount(most)} on the fullest rank, {amount(least)} on the emptiest"
-    ]
+    most, least = amount(max(report.saved_bytes)), amount(min(report.saved_bytes))
+    if report.ranks == 1:
+        return f"kept for backward: {most}"
+    return f"kept for backward: {most} on the fullest rank, {least} on the emptiest"
 
 
 def as_json(report: "PlanReport", config: Config) -> str:

@@ -34,6 +34,14 @@ INSTEAD = {
     "aten.roll": "roll",
 }
 
+OTHER_WAY = "control flow depends on the number of rows or on the type of a sharded layer"
+
+# What these need instead of a size taken from a tensor, which is a band's.
+SETTINGS = {
+    "interpolate": "(x, scale_factor=...), or with size=(rows, columns) of the whole globe as "
+    "constants, or nn.Upsample"
+}
+
 
 def audit(whole: Trace, band: Trace, heights: dict[int, int]) -> None:
     """Refuse code that mixes rows.
@@ -66,7 +74,7 @@ def _refusals(whole: Trace, band: Trace, heights: dict[int, int]) -> Iterator[st
     for step, other in zip(whole.steps, band.steps, strict=False):
         last = step.where or last
         if step.op is not other.op:
-            yield refusal(last, "control flow depends on the number of rows")
+            yield refusal(last, OTHER_WAY)
             return
         try:
             _judge(step, other, heights, layouts)
@@ -80,13 +88,14 @@ def _refusals(whole: Trace, band: Trace, heights: dict[int, int]) -> Iterator[st
             except MixedError:
                 return
     if len(whole.steps) != len(band.steps):
-        yield refusal(last, "control flow depends on the number of rows")
+        yield refusal(last, OTHER_WAY)
 
 
 def refusal(where: str, reason: str, operation: str = "") -> str:
     """Say where code mixes rows, what it does, and what to do instead."""
     instead = next((name for part, name in INSTEAD.items() if part in operation), None)
-    fix = f"Use credit_dp.domain_parallel.functional.{instead}, or put" if instead else "Put"
+    call = f"credit_dp.domain_parallel.functional.{instead}{SETTINGS.get(instead or '', '')}"
+    fix = f"Use {call}, or put" if instead else "Put"
     colon = ": " if operation else ""
     return (
         f"{where}: {operation}{colon}{reason}. {fix} this into a module of its own and name it in "
@@ -115,7 +124,11 @@ def _judge(step: Step, other: Step, heights: dict[int, int], layouts: dict[int, 
         made = [layout and (layout_of_new(step, given) or layout) for layout in seen]
     else:
         layout = layout_after(step, given) if any(given) else None
-        made = [layout] * len(step.made)
+        # Beside its result an operation may make what has no rows: the state of random numbers.
+        made = [
+            None if 0 in ref.shape or (at > 0 and ref.shape == band.shape) else layout
+            for at, (ref, band) in enumerate(zip(step.made, other.made, strict=True))
+        ]
     if step.name in RANDOM and not any(made):
         raise MixedError("draws numbers that would differ between the ranks of a globe")
     for ref, band, layout in zip(step.made, other.made, made, strict=True):
@@ -132,7 +145,7 @@ def _judge_layer(
 ) -> None:
     """A layer gets rows where it was planned to; others have them in the last dimension but one."""
     if step.settings != other.settings:
-        raise MixedError("control flow depends on the number of rows")
+        raise MixedError(OTHER_WAY)
     takes = step.given.get("takes")
     for at, (ref, layout) in enumerate(zip(step.refs, given, strict=True)):
         if takes is not None and (layout and layout.place) != (takes[at] and takes[at].place):

@@ -13,7 +13,6 @@ from credit_dp.domain_parallel.halo_exchange import HaloExchange
 from credit_dp.domain_parallel.layers.row_layer import RowLayer
 from credit_dp.domain_parallel.layers.torch_layer import overridden, torch_layer
 from credit_dp.domain_parallel.manager import DomainParallelManager
-from credit_dp.domain_parallel.partition import ROW_DIM
 from credit_dp.domain_parallel.row_tensors import cut_only
 from credit_dp.domain_parallel.rules import CONTAINERS, RULES
 from credit_dp.domain_parallel.running import Running, announce, withdraw
@@ -78,7 +77,7 @@ class Conversion:
         layer = _acts_as(module, kind)
         if layer in RULES:
             try:
-                new = self._adopt(RULES[layer](module, ROW_DIM, self.manager))
+                new = self._adopt(RULES[layer](module))
             except UserError as error:
                 refused = str(error).rstrip(".")
                 raise UserError(f"{path or 'model'}: {refused}. {_HOW_TO_REGISTER}") from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import traceback
 from collections.abc import Iterator
@@ -25,21 +26,20 @@ DEPENDS_ON_DATA = (DataDependentOutputException, DynamicOutputShapeException)
 
 @contextmanager
 def unchanged(model: nn.Module) -> Iterator[None]:
-    """Undo what a run leaves in the model: modes, attributes, buffers and their values."""
+    """Undo what a run leaves in the model: modes, attributes, what these hold, and buffers."""
     modules = [m for module in model.modules() for m in (module, module.__dict__.get("wrapped"))]
-    saved = [
-        (m.__dict__, dict(m.__dict__), m._buffers, dict(m._buffers))
-        for m in modules
-        if m is not None
-    ]
+    attributes = [m.__dict__ for m in modules if m is not None]
+    held = [v for values in attributes for v in values.values() if isinstance(v, dict | list | set)]
+    saved = [(container, copy.copy(container)) for container in (*attributes, *held)]
     try:
         yield
     finally:
-        for attributes, old_attributes, buffers, old_buffers in saved:
-            attributes.clear()
-            attributes.update(old_attributes)
-            buffers.clear()
-            buffers.update(old_buffers)
+        for container, before in saved:
+            if isinstance(container, list):
+                container[:] = before
+            else:
+                container.clear()
+                container.update(before)
 
 
 @contextmanager

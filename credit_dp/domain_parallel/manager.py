@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from credit_dp.domain_parallel.partition import BandTable, RowPartition
-from credit_dp.domain_parallel.transport import Alone, GroupTransport, Transport
+from credit_dp.domain_parallel.transport import Alone, GroupTransport, Transport, Unpickled
 from credit_dp.errors import UserError
 
 
@@ -133,11 +133,12 @@ class DomainParallelManager:
 
     def __getstate__(self) -> dict[str, Any]:
         # Process groups can't be pickled: a copy in another process knows its place and no more.
+        unpickled = Unpickled(self.domain_rank, self.domain_parallel_size)
         return {
             **self.__dict__,
             "domain_group": None,
             "data_parallel_group": None,
-            "transport": None,
+            "transport": self.transport if isinstance(self.transport, Alone) else unpickled,
         }
 
 

@@ -269,6 +269,52 @@ def _attention(step: Step, given: list[Layout]) -> Layout:
     return _joined(step, layout, list(zip(given[3:], step.refs[3:], strict=True)))
 
 
+def _gather(step: Step, given: list[Layout]) -> Layout:
+    """Entries by number along a dimension without rows; the numbers have the entries' rows."""
+    entries, numbers = given
+    if entries is None or numbers is None or entries.place != numbers.place:
+        raise MixedError("joins tensors whose rows lie in different places")
+    return _along("dim")(step, given)
+
+
+def _embedding(step: Step, given: list[Layout]) -> Layout:
+    """A table's line for each number: the numbers may have rows."""
+    table, numbers = given
+    if table is not None:
+        raise MixedError("mixes rows")
+    return numbers
+
+
+def _apart_from(*dims: int) -> Handler:
+    """Operations that mix entries of some dimensions, counted from the start, and no others."""
+
+    def handler(step: Step, given: list[Layout]) -> Layout:
+        layout = given[0]
+        if layout is None or layout.dim in dims:
+            raise MixedError("mixes rows")
+        return layout
+
+    return handler
+
+
+def _as_complex(step: Step, given: list[Layout]) -> Layout:
+    return _apart_from(len(step.refs[0].shape) - 1)(step, given)
+
+
+def _whole_layer(inputs: int) -> Handler:
+    """Layers of a transformer in one operation: samples alone are apart."""
+
+    def handler(step: Step, given: list[Layout]) -> Layout:
+        layout = given[0]
+        if layout is None or layout.dim != 0 or set(given[:inputs]) != {layout}:
+            raise MixedError("attends across rows")
+        if any(given[inputs:]):
+            raise MixedError("joins tensors whose rows lie in different places")
+        return layout
+
+    return handler
+
+
 FACTORIES = {
     f"aten.{name}"
     for name in (
@@ -307,19 +353,28 @@ HANDLERS: dict[str, Handler] = {
         *("zero_", "fill_", "lift_fresh", "uniform_", "normal_", "bernoulli"),
         *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like"),
     ),
-    **_handlers(pointwise, "_prelu_kernel", "copy_"),
+    **_handlers(_first, "_conj", "_neg_view", "view_as_real"),
+    **_handlers(pointwise, "_prelu_kernel", "copy_", "hardswish", "hardswish_", "threshold_"),
+    **_handlers(pointwise, "mish_", "log_sigmoid_forward", "complex", "polar"),
+    **_handlers(pointwise, "masked_fill", "masked_fill_"),
     **_handlers(_reduce, "sum", "mean", "amax", "amin", "var", "var_mean", "std", "logsumexp"),
     **_handlers(_reduce, "linalg_vector_norm", "max", "min", "argmax", "argmin", "prod"),
+    **_handlers(_reduce, "any", "all", "median", "nanmedian", "kthvalue", "mode"),
     **_handlers(_along("dim"), "_softmax", "_safe_softmax", "_log_softmax", "cumsum"),
+    **_handlers(_along("dim"), "cumprod", "cummax", "cummin", "logcumsumexp"),
     **_handlers(_along("dim"), "_fft_r2c", "_fft_c2r", "_fft_c2c"),
-    **_handlers(_along("dim", -1), "glu", "sort"),
+    **_handlers(_along("dim", -1), "glu", "sort", "topk"),
+    **_handlers(_gather, "gather"),
+    **_handlers(_embedding, "embedding"),
+    **_handlers(_apart_from(1), "channel_shuffle", "native_channel_shuffle"),
+    **_handlers(_as_complex, "view_as_complex"),
     **_handlers(_along("dims"), "flip", "roll"),
-    **_handlers(_along("dim", 0), "split", "split_with_sizes", "index_select"),
+    **_handlers(_along("dim", 0), "split", "split_with_sizes", "unsafe_split", "index_select"),
     **_handlers(_slice, "slice"),
     **_handlers(_select, "select", "unbind"),
     **_handlers(_cat, "cat", "stack"),
     **_handlers(_view, "view", "_unsafe_view", "reshape", "unsqueeze", "squeeze"),
-    **_handlers(_permute, "permute", "transpose", "t"),
+    **_handlers(_permute, "permute", "transpose", "transpose_", "t"),
     **_handlers(_expand, "expand"),
     **_handlers(_repeat, "repeat"),
     **_handlers(_index, "index"),
@@ -348,6 +403,8 @@ HANDLERS: dict[str, Handler] = {
         "_scaled_dot_product_flash_attention",
         "_scaled_dot_product_efficient_attention",
     ),
+    **_handlers(_whole_layer(1), "_transformer_encoder_layer_fwd"),
+    **_handlers(_whole_layer(3), "_native_multi_head_attention"),
 }
 
 

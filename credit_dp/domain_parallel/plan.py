@@ -57,7 +57,13 @@ def plan_model(
 
 
 def as_shapes(input_shape: Shape | Sequence[Shape]) -> tuple[Shape, ...]:
-    """Return one shape, or several, as several."""
+    """Return one shape, or several, as several.
+
+    Raises:
+        UserError: it is empty.
+    """
+    if not input_shape:
+        raise UserError("input_shape: needs the whole globe's, like (1, 5, 181, 360), got none.")
     whole = isinstance(input_shape[0], int)
     return (tuple(input_shape),) if whole else tuple(tuple(s) for s in input_shape)  # type: ignore
 
@@ -286,9 +292,14 @@ def _check_rows(planner: Planner, heights: set[int], ranks: int) -> None:
         for layer, calls in planner.seen.items()
         if any(lowest in call[1:] for call in calls)
     ]
-    raise UserError(
-        f"{places[0] if places else 'input'}: {lowest} rows can't be shared by {ranks} ranks. "
-        f"Lower parallel.domain to {lowest} or less."
+    raise UserError(too_few_rows(places[0] if places else "input", lowest, ranks, lowest))
+
+
+def too_few_rows(place: str, rows: int, ranks: int, most: int) -> str:
+    """Say that a level has fewer rows than ranks; `most` ranks have rows at every level."""
+    return (
+        f"{place}: {rows} rows can't be shared by {ranks} ranks. "
+        f"Lower parallel.domain to {most}{' or less' if most > 1 else ''}."
     )
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from credit_dp.domain_parallel.audit import refusal
 from credit_dp.domain_parallel.operations import (
     FACTORIES,
     Layout,
@@ -22,7 +23,7 @@ from credit_dp.domain_parallel.operations import (
 )
 from credit_dp.domain_parallel.origins import Origins
 from credit_dp.domain_parallel.partition import FIELD_DIMS, ROW_DIM, BandTable
-from credit_dp.domain_parallel.trace import Ref, Step, Trace
+from credit_dp.domain_parallel.trace import Ref, Step, Trace, own_function
 from credit_dp.errors import UserError
 
 if TYPE_CHECKING:
@@ -108,6 +109,10 @@ class Planner:
     def _follow(self, step: Step) -> None:
         """Note where the rows of what a step made are: the audit checks it afterwards."""
         given = [self._layouts.get(ref.number) for ref in step.refs]
+        function = own_function() if step.op is not None and any(given) else None
+        if function is not None:
+            reason = "nobody audits the backward of an autograd.Function"
+            raise UserError(refusal(step.where, reason, function.__name__))
         self.origins.follow(step, given)
         if step.op is None:
             makes = step.given.get("makes") or [self._guess(ref) for ref in step.made]
@@ -189,9 +194,11 @@ class Planner:
     def _planned_visit(self, name: str) -> Visit:
         if self._calls >= len(self.visits) or self.visits[self._calls].name != name:
             what = "control flow or, where the whole globe's is needed, a size"
+            fix = " Use a scale_factor, the whole globe's size as constants, or nn.Upsample."
             raise UserError(
                 f"{self._trace.where}: {what if '(' in name else 'control flow'} depends on the "
                 f"number of rows; {name} is called for a band and not for the globe."
+                f"{fix if name.startswith('functional.interpolate') else ''}"
             )
         self._calls += 1
         return self.visits[self._calls - 1]
@@ -225,6 +232,11 @@ class Planner:
         self._trace.fixed[mine.untyped_storage()._cdata] = path
         self._trace.mark((), [mine], takes=(), makes=(rows,), place=path)
         return mine
+
+    @property
+    def on_globe(self) -> bool:
+        """Whether this is the run of the whole globe."""
+        return self._rank is None
 
     @property
     def within(self) -> list[str]:

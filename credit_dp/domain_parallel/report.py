@@ -13,7 +13,13 @@ from credit_dp.domain_parallel.conversion import Conversion, Converter
 from credit_dp.domain_parallel.copies import copied
 from credit_dp.domain_parallel.dry_run import ELSEWHERE, DryRun, dry_run, row_layers
 from credit_dp.domain_parallel.manager import DomainParallelManager
-from credit_dp.domain_parallel.plan import Shape, as_shapes, find_heights, plan_model
+from credit_dp.domain_parallel.plan import (
+    Shape,
+    as_shapes,
+    find_heights,
+    plan_model,
+    too_few_rows,
+)
 from credit_dp.domain_parallel.tally import Sent, Tally
 from credit_dp.errors import UserError
 
@@ -93,7 +99,12 @@ def plan_report(
         input_shape: the whole globe's input, batch included, `(B, C, H, W)`, or a tuple of such.
         ranks: how many bands.
         custom_converters: as for `convert_to_domain_parallel`.
+
+    Raises:
+        UserError: no ranks or no input. Why a model can't be sharded is in `problems` instead.
     """
+    if ranks < 1:
+        raise UserError(f"ranks: needs at least 1, got {ranks}.")
     shapes = as_shapes(input_shape)
     manager = DomainParallelManager(ranks, ranks, transport=Tally(0, ranks))
     conversion = _Lenient(manager, custom_converters or {})
@@ -103,7 +114,7 @@ def plan_report(
     problems = conversion.problems
     try:
         heights = find_heights(sharded, shapes, conversion.trusted)
-        problems += _too_few_rows(heights, ranks)
+        problems += _rows_missing(heights, ranks)
         if not problems:
             if ranks > 1:
                 plan_model(sharded, manager, shapes, conversion.trusted)
@@ -145,11 +156,10 @@ class _Lenient(Conversion):
             return module
 
 
-def _too_few_rows(heights: Mapping[int, str], ranks: int) -> list[str]:
+def _rows_missing(heights: Mapping[int, str], ranks: int) -> list[str]:
     most = min(heights, default=ranks)
     return [
-        f"{path or 'model'}: {rows} rows can't be shared by {ranks} ranks. "
-        f"Lower parallel.domain to {most}{' or less' if most > 1 else ''}."
+        too_few_rows(path or "model", rows, ranks, most)
         for rows, path in heights.items()
         if rows < ranks
     ]

@@ -33,13 +33,12 @@ from credit_dp.domain_parallel.layers import (
     DomainParallelSoftmax,
     DomainParallelUpsample,
 )
-from credit_dp.domain_parallel.layers.conv_layer import ConvLayer, is_pointwise, sides_of
+from credit_dp.domain_parallel.layers.conv_layer import is_pointwise, sides_of
 from credit_dp.domain_parallel.layers.global_pool import AvgPool, MaxPool, size_along
 from credit_dp.domain_parallel.layers.pad import PAD_LAYERS
-from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import ROW_DIM
 
-Rule = Callable[[Any, int, DomainParallelManager], nn.Module]
+Rule = Callable[[Any], nn.Module]
 
 
 def _needs_halo_conv2d(conv: nn.Conv2d) -> bool:
@@ -62,48 +61,39 @@ def _needs_halo_conv_transpose3d(conv: nn.ConvTranspose3d) -> bool:
     return conv.kernel_size[1] > conv.stride[1]
 
 
-def _conv(wrapper: Callable[..., ConvLayer], row_dim: int = ROW_DIM) -> Rule:
+def _conv(wrapper: Rule, row_dim: int = ROW_DIM) -> Rule:
     """Return the rule for a kind of convolution, transposed or not, with rows in `row_dim`.
 
     Kernel = stride sends nothing where bands line up; the wrapper makes them line up elsewhere.
     """
 
-    def rule(conv: _ConvNd, dim: int, manager: DomainParallelManager) -> nn.Module:
+    def rule(conv: _ConvNd) -> nn.Module:
         if is_pointwise(conv, sides_of(conv), row_dim):
             return conv  # the audit sees whether rows are in another dimension and meet there
-        return wrapper(conv, manager=manager)
+        return wrapper(conv)
 
     return rule
 
 
-def _wrap(wrapper: Callable[..., nn.Module]) -> Rule:
-    """Return the rule of a layer that is always wrapped: the plan finds where rows stay apart."""
-    return lambda module, dim, manager: wrapper(module, manager=manager)
-
-
-def _keep(module: nn.Module, dim: int, manager: DomainParallelManager) -> nn.Module:
+def _keep(module: nn.Module) -> nn.Module:
     return module
 
 
-def _trailing_norm(wrapper: Callable[..., nn.Module]) -> Rule:
+def _trailing_norm(wrapper: Rule) -> Rule:
     """Return the rule of a norm over the last dimensions: one alone holds channels."""
 
-    def rule(
-        norm: nn.LayerNorm | nn.RMSNorm, dim: int, manager: DomainParallelManager
-    ) -> nn.Module:
-        return norm if len(norm.normalized_shape) == 1 else wrapper(norm, manager=manager)
+    def rule(norm: nn.LayerNorm | nn.RMSNorm) -> nn.Module:
+        return norm if len(norm.normalized_shape) == 1 else wrapper(norm)
 
     return rule
 
 
-def _adaptive_pool(
-    to_one_row: Callable[..., nn.Module], to_rows: Callable[..., nn.Module], row_dim: int = ROW_DIM
-) -> Rule:
+def _adaptive_pool(to_one_row: Rule, to_rows: Rule, row_dim: int = ROW_DIM) -> Rule:
     """Return the rule of a kind of adaptive pool with rows in `row_dim`."""
 
-    def rule(pool: AvgPool | MaxPool, dim: int, manager: DomainParallelManager) -> nn.Module:
+    def rule(pool: AvgPool | MaxPool) -> nn.Module:
         wrapper = to_one_row if size_along(pool, row_dim) == 1 else to_rows
-        return wrapper(pool, manager=manager)
+        return wrapper(pool)
 
     return rule
 
@@ -112,7 +102,8 @@ _TO_AVG = _adaptive_pool(DomainParallelGlobalAvgPool, DomainParallelAdaptiveAvgP
 _TO_AVG_1D = _adaptive_pool(DomainParallelGlobalAvgPool, DomainParallelAdaptiveAvgPool, -1)
 _TO_MAX = _adaptive_pool(DomainParallelGlobalMaxPool, DomainParallelAdaptiveMaxPool)
 _TO_MAX_1D = _adaptive_pool(DomainParallelGlobalMaxPool, DomainParallelAdaptiveMaxPool, -1)
-# A subclass has the rule of its layer unless it replaces some of what that one does.
+# A subclass has the rule of its layer unless it replaces some of what that one does. What is
+# wrapped and turns out to be where no rows meet does as the plain layer does.
 RULES: dict[type[nn.Module], Rule] = {
     nn.Conv1d: _conv(DomainParallelConv1d, -1),  # fetch rows when kernels reach over an edge
     nn.Conv2d: _conv(DomainParallelConv2d),
@@ -120,29 +111,23 @@ RULES: dict[type[nn.Module], Rule] = {
     nn.ConvTranspose1d: _conv(DomainParallelConvTranspose1d, -1),
     nn.ConvTranspose2d: _conv(DomainParallelConvTranspose2d),
     nn.ConvTranspose3d: _conv(DomainParallelConvTranspose3d),
-    nn.GroupNorm: _wrap(DomainParallelGroupNorm),  # statistics over all bands
+    nn.GroupNorm: DomainParallelGroupNorm,  # statistics over all bands
+    **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), DomainParallelBatchNorm),
     **dict.fromkeys(
-        (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), _wrap(DomainParallelBatchNorm)
-    ),
-    **dict.fromkeys(
-        (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
-        _wrap(DomainParallelInstanceNorm),
+        (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), DomainParallelInstanceNorm
     ),
     nn.LayerNorm: _trailing_norm(DomainParallelLayerNorm),
     nn.RMSNorm: _trailing_norm(DomainParallelRMSNorm),
+    **dict.fromkeys((nn.LogSoftmax, nn.Softmax, nn.Softmin), DomainParallelSoftmax),
     **dict.fromkeys(
-        (nn.LogSoftmax, nn.Softmax, nn.Softmin), _wrap(DomainParallelSoftmax)
+        (nn.Upsample, nn.UpsamplingBilinear2d, nn.UpsamplingNearest2d), DomainParallelUpsample
     ),
-    **dict.fromkeys(
-        (nn.Upsample, nn.UpsamplingBilinear2d, nn.UpsamplingNearest2d),
-        _wrap(DomainParallelUpsample),
-    ),
-    nn.PixelShuffle: _wrap(DomainParallelPixelShuffle),
-    nn.PixelUnshuffle: _wrap(DomainParallelPixelUnshuffle),
-    **dict.fromkeys((nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d), _wrap(DomainParallelMaxPool)),
-    **dict.fromkeys((nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d), _wrap(DomainParallelAvgPool)),
-    **dict.fromkeys((nn.LPPool1d, nn.LPPool2d, nn.LPPool3d), _wrap(DomainParallelPowerPool)),
-    **dict.fromkeys(PAD_LAYERS, _wrap(DomainParallelPadLayer)),
+    nn.PixelShuffle: DomainParallelPixelShuffle,
+    nn.PixelUnshuffle: DomainParallelPixelUnshuffle,
+    **dict.fromkeys((nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d), DomainParallelMaxPool),
+    **dict.fromkeys((nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d), DomainParallelAvgPool),
+    **dict.fromkeys((nn.LPPool1d, nn.LPPool2d, nn.LPPool3d), DomainParallelPowerPool),
+    **dict.fromkeys(PAD_LAYERS, DomainParallelPadLayer),
     nn.AdaptiveAvgPool1d: _TO_AVG_1D,
     **dict.fromkeys((nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d), _TO_AVG),
     nn.AdaptiveMaxPool1d: _TO_MAX_1D,
@@ -150,8 +135,8 @@ RULES: dict[type[nn.Module], Rule] = {
     **dict.fromkeys(  # act on channels or single values: rows never meet
         (
             nn.CELU, nn.Dropout, nn.ELU, nn.GELU, nn.Hardswish, nn.Hardtanh, nn.Identity,
-            nn.LeakyReLU, nn.Linear, nn.Mish, nn.PReLU, nn.ReLU, nn.ReLU6, nn.SELU, nn.SiLU,
-            nn.Sigmoid, nn.Softplus, nn.Tanh,
+            nn.LeakyReLU, nn.Linear, nn.LogSigmoid, nn.Mish, nn.PReLU, nn.ReLU, nn.ReLU6, nn.SELU,
+            nn.SiLU, nn.Sigmoid, nn.Softplus, nn.Tanh,
             nn.Hardshrink, nn.Hardsigmoid, nn.Softshrink, nn.Softsign,
             nn.Tanhshrink, nn.Threshold,
         ),
@@ -159,7 +144,9 @@ RULES: dict[type[nn.Module], Rule] = {
     ),
     **dict.fromkeys(  # the audit sees whether rows meet in them
         (
-            nn.Flatten, nn.GLU, nn.LocalResponseNorm, nn.Softmax2d, nn.Unflatten,
+            nn.ChannelShuffle, nn.Embedding, nn.Flatten, nn.GLU, nn.GRU, nn.GRUCell,
+            nn.LocalResponseNorm, nn.LSTMCell, nn.MultiheadAttention, nn.Softmax2d,
+            nn.TransformerEncoderLayer, nn.Unflatten,
         ),
         _keep,
     ),

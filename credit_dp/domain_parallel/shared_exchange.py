@@ -34,7 +34,7 @@ class _Held:
 
     def is_of(self, x: Tensor, reader: int) -> bool:
         """Return whether these rows are what a reader of `x` needs now."""
-        same = self.x is x and self.version == _version(x)
+        same = self.x is x and self.version == x._version
         return same and self.with_gradients == torch.is_grad_enabled() and self.left[reader] > 0
 
 
@@ -71,13 +71,13 @@ class SharedExchange:
 
     def fetch(self, layer: WindowLayer, x: Tensor) -> Tensor | None:
         """Return the rows that one of the readers needs; None if it has to fetch them itself."""
-        if not self._open:
+        if not self._open or x.is_inference():  # which does not tell if it was written to since
             return None
         reader = next(i for i, other in enumerate(self.readers) if other is layer)
         held = self._held
         if held is None or not held.is_of(x, reader):
             rows = self._fetch_for_all(layer, x)
-            held = _Held(x, _version(x), torch.is_grad_enabled(), rows, list(self.uses))
+            held = _Held(x, x._version, torch.is_grad_enabled(), rows, list(self.uses))
         held.left[reader] -= 1
         self._held = held if any(held.left) else None
         return held.rows[reader]
@@ -107,10 +107,6 @@ class SharedExchange:
             windows.append(tuple((span[0] - first, span[1] - span[0]) for span in spans))
         rank = manager.domain_rank
         return RowExchange(taken, tuple(needs), rank), windows[rank]
-
-
-def _version(x: Tensor) -> int:
-    return 0 if x.is_inference() else x._version
 
 
 @final

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
+from types import FrameType
 from typing import Any, NamedTuple, final
 
 import torch
@@ -159,7 +160,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if self._paused or func.namespace in QUESTIONS:
             return func(*args, **kwargs)
-        if func is torch.ops.aten.clone.default:
+        if func is torch.ops.aten.clone.default and own_function() is None:
             copied = func(*args, **kwargs)
             self._name(copied, self.ref(args[0]).number)
             return copied
@@ -188,3 +189,15 @@ def user_line() -> str:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(FOREIGN):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+def own_function() -> type | None:
+    """Return the `autograd.Function` that runs now, unless it is torch's own."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is torch.autograd.Function.apply.__func__.__code__:  # type: ignore[attr-defined]
+            kind: type = frame.f_locals["cls"]
+            if not kind.__module__.startswith("torch."):
+                return kind
+        frame = frame.f_back
+    return None

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from credit_dp.errors import UserError
+
 if TYPE_CHECKING:
     from credit_dp.domain_parallel.exchange import RowExchange
 
@@ -83,6 +85,24 @@ class Alone(Transport):
 
     def _gather(self, x: Tensor) -> Tensor:
         return x[None]
+
+
+@final
+class Unpickled(Transport):
+    """What a manager from another process has: nobody to talk to."""
+
+    def _start(self, send: Sequence[Parcel], receive: Sequence[Parcel]) -> Callable[[], None]:
+        raise self._refusal()
+
+    def _gather(self, x: Tensor) -> Tensor:
+        raise self._refusal()
+
+    def _refusal(self) -> UserError:
+        return UserError(
+            f"DomainParallelManager: rank {self.rank} of {self.size} was unpickled and has no "
+            "other ranks to talk to. Convert the model again with a manager of this process, after "
+            "convert_from_domain_parallel."
+        )
 
 
 @final

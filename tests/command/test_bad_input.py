@@ -2,10 +2,14 @@
 
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
+from credit_dp.command.explain import explain
 from tests.command.answers import answer, refusal
 
 ROOT = Path(__file__).parents[2]
@@ -156,6 +160,18 @@ def test_ranks_without_rows_are_refused_before_torch_is_imported() -> None:
     )
     assert (done.returncode, done.stdout) == (0, "")
     assert done.stderr.startswith("error: parallel.domain: the model's coarsest")
+
+
+def test_a_key_of_another_model_is_told_so() -> None:
+    @dataclass
+    class Mine:
+        width: int = 3
+
+    config = OmegaConf.create({"model": OmegaConf.structured(Mine)})
+    with pytest.raises(OmegaConfBaseException) as error:
+        OmegaConf.update(config, "model.channels", [8])
+    told = "model.channels: no such key of this model. Allowed in model: width."
+    assert explain(error.value) == told
 
 
 def test_a_users_file_is_checked_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

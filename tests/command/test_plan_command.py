@@ -1,6 +1,7 @@
 """`credit-dp plan`: a table or JSON; what can't be sharded is listed, with exit code 1."""
 
 import json
+import re
 import resource
 import subprocess
 import sys
@@ -54,7 +55,15 @@ def test_the_table_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         *("DomainParallelPeriodicConv2d", "2", f"{2 * row:.1f}", "kB"),
         *("0", "B", f"{4 * row:.0f}", "kB", "-"),
     ]
-    assert "kept for backward" in out
+    assert "\nkept for backward: " in out
+    assert " on the fullest rank, " in out
+
+
+def test_one_rank_is_the_plain_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    code, out, err = plan(monkeypatch, *SMALL)
+    assert (code, err) == (0, "")
+    assert re.search(r"\n\nkept for backward: [0-9.]+ MB\n$", out)
+    assert "layer" not in out
 
 
 def test_data_ranks_share_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from credit_dp.domain_parallel import convert_to_domain_parallel
+from credit_dp.domain_parallel import convert_to_domain_parallel, functional
 from credit_dp.errors import UserError
 from tests.domain_parallel.equality import assert_same_as_whole_globe
 from tests.ranks import RankError, on_threads
@@ -57,6 +57,11 @@ def _columns(t, x=None):
     return t.unflatten(0, (x.shape[0], x.shape[2])).movedim(1, 2)
 
 
+def _filtered(spectrum):
+    parts = torch.view_as_real(spectrum)
+    return torch.view_as_complex(2 * parts) + spectrum.conj() * spectrum.real + 1j * spectrum.imag
+
+
 ROW_LOCAL = {
     "residual": lambda m, x: x + F.gelu(x) * m.scale,
     "channel mean": lambda m, x: x - x.mean(1, keepdim=True),
@@ -94,6 +99,15 @@ ROW_LOCAL = {
     "glu": lambda m, x: F.glu(torch.cat([x, x], 1), 1),
     "split": lambda m, x: sum(x.split([1, 3], 1)[0] * 2 for _ in range(2)) + x,
     "in place": lambda m, x: x.clone().add_(1).mul_(m.scale),
+    "largest channels": lambda m, x: x.topk(4, 1).values,
+    "channels by order": lambda m, x: x.gather(1, x.detach().argsort(1)),
+    "product of channels": lambda m, x: x.cumprod(1),
+    "largest so far": lambda m, x: x.cummax(-1).values,
+    "any channel": lambda m, x: x * (x > 0).any(1, keepdim=True) * (x > -9).all(1, True),
+    "median of channels": lambda m, x: x + x.median(1, keepdim=True).values,
+    "complex spectrum": lambda m, x: torch.fft.irfft(_filtered(torch.fft.rfft(x)), x.shape[-1]),
+    "masked": lambda m, x: x.masked_fill(x > 0, x.new_zeros(())),
+    "log sigmoid": lambda m, x: F.logsigmoid(x),
 }
 
 MIXING = {
@@ -131,6 +145,12 @@ MIXING = {
     "concatenation": lambda m, x: torch.cat([x[..., -1:, :], x], -2)[..., :-1, :],
     "transposed": lambda m, x: x.transpose(-2, -1),
     "index": lambda m, x: x[:, :, torch.arange(x.shape[-2] - 1, -1, -1)],
+    "largest rows": lambda m, x: x.topk(x.shape[-2], 2).values,
+    "rows by order": lambda m, x: x.gather(2, x.detach().argsort(1).clamp(max=3)),
+    "product of rows": lambda m, x: x.cumprod(2),
+    "any row": lambda m, x: x * (x > 0.8).any(2, keepdim=True),
+    "median": lambda m, x: x - x.median(),
+    "median of rows": lambda m, x: x - x.median(-2, keepdim=True).values,
     "control flow": lambda m, x: x if x.shape[-2] > 10 else 2 * x,
     "rows merged with channels": lambda m, x: m.linear(x.reshape(x.shape[0], -1, 4)).view(x.shape),
 }
@@ -187,6 +207,16 @@ def _centred_in_place(m, x):
     return x + y
 
 
+class _MixesBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad - grad.mean((-2, -1), keepdim=True)
+
+
 def _addend_of_other_order(m, x):
     """The rows of the product are (sample, row), those of the addend (row, sample)."""
     rows = x.permute(0, 2, 3, 1).reshape(-1, 4 * x.shape[-1])
@@ -200,6 +230,7 @@ HIDDEN = {
     "an operation of one's own": lambda m, x: x + _centred(x),
     "an operation of one's own, last": lambda m, x: _centred(x),
     "an operation of one's own, in place": _centred_in_place,
+    "a backward of one's own": lambda m, x: _MixesBackward.apply(x),
     "an addend of another order": _addend_of_other_order,
     "a batch of one": lambda m, x: x + x.squeeze().cumsum(1).view(x.shape),
     "a batch of one, decided": lambda m, x: x - x.mean((2, 3), True) if len(x) == 1 else x,
@@ -218,6 +249,16 @@ def test_what_one_run_would_not_show_is_refused(code):
 def _refused_at_batch_one(manager, code):
     with pytest.raises(UserError, match=r"test_audit\.py:\d+: "):
         convert_to_domain_parallel(Model(code), manager, input_shape=(1, *SHAPE[1:]))
+
+
+@pytest.mark.parametrize("resize", [F.interpolate, functional.interpolate])
+def test_a_size_taken_from_a_tensor_is_refused_with_what_works(resize):
+    def refused(manager):
+        model = Model(lambda m, x: resize(x, size=(2 * x.shape[-2], 6)))
+        with pytest.raises(UserError, match=r"scale_factor.* constants, or nn\.Upsample"):
+            convert_to_domain_parallel(model, manager, input_shape=SHAPE)
+
+    on_threads(2, refused)
 
 
 class LosesRows(nn.Module):

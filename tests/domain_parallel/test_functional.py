@@ -99,7 +99,7 @@ def _refused(manager, code, message):
 def test_a_refusal_names_the_line_and_what_to_use_instead(name):
     message = (
         rf"model \(Model\), \S+test_functional\.py:\d+: aten\.\w+: .*"
-        rf"Use credit_dp\.domain_parallel\.functional\.{SUBSTITUTE[name]},"
+        rf"Use credit_dp\.domain_parallel\.functional\.{SUBSTITUTE[name]}\b"
     )
     on_threads(2, _refused, PAIRS[name][0], message)
 

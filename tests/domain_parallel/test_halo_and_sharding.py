@@ -12,10 +12,13 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from credit_dp.domain_parallel import (
     DomainParallelManager,
     HaloExchange,
+    convert_from_domain_parallel,
+    convert_to_domain_parallel,
     gather_tensor,
     get_domain_parallel_manager,
     initialize_domain_parallel,
@@ -167,6 +170,16 @@ def _copies(manager):
     assert copy.deepcopy(manager) is manager
     copied = pickle.loads(pickle.dumps(manager))  # noqa: S301
     assert (copied.domain_rank, copied.domain_group) == (manager.domain_rank, None)
+    model = nn.Sequential(nn.Conv2d(1, 1, 3, padding=1), nn.GroupNorm(1, 1))
+    convert_to_domain_parallel(model, manager, input_shape=(1, 1, 8, 4))
+    loaded = pickle.loads(pickle.dumps(model))  # noqa: S301
+    for layer in (loaded, loaded[0], loaded[1]):
+        with pytest.raises(UserError, match=r"was unpickled .* Convert the model again"):
+            layer(torch.zeros(1, 1, 4, 4))
+    plain = convert_from_domain_parallel(loaded)
+    again = convert_to_domain_parallel(plain, manager, input_shape=(1, 1, 8, 4))
+    x = torch.ones(1, 1, 4, 4)
+    torch.testing.assert_close(again(x), model(x))
 
 
 def test_copies_of_a_manager():

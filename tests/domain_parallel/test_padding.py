@@ -141,9 +141,7 @@ def test_pole_pad(ranks, poles, more, columns, longitudes, data):
     width = data.draw(st.integers(1, height - (poles == "reflect")))
     columns = min(width, longitudes) if columns is None else columns
     args = (width, poles, max(columns, 1))
-    on_threads(
-        ranks, assert_same_as_whole_globe, _PolePadded, args, (2, 2, height, longitudes)
-    )
+    on_threads(ranks, assert_same_as_whole_globe, _PolePadded, args, (2, 2, height, longitudes))
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])

@@ -9,12 +9,14 @@ import torch
 from torch import nn
 
 from credit_dp.domain_parallel import (
+    DomainParallelConv2d,
     HaloExchange,
     convert_to_domain_parallel,
     gather_tensor,
     shard_tensor,
 )
 from credit_dp.errors import UserError
+from tests.domain_parallel.equality import assert_same_as_whole_globe
 from tests.domain_parallel.test_convert import _model
 from tests.ranks import on_threads
 
@@ -203,7 +205,7 @@ def test_one_row_on_every_rank_is_refused_without_input_shape():
         inputs = [((row, number), True), ((number, row), False), ((row, field), False)]
         for given, field_first in inputs:
             model = convert_to_domain_parallel(_Scaled(field_first), manager)
-            with pytest.raises(UserError, match="every rank was given one row.* input_shape"):
+            with pytest.raises(UserError, match=r"every rank was given one row.* input_shape"):
                 model(*given)
         plain = _Scaled(True)
         model = convert_to_domain_parallel(
@@ -232,6 +234,51 @@ def test_copies_of_an_unplanned_model_plan_for_themselves():
             assert one[0]._planned == {8: 8}
 
     on_threads(2, copies)
+
+
+class _Keeps(nn.Module):
+    """Keeps what it has made before in a dictionary and in a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(2, 2, 3, padding=1)
+        self.made, self.past = {}, []
+
+    def forward(self, x):
+        if "scale" not in self.made:
+            self.made["scale"] = torch.full((2, 1, 1), 2.0, dtype=x.dtype)
+        self.past.append(x)
+        return self.conv(x) * self.made["scale"]
+
+
+def test_planning_leaves_what_a_model_keeps_alone():
+    on_threads(3, assert_same_as_whole_globe, _Keeps, (), (1, 2, 9, 6))
+
+
+class _AsksTypes(nn.Module):
+    """Does after a convolution what it does not do after its replacement."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Conv2d(2, 2, 3, padding=1), nn.GroupNorm(1, 2)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+            if isinstance(layer, nn.Conv2d):
+                x = torch.tanh(x)
+        return x
+
+
+def test_code_that_asks_for_the_type_of_a_sharded_layer_is_refused():
+    def refused(manager):
+        with pytest.raises(UserError, match=r"test_plan.py:\d+: .* the type of a sharded layer"):
+            _planned(manager, _AsksTypes(), (1, 2, 9, 6))
+        model = convert_to_domain_parallel(_AsksTypes().layers[:1], manager)
+        assert isinstance(model[0], DomainParallelConv2d)
+        assert not isinstance(model[0], nn.Conv2d)
+
+    on_threads(3, refused)
 
 
 def test_planning_leaves_state_and_modes_alone():

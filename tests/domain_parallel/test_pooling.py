@@ -106,9 +106,7 @@ def test_adaptive_pool(ranks, kind, spatial, height, rows, columns):
 
 
 def _indices(manager, kind, options, x, move):
-    model = convert_to_domain_parallel(
-        _model(kind, options), manager, input_shape=tuple(x.shape)
-    )
+    model = convert_to_domain_parallel(_model(kind, options), manager, input_shape=tuple(x.shape))
     made, indices = model(shard_tensor(x, manager=manager))
     return gather_tensor(made, manager=manager), gather_tensor(indices, manager=manager)
 
@@ -189,16 +187,12 @@ class _Checkpointed(nn.Module):
 
     def forward(self, x):
         # Thread ranks share one random state: putting it back would spoil what another one draws.
-        return checkpoint(
-            self.pools, self.conv(x), use_reentrant=False, preserve_rng_state=False
-        )
+        return checkpoint(self.pools, self.conv(x), use_reentrant=False, preserve_rng_state=False)
 
 
 @pytest.mark.parametrize("planned", [True, False])
 def test_recomputation_repeats_the_same_exchanges_on_every_rank(planned):
-    on_threads(
-        4, assert_same_as_whole_globe, _Checkpointed, (), (2, 2, 13, 6), 1e-12, 0.0, planned
-    )
+    on_threads(4, assert_same_as_whole_globe, _Checkpointed, (), (2, 2, 13, 6), 1e-12, 0.0, planned)
 
 
 def test_infinite_power_is_refused():

@@ -20,6 +20,7 @@ from credit_dp.domain_parallel import (
 from credit_dp.domain_parallel.build import NAMED_RULES
 from credit_dp.domain_parallel.dry_run import row_layers
 from credit_dp.domain_parallel.report import PlanReport
+from credit_dp.errors import UserError
 from credit_dp.models.unet import UNet
 from tests.domain_parallel.equality import _RANDOM
 from tests.ranks import on_threads
@@ -256,6 +257,13 @@ def test_every_place_that_mixes_rows_is_listed():
     mean, roll = _problems(_Mixes(), 8, 2)
     assert "aten.mean: mixes rows" in mean
     assert "aten.roll: mixes rows" in roll
+
+
+def test_no_ranks_and_no_input_are_refused():
+    with pytest.raises(UserError, match=r"^ranks: needs at least 1, got 0\.$"):
+        plan_report(nn.Conv2d(2, 2, 3), (1, 2, 9, 6), 0)
+    with pytest.raises(UserError, match=r"^input_shape: needs the whole globe's"):
+        plan_report(nn.Conv2d(2, 2, 3), (), 2)
 
 
 def test_one_rank_sends_nothing():

@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import nn
 
-from credit_dp.domain_parallel import gather_tensor, shard_tensor
+from credit_dp.domain_parallel import convert_to_domain_parallel, gather_tensor, shard_tensor
 from credit_dp.domain_parallel.layers import (
     DomainParallelInterpolate,
     DomainParallelPixelUnshuffle,
@@ -45,9 +45,7 @@ def test_upsample(ranks, mode, more, data):
     options = {"mode": mode, **data.draw(targets(ranks, height))}
     if mode in ("bilinear", "bicubic"):
         options["align_corners"] = data.draw(st.sampled_from([None, True, False]))
-    on_threads(
-        ranks, assert_same_as_whole_globe, _moved, (nn.Upsample, options), (2, 2, height, 5)
-    )
+    on_threads(ranks, assert_same_as_whole_globe, _moved, (nn.Upsample, options), (2, 2, height, 5))
 
 
 @given(
@@ -160,6 +158,20 @@ def test_interpolate_refuses(options, message):
     """Of 11 rows on 3 ranks bands have 4 or 3: such a size was meant for a band."""
     with pytest.raises(RankError, match=message):
         on_threads(3, _interpolated, torch.randn(1, 1, 11, 6), options, torch.float32)
+
+
+@pytest.mark.parametrize("layer", [nn.Upsample(scale_factor=1.5), nn.AdaptiveAvgPool2d((5, 3))])
+def test_training_after_inference_mode(layer):
+    def trained(manager):
+        model = nn.Sequential(layer)
+        sharded = convert_to_domain_parallel(model, manager, input_shape=(1, 2, 8, 6))
+        x = torch.randn(1, 2, 4, 6)
+        with torch.inference_mode():
+            sharded(x)
+        sharded(x.requires_grad_()).sum().backward()
+        assert x.grad is not None
+
+    on_threads(2, trained)
 
 
 def test_converted_upsample_may_make_as_many_rows_as_a_band_has():

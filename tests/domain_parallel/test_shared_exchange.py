@@ -210,9 +210,10 @@ def test_a_reader_called_alone():
 
 def _written(manager):
     whole, model, x = _sharded(manager, Changed)
-    with torch.no_grad():
-        y = gather_tensor(model(shard_tensor(x, manager=manager)), manager=manager)
-        assert error(y, whole(x)) <= 1e-6
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            y = gather_tensor(model(shard_tensor(x, manager=manager)), manager=manager)
+            assert error(y, whole(x)) <= 1e-6
 
 
 def test_a_tensor_written_to_between_two_readers():

@@ -19,16 +19,7 @@ from credit_dp.errors import UserError
 
 
 class _AdaptivePool(RowLayer, ABC):
-    """Pooling to a number of rows, each of a window that follows from the heights.
-
-    Args:
-        pool: the layer to shard; its output size is that of the whole globe, and not 1 along rows.
-        shard_dim: the row dimension of the input; by default -2, or -1 of one-dimensional pools.
-        manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
-
-    Shapes:
-        `(B, C, H_local, W)` -> `(B, C, H_out_local, W_out)`, or another number of dimensions.
-    """
+    """Pooling to a number of rows, each of a window that follows from the heights."""
 
     def __init__(
         self,
@@ -79,7 +70,16 @@ class _AdaptivePool(RowLayer, ABC):
 
 @final
 class DomainParallelAdaptiveAvgPool(_AdaptivePool, TapLayer):
-    """An `nn.AdaptiveAvgPool*d` to several rows, equal to that layer on the whole globe."""
+    """An `nn.AdaptiveAvgPool*d` to several rows, equal to that layer on the whole globe.
+
+    Args:
+        pool: the layer to shard; its output size is that of the whole globe, and not 1 along rows.
+        shard_dim: the row dimension of the input; by default -2, or -1 of one-dimensional pools.
+        manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
+
+    Shapes:
+        `(B, C, H_local, W)` -> `(B, C, H_out_local, W_out)`, or another number of dimensions.
+    """
 
     _kind_name = "avg"
 
@@ -97,7 +97,8 @@ class DomainParallelAdaptiveAvgPool(_AdaptivePool, TapLayer):
 class DomainParallelAdaptiveMaxPool(_AdaptivePool, WindowLayer):
     """An `nn.AdaptiveMaxPool*d` to several rows, equal to that layer on the whole globe.
 
-    `return_indices` returns positions on the whole globe.
+    `return_indices` returns positions on the whole globe. See `DomainParallelAdaptiveAvgPool` for
+    arguments and shapes.
     """
 
     _kind_name = "max"

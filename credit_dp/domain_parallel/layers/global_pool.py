@@ -34,16 +34,7 @@ def size_along(pool: AvgPool | MaxPool, dim: int) -> int | None:
 
 
 class _GlobalPool(StatisticsLayer, ABC):
-    """Pooling of all bands to one row, the same on every rank.
-
-    Args:
-        pool: the layer to shard; its output size is 1 along the rows.
-        shard_dim: the input's row dimension, until the plan finds it elsewhere.
-        manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
-
-    Shapes:
-        `(B, C, H_local, W)` -> `(B, C, 1, W_out)`, or another number of dimensions.
-    """
+    """Pooling of all bands to one row, the same on every rank."""
 
     makes_rows = False
 
@@ -71,7 +62,16 @@ class _GlobalPool(StatisticsLayer, ABC):
 
 @final
 class DomainParallelGlobalAvgPool(_GlobalPool):
-    """An `AdaptiveAvgPool` to one row, equal to that layer on the whole globe."""
+    """An `AdaptiveAvgPool` to one row, equal to that layer on the whole globe.
+
+    Args:
+        pool: the layer to shard; its output size is 1 along the rows.
+        shard_dim: the input's row dimension, until the plan finds it elsewhere.
+        manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
+
+    Shapes:
+        `(B, C, H_local, W)` -> `(B, C, 1, W_out)`, or another number of dimensions.
+    """
 
     def reduce(self, x: Tensor, bands: Bands) -> Tensor:
         """Weigh the means of all bands by their rows."""
@@ -85,7 +85,7 @@ class DomainParallelGlobalMaxPool(_GlobalPool):
     """An `AdaptiveMaxPool` to one row, equal to that layer on the whole globe.
 
     As in torch, the first of several equal maxima gets the gradient, and `return_indices` returns
-    where it is in the whole globe.
+    where it is in the whole globe. See `DomainParallelGlobalAvgPool` for arguments and shapes.
     """
 
     def reduce(self, x: Tensor, bands: Bands) -> Tensor | tuple[Tensor, Tensor]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple, final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -72,33 +70,38 @@ class _Piece(NamedTuple):
     channels: slice
 
 
-def _pieces(x: Tensor, groups: int) -> Iterator[_Piece]:
-    """Cut a batch into samples and groups that fit in the cache."""
+def _pieces(x: Tensor, groups: int) -> list[_Piece]:
+    """Cut a batch into samples and groups that fit in the cache.
+
+    Of two passes one goes backwards: it starts with what the one before has left in the cache.
+    """
     samples, channels = x.shape[:2]
     width = channels // groups
     at_once = max(1, CACHED * groups // max(1, x[0].numel()))
-    if x.is_meta:  # nothing to keep in a cache
-        at_once = samples * groups
     some_groups, some_samples = min(groups, at_once), max(1, at_once // groups)
-    for s in range(0, samples, some_samples):
-        for g in range(0, groups, some_groups):
-            stop = min(g + some_groups, groups)
-            yield _Piece(slice(s, s + some_samples), slice(g, stop), slice(g * width, stop * width))
+    return [
+        _Piece(
+            slice(s, s + some_samples),
+            slice(g, min(g + some_groups, groups)),
+            slice(g * width, min(g + some_groups, groups) * width),
+        )
+        for s in range(0, samples, some_samples)
+        for g in range(0, groups, some_groups)
+    ]
 
 
 def _local_moments(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     """Mean and variance of each sample's groups, `(B, G)`."""
     wide, area = wide_dtype(x), x[0, 0].numel()
-    mean, variance = x.new_empty((2, len(x), groups), dtype=wide)
-    for samples, some, channels in _pieces(x, groups):
+    mean, inverse = x.new_empty((2, len(x), groups), dtype=wide)
+    for samples, some, channels in reversed(_pieces(x, groups)):
         part = x[samples, channels].to(wide).contiguous()
         # eps 0 makes this one stable pass; a constant group has an infinite rstd.
         _, means, rstd = torch.native_group_norm(
             part, None, None, len(part), part.shape[1], area, some.stop - some.start, 0.0
         )
-        mean[samples, some] = means
-        variance[samples, some] = torch.where(rstd.isinf(), 0.0, rstd.pow(-2))
-    return mean, variance
+        mean[samples, some], inverse[samples, some] = means, rstd
+    return mean, torch.where(inverse.isinf(), 0.0, inverse.pow(-2))
 
 
 def _global_moments(
@@ -113,13 +116,32 @@ def _global_moments(
     return mean, (share * (variances + (means - mean).square())).sum(0)
 
 
-def _affine(x: Tensor, center: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """Return `(x - center) * scale + shift`, in the factors' precision; they are `(B, C)`."""
-    # What a batch norm does that is evaluated, in one pass.
-    center, scale, shift = (factor.flatten() for factor in (center, scale, shift))
-    ones, flat = torch.ones_like(center), _as_one_sample(x)
-    made = F.batch_norm(flat, center, ones, scale, shift, training=False, eps=0.0)
-    return torch.ops.aten._unsafe_view(made, x.shape)  # a view could not be changed in place
+class _Factors(NamedTuple):
+    """What channels are centered, scaled and shifted by: `(B, C)` each, of one type."""
+
+    center: Tensor
+    scale: Tensor
+    shift: Tensor
+
+
+def _affine(
+    x: Tensor, groups: int, by: _Factors, added: tuple[Tensor, Tensor] | None = None
+) -> Tensor:
+    """Return `(x - center) * scale + shift`, plus a field times its factors if there is one."""
+    made = torch.empty_like(x, memory_format=torch.contiguous_format)
+    for samples, _, channels in _pieces(x, groups):
+        at = samples, channels
+        unused = [by.center.new_empty(0) for _ in range(2)]
+        center, scale, shift = (factor[at].flatten() for factor in by)
+        # What a batch norm does that is evaluated, in one pass.
+        torch.native_batch_norm(
+            _as_one_sample(x[at]), scale, shift, center, torch.ones_like(center), False, 0.0, 0.0,
+            out=(_as_one_sample(made[at]), *unused),
+        )  # fmt: skip
+        if added is not None:
+            field, factor = added
+            made[at].addcmul_(field[at], _as_field(factor[at], x))
+    return made
 
 
 class _GlobalGroupNorm(torch.autograd.Function):
@@ -145,7 +167,7 @@ class _GlobalGroupNorm(torch.autograd.Function):
         if weight is not None:
             scale = scale * weight
         shift = torch.zeros_like(scale) if bias is None else bias.expand_as(scale)
-        return _affine(x, _per_channel(mean, x), scale, shift)
+        return _affine(x, groups, _Factors(_per_channel(mean, x), scale, shift))
 
     @staticmethod
     @once_differentiable
@@ -160,9 +182,10 @@ class _GlobalGroupNorm(torch.autograd.Function):
             totals = ctx.transport.sum(weighted.unflatten(2, (ctx.groups, -1)).sum(3))
             of_std, of_mean = totals / (x.shape[1] // ctx.groups * ctx.area)
             factors = (mean, -of_std * rstd.square(), -of_mean * rstd)
-            grad_x = _affine(x, *(_per_channel(factor, x) for factor in factors))
+            by = _Factors(*(_per_channel(factor, x) for factor in factors))
             scale = _per_channel(rstd, x)
-            grad_x.addcmul_(grad, _as_field(scale if weight is None else scale * weight, x))
+            scale = scale if weight is None else scale * weight
+            grad_x = _affine(x, ctx.groups, by, (grad, scale))
         return (
             grad_x,
             grad_weight if needs_weight else None,
@@ -173,14 +196,20 @@ class _GlobalGroupNorm(torch.autograd.Function):
 
 def _cotangent_sums(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
     """Each channel's sum of `grad` times standardised `x`, and of `grad`: `(2, B, C)`."""
-    center, scale = _per_channel(mean, x), _per_channel(rstd, x)
-    ones = torch.ones_like(center).flatten()
-    # The gradients of what `_affine` scales and shifts by; unlike a group norm's, of centered sums.
-    settings = (ones, center.flatten(), ones, None, None, False, 0.0, [False, True, True])
-    _, of_scale, of_shift = torch.ops.aten.native_batch_norm_backward(
-        _as_one_sample(grad), _as_one_sample(x), *settings
-    )
-    return torch.stack([of_scale.view_as(scale) * scale, of_shift.view_as(scale)])
+    sums = mean.new_empty((2, *x.shape[:2]))
+    centers = _per_channel(mean, x)
+    for samples, _, channels in reversed(_pieces(x, mean.shape[1])):
+        at = samples, channels
+        center = centers[at].flatten()
+        parts = (_as_one_sample(grad[at]), _as_one_sample(x[at]), torch.ones_like(center), center)
+        # The gradients of what `_affine` scales and shifts by; unlike a group norm's, centered.
+        _, *made = torch.ops.aten.native_batch_norm_backward(
+            *parts, torch.ones_like(center), None, None, False, 0.0, [False, True, True]
+        )
+        for total, its in zip(sums, made, strict=True):
+            total[at].copy_(its.view_as(total[at]))
+    sums[0] *= _per_channel(rstd, x)
+    return sums
 
 
 def _as_one_sample(x: Tensor) -> Tensor:

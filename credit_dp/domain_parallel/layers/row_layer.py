@@ -43,7 +43,25 @@ class Bands(NamedTuple):
     made: RowPartition
 
 
-class RowLayer(nn.Module, ABC):
+class _SeenAsWrapped:
+    """In the plan's run of the whole globe `isinstance` sees a wrapped layer, else its wrapper.
+
+    Code that decides by the type of a layer then differs between the runs, and is refused.
+    """
+
+    @property
+    def __class__(self) -> Any:
+        planner = active_planner()
+        if planner is None or not planner.on_globe:
+            return type(self)
+        return type(self.__dict__.get("wrapped", self))
+
+    @__class__.setter
+    def __class__(self, kind: type) -> None:
+        object.__dict__["__class__"].__set__(self, kind)
+
+
+class RowLayer(_SeenAsWrapped, nn.Module, ABC):
     """A layer whose output rows depend on rows of other bands.
 
     `makes_rows`: whether the output is cut into bands too; else it is the same on every rank, and

@@ -72,6 +72,7 @@ class RowTaps:
 
 
 @_disable_dynamo  # as torch.compiler.disable, which takes a second to import
+@torch.inference_mode(False)  # a table is kept, maybe for training
 @torch.no_grad()
 def taps_of(operator: Operator, height: int, dtype: torch.dtype, device: torch.device) -> RowTaps:
     """Return the table of an operator that maps `(1, C, height, 1)` to `(1, C, H_out, 1)`.

@@ -28,8 +28,9 @@ def overridden(module: nn.Module) -> str | None:
     if layer is None or layer is kind:
         return None
     known = {*dir(layer), *module.__dict__, *module._parameters, *module._buffers}
-    own = [name for base in kind.__mro__[: kind.__mro__.index(layer)] for name in vars(base)]
-    return next((name for name in sorted(own, key="forward".__ne__) if name in known and _acts(name)), None)
+    before = kind.__mro__[: kind.__mro__.index(layer)]
+    own = [name for base in before for name in vars(base) if name in known and _acts(name)]
+    return min(own, key="forward".__ne__, default=None)
 
 
 def _acts(name: str) -> bool:

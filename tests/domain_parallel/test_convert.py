@@ -151,7 +151,7 @@ class _GlobeNorm(nn.Module):
     [
         (nn.SyncBatchNorm(4), "0: SyncBatchNorm has no rule for bands of rows"),
         (nn.FractionalMaxPool2d(2, 2), "0: FractionalMaxPool2d has no rule"),
-        (nn.MultiheadAttention(4, 2), "0: MultiheadAttention has no rule"),
+        (nn.LSTM(4, 4), "0: LSTM has no rule"),
     ],
 )
 def test_layers_without_a_rule_are_refused(layer, message):

@@ -55,7 +55,7 @@ class DomainParallelGroupNorm(StatisticsLayer):
         wide = wide_dtype(x)
         weight, bias = (p if p is None else p.to(wide) for p in (self.weight, self.bias))
         rows, transport = bands.taken.sizes, self.manager.transport
-        area = x[0, 0].numel() // x.shape[self.dim] * bands.taken.height
+        area = x.shape[2:].numel() // x.shape[self.dim] * bands.taken.height
         made: Tensor = _GlobalGroupNorm.apply(  # type: ignore[no-untyped-call]
             x, weight, bias, self.num_groups, self.eps, rows, area, transport
         )
@@ -77,7 +77,9 @@ def _pieces(x: Tensor, groups: int) -> list[_Piece]:
     """
     samples, channels = x.shape[:2]
     width = channels // groups
-    at_once = max(1, CACHED * groups // max(1, x[0].numel()))
+    at_once = max(1, CACHED * groups // max(1, x.shape[1:].numel()))
+    if x.is_meta:  # nothing to keep in a cache
+        at_once = samples * groups
     some_groups, some_samples = min(groups, at_once), max(1, at_once // groups)
     return [
         _Piece(
@@ -92,7 +94,7 @@ def _pieces(x: Tensor, groups: int) -> list[_Piece]:
 
 def _local_moments(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
     """Mean and variance of each sample's groups, `(B, G)`."""
-    wide, area = wide_dtype(x), x[0, 0].numel()
+    wide, area = wide_dtype(x), x.shape[2:].numel()
     mean, inverse = x.new_empty((2, len(x), groups), dtype=wide)
     for samples, some, channels in reversed(_pieces(x, groups)):
         part = x[samples, channels].to(wide).contiguous()

@@ -17,13 +17,17 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # A training command of a page is run at this size; `make` targets are looked at, not run.
 SMALL = "experiment=fast"
-# Pages whose blocks work at full size.
-SLOW = {"quickstart-climate.md": pytest.mark.slow}
+# Blocks that take long: pages that work at full size, and five trainings in a row.
+SLOW = {"quickstart-climate.md": pytest.mark.slow, "README.md-4": pytest.mark.slow}
 
 
 def _blocks(language):
     return [
-        pytest.param(text, id=f"{page.name}-{number}", marks=SLOW.get(page.name, ()))
+        pytest.param(
+            text,
+            id=f"{page.name}-{number}",
+            marks=SLOW.get(page.name, SLOW.get(f"{page.name}-{number}", ())),
+        )
         for page in PAGES
         for number, (kind, text) in enumerate(BLOCK.findall(page.read_text()))
         if kind == language

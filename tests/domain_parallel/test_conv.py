@@ -132,7 +132,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CASES)
 def test_on_gloo_ranks(ranks, name):
     # Rows that no number of ranks divides, and whose bands no stride does.

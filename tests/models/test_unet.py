@@ -30,7 +30,7 @@ def test_sharded_equals_whole(ranks, rows, poles):
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("rows", [32, 121, 181])
+@pytest.mark.parametrize("rows", [32, pytest.param(121, marks=pytest.mark.slow), 181])
 def test_sharded_equals_whole_on_processes(ranks, rows):
     on_processes(ranks, assert_same_as_whole_globe, _unet, (), (1, 5, rows, 8), MODEL)
 

@@ -50,7 +50,7 @@ def assert_same(found: list[Trajectory], wanted: Trajectory) -> None:
         assert torch.equal(vector, found[0][1])
 
 
-@pytest.mark.parametrize("rows", [32, 121, 181])
+@pytest.mark.parametrize("rows", [32, pytest.param(121, marks=pytest.mark.slow), 181])
 @pytest.mark.parametrize("domain", [2, 3, 4])
 def test_ten_steps_are_the_same_on_any_number_of_bands(stores, rows, domain):
     config, wanted = stores(rows)

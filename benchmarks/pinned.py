@@ -1,4 +1,4 @@
-"""Two gloo ranks of one thread each, pinned to a core each, for the benchmarks beside this file."""
+"""Gloo ranks of one thread each, pinned to cores, for the benchmarks beside this file."""
 
 from __future__ import annotations
 
@@ -17,17 +17,20 @@ from credit_dp.domain_parallel import DomainParallelManager
 RANKS = 2
 
 
-def on_pinned_ranks(fn: Callable[..., Any], *args: Any) -> list[Any]:
-    """Return what `fn(manager, *args)` returns on each of two fresh ranks."""
+def on_pinned_ranks(fn: Callable[..., Any], *args: Any, ranks: int = RANKS) -> list[Any]:
+    """Return what `fn(manager, *args)` returns on each of `ranks` fresh ranks.
+
+    More ranks than cores share them, and tell nothing about time.
+    """
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < RANKS:
         raise SystemExit(f"benchmarks need {RANKS} cores, this process may use {len(cores)}.")
     context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
-        for rank in range(RANKS):
+        for rank in range(ranks):
             mine, theirs = context.Pipe(duplex=False)
-            setting = (rank, cores[rank], f"file://{folder}/store", theirs)
+            setting = (rank, ranks, cores[rank % len(cores)], f"file://{folder}/store", theirs)
             process = context.Process(target=_rank, args=(setting, fn, args))
             process.start()
             theirs.close()
@@ -40,12 +43,12 @@ def on_pinned_ranks(fn: Callable[..., Any], *args: Any) -> list[Any]:
 
 
 def _rank(
-    setting: tuple[int, int, str, Connection], fn: Callable[..., Any], args: tuple[Any, ...]
+    setting: tuple[int, int, int, str, Connection], fn: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
-    rank, core, store, pipe = setting
+    rank, ranks, core, store, pipe = setting
     os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
-    pipe.send(fn(DomainParallelManager(RANKS, RANKS), *args))
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
+    pipe.send(fn(DomainParallelManager(ranks, ranks), *args))
     dist.barrier()
     dist.destroy_process_group()

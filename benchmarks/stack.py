@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import argparse
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from peak import forget_peak, peak, resident
 from pinned import RANKS, on_pinned_ranks
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -69,16 +69,11 @@ def growth(manager: DomainParallelManager, kind: str) -> int:
     model = build(manager, kind)
     step(model, torch.randn(1, 64, BAND[-2], 8, requires_grad=True))
     x = torch.randn(BAND, requires_grad=True)
-    before = _status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
+    before = resident()
+    forget_peak()
     for _ in range(3):
         step(model, x)
-    return _status("VmHWM") - before
-
-
-def _status(key: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(key))
+    return peak() - before
 
 
 def saved(model: nn.Module, shape: tuple[int, ...]) -> int:

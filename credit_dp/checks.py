@@ -55,6 +55,14 @@ def not_empty(key: str, values: Sequence[object]) -> None:
         raise UserError(f"{key}: needs at least one entry, got an empty list")
 
 
+def of_length(key: str, values: Sequence[object], length: int, like: str = "") -> None:
+    """Refuse a list that has not `length` entries, as many as that of the key `like`."""
+    if len(values) != length:
+        many = "entry" if length == 1 else "entries"
+        as_many = f", as many as {like}" if like else ""
+        raise UserError(f"{key}: needs {length} {many}{as_many}, got {len(values)}")
+
+
 def no_repeats(key: str, values: Sequence[object]) -> None:
     """Refuse a list that names something twice."""
     twice = next((value for value in values if list(values).count(value) > 1), None)

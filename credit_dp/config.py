@@ -13,6 +13,31 @@ from omegaconf import MISSING
 
 from credit_dp import checks
 from credit_dp.errors import UserError
+from credit_dp.model_config import (
+    CrossFormerConfig,
+    ModelConfig,
+    OwnModelConfig,
+    PanguConfig,
+    UNetConfig,
+)
+
+__all__ = [
+    "Config",
+    "CrossFormerConfig",
+    "DataConfig",
+    "LoggerConfig",
+    "LossConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "OwnModelConfig",
+    "PanguConfig",
+    "ParallelConfig",
+    "QuickstartConfig",
+    "RunConfig",
+    "TrainerConfig",
+    "UNetConfig",
+    "as_dict",
+]
 
 
 @dataclass
@@ -24,65 +49,6 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         checks.folder_name("run.name", self.name)
-
-
-@dataclass
-class ModelConfig:
-    """What the config of every model has; each model adds keys in a class of its own."""
-
-    name: str = MISSING
-
-    def coarsest_rows(self, height: int) -> int:
-        """Rows of the coarsest level on a grid of `height` rows, as far as the keys tell."""
-        return height
-
-
-@dataclass
-class OwnModelConfig(ModelConfig):
-    """The config of a model that another package brings.
-
-    Derive from it, name the class in that package's entry points of the group `credit_dp.models`,
-    and `model=NAME` chooses it. Keep torch out of the module's imports: `--help` imports it.
-    """
-
-    def build(self, in_channels: int, out_channels: int, grid: tuple[int, int]) -> Any:
-        """Build the `nn.Module` for a grid of (rows, columns).
-
-        Its class may have `row_rules`, a table of module type -> name of a sharding rule.
-
-        Shapes:
-            it maps `(B, in_channels, H, W)` -> `(B, out_channels, H, W)`.
-        """
-        raise NotImplementedError
-
-
-@dataclass
-class UNetConfig(ModelConfig):
-    """Width and depth of the U-Net: one entry of `channels` per level, finest first."""
-
-    name: str = "unet"
-    channels: list[int] = field(default_factory=lambda: [32, 64, 128])
-    blocks: int = 2
-    groups: int = 8
-    poles: str = "reflect"  # reflect | zeros | earth
-
-    def __post_init__(self) -> None:
-        checks.one_of("model.name", self.name, ("unet",))
-        checks.not_empty("model.channels", self.channels)
-        checks.at_least("model.channels", min(self.channels), 1)
-        checks.at_least("model.blocks", self.blocks, 1)
-        checks.at_least("model.groups", self.groups, 1)
-        checks.one_of("model.poles", self.poles, ("reflect", "zeros", "earth"))
-        odd = next((width for width in self.channels if width % self.groups), None)
-        if odd is not None:
-            raise UserError(
-                f"model.channels: needs multiples of model.groups ({self.groups}), got {odd}"
-            )
-
-    def coarsest_rows(self, height: int) -> int:
-        """Rows of the coarsest level on a grid of `height` rows; each level halves, rounding up."""
-        factor: int = 2 ** (len(self.channels) - 1)
-        return -(-height // factor)
 
 
 @dataclass

@@ -26,6 +26,7 @@ from credit_dp.domain_parallel import (
     shard_tensor,
 )
 from credit_dp.domain_parallel.build import shard_model
+from credit_dp.fields import Fields
 from credit_dp.launch import Ranks
 from credit_dp.mesh import build_manager, device_of
 from credit_dp.models import build_model
@@ -133,7 +134,7 @@ def step_error(manager: DomainParallelManager, device: torch.device) -> float:
     torch.manual_seed(0)
     config = UNetConfig(channels=[8, 16], blocks=1, groups=4)
     grid = (field.shape[-2], COLUMNS)
-    plain = build_model(config, CHANNELS, CHANNELS, grid).to(device, torch.float64)
+    plain = build_model(config, Fields.flat(CHANNELS), grid).to(device, torch.float64)
     sharded = shard_model(copy.deepcopy(plain), manager, tuple(field.shape))
     output = plain(field)
     output.square().sum().backward()

@@ -26,7 +26,7 @@ from credit_dp.checks import nearest
 from credit_dp.command.explain import explain
 from credit_dp.command.folders import register_resolvers
 from credit_dp.command.keys import check_key
-from credit_dp.command.own_models import own_models
+from credit_dp.command.own_models import all_own_models, how_to_register, node_of
 from credit_dp.command.user_files import UserFiles
 from credit_dp.config import Config
 from credit_dp.errors import UserError
@@ -37,6 +37,8 @@ PACKAGE = Path(__file__).resolve().parents[1]
 SCHEMAS: Mapping[tuple[str | None, str], type] = {
     (None, "schema"): Config,
     ("model", "schema_unet"): schemas.UNetConfig,
+    ("model", "schema_pangu"): schemas.PanguConfig,
+    ("model", "schema_crossformer"): schemas.CrossFormerConfig,
     ("data", "schema"): schemas.DataConfig,
     ("parallel", "schema"): schemas.ParallelConfig,
     ("trainer", "schema"): schemas.TrainerConfig,
@@ -178,17 +180,22 @@ def check_choice(group: str, override: Override, choices: list[str]) -> None:
         if choice not in choices:
             raise UserError(
                 f"{group}: needs one of {', '.join(choices)}, got {choice!r}."
-                f"{nearest(choice, choices)}"
+                f"{nearest(choice, choices)}{how_to_register() if group == 'model' else ''}"
             )
 
 
 def register_schemas() -> None:
-    """Tell Hydra the dataclass of each group, so that types are checked as files are merged."""
+    """Tell Hydra the dataclass of each group, so that types are checked as files are merged.
+
+    Raises:
+        UserError: a model of the user's own can't be used.
+    """
     store = ConfigStore.instance()
     for (group, name), schema in SCHEMAS.items():
         store.store(group=group, name=name, node=schema, provider="credit_dp")
-    for name, own in own_models().items():
-        store.store(group="model", name=name, node=own(name=name), provider="credit_dp")
+    ours = {path.stem for path in (conf_folder() / "model").glob("*.yaml")}
+    for name, own in all_own_models(ours).items():
+        store.store(group="model", name=name, node=node_of(name, own), provider="credit_dp")
 
 
 def search_path(extra: str | None) -> ConfigSearchPath:

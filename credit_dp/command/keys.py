@@ -7,6 +7,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from credit_dp.checks import nearest
 from credit_dp.config import Config, ModelConfig, OwnModelConfig
 from credit_dp.errors import UserError
+from credit_dp.model_config import BlocksConfig
 
 WORDS: dict[Any, str] = {
     int: "an integer",
@@ -57,7 +58,10 @@ def hints_of(schema: Any) -> dict[str, Any]:
 
 def models() -> list[type[ModelConfig]]:
     """The config class of every model that is known."""
-    return [*ModelConfig.__subclasses__(), *OwnModelConfig.__subclasses__()]
+    kinds = ModelConfig.__subclasses__()
+    for kind in kinds:  # which grows on the way: a model may derive from another one
+        kinds += kind.__subclasses__()
+    return [kind for kind in kinds if kind not in (OwnModelConfig, BlocksConfig)]
 
 
 def unknown_key(key: str, place: str, names: list[str]) -> str:

@@ -30,7 +30,7 @@ def read_question(arguments: Sequence[str], program: str, help_text: str) -> Que
     if args.help:
         sys.stdout.write(help_text.format(program=program))
         return None
+    composer = Composer(program.rpartition(" ")[2])  # from here on the user's models are known
     overrides = parse_overrides(args.overrides)
-    composer = Composer(program.rpartition(" ")[2])
     check_overrides(overrides, composer.groups)
     return Question(check_run(composer, overrides), args.json)

@@ -67,11 +67,14 @@ def report_of(config: Config) -> "VerifyReport":
     from credit_dp.domain_parallel.build import declared_converters
     from credit_dp.domain_parallel.verify import verify_domain_parallel
     from credit_dp.models import build_model
+    from credit_dp.models.blocks import draw_depths
 
-    grid, channels = small_grid(config.data), expected_channels(config.data)
+    grid = small_grid(config.data)
+    fields = expected_channels(config.data).fields(config.model.frames)
     torch.manual_seed(config.seed)
-    model = build_model(config.model, channels.inputs, channels.outputs, grid)
-    shape, rules = (BATCH, channels.inputs, *grid), declared_converters(model)
+    model = build_model(config.model, fields, grid)
+    draw_depths(model, config.seed, 0, range(BATCH))
+    shape, rules = (BATCH, fields.inputs, *grid), declared_converters(model)
     return verify_domain_parallel(
         lambda: model, shape, ranks, custom_converters=rules, seed=config.seed
     )

@@ -59,5 +59,15 @@ def one_step_pairs(
     return np.flatnonzero(found), place[found]
 
 
+def with_steps(
+    times: NDArray[np.datetime64], step_hours: int, before: int, after: int
+) -> NDArray[np.datetime64]:
+    """The times that have the `before` steps before them and the `after` steps after them too."""
+    found = np.ones(len(times), dtype=bool)
+    for step in range(-before, after + 1):
+        found &= np.isin(times + step * np.timedelta64(step_hours, "h"), times)
+    return times[found]
+
+
 def _minute(time: np.datetime64) -> str:
     return str(time.astype("datetime64[m]"))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from credit_dp.data.normalise import Normaliser
 from credit_dp.data.prepare import Prepared
-from credit_dp.data.sampling import SampleSequence, sample_times
+from credit_dp.data.sampling import SampleSequence, frame_steps, sample_times
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,9 @@ class Batch:
     """Samples on one band of rows, normalised.
 
     Shapes:
-        `now`, `target`: `(B, C, h, W)`; `forcing`, at the time of `now`: `(B, F, h, W)`;
-        `static`: `(B, S, h, W)`; `times`, of `now`: `(B,)` datetime64[ns].
+        `now`: `(B, frames * C, h, W)`, the states of so many steps, the newest last; `target`, one
+        step after that: `(B, C, h, W)`; `forcing`, at the newest one's time: `(B, F, h, W)`;
+        `static`: `(B, S, h, W)`; `times`, of the newest: `(B,)` datetime64[ns].
     """
 
     now: Tensor
@@ -58,14 +59,16 @@ class Loader:
         dtype: torch.dtype = torch.float32,
         prefetch: int = 2,
         device: torch.device | None = None,
+        frames: int = 1,
     ) -> None:
-        """Read `rows` of the samples of `split`; `prefetch=0` reads when asked.
+        """Read `rows` of the samples of `split`, of `frames` states; `prefetch=0` reads when asked.
 
         Raises:
             ValueError: the sequence was made for another number of samples.
         """
         self._store = prepared.store
-        self._times = sample_times(prepared, split)
+        self._times = sample_times(prepared, split, frames)
+        self._steps = frame_steps(frames, prepared.store.config.step_hours, later=1)
         if len(self._times) != sequence.count:
             raise ValueError(f"{split} has {len(self._times)} samples, not {sequence.count}")
         self._rows = rows
@@ -121,10 +124,10 @@ class Loader:
 
     def _read(self, number: int) -> Batch:
         times = self._times[self._sequence.indices(number)]
-        step = np.timedelta64(self._store.config.step_hours, "h")
         # Now and next in one read: a chunk that holds both is read once.
-        pairs = [self._store.read_times(np.array([t, t + step]), self._rows) for t in times]
-        now, target = (self._normaliser.state(np.stack(side)) for side in zip(*pairs, strict=True))
+        samples = [self._store.read_times(t + self._steps, self._rows) for t in times]
+        now = self._normaliser.state(np.concatenate([s[None, :-1] for s in samples])).flatten(1, 2)
+        target = self._normaliser.state(np.stack([sample[-1] for sample in samples]))
         forcing = self._normaliser.forcing(self._store.forcing_times(times, self._rows))
         if self._static is None:
             self._static = self._normaliser.static(self._store.static(self._rows))

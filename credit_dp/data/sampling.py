@@ -7,37 +7,56 @@ import numpy as np
 from numpy.typing import NDArray
 
 from credit_dp import checks
-from credit_dp.data.dates import one_step_pairs, split_span
+from credit_dp.data.dates import split_span, with_steps
 from credit_dp.data.prepare import Prepared
 from credit_dp.errors import UserError
 
 Times = NDArray[np.datetime64]
 
 
-def sample_times(prepared: Prepared, split: str) -> Times:
-    """All times of a split whose next step lies in the split too: `(N,)`, rising.
+def frame_steps(frames: int, step_hours: int, later: int = 0) -> NDArray[np.timedelta64]:
+    """What is added to a time to get those of its states, oldest first, and of `later` steps."""
+    return np.arange(1 - frames, later + 1) * np.timedelta64(step_hours, "h")
+
+
+def sample_times(prepared: Prepared, split: str, frames: int = 1) -> Times:
+    """All times of a split whose states and next step lie in the split too: `(N,)`, rising.
+
+    A sample has the states of `frames` times, each one step after the other, the last one at its
+    own. None spans a gap, for a gap is a step that is missing.
 
     Raises:
-        UserError: the dates are outside the store, or no two are one step apart.
+        UserError: the dates are outside the store, or no time has its steps.
     """
     store = prepared.store
     config = store.config
     times = store.times[split_span(config, split, store.times)]
-    now, _ = one_step_pairs(times, config.step_hours)
-    if not len(now):
+    found = with_steps(times, config.step_hours, frames - 1, 1)
+    if not len(found) and frames == 1:
         raise UserError(
             f"{config.store}: no two dates of data.{split} are {config.step_hours} hours apart. "
             f"Change data.step_hours or data.{split}."
         )
-    return times[now]
+    if not len(found):
+        raise UserError(
+            f"{config.store}: a sample needs {frames + 1} dates of data.{split}, each "
+            f"{config.step_hours} hours after the one before, and there are none. "
+            f"Lower model.frames, or change data.step_hours or data.{split}."
+        )
+    return found
 
 
 def initial_times(
-    prepared: Prepared, split: str, lead_hours: Sequence[int], stride_hours: int
+    prepared: Prepared,
+    split: str,
+    lead_hours: Sequence[int],
+    stride_hours: int,
+    frames: int = 1,
 ) -> Times:
     """Times from which a forecast to the longest lead can be made and judged: `(N,)`, rising.
 
-    Every step on the way is in the split, and neighbours are at least `stride_hours` apart.
+    The `frames` states it starts from and every step on the way are in the split, and neighbours
+    are at least `stride_hours` apart.
 
     Raises:
         UserError: a lead is not a whole number of steps, or no time has such a window.
@@ -47,18 +66,15 @@ def initial_times(
     step = config.step_hours
     checks.leads(lead_hours, step)
     times = store.times[split_span(config, split, store.times)]
-    present = set(times.astype(np.int64).tolist())
-    steps = np.arange(0, max(lead_hours) + step, step).astype("timedelta64[h]")
     chosen: list[np.datetime64] = []
-    for time in times:
-        if chosen and time - chosen[-1] < np.timedelta64(stride_hours, "h"):
-            continue
-        if present.issuperset((time + steps).astype("datetime64[ns]").astype(np.int64).tolist()):
+    for time in with_steps(times, step, frames - 1, max(lead_hours) // step):
+        if not chosen or time - chosen[-1] >= np.timedelta64(stride_hours, "h"):
             chosen.append(time)
     if not chosen:
+        states, fewer = (f" from {frames} states", " or model.frames") if frames > 1 else ("", "")
         raise UserError(
-            f"{config.store}: no forecast of {max(lead_hours)} hours fits into data.{split}. "
-            f"Give data.{split} more dates, or lower trainer.evaluate_hours."
+            f"{config.store}: no forecast of {max(lead_hours)} hours{states} fits into "
+            f"data.{split}. Give data.{split} more dates, or lower trainer.evaluate_hours{fewer}."
         )
     return np.array(chosen, dtype="datetime64[ns]")
 

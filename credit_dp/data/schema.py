@@ -4,6 +4,8 @@ import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from credit_dp.fields import Fields
+
 
 @dataclass(frozen=True)
 class Channel:
@@ -26,10 +28,17 @@ class Channels:
     forcing: tuple[str, ...]
     static: tuple[str, ...]
 
-    @property
-    def inputs(self) -> int:
-        """Channels that go in: prognostic, then forcing, then static."""
-        return len(self.prognostic) + len(self.forcing) + len(self.static)
+    def fields(self, frames: int = 1) -> Fields:
+        """What a model that takes `frames` states is told about its channels."""
+        upper: dict[str, list[int]] = {}
+        surface = []
+        for place, channel in enumerate(self.prognostic):
+            if channel.level is None:
+                surface.append(place)
+            else:
+                upper.setdefault(channel.variable, []).append(place)
+        others = len(self.forcing) + len(self.static)
+        return Fields(tuple(map(tuple, upper.values())), tuple(surface), others, frames)
 
     @property
     def outputs(self) -> int:

@@ -11,14 +11,19 @@ from credit_dp.domain_parallel.layers import (
     DomainParallelMatchRows,
     DomainParallelPeriodicConv2d,
     DomainParallelPolePad,
+    DomainParallelRowGroups,
+    DomainParallelStochasticDepth,
 )
 from credit_dp.domain_parallel.manager import DomainParallelManager
+from credit_dp.errors import UserError
 
 # What a model may name in its `row_rules`: module type -> one of these.
 NAMED_RULES: dict[str, Converter] = {
     "periodic_conv": DomainParallelPeriodicConv2d,
     "match_rows": DomainParallelMatchRows,
     "pole_pad": DomainParallelPolePad,
+    "row_groups": DomainParallelRowGroups,
+    "stochastic_depth": DomainParallelStochasticDepth,
     "keep": lambda module: module,
 }
 
@@ -40,6 +45,16 @@ def shard_model(
 
 
 def declared_converters(model: nn.Module) -> dict[type[nn.Module], Converter]:
-    """Return the rules that a model names in its `row_rules`, if it has any, as converters."""
+    """Return the rules that a model names in its `row_rules`, if it has any, as converters.
+
+    Raises:
+        UserError: there is no rule of a name.
+    """
     rules: dict[type[nn.Module], str] = getattr(model, "row_rules", {})
+    for kind, rule in rules.items():
+        if rule not in NAMED_RULES:
+            raise UserError(
+                f"{type(model).__name__}.row_rules: needs one of {', '.join(NAMED_RULES)} for "
+                f"{kind.__name__}, got {rule!r}."
+            )
     return {kind: NAMED_RULES[rule] for kind, rule in rules.items()}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, final
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from credit_dp.domain_parallel.layers.row_layer import RowLayer
+from credit_dp.domain_parallel.layers.row_layer import Bands, RowLayer
+from credit_dp.domain_parallel.least import Least
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import ROW_DIM
 from credit_dp.domain_parallel.plan import Shape, is_banded
@@ -27,11 +29,17 @@ ELSEWHERE = "(elsewhere)"
 @final
 @dataclass(frozen=True)
 class DryRun:
-    """What all ranks send in a step, by layer, and the bytes that one rank saves for backward."""
+    """What all ranks send in a step, by layer, and the bytes that one rank saves for backward.
+
+    `sent_bytes` of rows, and the `least_bytes` that could be, are of all ranks in the whole step,
+    by the global rows of the input of the layers that send them.
+    """
 
     forward: dict[str, tuple[Sent, ...]]
     backward: dict[str, tuple[Sent, ...]]
     saved_bytes: int
+    sent_bytes: Mapping[int, int]
+    least_bytes: Mapping[int, int]
 
 
 def dry_run(
@@ -79,15 +87,15 @@ def _step(model: nn.Module, manager: DomainParallelManager, shapes: Sequence[Sha
     with _tallied(model, manager) as tallies:
         with torch.autograd.graph.saved_tensors_hooks(saved.add, lambda x: x):
             made = [x for x in tree_leaves(model(*inputs)) if isinstance(x, Tensor)]
-        forward = {name: tally.sent for name, tally in tallies.items()}
+        forward = tallies.by_layer()
         made = [x for x in made if x.requires_grad]
         if made:
             torch.autograd.backward(made, [torch.empty_like(x) for x in made])
     backward = {
-        name: tuple(a - b for a, b in zip(tally.sent, forward[name], strict=True))
-        for name, tally in tallies.items()
+        name: tuple(a - b for a, b in zip(sent, forward[name], strict=True))
+        for name, sent in tallies.by_layer().items()
     }
-    return DryRun(forward, backward, saved.bytes)
+    return DryRun(forward, backward, saved.bytes, tallies.by_height(), tallies.least.bytes)
 
 
 def _band(shape: Shape, manager: DomainParallelManager) -> Shape:
@@ -97,26 +105,80 @@ def _band(shape: Shape, manager: DomainParallelManager) -> Shape:
     return (*shape[:ROW_DIM], rows, *shape[ROW_DIM + 1 :])
 
 
+@final
+class _Tallies:
+    """A transport for each layer and each height of its input, and one for what is elsewhere."""
+
+    def __init__(self, names: Iterable[str], manager: DomainParallelManager) -> None:
+        self.manager = manager
+        self.least = Least()
+        self.elsewhere = self._tally()
+        self._of: dict[str, dict[int | None, Tally]] = {name: {} for name in names}
+
+    def enter(self, name: str, height: int | None) -> None:
+        """Count for a layer from now on; backward counts where its forward did."""
+        known = self._of[name]
+        if height not in known:
+            known[height] = self._tally()
+        self.manager.transport = known[height]
+
+    def leave(self) -> None:
+        """Count for no layer."""
+        self.manager.transport = self.elsewhere
+
+    def by_layer(self) -> dict[str, tuple[Sent, ...]]:
+        """Return what each rank has sent so far for each layer, and elsewhere."""
+        nothing = (Sent(),) * self.manager.domain_parallel_size
+        sums = {name: [t.sent for t in known.values()] for name, known in self._of.items()}
+        return {ELSEWHERE: self.elsewhere.sent} | {
+            name: tuple(sum(of_rank, Sent()) for of_rank in zip(nothing, *sent, strict=True))
+            for name, sent in sums.items()
+        }
+
+    def by_height(self) -> dict[int, int]:
+        """Return the bytes of rows that all ranks have sent, by the rows of the layer's input."""
+        sums: Counter[int] = Counter()
+        for known in self._of.values():
+            for height, tally in known.items():
+                if height is not None:
+                    sums[height] += sum(sent.bytes for sent in tally.sent)
+        return sums
+
+    def _tally(self) -> Tally:
+        manager = self.manager
+        return Tally(manager.rank, manager.domain_parallel_size, manager.bands.known)
+
+
 @contextmanager
-def _tallied(model: nn.Module, manager: DomainParallelManager) -> Iterator[dict[str, Tally]]:
-    """Give every layer a transport of its own while it runs; backward uses that of its forward."""
-    place = manager.rank, manager.domain_parallel_size, manager.bands.known
-    tallies = {ELSEWHERE: Tally(*place)}
-    manager.transport = tallies[ELSEWHERE]
+def _tallied(model: nn.Module, manager: DomainParallelManager) -> Iterator[_Tallies]:
+    """Count what each layer sends while the model runs."""
+    layers = row_layers(model)
+    tallies = _Tallies(layers, manager)
+    tallies.leave()
     with ExitStack() as stack:
-        for name, layer in row_layers(model).items():
+        for name, layer in layers.items():
             layer.forget_exchanges()
-            tallies[name] = Tally(*place)
 
-            def enter(_: Any, __: Any, tally: Tally = tallies[name]) -> None:
-                manager.transport = tally
+            def enter(layer: RowLayer, args: tuple[Any, ...], name: str = name) -> None:
+                bands = _bands(layer, args)
+                tallies.enter(name, None if bands is None else bands.taken.height)
 
-            def leave(_: Any, __: Any, ___: Any) -> None:
-                manager.transport = tallies[ELSEWHERE]
+            def leave(layer: RowLayer, args: tuple[Any, ...], made: Any) -> None:
+                tallies.leave()
+                bands = _bands(layer, args)
+                if bands is not None:
+                    tallies.least.add(layer, bands, args[0], made)
 
             stack.callback(layer.register_forward_pre_hook(enter).remove)
-            stack.callback(layer.register_forward_hook(leave).remove)
+            # Always: what is computed again stops at the last tensor needed, inside a layer.
+            hook = layer.register_forward_hook(leave, always_call=True)
+            stack.callback(hook.remove)
         yield tallies
+
+
+def _bands(layer: RowLayer, args: tuple[Any, ...]) -> Bands | None:
+    """Return the bands of a call; None if no rows meet in it."""
+    return layer.bands(*args) if args and layer._planned else None
 
 
 def row_layers(model: nn.Module) -> dict[str, RowLayer]:

@@ -43,6 +43,12 @@ class RowPartition:
         return cls(tuple(r * share + min(r, surplus) for r in range(ranks + 1)))
 
     @classmethod
+    def of_units(cls, height: int, ranks: int, unit: int) -> RowPartition:
+        """Balanced bands of whole units of rows; what is less than a unit comes last."""
+        units = cls.balanced(-(-height // unit), ranks)
+        return cls(tuple(min(bound * unit, height) for bound in units.bounds))
+
+    @classmethod
     def of_sizes(cls, sizes: list[int]) -> RowPartition:
         """Bands of these numbers of rows, north to south."""
         return cls(tuple(sum(sizes[:r]) for r in range(len(sizes) + 1)))
@@ -77,6 +83,10 @@ class RowPartition:
             ratio_up, ratio_down = -(-height // self.height), 1
         scaled = (min(-(-b * ratio_up // ratio_down), height) for b in self.bounds[:-1])
         return RowPartition((*scaled, height))
+
+    def is_of_units(self, unit: int) -> bool:
+        """Whether bands end where units of rows do."""
+        return all(bound % unit == 0 for bound in self.bounds[:-1])
 
     @property
     def well_balanced(self) -> bool:
@@ -119,17 +129,29 @@ class BandTable:
             )
         return known
 
-    def follow(self, height: int, other: RowPartition) -> RowPartition:
-        """Return the bands of a height; if new, lined up with `other` where balance allows."""
+    def follow(self, height: int, other: RowPartition, unit: int = 1) -> RowPartition:
+        """Return the bands of a height; if new, the first of these that is well balanced.
+
+        Lined up with `other` and of whole units; of whole units; lined up; whatever is balanced.
+        """
         aligned = other.scaled_to(height)
-        new = aligned if aligned.well_balanced else self[height]
+        of_units = RowPartition.of_units(height, self.ranks, unit)
+        choices = [aligned] if aligned.is_of_units(unit) else [of_units, aligned]
+        new = next((bands for bands in choices if bands.well_balanced), self[height])
         return self._by_height.setdefault(height, new)
 
-    def plan(self, heights: set[int], ties: Mapping[int, int] | None = None) -> None:
+    def plan(
+        self,
+        heights: set[int],
+        ties: Mapping[int, int] | None = None,
+        units: Mapping[int, int] | None = None,
+    ) -> None:
         """Give every height its bands, from the coarsest up, each lined up with a coarser one.
 
-        `ties` are heights whose rows are several per row of a coarser height, in the same bands.
+        `ties` are heights whose rows are several per row of a coarser height, in the same bands;
+        `units` of how many rows a band of a height should be a multiple.
         """
+        units = units or {}
         coarser: list[RowPartition] = []
         for height in sorted(heights):
             if ties and height in ties:
@@ -137,4 +159,5 @@ class BandTable:
                 continue
             fits = [p for p in coarser if -(-height // -(-height // p.height)) == p.height]
             alone = RowPartition.balanced(height, self.ranks)
-            coarser.append(self.follow(height, fits[-1] if fits else alone))
+            lined_up = fits[-1] if fits else alone
+            coarser.append(self.follow(height, lined_up, units.get(height, 1)))

@@ -183,7 +183,7 @@ def _plan_mode(
     whole = _follow(planner, None, training, lambda: inputs(any_batch))
     heights = planner.heights() | {shape[ROW_DIM] for shape in shapes if is_banded(shape)}
     _check_rows(planner, heights, ranks)
-    bands.plan(heights, planner.ties)
+    bands.plan(heights, planner.ties, planner.units())
     for rank in _distinct_ranks([bands[h] for h in heights], ranks):
 
         def cut(shape: Shape, rank: int = rank) -> Shape:

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from math import lcm
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 from torch import Tensor, nn
@@ -167,8 +168,8 @@ class Planner:
         if rows is None or not meet:
             self.apart.add(layer)
             return Visit(name, None, 0, shapes, layer.whole(x, *others), takes, (), layer)
-        with self._trace.paused():
-            made = layer.whole(x, *others)
+        with self._trace.paused():  # what is returned as it came counts as new, as of a band
+            made = tree_map_only(Tensor, lambda t: t.view_as(t), layer.whole(x, *others))
         dim, taken = rows.dim - x.ndim, x.shape[rows.dim]
         if rows.outer > 1:
             raise UserError(
@@ -286,6 +287,14 @@ class Planner:
     def heights(self) -> set[int]:
         """Return every global height that a layer takes or makes."""
         return {h for calls in self.seen.values() for call in calls for h in call[1:]}
+
+    def units(self) -> dict[int, int]:
+        """Return of how many rows each band of a height should be a multiple, if of any."""
+        units = dict.fromkeys(self.heights(), 1)
+        for layer, calls in self.seen.items():
+            for call in calls:
+                units[call.taken] = lcm(units[call.taken], layer.unit(call.taken))
+        return units
 
     def planned(self, layer: RowLayer) -> tuple[int, dict[int, int]]:
         """Return one layer's row dimension and heights: taken -> made.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -27,15 +27,27 @@ from credit_dp.errors import UserError
 @final
 @dataclass(frozen=True)
 class Level:
-    """A number of rows that fields of the model have, and how many of them each rank owns."""
+    """A number of rows that fields of the model have, and how many of them each rank owns.
+
+    `sent_bytes` are those of rows that all ranks send in a step, forward and backward, for the
+    layers whose input has this many rows; no exchange could do with less than `least_bytes`.
+    Statistics that all ranks add up, as those of norms, are in neither.
+    """
 
     rows: int
     bands: tuple[int, ...]
+    sent_bytes: int = 0
+    least_bytes: int = 0
 
     @property
     def imbalance(self) -> float:
         """Rows of the largest band over the mean."""
         return max(self.bands) * len(self.bands) / self.rows
+
+    @property
+    def excess(self) -> float | None:
+        """What is sent over the least; None where nothing needs to be."""
+        return self.sent_bytes / self.least_bytes if self.least_bytes else None
 
 
 @final
@@ -128,7 +140,7 @@ def plan_report(
     return PlanReport(
         shapes,
         ranks,
-        tuple(Level(h, manager.bands[h].sizes) for h in sorted(heights, reverse=True)),
+        _levels(heights, manager, runs),
         _layers(sharded, runs[0]) if runs else (),
         sum(p.numel() for p in model.parameters()),
         sum(p.numel() * p.element_size() for p in model.parameters()),
@@ -180,6 +192,17 @@ def _dry_runs(
             runs[bands] = dry_run(model, manager, shapes, rank)
         found.append(runs[bands])
     return found
+
+
+def _levels(
+    heights: Iterable[int], manager: DomainParallelManager, runs: Sequence[DryRun]
+) -> tuple[Level, ...]:
+    """The levels from the finest on; every rank's run counts the same for all ranks."""
+    sent, least = (runs[0].sent_bytes, runs[0].least_bytes) if runs else ({}, {})
+    return tuple(
+        Level(h, manager.bands[h].sizes, sent.get(h, 0), least.get(h, 0))
+        for h in sorted(heights, reverse=True)
+    )
 
 
 def _layers(model: nn.Module, run: DryRun) -> tuple[LayerTraffic, ...]:

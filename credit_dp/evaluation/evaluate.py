@@ -12,7 +12,7 @@ from credit_dp.evaluation.plots import FieldMap
 from credit_dp.evaluation.table import SOURCES, Scores
 from credit_dp.evaluation.units import unit_of
 
-# (state, forcing of each step, static) -> the states after each step, all `(B, channels, h, W)`
+# (states, forcing of each step, static) -> the state after each step, all `(B, channels, h, W)`
 Rollout = Callable[[Tensor, Iterable[Tensor], Tensor], Iterator[Tensor]]
 
 
@@ -49,8 +49,9 @@ def evaluate(
 
 def add_errors(errors: RootMeanSquare, rollout: Rollout, dates: HeldOut, times: Times) -> None:
     """Forecast from a batch of initial times and add the errors of all sources."""
-    now = dates.states(times)
-    for lead, forecast in enumerate(forecasts(rollout, dates, times, now), start=1):
+    start = dates.starts(times)
+    now = start[:, -len(dates.deviation) :]
+    for lead, forecast in enumerate(forecasts(rollout, dates, times, start), start=1):
         if lead not in dates.leads:
             continue
         place = dates.leads.index(lead)
@@ -61,10 +62,10 @@ def add_errors(errors: RootMeanSquare, rollout: Rollout, dates: HeldOut, times: 
             errors.add((source, place), (guess - truth) * dates.deviation)
 
 
-def forecasts(rollout: Rollout, dates: HeldOut, times: Times, now: Tensor) -> Iterator[Tensor]:
-    """Forecasts from `times`, whose states are `now`, up to the longest lead time."""
+def forecasts(rollout: Rollout, dates: HeldOut, times: Times, start: Tensor) -> Iterator[Tensor]:
+    """Forecasts from `times`, which start from `start`, up to the longest lead time."""
     forcings = (dates.forcing(times + lead * dates.step) for lead in range(dates.leads[-1]))
-    return rollout(now, forcings, dates.static(len(times)))
+    return rollout(start, forcings, dates.static(len(times)))
 
 
 @torch.no_grad()
@@ -78,7 +79,7 @@ def example(rollout: Rollout, dates: HeldOut, manager: DomainParallelManager) ->
     names = [channel.name for channel in store.channels.prognostic]
     index = names.index("geopotential_500") if "geopotential_500" in names else 0
     times, lead = dates.initial_times[:1], dates.leads[-1]
-    *_, last = forecasts(rollout, dates, times, dates.states(times))
+    *_, last = forecasts(rollout, dates, times, dates.starts(times))
     truth = dates.states(times + lead * dates.step)
     both = dates.normaliser.physical(torch.cat([last, truth]))[:, index]
     both = gather_tensor(both.contiguous(), dim=-2, manager=manager)

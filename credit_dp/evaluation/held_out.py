@@ -11,7 +11,7 @@ from credit_dp.config import Config
 from credit_dp.data.grid import row_weights
 from credit_dp.data.normalise import Normaliser
 from credit_dp.data.prepare import Prepared
-from credit_dp.data.sampling import initial_times
+from credit_dp.data.sampling import frame_steps, initial_times
 
 Times = NDArray[np.datetime64]
 
@@ -30,7 +30,8 @@ class HeldOut:
         hours, leads: lead times, rising, in hours and in steps of `step`.
         area_weights: `(h,)`, the globe's have mean 1.
         deviation: `(C, 1, 1)`, turns normalised errors into the store's units.
-        initial_times: every one has all steps to the longest lead within the split.
+        initial_times: every one has the states that a forecast starts from and all steps to the
+            longest lead within the split.
 
     Raises:
         UserError: a lead time is no multiple of the data's step, no date has them all, or one of
@@ -42,10 +43,12 @@ class HeldOut:
         self.rows = rows
         self.normaliser = Normaliser(prepared.statistics, like.dtype, like.device)
         hours, stride = config.trainer.evaluate_hours, config.trainer.evaluate_stride_hours
-        self.initial_times: Times = initial_times(prepared, "test", hours, stride)
+        frames = config.model.frames
+        self.initial_times: Times = initial_times(prepared, "test", hours, stride, frames)
         self.hours = tuple(sorted(hours))
         self.leads = tuple(hour // config.data.step_hours for hour in self.hours)
         self.step = np.timedelta64(config.data.step_hours, "h")
+        self._frames = frame_steps(frames, config.data.step_hours)
         self.area_weights = torch.as_tensor(row_weights(prepared.store.latitude)[rows]).to(like)
         std = torch.as_tensor(prepared.statistics.std)
         self.deviation = std[:, None, None].to(like)
@@ -57,12 +60,23 @@ class HeldOut:
         spread = np.linspace(0, len(self.initial_times) - 1, PROBES).astype(int)
         for start in self.initial_times[np.unique(spread)]:
             self.prepared.store.forcing(start, self.rows)
-            for lead in (0, self.leads[-1]):
-                self.prepared.store.read(start + lead * self.step, self.rows)
+            for time in (*(start + self._frames), start + self.leads[-1] * self.step):
+                self.prepared.store.read(time, self.rows)
 
     def states(self, times: Times) -> Tensor:
         """Normalised prognostic fields, `(B, C, h, W)`."""
         return self.normaliser.state(self.prepared.store.read_times(times, self.rows))
+
+    def starts(self, times: Times) -> Tensor:
+        """What forecasts from these times start from, `(B, frames * C, h, W)`, the newest last.
+
+        A state that is in several of them is read once.
+        """
+        if len(self._frames) == 1:
+            return self.states(times)
+        wanted, places = np.unique(times[:, None] + self._frames, return_inverse=True)
+        read = self.prepared.store.read_times(wanted, self.rows)
+        return self.normaliser.state(read[places.reshape(len(times), -1)]).flatten(1, 2)
 
     def climatology(self, times: Times) -> Tensor:
         """What the climatology expects at these times, normalised, `(B, C, h, W)`."""

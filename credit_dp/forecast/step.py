@@ -12,37 +12,50 @@ from torch import Tensor
 
 @final
 class ForecastStep:
-    """The state one step later: `next = now + model([now, forcing, static]) * tendency_scale`.
+    """The state one step later: `next = last + model([now, forcing, static]) * tendency_scale`.
 
-    The model's output is the tendency in units of each channel's tendency standard deviation, so
-    that all its outputs have about unit variance, whatever the channel.
+    `now` is one state, or several that are one step apart with the `last` one last. The model's
+    output is the tendency in units of each channel's tendency standard deviation, so that all its
+    outputs have about unit variance, whatever the channel; without `residual`, the next state.
 
     Shapes:
-        now `(B, C, h, W)`, forcing `(B, F, h, W)`, static `(B, S, h, W)` -> `(B, C, h, W)`, where
-        h are the rank's own rows.
+        now `(B, frames * C, h, W)`, forcing `(B, F, h, W)`, static `(B, S, h, W)` ->
+        `(B, C, h, W)`, where h are the rank's own rows.
 
     Units:
         Normalised: minus the channel's mean, divided by its standard deviation.
 
     Args:
-        model: `(B, C + F + S, h, W)` -> `(B, C, h, W)`.
+        model: `(B, frames * C + F + S, h, W)` -> `(B, C, h, W)`.
         tendency_scale: `(C, 1, 1)`, tendency standard deviation over standard deviation.
+        residual: the model predicts the tendency.
     """
 
-    def __init__(self, model: Callable[[Tensor], Tensor], tendency_scale: Tensor) -> None:
+    def __init__(
+        self,
+        model: Callable[[Tensor], Tensor],
+        tendency_scale: Tensor,
+        residual: bool = True,
+    ) -> None:
         self.model = model
         self.tendency_scale = tendency_scale
+        self.residual = residual
 
     def __call__(self, now: Tensor, forcing: Tensor, static: Tensor) -> Tensor:
         """The state one step after `now`."""
-        tendency: Tensor = self.model(torch.cat([now, forcing, static], dim=1))
-        return now + tendency * self.tendency_scale
+        output: Tensor = self.model(torch.cat([now, forcing, static], dim=1))
+        if not self.residual:
+            return output
+        return now[:, -len(self.tendency_scale) :] + output * self.tendency_scale
 
     def rollout(self, now: Tensor, forcings: Iterable[Tensor], static: Tensor) -> Iterator[Tensor]:
         """Yield the state after one step, two steps and so on, one for each forcing.
 
-        `forcings` are those at the time that each step starts from.
+        `forcings` are those at the time that each step starts from. With several states in `now`,
+        each step drops the oldest.
         """
         for forcing in forcings:
-            now = self(now, forcing, static)
-            yield now
+            later = self(now, forcing, static)
+            yield later
+            kept = now[:, later.shape[1] :]
+            now = torch.cat([kept, later], dim=1) if kept.shape[1] else later

@@ -6,8 +6,17 @@ import logging
 
 from torch import nn
 
-from credit_dp.config import ModelConfig, OwnModelConfig, UNetConfig
 from credit_dp.errors import UserError
+from credit_dp.fields import Fields
+from credit_dp.model_config import (
+    CrossFormerConfig,
+    ModelConfig,
+    OwnModelConfig,
+    PanguConfig,
+    UNetConfig,
+)
+from credit_dp.models.crossformer import CrossFormer
+from credit_dp.models.pangu import Pangu
 from credit_dp.models.unet import UNet
 
 logger = logging.getLogger(__name__)
@@ -17,21 +26,24 @@ TINY_CHANNELS = 64
 TINY_ROWS = 200
 
 
-def build_model(
-    config: ModelConfig, in_channels: int, out_channels: int, grid: tuple[int, int]
-) -> nn.Module:
-    """Build the model that `config` names for a grid of (rows, columns).
+def build_model(config: ModelConfig, fields: Fields, grid: tuple[int, int]) -> nn.Module:
+    """Build the model that `config` names for these fields on a grid of (rows, columns).
 
     Shapes:
-        the model maps `(B, in_channels, H, W)` -> `(B, out_channels, H, W)`.
+        the model maps `(B, fields.inputs, H, W)` -> `(B, fields.outputs, H, W)`.
 
     Raises:
-        UserError: the grid has too few rows or columns for the model's levels.
+        UserError: the grid has too few rows or columns for the model's levels, or the model needs
+            other fields.
     """
     if isinstance(config, UNetConfig):
-        return _build_unet(config, in_channels, out_channels, grid)
+        return _build_unet(config, fields, grid)
+    if isinstance(config, PanguConfig):
+        return Pangu(config, fields, grid)
+    if isinstance(config, CrossFormerConfig):
+        return CrossFormer(config, fields, grid)
     model = (
-        config.build(in_channels, out_channels, grid)
+        config.build(fields.inputs, fields.outputs, grid)
         if isinstance(config, OwnModelConfig)
         else None
     )
@@ -43,9 +55,7 @@ def build_model(
     return model
 
 
-def _build_unet(
-    config: UNetConfig, in_channels: int, out_channels: int, grid: tuple[int, int]
-) -> nn.Module:
+def _build_unet(config: UNetConfig, fields: Fields, grid: tuple[int, int]) -> nn.Module:
     rows, columns = grid
     factor = 2 ** (len(config.channels) - 1)
     coarsest = -(-min(rows, columns) // factor)
@@ -62,4 +72,4 @@ def _build_unet(
             config.channels[0],
             rows,
         )
-    return UNet(config, in_channels, out_channels)
+    return UNet(config, fields.inputs, fields.outputs)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from collections.abc import Sequence
+from itertools import pairwise, repeat
 from typing import ClassVar, final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from credit_dp.config import UNetConfig
+from credit_dp.model_config import UNetConfig
+from credit_dp.models.blocks import StochasticDepth, depth_rates, run_block
+from credit_dp.models.global_means import GlobalConditioning, SqueezeExcite, condition
 from credit_dp.models.padding import pad_poles
 
 
@@ -20,14 +23,18 @@ class PeriodicConv2d(nn.Module):
     Args:
         in_channels: channels of the input.
         out_channels: channels of the output.
-        kernel_size: odd number of rows and columns.
+        kernel_size: number of rows and columns; even ones need an even stride.
         stride: step in rows and columns.
         poles: what lies beyond the first and last row. `reflect`: the rows before it without the
             last one; `zeros`; `mirror`: the rows before it; `earth`: those, rotated by half the
             longitudes, as a walk across the pole meets them.
 
     Shapes:
-        `(B, in_channels, H, W)` -> `(B, out_channels, ceil(H / stride), ceil(W / stride))`.
+        `(B, in_channels, H, W)` -> `(B, out_channels, ceil(H / stride), ceil(W / stride))`; rounded
+        down for an even kernel.
+
+    Raises:
+        ValueError: an even kernel has an odd stride: then it is centred on no output point.
     """
 
     def __init__(
@@ -39,9 +46,10 @@ class PeriodicConv2d(nn.Module):
         poles: str = "reflect",
     ) -> None:
         super().__init__()
-        if kernel_size % 2 == 0:
+        odd = kernel_size % 2 == 1
+        if not odd and (stride % 2 or kernel_size < stride):
             raise ValueError(f"PeriodicConv2d: kernel_size has to be odd, got {kernel_size}")
-        self.padding = kernel_size // 2
+        self.padding = kernel_size // 2 if odd else (kernel_size - stride) // 2
         self.poles = poles
         self.conv = nn.Conv2d(in_channels, out_channels, kernel_size, stride)
 
@@ -69,29 +77,58 @@ class MatchRows(nn.Module):
 class ResidualBlock(nn.Module):
     """Two normalised convolutions beside a shortcut (He et al. 2016, pre-activation).
 
+    Args:
+        in_channels: channels of the input.
+        out_channels: channels of the output.
+        config: groups of the norms, poles, dropout, and whether there is a gate.
+        rate: of samples that lose the convolutions in a training step.
+
     Shapes:
         `(B, in_channels, H, W)` -> `(B, out_channels, H, W)`.
     """
 
-    def __init__(self, in_channels: int, out_channels: int, groups: int, poles: str) -> None:
+    def __init__(
+        self, in_channels: int, out_channels: int, config: UNetConfig, rate: float
+    ) -> None:
         super().__init__()
+        groups, poles = config.groups, config.poles
         self.norm1 = nn.GroupNorm(groups, in_channels)
         self.conv1 = PeriodicConv2d(in_channels, out_channels, poles=poles)
         self.norm2 = nn.GroupNorm(groups, out_channels)
         self.conv2 = PeriodicConv2d(out_channels, out_channels, poles=poles)
         same = in_channels == out_channels
         self.shortcut = nn.Identity() if same else nn.Conv2d(in_channels, out_channels, 1)
+        # None where an option is off: then the model has the modules that it had without it.
+        self.dropout = nn.Dropout(config.dropout) if config.dropout else None
+        self.gate = SqueezeExcite(out_channels) if config.squeeze_excite else None
+        self.depth = StochasticDepth(rate) if rate else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the shortcut plus what the convolutions add."""
         y = self.conv1(F.silu(self.norm1(x)))
-        return self.shortcut(x) + self.conv2(F.silu(self.norm2(y)))  # type: ignore[no-any-return]
+        y = F.silu(self.norm2(y))
+        for layer in (self.dropout, self.conv2, self.gate, self.depth):
+            y = y if layer is None else layer(y)
+        return self.shortcut(x) + y  # type: ignore[no-any-return]
 
 
-def _blocks(first: int, channels: int, config: UNetConfig) -> nn.Sequential:
-    widths = [first] + [channels] * config.blocks
-    pairs = pairwise(widths)
-    return nn.Sequential(*(ResidualBlock(a, b, config.groups, config.poles) for a, b in pairs))
+@final
+class Level(nn.Sequential):
+    """The residual blocks of one level; with `again`, backward computes each of them again."""
+
+    def __init__(
+        self, first: int, channels: int, config: UNetConfig, rates: Sequence[float]
+    ) -> None:
+        pairs = pairwise([first] + [channels] * config.blocks)
+        blocks = zip(pairs, rates, strict=True)
+        super().__init__(*(ResidualBlock(a, b, config, rate) for (a, b), rate in blocks))
+        self.again = config.activation_checkpointing
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return what the last block makes of it."""
+        for block in self:
+            x = run_block(block, x, self.again)
+        return x
 
 
 @final
@@ -102,7 +139,8 @@ class UNet(nn.Module):
     back up crops to it.
 
     Args:
-        config: channels of each level, finest first; blocks per level; groups of the norms; poles.
+        config: channels of each level, finest first; blocks per level; groups of the norms; poles;
+            what blocks have besides.
         in_channels: prognostic, forcing and static channels.
         out_channels: prognostic channels.
 
@@ -115,20 +153,28 @@ class UNet(nn.Module):
     row_rules: ClassVar[dict[type[nn.Module], str]] = {
         PeriodicConv2d: "periodic_conv",
         MatchRows: "match_rows",
+        StochasticDepth: "stochastic_depth",
     }
 
     def __init__(self, config: UNetConfig, in_channels: int, out_channels: int) -> None:
         super().__init__()
         widths, poles = config.channels, config.poles
         steps = list(pairwise(widths))  # (finer, coarser), finest first
+        encoder_rates, decoder_rates = _rates(config)
         self.stem = PeriodicConv2d(in_channels, widths[0], poles=poles)
-        self.encoder = nn.ModuleList(_blocks(w, w, config) for w in widths)
+        self.encoder = nn.ModuleList(
+            Level(w, w, config, rates) for w, rates in zip(widths, encoder_rates, strict=True)
+        )
         self.down = nn.ModuleList(PeriodicConv2d(a, b, stride=2, poles=poles) for a, b in steps)
         self.up = nn.ModuleList(nn.ConvTranspose2d(b, a, 2, stride=2) for a, b in steps)
-        self.crop = MatchRows()
-        self.decoder = nn.ModuleList(_blocks(2 * a, a, config) for a, _ in steps)
+        self.crop = nn.ModuleList(MatchRows() for _ in steps)  # one for each height
+        self.decoder = nn.ModuleList(
+            Level(2 * a, a, config, rates)
+            for (a, _), rates in zip(steps, decoder_rates, strict=True)
+        )
         self.norm = nn.GroupNorm(config.groups, widths[0])
         self.head = nn.Conv2d(widths[0], out_channels, 1)
+        self.globe = _conditioning(config)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the tendency."""
@@ -137,7 +183,24 @@ class UNet(nn.Module):
         for down, encoder in zip(self.down, self.encoder[1:], strict=True):
             skips.append(x)
             x = encoder(down(x))
-        levels = zip(self.up, self.decoder, skips, strict=True)
-        for up, decoder, skip in reversed(list(levels)):
-            x = decoder(torch.cat([self.crop(up(x), skip), skip], 1))
+        known = repeat(None, len(skips)) if self.globe is None else self.globe(x)
+        levels = zip(self.up, self.crop, self.decoder, skips, known, strict=True)
+        for up, crop, decoder, skip, scale_and_shift in reversed(list(levels)):
+            x = decoder(torch.cat([crop(up(x), skip), skip], 1))
+            x = x if scale_and_shift is None else condition(x, scale_and_shift)
         return self.head(F.silu(self.norm(x)))  # type: ignore[no-any-return]
+
+
+def _rates(config: UNetConfig) -> tuple[list[list[float]], list[list[float]]]:
+    """Return the rates of each level's blocks, encoder and decoder, both finest first."""
+    depth, blocks = len(config.channels), config.blocks
+    rates = depth_rates(config.stochastic_depth, (2 * depth - 1) * blocks)
+    levels = [rates[at : at + blocks] for at in range(0, len(rates), blocks)]
+    return levels[:depth], levels[:-depth:-1]  # the decoder is passed from the coarsest
+
+
+def _conditioning(config: UNetConfig) -> GlobalConditioning | None:
+    if not config.global_conditioning:
+        return None
+    *finer, coarsest = config.channels
+    return GlobalConditioning(coarsest, finer)

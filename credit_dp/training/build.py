@@ -58,16 +58,24 @@ def build_training(
     optimiser = build_optimiser(model, config.optimizer)
     schedule = build_schedule(optimiser, config.optimizer, config.trainer.steps)
     loader = Loader(
-        prepared, "train", rows, sequence, like.dtype, config.data.prefetch, like.device
+        prepared,
+        "train",
+        rows,
+        sequence,
+        like.dtype,
+        config.data.prefetch,
+        like.device,
+        config.model.frames,
     )
-    data = describe_data(prepared)
+    data = describe_data(prepared, config.model)
     state = TrainingState(model, optimiser, schedule, loader, data, config.seed)
     scale = Normaliser(prepared.statistics, like.dtype, like.device).tendency_scale
     channels, latitude = prepared.store.channels, prepared.store.latitude
     loss = build_loss(config.loss, channels, latitude, rows, scale)
-    step = ForecastStep(averaging(model, manager, device), scale)
+    residual = config.model.residual
+    step = ForecastStep(averaging(model, manager, device), scale, residual)
     trainer = Trainer(config.trainer, state, step, loss, manager)
-    return Training(trainer, loader, ForecastStep(model, scale), like, rows)
+    return Training(trainer, loader, ForecastStep(model, scale, residual), like, rows)
 
 
 def build_sharded(
@@ -77,10 +85,11 @@ def build_sharded(
     store = prepared.store
     # Every rank draws the whole model from the same seed: no weights need to be sent.
     torch.manual_seed(config.seed)
-    model = build_model(config.model, store.channels.inputs, store.channels.outputs, store.grid)
+    fields = store.channels.fields(config.model.frames)
+    model = build_model(config.model, fields, store.grid)
     model = model.to(like)
     batch = config.data.batch_size // manager.dp_world_size
-    return shard_model(model, manager, (batch, store.channels.inputs, *store.grid))
+    return shard_model(model, manager, (batch, fields.inputs, *store.grid))
 
 
 def averaging(model: nn.Module, manager: DomainParallelManager, device: torch.device) -> nn.Module:
@@ -108,7 +117,7 @@ def build_sequence(
         UserError: the global batch does not divide among the data ranks, or samples are too few.
     """
     return SampleSequence(
-        len(sample_times(prepared, "train")),
+        len(sample_times(prepared, "train", config.model.frames)),
         config.data.batch_size,
         manager.dp_rank,
         manager.dp_world_size,

@@ -1,4 +1,4 @@
-"""What a model was trained on, in plain words, so that resuming on anything else is refused."""
+"""What a model was trained on and for, in plain words: resuming for anything else is refused."""
 
 from dataclasses import asdict
 from typing import Any
@@ -7,15 +7,19 @@ import numpy as np
 
 from credit_dp.data.prepare import Prepared
 from credit_dp.errors import UserError
+from credit_dp.model_config import ModelConfig
 
 Description = dict[str, Any]  # text, numbers and lists only: it lies in the checkpoint
 
 # Sums over the same fields differ in their last digits between machines.
 TOLERANCE = 1e-6
 
+# What checkpoints that do not say it were made with.
+UNSAID: Description = {"model.frames": 1, "model.residual": True}
 
-def describe_data(prepared: Prepared) -> Description:
-    """Channels in order, step and grid by their config keys, and the normalisation."""
+
+def describe_data(prepared: Prepared, model: ModelConfig) -> Description:
+    """Channels in order, step, grid and sample by their config keys, and the normalisation."""
     store = prepared.store
     rows, columns = store.grid
     statistics = asdict(prepared.statistics)
@@ -26,6 +30,8 @@ def describe_data(prepared: Prepared) -> Description:
         "data.static": list(store.channels.static),
         "data.step_hours": store.config.step_hours,
         "data.grid": f"{rows}x{columns}",
+        "model.frames": model.frames,
+        "model.residual": model.residual,
         "statistics": {name: values.tolist() for name, values in statistics.items()},
     }
 
@@ -34,8 +40,10 @@ def check_data(saved: Description, own: Description) -> None:
     """Refuse to go on with other data, naming the first key that differs.
 
     Raises:
-        UserError: the weights would meet other channels, another step, grid or normalisation.
+        UserError: the weights would meet other channels, another step, grid or normalisation, or
+            stand for something else.
     """
+    saved = {**UNSAID, **saved}
     for key, value in own.items():
         if key != "statistics" and saved[key] != value:
             raise UserError(
@@ -59,4 +67,4 @@ def shown(value: object) -> str:
     """A value as it is written on the command line."""
     if isinstance(value, list):
         return f"[{','.join(map(str, value))}]"
-    return str(value)
+    return str(value).lower() if isinstance(value, bool) else str(value)

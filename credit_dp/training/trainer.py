@@ -16,6 +16,7 @@ from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
 from credit_dp.evaluation.metrics import sum_over_ranks
 from credit_dp.forecast.step import ForecastStep
+from credit_dp.models.blocks import draw_depths
 from credit_dp.training.checkpoint import TrainingState
 from credit_dp.training.loss import WeightedLoss
 from credit_dp.training.optimisation import seed_step
@@ -94,6 +95,7 @@ class Trainer:
         """One optimiser step: this rank's share of the loss, and the global gradient norm."""
         state, manager = self.state, self.manager
         seed_step(state.seed, state.step, manager.dp_rank, manager.domain_rank)
+        draw_depths(state.model, state.seed, state.step, self.places(batch))
         state.optimiser.zero_grad(set_to_none=True)
         forecast = self.forecast(batch.now, batch.forcing, batch.static)
         share = self.loss(forecast, batch.target)
@@ -107,6 +109,14 @@ class Trainer:
         state.optimiser.step()
         state.schedule.step()
         return share.detach(), norm.detach()
+
+    def places(self, batch: Batch) -> range:
+        """Which samples of the global batch these are.
+
+        What is drawn for a sample goes by its place, so that it is the same on every mesh.
+        """
+        size = len(batch.now)
+        return range(self.manager.dp_rank * size, (self.manager.dp_rank + 1) * size)
 
     def observed(self, step: int) -> bool:
         """Whether the numbers of this step are wanted; the same answer on every rank.

@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 
 from credit_dp.command.compose import Composer, conf_folder
 from credit_dp.config import Config
+from credit_dp.fields import Fields
 from credit_dp.models import build_model
 from tests.command.answers import answer, refusal
 
@@ -43,7 +44,7 @@ def test_every_model_builds(path: Path) -> None:
 
     config = Composer("train").config([choice_of(path)])
     with torch.device("meta"):
-        model = build_model(config.model, in_channels=5, out_channels=3, grid=(64, 128))
+        model = build_model(config.model, Fields(((0, 1), (2, 3)), (4,), 2), (64, 128))
     assert sum(parameter.numel() for parameter in model.parameters()) > 0
 
 
@@ -66,10 +67,21 @@ def test_check_starts_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_fast_experiment_is_for_every_model() -> None:
+    config = Composer("train").config(["experiment=fast"])
+    assert (config.model.channels, config.trainer.steps) == ([8, 16], 5)
+    for path in conf_folder().glob("model/*.yaml"):
+        chosen = Composer("train").config([choice_of(path)]).model
+        config = Composer("train").config([choice_of(path), "experiment=fast"])
+        assert (config.model, config.trainer.steps) == (chosen, 5)
+
+
 def test_help_names_groups_and_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     code, out, _ = answer(monkeypatch, "--help")
     assert code == 0
-    assert "  model: unet, unet_base, unet_small\n" in out
+    models = sorted(path.stem for path in conf_folder().glob("model/*.yaml"))
+    assert {"crossformer", "pangu", "unet", "unet_base"} <= set(models)
+    assert f"  model: {', '.join(models)}\n" in out
     assert "schema" not in out
     assert "batch_size" in out
 

@@ -10,7 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from credit_dp.command.plan_tables import alike
 from credit_dp.data.store import Store
+from credit_dp.domain_parallel.report import LayerTraffic
+from credit_dp.domain_parallel.tally import Sent
 from tests.command.answers import answer
 from tests.command.test_bad_stores import arguments as of_store
 from tests.data import stores
@@ -29,7 +32,11 @@ def test_json_holds_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     report = json.loads(out)
     assert report["input_shapes"] == [[2, 18, 24, 48]]
     assert (report["model"], report["dtype"], report["ranks"]) == ("unet", "float32", 5)
-    assert {"rows": 12, "bands": [3, 3, 2, 2, 2], "imbalance": 1.25} in report["levels"]
+    level = next(level for level in report["levels"] if level["rows"] == 12)
+    assert (level["bands"], level["imbalance"], level["excess"]) == ([3, 3, 2, 2, 2], 1.25, 1.0)
+    assert level["sent_bytes"] == level["least_bytes"] > 0
+    exchanged = sum(sent["bytes"] for way in ("forward", "backward") for sent in report[way])
+    assert sum(level["sent_bytes"] for level in report["levels"]) == exchanged
     assert report["problems"] == []
     for way in ("forward", "backward"):
         assert len(report[way]) == 5
@@ -48,15 +55,36 @@ def test_the_table_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "input   4 x 18 x 24 x 48, float64" in lines
     assert "ranks   3" in lines
     bands = next(line.split() for line in lines if line.startswith("  24 "))
-    assert bands == ["24", "8", "8", "1.000"]
+    assert bands[:4] == ["24", "8", "8", "1.000"]
+    assert bands[4:6] == bands[6:8]
+    assert bands[8] == "1.00"
     stem = next(line.split() for line in lines if line.startswith("stem "))
     row = 4 * 18 * 48 * 8 / 1000
     assert stem[1:] == [
-        *("DomainParallelPeriodicConv2d", "2", f"{2 * row:.1f}", "kB"),
+        *("DomainParallelPeriodicConv2d", "1", "2", f"{2 * row:.1f}", "kB"),
         *("0", "B", f"{4 * row:.0f}", "kB", "-"),
     ]
     assert "\nkept for backward: " in out
     assert " on the fullest rank, " in out
+
+
+def test_layers_that_send_the_same_share_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, out, _ = plan(monkeypatch, *SMALL, "model.blocks=3", "parallel.domain=3")
+    lines = out[out.index("\nlayers ") :].splitlines()[2:]
+    table = [line.split() for line in lines[: lines.index("")] if "DomainParallel" in line]
+    shown = {path: int(count) for path, _, count, *_ in table}
+    assert shown["encoder.*.*.conv2"] == 6
+    assert len(shown) < 15
+    everything = next(line.split() for line in lines if line.startswith("all "))
+    assert int(everything[1]) == sum(shown.values()) > 20
+
+
+def test_one_path_for_each_line() -> None:
+    few, many = (Sent(1, 8),), (Sent(1, 16),)
+    at = {"a.0.x": few, "a.1.x": many, "a.2.x": few, "a.3.x": many, "b.0": few, "b.1": few}
+    layers = [LayerTraffic(path, "Conv", sent, sent) for path, sent in at.items()]
+    found = {path: len(group) for path, group in alike(layers).items()}
+    assert found == {"a.0.x": 1, "a.1.x": 1, "a.2.x": 1, "a.3.x": 1, "b.*": 2}
 
 
 def test_one_rank_is_the_plain_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +114,7 @@ def test_a_store_of_ones_own_gives_channels_and_grid(
     code, out, err = plan(monkeypatch, *arguments)
     assert (code, err) == (0, "")
     config = stores.config(store)
-    inputs = Store.open(config).channels.inputs
+    inputs = Store.open(config).channels.fields().inputs
     assert f"input   {config.batch_size} x {inputs} x 12 x 8" in out
     code, out, _ = plan(monkeypatch, *arguments, "data.grid=24x48")
     assert code == 0

@@ -26,6 +26,13 @@ def test_the_unet_on_the_quickstart_grid(monkeypatch: pytest.MonkeyPatch) -> Non
     assert verdict.startswith("ok: the largest error is ")
 
 
+def test_branches_dropped_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    code, out, _ = verify(
+        monkeypatch, "model=unet_tiny", "model.stochastic_depth=0.4", "parallel.domain=2"
+    )
+    assert (code, out.splitlines()[-1][:3]) == (0, "ok:")
+
+
 def test_json_on_a_grid_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     code, out, err = verify(monkeypatch, "--json", *SMALL, "parallel.domain=4", "data.grid=13x8")
     assert (code, err) == (0, "")

@@ -23,9 +23,9 @@ def ready(tmp_path_factory):
     return prepare(stores.config(path))
 
 
-def loader(ready, rows=WHOLE, prefetch=2, dtype=torch.float64, sequence=None):
-    sequence = sequence or SampleSequence(SAMPLES, 2, seed=3)
-    return Loader(ready, "train", rows, sequence, dtype, prefetch)
+def loader(ready, rows=WHOLE, prefetch=2, dtype=torch.float64, sequence=None, frames=1):
+    sequence = sequence or SampleSequence(SAMPLES + 1 - frames, 2, seed=3)
+    return Loader(ready, "train", rows, sequence, dtype, prefetch, frames=frames)
 
 
 def take(source, count):
@@ -50,6 +50,22 @@ def test_batch_is_what_the_store_holds_normalised(ready):
         assert np.allclose(batch.static[sample], field / statistics.static_std[:, None, None])
 
 
+def test_states_before_are_in_front_of_the_newest(ready):
+    with loader(ready, frames=3) as source:
+        batch = next(source)
+    with loader(ready, sequence=SampleSequence(SAMPLES, SAMPLES)) as source:
+        every = next(source)
+    assert batch.now.shape == (2, 3 * 7, 12, 8)
+    assert batch.now.is_contiguous()
+    for sample, time in enumerate(batch.times):
+        for frame, state in enumerate(batch.now[sample].split(7)):
+            (place,) = np.flatnonzero(every.times == time - (2 - frame) * stores.STEP)
+            assert torch.equal(state, every.now[place])
+        (place,) = np.flatnonzero(every.times == time)
+        assert torch.equal(batch.target[sample], every.target[place])
+        assert torch.equal(batch.forcing[sample], every.forcing[place])
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_bands_together_are_the_whole_globe(ready, dtype):
     bounds = [0, 3, 4, 12]
@@ -66,21 +82,33 @@ def test_bands_together_are_the_whole_globe(ready, dtype):
             assert torch.equal(parts, getattr(batch, name))
 
 
-@pytest.mark.parametrize("band", [0, 1, 2])
-def test_a_sample_costs_exactly_the_bytes_of_its_band(ready, band):
+@pytest.mark.parametrize(("band", "frames"), [(0, 1), (1, 1), (2, 1), (1, 3)])
+def test_a_sample_costs_exactly_the_bytes_of_its_band(ready, band, frames):
     store = ready.store
     rows = slice(band * 4, band * 4 + 4)
-    with loader(ready, rows, prefetch=0) as source:
+    with loader(ready, rows, prefetch=0, frames=frames) as source:
         before = store.bytes_read
         next(source)
         first = store.bytes_read - before
         next(source)
         second = store.bytes_read - before - first
     cells = 4 * 8
-    # Two samples, each 7 prognostic channels at two times and 1 stored forcing, in float32.
-    assert second == 2 * (2 * 7 + 1) * cells * 4
+    # Two samples, each 7 prognostic channels at its times and 1 stored forcing, in float32.
+    assert second == 2 * ((frames + 1) * 7 + 1) * cells * 4
     # The 2 statics are read once, with the first batch.
     assert first - second == 2 * cells * 4
+
+
+@pytest.mark.parametrize("frames", [1, 2])
+def test_a_chunk_with_all_times_of_a_sample_is_read_once(tmp_path, frames):
+    path = stores.write(stores.dataset(), tmp_path / "store.zarr", chunks={"time": 12})
+    ready = prepare(stores.config(path))
+    with loader(ready, prefetch=0, frames=frames) as source:
+        next(source)
+        before = ready.store.chunk_reads
+        next(source)
+    # Of each of two samples: three prognostic variables; of both together: the stored forcing.
+    assert ready.store.chunk_reads - before == 2 * 3 + 1
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 5])

@@ -35,6 +35,30 @@ def test_samples_of_a_longer_step(tmp_path):
     assert hours(sample_times(ready, "train")) == [6 * i for i in range(14)]
 
 
+def test_samples_of_several_states_have_them_all_in_their_split(tmp_path):
+    ready = prepared(tmp_path, [0, 1, 2, 4, 5, *range(12, 40)])
+    assert hours(sample_times(ready, "train", 2)) == [6, 78, 84]
+    assert hours(sample_times(ready, "train", 3)) == [84]
+    # The split begins at hour 102, though the store has the states before.
+    assert hours(sample_times(ready, "valid", 2))[:2] == [108, 114]
+    assert hours(sample_times(ready, "valid", 2))[-1] == 6 * 26
+
+
+def test_more_states_than_dates_in_a_row(tmp_path):
+    ready = prepared(tmp_path, [0, 1, 2, 4, 5, *range(12, 40)])
+    with pytest.raises(UserError, match=r"6 dates of data\.train.*Lower model\.frames") as caught:
+        sample_times(ready, "train", 5)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match=r"from 11 states fits into data\.valid.*model\.frames"):
+        initial_times(ready, "valid", [6], 6, 11)
+
+
+def test_forecasts_start_where_all_their_states_are(tmp_path):
+    ready = prepared(tmp_path, [i for i in range(40) if i != 24])
+    assert hours(initial_times(ready, "valid", [6, 12], 6, 2)) == [108, 114, 120, 126]
+    assert hours(initial_times(ready, "valid", [6, 12], 12, 3)) == [114, 126]
+
+
 def test_initial_times_have_their_whole_window(tmp_path):
     ready = prepared(tmp_path, [i for i in range(40) if i != 24])
     # The split holds hours 102 to 162 without hour 144.

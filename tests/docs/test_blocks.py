@@ -15,16 +15,26 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+# A block that begins with a file's name is in that file when the page's commands run.
+FILE = re.compile(r"# (\w+\.py)\n")
 # A training command of a page is run at this size; `make` targets are looked at, not run.
 SMALL = "experiment=fast"
-# Blocks that take long: pages that work at full size, and five trainings in a row.
-SLOW = {"quickstart-climate.md": pytest.mark.slow, "README.md-4": pytest.mark.slow}
+# Blocks that take long: pages that work at full size, and several commands in a row.
+LONG = ("README.md-4", "README.md-5", "training.md-0", "models.md", "plan-and-verify.md-0")
+LONGER = ("quickstart-climate.md", "your-own-model.md-2", "your-own-model.md-4")
+SLOW = dict.fromkeys((*LONG, *LONGER), pytest.mark.slow)
+
+
+def _files(page):
+    """What the page says is in files, by name."""
+    blocks = [text for _, text in BLOCK.findall(page.read_text())]
+    return {found[1]: text for text in blocks if (found := FILE.match(text))}
 
 
 def _blocks(language):
     return [
         pytest.param(
-            text,
+            *([text] if language == "python" else [text, _files(page)]),
             id=f"{page.name}-{number}",
             marks=SLOW.get(page.name, SLOW.get(f"{page.name}-{number}", ())),
         )
@@ -73,8 +83,10 @@ def test_python_blocks_run(block, user):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("block", _blocks("bash"))
-def test_bash_blocks_run(block, user):
+@pytest.mark.parametrize(("block", "files"), _blocks("bash"))
+def test_bash_blocks_run(block, files, user):
+    for name, text in files.items():
+        (user / name).write_text(text)
     for line in _lines(block):
         command = line
         if line.startswith("make "):

@@ -52,8 +52,9 @@ def assert_same_as_whole_globe(
         x_whole = x.clone().requires_grad_()
         ys_whole = _floats(whole(x_whole))
         cotangents = [torch.randn_like(y) for y in ys_whole]
+        # What is computed again in backward sets the random state back, too.
+        torch.autograd.backward(ys_whole, cotangents)
     assert list(sharded.state_dict()) == list(whole.state_dict())
-    torch.autograd.backward(ys_whole, cotangents)
     assert x_whole.grad is not None
 
     x_band = shard_tensor(x, manager=manager).requires_grad_()

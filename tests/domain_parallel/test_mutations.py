@@ -8,8 +8,16 @@ import pytest
 from torch import nn
 
 from credit_dp.domain_parallel import exchange, poles
-from credit_dp.domain_parallel.layers import band_conv, conv, edges, group_norm, window_layer
+from credit_dp.domain_parallel.layers import (
+    band_conv,
+    conv,
+    edges,
+    group_norm,
+    row_groups,
+    window_layer,
+)
 from tests.domain_parallel.equality import assert_same_as_whole_globe
+from tests.domain_parallel.test_row_groups import Model as Attention
 from tests.ranks import RankError, on_threads
 
 
@@ -76,5 +84,47 @@ def test_a_broken_core_is_found(monkeypatch, where, name, mutant, found):
     case = (3, assert_same_as_whole_globe, _build, (), (1, 2, 13, 5))
     on_threads(*case)
     monkeypatch.setattr(where, name, mutant)
+    with pytest.raises(RankError, match=found):
+        on_threads(*case)
+
+
+def _own_rows_instead(self, bands):
+    """Attention within the band, as if windows began anew on each rank."""
+    dealt = _dealt(self, bands)
+    own = bands.rows(self.manager.domain_rank)
+    rows = tuple(row for row in range(own.start, own.stop))
+    runs = tuple((exchange.Run(*b),) for b in zip(bands.bounds, bands.bounds[1:], strict=False))
+    there = exchange.RowExchange(bands, runs, self.manager.domain_rank)
+    return dealt._replace(order=rows, there=there, back=there)
+
+
+def _bias_of_the_first_groups(self, bands):
+    dealt = _dealt(self, bands)
+    return dealt._replace(groups=slice(0, dealt.groups.stop - dealt.groups.start))
+
+
+def _nobody_comes_home(self, bands):
+    dealt = _dealt(self, bands)
+    order = dealt.back.partition
+    needs = tuple((exchange.Run(*b),) for b in zip(order.bounds, order.bounds[1:], strict=False))
+    return dealt._replace(back=replace(dealt.back, needs=needs))
+
+
+_dealt = row_groups.DomainParallelRowGroups.dealt
+
+
+@pytest.mark.parametrize("kind", ["windows", "dilated"])
+@pytest.mark.parametrize(
+    ("mutant", "found"),
+    [
+        (_own_rows_instead, "output"),
+        (_bias_of_the_first_groups, "output"),
+        (_nobody_comes_home, "output|size"),
+    ],
+)
+def test_groups_dealt_wrongly_are_found(monkeypatch, kind, mutant, found):
+    case = (3, assert_same_as_whole_globe, Attention, (kind, 2, 1, 18), (1, 2, 18, 3))
+    on_threads(*case)
+    monkeypatch.setattr(row_groups.DomainParallelRowGroups, "dealt", mutant)
     with pytest.raises(RankError, match=found):
         on_threads(*case)

@@ -17,10 +17,12 @@ from credit_dp.domain_parallel import (
     functional,
     plan_report,
 )
+from credit_dp.domain_parallel import plan as planning
 from credit_dp.domain_parallel.build import NAMED_RULES
 from credit_dp.domain_parallel.dry_run import row_layers
 from credit_dp.domain_parallel.report import PlanReport
 from credit_dp.errors import UserError
+from credit_dp.models.row_groups import GroupedRows, windows
 from credit_dp.models.unet import UNet
 from tests.domain_parallel.equality import _RANDOM
 from tests.ranks import on_threads
@@ -170,6 +172,63 @@ def test_a_real_step_sends_and_keeps_what_the_report_says(build, ranks):
         assert report.saved_bytes[rank] == pytest.approx(kept, rel=0.1 if build is _mixed else 0.0)
     assert report.forward[0].messages > 0
     assert report.forward[0].collectives > 0
+    for level in report.levels:
+        assert level.sent_bytes == level.least_bytes, level.rows
+    if build is not _by_hand:  # whose messages are of no layer
+        sent = sum(sent.bytes for sent in (*report.forward, *report.backward))
+        assert sum(level.sent_bytes for level in report.levels) == sent > 0
+
+
+def test_the_least_is_of_needs_and_not_of_messages(monkeypatch):
+    def excess():
+        return [level.excess for level in plan_report(_branches(), (2, 3, 33, 16), 3).levels]
+
+    assert excess() == [1.0]
+    monkeypatch.setattr(planning, "share_exchanges", lambda *_: None)
+    # Rows sent for the first layer, and for kernels 3, 5 and 9: 1 forward; 1, 2 and 4 both ways.
+    assert excess() == [pytest.approx((1 + 2 * 7) / (1 + 2 * 4))]
+
+
+class _Windows(GroupedRows):
+    """Windows of rows, whose channels double on the way."""
+
+    def __init__(self, size, shift):
+        super().__init__()
+        self.size, self.shift = size, shift
+
+    def groups(self, height):
+        return windows(height, self.size, self.shift)
+
+    def treat(self, x, groups, height):
+        return torch.cat([x, x], 1)
+
+
+@pytest.mark.parametrize(
+    ("size", "shift", "ranks", "away"),
+    [
+        (4, 0, 2, 0),  # 8 and 8 rows
+        (4, 2, 2, 2 + 2),  # the windows over the middle, and around the poles
+        (6, 0, 2, 2),  # rows 6 to 11, of which one rank has 2
+        (16, 0, 2, 8),
+    ],
+)
+def test_the_least_of_whole_groups(size, shift, ranks, away):
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), _Windows(size, shift)).double()
+    rules = {_Windows: NAMED_RULES["row_groups"]}
+    report = plan_report(model, (2, 3, 16, 8), ranks, custom_converters=rules)
+    assert report.problems == ()
+    (level,) = report.levels
+    row = 2 * 4 * 8 * 8  # bytes, of what goes in; twice as many come out
+    assert level.least_bytes == away * (row + 2 * row) * 2
+    assert level.sent_bytes >= level.least_bytes
+
+
+def test_what_is_computed_again_is_fetched_again():
+    config = UNetConfig(channels=[4, 8], blocks=1, groups=2, activation_checkpointing=True)
+    report = plan_report(UNet(config, 3, 2), (1, 3, 24, 8), 3, custom_converters=OF_UNET)
+    assert [level.excess for level in report.levels] == [1.0, 1.0]
+    once = sum(sent.bytes for sent in report.forward)
+    assert sum(level.sent_bytes for level in report.levels) > 2 * once
 
 
 def test_the_first_layer_sends_nothing_back_and_the_last_one_does():

@@ -80,7 +80,7 @@ def _step(manager, rows):
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("rows", [32, 121])
+@pytest.mark.parametrize("rows", [32, pytest.param(121, marks=pytest.mark.slow)])
 def test_a_step_sends_the_least_on_threads(ranks, rows):
     sent = on_threads(ranks, _step, rows)
     assert all(least["messages"] > 0 for least in sent)

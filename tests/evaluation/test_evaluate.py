@@ -3,6 +3,7 @@
 import io
 import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from credit_dp.evaluation.plots import FieldMap
 from credit_dp.evaluation.table import Scores, three_digits
 from credit_dp.forecast.step import ForecastStep
 from tests.ranks import on_processes
-from tests.training.runs import alone, make_config, make_store
+from tests.training.runs import alone, make_config, make_store, tiny_unet
 
 ROWS = 13
 
@@ -77,6 +78,31 @@ def test_scores_are_those_of_the_definition(config):
     assert scores.channels[0] == "geopotential_500"
     valid = starts[0] + np.timedelta64(12, "h")
     assert field.truth == pytest.approx(store.read(valid, whole)[0], rel=1e-6)
+
+
+def rise_after_two(x: torch.Tensor) -> torch.Tensor:
+    """As `rise`, for two states: what is before the newest one has to be left alone."""
+    return rise(x[:, 7:])
+
+
+def test_several_states_start_later_and_score_by_the_newest(config):
+    prepared, like = prepare(config.data), torch.zeros((), dtype=torch.float64)
+    several = replace(config, model=tiny_unet(frames=2))
+    one, two = (HeldOut(c, prepared, slice(0, ROWS), like) for c in (config, several))
+    assert two.initial_times.tolist() == one.initial_times[1:].tolist()
+    before = prepared.store.chunk_reads
+    starts = two.starts(two.initial_times[:3])
+    # Four times in two chunks of rows each, of three variables.
+    assert prepared.store.chunk_reads - before == 4 * 2 * 3
+    assert torch.equal(starts[:, 7:], one.starts(two.initial_times[:3]))
+    assert torch.equal(starts[:, :7], one.starts(one.initial_times[:3]))
+    scale = torch.ones(7, 1, 1, dtype=torch.float64)
+    one.initial_times = two.initial_times
+    runs = ((ForecastStep(rise, scale), one), (ForecastStep(rise_after_two, scale), two))
+    a, b = (evaluate(step.rollout, dates, alone(), 4, lambda _: None) for step, dates in runs)
+    assert np.array_equal(a.rmse, b.rmse)
+    maps = [example(step.rollout, dates, alone()) for step, dates in runs]
+    assert np.array_equal(maps[0].forecast, maps[1].forecast)
 
 
 @pytest.mark.parametrize(("ranks", "domain"), [(2, 2), (3, 3), (4, 2)])

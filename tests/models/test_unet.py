@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from credit_dp.config import UNetConfig
 from credit_dp.domain_parallel.build import shard_model
 from credit_dp.errors import UserError
+from credit_dp.fields import Fields
 from credit_dp.models import build_model
 from credit_dp.models.unet import PeriodicConv2d, UNet, pad_poles
 from tests.domain_parallel.equality import MODEL, assert_same_as_whole_globe
@@ -79,7 +80,7 @@ def test_periodic_conv_has_the_attributes_of_the_seeds():
 def test_the_base_preset_fits_era5():
     config = UNetConfig(**_preset("unet_base"))
     with torch.device("meta"):
-        model = build_model(config, 75, 70, (721, 1440))
+        model = build_model(config, Fields.flat(70, 5), (721, 1440))
     assert sum(p.numel() for p in model.parameters()) >= 60e6
 
 
@@ -96,7 +97,7 @@ def test_presets_plan_on_their_grids(name):
 
     def plan(manager):
         with torch.device("meta"):
-            model = build_model(config, 10, 8, (rows, 32))
+            model = build_model(config, Fields.flat(8, 2), (rows, 32))
         shard_model(model, manager, (1, 10, rows, 32))
         return manager.partition(rows).sizes
 
@@ -115,12 +116,12 @@ def _planned_alone(plan, ranks):
 
 def test_a_grid_too_small_for_the_levels_is_refused():
     with pytest.raises(UserError, match="3 levels need at least 5 rows and columns"):
-        build_model(UNetConfig(channels=[8, 8, 8], groups=4), 2, 2, (4, 64))
+        build_model(UNetConfig(channels=[8, 8, 8], groups=4), Fields.flat(2), (4, 64))
 
 
 def test_a_tiny_model_on_a_large_grid_warns(caplog):
     with caplog.at_level(logging.WARNING):
-        build_model(UNetConfig(channels=[8, 8], groups=4), 2, 2, (181, 360))
+        build_model(UNetConfig(channels=[8, 8], groups=4), Fields.flat(2), (181, 360))
         assert not caplog.records
-        build_model(UNetConfig(channels=[8, 8], groups=4), 2, 2, (721, 1440))
+        build_model(UNetConfig(channels=[8, 8], groups=4), Fields.flat(2), (721, 1440))
     assert "meant for small grids" in caplog.text

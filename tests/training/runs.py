@@ -9,6 +9,7 @@ from credit_dp.config import (
     Config,
     LoggerConfig,
     LossConfig,
+    ModelConfig,
     OptimizerConfig,
     ParallelConfig,
     RunConfig,
@@ -27,8 +28,13 @@ def make_store(folder: Path, rows: int, columns: int = 16, steps: int = 20) -> P
     return stores.write(data, folder / f"{rows}x{columns}.zarr", chunks={"time": 1, "latitude": 8})
 
 
-def make_config(store: Path, run: Path, **changes: Any) -> Config:
-    """Ten steps of a tiny U-Net in float64; `changes` are those of the trainer group."""
+def tiny_unet(**options: Any) -> UNetConfig:
+    """Two levels of one block each."""
+    return UNetConfig(channels=[8, 16], blocks=1, groups=4, **options)
+
+
+def make_config(store: Path, run: Path, model: ModelConfig | None = None, **changes: Any) -> Config:
+    """Ten steps of a tiny model in float64; `changes` are those of the trainer group."""
     trainer: dict[str, Any] = {
         "steps": 10,
         "dtype": "float64",
@@ -38,7 +44,7 @@ def make_config(store: Path, run: Path, **changes: Any) -> Config:
         "evaluate_stride_hours": 6,
     }
     return Config(
-        model=UNetConfig(channels=[8, 16], blocks=1, groups=4),
+        model=model or tiny_unet(),
         data=stores.config(
             store,
             train=["2000-01-01", "2000-01-03"],

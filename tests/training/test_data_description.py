@@ -12,7 +12,7 @@ from credit_dp.data.prepare import prepare
 from credit_dp.errors import UserError
 from credit_dp.training.checkpoint import load_checkpoint, save_checkpoint
 from credit_dp.training.data_description import check_data, describe_data
-from tests.training.runs import alone, built, make_config, make_store
+from tests.training.runs import alone, built, make_config, make_store, tiny_unet
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +59,31 @@ def test_other_channels_are_refused_by_their_key(config, tmp_path, key, value, s
     assert message.startswith(f"resume: the checkpoint was trained with {said}")
 
 
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ({"frames": 2}, "model.frames=1, the config has 2. Set model.frames to"),
+        ({"residual": False}, "model.residual=true, the config has false. Set model.residual to"),
+    ],
+)
+def test_another_sample_is_refused_by_its_key(config, tmp_path, option, said):
+    path = tmp_path / "checkpoint.pt"
+    save_checkpoint(path, built(config, alone()).trainer.state, "")
+    state = built(replace(config, model=tiny_unet(**option)), alone()).trainer.state
+    with pytest.raises(UserError, match=r"^resume: ") as error:
+        load_checkpoint(path, state)
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_checkpoints_that_say_nothing_of_it_had_one_state_and_its_tendency(config):
+    own = describe_data(prepare(config.data), config.model)
+    before = {name: value for name, value in own.items() if not name.startswith("model.")}
+    check_data(before, own)
+    with pytest.raises(UserError, match=r"model\.frames=1"):
+        check_data(before, {**own, "model.frames": 2})
+
+
 def test_another_grid_is_refused(config, tmp_path):
     data = replace(config.data, store=str(make_store(tmp_path, 14)))
     message = refusal(config, data, tmp_path / "checkpoint.pt")
@@ -81,7 +106,7 @@ def test_another_store_of_the_same_form_is_refused(config, tmp_path):
 
 
 def test_the_last_digits_may_differ(config):
-    own = describe_data(prepare(config.data))
+    own = describe_data(prepare(config.data), config.model)
     saved = {name: np.array(values) for name, values in own["statistics"].items()}
     rounded = {name: (values * (1 + 1e-12)).tolist() for name, values in saved.items()}
     check_data({**own, "statistics": rounded}, own)

@@ -6,27 +6,62 @@ import numpy as np
 import pytest
 import torch
 
-from credit_dp.config import Config
+from credit_dp.config import Config, CrossFormerConfig, ModelConfig, PanguConfig
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
 from credit_dp.training.checkpoint import load_checkpoint, save_checkpoint
 from tests.ranks import on_processes
-from tests.training.runs import alone, built, make_config, make_store, train_on, weights
+from tests.training.runs import (
+    alone,
+    built,
+    make_config,
+    make_store,
+    tiny_unet,
+    train_on,
+    weights,
+)
 
 Trajectory = tuple[list[tuple[float, float]], torch.Tensor]  # (loss, gradient norm), weights
+
+# Of 32, 33, 61 and 121 rows all but the first divide into no whole patches or windows.
+TINY_MODELS: dict[str, ModelConfig] = {
+    "unet": tiny_unet(),
+    "several frames": tiny_unet(
+        frames=2, squeeze_excite=True, global_conditioning=True, activation_checkpointing=True
+    ),
+    "next state": tiny_unet(residual=False),
+    "stochastic depth": tiny_unet(stochastic_depth=0.3),
+    "pangu": PanguConfig(
+        width=8, depths=[1, 2, 1, 1], heads=[1, 2, 2, 1], window=[2, 2, 2], stochastic_depth=0.3
+    ),
+    "crossformer": CrossFormerConfig(
+        channels=[8, 8],
+        depths=[1, 1],
+        head_channels=4,
+        kernels=[[2, 4], [2, 4]],
+        strides=[2, 2],
+        local_windows=[2, 2],
+        global_windows=[2, 1],
+        groups=4,
+        stochastic_depth=0.3,
+    ),
+}
 
 
 @pytest.fixture(scope="session")
 def stores(tmp_path_factory):
-    """One store for each height, and what one process makes of it."""
-    made: dict[int, tuple[Config, Trajectory]] = {}
+    """One store for each height, and what one process makes of it with each model."""
+    paths: dict[int, Path] = {}
+    made: dict[tuple[int, str], tuple[Config, Trajectory]] = {}
 
-    def get(rows: int) -> tuple[Config, Trajectory]:
-        if rows not in made:
-            folder = tmp_path_factory.mktemp(f"rows{rows}")
-            config = make_config(make_store(folder, rows), folder / "run")
-            made[rows] = config, train_all(alone(), config)
-        return made[rows]
+    def get(rows: int, model: str = "unet") -> tuple[Config, Trajectory]:
+        if rows not in paths:
+            paths[rows] = make_store(tmp_path_factory.mktemp(f"rows{rows}"), rows)
+        if (rows, model) not in made:
+            run = paths[rows].parent / "run"
+            config = make_config(paths[rows], run, TINY_MODELS[model])
+            made[rows, model] = config, train_all(alone(), config)
+        return made[rows, model]
 
     return get
 
@@ -50,8 +85,17 @@ def assert_same(found: list[Trajectory], wanted: Trajectory) -> None:
         assert torch.equal(vector, found[0][1])
 
 
-@pytest.mark.parametrize("rows", [32, pytest.param(121, marks=pytest.mark.slow), 181])
-@pytest.mark.parametrize("domain", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("domain", "rows"),
+    [
+        *((domain, 32) for domain in (2, 3, 4)),
+        (3, 181),
+        *(
+            pytest.param(domain, rows, marks=pytest.mark.slow)
+            for domain, rows in ((2, 121), (3, 121), (4, 121), (2, 181), (4, 181))
+        ),
+    ],
+)
 def test_ten_steps_are_the_same_on_any_number_of_bands(stores, rows, domain):
     config, wanted = stores(rows)
     assert_same(on_processes(domain, train_all, config), wanted)
@@ -61,6 +105,45 @@ def test_ten_steps_are_the_same_on_any_number_of_bands(stores, rows, domain):
 def test_ten_steps_are_the_same_on_data_ranks(stores, domain):
     config, wanted = stores(32)
     assert_same(on_processes(2 * domain, train_all, config, domain=domain), wanted)
+
+
+def fast_or_slow(model: str, fast: set[tuple[int, int]]) -> list[object]:
+    """All pairs of domain size and height; those that are not in `fast` are of the long tier."""
+    return [
+        pytest.param(
+            model, domain, rows, marks=[] if (domain, rows) in fast else [pytest.mark.slow]
+        )
+        for domain in (2, 3, 4)
+        for rows in (32, 33, 61, 121)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("model", "domain", "rows"),
+    [
+        *fast_or_slow("pangu", {(2, 61), (3, 33)}),
+        *fast_or_slow("crossformer", {(2, 33), (4, 32)}),
+        ("several frames", 3, 33),
+        ("stochastic depth", 2, 32),
+        pytest.param("stochastic depth", 4, 33, marks=pytest.mark.slow),
+        pytest.param("next state", 2, 33, marks=pytest.mark.slow),
+    ],
+)
+def test_ten_steps_of_any_model_are_the_same_on_bands(stores, model, domain, rows):
+    config, wanted = stores(rows, model)
+    assert_same(on_processes(domain, train_all, config), wanted)
+
+
+@pytest.mark.parametrize("domain", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_sample_loses_the_same_branches_on_any_data_rank(stores, domain):
+    config, wanted = stores(32, "stochastic depth")
+    assert_same(on_processes(2 * domain, train_all, config, domain=domain), wanted)
+
+
+def test_stochastic_depth_drops(stores):
+    _, (dropping, _) = stores(32, "stochastic depth")
+    _, (numbers, _) = stores(32)
+    assert dropping != numbers
 
 
 def test_losses_fall_and_weights_move(stores):

@@ -44,11 +44,13 @@ from credit_dp.domain_parallel.layers.reduce import (
     DomainParallelSum,
 )
 from credit_dp.domain_parallel.layers.roll import DomainParallelRoll
+from credit_dp.domain_parallel.layers.row_groups import DomainParallelRowGroups
 from credit_dp.domain_parallel.layers.shuffle import (
     DomainParallelPixelShuffle,
     DomainParallelPixelUnshuffle,
 )
 from credit_dp.domain_parallel.layers.softmax import DomainParallelSoftmax
+from credit_dp.domain_parallel.layers.stochastic_depth import DomainParallelStochasticDepth
 
 __all__ = [
     "DomainParallelAdaptiveAvgPool",
@@ -80,7 +82,9 @@ __all__ = [
     "DomainParallelPowerPool",
     "DomainParallelRMSNorm",
     "DomainParallelRoll",
+    "DomainParallelRowGroups",
     "DomainParallelSoftmax",
+    "DomainParallelStochasticDepth",
     "DomainParallelSum",
     "DomainParallelUpsample",
 ]

@@ -222,6 +222,10 @@ class RowLayer(_SeenAsWrapped, nn.Module, ABC):
             self._exchanges[bands] = exchange
         return exchange
 
+    def unit(self, height: int) -> int:
+        """Return of how many rows a band should be a multiple for less to be sent."""
+        return 1
+
     def fetch(self, x: Tensor, bands: Bands) -> Tensor:
         """Return the input rows that this rank's output rows need, poles included."""
         halo: HaloExchange = self.__dict__["halo_exchange"]

@@ -1,0 +1,176 @@
+"""Layers that treat groups of rows apart from each other: whole groups are dealt to ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import chain, count, pairwise
+from typing import Any, NamedTuple, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from credit_dp.domain_parallel.exchange import RowExchange, Run
+from credit_dp.domain_parallel.layers.row_layer import Bands, RowLayer
+from credit_dp.domain_parallel.manager import DomainParallelManager
+from credit_dp.domain_parallel.partition import RowPartition
+
+Rows = tuple[int | None, ...]
+
+
+class Dealt(NamedTuple):
+    """Which groups this rank treats, their rows in order, and how these come and go home."""
+
+    groups: slice
+    order: Rows
+    there: RowExchange
+    back: RowExchange
+
+
+@final
+class DomainParallelRowGroups(RowLayer):
+    """A layer of row groups (windows, or every n-th row) on one band, equal to it on the globe.
+
+    Each rank treats whole groups, as many as the others or one more, maybe none: it fetches their
+    rows and sends the output home. Where groups end where bands do, nothing is sent.
+
+    Args:
+        layer: has `row_dim`, where rows are, counted from the end; `groups(height)`, which returns
+            the `size` of a group, how many there are (`count`), the rows in the `order` of the
+            groups (None: a row of zeros) and the `positions` of the rows in that order; and
+            `treat(x, groups, height)`, the output of some of the groups, maybe of none. See
+            `credit_dp.models.row_groups.GroupedRows`.
+        manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
+
+    Shapes:
+        the input's `H_local` rows in `row_dim` stay; other dimensions may change.
+    """
+
+    def __init__(self, layer: Any, *, manager: DomainParallelManager | None = None) -> None:
+        super().__init__(layer, layer.row_dim, manager)
+        self._dealt: dict[RowPartition, Dealt] = {}
+
+    def _check_dim(self) -> None:
+        """Rows are where the layer says."""
+
+    def mixes(self, dim: int, ndim: int) -> bool:
+        """Rows meet in the layer's own dimension of rows, and may be in no other."""
+        self.dim = self.wrapped.row_dim
+        return super().mixes(dim, ndim)
+
+    def set_plan(self, dim: int, planned: dict[int, int]) -> None:
+        """Adopt where the plan found rows, and the global heights: taken -> made."""
+        super().set_plan(dim, planned)
+        self._dealt = {}
+
+    def forget_exchanges(self) -> None:
+        """Make exchanges anew, because the manager has become another rank."""
+        super().forget_exchanges()
+        self._dealt = {}
+
+    def out_height(self, height: int, *others: Tensor) -> int:
+        """Return the same height."""
+        return height
+
+    def needs(self, out: slice, height: int) -> tuple[Run, ...]:
+        """Return the rows as they are: what is fetched depends on the groups, see `dealt`."""
+        return (Run(out.start, out.stop),)
+
+    def unit(self, height: int) -> int:
+        """Return of how many rows a band should be a multiple; 1 if that would spare nothing."""
+        groups = self.wrapped.groups(height)
+        in_order = groups.positions == tuple(range(height))
+        return int(groups.size) if in_order else 1
+
+    def dealt(self, bands: RowPartition) -> Dealt:
+        """Return what this rank does of a globe in these bands."""
+        if bands not in self._dealt:
+            groups, rank = self.wrapped.groups(bands.height), self.manager.domain_rank
+            shares = deal(bands, groups)
+            orders = [
+                groups.order[share.start * groups.size : share.stop * groups.size]
+                for share in shares
+            ]
+            rows = [[row for row in order if row is not None] for order in orders]
+            at = {row: place for place, row in enumerate(chain(*rows))}
+            home = [[at[row] for row in _range(bands.rows(r))] for r in range(bands.ranks)]
+            there = RowExchange(bands, tuple(map(_runs, rows)), rank)
+            treated = RowPartition.of_sizes(list(map(len, rows)))
+            back = RowExchange(treated, tuple(map(_runs, home)), rank)
+            self._dealt[bands] = Dealt(shares[rank], orders[rank], there, back)
+        return self._dealt[bands]
+
+    def compute(self, x: Tensor, bands: Bands) -> Tensor:
+        """Fetch the rows of this rank's groups, treat them, and send them home."""
+        groups, order, there, back = self.dealt(bands.taken)
+        transport, dim = self.manager.transport, self.dim
+        rows = with_blanks(there.apply(x, transport, dim), order, dim)
+        treated = without_blanks(self.treat(rows, groups, bands.taken.height), order, dim)
+        if not order:
+            # Without a group every parameter gets a gradient of zeros, and not none, and the rows'
+            # way home is taken in backward: what is made of nothing may have forgotten both.
+            treated = sum((weight.sum() for weight in self.parameters()), treated + rows.sum())
+        return back.apply(treated, transport, dim)
+
+
+def deal(bands: RowPartition, groups: Any) -> list[slice]:
+    """Share out groups, to each rank consecutive ones near to its band.
+
+    No rank gets more than if all had the same number, rounded up.
+    """
+    size, count, first = groups.size, groups.count, groups.positions[0]
+    most = -(-count // bands.ranks)
+    if _is_consecutive(groups.positions):
+        shift = -first % (size * count)
+        near = [(2 * (bound - shift) + size) // (2 * size) for bound in bands.bounds[1:-1]]
+        nearest = RowPartition((0, *(min(max(at, 0), count) for at in near), count))
+        if max(nearest.sizes) <= most:
+            return [nearest.rows(rank) for rank in range(bands.ranks)]
+    middle = [(a + b - 1) // 2 for a, b in pairwise(bands.bounds)]
+    order = sorted(range(bands.ranks), key=lambda rank: groups.positions[middle[rank]] // size)
+    place = {rank: at for at, rank in enumerate(order)}
+    return [
+        slice(place[rank] * count // bands.ranks, (place[rank] + 1) * count // bands.ranks)
+        for rank in range(bands.ranks)
+    ]
+
+
+def _is_consecutive(positions: Sequence[int]) -> bool:
+    """Return whether rows that follow each other do so in the groups, but for one place."""
+    return sum(b - a != 1 for a, b in pairwise(positions)) <= 1
+
+
+def with_blanks(x: Tensor, order: Rows, dim: int) -> Tensor:
+    """Put rows of zeros where an order has None."""
+    blanks = order.count(None)
+    if not blanks:
+        return x
+    rows = F.pad(x, (*[0, 0] * (-dim - 1), 0, blanks))
+    if order[-blanks:] == (None,) * blanks:
+        return rows
+    row, blank = count(), count(len(order) - blanks)
+    source = [next(blank if entry is None else row) for entry in order]
+    return rows.index_select(dim, torch.tensor(source, device=x.device))
+
+
+def without_blanks(x: Tensor, order: Rows, dim: int) -> Tensor:
+    """Undo `with_blanks`."""
+    places = [place for place, row in enumerate(order) if row is not None]
+    if places == list(range(len(places))):
+        return x.narrow(dim, 0, len(places))
+    return x.index_select(dim, torch.tensor(places, device=x.device))
+
+
+def _range(rows: slice) -> range:
+    return range(rows.start, rows.stop)
+
+
+def _runs(rows: Iterable[int]) -> tuple[Run, ...]:
+    """Return rows as runs of consecutive ones."""
+    runs: list[Run] = []
+    for row in rows:
+        if runs and runs[-1].stop == row:
+            runs[-1] = Run(runs[-1].start, row + 1)
+        else:
+            runs.append(Run(row, row + 1))
+    return tuple(runs)

@@ -1,0 +1,215 @@
+"""The configuration of every model as dataclasses, which check themselves.
+
+No torch in here: `--help` and `--cfg job` must answer in under a second.
+"""
+
+from dataclasses import dataclass, field
+from math import lcm, prod
+from typing import Any
+
+from omegaconf import MISSING
+
+from credit_dp import checks
+from credit_dp.errors import UserError
+
+POLES = ("reflect", "zeros", "mirror", "earth")
+
+
+@dataclass
+class ModelConfig:
+    """What the config of every model has; each model adds keys in a class of its own."""
+
+    name: str = MISSING
+    frames: int = 1  # states that go in: the last one and those of the steps before
+    residual: bool = True  # predicts the tendency; false: the next state itself
+
+    def __post_init__(self) -> None:
+        checks.at_least("model.frames", self.frames, 1)
+
+    def coarsest_rows(self, height: int) -> int:
+        """Rows of the coarsest level on a grid of `height` rows, as far as the keys tell."""
+        return height
+
+
+@dataclass
+class OwnModelConfig(ModelConfig):
+    """The config of a model that another package or file brings.
+
+    Derive from it and register the class, and `model=NAME` chooses it. Keep torch out of the
+    module's imports: `--help` imports it.
+    """
+
+    def build(self, in_channels: int, out_channels: int, grid: tuple[int, int]) -> Any:
+        """Build the `nn.Module` for a grid of (rows, columns).
+
+        Its class may have `row_rules`, a table of module type -> name of a sharding rule.
+
+        Shapes:
+            it maps `(B, in_channels, H, W)` -> `(B, out_channels, H, W)`.
+        """
+        raise NotImplementedError
+
+
+@dataclass
+class BlocksConfig(ModelConfig):
+    """What the models of this package share: how their blocks are regularised and kept."""
+
+    dropout: float = 0.0
+    stochastic_depth: float = 0.0  # rate of the last block; it rises from 0 at the first
+    activation_checkpointing: bool = False  # compute blocks again in backward, to save memory
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.number_in("model.dropout", self.dropout, 0, 0.99)
+        checks.number_in("model.stochastic_depth", self.stochastic_depth, 0, 0.99)
+
+
+@dataclass
+class UNetConfig(BlocksConfig):
+    """Width and depth of the U-Net: one entry of `channels` per level, finest first."""
+
+    name: str = "unet"
+    channels: list[int] = field(default_factory=lambda: [32, 64, 128])
+    blocks: int = 2
+    groups: int = 8
+    poles: str = "reflect"  # reflect | zeros | mirror | earth
+    squeeze_excite: bool = False  # gates each block's channels by their global means
+    global_conditioning: bool = False  # adds what the coarsest level's global mean says
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.one_of("model.name", self.name, ("unet",))
+        checks.not_empty("model.channels", self.channels)
+        checks.at_least("model.channels", min(self.channels), 1)
+        checks.at_least("model.blocks", self.blocks, 1)
+        checks.at_least("model.groups", self.groups, 1)
+        checks.one_of("model.poles", self.poles, POLES)
+        odd = next((width for width in self.channels if width % self.groups), None)
+        if odd is not None:
+            raise UserError(
+                f"model.channels: needs multiples of model.groups ({self.groups}), got {odd}"
+            )
+
+        if self.global_conditioning and len(self.channels) == 1:
+            raise UserError(
+                "model.global_conditioning: needs a coarser level to take means of, but "
+                "model.channels has 1 entry. Give it another one."
+            )
+
+    def coarsest_rows(self, height: int) -> int:
+        """Rows of the coarsest level on a grid of `height` rows; each level halves, rounding up."""
+        factor: int = 2 ** (len(self.channels) - 1)
+        return -(-height // factor)
+
+
+@dataclass
+class PanguConfig(BlocksConfig):
+    """The Pangu-style transformer: two resolutions, four stages of `depths` blocks.
+
+    `patch` and `window` are (levels, rows, columns); the patch is in grid points, the window in
+    patches. Stages two and three have half the rows and columns and twice the channels.
+    """
+
+    name: str = "pangu"
+    width: int = 192  # channels of the finer resolution
+    depths: list[int] = field(default_factory=lambda: [2, 6, 6, 2])
+    heads: list[int] = field(default_factory=lambda: [6, 12, 12, 6])
+    patch: list[int] = field(default_factory=lambda: [2, 4, 4])
+    window: list[int] = field(default_factory=lambda: [2, 6, 12])
+    mlp_ratio: int = 4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.one_of("model.name", self.name, ("pangu",))
+        checks.at_least("model.width", self.width, 1)
+        checks.at_least("model.mlp_ratio", self.mlp_ratio, 1)
+        for key, length in (("depths", 4), ("heads", 4), ("patch", 3), ("window", 3)):
+            values = getattr(self, key)
+            checks.of_length(f"model.{key}", values, length)
+            checks.at_least(f"model.{key}", min(values), 1)
+        for heads, factor in zip(self.heads, (1, 2, 2, 1), strict=True):
+            if factor * self.width % heads:
+                raise UserError(
+                    f"model.heads: has to divide the stage's {factor * self.width} channels, "
+                    f"got {heads}. Change model.heads or model.width."
+                )
+
+    def coarsest_rows(self, height: int) -> int:
+        """Rows of patches at the coarser of the two resolutions."""
+        patches = -(-height // self.patch[1])
+        return -(-patches // 2)
+
+
+@dataclass
+class CrossFormerConfig(BlocksConfig):
+    """The CrossFormer: one entry per level, finest first, of every list.
+
+    `kernels` are those of the embedding that makes a level, in steps of `strides`; `local_windows`
+    and `global_windows` the rows, and columns, of short- and of long-distance attention.
+    """
+
+    name: str = "crossformer"
+    channels: list[int] = field(default_factory=lambda: [128, 256, 512, 1024])
+    depths: list[int] = field(default_factory=lambda: [2, 2, 8, 2])
+    head_channels: int = 32
+    kernels: list[list[int]] = field(
+        default_factory=lambda: [[4, 8, 16, 32], [2, 4], [2, 4], [2, 4]]
+    )
+    strides: list[int] = field(default_factory=lambda: [2, 2, 2, 2])
+    local_windows: list[int] = field(default_factory=lambda: [10, 10, 10, 10])
+    global_windows: list[int] = field(default_factory=lambda: [10, 5, 2, 1])
+    mlp_ratio: int = 4
+    groups: int = 32  # of the decoder's norms
+    poles: str = "earth"  # earth | mirror
+    spectral_norm: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.one_of("model.name", self.name, ("crossformer",))
+        checks.one_of("model.poles", self.poles, ("earth", "mirror"))
+        if self.spectral_norm and self.activation_checkpointing:
+            raise UserError(
+                "model.spectral_norm: needs model.activation_checkpointing=false: what is computed "
+                "again in backward would use other weights than the forward did"
+            )
+        checks.not_empty("model.channels", self.channels)
+        levels = len(self.channels)
+        for key in ("channels", "depths", "strides", "local_windows", "global_windows"):
+            values = getattr(self, key)
+            checks.of_length(f"model.{key}", values, levels, "model.channels")
+            checks.at_least(f"model.{key}", min(values), 1)
+        checks.of_length("model.kernels", self.kernels, levels, "model.channels")
+        for key in ("head_channels", "mlp_ratio", "groups"):
+            checks.at_least(f"model.{key}", getattr(self, key), 1)
+        for channels, divisor, key in (
+            *((c, self.head_channels, "head_channels") for c in self.channels),
+            *((c, self.groups, "groups") for c in self.channels[:-1]),
+        ):
+            if channels % divisor:
+                raise UserError(
+                    f"model.channels: needs multiples of model.{key} ({divisor}), got {channels}"
+                )
+        for kernels, stride in zip(self.kernels, self.strides, strict=True):
+            checks.not_empty("model.kernels", kernels)
+            odd = next((k for k in kernels if k < stride or (k - stride) % 2), None)
+            if odd is not None:
+                raise UserError(
+                    f"model.kernels: needs kernels of stride + 0, 2, 4, ... at a stride of "
+                    f"{stride}, got {odd}. Change model.kernels or model.strides."
+                )
+
+    @property
+    def multiple(self) -> int:
+        """Rows and columns are padded to a multiple of this: whole windows at every level."""
+        return lcm(
+            *(
+                prod(self.strides[: level + 1]) * lcm(local, distant)
+                for level, (local, distant) in enumerate(
+                    zip(self.local_windows, self.global_windows, strict=True)
+                )
+            )
+        )
+
+    def coarsest_rows(self, height: int) -> int:
+        """Rows of the coarsest level, of the padded globe."""
+        return -(-height // self.multiple) * self.multiple // prod(self.strides)

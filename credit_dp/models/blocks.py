@@ -1,0 +1,89 @@
+"""What the blocks of all models share: dropped branches, and computing again in backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+
+@final
+class StochasticDepth(nn.Module):
+    """Drops the branch of a residual block for a sample, with probability `rate`, while training.
+
+    What stays is divided by `1 - rate`, so that the mean is the branch.
+
+    Args:
+        rate: of samples that lose the branch.
+
+    Attributes:
+        draws: a number from [0, 1) for each sample, `(B,)`, set by `draw_depths`; None: drawn from
+            torch's random numbers at each forward.
+
+    Shapes:
+        `(B, ...)` -> the same.
+
+    Raises:
+        ValueError: the draws are for another number of samples.
+
+    Source: Huang et al. 2016.
+    """
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.rate = rate
+        self.draws: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the branch, zeros for samples that lose it."""
+        if not self.training or not self.rate:
+            return x
+        draws = torch.rand(len(x), device=x.device) if self.draws is None else self.draws
+        if len(draws) != len(x):
+            raise ValueError(f"StochasticDepth: has draws for {len(draws)} samples, got {len(x)}")
+        keep = (draws >= self.rate).to(x) / (1 - self.rate)
+        return x * keep.view(-1, *[1] * (x.ndim - 1))
+
+    def extra_repr(self) -> str:
+        """Describe the rate."""
+        return f"rate={self.rate}"
+
+
+def draw_depths(model: nn.Module, seed: int, step: int, samples: Sequence[int]) -> None:
+    """Decide which samples of a training step lose which branches of a model, sharded or not.
+
+    The same for a sample wherever it is computed. `samples` are their numbers in the global batch.
+    """
+    layers = [m for m in model.modules() if _drops(m)]
+    if not layers:
+        return
+    drawn = [np.random.default_rng([seed, step, s]).random(len(layers)) for s in samples]
+    like = next(model.parameters())
+    table = torch.tensor(np.array(drawn), device=like.device)
+    for layer, column in zip(layers, table.unbind(1), strict=True):
+        layer.draws = column
+
+
+def _drops(module: nn.Module) -> bool:
+    return isinstance(module.__dict__.get("wrapped", module), StochasticDepth)
+
+
+def drop_depth(rate: float) -> nn.Module:
+    """Return stochastic depth, or a layer that costs nothing where nothing is dropped."""
+    return StochasticDepth(rate) if rate else nn.Identity()
+
+
+def depth_rates(last: float, blocks: int) -> list[float]:
+    """Return the rates of blocks in a row: from 0 to that of the last one, linearly."""
+    return [last * block / max(1, blocks - 1) for block in range(blocks)]
+
+
+def run_block(block: nn.Module, x: Tensor, again: bool) -> Tensor:
+    """Call a block; with `again` keep its input only, and compute the rest again in backward."""
+    if again and block.training and torch.is_grad_enabled():
+        return checkpoint(block, x, use_reentrant=False)  # type: ignore[no-any-return]
+    return block(x)  # type: ignore[no-any-return]

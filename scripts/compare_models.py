@@ -1,0 +1,99 @@
+"""Trains every model on the quickstart data, one after the other, and prints a table of them.
+
+`python scripts/compare_models.py` takes about ten minutes on 2 cores. Keys after it are given to
+every run, such as `parallel.domain=1`; `--models unet pangu` chooses among the models.
+"""
+
+import argparse
+import csv
+import json
+import math
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+
+# Steps to train each: without convolutions a model learns more slowly.
+STEPS = {"unet": 450, "pangu": 900, "crossformer": 450}
+TRAIN = Path(__file__).parents[1] / "train.py"
+SHOWN = "geopotential_500"
+LEADS = ("6h", "24h")
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one run took and reached.
+
+    `rmse`: of `SHOWN` at each of `LEADS`; `worst`: the largest ratio to persistence of all
+    variables at each of them.
+    """
+
+    model: str
+    parameters: int
+    seconds_per_step: float
+    minutes: float
+    rmse: tuple[float, ...]
+    worst: tuple[float, ...]
+
+
+def main() -> None:
+    """Print a row as soon as its run is done."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", default=list(STEPS), choices=list(STEPS))
+    chosen, keys = parser.parse_known_args()
+    leads = " | ".join(f"Z500 RMSE {lead} | largest RMSE / persistence {lead}" for lead in LEADS)
+    print(f"| model | parameters | steps | s / step | minutes | {leads} |")
+    print("|---" * (5 + 2 * len(LEADS)) + "|", flush=True)
+    for model in chosen.models:
+        found = train(model, keys)
+        scores = zip(found.rmse, found.worst, strict=True)
+        cells = " | ".join(f"{rmse:.1f} | {worst:.2f}" for rmse, worst in scores)
+        print(
+            f"| `{model}` | {found.parameters:,} | {STEPS[model]} | "
+            f"{found.seconds_per_step:.2f} | {found.minutes:.1f} | {cells} |",
+            flush=True,
+        )
+
+
+def train(model: str, keys: list[str]) -> Result:
+    """Train one model in a folder of its own.
+
+    Raises:
+        SystemExit: the run failed; its own words are printed.
+    """
+    with TemporaryDirectory() as folder:
+        command = [sys.executable, TRAIN, f"model={model}", f"run.dir={folder}", "logger=csv"]
+        command += [f"trainer.steps={STEPS[model]}", "parallel.domain=2"]
+        began = time.monotonic()
+        done = subprocess.run([*command, *keys], capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(done.stderr or done.stdout)
+        return read(model, Path(folder), time.monotonic() - began)
+
+
+def read(model: str, folder: Path, seconds: float) -> Result:
+    """Return what a run's files say."""
+    weights = torch.load(folder / "checkpoint.pt", weights_only=True)["model"]
+    with (folder / "metrics.csv").open() as file:
+        paces = [float(row["seconds"]) for row in csv.DictReader(file) if row.get("seconds")]
+    scores = json.loads((folder / "metrics.json").read_text())["rmse"]
+    ratios = {
+        lead: max(s[lead]["model"] / s[lead]["persistence"] for s in scores.values())
+        for lead in LEADS
+    }
+    return Result(
+        model,
+        sum(math.prod(weight.shape) for weight in weights.values()),
+        sorted(paces)[len(paces) // 2],
+        seconds / 60,
+        tuple(scores[SHOWN][lead]["model"] for lead in LEADS),
+        tuple(ratios[lead] for lead in LEADS),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,342 @@
+"""The CrossFormer: any grid, its attention and embedding, its presets, equality under sharding."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from torch import nn
+
+from credit_dp.domain_parallel import DomainParallelManager, shard_tensor
+from credit_dp.domain_parallel.build import shard_model
+from credit_dp.domain_parallel.transport import ThreadTransport, ThreadWorld
+from credit_dp.errors import UserError
+from credit_dp.fields import Fields
+from credit_dp.model_config import CrossFormerConfig
+from credit_dp.models import build_model
+from credit_dp.models.cross_attention import LongAttention, PositionBias, ShortAttention
+from credit_dp.models.cross_decoder import SubPixelConv
+from credit_dp.models.cross_embedding import CrossScaleEmbedding, split_in_halves
+from credit_dp.models.crossformer import CrossFormer
+from tests.domain_parallel.equality import _RANDOM, MODEL, assert_same_as_whole_globe
+from tests.ranks import on_processes, on_threads
+
+NARROW = {
+    "channels": [8, 8],
+    "depths": [1, 1],
+    "head_channels": 4,
+    "kernels": [[2, 4, 8], [2, 4]],
+    "strides": [2, 2],
+    "local_windows": [2, 4],
+    "global_windows": [4, 2],
+    "mlp_ratio": 1,
+    "groups": 4,
+}
+FIELDS = Fields.flat(2, 1)
+
+
+def _model(grid, **options):
+    return CrossFormer(CrossFormerConfig(**{**NARROW, **options}), FIELDS, grid)
+
+
+def _same(manager, rows, columns=13, batch=2, **options):
+    def build():
+        return _model((rows, columns), **options)
+
+    assert_same_as_whole_globe(manager, build, (), (batch, 3, rows, columns), MODEL)
+
+
+@pytest.mark.parametrize(("ranks", "rows"), [(2, 32), (3, 33), (4, 61)])
+def test_sharded_equals_whole(ranks, rows):
+    on_threads(ranks, _same, rows)
+
+
+VARIANTS = {
+    "one level": {
+        "channels": [8], "depths": [2], "kernels": [[3, 5]], "strides": [1],
+        "local_windows": [3], "global_windows": [2],
+    },
+    "three levels": {
+        "channels": [4, 8, 8], "depths": [1, 1, 1], "kernels": [[4, 8], [2], [4]],
+        "strides": [2, 2, 2], "local_windows": [2, 2, 2], "global_windows": [2, 4, 1],
+    },
+    "odd strides": {"strides": [3, 1], "kernels": [[3, 5], [1, 3]]},
+    "mirror": {"poles": "mirror"},
+}  # fmt: skip
+
+
+def _same_variant(manager, rows, options):
+    _same(manager, rows, 14, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS)
+def test_sharded_equals_whole_in_all_variants(options):
+    on_threads(3, _same_variant, 33, options)
+
+
+def _same_when_computed_again(manager):
+    _same(manager, 33, activation_checkpointing=True, depths=[2, 1])
+
+
+@pytest.mark.slow
+def test_sharded_equals_whole_when_computed_again():
+    """On processes: computing again sets torch's random state, which threads share."""
+    on_processes(2, _same_when_computed_again)
+
+
+def _same_with_spectral_norm(manager):
+    _same(manager, 32, spectral_norm=True)
+
+
+@pytest.mark.slow
+def test_sharded_equals_whole_with_spectral_norm():
+    on_threads(2, _same_with_spectral_norm)
+
+
+def test_sharded_equals_whole_on_processes():
+    on_processes(2, _same, 33, 8, 1)
+
+
+def _sent(manager, act):
+    before = vars(manager.transport.traffic).copy()
+    made = act()
+    after = vars(manager.transport.traffic)
+    return made, after["messages"] - before["messages"], after["bytes"] - before["bytes"]
+
+
+class _Alone(nn.Module):
+    row_rules = CrossFormer.row_rules
+
+    def __init__(self, layer, channels=1):
+        super().__init__()
+        self.layer, self.channels = layer, channels
+
+    def forward(self, x):
+        return self.layer(x.movedim(1, self.channels)).movedim(self.channels, 1)
+
+
+def _traffic_of_attention(manager):
+    """Two ranks with half of the rows: of each group, and of its output, half has to cross."""
+    with _RANDOM:
+        torch.manual_seed(0)
+        whole, x = _Alone(LongAttention(8, 4, 4), -1), torch.randn(2, 8, 32, 8)
+    model = shard_model(copy.deepcopy(whole), manager, x.shape)
+    band = shard_tensor(x, manager=manager).requires_grad_()
+    y, messages, size = _sent(manager, lambda: model(band))
+    input_rows = x[:, :, :8].numel() * x.element_size()
+    assert (messages, size) == (2, 2 * input_rows)  # there and back
+    assert _sent(manager, lambda: y.sum().backward())[1:] == (2, 2 * input_rows)
+
+
+def test_attention_sends_its_input_there_and_its_output_home():
+    on_threads(2, _traffic_of_attention)
+
+
+def _traffic_of_embedding(manager):
+    with _RANDOM:
+        torch.manual_seed(0)
+        whole = _Alone(CrossScaleEmbedding(3, 8, [2, 4, 8], 2, "earth"))
+        x = torch.randn(2, 3, 32, 8)
+    model = shard_model(copy.deepcopy(whole), manager, x.shape)
+    band = shard_tensor(x, manager=manager).requires_grad_()
+    y, messages, size = _sent(manager, lambda: model(band))
+    largest = (8 - 2) // 2  # rows beyond an edge that the largest kernel reaches
+    row = x[:, :, 0].numel() * x.element_size()
+    assert (messages, size) == (1, largest * row)
+    assert _sent(manager, lambda: y.sum().backward())[1:] == (messages, size)
+
+
+def test_branches_of_an_embedding_share_one_exchange():
+    on_threads(2, _traffic_of_embedding)
+
+
+@pytest.mark.parametrize("grid", [(32, 64), (9, 15), (33, 17), (16, 16), (121, 30)])
+def test_any_grid(grid):
+    assert _model(grid)(torch.zeros(1, 3, *grid)).shape == (1, 2, *grid)
+
+
+def test_padding_shows_the_globe_beyond_its_edges_and_is_cropped():
+    model = _model((33, 13))
+    x = torch.randn(1, 3, 33, 13)
+    wide = model.enlarge(x)
+    assert wide.shape == (1, 3, 48, 16)
+    assert torch.equal(model.crop(wide), x)
+    assert torch.equal(wide[..., 7, 2:15], x[..., 0, :].roll(6, -1))
+    assert torch.equal(wide[..., 8, :2], x[..., 0, -2:])
+
+
+@pytest.mark.parametrize(("kind", "spread"), [(ShortAttention, False), (LongAttention, True)])
+def test_attention_equals_a_formula_of_indices(kind, spread):
+    size, heads, rows, columns = 2, 2, 6, 8
+    layer = kind(32, size, 16).double()  # 8 numbers wide is the network of the bias
+    x = torch.randn(1, rows, columns, 32, dtype=torch.float64)
+
+    def members(at, extent):
+        apart = extent // size
+        first = at % apart if spread else at // size * size
+        return [first + step * (apart if spread else 1) for step in range(size)]
+
+    query, key, value = layer.qkv(x)[0].view(rows, columns, 3, heads, 16).unbind(2)
+    expected = torch.empty_like(x)
+    for row in range(rows):
+        for column in range(columns):
+            down, along = members(row, rows), members(column, columns)
+            mine = down.index(row), along.index(column)
+            scores, seen = [], []
+            for i, other_row in enumerate(down):
+                for j, other_column in enumerate(along):
+                    offset = torch.tensor([mine[0] - i, mine[1] - j], dtype=torch.float64)
+                    dot = (query[row, column] * key[other_row, other_column]).sum(-1)
+                    scores.append(dot / 16**0.5 + layer.position_bias.layers(offset))
+                    seen.append(value[other_row, other_column])
+            weights = torch.stack(scores).softmax(0)
+            made = (weights[..., None] * torch.stack(seen)).sum(0).flatten()
+            expected[0, row, column] = layer.project(made)
+    torch.testing.assert_close(layer(x), expected)
+
+
+def test_position_bias_depends_on_the_offset_only():
+    bias = PositionBias(4, 8)()
+    seen = {}
+    for asks in range(16):
+        for answers in range(16):
+            offset = asks // 4 - answers // 4, asks % 4 - answers % 4
+            assert seen.setdefault(offset, bias[asks, answers]) == bias[asks, answers]
+    assert len({value.item() for value in seen.values()}) == 7 * 7
+
+
+def test_a_window_sees_no_other():
+    layer = ShortAttention(8, 4, 4)
+    x = torch.randn(1, 8, 12, 8)
+    other = x.clone()
+    other[:, 4:8, 8:] += 1
+    changed = (layer(x) - layer(other)).abs().sum((0, 3)) > 0
+    assert changed[4:8, 8:].all()
+    assert changed.sum() == 16
+
+
+def test_attention_of_no_groups_makes_no_rows():
+    layer = LongAttention(8, 4, 4)
+    x = torch.zeros(2, 0, 12, 8, requires_grad=True)
+    assert layer.treat(x, slice(3, 3), 16).shape == (2, 0, 12, 8)
+
+
+def test_longitude_shifts_by_whole_windows():
+    """Of a globe that needs no columns more, and without groups of far columns, which have ends."""
+    model = _model((32, 32), global_windows=[1, 1]).double()
+    x = torch.randn(1, 3, 32, 32, dtype=torch.float64)
+    window = 4 * 4  # columns of the coarser level's windows
+    torch.testing.assert_close(model(x.roll(window, -1)), model(x).roll(window, -1))
+
+
+@pytest.mark.parametrize(
+    ("channels", "parts", "shares"), [(128, 4, [64, 32, 16, 16]), (6, 2, [3, 3]), (5, 1, [5])]
+)
+def test_channels_are_split_in_halves(channels, parts, shares):
+    assert split_in_halves(channels, parts) == shares
+    embedding = CrossScaleEmbedding(2, channels, [8, 2, 4, 16][:parts][::-1], 2, "mirror")
+    assert [branch.conv.out_channels for branch in embedding.branches] == shares
+    sizes = [branch.conv.kernel_size[0] for branch in embedding.branches]
+    assert sizes == sorted(sizes)
+
+
+def test_finer_points_are_equal_at_first():
+    made = SubPixelConv(3, 2, 2, "earth")(torch.randn(1, 3, 6, 8))
+    coarse = made[..., ::2, ::2]
+    torch.testing.assert_close(made, coarse.repeat_interleave(2, -1).repeat_interleave(2, -2))
+
+
+def test_spectral_norm_bounds_all_weights():
+    model = _model((16, 16), spectral_norm=True).eval()
+    layers = [m for m in model.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
+    for layer in layers:
+        assert torch.linalg.matrix_norm(layer.weight.flatten(1), 2) < 1.5
+    assert len(layers) > 20
+
+
+def _gradients(model, x):
+    model.zero_grad()
+    torch.manual_seed(1)
+    model(x).square().sum().backward()
+    return [p.grad for p in model.parameters()]
+
+
+def test_computing_again_gives_the_same_gradients():
+    x = torch.randn(2, 3, 16, 16)
+    kept = _model((16, 16), dropout=0.2)
+    again = _model((16, 16), dropout=0.2, activation_checkpointing=True)
+    again.load_state_dict(kept.state_dict())
+    for a, b in zip(_gradients(kept, x), _gradients(again, x), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("option", ["dropout", "stochastic_depth"])
+def test_drops_in_training_only(option):
+    model = _model((16, 16), depths=[2, 2], **{option: 0.5})
+    x = torch.randn(2, 3, 16, 16)
+    assert not torch.equal(model(x), model(x))
+    model.eval()
+    assert torch.equal(model(x), model(x))
+
+
+def _preset(name):
+    values = OmegaConf.load(f"conf/model/{name}.yaml")
+    values.pop("defaults")
+    return CrossFormerConfig(**OmegaConf.to_container(values))
+
+
+@pytest.mark.parametrize("upper", [4, 5])
+def test_the_base_preset_is_as_large_as_wxformer(upper):
+    theirs = {4: 154_684_148, 5: 155_126_486}[upper]  # with 13 levels, 4 surface, 4 input-only
+    with torch.device("meta"):
+        model = build_model(
+            _preset("crossformer_base"), Fields.flat(13 * upper + 4, 4), (721, 1440)
+        )
+        assert model(torch.empty(1, 13 * upper + 8, 721, 1440)).shape[-2:] == (721, 1440)
+    ours = sum(p.numel() for p in model.parameters())
+    assert 0.95 * theirs < ours < 1.05 * theirs
+
+
+PLANNED = {
+    "crossformer": ["24x48", "25x48", "32x64", "64x128"],
+    "crossformer_small": ["32x64", "121x240"],
+    "crossformer_base": ["721x1440"],
+}
+
+
+@pytest.mark.parametrize(("name", "grid"), [(n, g) for n, gs in PLANNED.items() for g in gs])
+def test_presets_run_on_their_grids(name, grid):
+    rows, columns = map(int, grid.split("x"))
+    with torch.device("meta"):
+        model = build_model(_preset(name), FIELDS, (rows, columns))
+        assert model(torch.empty(1, 3, rows, columns)).shape == (1, 2, rows, columns)
+
+
+def _planned_rows(ranks, rows):
+    manager = DomainParallelManager(
+        ranks, ranks, transport=ThreadTransport(ThreadWorld(ranks, timeout=1.0), 0)
+    )
+    with torch.device("meta"):
+        model = build_model(_preset("crossformer_base"), FIELDS, (rows, 1440))
+    shard_model(model, manager, (1, 3, rows, 1440))
+    return manager.partition(50).sizes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [40, 50])
+def test_base_can_be_sharded_up_to_its_coarsest_rows(ranks):
+    assert min(_planned_rows(ranks, 721)) == 1
+
+
+@pytest.mark.parametrize("grid", [(4, 64), (64, 4)])
+def test_a_grid_too_small_to_be_padded_is_refused(grid):
+    with pytest.raises(UserError, match=r"model.local_windows: .* multiple of 16 .* data.grid"):
+        build_model(CrossFormerConfig(**NARROW), FIELDS, grid)
+
+
+def test_kernels_larger_than_the_globe_are_refused():
+    with pytest.raises(UserError, match=r"model.kernels: those of level 1 .* up to 16 rows"):
+        _model((16, 16), kernels=[[2], [18]])

@@ -1,0 +1,165 @@
+"""What the U-Net can have besides: each option changes it, and is the same on bands."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from credit_dp.config import UNetConfig
+from credit_dp.domain_parallel.build import shard_model
+from credit_dp.errors import UserError
+from credit_dp.models.blocks import StochasticDepth, draw_depths
+from credit_dp.models.global_means import GlobalConditioning, SqueezeExcite, condition
+from credit_dp.models.unet import UNet
+from tests.domain_parallel.equality import MODEL, assert_same_as_whole_globe
+from tests.ranks import on_processes, on_threads
+
+BATCH = 3
+ALL = {
+    "stochastic_depth": 0.5,
+    "squeeze_excite": True,
+    "global_conditioning": True,
+    "activation_checkpointing": True,
+}
+
+
+def _unet(channels=(4, 8, 8), blocks=2, **options):
+    config = UNetConfig(channels=list(channels), blocks=blocks, groups=4, **options)
+    model = UNet(config, 5, 3)
+    draw_depths(model, seed=1, step=2, samples=range(BATCH))
+    return model
+
+
+def _large(options):
+    return _unet(**options)
+
+
+def _small(options):
+    return _unet(channels=(4, 8), blocks=1, **options)
+
+
+def _evaluating(options):
+    return _small(options).eval()
+
+
+@pytest.mark.parametrize(("ranks", "rows"), [(2, 19), (3, 33), (4, 16)])
+def test_sharded_equals_whole(ranks, rows):
+    _same(ranks, _small, {**ALL, "activation_checkpointing": False}, (BATCH, 5, rows, 8))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [*({name: value} for name, value in ALL.items()), ALL])
+@pytest.mark.parametrize("rows", [17, 32, 121])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_sharded_equals_whole_everywhere(ranks, rows, options):
+    _same(ranks, _large, options, (BATCH, 5, rows, 9))
+
+
+@pytest.mark.slow
+def test_sharded_equals_whole_without_training():
+    _same(3, _evaluating, {**ALL, "dropout": 0.5}, (BATCH, 5, 33, 8))
+
+
+def _same(ranks, build, options, shape):
+    # Computing again restores the state of random numbers, which threads would share.
+    start = on_processes if options.get("activation_checkpointing") else on_threads
+    start(ranks, assert_same_as_whole_globe, build, (options,), shape, MODEL)
+
+
+def _gradients(options):
+    torch.manual_seed(0)
+    model = _large(options).double()
+    x = torch.randn(BATCH, 5, 9, 8, dtype=torch.float64).requires_grad_()
+    model(x).square().sum().backward()
+    return [x.grad, *(p.grad for p in model.parameters())]
+
+
+def test_computing_again_changes_no_gradient():
+    options = {**ALL, "dropout": 0.2}
+    again = _gradients(options)
+    kept = _gradients({**options, "activation_checkpointing": False})
+    assert all(torch.equal(a, b) for a, b in zip(again, kept, strict=True))
+
+
+def test_computing_again_keeps_less():
+    def kept_bytes(**options):
+        sizes = {}
+
+        def note(tensor):
+            sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        model = _unet(**options)
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            out = model(torch.randn(BATCH, 5, 32, 32))
+        assert out.requires_grad
+        return sum(sizes.values())
+
+    assert kept_bytes(activation_checkpointing=True) < 0.7 * kept_bytes()
+
+
+@pytest.mark.parametrize("option", ["dropout", "stochastic_depth"])
+def test_what_is_dropped_is_there_without_training(option):
+    torch.manual_seed(0)
+    plain, model = _unet(), _unet(**{option: 0.5})
+    model.load_state_dict(plain.state_dict())  # neither has parameters
+    x = torch.randn(BATCH, 5, 9, 8)
+    assert not torch.allclose(model(x), plain(x))
+    torch.testing.assert_close(model.eval()(x), plain.eval()(x))
+
+
+def test_a_gate_scales_channels_by_what_their_global_means_say():
+    torch.manual_seed(0)
+    gate, x = SqueezeExcite(8), torch.rand(2, 8, 6, 5) + 1
+    scale = gate(x) / x
+    assert 0 < scale.min() <= scale.max() < 1
+    torch.testing.assert_close(scale, scale[:, :, :1, :1].expand_as(x))
+    torch.testing.assert_close(gate(x.flip(-2)), gate(x).flip(-2))
+    assert not torch.allclose(scale, gate(2 * x) / (2 * x))
+
+
+def test_conditioning_goes_by_global_means_only():
+    known = GlobalConditioning(4, (2, 3))
+    x = torch.randn(2, 4, 6, 5)
+    made = known(x)
+    assert [tuple(part.shape) for part in made] == [(2, 4, 1, 1), (2, 6, 1, 1)]
+    torch.testing.assert_close(made, known(x.mean((-2, -1), keepdim=True)))
+    y, scale_and_shift = torch.ones(1, 2, 1, 1), torch.tensor([1.0, 2.0, 0.5, -3.0])
+    assert condition(y, scale_and_shift.view(1, 4, 1, 1)).flatten().tolist() == [2.5, 0.0]
+
+
+def test_rates_rise_from_the_first_block_to_the_last():
+    model = _unet(channels=(4, 8), blocks=2, stochastic_depth=0.5)
+    order = []
+    for layer in model.modules():
+        if isinstance(layer, StochasticDepth):
+            layer.register_forward_hook(lambda layer, *_: order.append(layer.rate))
+    model(torch.randn(BATCH, 5, 8, 8))
+    assert order == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
+
+
+def _names(**options):
+    return set(_unet(**options).state_dict())
+
+
+def test_options_add_names_and_change_none():
+    plain = _names()
+    assert _names(dropout=0.1, stochastic_depth=0.1, activation_checkpointing=True) == plain
+    added = _names(squeeze_excite=True, global_conditioning=True)
+    assert plain < added
+    assert {name.split(".")[-3] for name in added - plain} <= {"gate", "globe", "heads"}
+
+
+def test_one_level_has_no_decoder_to_condition():
+    with pytest.raises(UserError, match=r"model\.global_conditioning: .*model\.channels"):
+        _unet(channels=(8,), global_conditioning=True)
+
+
+def test_bands_that_would_drop_different_branches_are_refused():
+    def draw_nothing(manager):
+        config = UNetConfig(channels=[4, 8], blocks=1, groups=4, stochastic_depth=0.5)
+        model = shard_model(UNet(config, 5, 3), manager, (1, 5, 8, 8))
+        with pytest.raises(UserError, match="draw_depths"):
+            model(torch.zeros(1, 5, manager.partition(8).sizes[manager.domain_rank], 8))
+
+    on_threads(2, draw_nothing)

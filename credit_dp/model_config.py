@@ -189,8 +189,16 @@ class CrossFormerConfig(BlocksConfig):
                 raise UserError(
                     f"model.channels: needs multiples of model.{key} ({divisor}), got {channels}"
                 )
-        for kernels, stride in zip(self.kernels, self.strides, strict=True):
+        for kernels, stride, channels in zip(
+            self.kernels, self.strides, self.channels, strict=True
+        ):
             checks.not_empty("model.kernels", kernels)
+            if channels < 2 ** (len(kernels) - 1):
+                raise UserError(
+                    f"model.kernels: {len(kernels)} kernels halve the channels of their level "
+                    f"{len(kernels) - 1} times, and model.channels has {channels} there. Give "
+                    "fewer kernels."
+                )
             odd = next((k for k in kernels if k < stride or (k - stride) % 2), None)
             if odd is not None:
                 raise UserError(

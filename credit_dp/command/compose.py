@@ -25,7 +25,7 @@ from credit_dp import config as schemas
 from credit_dp.checks import nearest
 from credit_dp.command.explain import explain
 from credit_dp.command.folders import register_resolvers
-from credit_dp.command.keys import check_key
+from credit_dp.command.keys import check_key, check_lists
 from credit_dp.command.own_models import all_own_models, how_to_register, node_of
 from credit_dp.command.user_files import UserFiles
 from credit_dp.config import Config
@@ -136,9 +136,13 @@ def to_config(composed: DictConfig) -> Config:
         missing = sorted(OmegaConf.missing_keys(ours))
         if missing:
             raise UserError(f"{', '.join(missing)}: need a value, and none is given")
+        check_lists(ours)
         config = OmegaConf.to_object(ours)
     except OmegaConfBaseException as error:
         raise UserError(explain(error)) from error
+    except (ArithmeticError, AttributeError, LookupError, ValueError) as error:
+        # A model of the user's own checks its keys in a way of its own.
+        raise UserError(f"model: {type(error).__name__}: {' '.join(str(error).split())}") from error
     if not isinstance(config, Config):
         raise UserError("config.yaml: needs `schema` as the first entry of its defaults")
     return config

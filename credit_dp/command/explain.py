@@ -19,9 +19,12 @@ def explain(error: BaseException) -> str:
     """One line: the key and the file, what is needed, what came."""
     chain = causes(error)
     place = next((found for e in chain if (found := file_of(e))), "")
+    override = next((found for e in chain if (found := override_of(e))), "")
     for cause in chain:
         if isinstance(cause, OmegaConfBaseException):
-            return f"{f'conf/{place}.yaml: ' if place else ''}{of_omegaconf(cause, place)}"
+            return (
+                f"{f'conf/{place}.yaml: ' if place else ''}{of_omegaconf(cause, place, override)}"
+            )
     message = next((str(e) for e in chain if str(e).strip()), type(error).__name__)
     return " ".join(re.split(r"\n(?:Config )?[Ss]earch path:", message)[0].split())
 
@@ -42,9 +45,17 @@ def file_of(error: BaseException) -> str:
     return found[1] if found and isinstance(error, ConfigCompositionException) else ""
 
 
-def of_omegaconf(error: OmegaConfBaseException, place: str) -> str:
+def override_of(error: BaseException) -> str:
+    """The key of the override that Hydra says it was merging."""
+    found = re.match(r"Error merging override \+*([\w.]+)=", str(error))
+    return found[1] if found and isinstance(error, ConfigCompositionException) else ""
+
+
+def of_omegaconf(error: OmegaConfBaseException, place: str, override: str) -> str:
     """One line for a value of the wrong type, a key that is unknown, or one that is missing."""
     key = full_key(error, place)
+    if re.fullmatch(r"[\d.]*", key):  # of an entry, and not in which list
+        key = override
     key = re.sub(r"\[\d+\]$", "", key)  # what is said of an entry is true of its list
     needed = describe(kind_of(key)) if kind_of(key) is not None else "another type"
     if isinstance(error, MissingMandatoryValue):

@@ -4,6 +4,8 @@ import types
 from dataclasses import is_dataclass
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
 from credit_dp.checks import nearest
 from credit_dp.config import Config, ModelConfig, OwnModelConfig
 from credit_dp.errors import UserError
@@ -118,11 +120,30 @@ def check_value(key: str, value: object) -> None:
         owner(**{name: value})
 
 
+def check_lists(config: DictConfig) -> None:
+    """Refuse lists in a list of numbers or words, or the other way round; OmegaConf does not.
+
+    Raises:
+        UserError: with the key and what it needs.
+    """
+    for key in all_keys():
+        value, kind = OmegaConf.select(config, key), kind_of(key)
+        kinds = [k for k in (kind, *get_args(kind)) if get_origin(k) is list]
+        if not isinstance(value, ListConfig) or not kinds:
+            continue
+        nested = get_origin(get_args(kinds[0])[0]) is list
+        if any(isinstance(entry, ListConfig) != nested for entry in value):
+            raise UserError(f"{key}: needs {describe(kind)}, got {value}")
+
+
 def describe(kind: Any) -> str:
     """What a type takes, in words: `list[int] | None` is `a list of integers or null`."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         return " or ".join(describe(argument) for argument in arguments)
+    if origin is list and get_origin(arguments[0]) is list:
+        inside = PLURALS.get(get_args(arguments[0])[0], "values")
+        return f"a list of lists of {inside}, like [[a, b], [c]]"
     if origin is list:
         return f"a list of {PLURALS.get(arguments[0], 'values')}, like [a, b]"
     if origin is tuple:

@@ -71,13 +71,13 @@ def load(file: Path) -> ModuleType:
         return import_module(module_name(file))
     except UserError:
         raise
-    except Exception as error:  # it is the user's code
+    except (Exception, SystemExit) as error:  # it is the user's code
         told = error.msg if isinstance(error, SyntaxError) else " ".join(str(error).split())
         kind = type(error).__name__
         raise UserError(f"{VARIABLE}: {file}{line_of(error, file)}: {kind}: {told}") from error
 
 
-def line_of(error: Exception, file: Path) -> str:
+def line_of(error: BaseException, file: Path) -> str:
     """Where in the file an error came up."""
     frames = traceback.extract_tb(error.__traceback__)
     places = [(frame.filename, frame.lineno) for frame in frames]

@@ -246,9 +246,9 @@ def _follow(
             trace.mark((), _tensors((args, kwargs)))
             try:
                 outputs = tree_leaves(planner.model(*args, **kwargs))
-            except DEPENDS_ON_DATA:
+            except (UserError, *DEPENDS_ON_DATA):
                 raise
-            except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            except Exception as error:  # it is the user's code
                 if rank is None:
                     raise WholeGlobeError(
                         f"{_place(planner, error)}: fails on the whole globe's input "

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import traceback
 
+import torch
 from torch import nn
 
 from credit_dp.errors import UserError
@@ -42,17 +44,35 @@ def build_model(config: ModelConfig, fields: Fields, grid: tuple[int, int]) -> n
         return Pangu(config, fields, grid)
     if isinstance(config, CrossFormerConfig):
         return CrossFormer(config, fields, grid)
-    model = (
-        config.build(fields.inputs, fields.outputs, grid)
-        if isinstance(config, OwnModelConfig)
-        else None
-    )
+    model = _build_own(config, fields, grid) if isinstance(config, OwnModelConfig) else None
     if not isinstance(model, nn.Module):
         raise UserError(
             f"model: {type(config).__name__}.build has to return a torch.nn.Module, got "
             f"{type(model).__name__}. Derive the config from credit_dp.config.OwnModelConfig."
         )
     return model
+
+
+def _build_own(config: OwnModelConfig, fields: Fields, grid: tuple[int, int]) -> object:
+    """Call the user's code; what goes wrong there is told in one line."""
+    kind = type(config)
+    if kind.build is OwnModelConfig.build:
+        raise UserError(
+            f"model: {kind.__name__} has no build. It needs a method "
+            "build(self, in_channels, out_channels, grid) that returns the model."
+        )
+    try:
+        return config.build(fields.inputs, fields.outputs, grid)
+    except UserError:
+        raise
+    except Exception as error:
+        if torch.get_default_device().type == "meta":  # who asked for no data may ask again with
+            raise
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        raise UserError(
+            f"model: {kind.__name__}.build fails at {place.filename}:{place.lineno} "
+            f"({type(error).__name__}: {' '.join(str(error).split())})."
+        ) from error
 
 
 def _build_unet(config: UNetConfig, fields: Fields, grid: tuple[int, int]) -> nn.Module:

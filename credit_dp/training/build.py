@@ -8,13 +8,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from credit_dp.config import Config
+from credit_dp.config import Config, OwnModelConfig
 from credit_dp.data.loader import Loader
 from credit_dp.data.normalise import Normaliser
 from credit_dp.data.prepare import Prepared
 from credit_dp.data.sampling import SampleSequence, sample_times
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.build import shard_model
+from credit_dp.domain_parallel.trial import check_model
 from credit_dp.forecast.step import ForecastStep
 from credit_dp.models import build_model
 from credit_dp.training.checkpoint import TrainingState
@@ -87,6 +88,8 @@ def build_sharded(
     torch.manual_seed(config.seed)
     fields = store.channels.fields(config.model.frames)
     model = build_model(config.model, fields, store.grid)
+    if isinstance(config.model, OwnModelConfig):
+        check_model(model, fields.inputs, fields.outputs, store.grid)
     model = model.to(like)
     batch = config.data.batch_size // manager.dp_world_size
     return shard_model(model, manager, (batch, fields.inputs, *store.grid))

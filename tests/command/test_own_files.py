@@ -14,6 +14,9 @@ from credit_dp.command import own_models
 from credit_dp.command.compose import Composer
 from credit_dp.command.own_files import VARIABLE
 from credit_dp.config import OwnModelConfig
+from credit_dp.errors import UserError
+from credit_dp.fields import Fields
+from credit_dp.models import build_model
 from tests.command.answers import answer, refusal
 
 ROOT = Path(__file__).parents[2]
@@ -234,3 +237,50 @@ def test_train_py_is_exact_on_two_ranks_resumes_and_sweeps(tmp_path: Path) -> No
     sweep = "-m", "run.name=many", "model.width=2,4", "trainer.steps=1", "parallel.domain=2"
     _train(tmp_path, *sweep)
     assert (tmp_path / "outputs/many/1/checkpoint.pt").exists()
+
+
+BROKEN = """
+from torch import nn
+
+@dataclass
+class Broken(OwnModelConfig):
+    name: str = "custom"
+
+    def build(self, in_channels, out_channels, grid):
+        {build}
+"""
+
+
+@pytest.mark.parametrize(
+    ("build", "expected"),
+    [
+        ("return 3", r"model: Broken\.build has to return a torch\.nn\.Module, got int\."),
+        ("return 1 // 0", r"model: Broken\.build fails at .*my_model\.py:\d+ \(ZeroDivisionError"),
+        ("return nn.Linear(3)", r"model: Broken\.build fails at .* \(TypeError: .*out_features"),
+    ],
+)
+def test_a_build_that_fails_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, build: str, expected: str
+) -> None:
+    monkeypatch.setenv(VARIABLE, str(written(tmp_path, HEAD + BROKEN.format(build=build))))
+    config = Composer("train").config(["model=custom"]).model
+    with pytest.raises(UserError, match=expected):
+        build_model(config, Fields.flat(2), (4, 6))
+
+
+def test_a_config_without_build_is_one_line() -> None:
+    with pytest.raises(UserError, match=r"OwnModelConfig has no build\. It needs a method"):
+        build_model(OwnModelConfig("custom"), Fields.flat(2), (4, 6))
+
+
+def test_a_check_of_the_users_own_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    text = MODEL + "\n    def __post_init__(self):\n        raise ValueError('eight is too wide')\n"
+    found = told(monkeypatch, written(tmp_path, text), "model=custom")
+    assert found.startswith("model: ValueError: eight is too wide")
+
+
+def test_a_file_that_exits_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = told(monkeypatch, written(tmp_path, "import sys\nsys.exit(3)\n"), "model=custom")
+    assert found.endswith("line 2: SystemExit: 3")

@@ -169,4 +169,4 @@ def test_config_for_a_store_of_ones_own_fits_the_schema(path):
     names = ["store", "train", "valid", "test", "prognostic", "static"]
     given = {name: getattr(stores.config(path), name) for name in [*names, "cache"]}
     merged = OmegaConf.merge(OmegaConf.structured(DataConfig), settings, given)
-    assert prepare(OmegaConf.to_object(merged)).store.channels.inputs == 7 + 2 + 2
+    assert prepare(OmegaConf.to_object(merged)).store.channels.fields().inputs == 7 + 2 + 2

@@ -68,7 +68,7 @@ def test_channels_are_named_in_config_order(tmp_path):
         "temperature_850",
         "temperature_500",
     ]
-    assert (store.channels.inputs, store.channels.outputs) == (9, 5)
+    assert (store.channels.fields().inputs, store.channels.outputs) == (9, 5)
 
 
 def test_day_of_year_forcing_is_zero_at_new_year_and_one_after_a_quarter(tmp_path):

@@ -20,9 +20,10 @@ FILE = re.compile(r"# (\w+\.py)\n")
 # A training command of a page is run at this size; `make` targets are looked at, not run.
 SMALL = "experiment=fast"
 # Blocks that take long: pages that work at full size, and several commands in a row.
-LONG = ("README.md-4", "README.md-5", "training.md-0", "models.md", "plan-and-verify.md-0")
+LONG = ("README.md-3", "README.md-4", "README.md-5", "training.md-0", "models.md")
+PLANS = ("plan-and-verify.md-0", "plan-and-verify.md-2")
 LONGER = ("quickstart-climate.md", "your-own-model.md-2", "your-own-model.md-4")
-SLOW = dict.fromkeys((*LONG, *LONGER), pytest.mark.slow)
+SLOW = dict.fromkeys((*LONG, *PLANS, *LONGER), pytest.mark.slow)
 
 
 def _files(page):

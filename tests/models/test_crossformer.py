@@ -48,7 +48,9 @@ def _same(manager, rows, columns=13, batch=2, **options):
     assert_same_as_whole_globe(manager, build, (), (batch, 3, rows, columns), MODEL)
 
 
-@pytest.mark.parametrize(("ranks", "rows"), [(2, 32), (3, 33), (4, 61)])
+@pytest.mark.parametrize(
+    ("ranks", "rows"), [(2, 32), pytest.param(3, 33, marks=pytest.mark.slow), (4, 61)]
+)
 def test_sharded_equals_whole(ranks, rows):
     on_threads(ranks, _same, rows)
 

@@ -1,7 +1,7 @@
 """Trains every model on the quickstart data, one after the other, and prints a table of them.
 
 `python scripts/compare_models.py` takes about ten minutes on 2 cores. Keys after it are given to
-every run, such as `parallel.domain=1`; `--models unet pangu` chooses among the models.
+every run, such as `parallel.domain=1`; `--models unet,pangu` chooses among the models.
 """
 
 import argparse
@@ -43,13 +43,17 @@ class Result:
 def main() -> None:
     """Print a row as soon as its run is done."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--models", nargs="+", default=list(STEPS), choices=list(STEPS))
-    chosen, keys = parser.parse_known_args()
+    parser.add_argument("--models", default=",".join(STEPS))
+    parser.add_argument("keys", nargs="*", metavar="KEY=VALUE")
+    chosen = parser.parse_args()
+    models = chosen.models.split(",")
+    if not STEPS.keys() >= set(models):
+        parser.error(f"--models: needs some of {', '.join(STEPS)}, got {chosen.models}")
     leads = " | ".join(f"Z500 RMSE {lead} | largest RMSE / persistence {lead}" for lead in LEADS)
     print(f"| model | parameters | steps | s / step | minutes | {leads} |")
     print("|---" * (5 + 2 * len(LEADS)) + "|", flush=True)
-    for model in chosen.models:
-        found = train(model, keys)
+    for model in models:
+        found = train(model, chosen.keys)
         scores = zip(found.rmse, found.worst, strict=True)
         cells = " | ".join(f"{rmse:.1f} | {worst:.2f}" for rmse, worst in scores)
         print(

@@ -12,7 +12,7 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 @pytest.mark.slow
 def test_the_comparison_of_models(tmp_path):
-    command = [sys.executable, SCRIPTS / "compare_models.py", "--models", "crossformer", "unet"]
+    command = [sys.executable, SCRIPTS / "compare_models.py", "--models", "crossformer,unet"]
     environment = {**os.environ, "WANDB_MODE": "disabled"}
     done = subprocess.run(
         [*command, "experiment=fast", "trainer.steps=2"],

@@ -54,7 +54,13 @@ def arguments(store: Path) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=name, marks=[pytest.mark.slow] if "ranks" in name else [])
+        for name, case in CASES.items()
+    ],
+)
 def test_one_line_and_the_end(tmp_path: Path, case: tuple[Change, list[str], str]) -> None:
     change, more, key = case
     store = stores.write(change(stores.dataset()), tmp_path / "store.zarr")

@@ -103,7 +103,7 @@ def test_without_a_batch(mode, stride):
 
 @pytest.mark.parametrize("spatial", [1, 2, 3])
 @pytest.mark.parametrize("mode", ["zeros", "circular", "reflect", "replicate"])
-@pytest.mark.parametrize("ranks", [4, 8])
+@pytest.mark.parametrize("ranks", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_one_row_per_rank(spatial, mode, ranks):
     options = {"kernel_size": 7, "padding": 3, "padding_mode": mode}
     if spatial == 3:
@@ -178,7 +178,7 @@ def test_rows_of_real_grids(height):
         ("nothing", nn.Conv2d(2, 4, 1, padding=1)),
     ],
 )
-@pytest.mark.parametrize("ranks", [3, 8])
+@pytest.mark.parametrize("ranks", [3, pytest.param(8, marks=pytest.mark.slow)])
 def test_rows_elsewhere_than_where_the_kernel_is(ranks, move, conv):
     def build():
         return Moved(copy.deepcopy(conv), move)

@@ -88,7 +88,7 @@ def test_conv_transpose(spatial, data):
 
 @pytest.mark.parametrize("spatial", [1, 2, 3])
 @pytest.mark.parametrize(("kernel", "stride"), [(4, 2), (2, 5), (7, 1)])
-@pytest.mark.parametrize("ranks", [4, 8])
+@pytest.mark.parametrize("ranks", [4, pytest.param(8, marks=pytest.mark.slow)])
 def test_one_row_per_rank(spatial, kernel, stride, ranks):
     options = _settings(spatial, kernel_size=kernel, stride=stride)
     args = (_conv, (spatial, options), _shape(spatial, ranks))

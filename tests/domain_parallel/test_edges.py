@@ -78,7 +78,7 @@ class _Residual(nn.Module):
         return x + self.conv(x)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("ranks", [2, 3, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_residual_keeps_its_cotangent(ranks):
     on_threads(ranks, assert_same_as_whole_globe, _residual, (), (2, 4, 9, 5), 1e-11)
 

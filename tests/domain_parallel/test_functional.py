@@ -118,7 +118,7 @@ def test_what_has_no_exact_function_goes_to_custom_converters(code):
 
 
 @pytest.mark.parametrize("name", PAIRS)
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("ranks", [2, 3, 4, pytest.param(8, marks=pytest.mark.slow)])
 def test_exact(name, ranks):
     on_threads(ranks, assert_same_as_whole_globe, Model, (PAIRS[name][1],), SHAPE, MODEL)
 

@@ -128,7 +128,7 @@ def test_norms_of_weights(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", NORMS)
 def test_norms_of_weights_on_more_ranks(name, ranks):
     on_threads(ranks, _assert_same, name)

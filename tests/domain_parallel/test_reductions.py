@@ -183,7 +183,7 @@ def _classifier():
     return nn.Sequential(nn.Conv2d(2, 4, 3), pool, nn.Flatten(), nn.BatchNorm1d(4), nn.Linear(4, 3))
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("ranks", [2, 3, pytest.param(8, marks=pytest.mark.slow)])
 def test_a_head_on_the_pooled_globe(ranks):
     on_threads(ranks, assert_same_as_whole_globe, _classifier, (), (3, 2, 11, 5), 1e-11)
 

@@ -86,7 +86,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("ranks", [2, 3, pytest.param(8, marks=pytest.mark.slow)])
 def test_exact(name, ranks):
     on_threads(ranks, assert_same_as_whole_globe, Embeds, CASES[name], SHAPE, MODEL)
 

@@ -49,7 +49,8 @@ def _same(manager, rows, columns=13, batch=2, **options):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "rows"), [(2, 32), pytest.param(3, 33, marks=pytest.mark.slow), (4, 61)]
+    ("ranks", "rows"),
+    [*(pytest.param(*pair, marks=pytest.mark.slow) for pair in ((2, 32), (3, 33))), (4, 61)],
 )
 def test_sharded_equals_whole(ranks, rows):
     on_threads(ranks, _same, rows)

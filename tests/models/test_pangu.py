@@ -42,7 +42,7 @@ SLOW = pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "rows"),
     [
-        (2, 33),
+        pytest.param(2, 33, marks=SLOW),
         (3, 61),
         pytest.param(8, 33, marks=SLOW),  # 9 coarse rows in 3 windows: most ranks have none
     ],

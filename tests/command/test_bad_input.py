@@ -43,6 +43,19 @@ CASES = {
     "not finite": (["optimizer.lr=nan"], "optimizer.lr: needs a number above 0, got nan"),
     "one beta": (["optimizer.betas=[0.9]"], "optimizer.betas: needs 2 numbers"),
     "channels and groups": (["model.channels=[12]"], "multiples of model.groups"),
+    "list in a list": (["model.channels=[[8],16]"], "model.channels: needs a list of integers, "),
+    "no list in a list": (
+        ["model=crossformer", "model.kernels=[2,4]"],
+        r"model.kernels: needs a list of lists of integers, like \[\[a, b\], \[c\]\]",
+    ),
+    "more kernels than halves": (
+        ["model=crossformer", "model.kernels=[[2,4,6,8,10,12,14,16],[2]]"],
+        "model.kernels: 8 kernels halve the channels .* model.channels has 48",
+    ),
+    "weights that change": (
+        ["model=crossformer", "model.spectral_norm=true", "model.activation_checkpointing=true"],
+        "model.spectral_norm: needs model.activation_checkpointing=false",
+    ),
     "one date": (["data.train=[2000-01-01]"], "data.train: needs .first, last."),
     "no date": (["data.train=[a,b]"], "data.train: needs .first, last."),
     "dates backwards": (["data.test=[2001-01-02,2001-01-01]"], "data.test: .*after the last"),

@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from credit_dp.domain_parallel.build import NAMED_RULES, shard_model
+from credit_dp.domain_parallel.build import NAMED_RULES, declared_converters, shard_model
 from credit_dp.domain_parallel.layers.row_groups import deal
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.domain_parallel.report import plan_report
+from credit_dp.errors import UserError
 from credit_dp.models.blocks import StochasticDepth, draw_depths
 from credit_dp.models.row_groups import GroupedRows, dilated, windows
 from tests.domain_parallel.equality import assert_same_as_whole_globe
@@ -225,6 +226,13 @@ def test_draws_for_other_samples_are_refused():
     layer.draws = torch.zeros(1)
     with pytest.raises(ValueError, match="has draws for 1 samples, got 3"):
         layer(torch.zeros(3, 2))
+
+
+def test_a_rule_that_is_not_there_is_refused():
+    model = nn.Sequential(StochasticDepth(0.5))
+    model.row_rules = {StochasticDepth: "row_group"}
+    with pytest.raises(UserError, match=r"row_rules: needs one of .*row_groups.* got 'row_group'"):
+        declared_converters(model)
 
 
 def test_a_plan_drops_nothing():

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from credit_dp.command.compose import Composer
+from credit_dp.domain_parallel.build import declared_converters
+from credit_dp.domain_parallel.report import plan_report
 from credit_dp.fields import Fields
 from credit_dp.models import build_model
 from tests.domain_parallel.equality import MODEL, assert_same_as_whole_globe
@@ -27,3 +30,15 @@ def _built(preset, rows):
 def test_sharded_equals_whole(preset, ranks, rows):
     shape = (1, FIELDS.inputs, rows, COLUMNS)
     on_threads(ranks, assert_same_as_whole_globe, _built(preset, rows), (), shape, MODEL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("preset", "most"), [("unet_base", 91), ("pangu_base", 91)])
+def test_only_a_level_with_too_few_rows_is_refused(preset, most):
+    config = Composer("train").config([f"model={preset}"]).model
+    with torch.device("meta"):
+        model = build_model(config, FIELDS, (721, 1440))
+    shape, rules = (1, FIELDS.inputs, 721, 1440), declared_converters(model)
+    assert plan_report(model, shape, most, custom_converters=rules).problems == ()
+    (first, *_) = plan_report(model, shape, most + 1, custom_converters=rules).problems
+    assert f"{most} rows can't be shared by {most + 1} ranks" in first

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import final
 
 import numpy as np
@@ -24,6 +26,8 @@ class StochasticDepth(nn.Module):
         draws: a number from [0, 1) for each sample, `(B,)`, set by `draw_depths`; None: drawn from
             torch's random numbers at each forward.
 
+        place: its number in the model, if `number_depths` has set it.
+
     Shapes:
         `(B, ...)` -> the same.
 
@@ -36,6 +40,7 @@ class StochasticDepth(nn.Module):
     def __init__(self, rate: float) -> None:
         super().__init__()
         self.rate = rate
+        self.place: int | None = None
         self.draws: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -53,23 +58,27 @@ class StochasticDepth(nn.Module):
         return f"rate={self.rate}"
 
 
+def number_depths(model: nn.Module) -> None:
+    """Number the layers that drop branches, so that a stretch of the model draws as the whole."""
+    for place, layer in enumerate(_dropping(model)):
+        layer.place = place
+
+
 def draw_depths(model: nn.Module, seed: int, step: int, samples: Sequence[int]) -> None:
-    """Decide which samples of a training step lose which branches of a model, sharded or not.
+    """Decide which samples of a training step lose which branches, sharded or not.
 
     The same for a sample wherever it is computed. `samples` are their numbers in the global batch.
     """
-    layers = [m for m in model.modules() if _drops(m)]
-    if not layers:
-        return
-    drawn = [np.random.default_rng([seed, step, s]).random(len(layers)) for s in samples]
-    like = next(model.parameters())
-    table = torch.tensor(np.array(drawn), device=like.device)
-    for layer, column in zip(layers, table.unbind(1), strict=True):
-        layer.draws = column
+    for number, layer in enumerate(_dropping(model)):
+        place = number if layer.place is None else layer.place
+        keys = ([seed, step, sample, place] for sample in samples)
+        drawn = [np.random.default_rng(key).random() for key in keys]
+        layer.draws = torch.tensor(drawn, device=next(model.parameters()).device)
 
 
-def _drops(module: nn.Module) -> bool:
-    return isinstance(module.__dict__.get("wrapped", module), StochasticDepth)
+def _dropping(model: nn.Module) -> list[StochasticDepth]:
+    layers = (m.__dict__.get("wrapped", m) for m in model.modules())
+    return [layer for layer in layers if isinstance(layer, StochasticDepth)]
 
 
 def drop_depth(rate: float) -> nn.Module:
@@ -84,6 +93,25 @@ def depth_rates(last: float, blocks: int) -> list[float]:
 
 def run_block(block: nn.Module, x: Tensor, again: bool) -> Tensor:
     """Call a block; with `again` keep its input only, and compute the rest again in backward."""
-    if again and block.training and torch.is_grad_enabled():
+    if not (again and block.training and torch.is_grad_enabled()):
+        return block(x)  # type: ignore[no-any-return]
+    if not _dropping(block):
         return checkpoint(block, x, use_reentrant=False)  # type: ignore[no-any-return]
-    return block(x)  # type: ignore[no-any-return]
+    return checkpoint(block, x, use_reentrant=False, context_fn=partial(_same_draws, block))  # type: ignore[no-any-return]
+
+
+def _same_draws(
+    block: nn.Module,
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """What surrounds a block's forward, and its second one: by then others may have been drawn."""
+    return nullcontext(), _drawn([(layer, layer.draws) for layer in _dropping(block)])
+
+
+@contextmanager
+def _drawn(draws: list[tuple[StochasticDepth, Tensor | None]]) -> Iterator[None]:
+    now = [(layer, layer.draws) for layer, _ in draws]
+    for layer, of_layer in draws:
+        layer.draws = of_layer
+    yield
+    for layer, of_layer in now:
+        layer.draws = of_layer

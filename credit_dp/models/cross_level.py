@@ -8,7 +8,7 @@ from typing import final
 from torch import Tensor, nn
 
 from credit_dp.model_config import CrossFormerConfig
-from credit_dp.models.blocks import drop_depth, run_block
+from credit_dp.models.blocks import drop_depth
 from credit_dp.models.cross_attention import LongAttention, ShortAttention
 from credit_dp.models.cross_embedding import CrossScaleEmbedding
 
@@ -52,11 +52,10 @@ def _block(config: CrossFormerConfig, level: int, depth_rate: float) -> nn.Seque
     return nn.Sequential(*(Branch(channels, branch, depth_rate) for branch in branches))
 
 
-@final
-class CrossLevel(nn.Module):
-    """One level: patches of several sizes, then blocks of attention among them.
-
-    Between the blocks channels are last, where linear layers and norms want them.
+def cross_level(
+    config: CrossFormerConfig, level: int, in_channels: int, depth_rates: Sequence[float]
+) -> nn.ModuleDict:
+    """Return one level: an `embedding` of patches of several sizes, and `blocks` of attention.
 
     Args:
         config: of the model.
@@ -65,27 +64,12 @@ class CrossLevel(nn.Module):
         depth_rates: of the blocks, see `StochasticDepth`.
 
     Shapes:
-        `(B, in_channels, H, W)` -> `(B, channels, H / stride, W / stride)`.
+        embedding: `(B, in_channels, H, W)` -> `(B, channels, H / stride, W / stride)`. A block has
+        channels last, where linear layers and norms want them: `(B, H, W, channels)` -> the same.
     """
-
-    def __init__(
-        self,
-        config: CrossFormerConfig,
-        level: int,
-        in_channels: int,
-        depth_rates: Sequence[float],
-    ) -> None:
-        super().__init__()
-        channels, stride = config.channels[level], config.strides[level]
-        self.again = config.activation_checkpointing
-        self.embedding = CrossScaleEmbedding(
-            in_channels, channels, config.kernels[level], stride, config.poles
-        )
-        self.blocks = nn.ModuleList(_block(config, level, rate) for rate in depth_rates)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the level's features."""
-        x = self.embedding(x).permute(0, 2, 3, 1)
-        for block in self.blocks:
-            x = run_block(block, x, self.again)
-        return x.permute(0, 3, 1, 2)
+    channels, stride = config.channels[level], config.strides[level]
+    embedding = CrossScaleEmbedding(
+        in_channels, channels, config.kernels[level], stride, config.poles
+    )
+    blocks = nn.ModuleList(_block(config, level, rate) for rate in depth_rates)
+    return nn.ModuleDict({"embedding": embedding, "blocks": blocks})

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import islice
 from math import prod
-from typing import ClassVar, final
+from typing import ClassVar, cast, final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 
 from credit_dp.errors import UserError
 from credit_dp.fields import Fields
 from credit_dp.model_config import CrossFormerConfig
-from credit_dp.models.blocks import StochasticDepth, depth_rates
+from credit_dp.models.blocks import StochasticDepth, depth_rates, run_block
 from credit_dp.models.cross_attention import LongAttention, ShortAttention
 from credit_dp.models.cross_decoder import SubPixelConv, UpBlock
-from credit_dp.models.cross_level import CrossLevel
+from credit_dp.models.cross_level import cross_level
 from credit_dp.models.padding import PolePad
+from credit_dp.models.segments import Segment, SegmentedModel, State
 from credit_dp.models.unet import PeriodicConv2d
 
 
 @final
-class CrossFormer(nn.Module):
+class CrossFormer(SegmentedModel):
     """Predicts one state, or its tendency, from the input channels.
 
     The globe is padded until whole windows cover it at every level, and cropped at the end.
@@ -51,13 +53,14 @@ class CrossFormer(nn.Module):
 
     def __init__(self, config: CrossFormerConfig, fields: Fields, grid: tuple[int, int]) -> None:
         super().__init__()
+        self.again = config.activation_checkpointing
         padded = _padded_grid(config, grid)
         _check_kernels(config, padded)
         widths, steps, poles = config.channels, config.strides, config.poles
         rates = iter(depth_rates(config.stochastic_depth, sum(config.depths)))
         self.enlarge, self.crop = _enlarge(grid, padded, poles), _crop(grid, padded)
         self.levels = nn.ModuleList(
-            CrossLevel(config, level, first, list(islice(rates, config.depths[level])))
+            cross_level(config, level, first, list(islice(rates, config.depths[level])))
             for level, first in enumerate([fields.inputs, *widths[:-1]])
         )
         finer = list(zip(widths[1:], widths[:-1], steps[1:], strict=True))  # finest first
@@ -75,16 +78,49 @@ class CrossFormer(nn.Module):
             for layer in [m for m in self.modules() if isinstance(m, nn.Conv2d | nn.Linear)]:
                 spectral_norm(layer)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the state, or its tendency."""
-        x = self.enlarge(x)
-        skips = []
-        for level in self.levels:
-            x = level(x)
-            skips.append(x)
-        for up, skip in zip(self.decoder, reversed(skips[:-1]), strict=True):
-            x = torch.cat([up(x), skip], 1)
-        return self.crop(self.head(x))  # type: ignore[no-any-return]
+    def segments(self) -> list[Segment]:
+        """Return every block, every step of the decoder and the head.
+
+        The state is the field, and those of the levels passed, finest first.
+        """
+        blocks = [
+            self._block_segment(level, block)
+            for level in range(len(self.levels))
+            for block in range(self._depth(level))
+        ]
+        steps = range(len(self.decoder))
+        decoder = [
+            Segment(f"decoder.{step}", partial(self._decode, step), (f"decoder.{step}",))
+            for step in steps
+        ]
+        return [*blocks, *decoder, Segment("head", self._finish, ("head", "crop"))]
+
+    def _depth(self, level: int) -> int:
+        return len(cast(nn.ModuleList, cast(nn.ModuleDict, self.levels[level])["blocks"]))
+
+    def _block_segment(self, level: int, block: int) -> Segment:
+        name = f"levels.{level}.blocks.{block}"
+        before = (f"levels.{level}.embedding",) if not block else ()
+        first = ("enlarge",) if not level and not block else ()
+        return Segment(name, partial(self._encode, level, block), (*first, *before, name))
+
+    def _encode(self, level: int, block: int, state: State) -> State:
+        x, *skips = state
+        parts = cast(nn.ModuleDict, self.levels[level])
+        if not block:
+            skips += [x] if level else []
+            x = parts["embedding"](x if level else self.enlarge(x)).permute(0, 2, 3, 1)
+        x = run_block(cast(nn.ModuleList, parts["blocks"])[block], x, self.again)
+        if block == self._depth(level) - 1:
+            x = x.permute(0, 3, 1, 2)
+        return x, *skips
+
+    def _decode(self, step: int, state: State) -> State:
+        x, *skips = state
+        return torch.cat([self.decoder[step](x), skips[-1]], 1), *skips[:-1]
+
+    def _finish(self, state: State) -> State:
+        return (self.crop(self.head(state[0])),)
 
 
 def _padded_grid(config: CrossFormerConfig, grid: tuple[int, int]) -> tuple[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import ClassVar, cast, final
 
 import torch
@@ -13,9 +14,12 @@ from credit_dp.model_config import PanguConfig
 from credit_dp.models.blocks import StochasticDepth, depth_rates, drop_depth, run_block
 from credit_dp.models.cube_embedding import CubeEmbedding, CubeRecovery, cubes
 from credit_dp.models.earth_attention import EarthAttention, Size
+from credit_dp.models.segments import Segment, SegmentedModel, State
 
 CHANNELS_FIRST = (0, 1, 4, 2, 3)  # (B, levels, rows, columns, C) -> (B, levels, C, rows, columns)
 CHANNELS_LAST = (0, 1, 3, 4, 2)
+# Before which block of which stage the resolution changes, and by what.
+CHANGES = {(1, 0): ("down",), (3, 0): ("up",)}
 FIRST_GAIN = 0.1  # of the norms at the end of a block's branches
 
 
@@ -94,7 +98,7 @@ class Up(nn.Module):
 
 
 @final
-class Pangu(nn.Module):
+class Pangu(SegmentedModel):
     """Predicts the tendency of a state from cubes of its variables on levels and the surface.
 
     Four stages: the first and the last at the resolution of the cubes, the others at half of it.
@@ -152,18 +156,38 @@ class Pangu(nn.Module):
         self.recovery = CubeRecovery(fields, size, patch, 2 * width)
         self.apply(_initialise)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the tendency."""
-        x = self.embedding(x).permute(0, 2, 3, 4, 1)
-        skip = x = self._stage(0, x)
-        x = self._stage(1, self.down(x))
-        x = self._stage(3, self.up(self._stage(2, x)))
-        return self.recovery(torch.cat([skip, x], -1).permute(0, 4, 1, 2, 3))  # type: ignore[no-any-return]
+    def segments(self) -> list[Segment]:
+        """Return the embedding, every block and the recovery.
 
-    def _stage(self, stage: int, x: Tensor) -> Tensor:
-        for block in cast(nn.ModuleList, self.stages[stage]):
-            x = run_block(block, x, self.checkpointing)
-        return x
+        The state is the tokens and, from the second stage on, those of the first.
+        """
+        embedding = Segment("embedding", self._embed, ("embedding",))
+        blocks = [
+            Segment(
+                f"stages.{stage}.{block}",
+                partial(self._block, stage, block),
+                (*CHANGES.get((stage, block), ()), f"stages.{stage}.{block}"),
+            )
+            for stage, blocks in enumerate(self.stages)
+            for block in range(len(cast(nn.ModuleList, blocks)))
+        ]
+        return [embedding, *blocks, Segment("recovery", self._recover, ("recovery",))]
+
+    def _embed(self, state: State) -> State:
+        return (self.embedding(state[0]).permute(0, 2, 3, 4, 1),)
+
+    def _block(self, stage: int, block: int, state: State) -> State:
+        x, *rest = state
+        if (stage, block) in CHANGES:
+            rest = rest or [x]  # what the first stage made goes across
+            for name in CHANGES[stage, block]:
+                x = self.get_submodule(name)(x)
+        layer = cast(nn.ModuleList, self.stages[stage])[block]
+        return run_block(layer, x, self.checkpointing), *rest
+
+    def _recover(self, state: State) -> State:
+        x, skip = state
+        return (self.recovery(torch.cat([skip, x], -1).permute(0, 4, 1, 2, 3)),)
 
 
 def _check(config: PanguConfig, fields: Fields, grid: tuple[int, int]) -> None:

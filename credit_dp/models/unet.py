@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise, repeat
-from typing import ClassVar, final
+from functools import partial
+from itertools import pairwise
+from typing import ClassVar, cast, final
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +13,10 @@ from torch import Tensor, nn
 
 from credit_dp.model_config import UNetConfig
 from credit_dp.models.blocks import StochasticDepth, depth_rates, run_block
+from credit_dp.models.global_depthwise import GlobalDepthwiseBlock, LongRangeConv2d
 from credit_dp.models.global_means import GlobalConditioning, SqueezeExcite, condition
 from credit_dp.models.padding import pad_poles
+from credit_dp.models.segments import Segment, SegmentedModel, State
 
 
 @final
@@ -112,35 +115,31 @@ class ResidualBlock(nn.Module):
         return self.shortcut(x) + y  # type: ignore[no-any-return]
 
 
-@final
-class Level(nn.Sequential):
-    """The residual blocks of one level; with `again`, backward computes each of them again."""
+# By their names in `model.block`.
+BLOCKS: dict[str, type[ResidualBlock] | type[GlobalDepthwiseBlock]] = {
+    "residual": ResidualBlock,
+    "global_depthwise": GlobalDepthwiseBlock,
+}
 
-    def __init__(
-        self, first: int, channels: int, config: UNetConfig, rates: Sequence[float]
-    ) -> None:
-        pairs = pairwise([first] + [channels] * config.blocks)
-        blocks = zip(pairs, rates, strict=True)
-        super().__init__(*(ResidualBlock(a, b, config, rate) for (a, b), rate in blocks))
-        self.again = config.activation_checkpointing
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return what the last block makes of it."""
-        for block in self:
-            x = run_block(block, x, self.again)
-        return x
+def _level(first: int, channels: int, config: UNetConfig, rates: Sequence[float]) -> nn.Sequential:
+    """Return the blocks of one level."""
+    pairs = pairwise([first] + [channels] * config.blocks)
+    block = BLOCKS[config.block]
+    blocks = zip(pairs, rates, strict=True)
+    return nn.Sequential(*(block(a, b, config, rate) for (a, b), rate in blocks))
 
 
 @final
-class UNet(nn.Module):
+class UNet(SegmentedModel):
     """Predicts the tendency of the prognostic channels over one step.
 
     Any number of rows and columns: a level has half of the finer one's, rounded up, and the way
     back up crops to it.
 
     Args:
-        config: channels of each level, finest first; blocks per level; groups of the norms; poles;
-            what blocks have besides.
+        config: channels of each level, finest first; blocks per level and their kind; groups of
+            the norms; poles; what blocks have besides.
         in_channels: prognostic, forcing and static channels.
         out_channels: prognostic channels.
 
@@ -152,6 +151,7 @@ class UNet(nn.Module):
 
     row_rules: ClassVar[dict[type[nn.Module], str]] = {
         PeriodicConv2d: "periodic_conv",
+        LongRangeConv2d: "long_range_conv",
         MatchRows: "match_rows",
         StochasticDepth: "stochastic_depth",
     }
@@ -161,34 +161,80 @@ class UNet(nn.Module):
         widths, poles = config.channels, config.poles
         steps = list(pairwise(widths))  # (finer, coarser), finest first
         encoder_rates, decoder_rates = _rates(config)
+        self.again = config.activation_checkpointing
         self.stem = PeriodicConv2d(in_channels, widths[0], poles=poles)
         self.encoder = nn.ModuleList(
-            Level(w, w, config, rates) for w, rates in zip(widths, encoder_rates, strict=True)
+            _level(w, w, config, rates) for w, rates in zip(widths, encoder_rates, strict=True)
         )
         self.down = nn.ModuleList(PeriodicConv2d(a, b, stride=2, poles=poles) for a, b in steps)
         self.up = nn.ModuleList(nn.ConvTranspose2d(b, a, 2, stride=2) for a, b in steps)
         self.crop = nn.ModuleList(MatchRows() for _ in steps)  # one for each height
         self.decoder = nn.ModuleList(
-            Level(2 * a, a, config, rates)
+            _level(2 * a, a, config, rates)
             for (a, _), rates in zip(steps, decoder_rates, strict=True)
         )
         self.norm = nn.GroupNorm(config.groups, widths[0])
         self.head = nn.Conv2d(widths[0], out_channels, 1)
         self.globe = _conditioning(config)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the tendency."""
-        x = self.encoder[0](self.stem(x))
-        skips = []
-        for down, encoder in zip(self.down, self.encoder[1:], strict=True):
+    def segments(self) -> list[Segment]:
+        """Return the stem, every residual block and the head.
+
+        The state is the field; the fields that go across, finest first; then, once the coarsest
+        level is known, what conditions the levels that are left, finest first.
+        """
+        stem = Segment("stem", lambda state: (self.stem(state[0]),), ("stem",))
+        down = [
+            self._encoder(level, block)
+            for level in range(len(self.encoder))
+            for block in self._of(level)
+        ]
+        up = [
+            self._decoder(level, block)
+            for level in reversed(range(len(self.decoder)))
+            for block in self._of(level)
+        ]
+        return [stem, *down, *up, Segment("head", self._finish, ("norm", "head"))]
+
+    def _of(self, level: int) -> range:
+        return range(len(cast(nn.Sequential, self.encoder[level])))
+
+    def _is_last(self, level: int, block: int) -> bool:
+        return level == len(self.encoder) - 1 and block == self._of(level)[-1]
+
+    def _encoder(self, level: int, block: int) -> Segment:
+        name = f"encoder.{level}.{block}"
+        before = [f"down.{level - 1}"] if level and not block else []
+        after = ["globe"] if self._is_last(level, block) else []
+        return Segment(name, partial(self._encode, level, block), (*before, name, *after))
+
+    def _decoder(self, level: int, block: int) -> Segment:
+        name = f"decoder.{level}.{block}"
+        before = [] if block else [f"up.{level}", f"crop.{level}"]
+        return Segment(name, partial(self._decode, level, block), (*before, name))
+
+    def _encode(self, level: int, block: int, state: State) -> State:
+        x, *skips = state
+        if level and not block:
             skips.append(x)
-            x = encoder(down(x))
-        known = repeat(None, len(skips)) if self.globe is None else self.globe(x)
-        levels = zip(self.up, self.crop, self.decoder, skips, known, strict=True)
-        for up, crop, decoder, skip, scale_and_shift in reversed(list(levels)):
-            x = decoder(torch.cat([crop(up(x), skip), skip], 1))
-            x = x if scale_and_shift is None else condition(x, scale_and_shift)
-        return self.head(F.silu(self.norm(x)))  # type: ignore[no-any-return]
+            x = self.down[level - 1](x)
+        x = run_block(cast(nn.Sequential, self.encoder[level])[block], x, self.again)
+        is_last = self._is_last(level, block)
+        known = self.globe(x) if is_last and self.globe is not None else []
+        return x, *skips, *known
+
+    def _decode(self, level: int, block: int, state: State) -> State:
+        x, *rest = state
+        if not block:
+            skip = rest.pop(level)
+            x = torch.cat([self.crop[level](self.up[level](x), skip), skip], 1)
+        x = run_block(cast(nn.Sequential, self.decoder[level])[block], x, self.again)
+        if self.globe is not None and block == self._of(level)[-1]:
+            x = condition(x, rest.pop())
+        return x, *rest
+
+    def _finish(self, state: State) -> State:
+        return (self.head(F.silu(self.norm(state[0]))),)
 
 
 def _rates(config: UNetConfig) -> tuple[list[list[float]], list[list[float]]]:

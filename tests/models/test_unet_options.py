@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from credit_dp.config import UNetConfig
 from credit_dp.domain_parallel.build import shard_model
 from credit_dp.errors import UserError
 from credit_dp.models.blocks import StochasticDepth, draw_depths
+from credit_dp.models.global_depthwise import LongRangeConv2d
 from credit_dp.models.global_means import GlobalConditioning, SqueezeExcite, condition
 from credit_dp.models.unet import UNet
 from tests.domain_parallel.equality import MODEL, assert_same_as_whole_globe
@@ -45,6 +47,24 @@ def _evaluating(options):
 @pytest.mark.parametrize(("ranks", "rows"), [(2, 19), (3, 33), (4, 16)])
 def test_sharded_equals_whole(ranks, rows):
     _same(ranks, _small, {**ALL, "activation_checkpointing": False}, (BATCH, 5, rows, 8))
+
+
+MIXER = {"block": "global_depthwise", "kernel": [9, 5]}
+
+
+@pytest.mark.parametrize(("ranks", "rows"), [(2, 19), (3, 21), (4, 16)])
+def test_sharded_mixer_equals_whole(ranks, rows):
+    options = {**ALL, **MIXER, "activation_checkpointing": False}
+    _same(ranks, _small, options, (BATCH, 5, rows, 8))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "rows", "options"),
+    [(2, 17, {**MIXER, "kernel": [31, 31]}), (3, 33, MIXER), (4, 29, {**MIXER, **ALL})],
+)
+def test_sharded_mixer_equals_whole_everywhere(ranks, rows, options):
+    _same(ranks, _large, options, (BATCH, 5, rows, 9))
 
 
 @pytest.mark.slow
@@ -136,6 +156,55 @@ def test_rates_rise_from_the_first_block_to_the_last():
             layer.register_forward_hook(lambda layer, *_: order.append(layer.rate))
     model(torch.randn(BATCH, 5, 8, 8))
     assert order == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
+
+
+def _wrapped(x, columns):
+    """The field between copies of itself, cut to some columns around it."""
+    width = x.shape[-1]
+    turns = -(-columns // width)
+    around = torch.cat([x] * (2 * turns + 1), -1)
+    return around[..., turns * width - columns : (turns + 1) * width + columns]
+
+
+@pytest.mark.parametrize("columns", [1, 5, 11, 31])
+def test_long_range_kernels_go_around_the_globe_and_not_over_the_poles(columns):
+    torch.manual_seed(0)
+    layer, x = LongRangeConv2d(3, (7, columns)), torch.randn(2, 3, 5, 6)
+    plain = F.pad(_wrapped(x, columns // 2), (0, 0, 3, 3))
+    expected = F.conv2d(plain, layer.weight, layer.bias, groups=3)
+    torch.testing.assert_close(layer(x), expected)
+    turned = layer(x.roll(2, -1)).roll(-2, -1)
+    torch.testing.assert_close(turned, expected)
+
+
+def test_a_kernel_as_large_as_the_globe_reaches_every_row_of_its_channel():
+    layer, x = LongRangeConv2d(2, (9, 1)), torch.randn(1, 2, 5, 3, requires_grad=True)
+    for row in (0, 4):
+        (grad,) = torch.autograd.grad(layer(x)[0, 0, row, 1], x)
+        assert (grad[0, 0, :, 1] != 0).all()
+        assert grad.count_nonzero() == 5
+
+
+def test_blocks_are_chosen_by_name():
+    names = _names(**MIXER)
+    assert "encoder.0.0.mix.weight" in names
+    assert not any("conv1" in name for name in names)
+    assert _unet(**MIXER).get_parameter("encoder.0.0.mix.weight").shape == (4, 1, 9, 5)
+    assert [s.name for s in _unet(**MIXER).segments()] == [s.name for s in _unet().segments()]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"block": "global"}, r"model\.block: needs one of residual, global_depthwise"),
+        ({"kernel": [31]}, r"model\.kernel: needs 2 entries, got 1"),
+        ({"kernel": [31, 4]}, r"model\.kernel: needs odd numbers of rows and columns, got 4"),
+        ({"kernel": [-1, 3]}, r"model\.kernel: .*got -1"),
+    ],
+)
+def test_blocks_and_kernels_that_are_refused(options, message):
+    with pytest.raises(UserError, match=message):
+        UNetConfig(**options)
 
 
 def _names(**options):

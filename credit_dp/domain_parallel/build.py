@@ -8,6 +8,7 @@ from torch import nn
 
 from credit_dp.domain_parallel.convert import Converter, convert_to_domain_parallel
 from credit_dp.domain_parallel.layers import (
+    DomainParallelLongRangeConv2d,
     DomainParallelMatchRows,
     DomainParallelPeriodicConv2d,
     DomainParallelPolePad,
@@ -20,6 +21,7 @@ from credit_dp.errors import UserError
 # What a model may name in its `row_rules`: module type -> one of these.
 NAMED_RULES: dict[str, Converter] = {
     "periodic_conv": DomainParallelPeriodicConv2d,
+    "long_range_conv": DomainParallelLongRangeConv2d,
     "match_rows": DomainParallelMatchRows,
     "pole_pad": DomainParallelPolePad,
     "row_groups": DomainParallelRowGroups,

@@ -56,11 +56,18 @@ def dry_run(
     place = manager.rank, manager.transport
     manager.rank = rank
     try:
-        dataless = _Dataless()  # type: ignore[no-untyped-call]
-        with dataless, torch.random.fork_rng(devices=[]):
+        with dataless():
             return _step(without_data(model), manager, shapes)
     finally:
         manager.rank, manager.transport = place
+
+
+@contextmanager
+def dataless() -> Iterator[None]:
+    """Let code run on tensors without data; torch's random numbers stay where they were."""
+    mode = _Dataless()  # type: ignore[no-untyped-call]
+    with mode, torch.random.fork_rng(devices=[]):
+        yield
 
 
 @final
@@ -83,7 +90,7 @@ def _step(model: nn.Module, manager: DomainParallelManager, shapes: Sequence[Sha
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
     bands = [_band(shape, manager) for shape in shapes]
     inputs = [torch.empty(band, dtype=dtype, device="meta") for band in bands]
-    saved = _Saved(model)
+    saved = Saved([*model.parameters(), *model.buffers()])
     with _tallied(model, manager) as tallies:
         with torch.autograd.graph.saved_tensors_hooks(saved.add, lambda x: x):
             made = [x for x in tree_leaves(model(*inputs)) if isinstance(x, Tensor)]
@@ -189,11 +196,10 @@ def row_layers(model: nn.Module) -> dict[str, RowLayer]:
 
 
 @final
-class _Saved:
-    """The bytes of all tensors saved for backward, each storage once, the model's own left out."""
+class Saved:
+    """The bytes of all tensors saved for backward, each storage once, those of `own` left out."""
 
-    def __init__(self, model: nn.Module) -> None:
-        own = [*model.parameters(), *model.buffers()]
+    def __init__(self, own: Iterable[Tensor]) -> None:
         # Holds on to the storages: the address of a freed one would be given out again.
         self._known = {x.untyped_storage()._cdata: x.untyped_storage() for x in own}
         self.bytes = 0
@@ -209,12 +215,17 @@ class _Saved:
 
 def without_data(model: nn.Module) -> nn.Module:
     """Return a copy whose parameters, buffers and other tensors have shapes only."""
+    return copy.deepcopy(model, {id(x): _shape_only(x) for x in tensors_of(model)})
+
+
+def tensors_of(model: nn.Module) -> list[Tensor]:
+    """Return the parameters, buffers and other tensors that modules of a model hold."""
     modules = [m for module in model.modules() for m in (module, vars(module).get("wrapped"))]
     tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
     for module in modules:
         if module is not None:
             tensors += [value for value in vars(module).values() if isinstance(value, Tensor)]
-    return copy.deepcopy(model, {id(x): _shape_only(x) for x in tensors})
+    return tensors
 
 
 def _shape_only(x: Tensor) -> Tensor:

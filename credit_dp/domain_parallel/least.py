@@ -11,6 +11,7 @@ from typing import final
 
 from torch import Tensor
 
+from credit_dp.domain_parallel.layers.depthwise_layer import DepthwiseLayer
 from credit_dp.domain_parallel.layers.row_groups import DomainParallelRowGroups
 from credit_dp.domain_parallel.layers.row_layer import Bands, RowLayer
 from credit_dp.domain_parallel.layers.statistics_layer import StatisticsLayer
@@ -38,18 +39,26 @@ class Least:
 
     def add(self, layer: RowLayer, bands: Bands, x: Tensor, made: object) -> None:
         """Add one call of a layer: of `x`, whose rows are where its plan says."""
+        height = bands.taken.height
+        if isinstance(layer, DepthwiseLayer) and layer.transposes(height):
+            there, back = layer.transposes_of(bands)
+            self._add(height, there.moved(to_channels=True), _channel_row_bytes(x), x)
+            if isinstance(made, Tensor):
+                self._add(height, back.moved(to_channels=False), _channel_row_bytes(made), made)
+            return
+        size = row_bytes(x, layer.dim)
         if not isinstance(layer, DomainParallelRowGroups):
-            self._add(bands, len(self._new(missing(layer, bands), x)), x, layer.dim)
+            self._add(height, len(self._new(missing(layer, bands), x)), size, x)
             return
         rows = rows_away(layer, bands.taken)
-        self._add(bands, rows, x, layer.dim)
+        self._add(height, rows, size, x)
         if isinstance(made, Tensor):  # the rows go home again
-            self._add(bands, rows, made, layer.dim)
+            self._add(height, rows, row_bytes(made, layer.dim), made)
 
-    def _add(self, bands: Bands, rows: int, x: Tensor, dim: int) -> None:
-        """Add rows of `x`, there and, if it needs a gradient, back."""
+    def _add(self, height: int, rows: int, size: int, x: Tensor) -> None:
+        """Add rows of `x` of some bytes, there and, if it needs a gradient, back."""
         directions = 2 if x.requires_grad and not in_backward() else 1
-        self.bytes[bands.taken.height] += rows * row_bytes(x, dim) * directions
+        self.bytes[height] += rows * size * directions
 
     def _new(self, crossings: set[Crossing], x: Tensor) -> set[Crossing]:
         """Return what hasn't crossed yet, for another layer that reads this tensor."""
@@ -83,6 +92,11 @@ def rows_away(layer: DomainParallelRowGroups, bands: RowPartition) -> int:
         owners = Counter(bands.owner(row) for row in group if row is not None)
         away += owners.total() - max(owners.values(), default=0)
     return away
+
+
+def _channel_row_bytes(x: Tensor) -> int:
+    """Return the bytes of one row of one channel, of all samples."""
+    return x.shape[:-3].numel() * x.shape[-1] * x.element_size()
 
 
 def row_bytes(x: Tensor, dim: int) -> int:

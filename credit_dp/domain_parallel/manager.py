@@ -1,4 +1,4 @@
-"""Who this rank is: its place on the data and domain axes, its groups and the table of bands."""
+"""Who this rank is: its place on the mesh, its groups and the table of bands."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any, final
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from credit_dp.domain_parallel.partition import BandTable, RowPartition
 from credit_dp.domain_parallel.transport import Alone, GroupTransport, Transport, Unpickled
@@ -15,7 +15,7 @@ from credit_dp.errors import UserError
 
 @final
 class DomainParallelManager:
-    """One rank's place in a mesh of `data` x `domain` ranks, domain innermost.
+    """One rank's place in a mesh of `pipeline` x `data` x `domain` ranks, domain innermost.
 
     Args:
         world_size: all ranks. More than one needs `torch.distributed` to be initialised with as
@@ -23,9 +23,14 @@ class DomainParallelManager:
         domain_parallel_size: ranks that share one globe.
         shard_dim: the row dimension of the model's input, kept for reading: see the converter.
         transport: how the ranks of the domain talk; by default over the domain's process group.
+        pipeline_parallel_size: ranks that share one model.
+
+    Attributes:
+        mesh: torch's mesh with the axes `pipeline`, `data` and `domain`; None for one rank, or with
+            a `transport` of its own.
 
     Raises:
-        UserError: the world is not a multiple of the domain, or not what is running.
+        UserError: the world is not a multiple of pipeline x domain, or not what is running.
     """
 
     def __init__(
@@ -35,18 +40,29 @@ class DomainParallelManager:
         shard_dim: int = -2,
         *,
         transport: Transport | None = None,
+        pipeline_parallel_size: int = 1,
     ) -> None:
         if domain_parallel_size < 1 or world_size % domain_parallel_size:
             raise UserError(
                 f"parallel.domain: {world_size} ranks can't be split into domains of "
                 f"{domain_parallel_size}. Choose a divisor of {world_size}."
             )
+        per_model = pipeline_parallel_size * domain_parallel_size
+        if pipeline_parallel_size < 1 or world_size % per_model:
+            raise UserError(
+                f"parallel.pipeline: {world_size} ranks can't be split into models of "
+                f"{pipeline_parallel_size} x {domain_parallel_size} ranks. "
+                f"Their product has to divide {world_size}: change parallel.pipeline."
+            )
         self.world_size = world_size
         self.domain_parallel_size = domain_parallel_size
-        self.data_parallel_size = world_size // domain_parallel_size
+        self.pipeline_parallel_size = pipeline_parallel_size
+        self.data_parallel_size = world_size // per_model
         self.shard_dim = shard_dim
         self.domain_group: dist.ProcessGroup | None = None
         self.data_parallel_group: dist.ProcessGroup | None = None
+        self.pipeline_group: dist.ProcessGroup | None = None
+        self.mesh: DeviceMesh | None = None
         self.rank = 0
         if transport is not None:
             self.rank = transport.rank
@@ -63,18 +79,23 @@ class DomainParallelManager:
                 "Start that many, with torch.distributed initialised."
             )
         self.rank = dist.get_rank()
-        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-        shape = (self.data_parallel_size, self.domain_parallel_size)
-        mesh = init_device_mesh(device, shape, mesh_dim_names=("data", "domain"))
-        self.data_parallel_group = mesh.get_group("data")
-        self.domain_group = mesh.get_group("domain")
+        device = "cuda" if "nccl" in dist.get_backend() else "cpu"
+        axes = {
+            "pipeline": self.pipeline_parallel_size,
+            "data": self.data_parallel_size,
+            "domain": self.domain_parallel_size,
+        }
+        self.mesh = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        self.pipeline_group = self.mesh.get_group("pipeline")
+        self.data_parallel_group = self.mesh.get_group("data")
+        self.domain_group = self.mesh.get_group("domain")
 
     def _group_transport(self) -> Transport:
         if self.domain_group is None or self.domain_parallel_size == 1:
             return Alone()
         transport = GroupTransport(self.domain_group)
         # Under nccl all ranks of a group must have met before its first point-to-point message.
-        device = "cuda" if dist.get_backend(self.domain_group) == "nccl" else "cpu"
+        device = "cuda" if "nccl" in dist.get_backend(self.domain_group) else "cpu"
         dist.all_reduce(torch.zeros(1, device=device), group=self.domain_group)
         return transport
 
@@ -91,12 +112,22 @@ class DomainParallelManager:
     @property
     def dp_rank(self) -> int:
         """Which share of the samples this rank works on."""
-        return self.rank // self.domain_parallel_size
+        return self.rank // self.domain_parallel_size % self.data_parallel_size
 
     @property
     def dp_world_size(self) -> int:
         """Into how many shares the samples are split."""
         return self.data_parallel_size
+
+    @property
+    def pipeline_rank(self) -> int:
+        """Which stretch of the model this rank holds, 0 the one that takes the input."""
+        return self.rank // (self.domain_parallel_size * self.data_parallel_size)
+
+    @property
+    def place(self) -> str:
+        """This rank's coordinates, for people: `pipeline 0, data 1, domain 2`."""
+        return f"pipeline {self.pipeline_rank}, data {self.dp_rank}, domain {self.domain_rank}"
 
     @property
     def is_first_domain_rank(self) -> bool:
@@ -124,7 +155,7 @@ class DomainParallelManager:
 
     def gathered_partition(self, rows: int) -> RowPartition:
         """Return the bands that all ranks have now, from their numbers of rows; a collective."""
-        nccl = self.domain_group is not None and dist.get_backend(self.domain_group) == "nccl"
+        nccl = self.domain_group is not None and "nccl" in dist.get_backend(self.domain_group)
         local = torch.tensor(rows, device="cuda" if nccl else "cpu")
         return RowPartition.of_sizes(self.transport.gather(local).tolist())
 
@@ -138,6 +169,8 @@ class DomainParallelManager:
             **self.__dict__,
             "domain_group": None,
             "data_parallel_group": None,
+            "pipeline_group": None,
+            "mesh": None,
             "transport": self.transport if isinstance(self.transport, Alone) else unpickled,
         }
 

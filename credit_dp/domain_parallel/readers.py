@@ -66,6 +66,7 @@ def _setting(layer: WindowLayer) -> object:
 def _fetches(layer: WindowLayer) -> bool:
     """Return whether a layer gets its rows as window layers do, and gets any from others."""
     plain = type(layer).needs is WindowLayer.needs and type(layer).fetch is WindowLayer.fetch
+    plain = plain and all(map(layer.fetches, layer.planned))
     bands = (layer.planned_bands(height) for height in layer.planned)
     return plain and any(not layer.exchange(its).moves_nothing for its in bands)
 

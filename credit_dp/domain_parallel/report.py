@@ -210,7 +210,7 @@ def _layers(model: nn.Module, run: DryRun) -> tuple[LayerTraffic, ...]:
     paths = [path for path in run.forward if path != ELSEWHERE]
     if any(sent != Sent() for sent in (*run.forward[ELSEWHERE], *run.backward[ELSEWHERE])):
         paths.append(ELSEWHERE)
-    kinds = {path: type(layer).__name__ for path, layer in row_layers(model).items()}
+    kinds = {path: layer.title for path, layer in row_layers(model).items()}
     return tuple(
         LayerTraffic(path, kinds.get(path, ""), run.forward[path], run.backward[path])
         for path in paths

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
+from credit_dp.channel_parallel import DistributedDepthwiseConv2d
 from credit_dp.domain_parallel.layers import (
     DomainParallelAdaptiveAvgPool,
     DomainParallelAdaptiveMaxPool,
@@ -19,6 +20,8 @@ from credit_dp.domain_parallel.layers import (
     DomainParallelConvTranspose1d,
     DomainParallelConvTranspose2d,
     DomainParallelConvTranspose3d,
+    DomainParallelDepthwiseConv2d,
+    DomainParallelDistributedDepthwiseConv2d,
     DomainParallelGlobalAvgPool,
     DomainParallelGlobalMaxPool,
     DomainParallelGroupNorm,
@@ -75,6 +78,16 @@ def _conv(wrapper: Rule, row_dim: int = ROW_DIM) -> Rule:
     return rule
 
 
+def _conv2d(conv: nn.Conv2d) -> nn.Module:
+    depthwise = conv.groups == conv.in_channels > 1
+    return DomainParallelDepthwiseConv2d(conv) if depthwise else DomainParallelConv2d(conv)
+
+
+def _distributed_depthwise(layer: DistributedDepthwiseConv2d) -> nn.Module:
+    """One row of a kernel meets no other row: the audit sees whether rows are elsewhere."""
+    return DomainParallelDistributedDepthwiseConv2d(layer) if layer.kernel_size[0] > 1 else layer
+
+
 def _keep(module: nn.Module) -> nn.Module:
     return module
 
@@ -106,11 +119,12 @@ _TO_MAX_1D = _adaptive_pool(DomainParallelGlobalMaxPool, DomainParallelAdaptiveM
 # wrapped and turns out to be where no rows meet does as the plain layer does.
 RULES: dict[type[nn.Module], Rule] = {
     nn.Conv1d: _conv(DomainParallelConv1d, -1),  # fetch rows when kernels reach over an edge
-    nn.Conv2d: _conv(DomainParallelConv2d),
+    nn.Conv2d: _conv(_conv2d),
     nn.Conv3d: _conv(DomainParallelConv3d),
     nn.ConvTranspose1d: _conv(DomainParallelConvTranspose1d, -1),
     nn.ConvTranspose2d: _conv(DomainParallelConvTranspose2d),
     nn.ConvTranspose3d: _conv(DomainParallelConvTranspose3d),
+    DistributedDepthwiseConv2d: _distributed_depthwise,
     nn.GroupNorm: DomainParallelGroupNorm,  # statistics over all bands
     **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), DomainParallelBatchNorm),
     **dict.fromkeys(

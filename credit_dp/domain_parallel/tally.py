@@ -58,6 +58,12 @@ class Tally(Transport):
                 moved[0] += 1
                 moved[1] += rows * row_bytes
 
+    def announce_parcels(self, sizes: Sequence[Sequence[int]]) -> None:
+        """Count every rank's parcels."""
+        for moved, parcels in zip(self._moved, sizes, strict=True):
+            moved[0] += sum(size > 0 for size in parcels)
+            moved[1] += sum(parcels)
+
     @property
     def sent(self) -> tuple[Sent, ...]:
         """What each rank has sent; all reach the same collectives."""

@@ -43,6 +43,9 @@ class Transport(ABC):
     def announce(self, exchange: RowExchange, row_bytes: int, back: bool) -> None:  # noqa: B027
         """Hear what all ranks are about to exchange; of use to one that only counts."""
 
+    def announce_parcels(self, sizes: Sequence[Sequence[int]]) -> None:  # noqa: B027
+        """Hear how many bytes each rank is about to send to each; no parcel where it is none."""
+
     def start(self, send: Sequence[Parcel], receive: Sequence[Parcel]) -> Callable[[], None]:
         """Begin an exchange; the result waits until `receive` is filled and `send` is free."""
         self.traffic.messages += len(send)

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-from credit_dp.config import UNetConfig
+from credit_dp.config import ParallelConfig, UNetConfig
 from credit_dp.domain_parallel.build import shard_model
 from credit_dp.models.unet import MatchRows, PeriodicConv2d, UNet
-from credit_dp.training.build import averaging
+from credit_dp.training.model_parts import averaging
 from tests.domain_parallel.equality import _RANDOM
 from tests.ranks import on_processes, on_threads
 
@@ -100,7 +100,7 @@ def _gradients(manager):
     torch.manual_seed(0)
     model = UNet(UNetConfig(channels=[4, 8], blocks=1, groups=2), 3, 2).double()
     shard_model(model, manager, (2, 3, 12, 8))
-    averaged = averaging(model, manager, torch.device("cpu"))
+    averaged = averaging(model, ParallelConfig())
     sent = []
 
     def count(state, bucket):

@@ -19,6 +19,11 @@ from credit_dp.domain_parallel.layers.conv_transpose import (
     DomainParallelConvTranspose2d,
     DomainParallelConvTranspose3d,
 )
+from credit_dp.domain_parallel.layers.depthwise import (
+    DomainParallelDepthwiseConv2d,
+    DomainParallelDistributedDepthwiseConv2d,
+    DomainParallelLongRangeConv2d,
+)
 from credit_dp.domain_parallel.layers.global_pool import (
     DomainParallelGlobalAvgPool,
     DomainParallelGlobalMaxPool,
@@ -63,12 +68,15 @@ __all__ = [
     "DomainParallelConvTranspose1d",
     "DomainParallelConvTranspose2d",
     "DomainParallelConvTranspose3d",
+    "DomainParallelDepthwiseConv2d",
+    "DomainParallelDistributedDepthwiseConv2d",
     "DomainParallelGlobalAvgPool",
     "DomainParallelGlobalMaxPool",
     "DomainParallelGroupNorm",
     "DomainParallelInstanceNorm",
     "DomainParallelInterpolate",
     "DomainParallelLayerNorm",
+    "DomainParallelLongRangeConv2d",
     "DomainParallelMatchRows",
     "DomainParallelMax",
     "DomainParallelMaxPool",

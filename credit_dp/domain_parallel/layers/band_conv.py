@@ -28,8 +28,19 @@ class Columns:
     mode: str
 
     def pad(self, x: Tensor) -> Tensor:
-        """Return `x` with its padding."""
-        return F.pad(x, self.sides, mode=self.mode) if any(self.sides) else x
+        """Return `x` with its padding; equal sides may go around the globe several times."""
+        left = self.sides
+        while any(left):
+            turn = self._turn(left, x)
+            x = F.pad(x, turn, mode=self.mode)
+            left = tuple(a - b for a, b in zip(left, turn, strict=True))
+        return x
+
+    def _turn(self, sides: tuple[int, ...], x: Tensor) -> tuple[int, ...]:
+        """Return what of the padding is made at once: of a circular one, a turn at most."""
+        if self.mode != "circular":
+            return sides
+        return tuple(min(side, x.shape[-1 - at // 2]) for at, side in enumerate(sides))
 
     def inside(self, padded: Tensor) -> Tensor:
         """View what is not padding."""

@@ -75,12 +75,17 @@ class _RowConv(ConvLayer):
 
 
 class _PaddedConv(_RowConv):
-    """An `nn.Conv*d`, which pads as its `padding_mode` says."""
+    """An `nn.Conv*d`, or a module that acts as one, which pads as its `padding_mode` says."""
 
     def __init__(
-        self, conv: _ConvNd, shard_dim: int, manager: DomainParallelManager | None
+        self,
+        conv: _ConvNd,
+        shard_dim: int,
+        manager: DomainParallelManager | None,
+        wrapped: nn.Module | None = None,
     ) -> None:
-        super().__init__(conv, conv, sides_of(conv), shard_dim, manager)
+        outer = conv if wrapped is None else wrapped
+        super().__init__(outer, conv, sides_of(conv), shard_dim, manager)
         self.pole_mode = conv.padding_mode
         north = 2 * (-self.row_dim - 1)
         sides = (*self.sides[:north], 0, 0, *self.sides[north + 2 :])

@@ -121,6 +121,11 @@ class RowLayer(_SeenAsWrapped, nn.Module, ABC):
             )
 
     @property
+    def title(self) -> str:
+        """What a table of layers says of this one."""
+        return type(self).__name__
+
+    @property
     def manager(self) -> DomainParallelManager:
         """The manager given, or the module-level one."""
         exchange: HaloExchange = self.__dict__["halo_exchange"]

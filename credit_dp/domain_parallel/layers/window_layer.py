@@ -28,6 +28,10 @@ class WindowLayer(RowLayer):
         """Global rows that the plan has seen going in, and what comes out of them."""
         return self._planned
 
+    def fetches(self, height: int) -> bool:
+        """Return whether rows of this planned height are fetched as windows."""
+        return True
+
     def planned_bands(self, height: int) -> Bands:
         """Return the partitions of a planned height."""
         table = self.manager.bands

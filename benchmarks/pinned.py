@@ -17,11 +17,19 @@ from credit_dp.domain_parallel import DomainParallelManager
 RANKS = 2
 
 
-def on_pinned_ranks(fn: Callable[..., Any], *args: Any, ranks: int = RANKS) -> list[Any]:
+def on_pinned_ranks(
+    fn: Callable[..., Any],
+    *args: Any,
+    ranks: int = RANKS,
+    domain: int | None = None,
+    pipeline: int = 1,
+) -> list[Any]:
     """Return what `fn(manager, *args)` returns on each of `ranks` fresh ranks.
 
-    More ranks than cores share them, and tell nothing about time.
+    `domain` of them share a globe, by default all, and `pipeline` x `domain` a model. More ranks
+    than cores share them, and tell nothing about time.
     """
+    mesh = ranks, domain or ranks, pipeline
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < RANKS:
         raise SystemExit(f"benchmarks need {RANKS} cores, this process may use {len(cores)}.")
@@ -30,7 +38,7 @@ def on_pinned_ranks(fn: Callable[..., Any], *args: Any, ranks: int = RANKS) -> l
         pipes, processes = [], []
         for rank in range(ranks):
             mine, theirs = context.Pipe(duplex=False)
-            setting = (rank, ranks, cores[rank % len(cores)], f"file://{folder}/store", theirs)
+            setting = (rank, mesh, cores[rank % len(cores)], f"file://{folder}/store", theirs)
             process = context.Process(target=_rank, args=(setting, fn, args))
             process.start()
             theirs.close()
@@ -43,12 +51,15 @@ def on_pinned_ranks(fn: Callable[..., Any], *args: Any, ranks: int = RANKS) -> l
 
 
 def _rank(
-    setting: tuple[int, int, int, str, Connection], fn: Callable[..., Any], args: tuple[Any, ...]
+    setting: tuple[int, tuple[int, int, int], int, str, Connection],
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
-    rank, ranks, core, store, pipe = setting
+    rank, (ranks, domain, pipeline), core, store, pipe = setting
     os.sched_setaffinity(0, {core})
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
-    pipe.send(fn(DomainParallelManager(ranks, ranks), *args))
+    manager = DomainParallelManager(ranks, domain, pipeline_parallel_size=pipeline)
+    pipe.send(fn(manager, *args))
     dist.barrier()
     dist.destroy_process_group()

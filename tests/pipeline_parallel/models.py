@@ -1,0 +1,184 @@
+"""Tiny models in segments, and the one comparison of a pipeline with a model on one process."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from credit_dp.config import CrossFormerConfig, PanguConfig
+from credit_dp.domain_parallel import DomainParallelManager, functional, shard_tensor
+from credit_dp.domain_parallel.build import shard_model
+from credit_dp.domain_parallel.comparison import relative_error
+from credit_dp.fields import Fields
+from credit_dp.models import build_model
+from credit_dp.models.segments import Segment, SegmentedModel, State
+from credit_dp.pipeline_parallel.costs import cut_points, segment_costs
+from credit_dp.pipeline_parallel.pipeline import Pipeline
+from credit_dp.pipeline_parallel.stages import Stage, cut_model
+from tests.training.runs import tiny_unet
+
+COLUMNS = 16
+SAMPLES = 4
+# Two variables on three levels, two at the surface, a forcing.
+FIELDS = Fields(((1, 2, 3), (5, 6, 7)), (0, 4), others=1, frames=1)
+TWO_FRAMES = Fields(((1, 2, 3), (5, 6, 7)), (0, 4), others=1, frames=2)
+
+
+def _crossformer(**options) -> CrossFormerConfig:
+    return CrossFormerConfig(
+        channels=[8, 8],
+        depths=[1, 2],
+        head_channels=4,
+        kernels=[[2, 4], [2, 4]],
+        strides=[2, 2],
+        local_windows=[2, 2],
+        global_windows=[2, 1],
+        groups=4,
+        **options,
+    )
+
+
+CONFIGS = {
+    "unet": tiny_unet(),
+    "unet with all": tiny_unet(frames=2, squeeze_excite=True, global_conditioning=True),
+    "computed again": tiny_unet(activation_checkpointing=True),
+    "pangu": PanguConfig(width=8, depths=[1, 2, 1, 1], heads=[1, 2, 2, 1], window=[2, 2, 2]),
+    "crossformer": _crossformer(),
+    "spectral norm": _crossformer(spectral_norm=True),
+}
+NAMES = [*CONFIGS, "own"]
+
+
+class Own(SegmentedModel):
+    """Hands its input on to its end, beside what a segment in the middle makes of global means."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(FIELDS.inputs, 8, 3, padding=1)
+        self.middle = _Anomalies()
+        self.idle = nn.Conv2d(8, 8, 3, padding=1)
+        self.last = nn.Conv2d(8 + FIELDS.inputs, FIELDS.outputs, 3, padding=1)
+
+    def segments(self) -> list[Segment]:
+        return [
+            Segment("first", lambda state: (self.first(state[0]), state[0]), ("first",)),
+            Segment("middle", lambda state: (self.middle(state[0]), state[1]), ("middle",)),
+            Segment("idle", lambda state: (self.idle(state[0]), state[1]), ("idle",)),
+            Segment("last", self._finish, ("last",)),
+        ]
+
+    def _finish(self, state: State) -> State:
+        return (self.last(torch.cat(state, 1)),)
+
+
+class _Anomalies(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Conv2d(8, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mix(x - functional.mean(x, (-2, -1), keepdim=True))
+
+
+def build(name: str, rows: int) -> nn.Module:
+    """The same weights wherever it is called."""
+    torch.manual_seed(0)
+    if name == "own":
+        return Own().double()
+    return build_model(CONFIGS[name], fields(name), (rows, COLUMNS)).double()
+
+
+def fields(name: str) -> Fields:
+    return TWO_FRAMES if name == "unet with all" else FIELDS
+
+
+def shape(name: str, rows: int) -> tuple[int, int, int, int]:
+    return SAMPLES, fields(name).inputs, rows, COLUMNS
+
+
+def batch(name: str, rows: int, samples: int = SAMPLES) -> tuple[Tensor, Tensor]:
+    """What goes into a model, and what should come out."""
+    torch.manual_seed(1)
+    size = (samples, -1, rows, COLUMNS)
+    both = torch.randn(samples, fields(name).inputs + FIELDS.outputs, *size[2:]).double()
+    return both[:, : fields(name).inputs], both[:, fields(name).inputs :]
+
+
+def squared(output: Tensor, target: Tensor) -> Tensor:
+    """A loss that adds up over bands."""
+    return (output - target).square().sum()
+
+
+def stages_of(
+    manager: DomainParallelManager, name: str, rows: int, count: int
+) -> tuple[nn.Module, list[Stage]]:
+    """The plain model, and this rank's stages of its shards."""
+    model = build(name, rows)
+    cuts = cut_points(segment_costs(model, shape(name, rows)), count)
+    whole = copy.deepcopy(model)
+    if manager.domain_parallel_size > 1:
+        model = shard_model(model, manager, shape(name, rows))
+    return whole, cut_model(model, manager, cuts, shape(name, rows))
+
+
+def assert_pipeline_is_model(
+    manager: DomainParallelManager, name: str, rows: int, schedule: str, micro: int
+) -> None:
+    """Compare losses, every gradient, buffers, and outputs of other batch sizes."""
+    virtual = 2 if schedule == "interleaved" else 1
+    whole, stages = stages_of(manager, name, rows, virtual * manager.pipeline_parallel_size)
+    pipeline = Pipeline(stages, manager, schedule, micro)
+    x, target = batch(name, rows)
+    for _ in range(2):  # gradients add up
+        wanted = train_step(whole, x, target, micro)
+        found = pipeline.backward(band(x, manager), band(target, manager), squared)
+        if pipeline.parts[-1] is stages[-1].module and stages[-1].is_last:
+            assert relative_error(manager.transport.sum(found), wanted) < 1e-11
+        else:
+            assert found == 0
+    errors = gradient_errors(manager, pipeline.parts, whole)
+    assert max(errors.values()) < 1e-11, errors
+    for part in pipeline.parts:
+        for key, buffer in part.named_buffers():
+            assert relative_error(buffer, whole.get_buffer(key)) < 1e-11, key
+    assert 0 <= pipeline.bubble() < 1
+    whole.eval()
+    for part in pipeline.parts:
+        part.eval()
+    for samples in (1, 3):
+        x, _ = batch(name, rows, samples)
+        with torch.no_grad():
+            wanted = band(whole(x), manager)
+        made = pipeline.forward(band(x, manager))
+        assert not made.requires_grad
+        assert relative_error(made, wanted) < 1e-11
+
+
+def train_step(whole: nn.Module, x: Tensor, target: Tensor, micro: int) -> Tensor:
+    """One process, the same micro-batches: the sum of the losses."""
+    total = torch.zeros((), dtype=x.dtype)
+    for part, wanted in zip(x.chunk(micro), target.chunk(micro), strict=True):
+        loss = squared(whole(part), wanted)
+        loss.backward()
+        total += loss.detach()
+    return total
+
+
+def gradient_errors(
+    manager: DomainParallelManager, parts: tuple[nn.Module, ...], whole: nn.Module
+) -> dict[str, float]:
+    """Of this rank's parameters, summed over the domain."""
+    wanted = {name: p.grad for name, p in whole.named_parameters()}
+    largest = max(grad.abs().max() for grad in wanted.values()).item()
+    return {
+        name: relative_error(manager.transport.sum(p.grad), wanted[name], 1e-3 * largest)
+        for part in parts
+        for name, p in part.named_parameters()
+    }
+
+
+def band(x: Tensor, manager: DomainParallelManager) -> Tensor:
+    """This rank's rows."""
+    return shard_tensor(x, manager=manager)

@@ -1,0 +1,198 @@
+"""A pipeline computes what the model on one process computes, with every schedule."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from credit_dp.domain_parallel import DomainParallelManager
+from credit_dp.domain_parallel.comparison import relative_error
+from credit_dp.errors import UserError
+from credit_dp.pipeline_parallel.bubble import Stopwatch, theoretical_bubble
+from credit_dp.pipeline_parallel.pipeline import Pipeline
+from tests.pipeline_parallel.models import (
+    NAMES,
+    SAMPLES,
+    assert_pipeline_is_model,
+    batch,
+    squared,
+    stages_of,
+    train_step,
+)
+from tests.ranks import on_processes
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved")
+SLOW = pytest.mark.slow
+QUICKLY_SHARDED = [name for name in NAMES if name != "spectral norm"]
+
+
+def fast_or_slow(fast, names=NAMES):
+    """All models and schedules; those that are not in `fast` are of the long tier."""
+    return [
+        pytest.param(name, schedule, marks=[] if (name, schedule) in fast else [SLOW])
+        for name in names
+        for schedule in SCHEDULES
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    fast_or_slow(
+        {
+            ("unet", "gpipe"),
+            ("unet with all", "1f1b"),
+            ("computed again", "interleaved"),
+            ("pangu", "interleaved"),
+            ("crossformer", "1f1b"),
+            ("own", "interleaved"),
+        }
+    ),
+)
+def test_two_stages_are_the_model(name, schedule):
+    on_processes(2, assert_pipeline_is_model, name, 16, schedule, 4, domain=1, pipeline=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    fast_or_slow({("unet with all", "1f1b"), ("own", "gpipe")}, QUICKLY_SHARDED),
+)
+def test_stages_of_sharded_models_are_the_model(name, schedule):
+    # 33 rows divide into no whole patches, windows or bands.
+    on_processes(4, assert_pipeline_is_model, name, 33, schedule, 2, domain=2, pipeline=2)
+
+
+@SLOW
+@pytest.mark.parametrize(("schedule", "micro"), [("gpipe", 2), ("1f1b", 4)])
+def test_three_ranks_are_the_model(schedule, micro):
+    on_processes(3, assert_pipeline_is_model, "unet", 16, schedule, micro, domain=1, pipeline=3)
+
+
+@SLOW
+def test_fewer_micro_batches_than_ranks():
+    on_processes(2, assert_pipeline_is_model, "unet", 16, "gpipe", 1, domain=1, pipeline=2)
+
+
+def assert_shared_out(manager: DomainParallelManager, schedule: str) -> None:
+    """With FSDP2 on the data axis; a data rank has a share of the samples."""
+    virtual = 2 if schedule == "interleaved" else 1
+    whole, stages = stages_of(manager, "unet", 16, 2 * virtual)
+    for stage in stages:
+        for segment in stage.module.segments()[stage.module.part]:
+            fully_shard(stage.module.get_submodule(segment.name), mesh=manager.mesh["data"])
+        fully_shard(stage.module, mesh=manager.mesh["data"])
+    pipeline = Pipeline(stages, manager, schedule, 2)
+    x, target = batch("unet", 16, 2 * SAMPLES)
+    train_step(whole, x, target, 1)
+    own = slice(manager.dp_rank * SAMPLES, (manager.dp_rank + 1) * SAMPLES)
+    pipeline.backward(x[own], target[own], squared)
+    with torch.no_grad():
+        assert relative_error(pipeline.forward(x[own]), whole(x[own])) < 1e-11
+    largest = max(p.grad.abs().max() for p in whole.parameters()).item()
+    for part in pipeline.parts:
+        for name, parameter in part.named_parameters():
+            assert isinstance(parameter, DTensor), name
+            summed = parameter.grad.full_tensor() * manager.dp_world_size
+            wanted = whole.get_parameter(name).grad
+            assert relative_error(summed, wanted, 1e-3 * largest) < 1e-11, name
+
+
+@pytest.mark.parametrize(
+    "schedule", ["1f1b", pytest.param("gpipe", marks=SLOW), pytest.param("interleaved", marks=SLOW)]
+)
+def test_stages_may_be_shared_out_on_the_data_axis(schedule):
+    on_processes(4, assert_shared_out, schedule, domain=1, pipeline=2)
+
+
+def calls_of(manager: DomainParallelManager, schedule: str) -> list[tuple[str, int, int]]:
+    virtual = 2 if schedule == "interleaved" else 1
+    _, stages = stages_of(manager, "computed again", 16, 2 * virtual)
+    pipeline = Pipeline(stages, manager, schedule, SAMPLES)
+    found: list[tuple[str, int, int]] = []
+    for number, part in enumerate(pipeline.parts):
+        part.register_forward_pre_hook(
+            lambda part, x, number=number: found.append(("forward", number, len(x[0])))
+        )
+    x, target = batch("unet", 16)
+    pipeline.backward(x, target, squared, lambda part, micro: found.append(("begin", part, micro)))
+    pipeline.backward(x, target, squared)
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_each_micro_batch_is_announced_right_before_its_forward(schedule):
+    for found in on_processes(2, calls_of, schedule, domain=1, pipeline=2):
+        parts = {part for _, part, _ in found}
+        told, silent = found[: 2 * SAMPLES * len(parts)], found[2 * SAMPLES * len(parts) :]
+        assert [kind for kind, *_ in told] == ["begin", "forward"] * (SAMPLES * len(parts))
+        assert {kind for kind, *_ in silent} == {"forward"}
+        for (_, part, _), (_, same, samples) in zip(told[::2], told[1::2], strict=True):
+            assert part == same
+            assert samples == 1
+        for part in parts:
+            order = [micro for kind, of, micro in told if kind == "begin" and of == part]
+            assert order == list(range(SAMPLES))
+
+
+def mistake_of(manager: DomainParallelManager) -> str:
+    """The first rank makes its mistake in the second micro-batch: the other one gets the first."""
+    _, stages = stages_of(manager, "unet", 16, 2)
+    pipeline = Pipeline(stages, manager, "1f1b", 2)
+    calls = []
+
+    def stumble(part, x):
+        calls.append(None)
+        if len(calls) == 2 or manager.pipeline_rank == 1:
+            raise UserError("key: needs this, got that")
+
+    pipeline.parts[0].register_forward_pre_hook(stumble)
+    with pytest.raises(UserError) as error:
+        pipeline.backward(*batch("unet", 16), squared)
+    return str(error.value)
+
+
+def test_a_users_mistake_stays_one():
+    found = on_processes(2, mistake_of, domain=1, pipeline=2)
+    assert found == ["key: needs this, got that"] * 2
+
+
+def refusals_of(manager: DomainParallelManager) -> list[str]:
+    _, stages = stages_of(manager, "unet", 16, 2)
+    x, target = batch("unet", 16)
+    found = []
+    with pytest.raises(UserError, match="1f1b needs at least one for each of the 2 ranks") as error:
+        Pipeline(stages, manager, "1f1b", 1)
+    found.append(str(error.value))
+    with pytest.raises(ValueError, match="4 samples can't be cut into 3") as cut:
+        Pipeline(stages, manager, "gpipe", 3).backward(x, target, squared)
+    found.append(str(cut.value))
+    return found
+
+
+def test_what_does_not_divide_is_refused_on_all_ranks():
+    first, second = on_processes(2, refusals_of, domain=1, pipeline=2)
+    assert first == second
+    assert first[0].startswith("parallel.microbatches: ")
+    assert "\n" not in first[0]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "micros", "virtual", "share"), [(2, 2, 1, 1 / 3), (4, 8, 1, 3 / 11), (2, 4, 2, 1 / 9)]
+)
+def test_theoretical_bubble(ranks, micros, virtual, share):
+    assert theoretical_bubble(ranks, micros, virtual) == pytest.approx(share)
+
+
+def test_idle_share_is_what_is_not_busy():
+    watch = Stopwatch(torch.device("cpu"))
+    assert watch.idle() == 0
+    for _ in range(2):  # the second span forgets the first
+        with watch.span():
+            for _ in range(2):
+                with watch.busy():
+                    time.sleep(0.03)
+            time.sleep(0.18)
+        assert 0.55 < watch.idle() < 0.85

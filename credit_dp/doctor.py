@@ -69,15 +69,19 @@ def examine(
     config: Config, ranks: Ranks, show: Callable[[dict[str, str], list[Check]], str]
 ) -> int:
     """Run all checks on all ranks; rank 0 prints."""
-    device = device_of(config.device, ranks)
+    device = device_of(config, ranks)
     manager = build_manager(config.parallel, ranks)
     checks = [
         measure("exchange", exchange_error, 0.0, manager, device),
         measure("reduction", reduction_error, 1e-12, manager, device),
         measure("converted step", step_error, 1e-11, manager, device),
     ]
+    if manager.dp_world_size > 1:
+        checks.append(measure("data reduction", data_error, 0.0, manager, device))
+    if manager.pipeline_parallel_size > 1:
+        checks.append(measure("pipeline message", pipeline_error, 0.0, manager, device))
     if ranks.rank == 0:
-        sys.stdout.write(show(facts(device, ranks), checks))
+        sys.stdout.write(show(facts(device, ranks, manager), checks))
         sys.stdout.flush()
     return 0 if all(item.passed for item in checks) else 1
 
@@ -128,6 +132,25 @@ def reduction_error(manager: DomainParallelManager, device: torch.device) -> flo
     return difference(total, field.sum(dim=(-2, -1)))
 
 
+def data_error(manager: DomainParallelManager, device: torch.device) -> float:
+    """Add up the ranks' places on the data axis."""
+    total = torch.tensor(float(manager.dp_rank), dtype=torch.float64, device=device)
+    torch.distributed.all_reduce(total, group=manager.data_parallel_group)
+    size = manager.dp_world_size
+    return abs(total.item() - size * (size - 1) / 2)
+
+
+def pipeline_error(manager: DomainParallelManager, device: torch.device) -> float:
+    """Send a field from the first to the last place of the pipeline, and compare it there."""
+    field, place, group = globe(manager, device), manager.pipeline_rank, manager.pipeline_group
+    passed = field if place == 0 else torch.full_like(field, torch.nan)
+    if place > 0:
+        torch.distributed.recv(passed, group=group, group_src=place - 1)
+    if place < manager.pipeline_parallel_size - 1:
+        torch.distributed.send(passed, group=group, group_dst=place + 1)
+    return difference(passed, field)
+
+
 def step_error(manager: DomainParallelManager, device: torch.device) -> float:
     """Forward and backward through a sharded U-Net and its unsharded twin: output and gradients."""
     field = globe(manager, device)
@@ -163,7 +186,7 @@ def relative(ours: Tensor, theirs: Tensor, floor: float = 0.0) -> float:
     return difference(ours, theirs) / max(theirs.abs().max().item(), floor)
 
 
-def facts(device: torch.device, ranks: Ranks) -> dict[str, str]:
+def facts(device: torch.device, ranks: Ranks, manager: DomainParallelManager) -> dict[str, str]:
     """Versions and hardware, as a bug report needs them."""
     cuda = device.type == "cuda"
     result = {"python": platform.python_version()}
@@ -177,6 +200,11 @@ def facts(device: torch.device, ranks: Ranks) -> dict[str, str]:
     result["GPUs"] = str(torch.cuda.device_count())
     result["cores"] = str(os.cpu_count())
     result["ranks"] = str(ranks.world_size)
+    result["mesh"] = (
+        f"pipeline {manager.pipeline_parallel_size} x data {manager.dp_world_size} x "
+        f"domain {manager.domain_world_size}"
+    )
+    result["ranks per node"] = str(ranks.local_world_size)
     alone = "none (one process)"
     result["backend"] = torch.distributed.get_backend() if ranks.world_size > 1 else alone
     result["threads per rank"] = str(torch.get_num_threads())

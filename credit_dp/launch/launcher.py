@@ -41,11 +41,13 @@ def _torchrun(env: Mapping[str, str]) -> Launcher | None:
     if "RANK" not in env or "WORLD_SIZE" not in env:
         return None
     rank, world = int(env["RANK"]), int(env["WORLD_SIZE"])
+    per_node = int(env.get("LOCAL_WORLD_SIZE", world))
     ranks = Ranks(
         rank=rank,
         world_size=world,
         local_rank=int(env.get("LOCAL_RANK", rank)),
-        local_world_size=int(env.get("LOCAL_WORLD_SIZE", world)),
+        local_world_size=per_node,
+        node=int(env.get("GROUP_RANK", rank // per_node)),
     )
     address = env.get("MASTER_ADDR", "127.0.0.1")
     return Launcher("torchrun", ranks, address, int(env.get("MASTER_PORT", 29500)))
@@ -58,11 +60,13 @@ def _srun(env: Mapping[str, str]) -> Launcher | None:
     if "SLURM_STEP_ID" not in env or tasks == 1:
         return None
     per_node = env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_TASKS_PER_NODE", str(tasks)))
+    node = int(env.get("SLURM_NODEID", 0))
     ranks = Ranks(
         rank=int(env["SLURM_PROCID"]),
         world_size=tasks,
         local_rank=int(env["SLURM_LOCALID"]),
-        local_world_size=expand_counts(per_node)[int(env.get("SLURM_NODEID", 0))],
+        local_world_size=expand_counts(per_node)[node],
+        node=node,
     )
     nodes = env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", "127.0.0.1"))
     alone = ranks.local_world_size == tasks

@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import replace
 
-from credit_dp.config import Config, ParallelConfig
+from credit_dp.config import Config, ParallelConfig, microbatches
 from credit_dp.errors import UserError
 from credit_dp.launch.launcher import Launcher
 from credit_dp.launch.ranks import Ranks
@@ -21,43 +21,73 @@ def lay_out(config: Config, launcher: Launcher | None) -> Config:
     if config.device == "cuda" and gpus == 0:
         raise UserError("device: needs a GPU for cuda, but torch sees none here. Use device=cpu.")
     device = "cuda" if gpus else "cpu"
+    each = config.parallel.gpus_of_rank
     if launcher is None:
-        data = data_ranks(config.parallel, gpus)
-        here = data * config.parallel.domain
+        data = data_ranks(config.parallel, gpus // each)
+        here = data * per_model(config.parallel)
     else:
         data = data_ranks_under(config.parallel, launcher)
         here = launcher.ranks.local_world_size
-    if device == "cuda" and here > gpus:
+    if device == "cuda" and here * each > gpus:
         raise UserError(
-            f"parallel.domain: {here} ranks on this machine need {here} GPUs, but torch sees "
-            f"{gpus}. Lower parallel.domain or parallel.data, or use device=cpu."
+            f"parallel.domain: {here} ranks on this machine need {here * each} GPUs, but torch "
+            f"sees {gpus}. Lower parallel.domain, parallel.data or parallel.pipeline, or use "
+            "device=cpu."
         )
-    if config.data.batch_size % data:
+    check_batch(config, data)
+    return replace(config, device=device, parallel=replace(config.parallel, data=data))
+
+
+def check_batch(config: Config, data: int) -> None:
+    """Refuse a batch that is no whole number of samples for each data rank and micro-batch."""
+    size, parts = config.data.batch_size, microbatches(config)
+    if size % data:
         raise UserError(
             f"data.batch_size: needs a multiple of the {data} data ranks, "
-            f"got {config.data.batch_size}. Change it or parallel.data."
+            f"got {size}. Change it or parallel.data."
         )
-    return replace(config, device=device, parallel=replace(config.parallel, data=data))
+    if size // data % parts:
+        raise UserError(
+            f"data.batch_size: each of {data} data ranks cuts its {size // data} samples into "
+            f"{parts} micro-batches, so it needs a multiple of {data * parts}, got {size}. "
+            "Change it, trainer.accumulate or parallel.microbatches."
+        )
+
+
+def own_gpu(parallel: ParallelConfig, ranks: Ranks) -> int:
+    """The number of the GPU that a rank computes on, the first one if it drives several."""
+    return ranks.local_rank * parallel.gpus_of_rank
+
+
+def per_model(parallel: ParallelConfig) -> int:
+    """Ranks that one copy of the model takes."""
+    return parallel.pipeline * parallel.domain
 
 
 def data_ranks(parallel: ParallelConfig, gpus: int) -> int:
     """How many globes are trained on at once when this process starts the ranks itself."""
-    return parallel.data or max(1, gpus // parallel.domain)
+    return parallel.data or max(1, gpus // per_model(parallel))
 
 
 def data_ranks_under(parallel: ParallelConfig, launcher: Launcher) -> int:
     """How many globes the launcher's ranks can hold; all ranks must be used."""
-    world = launcher.ranks.world_size
-    if world % parallel.domain:
+    world, needed = launcher.ranks.world_size, per_model(parallel)
+    if world % needed:
+        fewer, more = world // needed * needed, (world // needed + 1) * needed
+        counts = f"{fewer} or {more}" if fewer else f"{more}"
         raise UserError(
-            f"parallel.domain: needs a divisor of the {world} ranks that {launcher.name} started, "
-            f"got {parallel.domain}"
+            f"parallel.domain: {launcher.name} started {world} ranks, but parallel.pipeline="
+            f"{parallel.pipeline} x parallel.domain={parallel.domain} needs a multiple of "
+            f"{needed}. Start {counts} ranks, or let parallel.pipeline x parallel.domain divide "
+            f"{world}."
         )
-    data = world // parallel.domain
+    data = world // needed
     if parallel.data not in (None, data):
         raise UserError(
-            f"parallel.data: {launcher.name} started {world} ranks, which parallel.domain="
-            f"{parallel.domain} makes {data} data ranks, got {parallel.data}. Leave it null."
+            f"parallel.data: {launcher.name} started {world} ranks, but parallel.pipeline="
+            f"{parallel.pipeline} x parallel.data={parallel.data} x parallel.domain="
+            f"{parallel.domain} is {needed * parallel.data}. Leave parallel.data null (that makes "
+            f"it {data}), or start {needed * parallel.data} ranks."
         )
     return data
 

@@ -11,43 +11,20 @@ import multiprocessing
 import os
 import signal
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
-from types import FrameType
 
-from credit_dp.config import Config
+from credit_dp.config import Config, ParallelConfig
 from credit_dp.launch.outcome import Outcome, read_outcome
+from credit_dp.launch.place import name_of
 from credit_dp.launch.ranks import Ranks
 from credit_dp.launch.report import report_crash, report_refusal
 from credit_dp.launch.worker import started_rank
 
 LAST_WORDS = 0.5  # seconds in which ranks that fail of the same cause are still listened to
-
-
-class Terminated(BaseException):
-    """SIGTERM arrived; like KeyboardInterrupt, nothing but the program's end should catch it."""
-
-
-@contextlib.contextmanager
-def terminable() -> Iterator[None]:
-    """Turn SIGTERM into `Terminated`, so that clean-up runs; only a main thread can."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def terminate(signum: int, frame: FrameType | None) -> None:
-        raise Terminated
-
-    before = signal.signal(signal.SIGTERM, terminate)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def start_nursery(run: str) -> None:
@@ -72,7 +49,7 @@ def run_processes(config: Config, world: int, run: str) -> int:
             kill(processes)
         outcomes = [read_outcome(Path(folder), rank) for rank in range(world)]
         if failed:
-            return report(outcomes, deaths)
+            return report(outcomes, deaths, config.parallel)
         return max(outcome.code for outcome in outcomes if outcome is not None)
 
 
@@ -123,27 +100,35 @@ def kill(processes: list[ForkServerProcess]) -> None:
         process.join()
 
 
-def report(outcomes: list[Outcome | None], deaths: list[tuple[int, int | None]]) -> int:
+def report(
+    outcomes: list[Outcome | None], deaths: list[tuple[int, int | None]], parallel: ParallelConfig
+) -> int:
     """Say once why the run failed: the cause, not what followed from it."""
     silent = [(r, code) for r, code in deaths if outcomes[r] is None and code is not None]
     told = [outcome for outcome in outcomes if outcome is not None and outcome.kind != "returned"]
     # nccl and gloo abort a rank whose peer has failed: a consequence, if anyone names a cause.
     causes = [(r, code) for r, code in silent if code != -signal.SIGABRT or not told]
     if causes:
-        report_refusal(obituary(*causes[0]))
+        rank, code = causes[0]
+        report_refusal(obituary(named(rank, parallel), code))
         return 1
     first = min(told, key=lambda outcome: outcome.time)
     if first.kind == "refused":
         report_refusal(first.text)
     else:
-        report_crash(f"rank {first.rank} of {len(outcomes)} failed:\n{first.text}")
+        report_crash(f"{named(first.rank, parallel)} failed:\n{first.text}")
     return first.code
 
 
-def obituary(rank: int, code: int) -> str:
+def named(rank: int, parallel: ParallelConfig) -> str:
+    """A rank and its place on the mesh."""
+    return name_of(rank, parallel.data or 1, parallel.domain)
+
+
+def obituary(who: str, code: int) -> str:
     """One line on a rank that died without a word."""
     if code >= 0:
-        return f"rank {rank} ended with exit code {code} and without a message"
+        return f"{who} ended with exit code {code} and without a message"
     name = signal.Signals(-code).name
     hint = " (out of memory?)" if name == "SIGKILL" else ""
-    return f"rank {rank} was killed by {name}{hint}; the other ranks were ended"
+    return f"{who} was killed by {name}{hint}; the other ranks were ended"

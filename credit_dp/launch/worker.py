@@ -13,14 +13,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from credit_dp.config import Config
 from credit_dp.errors import UserError
-from credit_dp.launch.layout import threads_per_rank
+from credit_dp.launch.layout import own_gpu, threads_per_rank
 from credit_dp.launch.nursery import die_with_parent
 from credit_dp.launch.outcome import Outcome, write_outcome
 from credit_dp.launch.ranks import Ranks
+from credit_dp.launch.store import Store
 
 Run = Callable[[Config, Ranks], int]
 
@@ -36,9 +37,8 @@ def started_rank(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to every process: the parent decides
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ.update(environment)
-    meeting_point = f"file://{folder}/store"
     try:
-        code = run_rank(config, ranks, run, meeting_point)
+        code = run_rank(config, ranks, run, f"file://{folder}/store")
     except UserError as error:
         end(folder, Outcome(ranks.rank, "refused", 2, str(error)))
     except BaseException:  # noqa: BLE001 - whatever it was, the parent has to show it
@@ -56,7 +56,13 @@ def end(folder: str, outcome: Outcome) -> None:
     os._exit(outcome.code)
 
 
-def run_rank(config: Config, ranks: Ranks, run: str, meeting_point: str) -> int:
+def run_rank(
+    config: Config,
+    ranks: Ranks,
+    run: str,
+    meeting_point: str = "",
+    attend: Callable[[Store], None] | None = None,
+) -> int:
     """Run the function on this rank, inside a process group if there is more than one rank."""
     with contextlib.suppress(ValueError, OSError, AttributeError):  # stderr may be no real file
         faulthandler.register(signal.SIGUSR1)  # stacks of a run that hangs: kill -USR1
@@ -65,7 +71,7 @@ def run_rank(config: Config, ranks: Ranks, run: str, meeting_point: str) -> int:
         function = find_function(run)
         if ranks.world_size == 1:
             return function(config, ranks)
-        with process_group(config, ranks, meeting_point):
+        with process_group(config, ranks, meeting_point, attend):
             return function(share_folder(config, ranks), ranks)
 
 
@@ -107,25 +113,46 @@ def set_logging(ranks: Ranks) -> None:
     ours.setLevel(logging.INFO if ranks.rank == 0 else logging.WARNING)
 
 
+def meet(meeting_point: str, ranks: Ranks) -> Store:
+    """The store where the ranks find each other; waits for the one that keeps it."""
+    from torch.distributed.rendezvous import rendezvous
+
+    meeting = rendezvous(meeting_point, ranks.rank, ranks.world_size, timeout=PATIENCE)
+    store = cast(Store, next(meeting)[0])
+    store.set_timeout(PATIENCE)
+    return store
+
+
 @contextlib.contextmanager
-def process_group(config: Config, ranks: Ranks, meeting_point: str) -> Iterator[None]:
-    """All ranks in one group, over nccl or gloo; left in order, as some back ends abort else."""
+def process_group(
+    config: Config, ranks: Ranks, meeting_point: str, attend: Callable[[Store], None] | None
+) -> Iterator[None]:
+    """All ranks in one group, over nccl or gloo; left in order, as some back ends abort else.
+
+    `attend` is called with the store where they met, before the group is there.
+    """
     import torch
     from torch import distributed
 
     cuda = config.device == "cuda"
+    # What waits in the host's memory is also added up there.
+    both = cuda and config.parallel.cpu_offload
+    backend = "cpu:gloo,cuda:nccl" if both else "nccl" if cuda else "gloo"
     if cuda:
-        torch.cuda.set_device(ranks.local_rank)
+        torch.cuda.set_device(own_gpu(config.parallel, ranks))
     elif ranks.local_world_size == ranks.world_size:
         # A laptop's host name may resolve to nothing, or to an address that is not its own.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
+    store = meet(meeting_point, ranks)
+    if attend is not None:
+        attend(store)
     distributed.init_process_group(
-        backend="nccl" if cuda else "gloo",
-        init_method=meeting_point,
+        backend=backend,
+        store=cast(Any, store),
         rank=ranks.rank,
         world_size=ranks.world_size,
         timeout=PATIENCE,
-        device_id=torch.device("cuda", ranks.local_rank) if cuda else None,
+        device_id=torch.device("cuda", own_gpu(config.parallel, ranks)) if cuda else None,
     )
     yield
     # Not in a `finally`: after a failure the others may never come, and the process ends anyway.
@@ -143,7 +170,8 @@ def share_folder(config: Config, ranks: Ranks) -> Config:
     import torch
     from torch import distributed
 
-    device = torch.device("cuda", ranks.local_rank) if config.device == "cuda" else None
+    gpu = own_gpu(config.parallel, ranks)
+    device = torch.device("cuda", gpu) if config.device == "cuda" else None
     text = torch.zeros(4096, dtype=torch.uint8, device=device)
     folder = config.run.dir.encode()
     text[: len(folder)] = torch.tensor(list(folder), dtype=torch.uint8)

@@ -9,8 +9,10 @@ import torch
 from torch import distributed
 
 from credit_dp.config import Config
+from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
 from credit_dp.launch import Ranks
+from credit_dp.mesh import build_manager
 
 
 def meet(config: Config, ranks: Ranks) -> int:
@@ -77,3 +79,39 @@ def share_folder(config: Config, ranks: Ranks) -> int:
     """Leave the run folder that this rank was told, beside the test's files."""
     Path(os.environ["SEEN"], f"rank{ranks.rank}").write_text(config.run.dir)
     return 0
+
+
+def wait_for_rank_0(config: Config, ranks: Ranks) -> int:
+    """Rank 0 leaves word and never comes, the others wait for it in C++."""
+    if ranks.rank == 0:
+        Path(os.environ["SEEN"]).touch()
+        time.sleep(600)
+    return wait_for_others(config, ranks)
+
+
+def step_until_one_fails(config: Config, ranks: Ranks) -> int:
+    """Talk over all three axes for ever; in its third round rank VICTIM ends by WAY."""
+    manager = build_manager(config.parallel, ranks)
+    for turn in range(1_000_000):
+        if turn == 3 and ranks.rank == int(os.environ["VICTIM"]):
+            Path(os.environ["SEEN"]).write_text(str(time.time()))
+            if os.environ["WAY"] == "raise":
+                raise RuntimeError("a mistake of ours")
+            os.kill(os.getpid(), signal.SIGKILL)
+        talk(manager)
+    return 0
+
+
+def talk(manager: DomainParallelManager) -> None:
+    """A reduction over the domain and over data, and a message down and up the pipeline."""
+    value = torch.ones(1)
+    distributed.all_reduce(value, group=manager.domain_group)
+    distributed.all_reduce(value, group=manager.data_parallel_group)
+    stage, group = manager.pipeline_rank, manager.pipeline_group
+    if manager.pipeline_parallel_size == 1:
+        return
+    for sender, receiver in ((0, 1), (1, 0)):
+        if stage == sender:
+            distributed.send(value, group=group, group_dst=receiver)
+        else:
+            distributed.recv(value, group=group, group_src=sender)

@@ -1,4 +1,4 @@
-"""A program that launches: `python -m tests.launch.start FUNCTION DOMAIN DATA FOLDER`."""
+"""A program that launches: `python -m tests.launch.start FUNCTION DOMAIN DATA PIPELINE FOLDER`."""
 
 import os
 import sys
@@ -25,10 +25,10 @@ def a_config(folder: str, domain: int = 1, data: int | None = None, **parallel: 
 
 
 def start(arguments: list[str], program: str) -> int:
-    function, domain, data, folder = arguments
+    function, domain, data, pipeline, folder = arguments
     if "RANK" in os.environ:  # ranks of a launcher may disagree on the folder
         folder = str(Path(folder) / f"of-rank-{os.environ['RANK']}")
-    config = a_config(folder, int(domain), int(data) or None)
+    config = a_config(folder, int(domain), int(data) or None, pipeline=int(pipeline))
     return launch(config, f"tests.launch.runs:{function}")
 
 

@@ -38,12 +38,12 @@ def test_no_launcher() -> None:
 def test_torchrun() -> None:
     env = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
     launcher = found({**env, "MASTER_ADDR": "node1", "MASTER_PORT": "4000"})
-    assert launcher == Launcher("torchrun", Ranks(5, 8, 1, 4), "node1", 4000)
+    assert launcher == Launcher("torchrun", Ranks(5, 8, 1, 4, node=1), "node1", 4000)
 
 
 def test_srun_on_two_nodes() -> None:
     launcher = found(SRUN)
-    assert (launcher.name, launcher.ranks) == ("srun", Ranks(3, 4, 1, 2))
+    assert (launcher.name, launcher.ranks) == ("srun", Ranks(3, 4, 1, 2, node=1))
     assert launcher.address == "gpu003"
     assert launcher.port == found({**SRUN, "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}).port
     assert launcher.port != found({**SRUN, "SLURM_JOB_ID": "8"}).port
@@ -102,7 +102,7 @@ def test_expand_counts() -> None:
 def under_torchrun(ranks: int, function: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Runs a function of `tests.launch.runs` on ranks that torchrun starts, in bands of two."""
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    program = ["-m", "tests.launch.start", function, "2", "0", str(folder)]
+    program = ["-m", "tests.launch.start", function, "2", "0", "1", str(folder)]
     return subprocess.run(
         [sys.executable, *command, *program],
         cwd=ROOT,

@@ -14,14 +14,22 @@ ROOT = Path(__file__).parents[2]
 PATIENCE = 60.0
 
 
-def begin(function: str, folder: Path, domain: int = 2, data: int = 0) -> subprocess.Popen[str]:
+def begin(
+    function: str,
+    folder: Path,
+    domain: int = 2,
+    data: int = 0,
+    pipeline: int = 1,
+    **environment: str,
+) -> subprocess.Popen[str]:
     """Start a program that launches, as a terminal would: in a process group of its own."""
-    names = ["-m", "tests.launch.start", function, str(domain), str(data), str(folder)]
+    sizes = [str(domain), str(data), str(pipeline)]
+    names = ["-m", "tests.launch.start", function, *sizes, str(folder)]
     inherited = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
     return subprocess.Popen(
         [sys.executable, *names],
         cwd=ROOT,
-        env={**inherited, "PYTHONPATH": str(ROOT)},
+        env={**inherited, "PYTHONPATH": str(ROOT), **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -34,8 +42,8 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-def until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
+def until(condition: Callable[[], bool], patience: float = PATIENCE) -> None:
+    deadline = time.monotonic() + patience
     while not condition():
         assert time.monotonic() < deadline, "this never came about"
         time.sleep(0.02)
@@ -72,7 +80,7 @@ def test_a_crash_is_one_traceback(tmp_path: Path) -> None:
     code, _, err = finish(begin("crash", tmp_path))
     assert code == 1
     assert err.count("Traceback") == 1
-    assert err.startswith("rank 1 of 2 failed:")
+    assert err.startswith("rank 1 (pipeline 0, data 0, domain 1) failed:")
     assert err.rstrip().endswith("RuntimeError: a mistake of ours")
 
 
@@ -84,7 +92,7 @@ def test_a_mistake_of_the_user_is_one_line(tmp_path: Path) -> None:
 def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     code, _, err = finish(begin("be_killed", tmp_path))
     assert code == 1
-    assert err.startswith("error: rank 1 was killed by SIGKILL")
+    assert err.startswith("error: rank 1 (pipeline 0, data 0, domain 1) was killed by SIGKILL")
     assert err.count("\n") == 1
 
 
@@ -93,7 +101,7 @@ def test_a_rank_killed_from_outside_ends_the_run(tmp_path: Path) -> None:
     os.kill(pids[0], signal.SIGKILL)
     code, _, err = finish(process)
     assert code == 1
-    assert err.startswith("error: rank 0 was killed by SIGKILL")
+    assert err.startswith("error: rank 0 (pipeline 0, data 0, domain 0) was killed by SIGKILL")
     assert all(gone(pid) for pid in pids)
 
 

@@ -108,19 +108,39 @@ def leads(hours: Iterable[int], step: int) -> None:
 
 def checkpoint_path(key: str, value: str) -> Path:
     """Refuse the path of a checkpoint, or of a run's folder, that is not there; return it."""
-    path = Path(value).expanduser()
-    if not path.exists():
+    path = existing(value)
+    if path is None:
         raise UserError(
-            f"{key}: needs `auto` or the path of a checkpoint, but {path} does not exist. "
+            f"{key}: needs `auto` or the path of a checkpoint, but {value} does not exist. "
             f"Change {key}."
         )
     return path
+
+
+def existing(value: str) -> Path | None:
+    """The path, with `~` replaced, if something is there; too long a name, for one, never is."""
+    try:
+        path = Path(value).expanduser()
+        return path if path.exists() else None
+    except (OSError, RuntimeError, ValueError):
+        return None
 
 
 def grid(key: str, value: str | None) -> None:
     """Refuse what is not `ROWSxCOLUMNS`."""
     if value is not None and not re.fullmatch(r"[1-9]\d*x[1-9]\d*", value):
         raise UserError(f"{key}: needs ROWSxCOLUMNS, like 121x240, or null, got {value!r}")
+
+
+def devices(key: str, value: object) -> None:
+    """Refuse what is neither a device nor two of them: where a module computes, and where to."""
+    names = value if isinstance(value, (list, tuple)) else [value]
+    good = all(isinstance(n, str) and re.fullmatch(r"(?!meta)[a-z]+(:\d+)?", n) for n in names)
+    if not good or (names is value and len(names) != 2):
+        raise UserError(
+            f"{key}: needs a device like cuda:0, or two (computes on, output to) like "
+            f"[cuda:1,cuda:0], got {value}"
+        )
 
 
 def folder_name(key: str, value: str | None) -> None:

@@ -37,7 +37,12 @@ __all__ = [
     "TrainerConfig",
     "UNetConfig",
     "as_dict",
+    "microbatches",
 ]
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved")
+INTERLEAVED_STAGES = 2  # of each rank
+FSDP_DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass
@@ -114,16 +119,93 @@ class DataConfig:
 
 @dataclass
 class ParallelConfig:
-    """The mesh: ranks per globe, globes at once, threads per rank."""
+    """The mesh of pipeline x data x domain ranks, and how each of its axes works."""
 
     domain: int = 1
     data: int | None = None  # null: what is left of the visible GPUs or of the launcher's ranks
+    pipeline: int = 1
     threads: int | None = None  # null: this machine's cores shared out
+    data_mode: str = "ddp"  # ddp | fsdp2
+    param_dtype: str | None = None  # fsdp2: of parameters while they compute; null: trainer.dtype
+    reduce_dtype: str | None = None  # fsdp2: of gradients while they are added up
+    cpu_offload: bool = False  # fsdp2: parameters, gradients and moments wait in the host's memory
+    schedule: str = "1f1b"  # gpipe | 1f1b | interleaved
+    microbatches: int | None = None  # of the pipeline; null: one for each of its ranks
+    stages: list[str] | None = None  # where later stages begin; null: balanced by cost
+    layout: dict[str, Any] = field(default_factory=dict)  # module -> its device, or (in, out)
+    check_replicas_every: int = 0  # steps; 0: at the start only
 
     def __post_init__(self) -> None:
         checks.at_least("parallel.domain", self.domain, 1)
         checks.at_least("parallel.data", self.data, 1)
+        checks.at_least("parallel.pipeline", self.pipeline, 1)
         checks.at_least("parallel.threads", self.threads, 1)
+        checks.at_least("parallel.microbatches", self.microbatches, 1)
+        checks.at_least("parallel.check_replicas_every", self.check_replicas_every, 0)
+        checks.one_of("parallel.data_mode", self.data_mode, ("ddp", "fsdp2"))
+        checks.one_of("parallel.schedule", self.schedule, SCHEDULES)
+        self._check_fsdp()
+        self._check_pipeline()
+        self._check_layout()
+
+    def _check_fsdp(self) -> None:
+        for key in ("param_dtype", "reduce_dtype"):
+            if getattr(self, key) is not None:
+                checks.one_of(f"parallel.{key}", getattr(self, key), FSDP_DTYPES)
+        given = [k for k in ("param_dtype", "reduce_dtype", "cpu_offload") if getattr(self, k)]
+        if given and self.data_mode != "fsdp2":
+            raise UserError(
+                f"parallel.{given[0]}: needs parallel.data_mode=fsdp2, got {self.data_mode}"
+            )
+
+    def _check_pipeline(self) -> None:
+        if self.stages is not None:
+            checks.no_repeats("parallel.stages", self.stages)
+        if self.pipeline > 1 and self.layout:
+            raise UserError(
+                f"parallel.layout: needs parallel.pipeline=1, got {self.pipeline}. A pipeline is "
+                "cut by parallel.stages; leave parallel.layout empty."
+            )
+        for key in ("microbatches", "stages"):
+            if getattr(self, key) is not None and self.pipeline == 1:
+                raise UserError(
+                    f"parallel.{key}: needs parallel.pipeline of at least 2, got 1. "
+                    "Without a pipeline, trainer.accumulate splits the batch."
+                )
+        few = self.schedule == "1f1b" and self.microbatches_or_default < self.pipeline
+        odd = self.schedule == "interleaved" and self.microbatches_or_default % self.pipeline
+        if few or odd:
+            needed = "a multiple of" if odd else "at least"
+            raise UserError(
+                f"parallel.microbatches: parallel.schedule={self.schedule} needs {needed} "
+                f"parallel.pipeline ({self.pipeline}), got {self.microbatches}. Change one of them."
+            )
+
+    def _check_layout(self) -> None:
+        for name, value in self.layout.items():
+            checks.devices(f"parallel.layout.{name}", value)
+        if self.layout and self.data_mode != "ddp":
+            raise UserError(
+                f"parallel.layout: needs parallel.data_mode=ddp, got {self.data_mode}. "
+                "Change either."
+            )
+
+    @property
+    def gpus_of_rank(self) -> int:
+        """GPUs that each rank drives: one, or as many as the layout counts."""
+        devices = [d for v in self.layout.values() for d in ([v] if isinstance(v, str) else v)]
+        numbers = [int(d.removeprefix("cuda:")) for d in devices if d.startswith("cuda:")]
+        return 1 + max(numbers, default=0)
+
+    @property
+    def microbatches_or_default(self) -> int:
+        """Micro-batches of the pipeline for each part of the batch that is accumulated."""
+        return self.microbatches or self.pipeline
+
+    @property
+    def virtual_stages(self) -> int:
+        """Stages of the pipeline that each rank has."""
+        return INTERLEAVED_STAGES if self.schedule == "interleaved" and self.pipeline > 1 else 1
 
 
 @dataclass
@@ -132,6 +214,7 @@ class TrainerConfig:
 
     steps: int = MISSING
     dtype: str = "float32"  # float32 | float64
+    accumulate: int = 1  # parts of the batch that are computed one after the other
     gradient_clip: float | None = 1.0  # largest global norm
     log_every: int = 10
     checkpoint_every: int = 200
@@ -142,6 +225,7 @@ class TrainerConfig:
         if self.steps != MISSING:
             checks.at_least("trainer.steps", self.steps, 1)
         checks.one_of("trainer.dtype", self.dtype, ("float32", "float64"))
+        checks.at_least("trainer.accumulate", self.accumulate, 1)
         checks.above_zero("trainer.gradient_clip", self.gradient_clip)
         checks.at_least("trainer.log_every", self.log_every, 1)
         checks.at_least("trainer.checkpoint_every", self.checkpoint_every, 1)
@@ -223,6 +307,13 @@ class Config:
         checks.one_of("device", self.device, ("auto", "cpu", "cuda"))
         if self.resume == "auto" and not (self.run.name or self.run.dir):
             raise UserError("resume: auto needs run.name, which fixes the folder to look in")
+
+
+def microbatches(config: Config) -> int:
+    """Into how many parts a data rank's share of a batch is cut: one forward and backward each."""
+    parallel = config.parallel
+    pipelined = parallel.microbatches_or_default if parallel.pipeline > 1 else 1
+    return config.trainer.accumulate * pipelined
 
 
 def as_dict(config: Config) -> dict[str, Any]:

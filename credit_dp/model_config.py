@@ -13,6 +13,7 @@ from credit_dp import checks
 from credit_dp.errors import UserError
 
 POLES = ("reflect", "zeros", "mirror", "earth")
+BLOCKS = ("residual", "global_depthwise")
 
 
 @dataclass
@@ -42,7 +43,8 @@ class OwnModelConfig(ModelConfig):
     def build(self, in_channels: int, out_channels: int, grid: tuple[int, int]) -> Any:
         """Build the `nn.Module` for a grid of (rows, columns).
 
-        Its class may have `row_rules`, a table of module type -> name of a sharding rule.
+        Its class may have `row_rules`, a table of module type -> name of a sharding rule, and be a
+        `credit_dp.models.segments.SegmentedModel`, which a pipeline can cut.
 
         Shapes:
             it maps `(B, in_channels, H, W)` -> `(B, out_channels, H, W)`.
@@ -66,13 +68,19 @@ class BlocksConfig(ModelConfig):
 
 @dataclass
 class UNetConfig(BlocksConfig):
-    """Width and depth of the U-Net: one entry of `channels` per level, finest first."""
+    """Width and depth of the U-Net: one entry of `channels` per level, finest first.
+
+    `kernel` are the rows and columns of the long-range convolutions of `block=global_depthwise`, in
+    grid points of each level.
+    """
 
     name: str = "unet"
     channels: list[int] = field(default_factory=lambda: [32, 64, 128])
     blocks: int = 2
     groups: int = 8
     poles: str = "reflect"  # reflect | zeros | mirror | earth
+    block: str = "residual"  # residual | global_depthwise
+    kernel: list[int] = field(default_factory=lambda: [31, 31])  # of global_depthwise
     squeeze_excite: bool = False  # gates each block's channels by their global means
     global_conditioning: bool = False  # adds what the coarsest level's global mean says
 
@@ -84,6 +92,11 @@ class UNetConfig(BlocksConfig):
         checks.at_least("model.blocks", self.blocks, 1)
         checks.at_least("model.groups", self.groups, 1)
         checks.one_of("model.poles", self.poles, POLES)
+        checks.one_of("model.block", self.block, BLOCKS)
+        checks.of_length("model.kernel", self.kernel, 2)
+        even = next((size for size in self.kernel if size < 1 or size % 2 == 0), None)
+        if even is not None:
+            raise UserError(f"model.kernel: needs odd numbers of rows and columns, got {even}")
         odd = next((width for width in self.channels if width % self.groups), None)
         if odd is not None:
             raise UserError(

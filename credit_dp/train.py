@@ -5,7 +5,6 @@ from pathlib import Path
 from credit_dp.config import Config, as_dict
 from credit_dp.data.prepare import prepare
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.errors import UserError
 from credit_dp.evaluation.evaluate import evaluate, example
 from credit_dp.evaluation.held_out import HeldOut
 from credit_dp.evaluation.plots import draw_map
@@ -22,7 +21,7 @@ from credit_dp.training.tracking import Tracker, open_tracker
 def run(config: Config, ranks: Ranks) -> int:
     """Train, evaluate on held-out dates, and say where everything is.
 
-    Every rank calls this; only rank 0 writes and shows anything.
+    Every rank calls this; only rank 0 shows anything, and only checkpoints are written by others.
 
     Returns:
         The exit code.
@@ -34,7 +33,7 @@ def run(config: Config, ranks: Ranks) -> int:
     manager = build_manager(config.parallel, ranks)
     with screen.report() as report:
         prepared = prepare(config.data, report)
-    training = build_training(config, prepared, manager, device_of(config.device, ranks))
+    training = build_training(config, prepared, manager, device_of(config, ranks))
     dates = HeldOut(config, prepared, training.rows, training.like)
     step = resume(config, folder, training, screen)
     if ranks.rank == 0 and (step < config.trainer.steps or not folder.config.exists()):
@@ -45,13 +44,12 @@ def run(config: Config, ranks: Ranks) -> int:
         tracker.summarise(scores.numbers())
     # Before the map: should that fail, the scores are there.
     if ranks.rank == 0:
-        write_whole(folder.scores, scores.json())
+        write_whole(folder.scores, scores.json(training.trainer.state.step))
     for table in scores.tables(screen.width):
         screen.say(table)
-    if manager.dp_rank == 0:
-        field = example(training.forecast.rollout, dates, manager)
-        if ranks.rank == 0:
-            draw_map(field, folder.map)
+    field = example(training.forecast.rollout, dates, manager)
+    if ranks.rank == 0:
+        draw_map(field, folder.map)
     show_files(folder, screen)
     return 0
 
@@ -60,20 +58,14 @@ def resume(config: Config, folder: RunFolder, training: Training, screen: Screen
     """Go on from a checkpoint if the config says so; the step that training starts after.
 
     Raises:
-        UserError: the checkpoint does not fit, or not all ranks see the same one.
+        UserError: the checkpoint does not fit, or not all ranks see it.
     """
     path = find_checkpoint(config.resume, folder.checkpoint)
-    trainer = training.trainer
+    state = training.trainer.state
     if path is not None:
-        load_checkpoint(path, trainer.state)
-        screen.say(f"resumed after step {trainer.state.step} from {path}")
-    if config.resume is not None and not trainer.in_step():
-        raise UserError(
-            f"resume: all ranks have to see the same checkpoint, but rank {trainer.manager.rank} "
-            f"found step {trainer.state.step} with {path or folder.checkpoint} and others did not. "
-            "Put run.dir on a disk that all machines share."
-        )
-    return trainer.state.step
+        load_checkpoint(path, state)
+        screen.say(f"resumed after step {state.step} from {path}")
+    return state.step
 
 
 def train(
@@ -95,7 +87,7 @@ def train(
                 tracker.log(record.step, record.numbers())
                 note = f"loss {record.loss:.4f}"
             bar(record.step, note)
-            if trainer.manager.rank == 0 and trainer.saves(record.step):
+            if trainer.saves(record.step):
                 save_checkpoint(folder.checkpoint, trainer.state, resolved_yaml(config))
 
 
@@ -107,7 +99,7 @@ def score(
     manager: DomainParallelManager,
 ) -> Scores:
     """Errors on the held-out dates, with a bar."""
-    training.trainer.state.model.eval()
+    training.trainer.state.train(False)
     own = len(dates.initial_times[manager.dp_rank :: manager.dp_world_size])
     with screen.bar("evaluating", own) as bar:
         return evaluate(training.forecast.rollout, dates, manager, config.data.batch_size, bar)

@@ -82,9 +82,11 @@ class _Pool:
             self.pipes.append(mine)
             self.processes.append(process)
 
-    def run(self, domain: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
+    def run(
+        self, mesh: tuple[int, int], fn: Callable[..., Any], args: tuple[Any, ...]
+    ) -> list[Any]:
         for pipe in self.pipes:
-            pipe.send((domain, fn, args))
+            pipe.send((mesh, fn, args))
         replies: dict[int, tuple[bool, Any]] = {}
         deadline = time.monotonic() + TIMEOUT
         while len(replies) < len(self.pipes):
@@ -125,12 +127,15 @@ _POOLS: dict[int, _Pool] = {}
 
 
 def on_processes(
-    ranks: int, fn: Callable[..., Any], *args: Any, domain: int | None = None
+    ranks: int, fn: Callable[..., Any], *args: Any, domain: int | None = None, pipeline: int = 1
 ) -> list[Any]:
-    """Run `fn(manager, *args)` on `ranks` live gloo processes, `domain` of them per globe."""
+    """Run `fn(manager, *args)` on `ranks` live gloo processes.
+
+    `domain` of them share a globe, `pipeline` x `domain` a model.
+    """
     if ranks not in _POOLS:
         _POOLS[ranks] = _Pool(ranks)
-    return _POOLS[ranks].run(domain or ranks, fn, args)
+    return _POOLS[ranks].run((domain or ranks // pipeline, pipeline), fn, args)
 
 
 @atexit.register
@@ -146,17 +151,20 @@ def _serve(rank: int, ranks: int, folder: str, pipe: Connection) -> None:
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks
     )
-    managers: dict[int, DomainParallelManager] = {}
+    managers: dict[tuple[int, int], DomainParallelManager] = {}
     while True:
         try:
-            domain, fn, args = pipe.recv()
+            mesh, fn, args = pipe.recv()
         except EOFError:
             os._exit(0)
         try:
-            if domain not in managers:
-                managers[domain] = DomainParallelManager(ranks, domain)
-            managers[domain].bands = BandTable(domain)
-            reply = (True, fn(managers[domain], *args))
+            domain, pipeline = mesh
+            if mesh not in managers:
+                managers[mesh] = DomainParallelManager(
+                    ranks, domain, pipeline_parallel_size=pipeline
+                )
+            managers[mesh].bands = BandTable(domain)
+            reply = (True, fn(managers[mesh], *args))
         except BaseException as error:  # noqa: BLE001
             reply = (False, f"{error}\n{traceback.format_exc()}")
         pipe.send(reply)

@@ -9,8 +9,9 @@ HELP = """\
 {program} KEY=VALUE ...: checks that sharding works on this machine, within a minute.
 
 Prints versions, devices, back end and threads, and compares an exchange of rows, a reduction and
-one step of a sharded U-Net with the unsharded answers, on the ranks that these keys ask for:
-  parallel.domain=4 parallel.data=2 parallel.threads=1 device=cpu
+one step of a sharded U-Net with the unsharded answers, and what the data and pipeline axes send,
+on the ranks that these keys ask for:
+  parallel.domain=4 parallel.data=2 parallel.pipeline=2 parallel.threads=1 device=cpu
 
   --json        the report as JSON
   --help, -h    this text

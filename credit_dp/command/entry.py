@@ -10,14 +10,15 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from credit_dp.checks import nearest
+from credit_dp.command.checkpoint import checkpoint
 from credit_dp.command.doctor import doctor
 from credit_dp.command.plan import plan
 from credit_dp.command.train import train
 from credit_dp.command.verify import verify
 from credit_dp.errors import UserError
 from credit_dp.launch.launcher import find_launcher
-from credit_dp.launch.local import Terminated
 from credit_dp.launch.report import after_first_rank, report_refusal
+from credit_dp.launch.signals import Terminated
 
 Command = Callable[[Sequence[str], str], int]
 
@@ -26,6 +27,7 @@ COMMANDS: dict[str, Command] = {
     "doctor": doctor,
     "plan": plan,
     "verify": verify,
+    "checkpoint": checkpoint,
 }
 
 HELP = """\
@@ -35,6 +37,7 @@ credit-dp trains global weather models sharded by latitude.
   credit-dp doctor KEY=VALUE ...    check that sharding works on this machine
   credit-dp plan KEY=VALUE ...      say what a sharded training step takes, for any number of ranks
   credit-dp verify KEY=VALUE ...    compare the sharded model with the unsharded one
+  credit-dp checkpoint export RUN   make one plain file of a trained model
 
 `credit-dp COMMAND --help` says more.
 """

@@ -7,6 +7,7 @@ from hydra.errors import ConfigCompositionException
 from omegaconf.errors import (
     ConfigAttributeError,
     ConfigKeyError,
+    ConfigTypeError,
     MissingMandatoryValue,
     OmegaConfBaseException,
     ValidationError,
@@ -63,7 +64,7 @@ def of_omegaconf(error: OmegaConfBaseException, place: str, override: str) -> st
     if isinstance(error, (ConfigAttributeError, ConfigKeyError)):
         parent = key.rpartition(".")[0]
         return unknown_key(key, parent, _names(error))
-    if isinstance(error, ValidationError):
+    if isinstance(error, (ValidationError, ConfigTypeError)):
         value = re.search(r"[Vv]alue '(.*?)'", str(error))
         came = f", got {value[1]!r}" if value else ""
         return f"{key}: needs {needed}{came}"

@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 
 from credit_dp.config import Config, RunConfig
 from credit_dp.errors import UserError
+from credit_dp.training.checkpoint_files import whole_steps
 from credit_dp.training.run_folder import RunFolder
 
 
@@ -67,10 +68,12 @@ def check_folder(folder: Path, config: Config, key: str = "run.name") -> None:
     Raises:
         UserError: there is one, and `resume` does not go on from it.
     """
-    checkpoint = RunFolder(folder).checkpoint
-    if not checkpoint.exists() or config.resume == "auto":
+    checkpoints = RunFolder(folder).checkpoint
+    steps = whole_steps(checkpoints)
+    if not steps or config.resume == "auto":
         return
-    if config.resume and Path(config.resume).resolve() in (folder.resolve(), checkpoint.resolve()):
+    own = {path.resolve() for path in (folder, checkpoints, steps[-1])}
+    if config.resume and Path(config.resume).expanduser().resolve() in own:
         return
     raise UserError(
         f"{key}: {folder} holds the checkpoint of an earlier run. "

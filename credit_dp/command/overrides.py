@@ -19,6 +19,8 @@ def parse_overrides(texts: Sequence[str]) -> list[Override]:
         UserError: one does not parse; the line gives a form that does, ready for the shell.
     """
     parsed = [_parse(text) for text in texts]
+    for override in parsed:
+        refuse_dotted_entry(override)
     # Hydra would ask for a plus before a new entry of a table; here KEY=VALUE is all there is.
     return [
         _parse(f"++{override.input_line}")
@@ -31,6 +33,23 @@ def parse_overrides(texts: Sequence[str]) -> list[Override]:
 def adds_entries(key: str) -> bool:
     """Whether a value given to this key may bring entries that its table does not have yet."""
     return is_table(key) or is_table_entry(key)
+
+
+def refuse_dotted_entry(override: Override) -> None:
+    """Refuse `parallel.layout.encoder.0=...`: the dots in an entry's name would make tables of it.
+
+    Raises:
+        UserError: with the form that is understood.
+    """
+    names = override.key_or_group.split(".")
+    for count in range(1, len(names) - 1):
+        table, entry = ".".join(names[:count]), ".".join(names[count:])
+        if is_table(table):
+            value = str(override.input_line).partition("=")[2]
+            raise UserError(
+                f"{override.key_or_group}: a name with dots is only understood in a table; "
+                f"write {shlex.quote(f'{table}={{{entry}: {value}}}')}"
+            )
 
 
 def _parse(text: str) -> Override:

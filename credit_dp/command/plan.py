@@ -1,19 +1,24 @@
 """The plan command: what `credit-dp plan parallel.domain=64` takes, before there are ranks."""
 
-import json
 import sys
+from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from credit_dp.command.arguments import OneLineParser
+from credit_dp.command.mesh_tables import cuts_table, held_table, meshes_table, sent_table
+from credit_dp.command.plan_json import meshes_json, plan_json
 from credit_dp.command.plan_tables import levels_table, traffic_table
+from credit_dp.command.planned import Plan, model_and_shape, plan_of
 from credit_dp.command.question import read_question
 from credit_dp.command.tables import amount
-from credit_dp.config import Config
+from credit_dp.config import Config, microbatches
 from credit_dp.errors import UserError
 
 if TYPE_CHECKING:
     from credit_dp.domain_parallel.report import PlanReport
+
+MEMORY = 80.0  # GiB of a rank
 
 HELP = """\
 {program} KEY=VALUE ...: says what a sharded training step will take.
@@ -23,9 +28,11 @@ be planned on a laptop, in seconds:
   model=unet_base data.grid=721x1440 parallel.domain=64 data.batch_size=1
 
 Prints the messages and bytes of each layer; the rows of the ranks at each level, and what is sent
-there beside the least that could be; parameters; an estimate of the activations that a rank keeps
-for backward; and whatever keeps the model from being sharded so.
+there beside the least that could be; what a rank holds and sends, with ddp and with fsdp2; the
+cuts of a pipeline; and whatever keeps the model from being sharded so.
 
+  --up-to N     instead, a table of meshes of data x domain ranks, at most N of them
+  --memory GIB  of a rank, for that table: which meshes fit; 80 without it
   --json        the report as JSON, of every rank
   --help, -h    this text
 
@@ -39,50 +46,60 @@ def plan(arguments: Sequence[str], program: str) -> int:
     Raises:
         UserError: the config is not as needed.
     """
-    question = read_question(arguments, program, HELP)
+    question = read_question(arguments, program, HELP, _add_dashes)
     if question is None:
         return 0
-    report = report_of(question.config)
-    show = as_json if question.json else as_text
-    sys.stdout.write(show(report, question.config))
-    return 1 if report.problems else 0
-
-
-def report_of(config: Config) -> "PlanReport":
-    """Build the model without data for its parameters, and plan it.
-
-    Raises:
-        UserError: the grid, the batch or the variables are not as needed.
-    """
-    import torch  # takes seconds: not for --help
-
-    from credit_dp.data.expected import expected_channels, expected_grid
-    from credit_dp.domain_parallel.build import declared_converters
-    from credit_dp.domain_parallel.report import plan_report
-    from credit_dp.models import build_model
-
-    data = config.parallel.data or 1
-    if config.data.batch_size % data:
+    config, dashes = question.config, question.dashes
+    if dashes.memory is not None and (dashes.up_to is None or not dashes.memory > 0):
         raise UserError(
-            f"data.batch_size: needs a multiple of the {data} data ranks, "
-            f"got {config.data.batch_size}. Change it or parallel.data."
+            f"--memory: needs --up-to, and GiB of a rank above 0, got {dashes.memory:g}."
         )
-    grid = expected_grid(config.data)
-    fields = expected_channels(config.data).fields(config.model.frames)
-    try:
-        with torch.device("meta"):
-            model = build_model(config.model, fields, grid)
-    except (NotImplementedError, RuntimeError):  # it reads numbers while it is built
-        model = build_model(config.model, fields, grid)
-    model = model.to(getattr(torch, config.trainer.dtype))
-    shape = (config.data.batch_size // data, fields.inputs, *grid)
-    return plan_report(
-        model, shape, config.parallel.domain, custom_converters=declared_converters(model)
-    )
+    if dashes.up_to is not None:
+        return _compare(config, dashes)
+    found = plan_of(config)
+    show = plan_json if question.json else as_text
+    sys.stdout.write(show(found, config))
+    return 1 if found.report.problems else 0
 
 
-def as_text(report: "PlanReport", config: Config) -> str:
+def _compare(config: Config, dashes: Namespace) -> int:
+    from credit_dp.command.meshes import find_meshes  # torch
+
+    memory = MEMORY if dashes.memory is None else dashes.memory
+    model, (_, *field) = model_and_shape(config, config.data.batch_size)
+    meshes = find_meshes(model, (1, *field), config, dashes.up_to)
+    show = meshes_json if dashes.json else meshes_table
+    sys.stdout.write(show(meshes, config, memory))
+    return 0 if meshes.lines else 1
+
+
+def _add_dashes(using: OneLineParser) -> None:
+    using.add_argument("--up-to", type=int)
+    using.add_argument("--memory", type=float)
+
+
+def as_text(plan: Plan, config: Config) -> str:
     """Tables for people."""
+    report = plan.report
+    lines = _head(report, config)
+    if report.layers:
+        lines += ["", *traffic_table(report)]
+    lines += ["", *levels_table(report)]  # after what is long, where a terminal shows it
+    if plan.pipeline is not None:
+        lines += ["", *cuts_table(plan.pipeline)]
+    if plan.budgets:
+        lines += ["", *held_table(plan.budgets), *sent_table(plan.budgets)]
+    if config.parallel.data_mode == "fsdp2" and {b.mode for b in plan.budgets} == {"ddp"}:
+        lines += ["", "fsdp2: one rank shares nothing, nor do parameters with a row for each row"]
+    if report.saved_bytes:
+        lines += ["", memory_line(report)]
+    if report.problems:
+        lines += ["", "It can't be sharded so:", *(f"  {problem}" for problem in report.problems)]
+    return "\n".join([*lines, ""])
+
+
+def _head(report: "PlanReport", config: Config) -> list[str]:
+    parallel, micros = config.parallel, microbatches(config)
     size = amount(report.parameter_bytes)
     shape = " x ".join(map(str, report.input_shapes[0]))
     lines = [
@@ -90,14 +107,12 @@ def as_text(report: "PlanReport", config: Config) -> str:
         f"input   {shape}, {config.trainer.dtype}",
         f"ranks   {report.ranks}",
     ]
-    if report.layers:
-        lines += ["", *traffic_table(report)]
-    lines += ["", *levels_table(report)]  # after what is long, where a terminal shows it
-    if report.saved_bytes:
-        lines += ["", memory_line(report)]
-    if report.problems:
-        lines += ["", "It can't be sharded so:", *(f"  {problem}" for problem in report.problems)]
-    return "\n".join([*lines, ""])
+    axes = {"pipeline": parallel.pipeline, "data": parallel.data or 1, "domain": parallel.domain}
+    if axes["pipeline"] * axes["data"] > 1:
+        lines.append("mesh    " + " x ".join(f"{name} {ranks}" for name, ranks in axes.items()))
+    if micros > 1:
+        lines.append(f"step    {micros} micro-batches, the input is one of them")
+    return lines
 
 
 def memory_line(report: "PlanReport") -> str:
@@ -106,17 +121,3 @@ def memory_line(report: "PlanReport") -> str:
     if report.ranks == 1:
         return f"kept for backward: {most}"
     return f"kept for backward: {most} on the fullest rank, {least} on the emptiest"
-
-
-def as_json(report: "PlanReport", config: Config) -> str:
-    """The whole report, every rank's numbers in lists in the order of the ranks."""
-    content: dict[str, Any] = {
-        "model": config.model.name,
-        "dtype": config.trainer.dtype,
-        **asdict(report),
-        "forward": [vars(sent) for sent in report.forward],
-        "backward": [vars(sent) for sent in report.backward],
-    }
-    for level, written in zip(report.levels, content["levels"], strict=True):
-        written |= {"imbalance": level.imbalance, "excess": level.excess}
-    return json.dumps(content, indent=2) + "\n"

@@ -29,7 +29,8 @@ def levels_table(report: "PlanReport") -> list[str]:
     return [
         *table((*BANDS, *EXCHANGED), rows),
         "all ranks send: rows, forward and backward, for layers with this many rows of input",
-        "at least: if each row that a rank needs and doesn't own crosses once in each direction",
+        "at least: if each row that a rank needs and doesn't own crosses once in each direction;",
+        "where rows are traded for channels, each row of each channel",
     ]
 
 

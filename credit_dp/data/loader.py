@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from types import TracebackType
 from typing import Any, Self, final
 
@@ -41,6 +41,35 @@ class Batch:
         }
         return replace(self, **moved)
 
+    def split(self, parts: int) -> list["Batch"]:
+        """The samples in order, in equal parts."""
+        if parts == 1:
+            return [self]
+        size = len(self.times) // parts
+        places = [slice(start, start + size) for start in range(0, parts * size, size)]
+        names = [field.name for field in fields(self)]
+        return [Batch(**{name: getattr(self, name)[place] for name in names}) for place in places]
+
+
+@final
+@dataclass(frozen=True)
+class Reads:
+    """What of a batch is read; the rest has no channels.
+
+    `inputs`: all that goes into the model. `last`: the newest state, which is among them. `target`:
+    the state after it.
+    """
+
+    inputs: bool = True
+    last: bool = True
+    target: bool = True
+
+    def states(self, frames: int) -> slice:
+        """Which of a sample's states are read, of `frames` and the target."""
+        first = 0 if self.inputs else frames - 1 if self.last else frames
+        last = frames + 1 if self.target else frames if self.inputs or self.last else first
+        return slice(first, last)
+
 
 @final
 class Loader:
@@ -60,6 +89,7 @@ class Loader:
         prefetch: int = 2,
         device: torch.device | None = None,
         frames: int = 1,
+        reads: Reads = Reads(),
     ) -> None:
         """Read `rows` of the samples of `split`, of `frames` states; `prefetch=0` reads when asked.
 
@@ -71,6 +101,7 @@ class Loader:
         self._steps = frame_steps(frames, prepared.store.config.step_hours, later=1)
         if len(self._times) != sequence.count:
             raise ValueError(f"{split} has {len(self._times)} samples, not {sequence.count}")
+        self._reads = reads
         self._rows = rows
         self._sequence = sequence
         self._device = device
@@ -124,12 +155,29 @@ class Loader:
 
     def _read(self, number: int) -> Batch:
         times = self._times[self._sequence.indices(number)]
-        # Now and next in one read: a chunk that holds both is read once.
-        samples = [self._store.read_times(t + self._steps, self._rows) for t in times]
-        now = self._normaliser.state(np.concatenate([s[None, :-1] for s in samples])).flatten(1, 2)
-        target = self._normaliser.state(np.stack([sample[-1] for sample in samples]))
-        forcing = self._normaliser.forcing(self._store.forcing_times(times, self._rows))
-        if self._static is None:
-            self._static = self._normaliser.static(self._store.static(self._rows))
-        static = self._static.expand(len(times), -1, -1, -1)
-        return Batch(now=now, forcing=forcing, static=static, target=target, times=times)
+        states = self._read_states(times)
+        newest = -1 if self._reads.target else None
+        nothing = self._normaliser.state(states[:, :0]).flatten(1, 2)
+        forcing = static = nothing
+        if self._reads.inputs:
+            forcing = self._normaliser.forcing(self._store.forcing_times(times, self._rows))
+            if self._static is None:
+                self._static = self._normaliser.static(self._store.static(self._rows))
+            static = self._static.expand(len(times), -1, -1, -1)
+        return Batch(
+            now=self._normaliser.state(states[:, :newest]).flatten(1, 2),
+            forcing=forcing,
+            static=static,
+            target=self._normaliser.state(states[:, -1]) if self._reads.target else nothing,
+            times=times,
+        )
+
+    def _read_states(self, times: NDArray[np.datetime64]) -> NDArray[np.float32]:
+        """What is wanted of now and next, in the store's units, `(B, states, C, h, W)`."""
+        steps = self._steps[self._reads.states(len(self._steps) - 1)]
+        if not len(steps):
+            channels, columns = self._store.channels.outputs, self._store.grid[1]
+            rows = self._rows.stop - self._rows.start
+            return np.empty((len(times), 0, channels, rows, columns), np.float32)
+        # In one read: a chunk that holds several of them is read once.
+        return np.stack([self._store.read_times(time + steps, self._rows) for time in times])

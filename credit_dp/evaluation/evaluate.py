@@ -26,18 +26,24 @@ def evaluate(
 ) -> Scores:
     """Score forecasts from all initial times; the same on every rank.
 
-    Initial times are split over the data axis, rows over the domain axis. `batch_size` is that of
-    the whole data axis, as in training; `progress` is told how many of this rank's are done.
+    Initial times are split over the data axis, rows over the domain axis. All ranks forecast
+    equally often, for those that share parameters out need each other at every step: a rank
+    without times left repeats one that does not count. `batch_size` is that of the whole data axis,
+    as in training; `progress` is told how many of this rank's are done.
     """
     store = dates.prepared.store
     shape = (len(SOURCES), len(dates.leads), store.channels.outputs)
     errors = RootMeanSquare(shape, dates.area_weights)
     own = dates.initial_times[manager.dp_rank :: manager.dp_world_size]
     size = max(1, batch_size // manager.dp_world_size)
-    for start in range(0, len(own), size):
+    most = -(-len(dates.initial_times) // manager.dp_world_size)
+    for start in range(0, most, size):
         times = own[start : start + size]
-        add_errors(errors, rollout, dates, times)
-        progress(start + len(times))
+        if len(times):
+            add_errors(errors, rollout, dates, times)
+            progress(start + len(times))
+        else:
+            last_forecast(rollout, dates, dates.initial_times[:1])
     return Scores(
         channels=tuple(channel.name for channel in store.channels.prognostic),
         units=tuple(unit_of(store, channel.variable) for channel in store.channels.prognostic),
@@ -68,18 +74,24 @@ def forecasts(rollout: Rollout, dates: HeldOut, times: Times, start: Tensor) -> 
     return rollout(start, forcings, dates.static(len(times)))
 
 
+def last_forecast(rollout: Rollout, dates: HeldOut, times: Times) -> Tensor:
+    """The forecasts from `times` to the longest lead time, normalised, `(B, C, h, W)`."""
+    *_, last = forecasts(rollout, dates, times, dates.starts(times))
+    return last
+
+
 @torch.no_grad()
 def example(rollout: Rollout, dates: HeldOut, manager: DomainParallelManager) -> FieldMap:
     """One field at the longest lead time from the first initial time, gathered from all bands.
 
-    Collective over the domain axis. The one place where a field of the whole globe is on a rank:
+    Collective over all axes. The one place where a field of the whole globe is on a rank:
     a single channel, to be drawn.
     """
     store = dates.prepared.store
     names = [channel.name for channel in store.channels.prognostic]
     index = names.index("geopotential_500") if "geopotential_500" in names else 0
     times, lead = dates.initial_times[:1], dates.leads[-1]
-    *_, last = forecasts(rollout, dates, times, dates.starts(times))
+    last = last_forecast(rollout, dates, times)
     truth = dates.states(times + lead * dates.step)
     both = dates.normaliser.physical(torch.cat([last, truth]))[:, index]
     both = gather_tensor(both.contiguous(), dim=-2, manager=manager)

@@ -43,8 +43,8 @@ class Scores:
             for s, source in enumerate(SOURCES)
         }
 
-    def json(self) -> str:
-        """The same numbers, nested by channel, lead time and source."""
+    def json(self, step: int) -> str:
+        """The same numbers, nested by channel, lead time and source; `step` is the model's."""
         rmse = {
             channel: {
                 f"{hours}h": {source: float(self.rmse[s, h, c]) for s, source in enumerate(SOURCES)}
@@ -53,7 +53,7 @@ class Scores:
             for c, channel in enumerate(self.channels)
         }
         units = dict(zip(self.channels, self.units, strict=True))
-        content = {"initial_times": self.samples, "units": units, "rmse": rmse}
+        content = {"step": step, "initial_times": self.samples, "units": units, "rmse": rmse}
         return json.dumps(content, indent=2) + "\n"
 
     def tables(self, width: int) -> list[Table]:

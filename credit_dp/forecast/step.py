@@ -9,6 +9,8 @@ from typing import final
 import torch
 from torch import Tensor
 
+Model = Callable[[Tensor], Tensor]  # (B, channels in, h, W) -> (B, channels out, h, W)
+
 
 @final
 class ForecastStep:
@@ -33,7 +35,7 @@ class ForecastStep:
 
     def __init__(
         self,
-        model: Callable[[Tensor], Tensor],
+        model: Model,
         tendency_scale: Tensor,
         residual: bool = True,
     ) -> None:
@@ -44,9 +46,11 @@ class ForecastStep:
     def __call__(self, now: Tensor, forcing: Tensor, static: Tensor) -> Tensor:
         """The state one step after `now`."""
         output: Tensor = self.model(torch.cat([now, forcing, static], dim=1))
-        if not self.residual:
-            return output
-        return now[:, -len(self.tendency_scale) :] + output * self.tendency_scale
+        return self.state(output, now[:, -len(self.tendency_scale) :])
+
+    def state(self, output: Tensor, last: Tensor) -> Tensor:
+        """The state that an output of the model stands for, one step after `last`."""
+        return last + output * self.tendency_scale if self.residual else output
 
     def rollout(self, now: Tensor, forcings: Iterable[Tensor], static: Tensor) -> Iterator[Tensor]:
         """Yield the state after one step, two steps and so on, one for each forcing.

@@ -1,162 +1,195 @@
-"""Checkpoints: one file that any mesh can go on from, written whole or not at all."""
+"""Checkpoints: written by all ranks of a mesh, read by those of any other, whole or not at all.
 
-import os
-import pickle
-from dataclasses import dataclass
+Each rank writes its own shards and reads what it needs of them; nothing is gathered on the way.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, final
+from typing import Any
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch import Tensor
 
-from credit_dp import checks
+import credit_dp
 from credit_dp.errors import UserError
+from credit_dp.training import checkpoint_files as files
+from credit_dp.training.agreement import gather, own_rank, together
 from credit_dp.training.data_description import Description, check_data
-from credit_dp.training.optimisation import load_moments
-from credit_dp.training.run_folder import discard, unfinished
+from credit_dp.training.shards import Shape, check_shards, read_shards, readable, write_shards
+from credit_dp.training.state import GENERATOR, MODEL, TrainingState
 
-FORMAT = 2
+__all__ = ["TrainingState", "find_checkpoint", "load_checkpoint", "save_checkpoint"]
 
-
-class Stateful(Protocol):
-    """Something that can tell and take back where it stands."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Where it stands."""
-
-    def load_state_dict(self, state: dict[str, Any], /) -> object:
-        """Stand there again."""
+ADVICE = "Change the model or data group to that of the checkpoint, or resume."
 
 
-@final
-@dataclass
-class TrainingState:
-    """All that changes while training, so that a checkpoint of it is complete.
+def save_checkpoint(folder: Path, state: TrainingState, config: str) -> Path:
+    """Write a checkpoint into `folder`, with the resolved config (YAML), and remove older ones.
 
-    `model` is the plain or converted model, not its DDP wrapper: the names saved are then the
-    same on every mesh. `data` describes what it trains on; see `describe_data`.
-    """
+    Collective: all ranks of the run call it. The previous checkpoint stays until the new one is
+    whole and on disk.
 
-    model: nn.Module
-    optimiser: Optimizer
-    schedule: LambdaLR
-    sampler: Stateful
-    data: Description
-    seed: int
-    step: int = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        """Tensors, numbers and text only: `torch.load(weights_only=True)` reads it."""
-        return {
-            "format": FORMAT,
-            "step": self.step,
-            "model": self.model.state_dict(),
-            "optimiser": self.optimiser.state_dict(),
-            "schedule": self.schedule.state_dict(),
-            "sampler": self.sampler.state_dict(),
-            "data": self.data,
-            # Each step's numbers are drawn from (seed, step, rank), so the seed is what has to be
-            # kept; the generator's own state is for whoever draws outside of a step.
-            "random": {"seed": self.seed, "generator": torch.get_rng_state()},
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go back to a saved state, which must fit: see `check_fit` and `check_data`.
-
-        What the config sets of optimiser and schedule stays as it is.
-        """
-        self.model.load_state_dict(state["model"])
-        load_moments(self.optimiser, self.schedule, state["optimiser"], state["schedule"])
-        self.sampler.load_state_dict(state["sampler"])
-        torch.set_rng_state(state["random"]["generator"])
-        self.seed = state["random"]["seed"]
-        self.step = state["step"]
-
-
-def save_checkpoint(path: Path, state: TrainingState, config: str) -> None:
-    """Write a checkpoint with the resolved config (YAML); one rank does this for all.
-
-    The previous file stays until the new one is whole and on disk.
+    Returns:
+        The folder of this checkpoint.
 
     Raises:
-        UserError: it could not be written, for instance because the disk is full.
+        UserError: on all ranks, if one could not write, for instance because the disk is full.
     """
-    temporary = unfinished(path)
+    path = files.step_folder(folder, state.step)
+    part = files.unfinished_folder(path)
+    first = own_rank() == 0
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
-            torch.save({**state.state_dict(), "config": config}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except (OSError, RuntimeError) as error:
-        discard(temporary)
-        # torch raises a RuntimeError of its own over the OSError of a failed write.
-        cause = error if isinstance(error, OSError) else error.__context__
-        if not isinstance(cause, OSError):
-            raise
-        raise UserError(
-            f"{path}: the checkpoint of step {state.step} could not be written "
-            f"({cause.strerror or cause}). The previous one is untouched; free space there or "
-            f"change run.dir, then go on with resume=auto."
-        ) from error
+        together(lambda: begin(part, state.step) if first else None)
+        together(lambda: check_shared(part))
+        constants = together(lambda: state.constants() if first else {})
+        tensors = {**state.tensors(), **constants}
+        with could_not_be_written(part, state.step):
+            write_shards(part, tensors)
+        numbers = {**state.numbers(), **describe(part, tensors), "config": config}
+        together(lambda: finish(part, path, numbers) if first else None)
+    except UserError:
+        if first:
+            files.abandon(part)
+        raise
+    return path
 
 
 def find_checkpoint(resume: str | None, own: Path) -> Path | None:
     """The checkpoint to start from, or None for a fresh start.
 
-    `resume` is None, `auto` (the run's own checkpoint, if it has one yet), or the path of a
-    checkpoint or of the folder of a run.
+    Collective: all ranks of the run call it. `resume` is None, `auto` (the newest in the run's
+    `own` folder of checkpoints, if there is one yet), or the path of a checkpoint, of a folder of
+    checkpoints, or of a run.
 
     Raises:
-        UserError: a path was given and nothing is there.
+        UserError: on all ranks, if a path was given and nothing is there, or if the ranks see
+            different ones.
     """
     if resume is None:
         return None
     if resume == "auto":
-        return own if own.exists() else None
-    path = checks.checkpoint_path("resume", resume)
-    return checks.checkpoint_path("resume", str(path / own.name)) if path.is_dir() else path
+        path = together(lambda: newest(own))
+    else:
+        path = together(lambda: files.locate("resume", resume))
+    seen = gather(path)
+    for rank, other in enumerate(seen):
+        if other != seen[0]:
+            raise UserError(
+                f"resume: all ranks have to see the same checkpoint, but rank {rank} sees "
+                f"{other or 'none'} and rank 0 {seen[0] or 'none'}. "
+                "Put run.dir on a disk that all machines share."
+            )
+    return path
+
+
+def newest(own: Path) -> Path | None:
+    """The newest checkpoint in the run's own folder, if it has one yet.
+
+    Raises:
+        UserError: it has one of an earlier version, which is a file.
+    """
+    steps, old = files.whole_steps(own), own.parent / "checkpoint.pt"
+    if not steps and old.exists():
+        return files.locate("resume", str(old))
+    return steps[-1] if steps else None
 
 
 def load_checkpoint(path: Path, state: TrainingState) -> None:
-    """Bring `state` to where a checkpoint left it, on any mesh.
+    """Bring `state` to where a checkpoint left it, on any mesh; settings of the config stay.
+
+    Collective: all ranks of the run call it. `path` may be any that `resume` may be.
 
     Raises:
-        UserError: not a readable checkpoint, or one of another model or of other data.
+        UserError: on all ranks, if one can't read it, or it is of another model or of other data.
     """
-    try:
-        # On the CPU first: the file may come from a machine with other devices.
-        saved = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UserError(f"resume: {path} is not a readable checkpoint ({reason}).") from error
-    if not isinstance(saved, dict) or saved.get("format") != FORMAT:
-        raise UserError(f"resume: {path} is not a checkpoint of this program (format {FORMAT}).")
-    check_data(saved["data"], state.data)
-    check_fit(path, saved["model"], state.model.state_dict())
-    state.load_state_dict(saved)
+    path = together(lambda: files.locate("resume", str(path)))
+    numbers = together(lambda: files.read_numbers("resume", path))
+    own = shapes_of_all_ranks(state.tensors())
+    saved = {name: tuple(shape) for name, shape in numbers["tensors"].items()}
+    together(lambda: check_origin(path, numbers["data"], state))
+    check_fit(f"resume: {path}", of_model(saved), of_model(own))
+    together(lambda: check_shards("resume", path, saved))
+    room = state.make_room(saved)
+    read_shards("resume", path, room)
+    with readable("resume", path):
+        state.go_on(numbers, room[GENERATOR])
 
 
-def check_fit(path: Path, saved: dict[str, Any], model: dict[str, Any]) -> None:
+def check_origin(path: Path, saved: Description, state: TrainingState) -> None:
+    """Refuse a checkpoint of other data, or one that does not say of which it is."""
+    with readable("resume", path):
+        check_data(saved, state.data)
+
+
+def check_fit(
+    where: str, saved: dict[str, Shape], model: dict[str, Shape], advice: str = ADVICE
+) -> None:
     """Refuse weights of another model, naming the first that differs."""
-    for name, tensor in model.items():
+    for name, shape in model.items():
         if name not in saved:
+            raise UserError(f"{where} has no {name}, which the model has. {advice}")
+        if saved[name] != shape:
             raise UserError(
-                f"resume: {path} has no {name}, which the model has. "
-                "Change the model group to that of the checkpoint, or resume."
-            )
-        if saved[name].shape != tensor.shape:
-            raise UserError(
-                f"resume: {name} is {tuple(tensor.shape)} in the model and "
-                f"{tuple(saved[name].shape)} in {path}. "
-                "Change the model or data group to that of the checkpoint, or resume."
+                f"{where} has {saved[name]} for {name}, which is {shape} in the model. {advice}"
             )
     extra = next((name for name in saved if name not in model), None)
     if extra is not None:
+        raise UserError(f"{where} has {extra}, which the model does not have. {advice}")
+
+
+def of_model(shapes: dict[str, Shape]) -> dict[str, Shape]:
+    """Those of the model, by the names that they have there."""
+    return {
+        name.removeprefix(MODEL): shape for name, shape in shapes.items() if name.startswith(MODEL)
+    }
+
+
+def shapes_of_all_ranks(tensors: dict[str, Tensor]) -> dict[str, Shape]:
+    """The whole shape of every tensor that a rank has; collective, and the same on all ranks."""
+    own = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    return {name: shape for part in gather(own) for name, shape in part.items()}
+
+
+def begin(part: Path, step: int) -> None:
+    """Make the folder to write into."""
+    with could_not_be_written(part, step):
+        files.begin(part)
+
+
+def check_shared(part: Path) -> None:
+    """Refuse a folder that only some of the ranks see."""
+    if not part.is_dir():
         raise UserError(
-            f"resume: {path} has {extra}, which the model does not have. "
-            "Change the model group to that of the checkpoint, or resume."
+            f"{part.parent}: has to be on a disk that all machines share, but rank {own_rank()} "
+            "does not see what rank 0 wrote there. Change run.dir."
         )
+
+
+def describe(part: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """What is needed to find and to check the tensors; collective."""
+    return {
+        "tensors": shapes_of_all_ranks(tensors),
+        # Each rank sees its own file at least, however slow the disk is to show those of others.
+        "shards": sorted({name for names in gather(files.shard_names(part)) for name in names}),
+        "versions": {"credit_dp": credit_dp.__version__, "torch": torch.__version__},
+    }
+
+
+def finish(part: Path, path: Path, numbers: dict[str, Any]) -> None:
+    """Complete a checkpoint and give it its name."""
+    with could_not_be_written(part, numbers["step"]):
+        files.finish(part, path, numbers)
+
+
+@contextmanager
+def could_not_be_written(part: Path, step: int) -> Iterator[None]:
+    """Say in one line that a checkpoint could not be written."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{part.parent}: the checkpoint of step {step} could not be written "
+            f"({error.strerror or error}). The previous one is untouched; free space there or "
+            f"change run.dir, then go on with resume=auto."
+        ) from error

@@ -1,13 +1,17 @@
-"""What a model was trained on and for, in plain words: resuming for anything else is refused."""
+"""What a model was trained on and for, in plain words: resuming for anything else is refused.
+
+And what its use elsewhere needs, without the data.
+"""
 
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
+from credit_dp.config import CrossFormerConfig, ModelConfig, PanguConfig, UNetConfig
 from credit_dp.data.prepare import Prepared
 from credit_dp.errors import UserError
-from credit_dp.model_config import ModelConfig
+from credit_dp.evaluation.units import unit_of
 
 Description = dict[str, Any]  # text, numbers and lists only: it lies in the checkpoint
 
@@ -16,6 +20,13 @@ TOLERANCE = 1e-6
 
 # What checkpoints that do not say it were made with.
 UNSAID: Description = {"model.frames": 1, "model.residual": True}
+
+# The models of this package, by what a description calls them; others go by their own name.
+KINDS: dict[str, type[ModelConfig]] = {
+    "unet": UNetConfig,
+    "pangu": PanguConfig,
+    "crossformer": CrossFormerConfig,
+}
 
 
 def describe_data(prepared: Prepared, model: ModelConfig) -> Description:
@@ -33,6 +44,26 @@ def describe_data(prepared: Prepared, model: ModelConfig) -> Description:
         "model.frames": model.frames,
         "model.residual": model.residual,
         "statistics": {name: values.tolist() for name, values in statistics.items()},
+        "model": describe_model(model),
+        "fields": describe_fields(prepared),
+    }
+
+
+def describe_model(model: ModelConfig) -> Description:
+    """Which model it is: its kind, and the value of each of its keys."""
+    kinds = [name for name, kind in KINDS.items() if type(model) is kind]
+    return {"kind": kinds[0] if kinds else model.name, "keys": asdict(model)}
+
+
+def describe_fields(prepared: Prepared) -> Description:
+    """The channels that come out, their units, and where they are given."""
+    store = prepared.store
+    channels = store.channels.prognostic
+    return {
+        "channels": [[channel.variable, channel.level] for channel in channels],
+        "units": [unit_of(store, channel.variable) for channel in channels],
+        "latitude": store.latitude.tolist(),
+        "longitude": store.longitude.tolist(),
     }
 
 
@@ -45,9 +76,10 @@ def check_data(saved: Description, own: Description) -> None:
     """
     saved = {**UNSAID, **saved}
     for key, value in own.items():
-        if key != "statistics" and saved[key] != value:
+        before = saved.get(key)
+        if key.startswith(("data.", "model.")) and before != value:
             raise UserError(
-                f"resume: the checkpoint was trained with {key}={shown(saved[key])}, the config "
+                f"resume: the checkpoint was trained with {key}={shown(before)}, the config "
                 f"has {shown(value)}. Set {key} to that of the checkpoint, or start a new run."
             )
     statistics = own.get("statistics", {})

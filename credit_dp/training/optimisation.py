@@ -1,6 +1,7 @@
 """AdamW with linear warm-up and a cosine, and the seed of each step's random numbers."""
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,14 +12,11 @@ from torch.optim.lr_scheduler import LambdaLR
 from credit_dp.config import OptimizerConfig
 
 
-def build_optimiser(model: nn.Module, config: OptimizerConfig) -> AdamW:
+def build_optimiser(parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> AdamW:
     """AdamW over all parameters, those of `decays` with weight decay."""
-    # Sorted by name: the saved moments then belong to the same parameters on every mesh, even if
-    # a conversion were to register its modules in another order.
-    named = sorted(model.named_parameters())
     groups = [
         {
-            "params": [parameter for name, parameter in named if decays(name, parameter) is decay],
+            "params": [p for name, p in parameters.items() if decays(name, p) is decay],
             "weight_decay": config.weight_decay if decay else 0.0,
         }
         for decay in (True, False)
@@ -48,25 +46,18 @@ def build_schedule(optimiser: AdamW, config: OptimizerConfig, steps: int) -> Lam
     return LambdaLR(optimiser, factor)
 
 
-def load_moments(
-    optimiser: Optimizer, schedule: LambdaLR, saved: dict[str, Any], saved_schedule: dict[str, Any]
-) -> None:
-    """Take back the moments and the position, but no setting: those are the config's.
+def move_schedule(optimiser: Optimizer, schedule: LambdaLR, saved: dict[str, Any]) -> None:
+    """Go to the position of a saved schedule, but take no setting from it: those are the config's.
 
     Optimiser and schedule come fresh from the config, which may have changed since the save.
     """
-    settings = [
-        {name: value for name, value in group.items() if name != "params"}
-        for group in optimiser.param_groups
-    ]
-    step = saved_schedule["last_epoch"]
+    step = saved["last_epoch"]
     pairs = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
     rates = [float(base) * factor(step) for base, factor in pairs]
     own = {"base_lrs": schedule.base_lrs, "_last_lr": rates}
-    optimiser.load_state_dict(saved)
-    schedule.load_state_dict({**saved_schedule, **own})
-    for group, setting, rate in zip(optimiser.param_groups, settings, rates, strict=True):
-        group.update(setting, lr=rate)
+    schedule.load_state_dict({**saved, **own})
+    for group, rate in zip(optimiser.param_groups, rates, strict=True):
+        group["lr"] = rate
 
 
 def seed_step(seed: int, step: int, data_rank: int, domain_rank: int) -> None:

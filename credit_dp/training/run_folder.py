@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 
 from credit_dp.config import Config
 from credit_dp.errors import UserError
+from credit_dp.training.checkpoint_files import FOLDER
 
 
 @final
@@ -22,8 +23,8 @@ class RunFolder:
 
     @property
     def checkpoint(self) -> Path:
-        """Weights and all that a resumed run needs."""
-        return self.path / "checkpoint.pt"
+        """The folder of checkpoints: weights and all that a resumed run needs."""
+        return self.path / FOLDER
 
     @property
     def log(self) -> Path:

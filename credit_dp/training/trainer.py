@@ -6,20 +6,20 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import final
 
-import torch
-from torch import Tensor
-from torch.nn.utils import clip_grad_norm_
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from credit_dp.config import TrainerConfig
 from credit_dp.data.loader import Batch
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
 from credit_dp.evaluation.metrics import sum_over_ranks
-from credit_dp.forecast.step import ForecastStep
 from credit_dp.models.blocks import draw_depths
 from credit_dp.training.checkpoint import TrainingState
-from credit_dp.training.loss import WeightedLoss
+from credit_dp.training.gradients import clip_gradients
 from credit_dp.training.optimisation import seed_step
+from credit_dp.training.passes import Pass
+from credit_dp.training.replicas import check_replicas
 
 
 @final
@@ -52,36 +52,45 @@ class Record:
 class Trainer:
     """Takes optimiser steps on batches of the rank's own rows.
 
-    `forecast` calls the model through its DDP wrapper where there is more than one rank.
+    Args:
+        config: of the trainer.
+        state: what changes.
+        gradients: how a batch's come about on this mesh.
+        manager: this rank's place in the mesh.
+        check_every: steps between checks that replicas are equal; 0: the first time only.
     """
 
     def __init__(
         self,
         config: TrainerConfig,
         state: TrainingState,
-        forecast: ForecastStep,
-        loss: WeightedLoss,
+        gradients: Pass,
         manager: DomainParallelManager,
+        check_every: int = 0,
     ) -> None:
         self.config = config
         self.state = state
-        self.forecast = forecast
-        self.loss = loss
+        self.gradients = gradients
         self.manager = manager
+        self.check_every = check_every
 
     def steps(self, batches: Iterable[Batch]) -> Iterator[Record]:
         """Train from the state's step to `trainer.steps`, telling of each step once it is done.
 
         Raises:
-            UserError: the loss or the gradient is not finite; on all ranks alike.
+            UserError: the loss or the gradient is not finite, or ranks that should have equal
+                parameters have not; on all ranks alike.
         """
-        self.state.model.train()
+        self.state.train()
+        check_replicas(self.state.parameters, self.manager, self.state.step)
         since, began = self.state.step, time.monotonic()
         left = self.config.steps - self.state.step
         for _, batch in zip(range(left), batches, strict=False):
             lr = float(self.state.schedule.get_last_lr()[0])
             share, norm = self.update(batch)
             self.state.step += 1
+            if self.check_every and self.state.step % self.check_every == 0:
+                check_replicas(self.state.parameters, self.manager, self.state.step)
             if not self.observed(self.state.step):
                 yield Record(self.state.step, lr)
                 continue
@@ -94,29 +103,30 @@ class Trainer:
     def update(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """One optimiser step: this rank's share of the loss, and the global gradient norm."""
         state, manager = self.state, self.manager
-        seed_step(state.seed, state.step, manager.dp_rank, manager.domain_rank)
-        draw_depths(state.model, state.seed, state.step, self.places(batch))
+        # Stages draw different numbers, too; those of the first one are what one process draws.
+        place = manager.pipeline_rank * manager.domain_parallel_size + manager.domain_rank
+        seed_step(state.seed, state.step, manager.dp_rank, place)
         state.optimiser.zero_grad(set_to_none=True)
-        forecast = self.forecast(batch.now, batch.forcing, batch.static)
-        share = self.loss(forecast, batch.target)
-        # DDP averages over all ranks. Over the data axis that is what is wanted; over the domain
-        # axis gradients have to be summed, since each rank's loss is only its rows' share.
-        torch.autograd.backward(share * manager.domain_world_size)
-        # After DDP every rank holds the gradient of the whole globe and batch, so this norm is
-        # already the global one: it is the same everywhere, and so is the clipping.
-        limit = self.config.gradient_clip
-        norm = clip_grad_norm_(state.model.parameters(), math.inf if limit is None else limit)
+        places = self.places(batch)
+
+        def prepare(part: nn.Module, micro: int) -> None:
+            draw_depths(part, state.seed, state.step, places[micro])
+
+        share = self.gradients(batch, prepare)
+        norm = clip_gradients(state.parameters.values(), self.config.gradient_clip, manager)
         state.optimiser.step()
         state.schedule.step()
-        return share.detach(), norm.detach()
+        return share, norm.detach()
 
-    def places(self, batch: Batch) -> range:
-        """Which samples of the global batch these are.
+    def places(self, batch: Batch) -> list[range]:
+        """Which samples of the global batch those of each micro-batch are.
 
         What is drawn for a sample goes by its place, so that it is the same on every mesh.
         """
-        size = len(batch.now)
-        return range(self.manager.dp_rank * size, (self.manager.dp_rank + 1) * size)
+        samples = len(batch.times)
+        first, size = self.manager.dp_rank * samples, samples // self.gradients.micros
+        starts = range(first, first + samples, size)
+        return [range(start, start + size) for start in starts]
 
     def observed(self, step: int) -> bool:
         """Whether the numbers of this step are wanted; the same answer on every rank.
@@ -130,17 +140,15 @@ class Trainer:
         """Whether a checkpoint is due after this step."""
         return step == self.config.steps or step % self.config.checkpoint_every == 0
 
-    def in_step(self) -> bool:
-        """Whether all ranks are at the same step; collective, and the same answer on every rank."""
-        own = torch.tensor([self.state.step, self.state.step**2], device=self.loss.weight.device)
-        total, squares = sum_over_ranks(own, self.manager).tolist()
-        # Cauchy-Schwarz: the square of a sum reaches this bound only if all terms are equal.
-        return bool(total**2 == squares * self.manager.world_size)
-
     def global_loss(self, share: Tensor) -> float:
-        """The loss of the whole globe and batch: summed over rows, averaged over the data axis."""
-        total = float(sum_over_ranks(share, self.manager))
-        return total / self.manager.dp_world_size
+        """The loss of the whole globe and batch: summed over rows, averaged over the data axis.
+
+        Of the pipeline's ranks only the last one has a share that is not zero.
+        """
+        total = sum_over_ranks(share, self.manager)
+        if self.manager.pipeline_parallel_size > 1:
+            dist.all_reduce(total, group=self.manager.pipeline_group)
+        return float(total) / self.manager.dp_world_size
 
     def refuse_non_finite(self, loss: float, norm: float) -> None:
         """End the run when training has diverged.

@@ -113,6 +113,15 @@ CASES = {
         ["loss.variable_weight.2m_temperature=2"],
         "write 'loss.variable_weight={2m_temperature: 2}'$",
     ),
+    "dots in the name of an entry": (
+        ["parallel.layout.encoder.0=cuda:0"],
+        "write 'parallel.layout={encoder.0: cuda:0}'$",
+    ),
+    "three devices": (
+        ["parallel.layout={root:[cpu,cpu,cpu]}"],
+        r"^parallel.layout.root: needs a device like cuda:0, or two",
+    ),
+    "list for a table": (["parallel.layout=[cpu]"], "^parallel.layout: needs a table from text"),
     "folder in a file": (["run.dir=/proc/nope"], "run.dir: cannot write to /proc/nope"),
     "file for a folder": (["run.dir=/dev/null"], "run.dir: cannot write to /dev/null"),
     "sweep in a file": (["-m", "run.dir=/proc/nope", "seed=0,1"], "run.dir: cannot write to /proc"),

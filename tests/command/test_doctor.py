@@ -6,10 +6,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from credit_dp import doctor
+from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.launch import Ranks
 from tests.launch.start import a_config
+from tests.ranks import on_processes
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,6 +36,16 @@ def test_two_ranks_agree_with_the_known_answers() -> None:
     ]
     assert all(check["passed"] for check in report["checks"])
     assert (report["facts"]["ranks"], report["facts"]["backend"]) == ("2", "gloo")
+
+
+def test_all_axes_of_a_mesh_agree_with_the_known_answers() -> None:
+    lines = on_processes(4, axes, domain=1, pipeline=2)
+    assert lines == [(0.0, 0.0)] * 4
+
+
+def axes(manager: DomainParallelManager) -> tuple[float, float]:
+    cpu = torch.device("cpu")
+    return doctor.data_error(manager, cpu), doctor.pipeline_error(manager, cpu)
 
 
 def test_a_wrong_answer_fails(

@@ -67,6 +67,26 @@ def test_variables_can_be_weighted(text: str, weights: dict[str, float]) -> None
     assert Composer("train").config(overrides).loss.variable_weight == weights
 
 
+@pytest.mark.parametrize(
+    ("text", "layout"),
+    [
+        (
+            "parallel.layout={root:cpu,encoder:cpu,decoder:[cpu,cpu]}",
+            {"root": "cpu", "encoder": "cpu", "decoder": ["cpu", "cpu"]},
+        ),
+        ("parallel.layout={encoder.0:cuda:0}", {"encoder.0": "cuda:0"}),
+        (
+            "parallel.layout={root: cuda:0, head: [cuda:1, cuda:0]}",
+            {"root": "cuda:0", "head": ["cuda:1", "cuda:0"]},
+        ),
+        ("parallel.layout.root=cuda:0", {"root": "cuda:0"}),
+    ],
+)
+def test_modules_can_be_placed(text: str, layout: dict[str, object]) -> None:
+    overrides = [str(override.input_line) for override in parse_overrides([text])]
+    assert Composer("train").config(overrides).parallel.layout == layout
+
+
 @pytest.mark.parametrize("text", ["seed=[1", "model=a=b", "optimizer.betas=[0.9", "nope=[1"])
 def test_nothing_is_suggested_that_would_be_refused(text: str) -> None:
     with pytest.raises(UserError) as caught:

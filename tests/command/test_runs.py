@@ -51,20 +51,31 @@ def test_runs_without_a_name_never_share(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 def test_a_checkpoint_is_not_overwritten(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     folder = tmp_path / "outputs" / "first"
-    folder.mkdir(parents=True)
-    (folder / "checkpoint.pt").touch()
+    (folder / "checkpoint" / ".step-00000003.part").mkdir(parents=True)  # never completed
+    with launched(monkeypatch, tmp_path) as configs:
+        assert answer(monkeypatch, "run.name=first")[0] == 0
+    step = saved_step(folder)
     with launched(monkeypatch, tmp_path) as configs:
         assert "resume=auto" in refusal(monkeypatch, "run.name=first")
     with launched(monkeypatch, tmp_path) as configs:
         assert answer(monkeypatch, "run.name=first", "resume=auto")[0] == 0
-        assert answer(monkeypatch, "run.name=first", f"resume={folder}")[0] == 0
-    assert len(configs) == 2
+        for own in (folder, folder / "checkpoint", step):
+            assert answer(monkeypatch, "run.name=first", f"resume={own}")[0] == 0
+    assert len(configs) == 4
+
+
+def saved_step(folder: Path) -> Path:
+    """What looks like a checkpoint."""
+    step = folder / "checkpoint" / "step-00000003"
+    step.mkdir(parents=True)
+    (step / "state.json").touch()
+    return step
 
 
 def test_the_key_that_chose_the_folder_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    (tmp_path / "checkpoint.pt").touch()
+    saved_step(tmp_path)
     line = refusal(monkeypatch, f"run.dir={tmp_path}")
     assert line.startswith("run.dir: ")
     assert "give another run.dir." in line

@@ -20,8 +20,8 @@ FILE = re.compile(r"# (\w+\.py)\n")
 # A training command of a page is run at this size; `make` targets are looked at, not run.
 SMALL = "experiment=fast"
 # Blocks that take long: pages that work at full size, and several commands in a row.
-LONG = ("README.md-3", "README.md-4", "README.md-5", "training.md-0", "models.md")
-PLANS = ("plan-and-verify.md-0", "plan-and-verify.md-2")
+LONG = ("README.md-3", "README.md-4", "README.md-5", "training.md-0", "models.md", "checkpoints.md")
+PLANS = ("plan-and-verify.md-0", "plan-and-verify.md-2", "which-parallelism.md-1")
 LONGER = ("quickstart-climate.md", "your-own-model.md-2", "your-own-model.md-4")
 SLOW = dict.fromkeys((*LONG, *PLANS, *LONGER), pytest.mark.slow)
 
@@ -124,7 +124,7 @@ def test_make_run_from_a_clean_clone(tmp_path):
     (run,) = (clone / "outputs").iterdir()
     written = {path.name for path in run.iterdir()}
     assert written >= {
-        "checkpoint.pt",
+        "checkpoint",
         "metrics.json",
         "metrics.csv",
         "config.yaml",

@@ -119,7 +119,7 @@ def test_any_mesh_scores_the_same(config, ranks, domain):
 
 def test_scores_are_told_as_json_table_and_flat_numbers(config):
     scores, _ = evaluated(alone(), config)
-    told = json.loads(scores.json())["rmse"]
+    told = json.loads(scores.json(3))["rmse"]
     value = float(scores.rmse[1, 0, 2])
     assert told[scores.channels[2]]["6h"]["persistence"] == value
     assert scores.numbers()[f"rmse/{scores.channels[2]}/6h/persistence"] == value
@@ -153,7 +153,7 @@ def test_units_are_those_of_the_store_where_it_gives_them(tmp_path):
     data["geopotential"].attrs["units"] = "dam"
     data.to_zarr(tmp_path / "units.zarr", zarr_format=3, consolidated=False)
     scores, field = evaluated(alone(), make_config(tmp_path / "units.zarr", tmp_path / "run"))
-    units = json.loads(scores.json())["units"]
+    units = json.loads(scores.json(3))["units"]
     assert field.unit == units["geopotential_500"] == "dam"
     assert units["temperature_500"] == "K"
 

@@ -86,5 +86,5 @@ def train_on(training: Training) -> list[tuple[float, float]]:
 
 def weights(training: Training) -> torch.Tensor:
     """All parameters as one vector, in the order of their names."""
-    named = sorted(training.trainer.state.model.named_parameters())
-    return torch.cat([parameter.detach().flatten() for _, parameter in named])
+    named = training.trainer.state.parameters
+    return torch.cat([parameter.detach().flatten() for parameter in named.values()])

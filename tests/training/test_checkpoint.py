@@ -1,11 +1,14 @@
 """Checkpoints: whole or not there, refused where they do not fit."""
 
+import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 from credit_dp.config import OptimizerConfig
@@ -38,35 +41,137 @@ def state_of(
     config: OptimizerConfig | None = None,
     steps: int = 10,
 ) -> TrainingState:
-    config = config or OptimizerConfig()
     torch.manual_seed(seed)
     model = nn.Sequential(*(nn.Conv2d(channels, channels, 3) for _ in range(layers)))
-    optimiser = build_optimiser(model, config)
+    return state_with(model, seed, config, steps)
+
+
+def state_with(
+    model: nn.Module, seed: int = 0, config: OptimizerConfig | None = None, steps: int = 10
+) -> TrainingState:
+    config = config or OptimizerConfig()
+    optimiser = build_optimiser(dict(sorted(model.named_parameters())), config)
     schedule = build_schedule(optimiser, config, steps)
-    return TrainingState(model, optimiser, schedule, Position(), {}, seed)
+    return TrainingState((model,), optimiser, schedule, Position(), {}, seed)
 
 
 def step(state: TrainingState) -> None:
     state.optimiser.zero_grad()
-    state.model(torch.ones(1, 4, 8, 8)).square().sum().backward()
+    state.parts[0](torch.ones(1, 4, 8, 8)).square().sum().backward()
     state.optimiser.step()
     state.schedule.step()
     state.step += 1
     state.sampler.value += 3
 
 
+def same(a: TrainingState, b: TrainingState) -> bool:
+    ours, theirs = a.tensors(), b.tensors()
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in ours)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
 def test_everything_comes_back_bit_by_bit(tmp_path):
     saved, loaded = state_of(seed=1), state_of(seed=2)
     step(saved)
-    save_checkpoint(tmp_path / "run" / "checkpoint.pt", saved, "seed: 1\n")
-    load_checkpoint(tmp_path / "run" / "checkpoint.pt", loaded)
+    folder = tmp_path / "run" / "checkpoint"
+    assert save_checkpoint(folder, saved, "seed: 1\n") == folder / "step-00000001"
+    load_checkpoint(folder / "step-00000001", loaded)
     assert (loaded.step, loaded.seed, loaded.sampler.value) == (1, 1, 3)
+    assert same(saved, loaded)
     step(saved)
     step(loaded)
-    for a, b in zip(saved.model.parameters(), loaded.model.parameters(), strict=True):
-        assert torch.equal(a, b)
+    assert same(saved, loaded)
     assert saved.schedule.get_last_lr() == loaded.schedule.get_last_lr()
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["checkpoint.pt"]
+    assert names(folder) == ["step-00000001"]
+
+
+def test_a_checkpoint_before_the_first_step_has_no_moments(tmp_path):
+    saved, loaded = state_of(seed=1), state_of(seed=2)
+    step(loaded)  # what the optimiser knows by then has to go
+    save_checkpoint(tmp_path, saved, "")
+    load_checkpoint(tmp_path, loaded)
+    assert same(saved, loaded)
+    assert not loaded.optimiser.state
+
+
+class Odd(nn.Module):
+    """Tied and unused parameters, one of no dimension, and buffers of other types."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 3)
+        self.tied = self.conv
+        self.weight = self.conv.weight
+        self.scale = nn.Parameter(torch.rand(()))
+        self.unused = nn.Parameter(torch.rand(3))
+        self.norm = nn.BatchNorm2d(4)
+        self.register_buffer("mask", torch.rand(4, 1, 1) > 0.3)
+        self.register_buffer("turned", torch.rand(5, 3).T)
+        self.register_buffer("derived", torch.rand(2), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.conv(x + torch.rand_like(x))) * self.mask * self.scale
+
+
+def test_odd_tensors_come_back(tmp_path):
+    torch.manual_seed(5)
+    saved, loaded = state_with(Odd()), state_with(Odd())
+    step(saved)
+    save_checkpoint(tmp_path, saved, "")
+    load_checkpoint(tmp_path, loaded)
+    assert same(saved, loaded)
+    assert loaded.parts[0].weight is loaded.parts[0].tied.weight
+    for name, value in saved.parts[0].state_dict().items():
+        assert torch.equal(value, loaded.parts[0].state_dict()[name]), name
+    torch.manual_seed(6)
+    step(saved)
+    torch.manual_seed(6)
+    step(loaded)
+    assert same(saved, loaded)
+
+
+def test_moments_of_a_parameter_without_dimension_keep_their_precision(tmp_path):
+    class Scaled(nn.Conv2d):
+        def __init__(self) -> None:
+            super().__init__(4, 4, 3, dtype=torch.float64)
+            self.scale = nn.Parameter(torch.rand((), dtype=torch.float64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x.double()) * self.scale
+
+    saved, loaded = state_with(Scaled()), state_with(Scaled())
+    step(saved)
+    save_checkpoint(tmp_path, saved, "")
+    load_checkpoint(tmp_path, loaded)
+    assert loaded.tensors()["optimiser.scale.exp_avg"].dtype == torch.float64
+    assert same(saved, loaded)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_another_dtype_of_the_config_is_taken(tmp_path, dtype):
+    other = torch.float64 if dtype == torch.float32 else torch.float32
+    saved = state_with(nn.Conv2d(4, 4, 3).to(dtype))
+    saved.parts[0](torch.ones(1, 4, 8, 8, dtype=dtype)).sum().backward()
+    saved.optimiser.step()
+    save_checkpoint(tmp_path, saved, "")
+    loaded = state_with(nn.Conv2d(4, 4, 3).to(other))
+    load_checkpoint(tmp_path, loaded)
+    ours, theirs = loaded.tensors(), saved.tensors()
+    for name in ("model.weight", "optimiser.weight.exp_avg", "optimiser.weight.exp_avg_sq"):
+        assert torch.equal(ours[name], theirs[name].to(other)), name
+
+
+def test_something_else_than_tensors_is_refused(tmp_path):
+    class Extra(nn.Conv2d):
+        def get_extra_state(self) -> object:
+            return {"any": "thing"}
+
+    with pytest.raises(UserError, match=r"model: _extra_state .* is a dict"):
+        save_checkpoint(tmp_path, state_with(Extra(4, 4, 3)), "")
+    assert names(tmp_path) == []
 
 
 def settings(state: TrainingState) -> list[dict[str, Any]]:
@@ -89,12 +194,12 @@ def test_settings_of_the_config_win_over_those_saved(tmp_path, config, steps):
     for _ in range(3):
         step(saved)
         step(wanted)
-    save_checkpoint(tmp_path / "checkpoint.pt", saved, "")
+    save_checkpoint(tmp_path, saved, "")
     resumed = state_of(config=config, steps=steps)
-    load_checkpoint(tmp_path / "checkpoint.pt", resumed)
+    load_checkpoint(tmp_path, resumed)
     assert settings(resumed) != settings(saved)
-    moments = saved.optimiser.state_dict()["state"][0]["exp_avg"]
-    assert torch.equal(resumed.optimiser.state_dict()["state"][0]["exp_avg"], moments)
+    name = "optimiser.0.weight.exp_avg"
+    assert torch.equal(resumed.tensors()[name], saved.tensors()[name])
     for _ in range(2):  # now, and once the schedule has moved on
         assert settings(resumed) == settings(wanted)
         assert resumed.schedule.get_last_lr() == wanted.schedule.get_last_lr()
@@ -102,88 +207,213 @@ def test_settings_of_the_config_win_over_those_saved(tmp_path, config, steps):
         step(wanted)
 
 
+def test_the_newest_step_replaces_older_ones(tmp_path):
+    state = state_of()
+    for wanted in ("step-00000001", "step-00000002"):
+        step(state)
+        save_checkpoint(tmp_path, state, "")
+        assert names(tmp_path) == [wanted]
+    state.seed = 7
+    save_checkpoint(tmp_path, state, "")  # the same step once more
+    loaded = state_of()
+    load_checkpoint(tmp_path, loaded)
+    assert (loaded.step, loaded.seed) == (2, 7)
+    assert names(tmp_path) == ["step-00000002"]
+
+
 def test_leftovers_of_killed_writes_do_not_pile_up(tmp_path):
-    path, state = tmp_path / "checkpoint.pt", state_of()
+    state = state_of()
+    save_checkpoint(tmp_path, state, "")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "replace", killed)
-        for process in (1, 2):
-            patch.setattr(os, "getpid", lambda number=process: number)
+        for _ in range(2):
+            step(state)
             with pytest.raises(KeyboardInterrupt):
-                save_checkpoint(path, state, "")
-            assert len(list(tmp_path.iterdir())) == 1
-    save_checkpoint(path, state, "")
-    assert [file.name for file in tmp_path.iterdir()] == ["checkpoint.pt"]
+                save_checkpoint(tmp_path, state, "")
+            assert len(names(tmp_path)) == 2
+            load_checkpoint(tmp_path, state_of())  # the one before is found, not the unfinished one
+            assert find_checkpoint("auto", tmp_path) == tmp_path / "step-00000000"
+    save_checkpoint(tmp_path, state, "")
+    assert names(tmp_path) == ["step-00000002"]
 
 
 def killed(source: Path, target: Path) -> None:
     raise KeyboardInterrupt
 
 
-def test_the_file_needs_no_pickle_and_carries_the_config(tmp_path):
-    path = tmp_path / "checkpoint.pt"
-    save_checkpoint(path, state_of(), "seed: 0\n")
-    content = torch.load(path, weights_only=True)
+def test_an_interrupt_while_tensors_are_written_is_no_error_of_the_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "fsync", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save_checkpoint(tmp_path, state_of(), "")
+
+
+def interrupted(descriptor: int) -> None:
+    raise KeyboardInterrupt
+
+
+def test_the_files_need_no_pickle_and_carry_the_config(tmp_path):
+    path = save_checkpoint(tmp_path, state_of(), "seed: 0\n")
+    state_file, shard = sorted(path.iterdir(), reverse=True)
+    content = json.loads(state_file.read_text())
     assert content["config"] == "seed: 0\n"
-    assert set(content["model"]) == set(state_of().model.state_dict())
+    tensors = load_file(shard)
+    model = state_of().parts[0].state_dict()
+    assert set(tensors) == {f"model.{name}" for name in model} | {"random.generator"}
+    assert content["tensors"] == {name: list(tensor.shape) for name, tensor in tensors.items()}
 
 
 @pytest.mark.parametrize("limit", [100, 5000])
 def test_full_disk_keeps_the_previous_checkpoint(tmp_path, limit):
-    path, state = tmp_path / "checkpoint.pt", state_of()
-    save_checkpoint(path, state, "")
-    before = path.read_bytes()
+    state = state_of()
+    path = save_checkpoint(tmp_path, state, "")
+    before = {file.name: file.read_bytes() for file in path.iterdir()}
     step(state)
     with full_disk(limit), pytest.raises(UserError, match="step 1 could not be written") as error:
-        save_checkpoint(path, state, "")
+        save_checkpoint(tmp_path, state, "")
     assert "\n" not in str(error.value)
-    assert path.read_bytes() == before
-    assert [file.name for file in tmp_path.iterdir()] == ["checkpoint.pt"]
+    assert "File too large" in str(error.value)
+    assert {file.name: file.read_bytes() for file in path.iterdir()} == before
+    assert names(tmp_path) == ["step-00000000"]
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
+    (tmp_path / "run").touch()
+    with pytest.raises(UserError, match=r"run/checkpoint: .* could not be written \(Not a dir"):
+        save_checkpoint(tmp_path / "run" / "checkpoint", state_of(), "")
 
 
 def test_auto_takes_what_is_there(tmp_path):
-    own = tmp_path / "checkpoint.pt"
+    own = tmp_path / "checkpoint"
     assert find_checkpoint("auto", own) is None
-    save_checkpoint(own, state_of(), "")
-    assert find_checkpoint("auto", own) == own
+    (own / ".step-00000000.part").mkdir(parents=True)
+    assert find_checkpoint("auto", own) is None
+    path = save_checkpoint(own, state_of(), "")
+    assert find_checkpoint("auto", own) == path
     assert find_checkpoint(None, own) is None
 
 
-def test_a_path_may_be_the_file_or_the_folder_and_has_to_exist(tmp_path):
-    own, other = tmp_path / "a" / "checkpoint.pt", tmp_path / "b" / "checkpoint.pt"
-    save_checkpoint(other, state_of(), "")
-    assert find_checkpoint(str(other), own) == other
-    assert find_checkpoint(str(other.parent), own) == other
+def test_a_path_may_be_any_folder_around_it_and_has_to_exist(tmp_path):
+    own, other = tmp_path / "a" / "checkpoint", tmp_path / "b" / "checkpoint"
+    path = save_checkpoint(other, state_of(), "")
+    for given in (path, other, other.parent):
+        assert find_checkpoint(str(given), own) == path
     with pytest.raises(UserError, match=r"resume: .*does not exist"):
         find_checkpoint(str(tmp_path / "c"), own)
+    shutil.rmtree(path)
+    with pytest.raises(UserError, match=r"resume: .*b holds no checkpoint"):
+        find_checkpoint(str(other.parent), own)
+
+
+def test_a_checkpoint_of_one_file_is_refused(tmp_path):
+    torch.save({"format": 2}, tmp_path / "checkpoint.pt")
+    with pytest.raises(UserError, match=r"resume: .*is a file, as checkpoints of earlier versions"):
+        find_checkpoint(str(tmp_path / "checkpoint.pt"), tmp_path)
+    with pytest.raises(UserError, match=r"resume: .*is a file, as checkpoints of earlier versions"):
+        find_checkpoint("auto", tmp_path / "checkpoint")
 
 
 @pytest.mark.parametrize(
     ("channels", "layers", "message"),
     [
-        (5, 2, r"0\.weight is \(4, 4, 3, 3\) in the model and \(5, 5, 3, 3\)"),
-        (4, 1, r"has no 1\.weight, which the model has"),
-        (4, 3, r"has 2\.weight, which the model does not have"),
+        (5, 2, r"has \(5,\) for 0\.bias, which is \(4,\) in the model"),
+        (4, 1, r"has no 1\.bias, which the model has"),
+        (4, 3, r"has 2\.bias, which the model does not have"),
     ],
 )
 def test_another_model_is_refused_by_the_first_difference(tmp_path, channels, layers, message):
-    path = tmp_path / "checkpoint.pt"
-    save_checkpoint(path, state_of(channels, layers=layers), "")
+    save_checkpoint(tmp_path, state_of(channels, layers=layers), "")
+    before, state = state_of(), state_of()
     with pytest.raises(UserError, match=message) as error:
+        load_checkpoint(tmp_path, state)
+    assert "\n" not in str(error.value)
+    assert same(before, state)
+
+
+def damaged(tmp_path: Path, name: str, content: bytes | None) -> str:
+    """The refusal of a checkpoint of which one file is another."""
+    state = state_of()
+    step(state)
+    path = save_checkpoint(tmp_path, state, "")
+    file = path / name
+    if content is None:
+        file.unlink()
+    else:
+        file.write_bytes(content)
+    with pytest.raises(UserError, match=r"^resume: ") as error:
         load_checkpoint(path, state_of())
     assert "\n" not in str(error.value)
+    return str(error.value)
 
 
-@pytest.mark.parametrize("content", [b"", b"not a checkpoint", b"PK\x03\x04"])
+SHARD = "shard-00001-model-00001-of-00001.safetensors"
+
+
+@pytest.mark.parametrize("content", [b"", b"not a checkpoint", b"PK\x03\x04", b'{"format": 3'])
 def test_what_is_not_a_checkpoint_is_refused(tmp_path, content):
-    path = Path(tmp_path / "checkpoint.pt")
-    path.write_bytes(content)
-    with pytest.raises(UserError, match="not a readable checkpoint") as error:
-        load_checkpoint(path, state_of())
-    assert "\n" not in str(error.value)
+    assert "not a readable checkpoint" in damaged(tmp_path, "state.json", content)
 
 
-def test_tensors_saved_by_something_else_are_refused(tmp_path):
-    path = tmp_path / "checkpoint.pt"
-    torch.save({"weight": torch.zeros(3)}, path)
-    with pytest.raises(UserError, match="not a checkpoint of this program"):
-        load_checkpoint(path, state_of())
+@pytest.mark.parametrize("content", [b"[]", b'{"format": 2}', b'{"format": 3}'])
+def test_what_something_else_saved_is_refused(tmp_path, content):
+    assert "not a checkpoint of this program" in damaged(tmp_path, "state.json", content)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"step": True}, "not a checkpoint of this program"),
+        ({"step": -1}, "not a checkpoint of this program"),
+        ({"seed": 2**63}, "not a checkpoint of this program"),
+        ({"tensors": {"model.0.bias": 4}}, "not a checkpoint of this program"),
+        ({"tensors": {"model.0.bias": [4.0]}}, "not a checkpoint of this program"),
+        ({"shards": [["a"]]}, "not a checkpoint of this program"),
+        ({"shards": [1]}, "not a checkpoint of this program"),
+        ({"shards": ["../a.safetensors"]}, "is missing or does not belong"),
+        ({"schedule": {}}, "not a readable checkpoint"),
+        ({"schedule": {"last_epoch": "a"}}, "not a readable checkpoint"),
+        ({"sampler": {}}, "not a readable checkpoint"),
+        ({"tensors": None}, "its shards hold optimiser."),
+    ],
+)
+def test_doctored_numbers_are_refused(tmp_path, changes, told):
+    state = state_of()
+    step(state)
+    content = json.loads((save_checkpoint(tmp_path, state, "") / "state.json").read_text())
+    if changes == {"tensors": None}:  # the moments are not listed
+        model = {n: shape for n, shape in content["tensors"].items() if "optimiser" not in n}
+        changes = {"tensors": model}
+    text = json.dumps({**content, **changes}).encode()
+    assert told in damaged(tmp_path, "state.json", text)
+
+
+def test_numbers_nested_without_end_are_refused(tmp_path):
+    assert "not a readable checkpoint" in damaged(tmp_path, "state.json", b"[" * 200_000)
+
+
+@pytest.mark.parametrize("path", ["~nosuchuser/run", "a" * 5000])
+def test_a_path_that_cannot_be_is_one_line(tmp_path, path):
+    with pytest.raises(UserError, match=r"resume: .* does not exist"):
+        find_checkpoint(path, tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"", b"not a checkpoint", b"\xff" * 64])
+def test_a_damaged_shard_is_refused(tmp_path, content):
+    assert "not a readable checkpoint" in damaged(tmp_path, SHARD, content)
+
+
+def test_a_missing_a_foreign_and_a_shorter_shard_are_refused(tmp_path):
+    assert "(shard-00001-model" in damaged(tmp_path / "a", SHARD, None)
+    assert "(other.safetensors" in damaged(tmp_path / "b", "other.safetensors", b"")
+    whole = save_checkpoint(tmp_path / "c", state_of(), "") / SHARD
+    cut = damaged(tmp_path / "d", SHARD, whole.read_bytes()[:-10])
+    assert "not a readable checkpoint" in cut
+    # Whole in itself, but of a checkpoint that had no moments yet.
+    assert "do not hold optimiser.0.bias" in damaged(tmp_path / "e", SHARD, whole.read_bytes())
+
+
+def test_no_pickle_is_ever_opened(tmp_path, monkeypatch):
+    path = save_checkpoint(tmp_path, state_of(), "")
+    (path / ".metadata").write_bytes(b"cos\nsystem\n(S'touch /tmp/never'\ntR.")
+    monkeypatch.setattr("pickle.load", None)
+    monkeypatch.setattr("pickle.Unpickler", None)
+    load_checkpoint(path, state_of())

@@ -31,8 +31,8 @@ def refusal(saved: Config, data: DataConfig, path: Path) -> str:
 
 
 def test_the_same_data_go_on(config, tmp_path):
-    save_checkpoint(tmp_path / "checkpoint.pt", built(config, alone()).trainer.state, "")
-    load_checkpoint(tmp_path / "checkpoint.pt", built(config, alone()).trainer.state)
+    save_checkpoint(tmp_path / "checkpoint", built(config, alone()).trainer.state, "")
+    load_checkpoint(tmp_path / "checkpoint", built(config, alone()).trainer.state)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_the_same_data_go_on(config, tmp_path):
     ],
 )
 def test_other_channels_are_refused_by_their_key(config, tmp_path, key, value, said):
-    message = refusal(config, replace(config.data, **{key: value}), tmp_path / "checkpoint.pt")
+    message = refusal(config, replace(config.data, **{key: value}), tmp_path / "checkpoint")
     assert message.startswith(f"resume: the checkpoint was trained with {said}")
 
 
@@ -67,7 +67,7 @@ def test_other_channels_are_refused_by_their_key(config, tmp_path, key, value, s
     ],
 )
 def test_another_sample_is_refused_by_its_key(config, tmp_path, option, said):
-    path = tmp_path / "checkpoint.pt"
+    path = tmp_path / "checkpoint"
     save_checkpoint(path, built(config, alone()).trainer.state, "")
     state = built(replace(config, model=tiny_unet(**option)), alone()).trainer.state
     with pytest.raises(UserError, match=r"^resume: ") as error:
@@ -86,14 +86,14 @@ def test_checkpoints_that_say_nothing_of_it_had_one_state_and_its_tendency(confi
 
 def test_another_grid_is_refused(config, tmp_path):
     data = replace(config.data, store=str(make_store(tmp_path, 14)))
-    message = refusal(config, data, tmp_path / "checkpoint.pt")
+    message = refusal(config, data, tmp_path / "checkpoint")
     assert "data.grid=12x16, the config has 14x16" in message
 
 
 def test_other_dates_are_refused_by_their_statistics(config, tmp_path):
     # As many samples as before, so that nothing but the fields themselves tells the difference.
     data = replace(config.data, train=["2000-01-01T06", "2000-01-04T00"])
-    message = refusal(config, data, tmp_path / "checkpoint.pt")
+    message = refusal(config, data, tmp_path / "checkpoint")
     assert "data.store or data.train differs" in message
 
 
@@ -101,7 +101,7 @@ def test_another_store_of_the_same_form_is_refused(config, tmp_path):
     fields = xr.open_zarr(config.data.store, chunks=None, consolidated=False).load()
     other = tmp_path / "other.zarr"
     (fields * 1.001).to_zarr(other, zarr_format=3, consolidated=False)
-    message = refusal(config, replace(config.data, store=str(other)), tmp_path / "checkpoint.pt")
+    message = refusal(config, replace(config.data, store=str(other)), tmp_path / "checkpoint")
     assert "another mean of the fields" in message
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from credit_dp.command import own_models
+from credit_dp.export.trained import read_trained
 from tests.domain_parallel.equality import MODEL, assert_same_as_whole_globe
 from tests.ranks import on_processes, on_threads
 
@@ -49,8 +50,8 @@ def _train(tmp_path, *overrides):
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    state = torch.load(folder / "checkpoint.pt", weights_only=True)["model"]
-    return {name: value.double() for name, value in state.items()}
+    weights = read_trained(str(folder)).weights
+    return {name: value.double() for name, value in weights.items()}
 
 
 @pytest.mark.slow

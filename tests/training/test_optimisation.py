@@ -16,7 +16,9 @@ def small_model() -> nn.Module:
 
 def test_only_weights_of_layers_decay():
     model = small_model()
-    decaying, kept = build_optimiser(model, OptimizerConfig(weight_decay=0.3)).param_groups
+    decaying, kept = build_optimiser(
+        dict(model.named_parameters()), OptimizerConfig(weight_decay=0.3)
+    ).param_groups
     assert decaying["weight_decay"] == 0.3
     assert kept["weight_decay"] == 0
     assert {p.ndim for p in decaying["params"]} == {4}
@@ -26,7 +28,7 @@ def test_only_weights_of_layers_decay():
 
 def test_learning_rate_warms_up_then_falls_to_the_final_one():
     config = OptimizerConfig(lr=0.1, final_lr=0.001, warmup_steps=4)
-    optimiser = build_optimiser(small_model(), config)
+    optimiser = build_optimiser(dict(small_model().named_parameters()), config)
     schedule = build_schedule(optimiser, config, steps=20)
     rates = []
     for _ in range(20):
@@ -40,7 +42,7 @@ def test_learning_rate_warms_up_then_falls_to_the_final_one():
 
 def test_no_warm_up_starts_at_the_full_rate():
     config = OptimizerConfig(lr=0.1, warmup_steps=0)
-    optimiser = build_optimiser(small_model(), config)
+    optimiser = build_optimiser(dict(small_model().named_parameters()), config)
     build_schedule(optimiser, config, steps=10)
     assert optimiser.param_groups[0]["lr"] == pytest.approx(0.1)
 

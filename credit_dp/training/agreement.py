@@ -1,0 +1,46 @@
+"""What all ranks find out together, so that none goes on, or waits, where another one can't."""
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from credit_dp.errors import UserError
+
+T = TypeVar("T")
+
+
+def own_rank() -> int:
+    """This process among all of the run; 0 without a process group."""
+    return dist.get_rank() if grouped() else 0
+
+
+def grouped() -> bool:
+    """Whether this process is one of several ranks, or could be."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def gather(value: T) -> list[T]:
+    """What each rank gives, in the order of the ranks, on every rank; collective."""
+    if not grouped() or dist.get_world_size() == 1:
+        return [value]
+    found: list[T | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found  # type: ignore[return-value]  # every place has been filled
+
+
+def together(action: Callable[[], T]) -> T:
+    """Do something on every rank, or refuse it on every rank with the same line; collective.
+
+    Raises:
+        UserError: that of the first rank that has one.
+    """
+    result, refusal = None, None
+    try:
+        result = action()
+    except UserError as error:
+        refusal = str(error)
+    refusals = [line for line in gather(refusal) if line is not None]
+    if refusals:
+        raise UserError(refusals[0])
+    return result  # type: ignore[return-value]  # nothing was refused, so there is one

@@ -1,0 +1,175 @@
+"""Checks that ranks which should hold the same parameters do, to the last bit.
+
+Over the domain axis all ranks hold the same parameters, over the data axis too unless they share
+them out. Nothing in a step makes them equal again: what has once come apart stays apart, and the
+sharded run is no longer the one-process run.
+"""
+
+import zlib
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.distributed.tensor import DTensor
+
+from credit_dp.domain_parallel import DomainParallelManager
+from credit_dp.errors import UserError
+from credit_dp.launch.place import name_of
+from credit_dp.training.checksum import checksum
+
+NAME_BYTES = 512
+ODD_ONES = 3  # so many ranks are named, further ones are counted
+ABSENT, SHARED_OUT, WHOLE = 0, 1, 2  # how a rank holds a parameter
+ADVICE = (
+    "Every rank has to build and update the same weights: look for random numbers, files or "
+    "gradients that only some ranks use, and for faulty hardware; then resume from a checkpoint "
+    "that is older than the difference."
+)
+
+
+@torch.no_grad()
+def check_replicas(
+    parameters: Mapping[str, Tensor], manager: DomainParallelManager, step: int = 0
+) -> None:
+    """Compare the bits of all parameters over the domain axis, and of whole ones over data.
+
+    A collective of all ranks; `parameters` are those of this rank's stretch of the model. A
+    `DTensor` is compared by its local shard, over the domain axis only. A rank sends 16 bytes for
+    each parameter and axis, and 24 besides.
+
+    Raises:
+        UserError: some differ; on all ranks alike, with the first name that does and the ranks.
+    """
+    if manager.mesh is None:
+        return
+    names = sorted(parameters)
+    refuse_other_names(names, parameters, manager, step)
+    sums = [checksum(shard(parameters[name])).to(manager.mesh.device_type) for name in names]
+    whole = torch.tensor([not isinstance(parameters[name], DTensor) for name in names])
+    first = first_difference(torch.stack(sums), whole, manager) if names else None
+    if any_rank(first is not None, manager):
+        suspect = "" if first is None else names[first]
+        raise UserError(verdict(suspect, parameters, manager, step))
+
+
+def shard(parameter: Tensor) -> Tensor:
+    """What of a parameter is in this rank's memory."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def refuse_other_names(
+    names: list[str],
+    parameters: Mapping[str, Tensor],
+    manager: DomainParallelManager,
+    step: int,
+) -> None:
+    """Refuse ranks of one pipeline position that hold other parameters; else the rest would hang.
+
+    Raises:
+        UserError: number, names, shapes or dtypes differ; on all ranks alike.
+    """
+    told = [f"{n} {tuple(parameters[n].shape)} {parameters[n].dtype}" for n in names]
+    table = gather([len(names), zlib.crc32("\n".join(told).encode())], manager)
+    per_position = manager.dp_world_size * manager.domain_world_size
+    for start in range(0, manager.world_size, per_position):
+        for rank in range(start + 1, start + per_position):
+            if table[rank] != table[start]:
+                raise UserError(
+                    f"parallel.check_replicas_every: {name(start, manager)} has {table[start][0]} "
+                    f"parameters and {name(rank, manager)} has {table[rank][0]}, with other names, "
+                    f"shapes or dtypes, {when(step)}. Every rank has to build the same model: look "
+                    "for settings or files that only some ranks see."
+                )
+
+
+def first_difference(sums: Tensor, whole: Tensor, manager: DomainParallelManager) -> int | None:
+    """The first parameter whose checksum is not the same on all ranks that share it."""
+    differs = extent(sums, manager.domain_group)
+    over_data = extent(sums, manager.data_parallel_group)
+    places = (differs | (over_data & whole.to(sums.device))).nonzero()
+    return int(places[0]) if len(places) else None
+
+
+def extent(sums: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Which entries differ within a group: largest and smallest value are not the same."""
+    ends = torch.stack([sums, ~sums])  # ~ turns the order round, so that one maximum gives both
+    dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=group)
+    return ends[0] != ~ends[1]
+
+
+def any_rank(flag: bool, manager: DomainParallelManager) -> bool:
+    """Whether the flag is set on any rank, the other pipeline positions included."""
+    return any(row[0] for row in gather([int(flag)], manager))
+
+
+def verdict(
+    suspect: str, parameters: Mapping[str, Tensor], manager: DomainParallelManager, step: int
+) -> str:
+    """The line that says which parameter differs, and where; a collective, the same everywhere.
+
+    Only here names and checksums travel to all ranks.
+    """
+    encoded = list(suspect.encode()[:NAME_BYTES].ljust(NAME_BYTES, b"\0"))
+    rows = gather(encoded, manager)
+    found = min(text for row in rows if (text := bytes(row).rstrip(b"\0")))
+    mine = [n for n in parameters if n.encode()[:NAME_BYTES] == found]
+    held = holding(parameters[mine[0]]) if mine else [ABSENT, 0]
+    reference, odd = odd_ones(gather(held, manager), manager)
+    more = f" and {len(odd) - ODD_ONES} more" if len(odd) > ODD_ONES else ""
+    others = ", ".join(name(rank, manager) for rank in odd[:ODD_ONES])
+    return (
+        f"parallel.check_replicas_every: parameter {found.decode(errors='replace')} differs "
+        f"between {name(reference, manager)} and {others}{more} {when(step)}. {ADVICE}"
+    )
+
+
+def holding(parameter: Tensor) -> list[int]:
+    """How this rank holds a parameter, and the checksum of what it has."""
+    kind = SHARED_OUT if isinstance(parameter, DTensor) else WHOLE
+    return [kind, int(checksum(shard(parameter)))]
+
+
+def odd_ones(table: list[list[int]], manager: DomainParallelManager) -> tuple[int, list[int]]:
+    """A rank that holds what most hold, and the ranks that should hold the same but don't.
+
+    With as many on both sides it is the lower rank that is taken to be right.
+    """
+    for ranks in sharers(table, manager):
+        values = [table[rank][1] for rank in ranks]
+        common = max(values, key=values.count)  # the first of equals
+        odd = [rank for rank in ranks if table[rank][1] != common]
+        if odd:
+            return ranks[values.index(common)], odd
+    raise RuntimeError("checksums that differed a moment ago are equal now")
+
+
+def sharers(table: list[list[int]], manager: DomainParallelManager) -> Iterable[list[int]]:
+    """Lists of ranks that should hold the same bits of the parameter that the table is about."""
+    domain = manager.domain_world_size
+    per_position = manager.dp_world_size * domain
+    for start in range(0, manager.world_size, per_position):
+        kind = table[start][0]
+        width = domain if kind == SHARED_OUT else per_position
+        for first in range(start, start + per_position, width):
+            if kind != ABSENT:
+                yield list(range(first, first + width))
+
+
+def gather(values: list[int], manager: DomainParallelManager) -> list[list[int]]:
+    """The values of every rank of the world, in rank order."""
+    device = "cuda" if "nccl" in dist.get_backend() else "cpu"
+    own = torch.tensor(values, dtype=torch.int64, device=device)
+    table = [torch.empty_like(own) for _ in range(manager.world_size)]
+    dist.all_gather(table, own)
+    return [row.tolist() for row in table]
+
+
+def name(rank: int, manager: DomainParallelManager) -> str:
+    """A rank with its place on the mesh."""
+    return name_of(rank, manager.dp_world_size, manager.domain_world_size)
+
+
+def when(step: int) -> str:
+    """When the check was made, for people."""
+    return f"after step {step}" if step else "at the start"

@@ -1,0 +1,118 @@
+"""Tensors of all ranks in one folder, in files that ranks of any other mesh read what they need of.
+
+The files are safetensors: nothing in them is executed.
+"""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from credit_dp.errors import UserError
+from credit_dp.training.agreement import grouped
+
+Shape = tuple[int, ...]
+
+# What damaged content ends in, in torch's reader or ours.
+UNREADABLE = (
+    AssertionError,
+    AttributeError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    SafetensorError,
+    TypeError,
+    ValueError,
+)
+
+
+def write_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Write this rank's share of tensors, sharded or replicated; collective.
+
+    Raises:
+        OSError: on all ranks, if one could not write.
+    """
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    # Of what several ranks have, the lowest one's is saved, whatever the mesh.
+    planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
+    with alone_or_not(), first_failure():
+        save(whole, storage_writer=writer, planner=planner, no_dist=not grouped())
+
+
+def check_shards(key: str, folder: Path, wanted: dict[str, Shape]) -> None:
+    """Refuse shards that are damaged or do not hold the tensors that they should."""
+    held = tensors_in(key, folder)
+    for name, shape in wanted.items():
+        if name not in held or tuple(held[name].size) != shape:
+            raise UserError(
+                f"{key}: {folder} is not a readable checkpoint (its shards do not hold {name})."
+            )
+    if len(held) > len(wanted):
+        extra = min(held.keys() - wanted.keys())
+        raise UserError(
+            f"{key}: {folder} is not a readable checkpoint (its shards hold {extra} besides)."
+        )
+
+
+def tensors_in(key: str, folder: Path) -> dict[str, TensorStorageMetadata]:
+    """Shape and dtype of all tensors in a folder, by name.
+
+    Raises:
+        UserError: the files can't be read.
+    """
+    with readable(key, folder):
+        found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    return {name: held for name, held in found.items() if isinstance(held, TensorStorageMetadata)}
+
+
+def read_shards(key: str, folder: Path, room: dict[str, Tensor], *, together: bool = True) -> None:
+    """Fill tensors, sharded in any way; each rank reads what it needs, which is collective.
+
+    Raises:
+        UserError: on all ranks, if one could not read.
+    """
+    alone = not together or not grouped()
+    with readable(key, folder), alone_or_not(), first_failure():
+        reader = HuggingFaceStorageReader(str(folder))
+        load(dict(room), storage_reader=reader, no_dist=alone)
+
+
+@contextmanager
+def readable(key: str, folder: Path) -> Iterator[None]:
+    """Say in one line that a checkpoint can't be read."""
+    try:
+        yield
+    except UNREADABLE as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"{key}: {folder} is not a readable checkpoint ({reason}).") from error
+
+
+@contextmanager
+def first_failure() -> Iterator[None]:
+    """Raise what the first rank that failed has raised, on every rank."""
+    try:
+        yield
+    except CheckpointException as error:
+        _, (cause, _) = min(error.failures.items())
+        raise cause from None
+
+
+@contextmanager
+def alone_or_not() -> Iterator[None]:
+    """One process without a process group is as good as several ranks: no warning."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        yield

@@ -1,0 +1,141 @@
+"""All that changes while training: what a checkpoint holds, under names that every mesh shares."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from credit_dp.errors import UserError
+from credit_dp.training.data_description import Description
+from credit_dp.training.optimisation import move_schedule
+from credit_dp.training.shards import Shape
+
+MODEL, OPTIMISER, GENERATOR, STATIC = "model.", "optimiser.", "random.generator", "static"
+COUNT = "step"  # of a parameter's updates, as the optimiser calls it
+
+
+class Stateful(Protocol):
+    """Something that can tell and take back where it stands."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it stands."""
+
+    def load_state_dict(self, state: dict[str, Any], /) -> object:
+        """Stand there again."""
+
+
+@final
+@dataclass
+class TrainingState:
+    """All that changes while training, so that a checkpoint of it is complete.
+
+    `parts` are the stretches of the plain or converted model that this rank holds, all of it
+    without a pipeline; not their DDP wrapper: names are then the same on every mesh. `data`
+    describes what it trains on; see `describe_data`. `static` reads the globe's static fields,
+    `(S, H, W)` in the store's units: checkpoints carry them for use of the model without the data.
+    """
+
+    parts: tuple[nn.Module, ...]
+    optimiser: Optimizer
+    schedule: LambdaLR
+    sampler: Stateful
+    data: Description
+    seed: int
+    step: int = 0
+    static: Callable[[], NDArray[np.float32]] | None = None
+
+    @property
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """The parameters that this rank holds, or has a share of, by name."""
+        return dict(sorted(p for part in self.parts for p in part.named_parameters()))
+
+    def train(self, mode: bool = True) -> None:
+        """Set whether the model trains or forecasts."""
+        for part in self.parts:
+            part.train(mode)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """All tensors that this rank has or has a share of; writing into them changes the state.
+
+        But for the random generator, which is a copy.
+        """
+        moments = {
+            f"{OPTIMISER}{name}.{key}": value
+            for name, parameter in self.parameters.items()
+            for key, value in self.optimiser.state.get(parameter, {}).items()
+        }
+        # Each step's numbers are drawn from (seed, step, rank), so the seed is what has to be
+        # kept; the generator's own state is for whoever draws outside of a step.
+        return {**model_tensors(self.parts), **moments, GENERATOR: torch.get_rng_state()}
+
+    def constants(self) -> dict[str, Tensor]:
+        """What a checkpoint carries besides: read by one rank, for all."""
+        return {} if self.static is None else {STATIC: torch.from_numpy(self.static())}
+
+    def numbers(self) -> dict[str, Any]:
+        """The rest: numbers and text, the same on every rank."""
+        return {
+            "step": self.step,
+            "seed": self.seed,
+            "schedule": self.schedule.state_dict(),
+            "sampler": self.sampler.state_dict(),
+            "data": self.data,
+        }
+
+    def make_room(self, saved: dict[str, Shape]) -> dict[str, Tensor]:
+        """The tensors to load those of a checkpoint into; forgets the optimiser's own."""
+        self.optimiser.state.clear()
+        parameters = self.parameters
+        for saved_name, shape in saved.items():
+            name, _, key = saved_name.removeprefix(OPTIMISER).rpartition(".")
+            if saved_name.startswith(OPTIMISER) and name in parameters:
+                parameter = parameters[name]
+                self.optimiser.state[parameter][key] = moment(parameter, key, shape)
+        return self.tensors()
+
+    def go_on(self, numbers: dict[str, Any], generator: Tensor) -> None:
+        """Stand where a checkpoint's numbers do; what the config sets stays as it is."""
+        move_schedule(self.optimiser, self.schedule, numbers["schedule"])
+        self.sampler.load_state_dict(numbers["sampler"])
+        torch.set_rng_state(generator)
+        self.seed, self.step = numbers["seed"], numbers["step"]
+
+
+def model_tensors(parts: tuple[nn.Module, ...]) -> dict[str, Tensor]:
+    """Parameters and buffers that are saved, by name; of a tied one only the first name.
+
+    Raises:
+        UserError: a module keeps something else, which no checkpoint could hold without pickle.
+    """
+    found = {
+        name: value for part in parts for name, value in part.state_dict(keep_vars=True).items()
+    }
+    tensors: dict[str, Tensor] = {}
+    known: set[int] = set()
+    for name in sorted(found):  # by name, as modules may be registered in another order elsewhere
+        value = found[name]
+        if not isinstance(value, Tensor):
+            raise UserError(
+                f"model: {name} is kept by the model's state_dict, but is a "
+                f"{type(value).__name__}; checkpoints hold tensors only. Keep it as a buffer."
+            )
+        if id(value) not in known:
+            known.add(id(value))
+            tensors[MODEL + name] = value.detach()
+    return tensors
+
+
+def moment(parameter: nn.Parameter, key: str, shape: Shape) -> Tensor:
+    """Room for what the optimiser knows of a parameter: a tensor like it, or a count.
+
+    A parameter may have no dimension either, so the shape does not tell one from the other.
+    """
+    if key == COUNT:
+        return torch.zeros(shape)
+    return torch.zeros_like(parameter, requires_grad=False)

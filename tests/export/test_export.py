@@ -1,0 +1,372 @@
+"""A trained model goes into one file and comes back as the same model, without data or ranks."""
+
+import json
+import os
+import re
+import runpy
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+import credit_dp
+from credit_dp.command.checkpoint import checkpoint
+from credit_dp.command.own_files import VARIABLE, configs_of_files
+from credit_dp.config import Config, ModelConfig, PanguConfig
+from credit_dp.data.prepare import prepare
+from credit_dp.data.sampling import frame_steps
+from credit_dp.errors import UserError
+from credit_dp.evaluation.held_out import HeldOut
+from credit_dp.training.build import Training
+from credit_dp.training.checkpoint import save_checkpoint
+from credit_dp.training.run_folder import RunFolder, resolved_yaml
+from tests.command.answers import answer
+from tests.training.disk import full_disk
+from tests.training.runs import alone, built, make_config, make_store, tiny_unet, train_on
+
+SOLAR = "solar"  # a forcing that the store has to give
+
+
+def trained(config: Config) -> Training:
+    """Train a little, and leave a checkpoint."""
+    training = built(config, alone())
+    train_on(training)
+    folder = RunFolder(Path(config.run.dir)).checkpoint
+    save_checkpoint(folder, training.trainer.state, resolved_yaml(config))
+    training.trainer.state.train(False)
+    return training
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The folder of a run, its config and what it trained."""
+    folder = tmp_path_factory.mktemp("exported")
+    config = make_config(make_store(folder, 12), folder / "run", steps=2)
+    return folder / "run", config, trained(config)
+
+
+def exported(folder: Path, *words: str) -> Path:
+    """The file that the command makes."""
+    assert checkpoint(["export", str(folder), *words], "credit-dp checkpoint") == 0
+    return Path(words[-1]) if words else folder / "model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def file(run):
+    return exported(run[0])
+
+
+def forecast(config: Config, training: Training, count: int) -> tuple[list[object], torch.Tensor]:
+    """What a model is given in physical fields, and the forecast that training made of it."""
+    prepared = prepare(config.data)
+    dates = HeldOut(config, prepared, slice(None), training.like)
+    times = dates.initial_times[:count]
+    with torch.no_grad():
+        wanted = training.forecast(dates.starts(times), dates.forcing(times), dates.static(count))
+    moments = (times[:, None] + frame_steps(config.model.frames, config.data.step_hours)).ravel()
+    fields = torch.from_numpy(prepared.store.read_times(moments, slice(None)))
+    forcing = torch.from_numpy(prepared.store.forcing_times(times, slice(None)))
+    place = prepared.store.channels.forcing.index(SOLAR)
+    given = [fields.reshape(count, -1, *fields.shape[2:]), times, forcing[:, [place]]]
+    return given, dates.normaliser.physical(wanted)
+
+
+@pytest.mark.parametrize("source", ["file", "run", "checkpoint"])
+def test_it_is_the_model_that_was_trained(run, file, source):
+    folder, config, training = run
+    places = {"file": file, "run": folder, "checkpoint": folder / "checkpoint/step-00000002"}
+    model = credit_dp.load(places[source])
+    given, wanted = forecast(config, training, 3)
+    with torch.no_grad():
+        found = model(*given)
+    assert not model.training
+    assert (found - wanted).abs().max() <= 1e-12 * wanted.abs().max()
+    assert torch.equal(found, wanted)
+
+
+MODELS: dict[str, ModelConfig] = {
+    "several frames": tiny_unet(frames=2, squeeze_excite=True, dropout=0.2),
+    "next state": tiny_unet(residual=False),
+    "pangu": PanguConfig(width=8, depths=[1, 1, 1, 1], heads=[1, 2, 2, 1], window=[2, 2, 2]),
+}
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_any_model_comes_back(tmp_path, name):
+    config = make_config(make_store(tmp_path, 12), tmp_path / "run", MODELS[name], steps=2)
+    training = trained(config)
+    model = credit_dp.load(exported(tmp_path / "run", "--output", str(tmp_path / "m.safetensors")))
+    given, wanted = forecast(config, training, 2)
+    with torch.no_grad():
+        assert torch.equal(model(*given), wanted)
+
+
+def test_it_says_what_it_is(run, file):
+    _, config, _ = run
+    model = credit_dp.load(file)
+    store = prepare(config.data).store
+    assert model.variables == tuple(channel.name for channel in store.channels.prognostic)
+    assert len(model.units) == len(model.variables)
+    assert np.array_equal(model.latitude, store.latitude)
+    assert np.array_equal(model.longitude, store.longitude)
+    assert model.step == np.timedelta64(6, "h")
+    assert model.forcing == (SOLAR,)
+    assert model.config == resolved_yaml(config)
+
+
+def test_the_file_is_plain_and_says_it_all(run, file):
+    _, config, training = run
+    with safe_open(str(file), framework="pt") as opened:
+        texts = opened.metadata()
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    static = tensors.pop("credit_dp.static")
+    prepared = prepare(config.data)
+    assert np.array_equal(static.numpy(), prepared.store.static(slice(None)))
+    wanted = training.trainer.state.parts[0].state_dict()
+    assert tensors.keys() == wanted.keys()
+    assert all(torch.equal(tensors[name], wanted[name]) for name in wanted)
+    outputs = [channel.name for channel in prepared.store.channels.prognostic]
+    assert json.loads(texts["outputs"]) == outputs
+    others = [*prepared.store.channels.forcing, *prepared.store.channels.static]
+    assert json.loads(texts["inputs"]) == [*outputs, *others]
+    assert json.loads(texts["statistics"])["mean"] == prepared.statistics.mean.tolist()
+    assert json.loads(texts["step_hours"]) == 6
+    assert set(json.loads(texts["units_of_outputs"])) == set(outputs)
+
+
+def test_it_moves_and_has_gradients(run, file):
+    _, config, training = run
+    (fields, times, solar), _ = forecast(config, training, 1)
+    model = credit_dp.load(file).float()
+    fields = fields.clone().requires_grad_()
+    model(fields, times, solar).sum().backward()
+    assert fields.grad is not None
+    assert fields.grad.abs().sum() > 0
+    with torch.no_grad():
+        assert model(fields, times, solar).dtype == torch.float32
+    assert credit_dp.load(file, device="meta").mean.device.type == "meta"
+
+
+def test_loading_draws_no_random_numbers(file):
+    before = torch.get_rng_state()
+    credit_dp.load(file)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_shapes_that_do_not_fit_are_one_line(run, file):
+    _, config, training = run
+    (fields, times, solar), _ = forecast(config, training, 2)
+    model = credit_dp.load(file)
+    with pytest.raises(UserError, match=r"fields: need the shape \(1, .* for 1 times, got \(2, "):
+        model(fields, times[:1], solar)
+    with pytest.raises(UserError, match=r"forcing: needs solar in the shape \(2, 1, 12, 16\)"):
+        model(fields, times)
+
+
+def refusal(path: Path) -> str:
+    with pytest.raises(UserError) as error:
+        credit_dp.load(path)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_what_is_no_model_is_one_line(tmp_path, file):
+    assert "does not exist" in refusal(tmp_path / "none.safetensors")
+    assert "holds no checkpoint" in refusal(tmp_path)
+    other = tmp_path / "other.safetensors"
+    other.write_bytes(b"something else")
+    assert "is not a readable safetensors file" in refusal(other)
+    other.write_bytes(file.read_bytes()[:-10])
+    assert "is not a readable safetensors file" in refusal(other)
+    save_file({"weight": torch.zeros(2)}, other)
+    assert "is not a model that this program exported" in refusal(other)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"kind": "os.system"}, "needs the model 'os.system', but only unet, pangu"),
+        ({"kind": "pangu"}, "has a model with other keys than are known"),
+        ({"statistics": "{}"}, "has metadata that can't be read"),
+        ({"latitude": "3"}, "has metadata that can't be read"),
+        ({"units": "[]"}, "has metadata that can't be read"),
+        ({"keys": "[]"}, "has metadata that can't be read"),
+        ({"keys": '{"name": "${oc.env:HOME}"}'}, "holds an interpolation"),
+        ({"frames": "2"}, "which is"),
+        ({"frames": "-1"}, "has metadata that can't be read"),
+        ({"frames": "true"}, "has metadata that can't be read"),
+        ({"step_hours": "9" * 30}, "has metadata that can't be read"),
+        ({"channels": "[1, 2, 3, 4, 5, 6, 7]"}, "has metadata that can't be read"),
+        ({"forcing": "[1, 2, 3]"}, "has metadata that can't be read"),
+        ({"latitude": "[null]"}, "has metadata that can't be read"),
+        ({"latitude": "[1.0]"}, "has static fields of shape"),
+        ({"step": "[" * 200_000}, "has metadata that can't be read"),
+    ],
+)
+def test_doctored_metadata_is_one_line(tmp_path, file, changes, told):
+    with safe_open(str(file), framework="pt") as opened:
+        texts = opened.metadata()
+        tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    save_file(tensors, tmp_path / "m.safetensors", {**texts, **changes})
+    assert told in refusal(tmp_path / "m.safetensors")
+
+
+def test_a_checkpoint_that_says_too_little_is_not_exported(run, tmp_path):
+    training = run[2]
+    state = replace(training.trainer.state, data={}, static=None)
+    path = save_checkpoint(tmp_path / "run" / "checkpoint", state, "")
+    with pytest.raises(UserError, match="does not say what its use without the data needs"):
+        checkpoint(["export", str(path)], "credit-dp checkpoint")
+    state = replace(training.trainer.state, static=None)
+    path = save_checkpoint(tmp_path / "run" / "checkpoint", state, "")
+    with pytest.raises(UserError, match="has no static fields"):
+        checkpoint(["export", str(path)], "credit-dp checkpoint")
+    assert not (tmp_path / "run" / "model.safetensors").exists()
+
+
+def test_a_file_is_written_whole_or_not_at_all(run, tmp_path):
+    path = exported(run[0], "--output", str(tmp_path / "m.safetensors"))
+    before = path.read_bytes()
+    with full_disk(1000), pytest.raises(UserError, match=r"could not be written \(File too large"):
+        exported(run[0], "--output", str(path))
+    assert path.read_bytes() == before
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["m.md", "m.safetensors"]
+
+
+@pytest.mark.parametrize("words", [[], ["export"], ["import", "run"], ["export", "a", "b"]])
+def test_the_command_says_what_it_needs(words):
+    with pytest.raises(UserError, match="needs `export` and the folder of a run"):
+        checkpoint(words, "credit-dp checkpoint")
+
+
+def test_the_card_says_what_it_is_and_its_block_runs(run, file, tmp_path, monkeypatch):
+    _, config, _ = run
+    card = file.with_suffix(".md").read_text()
+    for channel in prepare(config.data).store.channels.prognostic:
+        assert f"| {channel.name} |" in card
+    assert "None: the run was not scored" in card
+    assert "2 optimiser steps of 4 samples" in card
+    assert "2000-01-01 to 2000-01-03" in card
+    (block,) = re.findall(r"```python\n(.*?)```", card, flags=re.DOTALL)
+    script = tmp_path / "block.py"
+    script.write_text(block)
+    monkeypatch.chdir(file.parent)
+    made = runpy.run_path(str(script))
+    assert made["later"].shape == made["fields"].shape == (1, 7, 12, 16)
+
+
+def test_the_card_shows_the_scores_of_the_run(run, tmp_path):
+    folder = run[0]
+    errors = {"model": 1.23456, "persistence": 2.0, "climatology": 3.0}
+    rmse = {"temperature_500": {"6h": errors, "48h": errors}}
+    found = {"step": 2, "initial_times": 7, "units": {}, "rmse": rmse}
+    card = card_beside(folder, tmp_path, json.dumps(found))
+    assert "| temperature_500 | 6h | 1.235 | 2 | 3 |" in card
+    assert "7 initial times" in card
+    assert "It was not scored beyond 48 hours." in card
+
+
+def card_beside(folder: Path, place: Path, scores: str) -> str:
+    """The card of a run with these scores."""
+    (folder / "metrics.json").write_text(scores)
+    try:
+        file = exported(folder, "--output", str(place / "m.safetensors"))
+    finally:
+        (folder / "metrics.json").unlink()
+    return file.with_suffix(".md").read_text()
+
+
+def test_the_card_shows_no_scores_of_other_weights(run, tmp_path):
+    found = {"step": 1, "initial_times": 7, "units": {}, "rmse": {}}
+    card = card_beside(run[0], tmp_path, json.dumps(found))
+    assert "None: the run was not scored with these weights." in card
+    assert "It was not scored beyond" not in card
+
+
+@pytest.mark.parametrize(
+    "scores", ["", "[]", '{"step": 2}', '{"step": 2, "rmse": {"a": {"b": 1}}}']
+)
+def test_damaged_scores_are_one_line(run, tmp_path, scores):
+    with pytest.raises(UserError, match=r"metrics\.json, can't be read \(\w+: .*") as error:
+        card_beside(run[0], tmp_path, scores)
+    assert "\n" not in str(error.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_never_goes_where_it_would_do_damage(run, tmp_path):
+    checkpoint_folder = run[0] / "checkpoint/step-00000002"
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    (tmp_path / "card.md").mkdir()
+    for place, told in {
+        str(checkpoint_folder / "m.safetensors"): "would be part of a checkpoint",
+        str(pipe): "is a folder or a device",
+        str(tmp_path): "is a folder or a device",
+        str(tmp_path / "card.safetensors"): "card.md is a folder or a device",
+        "~nosuchuser/m.safetensors": "is no path",
+        "a" * 400: "can't be written",
+    }.items():
+        with pytest.raises(UserError, match=r"--output: ") as error:
+            exported(run[0], "--output", place)
+        assert told in str(error.value)
+    assert pipe.is_fifo()
+    assert len(list(checkpoint_folder.iterdir())) == 2
+
+
+def test_the_package_is_imported_without_torch():
+    code = "import sys, credit_dp; credit_dp.load; assert 'torch' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+OWN = """
+from dataclasses import dataclass
+from credit_dp.config import OwnModelConfig
+
+@dataclass
+class MineConfig(OwnModelConfig):
+    name: str = "mine"
+    width: int = 8
+
+    def build(self, in_channels, out_channels, grid):
+        from torch import nn
+
+        first = nn.Conv2d(in_channels, self.width, 3, padding=1)
+        return nn.Sequential(first, nn.SiLU(), nn.Conv2d(self.width, out_channels, 3, padding=1))
+"""
+
+
+def test_a_model_of_the_users_own_is_found_as_in_training(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(OWN)
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "mine.py"))
+    model = configs_of_files()["mine"](width=4)
+    config = make_config(make_store(tmp_path, 12), tmp_path / "run", model, steps=1)
+    training = trained(config)
+    file = exported(tmp_path / "run")
+    given, wanted = forecast(config, training, 1)
+    with torch.no_grad():
+        assert torch.equal(credit_dp.load(file)(*given), wanted)
+    monkeypatch.delenv(VARIABLE)
+    line = refusal(file)
+    assert "needs the model 'mine', but only" in line
+    assert VARIABLE in line
+    for name in [name for name in sys.modules if name.startswith("credit_dp.command.own_files.")]:
+        del sys.modules[name]
+
+
+def test_the_command_line_makes_the_file(run, tmp_path, monkeypatch):
+    words = ("checkpoint", "export", str(run[0]), f"--output={tmp_path / 'm.safetensors'}")
+    code, out, err = answer(monkeypatch, *words, program="credit-dp")
+    assert (code, err) == (0, "")
+    assert out.splitlines() == [str(tmp_path / "m.safetensors"), str(tmp_path / "m.md")]
+    assert credit_dp.load(tmp_path / "m.safetensors").step == np.timedelta64(6, "h")
+    code, out, err = answer(monkeypatch, "checkpoint", "export", "nowhere", program="credit-dp")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    code, out, err = answer(monkeypatch, "checkpoint", "--help", program="credit-dp")
+    assert (code, err) == (0, "")
+    assert "export RUN_OR_CHECKPOINT" in out

@@ -1,0 +1,112 @@
+"""The mean of gradients over ranks, and the global norm that they are clipped by."""
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from credit_dp.config import ParallelConfig
+from credit_dp.data.loader import Batch
+from credit_dp.domain_parallel import DomainParallelManager
+from credit_dp.forecast.step import ForecastStep
+from credit_dp.training import gradients
+from credit_dp.training.gradients import average_gradients, clip_gradients, replicas
+from credit_dp.training.loss import WeightedLoss
+from credit_dp.training.model_parts import averaging
+from credit_dp.training.passes import ModelPass
+from tests.ranks import RankError, on_processes
+
+SHAPES = [(3, 2), (5,), (), (2, 2, 2), (7,), (4,)]
+
+
+def parameters_of(rank: int) -> list[nn.Parameter]:
+    """Of two dtypes; some do not learn, or have no gradient on some ranks or on any."""
+    generator = torch.Generator().manual_seed(rank)
+    made = []
+    for number, shape in enumerate(SHAPES):
+        dtype = torch.float32 if number == 3 else torch.float64
+        parameter = nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=number != 2)
+        if parameter.requires_grad and number != 5 and not (number == 1 and rank == 0):
+            parameter.grad = torch.randn(shape, generator=generator, dtype=dtype)
+        made.append(parameter)
+    return made
+
+
+def mean(manager: DomainParallelManager, bucket: int) -> list[torch.Tensor | None]:
+    gradients.BUCKET = bucket
+    parameters = parameters_of(manager.rank)
+    group = replicas(manager)
+    assert group is not None
+    average_gradients(parameters, group)
+    return [p.grad for p in parameters]
+
+
+@pytest.mark.parametrize("bucket", [1, 60, 2**25])
+def test_gradients_are_averaged_over_the_ranks_that_hold_the_same_stage(bucket):
+    found = on_processes(4, mean, bucket, domain=1, pipeline=2)
+    for stage in (0, 1):
+        ranks = (2 * stage, 2 * stage + 1)
+        for number in range(len(SHAPES)):
+            both = [parameters_of(rank)[number].grad for rank in ranks]
+            there = [gradient for gradient in both if gradient is not None]
+            for rank in ranks:
+                if not there:
+                    assert found[rank][number] is None
+                else:
+                    assert torch.allclose(found[rank][number], sum(there) / 2, rtol=1e-15)
+
+
+def clip(manager: DomainParallelManager, limit: float | None) -> tuple[float, list[torch.Tensor]]:
+    parameters = parameters_of(manager.pipeline_rank)
+    norm = clip_gradients(parameters, limit, manager)
+    return norm.item(), [p.grad for p in parameters if p.grad is not None]
+
+
+@pytest.mark.parametrize("limit", [None, 0.5, 1e6])
+def test_the_norm_is_that_of_all_stages(limit):
+    found = on_processes(2, clip, limit, domain=1, pipeline=2)
+    before = [p.grad for rank in (0, 1) for p in parameters_of(rank) if p.grad is not None]
+    norm = torch.cat([gradient.flatten().double() for gradient in before]).norm().item()
+    scale = min(1.0, (limit or 1e9) / norm)
+    after = [gradient for _, of_rank in found for gradient in of_rank]
+    assert [of_rank[0] for of_rank in found] == pytest.approx([norm, norm], rel=1e-7)
+    for a, b in zip(after, before, strict=True):
+        assert torch.allclose(a, b * scale, rtol=1e-5)
+
+
+def clip_one_stage(manager: DomainParallelManager, dtype: torch.dtype) -> float:
+    parameter = nn.Parameter(torch.zeros(2, dtype=dtype))
+    if manager.pipeline_rank == 1:
+        parameter.grad = torch.tensor([3.0, 4.0], dtype=dtype)
+    return clip_gradients([parameter], 0.5, manager).item()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_stage_in_which_nothing_learns_knows_the_norm(dtype):
+    assert on_processes(2, clip_one_stage, dtype, domain=1, pipeline=2) == [5.0, 5.0]
+
+
+class Idle(nn.Module):
+    """Has a parameter that does nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.idle = nn.Conv2d(1, 1, 1), nn.Parameter(torch.ones(2, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x)
+
+
+def backward_of_idle(manager: DomainParallelManager) -> None:
+    model = averaging(Idle(), ParallelConfig(data=manager.dp_world_size))
+    one, nothing = torch.ones(1), torch.zeros(1, 0, 4, 4)
+    scale = one.view(1, 1, 1)
+    loss = WeightedLoss("mse", torch.ones(4), one, scale, 4)
+    x = torch.ones(1, 1, 4, 4)
+    batch = Batch(x, nothing, nothing, 2 * x, np.zeros(1, "datetime64[ns]"))
+    ModelPass(model, ForecastStep(model, scale), loss, 1, 1)(batch, lambda part, micro: None)
+
+
+def test_a_parameter_that_does_nothing_is_refused_by_ddp():
+    with pytest.raises(RankError, match="ddp needs every parameter in the loss, idle is not"):
+        on_processes(2, backward_of_idle, domain=1)

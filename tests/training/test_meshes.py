@@ -1,0 +1,241 @@
+"""Training is the same on every mesh of pipeline x data x domain ranks, and resumes on any."""
+
+from dataclasses import replace
+from itertools import combinations, cycle, pairwise, product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from credit_dp.config import Config, ParallelConfig
+from credit_dp.domain_parallel import DomainParallelManager
+from credit_dp.training.build import Training
+from credit_dp.training.checkpoint import load_checkpoint, save_checkpoint
+from tests.ranks import on_processes
+from tests.training.runs import alone, built, make_config, make_store, tiny_unet
+from tests.training.test_trajectory import TINY_MODELS
+
+ROWS = 33  # no multiple of 2 or 3
+STEPS, HALF_WAY = 5, 2
+CLIP = 0.02  # of norms above: every step is clipped
+
+MODELS = {
+    "unet": tiny_unet(global_conditioning=True, squeeze_excite=True),
+    "crossformer": replace(TINY_MODELS["crossformer"], stochastic_depth=0.0),
+    "depth": tiny_unet(stochastic_depth=0.4, activation_checkpointing=True),
+    "pangu": TINY_MODELS["pangu"],
+}
+
+Numbers = list[tuple[float, float]]  # loss and gradient norm of each step
+Weights = dict[str, np.ndarray]
+Trajectory = tuple[Numbers, Weights]
+
+
+class Mesh(NamedTuple):
+    """Ranks along each axis, and how the axes work."""
+
+    pipeline: int
+    data: int
+    domain: int
+    mode: str = "ddp"
+    schedule: str = "1f1b"
+
+    @property
+    def ranks(self) -> int:
+        return self.pipeline * self.data * self.domain
+
+    def __str__(self) -> str:
+        schedule = f"-{self.schedule}" if self.pipeline > 1 else ""
+        return f"{self.pipeline}x{self.data}x{self.domain}-{self.mode}{schedule}"
+
+
+ONE = Mesh(1, 1, 1)
+SHAPES = [
+    shape for shape in product((1, 2), (1, 2), (1, 2, 3)) if 1 < shape[0] * shape[1] * shape[2] <= 8
+]
+SCHEDULES = ("1f1b", "gpipe", "interleaved")
+# Every mesh, with the schedules in turn.
+ALL = [
+    Mesh(*shape, mode, SCHEDULES[(number + turn) % 3] if shape[0] > 1 else "1f1b")
+    for turn, mode in enumerate(("ddp", "fsdp2"))
+    for number, shape in enumerate(SHAPES)
+]
+# Every two of pipeline, data, domain, mode, schedule and model meet in one of these.
+FAST = [
+    ("unet", Mesh(1, 2, 1, "ddp")),
+    ("unet", Mesh(1, 1, 2, "fsdp2")),
+    ("crossformer", Mesh(2, 1, 1, "ddp", "gpipe")),
+    ("crossformer", Mesh(1, 2, 2, "fsdp2")),
+    ("unet", Mesh(2, 2, 1, "ddp", "interleaved")),
+    ("crossformer", Mesh(2, 2, 1, "fsdp2", "gpipe")),
+    ("depth", Mesh(2, 2, 1, "fsdp2", "1f1b")),
+    ("unet", Mesh(2, 1, 2, "ddp", "1f1b")),
+    ("unet", Mesh(2, 1, 2, "ddp", "gpipe")),
+    ("crossformer", Mesh(2, 1, 2, "fsdp2", "interleaved")),
+    ("crossformer", Mesh(1, 2, 3, "ddp")),
+    ("crossformer", Mesh(2, 1, 3, "fsdp2", "1f1b")),
+    ("unet", Mesh(2, 1, 3, "ddp", "gpipe")),
+    ("unet", Mesh(2, 1, 3, "fsdp2", "interleaved")),
+]
+SLOW = [
+    *((model, mesh) for model in ("unet", "crossformer") for mesh in ALL),
+    *((model, Mesh(2, 1, 1, "ddp", s)) for model in ("unet", "crossformer") for s in SCHEDULES),
+    ("pangu", Mesh(2, 2, 2, "fsdp2", "1f1b")),
+    ("pangu", Mesh(2, 1, 2, "ddp", "interleaved")),
+    ("depth", Mesh(2, 1, 2, "ddp", "interleaved")),
+]
+CASES = [
+    *(pytest.param(model, mesh, id=f"{model}-{mesh}") for model, mesh in FAST),
+    *(
+        pytest.param(model, mesh, id=f"{model}-{mesh}", marks=pytest.mark.slow)
+        for model, mesh in dict.fromkeys(SLOW)
+        if (model, mesh) not in FAST
+    ),
+]
+
+
+def on_mesh(config: Config, mesh: Mesh) -> Config:
+    """The run on a mesh; batches of 8 in parts, as many as it takes for two of each rank."""
+    parallel = ParallelConfig(
+        pipeline=mesh.pipeline,
+        data=mesh.data,
+        domain=mesh.domain,
+        data_mode=mesh.mode,
+        schedule=mesh.schedule,
+    )
+    return replace(config, parallel=parallel)
+
+
+def run(mesh: Mesh, fn: Any, config: Config, *args: Any) -> Trajectory:
+    """What `fn` makes on all ranks, the numbers checked to be alike, the weights put together."""
+    config = on_mesh(config, mesh)
+    if mesh.ranks == 1:
+        return fn(alone(), config, *args)
+    found = on_processes(mesh.ranks, fn, config, *args, domain=mesh.domain, pipeline=mesh.pipeline)
+    weights: Weights = {}
+    for numbers, part in found:
+        assert numbers == found[0][0]
+        for name, value in part.items():
+            assert name not in weights or np.array_equal(weights[name], value)
+            weights[name] = value
+    return found[0][0], weights
+
+
+def train(training: Training, save_to: Path | None = None) -> Trajectory:
+    """Train to the end; with `save_to` leave a checkpoint half way."""
+    trainer, numbers = training.trainer, []
+    with training.loader:
+        for record in trainer.steps(training.loader):
+            numbers.append((record.loss, record.grad_norm))
+            if save_to is not None and record.step == HALF_WAY:
+                save_checkpoint(save_to, trainer.state, "")
+    weights = {}
+    for name, parameter in trainer.state.parameters.items():
+        value = parameter.detach()
+        weights[name] = (value.full_tensor() if isinstance(value, DTensor) else value).numpy()
+    return numbers, weights
+
+
+def whole(manager: DomainParallelManager, config: Config, save_to: Path | None) -> Trajectory:
+    return train(built(config, manager), save_to)
+
+
+def rest(manager: DomainParallelManager, config: Config, path: Path) -> Trajectory:
+    training = built(config, manager)
+    load_checkpoint(path, training.trainer.state)
+    assert training.trainer.state.step == HALF_WAY
+    return train(training)
+
+
+def assert_same(found: Trajectory, wanted: Trajectory) -> None:
+    assert np.array(found[0]) == pytest.approx(np.array(wanted[0]), rel=1e-10, abs=0)
+    assert found[1].keys() == wanted[1].keys()
+    a, b = (np.concatenate([w[name].ravel() for name in sorted(w)]) for w in (found[1], wanted[1]))
+    assert np.linalg.norm(a - b) <= 1e-10 * np.linalg.norm(b)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """The run of each model on one process, which also accumulates, and its trajectory."""
+    store = make_store(tmp_path_factory.mktemp("store"), ROWS)
+    made: dict[str, tuple[Config, Trajectory]] = {}
+
+    def get(model: str) -> tuple[Config, Trajectory]:
+        if model not in made:
+            config = make_config(
+                store,
+                tmp_path_factory.mktemp(model),
+                MODELS[model],
+                steps=STEPS,
+                accumulate=2,
+                gradient_clip=CLIP,
+            )
+            config = replace(config, data=replace(config.data, batch_size=8))
+            made[model] = config, run(ONE, whole, config, None)
+        return made[model]
+
+    return get
+
+
+@pytest.mark.parametrize(("model", "mesh"), CASES)
+def test_five_steps_are_those_of_one_process(reference, model, mesh):
+    config, wanted = reference(model)
+    assert min(norm for _, norm in wanted[0]) > CLIP
+    assert_same(run(mesh, whole, config, None), wanted)
+
+
+def settings(model: str, mesh: Mesh) -> set[tuple[str, Any]]:
+    """Of a run, by name; without a pipeline there is no schedule. `depth` is a U-Net."""
+    found = {("model", "unet" if model == "depth" else model), *mesh._asdict().items()}
+    return found if mesh.pipeline > 1 else found - {("schedule", mesh.schedule)}
+
+
+def test_every_two_settings_meet_in_a_quick_run():
+    models = ("unet", "crossformer")
+    every = product(models, SHAPES, ("ddp", "fsdp2"), SCHEDULES)
+    runs = [settings(model, Mesh(*shape, *how)) for model, shape, *how in every]
+    quick = [settings(*case) for case in FAST]
+    pairs = {frozenset(pair) for run in runs for pair in combinations(run, 2)}
+    assert [set(pair) for pair in pairs if not any(pair <= run for run in quick)] == []
+
+
+def seed_of_last_step(manager: DomainParallelManager, config: Config) -> int:
+    train(built(config, manager))
+    return torch.initial_seed()
+
+
+def test_ranks_draw_different_dropout(reference):
+    config, _ = reference("unet")
+    mesh = Mesh(2, 1, 2)
+    found = on_processes(4, seed_of_last_step, on_mesh(config, mesh), domain=2, pipeline=2)
+    assert len(set(found)) == 4
+    train(built(config, alone()))
+    assert found[0] == torch.initial_seed()
+
+
+# Each mesh's checkpoint is gone on from by the next one, and the last one's by one process.
+CHAIN = [ONE, *ALL, ONE]
+FAST_PAIRS = [
+    (Mesh(2, 1, 2, "fsdp2", "interleaved"), ONE),
+    (ONE, Mesh(1, 2, 2, "fsdp2")),
+    (Mesh(1, 2, 2, "fsdp2"), Mesh(2, 2, 1, "ddp", "1f1b")),
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "first", "second"),
+    [
+        *(pytest.param("unet", a, b, id=f"{a} to {b}") for a, b in FAST_PAIRS),
+        *(
+            pytest.param(model, a, b, id=f"{model} {a} to {b}", marks=pytest.mark.slow)
+            for model, (a, b) in zip(cycle(("unet", "crossformer")), pairwise(CHAIN), strict=False)
+        ),
+    ],
+)
+def test_a_checkpoint_is_gone_on_from_on_another_mesh(reference, tmp_path, model, first, second):
+    config, (numbers, weights) = reference(model)
+    assert_same(run(first, whole, config, tmp_path), (numbers, weights))
+    assert_same(run(second, rest, config, tmp_path), (numbers[HALF_WAY:], weights))

@@ -1,0 +1,119 @@
+"""What fsdp2 holds, in which precision it computes, and what it refuses."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from credit_dp.config import Config, ParallelConfig
+from credit_dp.domain_parallel import DomainParallelManager, convert_to_domain_parallel
+from credit_dp.training.parameter_shards import replicas_and_shards, shard_parameters
+from tests.ranks import RankError, on_processes
+from tests.training.runs import built, make_config, make_store, tiny_unet, train_on
+from tests.training.test_meshes import ONE, Mesh, assert_same, run, whole
+
+FSDP = Mesh(1, 2, 1, "fsdp2")
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> Config:
+    store = make_store(tmp_path_factory.mktemp("store"), 17)
+    config = make_config(store, tmp_path_factory.mktemp("run"), tiny_unet(), steps=3)
+    return replace(config, data=replace(config.data, batch_size=8))
+
+
+def held(manager: DomainParallelManager, config: Config) -> tuple[int, int, int, int]:
+    """Numbers of this rank's shards, of the whole parameters and of the moments; FSDP's modules."""
+    training = built(config, manager)
+    train_on(training)
+    state = training.trainer.state
+    parameters = list(state.parameters.values())
+    assert all(isinstance(p, DTensor) for p in parameters)
+    own = sum(p.to_local().numel() for p in parameters)
+    moments = sum(state.optimiser.state[p]["exp_avg"].to_local().numel() for p in parameters)
+    modules = sum(isinstance(m, FSDPModule) for m in state.parts[0].modules())
+    return own, sum(p.numel() for p in parameters), moments, modules
+
+
+def fsdp2(config: Config, **options: object) -> Config:
+    parallel = ParallelConfig(data=2, data_mode="fsdp2", **options)
+    return replace(config, parallel=parallel)
+
+
+def test_each_data_rank_holds_its_share(config):
+    found = on_processes(2, held, fsdp2(config), domain=1)
+    assert sum(own for own, *_ in found) == found[0][1]
+    for own, total, moments, modules in found:
+        assert moments == own
+        # The first dimension is dealt out, and some are no multiple of two.
+        assert own <= 0.55 * total
+        assert modules == 6  # stem, three residual blocks, head, and the rest
+
+
+def test_replicas_over_the_domain_hold_the_same_share(config):
+    sharded = replace(config, parallel=ParallelConfig(domain=2, data=2, data_mode="fsdp2"))
+    found = on_processes(4, held, sharded, domain=2)
+    assert found[0] == found[1]
+    assert found[2] == found[3]
+    assert found[0][0] + found[2][0] == found[0][1]
+
+
+def offloaded(manager: DomainParallelManager, config: Config):
+    parallel = replace(config.parallel, cpu_offload=True)
+    return whole(manager, replace(config, parallel=parallel), None)
+
+
+def test_offloaded_parameters_train_the_same(config):
+    assert_same(run(FSDP, offloaded, config), run(ONE, whole, config, None))
+
+
+def in_bfloat16(manager: DomainParallelManager, config: Config):
+    training = built(config, manager)
+    seen: set[tuple[torch.dtype, torch.dtype]] = set()
+    part = training.trainer.state.parts[0]
+    block = part.get_submodule("encoder.1.0")
+    block.register_forward_pre_hook(
+        lambda module, args: seen.add((module.norm1.weight.dtype, args[0].dtype))
+    )
+    numbers = train_on(training)
+    kept = {p.dtype for p in training.trainer.state.parameters.values()}
+    return numbers, seen, kept
+
+
+def test_parameters_compute_in_the_dtype_asked_for_and_are_kept_in_their_own(config):
+    config = replace(config, trainer=replace(config.trainer, dtype="float32"))
+    (numbers, seen, kept), _ = on_processes(
+        2, in_bfloat16, fsdp2(config, param_dtype="bfloat16", reduce_dtype="float32"), domain=1
+    )
+    exact, _, _ = on_processes(2, in_bfloat16, fsdp2(config), domain=1)[0]
+    assert seen == {(torch.bfloat16, torch.bfloat16)}
+    assert kept == {torch.float32}
+    for (loss, norm), (wanted, wanted_norm) in zip(numbers, exact, strict=True):
+        assert loss == pytest.approx(wanted, rel=2e-2)
+        assert norm == pytest.approx(wanted_norm, rel=0.2)
+        assert loss != wanted
+
+
+class WithRows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(1, 2, 12, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.bias
+
+
+def shard_rows(manager: DomainParallelManager) -> None:
+    model = convert_to_domain_parallel(WithRows(), manager, input_shape=(1, 2, 12, 8))
+    parallel = ParallelConfig(domain=2, data_mode="fsdp2")
+    mesh = replicas_and_shards(manager)
+    assert mesh is not None
+    shard_parameters(model, mesh, parallel, torch.float32)
+
+
+def test_parameters_with_a_row_for_each_of_the_globes_are_refused():
+    with pytest.raises(RankError, match=r"parallel.data_mode: fsdp2 can't share out bias"):
+        on_processes(2, shard_rows)

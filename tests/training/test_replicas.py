@@ -1,0 +1,229 @@
+"""Ranks that should hold equal parameters: equal bits pass, anything else is named on all ranks."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from credit_dp.domain_parallel import DomainParallelManager
+from credit_dp.errors import UserError
+from credit_dp.training.checksum import PIECE, checksum
+from credit_dp.training.replicas import check_replicas
+from tests.ranks import on_processes
+
+Parameters = dict[str, Tensor]
+Change = Callable[[Parameters, int], None]
+
+
+def build(manager: DomainParallelManager) -> Parameters:
+    """Equal on all ranks of a pipeline position; the positions hold other names."""
+    torch.manual_seed(7)
+    stage = f"stage{manager.pipeline_rank}"
+    found = {
+        f"{stage}.weight": torch.randn(3, 5, dtype=torch.float64),
+        f"{stage}.half": torch.randn(4).to(torch.bfloat16),
+        f"{stage}.empty": torch.empty(0, 3),
+        f"{stage}.number": torch.tensor(1.5),
+        f"{stage}.odd": torch.tensor([float("nan"), 0.0, float("inf")]),
+    }
+    return found if manager.pipeline_rank == 0 else {**found, f"{stage}.more": torch.ones(2)}
+
+
+def said(manager: DomainParallelManager, change: Change | None = None) -> str:
+    """What the check says after one rank's parameters were changed."""
+    parameters = build(manager)
+    if change is not None:
+        change(parameters, manager.rank)
+    try:
+        check_replicas(parameters, manager, 40)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def flip(tensor: Tensor) -> None:
+    """Change the lowest bit of the last entry."""
+    words = tensor.view(-1).view({2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize])
+    words[-1] ^= 1
+
+
+def flip_half_on_1(parameters: Parameters, rank: int) -> None:
+    if rank == 1:
+        flip(parameters["stage0.half"])
+
+
+def flip_weight_on_2(parameters: Parameters, rank: int) -> None:
+    if rank == 2:
+        flip(parameters["stage0.weight"])
+
+
+def flip_two_on_different_ranks(parameters: Parameters, rank: int) -> None:
+    if rank == 3:
+        flip(parameters["stage1.weight"])
+    if rank == 2:
+        flip(parameters["stage1.number"])
+
+
+def negative_zero_on_3(parameters: Parameters, rank: int) -> None:
+    if rank == 3:
+        parameters["stage0.odd"][1] = -0.0
+
+
+def everywhere_else(parameters: Parameters, rank: int) -> None:
+    parameters["stage0.weight"][0, 0] = rank
+
+
+def other_name_on_1(parameters: Parameters, rank: int) -> None:
+    if rank == 1:
+        parameters["stage0.other"] = parameters.pop("stage0.weight")
+
+
+def one_more_on_3(parameters: Parameters, rank: int) -> None:
+    if rank == 3:
+        parameters["more"] = torch.ones(1)
+
+
+@pytest.mark.parametrize(("domain", "pipeline"), [(2, 1), (4, 1), (1, 1), (2, 2), (1, 2)])
+def test_equal_parameters_pass(domain: int, pipeline: int) -> None:
+    assert on_processes(4, said, domain=domain, pipeline=pipeline) == [""] * 4
+
+
+@pytest.mark.parametrize(
+    ("domain", "pipeline", "change", "parameter", "ranks"),
+    [
+        pytest.param(
+            2,
+            1,
+            flip_half_on_1,
+            "stage0.half",
+            "rank 0 (pipeline 0, data 0, domain 0) and rank 1 (pipeline 0, data 0, domain 1)",
+            id="over the domain",
+        ),
+        pytest.param(
+            2,
+            1,
+            flip_weight_on_2,
+            "stage0.weight",
+            "rank 0 (pipeline 0, data 0, domain 0) and rank 2 (pipeline 0, data 1, domain 0)",
+            id="over data",
+        ),
+        pytest.param(
+            2,
+            1,
+            negative_zero_on_3,
+            "stage0.odd",
+            "rank 0 (pipeline 0, data 0, domain 0) and rank 3 (pipeline 0, data 1, domain 1)",
+            id="the sign of zero",
+        ),
+        pytest.param(
+            2,
+            2,
+            flip_two_on_different_ranks,
+            "stage1.number",
+            "rank 2 (pipeline 1, data 0, domain 0) and rank 3 (pipeline 1, data 0, domain 1)",
+            id="the first of two, in the second stage",
+        ),
+        pytest.param(
+            1,
+            2,
+            flip_two_on_different_ranks,
+            "stage1.number",
+            "rank 2 (pipeline 1, data 0, domain 0) and rank 3 (pipeline 1, data 1, domain 0)",
+            id="over data, in the second stage",
+        ),
+    ],
+)
+def test_one_flipped_bit_is_named_on_all_ranks(
+    domain: int, pipeline: int, change: Change, parameter: str, ranks: str
+) -> None:
+    lines = on_processes(4, said, change, domain=domain, pipeline=pipeline)
+    assert lines == lines[:1] * 4
+    assert lines[0].startswith(
+        f"parallel.check_replicas_every: parameter {parameter} differs between {ranks} "
+        "after step 40. "
+    )
+
+
+def test_many_that_differ_are_counted() -> None:
+    lines = on_processes(8, said, everywhere_else, domain=2)
+    assert lines == lines[:1] * 8
+    assert "between rank 0 (" in lines[0]
+    assert "rank 3 (pipeline 0, data 1, domain 1) and 4 more after step 40" in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (other_name_on_1, "rank 0 (pipeline 0, data 0, domain 0) has 5 parameters and rank 1 "),
+        (one_more_on_3, "has 5 parameters and rank 3 (pipeline 0, data 1, domain 1) has 6"),
+    ],
+)
+def test_other_names_are_told_and_nobody_hangs(change: Change, line: str) -> None:
+    lines = on_processes(4, said, change, domain=2)
+    assert lines == lines[:1] * 4
+    assert line in lines[0]
+
+
+def shared_out(manager: DomainParallelManager, bad: int | None) -> str:
+    """FSDP over (domain, data), domain replicated; one rank's shard is changed."""
+    shape = (manager.pipeline_parallel_size, manager.dp_world_size, manager.domain_world_size)
+    grid = torch.arange(manager.world_size).view(shape).permute(0, 2, 1)
+    mesh = DeviceMesh("cpu", grid, mesh_dim_names=("pipeline", "domain", "data"))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 1)).double()  # one bias has one entry
+    fully_shard(model, mesh=mesh["domain", "data"])
+    parameters = dict(model.named_parameters())
+    shards = [p.to_local().shape for p in parameters.values()]  # type: ignore[attr-defined]
+    assert manager.dp_rank == 0 or 0 in shards[-1]  # an empty shard is among them
+    if manager.rank == bad:
+        with torch.no_grad():
+            flip(parameters["0.weight"].to_local())  # type: ignore[attr-defined]
+    try:
+        check_replicas(parameters, manager)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_shards_are_compared_over_the_domain_only() -> None:
+    assert on_processes(4, shared_out, None, domain=2) == [""] * 4
+    lines = on_processes(4, shared_out, 3, domain=2)
+    assert lines == lines[:1] * 4
+    ranks = "rank 2 (pipeline 0, data 1, domain 0) and rank 3 (pipeline 0, data 1, domain 1)"
+    assert f"parameter 0.weight differs between {ranks} at the start. " in lines[0]
+
+
+def test_one_process_has_nothing_to_compare() -> None:
+    check_replicas({"a": torch.ones(2)}, DomainParallelManager(1, 1))
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.bool],
+)
+def test_every_entry_and_place_counts(dtype: torch.dtype) -> None:
+    tensor = torch.tensor([1, 0, 1, 1, 0], dtype=dtype)
+    sums = {int(checksum(tensor))}
+    for changed in ([0, 0, 1, 1, 0], [1, 0, 1, 1, 1], [0, 1, 1, 1, 0], [1, 0, 1, 1, 0, 0]):
+        sums.add(int(checksum(torch.tensor(changed, dtype=dtype))))
+    assert len(sums) == 5
+    assert int(checksum(tensor.clone())) in sums
+
+
+def test_entries_beyond_the_first_piece_count_by_their_place() -> None:
+    tensor = torch.zeros(2 * PIECE + 3)
+    found = []
+    for place in (None, 0, PIECE, 2 * PIECE):
+        changed = tensor.clone()
+        if place is not None:
+            changed[place] = 1.0
+        found.append(int(checksum(changed)))
+    assert len(set(found)) == 4
+
+
+def test_a_view_is_summed_as_what_it_shows() -> None:
+    tensor = torch.arange(12.0).view(3, 4)
+    assert checksum(tensor.T) == checksum(tensor.T.contiguous()) != checksum(tensor)

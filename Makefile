@@ -4,6 +4,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+WORKERS ?= 2 # test files that run at once
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 SETTINGS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
@@ -20,13 +22,13 @@ run: $(VENV)/installed
 	$(BIN)/python train.py model=unet parallel.domain=2
 
 test: $(VENV)/installed-test
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 test-slow: $(VENV)/installed-test
-	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -m "slow or hypothesis"
+	HYPOTHESIS_PROFILE=long $(PYTEST) -m "slow or hypothesis"
 
 test-all: $(VENV)/installed-test
-	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest
+	HYPOTHESIS_PROFILE=long $(PYTEST)
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check

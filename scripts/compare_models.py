@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import torch
+from credit_dp.export.trained import read_trained
 
 # Steps and learning rate of each: without convolutions a model learns more slowly.
 STEPS = {"unet": 450, "pangu": 800, "crossformer": 450}
@@ -83,7 +83,7 @@ def train(model: str, keys: list[str]) -> Result:
 
 def read(model: str, folder: Path, seconds: float) -> Result:
     """Return what a run's files say."""
-    weights = torch.load(folder / "checkpoint.pt", weights_only=True)["model"]
+    weights = read_trained(str(folder)).weights
     with (folder / "metrics.csv").open() as file:
         paces = [float(row["seconds"]) for row in csv.DictReader(file) if row.get("seconds")]
     scores = json.loads((folder / "metrics.json").read_text())["rmse"]

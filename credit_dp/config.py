@@ -166,12 +166,18 @@ class ParallelConfig:
                 f"parallel.layout: needs parallel.pipeline=1, got {self.pipeline}. A pipeline is "
                 "cut by parallel.stages; leave parallel.layout empty."
             )
-        for key in ("microbatches", "stages"):
+        hints = {"microbatches": " or use trainer.accumulate", "stages": ""}
+        for key, hint in hints.items():
             if getattr(self, key) is not None and self.pipeline == 1:
                 raise UserError(
-                    f"parallel.{key}: needs parallel.pipeline of at least 2, got 1. "
-                    "Without a pipeline, trainer.accumulate splits the batch."
+                    f"parallel.{key}: needs parallel.pipeline of at least 2, got 1. Raise it{hint}."
                 )
+        later = self.pipeline * self.virtual_stages - 1
+        if self.stages is not None and len(self.stages) != later:
+            raise UserError(
+                f"parallel.stages: needs a name for each of the {later} stages after the first, "
+                f"got {len(self.stages)}. Change it, or leave it null to balance them."
+            )
         few = self.schedule == "1f1b" and self.microbatches_or_default < self.pipeline
         odd = self.schedule == "interleaved" and self.microbatches_or_default % self.pipeline
         if few or odd:

@@ -28,13 +28,19 @@ def lay_out(config: Config, launcher: Launcher | None) -> Config:
     else:
         data = data_ranks_under(config.parallel, launcher)
         here = launcher.ranks.local_world_size
-    if device == "cuda" and here * each > gpus:
+    if device == "cuda" and here * each > gpus and each > 1:
         raise UserError(
-            f"parallel.domain: {here} ranks on this machine need {here * each} GPUs, but torch "
+            f"parallel.layout: counts {each} GPUs for each rank, which makes {here * each} on this "
+            f"machine, but torch sees {gpus}. Name fewer, or start fewer ranks."
+        )
+    if device == "cuda" and here > gpus:
+        raise UserError(
+            f"parallel.domain: {here} ranks on this machine need {here} GPUs, but torch "
             f"sees {gpus}. Lower parallel.domain, parallel.data or parallel.pipeline, or use "
             "device=cpu."
         )
     check_batch(config, data)
+    check_shares(config.parallel, data)
     return replace(config, device=device, parallel=replace(config.parallel, data=data))
 
 
@@ -51,6 +57,17 @@ def check_batch(config: Config, data: int) -> None:
             f"data.batch_size: each of {data} data ranks cuts its {size // data} samples into "
             f"{parts} micro-batches, so it needs a multiple of {data * parts}, got {size}. "
             "Change it, trainer.accumulate or parallel.microbatches."
+        )
+
+
+def check_shares(parallel: ParallelConfig, data: int) -> None:
+    """Refuse settings of fsdp2 on a mesh on which there is nobody to share parameters with."""
+    keys = ("param_dtype", "reduce_dtype", "cpu_offload")
+    key = next((key for key in keys if getattr(parallel, key)), None)
+    if key is not None and data * parallel.domain == 1:
+        raise UserError(
+            f"parallel.{key}: needs at least two data or domain ranks, got one. Raise "
+            "parallel.data or parallel.domain, or leave it out."
         )
 
 

@@ -128,7 +128,8 @@ def _check_owners(model: SegmentedModel, cuts: Sequence[slice]) -> None:
         if not owners:
             raise UserError(
                 f"parallel.pipeline: no segment of {type(model).__name__} says that it uses the "
-                f"parameter {name}. Add its module to the modules of the segment that does."
+                f"parameter {name}. Name its module, which can't be the model itself, among the "
+                "modules of the segment that does."
             )
         other, stage = seen.setdefault(id(parameter), (name, owners[0]))
         if {stage, *owners} != {stage}:

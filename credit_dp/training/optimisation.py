@@ -55,7 +55,8 @@ def move_schedule(optimiser: Optimizer, schedule: LambdaLR, saved: dict[str, Any
     pairs = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
     rates = [float(base) * factor(step) for base, factor in pairs]
     own = {"base_lrs": schedule.base_lrs, "_last_lr": rates}
-    schedule.load_state_dict({**saved, **own})
+    place = {"last_epoch": step, "_step_count": step + 1}
+    schedule.load_state_dict({**schedule.state_dict(), **place, **own})
     for group, rate in zip(optimiser.param_groups, rates, strict=True):
         group["lr"] = rate
 

@@ -38,7 +38,7 @@ def shard_parameters(
 
     Raises:
         UserError: a parameter has a row for each of the globe's: bands of it can't be cut from
-            what is shared out.
+            what is shared out; or several blocks have it.
     """
     cut = next((cut.path for _, of_owner in cuts(part) for cut in of_owner.values()), None)
     if cut is not None:
@@ -60,12 +60,26 @@ def shared_blocks(part: nn.Module) -> list[nn.Module]:
     """Return the modules that are gathered on their own; a sharded layer is too small to be one."""
     if not isinstance(part, SegmentedModel):
         return []
-    blocks = [part.get_submodule(segment.name) for segment in part.segments()[part.part]]
+    names = dict.fromkeys(segment.name for segment in part.segments()[part.part])
+    _check_tied(part, list(names))
+    blocks = (part.get_submodule(name) for name in names)
     return [
         block
         for block in blocks
         if not isinstance(block, RowLayer) and next(block.parameters(), None) is not None
     ]
+
+
+def _check_tied(part: nn.Module, blocks: list[str]) -> None:
+    """Refuse a parameter of several blocks, each of which would share it out on its own."""
+    owners: dict[nn.Parameter, str] = {}
+    for block in blocks:
+        for name, parameter in part.get_submodule(block).named_parameters():
+            if owners.setdefault(parameter, block) != block:
+                raise UserError(
+                    f"parallel.data_mode: fsdp2 can't share out {block}.{name}, which "
+                    f"{owners[parameter]} has too. Use parallel.data_mode=ddp."
+                )
 
 
 def replicas_and_shards(manager: DomainParallelManager) -> DeviceMesh | None:

@@ -116,3 +116,22 @@ def test_a_run_leaves_the_environment_as_it_was(
         assert os.environ.get("OMP_NUM_THREADS") == given
     finally:
         torch.set_num_threads(before)
+
+
+def test_settings_of_fsdp2_need_somebody_to_share_with() -> None:
+    config = a_config("", 1)
+    config.parallel = ParallelConfig(pipeline=2, data_mode="fsdp2", cpu_offload=True)
+    with pytest.raises(UserError, match=r"parallel\.cpu_offload: needs at least two data or dom"):
+        layout.lay_out(config, None)
+
+
+def test_gpus_of_a_layout_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "visible_gpus", lambda: 4)
+    config = a_config("", 1, None)
+    config.device = "cuda"
+    config.parallel = ParallelConfig(layout={"root": "cuda:0", "decoder": "cuda:1"})
+    assert layout.lay_out(config, None).parallel.data == 2
+    assert layout.own_gpu(config.parallel, Ranks(1, 2, 1, 2)) == 2
+    config.parallel = ParallelConfig(layout={"root": "cuda:5"})
+    with pytest.raises(UserError, match=r"parallel\.layout: counts 6 GPUs .* torch sees 4"):
+        layout.lay_out(config, None)

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from credit_dp.config import Config, ParallelConfig
 from credit_dp.domain_parallel import DomainParallelManager, convert_to_domain_parallel
+from credit_dp.models.segments import Segment, SegmentedModel
 from credit_dp.training.parameter_shards import replicas_and_shards, shard_parameters
 from tests.ranks import RankError, on_processes
 from tests.training.runs import built, make_config, make_store, tiny_unet, train_on
@@ -117,3 +118,28 @@ def shard_rows(manager: DomainParallelManager) -> None:
 def test_parameters_with_a_row_for_each_of_the_globes_are_refused():
     with pytest.raises(RankError, match=r"parallel.data_mode: fsdp2 can't share out bias"):
         on_processes(2, shard_rows)
+
+
+class Tied(SegmentedModel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(2, 2, 1), nn.Conv2d(2, 2, 1)
+        self.second.weight = self.first.weight
+
+    def segments(self) -> list[Segment]:
+        return [
+            Segment(name, lambda state, name=name: (getattr(self, name)(*state),), (name,))
+            for name in ("first", "second")
+        ]
+
+
+def shard_tied(manager: DomainParallelManager) -> None:
+    mesh = replicas_and_shards(manager)
+    assert mesh is not None
+    parallel = ParallelConfig(data=2, data_mode="fsdp2")
+    shard_parameters(Tied(), mesh, parallel, torch.float32)
+
+
+def test_parameters_of_several_blocks_are_refused():
+    with pytest.raises(RankError, match=r"can't share out second\.weight, which first has too"):
+        on_processes(2, shard_tied, domain=1)

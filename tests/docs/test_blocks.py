@@ -21,9 +21,10 @@ FILE = re.compile(r"# (\w+\.py)\n")
 SMALL = "experiment=fast"
 # Blocks that take long: pages that work at full size, and several commands in a row.
 LONG = ("README.md-3", "README.md-4", "README.md-5", "training.md-0", "models.md", "checkpoints.md")
+MESHES = ("pipeline.md-0", "data-parallel.md-0", "which-parallelism.md-0", "your-own-model.md-1")
 PLANS = ("plan-and-verify.md-0", "plan-and-verify.md-2", "which-parallelism.md-1")
 LONGER = ("quickstart-climate.md", "your-own-model.md-2", "your-own-model.md-4")
-SLOW = dict.fromkeys((*LONG, *PLANS, *LONGER), pytest.mark.slow)
+SLOW = dict.fromkeys((*LONG, *MESHES, *PLANS, *LONGER), pytest.mark.slow)
 
 
 def _files(page):

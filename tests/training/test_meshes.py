@@ -180,11 +180,25 @@ def reference(tmp_path_factory):
     return get
 
 
+@pytest.fixture(scope="module")
+def trained(reference, tmp_path_factory):
+    """The trajectory of a model on a mesh, and where it left a checkpoint half way."""
+    made: dict[tuple[str, Mesh], tuple[Trajectory, Path]] = {}
+
+    def get(model: str, mesh: Mesh) -> tuple[Trajectory, Path]:
+        if (model, mesh) not in made:
+            folder = tmp_path_factory.mktemp("checkpoint")
+            made[model, mesh] = run(mesh, whole, reference(model)[0], folder), folder
+        return made[model, mesh]
+
+    return get
+
+
 @pytest.mark.parametrize(("model", "mesh"), CASES)
-def test_five_steps_are_those_of_one_process(reference, model, mesh):
-    config, wanted = reference(model)
+def test_five_steps_are_those_of_one_process(reference, trained, model, mesh):
+    _, wanted = reference(model)
     assert min(norm for _, norm in wanted[0]) > CLIP
-    assert_same(run(mesh, whole, config, None), wanted)
+    assert_same(trained(model, mesh)[0], wanted)
 
 
 def settings(model: str, mesh: Mesh) -> set[tuple[str, Any]]:
@@ -235,7 +249,7 @@ FAST_PAIRS = [
         ),
     ],
 )
-def test_a_checkpoint_is_gone_on_from_on_another_mesh(reference, tmp_path, model, first, second):
+def test_a_checkpoint_is_gone_on_from_on_another_mesh(reference, trained, model, first, second):
     config, (numbers, weights) = reference(model)
-    assert_same(run(first, whole, config, tmp_path), (numbers, weights))
-    assert_same(run(second, rest, config, tmp_path), (numbers[HALF_WAY:], weights))
+    _, checkpoint = trained(model, first)
+    assert_same(run(second, rest, config, checkpoint), (numbers[HALF_WAY:], weights))

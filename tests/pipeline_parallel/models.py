@@ -7,7 +7,7 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from credit_dp.config import CrossFormerConfig, PanguConfig
+from credit_dp.config import PanguConfig
 from credit_dp.domain_parallel import DomainParallelManager, functional, shard_tensor
 from credit_dp.domain_parallel.build import shard_model
 from credit_dp.domain_parallel.comparison import relative_error
@@ -17,7 +17,7 @@ from credit_dp.models.segments import Segment, SegmentedModel, State
 from credit_dp.pipeline_parallel.costs import cut_points, segment_costs
 from credit_dp.pipeline_parallel.pipeline import Pipeline
 from credit_dp.pipeline_parallel.stages import Stage, cut_model
-from tests.training.runs import tiny_unet
+from tests.training.runs import tiny_crossformer, tiny_unet
 
 COLUMNS = 16
 SAMPLES = 4
@@ -26,27 +26,13 @@ FIELDS = Fields(((1, 2, 3), (5, 6, 7)), (0, 4), others=1, frames=1)
 TWO_FRAMES = Fields(((1, 2, 3), (5, 6, 7)), (0, 4), others=1, frames=2)
 
 
-def _crossformer(**options) -> CrossFormerConfig:
-    return CrossFormerConfig(
-        channels=[8, 8],
-        depths=[1, 2],
-        head_channels=4,
-        kernels=[[2, 4], [2, 4]],
-        strides=[2, 2],
-        local_windows=[2, 2],
-        global_windows=[2, 1],
-        groups=4,
-        **options,
-    )
-
-
 CONFIGS = {
     "unet": tiny_unet(),
     "unet with all": tiny_unet(frames=2, squeeze_excite=True, global_conditioning=True),
     "computed again": tiny_unet(activation_checkpointing=True),
     "pangu": PanguConfig(width=8, depths=[1, 2, 1, 1], heads=[1, 2, 2, 1], window=[2, 2, 2]),
-    "crossformer": _crossformer(),
-    "spectral norm": _crossformer(spectral_norm=True),
+    "crossformer": tiny_crossformer(depths=[1, 2]),
+    "spectral norm": tiny_crossformer(depths=[1, 2], spectral_norm=True),
 }
 NAMES = [*CONFIGS, "own"]
 

@@ -7,6 +7,7 @@ import torch
 
 from credit_dp.config import (
     Config,
+    CrossFormerConfig,
     LoggerConfig,
     LossConfig,
     ModelConfig,
@@ -31,6 +32,23 @@ def make_store(folder: Path, rows: int, columns: int = 16, steps: int = 20) -> P
 def tiny_unet(**options: Any) -> UNetConfig:
     """Two levels of one block each."""
     return UNetConfig(channels=[8, 16], blocks=1, groups=4, **options)
+
+
+def tiny_crossformer(**options: Any) -> CrossFormerConfig:
+    """Two levels of one block each, unless `depths` says otherwise."""
+    return CrossFormerConfig(
+        **{
+            "channels": [8, 8],
+            "depths": [1, 1],
+            "head_channels": 4,
+            "kernels": [[2, 4], [2, 4]],
+            "strides": [2, 2],
+            "local_windows": [2, 2],
+            "global_windows": [2, 1],
+            "groups": 4,
+            **options,
+        }
+    )
 
 
 def make_config(store: Path, run: Path, model: ModelConfig | None = None, **changes: Any) -> Config:

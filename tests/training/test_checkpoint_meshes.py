@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from credit_dp.config import CrossFormerConfig, ModelConfig, OptimizerConfig, ParallelConfig
+from credit_dp.config import ModelConfig, OptimizerConfig, ParallelConfig
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.build import shard_model
 from credit_dp.errors import UserError
@@ -26,23 +26,14 @@ from credit_dp.training.checkpoint import (
 from credit_dp.training.optimisation import build_optimiser, build_schedule
 from credit_dp.training.parameter_shards import replicas_and_shards, shard_parameters
 from tests.ranks import on_processes
-from tests.training.runs import alone, tiny_unet
+from tests.training.runs import alone, tiny_crossformer, tiny_unet
 from tests.training.test_checkpoint import Position
 
 ROWS, COLUMNS = 16, 16
 FIELDS = Fields(((0, 1),), (2,), 2, 1)
 MODELS: dict[str, ModelConfig] = {
     "unet": tiny_unet(),
-    "crossformer": CrossFormerConfig(
-        channels=[8, 8],
-        depths=[1, 1],
-        head_channels=4,
-        kernels=[[2, 4], [2, 4]],
-        strides=[2, 2],
-        local_windows=[2, 2],
-        global_windows=[2, 1],
-        groups=4,
-    ),
+    "crossformer": tiny_crossformer(),
 }
 Mesh = tuple[int, int, int, bool]  # pipeline, data, domain, whether parameters are shared out
 

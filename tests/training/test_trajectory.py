@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from credit_dp.config import Config, CrossFormerConfig, ModelConfig, PanguConfig
+from credit_dp.config import Config, ModelConfig, PanguConfig
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
 from credit_dp.training.checkpoint import load_checkpoint, save_checkpoint
@@ -16,6 +16,7 @@ from tests.training.runs import (
     built,
     make_config,
     make_store,
+    tiny_crossformer,
     tiny_unet,
     train_on,
     weights,
@@ -34,17 +35,7 @@ TINY_MODELS: dict[str, ModelConfig] = {
     "pangu": PanguConfig(
         width=8, depths=[1, 2, 1, 1], heads=[1, 2, 2, 1], window=[2, 2, 2], stochastic_depth=0.3
     ),
-    "crossformer": CrossFormerConfig(
-        channels=[8, 8],
-        depths=[1, 1],
-        head_channels=4,
-        kernels=[[2, 4], [2, 4]],
-        strides=[2, 2],
-        local_windows=[2, 2],
-        global_windows=[2, 1],
-        groups=4,
-        stochastic_depth=0.3,
-    ),
+    "crossformer": tiny_crossformer(stochastic_depth=0.3),
 }
 
 

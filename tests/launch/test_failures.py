@@ -21,6 +21,10 @@ VICTIMS = [
     pytest.param(2, "rank 2 (pipeline 0, data 1, domain 0)", id="data"),
     pytest.param(1, "rank 1 (pipeline 0, data 0, domain 1)", id="domain"),
 ]
+ONE_QUICKLY = [
+    VICTIMS[0],
+    *(pytest.param(*v.values, id=v.id, marks=pytest.mark.slow) for v in VICTIMS[1:]),
+]
 TORCHRUN = ["-m", "torch.distributed.run"]
 
 Programs = list[subprocess.Popen[str]]
@@ -105,7 +109,7 @@ def voices(text: str) -> list[str]:
     return re.findall(r"^(?:error: .*|rank \d+ \(.*\) failed:)$", text, re.MULTILINE)
 
 
-@pytest.mark.parametrize(("victim", "name"), VICTIMS)
+@pytest.mark.parametrize(("victim", "name"), ONE_QUICKLY)
 def test_a_killed_rank_ends_all_that_we_started(tmp_path: Path, victim: int, name: str) -> None:
     with failing(tmp_path, victim, "kill") as environment:
         program = begin("step_until_one_fails", tmp_path, 2, 2, 2, **environment)

@@ -11,5 +11,5 @@ import torch
 torch.set_num_threads(1)
 
 hypothesis.settings.register_profile("fast", deadline=None, max_examples=10, derandomize=True)
-hypothesis.settings.register_profile("long", deadline=None, max_examples=40, derandomize=True)
+hypothesis.settings.register_profile("long", deadline=None, max_examples=30, derandomize=True)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))

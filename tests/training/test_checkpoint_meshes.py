@@ -44,8 +44,6 @@ FAST: list[tuple[str, Mesh, Mesh]] = [
 LONG: list[tuple[str, Mesh, Mesh]] = [
     ("unet", (1, 4, 1, True), (1, 2, 2, True)),
     ("crossformer", (2, 2, 1, True), (1, 2, 2, False)),
-    ("crossformer", (2, 2, 2, True), (1, 2, 3, True)),
-    ("unet", (1, 3, 2, True), (2, 2, 2, True)),
     ("unet", (2, 1, 3, False), (1, 8, 1, True)),
     ("crossformer", (2, 1, 2, True), (2, 3, 1, True)),
 ]

@@ -89,6 +89,9 @@ def train(
             bar(record.step, note)
             if trainer.saves(record.step):
                 save_checkpoint(folder.checkpoint, trainer.state, resolved_yaml(config))
+    waited = trainer.gradients.waited()
+    if waited:
+        screen.say(waited)
 
 
 def score(

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.errors import UserError
 from credit_dp.models.segments import State
-from credit_dp.pipeline_parallel.bubble import Stopwatch
+from credit_dp.pipeline_parallel.bubble import Stopwatch, theoretical_bubble
 from credit_dp.pipeline_parallel.schedules import Schedule, ScheduledStage, build_schedule
 from credit_dp.pipeline_parallel.stages import Slots, Stage
 
@@ -135,6 +135,11 @@ class Pipeline:
         idle = torch.tensor(self._watch.idle(), device=self._device)
         dist.all_reduce(idle, group=self._manager.pipeline_group)
         return idle.item() / self._manager.pipeline_parallel_size
+
+    def bubble_of_equal_stages(self) -> float:
+        """Return what `bubble` would be if all stages took equally long."""
+        ranks = self._manager.pipeline_parallel_size
+        return theoretical_bubble(ranks, self._microbatches, len(self._stages))
 
     def _rank(self, stage: int) -> int:
         return stage % self._manager.pipeline_parallel_size

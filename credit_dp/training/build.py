@@ -19,6 +19,7 @@ from credit_dp.training.data_description import describe_data
 from credit_dp.training.loss import build_loss
 from credit_dp.training.model_parts import build_parts
 from credit_dp.training.optimisation import build_optimiser, build_schedule
+from credit_dp.training.state import named_parameters
 from credit_dp.training.trainer import Trainer
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
@@ -48,11 +49,12 @@ def build_training(
     Raises:
         UserError: what was asked for does not exist, does not fit the grid, or does not divide.
     """
-    device = home_device(config.parallel.layout, device, device.index or 0)
+    first_gpu = device.index or 0  # before the layout says where the output goes
+    device = home_device(config.parallel.layout, device, first_gpu)
     like = torch.zeros((), device=device, dtype=DTYPES[config.trainer.dtype])
     # First of all: it refuses a batch that does not divide among the data ranks.
     sequence = build_sequence(config, prepared, manager)
-    model = build_parts(config, prepared, manager, like)
+    model = build_parts(config, prepared, manager, like, first_gpu)
     rows = manager.rows(prepared.store.grid[0])
     loader = Loader(
         prepared,
@@ -65,8 +67,7 @@ def build_training(
         config.model.frames,
         reads_of(config, manager),
     )
-    parameters = dict(sorted(p for part in model.parts for p in part.named_parameters()))
-    optimiser = build_optimiser(parameters, config.optimizer)
+    optimiser = build_optimiser(named_parameters(model.parts), config.optimizer)
     schedule = build_schedule(optimiser, config.optimizer, config.trainer.steps)
     data = describe_data(prepared, config.model)
     state = TrainingState(

@@ -69,9 +69,20 @@ class ModelParts:
 
 
 def build_parts(
-    config: Config, prepared: Prepared, manager: DomainParallelManager, like: Tensor
+    config: Config,
+    prepared: Prepared,
+    manager: DomainParallelManager,
+    like: Tensor,
+    first_gpu: int = 0,
 ) -> ModelParts:
     """Build the model and what this rank holds of it, with the same parameters on every mesh.
+
+    Args:
+        config: of the run.
+        prepared: says which fields there are, on which grid.
+        manager: this rank's place in the mesh.
+        like: has the dtype of the model, and the device of its output.
+        first_gpu: the GPU that `cuda:0` of a layout stands for on this rank.
 
     Raises:
         UserError: the model or the mesh does not fit the grid, or the model can't be cut or placed.
@@ -96,8 +107,7 @@ def build_parts(
         return ModelParts(pipeline.parts, pipeline)
     model = shard_model(model.to(like.dtype), manager, shape)
     _share_out(model, shares, parallel, like)
-    first = like.device.index or 0 if like.is_cuda else 0
-    return ModelParts((place_model(model, parallel.layout, first),))
+    return ModelParts((place_model(model, parallel.layout, first_gpu),))
 
 
 def _stages(

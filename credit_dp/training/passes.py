@@ -46,6 +46,10 @@ class Pass(ABC):
     def __call__(self, batch: Batch, prepare: Prepare) -> Tensor:
         """Add to the gradients, and return this rank's share of the batch's loss."""
 
+    def waited(self) -> str:
+        """How long ranks waited for each other in the last pass, for people; collective."""
+        return ""
+
 
 @final
 class ModelPass(Pass):
@@ -147,3 +151,11 @@ class PipelinePass(Pass):
             parameters = (p for part in self.pipeline.parts for p in part.parameters())
             average_gradients(parameters, self.group)
         return total / self.domain
+
+    def waited(self) -> str:
+        """See `Pass`: the mean over the pipeline, beside what equal stages would take."""
+        measured, theory = self.pipeline.bubble(), self.pipeline.bubble_of_equal_stages()
+        return (
+            f"pipeline: ranks waited {measured:.1%} of the last step's forwards and backwards, "
+            f"{theory:.1%} in theory"
+        )

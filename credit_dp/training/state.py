@@ -53,7 +53,7 @@ class TrainingState:
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
         """The parameters that this rank holds, or has a share of, by name."""
-        return dict(sorted(p for part in self.parts for p in part.named_parameters()))
+        return named_parameters(self.parts)
 
     def train(self, mode: bool = True) -> None:
         """Set whether the model trains or forecasts."""
@@ -105,6 +105,11 @@ class TrainingState:
         self.sampler.load_state_dict(numbers["sampler"])
         torch.set_rng_state(generator)
         self.seed, self.step = numbers["seed"], numbers["step"]
+
+
+def named_parameters(parts: tuple[nn.Module, ...]) -> dict[str, nn.Parameter]:
+    """The parameters of some stretches of a model, sorted by name."""
+    return dict(sorted(p for part in parts for p in part.named_parameters()))
 
 
 def model_tensors(parts: tuple[nn.Module, ...]) -> dict[str, Tensor]:

@@ -163,8 +163,12 @@ def test_the_plan_is_what_ranks_hold_and_send(config: Config, mesh: Mesh) -> Non
             if mesh.pipeline > 1:
                 assert rank["order"] == [tuple(work) for work in order]
         if shared:
-            scattered = ranks[0]["sent"]["_reduce_scatter_base_"]
+            by_kind = ranks[0]["sent"]
+            # Alone on its axis, a rank scatters nothing: what it holds goes to its domain at once.
+            scattered = by_kind["_reduce_scatter_base_"] if mesh.data > 1 else held["gradients"]
             by_all = 2 * (mesh.domain - 1) * (scattered // mesh.data) // mesh.domain
+            if mesh.domain > 1:
+                assert by_kind["allreduce_"] >= scattered // mesh.data
             assert sent["gradients"] == (mesh.data - 1) * scattered // mesh.data + by_all
         else:
             assert sent["gradients"] == 2 * (size - 1) * held["gradients"] // size

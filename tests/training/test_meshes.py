@@ -1,5 +1,6 @@
 """Training is the same on every mesh of pipeline x data x domain ranks, and resumes on any."""
 
+import re
 from dataclasses import replace
 from itertools import combinations, cycle, pairwise, product
 from pathlib import Path
@@ -98,7 +99,7 @@ CASES = [
 
 
 def on_mesh(config: Config, mesh: Mesh) -> Config:
-    """The run on a mesh; batches of 8 in parts, as many as it takes for two of each rank."""
+    """The run on a mesh."""
     parallel = ParallelConfig(
         pipeline=mesh.pipeline,
         data=mesh.data,
@@ -228,6 +229,24 @@ def test_ranks_draw_different_dropout(reference):
     assert len(set(found)) == 4
     train(built(config, alone()))
     assert found[0] == torch.initial_seed()
+
+
+def told_of_waiting(manager: DomainParallelManager, config: Config) -> str:
+    training = built(config, manager)
+    train(training)
+    return training.trainer.gradients.waited()
+
+
+def test_a_pipeline_says_how_long_its_ranks_waited(reference):
+    config, _ = reference("unet")
+    assert told_of_waiting(alone(), config) == ""
+    mesh = on_mesh(config, Mesh(2, 1, 1, schedule="interleaved"))
+    first, second = on_processes(2, told_of_waiting, mesh, domain=1, pipeline=2)
+    assert first == second
+    # Two ranks with two stages each, and four micro-batches: 1 / (2 * 4 + 1).
+    found = re.fullmatch(r"pipeline: ranks waited (\S+)% of .*, 11\.1% in theory", first)
+    assert found is not None
+    assert 0 < float(found[1]) < 100
 
 
 # Each mesh's checkpoint is gone on from by the next one, and the last one's by one process.

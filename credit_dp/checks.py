@@ -101,7 +101,7 @@ def leads(hours: Iterable[int], step: int) -> None:
     odd = next((lead for lead in hours if lead < step or lead % step), None)
     if odd is not None:
         raise UserError(
-            f"trainer.evaluate_hours: needs multiples of data.step_hours={step}, but got {odd}. "
+            f"trainer.evaluate_hours: needs multiples of data.step={step}h, but got {odd}. "
             "Change trainer.evaluate_hours."
         )
 

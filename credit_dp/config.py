@@ -12,6 +12,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from credit_dp import checks
+from credit_dp.data_config import DataConfig, DatesConfig, QuickstartConfig, VariableConfig
 from credit_dp.errors import UserError
 from credit_dp.model_config import (
     CrossFormerConfig,
@@ -25,6 +26,7 @@ __all__ = [
     "Config",
     "CrossFormerConfig",
     "DataConfig",
+    "DatesConfig",
     "LoggerConfig",
     "LossConfig",
     "ModelConfig",
@@ -36,6 +38,7 @@ __all__ = [
     "RunConfig",
     "TrainerConfig",
     "UNetConfig",
+    "VariableConfig",
     "as_dict",
     "microbatches",
 ]
@@ -54,67 +57,6 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         checks.folder_name("run.name", self.name)
-
-
-@dataclass
-class QuickstartConfig:
-    """The embedded climate: spectral truncation, seed, and the spans it covers.
-
-    `runs` independent integrations of `run_days` each, ten days apart, the first at `start`.
-    """
-
-    truncation: int = 21
-    seed: int = 0
-    start: str = "2001-01-01"
-    runs: int = 6
-    run_days: int = 190
-    spinup_days: int = 40
-
-    def __post_init__(self) -> None:
-        checks.at_least("data.quickstart.truncation", self.truncation, 5)
-        checks.at_least("data.quickstart.seed", self.seed, 0)
-        checks.at_least("data.quickstart.runs", self.runs, 1)
-        checks.at_least("data.quickstart.run_days", self.run_days, 1)
-        checks.at_least("data.quickstart.spinup_days", self.spinup_days, 0)
-
-
-@dataclass
-class DataConfig:
-    """Which store, variables and dates make a sample.
-
-    Date ranges are `[first, last]`, both inclusive, ISO format.
-    """
-
-    name: str = MISSING
-    store: str | None = None  # a zarr store; the quickstart makes its own under `cache`
-    cache: str = "${oc.env:CREDIT_DP_CACHE,${oc.env:HOME,.}/.cache/credit_dp}"
-    grid: str | None = None  # "ROWSxCOLUMNS", e.g. 121x240; null: the store's own
-    prognostic: list[str] = MISSING
-    levels: list[int] | None = None  # hPa; null: all of the store's
-    forcing: list[str] = field(default_factory=list)
-    static: list[str] = field(default_factory=list)
-    step_hours: int = 6
-    train: list[str] = MISSING
-    valid: list[str] = MISSING
-    test: list[str] = MISSING
-    batch_size: int = 8  # global: the mesh never changes it
-    prefetch: int = 2  # samples ready ahead of the step that uses them
-    quickstart: QuickstartConfig = field(default_factory=QuickstartConfig)
-
-    def __post_init__(self) -> None:
-        if self.name != MISSING:
-            checks.one_of("data.name", self.name, ("quickstart", "zarr"))
-        checks.grid("data.grid", self.grid)
-        checks.not_empty("data.prognostic", self.prognostic)
-        for key in ("prognostic", "forcing", "static", "levels"):
-            if getattr(self, key) not in (None, MISSING):
-                checks.no_repeats(f"data.{key}", getattr(self, key))
-        for key in ("train", "valid", "test"):
-            if getattr(self, key) != MISSING:
-                checks.span(f"data.{key}", getattr(self, key))
-        checks.at_least("data.step_hours", self.step_hours, 1)
-        checks.at_least("data.batch_size", self.batch_size, 1)
-        checks.at_least("data.prefetch", self.prefetch, 0)
 
 
 @dataclass

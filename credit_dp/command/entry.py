@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from credit_dp.checks import nearest
 from credit_dp.command.checkpoint import checkpoint
+from credit_dp.command.data import data
 from credit_dp.command.doctor import doctor
 from credit_dp.command.plan import plan
 from credit_dp.command.train import train
@@ -28,6 +29,7 @@ COMMANDS: dict[str, Command] = {
     "plan": plan,
     "verify": verify,
     "checkpoint": checkpoint,
+    "data": data,
 }
 
 HELP = """\
@@ -38,6 +40,7 @@ credit-dp trains global weather models sharded by latitude.
   credit-dp plan KEY=VALUE ...      say what a sharded training step takes, for any number of ranks
   credit-dp verify KEY=VALUE ...    compare the sharded model with the unsharded one
   credit-dp checkpoint export RUN   make one plain file of a trained model
+  credit-dp data COMMAND KEY=VALUE ...   look at a store, and make it ready for training
 
 `credit-dp COMMAND --help` says more.
 """

@@ -14,7 +14,8 @@ from credit_dp.data.cache import fingerprint
 from credit_dp.data.dates import split_span
 from credit_dp.data.schema import Channels
 from credit_dp.data.season import year_fraction
-from credit_dp.data.store import Fields, Store
+from credit_dp.data.sources.source import Fields
+from credit_dp.data.store import Store
 
 VERSION = 1  # of the definitions below: a new one makes old files unused
 HARMONICS = 2

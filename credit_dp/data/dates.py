@@ -8,7 +8,6 @@ from numpy.typing import NDArray
 from credit_dp.config import DataConfig
 from credit_dp.errors import UserError
 
-SPLITS = ("train", "valid", "test")
 Interval = tuple[np.datetime64, np.datetime64]
 
 
@@ -28,8 +27,8 @@ def split_span(config: DataConfig, split: str, times: NDArray[np.datetime64]) ->
     Raises:
         UserError: the dates reach outside the store's time axis, or no time lies between them.
     """
-    key = f"data.{split}"
-    dates: list[str] = getattr(config, split)
+    key = f"data.dates.{split}"
+    dates: list[str] = getattr(config.dates, split)
     first, last = (whole(date) for date in dates)
     if first[1] < times[0] or last[0] > times[-1]:
         raise UserError(

@@ -34,14 +34,14 @@ def sample_times(prepared: Prepared, split: str, frames: int = 1) -> Times:
     found = with_steps(times, config.step_hours, frames - 1, 1)
     if not len(found) and frames == 1:
         raise UserError(
-            f"{config.store}: no two dates of data.{split} are {config.step_hours} hours apart. "
-            f"Change data.step_hours or data.{split}."
+            f"{store.source.where}: no two dates of data.dates.{split} are {config.step_hours} "
+            f"hours apart. Change data.step or data.dates.{split}."
         )
     if not len(found):
         raise UserError(
-            f"{config.store}: a sample needs {frames + 1} dates of data.{split}, each "
+            f"{config.store}: a sample needs {frames + 1} dates of data.dates.{split}, each "
             f"{config.step_hours} hours after the one before, and there are none. "
-            f"Lower model.frames, or change data.step_hours or data.{split}."
+            f"Lower model.frames, or change data.step or data.dates.{split}."
         )
     return found
 
@@ -74,7 +74,7 @@ def initial_times(
         states, fewer = (f" from {frames} states", " or model.frames") if frames > 1 else ("", "")
         raise UserError(
             f"{config.store}: no forecast of {max(lead_hours)} hours{states} fits into "
-            f"data.{split}. Give data.{split} more dates, or lower trainer.evaluate_hours{fewer}."
+            f"data.dates.{split}. Give it more dates, or lower trainer.evaluate_hours{fewer}."
         )
     return np.array(chosen, dtype="datetime64[ns]")
 
@@ -107,8 +107,8 @@ class SampleSequence:
             )
         if count < batch_size:
             raise UserError(
-                f"data.batch_size: one batch needs {batch_size} samples, but data.train has "
-                f"{count}. Lower data.batch_size or give data.train more dates."
+                f"data.batch_size: one batch needs {batch_size} samples, but data.dates.train has "
+                f"{count}. Lower data.batch_size or give data.dates.train more dates."
             )
         self.count = count
         self.batch_size = batch_size
@@ -144,7 +144,7 @@ class SampleSequence:
         Raises:
             UserError: it belongs to other samples, another batch size or another seed.
         """
-        keys = {"count": "data.train", "batch_size": "data.batch_size", "seed": "seed"}
+        keys = {"count": "data.dates.train", "batch_size": "data.batch_size", "seed": "seed"}
         for name, key in keys.items():
             if state[name] != getattr(self, name):
                 raise UserError(

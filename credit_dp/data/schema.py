@@ -9,7 +9,7 @@ from credit_dp.fields import Fields
 
 @dataclass(frozen=True)
 class Channel:
-    """One two-dimensional field of a prognostic variable. `level` is None off the levels."""
+    """One two-dimensional field of a variable. `level` is None off the levels."""
 
     variable: str
     level: int | None = None
@@ -27,6 +27,7 @@ class Channels:
     prognostic: tuple[Channel, ...]
     forcing: tuple[str, ...]
     static: tuple[str, ...]
+    diagnostic: tuple[Channel, ...] = ()
 
     def fields(self, frames: int = 1) -> Fields:
         """What a model that takes `frames` states is told about its channels."""

@@ -14,7 +14,8 @@ from credit_dp.data.forcings import COMPUTED
 from credit_dp.data.grid import row_weights
 from credit_dp.data.moments import Moments
 from credit_dp.data.schema import Channel
-from credit_dp.data.store import Fields, Store
+from credit_dp.data.sources.source import Fields
+from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 
 VERSION = 1  # of the definitions below: a new one makes old files unused
@@ -83,8 +84,8 @@ class StatisticsPass:
         self._now, self._later = one_step_pairs(store.times[span], config.step_hours)
         if not len(self._now):
             raise UserError(
-                f"{config.store}: no two dates of data.train are {config.step_hours} "
-                f"hours apart. Change data.step_hours or data.train."
+                f"{config.store}: no two dates of data.dates.train are {config.step_hours} "
+                f"hours apart. Change data.step or data.dates.train."
             )
         self._reach = int((self._later - self._now).max())
         self._values: list[Moments] = []
@@ -154,7 +155,7 @@ class StatisticsPass:
             return 0.0, 1.0
         moments = Moments(self._weights)
         span = split_span(self._store.config, "train", self._store.times)
-        for _, block in self._store.blocks(name, span, slice(None), 1):
+        for _, block in self._store.blocks([Channel(name)], span, slice(None)):
             moments.add(block[:, 0])
         return moments.mean, moments.std or 1.0
 

@@ -1,31 +1,21 @@
-"""Reading fields from a zarr store in WeatherBench2-like form, only the rows that are asked for."""
+"""The fields that a run needs of its store, only the rows that are asked for."""
 
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import final
 
 import numpy as np
-import xarray as xr
-from numpy.typing import NDArray
 
 from credit_dp.config import DataConfig
-from credit_dp.data.dates import SPLITS, split_span
-from credit_dp.data.disk import CountingStore, open_dataset, stamp
+from credit_dp.data.dates import split_span
 from credit_dp.data.forcings import COMPUTED
-from credit_dp.data.layout import (
-    check_coordinates,
-    check_variables,
-    wanted_levels,
-    with_standard_names,
-)
-from credit_dp.data.schema import Channels, expand
+from credit_dp.data.schema import Channel, Channels
+from credit_dp.data.sources.opening import open_source
+from credit_dp.data.sources.source import Fields, Places, Source, Times, as_slice
+from credit_dp.data.wanted import ROLES, wanted_channels
+from credit_dp.data_config import SPLITS
 from credit_dp.errors import UserError
 
-BLOCK_BYTES = 8 * 2**20  # of one variable read at once in a pass: more leaves the processor's cache
-ORDER = ("time", "level", "latitude", "longitude")
-
-Fields = NDArray[np.float32]
-Times = NDArray[np.datetime64]
+BLOCK_BYTES = 8 * 2**20  # of fields read at once in a pass: more leaves the processor's cache
 
 
 @final
@@ -38,23 +28,17 @@ class Store:
         times: `(T,)` datetime64[ns], rising, perhaps with gaps.
         latitude: `(H,)` degrees, falling.
         longitude: `(W,)` degrees, in the store's order.
-        levels: of the prognostic variables that have levels, in channel order.
+        levels: of the variables that have levels, in channel order.
     """
 
-    def __init__(self, dataset: xr.Dataset, disk: CountingStore, config: DataConfig) -> None:
+    def __init__(self, source: Source, config: DataConfig) -> None:
         self.config = config
-        self.levels = wanted_levels(dataset, config)
-        self.channels = _channels(dataset, config, self.levels)
-        self.times: Times = dataset["time"].values.astype("datetime64[ns]")
-        latitude = dataset["latitude"].values.astype(np.float64)
-        self._flipped = bool(latitude[0] < latitude[-1])
-        self.latitude: NDArray[np.float64] = latitude[::-1] if self._flipped else latitude
-        self.longitude: NDArray[np.float64] = dataset["longitude"].values.astype(np.float64)
-        self.grid = (len(self.latitude), len(self.longitude))
-        self._dataset = dataset
-        self._disk = disk
-        self._level_places = _level_places(dataset, self.levels)
-        disk.reset()
+        self.source = source
+        self.channels = wanted_channels(source, config)
+        self.levels = _levels(self.channels)
+        self.times: Times = source.times
+        self.latitude, self.longitude = source.latitude, source.longitude
+        self.grid = source.grid
 
     @classmethod
     def open(cls, config: DataConfig) -> "Store":
@@ -63,13 +47,7 @@ class Store:
         Raises:
             UserError: store, variable, dims, coordinates, levels or dates are not as needed.
         """
-        if not config.store:
-            raise UserError("data.store: needs the path of a zarr store, but is empty. Set it.")
-        dataset, disk = open_dataset(Path(config.store).expanduser())
-        dataset = with_standard_names(dataset)
-        check_coordinates(dataset, config)
-        check_variables(dataset, config)
-        store = cls(dataset, disk, config)
+        store = cls(open_source(config), config)
         for split in SPLITS:
             split_span(config, split, store.times)
         return store
@@ -77,12 +55,12 @@ class Store:
     @property
     def bytes_read(self) -> int:
         """Bytes of chunks read from disk since opening, without metadata and shard indices."""
-        return self._disk.data_bytes
+        return self.source.bytes_read
 
     @property
     def chunk_reads(self) -> int:
         """Chunks, or inner chunks of shards, read from disk since opening."""
-        return self._disk.chunk_reads
+        return self.source.chunk_reads
 
     def read(self, time: np.datetime64, rows: slice) -> Fields:
         """The prognostic channels at one time: `(C, rows, W)`.
@@ -99,11 +77,8 @@ class Store:
         A chunk that holds several of the times is read once.
         """
         places = self._places(times)
-        north, south, _ = rows.indices(self.grid[0])
-        shape = (len(times), self.channels.outputs, south - north, self.grid[1])
-        fields = np.empty(shape, dtype=np.float32)
-        for variable in self.channels.variables:
-            fields[:, self.channels.of(variable)] = self._block(variable, places, rows)
+        fields = self.source.read(self.channels.prognostic, places, rows)
+        self._refuse_gaps(self.channels.prognostic, fields, places)
         return fields
 
     def forcing(self, time: np.datetime64, rows: slice) -> Fields:
@@ -120,7 +95,7 @@ class Store:
             if name in COMPUTED:
                 fields[:, channel] = COMPUTED[name](times)[:, None, None]
             else:
-                fields[:, channel] = self._block(name, self._places(times), rows)[:, 0]
+                fields[:, channel] = self._read(Channel(name), self._places(times), rows)[:, 0]
         return fields
 
     def static(self, rows: slice) -> Fields:
@@ -129,64 +104,41 @@ class Store:
         names = self.channels.static
         fields = np.empty((len(names), south - north, self.grid[1]), dtype=np.float32)
         for channel, name in enumerate(names):
-            fields[channel] = self._block(name, slice(0, 1), rows)[0, 0]
+            fields[channel] = self._read(Channel(name), slice(0, 1), rows)[0, 0]
         return fields
 
     def blocks(
-        self, variable: str, span: slice, rows: slice, levels: int
+        self, channels: Sequence[Channel], span: slice, rows: slice
     ) -> Iterator[tuple[int, Fields]]:
-        """All times of `span` in turn, as `(place of the first time, (T, levels, rows, W))`.
+        """All times of `span` in turn, as `(place of the first time, (T, C, rows, W))`.
 
         Blocks are of bounded size and end on the store's own chunk edges where they can.
         """
         north, south, _ = rows.indices(self.grid[0])
-        chunk = self._times_together(variable)
-        length = max(1, BLOCK_BYTES // max(1, 4 * levels * (south - north) * self.grid[1]))
+        chunk = self.source.times_together(channels[0])
+        length = max(1, BLOCK_BYTES // max(1, 4 * len(channels) * (south - north) * self.grid[1]))
         length = -(-length // chunk) * chunk
         for start in range(span.start - span.start % length, span.stop, length):
             first, stop = max(start, span.start), min(start + length, span.stop)
-            yield first, self._block(variable, slice(first, stop), rows)
+            places = slice(first, stop)
+            fields = self.source.read(channels, places, rows)
+            self._refuse_gaps(channels, fields, places)
+            yield first, fields
 
     def units(self, variable: str) -> str:
         """The unit as the store gives it; empty if it gives none."""
-        return str(self._dataset[variable].attrs.get("units", ""))
+        return self.source.variables[variable].units
 
     def description(self, variables: list[str]) -> list[object]:
-        """What a cached result depends on, as JSON: where, how old, coordinates, variables."""
-        path = Path(str(self.config.store)).expanduser().resolve()
-        described: list[object] = [str(path), stamp(path), self.levels]
-        described += [self.latitude.tolist(), self.longitude.tolist()]
-        for name in variables:
-            array = self._dataset[name]
-            described.append(
-                [name, list(map(str, array.dims)), list(array.shape), str(array.dtype)]
-            )
-        return described
+        """What a cached result depends on, as JSON: the source, and the levels."""
+        return [*self.source.description(variables), list(self.levels)]
 
-    def _block(self, variable: str, places: slice | NDArray[np.intp], rows: slice) -> Fields:
-        """`(T, levels, rows, W)`; one level or one time if the variable has no such dim."""
-        north, south, _ = rows.indices(self.grid[0])
-        height = self.grid[0]
-        stored = slice(height - south, height - north) if self._flipped else slice(north, south)
-        array = self._dataset[variable].variable
-        selection: dict[str, object] = {"latitude": stored}
-        if "time" in array.dims:
-            selection["time"] = places
-        if "level" in array.dims:
-            selection["level"] = self._level_places
-        # The dims change place after reading, never while it: the disk sees the store's own order.
-        values = array.isel(selection).values
-        missing = [dim for dim in ("time", "level") if dim not in array.dims]
-        dims = [*missing, *map(str, array.dims)]
-        values = values.reshape((1,) * len(missing) + values.shape)
-        values = values.transpose([dims.index(dim) for dim in ORDER])
-        fields = np.asarray(values, dtype=np.float32)
-        if self._flipped:
-            fields = fields[:, :, ::-1]
-        self._refuse_gaps(variable, fields, places)
+    def _read(self, channel: Channel, places: Places, rows: slice) -> Fields:
+        fields = self.source.read([channel], places, rows)
+        self._refuse_gaps([channel], fields, places)
         return fields
 
-    def _refuse_gaps(self, variable: str, fields: Fields, places: slice | NDArray[np.intp]) -> None:
+    def _refuse_gaps(self, channels: Sequence[Channel], fields: Fields, places: Places) -> None:
         # One sum is several times faster than isfinite, and is finite only if all values are,
         # unless it overflows: then the slow check decides.
         if np.isfinite(fields.sum(dtype=np.float64)):
@@ -194,61 +146,35 @@ class Store:
         bad = ~np.isfinite(fields)
         if not bad.any():
             return
-        kind = self._kind(variable)
-        time, level = (int(place) for place in np.argwhere(bad)[0][:2])
+        time, place = (int(index) for index in np.argwhere(bad)[0][:2])
+        channel = channels[place]
+        kind = self._kind(channel.variable)
         where = "" if kind == "static" else f" at {self.times[places][time].astype('M8[m]')}"
-        if fields.shape[1] > 1:
-            where += f" on level {self.levels[level]}"
+        if channel.level is not None:
+            where += f" on level {channel.level}"
         advice = "" if kind == "static" else ", or choose other dates"
         raise UserError(
-            f"{self.config.store}: {variable} has values that are NaN or infinite{where}. "
+            f"{self.source.where}: {channel.variable} has values that are NaN or infinite{where}. "
             f"Leave it out of data.{kind}{advice}."
         )
 
     def _kind(self, variable: str) -> str:
-        if variable in self.channels.static:
-            return "static"
-        return "forcing" if variable in self.channels.forcing else "prognostic"
+        return next(role for role in ROLES if variable in getattr(self.config, role))
 
-    def _places(self, times: Times) -> slice | NDArray[np.intp]:
+    def _places(self, times: Times) -> Places:
         """Where the times lie on the time axis: a slice where possible, which zarr reads faster."""
         wanted = np.asarray(times, dtype="datetime64[ns]")
         places = np.minimum(np.searchsorted(self.times, wanted), len(self.times) - 1)
         absent = wanted[self.times[places] != wanted]
         if len(absent):
             raise UserError(
-                f"{self.config.store}: has no time {absent[0].astype('M8[m]')}. "
-                f"Choose dates within the store (data.train, data.valid, data.test)."
+                f"{self.source.where}: has no time {absent[0].astype('M8[m]')}. "
+                f"Choose dates within the store: data.dates.train, .valid and .test."
             )
-        return _as_slice(places)
-
-    def _times_together(self, variable: str) -> int:
-        """Times that lie in one shard or, without shards, in one chunk."""
-        array = self._dataset[variable]
-        chunks = array.encoding.get("shards") or array.encoding.get("chunks") or array.shape
-        return int(chunks[array.dims.index("time")])
+        return as_slice(places)
 
 
-def _channels(dataset: xr.Dataset, config: DataConfig, levels: list[int]) -> Channels:
-    on_levels = {name for name in config.prognostic if "level" in dataset[name].dims}
-    return Channels(
-        prognostic=tuple(expand(config.prognostic, on_levels, levels)),
-        forcing=tuple(config.forcing),
-        static=tuple(config.static),
-    )
-
-
-def _level_places(dataset: xr.Dataset, levels: list[int]) -> slice | NDArray[np.intp]:
-    if not levels:
-        return slice(None)
-    present = [int(level) for level in dataset["level"].values]
-    return _as_slice(np.array([present.index(level) for level in levels]))
-
-
-def _as_slice(places: NDArray[np.intp]) -> slice | NDArray[np.intp]:
-    """The same places as a slice if they rise evenly, else unchanged."""
-    steps = np.diff(places)
-    step = int(steps[0]) if len(steps) else 1
-    if len(places) == 0 or step < 1 or np.any(steps != step):
-        return places
-    return slice(int(places[0]), int(places[-1]) + 1, step)
+def _levels(channels: Channels) -> list[int]:
+    """The levels in channel order."""
+    found = (channel.level for channel in (*channels.prognostic, *channels.diagnostic))
+    return list(dict.fromkeys(level for level in found if level is not None))

@@ -8,7 +8,8 @@ from typing import Protocol
 
 from credit_dp.data.cache import Report
 from credit_dp.data.dates import split_span
-from credit_dp.data.store import Fields, Store
+from credit_dp.data.sources.source import Fields
+from credit_dp.data.store import Store
 
 
 class Consumer(Protocol):
@@ -33,7 +34,8 @@ def run_training_pass(store: Store, consumers: Sequence[Consumer], report: Repor
         levels = len(store.channels.prognostic[store.channels.of(variable)])
         for consumer in consumers:
             consumer.begin(variable, levels)
-        for start, block in store.blocks(variable, span, slice(None), levels):
+        channels = store.channels.prognostic[store.channels.of(variable)]
+        for start, block in store.blocks(channels, span, slice(None)):
             first = start - span.start
             for consumer in consumers:
                 consumer.add(first, block)

@@ -150,7 +150,7 @@ def channels(contents: Contents) -> str:
 def training(contents: Contents, config: dict[str, Any]) -> str:
     """On what and for how long."""
     data = config.get("data", {})
-    dates = data.get("train")
+    dates = data.get("dates", {}).get("train")
     when = f", {dates[0]} to {dates[1]}" if dates else ""
     source = f"`{data['name']}` data" if data.get("name") else "data that its config does not name"
     batch = f" of {data['batch_size']} samples" if data.get("batch_size") else ""

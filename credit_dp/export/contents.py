@@ -155,7 +155,7 @@ class Contents:
                 static=data["data.static"],
                 frames=data["model.frames"],
                 residual=data["model.residual"],
-                step_hours=data["data.step_hours"],
+                step_hours=int(data["data.step"].removesuffix("h")),
                 statistics=data["statistics"],
                 step=numbers["step"],
                 seed=numbers["seed"],

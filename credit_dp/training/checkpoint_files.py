@@ -14,7 +14,7 @@ from typing import Any
 from credit_dp import checks
 from credit_dp.errors import UserError
 
-FORMAT = 3
+FORMAT = 4
 FOLDER = "checkpoint"  # of a run, its checkpoints are in
 STATE = "state.json"
 SHARD = ".safetensors"

@@ -39,7 +39,7 @@ def describe_data(prepared: Prepared, model: ModelConfig) -> Description:
         "data.levels": list(store.levels),
         "data.forcing": list(store.channels.forcing),
         "data.static": list(store.channels.static),
-        "data.step_hours": store.config.step_hours,
+        "data.step": f"{store.config.step_hours}h",
         "data.grid": f"{rows}x{columns}",
         "model.frames": model.frames,
         "model.residual": model.residual,
@@ -90,8 +90,8 @@ def check_data(saved: Description, own: Description) -> None:
         if np.any(change > TOLERANCE):
             raise UserError(
                 f"resume: the checkpoint was trained with another {name} of the fields: "
-                "data.store or data.train differs. Set them to those of the checkpoint, or start "
-                "a new run."
+                "data.store or data.dates.train differs. Set them to those of the checkpoint, or "
+                "start a new run."
             )
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import xarray as xr
 
+from credit_dp.data_config import SPLITS
 from tests.data import stores
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +30,11 @@ CASES: dict[str, tuple[Change, list[str], str]] = {
     "missing variable": (lambda data: data.drop_vars("temperature"), [], "data.prognostic"),
     "NaN in a variable": (with_nan, [], "data.prognostic"),
     "wrong dims": (lambda data: data.rename(longitude="x"), [], "data.store"),
-    "dates outside": (lambda data: data, ["data.train=[1980-01-01,1980-01-02]"], "data.train"),
+    "dates outside": (
+        lambda data: data,
+        ["data.dates.train=[1980-01-01,1980-01-02]"],
+        "data.dates.train",
+    ),
     "too many ranks": (lambda data: data, ["parallel.domain=7"], "parallel.domain"),
 }
 
@@ -37,7 +42,8 @@ CASES: dict[str, tuple[Change, list[str], str]] = {
 def arguments(store: Path) -> list[str]:
     """A run on two ranks of `stores.dataset`, as a user would type it."""
     config = stores.config(store)
-    lists = ("prognostic", "forcing", "static", "train", "valid", "test")
+    lists = {key: getattr(config, key) for key in ("prognostic", "forcing", "static")}
+    lists |= {f"dates.{split}": getattr(config.dates, split) for split in SPLITS}
     return [
         "experiment=fast",
         "data=zarr",
@@ -47,7 +53,7 @@ def arguments(store: Path) -> list[str]:
         "parallel.domain=2",
         "parallel.threads=1",
         "device=cpu",
-        *(f"data.{key}=[{','.join(getattr(config, key))}]" for key in lists),
+        *(f"data.{key}=[{','.join(values)}]" for key, values in lists.items()),
         "data.batch_size=2",
         "trainer.evaluate_hours=[6]",
         f"run.dir={store.parent / 'run'}",

@@ -20,9 +20,9 @@ FILES = sorted(conf_folder().glob("*/*.yaml"))
 NEEDS = {
     "data=zarr": [
         "data.store=/x.zarr",
-        "data.train=[2000-01-01,2000-12-31]",
-        "data.valid=[2001-01-01,2001-01-31]",
-        "data.test=[2001-02-01,2001-12-31]",
+        "data.dates.train=[2000-01-01,2000-12-31]",
+        "data.dates.valid=[2001-01-01,2001-01-31]",
+        "data.dates.test=[2001-02-01,2001-12-31]",
     ]
 }
 

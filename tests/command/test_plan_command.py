@@ -145,7 +145,10 @@ REFUSED = {
         "data.prognostic: the quickstart climate has no variable temprature. Nearest: temperature",
     ),
     "unknown forcing": (["data.forcing=[x]"], "data.forcing: the quickstart climate has no"),
-    "no store": (["data=zarr", "data.store=/nope"], "data.test, data.train, data.valid: need a"),
+    "no store": (
+        ["data=zarr", "data.store=/nope"],
+        "data.dates.test, data.dates.train, data.dates.valid: need a",
+    ),
     "several values": (["parallel.domain=2,3"], "parallel.domain: several values need"),
     "unknown dash": (["--yaml"], "--yaml"),
 }

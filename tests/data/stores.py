@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import xarray as xr
 
-from credit_dp.config import DataConfig
+from credit_dp.config import DataConfig, DatesConfig
+from credit_dp.data_config import SPLITS
 
 LEVELS = (500, 850, 1000)
 START = np.datetime64("2000-01-01", "ns")
@@ -67,12 +68,15 @@ def config(path: Path | str, **changes: Any) -> DataConfig:
         "prognostic": ["geopotential", "2m_temperature", "temperature"],
         "forcing": ["day_of_year_sin", "solar"],
         "static": ["geopotential_at_surface", "land_sea_mask"],
+        "batch_size": 2,
+    }
+    dates = {
         "train": ["2000-01-01", "2000-01-02"],
         "valid": ["2000-01-03T00", "2000-01-03T06"],
         "test": ["2000-01-03T12", "2000-01-03T18"],
-        "batch_size": 2,
     }
-    return DataConfig(**(settings | changes))
+    dates |= {split: changes.pop(split) for split in SPLITS if split in changes}
+    return DataConfig(**(settings | changes), dates=DatesConfig(**dates))
 
 
 def expected(data: xr.Dataset, settings: DataConfig, time: np.datetime64) -> np.ndarray:

@@ -91,7 +91,7 @@ def test_dim_without_coordinates(tmp_path):
         ("static", "solar", "data.forcing"),
         ("forcing", "land_sea_mask", "data.static"),
         ("forcing", "geopotential", "level"),
-        ("prognostic", "land_sea_mask", "needs time"),
+        ("prognostic", "land_sea_mask", "has no time"),
     ],
 )
 def test_variable_of_another_kind(good, kind, name, advice):
@@ -112,13 +112,13 @@ def test_level_that_is_not_there(good):
 @pytest.mark.parametrize("dates", [["1999-12-30", "2000-01-02"], ["2000-01-02", "2000-01-04"]])
 def test_dates_outside_the_store(good, split, dates):
     message = refusal(good, **{split: dates})
-    assert f"data.{split}" in message
+    assert f"data.dates.{split}" in message
     assert "2000-01-01T00:00 to 2000-01-03T18:00" in message
 
 
 def test_dates_between_two_times(good):
     message = refusal(good, train=["2000-01-01T01", "2000-01-01T02"])
-    assert "data.train" in message
+    assert "data.dates.train" in message
 
 
 @pytest.mark.parametrize(
@@ -198,13 +198,13 @@ def test_time_that_is_not_there(good):
 
 
 def test_step_that_the_store_does_not_have(good):
-    with pytest.raises(UserError, match=r"data\.step_hours"):
-        prepare(stores.config(good, step_hours=5))
+    with pytest.raises(UserError, match=r"data\.step"):
+        prepare(stores.config(good, step="5h"))
 
 
 def test_split_without_two_times_a_step_apart(good):
     config = stores.config(good, valid=["2000-01-03T00", "2000-01-03T00"])
-    with pytest.raises(UserError, match=r"data\.valid"):
+    with pytest.raises(UserError, match=r"data\.dates\.valid"):
         sample_times(prepare(config), "valid")
 
 

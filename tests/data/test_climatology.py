@@ -40,7 +40,7 @@ def opened(data, path, last, **options):
         prognostic=names,
         forcing=[],
         static=[],
-        step_hours=24,
+        step="24h",
         **spans,
     )
     return prepare(config)

@@ -51,7 +51,7 @@ def test_second_run_finds_all_of_it_there(path):
         {"prognostic": ["temperature"]},
         {"static": []},
         {"forcing": []},
-        {"step_hours": 12},
+        {"step": "12h"},
     ],
 )
 def test_what_statistics_depend_on_makes_new_ones(path, change):
@@ -160,13 +160,13 @@ def test_config_for_a_store_of_ones_own_fits_the_schema(path):
     file = Path(__file__).parents[2] / "conf" / "data" / "zarr.yaml"
     settings = OmegaConf.load(file)
     assert settings.pop("defaults") == ["schema", "_self_"]
-    assert {key for key in settings if OmegaConf.is_missing(settings, key)} == {
+    assert OmegaConf.missing_keys(settings) == {
         "store",
-        "train",
-        "valid",
-        "test",
+        "dates.train",
+        "dates.valid",
+        "dates.test",
     }
-    names = ["store", "train", "valid", "test", "prognostic", "static"]
+    names = ["store", "dates", "prognostic", "static"]
     given = {name: getattr(stores.config(path), name) for name in [*names, "cache"]}
     merged = OmegaConf.merge(OmegaConf.structured(DataConfig), settings, given)
     assert prepare(OmegaConf.to_object(merged)).store.channels.fields().inputs == 7 + 2 + 2

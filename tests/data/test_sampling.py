@@ -31,7 +31,7 @@ def test_samples_span_no_gap_and_stay_in_their_split(tmp_path):
 
 
 def test_samples_of_a_longer_step(tmp_path):
-    ready = prepared(tmp_path, list(range(40)), step_hours=12)
+    ready = prepared(tmp_path, list(range(40)), step="12h")
     assert hours(sample_times(ready, "train")) == [6 * i for i in range(14)]
 
 
@@ -46,10 +46,14 @@ def test_samples_of_several_states_have_them_all_in_their_split(tmp_path):
 
 def test_more_states_than_dates_in_a_row(tmp_path):
     ready = prepared(tmp_path, [0, 1, 2, 4, 5, *range(12, 40)])
-    with pytest.raises(UserError, match=r"6 dates of data\.train.*Lower model\.frames") as caught:
+    with pytest.raises(
+        UserError, match=r"6 dates of data\.dates\.train.*Lower model\.frames"
+    ) as caught:
         sample_times(ready, "train", 5)
     assert "\n" not in str(caught.value)
-    with pytest.raises(UserError, match=r"from 11 states fits into data\.valid.*model\.frames"):
+    with pytest.raises(
+        UserError, match=r"from 11 states fits into data\.dates\.valid.*model\.frames"
+    ):
         initial_times(ready, "valid", [6], 6, 11)
 
 
@@ -76,7 +80,7 @@ def test_lead_that_is_no_whole_number_of_steps(tmp_path):
 
 def test_lead_that_fits_nowhere(tmp_path):
     ready = prepared(tmp_path, list(range(40)))
-    with pytest.raises(UserError, match=r"data\.valid"):
+    with pytest.raises(UserError, match=r"data\.dates\.valid"):
         initial_times(ready, "valid", [72], 6)
 
 
@@ -128,7 +132,7 @@ def test_state_goes_on_in_another_sequence_of_another_mesh():
 @pytest.mark.parametrize(
     ("other", "key"),
     [
-        ({"count": 21}, "data.train"),
+        ({"count": 21}, "data.dates.train"),
         ({"batch_size": 2}, "data.batch_size"),
         ({"seed": 1}, "seed"),
     ],
@@ -148,5 +152,5 @@ def test_batch_that_does_not_divide(batch, size):
 
 
 def test_batch_that_is_more_than_there_is():
-    with pytest.raises(UserError, match=r"data\.batch_size.*data\.train has 3"):
+    with pytest.raises(UserError, match=r"data\.batch_size.*data\.dates\.train has 3"):
         SampleSequence(3, 4)

@@ -28,7 +28,7 @@ def test_statistics_equal_the_direct_ones(tmp_path, monkeypatch, chunk, block_by
     monkeypatch.setattr("credit_dp.data.store.BLOCK_BYTES", block_bytes)
     data = stores.dataset().sortby("latitude")
     path = stores.write(data, tmp_path / "store.zarr", chunks={"time": chunk})
-    config = stores.config(path, step_hours=step_hours)
+    config = stores.config(path, step=f"{step_hours}h")
     ready = prepare(config)
     store, found = ready.store, ready.statistics
     weights = row_weights(store.latitude)

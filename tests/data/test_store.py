@@ -4,6 +4,7 @@ import xarray as xr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from credit_dp.data.schema import Channel
 from credit_dp.data.store import Store
 from tests.data import stores
 
@@ -137,7 +138,8 @@ def test_blocks_cover_the_span_once_and_in_order(tmp_path, monkeypatch, chunk, b
     data = stores.dataset()
     path = stores.write(data, tmp_path / "s.zarr", chunks={"time": chunk})
     store = Store.open(stores.config(path))
-    blocks = list(store.blocks("geopotential", slice(2, 11), slice(1, 5), 3))
+    channels = [Channel("geopotential", level) for level in stores.LEVELS]
+    blocks = list(store.blocks(channels, slice(2, 11), slice(1, 5)))
     starts = [start for start, _ in blocks]
     ends = [start + len(block) for start, block in blocks]
     assert (starts[0], ends[-1]) == (2, 11)

@@ -348,12 +348,12 @@ def damaged(tmp_path: Path, name: str, content: bytes | None) -> str:
 SHARD = "shard-00001-model-00001-of-00001.safetensors"
 
 
-@pytest.mark.parametrize("content", [b"", b"not a checkpoint", b"PK\x03\x04", b'{"format": 3'])
+@pytest.mark.parametrize("content", [b"", b"not a checkpoint", b"PK\x03\x04", b'{"format": 4'])
 def test_what_is_not_a_checkpoint_is_refused(tmp_path, content):
     assert "not a readable checkpoint" in damaged(tmp_path, "state.json", content)
 
 
-@pytest.mark.parametrize("content", [b"[]", b'{"format": 2}', b'{"format": 3}'])
+@pytest.mark.parametrize("content", [b"[]", b'{"format": 3}', b'{"format": 4}'])
 def test_what_something_else_saved_is_refused(tmp_path, content):
     assert "not a checkpoint of this program" in damaged(tmp_path, "state.json", content)
 

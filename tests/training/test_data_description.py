@@ -51,7 +51,7 @@ def test_the_same_data_go_on(config, tmp_path):
             ["land_sea_mask", "geopotential_at_surface"],
             "data.static=[geopotential_at_surface,land_sea_mask]",
         ),
-        ("step_hours", 12, "data.step_hours=6, the config has 12"),
+        ("step", "12h", "data.step=6h, the config has 12h"),
     ],
 )
 def test_other_channels_are_refused_by_their_key(config, tmp_path, key, value, said):
@@ -92,9 +92,10 @@ def test_another_grid_is_refused(config, tmp_path):
 
 def test_other_dates_are_refused_by_their_statistics(config, tmp_path):
     # As many samples as before, so that nothing but the fields themselves tells the difference.
-    data = replace(config.data, train=["2000-01-01T06", "2000-01-04T00"])
+    dates = replace(config.data.dates, train=["2000-01-01T06", "2000-01-04T00"])
+    data = replace(config.data, dates=dates)
     message = refusal(config, data, tmp_path / "checkpoint")
-    assert "data.store or data.train differs" in message
+    assert "data.store or data.dates.train differs" in message
 
 
 def test_another_store_of_the_same_form_is_refused(config, tmp_path):

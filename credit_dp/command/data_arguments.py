@@ -1,0 +1,100 @@
+"""What the `credit-dp data` commands understand: keys of the config, and a few of their own."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError  # type: ignore[import-untyped]
+
+from credit_dp.checks import nearest
+from credit_dp.command.arguments import parse, parser
+from credit_dp.command.compose import Composer, check_overrides
+from credit_dp.command.overrides import parse_overrides
+from credit_dp.config import DataConfig
+from credit_dp.data_config import SPLITS
+from credit_dp.errors import UserError
+
+ALL_DATES = "[1800-01-01,2200-01-01]"
+
+
+class DataArguments(NamedTuple):
+    """A checked data config, the command's own keys, and whether JSON is wanted."""
+
+    config: DataConfig
+    own: Mapping[str, Any]
+    json: bool
+
+
+def read_data_arguments(
+    arguments: Sequence[str], program: str, help_text: str, own: Mapping[str, Any]
+) -> DataArguments | None:
+    """Understand a command line; None if it asked for help, which has been shown.
+
+    `store=` is short for `data.store=`. Without `data=` the store is `data=zarr`. Splits that the
+    config leaves open are all dates.
+
+    Args:
+        arguments: keys and dashes, in any order.
+        program: as messages name it.
+        help_text: with `{program}` for the program.
+        own: keys that only this command has, with their defaults; an own key is of the default's
+            type, or anything where that is None.
+
+    Raises:
+        UserError: a key or a value does not exist, or is not allowed.
+    """
+    using = parser()
+    using.add_argument("--json", action="store_true")
+    args = parse(using, arguments)
+    if args.help:
+        sys.stdout.write(help_text.format(program=program))
+        return None
+    given, rest = dict(own), []
+    for text in args.overrides:
+        key, equals, value = text.partition("=")
+        if equals and key in own:
+            given[key] = _value(key, value, own[key])
+        elif key == "store":
+            rest.append(f"data.store={value}")
+        elif "." not in key and key != "data":
+            known = [*own, "store", "data"]
+            raise UserError(
+                f"{program}: needs keys like {', '.join(known)} or data.NAME, got {text!r}."
+                f"{nearest(key, known)}"
+            )
+        else:
+            rest.append(text)
+    composer = Composer(program.rpartition(" ")[2])
+    overrides = [*_defaults(rest), *rest]
+    check_overrides(parse_overrides(overrides), composer.groups)
+    return DataArguments(composer.config(_with_dates(composer, overrides)).data, given, args.json)
+
+
+def _value(key: str, text: str, default: Any) -> Any:
+    try:
+        value = OmegaConf.to_object(OmegaConf.from_dotlist([f"value={text}"]))["value"]  # type: ignore[index,call-overload]
+    except (OmegaConfBaseException, YAMLError):
+        raise UserError(f"{key}: can't be read, got {text!r}") from None
+    if default is not None and type(value) is not type(default):
+        raise UserError(f"{key}: needs {_kind(default)}, got {text!r}")
+    return value
+
+
+def _kind(default: Any) -> str:
+    kinds = {bool: "true or false", int: "a whole number", list: "a list", str: "a text"}
+    return kinds[type(default)]
+
+
+def _defaults(given: Sequence[str]) -> list[str]:
+    return [] if any(text.startswith("data=") for text in given) else ["data=zarr"]
+
+
+def _with_dates(composer: Composer, overrides: Sequence[str]) -> list[str]:
+    """The overrides, and all dates for each split that they and the files leave open."""
+    missing = OmegaConf.missing_keys(composer.compose(overrides).data)
+    return [
+        *overrides,
+        *(f"data.dates.{x}={ALL_DATES}" for x in SPLITS if f"dates.{x}" in missing),
+    ]

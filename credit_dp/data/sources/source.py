@@ -1,0 +1,101 @@
+"""What every form of store offers: coordinates, variables, and fields of some rows."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from credit_dp.data.schema import Channel
+
+Fields = NDArray[np.float32]
+Times = NDArray[np.datetime64]
+Places = slice | NDArray[np.intp]
+
+
+@final
+@dataclass(frozen=True)
+class Variable:
+    """What a source says of one variable before any field is read.
+
+    Attributes:
+        timed: whether it changes in time.
+        levels: the levels it has, as in the store; empty if it is on none.
+        units, standard_name: as the source gives them; empty if it gives none.
+        problem: why it can't be read, after its name; empty if it can.
+    """
+
+    timed: bool
+    levels: tuple[int, ...] = ()
+    units: str = ""
+    standard_name: str = ""
+    problem: str = ""
+
+
+class Source(ABC):
+    """An open store, checked: fields as float32, row 0 northernmost.
+
+    Open it in the process that reads it: zarr's reading thread does not survive a fork.
+
+    Attributes:
+        where: its address, as messages name it.
+        times: `(T,)` datetime64[ns], rising, perhaps with gaps.
+        latitude: `(H,)` degrees, falling.
+        longitude: `(W,)` degrees, in the store's order.
+        variables: by their names in the config.
+    """
+
+    where: str
+    times: Times
+    latitude: NDArray[np.float64]
+    longitude: NDArray[np.float64]
+    variables: Mapping[str, Variable]
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns."""
+        return len(self.latitude), len(self.longitude)
+
+    @abstractmethod
+    def read(self, channels: Sequence[Channel], places: Places, rows: slice) -> Fields:
+        """Some channels at some places of `times`: `(T, C, rows, W)`, NaN where there is no value.
+
+        All of them change in time, or none: then `places` is `slice(0, 1)`. A chunk that holds
+        several of what is asked for is read once.
+
+        Raises:
+            UserError: what is on disk cannot be read; names file, variable and date.
+        """
+
+    @abstractmethod
+    def together(self, channels: Sequence[Channel]) -> list[list[Channel]]:
+        """The channels in groups, in order, of which each shares its chunks with no other."""
+
+    @abstractmethod
+    def times_together(self, channel: Channel) -> int:
+        """Times that lie in one shard of the channel or, without shards, in one chunk."""
+
+    @abstractmethod
+    def description(self, variables: Sequence[str]) -> list[object]:
+        """What a cached result depends on, as JSON: where, how old, coordinates, variables."""
+
+    @property
+    @abstractmethod
+    def bytes_read(self) -> int:
+        """Bytes of chunks read since opening, without metadata and shard indices."""
+
+    @property
+    @abstractmethod
+    def chunk_reads(self) -> int:
+        """Chunks, or inner chunks of shards, read since opening."""
+
+
+def as_slice(places: NDArray[np.intp]) -> Places:
+    """The same places as a slice if they rise evenly, which zarr reads faster, else unchanged."""
+    steps = np.diff(places)
+    step = int(steps[0]) if len(steps) else 1
+    if len(places) == 0 or step < 1 or np.any(steps != step):
+        return places
+    return slice(int(places[0]), int(places[-1]) + 1, step)

@@ -1,0 +1,101 @@
+"""What the config wants of a source, checked by names before any field is read."""
+
+from collections.abc import Sequence
+
+from credit_dp.config import DataConfig
+from credit_dp.data.forcings import COMPUTED
+from credit_dp.data.grid import parse_grid
+from credit_dp.data.schema import Channels, expand, suggestions
+from credit_dp.data.sources.source import Source
+from credit_dp.errors import UserError
+
+ROLES = ("prognostic", "diagnostic", "forcing", "static")
+
+
+def wanted_channels(source: Source, config: DataConfig) -> Channels:
+    """The channels of the config, in its order.
+
+    Raises:
+        UserError: a variable is missing, named twice or of another kind, or a level is missing.
+    """
+    _check_grid(source, config)
+    _check_variables(source, config)
+    levels = _wanted_levels(source, config)
+    on_levels = {name for name, variable in source.variables.items() if variable.levels}
+    return Channels(
+        prognostic=tuple(expand(config.prognostic, on_levels, levels)),
+        forcing=tuple(config.forcing),
+        static=tuple(config.static),
+        diagnostic=tuple(expand(config.diagnostic, on_levels, levels)),
+    )
+
+
+def _check_grid(source: Source, config: DataConfig) -> None:
+    if config.grid is not None and parse_grid(config.grid) != source.grid:
+        rows, columns = source.grid
+        raise UserError(
+            f"{source.where}: has {rows}x{columns} rows and columns, but data.grid asks for "
+            f"{config.grid}; a store is read as it is. Change data.grid, to null, or prepare "
+            "another store with `credit-dp data prepare`."
+        )
+
+
+def _check_variables(source: Source, config: DataConfig) -> None:
+    seen: set[str] = set()
+    for role in ROLES:
+        names: list[str] = getattr(config, role)
+        for name in names:
+            if name in seen:
+                raise UserError(
+                    f"data.{role}: {name} is in another list of the data config already. "
+                    "Take it out of one."
+                )
+            seen.add(name)
+            if role != "forcing" or name not in COMPUTED:
+                _check_present(source, name, role)
+                _check_kind(source, name, role)
+
+
+def _check_present(source: Source, name: str, role: str) -> None:
+    if name in source.variables:
+        return
+    available = [*source.variables, *(COMPUTED if role == "forcing" else ())]
+    raise UserError(
+        f"{source.where}: no variable {name}. {suggestions(name, available)}. Change data.{role}."
+    )
+
+
+def _check_kind(source: Source, name: str, role: str) -> None:
+    variable = source.variables[name]
+    if variable.problem:
+        problem = variable.problem
+    elif role == "static" and variable.timed:
+        problem = "changes in time: it belongs to data.forcing"
+    elif role != "static" and not variable.timed:
+        problem = "has no time: it belongs to data.static"
+    elif role in ("forcing", "static") and variable.levels:
+        problem = f"has levels, which a {role} variable can't have"
+    else:
+        return
+    raise UserError(f"{source.where}: {name} {problem}. Change data.{role} or data.store.")
+
+
+def _wanted_levels(source: Source, config: DataConfig) -> Sequence[int]:
+    """The levels of the config, or all of the store's in rising order. Empty if it has none."""
+    present = sorted({x for variable in source.variables.values() for x in variable.levels})
+    if config.levels is None:
+        return present
+    if not config.levels:
+        raise UserError("data.levels: needs at least one level, or null for all of the store's.")
+    if not present:
+        raise UserError(f"{source.where}: has no levels. Change data.levels, to null.")
+    for name in (*config.prognostic, *config.diagnostic):
+        levels = source.variables[name].levels
+        missing = [level for level in config.levels if levels and level not in levels]
+        if missing:
+            there = ", ".join(map(str, sorted(levels)))
+            raise UserError(
+                f"{source.where}: {name} has no level {missing[0]}. There are: {there}. "
+                "Change data.levels."
+            )
+    return list(config.levels)

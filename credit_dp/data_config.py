@@ -121,7 +121,7 @@ class DataConfig:
     variables: dict[str, VariableConfig] = field(default_factory=dict)
     step: str = "6h"
     dates: DatesConfig = field(default_factory=DatesConfig)
-    statistics: str | None = None  # a file; null: made from the training dates, in the cache
+    statistics: Any = None  # a file or a list; null: made from the training dates, in the cache
     batch_size: int = 8  # global: the mesh never changes it
     prefetch: int = 2  # batches ready ahead of the step that uses them
     workers: int = 2  # threads that read and decode
@@ -131,6 +131,7 @@ class DataConfig:
         if self.name != MISSING:
             checks.one_of("data.name", self.name, FORMS)
         self._check_store()
+        self._check_statistics()
         checks.grid("data.grid", self.grid)
         checks.not_empty("data.prognostic", self.prognostic)
         for key in ("prognostic", "diagnostic", "forcing", "static", "levels"):
@@ -148,6 +149,21 @@ class DataConfig:
         entries = self.store if isinstance(self.store, list) else [self.store]
         if not entries or not all(isinstance(entry, str | None) for entry in entries):
             raise UserError(f"data.store: needs a path or a list of them, got {self.store!r}")
+
+    def _check_statistics(self) -> None:
+        many = isinstance(self.statistics, list)
+        entries = self.statistics if many else [self.statistics or "none"]
+        if not entries or not all(isinstance(entry, str) and entry for entry in entries):
+            raise UserError(
+                "data.statistics: needs a file, or those of mean, std and tendency std, got "
+                f"{self.statistics!r}"
+            )
+
+    @property
+    def statistics_files(self) -> list[str]:
+        """The entries of `statistics`; empty if there is none."""
+        many = isinstance(self.statistics, list)
+        return list(self.statistics) if many else [self.statistics] if self.statistics else []
 
     @property
     def stores(self) -> list[str]:

@@ -5,6 +5,9 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 
 from credit_dp.checks import nearest
+from credit_dp.command.data_inspect import inspect
+from credit_dp.command.data_prepare import prepare
+from credit_dp.command.data_stats import stats
 from credit_dp.errors import UserError
 
 HELP = """\
@@ -17,7 +20,13 @@ credit-dp data makes stores ready for training.
 `credit-dp data COMMAND --help` says more.
 """
 
-COMMANDS: Mapping[str, Callable[[Sequence[str], str], int]] = MappingProxyType({})
+COMMANDS: Mapping[str, Callable[[Sequence[str], str], int]] = MappingProxyType(
+    {
+        "inspect": inspect,
+        "prepare": prepare,
+        "stats": stats,
+    }
+)
 
 
 def data(arguments: Sequence[str], program: str) -> int:

@@ -96,5 +96,5 @@ def _with_dates(composer: Composer, overrides: Sequence[str]) -> list[str]:
     missing = OmegaConf.missing_keys(composer.compose(overrides).data)
     return [
         *overrides,
-        *(f"data.dates.{x}={ALL_DATES}" for x in SPLITS if f"dates.{x}" in missing),
+        *(f"data.dates.{x}={ALL_DATES}" for x in SPLITS if f"data.dates.{x}" in missing),
     ]

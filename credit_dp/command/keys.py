@@ -40,6 +40,10 @@ def check_key(key: str) -> None:
     schema: Any = Config
     walked: list[str] = []
     for name in key.split("."):
+        if get_origin(schema) is dict and is_dataclass(get_args(schema)[1]):
+            walked.append(name)
+            schema = get_args(schema)[1]
+            continue
         if get_origin(schema) in (dict, list, tuple):
             return  # entries of lists and tables are checked by value
         names = list(hints_of(schema))
@@ -89,6 +93,12 @@ def is_table(key: str) -> bool:
 def is_table_entry(key: str) -> bool:
     """Whether the key names an entry of a table: `loss.variable_weight.geopotential`."""
     return is_table(key.rpartition(".")[0])
+
+
+def is_table_entry_key(key: str) -> bool:
+    """Whether the key is one of a table's entry: `data.variables.geopotential.normalise`."""
+    entry = key.rpartition(".")[0]
+    return is_table_entry(entry) and is_dataclass(kind_of(entry))
 
 
 def kind_of(key: str) -> Any:

@@ -8,7 +8,15 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
 
-from credit_dp.command.keys import check_value, describe, is_table, is_table_entry, kind_of
+from credit_dp.command.keys import (
+    check_key,
+    check_value,
+    describe,
+    is_table,
+    is_table_entry,
+    is_table_entry_key,
+    kind_of,
+)
 from credit_dp.errors import UserError
 
 
@@ -18,7 +26,7 @@ def parse_overrides(texts: Sequence[str]) -> list[Override]:
     Raises:
         UserError: one does not parse; the line gives a form that does, ready for the shell.
     """
-    parsed = [_parse(text) for text in texts]
+    parsed = [_parse(_whole_entry(text)) for text in texts]
     for override in parsed:
         refuse_dotted_entry(override)
     # Hydra would ask for a plus before a new entry of a table; here KEY=VALUE is all there is.
@@ -35,6 +43,18 @@ def adds_entries(key: str) -> bool:
     return is_table(key) or is_table_entry(key)
 
 
+def _whole_entry(text: str) -> str:
+    """`table={entry: {key: value}}` for a key of a table's entry, which need not be there yet."""
+    key, equals, value = text.lstrip("+").partition("=")
+    alone = try_parse(f"x={value}")
+    if not equals or not is_table_entry_key(key) or alone is None or alone.is_sweep_override():
+        return text
+    check_key(key)
+    entry, _, name = key.rpartition(".")
+    table, _, entry = entry.rpartition(".")
+    return f"{table}={{{entry}: {{{name}: {value}}}}}"
+
+
 def refuse_dotted_entry(override: Override) -> None:
     """Refuse `parallel.layout.encoder.0=...`: the dots in an entry's name would make tables of it.
 
@@ -44,7 +64,7 @@ def refuse_dotted_entry(override: Override) -> None:
     names = override.key_or_group.split(".")
     for count in range(1, len(names) - 1):
         table, entry = ".".join(names[:count]), ".".join(names[count:])
-        if is_table(table):
+        if is_table(table) and not is_table_entry_key(override.key_or_group):
             value = str(override.input_line).partition("=")[2]
             raise UserError(
                 f"{override.key_or_group}: a name with dots is only understood in a table; "
@@ -82,6 +102,9 @@ def try_parse(text: str) -> Override | None:
 def table_form(key: str, value: str) -> str | None:
     """`table={entry: value}`, for an entry whose name no key may have, like 2m_temperature."""
     table, _, entry = key.rpartition(".")
+    if is_table_entry_key(key):
+        table, _, name = table.rpartition(".")
+        entry, value = name, f"{{{entry}: {value if try_parse(f'x={value}') else quote(value)}}}"
     form = f"{table}={{{entry}: {value}}}"
     if not is_table(table) or try_parse(f"{key}=0") is not None or try_parse(form) is None:
         return None

@@ -1,4 +1,9 @@
-"""The seasonal climatology: mean and annual harmonics per grid point, fitted to the training dates.
+"""What a date's fields are on average: by hour of day and season, fitted to the training dates.
+
+Each hour of the day has its own mean and annual harmonics per grid point. That is a smooth version
+of WeatherBench 2's climatology, the mean for each hour and day of the year over a window of 61 days
+(Rasp et al. 2024, section 2.4): two harmonics let through what that window does, the year and the
+half year, and are also determined where there are few years.
 
 Coefficients lie on disk in chunks of a few rows, so that a rank reads its own rows alone.
 """
@@ -11,16 +16,20 @@ import zarr
 from numpy.typing import NDArray
 
 from credit_dp.data.cache import fingerprint
-from credit_dp.data.dates import split_span
-from credit_dp.data.schema import Channels
+from credit_dp.data.schema import Channel, Channels
 from credit_dp.data.season import year_fraction
-from credit_dp.data.sources.source import Fields
+from credit_dp.data.sources.source import Times
 from credit_dp.data.store import Store
+from credit_dp.data.streaming import TrainingDates, Window, bands
 
-VERSION = 1  # of the definitions below: a new one makes old files unused
+VERSION = 2  # of the definitions below: a new one makes old files unused
 HARMONICS = 2
 WORST_VARIANCE = 20.0
 ROW_CHUNKS = 64  # at least this many chunks from pole to pole, as far as there are rows
+MOST_HOURS = 8  # of the day, with a fit of their own
+HOURS = "hours"  # the attribute that says which these are
+SUM_BYTES = 4 * 2**30  # of sums in memory while fitting
+HELD_BYTES = 2**30  # of coefficients in memory while they are used, or those of one hour
 
 Matrix = NDArray[np.float64]
 
@@ -32,31 +41,57 @@ class Climatology:
     Holds the coefficients of the rows that were asked for last.
     """
 
-    def __init__(self, arrays: list[zarr.Array[Any]]) -> None:
+    def __init__(self, arrays: list[zarr.Array[Any]], hours: list[int]) -> None:
         self._arrays = arrays
-        self.harmonics = (arrays[0].shape[1] - 1) // 2
+        self.hours = hours
+        self.harmonics = (arrays[0].shape[2] - 1) // 2
         self._rows: slice | None = None
-        self._coefficients = np.empty(0, dtype=np.float32)
+        self._held: dict[int, NDArray[np.float32]] = {}
 
     @classmethod
     def load(cls, path: Path, channels: Channels) -> "Climatology | None":
         """Open what a `ClimatologyFit` wrote; None if it is absent or damaged."""
         try:
-            return cls([zarr.open_array(path / name, mode="r") for name in channels.variables])
-        except (OSError, ValueError, KeyError):
+            group = zarr.open_group(path, mode="r")
+            said: Any = group.attrs[HOURS]
+            hours = [int(hour) for hour in said]
+            names = variables_of(channels)
+            return cls([zarr.open_array(path / name, mode="r") for name in names], hours)
+        except (OSError, ValueError, KeyError, TypeError):
             return None
 
     def field(self, time: np.datetime64, rows: slice) -> NDArray[np.float32]:
-        """The climatological prognostic channels in the store's units: `(C, rows, W)`."""
+        """The channels that come out, as expected, in the store's units: `(C, rows, W)`.
+
+        NaN where there are no values. Between the hours that have a fit it is interpolated.
+        """
         if rows != self._rows:
-            read = [np.asarray(array[:, :, rows], dtype=np.float32) for array in self._arrays]
-            self._coefficients = np.concatenate(read)
+            self._held = {}
             self._rows = rows
         basis = seasonal_basis(np.array([time]), self.harmonics)[0].astype(np.float32)
-        return np.asarray(np.einsum("k,ckhw->chw", basis, self._coefficients))
+        before, after, part = neighbours(self.hours, float(hour_of_day(np.array([time]))[0]))
+        found = np.einsum("k,ckhw->chw", basis, self._coefficients(before, rows))
+        if part:
+            later = np.einsum("k,ckhw->chw", basis, self._coefficients(after, rows))
+            found += np.float32(part) * (later - found)
+        return np.asarray(found)
+
+    def _coefficients(self, slot: int, rows: slice) -> NDArray[np.float32]:
+        if slot not in self._held:
+            read = [np.asarray(x[slot, :, :, rows], dtype=np.float32) for x in self._arrays]
+            fields = np.concatenate(read)
+            while self._held and (len(self._held) + 1) * fields.nbytes > HELD_BYTES:
+                self._held.pop(next(iter(self._held)))
+            self._held[slot] = fields
+        return self._held[slot]
 
 
-def seasonal_basis(times: NDArray[np.datetime64], harmonics: int) -> Matrix:
+def variables_of(channels: Channels) -> list[str]:
+    """The variables that come out, each once, in order."""
+    return list(dict.fromkeys(channel.variable for channel in channels.out))
+
+
+def seasonal_basis(times: Times, harmonics: int) -> Matrix:
     """`(T,)` -> `(T, 1 + 2 harmonics)`: one, then cosine and sine of each multiple of the year."""
     angle = 2 * np.pi * year_fraction(times)
     columns = [np.ones_like(angle)]
@@ -65,7 +100,32 @@ def seasonal_basis(times: NDArray[np.datetime64], harmonics: int) -> Matrix:
     return np.stack(columns, axis=1)
 
 
-def resolved_harmonics(times: NDArray[np.datetime64]) -> int:
+def hour_of_day(times: Times) -> NDArray[np.float64]:
+    """The hours since midnight UTC: `(T,)`, 0 to 24."""
+    passed = times - times.astype("datetime64[D]")
+    return np.asarray(passed / np.timedelta64(1, "h"))
+
+
+def fitted_hours(times: Times) -> list[int]:
+    """The hours of the day that get a fit: those of the dates or, of many, each third hour."""
+    present = np.unique(hour_of_day(times).astype(int)).tolist()
+    third = [hour for hour in present if hour % 3 == 0]
+    return third if len(present) > MOST_HOURS and third else present
+
+
+def neighbours(hours: list[int], hour: float) -> tuple[int, int, float]:
+    """Between which places of `hours` an hour of the day lies, and how far on the way.
+
+    The day goes round: after the last comes the first.
+    """
+    after = int(np.searchsorted(hours, hour, side="right")) % len(hours)
+    before = (after - 1) % len(hours)
+    length = (hours[after] - hours[before]) % 24 or 24
+    part = ((hour - hours[before]) % 24) / length
+    return before, after, part if len(hours) > 1 else 0.0
+
+
+def resolved_harmonics(times: Times) -> int:
     """How many harmonics the dates determine: fewer than two where they leave out seasons.
 
     The variance of the fitted field, on the day on which it is greatest, is 5 times the residual
@@ -84,10 +144,10 @@ def resolved_harmonics(times: NDArray[np.datetime64]) -> int:
     return 0
 
 
-def climatology_path(store: Store, folder: Path) -> Path:
+def climatology_path(store: Store, folder: Path, every: int = 1) -> Path:
     """Where the climatology of this store, these variables and dates lies."""
-    times = store.times[split_span(store.config, "train", store.times)]
-    description = store.description(list(store.channels.variables))
+    times = store.times[TrainingDates.of(store, every).chosen]
+    description = store.description(variables_of(store.channels))
     name = fingerprint(VERSION, description, [str(time) for time in times])
     return folder / f"climatology-{name}.zarr"
 
@@ -96,42 +156,81 @@ def climatology_path(store: Store, folder: Path) -> Path:
 class ClimatologyFit:
     """Least squares for all grid points at once, during a pass over the training dates.
 
-    All points share one small matrix; the right-hand sides of one variable at a time are in memory:
-    40 bytes per grid point and level.
+    The points of one hour share one small matrix; the right-hand sides of one group of channels and
+    one band of rows are in memory: for each hour 40 bytes per point and channel.
     """
 
-    def __init__(self, store: Store, path: Path) -> None:
-        self._group = zarr.open_group(path, mode="w")
-        self._grid = store.grid
-        times = store.times[split_span(store.config, "train", store.times)]
-        self._basis = seasonal_basis(times, resolved_harmonics(times))
-        self._variable = ""
-        self._sums: Matrix = np.empty((0, 0, 0))
+    def __init__(self, store: Store, dates: TrainingDates, path: Path) -> None:
+        self._store = store
+        times = store.times[dates.chosen]
+        hours = fitted_hours(times)
+        hour = hour_of_day(times).astype(int)
+        # Each date's place among the hours that get a fit; -1 if it has none.
+        self._slots = np.array([hours.index(h) if h in hours else -1 for h in hour])
+        of_slot = [times[self._slots == slot] for slot in range(len(hours))]
+        harmonics = min(resolved_harmonics(some) for some in of_slot)
+        self._basis = seasonal_basis(times, harmonics)
+        self._inverse = [
+            np.linalg.inv(b.T @ b) for b in (seasonal_basis(t, harmonics) for t in of_slot)
+        ]
+        self._arrays = self._create(path, hours)
+        self._channels: list[tuple[int, Channel]] = []
+        self._rows = slice(0, 0)
+        self._sums: Matrix = np.empty((0, 0, 0, 0))
 
-    def begin(self, variable: str, levels: int) -> None:
-        """Expect blocks of another variable."""
-        self._variable = variable
-        self._sums = np.zeros((levels, self._basis.shape[1], self._grid[0] * self._grid[1]))
+    def bands(self, channels: tuple[Channel, ...]) -> list[slice]:
+        """The rows that can be fitted at once."""
+        per_point = 8 * len(self._inverse) * self._basis.shape[1]
+        return bands(self._store, channels, SUM_BYTES, per_point)
 
-    def add(self, first: int, block: Fields) -> None:
-        """Take in `(T, levels, H, W)`."""
-        basis = self._basis[first : first + len(block)]
-        for level in range(len(self._sums)):
-            values = block[:, level].reshape(len(block), -1).astype(np.float64)
-            self._sums[level] += basis.T @ values
+    def begin(self, channels: tuple[Channel, ...], rows: slice) -> None:
+        """Expect other channels or rows."""
+        out = set(self._store.channels.out)
+        self._channels = [(place, c) for place, c in enumerate(channels) if c in out]
+        self._rows = rows
+        points = (rows.stop - rows.start) * self._store.grid[1]
+        shape = (len(self._inverse), len(self._channels), self._basis.shape[1], points)
+        self._sums = np.zeros(shape)
+
+    def add(self, window: Window) -> None:
+        """Take in the dates of a window that come for the first time."""
+        slots = self._slots[window.dates]
+        for slot in range(len(self._inverse)):
+            dates, fresh = window.dates[slots == slot], window.fresh[slots == slot]
+            if not len(dates):
+                continue
+            basis = self._basis[dates]
+            for index, (place, _) in enumerate(self._channels):
+                values = window.fields[fresh, place].reshape(len(fresh), -1).astype(np.float64)
+                self._sums[slot, index] += basis.T @ values
 
     def end(self) -> None:
-        """Solve for the variable's coefficients and write them: `(levels, K, H, W)`."""
-        inverse = np.linalg.inv(self._basis.T @ self._basis)
-        levels, count, _ = self._sums.shape
-        height, width = self._grid
-        array = self._group.create_array(
-            self._variable,
-            shape=(levels, count, height, width),
-            chunks=(levels, count, max(1, height // ROW_CHUNKS), width),
-            dtype="float32",
-            dimension_names=("level", "coefficient", "latitude", "longitude"),
-        )
-        for level in range(levels):
-            fitted = inverse @ self._sums[level]
-            array[level] = fitted.reshape(count, height, width).astype(np.float32)
+        """Solve for the coefficients and write them."""
+        rows, columns = self._rows.stop - self._rows.start, self._store.grid[1]
+        channels = self._store.channels
+        for slot, inverse in enumerate(self._inverse):
+            for index, (_, channel) in enumerate(self._channels):
+                fitted = (inverse @ self._sums[slot, index]).reshape(-1, rows, columns)
+                level = channels.out.index(channel) - channels.of(channel.variable).start
+                array = self._arrays[channel.variable]
+                array[slot, level, :, self._rows] = fitted.astype(np.float32)
+        self._sums = np.empty((0, 0, 0, 0))
+
+    def _create(self, path: Path, hours: list[int]) -> dict[str, zarr.Array[Any]]:
+        """One array per variable: `(hours, levels, K, H, W)`."""
+        group = zarr.open_group(path, mode="w", attributes={HOURS: hours})
+        height, width = self._store.grid
+        count = self._basis.shape[1]
+        arrays = {}
+        for variable in variables_of(self._store.channels):
+            span = self._store.channels.of(variable)
+            levels = span.stop - span.start
+            arrays[variable] = group.create_array(
+                variable,
+                shape=(len(hours), levels, count, height, width),
+                chunks=(1, levels, count, max(1, height // ROW_CHUNKS), width),
+                dtype="float32",
+                fill_value=np.nan,
+                dimension_names=("hour", "level", "coefficient", "latitude", "longitude"),
+            )
+        return arrays

@@ -30,7 +30,8 @@ def split_span(config: DataConfig, split: str, times: NDArray[np.datetime64]) ->
     key = f"data.dates.{split}"
     dates: list[str] = getattr(config.dates, split)
     first, last = (whole(date) for date in dates)
-    if first[1] < times[0] or last[0] > times[-1]:
+    step = np.timedelta64(config.step_hours, "h")  # what is off the step is none of the times
+    if first[1] <= times[0] - step or last[0] >= times[-1] + step:
         raise UserError(
             f"{config.store}: holds {_minute(times[0])} to {_minute(times[-1])}, but {key} asks "
             f"for {dates[0]} to {dates[1]}. Set {key} to dates within the store."

@@ -1,26 +1,34 @@
-"""A zarr store on disk, opened for reading only, that counts what is read from it."""
+"""A zarr store on disk or elsewhere, opened for reading only, that counts what is read from it."""
 
 from pathlib import Path
+from threading import Lock
 
-import xarray as xr
-import zarr
-from zarr.abc.store import ByteRequest, SuffixByteRequest
+from zarr.abc.store import ByteRequest, Store, SuffixByteRequest
 from zarr.core.buffer import Buffer, BufferPrototype
-from zarr.storage import LocalStore, WrapperStore
+from zarr.storage import FsspecStore, LocalStore, WrapperStore
 
+from credit_dp.data.sources.address import (
+    check_address,
+    filesystem,
+    is_remote,
+    local_path,
+    storage_options,
+    without_secrets,
+)
 from credit_dp.errors import UserError
 
 METADATA = ("zarr.json", ".zmetadata", ".zgroup", ".zarray", ".zattrs")
 
 
-class CountingStore(WrapperStore[LocalStore]):
+class CountingStore(WrapperStore[Store]):
     """Hands every read on and adds up the bytes of chunks; metadata is not counted.
 
     The index at the end of a shard is counted apart: it is the price of reading part of a shard.
     """
 
-    def __init__(self, store: LocalStore) -> None:
+    def __init__(self, store: Store) -> None:
         super().__init__(store)
+        self._lock = Lock()
         self.reset()
 
     def reset(self) -> None:
@@ -28,49 +36,80 @@ class CountingStore(WrapperStore[LocalStore]):
         self.data_bytes = 0
         self.chunk_reads = 0
         self.index_bytes = 0
+        self.absent = 0  # chunks that were not there
 
     async def get(
         self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None
     ) -> Buffer | None:
-        """As the wrapped store's, counted. None, and nothing counted, for an absent chunk."""
+        """As the wrapped store's, counted. None, and only `absent` counted, for an absent chunk."""
         value = await super().get(key, prototype, byte_range)
-        if value is None or key.endswith(METADATA):
+        if key.endswith(METADATA):
             return value
-        if isinstance(byte_range, SuffixByteRequest):
-            self.index_bytes += len(value)
-        else:
-            self.data_bytes += len(value)
-            self.chunk_reads += 1
+        with self._lock:
+            if value is None:
+                self.absent += 1
+            elif isinstance(byte_range, SuffixByteRequest):
+                self.index_bytes += len(value)
+            else:
+                self.data_bytes += len(value)
+                self.chunk_reads += 1
         return value
 
+    def add(self, size: int, chunks: int) -> None:
+        """Count what was read past this store: so many bytes of chunks."""
+        with self._lock:
+            self.data_bytes += size
+            self.chunk_reads += chunks
 
-def open_dataset(path: Path) -> tuple[xr.Dataset, CountingStore]:
-    """The store at `path`, version 2 or 3, as lazily read variables, and its counter.
+    def asked(self, size: int) -> None:
+        """Nothing: what a reader asks for is counted when its chunks are read."""
+
+
+def open_disk(where: str) -> CountingStore:
+    """The zarr store at a path or address, for reading.
 
     Raises:
-        UserError: there is nothing at `path`, or nothing that zarr can read.
+        UserError: there is nothing at the path, or the address can't be used.
     """
+    check_address(where)
+    if is_remote(where):
+        filesystem(where)  # for its errors
+        return CountingStore(
+            FsspecStore.from_url(where, storage_options=storage_options(where), read_only=True)
+        )
+    path = local_path(where)
     if not path.exists():
-        raise UserError(f"{path}: no such zarr store. Set data.store to one that exists.")
-    disk = CountingStore(LocalStore(path, read_only=True))
-    try:
-        group = zarr.open_group(disk, mode="r")
-        consolidated = group.metadata.consolidated_metadata is not None
-        # Without dask: it would add milliseconds to each read.
-        dataset = xr.open_zarr(disk, chunks=None, consolidated=consolidated, decode_timedelta=False)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(
-            f"{path}: not a zarr group that can be read ({reason}). Set data.store to one."
-        ) from error
-    return dataset, disk
+        raise UserError(f"{where}: no such zarr store. Set data.store to one that exists.")
+    return CountingStore(LocalStore(path, read_only=True))
 
 
-def stamp(path: Path) -> str:
-    """What changes when the store at `path` is written anew: its root metadata and their age."""
+def place(where: str) -> str:
+    """A store's address as results remember it: the whole path, or the address without secrets."""
+    return without_secrets(where) if is_remote(where) else str(local_path(where).resolve())
+
+
+def stamp(where: str | Path) -> str:
+    """What changes when a store is written anew: its root metadata, and how old they are.
+
+    Of one file, such as netCDF: its size and age.
+    """
+    if isinstance(where, str) and is_remote(where):
+        return _remote_stamp(where)
+    path = local_path(str(where))
+    if path.is_file():
+        status = path.stat()
+        return f"{status.st_size} {status.st_mtime_ns}"
     parts = []
     for name in METADATA:
         file = path / name
         if file.is_file():
             parts.append(f"{name} {file.stat().st_mtime_ns} {file.read_text()}")
     return "\n".join(parts)
+
+
+def _remote_stamp(where: str) -> str:
+    """The metadata alone: not every server says how old they are."""
+    system, root = filesystem(where)
+    paths = {f"{root.rstrip('/')}/{name}": name for name in METADATA}
+    found = system.cat(list(paths), on_error="omit")
+    return "\n".join(f"{paths[path]} {found[path].decode()}" for path in paths if path in found)

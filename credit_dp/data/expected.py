@@ -4,13 +4,14 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from credit_dp.config import DataConfig
-from credit_dp.data.forcings import COMPUTED
+from credit_dp.data.forcings import COMPUTED, COMPUTED_STATICS
 from credit_dp.data.grid import parse_grid
 from credit_dp.data.quickstart.layout import AT_SURFACE, ON_LEVELS, STATICS
 from credit_dp.data.quickstart.model import LEVELS
 from credit_dp.data.quickstart.spans import resolve_grid
 from credit_dp.data.schema import Channels, expand, suggestions
 from credit_dp.data.store import Store
+from credit_dp.data.wanted import check_keys
 from credit_dp.errors import UserError
 
 
@@ -24,12 +25,19 @@ def expected_channels(config: DataConfig) -> Channels:
     """
     if config.name != "quickstart":
         return Store.open(replace(config, grid=None)).channels  # on whatever grid
-    _check_names("prognostic", config.prognostic, {**ON_LEVELS, **AT_SURFACE})
+    timed = {**ON_LEVELS, **AT_SURFACE}
+    _check_names("prognostic", config.prognostic, timed)
+    _check_names("diagnostic", config.diagnostic, timed)
     _check_names("forcing", config.forcing, COMPUTED)
-    _check_names("static", config.static, STATICS)
+    _check_names("static", config.static, {*STATICS, *COMPUTED_STATICS})
+    check_keys(config)
     levels = LEVELS if config.levels is None else config.levels
-    prognostic = expand(config.prognostic, set(ON_LEVELS), levels)
-    return Channels(tuple(prognostic), tuple(config.forcing), tuple(config.static))
+    return Channels(
+        prognostic=tuple(expand(config.prognostic, set(ON_LEVELS), levels)),
+        forcing=tuple(config.forcing),
+        static=tuple(config.static),
+        diagnostic=tuple(expand(config.diagnostic, set(ON_LEVELS), levels)),
+    )
 
 
 def expected_grid(config: DataConfig) -> tuple[int, int]:

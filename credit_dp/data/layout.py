@@ -9,22 +9,64 @@ from credit_dp.data.grid import FULL_CIRCLE, POLE
 from credit_dp.errors import UserError
 
 OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
+    "time": ("valid_time",),
     "latitude": ("lat",),
     "longitude": ("lon",),
-    "level": ("pressure_level",),
+    "level": ("pressure_level", "isobaricInhPa", "plev", "hybrid", "model_level"),
 }
+PASCALS = 100  # in one hPa
 HORIZONTAL = ("latitude", "longitude")
+GRID_TYPES = {  # as GRIB calls them
+    "reduced_gg": "reduced Gaussian",
+    "rotated_ll": "rotated regional",
+    "lambert": "Lambert regional",
+    "polar_stereographic": "polar stereographic regional",
+    "healpix": "HEALPix",
+}
+CELLS = ("values", "cell", "cells", "ncells", "nCells", "grid_index")  # dims of all cells in a row
 
 
-def with_standard_names(dataset: xr.Dataset) -> xr.Dataset:
-    """The dataset with its dims called time, level, latitude and longitude, in whatever order."""
-    names = {
-        other: standard
-        for standard, others in OTHER_NAMES.items()
-        for other in others
-        if standard not in dataset.dims and other in dataset.dims
-    }
-    return dataset.rename(names)
+def with_standard_names(dataset: xr.Dataset, where: str) -> xr.Dataset:
+    """The dataset with its dims called time, level, latitude and longitude, in whatever order.
+
+    Coordinates that are no dims, such as an ensemble member's number, are left out.
+
+    Raises:
+        UserError: its grid is not of rows and columns.
+    """
+    _check_grid(dataset, where)
+    if "time" in dataset.dims and "valid_time" in dataset.coords:
+        valid = dataset["valid_time"]
+        if valid.dims == ("time",):
+            dataset = dataset.assign_coords(time=("time", valid.values))
+    dataset = dataset.drop_vars([name for name in dataset.coords if name not in dataset.dims])
+    for standard, others in OTHER_NAMES.items():
+        other = next((name for name in others if name in dataset.dims), None)
+        if other is not None and standard not in dataset.dims:
+            dataset = dataset.rename({other: standard})
+    if "level" in dataset.coords and dataset["level"].attrs.get("units") == "Pa":
+        dataset = dataset.assign_coords(level=dataset["level"].values / PASCALS)
+    return dataset
+
+
+def _check_grid(dataset: xr.Dataset, where: str) -> None:
+    """Refuse, by its name, a grid whose cells don't lie on rows and columns."""
+    kinds = {str(array.attrs.get("GRIB_gridType", "")) for array in dataset.variables.values()}
+    known = next((GRID_TYPES[kind] for kind in sorted(kinds) if kind in GRID_TYPES), None)
+    dims = [str(dim) for dim in dataset.dims if dim in CELLS]
+    for standard in HORIZONTAL:
+        for name in (standard, *OTHER_NAMES[standard]):
+            if name in dataset.variables and name not in dataset.dims:
+                dims += [", ".join(map(str, dataset[name].dims))] if dataset[name].dims else []
+    if known is None and not dims:
+        return
+    if known is None:
+        known = "curvilinear or regional" if "," in dims[-1] else "reduced Gaussian or unstructured"
+    raise _error(
+        where,
+        f"has a {known} grid{f' (cells along {dims[-1]})' if dims else ''}, but a grid with a row "
+        "for each latitude and a column for each longitude is needed: regrid it first",
+    )
 
 
 def check_coordinates(dataset: xr.Dataset, where: str) -> None:
@@ -50,9 +92,17 @@ def check_coordinates(dataset: xr.Dataset, where: str) -> None:
 def _check_time(dataset: xr.Dataset, where: str) -> None:
     times = dataset["time"].values
     if not np.issubdtype(times.dtype, np.datetime64):
-        raise _error(where, "time is not in the standard calendar")
-    if len(times) == 0 or np.isnat(times).any() or not np.all(np.diff(times) > np.timedelta64(0)):
-        raise _error(where, "time does not rise throughout")
+        calendar = getattr(times.flat[0], "calendar", None) if times.size else None
+        found = f", but in {calendar}" if calendar else ""
+        raise _error(where, f"time is not in the standard calendar{found}")
+    if len(times) == 0:
+        raise _error(where, "has no times")
+    if np.isnat(times).any():
+        raise _error(where, "time has missing values")
+    wrong = np.flatnonzero(np.diff(times) <= np.timedelta64(0))
+    if len(wrong):
+        one, other = times[wrong[0] : wrong[0] + 2].astype("datetime64[m]")
+        raise _error(where, f"time does not rise throughout: after {one} comes {other}")
 
 
 def _check_latitude(latitude: np.ndarray, where: str) -> None:
@@ -71,7 +121,7 @@ def _check_latitude(latitude: np.ndarray, where: str) -> None:
             where,
             f"latitude must cover the globe from pole to pole in rows of about one distance, but "
             f"goes from {latitude[0]:g} to {latitude[-1]:g} in steps of "
-            f"{np.abs(steps).min():g} to {widest:g} degrees",
+            f"{np.abs(steps).min():g} to {widest:g} degrees; a regional grid can't be used",
         )
 
 
@@ -86,7 +136,8 @@ def _check_longitude(longitude: np.ndarray, where: str) -> None:
         raise _error(
             where,
             f"longitude must go once round the globe in {len(longitude)} equal steps, without "
-            f"repeating its first column, but goes from {longitude[0]} to {longitude[-1]}",
+            f"repeating its first column, but goes from {longitude[0]:g} to {longitude[-1]:g}; "
+            "a regional grid can't be used",
         )
 
 

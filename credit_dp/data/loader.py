@@ -1,82 +1,59 @@
 """Batches of this rank's rows, read ahead in the background while the model computes."""
 
+import logging
 from collections import deque
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from functools import partial
 from types import TracebackType
-from typing import Any, Self, final
+from typing import Any, Self, TypeVar, final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
+from credit_dp.data.batch import EVERYTHING, Batch, Reads
+from credit_dp.data.dates import split_span
 from credit_dp.data.normalise import Normaliser
 from credit_dp.data.prepare import Prepared
+from credit_dp.data.reading import BatchReader
+from credit_dp.data.reading_threads import ReadingThreads
 from credit_dp.data.sampling import SampleSequence, frame_steps, sample_times
+from credit_dp.data.sources.shared import SharedSource, Trade
+from credit_dp.data.store import Store
 
+__all__ = ["Batch", "Loader", "Reads", "spanning_gaps"]
 
-@dataclass(frozen=True)
-class Batch:
-    """Samples on one band of rows, normalised.
+T = TypeVar("T")
 
-    Shapes:
-        `now`: `(B, frames * C, h, W)`, the states of so many steps, the newest last; `target`, one
-        step after that: `(B, C, h, W)`; `forcing`, at the newest one's time: `(B, F, h, W)`;
-        `static`: `(B, S, h, W)`; `times`, of the newest: `(B,)` datetime64[ns].
-    """
-
-    now: Tensor
-    forcing: Tensor
-    static: Tensor
-    target: Tensor
-    times: NDArray[np.datetime64]
-
-    def to(self, device: torch.device) -> "Batch":
-        """The same batch on another device."""
-        moved = {
-            name: getattr(self, name).to(device, non_blocking=True)
-            for name in ("now", "forcing", "static", "target")
-        }
-        return replace(self, **moved)
-
-    def split(self, parts: int) -> list["Batch"]:
-        """The samples in order, in equal parts."""
-        if parts == 1:
-            return [self]
-        size = len(self.times) // parts
-        places = [slice(start, start + size) for start in range(0, parts * size, size)]
-        names = [field.name for field in fields(self)]
-        return [Batch(**{name: getattr(self, name)[place] for name in names}) for place in places]
+logger = logging.getLogger(__name__)
 
 
 @final
 @dataclass(frozen=True)
-class Reads:
-    """What of a batch is read; the rest has no channels.
+class _Coming:
+    """A batch and what fills it."""
 
-    `inputs`: all that goes into the model. `last`: the newest state, which is among them. `target`:
-    the state after it.
-    """
+    batch: Batch
+    static: Future[Tensor]
+    samples: list[Future[None]]
 
-    inputs: bool = True
-    last: bool = True
-    target: bool = True
-
-    def states(self, frames: int) -> slice:
-        """Which of a sample's states are read, of `frames` and the target."""
-        first = 0 if self.inputs else frames - 1 if self.last else frames
-        last = frames + 1 if self.target else frames if self.inputs or self.last else first
-        return slice(first, last)
+    def result(self) -> Batch:
+        """The batch, once it is there; or the first error."""
+        static = self.static.result()
+        for sample in self.samples:
+            sample.result()
+        return replace(self.batch, static=static.expand(len(self.samples), -1, -1, -1))
 
 
 @final
 class Loader:
-    """Endless batches in the order of a sequence, `prefetch` of them read ahead by one thread.
+    """Endless batches in the order of a sequence, read ahead by threads.
 
-    What resuming needs is the number of batches handed out, never of those read ahead. An error of
-    the reading thread is raised as it is where the batch was due.
+    Besides the batch in use, `prefetch` of them are in memory or on their way into it. What
+    resuming needs is the number of batches handed out, never of those read ahead. An error of a
+    reading thread is raised as it is where the batch was due.
     """
 
     def __init__(
@@ -89,39 +66,44 @@ class Loader:
         prefetch: int = 2,
         device: torch.device | None = None,
         frames: int = 1,
-        reads: Reads = Reads(),
+        reads: Reads = EVERYTHING,
+        trade: Trade | None = None,
     ) -> None:
         """Read `rows` of the samples of `split`, of `frames` states; `prefetch=0` reads when asked.
+
+        `data.workers` threads read. With a `trade` reading is shared, by one thread: all its ranks
+        must be asked for the same batches, and meet in their order.
 
         Raises:
             ValueError: the sequence was made for another number of samples.
         """
-        self._store = prepared.store
+        store = prepared.store
         self._times = sample_times(prepared, split, frames)
-        self._steps = frame_steps(frames, prepared.store.config.step_hours, later=1)
         if len(self._times) != sequence.count:
             raise ValueError(f"{split} has {len(self._times)} samples, not {sequence.count}")
-        self._reads = reads
-        self._rows = rows
+        _tell_of_gaps(store, split, frames, len(self._times))
         self._sequence = sequence
-        self._device = device
         self._prefetch = prefetch
-        self._normaliser = Normaliser(prepared.statistics, dtype)
-        self._static: Tensor | None = None
-        self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="loader")
-        self._ahead: deque[Future[Batch]] = deque()
+        self._device = device
+        self._shared = SharedSource(store.source, trade) if trade is not None else None
+        if self._shared is not None:
+            store = Store(self._shared, store.config)
+        cuda = device is not None and device.type == "cuda"
+        normaliser = Normaliser.of(prepared, dtype)
+        self._reader = BatchReader(store, normaliser, dtype, rows, frames, reads, pinned=cuda)
+        self._threads = ReadingThreads(1 if trade is not None else store.config.workers)
+        self._static: Future[Tensor] | None = None
+        self._ahead: deque[_Coming] = deque()
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
-        # The batch asked for and those to be ready after it; a failed one is not replaced.
-        while len(self._ahead) <= self._prefetch:
-            number = self._sequence.position + len(self._ahead)
-            self._ahead.append(self._reader.submit(self._read, number))
-        batch = self._ahead[0].result()
+        self._read_ahead(max(1, self._prefetch))
+        batch = self._ahead[0].result()  # one that failed stays first, and fails again
         self._ahead.popleft()
         self._sequence.position += 1
+        self._read_ahead(self._prefetch)
         return batch if self._device is None else batch.to(self._device)
 
     def __enter__(self) -> Self:
@@ -145,39 +127,56 @@ class Loader:
         self._sequence.load_state_dict(state)
 
     def close(self) -> None:
-        """Stop reading and wait for the thread to end. Closing twice is fine."""
+        """Stop reading; what is being read is given a few seconds. Closing twice is fine."""
+        if self._shared is not None:
+            self._shared.stop()
         self._drop()
-        self._reader.shutdown(wait=True)
+        self._threads.close()
 
     def _drop(self) -> None:
+        """Forget what was read ahead. Ranks that share reading finish it, to stay in step."""
         while self._ahead:
-            self._ahead.pop().cancel()
+            for sample in self._ahead.popleft().samples:
+                if self._shared is None or self._shared.stopped:
+                    sample.cancel()
+                else:
+                    sample.exception()
 
-    def _read(self, number: int) -> Batch:
-        times = self._times[self._sequence.indices(number)]
-        states = self._read_states(times)
-        newest = -1 if self._reads.target else None
-        nothing = self._normaliser.state(states[:, :0]).flatten(1, 2)
-        forcing = static = nothing
-        if self._reads.inputs:
-            forcing = self._normaliser.forcing(self._store.forcing_times(times, self._rows))
-            if self._static is None:
-                self._static = self._normaliser.static(self._store.static(self._rows))
-            static = self._static.expand(len(times), -1, -1, -1)
-        return Batch(
-            now=self._normaliser.state(states[:, :newest]).flatten(1, 2),
-            forcing=forcing,
-            static=static,
-            target=self._normaliser.state(states[:, -1]) if self._reads.target else nothing,
-            times=times,
+    def _read_ahead(self, batches: int) -> None:
+        """Have so many batches read, or on their way; the static fields before any."""
+        if self._static is None:
+            self._static = self._threads.submit(partial(self._try, self._reader.static))
+        while len(self._ahead) < batches:
+            times = self._times[self._sequence.indices(self._sequence.position + len(self._ahead))]
+            batch = self._reader.empty(times)
+            tasks = [partial(self._reader.fill, batch, place) for place in range(len(times))]
+            samples = [self._threads.submit(partial(self._try, task)) for task in tasks]
+            self._ahead.append(_Coming(batch, self._static, samples))
+
+    def _try(self, read: Callable[[], T]) -> T:
+        try:
+            return read()
+        except Exception as error:
+            if self._shared is not None:
+                self._shared.fail(error)
+            raise
+
+
+def spanning_gaps(store: Store, split: str, frames: int, samples: int) -> int:
+    """How many samples are missing from a split's `samples`, for a time of theirs is missing.
+
+    Those that would reach out of the split are not counted.
+    """
+    times = store.times[split_span(store.config, split, store.times)]
+    steps = frame_steps(frames, store.config.step_hours, later=1)
+    inside = (times + steps[0] >= times[0]) & (times + steps[-1] <= times[-1])
+    return int(np.count_nonzero(inside)) - samples
+
+
+def _tell_of_gaps(store: Store, split: str, frames: int, samples: int) -> None:
+    skipped = spanning_gaps(store, split, frames, samples)
+    if skipped:
+        logger.info(
+            "data.dates.%s: %d samples; %d more span a gap in time and are skipped",
+            *(split, samples, skipped),
         )
-
-    def _read_states(self, times: NDArray[np.datetime64]) -> NDArray[np.float32]:
-        """What is wanted of now and next, in the store's units, `(B, states, C, h, W)`."""
-        steps = self._steps[self._reads.states(len(self._steps) - 1)]
-        if not len(steps):
-            channels, columns = self._store.channels.outputs, self._store.grid[1]
-            rows = self._rows.stop - self._rows.start
-            return np.empty((len(times), 0, channels, rows, columns), np.float32)
-        # In one read: a chunk that holds several of them is read once.
-        return np.stack([self._store.read_times(time + steps, self._rows) for time in times])

@@ -11,9 +11,12 @@ from credit_dp.data import quickstart
 from credit_dp.data.cache import Report, cache_folder, claim, lock_of
 from credit_dp.data.climatology import Climatology, ClimatologyFit, climatology_path
 from credit_dp.data.grid import parse_grid
-from credit_dp.data.statistics import Statistics, StatisticsPass, statistics_path
+from credit_dp.data.statistics import Statistics
+from credit_dp.data.statistics_file import StatisticsFile, made_from, statistics_path
+from credit_dp.data.statistics_given import computed_statistics, given_statistics
 from credit_dp.data.store import Store
-from credit_dp.data.training_pass import Consumer, run_training_pass
+from credit_dp.data.streaming import TrainingDates
+from credit_dp.data.training_pass import run_training_pass
 
 
 @final
@@ -35,51 +38,53 @@ def prepare(config: DataConfig, report: Report | None = None) -> Prepared:
         report: called with what is being made and the fraction done, in the process that makes it.
 
     Raises:
-        UserError: the store is not as needed; see `Store.open` and `StatisticsPass`.
+        UserError: the store or the statistics are not as needed; see `Store.open`, `Statistics.of`
+            and `given_statistics`.
     """
     tell = report or _silent
     folder = cache_folder(config.cache)
     if config.name == "quickstart":
         config = dataclasses.replace(config, store=str(_quickstart(config, folder, tell)))
     store = Store.open(config)
-    return Prepared(store, *_known(store, folder, tell))
+    if config.statistics_files:
+        statistics, every = given_statistics(store, folder, tell)
+        return Prepared(store, statistics, _climatology(store, folder, every, tell))
+    climatology = _climatology(store, folder, 1, tell, with_statistics=True)
+    found = computed_statistics(store, folder, 1, tell)
+    statistics = Statistics.of(found.channels, store, config.store)
+    return Prepared(store, statistics, climatology)
 
 
-def _known(store: Store, folder: Path, report: Report) -> tuple[Statistics, Climatology]:
-    """Statistics and climatology from the cache; what is missing is made in one pass."""
-    statistics_file = statistics_path(store, folder)
-    climatology_folder = climatology_path(store, folder)
+def _climatology(
+    store: Store, folder: Path, every: int, report: Report, with_statistics: bool = False
+) -> Climatology:
+    """From the cache, or fitted to every N-th training date.
 
-    def load() -> tuple[Statistics | None, Climatology | None]:
-        found = Climatology.load(climatology_folder, store.channels)
-        return Statistics.load(statistics_file), found
+    `with_statistics`: those that are missing are computed in the same pass.
+    """
+    path = climatology_path(store, folder, every)
+    found = Climatology.load(path, store.channels)
+    if found is None:
+        with claim(path, lambda x: Climatology.load(x, store.channels) is not None) as fit_folder:
+            if fit_folder is not None:
+                _fit(store, folder, fit_folder, every, report, with_statistics)
+        found = Climatology.load(path, store.channels)
+    if found is None:
+        raise OSError(f"{path}: what was just written cannot be read back")
+    return found
 
-    statistics, climatology = load()
-    if statistics is None or climatology is None:
-        _make(store, statistics_file, climatology_folder, report)
-        statistics, climatology = load()
-    if statistics is None or climatology is None:
-        raise OSError(f"{folder}: what was just written cannot be read back")
-    return statistics, climatology
 
-
-def _make(store: Store, statistics_file: Path, climatology_folder: Path, report: Report) -> None:
-    with (
-        claim(statistics_file, lambda path: Statistics.load(path) is not None) as file,
-        claim(
-            climatology_folder, lambda path: Climatology.load(path, store.channels) is not None
-        ) as fit_folder,
-    ):
-        consumers: list[Consumer] = []
-        if fit_folder is not None:
-            consumers.append(ClimatologyFit(store, fit_folder))
-        gathered = StatisticsPass(store)
-        if file is not None:
-            consumers.append(gathered)
-        if consumers:
-            run_training_pass(store, consumers, report)
-        if file is not None:
-            gathered.result().save(file)
+def _fit(
+    store: Store, folder: Path, fit_folder: Path, every: int, report: Report, measured: bool
+) -> None:
+    dates = TrainingDates.of(store, every)
+    fit = ClimatologyFit(store, dates, fit_folder)
+    file = statistics_path(store, folder, every)
+    measured = measured and StatisticsFile.load(file) is None
+    table = run_training_pass(store, dates, fit, measured, report)
+    if table is not None:
+        Statistics.of(table, store, store.config.store)
+        StatisticsFile(made_from(store, every), table).save(file)
 
 
 def _quickstart(config: DataConfig, folder: Path, report: Report) -> Path:

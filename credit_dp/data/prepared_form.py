@@ -9,11 +9,15 @@ A zarr group (version 3):
     longitude  (longitude)  degrees
 
 An inner chunk of `fields` holds one time, all channels and a few rows; a shard one time. Each chunk
-carries a checksum. What the channels are is in the group's attributes.
+carries a checksum. The fill value is NaN, and all files are written: one that isn't there is an
+error. Without static fields there is no `static`. What the channels are is in the group's
+attributes.
 """
 
 from dataclasses import asdict, dataclass
 from typing import Any, final
+
+import numpy as np
 
 from credit_dp.data.schema import Channel
 from credit_dp.errors import UserError
@@ -21,6 +25,7 @@ from credit_dp.errors import UserError
 ATTRIBUTE = "credit_dp"
 FORM = 1
 TIME_UNITS = "hours since 1900-01-01"
+EPOCH = np.datetime64("1900-01-01", "h")
 
 
 @final

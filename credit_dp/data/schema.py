@@ -22,7 +22,10 @@ class Channel:
 
 @dataclass(frozen=True)
 class Channels:
-    """All channels of a model in the order in which its input carries them."""
+    """All channels of a model in the order in which it carries them.
+
+    In go the prognostic ones, forcings and statics; out come the prognostic and diagnostic ones.
+    """
 
     prognostic: tuple[Channel, ...]
     forcing: tuple[str, ...]
@@ -39,12 +42,25 @@ class Channels:
             else:
                 upper.setdefault(channel.variable, []).append(place)
         others = len(self.forcing) + len(self.static)
-        return Fields(tuple(map(tuple, upper.values())), tuple(surface), others, frames)
+        on_levels, at_surface = tuple(map(tuple, upper.values())), tuple(surface)
+        if not self.diagnostic:
+            return Fields(on_levels, at_surface, others, frames)
+        return Fields(on_levels, at_surface, others, frames, diagnostic=len(self.diagnostic))
+
+    @property
+    def out(self) -> tuple[Channel, ...]:
+        """What comes out: the prognostic channels, then the diagnostic ones."""
+        return self.prognostic + self.diagnostic
+
+    @property
+    def states(self) -> int:
+        """Channels of a state: the prognostic ones."""
+        return len(self.prognostic)
 
     @property
     def outputs(self) -> int:
-        """Channels that come out: the prognostic ones."""
-        return len(self.prognostic)
+        """Channels that come out: the prognostic and the diagnostic ones."""
+        return len(self.prognostic) + len(self.diagnostic)
 
     @property
     def variables(self) -> tuple[str, ...]:
@@ -52,8 +68,8 @@ class Channels:
         return tuple(dict.fromkeys(channel.variable for channel in self.prognostic))
 
     def of(self, variable: str) -> slice:
-        """Where the levels of one prognostic variable lie among the prognostic channels."""
-        places = [i for i, channel in enumerate(self.prognostic) if channel.variable == variable]
+        """Where the levels of one variable that comes out lie among the channels of `out`."""
+        places = [i for i, channel in enumerate(self.out) if channel.variable == variable]
         return slice(places[0], places[-1] + 1)
 
 

@@ -1,36 +1,51 @@
-"""Mean and standard deviation of every channel over the training dates."""
+"""Mean, spread and range of every channel over the training dates."""
 
-import json
-from dataclasses import asdict, dataclass, fields
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from credit_dp.data.cache import fingerprint
-from credit_dp.data.dates import one_step_pairs, split_span
-from credit_dp.data.forcings import COMPUTED
+from credit_dp.config import DataConfig
+from credit_dp.data.forcings import COMPUTED, COMPUTED_STATICS
 from credit_dp.data.grid import row_weights
 from credit_dp.data.moments import Moments
 from credit_dp.data.schema import Channel
-from credit_dp.data.sources.source import Fields
 from credit_dp.data.store import Store
+from credit_dp.data.streaming import Piece, Window
+from credit_dp.data.transform import transformed
 from credit_dp.errors import UserError
 
-VERSION = 1  # of the definitions below: a new one makes old files unused
+NUMBERS = ("mean", "std", "tendency_std", "minimum", "maximum")
 
 Vector = NDArray[np.float64]
+Table = Mapping[str, Mapping[str, float]]  # by the channel's name, then by those of NUMBERS
+Pair = tuple[Moments, Moments]  # of the values and of their changes over one step
+
+# Computed forcings and statics are of the size that a network likes: whichever way they are
+# normalised, these numbers leave them as they are.
+UNCHANGED = {"mean": 0.0, "std": 1.0, "minimum": 0.0, "maximum": 1.0}
 
 
+def _none() -> Vector:
+    return np.empty(0)
+
+
+@final
 @dataclass(frozen=True)
 class Statistics:
-    """Moments in the store's units, weighted by area, over the training dates.
+    """Moments of transformed values, weighted by area, over the training dates.
+
+    Values are transformed by `transform.py`, in the units that the config converts to. Where a
+    variable has no values it has no weight.
 
     Shapes:
-        `mean`, `std`, and `tendency_std` (of the change over one step): `(C,)`, prognostic;
-        `forcing_mean`, `forcing_std`: `(F,)`; `static_mean`, `static_std`: `(S,)`. Computed
-        forcings have mean 0 and std 1, constant forcings and statics std 1.
+        `mean`, `std`, `tendency_std` (of the change over one step), `minimum`, `maximum`: `(C,)`,
+        prognostic, then diagnostic; `forcing_...`: `(F,)`; `static_...`: `(S,)`. Constant forcings
+        and statics have std 1; computed ones have mean 0, std 1 and the range 0 to 1. A range is
+        NaN where a file that was given does not say it, and empty in models that were exported
+        without one.
     """
 
     mean: Vector
@@ -40,132 +55,149 @@ class Statistics:
     forcing_std: Vector
     static_mean: Vector
     static_std: Vector
+    minimum: Vector = field(default_factory=_none)
+    maximum: Vector = field(default_factory=_none)
+    forcing_minimum: Vector = field(default_factory=_none)
+    forcing_maximum: Vector = field(default_factory=_none)
+    static_minimum: Vector = field(default_factory=_none)
+    static_maximum: Vector = field(default_factory=_none)
 
     @classmethod
-    def load(cls, path: Path) -> "Statistics | None":
-        """Read what `save` wrote; None if it is absent or damaged."""
-        try:
-            found = json.loads(path.read_text())
-            return cls(**{f.name: _vector(found[f.name]) for f in fields(cls)})
-        except (FileNotFoundError, ValueError, KeyError, TypeError):
-            return None
+    def of(cls, table: Table, store: Store, where: str) -> "Statistics":
+        """Those of the store's channels, in order.
 
-    def save(self, path: Path) -> None:
-        """Write as JSON, to the last bit."""
-        path.write_text(json.dumps({name: list(values) for name, values in asdict(self).items()}))
-
-
-def statistics_path(store: Store, folder: Path) -> Path:
-    """Where the statistics of this store, these variables, dates and step lie."""
-    config = store.config
-    times = store.times[split_span(config, "train", store.times)]
-    variables = [*store.channels.variables, *config.forcing, *config.static]
-    stored = [name for name in variables if name not in COMPUTED]
-    lists = [config.prognostic, config.forcing, config.static]
-    dates = [str(time) for time in times]
-    name = fingerprint(VERSION, store.description(stored), lists, dates, config.step_hours)
-    return folder / f"statistics-{name}.json"
-
-
-@final
-class StatisticsPass:
-    """Gathers the statistics during a pass over the training dates."""
-
-    def __init__(self, store: Store) -> None:
-        """Find the pairs of dates one step apart.
+        Args:
+            where: what the table comes from, as messages name it.
 
         Raises:
-            UserError: there is no such pair.
+            UserError: a channel is missing, or is constant, so that it cannot be normalised.
         """
-        self._store = store
-        self._weights = row_weights(store.latitude)
-        config = store.config
-        span = split_span(config, "train", store.times)
-        self._now, self._later = one_step_pairs(store.times[span], config.step_hours)
-        if not len(self._now):
-            raise UserError(
-                f"{config.store}: no two dates of data.dates.train are {config.step_hours} "
-                f"hours apart. Change data.step or data.dates.train."
-            )
-        self._reach = int((self._later - self._now).max())
-        self._values: list[Moments] = []
-        self._changes: list[Moments] = []
-        self._window: Fields | None = None
-        self._levels = 0
-
-    def begin(self, variable: str, levels: int) -> None:
-        """Expect blocks of another variable."""
-        self._levels = levels
-        self._window = None
-        self._values += [Moments(self._weights) for _ in range(levels)]
-        self._changes += [Moments(self._weights) for _ in range(levels)]
-
-    def add(self, first: int, block: Fields) -> None:
-        """Take in `(T, levels, H, W)` and its changes, those since the block before included."""
-        end = first + len(block)
-        # The last times are kept, so that no pair is lost between two blocks.
-        kept = block[:0] if self._window is None else self._window[-self._reach :]
-        window = np.concatenate([kept, block])
-        origin = end - len(window)
-        fresh = (self._later >= first) & (self._later < end)
-        before, after = self._now[fresh] - origin, self._later[fresh] - origin
-        for level in range(self._levels):
-            self._values[level - self._levels].add(block[:, level])
-            change = window[after, level].astype(np.float64) - window[before, level]
-            self._changes[level - self._levels].add(change)
-        self._window = window
-
-    def end(self) -> None:
-        """Let go of the last fields."""
-        self._window = None
-
-    def result(self) -> Statistics:
-        """The statistics, once every variable has been seen.
-
-        Raises:
-            UserError: a prognostic channel is constant, or a forcing or static is not finite.
-        """
-        channels = self._store.channels
-        for channel, values, changes in zip(
-            channels.prognostic, self._values, self._changes, strict=True
-        ):
-            self._refuse_constant(channel, values, changes)
-        forcing = [self._forcing(name) for name in channels.forcing]
-        static = self._static()
-        return Statistics(
-            mean=_vector([moments.mean for moments in self._values]),
-            std=_vector([moments.std for moments in self._values]),
-            tendency_std=_vector([moments.std for moments in self._changes]),
-            forcing_mean=_vector([mean for mean, _ in forcing]),
-            forcing_std=_vector([std for _, std in forcing]),
-            static_mean=_vector([mean for mean, _ in static]),
-            static_std=_vector([std for _, std in static]),
+        out = [_row(table, channel.name, where) for channel in store.channels.out]
+        for place, (channel, row) in enumerate(zip(store.channels.out, out, strict=True)):
+            _refuse_constant(channel, row, place < store.channels.states, store.config, where)
+        groups = {
+            "": out,
+            "forcing_": [_input(table, name, COMPUTED, where) for name in store.channels.forcing],
+            "static_": [
+                _input(table, name, COMPUTED_STATICS, where) for name in store.channels.static
+            ],
+        }
+        return cls(
+            **{
+                prefix + number: _vector([row[number] for row in rows])
+                for prefix, rows in groups.items()
+                for number in NUMBERS
+                if number != "tendency_std" or not prefix
+            }
         )
 
-    def _refuse_constant(self, channel: Channel, values: Moments, changes: Moments) -> None:
-        if values.std and changes.std:
-            return
+
+def nothing_seen(piece: Piece) -> list[Pair]:
+    """The moments of a piece before its first window."""
+    return [(Moments(), Moments()) for _ in piece.channels]
+
+
+def piece_moments(store: Store, piece: Piece, windows: Iterable[Window]) -> list[Pair]:
+    """The moments of one piece, channel by channel."""
+    found = nothing_seen(piece)
+    for window in windows:
+        found = add_window(store, piece, window, found)
+    return found
+
+
+def add_window(store: Store, piece: Piece, window: Window, found: Sequence[Pair]) -> list[Pair]:
+    """Those of the piece with a window more."""
+    weights = row_weights(store.latitude)[piece.rows]
+    more = []
+    for place, (channel, (values, changes)) in enumerate(zip(piece.channels, found, strict=True)):
+        fields = _transformed(store, channel, window.fields[:, place].astype(np.float64))
+        steps = fields[window.after] - fields[window.before]
+        fresh = fields if len(window.fresh) == len(fields) else fields[window.fresh]
+        more.append((values + Moments.of(fresh, weights), changes + Moments.of(steps, weights)))
+    return more
+
+
+def merged(store: Store, pieces: Sequence[Piece], found: Sequence[Sequence[Pair]]) -> Table:
+    """The statistics of all pieces, merged in their order, and those of the statics.
+
+    Raises:
+        UserError: a channel has no value at all.
+    """
+    total: dict[str, Pair] = {}
+    for piece, pairs in zip(pieces, found, strict=True):
+        for channel, (values, changes) in zip(piece.channels, pairs, strict=True):
+            before = total.get(channel.name, (Moments(), Moments()))
+            total[channel.name] = (before[0] + values, before[1] + changes)
+    table = {name: _numbers(*pair) for name, pair in total.items()} | static_table(store)
+    empty = [name for name, pair in total.items() if not pair[0].weight]
+    if empty:
         raise UserError(
-            f"{self._store.config.store}: {channel.name} is constant over the training dates, so "
-            f"it cannot be normalised. Leave it out of data.prognostic or data.levels."
+            f"{store.config.store}: {empty[0]} has no value at any training date. Leave it out of "
+            "the data config, or change data.dates.train."
         )
+    return table
 
-    def _forcing(self, name: str) -> tuple[float, float]:
-        if name in COMPUTED:
-            return 0.0, 1.0
-        moments = Moments(self._weights)
-        span = split_span(self._store.config, "train", self._store.times)
-        for _, block in self._store.blocks([Channel(name)], span, slice(None)):
-            moments.add(block[:, 0])
-        return moments.mean, moments.std or 1.0
 
-    def _static(self) -> list[tuple[float, float]]:
-        found = []
-        for field in self._store.static(slice(None)):
-            moments = Moments(self._weights)
-            moments.add(field[None])
-            found.append((moments.mean, moments.std or 1.0))
-        return found
+def static_table(store: Store) -> dict[str, dict[str, float]]:
+    """The statistics of the static fields, which change on no date."""
+    weights = row_weights(store.latitude)
+    table = {}
+    fields = store.static(slice(None))
+    for name, values in zip(store.channels.static, fields, strict=True):
+        values = _transformed(store, Channel(name), values[None].astype(np.float64))
+        table[name] = _numbers(Moments.of(values, weights), Moments())
+    return table
+
+
+def _transformed(
+    store: Store, channel: Channel, values: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    config = store.config.of(channel.variable)
+    return np.asarray(transformed(values, config), dtype=np.float64)
+
+
+def _numbers(values: Moments, changes: Moments) -> dict[str, float]:
+    if not values.weight:  # a static field without any value
+        return UNCHANGED | {"tendency_std": 0.0}
+    return {
+        "mean": values.mean,
+        "std": values.std,
+        "tendency_std": changes.std,
+        "minimum": values.minimum,
+        "maximum": values.maximum,
+    }
+
+
+def _row(table: Table, name: str, where: str) -> Mapping[str, float]:
+    if name not in table:
+        raise UserError(
+            f"{where}: has no statistics of {name}. Change data.statistics, to null for those of "
+            "the training dates, or leave the variable out of the data config."
+        )
+    return table[name]
+
+
+def _input(table: Table, name: str, computed: Iterable[str], where: str) -> Mapping[str, float]:
+    if name in computed:
+        return UNCHANGED
+    row = dict(_row(table, name, where))
+    row["std"] = row["std"] or 1.0
+    return row
+
+
+def _refuse_constant(
+    channel: Channel, row: Mapping[str, float], prognostic: bool, config: DataConfig, where: str
+) -> None:
+    # A prognostic channel that never changes leaves nothing to predict. A diagnostic one may be
+    # anything as long as no division by its spread is asked for.
+    normalise = config.of(channel.variable).normalise
+    constant = not row["std"] and normalise != "none"
+    if constant or (prognostic and not (row["std"] and row["tendency_std"])):
+        role = "prognostic" if prognostic else "diagnostic"
+        raise UserError(
+            f"{where}: {channel.name} is constant over the training dates, so "
+            f"it cannot be normalised. Leave it out of data.{role} or data.levels."
+        )
 
 
 def _vector(values: list[float]) -> Vector:

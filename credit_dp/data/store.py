@@ -4,13 +4,18 @@ from collections.abc import Iterator, Sequence
 from typing import final
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from credit_dp.config import DataConfig
 from credit_dp.data.dates import split_span
-from credit_dp.data.forcings import COMPUTED
+from credit_dp.data.forcings import COMPUTED, COMPUTED_STATICS
+from credit_dp.data.gaps import all_finite, first_gap, gap_error
+from credit_dp.data.masks import Masks
 from credit_dp.data.schema import Channel, Channels
 from credit_dp.data.sources.opening import open_source
-from credit_dp.data.sources.source import Fields, Places, Source, Times, as_slice
+from credit_dp.data.sources.source import Fields, Source, Times
+from credit_dp.data.stepped import Stepped
+from credit_dp.data.units import check_units, unit_after
 from credit_dp.data.wanted import ROLES, wanted_channels
 from credit_dp.data_config import SPLITS
 from credit_dp.errors import UserError
@@ -22,10 +27,14 @@ BLOCK_BYTES = 8 * 2**20  # of fields read at once in a pass: more leaves the pro
 class Store:
     """An open store: fields as float32, row 0 northernmost, columns as the store has them.
 
+    Values are in the units that the config converts to. Variables with a `fill` are NaN outside
+    their mask, and nowhere else; all others have values everywhere.
+
     Open it in the process that reads it: zarr's reading thread does not survive a fork.
 
     Attributes:
-        times: `(T,)` datetime64[ns], rising, perhaps with gaps.
+        times: `(T,)` datetime64[ns], whole steps, rising, perhaps with gaps.
+        skipped: times left out because a sum over the step before them lacks a time.
         latitude: `(H,)` degrees, falling.
         longitude: `(W,)` degrees, in the store's order.
         levels: of the variables that have levels, in channel order.
@@ -36,18 +45,26 @@ class Store:
         self.source = source
         self.channels = wanted_channels(source, config)
         self.levels = _levels(self.channels)
-        self.times: Times = source.times
         self.latitude, self.longitude = source.latitude, source.longitude
         self.grid = source.grid
+        self._forcing = [Channel(name) for name in config.forcing if name not in COMPUTED]
+        self._static = [Channel(name) for name in config.static if name not in COMPUTED_STATICS]
+        timed = [*self.channels.out, *self._forcing]
+        variables = dict.fromkeys(channel.variable for channel in [*timed, *self._static])
+        self._stepped = Stepped(source, config, variables)
+        self.times: Times = self._stepped.times
+        self.skipped = self._stepped.skipped
+        self._masks = Masks([c for c in timed if self._has_fill(c)], self._first_fields)
 
     @classmethod
     def open(cls, config: DataConfig) -> "Store":
         """Open `config.store` and check everything that can be checked without reading fields.
 
         Raises:
-            UserError: store, variable, dims, coordinates, levels or dates are not as needed.
+            UserError: store, variable, dims, units, coordinates, levels or dates are not as needed.
         """
         store = cls(open_source(config), config)
+        check_units(store.source, config)
         for split in SPLITS:
             split_span(config, split, store.times)
         return store
@@ -66,7 +83,7 @@ class Store:
         """The prognostic channels at one time: `(C, rows, W)`.
 
         Raises:
-            UserError: the time is not in the store, or a value is not finite.
+            UserError: the time is not in the store, or a value is missing.
         """
         fields: Fields = self.read_times(np.array([time]), rows)[0]
         return fields
@@ -76,10 +93,20 @@ class Store:
 
         A chunk that holds several of the times is read once.
         """
-        places = self._places(times)
-        fields = self.source.read(self.channels.prognostic, places, rows)
-        self._refuse_gaps(self.channels.prognostic, fields, places)
-        return fields
+        return self._read(self.channels.prognostic, self._places(times), rows)
+
+    def read_outputs(self, times: Times, rows: slice) -> Fields:
+        """The prognostic channels, then the diagnostic ones: `(T, outputs, rows, W)`."""
+        return self._read(self.channels.out, self._places(times), rows)
+
+    def read_inputs(self, times: Times, rows: slice) -> tuple[Fields, Fields]:
+        """The prognostic and the forcing channels: `(T, C, rows, W)` and `(T, F, rows, W)`.
+
+        What lies in one chunk is read once.
+        """
+        states = self.channels.states
+        fields = self._read([*self.channels.prognostic, *self._forcing], self._places(times), rows)
+        return fields[:, :states], self._with_computed(fields[:, states:], times, rows)
 
     def forcing(self, time: np.datetime64, rows: slice) -> Fields:
         """The forcing channels at one time, computed ones included: `(F, rows, W)`."""
@@ -88,24 +115,41 @@ class Store:
 
     def forcing_times(self, times: Times, rows: slice) -> Fields:
         """The forcing channels at several times: `(T, F, rows, W)`."""
-        north, south, _ = rows.indices(self.grid[0])
-        names = self.channels.forcing
-        fields = np.empty((len(times), len(names), south - north, self.grid[1]), dtype=np.float32)
-        for channel, name in enumerate(names):
-            if name in COMPUTED:
-                fields[:, channel] = COMPUTED[name](times)[:, None, None]
-            else:
-                fields[:, channel] = self._read(Channel(name), self._places(times), rows)[:, 0]
-        return fields
+        band = self._band(rows)
+        stored = np.empty((len(times), 0, band.stop - band.start, self.grid[1]), dtype=np.float32)
+        if self._forcing:
+            stored = self._read(self._forcing, self._places(times), rows)
+        return self._with_computed(stored, times, rows)
 
     def static(self, rows: slice) -> Fields:
-        """The static channels: `(S, rows, W)`."""
-        north, south, _ = rows.indices(self.grid[0])
+        """The static channels, computed ones included: `(S, rows, W)`."""
+        band = self._band(rows)
         names = self.channels.static
-        fields = np.empty((len(names), south - north, self.grid[1]), dtype=np.float32)
+        fields = np.empty((len(names), band.stop - band.start, self.grid[1]), dtype=np.float32)
+        stored = self._read_static(band) if self._static else fields[:0]
+        places = {channel.variable: place for place, channel in enumerate(self._static)}
         for channel, name in enumerate(names):
-            fields[channel] = self._read(Channel(name), slice(0, 1), rows)[0, 0]
+            if name in places:
+                fields[channel] = stored[places[name]]
+            else:
+                fields[channel] = COMPUTED_STATICS[name](self.latitude[band], self.longitude)
         return fields
+
+    def masks(self, rows: slice) -> NDArray[np.bool_] | None:
+        """Where the channels that come out have values: `(outputs, rows, W)`; None: everywhere.
+
+        That it is None depends on the config alone: it is so on all ranks or on none. The first
+        call for a band reads the first training date, with the forcings that have a mask.
+        """
+        band = self._band(rows)
+        known = self._masks.of(band)
+        if not any(self._has_fill(channel) for channel in self.channels.out):
+            return None
+        masks = np.ones((self.channels.outputs, band.stop - band.start, self.grid[1]), dtype=bool)
+        for place, channel in enumerate(self.channels.out):
+            if channel in known:
+                masks[place] = known[channel]
+        return masks
 
     def blocks(
         self, channels: Sequence[Channel], span: slice, rows: slice
@@ -114,67 +158,119 @@ class Store:
 
         Blocks are of bounded size and end on the store's own chunk edges where they can.
         """
-        north, south, _ = rows.indices(self.grid[0])
-        chunk = self.source.times_together(channels[0])
-        length = max(1, BLOCK_BYTES // max(1, 4 * len(channels) * (south - north) * self.grid[1]))
-        length = -(-length // chunk) * chunk
-        for start in range(span.start - span.start % length, span.stop, length):
-            first, stop = max(start, span.start), min(start + length, span.stop)
-            places = slice(first, stop)
-            fields = self.source.read(channels, places, rows)
-            self._refuse_gaps(channels, fields, places)
-            yield first, fields
+        band = self._band(rows)
+        time_bytes = 4 * len(channels) * (band.stop - band.start) * self.grid[1]
+        size = max(1, BLOCK_BYTES // max(1, time_bytes))
+        for places in self._stepped.blocks(channels, span, size):
+            yield int(places[0]), self._read(channels, places, band)
 
     def units(self, variable: str) -> str:
-        """The unit as the store gives it; empty if it gives none."""
-        return self.source.variables[variable].units
+        """The unit after the config's conversion, else as the store gives it; empty if it does not.
+
+        What is computed has none.
+        """
+        if variable in COMPUTED or variable in COMPUTED_STATICS:
+            return "1"
+        return unit_after(self.source, variable, self.config)
 
     def description(self, variables: list[str]) -> list[object]:
-        """What a cached result depends on, as JSON: the source, and the levels."""
-        return [*self.source.description(variables), list(self.levels)]
+        """What a cached result depends on, as JSON: the source, the levels, what is done to values.
 
-    def _read(self, channel: Channel, places: Places, rows: slice) -> Fields:
-        fields = self.source.read([channel], places, rows)
-        self._refuse_gaps([channel], fields, places)
+        How values are normalised is not part of it.
+        """
+        stored = [v for v in variables if v not in COMPUTED and v not in COMPUTED_STATICS]
+        described = [*self.source.description(stored), list(self.levels)]
+        for name in stored:
+            config = self.config.of(name)
+            done = (config.convert, config.fill is not None, name in self._stepped.summed)
+            if any(done):
+                described.append([name, *done])
+        return described
+
+    def _read(self, channels: Sequence[Channel], places: NDArray[np.intp], rows: slice) -> Fields:
+        """Any channels that change in time, their gaps checked: `(T, C, rows, W)`."""
+        band = self._band(rows)
+        fields = self._stepped.read(channels, places, band)
+        filled = any(map(self._has_fill, channels))
+        if not filled and all_finite(fields):
+            return fields
+        # Never read for what the data hold: ranks that share reading must all do it, or none.
+        masks = self._masks.of(band) if filled else {}
+        for place, channel in enumerate(channels):
+            mask = masks.get(channel)
+            gap = first_gap(fields[:, place], mask)
+            if gap is not None:
+                times = (self.times[places[gap]], None if mask is None else self._first_time)
+                raise self._gap(channel, fields[gap, place], times)
         return fields
 
-    def _refuse_gaps(self, channels: Sequence[Channel], fields: Fields, places: Places) -> None:
-        # One sum is several times faster than isfinite, and is finite only if all values are,
-        # unless it overflows: then the slow check decides.
-        if np.isfinite(fields.sum(dtype=np.float64)):
-            return
-        bad = ~np.isfinite(fields)
-        if not bad.any():
-            return
-        time, place = (int(index) for index in np.argwhere(bad)[0][:2])
-        channel = channels[place]
-        kind = self._kind(channel.variable)
-        where = "" if kind == "static" else f" at {self.times[places][time].astype('M8[m]')}"
-        if channel.level is not None:
-            where += f" on level {channel.level}"
-        advice = "" if kind == "static" else ", or choose other dates"
-        raise UserError(
-            f"{self.source.where}: {channel.variable} has values that are NaN or infinite{where}. "
-            f"Leave it out of data.{kind}{advice}."
-        )
+    @property
+    def _first_time(self) -> np.datetime64:
+        """The first training date."""
+        first: np.datetime64 = self.times[split_span(self.config, "train", self.times).start]
+        return first
 
-    def _kind(self, variable: str) -> str:
-        return next(role for role in ROLES if variable in getattr(self.config, role))
+    def _first_fields(self, channels: Sequence[Channel], band: slice) -> Fields:
+        """The first training date, gaps and all: `(C, rows, W)`."""
+        fields: Fields = self._stepped.read(channels, self._places([self._first_time]), band)[0]
+        return fields
 
-    def _places(self, times: Times) -> Places:
-        """Where the times lie on the time axis: a slice where possible, which zarr reads faster."""
+    def _read_static(self, band: slice) -> Fields:
+        fields = self.source.read(self._static, slice(0, 1), band)
+        self._stepped.convert(self._static, fields)
+        for place, channel in enumerate(self._static):
+            field = fields[:, place]
+            mask = ~np.isnan(field[0]) if self._has_fill(channel) else None
+            if first_gap(field, mask) is not None:
+                raise self._gap(channel, field, None)
+        found: Fields = fields[0]
+        return found
+
+    def _gap(
+        self, channel: Channel, field: Fields, times: tuple[object, object] | None
+    ) -> UserError:
+        role = next(role for role in ROLES if channel.variable in getattr(self.config, role))
+        return gap_error(self.source.where, channel, role, field, times)
+
+    def _with_computed(self, stored: Fields, times: Times, rows: slice) -> Fields:
+        """All forcing channels, of which `(T, stored ones, rows, W)` have been read."""
+        names = self.channels.forcing
+        if len(self._forcing) == len(names):
+            return stored
+        band = self._band(rows)
+        fields = np.empty((len(stored), len(names), *stored.shape[2:]), dtype=np.float32)
+        places = {channel.variable: place for place, channel in enumerate(self._forcing)}
+        when = np.asarray(times, dtype="datetime64[ns]")
+        for channel, name in enumerate(names):
+            if name in places:
+                fields[:, channel] = stored[:, places[name]]
+            else:
+                fields[:, channel] = COMPUTED[name](when, self.latitude[band], self.longitude)
+        return fields
+
+    def _has_fill(self, channel: Channel) -> bool:
+        return self.config.of(channel.variable).fill is not None
+
+    def _band(self, rows: slice) -> slice:
+        """The same rows with both ends given."""
+        north, south, _ = rows.indices(self.grid[0])
+        return slice(north, south)
+
+    def _places(self, times: ArrayLike) -> NDArray[np.intp]:
+        """Where the times lie among `times`."""
         wanted = np.asarray(times, dtype="datetime64[ns]")
         places = np.minimum(np.searchsorted(self.times, wanted), len(self.times) - 1)
         absent = wanted[self.times[places] != wanted]
         if len(absent):
             raise UserError(
-                f"{self.source.where}: has no time {absent[0].astype('M8[m]')}. "
-                f"Choose dates within the store: data.dates.train, .valid and .test."
+                f"{self.source.where}: has no time {absent[0].astype('M8[m]')} on step "
+                f"{self.config.step}. Choose dates within the store: data.dates.train, .valid "
+                "and .test."
             )
-        return as_slice(places)
+        return places
 
 
 def _levels(channels: Channels) -> list[int]:
     """The levels in channel order."""
-    found = (channel.level for channel in (*channels.prognostic, *channels.diagnostic))
+    found = (channel.level for channel in channels.out)
     return list(dict.fromkeys(level for level in found if level is not None))

@@ -1,15 +1,16 @@
 """What the config wants of a source, checked by names before any field is read."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from credit_dp.config import DataConfig
-from credit_dp.data.forcings import COMPUTED
+from credit_dp.data.forcings import COMPUTED, COMPUTED_STATICS
 from credit_dp.data.grid import parse_grid
 from credit_dp.data.schema import Channels, expand, suggestions
 from credit_dp.data.sources.source import Source
 from credit_dp.errors import UserError
 
 ROLES = ("prognostic", "diagnostic", "forcing", "static")
+NOT_READ: Mapping[str, Collection[str]] = {"forcing": COMPUTED, "static": COMPUTED_STATICS}
 
 
 def wanted_channels(source: Source, config: DataConfig) -> Channels:
@@ -20,6 +21,7 @@ def wanted_channels(source: Source, config: DataConfig) -> Channels:
     """
     _check_grid(source, config)
     _check_variables(source, config)
+    check_keys(config)
     levels = _wanted_levels(source, config)
     on_levels = {name for name, variable in source.variables.items() if variable.levels}
     return Channels(
@@ -28,6 +30,26 @@ def wanted_channels(source: Source, config: DataConfig) -> Channels:
         static=tuple(config.static),
         diagnostic=tuple(expand(config.diagnostic, on_levels, levels)),
     )
+
+
+def check_keys(config: DataConfig) -> None:
+    """Refuse entries of `data.variables` that say something of no variable that is read.
+
+    Raises:
+        UserError: naming the key and the nearest variables.
+    """
+    names = {name: role for role in ROLES for name in getattr(config, role)}
+    for key in config.variables:
+        if key not in names:
+            raise UserError(
+                f"data.variables.{key}: no list of the data config has a variable {key}. "
+                f"{suggestions(key, names)}. Change data.variables, or add it to a list."
+            )
+        if key in NOT_READ.get(names[key], ()):
+            raise UserError(
+                f"data.variables.{key}: {key} is computed, not read: nothing can be set for it. "
+                "Take it out of data.variables."
+            )
 
 
 def _check_grid(source: Source, config: DataConfig) -> None:
@@ -51,7 +73,7 @@ def _check_variables(source: Source, config: DataConfig) -> None:
                     "Take it out of one."
                 )
             seen.add(name)
-            if role != "forcing" or name not in COMPUTED:
+            if name not in NOT_READ.get(role, ()):
                 _check_present(source, name, role)
                 _check_kind(source, name, role)
 
@@ -59,7 +81,7 @@ def _check_variables(source: Source, config: DataConfig) -> None:
 def _check_present(source: Source, name: str, role: str) -> None:
     if name in source.variables:
         return
-    available = [*source.variables, *(COMPUTED if role == "forcing" else ())]
+    available = [*source.variables, *NOT_READ.get(role, ())]
     raise UserError(
         f"{source.where}: no variable {name}. {suggestions(name, available)}. Change data.{role}."
     )

@@ -12,7 +12,7 @@ from credit_dp.evaluation.plots import FieldMap
 from credit_dp.evaluation.table import SOURCES, Scores
 from credit_dp.evaluation.units import unit_of
 
-# (states, forcing of each step, static) -> the state after each step, all `(B, channels, h, W)`
+# (states, forcing of each step, static) -> the fields after each step, all `(B, channels, h, W)`
 Rollout = Callable[[Tensor, Iterable[Tensor], Tensor], Iterator[Tensor]]
 
 
@@ -33,7 +33,7 @@ def evaluate(
     """
     store = dates.prepared.store
     shape = (len(SOURCES), len(dates.leads), store.channels.outputs)
-    errors = RootMeanSquare(shape, dates.area_weights)
+    errors = RootMeanSquare(shape, dates.area_weights, dates.points)
     own = dates.initial_times[manager.dp_rank :: manager.dp_world_size]
     size = max(1, batch_size // manager.dp_world_size)
     most = -(-len(dates.initial_times) // manager.dp_world_size)
@@ -45,8 +45,8 @@ def evaluate(
         else:
             last_forecast(rollout, dates, dates.initial_times[:1])
     return Scores(
-        channels=tuple(channel.name for channel in store.channels.prognostic),
-        units=tuple(unit_of(store, channel.variable) for channel in store.channels.prognostic),
+        channels=tuple(channel.name for channel in store.channels.out),
+        units=tuple(unit_of(store, channel.variable) for channel in store.channels.out),
         hours=dates.hours,
         rmse=errors.result(manager).cpu().numpy(),
         samples=len(dates.initial_times),
@@ -56,16 +56,16 @@ def evaluate(
 def add_errors(errors: RootMeanSquare, rollout: Rollout, dates: HeldOut, times: Times) -> None:
     """Forecast from a batch of initial times and add the errors of all sources."""
     start = dates.starts(times)
-    now = start[:, -len(dates.deviation) :]
+    now = dates.newest(times, start)
     for lead, forecast in enumerate(forecasts(rollout, dates, times, start), start=1):
         if lead not in dates.leads:
             continue
         place = dates.leads.index(lead)
         valid = times + lead * dates.step
-        truth = dates.states(valid)
+        truth = dates.fields(valid)
         guesses = (forecast, now, dates.climatology(valid))
         for source, guess in enumerate(guesses):
-            errors.add((source, place), (guess - truth) * dates.deviation)
+            errors.add((source, place), dates.difference(guess, truth))
 
 
 def forecasts(rollout: Rollout, dates: HeldOut, times: Times, start: Tensor) -> Iterator[Tensor]:
@@ -88,17 +88,17 @@ def example(rollout: Rollout, dates: HeldOut, manager: DomainParallelManager) ->
     a single channel, to be drawn.
     """
     store = dates.prepared.store
-    names = [channel.name for channel in store.channels.prognostic]
+    names = [channel.name for channel in store.channels.out]
     index = names.index("geopotential_500") if "geopotential_500" in names else 0
     times, lead = dates.initial_times[:1], dates.leads[-1]
     last = last_forecast(rollout, dates, times)
-    truth = dates.states(times + lead * dates.step)
-    both = dates.normaliser.physical(torch.cat([last, truth]))[:, index]
+    truth = dates.fields(times + lead * dates.step)
+    both = dates.physical(torch.cat([last, truth]))[:, index]
     both = gather_tensor(both.contiguous(), dim=-2, manager=manager)
     start = str(times[0].astype("datetime64[m]")).replace("T", " ")
     return FieldMap(
         title=f"{names[index]}, {dates.hours[-1]} h forecast from {start} UTC",
-        unit=unit_of(store, store.channels.prognostic[index].variable),
+        unit=unit_of(store, store.channels.out[index].variable),
         forecast=both[0].cpu().numpy(),
         truth=both[1].cpu().numpy(),
         latitude=store.latitude,

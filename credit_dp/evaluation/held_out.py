@@ -9,9 +9,11 @@ from torch import Tensor
 
 from credit_dp.config import Config
 from credit_dp.data.grid import row_weights
+from credit_dp.data.nonnegative import is_nonnegative
 from credit_dp.data.normalise import Normaliser
 from credit_dp.data.prepare import Prepared
 from credit_dp.data.sampling import frame_steps, initial_times
+from credit_dp.evaluation.valid_points import ValidPoints
 
 Times = NDArray[np.datetime64]
 
@@ -29,7 +31,7 @@ class HeldOut:
     Attributes:
         hours, leads: lead times, rising, in hours and in steps of `step`.
         area_weights: `(h,)`, the globe's have mean 1.
-        deviation: `(C, 1, 1)`, turns normalised errors into the store's units.
+        points: those with values, if not all fields have them everywhere.
         initial_times: every one has the states that a forecast starts from and all steps to the
             longest lead within the split.
 
@@ -41,7 +43,7 @@ class HeldOut:
     def __init__(self, config: Config, prepared: Prepared, rows: slice, like: Tensor) -> None:
         self.prepared = prepared
         self.rows = rows
-        self.normaliser = Normaliser(prepared.statistics, like.dtype, like.device)
+        self.normaliser = Normaliser.of(prepared, like.dtype, like.device)
         hours, stride = config.trainer.evaluate_hours, config.trainer.evaluate_stride_hours
         frames = config.model.frames
         self.initial_times: Times = initial_times(prepared, "test", hours, stride, frames)
@@ -50,8 +52,8 @@ class HeldOut:
         self.step = np.timedelta64(config.data.step_hours, "h")
         self._frames = frame_steps(frames, config.data.step_hours)
         self.area_weights = torch.as_tensor(row_weights(prepared.store.latitude)[rows]).to(like)
-        std = torch.as_tensor(prepared.statistics.std)
-        self.deviation = std[:, None, None].to(like)
+        self.points = ValidPoints.of(prepared.store.masks(rows), like)
+        self._bent = bent_channels(prepared)
         self._static = self.normaliser.static(prepared.store.static(rows))
         self._probe()
 
@@ -61,11 +63,20 @@ class HeldOut:
         for start in self.initial_times[np.unique(spread)]:
             self.prepared.store.forcing(start, self.rows)
             for time in (*(start + self._frames), start + self.leads[-1] * self.step):
-                self.prepared.store.read(time, self.rows)
+                self.prepared.store.read_outputs(np.array([time]), self.rows)
 
     def states(self, times: Times) -> Tensor:
         """Normalised prognostic fields, `(B, C, h, W)`."""
         return self.normaliser.state(self.prepared.store.read_times(times, self.rows))
+
+    def fields(self, times: Times) -> Tensor:
+        """Normalised fields of all that a model makes, `(B, C + D, h, W)`."""
+        return self.normaliser.state(self.prepared.store.read_outputs(times, self.rows))
+
+    def newest(self, times: Times, starts: Tensor) -> Tensor:
+        """As `fields`, at the newest time of what forecasts start from, read as far as need be."""
+        channels = self.prepared.store.channels
+        return self.fields(times) if channels.diagnostic else starts[:, -channels.states :]
 
     def starts(self, times: Times) -> Tensor:
         """What forecasts from these times start from, `(B, frames * C, h, W)`, the newest last.
@@ -79,9 +90,21 @@ class HeldOut:
         return self.normaliser.state(read[places.reshape(len(times), -1)]).flatten(1, 2)
 
     def climatology(self, times: Times) -> Tensor:
-        """What the climatology expects at these times, normalised, `(B, C, h, W)`."""
+        """What the climatology expects at these times, normalised, `(B, C + D, h, W)`."""
         fields = [self.prepared.climatology.field(time, self.rows) for time in times]
         return self.normaliser.state(np.stack(fields))
+
+    def physical(self, fields: Tensor) -> Tensor:
+        """Normalised fields in the store's units: `(B, C + D, h, W)`; NaN where there are none."""
+        return self.normaliser.physical(fields, None if self.points is None else self.points.valid)
+
+    def difference(self, guess: Tensor, truth: Tensor) -> Tensor:
+        """How far normalised fields are apart, in the store's units: `(B, C + D, h, W)`."""
+        difference = (guess - truth) * self.normaliser.scale
+        if self._bent:
+            between = self.normaliser.physical(guess) - self.normaliser.physical(truth)
+            difference[:, self._bent] = between[:, self._bent]
+        return difference
 
     def forcing(self, times: Times) -> Tensor:
         """Normalised forcings, `(B, F, h, W)`."""
@@ -90,3 +113,17 @@ class HeldOut:
     def static(self, count: int) -> Tensor:
         """Normalised static fields, the same for each of `count` samples, `(count, S, h, W)`."""
         return self._static.expand(count, -1, -1, -1)
+
+
+def bent_channels(prepared: Prepared) -> list[int]:
+    """The channels whose normalised differences say little of those in the store's units.
+
+    Of all others the difference is scaled, which rounds less than two large numbers do.
+    """
+    config = prepared.store.config
+    found = []
+    for place, channel in enumerate(prepared.store.channels.out):
+        variable = config.of(channel.variable)
+        bent = not np.isnan(variable.log1p_scale) or is_nonnegative(channel.variable, variable)
+        found += [place] if bent else []
+    return found

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from credit_dp.domain_parallel import DomainParallelManager
+from credit_dp.evaluation.valid_points import ValidPoints
 
 
 @final
@@ -21,19 +22,28 @@ class RootMeanSquare:
     Args:
         shape: what errors are kept apart, for instance (sources, leads, channels).
         rows: area weight of each own row, `(h,)`; only their ratios matter.
+        points: those with values, if not all have them; only they count.
     """
 
-    def __init__(self, shape: tuple[int, ...], rows: Tensor) -> None:
+    def __init__(
+        self, shape: tuple[int, ...], rows: Tensor, points: ValidPoints | None = None
+    ) -> None:
         self.rows = rows.double()
+        self.points = points
         self.squares = torch.zeros(shape, dtype=torch.float64, device=rows.device)
         self.weights = torch.zeros(shape, dtype=torch.float64, device=rows.device)
 
     def add(self, index: tuple[int, ...], error: Tensor) -> None:
         """Add errors `(B, C, h, W)` of all channels to the place `index`."""
         batch, _, _, width = error.shape
+        if self.points is not None:
+            error = self.points.only(error)
         weighted = error.double().square() * self.rows[:, None]
         self.squares[index] += weighted.sum(dim=(0, 2, 3))
-        self.weights[index] += batch * width * self.rows.sum()
+        if self.points is None:
+            self.weights[index] += batch * width * self.rows.sum()
+        else:
+            self.weights[index] += batch * self.points.weight(self.rows)
 
     def result(self, manager: DomainParallelManager) -> Tensor:
         """The errors of the whole globe over all samples, of `shape`, on every rank.

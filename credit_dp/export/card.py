@@ -106,7 +106,7 @@ def several(contents: Contents) -> str:
 def usage(contents: Contents, path: Path) -> str:
     """How to load it."""
     rows, columns = contents.grid
-    shape = f"1, {contents.frames * len(contents.channels)}, {rows}, {columns}"
+    shape = f"1, {contents.frames * contents.states}, {rows}, {columns}"
     what = "(time, channel, latitude, longitude)"
     given = contents.given_forcing
     forcing = f", torch.zeros(1, {len(given)}, {rows}, {columns})" if given else ""
@@ -128,9 +128,9 @@ def channels(contents: Contents) -> str:
     moments = contents.moments
     for place, name in enumerate(contents.outputs):
         unit = contents.units[place] or "-"
-        lines.append(
-            f"| {place} | {name} | {unit} | {moments.mean[place]:.5g} | {moments.std[place]:.5g} |"
-        )
+        channel = name if place < contents.states else f"{name} (comes out only)"
+        mean, std = moments.mean[place], moments.std[place]
+        lines.append(f"| {place} | {channel} | {unit} | {mean:.5g} | {std:.5g} |")
     others = [
         f"{kind}: {', '.join(names)}"
         for kind, names in (

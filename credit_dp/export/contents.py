@@ -2,19 +2,23 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, final, get_origin
 
 import numpy as np
 from numpy.typing import NDArray
 
+from credit_dp.config import VariableConfig
 from credit_dp.data.forcings import COMPUTED
 from credit_dp.data.schema import Channel
 from credit_dp.data.statistics import Statistics
 from credit_dp.errors import UserError
 
 FORMAT = "credit_dp model 1"
+LATER = ("diagnostic", "variables")  # not in all files of this format
 LONGEST = 10**6  # hours: a step that any clock can add
+# What text or numbers that are not what they should be end in.
+UNFIT = (AttributeError, KeyError, TypeError, ValueError, RecursionError, UserError)
 
 
 @final
@@ -25,13 +29,16 @@ class Contents:
     Attributes:
         kind, keys: of the model's config.
         config: of the run, as YAML.
-        channels: (variable, level or None) of all that comes out, in order.
+        channels: (variable, level or None) of all that comes out, in order: states first.
         units: of these, as far as they are known.
         forcing, static: further inputs, in order.
         latitude, longitude: of rows and columns, in degrees.
         statistics: by the names of `Statistics`, in the store's units.
         step, seed: of the training: how many steps, and what it was drawn from.
         versions: what it was trained with.
+        diagnostic: how many of the channels, the last ones, never go in.
+        variables: what is done to the values of each variable, where that is not the default, by
+            the names of `VariableConfig`.
     """
 
     kind: str
@@ -50,6 +57,13 @@ class Contents:
     step: int
     seed: int
     versions: dict[str, str]
+    diagnostic: int = 0
+    variables: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def states(self) -> int:
+        """How many channels a state has: those that come out and go in again."""
+        return len(self.channels) - self.diagnostic
 
     @property
     def outputs(self) -> list[str]:
@@ -60,13 +74,19 @@ class Contents:
     def inputs(self) -> list[str]:
         """What goes into the network: states, the oldest first, then forcing and static fields."""
         ages = [self.step_hours * back for back in reversed(range(self.frames))]
-        states = [name if age == 0 else f"{name} -{age}h" for age in ages for name in self.outputs]
+        names = self.outputs[: self.states]
+        states = [name if age == 0 else f"{name} -{age}h" for age in ages for name in names]
         return [*states, *self.forcing, *self.static]
 
     @property
     def given_forcing(self) -> list[str]:
         """The forcings that can't be computed from the time."""
         return [name for name in self.forcing if name not in COMPUTED]
+
+    @property
+    def treated(self) -> dict[str, VariableConfig]:
+        """What is done to the values of the variables that are not as by default."""
+        return {name: VariableConfig(**keys) for name, keys in self.variables.items()}
 
     @property
     def moments(self) -> Statistics:
@@ -80,15 +100,19 @@ class Contents:
         return len(self.latitude), len(self.longitude)
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            kind = get_origin(field.type) or field.type
-            if isinstance(kind, type) and type(getattr(self, field.name)) is not kind:
-                raise TypeError(f"{field.name} is no {kind.__name__}")
+        for each in fields(self):
+            kind = get_origin(each.type) or each.type
+            if isinstance(kind, type) and type(getattr(self, each.name)) is not kind:
+                raise TypeError(f"{each.name} is no {kind.__name__}")
         names = [variable for variable, _ in self.channels]
         if not all(type(t) is str for t in (*names, *self.units, *self.forcing, *self.static)):
             raise TypeError("a name or a unit is no text")
         if not np.isfinite(np.array([*self.latitude, *self.longitude], float)).all():
             raise ValueError("a latitude or longitude is no number")
+        for name, variable in self.treated.items():
+            variable.check(f"data.variables.{name}")
+        if not 0 <= self.diagnostic < max(1, len(self.channels)):
+            raise ValueError("diagnostic is out of range")
         if self.frames < 1 or not 1 <= self.step_hours <= LONGEST:
             raise ValueError("frames or step_hours is out of range")
         lengths = {len(self.channels), len(self.units), *map(len, self._of_channels())}
@@ -128,13 +152,12 @@ class Contents:
             raise UserError(f"{where}: is not a model that this program exported ({FORMAT}).")
         try:
             read: dict[str, Any] = {
-                field.name: texts[field.name]
-                if field.type is str
-                else json.loads(texts[field.name])
-                for field in fields(cls)
+                each.name: texts[each.name] if each.type is str else json.loads(texts[each.name])
+                for each in fields(cls)
+                if each.name in texts or each.name not in LATER
             }
             return cls(**read)
-        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+        except UNFIT as error:
             raise UserError(f"{where}: has metadata that can't be read ({error!r}).") from error
 
     @classmethod
@@ -161,7 +184,7 @@ class Contents:
                 seed=numbers["seed"],
                 versions=numbers["versions"],
             )
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except UNFIT as error:
             raise UserError(
                 f"{where}: does not say what its use without the data needs ({error!r}). "
                 "Go on with it for a step, with resume, to have it written anew."

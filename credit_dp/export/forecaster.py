@@ -11,6 +11,7 @@ from credit_dp.config import ModelConfig
 from credit_dp.data.forcings import COMPUTED
 from credit_dp.data.schema import Channel, Channels
 from credit_dp.errors import UserError
+from credit_dp.export.channel_units import ChannelUnits
 from credit_dp.export.trained import Trained
 from credit_dp.forecast.step import ForecastStep
 from credit_dp.models import build_model
@@ -25,14 +26,17 @@ class Forecaster(nn.Module):
     """Takes the weather at one time, or at several that are a step apart, one step on.
 
     Shapes:
-        fields `(B, frames * C, H, W)`, the oldest state first; times `(B,)`, in UTC, of the newest
-        state; forcing `(B, len(self.forcing), H, W)`, if there is any -> `(B, C, H, W)`.
+        fields `(B, frames * states, H, W)`, the oldest state first; times `(B,)`, in UTC, of the
+        newest state; forcing `(B, len(self.forcing), H, W)`, if there is any ->
+        `(B, len(self.variables), H, W)`.
 
     Units:
-        of the data that it was trained on, see `units`; rows from north to south.
+        of the data that it was trained on, see `units`; rows from north to south. What has no
+        values on some points, such as a sea surface temperature, is NaN there, in and out.
 
     Attributes:
-        variables: the C channels, in order.
+        variables: the channels that come out, in order.
+        states: how many of them, the first ones, are a state that goes in again.
         units: of each.
         latitude, longitude: `(H,)` and `(W,)`, in degrees.
         step: from one state to the next.
@@ -42,18 +46,16 @@ class Forecaster(nn.Module):
         config: of the run that trained it, as YAML.
     """
 
-    mean: Tensor
-    std: Tensor
     tendency_scale: Tensor
-    forcing_mean: Tensor
-    forcing_std: Tensor
     static: Tensor
+    valid: Tensor | None
 
     def __init__(self, model: nn.Module, trained: Trained) -> None:
         super().__init__()
         contents = trained.contents
         self.model = model
         self.variables = tuple(contents.outputs)
+        self.states = contents.states
         self.units = tuple(contents.units)
         self.latitude = np.array(contents.latitude)
         self.longitude = np.array(contents.longitude)
@@ -66,24 +68,17 @@ class Forecaster(nn.Module):
 
     def _keep(self, trained: Trained) -> None:
         """Hold what normalises, in the model's type, where it moves with the model."""
-        moments = trained.contents.moments
-        dtype = _dtype(trained)
-        columns = {
-            "mean": moments.mean,
-            "std": moments.std,
-            "tendency_scale": moments.tendency_std / moments.std,
-            "forcing_mean": moments.forcing_mean,
-            "forcing_std": moments.forcing_std,
-        }
-        for name, values in columns.items():
-            column = torch.from_numpy(values).to(dtype)[:, None, None]
-            self.register_buffer(name, column, persistent=False)
-        mean, std = (
-            torch.from_numpy(values).to(dtype)[:, None, None]
-            for values in (moments.static_mean, moments.static_std)
-        )
-        static = (trained.static.to(dtype) - mean) / std
-        self.register_buffer("static", static, persistent=False)
+        contents, like = trained.contents, torch.zeros((), dtype=_dtype(trained))
+        moments, treated = contents.moments, contents.treated
+        out = [variable for variable, _ in contents.channels]
+        self._out = ChannelUnits(out, treated, moments)
+        self._given = ChannelUnits(contents.forcing, treated, moments, "forcing_")
+        scale = self._out.scales(like).scaled(moments.tendency_std)[: contents.states]
+        self.register_buffer("tendency_scale", scale, persistent=False)
+        units = ChannelUnits(contents.static, treated, moments, "static_")
+        self.register_buffer("static", units.normalised(trained.static, like), persistent=False)
+        valid = None if trained.valid is None else trained.valid.bool()
+        self.register_buffer("valid", valid, persistent=False)
 
     def forward(self, fields: Tensor, times: Times, forcing: Tensor | None = None) -> Tensor:
         """The fields one `step` after `times`.
@@ -93,36 +88,33 @@ class Forecaster(nn.Module):
         """
         moments = np.atleast_1d(np.asarray(times, dtype="datetime64[ns]"))
         given = self._checked(fields, moments, forcing)
-        rows, columns = self.contents.grid
-        shape = (len(moments), self.frames, len(self.variables), rows, columns)
-        states = fields.to(self.mean).reshape(shape)
-        now = ((states - self.mean) / self.std).flatten(1, 2)
+        shape = (len(moments), self.frames, self.states, *self.contents.grid)
+        now = self._out.normalised(fields.reshape(shape), self.static, self.valid).flatten(1, 2)
         step = ForecastStep(self.model, self.tendency_scale, self.contents.residual)
         static = self.static.expand(len(now), -1, -1, -1)
         later = step(now, self._forcing(moments, given), static)
-        return later * self.std + self.mean
+        return self._out.physical(later, self.valid)
 
     def _forcing(self, times: np.ndarray, given: Tensor) -> Tensor:
         """Normalised forcings, in the model's order."""
-        rows, columns = self.contents.grid
         found = []
         for name in self.contents.forcing:
             if name in COMPUTED:
                 # As the store gives them: rounded to single precision.
-                values = torch.from_numpy(COMPUTED[name](times).astype(np.float32))
-                field = values.to(self.mean)[:, None, None].expand(-1, rows, columns)
+                values = COMPUTED[name](times, self.latitude, self.longitude).astype(np.float32)
+                field = torch.from_numpy(values).to(self.static)
             else:
-                field = given[:, self.forcing.index(name)].to(self.mean)
+                field = given[:, self.forcing.index(name)].to(self.static)
             found.append(field)
         if not found:
-            return self.mean.new_empty(len(times), 0, rows, columns)
-        return (torch.stack(found, dim=1) - self.forcing_mean) / self.forcing_std
+            return self.static.new_empty(len(times), 0, *self.contents.grid)
+        return self._given.normalised(torch.stack(found, dim=1), self.static)
 
     def _checked(self, fields: Tensor, times: np.ndarray, forcing: Tensor | None) -> Tensor:
         """The forcing, empty if there is none; refuse what does not fit."""
         rows, columns = self.contents.grid
         given = fields.new_empty(len(times), 0, rows, columns) if forcing is None else forcing
-        wanted = (len(times), self.frames * len(self.variables), rows, columns)
+        wanted = (len(times), self.frames * self.states, rows, columns)
         if tuple(fields.shape) != wanted:
             raise UserError(
                 f"fields: need the shape {wanted} for {len(times)} times, got "
@@ -144,10 +136,12 @@ def build_forecaster(where: str, trained: Trained, config: ModelConfig) -> Forec
         UserError: the weights are not those of this model.
     """
     contents = trained.contents
+    out = tuple(Channel(variable, level) for variable, level in contents.channels)
     channels = Channels(
-        tuple(Channel(variable, level) for variable, level in contents.channels),
-        tuple(contents.forcing),
-        tuple(contents.static),
+        prognostic=out[: contents.states],
+        forcing=tuple(contents.forcing),
+        static=tuple(contents.static),
+        diagnostic=out[contents.states :],
     )
     with torch.random.fork_rng(devices=[]):
         model = build_model(config, channels.fields(contents.frames), contents.grid)

@@ -16,10 +16,12 @@ from credit_dp.export.contents import Contents
 from credit_dp.training.checkpoint_files import locate, read_numbers
 from credit_dp.training.run_folder import discard, unfinished
 from credit_dp.training.shards import check_shards, read_shards, tensors_in
-from credit_dp.training.state import MODEL, STATIC
+from credit_dp.training.state import MODEL, STATIC, VALID
 
 KEY = "checkpoint"  # what lines about one begin with
-STATIC_FIELDS = "credit_dp.static"  # no module or parameter has a name like it
+# No module or parameter has names like these.
+STATIC_FIELDS = "credit_dp.static"
+VALID_POINTS = "credit_dp.valid"
 
 
 @final
@@ -28,12 +30,14 @@ class Trained:
     """A trained model.
 
     Shapes:
-        static `(S, H, W)`, in the store's units.
+        static `(S, H, W)`, in the store's units; valid `(channels out, H, W)`, not zero where there
+        are values, or None: everywhere.
     """
 
     contents: Contents
     weights: dict[str, Tensor]
     static: Tensor
+    valid: Tensor | None = None
 
 
 def read_trained(path: str) -> Trained:
@@ -76,15 +80,16 @@ def read_checkpoint(path: Path) -> Trained:
     room = {
         name: torch.empty(shape, dtype=held[name].properties.dtype)
         for name, shape in shapes.items()
-        if name.startswith(MODEL) or name == STATIC
+        if name.startswith(MODEL) or name in (STATIC, VALID)
     }
     read_shards(KEY, path, room, together=False)
     if contents.static and STATIC not in room:
         raise UserError(f"{path}: has no static fields, which the model needs.")
     static = room.pop(STATIC, torch.empty(0, *contents.grid))
-    check_static(str(path), contents, static)
+    valid = room.pop(VALID, None)
+    check_fields(str(path), contents, static, valid)
     weights = {name.removeprefix(MODEL): tensor for name, tensor in room.items()}
-    return Trained(contents, weights, static)
+    return Trained(contents, weights, static, valid)
 
 
 def read_file(path: Path) -> Trained:
@@ -101,17 +106,24 @@ def read_file(path: Path) -> Trained:
         raise UserError(f"{path}: is not a readable safetensors file ({error}).") from error
     contents = Contents.of_texts(str(path), texts)
     static = tensors.pop(STATIC_FIELDS, torch.empty(0, *contents.grid))
-    check_static(str(path), contents, static)
-    return Trained(contents, tensors, static)
+    valid = tensors.pop(VALID_POINTS, None)
+    check_fields(str(path), contents, static, valid)
+    return Trained(contents, tensors, static, valid)
 
 
-def check_static(where: str, contents: Contents, static: Tensor) -> None:
-    """Refuse static fields that are not those which the model needs."""
+def check_fields(where: str, contents: Contents, static: Tensor, valid: Tensor | None) -> None:
+    """Refuse static fields that are not those which the model needs, or points of another grid."""
     wanted = (len(contents.static), *contents.grid)
     if tuple(static.shape) != wanted:
         raise UserError(
             f"{where}: has static fields of shape {tuple(static.shape)}, but its model needs "
             f"{wanted}."
+        )
+    wanted = (len(contents.channels), *contents.grid)
+    if valid is not None and tuple(valid.shape) != wanted:
+        raise UserError(
+            f"{where}: says where there are values in the shape {tuple(valid.shape)}, but its "
+            f"model needs {wanted}."
         )
 
 
@@ -122,6 +134,8 @@ def write_file(trained: Trained, path: Path) -> None:
         UserError: it could not be written.
     """
     tensors = {**trained.weights, STATIC_FIELDS: trained.static}
+    if trained.valid is not None:
+        tensors[VALID_POINTS] = trained.valid
     content = save(tensors, trained.contents.texts())
     write_bytes(path, content)
 

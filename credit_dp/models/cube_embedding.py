@@ -45,7 +45,7 @@ class CubeEmbedding(nn.Module):
 
     def __init__(self, fields: Fields, size: Size, patch: Size, width: int) -> None:
         super().__init__()
-        starts = [frame * fields.outputs for frame in range(fields.frames)]
+        starts = [frame * fields.states for frame in range(fields.frames)]
         upper = [start + channel for start in starts for channel in chain(*fields.upper)]
         surface = [start + channel for start in starts for channel in fields.surface]
         surface += range(fields.inputs - fields.others, fields.inputs)
@@ -76,7 +76,9 @@ class CubeEmbedding(nn.Module):
 
 @final
 class CubeRecovery(nn.Module):
-    """Makes a state of tokens, its channels in their order.
+    """Makes a state of tokens, its channels in their order, and what only comes out after them.
+
+    Whatever is on no level, and all that only comes out, is made of the last level of tokens.
 
     Args:
         fields: what the channels are.
@@ -92,7 +94,8 @@ class CubeRecovery(nn.Module):
 
     def __init__(self, fields: Fields, size: Size, patch: Size, width: int) -> None:
         super().__init__()
-        made = [*chain(*fields.upper), *fields.surface]
+        last = [*fields.surface, *range(fields.states, fields.outputs)]
+        made = [*chain(*fields.upper), *last]
         order = sorted(range(len(made)), key=made.__getitem__)
         self.register_buffer("order", torch.tensor(order), persistent=False)
         self.levels = cubes(size, patch)[0]
@@ -102,9 +105,9 @@ class CubeRecovery(nn.Module):
             nn.ZeroPad3d(cast(tuple[int, int, int, int, int, int], pads)),
         )
         self.surface = None
-        if fields.surface:
+        if last:
             self.surface = nn.Sequential(
-                nn.ConvTranspose2d(width, len(fields.surface), patch[1:], patch[1:]),
+                nn.ConvTranspose2d(width, len(last), patch[1:], patch[1:]),
                 nn.ZeroPad2d(cast(tuple[int, int, int, int], pads[:4])),
             )
 
@@ -112,5 +115,5 @@ class CubeRecovery(nn.Module):
         """Return the state."""
         made: Tensor = self.upper(x[:, :, : self.levels]).flatten(1, 2)
         if self.surface is not None:
-            made = torch.cat([made, self.surface(x[:, :, self.levels])], 1)
+            made = torch.cat([made, self.surface(x[:, :, -1])], 1)
         return made.index_select(1, cast(Tensor, self.order))

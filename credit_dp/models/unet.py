@@ -141,7 +141,7 @@ class UNet(SegmentedModel):
         config: channels of each level, finest first; blocks per level and their kind; groups of
             the norms; poles; what blocks have besides.
         in_channels: prognostic, forcing and static channels.
-        out_channels: prognostic channels.
+        out_channels: prognostic and diagnostic channels.
 
     Shapes:
         `(B, in_channels, H, W)` -> `(B, out_channels, H, W)`.

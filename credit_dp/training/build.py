@@ -1,6 +1,7 @@
 """Puts a training run together: model, shards, optimiser, loss and loader, from the config."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import final
 
 import torch
@@ -12,13 +13,15 @@ from credit_dp.data.normalise import Normaliser
 from credit_dp.data.prepare import Prepared
 from credit_dp.data.sampling import SampleSequence, sample_times
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.forecast.step import ForecastStep
+from credit_dp.evaluation.valid_points import ValidPoints
+from credit_dp.forecast.step import ForecastStep, Model
 from credit_dp.pipeline_parallel.model_layout import home_device
 from credit_dp.training.checkpoint import TrainingState
 from credit_dp.training.data_description import describe_data
-from credit_dp.training.loss import build_loss
+from credit_dp.training.loss import WeightedLoss, build_loss
 from credit_dp.training.model_parts import build_parts
 from credit_dp.training.optimisation import build_optimiser, build_schedule
+from credit_dp.training.shared_reading import share_reading
 from credit_dp.training.state import named_parameters
 from credit_dp.training.trainer import Trainer
 
@@ -66,6 +69,7 @@ def build_training(
         like.device,
         config.model.frames,
         reads_of(config, manager),
+        share_reading(prepared.store, manager),
     )
     optimiser = build_optimiser(named_parameters(model.parts), config.optimizer)
     schedule = build_schedule(optimiser, config.optimizer, config.trainer.steps)
@@ -78,15 +82,40 @@ def build_training(
         data,
         config.seed,
         static=lambda: prepared.store.static(slice(None)),
+        valid=lambda: prepared.store.masks(slice(None)),
     )
-    scale = Normaliser(prepared.statistics, like.dtype, like.device).tendency_scale
-    channels, latitude = prepared.store.channels, prepared.store.latitude
-    loss = build_loss(config.loss, channels, latitude, rows, scale)
-    forecast = ForecastStep(model.forecasting, scale, config.model.residual)
+    forecast, loss = build_step(config, prepared, manager, model.forecasting, like)
     gradients = model.gradients(config, manager, forecast, loss)
     every = config.parallel.check_replicas_every
     trainer = Trainer(config.trainer, state, gradients, manager, every)
     return Training(trainer, loader, forecast, like, rows)
+
+
+def build_step(
+    config: Config,
+    prepared: Prepared,
+    manager: DomainParallelManager,
+    model: Model,
+    like: Tensor,
+) -> tuple[ForecastStep, WeightedLoss]:
+    """What is made of the model's output, and how far that is from the truth.
+
+    Collective where a variable has points without values.
+
+    Raises:
+        UserError: see `build_loss`.
+    """
+    store = prepared.store
+    rows = manager.rows(store.grid[0])
+    normaliser = Normaliser.of(prepared, like.dtype, like.device)
+    tendency = normaliser.tendency_scale[: store.channels.states]
+    scale = torch.cat([tendency, tendency.new_ones(len(store.channels.diagnostic), 1, 1)])
+    points = ValidPoints.of(store.masks(rows), like, manager.transport.sum)
+    loss = build_loss(config.loss, store.channels, store.latitude, rows, scale, points)
+    fill = None
+    if points is not None:
+        fill = partial(points.filled, fills=normaliser.fills)
+    return ForecastStep(model, tendency, config.model.residual, fill), loss
 
 
 def reads_of(config: Config, manager: DomainParallelManager) -> Reads:

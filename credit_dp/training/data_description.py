@@ -3,12 +3,18 @@
 And what its use elsewhere needs, without the data.
 """
 
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 import numpy as np
 
-from credit_dp.config import CrossFormerConfig, ModelConfig, PanguConfig, UNetConfig
+from credit_dp.config import (
+    CrossFormerConfig,
+    ModelConfig,
+    PanguConfig,
+    UNetConfig,
+    VariableConfig,
+)
 from credit_dp.data.prepare import Prepared
 from credit_dp.errors import UserError
 from credit_dp.evaluation.units import unit_of
@@ -19,7 +25,15 @@ Description = dict[str, Any]  # text, numbers and lists only: it lies in the che
 TOLERANCE = 1e-6
 
 # What checkpoints that do not say it were made with.
-UNSAID: Description = {"model.frames": 1, "model.residual": True}
+UNSAID: Description = {
+    "model.frames": 1,
+    "model.residual": True,
+    "data.diagnostic": [],
+    "data.variables": {},
+}
+
+RANGE = ("minimum", "maximum")
+CLAMPS = "nonnegative"  # acts on forecasts alone: no reason not to go on
 
 # The models of this package, by what a description calls them; others go by their own name.
 KINDS: dict[str, type[ModelConfig]] = {
@@ -36,9 +50,15 @@ def describe_data(prepared: Prepared, model: ModelConfig) -> Description:
     statistics = asdict(prepared.statistics)
     return {
         "data.prognostic": list(store.channels.variables),
+        "data.diagnostic": list(dict.fromkeys(c.variable for c in store.channels.diagnostic)),
         "data.levels": list(store.levels),
         "data.forcing": list(store.channels.forcing),
         "data.static": list(store.channels.static),
+        "data.variables": {
+            name: {key: value for key, value in treated.items() if key != CLAMPS}
+            for name, treated in describe_variables(prepared).items()
+            if treated.keys() != {CLAMPS}
+        },
         "data.step": f"{store.config.step_hours}h",
         "data.grid": f"{rows}x{columns}",
         "model.frames": model.frames,
@@ -58,13 +78,31 @@ def describe_model(model: ModelConfig) -> Description:
 def describe_fields(prepared: Prepared) -> Description:
     """The channels that come out, their units, and where they are given."""
     store = prepared.store
-    channels = store.channels.prognostic
+    channels = store.channels.out
     return {
         "channels": [[channel.variable, channel.level] for channel in channels],
         "units": [unit_of(store, channel.variable) for channel in channels],
         "latitude": store.latitude.tolist(),
         "longitude": store.longitude.tolist(),
+        "diagnostic": len(store.channels.diagnostic),
+        "variables": describe_variables(prepared),
     }
+
+
+def describe_variables(prepared: Prepared) -> dict[str, dict[str, Any]]:
+    """What is done to the values of each variable, where that is not the default."""
+    channels, config = prepared.store.channels, prepared.store.config
+    names = [channel.variable for channel in channels.out]
+    default = VariableConfig()
+    described = {
+        name: {
+            field.name: getattr(config.of(name), field.name)
+            for field in fields(VariableConfig)
+            if getattr(config.of(name), field.name) != getattr(default, field.name)
+        }
+        for name in sorted({*names, *channels.forcing, *channels.static})
+    }
+    return {name: treated for name, treated in described.items() if treated}
 
 
 def check_data(saved: Description, own: Description) -> None:
@@ -84,10 +122,12 @@ def check_data(saved: Description, own: Description) -> None:
             )
     statistics = own.get("statistics", {})
     for name, values in statistics.items():
-        # Means are compared in units of the spread: one of a wind may well be near zero.
-        scale = statistics[name.replace("mean", "std")]
-        change = np.abs(np.subtract(values, saved["statistics"][name])) / np.asarray(scale)
-        if np.any(change > TOLERANCE):
+        if name.endswith(RANGE) and name not in saved["statistics"]:  # an older one says less
+            continue
+        # Compared in units of the spread: the mean of a wind may well be near zero.
+        spread = np.array(statistics[spread_of(name)])
+        change = np.abs(np.subtract(values, saved["statistics"][name]))
+        if np.any(change > TOLERANCE * np.where(spread > 0, spread, 1.0)):
             raise UserError(
                 f"resume: the checkpoint was trained with another {name} of the fields: "
                 "data.store or data.dates.train differs. Set them to those of the checkpoint, or "
@@ -95,8 +135,16 @@ def check_data(saved: Description, own: Description) -> None:
             )
 
 
+def spread_of(name: str) -> str:
+    """The statistics in whose units those of this name are compared."""
+    prefix, _, number = name.rpartition("_")
+    return name if number == "std" else f"{prefix}_std".lstrip("_")
+
+
 def shown(value: object) -> str:
     """A value as it is written on the command line."""
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{key}:{shown(entry)}' for key, entry in value.items())}}}"
     if isinstance(value, list):
         return f"[{','.join(map(str, value))}]"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -2,6 +2,8 @@
 
 Each rank sums over its own rows and divides by the weight of the whole globe. The domain's ranks
 thus add up to the loss of the whole globe, and no rank needs another's rows to know its share.
+Points that a field has no values on count neither in the sum nor in the weight, so that a channel
+weighs the same whatever it covers.
 """
 
 from collections.abc import Callable
@@ -16,13 +18,14 @@ from credit_dp.config import LossConfig
 from credit_dp.data.grid import row_weights
 from credit_dp.data.schema import Channel, Channels, suggestions
 from credit_dp.errors import UserError
+from credit_dp.evaluation.valid_points import ValidPoints
 
 POINTWISE: dict[str, Callable[[Tensor], Tensor]] = {"mse": torch.square, "mae": torch.abs}
 
 
 @final
 class WeightedLoss:
-    """This rank's share of the weighted mean error, in units of each channel's tendency.
+    """This rank's share of the weighted mean error, in units of each channel's `scale`.
 
     Shapes:
         forecast and target `(B, C, h, W)`, both normalised -> scalar.
@@ -30,21 +33,32 @@ class WeightedLoss:
     Args:
         name: `mse` or `mae`.
         rows: weight of each own row, `(h,)`, scaled so that the globe's weights have mean 1.
-        channels: weight of each channel, `(C,)`.
-        tendency_scale: tendency standard deviation over standard deviation, `(C, 1, 1)`.
+        channels: weight of each channel, `(C,)`: they sum to 1 if all points have values.
+        scale: of normalised changes over one step, `(C, 1, 1)`; 1 for what only comes out.
         height: rows of the whole globe.
+        points: those with values, if not all have them.
     """
 
     def __init__(
-        self, name: str, rows: Tensor, channels: Tensor, tendency_scale: Tensor, height: int
+        self,
+        name: str,
+        rows: Tensor,
+        channels: Tensor,
+        scale: Tensor,
+        height: int,
+        points: ValidPoints | None = None,
     ) -> None:
         self.pointwise = POINTWISE[name]
-        self.tendency_scale = tendency_scale
-        self.weight = rows[:, None] * (channels / channels.sum())[:, None, None] / height
+        self.scale = scale
+        self.points = points
+        self.weight = rows[:, None] * channels[:, None, None] / height
 
     def __call__(self, forecast: Tensor, target: Tensor) -> Tensor:
         """Own rows' weighted error over the weight of the globe and of the batch given."""
-        error = self.pointwise((forecast - target) / self.tendency_scale)
+        difference = (forecast - target) / self.scale
+        if self.points is not None:
+            difference = self.points.only(difference)
+        error = self.pointwise(difference)
         batch, _, _, width = error.shape
         return (error * self.weight).sum() / (batch * width)
 
@@ -55,39 +69,68 @@ def build_loss(
     latitude: NDArray[np.float64],
     rows: slice,
     scale: Tensor,
+    points: ValidPoints | None = None,
 ) -> WeightedLoss:
     """The loss that the config asks for, on these rows of the globe.
 
-    `scale` is `(C, 1, 1)`, see `WeightedLoss`; its device and dtype become the loss's.
+    Collective where points are left out: all ranks of the domain call it.
+
+    Args:
+        config: of the loss.
+        channels: of the model.
+        latitude: of all rows.
+        rows: the rank's own.
+        scale: `(C, 1, 1)`, see `WeightedLoss`; its device and dtype become the loss's.
+        points: those with values, if not all have them.
 
     Raises:
-        UserError: `loss.variable_weight` names no prognostic variable, or all weights are 0.
+        UserError: `loss.variable_weight` names no variable that comes out, all weights are 0, or a
+            channel has no values at all; on all ranks alike.
     """
     weights = row_weights(latitude) if config.latitude_weight else np.ones(len(latitude))
-    return WeightedLoss(
-        config.name,
-        torch.as_tensor(np.asarray(weights[rows], dtype=np.float64)).to(scale),
-        torch.as_tensor(channel_weights(config, channels.prognostic)).to(scale),
-        scale,
-        len(latitude),
-    )
+    own = torch.as_tensor(np.asarray(weights[rows], dtype=np.float64)).to(scale.device)
+    shares = torch.as_tensor(channel_weights(config, channels.out)).to(scale)
+    shares = shares / shares.sum()
+    if points is not None:
+        covered = points.globe_weight(own)
+        refuse_empty(channels, covered)
+        # What divides by all points of the globe is to divide by those with values.
+        shares = shares * (len(latitude) * points.columns / covered).to(scale)
+    return WeightedLoss(config.name, own.to(scale), shares, scale, len(latitude), points)
+
+
+def refuse_empty(channels: Channels, covered: Tensor) -> None:
+    """Refuse a channel whose weight is 0 all over the globe.
+
+    Raises:
+        UserError: naming the first.
+    """
+    for channel, weight in zip(channels.out, covered.tolist(), strict=True):
+        if not weight > 0:
+            role = "prognostic" if channel in channels.prognostic else "diagnostic"
+            raise UserError(
+                f"data.variables.{channel.variable}.fill: needs a field with values on some "
+                f"points, but {channel.name} has none on the globe. Leave it out of data.{role}, "
+                "or choose another first date of data.dates.train."
+            )
 
 
 def channel_weights(config: LossConfig, channels: tuple[Channel, ...]) -> NDArray[np.float64]:
-    """Weight of each prognostic channel, `(C,)`: its level's times its variable's.
+    """Weight of each channel that comes out, `(C,)`: its level's times its variable's.
 
     A level weighs as its pressure, with mean 1 over all channels that have a level; a surface
     variable weighs 1.
 
     Raises:
-        UserError: `loss.variable_weight` names no prognostic variable, or all weights are 0.
+        UserError: `loss.variable_weight` names no variable that comes out, or all weights are 0.
     """
     variables = {channel.variable for channel in channels}
     unknown = next((name for name in config.variable_weight if name not in variables), None)
     if unknown is not None:
         raise UserError(
-            f"loss.variable_weight: needs names from data.prognostic, got {unknown!r}. "
-            f"{suggestions(unknown, variables)}. Change the name in loss.variable_weight."
+            "loss.variable_weight: needs names from data.prognostic or data.diagnostic, got "
+            f"{unknown!r}. {suggestions(unknown, variables)}. Change the name in "
+            "loss.variable_weight."
         )
     levels = [channel.level for channel in channels if channel.level is not None]
     mean_level = sum(levels) / len(levels) if levels else 1.0

@@ -64,8 +64,7 @@ class ModelParts:
         model = self.parts[0]
         if ddp and manager.world_size > 1:
             model = averaging(model, config.parallel)
-        step = ForecastStep(model, forecast.tendency_scale, forecast.residual)
-        return ModelPass(model, step, loss, micros, manager.domain_world_size)
+        return ModelPass(model, forecast.of(model), loss, micros, manager.domain_world_size)
 
 
 def build_parts(

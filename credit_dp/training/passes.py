@@ -112,7 +112,7 @@ class PipelinePass(Pass):
 
     Args:
         pipeline: all ranks' stages.
-        forecast: knows how an output becomes a state.
+        forecast: knows how an output becomes fields.
         group: over which gradients are averaged after the last micro-batch; None where that is
             done by FSDP2, or there is nobody else.
     """
@@ -134,13 +134,13 @@ class PipelinePass(Pass):
     def __call__(self, batch: Batch, prepare: Prepare) -> Tensor:
         """See `Pass`; the share is zero on ranks that have not the last stage."""
         inputs = torch.cat([batch.now, batch.forcing, batch.static], dim=1)
-        channels = len(self.loss.tendency_scale)
+        channels = len(self.loss.scale)
         # The state that the output is added to goes with the target, as more channels of it.
-        wanted = torch.cat([batch.target, batch.now[:, -channels:]], dim=1)
+        wanted = torch.cat([batch.target, batch.now[:, -self.forecast.states :]], dim=1)
 
         def loss(output: Tensor, wanted: Tensor) -> Tensor:
             target, last = wanted[:, :channels], wanted[:, channels:]
-            share = self.loss(self.forecast.state(output, last), target)
+            share = self.loss(self.forecast.fields(output, last), target)
             return share * self.domain / self.micros
 
         def begin(part: int, micro: int) -> None:

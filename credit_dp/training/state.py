@@ -17,6 +17,7 @@ from credit_dp.training.optimisation import move_schedule
 from credit_dp.training.shards import Shape
 
 MODEL, OPTIMISER, GENERATOR, STATIC = "model.", "optimiser.", "random.generator", "static"
+VALID = "valid"
 COUNT = "step"  # of a parameter's updates, as the optimiser calls it
 
 
@@ -38,7 +39,8 @@ class TrainingState:
     `parts` are the stretches of the plain or converted model that this rank holds, all of it
     without a pipeline; not their DDP wrapper: names are then the same on every mesh. `data`
     describes what it trains on; see `describe_data`. `static` reads the globe's static fields,
-    `(S, H, W)` in the store's units: checkpoints carry them for use of the model without the data.
+    `(S, H, W)` in the store's units, and `valid` where the fields that come out have values,
+    `(outputs, H, W)`, or None: checkpoints carry both for use of the model without the data.
     """
 
     parts: tuple[nn.Module, ...]
@@ -49,6 +51,7 @@ class TrainingState:
     seed: int
     step: int = 0
     static: Callable[[], NDArray[np.float32]] | None = None
+    valid: Callable[[], NDArray[np.bool_] | None] | None = None
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -76,7 +79,11 @@ class TrainingState:
 
     def constants(self) -> dict[str, Tensor]:
         """What a checkpoint carries besides: read by one rank, for all."""
-        return {} if self.static is None else {STATIC: torch.from_numpy(self.static())}
+        found = {} if self.static is None else {STATIC: torch.from_numpy(self.static())}
+        valid = None if self.valid is None else self.valid()
+        if valid is not None:  # as bytes: shards hold no booleans
+            found[VALID] = torch.from_numpy(valid).to(torch.uint8)
+        return found
 
     def numbers(self) -> dict[str, Any]:
         """The rest: numbers and text, the same on every rank."""

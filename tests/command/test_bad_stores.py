@@ -1,6 +1,7 @@
 """Bad input that only the ranks can see, given to the real program: one line, and it ends."""
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -60,6 +61,27 @@ def arguments(store: Path) -> list[str]:
     ]
 
 
+def run(store: Path, more: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "train.py", *arguments(store), *more],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=HANGS,
+    )
+
+
+def the_error(done: subprocess.CompletedProcess[str]) -> str:
+    """The one line that says what is wrong."""
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert done.returncode == 2, done.stderr
+    assert len(errors) == 1, done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    return errors[0]
+
+
 @pytest.mark.parametrize(
     "case",
     [
@@ -70,17 +92,27 @@ def arguments(store: Path) -> list[str]:
 def test_one_line_and_the_end(tmp_path: Path, case: tuple[Change, list[str], str]) -> None:
     change, more, key = case
     store = stores.write(change(stores.dataset()), tmp_path / "store.zarr")
-    done = subprocess.run(
-        [sys.executable, "train.py", *arguments(store), *more],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=HANGS,
-    )
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert done.returncode == 2, done.stderr
-    assert len(errors) == 1, done.stderr
-    assert key in errors[0]
-    assert "Traceback" not in done.stdout + done.stderr
+    assert key in the_error(run(store, more))
+
+
+def cut_short(chunk: Path) -> None:
+    chunk.write_bytes(chunk.read_bytes()[:50])
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {"cut short": cut_short, "missing": Path.unlink}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("damage", "when"), [("cut short", "before the statistics"), ("missing", "after them")]
+)
+def test_damaged_chunk(tmp_path: Path, damage: str, when: str) -> None:
+    """Whichever rank meets it, reading ahead in a thread, all of them end with one line."""
+    store = stores.write(stores.dataset(), tmp_path / "store.zarr")
+    if when == "after them":
+        assert run(store, ["trainer.steps=8"]).returncode == 0
+        shutil.rmtree(tmp_path / "run")
+    DAMAGES[damage](store / "temperature" / "c" / "3" / "0" / "0" / "0")
+    error = the_error(run(store, ["trainer.steps=8"]))
+    assert str(store) in error
+    assert "temperature at 2000-01-01T18:00" in error

@@ -23,7 +23,9 @@ NEEDS = {
         "data.dates.train=[2000-01-01,2000-12-31]",
         "data.dates.valid=[2001-01-01,2001-01-31]",
         "data.dates.test=[2001-02-01,2001-12-31]",
-    ]
+    ],
+    "data=anemoi": ["data.store=/x.zarr"],
+    "data=prepared": ["data.store=/x.zarr"],
 }
 
 

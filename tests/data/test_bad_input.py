@@ -1,5 +1,6 @@
 import numpy as np
 import pytest
+import xarray as xr
 
 from credit_dp.data.prepare import prepare
 from credit_dp.data.sampling import sample_times
@@ -138,13 +139,102 @@ def test_dates_between_two_times(good):
         ("longitude", np.linspace(0, 180, 8), "equal steps"),
         ("longitude", np.array([0, 45, 90, 135, 180, 225, 271, 315.0]), "equal steps"),
         ("time", stores.times(12)[::-1], "time does not rise"),
-        ("time", stores.times(12)[[0, *range(11)]], "time does not rise"),
+        (
+            "time",
+            stores.times(12)[[0, *range(11)]],
+            "time does not rise throughout: after 2000-01-01T00:00 comes 2000-01-01T00:00",
+        ),
+        ("level", np.array([500, 850, 500]), "a level comes twice"),
         ("time", np.arange(12), "standard calendar"),
     ],
 )
 def test_coordinates_on_which_numbers_would_lie(tmp_path, coordinate, values, expected):
     path = changed(tmp_path, lambda data: data.assign_coords({coordinate: values}))
     assert expected in refusal(path)
+
+
+@pytest.mark.parametrize("calendar", ["360_day", "noleap", "julian"])
+@pytest.mark.parametrize("suffix", ["zarr", "nc"])
+def test_other_calendars(tmp_path, calendar, suffix):
+    dates = xr.date_range("2000-01-01", periods=12, freq="6h", calendar=calendar, use_cftime=True)
+    data = stores.dataset().assign_coords(time=dates)
+    path = tmp_path / f"store.{suffix}"
+    if suffix == "nc":
+        data.to_netcdf(path)
+    else:
+        stores.write(data, path)
+    assert f"not in the standard calendar, but in {calendar}" in refusal(path)
+
+
+def test_one_file_of_many_in_another_calendar(tmp_path):
+    for year, calendar in ((2000, "standard"), (2001, "noleap"), (2002, "proleptic_gregorian")):
+        dates = xr.date_range(f"{year}", periods=12, freq="6h", calendar=calendar, use_cftime=True)
+        data = stores.dataset().assign_coords(time=dates)
+        stores.write(data, tmp_path / f"era5_{year}.zarr")
+    message = refusal(tmp_path / "era5_*.zarr")
+    assert "era5_2001.zarr: time is not in the standard calendar, but in noleap" in message
+
+
+def in_cells(data, dim="values"):
+    """The cells of the grid in a row, as reduced Gaussian grids have them."""
+    flat = data.stack({dim: ("latitude", "longitude")}).reset_index(dim)
+    return flat.drop_vars("level")
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (in_cells, "reduced Gaussian or unstructured grid (cells along values)"),
+        (
+            lambda data: in_cells(data, "x").rename(latitude="lat", longitude="lon"),
+            "reduced Gaussian or unstructured grid (cells along x)",
+        ),
+        (
+            lambda data: in_cells(data, "cell").drop_vars(["latitude", "longitude"]),
+            "reduced Gaussian or unstructured grid (cells along cell)",
+        ),
+        (
+            lambda data: in_cells(data).assign(
+                solar=in_cells(data)["solar"].assign_attrs(GRIB_gridType="reduced_gg")
+            ),
+            "has a reduced Gaussian grid (cells along values)",
+        ),
+        (
+            lambda data: (
+                data.rename(latitude="y", longitude="x")
+                .drop_vars(["y", "x"])
+                .assign_coords(
+                    latitude=(("y", "x"), np.zeros((12, 8))),
+                    longitude=(("y", "x"), np.zeros((12, 8))),
+                )
+            ),
+            "curvilinear or regional grid (cells along y, x)",
+        ),
+        (
+            lambda data: data.isel(longitude=slice(0, 5)),
+            "a regional grid can't be used",
+        ),
+        (
+            lambda data: data.isel(latitude=slice(2, 10)),
+            "a regional grid can't be used",
+        ),
+    ],
+)
+def test_grids_of_other_kinds_are_refused_by_name(tmp_path, change, expected):
+    assert expected in refusal(changed(tmp_path, change))
+
+
+def test_rows_next_to_the_poles_may_lack_the_poles(tmp_path):
+    latitude = np.linspace(90 - 7.5, -90 + 7.5, 12)
+    path = changed(tmp_path, lambda data: data.assign_coords(latitude=latitude))
+    assert np.array_equal(Store.open(stores.config(path)).latitude, latitude)
+
+
+def test_missing_time(tmp_path):
+    times = stores.times(12)
+    times[4] = "NaT"
+    path = changed(tmp_path, lambda data: data.assign_coords(time=times))
+    assert "time" in refusal(path)
 
 
 def test_levels_without_values(tmp_path):

@@ -2,8 +2,15 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from credit_dp.data.climatology import resolved_harmonics, seasonal_basis
+from credit_dp.data.climatology import (
+    fitted_hours,
+    hour_of_day,
+    neighbours,
+    resolved_harmonics,
+    seasonal_basis,
+)
 from credit_dp.data.prepare import prepare
+from credit_dp.data_config import VariableConfig
 from tests.data import stores
 
 DAY = np.timedelta64(1, "D")
@@ -94,3 +101,91 @@ def test_short_training_span_gives_its_mean(tmp_path):
     mean = data["temperature"].values.astype(np.float64).mean(axis=0)
     later = found.field(START + 200 * DAY, slice(None))
     assert np.allclose(later[1:], mean, atol=1e-3)
+
+
+def daily(days, rows=6, columns=4):
+    """A store with a daily cycle that is another one in summer, and the fields at any times."""
+    random = np.random.default_rng(2)
+    coefficients = random.normal(size=(4, 5, rows, columns)) * 5
+
+    def fields(times):
+        slots = hour_of_day(times).astype(int) // 6
+        return np.einsum("tk,tkhw->thw", seasonal_basis(times, 2), coefficients[slots]) + 280
+
+    times = START + np.arange(4 * days) * np.timedelta64(6, "h")
+    dims = ("time", "latitude", "longitude")
+    coords = {
+        "time": times,
+        "latitude": np.linspace(90, -90, rows),
+        "longitude": np.arange(columns) * 360 / columns,
+    }
+    values = fields(times).astype("f4")
+    variables = {"2m_temperature": (dims, values), "mean_sea_level_pressure": (dims, values + 1e5)}
+    return xr.Dataset(variables, coords), fields
+
+
+def opened_daily(data, path, **changes):
+    spans = {split: ["2001-01-01", "2002-02-04"] for split in ("train", "valid", "test")}
+    settings = {"prognostic": ["mean_sea_level_pressure"], "diagnostic": ["2m_temperature"]}
+    settings |= {"forcing": [], "static": []} | spans | changes
+    return prepare(stores.config(stores.write(data, path, chunks={"time": 50}), **settings))
+
+
+def test_each_hour_of_the_day_has_its_own_seasons(tmp_path):
+    data, fields = daily(400)
+    found = opened_daily(data, tmp_path / "store.zarr").climatology
+    assert found.hours == [0, 6, 12, 18]
+    times = START + 700 * DAY + np.arange(4) * np.timedelta64(6, "h")
+    truth = fields(times)
+    for time, field in zip(times, truth, strict=True):
+        assert np.allclose(found.field(time, slice(None))[1], field, atol=2e-3)
+    # Between two hours that have a fit, halfway; after the last one comes the first one.
+    for time, before, after in ((times[1], 0, 1), (times[3] + np.timedelta64(6, "h"), 3, 0)):
+        middle = found.field(time - np.timedelta64(3, "h"), slice(2, 4))[1]
+        expected = (truth[before] + truth[after]) / 2
+        assert np.allclose(middle, expected[2:4], atol=0.5)
+        assert not np.allclose(truth[before], truth[after], atol=3)
+
+
+def test_bands_and_pieces_do_not_change_it(tmp_path, monkeypatch):
+    data, _ = daily(400)
+    whole = opened_daily(data, tmp_path / "one.zarr").climatology
+    monkeypatch.setattr("credit_dp.data.climatology.SUM_BYTES", 8 * 4 * 5 * 4 * 2)
+    monkeypatch.setattr("credit_dp.data.climatology.HELD_BYTES", 1)
+    monkeypatch.setattr("credit_dp.data.streaming.PIECE_CHUNKS", 3)
+    cut = opened_daily(data, tmp_path / "two.zarr").climatology
+    for hours in (0, 6, 3, 12, 0):
+        time = START + 100 * DAY + np.timedelta64(hours, "h")
+        assert np.allclose(cut.field(time, slice(None)), whole.field(time, slice(None)), rtol=1e-5)
+
+
+def test_points_without_values_stay_without(tmp_path):
+    data, _ = daily(400)
+    data["2m_temperature"].values[:, 1:3, 2] = np.nan
+    variables = {"2m_temperature": VariableConfig(fill=0)}
+    found = opened_daily(data, tmp_path / "store.zarr", variables=variables).climatology
+    field = found.field(START + 30 * DAY, slice(None))
+    assert np.isnan(field[1, 1:3, 2]).all()
+    assert np.isfinite(field).sum() == field.size - 2
+    assert np.isfinite(field[0]).all()
+
+
+@pytest.mark.parametrize(
+    ("hours", "hour", "told"),
+    [
+        ([0], 7.0, (0, 0, 0.0)),
+        ([0, 12], 6.0, (0, 1, 0.5)),
+        ([0, 12], 12.0, (1, 0, 0.0)),
+        ([3, 15], 0.0, (1, 0, 0.75)),
+        ([0, 6, 12, 18], 23.0, (3, 0, 5 / 6)),
+    ],
+)
+def test_the_day_goes_round(hours, hour, told):
+    assert neighbours(hours, hour) == pytest.approx(told)
+
+
+def test_of_many_hours_each_third_gets_a_fit():
+    hourly = START + np.arange(100) * np.timedelta64(1, "h")
+    assert fitted_hours(hourly) == list(range(0, 24, 3))
+    assert fitted_hours(hourly[::6]) == [0, 6, 12, 18]
+    assert fitted_hours(hourly[5::24]) == [5]

@@ -1,13 +1,16 @@
 import itertools
+import logging
 import threading
 
 import numpy as np
 import pytest
 import torch
 
-from credit_dp.data.loader import Loader
+from credit_dp.data import reading_threads
+from credit_dp.data.loader import Loader, spanning_gaps
 from credit_dp.data.normalise import Normaliser
 from credit_dp.data.prepare import prepare
+from credit_dp.data.reading import BatchReader
 from credit_dp.data.sampling import SampleSequence
 from credit_dp.errors import UserError
 from tests.data import stores
@@ -107,8 +110,8 @@ def test_a_chunk_with_all_times_of_a_sample_is_read_once(tmp_path, frames):
         next(source)
         before = ready.store.chunk_reads
         next(source)
-    # Of each of two samples: three prognostic variables; of both together: the stored forcing.
-    assert ready.store.chunk_reads - before == 2 * 3 + 1
+    # Of each of two samples: three prognostic variables, and the stored forcing.
+    assert ready.store.chunk_reads - before == 2 * (3 + 1)
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 5])
@@ -149,11 +152,11 @@ def test_error_of_the_reading_thread_is_raised_as_it_is(tmp_path):
     data = stores.dataset()
     path = stores.write(data, tmp_path / "store.zarr")
     ready = prepare(stores.config(path))
-    data["temperature"].values[:] = np.nan
+    data["temperature"].values[..., 5, 3] = np.nan
     data[["temperature"]].to_zarr(path, mode="r+", consolidated=False)
     source = loader(ready)
     for _ in range(2):
-        with pytest.raises(UserError, match="temperature has values that are NaN"):
+        with pytest.raises(UserError, match="temperature has NaN"):
             next(source)
     assert source.state_dict()["position"] == 0
     source.close()
@@ -166,6 +169,90 @@ def test_closing_ends_the_thread(ready):
     source.close()
     source.close()
     assert not any(thread.name.startswith("loader") for thread in threading.enumerate())
+
+
+def test_a_store_that_does_not_answer_delays_closing_by_seconds_only(ready, monkeypatch):
+    monkeypatch.setattr(reading_threads, "PATIENCE", 0.05)
+    asked, answer = threading.Event(), threading.Event()
+    read = ready.store.source.read
+
+    def slow(*args):
+        asked.set()
+        answer.wait(60)
+        return read(*args)
+
+    monkeypatch.setattr(ready.store.source, "read", slow)
+    source = loader(ready)
+    source._read_ahead(2)
+    assert asked.wait(60)
+    source.close()
+    left = [thread for thread in threading.enumerate() if thread.name.startswith("loader")]
+    assert left
+    assert all(thread.daemon for thread in left)  # the process does not wait for them
+    answer.set()
+    for thread in left:
+        thread.join(60)
+
+
+def test_nothing_is_read_after_closing(ready):
+    source = loader(ready)
+    source.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        next(source)
+
+
+@pytest.mark.parametrize(("prefetch", "most"), [(0, 2), (1, 2), (3, 4)])
+def test_no_more_batches_exist_than_asked_for(ready, monkeypatch, prefetch, most):
+    made = []
+    empty = BatchReader.empty
+    monkeypatch.setattr(
+        BatchReader, "empty", lambda *args: made.append(batch := empty(*args)) or batch
+    )
+    with loader(ready, prefetch=prefetch) as source:
+        for number in range(1, 6):
+            next(source)
+            assert len(made) == number + prefetch <= number - 1 + most
+
+
+def test_several_threads_read_at_once(tmp_path, monkeypatch):
+    path = stores.write(stores.dataset(), tmp_path / "store.zarr")
+    ready = prepare(stores.config(path, workers=3, batch_size=3))
+    meeting = threading.Barrier(3)
+    read = ready.store.read_outputs
+
+    def together(*args):
+        meeting.wait(60)  # never, if one thread after the other comes here
+        return read(*args)
+
+    monkeypatch.setattr(ready.store, "read_outputs", together)
+    with loader(ready, sequence=SampleSequence(SAMPLES, 3), prefetch=0) as source:
+        next(source)
+
+
+def test_samples_that_span_a_gap_are_counted(tmp_path, caplog):
+    data = stores.dataset(steps=12).isel(time=[0, 1, 2, 4, 5, 6, 8, 9, 10, 11])
+    path = stores.write(data, tmp_path / "store.zarr")
+    config = stores.config(path, train=["2000-01-01", "2000-01-02"])
+    ready = prepare(config)
+    # Of the times 0, 1, 2, 4, 5 and 6, the 2 has nothing after it; 6 is the last.
+    assert spanning_gaps(ready.store, "train", 1, 4) == 1
+    # Of three states and a target, 4 and 5 lack one; 0, 1 and 6 would reach out of the dates.
+    assert spanning_gaps(ready.store, "train", 3, 0) == 3
+    with caplog.at_level(logging.INFO, "credit_dp"):
+        Loader(ready, "train", WHOLE, SampleSequence(4, 2)).close()
+    assert "4 samples; 1 more span a gap in time" in caplog.text
+
+
+def test_diagnostic_channels_come_last_in_the_target_only(tmp_path):
+    path = stores.write(stores.dataset(), tmp_path / "store.zarr")
+    ready = prepare(stores.config(path, prognostic=["temperature"], diagnostic=["geopotential"]))
+    with loader(ready) as source:
+        batch = next(source)
+    assert batch.now.shape == (2, 3, 12, 8)
+    assert batch.target.shape == (2, 6, 12, 8)
+    fields = ready.store.read_outputs(batch.times + stores.STEP, WHOLE)
+    wanted = Normaliser.of(ready, torch.float64).state(fields)
+    assert torch.equal(batch.target, wanted)
 
 
 def test_sequence_of_another_split_is_refused(ready):

@@ -32,7 +32,7 @@ def test_samples_span_no_gap_and_stay_in_their_split(tmp_path):
 
 def test_samples_of_a_longer_step(tmp_path):
     ready = prepared(tmp_path, list(range(40)), step="12h")
-    assert hours(sample_times(ready, "train")) == [6 * i for i in range(14)]
+    assert hours(sample_times(ready, "train")) == [12 * i for i in range(7)]
 
 
 def test_samples_of_several_states_have_them_all_in_their_split(tmp_path):

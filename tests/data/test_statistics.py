@@ -1,9 +1,16 @@
 import numpy as np
 import pytest
 
+from credit_dp.data import streaming
 from credit_dp.data.grid import row_weights
 from credit_dp.data.moments import Moments
+from credit_dp.data.piece_workers import Threads
 from credit_dp.data.prepare import prepare
+from credit_dp.data.statistics import Statistics, merged
+from credit_dp.data.statistics_run import moments_of
+from credit_dp.data.store import Store
+from credit_dp.data_config import VariableConfig
+from credit_dp.errors import UserError
 from tests.data import stores
 
 
@@ -28,19 +35,20 @@ def test_statistics_equal_the_direct_ones(tmp_path, monkeypatch, chunk, block_by
     monkeypatch.setattr("credit_dp.data.store.BLOCK_BYTES", block_bytes)
     data = stores.dataset().sortby("latitude")
     path = stores.write(data, tmp_path / "store.zarr", chunks={"time": chunk})
-    config = stores.config(path, step=f"{step_hours}h")
+    config = stores.config(path, step=f"{step_hours}h", test=["2000-01-03T12", "2000-01-03T12"])
     ready = prepare(config)
     store, found = ready.store, ready.statistics
     weights = row_weights(store.latitude)
-    training = stores.times(8)
-    fields = np.stack([stores.expected(data, config, time) for time in training])
-    offset = step_hours // 6
-    changes = fields[offset:].astype(np.float64) - fields[:-offset]
+    every = step_hours // 6
+    fields = np.stack([stores.expected(data, config, time) for time in stores.times(8)[::every]])
+    changes = np.diff(fields.astype(np.float64), axis=0)
     mean, std = direct(fields, weights)
     assert np.allclose(found.mean, mean, rtol=1e-12, atol=0)
     assert np.allclose(found.std, std, rtol=1e-12, atol=0)
     assert np.allclose(found.tendency_std, direct(changes, weights)[1], rtol=1e-12, atol=0)
-    solar = data["solar"].sortby("latitude", ascending=False).values[:8, None]
+    assert np.array_equal(found.minimum, fields.min(axis=(0, 2, 3)))
+    assert np.array_equal(found.maximum, fields.max(axis=(0, 2, 3)))
+    solar = data["solar"].sortby("latitude", ascending=False).values[:8:every, None]
     mean, std = direct(solar, weights)
     assert np.allclose(found.forcing_mean, [0, mean[0]], rtol=1e-12)
     assert np.allclose(found.forcing_std, [1, std[0]], rtol=1e-12)
@@ -70,11 +78,10 @@ def test_constant_forcing_and_static_keep_their_scale(tmp_path):
 def test_moments_survive_a_mean_far_greater_than_the_spread():
     random = np.random.default_rng(0)
     values = random.normal(size=(40, 3, 4)) * 1e-2 + 1e6
-    moments = Moments(np.ones(3))
-    moments.add(np.empty((0, 3, 4)))
+    moments = Moments() + Moments.of(np.empty((0, 3, 4)), np.ones(3))
     for part in np.split(values, 20):
-        moments.add(part)
-    assert np.isclose(moments._squares, np.square(values - values.mean()).sum(), rtol=1e-6)
+        moments += Moments.of(part, np.ones(3))
+    assert np.isclose(moments.squares, np.square(values - values.mean()).sum(), rtol=1e-6)
 
 
 def test_only_the_training_dates_count(tmp_path):
@@ -85,3 +92,143 @@ def test_only_the_training_dates_count(tmp_path):
     found = [prepare(stores.config(path)).statistics for path in (first, second)]
     assert np.array_equal(found[0].mean, found[1].mean)
     assert len(list((tmp_path / "cache").glob("statistics-*.json"))) == 2
+
+
+def of_pieces(store, every=1, workers=1):
+    """The statistics as they come from pieces."""
+    dates = streaming.TrainingDates.of(store, every)
+    pieces = streaming.all_pieces(store, dates)
+    found = list(Threads(store, dates, workers).run(moments_of, pieces))
+    return Statistics.of(merged(store, pieces, found), store, "here"), pieces
+
+
+@pytest.mark.parametrize(
+    ("every", "chunk", "chunks_of_piece"),
+    [(1, 1, 1), (1, 1, 3), (1, 5, 1), (2, 1, 1), (3, 1, 3), (3, 2, 1)],
+)
+def test_any_pieces_and_any_every_equal_the_direct_ones(
+    tmp_path, monkeypatch, every, chunk, chunks_of_piece
+):
+    monkeypatch.setattr(streaming, "PIECE_CHUNKS", chunks_of_piece)
+    monkeypatch.setattr(streaming, "TIME_BYTES", 4 * 3 * 5 * 8)
+    monkeypatch.setattr("credit_dp.data.store.BLOCK_BYTES", 1)
+    data = stores.dataset(steps=24)
+    spans = {"train": ["2000-01-01", "2000-01-05"], "valid": ["2000-01-06"] * 2}
+    config = stores.config(
+        stores.write(data, tmp_path / "store.zarr", chunks={"time": chunk}), **spans
+    )
+    store = Store.open(config)
+    found, pieces = of_pieces(store, every, workers=2)
+    assert len({piece.rows.start for piece in pieces}) > 1
+    fields = np.stack([stores.expected(data, config, time) for time in stores.times(20)])
+    fields = fields.astype(np.float64)
+    weights = row_weights(store.latitude)
+    mean, std = direct(fields[::every], weights)
+    assert np.allclose(found.mean, mean, rtol=1e-12, atol=0)
+    assert np.allclose(found.std, std, rtol=1e-12, atol=0)
+    changes = np.diff(fields, axis=0)[::every]
+    assert np.allclose(found.tendency_std, direct(changes, weights)[1], rtol=1e-12, atol=0)
+
+
+def test_threads_do_not_change_a_bit(tmp_path, monkeypatch):
+    monkeypatch.setattr(streaming, "PIECE_CHUNKS", 2)
+    store = Store.open(stores.config(stores.write(stores.dataset(), tmp_path / "store.zarr")))
+    one, three = (of_pieces(store, workers=workers)[0] for workers in (1, 3))
+    for name in ("mean", "std", "tendency_std", "minimum", "forcing_std"):
+        assert np.array_equal(getattr(one, name), getattr(three, name))
+
+
+def test_all_of_a_piece_but_its_last_pair_is_read_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(streaming, "PIECE_CHUNKS", 4)
+    store = Store.open(stores.config(stores.write(stores.dataset(), tmp_path / "store.zarr")))
+    before = store.chunk_reads
+    dates = streaming.TrainingDates.of(store)
+    for piece in streaming.all_pieces(store, dates):
+        for _ in streaming.stream(store, dates, piece):
+            pass
+    # 4 variables at 8 times, in two pieces: the first one's last pair ends in the second one.
+    assert store.chunk_reads - before == 4 * (8 + 1)
+
+
+def test_points_without_values_have_no_weight(tmp_path):
+    data = stores.dataset()
+    land = np.random.default_rng(3).random((12, 8)) < 0.4
+    land[2:4] = True
+    data["2m_temperature"].values[:, land] = np.nan
+    data["2m_temperature"].values[5:, 0, 0] = 1e6  # inside the mask
+    data["2m_temperature"].values[:5, 0, 0] = np.nan
+    data["solar"].values[:, land] = np.nan
+    data["land_sea_mask"].values[land] = np.nan
+    land[0, 0] = True
+    names = ("2m_temperature", "solar", "land_sea_mask")
+    variables = {name: VariableConfig(fill="mean") for name in names}
+    config = stores.config(stores.write(data, tmp_path / "store.zarr"), variables=variables)
+    found = prepare(config).statistics
+    weights = np.where(land, 0, row_weights(np.linspace(90, -90, 12))[:, None])
+
+    def moments(fields):
+        fields = np.nan_to_num(fields.astype(np.float64))
+        every = np.broadcast_to(weights, fields.shape)
+        mean = np.average(fields, weights=every)
+        return mean, np.sqrt(np.average((fields - mean) ** 2, weights=every))
+
+    values = data["2m_temperature"].values[:8]
+    assert np.allclose((found.mean[3], found.std[3]), moments(values), rtol=1e-12)
+    changes = np.diff(values.astype(np.float64), axis=0)
+    assert np.isclose(found.tendency_std[3], moments(changes)[1], rtol=1e-12)
+    assert found.maximum[3] == values[:, ~land].max()
+    mask = data["land_sea_mask"].values
+    weights = np.where(np.isnan(mask), 0, row_weights(np.linspace(90, -90, 12))[:, None])
+    assert np.isclose(found.static_mean[1], moments(mask[None])[0], rtol=1e-12)
+    assert np.isclose(found.forcing_mean[1], moments(data["solar"].values[:8])[0], rtol=1e-12)
+
+
+def test_transform_comes_before_the_moments(tmp_path):
+    data = stores.dataset()
+    rain = np.abs(np.random.default_rng(0).normal(size=(12, 12, 8))).astype("f4") * 1e-3
+    data["2m_temperature"] = (("time", "latitude", "longitude"), rain)
+    variables = {"2m_temperature": VariableConfig(normalise="log1p(1e-5)")}
+    path = stores.write(data, tmp_path / "store.zarr")
+    found = prepare(stores.config(path, variables=variables)).statistics
+    values = np.log1p(rain[:8].astype(np.float64) / 1e-5)[:, None]
+    weights = row_weights(np.linspace(90, -90, 12))
+    mean, std = direct(values, weights)
+    assert np.allclose((found.mean[3], found.std[3]), (mean[0], std[0]), rtol=1e-6)
+    change = direct(np.diff(values, axis=0), weights)[1]
+    assert np.isclose(found.tendency_std[3], change[0], rtol=1e-6)
+    assert np.isclose(found.maximum[3], values.max(), rtol=1e-6)
+
+
+def test_diagnostic_channels_come_after_the_prognostic_ones(tmp_path):
+    path = stores.write(stores.dataset(), tmp_path / "store.zarr")
+    all_of_them = prepare(stores.config(path)).statistics
+    roles = {"prognostic": ["temperature"], "diagnostic": ["2m_temperature", "geopotential"]}
+    found = prepare(stores.config(path, **roles)).statistics
+    order = [4, 5, 6, 3, 0, 1, 2]
+    for name in ("mean", "std", "tendency_std", "minimum", "maximum"):
+        assert np.array_equal(getattr(found, name), getattr(all_of_them, name)[order])
+
+
+@pytest.mark.parametrize(
+    ("role", "normalise", "allowed"),
+    [
+        ("prognostic", "standard", False),
+        ("prognostic", "none", False),
+        ("diagnostic", "standard", False),
+        ("diagnostic", "none", True),
+    ],
+)
+def test_constant_channels_are_refused_where_they_would_divide(tmp_path, role, normalise, allowed):
+    data = stores.dataset()
+    data["2m_temperature"].values[:] = 280
+    roles = {"prognostic": ["temperature"], "diagnostic": []}
+    roles[role] = [*roles[role], "2m_temperature"]
+    variables = {"2m_temperature": VariableConfig(normalise=normalise)}
+    config = stores.config(
+        stores.write(data, tmp_path / "store.zarr"), variables=variables, **roles
+    )
+    if allowed:
+        assert prepare(config).statistics.std[-1] == 0
+        return
+    with pytest.raises(UserError, match=f"2m_temperature is constant .* data.{role}"):
+        prepare(config)

@@ -78,7 +78,8 @@ def test_day_of_year_forcing_is_zero_at_new_year_and_one_after_a_quarter(tmp_pat
     )
     path = stores.write(data, tmp_path / "s.zarr")
     spans = {split: ["2001-01-01", "2001-12-31"] for split in ("train", "valid", "test")}
-    config = stores.config(path, forcing=["day_of_year_sin", "day_of_year_cos"], **spans)
+    names = ["day_of_year_sin", "day_of_year_cos"]
+    config = stores.config(path, forcing=names, step="1095h", **spans)
     fields = Store.open(config).forcing_times(data["time"].values[[0, 2]], slice(0, 2))
     assert fields.shape == (2, 2, 2, 8)
     assert np.allclose(fields[:, :, 0, 0], [[0, 1], [1, 0]], atol=1e-6)

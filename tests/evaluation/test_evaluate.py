@@ -150,11 +150,11 @@ def test_no_number_is_cut_off_where_many_lead_times_do_not_fit(width, blocks):
 def test_units_are_those_of_the_store_where_it_gives_them(tmp_path):
     path = make_store(tmp_path, ROWS, columns=8)
     data = xr.open_zarr(path, chunks=None, consolidated=False).load()
-    data["geopotential"].attrs["units"] = "dam"
+    data["geopotential"].attrs["units"] = "m**2 s**-2"
     data.to_zarr(tmp_path / "units.zarr", zarr_format=3, consolidated=False)
     scores, field = evaluated(alone(), make_config(tmp_path / "units.zarr", tmp_path / "run"))
     units = json.loads(scores.json(3))["units"]
-    assert field.unit == units["geopotential_500"] == "dam"
+    assert field.unit == units["geopotential_500"] == "m**2 s**-2"
     assert units["temperature_500"] == "K"
 
 

@@ -150,7 +150,7 @@ def test_it_moves_and_has_gradients(run, file):
     assert fields.grad.abs().sum() > 0
     with torch.no_grad():
         assert model(fields, times, solar).dtype == torch.float32
-    assert credit_dp.load(file, device="meta").mean.device.type == "meta"
+    assert credit_dp.load(file, device="meta").static.device.type == "meta"
 
 
 def test_loading_draws_no_random_numbers(file):

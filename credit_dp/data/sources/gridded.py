@@ -2,59 +2,81 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from pathlib import Path
-from typing import final
+from typing import Protocol, final
 
 import numpy as np
 import xarray as xr
 from numpy.typing import NDArray
 
-from credit_dp.data.disk import CountingStore, open_dataset, stamp
+from credit_dp.data.disk import place, stamp
 from credit_dp.data.layout import check_coordinates, with_standard_names
 from credit_dp.data.schema import Channel
+from credit_dp.data.sources.address import without_secrets
+from credit_dp.data.sources.faults import Watch, unreadable
+from credit_dp.data.sources.netcdf import is_netcdf, open_netcdf
 from credit_dp.data.sources.source import Fields, Places, Source, Times, Variable, as_slice
+from credit_dp.data.sources.zarr_dataset import open_dataset
 from credit_dp.errors import UserError
 
 ORDER = ("time", "level", "latitude", "longitude")
 NEEDED = "it needs latitude and longitude, and no others but time and level"
 
 
+class Counter(Protocol):
+    """What counts the reads of a dataset."""
+
+    data_bytes: int
+    chunk_reads: int
+    absent: int
+
+    def reset(self) -> None:
+        """Start counting from zero."""
+
+    def asked(self, size: int) -> None:
+        """So many bytes of values were asked for, as they are stored."""
+
+
 @final
 class GriddedSource(Source):
-    """One dataset in the form of WeatherBench 2."""
+    """One dataset, zarr or netCDF, in the form of WeatherBench 2, ARCO-ERA5 or the CDS."""
 
-    def __init__(self, dataset: xr.Dataset, disk: CountingStore, where: str) -> None:
-        check_coordinates(dataset, where)
-        self.where = where
+    def __init__(self, dataset: xr.Dataset, counter: Counter, where: str) -> None:
+        self.where = without_secrets(where)
+        dataset = with_standard_names(dataset, self.where)
+        check_coordinates(dataset, self.where)
         self.times: Times = dataset["time"].values.astype("datetime64[ns]")
         latitude = dataset["latitude"].values.astype(np.float64)
         self._flipped = bool(latitude[0] < latitude[-1])
         self.latitude: NDArray[np.float64] = latitude[::-1] if self._flipped else latitude
         self.longitude: NDArray[np.float64] = dataset["longitude"].values.astype(np.float64)
-        self.variables: Mapping[str, Variable] = _variables(dataset, where)
+        self.variables: Mapping[str, Variable] = _variables(dataset, self.where)
         self._dataset = dataset
-        self._disk = disk
-        disk.reset()
+        self._counter = counter
+        self._address = where
+        self._watch = Watch(where, list(self.variables))
+        counter.reset()
 
     @classmethod
     def open(cls, where: str) -> "GriddedSource":
-        """Open the zarr store at a path.
+        """Open the zarr store at a path or address, or the netCDF file at a path.
 
         Raises:
             UserError: there is none, or its coordinates are not as needed.
         """
-        dataset, disk = open_dataset(Path(where).expanduser())
-        return cls(with_standard_names(dataset), disk, where)
+        dataset: xr.Dataset
+        counter: Counter
+        dataset, counter = open_netcdf(where) if is_netcdf(where) else open_dataset(where)
+        return cls(dataset, counter, where)
 
     @property
     def bytes_read(self) -> int:
         """See `Source`."""
-        return self._disk.data_bytes
+        return self._counter.data_bytes
 
     @property
     def chunk_reads(self) -> int:
         """See `Source`."""
-        return self._disk.chunk_reads
+        return self._counter.chunk_reads
 
     def read(self, channels: Sequence[Channel], places: Places, rows: slice) -> Fields:
         """See `Source`: variable by variable."""
@@ -71,13 +93,22 @@ class GriddedSource(Source):
     def times_together(self, channel: Channel) -> int:
         """See `Source`."""
         array = self._dataset[channel.variable]
-        chunks = array.encoding.get("shards") or array.encoding.get("chunks") or array.shape
-        return int(chunks[array.dims.index("time")])
+        given = array.encoding
+        chunks = given.get("shards") or given.get("chunks") or given.get("chunksizes")
+        # A netCDF variable that is not chunked can be read at any time without the others.
+        return int(chunks[array.dims.index("time")]) if chunks else 1
+
+    def chunk_shape(self, channel: Channel) -> tuple[int, int, int, int]:
+        """See `Source`."""
+        array = self._dataset[channel.variable]
+        chunks = array.encoding.get("chunks") or array.encoding.get("chunksizes")
+        sizes = dict(zip(map(str, array.dims), map(int, chunks or ()), strict=bool(chunks)))
+        time, level, rows, columns = (sizes.get(dim, 1) for dim in ORDER)
+        return time, level, rows, columns
 
     def description(self, variables: Sequence[str]) -> list[object]:
         """See `Source`."""
-        path = Path(self.where).expanduser().resolve()
-        described: list[object] = [str(path), stamp(path)]
+        described: list[object] = [place(self._address), stamp(self._address)]
         described += [self.latitude.tolist(), self.longitude.tolist()]
         for name in variables:
             array = self._dataset[name]
@@ -92,20 +123,61 @@ class GriddedSource(Source):
         north, south, _ = rows.indices(height)
         stored = slice(height - south, height - north) if self._flipped else slice(north, south)
         array = self._dataset[name].variable
-        selection: dict[str, object] = {"latitude": stored}
+        selection: dict[str, Places] = {"latitude": stored}
         if "time" in array.dims:
             selection["time"] = places
         if "level" in array.dims:
             present = self.variables[name].levels
             selection["level"] = as_slice(np.array([present.index(level) for level in levels]))
         # The dims change place after reading, never while it: the disk sees the store's own order.
-        values = array.isel(selection).values
+        values = self._values(array, selection, name)
         missing = [dim for dim in ("time", "level") if dim not in array.dims]
         dims = [*missing, *map(str, array.dims)]
         values = values.reshape((1,) * len(missing) + values.shape)
         values = values.transpose([dims.index(dim) for dim in ORDER])
         fields = np.asarray(values, dtype=np.float32)
         return fields[:, :, ::-1] if self._flipped else fields
+
+    def _values(
+        self, array: xr.Variable, selection: dict[str, Places], name: str
+    ) -> NDArray[np.generic]:
+        """What is selected, in the store's order of dims and type.
+
+        Raises:
+            UserError: it can't be read, or the store has changed.
+        """
+        absent = self._counter.absent
+        try:
+            values = self._asked(array, selection)
+        except MemoryError:
+            raise
+        except Exception as error:
+            self._watch.check()
+            if "time" not in array.dims:
+                raise unreadable(self.where, name, None, error) from error
+            return self._one_by_one(array, selection, name)
+        self._watch.after_read(self._counter.absent > absent)
+        return values
+
+    def _one_by_one(
+        self, array: xr.Variable, selection: dict[str, Places], name: str
+    ) -> NDArray[np.generic]:
+        """Time by time, to find the one that can't be read, or to read all at a second attempt."""
+        fields = []
+        for time in np.arange(len(self.times))[selection["time"]].tolist():
+            try:
+                one = selection | {"time": slice(time, time + 1)}
+                fields.append(self._asked(array, one))
+            except Exception as error:
+                raise unreadable(self.where, name, self.times[time], error) from error
+        return np.concatenate(fields, axis=array.dims.index("time"))
+
+    def _asked(self, array: xr.Variable, selection: dict[str, Places]) -> NDArray[np.generic]:
+        selected = array.isel(selection)
+        values: NDArray[np.generic] = selected.values
+        stored = array.encoding.get("dtype") or array.dtype
+        self._counter.asked(selected.size * np.dtype(stored).itemsize)
+        return values
 
 
 def _variables(dataset: xr.Dataset, where: str) -> dict[str, Variable]:
@@ -114,15 +186,22 @@ def _variables(dataset: xr.Dataset, where: str) -> dict[str, Variable]:
     found = {}
     for name, array in dataset.data_vars.items():
         dims = list(map(str, array.dims))
-        on_grid = {"latitude", "longitude"} <= set(dims) <= set(ORDER)
         found[str(name)] = Variable(
             timed="time" in dims,
             levels=levels if "level" in dims else (),
             units=str(array.attrs.get("units", "")).strip(),
             standard_name=str(array.attrs.get("standard_name", "")),
-            problem="" if on_grid else f"has the dims {', '.join(dims) or 'none'}: {NEEDED}",
+            problem=_problem(array, dims),
         )
     return found
+
+
+def _problem(array: xr.DataArray, dims: list[str]) -> str:
+    if not {"latitude", "longitude"} <= set(dims) <= set(ORDER):
+        return f"has the dims {', '.join(dims) or 'none'}: {NEEDED}"
+    if array.dtype.kind not in "fiub":
+        return f"holds values of the type {array.dtype}, not numbers"
+    return ""
 
 
 def _levels(dataset: xr.Dataset, where: str) -> tuple[int, ...]:
@@ -136,8 +215,11 @@ def _levels(dataset: xr.Dataset, where: str) -> tuple[int, ...]:
     if "level" not in dataset.coords:
         raise UserError(f"{where}: has a dim level, but no values for it. Change data.store.")
     values = dataset["level"].values
-    if not np.issubdtype(values.dtype, np.number) or (values != values.astype(int)).any():
+    numbers = np.issubdtype(values.dtype, np.number) and np.isfinite(values).all()
+    if not numbers or (values != values.astype(int)).any():
         raise UserError(
             f"{where}: levels must be whole numbers, but are {values.tolist()}. Change data.store."
         )
+    if len(set(values.tolist())) < len(values):
+        raise UserError(f"{where}: a level comes twice: {values.tolist()}. Change data.store.")
     return tuple(int(level) for level in values)

@@ -77,6 +77,13 @@ class Source(ABC):
     def times_together(self, channel: Channel) -> int:
         """Times that lie in one shard of the channel or, without shards, in one chunk."""
 
+    def chunk_shape(self, channel: Channel) -> tuple[int, int, int, int]:
+        """What is decoded at once: times, channels, rows, columns. Here one channel's whole globe.
+
+        Of shards, the inner chunk.
+        """
+        return self.times_together(channel), 1, *self.grid
+
     @abstractmethod
     def description(self, variables: Sequence[str]) -> list[object]:
         """What a cached result depends on, as JSON: where, how old, coordinates, variables."""

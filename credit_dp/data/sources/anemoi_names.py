@@ -1,0 +1,60 @@
+"""What the variables of an anemoi dataset are, by its own names and by long ones."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, final
+
+from credit_dp.data.schema import Channel
+from credit_dp.data.sources.ecmwf_names import CONSTANTS, long_name
+from credit_dp.data.sources.source import Variable
+
+
+@final
+@dataclass(frozen=True)
+class AnemoiNames(Mapping[str, Variable]):
+    """The variables by long names; each is found by the dataset's own name too.
+
+    Attributes:
+        places: of each channel along the variables of the array, under both names.
+    """
+
+    long: Mapping[str, Variable]
+    own: Mapping[str, Variable]
+    places: Mapping[Channel, int]
+
+    @classmethod
+    def of(cls, names: list[str], attributes: Mapping[str, Any]) -> "AnemoiNames":
+        """From the names in the array's order, and what the attributes say of them.
+
+        Constant in time is what the attributes say is, and what is known to be.
+        """
+        about = attributes.get("variables_metadata") or {}
+        constants = {*CONSTANTS, *(attributes.get("constant_fields") or ())}
+        constants |= {name for name in names if _of(about, name).get("constant_in_time") is True}
+        long: dict[str, Variable] = {}
+        own: dict[str, Variable] = {}
+        places: dict[Channel, int] = {}
+        for place, name in enumerate(names):
+            timed = name not in constants
+            unit = str(_of(about, name).get("units") or "")
+            own[name] = Variable(timed, (), unit)
+            places[Channel(name)] = place
+            variable, level = long_name(name)
+            levels = long[variable].levels if variable in long else ()
+            long[variable] = Variable(timed, levels if level is None else (*levels, level), unit)
+            places[Channel(variable, level)] = place
+        return cls(long, own, places)
+
+    def __getitem__(self, name: str) -> Variable:
+        return self.long[name] if name in self.long else self.own[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.long)
+
+    def __len__(self) -> int:
+        return len(self.long)
+
+
+def _of(about: Any, name: str) -> Mapping[str, Any]:
+    found = about.get(name) if isinstance(about, Mapping) else None
+    return found if isinstance(found, Mapping) else {}

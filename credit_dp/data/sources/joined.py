@@ -1,0 +1,160 @@
+"""Several stores of one grid, joined on time: upper air here, the surface there."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from itertools import groupby
+from typing import final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from credit_dp.data.schema import Channel
+from credit_dp.data.sources.source import Fields, Places, Source, Times, Variable, as_slice
+from credit_dp.errors import UserError
+
+SAME = 1e-6  # degrees
+
+log = logging.getLogger(__name__)
+
+
+@final
+class JoinedSource(Source):
+    """The times that all stores have; of a variable in several, the first store's."""
+
+    def __init__(self, sources: Sequence[Source]) -> None:
+        """Join them.
+
+        Raises:
+            UserError: they are on different grids, or have no time in common.
+        """
+        first = sources[0]
+        self.where = " with ".join(source.where for source in sources)
+        self.latitude, self.longitude = first.latitude, first.longitude
+        for other in sources[1:]:
+            _check_grid(first, other)
+        self.times: Times = _common_times(sources)
+        self._places = [np.searchsorted(source.times, self.times) for source in sources]
+        self._sources = list(sources)
+        self._owners: dict[str, int] = {}
+        for number, source in enumerate(sources):
+            for name, variable in source.variables.items():
+                if not variable.problem:
+                    self._owners.setdefault(name, number)
+        self.variables: Mapping[str, Variable] = self._variables()
+
+    @property
+    def bytes_read(self) -> int:
+        """See `Source`: of all."""
+        return sum(source.bytes_read for source in self._sources)
+
+    @property
+    def chunk_reads(self) -> int:
+        """See `Source`: of all."""
+        return sum(source.chunk_reads for source in self._sources)
+
+    def read(self, channels: Sequence[Channel], places: Places, rows: slice) -> Fields:
+        """See `Source`: store by store."""
+        owners = [self._owner(channel) for channel in channels]
+        if len(set(owners)) == 1:
+            return self._of(owners[0], channels, places, rows)
+        fields: Fields | None = None
+        for owner in dict.fromkeys(owners):
+            mine = [place for place, number in enumerate(owners) if number == owner]
+            part = self._of(owner, [channels[place] for place in mine], places, rows)
+            if fields is None:
+                shape = (part.shape[0], len(channels), *part.shape[2:])
+                fields = np.empty(shape, dtype=np.float32)
+            fields[:, mine] = part
+        return fields if fields is not None else np.empty((0, 0, *self.grid), dtype=np.float32)
+
+    def together(self, channels: Sequence[Channel]) -> list[list[Channel]]:
+        """See `Source`: as each store says of its own."""
+        return [
+            group
+            for owner, run in groupby(channels, self._owner)
+            for group in self._sources[owner].together(list(run))
+        ]
+
+    def times_together(self, channel: Channel) -> int:
+        """See `Source`."""
+        return self._sources[self._owner(channel)].times_together(channel)
+
+    def chunk_shape(self, channel: Channel) -> tuple[int, int, int, int]:
+        """See `Source`."""
+        return self._sources[self._owner(channel)].chunk_shape(channel)
+
+    def description(self, variables: Sequence[str]) -> list[object]:
+        """See `Source`: of each store, with the variables that are taken from it."""
+        of_each: list[list[str]] = [[] for _ in self._sources]
+        for name in variables:
+            of_each[self._owners[name]].append(name)
+        return [
+            source.description(names) for source, names in zip(self._sources, of_each, strict=True)
+        ]
+
+    def _owner(self, channel: Channel) -> int:
+        """The number of the store that it is read from."""
+        return self._owners[channel.variable]
+
+    def _of(self, owner: int, channels: Sequence[Channel], places: Places, rows: slice) -> Fields:
+        """Channels of one store, all of which change in time or none."""
+        source = self._sources[owner]
+        if source.variables[channels[0].variable].timed:
+            places = as_slice(self._places[owner][places])
+        return source.read(channels, places, rows)
+
+    def _variables(self) -> dict[str, Variable]:
+        """Also those that can't be read, for the message that says so."""
+        found: dict[str, Variable] = {}
+        for source in reversed(self._sources):
+            found |= source.variables
+        return found | {
+            name: self._sources[owner].variables[name] for name, owner in self._owners.items()
+        }
+
+
+def _check_grid(first: Source, other: Source) -> None:
+    """Refuse a store that is not on the first one's grid."""
+    for name, one, two in (
+        ("latitude", first.latitude, other.latitude),
+        ("longitude", first.longitude, other.longitude),
+    ):
+        if len(one) != len(two) or np.abs(one - two).max() > SAME:
+            raise UserError(
+                f"{other.where}: has not the grid of {first.where}: its {name} is {_span(two)}, "
+                f"theirs {_span(one)}. Stores that are joined need one grid: change data.store, "
+                "or regrid one with `credit-dp data prepare`."
+            )
+
+
+def _span(degrees: NDArray[np.float64]) -> str:
+    return f"{len(degrees)} values from {degrees[0]:g} to {degrees[-1]:g}"
+
+
+def _common_times(sources: Sequence[Source]) -> Times:
+    """Those of all the stores.
+
+    Raises:
+        UserError: there are none.
+    """
+    common: Times = reduce(np.intersect1d, [source.times for source in sources])
+    if len(common) == 0:
+        spans = ", ".join(
+            f"{source.where} has {source.times[0].astype('M8[m]')} to "
+            f"{source.times[-1].astype('M8[m]')}"
+            for source in sources
+        )
+        raise UserError(
+            f"data.store: stores that are joined need times in common, but {spans}. "
+            "Change data.store."
+        )
+    for source in sources:
+        if len(source.times) > len(common):
+            log.info(
+                "%s: %d of %d times are in the other stores too; the others are left out",
+                source.where,
+                len(common),
+                len(source.times),
+            )
+    return common

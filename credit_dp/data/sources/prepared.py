@@ -1,0 +1,131 @@
+"""Stores that `credit-dp data prepare` wrote; see `prepared_form`."""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import final
+
+import numpy as np
+import zarr
+from numpy.typing import NDArray
+
+from credit_dp.data.disk import CountingStore
+from credit_dp.data.layout import check_coordinates
+from credit_dp.data.prepared_form import ATTRIBUTE, EPOCH, PreparedForm
+from credit_dp.data.schema import Channel
+from credit_dp.data.sources.address import without_secrets
+from credit_dp.data.sources.faults import Watch
+from credit_dp.data.sources.quick import quick_array
+from credit_dp.data.sources.source import Fields, Places, Source, Times, Variable
+from credit_dp.data.sources.stacked import StackedArray
+from credit_dp.data.sources.stacked_group import (
+    array_of,
+    coordinates,
+    description_of,
+    open_stacked,
+    values_of,
+)
+from credit_dp.errors import UserError
+
+ARRAYS = ("fields", "static")
+
+
+@final
+class PreparedSource(Source):
+    """One prepared store: a read of neighbouring channels is one read of `fields`."""
+
+    def __init__(self, group: zarr.Group, disk: CountingStore, address: str) -> None:
+        where = without_secrets(address)
+        form = PreparedForm.of(group.attrs.get(ATTRIBUTE), where)
+        self.where, self._address = where, address
+        hours = values_of(group, "time", where).astype("timedelta64[h]")
+        self.times: Times = (EPOCH + hours).astype("datetime64[ns]")
+        self.latitude: NDArray[np.float64] = values_of(group, "latitude", where).astype(float)
+        self.longitude: NDArray[np.float64] = values_of(group, "longitude", where).astype(float)
+        check_coordinates(coordinates(self), where)
+        if self.latitude[0] < self.latitude[-1]:
+            raise UserError(
+                f"{where}: latitude has to fall in a prepared store, but rises. Prepare it again "
+                "with `credit-dp data prepare`."
+            )
+        self.variables: Mapping[str, Variable] = _variables(form)
+        self._places = {channel: place for place, channel in enumerate(form.channels)}
+        self._static_places = {Channel(name): place for place, name in enumerate(form.static)}
+        watch = Watch(address, ARRAYS)
+        quick = partial(quick_array, address, disk=disk)
+        fields = array_of(group, "fields", where)
+        self._fields = StackedArray(fields, where, self.times, watch, quick("fields"))
+        self._check("fields", self._fields, (len(self.times), len(self._places), *self.grid))
+        self._static = self._fields
+        if form.static:
+            static = array_of(group, "static", where)
+            self._static = StackedArray(static, where, None, watch, quick("static"))
+            self._check("static", self._static, (len(form.static), *self.grid))
+        self._disk = disk
+        disk.reset()
+
+    @classmethod
+    def open(cls, where: str) -> "PreparedSource":
+        """Open the store at a path or address.
+
+        Raises:
+            UserError: there is none, or it is of another form, or damaged.
+        """
+        return cls(*open_stacked(where, ARRAYS), where)
+
+    @property
+    def bytes_read(self) -> int:
+        """See `Source`."""
+        return self._disk.data_bytes
+
+    @property
+    def chunk_reads(self) -> int:
+        """See `Source`."""
+        return self._disk.chunk_reads
+
+    def read(self, channels: Sequence[Channel], places: Places, rows: slice) -> Fields:
+        """See `Source`."""
+        if channels[0] in self._static_places:
+            of_static = [self._static_places[channel] for channel in channels]
+            return self._static.read(places, of_static, (rows, slice(None)))
+        return self._fields.read(
+            places, [self._places[channel] for channel in channels], (rows, slice(None))
+        )
+
+    def together(self, channels: Sequence[Channel]) -> list[list[Channel]]:
+        """See `Source`: all of them."""
+        return [list(channels)]
+
+    def times_together(self, channel: Channel) -> int:
+        """See `Source`."""
+        return self._fields.times_together
+
+    def chunk_shape(self, channel: Channel) -> tuple[int, int, int, int]:
+        """See `Source`."""
+        times, channels, rows, columns = self._fields.array.chunks
+        return times, channels, rows, columns
+
+    def description(self, variables: Sequence[str]) -> list[object]:
+        """See `Source`."""
+        return description_of(self, self._address, variables)
+
+    def _check(self, name: str, array: StackedArray, shape: tuple[int, ...]) -> None:
+        """Refuse an array that is not as long as its coordinates say."""
+        if array.array.shape != shape:
+            raise UserError(
+                f"{self.where}: {name} needs the shape {shape} of its coordinates, but has "
+                f"{array.array.shape}. Prepare it again with `credit-dp data prepare`."
+            )
+
+
+def _variables(form: PreparedForm) -> dict[str, Variable]:
+    levels: dict[str, tuple[int, ...]] = {}
+    for channel in form.channels:
+        level = () if channel.level is None else (channel.level,)
+        levels[channel.variable] = levels.get(channel.variable, ()) + level
+    found = {name: _variable(form, name, True, levels[name]) for name in levels}
+    return found | {name: _variable(form, name, False, ()) for name in form.static}
+
+
+def _variable(form: PreparedForm, name: str, timed: bool, levels: tuple[int, ...]) -> Variable:
+    units, standard_name = form.units.get(name, ""), form.standard_names.get(name, "")
+    return Variable(timed, levels, units, standard_name)

@@ -1,0 +1,114 @@
+"""The statistics that `data.statistics` names, whoever made them."""
+
+import logging
+from collections.abc import Callable
+from contextlib import closing
+from math import gcd
+from pathlib import Path
+from typing import NamedTuple
+
+from credit_dp.data.cache import Report, claim
+from credit_dp.data.piece_workers import Threads
+from credit_dp.data.sources.address import is_remote, local_path
+from credit_dp.data.statistics import Statistics, static_table
+from credit_dp.data.statistics_file import StatisticsFile, statistics_path
+from credit_dp.data.statistics_import import read_foreign
+from credit_dp.data.statistics_run import StatisticsRun
+from credit_dp.data.store import Store
+from credit_dp.data.streaming import TrainingDates
+from credit_dp.errors import UserError
+
+SAMPLED = 500  # dates that determine the tendency std to better than a percent
+
+logger = logging.getLogger(__name__)
+
+
+class Given(NamedTuple):
+    """Statistics, and of which training dates they are: every N-th."""
+
+    statistics: Statistics
+    every: int
+
+
+def given_statistics(store: Store, folder: Path, report: Report) -> Given:
+    """Read the files of `data.statistics`; what they do not say of changes is computed.
+
+    Args:
+        folder: the cache, where what is computed is kept.
+
+    Raises:
+        UserError: a file can't be read, is of something else, or lacks a variable.
+    """
+    entries = store.config.statistics_files
+    where = ", ".join(entries)
+    if len(entries) == 1 and not is_remote(entries[0]):
+        path = local_path(entries[0])
+        if not path.exists():
+            raise UserError(f"{path}: no such file. Change data.statistics.")
+        own = StatisticsFile.load(path)
+        if own is not None:
+            return _own(own, store, where)
+    _refuse_transforms(store, where)
+    table = read_foreign(entries, store)
+    lacking = [c.name for c in store.channels.out if "tendency_std" not in table[c.name]]
+    if lacking:
+        every = sampled(store)
+        logger.info("%s has no tendency std: computed from every %d. training date", where, every)
+        computed = computed_statistics(store, folder, every, report).channels
+        for name in lacking:
+            table[name]["tendency_std"] = computed[name]["tendency_std"]
+    for row in table.values():
+        row.setdefault("tendency_std", 0.0)  # of inputs, which nobody uses
+    return Given(Statistics.of(static_table(store) | table, store, where), 1)
+
+
+def computed_statistics(store: Store, folder: Path, every: int, report: Report) -> StatisticsFile:
+    """Those of every N-th training date, from the cache or computed now."""
+    path = statistics_path(store, folder, every)
+    with claim(path, lambda file: StatisticsFile.load(file) is not None) as file:
+        if file is not None:
+            with closing(StatisticsRun(store, file, every)) as run:
+                done = _share(run.fields, report)
+                run.run(Threads(store, run.dates, store.config.workers), done)
+    found = StatisticsFile.load(path)
+    if found is None:
+        raise OSError(f"{path}: what was just written cannot be read back")
+    return found
+
+
+def sampled(store: Store) -> int:
+    """Of which N every N-th date is enough for the tendency std, and meets all hours of the day."""
+    dates = len(TrainingDates.of(store).chosen)
+    every = max(1, dates // SAMPLED)
+    while not meets_all_hours(every, store.config.step_hours):
+        every -= 1
+    return every
+
+
+def meets_all_hours(every: int, step_hours: int) -> bool:
+    """Whether every N-th date meets all hours of the day that the dates have."""
+    return gcd(every * step_hours, 24) == gcd(step_hours, 24)
+
+
+def _own(found: StatisticsFile, store: Store, where: str) -> Given:
+    found.check(store, where)
+    if found.every > 1:
+        logger.info(
+            "%s is of every %d. training date, and so is the climatology", where, found.every
+        )
+    return Given(Statistics.of(found.channels, store, where), found.every)
+
+
+def _refuse_transforms(store: Store, where: str) -> None:
+    """Statistics by others are of values as they are."""
+    for name in dict.fromkeys(channel.variable for channel in store.channels.out):
+        normalise = store.config.of(name).normalise
+        if normalise.startswith("log1p"):
+            raise UserError(
+                f"{where}: is of {name} as it is, but the config normalises it by {normalise}. "
+                f"Change data.variables.{name}.normalise, or data.statistics to null."
+            )
+
+
+def _share(total: int, report: Report) -> Callable[[int], None]:
+    return lambda done: report("statistics", done / total)

@@ -1,0 +1,177 @@
+"""The training dates as a stream of blocks: bounded in memory, each read once, cut into pieces.
+
+A piece is what is done as a whole: computed by one thread, kept when it is finished.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from credit_dp.data.dates import one_step_pairs, split_span
+from credit_dp.data.forcings import COMPUTED
+from credit_dp.data.schema import Channel
+from credit_dp.data.sources.source import Fields
+from credit_dp.data.store import Store
+from credit_dp.errors import UserError
+
+Places = NDArray[np.intp]
+Cut = Callable[[tuple[Channel, ...]], list[slice]]
+
+PIECE_CHUNKS = 64  # of times in a piece: the one pair that reaches beyond it is read twice
+TIME_BYTES = 512 * 2**20  # of one time of a group of channels: what is larger is cut into bands
+
+
+@final
+@dataclass(frozen=True)
+class TrainingDates:
+    """Every N-th training date.
+
+    Attributes:
+        chosen: `(T,)`, their places in the store's times.
+        later: `(T,)`, the places of the dates one step later; -1 where there is none in training.
+    """
+
+    chosen: Places
+    later: Places
+
+    @classmethod
+    def of(cls, store: Store, every: int = 1) -> "TrainingDates":
+        """Those of a store.
+
+        Raises:
+            UserError: of none of them the date one step later is there.
+        """
+        span = split_span(store.config, "train", store.times)
+        now, after = one_step_pairs(store.times[span], store.config.step_hours)
+        later = np.full(span.stop - span.start, -1)
+        later[now] = after + span.start
+        found = cls(np.arange(span.start, span.stop)[::every], later[::every])
+        if (found.later < 0).all():
+            nth = f"every={every}: " if every > 1 else ""
+            raise UserError(
+                f"{store.config.store}: {nth}no two dates of data.dates.train are "
+                f"{store.config.step_hours} hours apart. Change data.step or data.dates.train."
+            )
+        return found
+
+
+@final
+@dataclass(frozen=True)
+class Piece:
+    """Some rows of the channels of one group at some dates: `chosen[first:stop]`."""
+
+    channels: tuple[Channel, ...]
+    rows: slice
+    first: int
+    stop: int
+
+
+@final
+@dataclass(frozen=True)
+class Window:
+    """Fields that are in memory at once.
+
+    Attributes:
+        fields: `(T, C, h, W)` in the store's units, NaN where there is no value.
+        dates: which of the chosen dates come for the first time, and `fresh`: where in `fields`.
+        before, after: where in `fields` pairs lie whose second one comes for the first time.
+    """
+
+    fields: Fields
+    dates: Places
+    fresh: Places
+    before: Places
+    after: Places
+
+
+def channel_groups(store: Store) -> list[tuple[Channel, ...]]:
+    """All channels that change in time and are stored, in groups that share chunks."""
+    stored = [Channel(name) for name in store.channels.forcing if name not in COMPUTED]
+    together = store.source.together([*store.channels.out, *stored])
+    return [tuple(group) for group in together]
+
+
+def bands(store: Store, channels: Sequence[Channel], most: int, per_point: int) -> list[slice]:
+    """The globe as bands of rows of which no more than `most` bytes are held at once.
+
+    Where chunks span the globe, each band reads them anew: there is one band if possible.
+    """
+    rows, columns = store.grid
+    count = -(-len(channels) * rows * columns * per_point // most)
+    edges = np.linspace(0, rows, min(count, rows) + 1).astype(int)
+    return [slice(int(a), int(b)) for a, b in pairwise(edges)]
+
+
+def pieces(
+    store: Store, dates: TrainingDates, channels: tuple[Channel, ...], rows: slice
+) -> list[Piece]:
+    """The dates of some channels and rows, as pieces in order."""
+    length = PIECE_CHUNKS * _chunk(store, channels)
+    edges = range(0, len(dates.chosen), length)
+    return [Piece(channels, rows, x, min(x + length, len(dates.chosen))) for x in edges]
+
+
+def all_pieces(store: Store, dates: TrainingDates, cut: Cut | None = None) -> list[Piece]:
+    """Everything that statistics have to see, in the order in which it is merged.
+
+    Args:
+        cut: the rows of some channels that are done at once; None: as many as can be read at once.
+    """
+    return [
+        piece
+        for channels in channel_groups(store)
+        for rows in (cut(channels) if cut else bands(store, channels, TIME_BYTES, 4))
+        for piece in pieces(store, dates, channels, rows)
+    ]
+
+
+def stream(store: Store, dates: TrainingDates, piece: Piece) -> Iterator[Window]:
+    """Each date of the piece once, and each pair whose first date is in the piece once.
+
+    Raises:
+        UserError: a field cannot be read, or has NaN where it may not.
+    """
+    chosen, later = dates.chosen[piece.first : piece.stop], dates.later[piece.first : piece.stop]
+    places: Places = np.empty(0, dtype=np.intp)
+    fields: Fields | None = None
+    for found, block in _blocks(store, piece, np.union1d(chosen, later[later >= 0])):
+        # Dates whose second one is still to come stay, so that no pair is lost between blocks.
+        waiting = np.isin(places, chosen[later >= found[0]])
+        kept = block[:0] if fields is None else fields[waiting]
+        places = np.concatenate([places[waiting], found])
+        fields = np.concatenate([kept, block]) if len(kept) else block
+        fresh, closed = np.isin(chosen, found), np.isin(later, found)
+        yield Window(
+            fields,
+            piece.first + np.flatnonzero(fresh),
+            np.searchsorted(places, chosen[fresh]),
+            np.searchsorted(places, chosen[closed]),
+            np.searchsorted(places, later[closed]),
+        )
+
+
+def _blocks(store: Store, piece: Piece, wanted: Places) -> Iterator[tuple[Places, Fields]]:
+    """The fields at these places, and no others, with their places."""
+    for span in _spans(wanted, _chunk(store, piece.channels)):
+        for first, block in store.blocks(piece.channels, span, piece.rows):
+            found = wanted[(wanted >= first) & (wanted < first + len(block))]
+            if len(found) == len(block):
+                yield found, block
+            elif len(found):
+                yield found, block[found - first]
+
+
+def _spans(wanted: Places, chunk: int) -> Iterator[slice]:
+    """Where the places lie, without the gaps between them that hold a whole chunk or more."""
+    for part in np.split(wanted, np.flatnonzero(np.diff(wanted) > chunk) + 1):
+        yield slice(int(part[0]), int(part[-1]) + 1)
+
+
+def _chunk(store: Store, channels: Sequence[Channel]) -> int:
+    """Dates that lie in one chunk of the store."""
+    skipped = max(1, len(store.source.times) // len(store.times))
+    return max(1, store.source.times_together(channels[0]) // skipped)

@@ -1,0 +1,68 @@
+"""Small stores in the prepared form, written without the writer that users have."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xarray as xr
+import zarr
+from zarr.codecs import Crc32cCodec
+
+from credit_dp.data.prepared_form import ATTRIBUTE, EPOCH, TIME_UNITS, PreparedForm
+from credit_dp.data.schema import Channel
+
+STATIC = ("geopotential_at_surface", "land_sea_mask")
+
+
+def channels_of(data: xr.Dataset) -> tuple[Channel, ...]:
+    """All that change in time, level by level."""
+    found = []
+    for name, array in data.data_vars.items():
+        if "time" in array.dims:
+            levels = data["level"].values.tolist() if "level" in array.dims else [None]
+            found += [Channel(str(name), level) for level in levels]
+    return tuple(found)
+
+
+def stacked(data: xr.Dataset, channels: Any) -> np.ndarray:
+    """`(T, C, H, W)`, as the dataset has its rows."""
+    fields = []
+    for channel in channels:
+        array = data[channel.variable]
+        array = array if channel.level is None else array.sel(level=channel.level)
+        fields.append(array.transpose("time", "latitude", "longitude").values)
+    return np.stack(fields, axis=1)
+
+
+def write(data: xr.Dataset, path: Path, chunk_rows: int = 4, static: bool = True) -> Path:
+    channels = channels_of(data)
+    names = STATIC if static else ()
+    form = PreparedForm(channels, names, {"temperature": "K"}, {"temperature": "t"}, "a test")
+    group = zarr.create_group(path, attributes={ATTRIBUTE: form.attributes()})
+    fields = stacked(data, channels)
+    _create(group, "fields", fields, chunk_rows)
+    if static:
+        _create(group, "static", np.stack([data[name].values for name in names]), chunk_rows)
+    hours = (data["time"].values - EPOCH) // np.timedelta64(1, "h")
+    time = group.create_array("time", data=hours.astype("i8"))
+    time.attrs["units"] = TIME_UNITS
+    for name in ("latitude", "longitude"):
+        group.create_array(name, data=data[name].values.astype("f8"))
+    return path
+
+
+def _create(group: zarr.Group, name: str, values: np.ndarray, chunk_rows: int) -> None:
+    one = (1,) * (values.ndim - 3)
+    channels, height, columns = values.shape[-3:]
+    array = group.create_array(
+        name,
+        shape=values.shape,
+        chunks=(*one, channels, chunk_rows, columns),
+        shards=(*one, channels, -(-height // chunk_rows) * chunk_rows, columns),
+        compressors=(Crc32cCodec(),),
+        dtype="f4",
+        fill_value=np.nan,
+        chunk_key_encoding={"name": "default", "separator": "."},
+        config={"write_empty_chunks": True},
+    )
+    array[:] = values

@@ -1,0 +1,139 @@
+"""Computed forcings against published values, and against sums over small steps."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from credit_dp.data.forcings import COMPUTED, COMPUTED_STATICS
+from credit_dp.data.sun import SOLAR_CONSTANT, Sun, insolation
+
+HOUR = np.timedelta64(1, "h")
+EVERYWHERE = np.linspace(90, -90, 19)
+AROUND = np.arange(0, 360, 7.5)
+
+
+def at(text):
+    return np.array([np.datetime64(text, "ns")])
+
+
+def daily_mean(day, latitude):
+    """W m-2, over the 24 hours of a day."""
+    times = np.datetime64(day, "ns") + HOUR * np.arange(1, 25)
+    return insolation(times, np.array([latitude]), np.array([0.0])).mean()
+
+
+def test_sun_stands_where_meeus_has_it():
+    """Astronomical Algorithms (1998), examples 25.a and 28.b: 1992 October 13, 0h."""
+    sun = Sun.at(at("1992-10-13"))
+    assert np.rad2deg(sun.declination[0]) == pytest.approx(-7.78507, abs=2e-4)
+    assert sun.distance[0] == pytest.approx(0.99766, abs=1e-5)
+    assert sun.equation_of_time[0] == pytest.approx(0.059825557, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("solstice", "declination"), [("2020-06-20T21:44", 23.4366), ("2020-12-21T10:02", -23.4366)]
+)
+def test_declination_is_greatest_at_the_solstices(solstice, declination):
+    """The obliquity of 2020 by the Astronomical Almanac, and the hours of its solstices."""
+    assert np.rad2deg(Sun.at(at(solstice)).declination[0]) == pytest.approx(declination, abs=2e-3)
+    week = Sun.at(np.datetime64(solstice, "ns") + HOUR * np.arange(-84, 85))
+    assert abs(np.argmax(np.abs(week.declination)) - 84) <= 12
+
+
+def test_declination_is_zero_at_the_equinox():
+    """2020 March 20, 03:50 (Astronomical Almanac)."""
+    assert np.rad2deg(Sun.at(at("2020-03-20T03:50")).declination[0]) == pytest.approx(0, abs=2e-3)
+
+
+def test_equation_of_time_has_its_known_extremes():
+    """In 2000, -14 min 15 s on February 11 and +16 min 25 s on November 3 (Meeus, chapter 28)."""
+    days = np.datetime64("2000-01-01T12", "ns") + 24 * HOUR * np.arange(366)
+    minutes = np.rad2deg(Sun.at(days).equation_of_time) * 4
+    assert minutes.min() == pytest.approx(-14.25, abs=0.1)
+    assert minutes.max() == pytest.approx(16 + 25 / 60, abs=0.1)
+    assert str(days[minutes.argmin()])[:10] in ("2000-02-10", "2000-02-11", "2000-02-12")
+    assert str(days[minutes.argmax()])[:10] in ("2000-11-02", "2000-11-03", "2000-11-04")
+
+
+def test_earth_is_nearest_in_january_and_farthest_in_july():
+    """2020: 0.98324 au on January 5, 1.01669 au on July 4 (Astronomical Almanac)."""
+    days = np.datetime64("2020-01-01T12", "ns") + 24 * HOUR * np.arange(366)
+    distance = Sun.at(days).distance
+    assert distance.min() == pytest.approx(0.98324, abs=1e-4)
+    assert distance.max() == pytest.approx(1.01669, abs=1e-4)
+    assert str(days[distance.argmin()])[:7] == "2020-01"
+    assert str(days[distance.argmax()])[:7] == "2020-07"
+
+
+def test_daily_means_are_those_of_the_closed_form():
+    """Berger 1978, J. Atmos. Sci. 35, eq. 9 and 10: S / pi at the equator at an equinox, S sin(d)
+    at the pole in summer; S is the solar constant over the distance squared."""
+    assert daily_mean("2020-03-20", 0.0) == pytest.approx(
+        SOLAR_CONSTANT / 0.99594**2 / np.pi, rel=1e-3
+    )
+    assert daily_mean("2020-06-20", 90.0) == pytest.approx(
+        SOLAR_CONSTANT / 1.01622**2 * np.sin(np.deg2rad(23.437)), rel=1e-3
+    )
+    assert daily_mean("2020-06-20", 90.0) == pytest.approx(524, abs=1)
+    assert daily_mean("2020-03-20", 0.0) == pytest.approx(436.8, abs=1)
+    assert daily_mean("2020-06-20", -80.0) == 0
+
+
+@given(hour=st.integers(0, 366 * 24), latitude=st.floats(-90, 90), longitude=st.floats(-180, 360))
+def test_an_hour_is_the_sum_of_its_seconds(hour, latitude, longitude):
+    time = np.datetime64("2020-01-01", "ns") + HOUR * hour
+    found = insolation(np.array([time]), np.array([latitude]), np.array([longitude]))[0, 0, 0]
+    # The sun's place is that of the middle of the hour.
+    sun = Sun.at(np.array([time - np.timedelta64(1800, "s")]))
+    seconds = np.arange(-3600, 0) + 0.5
+    universal = (time - np.datetime64("2020-01-01", "ns")) / np.timedelta64(1, "s") + seconds
+    angle = 2 * np.pi * (universal / 86400 + longitude / 360 - 0.5) + sun.equation_of_time
+    phi, delta = np.deg2rad(latitude), sun.declination
+    height = np.sin(phi) * np.sin(delta) + np.cos(phi) * np.cos(delta) * np.cos(angle)
+    direct = SOLAR_CONSTANT / sun.distance**2 * np.maximum(height, 0).mean()
+    assert found == pytest.approx(direct[0], abs=1e-3)
+
+
+def test_any_rows_and_times_are_those_of_the_whole():
+    times = np.datetime64("2021-05-05", "ns") + 5 * HOUR * np.arange(6)
+    whole = insolation(times, EVERYWHERE, AROUND)
+    assert whole.shape == (6, 19, 48)
+    assert whole.min() == 0
+    part = insolation(times[2:4], EVERYWHERE[3:9], AROUND)
+    assert np.array_equal(part, whole[2:4, 3:9])
+
+
+def test_the_globe_gets_a_quarter_of_the_constant():
+    latitude, longitude = np.linspace(89.75, -89.75, 360), np.arange(0, 360, 5.0)
+    field = insolation(at("2020-04-03T09"), latitude, longitude)[0].mean(axis=1)
+    weights = np.cos(np.deg2rad(latitude))
+    flux = SOLAR_CONSTANT / Sun.at(at("2020-04-03T08:30")).distance[0] ** 2
+    assert (field * weights).sum() / weights.sum() == pytest.approx(flux / 4, rel=1e-3)
+
+
+def test_local_time_is_noon_where_the_mean_sun_is():
+    names = ("hour_of_day_sin", "hour_of_day_cos")
+    times = np.array(["2020-02-02T00", "2020-02-02T06"], dtype="datetime64[ns]")
+    longitude = np.array([0.0, 90.0, 180.0, -90.0])
+    sin, cos = (COMPUTED[name](times, EVERYWHERE, longitude)[:, 4] for name in names)
+    assert np.allclose(cos, [[1, 0, -1, 0], [0, -1, 0, 1]], atol=1e-12)
+    assert np.allclose(sin, [[0, 1, 0, -1], [1, 0, -1, 0]], atol=1e-12)
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+def test_computed_forcings_are_of_order_one_on_the_whole_grid(name):
+    times = np.datetime64("2020-01-01", "ns") + 31 * HOUR * np.arange(300)
+    values = COMPUTED[name](times, EVERYWHERE, AROUND)
+    assert values.shape == (300, 19, 48)
+    assert 0.9 < np.abs(values).max() < 1.04
+
+
+def test_latitude_and_longitude_are_points_on_circles():
+    latitude, longitude = np.array([90.0, 30.0, -90.0]), np.array([0.0, 90.0, 180.0, 270.0])
+    found = {name: static(latitude, longitude) for name, static in COMPUTED_STATICS.items()}
+    assert {values.shape for values in found.values()} == {(3, 4)}
+    assert np.allclose(found["latitude_sin"][:, 1], [1, 0.5, -1])
+    assert np.allclose(found["latitude_cos"][:, 1], [0, np.sqrt(0.75), 0])
+    assert np.allclose(found["longitude_sin"][1], [0, 1, 0, -1])
+    assert np.allclose(found["longitude_cos"][1], [1, 0, -1, 0])

@@ -1,0 +1,172 @@
+import logging
+
+import numpy as np
+import pytest
+
+from credit_dp.data.schema import Channel
+from credit_dp.data.sources.gridded import GriddedSource
+from credit_dp.data.sources.joined import JoinedSource
+from credit_dp.data.sources.prepared import PreparedSource
+from credit_dp.data.store import Store
+from credit_dp.errors import UserError
+from tests.data import anemoi_stores, prepared_stores, stores
+
+DATA = stores.dataset(rows=11)
+UPPER = ["geopotential", "temperature", "land_sea_mask"]
+SURFACE = ["2m_temperature", "solar", "geopotential_at_surface"]
+CHANNELS = prepared_stores.channels_of(DATA)
+FIELDS = prepared_stores.stacked(DATA, CHANNELS)
+STATICS = [Channel("geopotential_at_surface"), Channel("land_sea_mask")]
+
+
+def written(data, path):
+    return GriddedSource.open(str(stores.write(data, path)))
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """Upper air at all times but the first two, the surface without the last one and the fifth."""
+    surface = DATA[SURFACE].isel(time=[0, 1, 2, 3, 5, 6, 7, 8, 9, 10]).sortby("latitude")
+    return [
+        written(DATA[UPPER].isel(time=slice(2, None)), tmp_path / "upper.zarr"),
+        written(surface, tmp_path / "surface.zarr"),
+    ]
+
+
+KEPT = [2, 3, 5, 6, 7, 8, 9, 10]
+
+
+@pytest.mark.parametrize("order", [list(range(8)), [6, 0, 7, 4, 3], [1, 2], [7]], ids=str)
+def test_fields_of_both_in_the_order_asked_for(pair, order):
+    source = JoinedSource(pair)
+    assert np.array_equal(source.times, DATA["time"].values[KEPT])
+    channels = [CHANNELS[place] for place in order]
+    for places in (slice(0, 8), slice(1, 6, 2), np.array([5, 1])):
+        fields = source.read(channels, places, slice(3, 9))
+        assert fields.dtype == np.float32
+        assert np.array_equal(fields, FIELDS[KEPT][places][:, order, 3:9])
+
+
+def test_statics_of_both(pair):
+    fields = JoinedSource(pair).read(STATICS, slice(0, 1), slice(0, 11))
+    assert np.array_equal(fields[0], [DATA[channel.variable].values for channel in STATICS])
+
+
+def test_bytes_add_up(pair):
+    source = JoinedSource(pair)
+    assert (source.bytes_read, source.chunk_reads) == (0, 0)
+    source.read([Channel("solar"), Channel("temperature", 500)], slice(0, 1), slice(0, 11))
+    assert pair[0].bytes_read == 3 * 11 * 8 * 4
+    assert source.bytes_read == (3 + 1) * 11 * 8 * 4
+    assert source.chunk_reads == 2
+
+
+def test_groups_keep_the_order(pair):
+    source = JoinedSource(pair)
+    order = [CHANNELS[place] for place in (0, 1, 6, 3, 4)]
+    groups = source.together(order)
+    assert groups == [order[:2], order[2:3], order[3:]]
+    assert source.times_together(CHANNELS[0]) == 1
+    assert source.chunk_shape(CHANNELS[0]) == pair[0].chunk_shape(CHANNELS[0])
+
+
+def test_the_first_store_that_has_a_variable_wins(tmp_path):
+    other = DATA.copy(deep=True)
+    other["2m_temperature"] += 1
+    other["solar"] = DATA["solar"].isel(longitude=0, drop=True)
+    first = written(other.drop_vars(["geopotential"]), tmp_path / "first.zarr")
+    source = JoinedSource([first, written(DATA, tmp_path / "second.zarr")])
+    assert set(source.variables) == set(DATA.data_vars)
+    # The first store's `solar` can't be read: it has no longitude.
+    assert first.variables["solar"].problem
+    assert not source.variables["solar"].problem
+    wanted = ["2m_temperature", "solar"]
+    channels = [*map(Channel, wanted), Channel("geopotential", 850)]
+    fields = source.read(channels, slice(4, 5), slice(0, 11))[0]
+    assert np.array_equal(fields[0], other["2m_temperature"].values[4])
+    assert np.array_equal(fields[1], DATA["solar"].values[4])
+    assert np.array_equal(fields[2], DATA["geopotential"].sel(level=850).values[4])
+
+
+def test_stores_of_different_forms(tmp_path):
+    some = DATA[["2m_temperature", "temperature"]]
+    path = prepared_stores.write(some, tmp_path / "p.zarr", static=False)
+    source = JoinedSource([PreparedSource.open(str(path)), written(DATA, tmp_path / "g.zarr")])
+    assert np.array_equal(source.read(CHANNELS, slice(0, 12), slice(2, 7)), FIELDS[:, :, 2:7])
+
+
+def test_equal_times_say_nothing_and_others_how_many(pair, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    JoinedSource([pair[0], pair[0]])
+    assert caplog.messages == []
+    JoinedSource(pair)
+    assert [message.split(": ")[1].split(" times")[0] for message in caplog.messages] == [
+        "8 of 10",
+        "8 of 10",
+    ]
+
+
+def test_description_is_of_each_store(pair):
+    source = JoinedSource(pair)
+    described = source.description(["solar", "temperature"])
+    assert described == [pair[0].description(["temperature"]), pair[1].description(["solar"])]
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda data: data.isel(latitude=slice(0, 10)), "latitude is 10 values from 90 to -72"),
+        (lambda data: data.assign_coords(longitude=data.longitude + 1e-4), "longitude is 8 values"),
+    ],
+)
+def test_other_grids_are_refused(tmp_path, change, expected):
+    first = written(DATA[UPPER], tmp_path / "first.zarr")
+    data = change(stores.dataset(rows=11)[SURFACE])
+    if data.sizes["latitude"] == 10:
+        data = data.assign_coords(latitude=np.linspace(90, -72, 10))
+    other = written(data, tmp_path / "other.zarr")
+    with pytest.raises(UserError) as caught:
+        JoinedSource([first, other])
+    message = str(caught.value)
+    assert message.startswith(f"{other.where}: has not the grid of {first.where}: its {expected}")
+
+
+def test_grids_that_differ_by_rounding_are_joined(tmp_path):
+    first = written(DATA[UPPER], tmp_path / "first.zarr")
+    data = DATA[SURFACE].assign_coords(longitude=DATA.longitude + 1e-9)
+    assert JoinedSource([first, written(data, tmp_path / "other.zarr")]).grid == (11, 8)
+
+
+def test_no_times_in_common(tmp_path):
+    parts = [
+        written(DATA[UPPER].isel(time=slice(0, 6)), tmp_path / "first.zarr"),
+        written(DATA[SURFACE].isel(time=slice(6, 12)), tmp_path / "other.zarr"),
+    ]
+    with pytest.raises(UserError) as caught:
+        JoinedSource(parts)
+    assert "2000-01-02T06:00" in str(caught.value)
+    assert str(caught.value).endswith("Change data.store.")
+
+
+FORMS = {
+    "prepared": lambda folder: [prepared_stores.write(DATA, folder / "a.zarr")],
+    "anemoi": lambda folder: [anemoi_stores.write(DATA, folder / "a.zarr")],
+    "gridded and anemoi": lambda folder: [
+        stores.write(DATA[UPPER], folder / "a.zarr"),
+        anemoi_stores.write(DATA, folder / "b.zarr"),
+    ],
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_run_sees_the_same_whatever_the_form(tmp_path, form):
+    entries = [str(path) for path in FORMS[form](tmp_path)]
+    settings = stores.config(tmp_path / "none", store=entries if len(entries) > 1 else entries[0])
+    store = Store.open(settings)
+    first = Store.open(stores.config(stores.write(DATA, tmp_path / "gridded.zarr")))
+    assert store.channels == first.channels
+    when = DATA["time"].values[[3, 4]]
+    for rows in (slice(0, 4), slice(4, 11)):
+        assert np.array_equal(store.read_times(when, rows), first.read_times(when, rows))
+        assert np.array_equal(store.forcing_times(when, rows), first.forcing_times(when, rows))
+        assert np.array_equal(store.static(rows), first.static(rows))

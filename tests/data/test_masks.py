@@ -1,0 +1,208 @@
+"""Variables that have no values on land, sea or elsewhere: masks, refusals, bands without any."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from credit_dp.config import VariableConfig
+from credit_dp.data.store import Store
+from credit_dp.errors import UserError
+from tests.data import stores
+
+ROWS, COLUMNS, STEPS = 12, 8, 12
+DIMS = ("time", "latitude", "longitude")
+FILLED = ("sea_surface_temperature", "soil", "sea_ice_cover", "lake_depth")
+
+
+def land():
+    """The four southernmost rows, and a continent."""
+    found = np.zeros((ROWS, COLUMNS), dtype=bool)
+    found[8:] = True
+    found[2:5, 3:6] = True
+    return found
+
+
+def masked_dataset():
+    data = stores.dataset(ROWS, COLUMNS, STEPS)
+    random = np.random.default_rng(1)
+    everywhere = random.normal(size=(3, STEPS, ROWS, COLUMNS)).astype("f4")
+    data["sea_surface_temperature"] = (DIMS, np.where(land(), np.nan, 290 + everywhere[0]))
+    data["soil"] = (DIMS, np.where(land(), everywhere[1], np.nan))
+    data["sea_ice_cover"] = (DIMS, np.where(land(), np.nan, np.abs(everywhere[2])))
+    data["lake_depth"] = (DIMS[1:], np.where(land(), 5.0, np.nan))
+    for name in FILLED:
+        data[name] = data[name].astype("f4")
+    return data
+
+
+def config_of(path, fill="mean", **changes):
+    settings = {
+        "prognostic": ["geopotential", "sea_surface_temperature"],
+        "diagnostic": ["soil", "2m_temperature"],
+        "forcing": ["day_of_year_sin", "sea_ice_cover", "solar"],
+        "static": ["latitude_sin", "lake_depth", "land_sea_mask"],
+        "variables": {name: VariableConfig(fill=fill) for name in FILLED},
+    }
+    return stores.config(path, **(settings | changes))
+
+
+def opened(tmp_path, data, **changes):
+    path = stores.write(data, tmp_path / "s.zarr", chunks={"time": 1, "latitude": 4})
+    return Store.open(config_of(path, **changes))
+
+
+def read_all(store, places):
+    rows = slice(0, ROWS)
+    store.read_outputs(store.times[places], rows)
+    store.forcing_times(store.times[places], rows)
+    store.static(rows)
+
+
+@pytest.mark.parametrize("rows", [slice(None), slice(0, 4), slice(3, 9), slice(8, 12)])
+@pytest.mark.parametrize("rising", [False, True])
+def test_masks_are_where_there_are_values(tmp_path, rows, rising):
+    data = masked_dataset()
+    store = opened(tmp_path, data.sortby("latitude", ascending=rising))
+    masks = store.masks(rows)
+    assert masks.dtype == bool
+    assert masks[:3].all()
+    assert masks[5].all()
+    assert np.array_equal(masks[3], ~land()[rows])
+    assert np.array_equal(masks[4], land()[rows])
+    fields = store.read_outputs(store.times[4:6], rows)
+    assert np.array_equal(~np.isnan(fields), np.broadcast_to(masks, fields.shape))
+    sst = data["sea_surface_temperature"].values[4:6, rows]
+    assert np.array_equal(fields[:, 3], sst, equal_nan=True)
+    states, forcing = store.read_inputs(store.times[4:6], rows)
+    assert np.array_equal(states, fields[:, :4], equal_nan=True)
+    assert np.array_equal(forcing[:, 1], data["sea_ice_cover"].values[4:6, rows], equal_nan=True)
+    assert np.array_equal(forcing[:, 2], data["solar"].values[4:6, rows])
+    static = store.static(rows)
+    assert np.array_equal(static[1], data["lake_depth"].values[rows], equal_nan=True)
+    assert np.array_equal(static[2], data["land_sea_mask"].values[rows])
+
+
+def test_a_band_without_any_value(tmp_path):
+    store = opened(tmp_path, masked_dataset())
+    band = slice(9, 12)
+    assert not store.masks(band)[3].any()
+    assert np.isnan(store.read_times(store.times[:2], band)[:, 3]).all()
+    assert np.isnan(store.forcing_times(store.times[:2], band)[:, 1]).all()
+
+
+def test_without_a_fill_there_are_no_masks(tmp_path):
+    changes = {"prognostic": ["geopotential"], "diagnostic": [], "static": []}
+    ice = {"sea_ice_cover": VariableConfig(fill=0)}
+    assert opened(tmp_path, masked_dataset(), variables=ice, **changes).masks(slice(0, 3)) is None
+
+
+def test_a_mask_goes_by_the_config_even_where_all_points_have_values(tmp_path):
+    store = opened(tmp_path, masked_dataset())
+    assert store.masks(slice(0, 2))[3].all()
+
+
+def test_values_that_come_and_go_inside_the_mask_are_left_out(tmp_path):
+    data = masked_dataset()
+    data["sea_surface_temperature"].values[3:, 9] = 271
+    store = opened(tmp_path, data)
+    assert np.isnan(store.read(store.times[5], slice(8, 12))[3]).all()
+
+
+def test_the_mask_is_that_of_the_first_training_date(tmp_path):
+    data = masked_dataset()
+    data["soil"].values[:4, 10] = np.nan
+    span = ["2000-01-02", "2000-01-02"]
+    store = opened(tmp_path, data, train=span)
+    assert np.array_equal(store.masks(slice(None))[4], land())
+
+
+ROLE = {"sea_surface_temperature": "prognostic", "soil": "diagnostic", "sea_ice_cover": "forcing"}
+
+
+def place_of(name):
+    return (9, 2) if name == "soil" else (6, 2)
+
+
+@pytest.mark.parametrize("name", ROLE)
+def test_nan_outside_the_mask_is_refused(tmp_path, name):
+    data = masked_dataset()
+    data[name].values[7][place_of(name)] = np.nan
+    store = opened(tmp_path, data)
+    with pytest.raises(UserError, match=name) as caught:
+        read_all(store, slice(5, 9))
+    message = str(caught.value)
+    for part in ("s.zarr", "2000-01-02T18:00", "2000-01-01T00:00", f"data.{ROLE[name]}", ".fill"):
+        assert part in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("name", [*ROLE, "lake_depth"])
+def test_without_a_fill_nan_is_refused_and_the_key_is_told(tmp_path, name):
+    variables = {other: VariableConfig(fill=0) for other in FILLED if other != name}
+    store = opened(tmp_path, masked_dataset(), variables=variables)
+    with pytest.raises(UserError, match=rf"data\.variables\.{name}\.fill=mean") as caught:
+        read_all(store, slice(5, 6))
+    assert ("2000-01-02T06:00" in str(caught.value)) == (name != "lake_depth")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["sea_surface_temperature", "lake_depth", "2m_temperature"])
+def test_infinite_values_are_refused_whatever_the_fill(tmp_path, name):
+    data = masked_dataset()
+    data[name].values[..., 3, 4] = np.inf
+    store = opened(tmp_path, data)
+    with pytest.raises(UserError, match=f"{name} has infinite values"):
+        read_all(store, slice(5, 6))
+
+
+def test_the_mask_of_a_band_is_read_once_by_all_threads(tmp_path):
+    store = opened(tmp_path, masked_dataset())
+    rows = slice(4, 8)
+
+    def read(place):
+        return store.read_outputs(store.times[place : place + 1], rows), store.masks(rows)
+
+    with ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(read, range(8)))
+    row_bytes = 4 * COLUMNS * 4
+    # Six channels at eight times, and three masks.
+    assert store.bytes_read == row_bytes * (6 * 8 + 3)
+    assert all(np.array_equal(masks, found[0][1]) for _, masks in found)
+
+
+def test_levels_have_masks_of_their_own(tmp_path):
+    data = masked_dataset()
+    data["temperature"].values[:, 2, 5] = np.nan
+    changes = {"prognostic": ["temperature"], "diagnostic": [], "forcing": [], "static": []}
+    store = opened(tmp_path, data, variables={"temperature": VariableConfig(fill=0)}, **changes)
+    masks = store.masks(slice(4, 7))
+    assert masks[:2].all()
+    assert not masks[2, 1].any()
+    assert masks[2, [0, 2]].all()
+
+
+def test_units_are_converted_once_however_often_a_field_is_read(tmp_path):
+    data = masked_dataset()
+    data["sea_surface_temperature"] = data["sea_surface_temperature"] - np.float32(273.15)
+    data["sea_surface_temperature"].attrs["units"] = "degC"
+    data["land_sea_mask"] = data["land_sea_mask"] * 100
+    variables = {name: VariableConfig(fill="mean") for name in FILLED}
+    variables["sea_surface_temperature"].convert = "degC->K"
+    variables["land_sea_mask"] = VariableConfig(convert="%->1")
+    store = opened(tmp_path, data, variables=variables)
+    expected = masked_dataset()["sea_surface_temperature"].values[4]
+    for _ in range(2):
+        found = store.read(store.times[4], slice(0, 12))[3]
+        assert np.allclose(found, expected, atol=1e-4, equal_nan=True)
+        static = store.static(slice(0, 12))[2]
+        assert np.allclose(static, masked_dataset()["land_sea_mask"].values, rtol=1e-6)
+    assert store.units("sea_surface_temperature") == "K"
+    assert found.dtype == np.float32
+
+
+def test_another_unit_is_refused_on_opening(tmp_path):
+    data = masked_dataset()
+    data["sea_surface_temperature"].attrs["units"] = "degC"
+    with pytest.raises(UserError, match=r"data\.variables\.sea_surface_temperature\.convert"):
+        opened(tmp_path, data)

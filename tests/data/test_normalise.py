@@ -1,0 +1,272 @@
+"""Normalising each variable its own way, and back."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from credit_dp.config import VariableConfig
+from credit_dp.data.nonnegative import is_nonnegative
+from credit_dp.data.normalise import Normaliser
+from credit_dp.data.schema import Channel, Channels
+from credit_dp.data.statistics import Statistics
+from credit_dp.data.transform import restored, transformed
+from credit_dp.errors import UserError
+
+EPS = 1e-3
+CHANNELS = Channels(
+    prognostic=(Channel("geopotential", 500), Channel("geopotential", 850), Channel("sst")),
+    forcing=("insolation", "solar"),
+    static=("latitude_sin", "lake_depth"),
+    diagnostic=(Channel("total_precipitation"), Channel("cloud")),
+)
+SHAPE = (3, 4, 6)
+
+
+def statistics(**changes):
+    vectors = {
+        "mean": [5e4, 1e4, 290.0, 0.7, 0.4],
+        "std": [1e3, 500.0, 8.0, 0.2, 0.3],
+        "tendency_std": [100.0, 40.0, 0.5, 0.1, 0.1],
+        "minimum": [4e4, 8e3, 271.0, 0.0, 0.0],
+        "maximum": [6e4, 2e4, 310.0, 4.0, 1.0],
+        "forcing_mean": [0.0, 200.0],
+        "forcing_std": [1.0, 50.0],
+        "forcing_minimum": [0.0, 0.0],
+        "forcing_maximum": [1.0, 1000.0],
+        "static_mean": [0.0, 10.0],
+        "static_std": [1.0, 5.0],
+        "static_minimum": [0.0, 0.0],
+        "static_maximum": [1.0, 100.0],
+    }
+    return Statistics(**{name: np.array(values) for name, values in (vectors | changes).items()})
+
+
+def normaliser(dtype=torch.float64, found=None, **variables):
+    configs = {name: VariableConfig(**settings) for name, settings in variables.items()}
+    return Normaliser(found or statistics(), dtype, None, configs, CHANNELS)
+
+
+def outputs(seed=0):
+    """In the store's units: `(3, 5, 4, 6)`."""
+    random = np.random.default_rng(seed)
+    table = statistics()
+    fields = random.normal(size=(3, 5, 4, 6)) * table.std[:, None, None]
+    fields += table.mean[:, None, None]
+    fields[:, 3] = random.exponential(2e-3, size=(3, 4, 6)) * (random.random((3, 4, 6)) < 0.5)
+    fields[:, 4] = random.random((3, 4, 6))
+    return fields.astype("f4")
+
+
+@pytest.mark.parametrize(
+    ("normalise", "shift", "scale"),
+    [("standard", 290, 8), ("std", 0, 8), ("minmax", 271, 39), ("none", 0, 1)],
+)
+def test_each_way_is_its_formula(normalise, shift, scale):
+    fields = outputs()
+    of_all = normaliser(sst={"normalise": normalise})
+    found = of_all.outputs(fields).numpy()
+    sst = fields[:, 2].astype("f8")
+    assert np.allclose(found[:, 2], (sst - shift) / scale, rtol=1e-12)
+    assert np.allclose(found[:, 1], (fields[:, 1].astype("f8") - 1e4) / 500, rtol=1e-12)
+    assert of_all.tendency_scale.flatten().tolist() == pytest.approx(
+        [0.1, 0.08, 0.5 / scale, 0.5, 1 / 3]
+    )
+    assert torch.equal(of_all.state(fields[:, :3]), torch.from_numpy(found[:, :3]))
+
+
+def test_log1p_is_its_formula_and_then_standardised():
+    fields = outputs()
+    found = normaliser(total_precipitation={"normalise": f"log1p({EPS})"}).outputs(fields).numpy()
+    rain = fields[:, 3].astype("f8")
+    assert np.allclose(found[:, 3], (np.log(1 + rain / EPS) - 0.7) / 0.2, rtol=1e-12)
+
+
+def test_a_packed_rainless_point_is_as_none():
+    fields = outputs()
+    fields[0, 3, 0, :2] = [-2 * EPS, 0]
+    of_all = normaliser(total_precipitation={"normalise": f"log1p({EPS})"})
+    assert of_all.outputs(fields)[0, 3, 0, 0] == of_all.outputs(fields)[0, 3, 0, 1]
+    assert of_all.outputs(fields).isfinite().all()
+    assert transformed(fields[0, 3, 0, :1], VariableConfig(normalise=f"log1p({EPS})"))[0] == 0
+
+
+@given(
+    ways=st.lists(st.sampled_from(["standard", "std", "minmax", "none"]), min_size=3, max_size=3),
+    rain=st.sampled_from(["standard", "none", f"log1p({EPS})"]),
+    single=st.booleans(),
+)
+def test_physical_is_the_inverse(ways, rain, single):
+    names, ways = ("geopotential", "sst", "cloud", "total_precipitation"), [*ways, rain]
+    dtype = torch.float32 if single else torch.float64
+    of_all = normaliser(
+        dtype, **{name: {"normalise": way} for name, way in zip(names, ways, strict=True)}
+    )
+    fields = outputs()
+    back = of_all.physical(of_all.outputs(fields))
+    assert back.dtype == dtype
+    size = np.abs(fields).max(axis=(0, 2, 3))[:, None, None]
+    tolerance = 3e-5 if single else 1e-11
+    assert (np.abs(back.numpy() - fields) <= tolerance * size).all()
+    states = of_all.physical(of_all.state(fields[:, :3]))
+    assert torch.equal(states, back[:, :3])
+
+
+def test_float32_stays_and_is_as_exact_as_it_can_be():
+    fields = outputs()
+    single = normaliser(torch.float32).outputs(fields)
+    assert single.dtype == torch.float32
+    direct = normaliser(torch.float64).outputs(fields)
+    assert (single.double() - direct).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("normalise", "mean", "zero"),
+    [
+        ("standard", 0.0, -0.7 / 0.2),
+        ("std", 0.7 / 0.2, 0.0),
+        ("minmax", 0.7 / 4, 0.0),
+        ("none", 0.7, 0.0),
+        (f"log1p({EPS})", 0.0, -0.7 / 0.2),
+    ],
+)
+def test_fills_stand_for_nan_after_normalising(normalise, mean, zero):
+    fields = outputs()
+    fields[:, 3, 1:3] = np.nan
+    two_eps = 2 * EPS
+    of_two = two_eps if "log" not in normalise else np.log(3)
+    shift, scale = {"standard": (0.7, 0.2), "std": (0, 0.2), "minmax": (0, 4), "none": (0, 1)}.get(
+        normalise, (0.7, 0.2)
+    )
+    for fill, expected in (("mean", mean), (0, zero), (two_eps, (of_two - shift) / scale)):
+        of_all = normaliser(total_precipitation={"normalise": normalise, "fill": fill})
+        found = of_all.outputs(fields)
+        assert np.allclose(found[:, 3, 1:3], expected, atol=1e-12)
+        assert found.isfinite().all()
+        assert of_all.fills.flatten().tolist() == pytest.approx([0, 0, 0, expected, 0])
+
+
+def test_forcings_and_statics_are_filled_and_computed_ones_stay():
+    fields = np.random.default_rng(0).random((2, 2, 4, 6)).astype("f4")
+    fields[:, 1, 0] = np.nan
+    of_all = normaliser(
+        solar={"normalise": "minmax", "fill": 500}, lake_depth={"normalise": "std", "fill": "mean"}
+    )
+    forcing, static = of_all.forcing(fields), of_all.static(fields)
+    for found in (forcing, static):
+        assert np.array_equal(found[:, 0], fields[:, 0].astype("f8"))
+    assert np.allclose(forcing[:, 1, 0], 0.5)
+    assert np.allclose(forcing[:, 1, 1:], fields[:, 1, 1:] / 1000)
+    assert np.allclose(static[:, 1, 0], 2)
+    assert np.allclose(static[:, 1, 1:], fields[:, 1, 1:] / 5)
+
+
+def test_computed_fields_stay_whatever_statistics_say():
+    found = statistics(forcing_mean=[0.3, 200.0], static_std=[0.7, 5.0])
+    fields = np.random.default_rng(0).random((2, 2, 4, 6)).astype("f4")
+    assert np.array_equal(normaliser(found=found).forcing(fields)[:, 0], fields[:, 0])
+    assert np.array_equal(normaliser(found=found).static(fields)[:, 0], fields[:, 0])
+
+
+def test_what_cannot_be_negative_is_clamped_in_forecasts_only():
+    of_all = normaliser(cloud={"nonnegative": True}, sst={"normalise": "none"})
+    state = torch.full((2, 5, 4, 6), -100.0, dtype=torch.float64)
+    physical = of_all.physical(state)
+    assert (physical[:, 3:] == 0).all()
+    assert (physical[:, :3] < 0).all()
+    assert (state == -100).all()
+    allowed = normaliser(total_precipitation={"nonnegative": False}).physical(state)
+    assert (allowed[:, 3:] < 0).all()
+
+
+def test_masked_points_are_nan_again():
+    fields = outputs()
+    mask = np.ones((5, 4, 6), dtype=bool)
+    mask[2, 1:3] = False
+    fields[:, ~mask] = np.nan
+    of_all = normaliser(sst={"fill": "mean"})
+    normalised = of_all.outputs(fields)
+    assert normalised.isfinite().all()
+    physical = of_all.physical(normalised, torch.from_numpy(mask))
+    assert np.allclose(physical.numpy(), fields, equal_nan=True)
+    states = of_all.physical(normalised[:, :3], torch.from_numpy(mask))
+    assert np.allclose(states.numpy(), fields[:, :3], equal_nan=True)
+    assert of_all.physical(normalised).isfinite().all()
+
+
+def test_physical_has_gradients():
+    of_all = normaliser(total_precipitation={"normalise": f"log1p({EPS})"}, sst={"fill": 0})
+    state = torch.rand(1, 5, 2, 2, dtype=torch.float64, requires_grad=True)
+    mask = torch.tensor([True, False]).expand(5, 2, 2)
+    assert torch.autograd.gradcheck(lambda x: of_all.physical(x).clamp(max=1e6), (state,))
+    of_all.physical(state, mask).nansum().backward()
+    assert state.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("form", ["flipped", "read-only", "strided"])
+def test_any_layout_of_memory_is_read_and_left_alone(form):
+    fields = outputs()
+    expected = normaliser().outputs(fields.copy())
+    given = {
+        "flipped": fields[:, :, ::-1].copy()[:, :, ::-1],
+        "read-only": fields.copy(),
+        "strided": np.repeat(fields, 2, axis=3)[..., ::2],
+    }[form]
+    given.flags.writeable = form != "read-only"
+    found = normaliser(total_precipitation={"fill": 0}).outputs(given)
+    assert torch.equal(found, expected)
+    assert np.array_equal(given, fields)
+
+
+def test_it_writes_where_it_is_told():
+    fields = outputs()
+    of_all = normaliser(torch.float32, total_precipitation={"normalise": f"log1p({EPS})"})
+    room = torch.empty(2, 3, 5, 4, 6)
+    assert of_all.outputs(fields, room[1]).data_ptr() == room[1].data_ptr()
+    assert torch.equal(room[1], of_all.outputs(fields))
+
+
+def test_a_range_that_nobody_knows():
+    found = statistics(minimum=[], maximum=[])
+    normaliser(found=found)
+    with pytest.raises(UserError, match=r"data\.variables\.sst\.normalise.*data\.statistics"):
+        normaliser(found=found, sst={"normalise": "minmax"})
+
+
+def test_without_a_config_all_is_standardised():
+    found = Normaliser(statistics(), torch.float64).outputs(outputs())
+    assert torch.equal(found, normaliser().outputs(outputs()))
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("specific_humidity", True),
+        ("total_precipitation", True),
+        ("total_precipitation_6hr", True),
+        ("total_cloud_cover", True),
+        ("total_column_water_vapour", True),
+        ("volumetric_soil_water_layer_1", True),
+        ("surface_solar_radiation_downwards", True),
+        ("top_net_thermal_radiation", False),
+        ("surface_latent_heat_flux", False),
+        ("evaporation", False),
+        ("temperature", False),
+        ("u_component_of_wind", False),
+        ("10m_wind_speed", True),
+    ],
+)
+def test_names_that_cannot_be_negative(name, known):
+    assert is_nonnegative(name, VariableConfig()) == known
+    assert is_nonnegative(name, VariableConfig(nonnegative=not known)) != known
+
+
+@given(
+    values=st.lists(st.floats(0, 100), min_size=1), scale=st.sampled_from([1e-5, 1e-3, 1.0, 10.0])
+)
+def test_what_is_transformed_is_restored(values, scale):
+    config = VariableConfig(normalise=f"log1p({scale})")
+    there = transformed(np.array(values), config)
+    back = restored(torch.from_numpy(there), config)
+    assert np.allclose(back, values, rtol=1e-9, atol=1e-12)

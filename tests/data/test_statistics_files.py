@@ -1,0 +1,233 @@
+import json
+import logging
+import re
+import shutil
+
+import numpy as np
+import pytest
+import xarray as xr
+
+from credit_dp.data.prepare import prepare
+from credit_dp.data.statistics_file import StatisticsFile, made_from, statistics_path
+from credit_dp.data.statistics_given import computed_statistics, meets_all_hours
+from credit_dp.data.store import Store
+from credit_dp.data_config import VariableConfig
+from credit_dp.errors import UserError
+from tests.data import stores
+
+NAMES = ("mean", "std", "tendency_std", "minimum", "maximum", "forcing_mean", "static_std")
+
+
+@pytest.fixture
+def path(tmp_path):
+    return stores.write(stores.dataset(), tmp_path / "store.zarr")
+
+
+def own_file(path, out, every=1, **changes):
+    """A file as `credit-dp data stats` writes it."""
+    store = Store.open(stores.config(path, **changes))
+    found = computed_statistics(store, out.parent, every, lambda title, done: None)
+    found.save(out)
+    return str(out)
+
+
+def refused(path, file, **changes):
+    with pytest.raises(UserError) as caught:
+        prepare(stores.config(path, statistics=file, **changes))
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+def test_a_file_gives_the_statistics_of_the_cache(path, tmp_path):
+    file = own_file(path, tmp_path / "stats.json")
+    given = prepare(stores.config(path, statistics=file)).statistics
+    computed = prepare(stores.config(path)).statistics
+    for name in NAMES:
+        assert np.array_equal(getattr(given, name), getattr(computed, name))
+
+
+def test_fewer_channels_in_another_order_find_theirs(path, tmp_path):
+    file = own_file(path, tmp_path / "stats.json")
+    changes = {"prognostic": ["temperature"], "diagnostic": ["geopotential"], "levels": [850, 500]}
+    given = prepare(stores.config(path, statistics=file, **changes)).statistics
+    rows = StatisticsFile.load(tmp_path / "stats.json").channels
+    names = ["temperature_850", "temperature_500", "geopotential_850", "geopotential_500"]
+    assert given.mean.tolist() == [rows[name]["mean"] for name in names]
+    assert given.tendency_std.tolist() == [rows[name]["tendency_std"] for name in names]
+
+
+def test_a_copy_of_the_store_has_the_same_statistics(path, tmp_path):
+    file = own_file(path, tmp_path / "stats.json")
+    copy = tmp_path / "copy" / "era5.zarr"
+    stores.write(stores.dataset().sortby("latitude"), copy, chunks={"time": 4}, zarr_format=2)
+    prepare(stores.config(copy, statistics=file))
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"train": ["2000-01-01", "2000-01-02T12"]}, "of dates .* Change data.dates.train or"),
+        ({"step": "12h", "test": ["2000-01-03", "2000-01-03T12"]}, "of step 6h.* Change data.step"),
+        ({"levels": [500, 1000]}, None),
+        ({"static": ["land_sea_mask", "latitude_sin"]}, None),
+        (
+            {"variables": {"temperature": VariableConfig(normalise="log1p(2)")}},
+            r"temperature as it is, but the config has it log1p\(2\)",
+        ),
+        ({"variables": {"temperature": VariableConfig(normalise="minmax")}}, None),
+    ],
+)
+def test_a_mismatch_names_what_differs(path, tmp_path, changes, told):
+    file = own_file(path, tmp_path / "stats.json")
+    if told is None:
+        prepare(stores.config(path, statistics=file, **changes))
+        return
+    assert re.search(told, refused(path, file, **changes))
+
+
+def test_channels_that_are_not_in_the_file_are_named(path, tmp_path):
+    file = own_file(path, tmp_path / "stats.json", levels=[500], forcing=[])
+    assert "has no statistics of geopotential_850" in refused(path, file, levels=[500, 850])
+    assert "has no statistics of solar" in refused(path, file, levels=[500])
+
+
+def test_another_store_is_noticed_by_its_values(path, tmp_path):
+    file = own_file(path, tmp_path / "stats.json")
+    other = stores.write(stores.dataset(seed=1), tmp_path / "other.zarr")
+    told = refused(other, file)
+    assert "geopotential_500 has other values than in" in told
+    grid = stores.write(stores.dataset(rows=14), tmp_path / "grid.zarr")
+    assert "of grid [12, 8" in refused(grid, file)
+
+
+def test_every_is_part_of_it(path, tmp_path, caplog):
+    file = own_file(path, tmp_path / "stats.json", every=3)
+    with caplog.at_level(logging.INFO, "credit_dp"):
+        ready = prepare(stores.config(path, statistics=file))
+    assert "every 3. training date" in caplog.text
+    fields = stores.dataset()["2m_temperature"].values[:8:3].astype(np.float64)
+    assert ready.statistics.maximum[3] == fields.max()
+    store = ready.store
+    assert statistics_path(store, tmp_path, 3) != statistics_path(store, tmp_path)
+    assert [n for n in (1, 2, 3, 4, 5) if meets_all_hours(n, 6)] == [1, 3, 5]
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"form": "credit_dp statistics 1"}'])
+def test_what_is_no_file_of_statistics_is_refused(path, tmp_path, content):
+    file = tmp_path / "stats.json"
+    file.write_text(content)
+    assert "no statistics that can be read" in refused(path, str(file))
+    assert "no such file" in refused(path, str(tmp_path / "absent.json"))
+
+
+def test_damaged_parts_of_a_file_are_no_file(path, tmp_path):
+    file = tmp_path / "stats.json"
+    own_file(path, file)
+    for part in ("form", "made_from", "channels"):
+        content = json.loads(file.read_text())
+        content[part] = 3
+        (tmp_path / "bad.json").write_text(json.dumps(content))
+        assert StatisticsFile.load(tmp_path / "bad.json") is None
+
+
+def foreign(names, seed):
+    """A dataset with a number per level, or one number, for each name."""
+    numbers = np.random.default_rng(seed).uniform(1, 2, size=(len(names), 3))
+    variables = {}
+    for name, values in zip(names, numbers, strict=True):
+        on_levels = name in ("geopotential", "temperature", "Z", "T")
+        variables[name] = (("level",), values) if on_levels else ((), values[0])
+    return xr.Dataset(variables, {"level": [1000, 500, 850]})  # in an order of its own
+
+
+LONG = ["geopotential", "2m_temperature", "temperature", "solar"]
+MILES = ["Z", "t2m", "T", "solar"]
+
+
+def written(dataset, path):
+    if path.suffix == ".zarr":
+        dataset.to_zarr(path, zarr_format=3, consolidated=False)
+    else:
+        dataset.to_netcdf(path, engine="netcdf4")
+    return str(path)
+
+
+@pytest.mark.parametrize("suffix", [".nc", ".zarr"])
+@pytest.mark.parametrize("names", [LONG, MILES])
+def test_files_of_others_are_found_by_name_and_level(path, tmp_path, suffix, names):
+    sets = [foreign(names, seed) for seed in range(3)]
+    files = [written(data, tmp_path / f"{seed}{suffix}") for seed, data in enumerate(sets)]
+    found = prepare(stores.config(path, statistics=files)).statistics
+    for data, values in zip(sets, (found.mean, found.std, found.tendency_std), strict=True):
+        levels = [500, 850, 1000]
+        upper, lower = (data[name].sel(level=levels).values for name in (names[0], names[2]))
+        assert np.allclose(values, [*upper, float(data[names[1]]), *lower], rtol=1e-12)
+    assert found.forcing_mean.tolist() == [0, float(sets[0]["solar"])]
+    assert np.isnan(found.minimum).all()
+    computed = prepare(stores.config(path)).statistics
+    assert np.array_equal(found.static_mean, computed.static_mean)
+
+
+def test_tendencies_that_nobody_gives_are_computed(path, tmp_path, caplog):
+    files = [written(foreign(LONG, seed), tmp_path / f"{seed}.nc") for seed in range(2)]
+    with caplog.at_level(logging.INFO, "credit_dp"):
+        found = prepare(stores.config(path, statistics=files)).statistics
+    computed = prepare(stores.config(path)).statistics
+    assert np.array_equal(found.tendency_std, computed.tendency_std)
+    assert not np.array_equal(found.std, computed.std)
+    assert "has no tendency std: computed" in caplog.text
+
+
+def test_one_dataset_may_have_all(path, tmp_path):
+    mean, std = foreign(LONG, 0), foreign(LONG, 1)
+    both = xr.merge([mean, std.rename({name: f"{name}_std" for name in LONG})])
+    found = prepare(stores.config(path, statistics=written(both, tmp_path / "both.nc"))).statistics
+    assert found.std[0] == float(std["geopotential"].sel(level=500))
+
+
+def test_single_levels_by_name(path, tmp_path):
+    flat = {"Z500": 5.0, "T500": 6.0, "t2m": 7.0, "solar": 8.0}
+    files = [written(xr.Dataset(flat) + number, tmp_path / f"{number}.nc") for number in range(3)]
+    found = prepare(stores.config(path, statistics=files, levels=[500])).statistics
+    assert found.mean.tolist() == [5, 7, 6]
+    assert found.tendency_std.tolist() == [7, 9, 8]
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda data: data.drop_vars("2m_temperature"), "0.nc: has no mean of 2m_temperature."),
+        (lambda data: data.drop_vars("solar"), "has no statistics of solar"),
+        (lambda data: data.isel(level=[0, 1]), "0.nc: has no mean of geopotential_850."),
+        (lambda data: data.drop_vars("level"), "needs to be a number for each level"),
+        (lambda data: data.expand_dims(x=2), "needs to be a number for each level"),
+        (lambda data: data * np.nan, "geopotential_500|geopotential is nan"),
+    ],
+)
+def test_what_files_of_others_lack_is_told(path, tmp_path, change, told):
+    first = written(change(foreign(LONG, 0)), tmp_path / "0.nc")
+    files = [first, written(foreign(LONG, 1), tmp_path / "1.nc")]
+    text = refused(path, files)
+    assert any(part in text for part in told.split("|"))
+
+
+def test_files_of_others_do_not_know_transforms(path, tmp_path):
+    files = [written(foreign(LONG, seed), tmp_path / f"{seed}.nc") for seed in range(3)]
+    variables = {"temperature": VariableConfig(normalise="log1p(1)")}
+    assert "normalises it by log1p(1)" in refused(path, files, variables=variables)
+    assert "got 4" in refused(path, [*files, files[0]])
+
+
+@pytest.mark.parametrize("value", [3, [], [None], {"a": 1}])
+def test_only_files_can_be_given(path, value):
+    with pytest.raises(UserError, match=r"data\.statistics: needs a file"):
+        stores.config(path, statistics=value)
+
+
+def test_digests_do_not_depend_on_the_path(path, tmp_path):
+    copy = tmp_path / "copy.zarr"
+    shutil.copytree(path, copy)
+    found = [made_from(Store.open(stores.config(x)), 1) for x in (path, copy)]
+    assert found[0].pop("store") != found[1].pop("store")
+    assert found[0] == found[1]

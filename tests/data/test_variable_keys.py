@@ -1,0 +1,106 @@
+"""`data.variables.NAME.KEY` on the command line and in the config."""
+
+import pytest
+
+from credit_dp.command.compose import Composer
+from credit_dp.command.overrides import parse_overrides
+from credit_dp.config import DataConfig, VariableConfig
+from credit_dp.data.expected import expected_channels
+from credit_dp.data.store import Store
+from credit_dp.errors import UserError
+from tests.data import stores
+
+
+def composed(*texts: str) -> DataConfig:
+    overrides = [str(override.input_line) for override in parse_overrides(texts)]
+    return Composer("test").config(overrides).data
+
+
+@pytest.mark.parametrize(
+    ("texts", "name", "expected"),
+    [
+        (["sst.fill=mean"], "sst", VariableConfig(fill="mean")),
+        (["2m_temperature.fill=-1.5"], "2m_temperature", VariableConfig(fill=-1.5)),
+        (
+            ["sst.normalise=minmax", "sst.fill=0", "other.fill=1"],
+            "sst",
+            VariableConfig(normalise="minmax", fill=0),
+        ),
+        (
+            ['rain.normalise="log1p(1e-3)"', "rain.accumulated=true"],
+            "rain",
+            VariableConfig(normalise="log1p(1e-3)", accumulated=True),
+        ),
+        (
+            ["t.convert='degC->K'", "t.nonnegative=false"],
+            "t",
+            VariableConfig(convert="degC->K", nonnegative=False),
+        ),
+    ],
+)
+def test_keys_of_a_variable_are_set_one_by_one(texts, name, expected):
+    assert composed(*(f"data.variables.{text}" for text in texts)).of(name) == expected
+
+
+def test_a_variable_of_which_nothing_is_said_has_the_defaults():
+    assert composed("data.variables.sst.fill=mean").of("geopotential") == VariableConfig()
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("sst.normalise=log1p(1e-3)", r"needs quotes; write '.*=\"log1p\(1e-3\)\"'"),
+        ("2m_t.normalise=log1p(1e-3)", r"write '.*\{2m_t: \{normalise: \"log1p\(1e-3\)\"\}\}'"),
+        ("sst.fil=mean", "sst.fil: no such key.*Allowed.*fill"),
+        ("sst.normalise=minmx", "sst.normalise: needs one of.*mean minmax"),
+        ("sst.fill=men", "sst.fill: needs `mean`, a number or null"),
+        ("sst.nonnegative=perhaps", "sst.nonnegative: needs true or false or null"),
+        ("sst.convert=Pa", "sst.convert: needs FROM->TO"),
+        ("a.b.fill=mean", "a name with dots"),
+    ],
+)
+def test_what_is_wrong_is_told_by_its_key(text, answer):
+    with pytest.raises(UserError, match=answer) as caught:
+        composed(f"data.variables.{text}")
+    assert "\n" not in str(caught.value)
+
+
+def test_names_that_are_no_variables_are_refused(tmp_path):
+    path = stores.write(stores.dataset(), tmp_path / "s.zarr")
+    for key in ("2m_temprature", "solr", "day_of_year_sin"):
+        config = stores.config(path, variables={key: VariableConfig(fill=0)})
+        with pytest.raises(UserError, match=rf"data\.variables\.{key}: ") as caught:
+            Store.open(config)
+        near = {"2m_temprature": "Nearest: 2m_temperature", "solr": "Nearest: solar"}
+        assert near.get(key, "is computed") in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+def test_the_quickstart_refuses_them_before_it_is_made():
+    with pytest.raises(UserError, match=r"data\.variables\.tempurature.*Nearest: temperature"):
+        expected_channels(composed("data.variables.tempurature.fill=mean"))
+
+
+def test_the_quickstart_has_computed_fields_too():
+    config = composed("data.static=[latitude_sin,land_sea_mask]", "data.forcing=[insolation]")
+    channels = expected_channels(config)
+    assert channels.static == ("latitude_sin", "land_sea_mask")
+    assert channels.forcing == ("insolation",)
+    with pytest.raises(UserError, match="Nearest: latitude_sin"):
+        expected_channels(composed("data.static=[latitude_sine]"))
+
+
+def test_diagnostic_channels_come_out_last(tmp_path):
+    path = stores.write(stores.dataset(), tmp_path / "s.zarr")
+    config = stores.config(path, prognostic=["2m_temperature"], diagnostic=["temperature"])
+    channels = Store.open(config).channels
+    assert [channel.name for channel in channels.out] == [
+        "2m_temperature",
+        "temperature_500",
+        "temperature_850",
+        "temperature_1000",
+    ]
+    assert (channels.states, channels.outputs) == (1, 4)
+    assert channels.of("temperature") == slice(1, 4)
+    fields = channels.fields(frames=2)
+    assert (fields.inputs, fields.outputs) == (2 + 4, 4)

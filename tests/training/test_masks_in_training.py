@@ -1,0 +1,253 @@
+"""Points without values count nowhere: not in the loss, its gradients, or scores, on any mesh."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from credit_dp.config import Config, LossConfig
+from credit_dp.data.grid import row_weights
+from credit_dp.data.prepare import prepare
+from credit_dp.data.schema import Channel, Channels
+from credit_dp.domain_parallel import DomainParallelManager
+from credit_dp.errors import UserError
+from credit_dp.evaluation.evaluate import evaluate, example
+from credit_dp.evaluation.held_out import HeldOut
+from credit_dp.evaluation.metrics import RootMeanSquare
+from credit_dp.evaluation.valid_points import ValidPoints
+from credit_dp.forecast.step import ForecastStep
+from credit_dp.training.loss import build_loss
+from tests.ranks import on_processes, on_threads
+from tests.training.runs import alone, built, train_on, weights
+from tests.training.seas import COLUMNS, RAIN, ROWS, SEA, SOIL, sea, sea_config
+
+LATITUDE = np.linspace(90, -90, ROWS)
+CHANNELS = Channels((Channel("temperature", 500), Channel(SEA)), (), (), (Channel(SOIL),))
+SCALE = torch.tensor([0.1, 0.3, 1.0], dtype=torch.float64)[:, None, None]
+
+
+def valid() -> torch.Tensor:
+    """One channel has values everywhere, one at sea, one on land: `(3, ROWS, COLUMNS)`."""
+    return torch.from_numpy(np.stack([np.ones_like(sea()), sea(), ~sea()]))
+
+
+def fields() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    shape = (2, 3, ROWS, COLUMNS)
+    forecast = torch.randn(shape, generator=generator, dtype=torch.float64)
+    return forecast, torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+def shares(manager: DomainParallelManager, name: str, even: bool) -> tuple[float, torch.Tensor]:
+    """This rank's share of the loss, and the gradient with respect to its rows of the forecast."""
+    rows = manager.rows(ROWS)
+    points = ValidPoints(valid()[:, rows], manager.transport.sum)
+    config = LossConfig(name=name, latitude_weight=not even, variable_weight={SEA: 3.0})
+    loss = build_loss(config, CHANNELS, LATITUDE, rows, SCALE, points)
+    forecast, target = fields()
+    own = forecast[:, :, rows].clone().requires_grad_()
+    target[:, ~valid()] = float("nan")  # whatever is there has to be left alone
+    share = loss(own, target[:, :, rows])
+    share.backward()
+    assert own.grad is not None
+    return share.item(), own.grad
+
+
+def by_definition(name: str, even: bool) -> tuple[float, torch.Tensor]:
+    forecast, target = fields()
+    forecast.requires_grad_()
+    error = (forecast - target) / SCALE
+    error = error.square() if name == "mse" else error.abs()
+    area = torch.as_tensor(np.ones(ROWS) if even else row_weights(LATITUDE))[:, None] * valid()
+    per_channel = (error * area).sum(dim=(0, 2, 3)) / area.sum(dim=(1, 2)) / 2
+    channel = torch.tensor([1.0, 3.0, 1.0], dtype=torch.float64)
+    loss = (per_channel * channel).sum() / channel.sum()
+    loss.backward()
+    assert forecast.grad is not None
+    return loss.item(), forecast.grad
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize(("name", "even"), [("mse", False), ("mae", True)])
+def test_a_channel_weighs_the_same_whatever_it_covers(ranks, name, even):
+    wanted, gradient = by_definition(name, even)
+    found = on_threads(ranks, shares, name, even)
+    assert sum(share for share, _ in found) == pytest.approx(wanted, rel=1e-13)
+    whole = torch.cat([part for _, part in found], dim=2)
+    torch.testing.assert_close(whole, gradient, rtol=1e-13, atol=1e-16)
+    assert not whole[:, 1, : ROWS // 2].any()  # the band that is all land
+
+
+def no_soil(manager: DomainParallelManager) -> str:
+    rows = manager.rows(ROWS)
+    points = valid()
+    points[2] = False
+    with pytest.raises(UserError) as error:
+        build_loss(
+            LossConfig(),
+            CHANNELS,
+            LATITUDE,
+            rows,
+            SCALE,
+            ValidPoints(points[:, rows], manager.transport.sum),
+        )
+    return str(error.value)
+
+
+def test_a_channel_without_any_values_is_refused_on_all_ranks():
+    for said in on_threads(3, no_soil):
+        assert said.startswith(f"data.variables.{SOIL}.fill: ")
+        assert "data.diagnostic" in said
+        assert "\n" not in said
+
+
+def test_without_a_mask_the_loss_keeps_its_bits():
+    forecast, target = fields()
+    everywhere = ValidPoints(torch.ones(3, ROWS, COLUMNS, dtype=torch.bool))
+    plain, masked = (
+        build_loss(LossConfig(), CHANNELS, LATITUDE, slice(0, ROWS), SCALE, points)
+        for points in (None, everywhere)
+    )
+    assert plain.points is None
+    assert masked(forecast, target).item() == pytest.approx(plain(forecast, target).item(), 1e-14)
+
+
+def scored(manager: DomainParallelManager) -> torch.Tensor:
+    rows = manager.rows(ROWS)
+    area = torch.as_tensor(row_weights(LATITUDE)[rows].copy())
+    sums = RootMeanSquare((1, 3), area, ValidPoints(valid()[:, rows]))
+    forecast, target = fields()
+    target[:, ~valid()] = float("nan")
+    for sample in range(manager.dp_rank, 2, manager.dp_world_size):
+        error = (forecast - target)[sample : sample + 1, :, rows]
+        sums.add((0,), error)
+    return sums.result(manager)
+
+
+@pytest.mark.parametrize(("ranks", "domain"), [(2, 2), (3, 3), (2, 1)])
+def test_errors_are_averaged_over_the_points_with_values(ranks, domain):
+    forecast, target = fields()
+    area = torch.as_tensor(row_weights(LATITUDE))[:, None] * valid()
+    squares = ((forecast - target).square() * area).sum(dim=(0, 2, 3))
+    wanted = (squares / area.sum(dim=(1, 2)) / 2).sqrt()
+    for found in on_processes(ranks, scored, domain=domain):
+        torch.testing.assert_close(found[0], wanted, rtol=1e-13, atol=0)
+
+
+def test_a_rollout_starts_again_from_the_fill():
+    seen = []
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        seen.append(x.clone())
+        return torch.full((1, 3, 1, 2), 7.0)  # of a state of two channels, and one more
+
+    points = ValidPoints(torch.tensor([[[True, True]], [[True, False]], [[False, True]]]))
+    fills = torch.tensor([0.0, -1.0, -2.0])[:, None, None]
+    scale = torch.ones(2, 1, 1)
+    step = ForecastStep(model, scale, fill=lambda fields: points.filled(fields, fills))
+    nothing = torch.zeros(1, 0, 1, 2)
+    start = torch.tensor([0.0, 0.0, 0.0, -1.0]).view(1, 2, 1, 2)
+    first, second = step.rollout(start, [nothing, nothing], nothing)
+    assert seen[1].flatten().tolist() == [7, 7, 7, -1]
+    assert first.flatten().tolist() == [7, 7, 7, -1, -2, 7]
+    assert second.flatten().tolist() == [14, 14, 14, -1, -2, 7]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    config = sea_config(tmp_path_factory.mktemp("sea"))
+    prepare(config.data)
+    return config
+
+
+def train_all(
+    manager: DomainParallelManager, config: Config
+) -> tuple[list[tuple[float, float]], torch.Tensor, np.ndarray, np.ndarray]:
+    """Loss and gradient norm of all steps, weights, and what a forecast is scored with."""
+    training = built(config, manager)
+    numbers = train_on(training)
+    prepared = prepare(config.data)
+    dates = HeldOut(config, prepared, training.rows, training.like)
+    training.trainer.state.train(False)
+    scores = evaluate(training.forecast.rollout, dates, manager, 4, lambda _: None)
+    field = example(training.forecast.rollout, dates, manager)
+    return numbers, weights(training), scores.rmse, field.forecast
+
+
+@pytest.fixture(scope="module")
+def wanted(config):
+    return train_all(alone(), config)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_training_is_the_same_on_bands_without_any_values(config, wanted, ranks):
+    numbers, vector, rmse, field = wanted
+    assert np.isfinite(rmse).all()
+    for found in on_processes(ranks, train_all, config):
+        assert np.array(found[0]) == pytest.approx(np.array(numbers), rel=1e-10, abs=0)
+        assert (found[1] - vector).norm() <= 1e-10 * vector.norm()
+        assert found[2] == pytest.approx(rmse, rel=1e-10)
+    assert field.shape == (ROWS, COLUMNS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pipeline", [2])
+def test_training_in_a_pipeline_leaves_the_same_points_out(config, wanted, pipeline):
+    parallel = replace(config.parallel, pipeline=pipeline, domain=2)
+    found = on_processes(
+        4, train_all, replace(config, parallel=parallel), domain=2, pipeline=pipeline
+    )
+    for numbers, *_ in found:
+        assert np.array(numbers) == pytest.approx(np.array(wanted[0]), rel=1e-10, abs=0)
+
+
+def poisoned(config: Config, monkeypatch: pytest.MonkeyPatch, value: float) -> torch.Tensor:
+    """The weights after a few steps if the target had `value` on the points without values."""
+    mask = torch.from_numpy(prepare(config.data).store.masks(slice(None)))
+    training = built(config, alone())
+    given = training.trainer.update
+
+    def update(batch):
+        return given(replace(batch, target=batch.target.masked_fill(~mask, value)))
+
+    monkeypatch.setattr(training.trainer, "update", update)
+    train_on(training)
+    return weights(training)
+
+
+def test_what_is_in_the_target_there_does_not_matter(config, wanted, monkeypatch):
+    assert torch.equal(poisoned(config, monkeypatch, 1e6), wanted[1])
+    assert torch.equal(poisoned(config, monkeypatch, float("nan")), wanted[1])
+
+
+def test_forecasts_have_no_values_there_and_none_below_zero(config):
+    training = built(config, alone())
+    training.loader.close()
+    dates = HeldOut(config, prepare(config.data), training.rows, training.like)
+    times = dates.initial_times[:1]
+    with torch.no_grad():
+        state = training.forecast(dates.starts(times), dates.forcing(times), dates.static(1))
+        made = dates.physical(state - 3)[0]
+    names = [channel.name for channel in prepare(config.data).store.channels.out]
+    assert np.array_equal(np.isnan(made[names.index(SEA)].numpy()), ~sea())
+    assert np.array_equal(np.isnan(made[names.index(SOIL)].numpy()), sea())
+    assert made[names.index(RAIN)].min() == 0
+    assert np.isfinite(made[names.index("temperature_500")].numpy()).all()
+
+
+def test_scores_are_those_of_the_definition(config, wanted):
+    prepared = prepare(config.data)
+    store = prepared.store
+    starts = HeldOut(config, prepared, slice(0, ROWS), torch.zeros(())).initial_times
+    valid_times = starts + np.timedelta64(6, "h")
+    now, truth = (store.read_outputs(times, slice(None)) for times in (starts, valid_times))
+    climatology = np.stack([prepared.climatology.field(t, slice(None)) for t in valid_times])
+    names = [channel.name for channel in store.channels.out]
+    for wet in (names.index(RAIN), names.index(SOIL)):
+        climatology[:, wet] = climatology[:, wet].clip(min=0)
+    area = row_weights(store.latitude)[:, None] * store.masks(slice(None))
+    for source, guess in ((1, now), (2, climatology)):
+        squares = np.nan_to_num(guess.astype(np.float64) - truth) ** 2
+        mean = (squares * area).sum(axis=(2, 3)).mean(axis=0) / area.sum(axis=(1, 2))
+        assert wanted[2][source, 0] == pytest.approx(np.sqrt(mean), rel=1e-5)

@@ -1,8 +1,7 @@
-"""Every block of the README and the docs runs, and the two commands of the README are CI's."""
+"""Every block of the README and the docs runs, and the test command of the README is CI's."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -107,50 +106,3 @@ def test_bash_blocks_run(block, files, user):
 def test_ci_runs_the_test_command_of_the_readme():
     assert "make test\n" in (ROOT / "README.md").read_text()
     assert " make test\n" in (ROOT / ".ci/run").read_text()
-
-
-@pytest.mark.slow
-def test_make_run_from_a_clean_clone(tmp_path):
-    """The first command of the README, from nothing to a trained model, in its own environment."""
-    clone = tmp_path / "clone"
-    subprocess.run(["git", "clone", "--quiet", ROOT, clone], check=True)
-    environment = {
-        key: value for key, value in os.environ.items() if key not in ("VENV", "OMP_NUM_THREADS")
-    }
-    environment.update(CREDIT_DP_CACHE=str(tmp_path / "cache"), WANDB_MODE="disabled")
-    done = subprocess.run(
-        ["make", "run"], cwd=clone, env=environment, capture_output=True, text=True, timeout=900
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    (run,) = (clone / "outputs").iterdir()
-    written = {path.name for path in run.iterdir()}
-    assert written >= {
-        "checkpoint",
-        "metrics.json",
-        "metrics.csv",
-        "config.yaml",
-        "forecast.png",
-    }
-    scores = json.loads((run / "metrics.json").read_text())["rmse"]
-    assert len(scores) == 14
-    for lead in ("6h", "24h"):
-        for rmse in (of_variable[lead] for of_variable in scores.values()):
-            assert rmse["model"] <= 0.5 * rmse["persistence"]
-            assert rmse["model"] < rmse["climatology"]
-
-
-@pytest.mark.slow
-def test_the_wheel_works_outside_a_checkout(tmp_path):
-    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "wheel", "--no-deps", "-w", tmp_path, ROOT], check=True, timeout=300)
-    (wheel,) = tmp_path.glob("*.whl")
-    subprocess.run([*pip, "install", "--no-deps", "--target", tmp_path / "site", wheel], check=True)
-    entry = "from credit_dp.command import main; main()"
-    done = subprocess.run(
-        [sys.executable, "-c", entry, "train", "--cfg", "job"], cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(tmp_path / "site")}, capture_output=True, text=True,
-        timeout=60,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "name: unet" in done.stdout
-    assert (tmp_path / "site/credit_dp/conf/config.yaml").exists()

@@ -67,12 +67,17 @@ def test_sharded_mixer_equals_whole_everywhere(ranks, rows, options):
     _same(ranks, _large, options, (BATCH, 5, rows, 9))
 
 
+RANKS = (2, 3, 4)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [*({name: value} for name, value in ALL.items()), ALL])
-@pytest.mark.parametrize("rows", [17, 32, 121])
-@pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_sharded_equals_whole_everywhere(ranks, rows, options):
-    _same(ranks, _large, options, (BATCH, 5, rows, 9))
+@pytest.mark.parametrize(
+    ("turn", "options"), enumerate([*({name: value} for name, value in ALL.items()), ALL])
+)
+@pytest.mark.parametrize(("number", "rows"), enumerate([17, 32, 121]))
+def test_sharded_equals_whole_everywhere(number, rows, turn, options):
+    """Every two of ranks, rows and options meet."""
+    _same(RANKS[(number + turn) % len(RANKS)], _large, options, (BATCH, 5, rows, 9))
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 from credit_dp.checks import nearest
 from credit_dp.command.arguments import parse, parser
 from credit_dp.command.compose import Composer, check_overrides
-from credit_dp.command.overrides import parse_overrides
+from credit_dp.command.overrides import parse_overrides, quoted, ready, try_parse
 from credit_dp.config import DataConfig
 from credit_dp.data_config import SPLITS
 from credit_dp.errors import UserError
@@ -57,7 +57,7 @@ def read_data_arguments(
         if equals and key in own:
             given[key] = _value(key, value, own[key])
         elif key == "store":
-            rest.append(f"data.store={value}")
+            rest.append(f"data.store={_as_text(value)}")
         elif "." not in key and key != "data":
             known = [*own, "store", "data"]
             raise UserError(
@@ -73,6 +73,8 @@ def read_data_arguments(
 
 
 def _value(key: str, text: str, default: Any) -> Any:
+    if isinstance(default, str) and text[:1] not in ("'", '"'):
+        return text  # a path may look like a number, a list or a comment
     try:
         value = OmegaConf.to_object(OmegaConf.from_dotlist([f"value={text}"]))["value"]  # type: ignore[index,call-overload]
     except (OmegaConfBaseException, YAMLError):
@@ -80,6 +82,21 @@ def _value(key: str, text: str, default: Any) -> Any:
     if default is not None and type(value) is not type(default):
         raise UserError(f"{key}: needs {_kind(default)}, got {text!r}")
     return value
+
+
+def _as_text(store: str) -> str:
+    """A path that Hydra can't read as it is, in quotes; a list that it can't, entry by entry.
+
+    Raises:
+        UserError: it has a comma, and may be one path or several.
+    """
+    parsed = try_parse(f"x={store}")
+    if parsed is not None and parsed.is_sweep_override():
+        raise UserError(
+            f"store: needs brackets for several stores, store=[{store}], or quotes for one with a "
+            f"comma, {ready('store', store)}"
+        )
+    return store if parsed is not None else next(quoted(store), store)
 
 
 def _kind(default: Any) -> str:

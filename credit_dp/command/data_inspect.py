@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from credit_dp.command.data_arguments import read_data_arguments
+from credit_dp.command.overrides import ready
 from credit_dp.command.tables import amount, table
 from credit_dp.errors import UserError
 
@@ -72,7 +73,8 @@ def advice(report: "Report", stores: Sequence[str]) -> list[str]:
         return ["Every rank reads little but its own rows: nothing to do."]
     together = max(v.chunks.shape[0] for v in report.variables if v.chunks is not None)
     domains = ",".join(map(str, report.amplification))
-    store = stores[0] if len(stores) == 1 else f"[{','.join(stores)}]"
+    several = f"[{','.join(stores)}]"
+    store = ready("store", stores[0]) if len(stores) == 1 else shlex.quote(f"store={several}")
     lines = []
     if any(ranks > 1 for ranks in bad):
         lines.append(
@@ -83,11 +85,10 @@ def advice(report: "Report", stores: Sequence[str]) -> list[str]:
         lines.append(
             f"A chunk holds up to {together} times, and a random sample needs one or two of them."
         )
-    keys = (f"store={store}", "out=prepared.zarr", f"domains=[{domains}]")
     lines += [
         "For the fastest reading make a copy, cut to fit the bands (see its --help for variables, "
         "levels and dates):",
-        f"  credit-dp data prepare {' '.join(map(shlex.quote, keys))}",
+        f"  credit-dp data prepare {store} out=prepared.zarr {shlex.quote(f'domains=[{domains}]')}",
     ]
     return lines
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from credit_dp.command.data_arguments import DataArguments, read_data_arguments
+from credit_dp.command.overrides import ready
 from credit_dp.command.tables import amount, table
 from credit_dp.errors import UserError
 
@@ -89,7 +90,7 @@ def _run(preparation: "Preparation") -> None:
     preparation.finish()
     screen.say(
         f"{preparation.target.out}: {times} times, {samples} random samples equal to the store's. "
-        f"Train with data=prepared data.store={preparation.target.out}"
+        f"Train with data=prepared {ready('data.store', str(preparation.target.out))}"
     )
 
 

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 
 from credit_dp.command.data_arguments import ALL_DATES, read_data_arguments
 from credit_dp.command.data_prepare import span
+from credit_dp.command.overrides import ready
 from credit_dp.command.tables import amount
 from credit_dp.config import DataConfig
 from credit_dp.data_config import SPLITS, DatesConfig
@@ -81,13 +82,16 @@ def _opened(config: DataConfig) -> "Store":
     """The store; its own dates are those of the splits that the command line leaves open."""
     from credit_dp.data.sources.opening import open_source
     from credit_dp.data.store import Store
+    from credit_dp.data.units import check_units
 
     source = open_source(config)
     every = [str(time.astype("M8[s]")) for time in (source.times[0], source.times[-1])]
     left_open = OmegaConf.to_object(OmegaConf.create(ALL_DATES))
     splits = {split: getattr(config.dates, split) for split in SPLITS}
     dates = {split: every if given == left_open else given for split, given in splits.items()}
-    return Store(source, replace(config, dates=DatesConfig(**dates)))
+    store = Store(source, replace(config, dates=DatesConfig(**dates)))
+    check_units(source, config)
+    return store
 
 
 def _path(store: "Store", own: Mapping[str, Any]) -> Path:
@@ -187,5 +191,5 @@ def _size(run: "StatisticsRun", fields: int) -> str:
 
 def _how_to_use(path: Path, out: str) -> str:
     if out:
-        return f"{path}: train with data.statistics={path}"
+        return f"{path}: train with {ready('data.statistics', str(path))}"
     return f"{path}: training with the same data and data.cache finds it there"

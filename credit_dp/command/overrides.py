@@ -19,6 +19,9 @@ from credit_dp.command.keys import (
 )
 from credit_dp.errors import UserError
 
+# Keys of any type that are a text or a list of texts.
+TEXTS = ("data.store", "data.statistics")
+
 
 def parse_overrides(texts: Sequence[str]) -> list[Override]:
     """All overrides, parsed.
@@ -116,6 +119,8 @@ def takes_quotes(key: str, value: object) -> bool:
     if key.startswith("hydra."):
         return True
     kind = kind_of(key.lstrip("+"))
+    if key.lstrip("+") in TEXTS:
+        return True
     if isinstance(value, list):
         return list[str] in (kind, *get_args(kind))
     return str in (kind, *get_args(kind)) and get_origin(kind) not in (list, dict, tuple)
@@ -135,6 +140,18 @@ def quoted_form(key: str, value: str) -> str | None:
             check_value(key.lstrip("+"), parsed.value())
             return f"{key}={candidate}"
     return None
+
+
+def ready(key: str, value: str) -> str:
+    """`key=value` for a command line, with the quotes that Hydra and the shell need for a text."""
+    parsed = try_parse(f"{key}={value}")
+    plain = parsed is not None and not parsed.is_sweep_override() and parsed.value() == value
+    return shlex.quote(f"{key}={value if plain else quote(value)}")
+
+
+def quoted(value: str) -> Iterator[str]:
+    """Forms of a value with quotes that parse, a list of texts first if it looks like one."""
+    return (form for form in _candidates(value) if try_parse(f"x={form}") is not None)
 
 
 def _candidates(value: str) -> Iterator[str]:

@@ -155,7 +155,10 @@ class Loader:
 
     def _try(self, read: Callable[[], T]) -> T:
         try:
-            return read()
+            found = read()
+            if self._shared is not None:
+                self._shared.agree()
+            return found
         except Exception as error:
             if self._shared is not None:
                 self._shared.fail(error)

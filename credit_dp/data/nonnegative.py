@@ -3,8 +3,10 @@
 from fnmatch import fnmatchcase
 
 from credit_dp.config import VariableConfig
+from credit_dp.data.sources.ecmwf_names import UPPER, long_name
 
-# ERA5's names, as in the Climate Data Store and WeatherBench 2. Net thermal radiation, fluxes and
+# ERA5's names, as in the Climate Data Store and WeatherBench 2; short names are looked up by their
+# long ones. Net thermal radiation, fluxes and
 # evaporation are missing on purpose: they have both signs.
 NONNEGATIVE = (
     "*_cloud_cover",
@@ -40,4 +42,5 @@ def is_nonnegative(name: str, variable: VariableConfig) -> bool:
     """Whether a variable can't be below zero: as the config says, or as known of the name."""
     if variable.nonnegative is not None:
         return variable.nonnegative
-    return any(fnmatchcase(name, pattern) for pattern in NONNEGATIVE)
+    long = UPPER.get(name) or long_name(name)[0]
+    return any(fnmatchcase(long, pattern) for pattern in NONNEGATIVE)

@@ -71,12 +71,11 @@ class BatchReader:
         time = batch.times[place]
         states, forcing, outputs = self._read(time)
         if states is not None:
-            normalised = self._normaliser.state(states)
-            batch.now[place].view(normalised.shape).copy_(normalised)
+            self._normaliser.state(states, batch.now[place].view(states.shape))
         if forcing is not None:
-            batch.forcing[place].copy_(self._normaliser.forcing(forcing))
+            self._normaliser.forcing(forcing, batch.forcing[place])
         if outputs is not None:
-            batch.target[place].copy_(self._normaliser.state(outputs))
+            self._normaliser.outputs(outputs, batch.target[place])
 
     def static(self) -> Tensor:
         """The static fields: `(1, S, h, W)`; without channels if no inputs are wanted.

@@ -101,7 +101,8 @@ def _own(found: StatisticsFile, store: Store, where: str) -> Given:
 
 def _refuse_transforms(store: Store, where: str) -> None:
     """Statistics by others are of values as they are."""
-    for name in dict.fromkeys(channel.variable for channel in store.channels.out):
+    out = [channel.variable for channel in store.channels.out]
+    for name in dict.fromkeys([*out, *store.channels.forcing, *store.channels.static]):
         normalise = store.config.of(name).normalise
         if normalise.startswith("log1p"):
             raise UserError(

@@ -105,12 +105,21 @@ def _number(
     suffixes = SUFFIXES[number] if alone else ("",)
     for name in _names(channel.variable):
         for suffix in suffixes:
-            if name + suffix in dataset:
-                return _value(dataset[name + suffix], channel, where)
             flat = {f"{name}{channel.level}{suffix}", f"{name}_{channel.level}{suffix}"}
             for found in sorted(flat & set(map(str, dataset))):
                 return _value(dataset[found], Channel(channel.variable), where)
+            if name + suffix in dataset and not _is_another(dataset[name + suffix], name, channel):
+                return _value(dataset[name + suffix], channel, where)
     return None
+
+
+def _is_another(array: xr.DataArray, name: str, channel: Channel) -> bool:
+    """Whether a short name stands for a variable on levels, where one off them is asked for.
+
+    `z` is the geopotential, or that at the surface.
+    """
+    on_levels = any(dim in array.coords for dim in array.dims)
+    return name != channel.variable and channel.level is None and on_levels
 
 
 def _names(variable: str) -> list[str]:

@@ -2,7 +2,7 @@
 
 from credit_dp.config import DataConfig
 from credit_dp.data.known_units import KNOWN, STANDARD_NAMES, Known
-from credit_dp.data.sources.ecmwf_names import long_name
+from credit_dp.data.sources.ecmwf_names import meaning
 from credit_dp.data.sources.source import Source, Variable
 from credit_dp.data.unit_text import canonical
 from credit_dp.errors import UserError
@@ -71,7 +71,7 @@ def check_units(source: Source, config: DataConfig) -> None:
         UserError: names the variable and the conversion that it needs.
     """
     for name in (*config.prognostic, *config.diagnostic, *config.forcing, *config.static):
-        known = KNOWN.get(name) or KNOWN.get(long_name(name)[0])
+        known = KNOWN.get(name) or KNOWN.get(meaning(name))
         if known is None or name not in source.variables:
             continue
         convert = config.of(name).convert

@@ -104,9 +104,9 @@ def _check_kind(source: Source, name: str, role: str) -> None:
 
 def _wanted_levels(source: Source, config: DataConfig) -> Sequence[int]:
     """The levels of the config, or all of the store's in rising order. Empty if it has none."""
-    present = sorted({x for variable in source.variables.values() for x in variable.levels})
     if config.levels is None:
-        return present
+        return _common_levels(source, config)
+    present = any(variable.levels for variable in source.variables.values())
     if not config.levels:
         raise UserError("data.levels: needs at least one level, or null for all of the store's.")
     if not present:
@@ -121,3 +121,23 @@ def _wanted_levels(source: Source, config: DataConfig) -> Sequence[int]:
                 "Change data.levels."
             )
     return list(config.levels)
+
+
+def _common_levels(source: Source, config: DataConfig) -> Sequence[int]:
+    """Those that each variable has which is on levels and comes out, in rising order.
+
+    Raises:
+        UserError: two have not the same.
+    """
+    names = (*config.prognostic, *config.diagnostic)
+    found = {name: sorted(source.variables[name].levels) for name in names}
+    on_levels = [name for name, levels in found.items() if levels]
+    for name in on_levels:
+        first = on_levels[0]
+        if found[name] != found[first]:
+            raise UserError(
+                f"{source.where}: {name} has the levels {', '.join(map(str, found[name]))}, but "
+                f"{first} has {', '.join(map(str, found[first]))}. Set data.levels to some that "
+                "both have."
+            )
+    return found[on_levels[0]] if on_levels else []

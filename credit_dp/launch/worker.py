@@ -4,6 +4,7 @@ import contextlib
 import faulthandler
 import importlib
 import logging
+import multiprocessing.util
 import os
 import signal
 import socket
@@ -50,6 +51,8 @@ def started_rank(
 def end(folder: str, outcome: Outcome) -> None:
     """Leave word and go at once: threads and process groups may be stuck after a failure."""
     write_outcome(Path(folder), outcome)
+    if outcome.kind == "returned":
+        multiprocessing.util._run_finalizers(0)  # type: ignore[attr-defined] # else semaphores of libraries count as leaked
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()

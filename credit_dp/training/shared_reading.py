@@ -46,7 +46,8 @@ def share_reading(store: Store, manager: DomainParallelManager) -> "GroupTrade |
         logger.warning(
             "%s: chunks span the bands of several ranks: reading band by band would decode %.1f "
             "times the fields. The %d ranks of a domain share the reading instead, and send each "
-            "other bands. To spare them that: credit-dp data prepare store=%s domains=[%d] out=NEW",
+            "other bands. To spare them that: "
+            "credit-dp data prepare store=%s 'domains=[%d]' out=NEW",
             *(store.source.where, sum(excess) / len(excess), ranks, store.source.where, ranks),
         )
     return GroupTrade(_own_group(manager), bounds)

@@ -122,6 +122,24 @@ def test_the_advice_can_be_pasted(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert "domains=[1,2,4,8]" in words
 
 
+@pytest.mark.parametrize("name", ["year=2000", "a b=[1]", "x(1)", "it's #1", "a,b"])
+def test_any_path_is_taken_and_its_advice_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    path = str(stores.write(stores.dataset(), tmp_path / name))
+    told = ask(monkeypatch, f'store="{path}"' if "," in name else f"store={path}")
+    assert told["where"] == path
+    again = shlex.split(told["advice"][-1])[3]
+    assert ask(monkeypatch, again)["where"] == path
+
+
+def test_a_comma_needs_brackets_or_quotes(monkeypatch: pytest.MonkeyPatch) -> None:
+    code, said, err = answer(monkeypatch, "data", "inspect", "store=a,b", program="")
+    assert (code, said, err.count("\n")) == (2, "", 1)
+    assert "store=[a,b]" in err
+    assert "'store=\"a,b\"'" in err
+
+
 def test_one_time_has_no_gaps() -> None:
     told = dates_of(stores.times(1).astype("M8[ns]"))
     assert (told.count, told.gaps, told.spacing_hours) == (1, (), 0)

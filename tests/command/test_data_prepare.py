@@ -1,8 +1,10 @@
+import shlex
 from pathlib import Path
 
 import pytest
 
 from credit_dp.command.data_prepare import OWN, span
+from credit_dp.command.overrides import parse_overrides
 from credit_dp.data.preparing import codecs
 from credit_dp.data.sources.prepared import PreparedSource
 from tests.command.answers import answer
@@ -40,6 +42,21 @@ def test_prepares_and_says_how(
     assert len(source.times) == 4
     assert not list(tmp_path.glob("*.partial"))
     assert not list(tmp_path.glob("*.lock"))
+
+
+@pytest.mark.parametrize("name", ["o #1", "2020", "a: b", "[x]", "a=b"])
+def test_out_is_taken_as_it_is(
+    monkeypatch: pytest.MonkeyPatch, keys: list[str], tmp_path: Path, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, said, complaints = answer(
+        monkeypatch, *PREPARE, *keys, f"out={name}", "codec=lz4", program=""
+    )
+    assert (code, complaints) == (0, "")
+    assert PreparedSource.open(str(tmp_path / name)).grid == (9, 4)
+    typed = shlex.split(said.splitlines()[-1].rpartition("data=prepared ")[2])
+    (parsed,) = parse_overrides(typed)
+    assert str(parsed.value()) == str(tmp_path / name)
 
 
 def test_tells_which_codec_is_taken(monkeypatch: pytest.MonkeyPatch, keys: list[str]) -> None:

@@ -86,6 +86,7 @@ def test_what_is_there_is_not_made_again_and_nothing_else_is_replaced(keys, tmp_
         (["data.dates.train=[2000-01-01T00,2000-01-01T00]"], "no two dates of data.dates.train"),
         (["scheduler=tcp://127.0.0.1:9"], "can't be reached"),
         (["data.prognostic=[wind]"], "no variable wind"),
+        (['data.variables.temperature.convert="hPa->Pa"'], "temperature needs data.variables"),
     ],
 )
 def test_bad_input_is_one_line(keys, monkeypatch, given, told):

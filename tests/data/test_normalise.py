@@ -255,6 +255,11 @@ def test_without_a_config_all_is_standardised():
         ("temperature", False),
         ("u_component_of_wind", False),
         ("10m_wind_speed", True),
+        ("tp", True),
+        ("q_500", True),
+        ("q", True),
+        ("t_500", False),
+        ("str", False),
     ],
 )
 def test_names_that_cannot_be_negative(name, known):

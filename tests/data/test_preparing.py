@@ -1,3 +1,4 @@
+import errno
 import os
 import re
 import shutil
@@ -419,6 +420,20 @@ def test_stopped_and_started_again_equals_undisturbed(
     assert tree(out) == wanted
     assert again.resumed is (name != "between_metadata")
     assert {path.name for path in tmp_path.iterdir()} == {"in.zarr", "out.zarr", "undisturbed.zarr"}
+
+
+def test_a_full_disk_is_told_in_one_line(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    of = Preparation(request(small, tmp_path / "out.zarr"))
+    with monkeypatch.context() as patch:
+        patch.setattr(target, "_write_static", full)
+        with pytest.raises(UserError, match=r"cannot be written or read \(No space left"):
+            run(of)
+    assert prepared(small, tmp_path / "out.zarr").exists()
 
 
 def test_what_is_there_is_not_written_again(

@@ -136,13 +136,14 @@ def foreign(names, seed):
     numbers = np.random.default_rng(seed).uniform(1, 2, size=(len(names), 3))
     variables = {}
     for name, values in zip(names, numbers, strict=True):
-        on_levels = name in ("geopotential", "temperature", "Z", "T")
+        on_levels = name in ("geopotential", "temperature", "Z", "T", "z", "t")
         variables[name] = (("level",), values) if on_levels else ((), values[0])
     return xr.Dataset(variables, {"level": [1000, 500, 850]})  # in an order of its own
 
 
 LONG = ["geopotential", "2m_temperature", "temperature", "solar"]
 MILES = ["Z", "t2m", "T", "solar"]
+SHORT = ["z", "2t", "t", "solar"]  # `z` off the levels is the geopotential at the surface
 
 
 def written(dataset, path):
@@ -154,7 +155,7 @@ def written(dataset, path):
 
 
 @pytest.mark.parametrize("suffix", [".nc", ".zarr"])
-@pytest.mark.parametrize("names", [LONG, MILES])
+@pytest.mark.parametrize("names", [LONG, MILES, SHORT])
 def test_files_of_others_are_found_by_name_and_level(path, tmp_path, suffix, names):
     sets = [foreign(names, seed) for seed in range(3)]
     files = [written(data, tmp_path / f"{seed}{suffix}") for seed, data in enumerate(sets)]
@@ -194,6 +195,14 @@ def test_single_levels_by_name(path, tmp_path):
     assert found.tendency_std.tolist() == [7, 9, 8]
 
 
+def test_the_surface_has_the_short_name_of_the_levels_too(path, tmp_path):
+    flat = {"z": 4.0, "z_500": 5.0, "t_500": 6.0, "2t": 7.0, "solar": 8.0}
+    files = [written(xr.Dataset(flat) + number, tmp_path / f"{number}.nc") for number in range(3)]
+    found = prepare(stores.config(path, statistics=files, levels=[500])).statistics
+    assert found.mean.tolist() == [5, 7, 6]
+    assert found.static_mean[0] == 4
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [
@@ -212,9 +221,10 @@ def test_what_files_of_others_lack_is_told(path, tmp_path, change, told):
     assert any(part in text for part in told.split("|"))
 
 
-def test_files_of_others_do_not_know_transforms(path, tmp_path):
+@pytest.mark.parametrize("name", ["temperature", "solar", "land_sea_mask"])
+def test_files_of_others_do_not_know_transforms(path, tmp_path, name):
     files = [written(foreign(LONG, seed), tmp_path / f"{seed}.nc") for seed in range(3)]
-    variables = {"temperature": VariableConfig(normalise="log1p(1)")}
+    variables = {name: VariableConfig(normalise="log1p(1)")}
     assert "normalises it by log1p(1)" in refused(path, files, variables=variables)
     assert "got 4" in refused(path, [*files, files[0]])
 

@@ -126,6 +126,16 @@ def test_the_config_says_what_is_accumulated(tmp_path):
     assert np.allclose(again.read_times(again.times[3:4], slice(0, ROWS))[0, 0], total)
 
 
+def test_short_names_are_added_up_too(tmp_path):
+    data = hourly().rename(total_precipitation="tp", surface_solar_radiation_downwards="ssrd")
+    store = opened(tmp_path, data, diagnostic=["tp"], forcing=["ssrd"])
+    rain = sums(data, "tp", store.times[3], 6)
+    found = store.read_outputs(store.times[3:4], slice(0, ROWS))
+    assert np.allclose(found[0, 1], rain, rtol=1e-6)
+    radiation = sums(data, "ssrd", store.times[3], 6)
+    assert np.allclose(store.forcing(store.times[3], slice(0, ROWS))[0], radiation, rtol=1e-6)
+
+
 def test_sums_over_a_named_time_are_not_added_up(tmp_path):
     data = hourly().rename(total_precipitation="total_precipitation_6hr")
     store = opened(tmp_path, data, diagnostic=["total_precipitation_6hr"], forcing=[])

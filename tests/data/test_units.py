@@ -135,6 +135,9 @@ def test_the_quickstart_passes():
         ("10m_u_component_of_wind", "knots", "kt->m s-1"),
         ("2t", "degC", "degC->K"),
         ("z_500", "gpm", "gpm->m2 s-2"),
+        ("t2m", "degC", "degC->K"),
+        ("t", "degC", "degC->K"),
+        ("q", "g/kg", "g kg-1->kg kg-1"),
     ],
 )
 def test_another_unit_is_refused_with_the_key_that_helps(name, units, convert):
@@ -145,6 +148,11 @@ def test_another_unit_is_refused_with_the_key_that_helps(name, units, convert):
     assert message.endswith(f"Set data.variables.{name}.convert='{convert}'.")
     check(name, units, convert=convert)
     assert conversion(convert)
+
+
+@pytest.mark.parametrize("standard_name", ["geopotential", "surface_geopotential"])
+def test_z_may_be_on_levels_or_at_the_surface(standard_name):
+    check("z", "m**2 s**-2", standard_name)
 
 
 def test_an_unknown_unit_is_refused_until_it_is_vouched_for():

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.docs import era5
+
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -23,7 +25,8 @@ LONG = ("README.md-3", "README.md-4", "README.md-5", "training.md-0", "models.md
 MESHES = ("pipeline.md-0", "data-parallel.md-0", "which-parallelism.md-0", "your-own-model.md-1")
 PLANS = ("plan-and-verify.md-0", "plan-and-verify.md-2", "which-parallelism.md-1")
 LONGER = ("quickstart-climate.md", "your-own-model.md-2", "your-own-model.md-4")
-SLOW = dict.fromkeys((*LONG, *MESHES, *PLANS, *LONGER), pytest.mark.slow)
+STORES = ("your-era5.md-1", "your-era5.md-2", "your-era5.md-3")
+SLOW = dict.fromkeys((*LONG, *MESHES, *PLANS, *LONGER, *STORES), pytest.mark.slow)
 
 
 def _files(page):
@@ -46,7 +49,8 @@ def _blocks(language):
 
 
 def _trains(line):
-    return "train.py" in line and " --help" not in line and " --cfg" not in line
+    looks = (" --help", " --cfg", " --check")
+    return "train.py" in line and not any(look in line for look in looks)
 
 
 def _lines(block):
@@ -56,12 +60,13 @@ def _lines(block):
 
 @pytest.fixture(scope="module")
 def user(tmp_path_factory):
-    """A user's folder: the entry, the config and the scripts, and an empty cache."""
+    """A user's folder: the entry, the config and the scripts, a store, and an empty cache."""
     folder = tmp_path_factory.mktemp("user")
     for name in ("train.py", "Makefile", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, folder)
     for name in ("conf", "scripts"):
         shutil.copytree(ROOT / name, folder / name)
+    era5.write(folder / "era5.zarr")
     return folder
 
 

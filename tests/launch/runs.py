@@ -1,5 +1,6 @@
 """What ranks do in the launch tests: small functions that the launcher finds by name."""
 
+import multiprocessing
 import os
 import signal
 import time
@@ -63,8 +64,12 @@ def wait_for_others(config: Config, ranks: Ranks) -> int:
     return 0
 
 
+LOCKS = []
+
+
 def fail_check(config: Config, ranks: Ranks) -> int:
-    """An exit code of one's own is no crash."""
+    """An exit code of one's own is no crash; a lock that is still there is no leak."""
+    LOCKS.append(multiprocessing.Lock())
     return 1
 
 

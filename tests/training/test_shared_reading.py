@@ -223,6 +223,27 @@ def test_a_gap_in_one_band_ends_all_ranks(tmp_path):
         assert "temperature has NaN" in str(error)
 
 
+def test_no_rank_begins_a_step_that_another_cannot_take(tmp_path):
+    data = stores.dataset()
+    path = stores.write(data, tmp_path / "store.zarr")
+    ready = prepare(stores.config(path))
+    sequence = SampleSequence(SAMPLES, 1)
+    target = sequence.indices(0)[0] + 1
+    data["temperature"].values[target, :, -1] = np.nan  # in the last rank's band
+    data[["temperature"]].to_zarr(path, mode="r+", consolidated=False)
+
+    def shared(rank, trade):
+        rows = slice(*trade.bounds[rank : rank + 2])
+        own = SampleSequence(SAMPLES, 1)
+        # Nobody reads ahead, as if each rank waited for the others in its first step.
+        with Loader(ready, "train", rows, own, prefetch=0, trade=trade) as loader:
+            next(loader)
+
+    found = on_trading_threads(3, shared)
+    assert all(isinstance(error, UserError) for error in found)
+    assert len({str(error) for error in found}) == 1
+
+
 def test_an_error_that_is_no_users_names_its_type_elsewhere(path):
     class BrokenError(Exception):
         pass

@@ -32,6 +32,7 @@ from credit_dp.data.preparing.work import (
     Workers,
     batches,
     blocks_of,
+    of_disk,
     run_tasks,
 )
 from credit_dp.errors import UserError
@@ -164,12 +165,19 @@ class Preparation:
         return estimate
 
     def begin(self, codec: str) -> None:
-        """Start a store with this codec, or clean up the one that was begun."""
-        if self.resumed:
-            self.target.resume()
-        else:
-            settings = {**self._settings, CODEC: codec}
-            self.target.begin(self.asked, self.rows, codec, settings)
+        """Start a store with this codec, or clean up the one that was begun.
+
+        Raises:
+            UserError: it can't be written.
+        """
+        settings = {**self._settings, CODEC: codec}
+        try:
+            if self.resumed:
+                self.target.resume()
+            else:
+                self.target.begin(self.asked, self.rows, codec, settings)
+        except OSError as error:
+            raise UserError(of_disk(error, str(self.target.out))) from error
 
     def work(self, done: Done) -> None:
         """Write what is missing; `done` is told how many more times are there."""

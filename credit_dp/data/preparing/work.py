@@ -63,10 +63,7 @@ class Task:
         except UserError as error:
             return 0, str(error)
         except OSError as error:
-            return 0, (
-                f"{error.filename or self.out}: cannot be written or read ({error.strerror}). "
-                "Mend that, then start again: it goes on where it stopped."
-            )
+            return 0, of_disk(error, self.out)
         return self.times, ""
 
     def _write(self, target: Target) -> None:
@@ -79,6 +76,14 @@ class Task:
             fields = asked.fields(missing[0], missing[-1] + 1)
             for time in missing:
                 array[time : time + 1] = fields[time - missing[0], None]
+
+
+def of_disk(error: OSError, out: str) -> str:
+    """What a user is told of a disk that is full or gone."""
+    return (
+        f"{error.filename or out}: cannot be written or read ({error.strerror or error}). "
+        "Mend that, then start again: it goes on where it stopped."
+    )
 
 
 def blocks_of(asked: Asked) -> list[tuple[int, int]]:

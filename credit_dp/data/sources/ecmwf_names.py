@@ -92,6 +92,13 @@ SURFACE: Mapping[str, str] = MappingProxyType(
         "str": "surface_net_thermal_radiation",
         "sshf": "surface_sensible_heat_flux",
         "slhf": "surface_latent_heat_flux",
+        # Those that begin with a digit are turned round in the CDS's netCDF files.
+        "t2m": "2m_temperature",
+        "d2m": "2m_dewpoint_temperature",
+        "u10": "10m_u_component_of_wind",
+        "v10": "10m_v_component_of_wind",
+        "u100": "100m_u_component_of_wind",
+        "v100": "100m_v_component_of_wind",
         **{f"stl{layer}": f"soil_temperature_level_{layer}" for layer in "1234"},
         **{f"swvl{layer}": f"volumetric_soil_water_layer_{layer}" for layer in "1234"},
     }
@@ -104,3 +111,12 @@ def long_name(short: str) -> tuple[str, int | None]:
     if variable in UPPER and level.isdecimal():
         return UPPER[variable], int(level)
     return {**SURFACE, **CONSTANTS}.get(short, short), None
+
+
+def meaning(name: str) -> str:
+    """The long name of a variable by whatever name a store has it: `t`, `t_500`, `2t`, `t2m`.
+
+    `z`, at the surface or on levels, is `geopotential_at_surface`.
+    """
+    long, _ = long_name(name)
+    return UPPER.get(long, long)

@@ -171,6 +171,19 @@ class SharedSource(Source):
             with suppress(TradeStoppedError):
                 self._trade.tell(text)
 
+    def agree(self) -> None:
+        """Go on only if what has been read so far is well on every rank.
+
+        Whoever met an error has to have told of it by `fail`: else the others would take what they
+        have read, and wait elsewhere for a rank that waits for them here.
+
+        Raises:
+            UserError: the first problem of the others.
+        """
+        if self._error is not None:
+            raise self._error
+        self._hear()
+
     def stop(self) -> None:
         """Wait for the others no longer; there is no reading on."""
         self.stopped = True

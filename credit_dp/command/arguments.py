@@ -1,10 +1,14 @@
 """Splits a command line: what begins with a dash changes the command, the rest are overrides."""
 
 import argparse
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
+from credit_dp.checks import nearest
 from credit_dp.errors import UserError
+
+Command = Callable[[Sequence[str], str], int]
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -35,6 +39,26 @@ def train_parser() -> OneLineParser:
     result.add_argument("--config-name", "-cn", default="config")
     result.add_argument("--shell-completion", "-sc", action="store_true")
     return result
+
+
+def run_named(
+    commands: Mapping[str, Command], arguments: Sequence[str], program: str, help_text: str
+) -> int:
+    """Run the command that the first argument names, or show what there is; the exit code.
+
+    Raises:
+        UserError: there is none of this name, or what it raises.
+    """
+    if not arguments or arguments[0] in ("--help", "-h"):
+        sys.stdout.write(help_text)
+        return 0
+    name, *rest = arguments
+    if name not in commands:
+        raise UserError(
+            f"{program}: needs a command ({', '.join(commands)}), got {name!r}."
+            f"{nearest(name, commands)}"
+        )
+    return commands[name](rest, f"{program} {name}")
 
 
 def parse(using: OneLineParser, arguments: Sequence[str]) -> argparse.Namespace:

@@ -1,14 +1,12 @@
 """The data commands: `credit-dp data inspect|stats|prepare` look at a store and make it ready."""
 
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from credit_dp.checks import nearest
+from credit_dp.command.arguments import Command, run_named
 from credit_dp.command.data_inspect import inspect
 from credit_dp.command.data_prepare import prepare
 from credit_dp.command.data_stats import stats
-from credit_dp.errors import UserError
 
 HELP = """\
 credit-dp data makes stores ready for training.
@@ -20,7 +18,7 @@ credit-dp data makes stores ready for training.
 `credit-dp data COMMAND --help` says more.
 """
 
-COMMANDS: Mapping[str, Callable[[Sequence[str], str], int]] = MappingProxyType(
+COMMANDS: Mapping[str, Command] = MappingProxyType(
     {
         "inspect": inspect,
         "prepare": prepare,
@@ -35,13 +33,4 @@ def data(arguments: Sequence[str], program: str) -> int:
     Raises:
         UserError: there is none of this name, or what it raises.
     """
-    if not arguments or arguments[0] in ("--help", "-h"):
-        sys.stdout.write(HELP)
-        return 0
-    name, *rest = arguments
-    if name not in COMMANDS:
-        raise UserError(
-            f"{program}: needs a command ({', '.join(COMMANDS)}), got {name!r}."
-            f"{nearest(name, COMMANDS)}"
-        )
-    return COMMANDS[name](rest, f"{program} {name}")
+    return run_named(COMMANDS, arguments, program, HELP)

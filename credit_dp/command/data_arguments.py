@@ -67,8 +67,9 @@ def read_data_arguments(
         else:
             rest.append(text)
     composer = Composer(program.rpartition(" ")[2])
-    overrides = [*_defaults(rest), *rest]
-    check_overrides(parse_overrides(overrides), composer.groups)
+    parsed = parse_overrides([*_defaults(rest), *rest])
+    check_overrides(parsed, composer.groups)
+    overrides = [str(override.input_line) for override in parsed]
     return DataArguments(composer.config(_with_dates(composer, overrides)).data, given, args.json)
 
 

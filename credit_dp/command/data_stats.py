@@ -85,13 +85,13 @@ def _opened(config: DataConfig) -> "Store":
     from credit_dp.data.units import check_units
 
     source = open_source(config)
-    every = [str(time.astype("M8[s]")) for time in (source.times[0], source.times[-1])]
+    check_units(source, config)
+    times = Store(source, config).times  # of those with a complete sum over the step
+    every = [str(time.astype("M8[s]")) for time in (times[0], times[-1])]
     left_open = OmegaConf.to_object(OmegaConf.create(ALL_DATES))
     splits = {split: getattr(config.dates, split) for split in SPLITS}
     dates = {split: every if given == left_open else given for split, given in splits.items()}
-    store = Store(source, replace(config, dates=DatesConfig(**dates)))
-    check_units(source, config)
-    return store
+    return Store(source, replace(config, dates=DatesConfig(**dates)))
 
 
 def _path(store: "Store", own: Mapping[str, Any]) -> Path:

@@ -6,10 +6,10 @@ Exit codes: 0 done; 1 crashed, or a check failed; 2 a mistake in what was given,
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NoReturn
 
-from credit_dp.checks import nearest
+from credit_dp.command.arguments import Command, run_named
 from credit_dp.command.checkpoint import checkpoint
 from credit_dp.command.data import data
 from credit_dp.command.doctor import doctor
@@ -20,8 +20,6 @@ from credit_dp.errors import UserError
 from credit_dp.launch.launcher import find_launcher
 from credit_dp.launch.report import after_first_rank, report_refusal
 from credit_dp.launch.signals import Terminated
-
-Command = Callable[[Sequence[str], str], int]
 
 COMMANDS: dict[str, Command] = {
     "train": train,
@@ -58,16 +56,7 @@ def main() -> NoReturn:
 
 def dispatch(arguments: Sequence[str], program: str) -> int:
     """Run the command that the first argument names."""
-    if not arguments or arguments[0] in ("--help", "-h"):
-        sys.stdout.write(HELP)
-        return 0
-    name, *rest = arguments
-    if name not in COMMANDS:
-        raise UserError(
-            f"{program}: needs a command ({', '.join(COMMANDS)}), got {name!r}."
-            f"{nearest(name, COMMANDS)}"
-        )
-    return COMMANDS[name](rest, f"{program} {name}")
+    return run_named(COMMANDS, arguments, program, HELP)
 
 
 def guarded(command: Command, arguments: Sequence[str], program: str) -> int:

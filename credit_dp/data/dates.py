@@ -27,20 +27,20 @@ def split_span(config: DataConfig, split: str, times: NDArray[np.datetime64]) ->
     Raises:
         UserError: the dates reach outside the store's time axis, or no time lies between them.
     """
-    key = f"data.dates.{split}"
+    key, where = f"data.dates.{split}", ", ".join(config.stores)
     dates: list[str] = getattr(config.dates, split)
     first, last = (whole(date) for date in dates)
     step = np.timedelta64(config.step_hours, "h")  # what is off the step is none of the times
     if first[1] <= times[0] - step or last[0] >= times[-1] + step:
         raise UserError(
-            f"{config.store}: holds {_minute(times[0])} to {_minute(times[-1])}, but {key} asks "
+            f"{where}: holds {_minute(times[0])} to {_minute(times[-1])}, but {key} asks "
             f"for {dates[0]} to {dates[1]}. Set {key} to dates within the store."
         )
     start = int(np.searchsorted(times, first[0], side="left"))
     stop = int(np.searchsorted(times, last[1], side="right"))
     if start == stop:
         raise UserError(
-            f"{config.store}: has no time from {dates[0]} to {dates[1]}. Set {key} to other dates."
+            f"{where}: has no time from {dates[0]} to {dates[1]}. Set {key} to other dates."
         )
     return slice(start, stop)
 

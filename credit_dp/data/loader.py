@@ -183,3 +183,7 @@ def _tell_of_gaps(store: Store, split: str, frames: int, samples: int) -> None:
             "data.dates.%s: %d samples; %d more span a gap in time and are skipped",
             *(split, samples, skipped),
         )
+    if store.skipped:
+        logger.info(
+            "%d times lack some of the hours that are added up, and are left out", store.skipped
+        )

@@ -1,5 +1,6 @@
 """Which variables can't be below zero, so that forecasts of them are clamped there."""
 
+import math
 from fnmatch import fnmatchcase
 
 from credit_dp.config import VariableConfig
@@ -39,8 +40,13 @@ NONNEGATIVE = (
 
 
 def is_nonnegative(name: str, variable: VariableConfig) -> bool:
-    """Whether a variable can't be below zero: as the config says, or as known of the name."""
+    """Whether a variable can't be below zero: as the config says, or as known of the name.
+
+    What goes through `log1p` is not below zero: smaller values would be lost there.
+    """
     if variable.nonnegative is not None:
         return variable.nonnegative
+    if not math.isnan(variable.log1p_scale):
+        return True
     long = UPPER.get(name) or long_name(name)[0]
     return any(fnmatchcase(long, pattern) for pattern in NONNEGATIVE)

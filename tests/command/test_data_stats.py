@@ -94,6 +94,23 @@ def test_bad_input_is_one_line(keys, monkeypatch, given, told):
     assert told in refused(*keys, *given)
 
 
+def test_all_dates_are_those_with_a_whole_sum(keys, tmp_path, capsys):
+    without = [key for key in keys if not key.startswith("data.dates")]
+    summed = ["data.variables.solar.accumulated=true", "data.step=12h"]
+    assert stats(*without, *summed, f"out={tmp_path / 'all.json'}") == 0
+    assert "5 dates, 2000-01-01T12:00 to 2000-01-03T12:00" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "said", ["data.variables.solar.normalise=std", "data.variables={solar: {normalise: std}}"]
+)
+def test_variables_can_be_set(keys, tmp_path, said):
+    assert stats(*keys, said, f"out={tmp_path / 'std.json'}") == 0
+    assert "no list of the data config has a variable wind" in refused(
+        *keys, said.replace("solar", "wind")
+    )
+
+
 def test_all_of_a_stores_dates_are_taken_where_none_are_given(keys, tmp_path, capsys):
     del keys[3]
     assert stats(*keys, f"out={tmp_path / 'stats.json'}", "every=2") == 0

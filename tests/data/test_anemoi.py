@@ -4,7 +4,9 @@ import pytest
 from credit_dp.data.schema import Channel
 from credit_dp.data.sources.anemoi import AnemoiSource
 from credit_dp.data.sources.anemoi_names import AnemoiNames
+from credit_dp.data.store import Store
 from credit_dp.errors import UserError
+from credit_dp.evaluation.units import unit_of
 from tests.data import anemoi_stores, prepared_stores, stores
 
 DATA = stores.dataset(rows=11)
@@ -177,3 +179,10 @@ def test_reduced_grids_are_known_by_their_cells(tmp_path, cells, name):
     )
     with pytest.raises(UserError, match=rf"\b{name} .*{cells} cells"):
         opened(path)
+
+
+def test_units_that_the_dataset_does_not_give_are_those_of_the_long_names(tmp_path):
+    path = anemoi_stores.write(stores.dataset(), tmp_path / "a.zarr")
+    own = {"prognostic": ["2t", "z_500"], "forcing": [], "static": ["lsm"]}
+    store = Store.open(stores.config(path, **own))
+    assert [store.units("2t"), unit_of(store, "2t"), unit_of(store, "z_500")] == ["", "K", "m2 s-2"]

@@ -265,6 +265,7 @@ def test_without_a_config_all_is_standardised():
 def test_names_that_cannot_be_negative(name, known):
     assert is_nonnegative(name, VariableConfig()) == known
     assert is_nonnegative(name, VariableConfig(nonnegative=not known)) != known
+    assert is_nonnegative(name, VariableConfig(normalise="log1p(1e-3)"))
 
 
 @given(

@@ -21,8 +21,20 @@ FILE = re.compile(r"# (\w+\.py)\n")
 # A training command of a page is run at this size; `make` targets are looked at, not run.
 SMALL = "experiment=fast"
 # Blocks that take long: pages that work at full size, and several commands in a row.
-LONG = ("README.md-3", "README.md-4", "README.md-5", "training.md-0", "models.md", "checkpoints.md")
-MESHES = ("pipeline.md-0", "data-parallel.md-0", "which-parallelism.md-0", "your-own-model.md-1")
+LONG = (
+    *(f"README.md-{number}" for number in range(2, 6)),
+    "training.md-0",
+    "models.md",
+    "checkpoints.md",
+)
+MESHES = (
+    "pipeline.md-0",
+    "data-parallel.md-0",
+    "which-parallelism.md-0",
+    "your-own-model.md-1",
+    "device-placement.md-1",
+    "mesh.md-1",
+)
 PLANS = ("plan-and-verify.md-0", "plan-and-verify.md-2", "which-parallelism.md-1")
 LONGER = ("quickstart-climate.md", "your-own-model.md-2", "your-own-model.md-4")
 STORES = ("your-era5.md-1", "your-era5.md-2", "your-era5.md-3")

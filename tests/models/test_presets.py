@@ -25,8 +25,8 @@ def _built(preset, rows):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "rows"), enumerate([32, 33, 61, 121]))
-@pytest.mark.parametrize(("turn", "preset"), enumerate(["unet", "pangu", "crossformer"]))
+@pytest.mark.parametrize(("number", "rows"), [*enumerate([32, 33, 61, 121])])
+@pytest.mark.parametrize(("turn", "preset"), [*enumerate(["unet", "pangu", "crossformer"])])
 def test_sharded_equals_whole(turn, preset, number, rows):
     """Every two of preset, ranks and rows meet."""
     ranks = RANKS[(number + turn) % len(RANKS)]

@@ -41,7 +41,7 @@ RANKS, POLES = (2, 3, 4), ("reflect", "zeros", "earth")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(RANKS)))
-@pytest.mark.parametrize(("turn", "rows"), enumerate([16, 17, 18, 19, 32, 121, 181, 721]))
+@pytest.mark.parametrize(("turn", "rows"), [*enumerate([16, 17, 18, 19, 32, 121, 181, 721])])
 def test_sharded_equals_whole_everywhere(number, turn, rows):
     """Every two of ranks, rows and poles meet."""
     ranks, poles = RANKS[number], POLES[(number + turn) % len(POLES)]

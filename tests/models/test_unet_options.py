@@ -72,9 +72,9 @@ RANKS = (2, 3, 4)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("turn", "options"), enumerate([*({name: value} for name, value in ALL.items()), ALL])
+    ("turn", "options"), [*enumerate([*({name: value} for name, value in ALL.items()), ALL])]
 )
-@pytest.mark.parametrize(("number", "rows"), enumerate([17, 32, 121]))
+@pytest.mark.parametrize(("number", "rows"), [*enumerate([17, 32, 121])])
 def test_sharded_equals_whole_everywhere(number, rows, turn, options):
     """Every two of ranks, rows and options meet."""
     _same(RANKS[(number + turn) % len(RANKS)], _large, options, (BATCH, 5, rows, 9))

@@ -31,8 +31,9 @@ def main() -> None:
         build(config.quickstart, grid, store)
         wall = time.perf_counter() - began
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
-        held_out = (config.valid[0], config.test[1])
-        show(measure(store, (config.train[0], config.train[1]), held_out))
+        dates = config.dates
+        held_out = (dates.valid[0], dates.test[1])
+        show(measure(store, (dates.train[0], dates.train[1]), held_out))
     print(f"| time to make it | {wall:.0f} s, {used.ru_utime + used.ru_stime:.0f} s of CPU | |")
 
 

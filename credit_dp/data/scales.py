@@ -42,7 +42,7 @@ class ChannelScales:
     """`(x - shift) / scale` per channel, after the variable's transform.
 
     Attributes:
-        shift, scale: `(C, 1, 1)`.
+        shift, scale, means: `(C, 1, 1)`; the means are normalised.
         fills: what stands for NaN, normalised, `(C, 1, 1)`; 0 where nothing does.
     """
 
@@ -68,6 +68,7 @@ class ChannelScales:
         self.shift = self.column(columns[:, 0])
         self.scale = self.column(columns[:, 1])
         self._divisors = columns[:, 1]
+        self.means = self.column((extent.mean - columns[:, 0]) / columns[:, 1])
         self._fills = {
             c: _fill(config, float(extent.mean[c]), *pairs[c])
             for c, config in enumerate(configs)

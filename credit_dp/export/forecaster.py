@@ -80,6 +80,18 @@ class Forecaster(nn.Module):
         valid = None if trained.valid is None else trained.valid.bool()
         self.register_buffer("valid", valid, persistent=False)
 
+    @property
+    def mean(self) -> Tensor:
+        """The state to start from where there is none: of each channel its mean, in its unit.
+
+        That of the training dates at points with values, of `log1p` where that is taken.
+
+        Shapes:
+            `(states, 1, 1)`.
+        """
+        scales = self._out.scales(self.tendency_scale)
+        return scales.physical(scales.means[: self.states], None)
+
     def forward(self, fields: Tensor, times: Times, forcing: Tensor | None = None) -> Tensor:
         """The fields one `step` after `times`.
 

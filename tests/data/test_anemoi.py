@@ -65,9 +65,10 @@ def test_what_the_attributes_say(tmp_path):
     source = opened(anemoi_stores.write(DATA, tmp_path / "a.zarr", variables_metadata=about))
     assert source.variables["2m_temperature"].units == "degC"
     assert not source.variables["solar"].timed
-    names = AnemoiNames.of(["cos_latitude", "insolation", "tp"], {"constant_fields": ["tp"]})
-    assert [names[name].timed for name in names] == [False, True, False]
-    assert list(names) == ["cos_latitude", "insolation", "total_precipitation"]
+    dataset = ["cos_latitude", "insolation", "tp"]
+    found = AnemoiNames.of(dataset, {"constant_fields": ["tp"]}).variables
+    assert [found[name].timed for name in found] == [False, True, False]
+    assert list(found) == ["cos_latitude", "insolation", "total_precipitation"]
 
 
 def test_missing_dates_are_gaps(tmp_path):

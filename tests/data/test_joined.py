@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 from credit_dp.data.schema import Channel
+from credit_dp.data.sources.anemoi import AnemoiSource
+from credit_dp.data.sources.files import FilesSource
 from credit_dp.data.sources.gridded import GriddedSource
 from credit_dp.data.sources.joined import JoinedSource
 from credit_dp.data.sources.prepared import PreparedSource
@@ -108,6 +110,26 @@ def test_stores_of_different_forms(tmp_path):
     path = prepared_stores.write(some, tmp_path / "p.zarr", static=False)
     source = JoinedSource([PreparedSource.open(str(path)), written(DATA, tmp_path / "g.zarr")])
     assert np.array_equal(source.read(CHANNELS, slice(0, 12), slice(2, 7)), FIELDS[:, :, 2:7])
+
+
+@pytest.mark.parametrize("along_time", [False, True])
+def test_a_datasets_own_names_are_found_among_others(tmp_path, along_time):
+    halves = [DATA.isel(time=slice(0, 6)), DATA.isel(time=slice(6, 12))]
+    parts = halves if along_time else [DATA]
+    paths = [tmp_path / f"{number}.zarr" for number in range(len(parts))]
+    sources = [
+        AnemoiSource.open(str(anemoi_stores.write(part, path)))
+        for part, path in zip(parts, paths, strict=True)
+    ]
+    if along_time:
+        source = FilesSource(sources, "*.zarr")
+    else:
+        source = JoinedSource([*sources, written(DATA[["solar"]], tmp_path / "solar.zarr")])
+    assert "z_500" not in list(source.variables)
+    channels = [Channel("z_500"), Channel("geopotential", 500)]
+    fields = source.read(channels, slice(4, 8), slice(0, 11))
+    assert np.array_equal(fields[:, 0], DATA["geopotential"].sel(level=500).values[4:8])
+    assert np.array_equal(fields[:, 1], fields[:, 0])
 
 
 def test_equal_times_say_nothing_and_others_how_many(pair, tmp_path, caplog):

@@ -118,6 +118,9 @@ def test_it_says_what_it_is(run, file):
     assert model.step == np.timedelta64(6, "h")
     assert model.forcing == (SOLAR,)
     assert model.config == resolved_yaml(config)
+    means = prepare(config.data).statistics.mean
+    assert model.mean.shape == (len(means), 1, 1)
+    assert np.allclose(model.mean.flatten(), means, rtol=1e-12)
 
 
 def test_the_file_is_plain_and_says_it_all(run, file):

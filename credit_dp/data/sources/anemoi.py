@@ -50,7 +50,7 @@ class AnemoiSource(Source):
         self._flipped = bool(latitude[0] < latitude[-1])
         self.latitude: NDArray[np.float64] = latitude[::-1] if self._flipped else latitude
         check_coordinates(coordinates(self), where)
-        self.variables: Mapping[str, Variable] = names
+        self.variables: Mapping[str, Variable] = names.variables
         self._places = names.places
         self._data = StackedArray(data, where, dates, Watch(address, ["data"]))
         self._disk = disk

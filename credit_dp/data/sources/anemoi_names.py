@@ -1,25 +1,25 @@
 """What the variables of an anemoi dataset are, by its own names and by long ones."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
 from credit_dp.data.schema import Channel
 from credit_dp.data.sources.ecmwf_names import CONSTANTS, long_name
-from credit_dp.data.sources.source import Variable
+from credit_dp.data.sources.source import Aliased, Variable
 
 
 @final
 @dataclass(frozen=True)
-class AnemoiNames(Mapping[str, Variable]):
-    """The variables by long names; each is found by the dataset's own name too.
+class AnemoiNames:
+    """What a dataset has.
 
     Attributes:
+        variables: by long names; each is found by the dataset's own name too.
         places: of each channel along the variables of the array, under both names.
     """
 
-    long: Mapping[str, Variable]
-    own: Mapping[str, Variable]
+    variables: Aliased
     places: Mapping[Channel, int]
 
     @classmethod
@@ -43,16 +43,7 @@ class AnemoiNames(Mapping[str, Variable]):
             levels = long[variable].levels if variable in long else ()
             long[variable] = Variable(timed, levels if level is None else (*levels, level), unit)
             places[Channel(variable, level)] = place
-        return cls(long, own, places)
-
-    def __getitem__(self, name: str) -> Variable:
-        return self.long[name] if name in self.long else self.own[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.long)
-
-    def __len__(self) -> int:
-        return len(self.long)
+        return cls(Aliased(long, own), places)
 
 
 def _of(about: Any, name: str) -> Mapping[str, Any]:

@@ -9,7 +9,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from credit_dp.data.schema import Channel
-from credit_dp.data.sources.source import Fields, Places, Source, Times, Variable, as_slice
+from credit_dp.data.sources.source import (
+    Aliased,
+    Fields,
+    Places,
+    Source,
+    Times,
+    Variable,
+    as_slice,
+    names_of,
+)
 from credit_dp.errors import UserError
 
 
@@ -106,10 +115,10 @@ def _range(values: NDArray[np.float64]) -> str:
     return f"{len(values)} from {values[0]:g} to {values[-1]:g}"
 
 
-def _variables(sources: Sequence[Source]) -> dict[str, Variable]:
+def _variables(sources: Sequence[Source]) -> Aliased:
     """Those of any of the sources, each with a problem if it isn't alike in all."""
     found: dict[str, Variable] = {}
-    for name in dict.fromkeys(name for source in sources for name in source.variables):
+    for name in dict.fromkeys(name for source in sources for name in names_of(source.variables)):
         having = [source for source in sources if name in source.variables]
         variable = having[0].variables[name]
         lacking = next((source for source in sources if source not in having), None)
@@ -119,7 +128,8 @@ def _variables(sources: Sequence[Source]) -> dict[str, Variable]:
         for source in having[1:]:
             problem = problem or _difference(variable, having[0], source.variables[name], source)
         found[name] = replace(variable, problem=problem)
-    return found
+    listed = dict.fromkeys(name for source in sources for name in source.variables)
+    return Aliased({name: found[name] for name in listed}, found)
 
 
 def _difference(one: Variable, first: Source, two: Variable, other: Source) -> str:

@@ -10,7 +10,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from credit_dp.data.schema import Channel
-from credit_dp.data.sources.source import Fields, Places, Source, Times, Variable, as_slice
+from credit_dp.data.sources.source import (
+    Aliased,
+    Fields,
+    Places,
+    Source,
+    Times,
+    Variable,
+    as_slice,
+    names_of,
+)
 from credit_dp.errors import UserError
 
 SAME = 1e-6  # degrees
@@ -38,8 +47,8 @@ class JoinedSource(Source):
         self._sources = list(sources)
         self._owners: dict[str, int] = {}
         for number, source in enumerate(sources):
-            for name, variable in source.variables.items():
-                if not variable.problem:
+            for name in names_of(source.variables):
+                if not source.variables[name].problem:
                     self._owners.setdefault(name, number)
         self.variables: Mapping[str, Variable] = self._variables()
 
@@ -104,14 +113,13 @@ class JoinedSource(Source):
             places = as_slice(self._places[owner][places])
         return source.read(channels, places, rows)
 
-    def _variables(self) -> dict[str, Variable]:
+    def _variables(self) -> Aliased:
         """Also those that can't be read, for the message that says so."""
-        found: dict[str, Variable] = {}
+        listed: dict[str, Variable] = {}
         for source in reversed(self._sources):
-            found |= source.variables
-        return found | {
-            name: self._sources[owner].variables[name] for name, owner in self._owners.items()
-        }
+            listed |= source.variables
+        owned = {name: self._sources[at].variables[name] for name, at in self._owners.items()}
+        return Aliased({name: owned.get(name, listed[name]) for name in listed}, owned)
 
 
 def _check_grid(first: Source, other: Source) -> None:

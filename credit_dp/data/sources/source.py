@@ -1,7 +1,7 @@
 """What every form of store offers: coordinates, variables, and fields of some rows."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -32,6 +32,30 @@ class Variable:
     units: str = ""
     standard_name: str = ""
     problem: str = ""
+
+
+@final
+@dataclass(frozen=True)
+class Aliased(Mapping[str, Variable]):
+    """Variables by name; those of `aliases` are found as well, but not listed."""
+
+    listed: Mapping[str, Variable]
+    aliases: Mapping[str, Variable]
+
+    def __getitem__(self, name: str) -> Variable:
+        return self.listed[name] if name in self.listed else self.aliases[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.listed)
+
+    def __len__(self) -> int:
+        return len(self.listed)
+
+
+def names_of(variables: Mapping[str, Variable]) -> list[str]:
+    """All names that are found, listed or not."""
+    aliases = variables.aliases if isinstance(variables, Aliased) else ()
+    return list(dict.fromkeys([*variables, *aliases]))
 
 
 class Source(ABC):

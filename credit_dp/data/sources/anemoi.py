@@ -53,7 +53,7 @@ class AnemoiSource(Source):
         self.variables: Mapping[str, Variable] = names.variables
         self._places = names.places
         self._data = StackedArray(data, where, dates, Watch(address, ["data"]))
-        self._disk = disk
+        self.counters = [disk]
         disk.reset()
 
     @classmethod
@@ -64,16 +64,6 @@ class AnemoiSource(Source):
             UserError: there is none, or its grid is not regular, or it has several members.
         """
         return cls(*open_stacked(where, ("data",)), where)
-
-    @property
-    def bytes_read(self) -> int:
-        """See `Source`."""
-        return self._disk.data_bytes
-
-    @property
-    def chunk_reads(self) -> int:
-        """See `Source`."""
-        return self._disk.chunk_reads
 
     def read(self, channels: Sequence[Channel], places: Places, rows: slice) -> Fields:
         """See `Source`."""

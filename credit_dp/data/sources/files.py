@@ -46,17 +46,8 @@ class FilesSource(Source):
         self._starts = np.cumsum([0, *(len(source.times) for source in self._sources)])
         self.latitude: NDArray[np.float64] = first.latitude
         self.longitude: NDArray[np.float64] = first.longitude
+        self.counters = [counter for source in sources for counter in source.counters]
         self.variables: Mapping[str, Variable] = _variables(self._sources)
-
-    @property
-    def bytes_read(self) -> int:
-        """See `Source`: of all of them."""
-        return sum(source.bytes_read for source in self._sources)
-
-    @property
-    def chunk_reads(self) -> int:
-        """See `Source`: of all of them."""
-        return sum(source.chunk_reads for source in self._sources)
 
     def read(self, channels: Sequence[Channel], places: Places, rows: slice) -> Fields:
         """See `Source`: file by file."""

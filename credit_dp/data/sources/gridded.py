@@ -14,7 +14,7 @@ from credit_dp.data.schema import Channel
 from credit_dp.data.sources.address import without_secrets
 from credit_dp.data.sources.faults import Watch, unreadable
 from credit_dp.data.sources.netcdf import is_netcdf, open_netcdf
-from credit_dp.data.sources.source import Fields, Places, Source, Times, Variable, as_slice
+from credit_dp.data.sources.source import Counter, Fields, Places, Source, Times, Variable, as_slice
 from credit_dp.data.sources.zarr_dataset import open_dataset
 from credit_dp.errors import UserError
 
@@ -22,11 +22,9 @@ ORDER = ("time", "level", "latitude", "longitude")
 NEEDED = "it needs latitude and longitude, and no others but time and level"
 
 
-class Counter(Protocol):
+class DatasetCounter(Counter, Protocol):
     """What counts the reads of a dataset."""
 
-    data_bytes: int
-    chunk_reads: int
     absent: int
 
     def reset(self) -> None:
@@ -40,7 +38,7 @@ class Counter(Protocol):
 class GriddedSource(Source):
     """One dataset, zarr or netCDF, in the form of WeatherBench 2, ARCO-ERA5 or the CDS."""
 
-    def __init__(self, dataset: xr.Dataset, counter: Counter, where: str) -> None:
+    def __init__(self, dataset: xr.Dataset, counter: DatasetCounter, where: str) -> None:
         self.where = without_secrets(where)
         dataset = with_standard_names(dataset, self.where)
         check_coordinates(dataset, self.where)
@@ -51,7 +49,7 @@ class GriddedSource(Source):
         self.longitude: NDArray[np.float64] = dataset["longitude"].values.astype(np.float64)
         self.variables: Mapping[str, Variable] = _variables(dataset, self.where)
         self._dataset = dataset
-        self._counter = counter
+        self._counter, self.counters = counter, [counter]
         self._address = where
         self._watch = Watch(where, list(self.variables))
         counter.reset()
@@ -64,19 +62,9 @@ class GriddedSource(Source):
             UserError: there is none, or its coordinates are not as needed.
         """
         dataset: xr.Dataset
-        counter: Counter
+        counter: DatasetCounter
         dataset, counter = open_netcdf(where) if is_netcdf(where) else open_dataset(where)
         return cls(dataset, counter, where)
-
-    @property
-    def bytes_read(self) -> int:
-        """See `Source`."""
-        return self._counter.data_bytes
-
-    @property
-    def chunk_reads(self) -> int:
-        """See `Source`."""
-        return self._counter.chunk_reads
 
     def read(self, channels: Sequence[Channel], places: Places, rows: slice) -> Fields:
         """See `Source`: variable by variable."""

@@ -50,17 +50,8 @@ class JoinedSource(Source):
             for name in names_of(source.variables):
                 if not source.variables[name].problem:
                     self._owners.setdefault(name, number)
+        self.counters = [counter for source in sources for counter in source.counters]
         self.variables: Mapping[str, Variable] = self._variables()
-
-    @property
-    def bytes_read(self) -> int:
-        """See `Source`: of all."""
-        return sum(source.bytes_read for source in self._sources)
-
-    @property
-    def chunk_reads(self) -> int:
-        """See `Source`: of all."""
-        return sum(source.chunk_reads for source in self._sources)
 
     def read(self, channels: Sequence[Channel], places: Places, rows: slice) -> Fields:
         """See `Source`: store by store."""

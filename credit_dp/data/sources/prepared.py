@@ -60,7 +60,7 @@ class PreparedSource(Source):
             static = array_of(group, "static", where)
             self._static = StackedArray(static, where, None, watch, quick("static"))
             self._check("static", self._static, (len(form.static), *self.grid))
-        self._disk = disk
+        self.counters = [disk]
         disk.reset()
 
     @classmethod
@@ -71,16 +71,6 @@ class PreparedSource(Source):
             UserError: there is none, or it is of another form, or damaged.
         """
         return cls(*open_stacked(where, ARRAYS), where)
-
-    @property
-    def bytes_read(self) -> int:
-        """See `Source`."""
-        return self._disk.data_bytes
-
-    @property
-    def chunk_reads(self) -> int:
-        """See `Source`."""
-        return self._disk.chunk_reads
 
     def read(self, channels: Sequence[Channel], places: Places, rows: slice) -> Fields:
         """See `Source`."""

@@ -119,16 +119,7 @@ class SharedSource(Source):
         self.latitude: NDArray[np.float64] = source.latitude
         self.longitude: NDArray[np.float64] = source.longitude
         self.variables: Mapping[str, Variable] = source.variables
-
-    @property
-    def bytes_read(self) -> int:
-        """See `Source`: by this rank."""
-        return self._source.bytes_read
-
-    @property
-    def chunk_reads(self) -> int:
-        """See `Source`: by this rank."""
-        return self._source.chunk_reads
+        self.counters = source.counters
 
     def together(self, channels: Sequence[Channel]) -> list[list[Channel]]:
         """See `Source`."""

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import Protocol, final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,13 @@ class Variable:
     units: str = ""
     standard_name: str = ""
     problem: str = ""
+
+
+class Counter(Protocol):
+    """Counts what is read of one place."""
+
+    data_bytes: int
+    chunk_reads: int
 
 
 @final
@@ -69,6 +76,7 @@ class Source(ABC):
         latitude: `(H,)` degrees, falling.
         longitude: `(W,)` degrees, in the store's order.
         variables: by their names in the config.
+        counters: what counts the reads, one for each place that is read.
     """
 
     where: str
@@ -76,6 +84,7 @@ class Source(ABC):
     latitude: NDArray[np.float64]
     longitude: NDArray[np.float64]
     variables: Mapping[str, Variable]
+    counters: Sequence[Counter]
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -113,14 +122,14 @@ class Source(ABC):
         """What a cached result depends on, as JSON: where, how old, coordinates, variables."""
 
     @property
-    @abstractmethod
     def bytes_read(self) -> int:
         """Bytes of chunks read since opening, without metadata and shard indices."""
+        return sum(counter.data_bytes for counter in self.counters)
 
     @property
-    @abstractmethod
     def chunk_reads(self) -> int:
         """Chunks, or inner chunks of shards, read since opening."""
+        return sum(counter.chunk_reads for counter in self.counters)
 
 
 def as_slice(places: NDArray[np.intp]) -> Places:

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from credit_dp.data.preparing.preparation import Preparation
-from tests.data.test_preparing import request, run, tree
+from tests.data.preparing import request, run, tree
 
 
 def forked(store: Path, out: Path, patience: float | None = None) -> float:

@@ -50,8 +50,6 @@ def reader(request, monkeypatch):
         assert found is not None
         return found
 
-    if request.param == "tensorstore":
-        pytest.importorskip("tensorstore")
     chosen = only_quick if request.param == "tensorstore" else lambda *_: None
     monkeypatch.setattr(QuickArray, "read", chosen)
 
@@ -81,7 +79,6 @@ def bytes_of_process():
 
 @pytest.mark.parametrize("damage", ["missing", "short", "changed"])
 def test_what_the_quick_reader_cannot_read_is_named(tmp_path, damage):
-    pytest.importorskip("tensorstore")
     path = prepared_stores.write(stores.dataset(), tmp_path / "store.zarr")
     file = path / "fields" / "c.1.0.0.0"
     content = bytearray(file.read_bytes())
@@ -102,7 +99,6 @@ def test_what_the_quick_reader_cannot_read_is_named(tmp_path, damage):
 
 
 def test_both_readers_give_the_same(tmp_path):
-    pytest.importorskip("tensorstore")
     path = prepared_stores.write(stores.dataset(), tmp_path / "store.zarr")
     source = PreparedSource.open(str(path))
     one = source._fields

@@ -1,0 +1,91 @@
+"""Small stores that are prepared, for tests of what comes out, of stops and of refusals."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from credit_dp.config import DataConfig
+from credit_dp.data.preparing import preparation
+from credit_dp.data.preparing.asked import Question
+from credit_dp.data.preparing.preparation import Preparation, Request
+from credit_dp.data_config import VariableConfig
+from tests.data import stores
+
+ROOT = Path(__file__).parents[2]
+ALL = ["1800-01-01", "2200-01-01"]
+KILLS = 20
+EVERYTHING = {
+    "prognostic": ["geopotential", "2m_temperature"],
+    "diagnostic": ["temperature"],
+    "forcing": ["day_of_year_sin", "solar"],
+    "static": ["geopotential_at_surface", "land_sea_mask"],
+}
+
+
+class StoppedError(RuntimeError):
+    """What a test raises where a process could have been killed."""
+
+
+def config(store: Path, **changes: Any) -> DataConfig:
+    splits = {"train": ALL, "valid": ALL, "test": ALL}
+    return stores.config(store, **(EVERYTHING | splits | changes))
+
+
+def request(store: Path, out: Path, **changes: Any) -> Request:
+    asked = {key: changes.pop(key) for key in ("dates", "grid") if key in changes}
+    data = changes.pop("data", {})
+    return Request(
+        Question(config(store, **data), **asked), str(out), **({"codec": "lz4"} | changes)
+    )
+
+
+def run(of: Preparation) -> Preparation:
+    with of.alone():
+        of.begin(of.estimate().codec)
+        of.work(lambda times: None)
+        of.verify()
+        of.finish()
+    return of
+
+
+def prepared(store: Path, out: Path, **changes: Any) -> Path:
+    run(Preparation(request(store, out, **changes)))
+    return out
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    """All files by their path."""
+    found = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
+
+
+def bits(fields: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(fields, dtype="f4").view("u4")
+
+
+def variable(**settings: Any) -> VariableConfig:
+    return VariableConfig(**settings)
+
+
+def after(calls: int, work: Callable[..., Any], then: bool) -> Callable[..., Any]:
+    """`work`, which stops at the call number `calls`, before it or after it."""
+    count = 0
+
+    def stopping(*arguments: Any, **options: Any) -> Any:
+        nonlocal count
+        count += 1
+        if count == calls and not then:
+            raise StoppedError
+        result = work(*arguments, **options)
+        if count == calls:
+            raise StoppedError
+        return result
+
+    return stopping
+
+
+def before_the_end(patch: pytest.MonkeyPatch, number: int) -> None:
+    patch.setattr(preparation, "verify", after(1, lambda *given: 0, then=False))

@@ -1,0 +1,160 @@
+"""What `prepare` refuses, and what it never overwrites."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from credit_dp.data.preparing import files, preparation, work
+from credit_dp.data.preparing.asked import Question
+from credit_dp.data.preparing.preparation import Preparation, Request
+from credit_dp.data.preparing.work import Workers
+from credit_dp.errors import UserError
+from tests.data.preparing import (
+    StoppedError,
+    before_the_end,
+    config,
+    prepared,
+    request,
+    tree,
+    variable,
+)
+
+# Refused
+
+
+FAHRENHEIT = {"2m_temperature": variable(convert="degF->degC")}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "no such folder": ({"out": "/nowhere/at/all.zarr"}, r"there is no such folder.*out"),
+    "an address": ({"out": "gs://bucket/out.zarr"}, r"out: needs the path"),
+    "no ranks": ({"domains": (0, 2)}, r"from 1 to 9.* got 0. Change domains"),
+    "more ranks than rows": ({"domains": (1, 10)}, r"got 10. Change domains"),
+    "no domains": ({"domains": ()}, r"domains: needs at least one"),
+    "another unit": ({"data": {"variables": FAHRENHEIT}}, r"2m_temperature.*degF"),
+    "another codec": ({"codec": "zst"}, r"codec: needs one of auto, none.*Did you mean zstd"),
+    "no worker": ({"workers": Workers(0)}, r"workers: needs 1 or more"),
+    "a grid of one row": ({"grid": "1x4"}, r"grid: needs at least two rows"),
+    "no grid": ({"grid": "12"}, r"grid: needs ROWSxCOLUMNS"),
+    "other dates": ({"dates": ("1990-01-01", "1991-01-01")}, r"holds 2000-01-01.*Change dates"),
+    "no dates": ({"dates": ("x", "y")}, r"dates: needs \[first, last\]"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_in_one_line(small: Path, tmp_path: Path, name: str) -> None:
+    changes, message = REFUSED[name]
+    out = Path(changes["out"]) if "out" in changes else tmp_path / "out.zarr"
+    asked = request(small, out, **{key: x for key, x in changes.items() if key != "out"})
+    if "out" in changes:
+        asked = Request(asked.question, changes["out"])
+    with pytest.raises(UserError, match=message) as refused:
+        Preparation(asked)
+    assert "\n" not in str(refused.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["in.zarr"]
+
+
+def test_what_is_there_is_never_overwritten_unasked(small: Path, tmp_path: Path) -> None:
+    out = prepared(small, tmp_path / "out.zarr")
+    before = tree(out)
+    with pytest.raises(UserError, match=r"is there already.*overwrite=true"):
+        Preparation(request(small, out))
+    assert tree(out) == before
+    prepared(small, out, codec="none", overwrite=True)
+    assert tree(out) != before
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_what_is_no_prepared_store_is_never_removed(
+    small: Path, tmp_path: Path, overwrite: bool
+) -> None:
+    for other in (small, tmp_path):
+        with pytest.raises(UserError, match=r"Change out\.$"):
+            Preparation(request(small, other, overwrite=overwrite))
+    assert small.exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({"codec": "zstd"}, "codec lz4, now it is zstd"),
+        ({"domains": (1,)}, r"rows of a chunk.* 2, now it is 9"),
+        ({"dates": ("2000-01-01", "2000-01-01")}, "dates"),
+        ({"data": {"levels": [500]}}, "variables"),
+        ({"grid": "8x4"}, "grid"),
+        ({"data": {"step": "12h"}}, "dates|step"),
+    ],
+)
+def test_another_request_does_not_go_on(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: Any, key: str
+) -> None:
+    out = tmp_path / "out.zarr"
+    with monkeypatch.context() as patch:
+        before_the_end(patch, 1)
+        with pytest.raises(StoppedError):
+            prepared(small, out)
+    with pytest.raises(UserError, match=key) as refused:
+        prepared(small, out, **changes)
+    assert "out.zarr.partial" in str(refused.value)
+    assert "overwrite=true" in str(refused.value)
+    assert prepared(small, out, **changes, overwrite=True).exists()
+
+
+def test_any_codec_goes_on_with_the_one_that_was_begun(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out.zarr"
+    with monkeypatch.context() as patch:
+        before_the_end(patch, 1)
+        with pytest.raises(StoppedError):
+            prepared(small, out, codec="zstd3")
+    prepared(small, out, codec="auto")
+    assert '"zstd"' in (out / "fields" / "zarr.json").read_text()
+
+
+def test_a_full_disk_is_told_before(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = shutil.disk_usage(tmp_path)._replace(free=100)
+    monkeypatch.setattr(preparation.shutil, "disk_usage", lambda folder: free)
+    with pytest.raises(UserError, match=r"GB are needed, 0.0 GB are free. Change out"):
+        prepared(small, tmp_path / "out.zarr")
+
+
+def test_a_disk_that_fills_up_is_one_line(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(number: int) -> None:
+        raise OSError(28, "No space left on device", "fields/c.0.0.0.0")
+
+    of = Preparation(request(small, tmp_path / "out.zarr"))
+    with of.alone():
+        of.begin("none")
+        monkeypatch.setattr(files.os, "fsync", full)
+        with pytest.raises(UserError, match=r"No space left.*goes on where it stopped"):
+            of.work(lambda times: None)
+    assert not list((tmp_path / "out.zarr.partial" / "fields").glob(".*"))
+
+
+def test_two_at_once_are_refused(small: Path, tmp_path: Path) -> None:
+    first, *others = (Preparation(request(small, tmp_path / "out.zarr")) for _ in range(3))
+    with first.alone():
+        for other in others:
+            with pytest.raises(UserError, match="another process is preparing it"):
+                with other.alone():
+                    pass
+
+
+def test_a_scheduler_needs_whole_paths(tmp_path: Path) -> None:
+    far = Workers(scheduler="tcp://127.0.0.1:9")
+    asked = Request(Question(config(Path("in.zarr"))), str(tmp_path / "x.zarr"), workers=far)
+    with pytest.raises(UserError, match=r"need a whole path, got in\.zarr"):
+        Preparation(asked)
+
+
+def test_a_scheduler_that_is_not_there(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(work, "PATIENCE", "1s")
+    with pytest.raises(UserError, match=r"no dask scheduler answers at tcp://127.0.0.1:9"):
+        prepared(small, tmp_path / "x.zarr", workers=Workers(scheduler="tcp://127.0.0.1:9"))

@@ -168,7 +168,8 @@ def _plan_calls(model: nn.Module, shapes: list[Shape], inputs: Inputs) -> None:
 
 
 def _log(conversion: Conversion, planner: Planner) -> None:
-    logger.info("domain parallel: %s", summary(conversion, planner))
+    if logger.isEnabledFor(logging.INFO):
+        logger.info("domain parallel: %s", summary(conversion, planner))
 
 
 def _unwrapped(layer: RowLayer) -> nn.Module:

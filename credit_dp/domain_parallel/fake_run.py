@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import traceback
 from collections.abc import Iterator
@@ -30,7 +29,7 @@ def unchanged(model: nn.Module) -> Iterator[None]:
     modules = [m for module in model.modules() for m in (module, module.__dict__.get("wrapped"))]
     attributes = [m.__dict__ for m in modules if m is not None]
     held = [v for values in attributes for v in values.values() if isinstance(v, dict | list | set)]
-    saved = [(container, copy.copy(container)) for container in (*attributes, *held)]
+    saved = [(container, _copied(container)) for container in (*attributes, *held)]
     try:
         yield
     finally:
@@ -40,6 +39,11 @@ def unchanged(model: nn.Module) -> Iterator[None]:
             else:
                 container.clear()
                 container.update(before)
+
+
+def _copied(container: Any) -> dict[Any, Any] | list[Any] | set[Any]:
+    kind = next(kind for kind in (dict, list, set) if isinstance(container, kind))
+    return kind(container)
 
 
 @contextmanager
@@ -68,9 +72,10 @@ def traceable(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _stand_ins(model: nn.Module) -> Iterator[None]:
-    """Put fake tensors of the CPU in the place of those on the meta device.
+    """Put fake tensors in the place of a model's own; those on the meta device are of the CPU then.
 
-    A model's own constants are on the CPU, and could not be joined with tensors on meta.
+    Real ones would be faked again by every operation. A model's own constants are on the CPU, and
+    could not be joined with tensors on meta.
     """
     made: dict[Tensor, Tensor] = {}  # one for all places where a tensor is used
     replaced: list[tuple[dict[str, Any], str, Tensor]] = []
@@ -79,10 +84,10 @@ def _stand_ins(model: nn.Module) -> Iterator[None]:
             holders: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
             for held in holders:
                 for name, tensor in held.items():
-                    if tensor is None or tensor.device.type != "meta":
+                    if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
                         continue
                     if tensor not in made:
-                        made[tensor] = _on_cpu(tensor)
+                        made[tensor] = _fake(tensor)
                     replaced.append((held, name, tensor))
         for held, name, tensor in replaced:
             held[name] = made[tensor]
@@ -92,8 +97,9 @@ def _stand_ins(model: nn.Module) -> Iterator[None]:
             held[name] = tensor
 
 
-def _on_cpu(tensor: Tensor) -> Tensor:
-    fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+def _fake(tensor: Tensor) -> Tensor:
+    device = "cpu" if tensor.device.type == "meta" else tensor.device
+    fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
 
 

@@ -6,6 +6,7 @@ import copy
 import threading
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +16,15 @@ from credit_dp.domain_parallel import DomainParallelManager, gather_tensor, shar
 from credit_dp.domain_parallel.build import NAMED_RULES
 from credit_dp.domain_parallel.comparison import relative_error as error
 from credit_dp.domain_parallel.convert import convert_to_domain_parallel
+from credit_dp.domain_parallel.dry_run import row_layers
+from credit_dp.domain_parallel.transport import ThreadTransport, ThreadWorld
 
 # Thread ranks share one global random state: what is drawn from it is drawn by one at a time.
 _RANDOM = threading.Lock()
+# How many threads of a world have yet to take the plan of the first one: its manager, its model.
+_PLANNED: WeakKeyDictionary[ThreadWorld, tuple[int, DomainParallelManager, nn.Module]] = (
+    WeakKeyDictionary()
+)
 
 OPERATOR = 1e-12
 MODEL = 1e-11
@@ -41,14 +48,7 @@ def assert_same_as_whole_globe(
         torch.manual_seed(seed)
         whole = build(*args).double()
         x = torch.randn(shape, dtype=torch.float64) + offset
-        sharded = convert_to_domain_parallel(
-            copy.deepcopy(whole),
-            manager,
-            custom_converters={
-                kind: NAMED_RULES[rule] for kind, rule in getattr(whole, "row_rules", {}).items()
-            },
-            input_shape=shape if planned else None,
-        )
+        sharded = _sharded(whole, manager, shape if planned else None)
         x_whole = x.clone().requires_grad_()
         ys_whole = _floats(whole(x_whole))
         cotangents = [torch.randn_like(y) for y in ys_whole]
@@ -89,6 +89,37 @@ def assert_same_as_whole_globe(
         errors[f"buffer {name}"] = error(buffers[name].double(), buffer.double())
     wrong = {name: value for name, value in errors.items() if not value <= tolerance}
     assert not wrong, wrong
+
+
+def _sharded(
+    whole: nn.Module, manager: DomainParallelManager, shape: tuple[int, ...] | None
+) -> nn.Module:
+    """Convert a copy. Of threads the first one plans for all, which would plan the same.
+
+    That each rank can plan for itself is for the ranks in processes to show.
+    """
+    transport = manager.transport
+    plans = shape is not None and isinstance(transport, ThreadTransport)
+    if plans and transport.world in _PLANNED:
+        left, first, converted = _PLANNED.pop(transport.world)
+        if left > 1:
+            _PLANNED[transport.world] = left - 1, first, converted
+        manager.bands.__dict__.update(first.bands.__dict__)
+        replaced = {id(first): manager, id(first.bands): manager.bands}
+        model = copy.deepcopy(converted, replaced)
+        for layer in row_layers(model).values():
+            layer.forget_exchanges()
+        return model
+    rules = {kind: NAMED_RULES[rule] for kind, rule in getattr(whole, "row_rules", {}).items()}
+    model = copy.deepcopy(whole)
+    model = convert_to_domain_parallel(model, manager, -2, rules, input_shape=shape)
+    if plans:
+        _PLANNED[transport.world] = (
+            transport.size - 1,
+            manager,
+            copy.deepcopy(model, {id(manager): manager, id(manager.bands): manager.bands}),
+        )
+    return model
 
 
 def _floats(made: Any) -> list[Tensor]:

@@ -68,7 +68,6 @@ class _Pool:
 
     def __init__(self, ranks: int) -> None:
         context = mp.get_context("forkserver")
-        # What every rank would import by itself, most of all for its first plan.
         context.set_forkserver_preload(["torch._dynamo", "tests.training.runs", "tests.ranks"])
         self._folder = tempfile.TemporaryDirectory()
         self.pipes: list[Connection] = []

@@ -119,6 +119,7 @@ def under_torchrun(ranks: int, function: str, folder: Path) -> subprocess.Comple
     )
 
 
+@pytest.mark.slow
 def test_torchrun_starts_the_ranks(tmp_path: Path) -> None:
     """Four ranks join; each was given another folder, and all use that of rank 0."""
     (tmp_path / "seen").mkdir()

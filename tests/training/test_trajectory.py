@@ -82,8 +82,7 @@ def assert_same(found: list[Trajectory], wanted: Trajectory) -> None:
         *((domain, 32) for domain in (2, 3, 4)),
         *(
             pytest.param(domain, rows, marks=pytest.mark.slow)
-            for domain in (2, 3, 4)
-            for rows in (121, 181)
+            for domain, rows in ((2, 121), (3, 181), (4, 121), (4, 181))
         ),
     ],
 )
@@ -98,22 +97,20 @@ def test_ten_steps_are_the_same_on_data_ranks(stores, domain):
     assert_same(on_processes(2 * domain, train_all, config, domain=domain), wanted)
 
 
-def fast_or_slow(model: str, fast: set[tuple[int, int]]) -> list[object]:
-    """All pairs of domain size and height; those that are not in `fast` are of the long tier."""
-    return [
-        pytest.param(
-            model, domain, rows, marks=[] if (domain, rows) in fast else [pytest.mark.slow]
-        )
-        for domain in (2, 3, 4)
-        for rows in (32, 33, 61, 121)
-    ]
+# All pairs of domain size and height, each with one of two models.
+PAIRS = [
+    (("pangu", "crossformer")[(number + turn) % 2], domain, rows)
+    for turn, domain in enumerate((2, 3, 4))
+    for number, rows in enumerate((32, 33, 61, 121))
+]
+FAST_PAIRS = [("pangu", 2, 61), ("crossformer", 3, 32)]
 
 
 @pytest.mark.parametrize(
     ("model", "domain", "rows"),
     [
-        *fast_or_slow("pangu", {(2, 61)}),
-        *fast_or_slow("crossformer", {(4, 32)}),
+        *FAST_PAIRS,
+        *(pytest.param(*pair, marks=pytest.mark.slow) for pair in PAIRS if pair not in FAST_PAIRS),
         ("several frames", 3, 33),
         ("stochastic depth", 2, 32),
         pytest.param("stochastic depth", 4, 33, marks=pytest.mark.slow),

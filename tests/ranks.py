@@ -1,7 +1,7 @@
 """Ranks for tests: threads of this process, or a pool of live gloo processes.
 
 Both call `fn(manager, *args)` on every rank and return the results in rank order. A hang fails
-after two minutes with every rank's stack.
+after four minutes with every rank's stack.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.partition import BandTable
 from credit_dp.domain_parallel.transport import ThreadTransport, ThreadWorld
 
-TIMEOUT = 120.0  # two files at once, with up to eight ranks each, share the cores
+TIMEOUT = 240.0  # two files at once, with up to eight ranks each, share the cores
 
 
 class RankError(AssertionError):

@@ -44,7 +44,7 @@ def failing(folder: Path, victim: int, way: str) -> Iterator[dict[str, str]]:
     assert time.time() - float(seen.read_text()) < SOON
 
 
-def ends(programs: Programs, timeout: float = 60.0) -> list[tuple[int, str]]:
+def ends(programs: Programs, timeout: float = 180.0) -> list[tuple[int, str]]:
     """Exit code and stderr of each, once all have ended."""
     errors = [program.communicate(timeout=timeout)[1] for program in programs]
     return [(program.returncode, text) for program, text in zip(programs, errors, strict=True)]

@@ -114,7 +114,7 @@ def under_torchrun(ranks: int, function: str, folder: Path) -> subprocess.Comple
         },
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
 

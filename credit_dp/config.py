@@ -21,6 +21,12 @@ from credit_dp.model_config import (
     PanguConfig,
     UNetConfig,
 )
+from credit_dp.training_config import (
+    LoggerConfig,
+    LossConfig,
+    OptimizerConfig,
+    TrainerConfig,
+)
 
 __all__ = [
     "Config",
@@ -157,84 +163,6 @@ class ParallelConfig:
 
 
 @dataclass
-class TrainerConfig:
-    """How long to train and what to do on the way."""
-
-    steps: int = MISSING
-    dtype: str = "float32"  # float32 | float64
-    accumulate: int = 1  # parts of the batch that are computed one after the other
-    gradient_clip: float | None = 1.0  # largest global norm
-    log_every: int = 10
-    checkpoint_every: int = 200
-    evaluate_hours: list[int] = field(default_factory=lambda: [6, 24])
-    evaluate_stride_hours: int = 30  # between initial times on the held-out dates
-
-    def __post_init__(self) -> None:
-        if self.steps != MISSING:
-            checks.at_least("trainer.steps", self.steps, 1)
-        checks.one_of("trainer.dtype", self.dtype, ("float32", "float64"))
-        checks.at_least("trainer.accumulate", self.accumulate, 1)
-        checks.above_zero("trainer.gradient_clip", self.gradient_clip)
-        checks.at_least("trainer.log_every", self.log_every, 1)
-        checks.at_least("trainer.checkpoint_every", self.checkpoint_every, 1)
-        checks.not_empty("trainer.evaluate_hours", self.evaluate_hours)
-        checks.no_repeats("trainer.evaluate_hours", self.evaluate_hours)
-        checks.at_least("trainer.evaluate_hours", min(self.evaluate_hours), 1)
-        checks.at_least("trainer.evaluate_stride_hours", self.evaluate_stride_hours, 1)
-
-
-@dataclass
-class LossConfig:
-    """Which error is minimised, and how rows, levels and variables weigh in it."""
-
-    name: str = "mse"  # mse | mae
-    latitude_weight: bool = True
-    level_weight: bool = True  # by pressure, mean 1
-    variable_weight: dict[str, float] = field(default_factory=dict)  # others weigh 1
-
-    def __post_init__(self) -> None:
-        checks.one_of("loss.name", self.name, ("mse", "mae"))
-        for variable, weight in self.variable_weight.items():
-            checks.number_in(f"loss.variable_weight.{variable}", weight, 0)
-
-
-@dataclass
-class OptimizerConfig:
-    """AdamW with linear warm-up and a cosine to `final_lr`."""
-
-    name: str = "adamw"
-    lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.01
-    warmup_steps: int = 50
-    final_lr: float = 1e-6
-
-    def __post_init__(self) -> None:
-        checks.one_of("optimizer.name", self.name, ("adamw",))
-        checks.above_zero("optimizer.lr", self.lr)
-        if len(self.betas) != 2:
-            raise UserError(f"optimizer.betas: needs 2 numbers, got {len(self.betas)}")
-        for beta in self.betas:
-            checks.number_in("optimizer.betas", beta, 0, 0.999999)
-        checks.above_zero("optimizer.eps", self.eps)
-        checks.number_in("optimizer.weight_decay", self.weight_decay, 0)
-        checks.at_least("optimizer.warmup_steps", self.warmup_steps, 0)
-        checks.number_in("optimizer.final_lr", self.final_lr, 0, self.lr)
-
-
-@dataclass
-class LoggerConfig:
-    """Weights & Biases beside the CSV log that is always written."""
-
-    wandb: str = "offline"  # online | offline | disabled
-    project: str = "credit_dp"
-
-    def __post_init__(self) -> None:
-        checks.one_of("logger.wandb", self.wandb, ("online", "offline", "disabled"))
-
-
-@dataclass
 class Config:
     """Everything a run is made of."""
 
@@ -249,12 +177,24 @@ class Config:
     seed: int = 0
     device: str = "auto"  # auto | cpu | cuda
     resume: str | None = None  # auto | PATH
+    init_from: str | None = None  # PATH of a checkpoint or run: only its weights, by name
+    compile: bool = False  # the model by torch.compile
 
     def __post_init__(self) -> None:
         checks.integer_in("seed", self.seed, 0, 2**63 - 1)  # what torch and numpy both take
         checks.one_of("device", self.device, ("auto", "cpu", "cuda"))
         if self.resume == "auto" and not (self.run.name or self.run.dir):
             raise UserError("resume: auto needs run.name, which fixes the folder to look in")
+        if self.compile and self.parallel.pipeline > 1:
+            raise UserError(
+                f"compile: needs parallel.pipeline=1, got {self.parallel.pipeline}. Change either."
+            )
+        if self.trainer.longest_rollout > 1 and self.parallel.pipeline > 1:
+            raise UserError(
+                "trainer.rollout: several steps need parallel.pipeline=1, got "
+                f"{self.parallel.pipeline}: a pipeline's stages can't feed the first one again "
+                "within a pass. Raise parallel.domain instead."
+            )
 
 
 def microbatches(config: Config) -> int:

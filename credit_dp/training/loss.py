@@ -55,12 +55,16 @@ class WeightedLoss:
 
     def __call__(self, forecast: Tensor, target: Tensor) -> Tensor:
         """Own rows' weighted error over the weight of the globe and of the batch given."""
+        return self.by_channel(forecast, target).sum()
+
+    def by_channel(self, forecast: Tensor, target: Tensor) -> Tensor:
+        """What each channel adds to the loss: `(C,)`."""
         difference = (forecast - target) / self.scale
         if self.points is not None:
             difference = self.points.only(difference)
         error = self.pointwise(difference)
         batch, _, _, width = error.shape
-        return (error * self.weight).sum() / (batch * width)
+        return (error * self.weight).sum((0, 2, 3)) / (batch * width)
 
 
 def build_loss(

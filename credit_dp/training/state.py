@@ -15,6 +15,7 @@ from credit_dp.errors import UserError
 from credit_dp.training.data_description import Description
 from credit_dp.training.optimisation import move_schedule
 from credit_dp.training.shards import Shape
+from credit_dp.training.weight_average import WeightAverage
 
 MODEL, OPTIMISER, GENERATOR, STATIC = "model.", "optimiser.", "random.generator", "static"
 VALID = "valid"
@@ -41,6 +42,7 @@ class TrainingState:
     describes what it trains on; see `describe_data`. `static` reads the globe's static fields,
     `(S, H, W)` in the store's units, and `valid` where the fields that come out have values,
     `(outputs, H, W)`, or None: checkpoints carry both for use of the model without the data.
+    `average` follows the weights, if they are averaged.
     """
 
     parts: tuple[nn.Module, ...]
@@ -52,6 +54,12 @@ class TrainingState:
     step: int = 0
     static: Callable[[], NDArray[np.float32]] | None = None
     valid: Callable[[], NDArray[np.bool_] | None] | None = None
+    average: WeightAverage | None = None
+
+    @property
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Those of `parameters` that are not frozen."""
+        return {name: p for name, p in self.parameters.items() if p.requires_grad}
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:

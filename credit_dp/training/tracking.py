@@ -157,6 +157,7 @@ def open_tracker(
         return Tracker([])
     sinks: list[Sink] = []
     # Sites and test suites switch wandb off by its own variable; only that much is taken from it.
-    if config.wandb != "disabled" and os.environ.get("WANDB_MODE") != "disabled":
+    wanted = "wandb" in config.trackers and config.wandb != "disabled"
+    if wanted and os.environ.get("WANDB_MODE") != "disabled":
         sinks.append(WandbLog(config.wandb, config.project, log.parent, run_config))
     return Tracker([*sinks, CsvLog(log, step)])

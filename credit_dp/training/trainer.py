@@ -2,8 +2,8 @@
 
 import math
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import final
 
 import torch.distributed as dist
@@ -16,7 +16,9 @@ from credit_dp.errors import UserError
 from credit_dp.evaluation.metrics import sum_over_ranks
 from credit_dp.models.blocks import draw_depths
 from credit_dp.training.checkpoint import TrainingState
+from credit_dp.training.divergence import Guard
 from credit_dp.training.gradients import clip_gradients
+from credit_dp.training.measures import Measures
 from credit_dp.training.optimisation import seed_step
 from credit_dp.training.passes import Pass
 from credit_dp.training.replicas import check_replicas
@@ -36,6 +38,7 @@ class Record:
     loss: float | None = None
     grad_norm: float | None = None
     seconds: float | None = None  # per step, averaged since the last record with numbers
+    more: Mapping[str, float] = field(default_factory=dict)  # see `Measures` and `loss_by_field`
 
     def numbers(self) -> dict[str, float]:
         """Those that are there, by name."""
@@ -45,7 +48,8 @@ class Record:
             "grad_norm": self.grad_norm,
             "seconds": self.seconds,
         }
-        return {name: value for name, value in named.items() if value is not None}
+        found = {name: value for name, value in named.items() if value is not None}
+        return {**found, **self.more}
 
 
 @final
@@ -58,6 +62,7 @@ class Trainer:
         gradients: how a batch's come about on this mesh.
         manager: this rank's place in the mesh.
         check_every: steps between checks that replicas are equal; 0: the first time only.
+        measures: of what a step takes and sends.
     """
 
     def __init__(
@@ -67,12 +72,15 @@ class Trainer:
         gradients: Pass,
         manager: DomainParallelManager,
         check_every: int = 0,
+        measures: Measures | None = None,
     ) -> None:
         self.config = config
         self.state = state
         self.gradients = gradients
         self.manager = manager
         self.check_every = check_every
+        self.measures = measures or Measures(manager)
+        self.guard = Guard(config, state, manager)
 
     def steps(self, batches: Iterable[Batch]) -> Iterator[Record]:
         """Train from the state's step to `trainer.steps`, telling of each step once it is done.
@@ -85,7 +93,7 @@ class Trainer:
         check_replicas(self.state.parameters, self.manager, self.state.step)
         since, began = self.state.step, time.monotonic()
         left = self.config.steps - self.state.step
-        for _, batch in zip(range(left), batches, strict=False):
+        for _, batch in zip(range(left), self.measures.waiting(batches), strict=False):
             lr = float(self.state.schedule.get_last_lr()[0])
             share, norm = self.update(batch)
             self.state.step += 1
@@ -97,7 +105,8 @@ class Trainer:
             loss = self.global_loss(share)
             self.refuse_non_finite(loss, norm.item())
             pace = (time.monotonic() - began) / (self.state.step - since)
-            yield Record(self.state.step, lr, loss, norm.item(), pace)
+            more = {**self.measures.numbers(), **self.loss_by_field()}
+            yield Record(self.state.step, lr, loss, norm.item(), pace, more)
             since, began = self.state.step, time.monotonic()
 
     def update(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -113,10 +122,17 @@ class Trainer:
             draw_depths(part, state.seed, state.step, places[micro])
 
         share = self.gradients(batch, prepare)
-        norm = clip_gradients(state.parameters.values(), self.config.gradient_clip, manager)
-        state.optimiser.step()
+        norm = clip_gradients(state.trained.values(), self.config.gradient_clip, manager)
+        if self.guard.accepts(share, norm):
+            state.optimiser.step()
+            if state.average is not None:
+                state.average.update()
         state.schedule.step()
         return share, norm.detach()
+
+    def loss_by_field(self) -> dict[str, float]:
+        """The last step's loss of each variable and each lead, by name."""
+        return {}
 
     def places(self, batch: Batch) -> list[range]:
         """Which samples of the global batch those of each micro-batch are.

@@ -1,0 +1,156 @@
+"""What is minimised, how, for how long, and who is told: the config of a run's training."""
+
+from dataclasses import dataclass, field
+
+from omegaconf import MISSING
+
+from credit_dp import checks
+from credit_dp.errors import UserError
+
+LOSSES = ("mse", "mae", "huber")
+SCHEDULES = ("cosine", "constant", "step")
+TRACKERS = ("wandb", "tensorboard")
+
+
+@dataclass
+class TrainerConfig:
+    """How long to train and what to do on the way."""
+
+    steps: int = MISSING
+    dtype: str = "float32"  # float32 | float64: of weights and their updates
+    autocast: str | None = None  # bfloat16: what the model computes in, where that is safe
+    accumulate: int = 1  # parts of the batch that are computed one after the other
+    gradient_clip: float | None = 1.0  # largest global norm
+    rollout: dict[int, int] = field(default_factory=lambda: {0: 1})  # from -> forecast steps
+    rollout_unit: str = "step"  # step | epoch: what `rollout` counts in
+    checkpoint_activations: bool = False  # compute each forecast step again in backward
+    freeze: list[str] = field(default_factory=list)  # parameters that stay, by pattern
+    on_nonfinite: str = "stop"  # stop | skip: a step whose loss or gradient is no number
+    exploding: float | None = 1e4  # largest gradient norm, in those of the steps before
+    one_batch: bool = False  # the first batch again and again
+    log_every: int = 10
+    checkpoint_every: int = 200
+    checkpoint_async: bool = True  # write while training goes on
+    keep_checkpoints: int = 1  # newest ones that stay
+    validate_every: int = 0  # steps between validations; 0: none
+    keep_best: bool = False  # the checkpoint with the lowest validation error stays, too
+    evaluate_hours: list[int] = field(default_factory=lambda: [6, 24])
+    evaluate_stride_hours: int = 30  # between initial times on the held-out dates
+    profile: bool = False  # write a trace of a few steps
+
+    def __post_init__(self) -> None:
+        if self.steps != MISSING:
+            checks.at_least("trainer.steps", self.steps, 1)
+        checks.one_of("trainer.dtype", self.dtype, ("float32", "float64"))
+        if self.autocast is not None:
+            checks.one_of("trainer.autocast", self.autocast, ("bfloat16",))
+            if self.dtype != "float32":
+                raise UserError(
+                    f"trainer.autocast: needs trainer.dtype=float32, got {self.dtype}. "
+                    "Change either."
+                )
+        checks.at_least("trainer.accumulate", self.accumulate, 1)
+        checks.above_zero("trainer.gradient_clip", self.gradient_clip)
+        self._check_rollout()
+        checks.one_of("trainer.on_nonfinite", self.on_nonfinite, ("stop", "skip"))
+        if self.exploding is not None:
+            checks.number_in("trainer.exploding", self.exploding, 1)
+        checks.at_least("trainer.log_every", self.log_every, 1)
+        checks.at_least("trainer.checkpoint_every", self.checkpoint_every, 1)
+        checks.at_least("trainer.keep_checkpoints", self.keep_checkpoints, 1)
+        checks.at_least("trainer.validate_every", self.validate_every, 0)
+        if self.keep_best and not self.validate_every:
+            raise UserError("trainer.keep_best: needs trainer.validate_every above 0, got 0.")
+        checks.not_empty("trainer.evaluate_hours", self.evaluate_hours)
+        checks.no_repeats("trainer.evaluate_hours", self.evaluate_hours)
+        checks.at_least("trainer.evaluate_hours", min(self.evaluate_hours), 1)
+        checks.at_least("trainer.evaluate_stride_hours", self.evaluate_stride_hours, 1)
+
+    def _check_rollout(self) -> None:
+        checks.one_of("trainer.rollout_unit", self.rollout_unit, ("step", "epoch"))
+        if 0 not in self.rollout:
+            raise UserError(
+                f"trainer.rollout: needs a length from {self.rollout_unit} 0 on, like "
+                f"{{0: 1, 1000: 2}}, got {dict(self.rollout)}."
+            )
+        for start, length in self.rollout.items():
+            checks.at_least("trainer.rollout", start, 0)
+            checks.at_least(f"trainer.rollout.{start}", length, 1)
+
+    @property
+    def longest_rollout(self) -> int:
+        """Forecast steps of the longest rollout."""
+        return max(self.rollout.values())
+
+    def rollout_at(self, step: int, steps_per_epoch: int) -> int:
+        """Forecast steps of the pass that makes optimiser step number `step`, counted from 0."""
+        place = step if self.rollout_unit == "step" else step // steps_per_epoch
+        return self.rollout[max(start for start in self.rollout if start <= place)]
+
+
+@dataclass
+class LossConfig:
+    """Which error is minimised, and how rows, levels and variables weigh in it."""
+
+    name: str = "mse"  # mse | mae | huber
+    huber_delta: float = 1.0  # where huber turns from squared to absolute
+    latitude_weight: bool = True
+    level_weight: bool = True  # by pressure, mean 1
+    variable_weight: dict[str, float] = field(default_factory=dict)  # others weigh 1
+    tendency: bool = True  # errors in units of the tendency's deviation; false: of the field's
+    spectrum: float = 0.0  # weight of the error in zonal power spectra
+
+    def __post_init__(self) -> None:
+        checks.one_of("loss.name", self.name, LOSSES)
+        checks.above_zero("loss.huber_delta", self.huber_delta)
+        checks.number_in("loss.spectrum", self.spectrum, 0)
+        for variable, weight in self.variable_weight.items():
+            checks.number_in(f"loss.variable_weight.{variable}", weight, 0)
+
+
+@dataclass
+class OptimizerConfig:
+    """AdamW with linear warm-up, then a cosine to `final_lr`, a constant rate or steps down."""
+
+    name: str = "adamw"
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    warmup_steps: int = 50
+    schedule: str = "cosine"  # cosine | constant | step
+    final_lr: float = 1e-6  # of the cosine
+    decay_every: int = 1000  # steps between those down
+    decay_factor: float = 0.5  # of each step down
+    ema: float | None = None  # decay of the average of weights that forecasts are made with
+
+    def __post_init__(self) -> None:
+        checks.one_of("optimizer.name", self.name, ("adamw",))
+        checks.above_zero("optimizer.lr", self.lr)
+        if len(self.betas) != 2:
+            raise UserError(f"optimizer.betas: needs 2 numbers, got {len(self.betas)}")
+        for beta in self.betas:
+            checks.number_in("optimizer.betas", beta, 0, 0.999999)
+        checks.above_zero("optimizer.eps", self.eps)
+        checks.number_in("optimizer.weight_decay", self.weight_decay, 0)
+        checks.at_least("optimizer.warmup_steps", self.warmup_steps, 0)
+        checks.one_of("optimizer.schedule", self.schedule, SCHEDULES)
+        checks.number_in("optimizer.final_lr", self.final_lr, 0, self.lr)
+        checks.at_least("optimizer.decay_every", self.decay_every, 1)
+        checks.number_in("optimizer.decay_factor", self.decay_factor, 0, 1)
+        checks.number_in("optimizer.ema", self.ema, 0, 0.999999)
+
+
+@dataclass
+class LoggerConfig:
+    """Who is told of a run's numbers beside the CSV log that is always written."""
+
+    trackers: list[str] = field(default_factory=lambda: ["wandb"])
+    wandb: str = "offline"  # online | offline | disabled
+    project: str = "credit_dp"
+
+    def __post_init__(self) -> None:
+        checks.no_repeats("logger.trackers", self.trackers)
+        for name in self.trackers:
+            checks.one_of("logger.trackers", name, TRACKERS)
+        checks.one_of("logger.wandb", self.wandb, ("online", "offline", "disabled"))

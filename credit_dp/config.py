@@ -183,11 +183,24 @@ class Config:
     def __post_init__(self) -> None:
         checks.integer_in("seed", self.seed, 0, 2**63 - 1)  # what torch and numpy both take
         checks.one_of("device", self.device, ("auto", "cpu", "cuda"))
+        if self.init_from == "":
+            raise UserError("init_from: needs a run's folder or a checkpoint, got none. Give one.")
         if self.resume == "auto" and not (self.run.name or self.run.dir):
             raise UserError("resume: auto needs run.name, which fixes the folder to look in")
         if self.compile and self.parallel.pipeline > 1:
             raise UserError(
                 f"compile: needs parallel.pipeline=1, got {self.parallel.pipeline}. Change either."
+            )
+        if self.compile and self.parallel.layout:
+            raise UserError(
+                "compile: needs parallel.layout to be empty: what moves between devices is not "
+                "compiled. Change either."
+            )
+        if self.trainer.checkpoint_activations and self.parallel.pipeline > 1:
+            raise UserError(
+                "trainer.checkpoint_activations: needs parallel.pipeline=1, got "
+                f"{self.parallel.pipeline}. Use model.activation_checkpointing=true instead, which "
+                "computes each block of a stage again."
             )
         if self.trainer.longest_rollout > 1 and self.parallel.pipeline > 1:
             raise UserError(

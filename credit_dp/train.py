@@ -1,21 +1,33 @@
 """One training run, from the config to the files that it leaves: what every rank executes."""
 
+from dataclasses import dataclass
 from pathlib import Path
+from typing import final
 
 from credit_dp.config import Config, as_dict
-from credit_dp.data.prepare import prepare
+from credit_dp.data.prepare import Prepared, prepare
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.evaluation.evaluate import evaluate, example
 from credit_dp.evaluation.held_out import HeldOut
 from credit_dp.evaluation.plots import draw_map
 from credit_dp.evaluation.table import Scores
 from credit_dp.launch import Ranks
+from credit_dp.launch.signals import PREEMPTED
 from credit_dp.mesh import build_manager, device_of
 from credit_dp.training.build import Training, build_training
-from credit_dp.training.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
+from credit_dp.training.checkpoint import find_checkpoint, load_checkpoint, newest
+from credit_dp.training.checkpoints import Checkpoints
+from credit_dp.training.initial_weights import load_initial_weights
+from credit_dp.training.log_files import log_to_file
+from credit_dp.training.out_of_memory import out_of_memory
+from credit_dp.training.preemption import Preemption
+from credit_dp.training.provenance import code_text
 from credit_dp.training.run_folder import RunFolder, resolved_yaml, write_whole
 from credit_dp.training.screen import Screen, screen_for
+from credit_dp.training.summary import summary
 from credit_dp.training.tracking import Tracker, open_tracker
+from credit_dp.training.validation import Validation
+from credit_dp.training.watch import Watch
 
 
 def run(config: Config, ranks: Ranks) -> int:
@@ -24,7 +36,7 @@ def run(config: Config, ranks: Ranks) -> int:
     Every rank calls this; only rank 0 shows anything, and only checkpoints are written by others.
 
     Returns:
-        The exit code.
+        The exit code: 0, or `PREEMPTED` if the run was told to stop and can go on.
 
     Raises:
         UserError: the config cannot be run as it is.
@@ -33,89 +45,142 @@ def run(config: Config, ranks: Ranks) -> int:
     manager = build_manager(config.parallel, ranks)
     with screen.report() as report:
         prepared = prepare(config.data, report)
-    training = build_training(config, prepared, manager, device_of(config, ranks))
+    with out_of_memory(config, ranks):
+        training = build_training(config, prepared, manager, device_of(config, ranks))
+    this = _Run(config, folder, screen, manager, prepared, training)
     dates = HeldOut(config, prepared, training.rows, training.like)
-    step = resume(config, folder, training, screen)
-    if ranks.rank == 0 and (step < config.trainer.steps or not folder.config.exists()):
-        write_whole(folder.config, resolved_yaml(config))
-    with open_tracker(config.logger, folder.log, step, as_dict(config), ranks.rank) as tracker:
-        train(config, folder, training, screen, tracker)
-        scores = score(config, training, dates, screen, manager)
-        tracker.summarise(scores.numbers())
-    # Before the map: should that fail, the scores are there.
-    if ranks.rank == 0:
-        write_whole(folder.scores, scores.json(training.trainer.state.step))
-    for table in scores.tables(screen.width):
-        screen.say(table)
-    field = example(training.forecast.rollout, dates, manager)
-    if ranks.rank == 0:
-        draw_map(field, folder.map)
-    show_files(folder, screen)
+    this.start_from_checkpoint()
+    watch = this.watch()
+    # Not before: a run that is refused leaves no folder.
+    with log_to_file(folder.path, ranks.rank):
+        this.introduce()
+        step = training.trainer.state.step
+        with open_tracker(config.logger, folder.log, step, as_dict(config), ranks.rank) as tracker:
+            with out_of_memory(config, ranks), Preemption(manager) as preemption:
+                done = this.train(tracker, watch, preemption)
+            if not done:
+                return PREEMPTED
+            scores = this.score(dates)
+            tracker.summarise(scores.numbers())
+        this.show(scores, dates)
     return 0
 
 
-def resume(config: Config, folder: RunFolder, training: Training, screen: Screen) -> int:
-    """Go on from a checkpoint if the config says so; the step that training starts after.
+@final
+@dataclass(frozen=True)
+class _Run:
+    """What the parts of a run have in common."""
 
-    Raises:
-        UserError: the checkpoint does not fit, or not all ranks see it.
-    """
-    path = find_checkpoint(config.resume, folder.checkpoint)
-    state = training.trainer.state
-    if path is not None:
-        load_checkpoint(path, state)
-        screen.say(f"resumed after step {state.step} from {path}")
-    return state.step
+    config: Config
+    folder: RunFolder
+    screen: Screen
+    manager: DomainParallelManager
+    prepared: Prepared
+    training: Training
 
+    @property
+    def _first(self) -> bool:
+        return self.manager.rank == 0
 
-def train(
-    config: Config, folder: RunFolder, training: Training, screen: Screen, tracker: Tracker
-) -> None:
-    """Train to the last step, with log, progress bar and checkpoints."""
-    trainer, total = training.trainer, config.trainer.steps
-    note = ""
-    if trainer.state.step >= total:
-        training.loader.close()
-        screen.say(
-            f"nothing to train: the checkpoint is of step {trainer.state.step} and trainer.steps "
-            f"is {total}; evaluating only"
-        )
-        return
-    with training.loader, screen.bar("training", total, trainer.state.step) as bar:
-        for record in trainer.steps(training.loader):
-            if record.loss is not None:
-                tracker.log(record.step, record.numbers())
-                note = f"loss {record.loss:.4f}"
-            bar(record.step, note)
-            if trainer.saves(record.step):
-                save_checkpoint(folder.checkpoint, trainer.state, resolved_yaml(config))
-    waited = trainer.gradients.waited()
-    if waited:
-        screen.say(waited)
+    @property
+    def _finished(self) -> bool:
+        return self.training.trainer.state.step >= self.config.trainer.steps
 
+    def start_from_checkpoint(self) -> None:
+        """Go on from a checkpoint, or take another run's weights, if the config says so.
 
-def score(
-    config: Config,
-    training: Training,
-    dates: HeldOut,
-    screen: Screen,
-    manager: DomainParallelManager,
-) -> Scores:
-    """Errors on the held-out dates, with a bar."""
-    training.trainer.state.train(False)
-    own = len(dates.initial_times[manager.dp_rank :: manager.dp_world_size])
-    with screen.bar("evaluating", own) as bar:
-        return evaluate(training.forecast.rollout, dates, manager, config.data.batch_size, bar)
+        Raises:
+            UserError: the checkpoint does not fit, or not all ranks see it.
+        """
+        config, state = self.config, self.training.trainer.state
+        path = find_checkpoint(config.resume, self.folder.checkpoint)
+        if path is not None:
+            load_checkpoint(path, state)
+            self.screen.say(f"resumed after step {state.step} from {path}")
+        elif config.init_from is not None:
+            said = load_initial_weights(config.init_from, state, config.model, self.prepared)
+            self.screen.say(said)
 
+    def watch(self) -> Watch:
+        """What this rank looks at while the run trains.
 
-def show_files(folder: RunFolder, screen: Screen) -> None:
-    """Say where the run's files are."""
-    for label, path in (
-        ("checkpoint", folder.checkpoint),
-        ("metrics", folder.scores),
-        ("training log", folder.log),
-        ("config", folder.config),
-        ("map", folder.map),
-    ):
-        if path.exists():  # a run that only evaluates another's checkpoint has none of its own
-            screen.say(f"{label:<13}{path}")
+        Raises:
+            UserError: there is to be a validation, and the dates for it are not as needed.
+        """
+        config, training = self.config, self.training
+        validation = None
+        if config.trainer.validate_every:
+            validation = Validation(config, self.prepared, training, self.manager)
+        trace = self.folder.trace if config.trainer.profile and self._first else None
+        return Watch(config, training, self.screen, validation, trace)
+
+    def introduce(self) -> None:
+        """Say what is about to be trained, and note how it can be done again."""
+        if self._first and not (self._finished and self.folder.config.exists()):
+            text = f"# {self.folder.again}\n{resolved_yaml(self.config)}"
+            write_whole(self.folder.config, text)
+            write_whole(self.folder.code, code_text())
+        if not self._finished:
+            for line in summary(self.config, self.prepared, self.training, self.manager):
+                self.screen.say(line)
+
+    def train(self, tracker: Tracker, watch: Watch, preemption: Preemption) -> bool:
+        """Train to the last step, with log, progress bar and checkpoints; False if told to stop."""
+        trainer, total = self.training.trainer, self.config.trainer.steps
+        if self._finished:
+            self.training.loader.close()
+            self.screen.say(
+                f"nothing to train: the checkpoint is of step {trainer.state.step} and "
+                f"trainer.steps is {total}; evaluating only"
+            )
+            return True
+        trainer.guard.checkpoint = lambda: newest(self.folder.checkpoint)
+        folder, yaml, stop = self.folder.checkpoint, resolved_yaml(self.config), False
+        with (
+            self.training.loader,
+            self.screen.bar("training", total, trainer.state.step) as bar,
+            Checkpoints(folder, self.config.trainer, trainer.state.step) as checkpoints,
+        ):
+            for record in watch.steps(trainer.steps(watch.batches())):
+                stop = preemption.asked()
+                # There may be little time left: then without a validation.
+                numbers = watch.follow(record, validates=not stop)
+                if numbers:
+                    tracker.log(record.step, numbers)
+                bar(record.step, watch.note)
+                if stop or trainer.saves(record.step):
+                    checkpoints.save(trainer.state, yaml, watch.validation_rmse)
+                if stop:
+                    break
+        if stop:
+            self.screen.say(preemption.words(trainer.state.step, folder))
+            return False
+        watch.close()
+        waited = trainer.gradients.waited()
+        if waited:
+            self.screen.say(waited)
+        return True
+
+    def score(self, dates: HeldOut) -> Scores:
+        """Errors on the held-out dates, with a bar."""
+        training, manager = self.training, self.manager
+        own = len(dates.initial_times[manager.dp_rank :: manager.dp_world_size])
+        size = self.config.data.batch_size
+        with training.trainer.state.forecasting(), self.screen.bar("evaluating", own) as bar:
+            return evaluate(training.forecast.rollout, dates, manager, size, bar)
+
+    def show(self, scores: Scores, dates: HeldOut) -> None:
+        """Write and show the scores, draw a map, and say where everything is."""
+        # Before the map: should that fail, the scores are there.
+        if self._first:
+            write_whole(self.folder.scores, scores.json(self.training.trainer.state.step))
+        for table in scores.tables(self.screen.width):
+            self.screen.say(table)
+        with self.training.trainer.state.forecasting():
+            field = example(self.training.forecast.rollout, dates, self.manager)
+        if self._first:
+            draw_map(field, self.folder.map)
+        for label, path in self.folder.shown().items():
+            if path.exists():  # a run that only evaluates another's checkpoint has none of its own
+                self.screen.say(f"{label:<13}{path}")
+        self.screen.say(f"{'once more':<13}{self.folder.again}")

@@ -31,6 +31,7 @@ def train_parser() -> OneLineParser:
     """The dashes of the train command; those that Hydra has too mean the same."""
     result = parser()
     result.add_argument("--check", action="store_true")
+    result.add_argument("--again")
     result.add_argument("--cfg", "-c", choices=("job", "hydra", "all"))
     result.add_argument("--resolve", action="store_true")
     result.add_argument("--package", "-p")

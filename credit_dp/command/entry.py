@@ -1,7 +1,7 @@
 """The two entry points: `python train.py` and `credit-dp`. Here alone is decided how a run exits.
 
 Exit codes: 0 done; 1 crashed, or a check failed; 2 a mistake in what was given, told in one line;
-130 interrupted (Ctrl-C); 143 terminated (SIGTERM).
+75 told to stop, and can go on (`PREEMPTED`); 130 interrupted (Ctrl-C); 143 terminated (SIGTERM).
 """
 
 import os
@@ -71,8 +71,8 @@ def guarded(command: Command, arguments: Sequence[str], program: str) -> int:
         if own_rank() == 0:
             sys.stderr.write("\ninterrupted\n")
         return 130
-    except Terminated:
-        return 143
+    except Terminated as stop:
+        return stop.code
 
 
 def own_rank() -> int:

@@ -14,6 +14,8 @@ from credit_dp.errors import UserError
 from credit_dp.training.checkpoint_files import whole_steps
 from credit_dp.training.run_folder import RunFolder
 
+LOCK = ".run.lock"
+
 
 def register_resolvers() -> None:
     """Make `${run_folder:...}` and `${sweep_folder:...}` known; conf/config.yaml uses them."""
@@ -72,7 +74,7 @@ def check_folder(folder: Path, config: Config, key: str = "run.name") -> None:
     steps = whole_steps(checkpoints)
     if not steps or config.resume == "auto":
         return
-    own = {path.resolve() for path in (folder, checkpoints, steps[-1])}
+    own = {path.resolve() for path in (folder, checkpoints, *steps)}
     if config.resume and Path(config.resume).expanduser().resolve() in own:
         return
     raise UserError(
@@ -81,14 +83,25 @@ def check_folder(folder: Path, config: Config, key: str = "run.name") -> None:
     )
 
 
+def check_free(folder: Path, key: str = "run.name") -> None:
+    """Refuse a folder that another run is writing to, before anything is written there.
+
+    Raises:
+        UserError: see `claim`.
+    """
+    if (folder / LOCK).exists():
+        with claim(folder, key):
+            pass
+
+
 @contextlib.contextmanager
 def claim(folder: Path, key: str = "run.name") -> Iterator[None]:
-    """Hold the folder while a run writes to it.
+    """Hold the folder while a run writes to it; the system lets go of it when the process ends.
 
     Raises:
         UserError: another run does, or the folder cannot be written to.
     """
-    lock = FileLock(folder / ".run.lock", timeout=0)
+    lock = FileLock(folder / LOCK, timeout=0)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire()

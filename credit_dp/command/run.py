@@ -12,6 +12,7 @@ from omegaconf import DictConfig
 from credit_dp.command.compose import Composer, to_config
 from credit_dp.command.folders import (
     check_folder,
+    check_free,
     claim,
     folder_key,
     folder_made_by_hydra,
@@ -31,11 +32,13 @@ def run_once(composer: Composer, overrides: Sequence[str], config: Config) -> in
     Raises:
         UserError: the folder holds another run.
     """
+    launcher = find_launcher(os.environ)
     if config.run.name or config.run.dir:
         # Seen by every rank, so that none waits for one that has left.
         folder = Path(run_folder(config.run.name, config.run.dir))
         check_folder(folder, config, folder_key(config.run))
-    launcher = find_launcher(os.environ)
+        if launcher is None:
+            check_free(folder, folder_key(config.run))
     if launcher is not None and launcher.ranks.rank > 0:
         return launch(config)
     with folder_made_by_hydra(config.run, "outputs"):

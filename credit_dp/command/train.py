@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 
+from credit_dp.command.again import overrides_of
 from credit_dp.command.arguments import parse, train_parser
+from credit_dp.command.check import check_and_tell
 from credit_dp.command.compose import Composer, check_overrides, without_hydra
 from credit_dp.command.overrides import parse_overrides
 from credit_dp.command.preflight import check_plan
@@ -21,7 +23,9 @@ HELP = """\
 
 What is in the config is KEY=VALUE, dashes only change the command:
   --cfg job         show the config that these overrides give, and stop (--resolve, --package)
-  --check           check the config, or all configs of a sweep, and stop
+  --check           check the config, plan it and estimate its memory, and stop; of a sweep, check
+                    all configs
+  --again RUN       what the run in this folder did once more; KEY=VALUE changes it
   --multirun, -m    one run for each combination: model=unet,unet_small seed=0,1,2
   --config-dir DIR  one more folder of config files; ./conf is one already
   --help, -h        this text
@@ -44,7 +48,8 @@ def train(arguments: Sequence[str], program: str) -> int:
     if args.shell_completion:
         composer.hydra.shell_completion(args.config_name, args.overrides)
         return 0
-    overrides = parse_overrides(args.overrides)
+    earlier = [] if args.again is None else overrides_of(args.again, args.overrides, composer)
+    overrides = parse_overrides([*earlier, *args.overrides])
     texts = [str(override.input_line) for override in overrides]
     check_overrides(overrides, composer.groups)
     if args.help or args.cfg:
@@ -60,8 +65,7 @@ def train(arguments: Sequence[str], program: str) -> int:
     config = check_run(composer, overrides)
     check_plan(config)
     if args.check:
-        sys.stdout.write("The config is valid.\n")
-        return 0
+        return check_and_tell(config)
     return run_once(composer, texts, config)
 
 

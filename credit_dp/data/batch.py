@@ -14,10 +14,11 @@ class Batch:
     """Samples on one band of rows, normalised.
 
     Shapes:
-        `now`: `(B, frames * C, h, W)`, the states of so many steps, the newest last; `target`, one
-        step after that: `(B, outputs, h, W)`, prognostic channels then diagnostic ones; `forcing`,
-        at the newest one's time: `(B, F, h, W)`; `static`: `(B, S, h, W)`; `times`, of the newest:
-        `(B,)` datetime64[ns].
+        `now`: `(B, frames * C, h, W)`, the states of so many steps, the newest last; `target`, of
+        the steps after that: `(B, steps * outputs, h, W)`, in each prognostic channels then
+        diagnostic ones; `forcing`, at the newest one's time and the steps after it:
+        `(B, steps * F, h, W)`; `static`: `(B, S, h, W)`; `times`, of the newest: `(B,)`
+        datetime64[ns].
     """
 
     now: Tensor
@@ -51,7 +52,7 @@ class Reads:
     """What of a batch is read; the rest has no channels.
 
     `inputs`: all that goes into the model. `last`: the newest state, which is among them. `target`:
-    what comes after it.
+    what comes after it, as many steps as the rollout has.
     """
 
     inputs: bool = True

@@ -19,7 +19,13 @@ from credit_dp.data.normalise import Normaliser
 from credit_dp.data.prepare import Prepared
 from credit_dp.data.reading import BatchReader
 from credit_dp.data.reading_threads import ReadingThreads
-from credit_dp.data.sampling import SampleSequence, frame_steps, sample_times
+from credit_dp.data.sampling import (
+    ONE_STEP,
+    Lengths,
+    SampleSequence,
+    frame_steps,
+    sample_times,
+)
 from credit_dp.data.sources.shared import SharedSource, Trade
 from credit_dp.data.store import Store
 
@@ -68,8 +74,12 @@ class Loader:
         frames: int = 1,
         reads: Reads = EVERYTHING,
         trade: Trade | None = None,
+        lengths: Lengths = ONE_STEP,
     ) -> None:
         """Read `rows` of the samples of `split`, of `frames` states; `prefetch=0` reads when asked.
+
+        Of each sample of a batch the steps are read that its rollout has, which `lengths` tells by
+        the batch's number in the sequence.
 
         `data.workers` threads read. With a `trade` reading is shared, by one thread: all its ranks
         must be asked for the same batches, and meet in their order.
@@ -78,11 +88,12 @@ class Loader:
             ValueError: the sequence was made for another number of samples.
         """
         store = prepared.store
-        self._times = sample_times(prepared, split, frames)
+        self._times = sample_times(prepared, split, frames, lengths.longest)
         if len(self._times) != sequence.count:
             raise ValueError(f"{split} has {len(self._times)} samples, not {sequence.count}")
-        _tell_of_gaps(store, split, frames, len(self._times))
+        _tell_of_gaps(store, split, frames, len(self._times), lengths.longest)
         self._sequence = sequence
+        self._lengths = lengths
         self._prefetch = prefetch
         self._device = device
         self._shared = SharedSource(store.source, trade) if trade is not None else None
@@ -147,9 +158,10 @@ class Loader:
         if self._static is None:
             self._static = self._threads.submit(partial(self._try, self._reader.static))
         while len(self._ahead) < batches:
-            times = self._times[self._sequence.indices(self._sequence.position + len(self._ahead))]
-            batch = self._reader.empty(times)
-            tasks = [partial(self._reader.fill, batch, place) for place in range(len(times))]
+            number = self._sequence.position + len(self._ahead)
+            times, length = self._times[self._sequence.indices(number)], self._lengths.at(number)
+            batch, fill = self._reader.empty(times, length), self._reader.fill
+            tasks = [partial(fill, batch, place, length) for place in range(len(times))]
             samples = [self._threads.submit(partial(self._try, task)) for task in tasks]
             self._ahead.append(_Coming(batch, self._static, samples))
 
@@ -165,19 +177,19 @@ class Loader:
             raise
 
 
-def spanning_gaps(store: Store, split: str, frames: int, samples: int) -> int:
+def spanning_gaps(store: Store, split: str, frames: int, samples: int, ahead: int = 1) -> int:
     """How many samples are missing from a split's `samples`, for a time of theirs is missing.
 
     Those that would reach out of the split are not counted.
     """
     times = store.times[split_span(store.config, split, store.times)]
-    steps = frame_steps(frames, store.config.step_hours, later=1)
+    steps = frame_steps(frames, store.config.step_hours, later=ahead)
     inside = (times + steps[0] >= times[0]) & (times + steps[-1] <= times[-1])
     return int(np.count_nonzero(inside)) - samples
 
 
-def _tell_of_gaps(store: Store, split: str, frames: int, samples: int) -> None:
-    skipped = spanning_gaps(store, split, frames, samples)
+def _tell_of_gaps(store: Store, split: str, frames: int, samples: int, ahead: int) -> None:
+    skipped = spanning_gaps(store, split, frames, samples, ahead)
     if skipped:
         logger.info(
             "data.dates.%s: %d samples; %d more span a gap in time and are skipped",

@@ -39,15 +39,14 @@ class BatchReader:
         self._reads = reads
         self._pinned = pinned
         self._states = reads.frames(frames)
-        self._steps = frame_steps(max(1, self._states), store.config.step_hours, later=1)
         north, south, _ = rows.indices(store.grid[0])
         self._band = (south - north, store.grid[1])
         # Then a sample's times may lie in one chunk.
         first = store.channels.prognostic[0]
         self._times_share_chunks = store.source.chunk_shape(first)[0] > 1
 
-    def empty(self, times: Times) -> Batch:
-        """Room for the samples at these times, without static fields."""
+    def empty(self, times: Times, length: int = 1) -> Batch:
+        """Room for the samples at these times and `length` steps, without static fields."""
         channels, count = self._store.channels, len(times)
 
         def room(channels: int) -> Tensor:
@@ -56,26 +55,26 @@ class BatchReader:
 
         return Batch(
             now=room(self._states * channels.states),
-            forcing=room(len(channels.forcing) if self._reads.inputs else 0),
+            forcing=room(length * len(channels.forcing) if self._reads.inputs else 0),
             static=room(0),
-            target=room(channels.outputs if self._reads.target else 0),
+            target=room(length * channels.outputs if self._reads.target else 0),
             times=times,
         )
 
-    def fill(self, batch: Batch, place: int) -> None:
-        """Read one sample of a batch.
+    def fill(self, batch: Batch, place: int, length: int = 1) -> None:
+        """Read one sample of a batch, which has room for `length` steps.
 
         Raises:
             UserError: something cannot be read, or a value is missing.
         """
         time = batch.times[place]
-        states, forcing, outputs = self._read(time)
+        states, forcings, outputs = self._read(time, length)
         if states is not None:
             self._normaliser.state(states, batch.now[place].view(states.shape))
-        if forcing is not None:
-            self._normaliser.forcing(forcing, batch.forcing[place])
+        if forcings is not None:
+            self._normaliser.forcing(forcings, batch.forcing[place].view(forcings.shape))
         if outputs is not None:
-            self._normaliser.outputs(outputs, batch.target[place])
+            self._normaliser.outputs(outputs, batch.target[place].view(outputs.shape))
 
     def static(self) -> Tensor:
         """The static fields: `(1, S, h, W)`; without channels if no inputs are wanted.
@@ -87,25 +86,40 @@ class BatchReader:
             return torch.empty(1, 0, *self._band, dtype=self._dtype)
         return self._normaliser.static(self._store.static(self._rows))[None]
 
-    def _read(self, time: np.datetime64) -> tuple[Fields | None, Fields | None, Fields | None]:
-        """States `(frames, C, h, W)`, forcings `(F, h, W)` and outputs; None if not wanted.
+    def _read(
+        self, time: np.datetime64, length: int
+    ) -> tuple[Fields | None, Fields | None, Fields | None]:
+        """States `(frames, C, h, W)`, forcings `(length, F, h, W)` and outputs
+        `(length, outputs, h, W)`; None if not wanted.
 
         In few reads, for a chunk is decoded once in each: channels that share chunks are read
         together, and times too where a chunk holds several.
         """
-        now, later = time + self._steps[:-1], time + self._steps[-1:]
+        frames = max(1, self._states)
+        times = time + frame_steps(frames, self._store.config.step_hours, later=length)
+        now, later, forced = times[:frames], times[frames:], times[frames - 1 : -1]
         if not self._states:
             return None, None, self._outputs(later)
         if self._times_share_chunks and self._reads.target:
-            fields = self._store.read_outputs(time + self._steps, self._rows)
-            forcing = self._store.forcing_times(now[-1:], self._rows)[0] if self._forced else None
-            return fields[:-1, : self._store.channels.states], forcing, fields[-1]
+            fields = self._store.read_outputs(times, self._rows)
+            forcings = self._store.forcing_times(forced, self._rows) if self._forced else None
+            return fields[:frames, : self._store.channels.states], forcings, fields[frames:]
         if not self._forced:
             return self._store.read_times(now, self._rows), None, self._outputs(later)
         states, forcings = self._store.read_inputs(now[-1:], self._rows)
-        if len(now) > 1:
+        if frames > 1:
             states = np.concatenate([self._store.read_times(now[:-1], self._rows), states])
-        return states, forcings[0], self._outputs(later)
+        if length == 1:
+            return states, forcings, self._outputs(later)
+        return states, *self._rollout(forcings, later)
+
+    def _rollout(self, first: Fields, later: Times) -> tuple[Fields, Fields | None]:
+        """The forcings of all steps, of which the first have been read, and their outputs."""
+        if not self._reads.target:
+            return np.concatenate([first, self._store.forcing_times(later[:-1], self._rows)]), None
+        outputs, forcings = self._store.read_steps(later[:-1], self._rows)
+        last = self._store.read_outputs(later[-1:], self._rows)
+        return np.concatenate([first, forcings]), np.concatenate([outputs, last])
 
     @property
     def _forced(self) -> bool:
@@ -114,5 +128,4 @@ class BatchReader:
     def _outputs(self, times: Times) -> Fields | None:
         if not self._reads.target:
             return None
-        fields: Fields = self._store.read_outputs(times, self._rows)[0]
-        return fields
+        return self._store.read_outputs(times, self._rows)

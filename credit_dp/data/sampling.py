@@ -1,6 +1,7 @@
 """Which samples there are, and in which order training meets them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
@@ -14,16 +15,32 @@ from credit_dp.errors import UserError
 Times = NDArray[np.datetime64]
 
 
+@final
+@dataclass(frozen=True)
+class Lengths:
+    """How many forecast steps the rollouts of training have: `at` the number of a batch.
+
+    `longest` of them says which samples there are, so that these stay the same all along.
+    """
+
+    longest: int = 1
+    at: Callable[[int], int] = lambda batch: 1
+
+
+ONE_STEP = Lengths()
+
+
 def frame_steps(frames: int, step_hours: int, later: int = 0) -> NDArray[np.timedelta64]:
     """What is added to a time to get those of its states, oldest first, and of `later` steps."""
     return np.arange(1 - frames, later + 1) * np.timedelta64(step_hours, "h")
 
 
-def sample_times(prepared: Prepared, split: str, frames: int = 1) -> Times:
-    """All times of a split whose states and next step lie in the split too: `(N,)`, rising.
+def sample_times(prepared: Prepared, split: str, frames: int = 1, ahead: int = 1) -> Times:
+    """All times of a split whose states and next steps lie in the split too: `(N,)`, rising.
 
     A sample has the states of `frames` times, each one step after the other, the last one at its
-    own. None spans a gap, for a gap is a step that is missing.
+    own, and the fields of `ahead` steps after it. None spans a gap, for a gap is a step that is
+    missing.
 
     Raises:
         UserError: the dates are outside the store, or no time has its steps.
@@ -31,17 +48,19 @@ def sample_times(prepared: Prepared, split: str, frames: int = 1) -> Times:
     store = prepared.store
     config = store.config
     times = store.times[split_span(config, split, store.times)]
-    found = with_steps(times, config.step_hours, frames - 1, 1)
-    if not len(found) and frames == 1:
+    found = with_steps(times, config.step_hours, frames - 1, ahead)
+    if not len(found) and frames == ahead == 1:
         raise UserError(
             f"{store.source.where}: no two dates of data.dates.{split} are {config.step_hours} "
             f"hours apart. Change data.step or data.dates.{split}."
         )
     if not len(found):
+        longer = {"model.frames": frames, "the longest of trainer.rollout": ahead}
+        remedy = " or ".join(key for key, steps in longer.items() if steps > 1)
         raise UserError(
-            f"{config.store}: a sample needs {frames + 1} dates of data.dates.{split}, each "
+            f"{config.store}: a sample needs {frames + ahead} dates of data.dates.{split}, each "
             f"{config.step_hours} hours after the one before, and there are none. "
-            f"Lower model.frames, or change data.step or data.dates.{split}."
+            f"Lower {remedy}, or change data.step or data.dates.{split}."
         )
     return found
 

@@ -104,9 +104,14 @@ class Store:
 
         What lies in one chunk is read once.
         """
-        states = self.channels.states
-        fields = self._read([*self.channels.prognostic, *self._forcing], self._places(times), rows)
-        return fields[:, :states], self._with_computed(fields[:, states:], times, rows)
+        return self._with_forcing(self.channels.prognostic, times, rows)
+
+    def read_steps(self, times: Times, rows: slice) -> tuple[Fields, Fields]:
+        """All that comes out and the forcing channels: `(T, outputs or F, rows, W)`.
+
+        What lies in one chunk is read once.
+        """
+        return self._with_forcing(self.channels.out, times, rows)
 
     def forcing(self, time: np.datetime64, rows: slice) -> Fields:
         """The forcing channels at one time, computed ones included: `(F, rows, W)`."""
@@ -186,6 +191,14 @@ class Store:
             if any(done):
                 described.append([name, *done])
         return described
+
+    def _with_forcing(
+        self, channels: Sequence[Channel], times: Times, rows: slice
+    ) -> tuple[Fields, Fields]:
+        """Any channels that change in time, and the forcing ones."""
+        fields = self._read([*channels, *self._forcing], self._places(times), rows)
+        stored = fields[:, len(channels) :]
+        return fields[:, : len(channels)], self._with_computed(stored, times, rows)
 
     def _read(self, channels: Sequence[Channel], places: NDArray[np.intp], rows: slice) -> Fields:
         """Any channels that change in time, their gaps checked: `(T, C, rows, W)`."""

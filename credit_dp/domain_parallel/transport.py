@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from credit_dp.errors import UserError
+from credit_dp.spans import EXCHANGE, named, span
 
 if TYPE_CHECKING:
     from credit_dp.domain_parallel.exchange import RowExchange
@@ -50,17 +51,20 @@ class Transport(ABC):
         """Begin an exchange; the result waits until `receive` is filled and `send` is free."""
         self.traffic.messages += len(send)
         self.traffic.bytes += sum(t.numel() * t.element_size() for _, t in send)
-        return self._start(send, receive)
+        with span(EXCHANGE):
+            return named(EXCHANGE, self._start(send, receive))
 
     def gather(self, x: Tensor) -> Tensor:
         """Return every rank's `x`, stacked along a new first dimension in rank order."""
         self._count_collective(x)
-        return self._gather(x.contiguous())
+        with span(EXCHANGE):
+            return self._gather(x.contiguous())
 
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum of every rank's `x`, the same bits on all ranks."""
         self._count_collective(x)
-        return self._sum(x)
+        with span(EXCHANGE):
+            return self._sum(x)
 
     def _count_collective(self, x: Tensor) -> None:
         self.traffic.collectives += 1

@@ -26,24 +26,20 @@ def evaluate(
 ) -> Scores:
     """Score forecasts from all initial times; the same on every rank.
 
-    Initial times are split over the data axis, rows over the domain axis. All ranks forecast
-    equally often, for those that share parameters out need each other at every step: a rank
-    without times left repeats one that does not count. `batch_size` is that of the whole data axis,
-    as in training; `progress` is told how many of this rank's are done.
+    Initial times are split over the data axis, see `shares`, rows over the domain axis. `progress`
+    is told how many of this rank's initial times are done.
     """
     store = dates.prepared.store
     shape = (len(SOURCES), len(dates.leads), store.channels.outputs)
     errors = RootMeanSquare(shape, dates.area_weights, dates.points)
-    own = dates.initial_times[manager.dp_rank :: manager.dp_world_size]
-    size = max(1, batch_size // manager.dp_world_size)
-    most = -(-len(dates.initial_times) // manager.dp_world_size)
-    for start in range(0, most, size):
-        times = own[start : start + size]
-        if len(times):
+    done = 0
+    for times, counts in shares(dates, manager, batch_size):
+        if counts:
             add_errors(errors, rollout, dates, times)
-            progress(start + len(times))
+            done += len(times)
+            progress(done)
         else:
-            last_forecast(rollout, dates, dates.initial_times[:1])
+            last_forecast(rollout, dates, times)
     return Scores(
         channels=tuple(channel.name for channel in store.channels.out),
         units=tuple(unit_of(store, channel.variable) for channel in store.channels.out),
@@ -51,6 +47,23 @@ def evaluate(
         rmse=errors.result(manager).cpu().numpy(),
         samples=len(dates.initial_times),
     )
+
+
+def shares(
+    dates: HeldOut, manager: DomainParallelManager, batch_size: int
+) -> Iterator[tuple[Times, bool]]:
+    """This rank's initial times, some at a time, and whether they count.
+
+    All ranks have equally many turns, for those that share parameters out need each other at every
+    step: a rank without times left repeats one that does not count. `batch_size` is that of the
+    whole data axis, as in training.
+    """
+    own = dates.initial_times[manager.dp_rank :: manager.dp_world_size]
+    size = max(1, batch_size // manager.dp_world_size)
+    most = -(-len(dates.initial_times) // manager.dp_world_size)
+    for start in range(0, most, size):
+        times = own[start : start + size]
+        yield (times, True) if len(times) else (dates.initial_times[:1], False)
 
 
 def add_errors(errors: RootMeanSquare, rollout: Rollout, dates: HeldOut, times: Times) -> None:

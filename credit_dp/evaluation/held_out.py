@@ -1,5 +1,6 @@
 """Held-out dates as a model sees them: normalised fields of the rank's own rows, on its device."""
 
+from dataclasses import dataclass
 from typing import final
 
 import numpy as np
@@ -7,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from credit_dp.config import Config
+from credit_dp.config import Config, TrainerConfig
 from credit_dp.data.grid import row_weights
 from credit_dp.data.nonnegative import is_nonnegative
 from credit_dp.data.normalise import Normaliser
@@ -21,12 +22,50 @@ PROBES = 4  # initial times looked at before training, first and last among them
 
 
 @final
+@dataclass(frozen=True)
+class Dates:
+    """From which dates to forecast, and how far.
+
+    Attributes:
+        split: train, valid or test.
+        hours: lead times.
+        stride_hours: the least between initial times.
+        most: initial times, evenly spread; None: all.
+    """
+
+    split: str
+    hours: tuple[int, ...]
+    stride_hours: int
+    most: int | None = None
+
+    @classmethod
+    def tested(cls, trainer: TrainerConfig) -> "Dates":
+        """Those of a run's final scores."""
+        return cls("test", tuple(trainer.evaluate_hours), trainer.evaluate_stride_hours)
+
+    def initial_times(self, prepared: Prepared, frames: int) -> Times:
+        """`(N,)`, rising.
+
+        Raises:
+            UserError: as in `initial_times`.
+        """
+        found = initial_times(prepared, self.split, self.hours, self.stride_hours, frames)
+        return found if self.most is None else found[spread(len(found), self.most)]
+
+
+def spread(count: int, most: int) -> NDArray[np.intp]:
+    """Evenly spread places among `count`, at most so many, first and last among them."""
+    return np.unique(np.linspace(0, count - 1, most).round().astype(np.intp))
+
+
+@final
 class HeldOut:
     """Reads what forecasts of held-out dates start from and are compared with.
 
     Args:
         rows: the rank's own.
         like: its device and dtype are those of every tensor returned.
+        chosen: which dates; None: those of the final scores.
 
     Attributes:
         hours, leads: lead times, rising, in hours and in steps of `step`.
@@ -40,14 +79,21 @@ class HeldOut:
             the few fields that are read at once has gaps.
     """
 
-    def __init__(self, config: Config, prepared: Prepared, rows: slice, like: Tensor) -> None:
+    def __init__(
+        self,
+        config: Config,
+        prepared: Prepared,
+        rows: slice,
+        like: Tensor,
+        chosen: Dates | None = None,
+    ) -> None:
+        chosen = chosen or Dates.tested(config.trainer)
         self.prepared = prepared
         self.rows = rows
         self.normaliser = Normaliser.of(prepared, like.dtype, like.device)
-        hours, stride = config.trainer.evaluate_hours, config.trainer.evaluate_stride_hours
         frames = config.model.frames
-        self.initial_times: Times = initial_times(prepared, "test", hours, stride, frames)
-        self.hours = tuple(sorted(hours))
+        self.initial_times: Times = chosen.initial_times(prepared, frames)
+        self.hours = tuple(sorted(chosen.hours))
         self.leads = tuple(hour // config.data.step_hours for hour in self.hours)
         self.step = np.timedelta64(config.data.step_hours, "h")
         self._frames = frame_steps(frames, config.data.step_hours)
@@ -59,8 +105,7 @@ class HeldOut:
 
     def _probe(self) -> None:
         """Read some of what evaluation needs: gaps should not come to light after training."""
-        spread = np.linspace(0, len(self.initial_times) - 1, PROBES).astype(int)
-        for start in self.initial_times[np.unique(spread)]:
+        for start in self.initial_times[spread(len(self.initial_times), PROBES)]:
             self.prepared.store.forcing(start, self.rows)
             for time in (*(start + self._frames), start + self.leads[-1] * self.step):
                 self.prepared.store.read_outputs(np.array([time]), self.rows)

@@ -16,7 +16,7 @@ from credit_dp.export.contents import Contents
 from credit_dp.training.checkpoint_files import locate, read_numbers
 from credit_dp.training.run_folder import discard, unfinished
 from credit_dp.training.shards import check_shards, read_shards, tensors_in
-from credit_dp.training.state import MODEL, STATIC, VALID
+from credit_dp.training.state import AVERAGE, MODEL, STATIC, VALID
 
 KEY = "checkpoint"  # what lines about one begin with
 # No module or parameter has names like these.
@@ -80,7 +80,7 @@ def read_checkpoint(path: Path) -> Trained:
     room = {
         name: torch.empty(shape, dtype=held[name].properties.dtype)
         for name, shape in shapes.items()
-        if name.startswith(MODEL) or name in (STATIC, VALID)
+        if name.startswith((MODEL, AVERAGE)) or name in (STATIC, VALID)
     }
     read_shards(KEY, path, room, together=False)
     if contents.static and STATIC not in room:
@@ -88,7 +88,9 @@ def read_checkpoint(path: Path) -> Trained:
     static = room.pop(STATIC, torch.empty(0, *contents.grid))
     valid = room.pop(VALID, None)
     check_fields(str(path), contents, static, valid)
-    weights = {name.removeprefix(MODEL): tensor for name, tensor in room.items()}
+    weights = {n.removeprefix(MODEL): x for n, x in room.items() if n.startswith(MODEL)}
+    # Where weights were averaged, the averages are what forecasts are made with.
+    weights |= {n.removeprefix(AVERAGE): x for n, x in room.items() if n.startswith(AVERAGE)}
     return Trained(contents, weights, static, valid)
 
 

@@ -25,8 +25,8 @@ def launch(config: Config, run: str = "credit_dp.train:run") -> int:
 
     Raises:
         UserError: the mesh does not fit this machine or the launcher's ranks; nothing has started.
-        KeyboardInterrupt, Terminated: Ctrl-C or SIGTERM; all ranks are gone by then. A launcher's
-            rank ends at once instead.
+        KeyboardInterrupt, Terminated: Ctrl-C, or SIGTERM or SIGUSR1 where there is no training that
+            could heed it; all ranks are gone by then. A launcher's rank ends at once instead.
     """
     launcher = find_launcher(os.environ)
     with terminable():

@@ -12,7 +12,8 @@ import os
 import signal
 import tempfile
 import time
-from multiprocessing import forkserver
+from functools import partial
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -22,6 +23,7 @@ from credit_dp.launch.outcome import Outcome, read_outcome
 from credit_dp.launch.place import name_of
 from credit_dp.launch.ranks import Ranks
 from credit_dp.launch.report import report_crash, report_refusal
+from credit_dp.launch.signals import ASKING, Terminated, heeding, held
 from credit_dp.launch.worker import started_rank
 
 LAST_WORDS = 0.5  # seconds in which ranks that fail of the same cause are still listened to
@@ -32,25 +34,47 @@ def start_nursery(run: str) -> None:
     module = run.partition(":")[0]
     preload = ["credit_dp.launch.nursery", module, "credit_dp.launch.worker", "torch"]
     multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
-    forkserver.ensure_running()
+    # A job queue may send its signals to all processes at once: those that help with starting keep
+    # them waiting, and what reaches a rank that is just being forked waits until it can act.
+    with held():
+        resource_tracker.ensure_running()  # unblocks SIGTERM when it is through
+    with held():
+        forkserver.ensure_running()
 
 
 def run_processes(config: Config, world: int, run: str) -> int:
-    """Run all ranks on this machine to their end; the return value is the exit code."""
+    """Run all ranks on this machine to their end; the return value is the exit code.
+
+    Raises:
+        Terminated: a signal came before the ranks trained or afterwards, or SIGTERM came again.
+    """
     start_nursery(run)
     with tempfile.TemporaryDirectory(prefix="credit_dp-", ignore_cleanup_errors=True) as folder:
         processes: list[ForkServerProcess] = []
         try:
             for rank in range(world):
                 processes.append(start_rank(Ranks(rank, world, rank, world), folder, run, config))
-            failed = wait_for_all(processes, Path(folder))
+            asked: list[int] = []
+            with heeding(partial(ask, processes, asked)):
+                failed = wait_for_all(processes, Path(folder))
             deaths = [(rank, process.exitcode) for rank, process in enumerate(processes)]
         finally:
             kill(processes)
         outcomes = [read_outcome(Path(folder), rank) for rank in range(world)]
         if failed:
+            if asked and any(-(code or 0) in ASKING for _, code in deaths):
+                raise Terminated(asked[0])  # a rank had nothing to save yet, or any more
             return report(outcomes, deaths, config.parallel)
         return max(outcome.code for outcome in outcomes if outcome is not None)
+
+
+def ask(processes: list[ForkServerProcess], asked: list[int], number: int) -> None:
+    """Hand a signal on to all ranks, as one that they may get several times, and note it."""
+    asked.append(number)
+    for process in processes:
+        if process.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGUSR1)
 
 
 def start_rank(ranks: Ranks, folder: str, run: str, config: Config) -> ForkServerProcess:

@@ -1,37 +1,120 @@
-"""SIGTERM as an exception where this program starts the ranks, as a call where it is a rank."""
+"""Signals that ask a process to stop: heeded by what can stop well, else the end of the process.
+
+SIGTERM and SIGUSR1 ask. While somebody heeds them they are handed on, until SIGTERM comes again.
+Else the process ends: by an exception where this program starts the ranks, in a listening thread
+where it is a rank that a launcher started, by the signal itself where it is a rank of our own.
+"""
 
 import contextlib
+import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import FrameType
+from typing import final
+
+ASKING = (signal.SIGTERM, signal.SIGUSR1)
+PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: start the same command again, with resume=auto
+TOGETHER = 2.0  # seconds: a job queue signals a rank and its launcher, which hands that on
 
 
 class Terminated(BaseException):
-    """SIGTERM arrived; like KeyboardInterrupt, nothing but the program's end should catch it."""
+    """A signal ends the program; like KeyboardInterrupt, nothing but its end should catch this.
+
+    `code` is that to exit with. SIGUSR1 announces an end that is not of the run's making, so that
+    whoever starts runs again is told to.
+    """
+
+    def __init__(self, number: int = signal.SIGTERM) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.code = PREEMPTED if number == signal.SIGUSR1 else 128 + number
+
+
+@final
+class Heed:
+    """Who in this process heeds signals, if anyone, and when SIGTERM first came."""
+
+    def __init__(self) -> None:
+        self.act: Callable[[int], None] | None = None
+        self.since: float | None = None
+
+    def take(self, number: int) -> bool:
+        """Hand a signal on; False if it ends the process instead. Called in any thread."""
+        now = time.monotonic()
+        if number == signal.SIGTERM and self.act is not None:
+            self.since = self.since or now
+        again = number == signal.SIGTERM and now - (self.since or now) > TOGETHER
+        if self.act is None or again or number not in ASKING:
+            return False
+        self.act(number)
+        return True
+
+
+_heed = Heed()  # a process has one set of signals
+
+
+@contextlib.contextmanager
+def heeding(act: Callable[[int], None]) -> Iterator[None]:
+    """Have a signal that asks to stop call `act(number)` meanwhile, if need be in another thread.
+
+    Where nobody else has set this process's signals up, that is done here; only a main thread can.
+    Once it has been asked, the process is taken to end: it is not ended sooner by a signal that
+    says the same and comes late, from a launcher that was slow to hand it on.
+    """
+    asked: list[int] = []
+
+    def note(number: int) -> None:
+        asked.append(number)
+        act(number)
+
+    def take(number: int, frame: FrameType | None) -> None:
+        if not _heed.take(number):
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    main = threading.current_thread() is threading.main_thread()
+    ours = [kind for kind in ASKING if main and signal.getsignal(kind) is signal.SIG_DFL]
+    outer, _heed.act, _heed.since = _heed.act, note, None
+    for kind in ours:
+        signal.signal(kind, take)
+    try:
+        yield
+    finally:
+        if asked and outer is None:
+            _heed.act = asked.append
+        else:
+            for kind in ours:
+                signal.signal(kind, signal.SIG_DFL)
+            _heed.act = outer
 
 
 @contextlib.contextmanager
 def terminable() -> Iterator[None]:
-    """Turn SIGTERM into `Terminated`, so that clean-up runs; only a main thread can."""
+    """Turn signals that nobody heeds into `Terminated`, so that clean-up runs.
+
+    Only a main thread can.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    def terminate(signum: int, frame: FrameType | None) -> None:
-        raise Terminated
+    def take(number: int, frame: FrameType | None) -> None:
+        if not _heed.take(number):
+            raise Terminated(number)
 
-    before = signal.signal(signal.SIGTERM, terminate)
+    before = [signal.signal(kind, take) for kind in ASKING]
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for kind, handler in zip(ASKING, before, strict=True):
+            signal.signal(kind, handler)
 
 
 @contextlib.contextmanager
 def on_stop(act: Callable[[int], None]) -> Iterator[None]:
-    """Have SIGTERM and SIGINT call `act(number)` in a thread of its own, and do nothing else.
+    """Have SIGINT, and signals that nobody heeds, call `act(number)` in a thread of its own.
 
     Python runs handlers in the main thread between two lines of Python: one that waits in a
     collective gets there only when the collective ends. Only a main thread can set this up.
@@ -40,17 +123,17 @@ def on_stop(act: Callable[[int], None]) -> Iterator[None]:
         yield
         return
 
-    def heed() -> None:
+    def listen() -> None:
         while number := ear.recv(1):
-            if number[0] in kinds:
+            if number[0] in kinds and not _heed.take(number[0]):
                 act(number[0])
 
-    kinds = (signal.SIGTERM, signal.SIGINT)
+    kinds = (*ASKING, signal.SIGINT)
     ear, mouth = socket.socketpair()
     mouth.setblocking(False)
-    before = [signal.signal(kind, lambda signum, frame: None) for kind in kinds]
+    before = [signal.signal(kind, lambda number, frame: None) for kind in kinds]
     woken = signal.set_wakeup_fd(mouth.fileno(), warn_on_full_buffer=False)
-    listener = threading.Thread(target=heed, daemon=True)
+    listener = threading.Thread(target=listen, daemon=True)
     listener.start()
     try:
         yield
@@ -61,3 +144,13 @@ def on_stop(act: Callable[[int], None]) -> Iterator[None]:
         mouth.close()
         listener.join()
         ear.close()
+
+
+@contextlib.contextmanager
+def held(kinds: tuple[signal.Signals, ...] = ASKING) -> Iterator[None]:
+    """Keep signals waiting, here and in processes that are started meanwhile."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, kinds)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -20,6 +20,7 @@ from credit_dp.config import ParallelConfig
 from credit_dp.launch.place import name_of
 from credit_dp.launch.ranks import Ranks
 from credit_dp.launch.report import after_first_rank, report_refusal
+from credit_dp.launch.signals import Terminated
 from credit_dp.launch.store import Store
 
 SETTLE = 0.2  # seconds until a killed process is seen to be gone by those that it was connected to
@@ -39,6 +40,7 @@ class Witness:
         self.ranks = ranks
         self.parallel = parallel
         self.store: Store | None = None
+        self.served: Store | None = None
         self.processes: dict[int, int] = {}  # rank -> id, on this machine
         self.listener: threading.Thread | None = None
         self.leaving = False
@@ -51,6 +53,7 @@ class Witness:
         keys = [f"credit_dp/process/{rank}" for rank in range(self.ranks.world_size)]
         told = [value.decode().rsplit(" ", 1) for value in store.multi_get(keys)]
         self.processes = {rank: int(pid) for rank, (where, pid) in enumerate(told) if where == own}
+        self.served = store  # by one of the ranks, if the launcher does not: until all have left
         self.store = store.clone()  # a connection of its own: the other one may be busy
         ear = store.clone()
         self.listener = threading.Thread(target=self.listen, args=(ear,), daemon=True)
@@ -81,10 +84,10 @@ class Witness:
         """End on a signal; if it comes because a rank is gone, one rank has to say so first."""
         if number == signal.SIGINT and self.ranks.rank == 0:
             sys.stderr.write("\ninterrupted\n")
-        if number == signal.SIGTERM:
+        if number != signal.SIGINT and not self.leaving:  # else those that are gone were through
             self.speak(None)
         time.sleep(SETTLE)  # others still look who is gone
-        os._exit(128 + number)
+        os._exit(Terminated(number).code)
 
     def fail(self, report: Callable[[], None]) -> None:
         """Report why this rank fails, or what it follows from; not if another rank has spoken."""

@@ -22,6 +22,7 @@ from credit_dp.launch.layout import own_gpu, threads_per_rank
 from credit_dp.launch.nursery import die_with_parent
 from credit_dp.launch.outcome import Outcome, write_outcome
 from credit_dp.launch.ranks import Ranks
+from credit_dp.launch.signals import ASKING
 from credit_dp.launch.store import Store
 
 Run = Callable[[Config, Ranks], int]
@@ -36,7 +37,9 @@ def started_rank(
     die_with_parent()
     os.setpgid(0, 0)  # so that the parent can end this rank together with what it started
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to every process: the parent decides
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for kind in ASKING:  # until there is something to save
+        signal.signal(kind, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKING)
     os.environ.update(environment)
     try:
         code = run_rank(config, ranks, run, f"file://{folder}/store")
@@ -67,8 +70,9 @@ def run_rank(
     attend: Callable[[Store], None] | None = None,
 ) -> int:
     """Run the function on this rank, inside a process group if there is more than one rank."""
-    with contextlib.suppress(ValueError, OSError, AttributeError):  # stderr may be no real file
-        faulthandler.register(signal.SIGUSR1)  # stacks of a run that hangs: kill -USR1
+    if signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:  # job launchers may use it themselves
+        with contextlib.suppress(ValueError, OSError, AttributeError):  # stderr may be no real file
+            faulthandler.register(signal.SIGUSR2)  # stacks of a run that hangs: kill -USR2
     with threads(threads_per_rank(config.parallel, ranks, os.environ)):
         set_logging(ranks)
         function = find_function(run)

@@ -19,6 +19,7 @@ from torch.distributed.pipelining import (
 from credit_dp.errors import UserError
 from credit_dp.pipeline_parallel.bubble import Stopwatch
 from credit_dp.pipeline_parallel.stages import Slots, Stage
+from credit_dp.spans import BACKWARD, FORWARD, span
 
 Schedule = ScheduleGPipe | Schedule1F1B | ScheduleInterleaved1F1B
 
@@ -60,14 +61,14 @@ class ScheduledStage(PipelineStage):
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run a micro-batch forward."""
         self._begin(fwd_chunk_id)
-        with self._watch.busy(), _Unwrapped(), warnings.catch_warnings():
+        with self._watch.busy(), span(FORWARD), _Unwrapped(), warnings.catch_warnings():
             # FSDP2 says so of what a stage hands on untouched; nothing changes it in place.
             warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run a micro-batch backward."""
-        with self._watch.busy(), _Unwrapped():
+        with self._watch.busy(), span(BACKWARD), _Unwrapped():
             return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
 

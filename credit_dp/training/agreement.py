@@ -20,17 +20,20 @@ def grouped() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def gather(value: T) -> list[T]:
-    """What each rank gives, in the order of the ranks, on every rank; collective."""
+def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """What each rank gives, in the order of the ranks, on every rank; collective.
+
+    `group` has all ranks, too: a thread beside training has one of its own.
+    """
     if not grouped() or dist.get_world_size() == 1:
         return [value]
     found: list[T | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
+    dist.all_gather_object(found, value, group=group)
     return found  # type: ignore[return-value]  # every place has been filled
 
 
-def together(action: Callable[[], T]) -> T:
-    """Do something on every rank, or refuse it on every rank with the same line; collective.
+def together(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+    """Do something on every rank, or refuse it on every rank with the same line; see `gather`.
 
     Raises:
         UserError: that of the first rank that has one.
@@ -40,7 +43,7 @@ def together(action: Callable[[], T]) -> T:
         result = action()
     except UserError as error:
         refusal = str(error)
-    refusals = [line for line in gather(refusal) if line is not None]
+    refusals = [line for line in gather(refusal, group) if line is not None]
     if refusals:
         raise UserError(refusals[0])
     return result  # type: ignore[return-value]  # nothing was refused, so there is one

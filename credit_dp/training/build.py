@@ -11,7 +11,7 @@ from credit_dp.config import Config
 from credit_dp.data.loader import Loader, Reads
 from credit_dp.data.normalise import Normaliser
 from credit_dp.data.prepare import Prepared
-from credit_dp.data.sampling import SampleSequence, sample_times
+from credit_dp.data.sampling import Lengths, SampleSequence, sample_times
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.evaluation.valid_points import ValidPoints
 from credit_dp.forecast.step import ForecastStep, Model
@@ -19,11 +19,13 @@ from credit_dp.pipeline_parallel.model_layout import home_device
 from credit_dp.training.checkpoint import TrainingState
 from credit_dp.training.data_description import describe_data
 from credit_dp.training.loss import WeightedLoss, build_loss
+from credit_dp.training.loss_names import LossNames
 from credit_dp.training.model_parts import build_parts
 from credit_dp.training.optimisation import build_optimiser, build_schedule
 from credit_dp.training.shared_reading import share_reading
-from credit_dp.training.state import named_parameters
+from credit_dp.training.state import named_parameters, saved_parameters
 from credit_dp.training.trainer import Trainer
+from credit_dp.training.weight_average import WeightAverage
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
@@ -70,10 +72,14 @@ def build_training(
         config.model.frames,
         reads_of(config, manager),
         share_reading(prepared.store, manager),
+        rollout_lengths(config, sequence),
     )
     optimiser = build_optimiser(named_parameters(model.parts), config.optimizer)
     schedule = build_schedule(optimiser, config.optimizer, config.trainer.steps)
     data = describe_data(prepared, config.model)
+    average = None
+    if config.optimizer.ema is not None:
+        average = WeightAverage(saved_parameters(model.parts), config.optimizer.ema)
     state = TrainingState(
         model.parts,
         optimiser,
@@ -83,11 +89,14 @@ def build_training(
         config.seed,
         static=lambda: prepared.store.static(slice(None)),
         valid=lambda: prepared.store.masks(slice(None)),
+        average=average,
     )
     forecast, loss = build_step(config, prepared, manager, model.forecasting, like)
     gradients = model.gradients(config, manager, forecast, loss)
     every = config.parallel.check_replicas_every
-    trainer = Trainer(config.trainer, state, gradients, manager, every)
+    variables = tuple(channel.variable for channel in prepared.store.channels.out)
+    names = LossNames(variables, prepared.store.config.step_hours)
+    trainer = Trainer(config.trainer, state, gradients, manager, every, names=names)
     return Training(trainer, loader, forecast, like, rows)
 
 
@@ -134,9 +143,15 @@ def build_sequence(
         UserError: the global batch does not divide among the data ranks, or samples are too few.
     """
     return SampleSequence(
-        len(sample_times(prepared, "train", config.model.frames)),
+        len(sample_times(prepared, "train", config.model.frames, config.trainer.longest_rollout)),
         config.data.batch_size,
         manager.dp_rank,
         manager.dp_world_size,
         config.seed,
     )
+
+
+def rollout_lengths(config: Config, sequence: SampleSequence) -> Lengths:
+    """How long the rollout of each batch is: batch number n is that of optimiser step n."""
+    trainer, batches = config.trainer, sequence.batches_per_epoch
+    return Lengths(trainer.longest_rollout, partial(trainer.rollout_at, steps_per_epoch=batches))

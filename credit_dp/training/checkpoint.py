@@ -3,20 +3,20 @@
 Each rank writes its own shards and reads what it needs of them; nothing is gathered on the way.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-import torch
-from torch import Tensor
-
-import credit_dp
 from credit_dp.errors import UserError
 from credit_dp.training import checkpoint_files as files
-from credit_dp.training.agreement import gather, own_rank, together
+from credit_dp.training.agreement import gather, together
+from credit_dp.training.checkpoint_writing import (
+    Snapshot,
+    constants_of,
+    shapes_of_all_ranks,
+    write,
+)
+from credit_dp.training.checkpoints_kept import Kept
 from credit_dp.training.data_description import Description, check_data
-from credit_dp.training.shards import Shape, check_shards, read_shards, readable, write_shards
+from credit_dp.training.shards import Shape, alone_or_not, check_shards, read_shards, readable
 from credit_dp.training.state import GENERATOR, MODEL, TrainingState
 
 __all__ = ["TrainingState", "find_checkpoint", "load_checkpoint", "save_checkpoint"]
@@ -37,21 +37,10 @@ def save_checkpoint(folder: Path, state: TrainingState, config: str) -> Path:
         UserError: on all ranks, if one could not write, for instance because the disk is full.
     """
     path = files.step_folder(folder, state.step)
-    part = files.unfinished_folder(path)
-    first = own_rank() == 0
-    try:
-        together(lambda: begin(part, state.step) if first else None)
-        together(lambda: check_shared(part))
-        constants = together(lambda: state.constants() if first else {})
-        tensors = {**state.tensors(), **constants}
-        with could_not_be_written(part, state.step):
-            write_shards(part, tensors)
-        numbers = {**state.numbers(), **describe(part, tensors), "config": config}
-        together(lambda: finish(part, path, numbers) if first else None)
-    except UserError:
-        if first:
-            files.abandon(part)
-        raise
+    constants = constants_of(state)
+    snapshot = together(lambda: Snapshot.of(state, config))
+    with alone_or_not():
+        write(path, snapshot, constants, Kept())
     return path
 
 
@@ -143,53 +132,3 @@ def of_model(shapes: dict[str, Shape]) -> dict[str, Shape]:
     return {
         name.removeprefix(MODEL): shape for name, shape in shapes.items() if name.startswith(MODEL)
     }
-
-
-def shapes_of_all_ranks(tensors: dict[str, Tensor]) -> dict[str, Shape]:
-    """The whole shape of every tensor that a rank has; collective, and the same on all ranks."""
-    own = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    return {name: shape for part in gather(own) for name, shape in part.items()}
-
-
-def begin(part: Path, step: int) -> None:
-    """Make the folder to write into."""
-    with could_not_be_written(part, step):
-        files.begin(part)
-
-
-def check_shared(part: Path) -> None:
-    """Refuse a folder that only some of the ranks see."""
-    if not part.is_dir():
-        raise UserError(
-            f"{part.parent}: has to be on a disk that all machines share, but rank {own_rank()} "
-            "does not see what rank 0 wrote there. Change run.dir."
-        )
-
-
-def describe(part: Path, tensors: dict[str, Tensor]) -> dict[str, Any]:
-    """What is needed to find and to check the tensors; collective."""
-    return {
-        "tensors": shapes_of_all_ranks(tensors),
-        # Each rank sees its own file at least, however slow the disk is to show those of others.
-        "shards": sorted({name for names in gather(files.shard_names(part)) for name in names}),
-        "versions": {"credit_dp": credit_dp.__version__, "torch": torch.__version__},
-    }
-
-
-def finish(part: Path, path: Path, numbers: dict[str, Any]) -> None:
-    """Complete a checkpoint and give it its name."""
-    with could_not_be_written(part, numbers["step"]):
-        files.finish(part, path, numbers)
-
-
-@contextmanager
-def could_not_be_written(part: Path, step: int) -> Iterator[None]:
-    """Say in one line that a checkpoint could not be written."""
-    try:
-        yield
-    except OSError as error:
-        raise UserError(
-            f"{part.parent}: the checkpoint of step {step} could not be written "
-            f"({error.strerror or error}). The previous one is untouched; free space there or "
-            f"change run.dir, then go on with resume=auto."
-        ) from error

@@ -52,7 +52,12 @@ def whole_steps(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     found = [path for path in folder.iterdir() if STEP.fullmatch(path.name)]
-    return sorted((p for p in found if (p / STATE).is_file()), key=lambda p: int(p.name[5:]))
+    return sorted((path for path in found if (path / STATE).is_file()), key=step_of)
+
+
+def step_of(path: Path) -> int:
+    """The step that a checkpoint's name says."""
+    return int(path.name.removeprefix("step-"))
 
 
 def locate(key: str, value: str) -> Path:
@@ -88,7 +93,7 @@ def begin(part: Path) -> None:
 
 
 def finish(part: Path, path: Path, numbers: Numbers) -> None:
-    """Complete a checkpoint whose shards are written, give it its name and remove older ones.
+    """Complete a checkpoint whose shards are written, and give it its name.
 
     Raises:
         OSError: it could not be written.
@@ -102,9 +107,6 @@ def finish(part: Path, path: Path, numbers: Numbers) -> None:
         os.replace(path, unfinished_folder(path.with_name(f"{path.name}-old")))
     os.replace(part, path)
     sync(path.parent)
-    for other in [*whole_steps(path.parent), *path.parent.glob(".step-*.part")]:
-        if other != path:
-            shutil.rmtree(other, ignore_errors=True)
 
 
 def sync(folder: Path) -> None:

@@ -1,5 +1,7 @@
 """The training loss: an error weighted by area, pressure level and variable.
 
+To the error point by point may be added that of the spectrum of each row, weighted alike.
+
 Each rank sums over its own rows and divides by the weight of the whole globe. The domain's ranks
 thus add up to the loss of the whole globe, and no rank needs another's rows to know its share.
 Points that a field has no values on count neither in the sum nor in the weight, so that a channel
@@ -7,20 +9,41 @@ weighs the same whatever it covers.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import final
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional
 
 from credit_dp.config import LossConfig
 from credit_dp.data.grid import row_weights
 from credit_dp.data.schema import Channel, Channels, suggestions
 from credit_dp.errors import UserError
 from credit_dp.evaluation.valid_points import ValidPoints
+from credit_dp.training.spectrum import spectrum_error
 
-POINTWISE: dict[str, Callable[[Tensor], Tensor]] = {"mse": torch.square, "mae": torch.abs}
+
+def huber(difference: Tensor, delta: float) -> Tensor:
+    """`d^2 / 2` up to `delta`, beyond it `delta (|d| - delta / 2)`.
+
+    Source: Huber 1964, Robust estimation of a location parameter.
+    """
+    return functional.huber_loss(
+        difference, torch.zeros_like(difference), reduction="none", delta=delta
+    )
+
+
+def pointwise(config: LossConfig) -> Callable[[Tensor], Tensor]:
+    """The error at a point as a function of the difference there."""
+    errors: dict[str, Callable[[Tensor], Tensor]] = {
+        "mse": torch.square,
+        "mae": torch.abs,
+        "huber": partial(huber, delta=config.huber_delta),
+    }
+    return errors[config.name]
 
 
 @final
@@ -31,24 +54,25 @@ class WeightedLoss:
         forecast and target `(B, C, h, W)`, both normalised -> scalar.
 
     Args:
-        name: `mse` or `mae`.
+        config: which error it is; its weights are in `rows` and `channels` already.
         rows: weight of each own row, `(h,)`, scaled so that the globe's weights have mean 1.
         channels: weight of each channel, `(C,)`: they sum to 1 if all points have values.
-        scale: of normalised changes over one step, `(C, 1, 1)`; 1 for what only comes out.
+        scale: what differences are divided by, `(C, 1, 1)`.
         height: rows of the whole globe.
         points: those with values, if not all have them.
     """
 
     def __init__(
         self,
-        name: str,
+        config: LossConfig,
         rows: Tensor,
         channels: Tensor,
         scale: Tensor,
         height: int,
         points: ValidPoints | None = None,
     ) -> None:
-        self.pointwise = POINTWISE[name]
+        self.pointwise = pointwise(config)
+        self.spectrum = config.spectrum
         self.scale = scale
         self.points = points
         self.weight = rows[:, None] * channels[:, None, None] / height
@@ -58,13 +82,19 @@ class WeightedLoss:
         return self.by_channel(forecast, target).sum()
 
     def by_channel(self, forecast: Tensor, target: Tensor) -> Tensor:
-        """What each channel adds to the loss: `(C,)`."""
-        difference = (forecast - target) / self.scale
-        if self.points is not None:
-            difference = self.points.only(difference)
-        error = self.pointwise(difference)
+        """What each channel adds to the loss, with its spectrum if that counts: `(C,)`."""
+        error = self.pointwise(self.scaled(forecast - target))
         batch, _, _, width = error.shape
-        return (error * self.weight).sum((0, 2, 3)) / (batch * width)
+        total = (error * self.weight).sum((0, 2, 3)) / (batch * width)
+        if self.spectrum:
+            error = spectrum_error(self.scaled(forecast), self.scaled(target))
+            total = total + self.spectrum * (error * self.weight[..., 0]).sum((0, 2)) / batch
+        return total
+
+    def scaled(self, fields: Tensor) -> Tensor:
+        """In units of the loss; 0 where there are no values, in forecast and target alike."""
+        fields = fields / self.scale
+        return fields if self.points is None else self.points.only(fields)
 
 
 def build_loss(
@@ -84,7 +114,8 @@ def build_loss(
         channels: of the model.
         latitude: of all rows.
         rows: the rank's own.
-        scale: `(C, 1, 1)`, see `WeightedLoss`; its device and dtype become the loss's.
+        scale: `(C, 1, 1)`, of normalised changes over one step, 1 for what only comes out; its
+            device and dtype become the loss's. It counts with `loss.tendency` only.
         points: those with values, if not all have them.
 
     Raises:
@@ -100,7 +131,9 @@ def build_loss(
         refuse_empty(channels, covered)
         # What divides by all points of the globe is to divide by those with values.
         shares = shares * (len(latitude) * points.columns / covered).to(scale)
-    return WeightedLoss(config.name, own.to(scale), shares, scale, len(latitude), points)
+    if not config.tendency:
+        scale = torch.ones_like(scale)
+    return WeightedLoss(config, own.to(scale), shares, scale, len(latitude), points)
 
 
 def refuse_empty(channels: Channels, covered: Tensor) -> None:

@@ -24,10 +24,14 @@ from credit_dp.pipeline_parallel.costs import cut_points, segment_costs
 from credit_dp.pipeline_parallel.model_layout import place_model
 from credit_dp.pipeline_parallel.pipeline import Pipeline
 from credit_dp.pipeline_parallel.stages import Stage, cut_model
+from credit_dp.training.autocast import compute_in
+from credit_dp.training.compilation import compile_model
+from credit_dp.training.freezing import freeze
 from credit_dp.training.gradients import replicas
 from credit_dp.training.loss import WeightedLoss
 from credit_dp.training.parameter_shards import replicas_and_shards, shard_parameters
 from credit_dp.training.passes import ModelPass, Pass, PipelinePass
+from credit_dp.training.recomputed import Recomputed
 
 
 @final
@@ -62,6 +66,8 @@ class ModelParts:
             group = replicas(manager) if ddp else None
             return PipelinePass(self.pipeline, forecast, loss, micros, manager, group)
         model = self.parts[0]
+        if config.trainer.checkpoint_activations:
+            model = Recomputed(model)
         if ddp and manager.world_size > 1:
             model = averaging(model, config.parallel)
         return ModelPass(model, forecast.of(model), loss, micros, manager.domain_world_size)
@@ -94,6 +100,7 @@ def build_parts(
     if isinstance(config.model, OwnModelConfig):
         check_model(model, fields.inputs, fields.outputs, store.grid)
     number_depths(model)
+    freeze(model, config.trainer.freeze)
     shares = replicas_and_shards(manager) if parallel.data_mode == "fsdp2" else None
     batch = config.data.batch_size // manager.dp_world_size // microbatches(config)
     shape = (batch, fields.inputs, *store.grid)
@@ -102,11 +109,16 @@ def build_parts(
         stages = _stages(model, parallel, manager, shape)
         for stage in stages:
             _share_out(stage.module, shares, parallel, like)
+            _autocast(stage.module, config, like)
         pipeline = Pipeline(stages, manager, parallel.schedule, microbatches(config))
         return ModelParts(pipeline.parts, pipeline)
     model = shard_model(model.to(like.dtype), manager, shape)
     _share_out(model, shares, parallel, like)
-    return ModelParts((place_model(model, parallel.layout, first_gpu),))
+    model = place_model(model, parallel.layout, first_gpu)
+    _autocast(model, config, like)
+    if config.compile:
+        compile_model(model, like.device)
+    return ModelParts((model,))
 
 
 def _stages(
@@ -130,6 +142,12 @@ def _share_out(
         part.to(like.device)
     if shares is not None:
         shard_parameters(part, shares, parallel, like.dtype)
+
+
+def _autocast(part: nn.Module, config: Config, like: Tensor) -> None:
+    """Let a part compute in the dtype that the config asks for, if it does."""
+    if config.trainer.autocast is not None:
+        compute_in(part, getattr(torch, config.trainer.autocast), like)
 
 
 def averaging(model: nn.Module, parallel: ParallelConfig) -> nn.Module:

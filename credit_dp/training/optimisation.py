@@ -1,7 +1,7 @@
-"""AdamW with linear warm-up and a cosine, and the seed of each step's random numbers."""
+"""AdamW, the curve of its learning rate, and the seed of each step's random numbers."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,12 +11,18 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from credit_dp.config import OptimizerConfig
 
+# Ends of the names of parameters on which weight decay does not act, besides those of norms:
+# biases, and tables of what a position adds.
+KEPT = ("bias", "table", "pos_embed")
+
 
 def build_optimiser(parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> AdamW:
-    """AdamW over all parameters, those of `decays` with weight decay."""
+    """AdamW over all parameters that are not frozen, those of `decays` with weight decay."""
     groups = [
         {
-            "params": [p for name, p in parameters.items() if decays(name, p) is decay],
+            "params": [
+                p for name, p in parameters.items() if p.requires_grad and decays(name, p) is decay
+            ],
             "weight_decay": config.weight_decay if decay else 0.0,
         }
         for decay in (True, False)
@@ -26,24 +32,58 @@ def build_optimiser(parameters: Mapping[str, nn.Parameter], config: OptimizerCon
 
 
 def decays(name: str, parameter: nn.Parameter) -> bool:
-    """Whether weight decay acts on a parameter: not on biases and the affine part of norms.
+    """Whether weight decay acts on a parameter: not on biases, tables and the affine part of norms.
 
     Told by name and shape, which sharding keeps; module types change on conversion.
+
+    Source: Liu et al. 2021, whose published training exempts biases, norms, tables of relative
+    position biases and position embeddings.
     """
-    return parameter.ndim > 1 and not name.endswith("bias")
+    return parameter.ndim > 1 and not name.endswith(KEPT)
 
 
 def build_schedule(optimiser: AdamW, config: OptimizerConfig, steps: int) -> LambdaLR:
-    """Linear warm-up to `lr` over `warmup_steps`, then half a cosine to `final_lr` at `steps`."""
-    lowest = config.final_lr / config.lr
+    """The learning rate of each of `steps` steps, as a factor of `lr`.
+
+    It rises in a line over the first `warmup_steps`, the last of which has all of it; what comes
+    then is that of `schedule`.
+    """
+    later = CURVES[config.schedule]
 
     def factor(step: int) -> float:
         if step < config.warmup_steps:
             return (step + 1) / config.warmup_steps
-        done = (step - config.warmup_steps) / max(1, steps - config.warmup_steps)
-        return lowest + (1 - lowest) * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
+        return later(config, step - config.warmup_steps, steps - config.warmup_steps)
 
     return LambdaLR(optimiser, factor)
+
+
+def cosine(config: OptimizerConfig, step: int, steps: int) -> float:
+    """Half a cosine from 1 to `final_lr` at the end, where it stays.
+
+    Source: Loshchilov & Hutter 2017, eq. 5, without restarts.
+    """
+    lowest = config.final_lr / config.lr
+    done = min(step / max(1, steps), 1.0)
+    return lowest + (1 - lowest) * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def constant(config: OptimizerConfig, step: int, steps: int) -> float:
+    """All of it."""
+    return 1.0
+
+
+def stairs(config: OptimizerConfig, step: int, steps: int) -> float:
+    """Times `decay_factor` after every `decay_every` steps."""
+    return float(config.decay_factor ** (step // config.decay_every))
+
+
+# By their names in `optimizer.schedule`: (config, steps since the warm-up, all of these) -> factor.
+CURVES: dict[str, Callable[[OptimizerConfig, int, int], float]] = {
+    "cosine": cosine,
+    "constant": constant,
+    "step": stairs,
+}
 
 
 def move_schedule(optimiser: Optimizer, schedule: LambdaLR, saved: dict[str, Any]) -> None:

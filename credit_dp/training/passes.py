@@ -17,8 +17,10 @@ from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
 from credit_dp.forecast.step import ForecastStep
 from credit_dp.pipeline_parallel.pipeline import Pipeline
+from credit_dp.spans import BACKWARD, FORWARD, span
 from credit_dp.training.gradients import average_gradients
 from credit_dp.training.loss import WeightedLoss
+from credit_dp.training.recomputed import Recomputed
 
 # Prepares a part of the model for a micro-batch, given by its number.
 Prepare = Callable[[nn.Module, int], None]
@@ -32,15 +34,29 @@ class Pass(ABC):
     gets a loss that is multiplied by the ranks of a domain.
 
     Args:
-        loss: of a micro-batch.
+        loss: of a forecast step, of a micro-batch.
         micros: into how many micro-batches a batch is cut.
         domain: ranks of a domain.
+
+    Attributes:
+        detail: this rank's share of the last batch's loss, by forecast step and channel,
+            `(steps, C)`; the loss is the mean over steps of the sum over channels.
     """
 
     def __init__(self, loss: WeightedLoss, micros: int, domain: int) -> None:
         self.loss = loss
         self.micros = micros
         self.domain = domain
+        self.detail = self.no_loss()
+
+    def no_loss(self, steps: int = 1) -> Tensor:
+        """Zeros like `detail`."""
+        return self.loss.weight.new_zeros(steps, self.channels)
+
+    @property
+    def channels(self) -> int:
+        """How many come out of a forecast step."""
+        return len(self.loss.scale)
 
     @abstractmethod
     def __call__(self, batch: Batch, prepare: Prepare) -> Tensor:
@@ -53,7 +69,10 @@ class Pass(ABC):
 
 @final
 class ModelPass(Pass):
-    """Over a model that this rank holds whole.
+    """Over a model that this rank holds whole, in rollouts of as many steps as targets.
+
+    The gradient goes back through all steps, each of which starts from the rank's own rows of the
+    one before. A sample loses the same branches to stochastic depth in all of them.
 
     Args:
         model: what `forecast` calls: in DDP, sharded by FSDP2, or alone.
@@ -78,21 +97,37 @@ class ModelPass(Pass):
         Raises:
             UserError: the loss does not depend on a parameter, which DDP would wait for.
         """
-        total = self.loss.weight.new_zeros(())
+        self.detail = self.no_loss(self._steps(batch))
         for micro, part in enumerate(batch.split(self.micros)):
             prepare(self.model, micro)
             with self._sending(micro == self.micros - 1):
-                forecast = self.forecast(part.now, part.forcing, part.static)
-                share = self.loss(forecast, part.target) / self.micros
-                torch.autograd.backward(share * self.domain)
-            total += share.detach()
+                with span(FORWARD):
+                    losses = self._losses(part) / self.micros
+                with span(BACKWARD):
+                    torch.autograd.backward(losses.mean(0).sum() * self.domain)
+            self.detail += losses.detach()
         self._refuse_unused()
-        return total
+        return self.detail.mean(0).sum()
+
+    def _losses(self, part: Batch) -> Tensor:
+        """What each channel adds to the loss of each step: `(steps, C)`."""
+        steps = self._steps(part)
+        targets = part.target.tensor_split(steps, dim=1)
+        forcings = part.forcing.tensor_split(steps, dim=1)
+        forecasts = self.forecast.rollout(part.now, forcings, part.static)
+        # Targets first: a rollout that is asked for no more makes no further state.
+        pairs = zip(targets, forecasts, strict=False)
+        return torch.stack([self.loss.by_channel(made, target) for target, made in pairs])
+
+    def _steps(self, batch: Batch) -> int:
+        return batch.target.shape[1] // self.channels
 
     def _refuse_unused(self) -> None:
         if not isinstance(self.model, DistributedDataParallel):
             return
-        for name, parameter in self.model.module.named_parameters():
+        model = self.model.module
+        plain = model.model if isinstance(model, Recomputed) else model
+        for name, parameter in plain.named_parameters():
             if parameter.requires_grad and parameter.grad is None:
                 raise UserError(
                     f"parallel.data_mode: ddp needs every parameter in the loss, {name} is not. "
@@ -134,14 +169,15 @@ class PipelinePass(Pass):
     def __call__(self, batch: Batch, prepare: Prepare) -> Tensor:
         """See `Pass`; the share is zero on ranks that have not the last stage."""
         inputs = torch.cat([batch.now, batch.forcing, batch.static], dim=1)
-        channels = len(self.loss.scale)
+        channels, self.detail = self.channels, self.no_loss()
         # The state that the output is added to goes with the target, as more channels of it.
         wanted = torch.cat([batch.target, batch.now[:, -self.forecast.states :]], dim=1)
 
         def loss(output: Tensor, wanted: Tensor) -> Tensor:
             target, last = wanted[:, :channels], wanted[:, channels:]
-            share = self.loss(self.forecast.fields(output, last), target)
-            return share * self.domain / self.micros
+            losses = self.loss.by_channel(self.forecast.fields(output, last), target) / self.micros
+            self.detail += losses.detach()
+            return losses.sum() * self.domain
 
         def begin(part: int, micro: int) -> None:
             prepare(self.pipeline.parts[part], micro)

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,9 +43,36 @@ class RunFolder:
         return self.path / "config.yaml"
 
     @property
+    def code(self) -> Path:
+        """Versions, commit and uncommitted changes of the code that ran."""
+        return self.path / "code.diff"
+
+    @property
+    def trace(self) -> Path:
+        """Chrome's trace of a few steps of rank 0, if it was asked for."""
+        return self.path / "trace-rank0.json"
+
+    @property
     def map(self) -> Path:
         """Forecast, truth and error of one field."""
         return self.path / "forecast.png"
+
+    @property
+    def again(self) -> str:
+        """The command that does the run once more, in another folder."""
+        return f"credit-dp train --again {shlex.quote(str(self.path.absolute()))}"
+
+    def shown(self) -> dict[str, Path]:
+        """What a user is told of at the end, by label."""
+        return {
+            "checkpoint": self.checkpoint,
+            "metrics": self.scores,
+            "training log": self.log,
+            "config": self.config,
+            "map": self.map,
+            "code": self.code,
+            "trace": self.trace,
+        }
 
 
 def resolved_yaml(config: Config) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
@@ -38,8 +39,12 @@ UNREADABLE = (
 )
 
 
-def write_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
+def write_shards(
+    folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None = None
+) -> None:
     """Write this rank's share of tensors, sharded or replicated; collective.
+
+    Call it inside `alone_or_not`, which a thread beside training must not enter itself.
 
     Raises:
         OSError: on all ranks, if one could not write.
@@ -48,8 +53,14 @@ def write_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     # Of what several ranks have, the lowest one's is saved, whatever the mesh.
     planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
-    with alone_or_not(), first_failure():
-        save(whole, storage_writer=writer, planner=planner, no_dist=not grouped())
+    with first_failure():
+        save(
+            whole,
+            storage_writer=writer,
+            planner=planner,
+            process_group=group,
+            no_dist=not grouped(),
+        )
 
 
 def check_shards(key: str, folder: Path, wanted: dict[str, Shape]) -> None:
@@ -112,7 +123,10 @@ def first_failure() -> Iterator[None]:
 
 @contextmanager
 def alone_or_not() -> Iterator[None]:
-    """One process without a process group is as good as several ranks: no warning."""
+    """One process without a process group is as good as several ranks: no warning.
+
+    Which warnings are shown is a matter of the whole process: for its main thread only.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         yield

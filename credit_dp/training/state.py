@@ -1,6 +1,7 @@
 """All that changes while training: what a checkpoint holds, under names that every mesh shares."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, final
 
@@ -8,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -19,6 +21,8 @@ from credit_dp.training.weight_average import WeightAverage
 
 MODEL, OPTIMISER, GENERATOR, STATIC = "model.", "optimiser.", "random.generator", "static"
 VALID = "valid"
+AVERAGED = "averaged"  # how many updates averages have taken in
+AVERAGE = "average."  # of a weight, which is called as in the model
 COUNT = "step"  # of a parameter's updates, as the optimiser calls it
 
 
@@ -56,6 +60,18 @@ class TrainingState:
     valid: Callable[[], NDArray[np.bool_] | None] | None = None
     average: WeightAverage | None = None
 
+    @contextmanager
+    def forecasting(self) -> Iterator[None]:
+        """Let the model forecast meanwhile, with the averages of its weights if there are any."""
+        gather_no_more(self.parts)
+        with ExitStack() as after:
+            if self.average is not None:
+                after.enter_context(self.average.in_place())
+            after.callback(gather_no_more, self.parts)
+            after.callback(self.train)
+            self.train(False)
+            yield
+
     @property
     def trained(self) -> dict[str, nn.Parameter]:
         """Those of `parameters` that are not frozen."""
@@ -81,9 +97,12 @@ class TrainingState:
             for name, parameter in self.parameters.items()
             for key, value in self.optimiser.state.get(parameter, {}).items()
         }
+        averages = {} if self.average is None else self.average.averages
+        averaged = {f"{AVERAGE}{name}": average for name, average in averages.items()}
         # Each step's numbers are drawn from (seed, step, rank), so the seed is what has to be
         # kept; the generator's own state is for whoever draws outside of a step.
-        return {**model_tensors(self.parts), **moments, GENERATOR: torch.get_rng_state()}
+        model = model_tensors(self.parts)
+        return {**model, **moments, **averaged, GENERATOR: torch.get_rng_state()}
 
     def constants(self) -> dict[str, Tensor]:
         """What a checkpoint carries besides: read by one rank, for all."""
@@ -101,18 +120,24 @@ class TrainingState:
             "schedule": self.schedule.state_dict(),
             "sampler": self.sampler.state_dict(),
             "data": self.data,
+            **({} if self.average is None else {AVERAGED: self.average.updates}),
         }
 
     def make_room(self, saved: dict[str, Shape]) -> dict[str, Tensor]:
-        """The tensors to load those of a checkpoint into; forgets the optimiser's own."""
+        """The tensors to load those of a checkpoint into; forgets the optimiser's own.
+
+        What it knows of a parameter that is frozen now has no room, nor has an average that it does
+        not have: that one starts from the weights, see `go_on`.
+        """
         self.optimiser.state.clear()
-        parameters = self.parameters
+        parameters = self.trained
         for saved_name, shape in saved.items():
             name, _, key = saved_name.removeprefix(OPTIMISER).rpartition(".")
             if saved_name.startswith(OPTIMISER) and name in parameters:
                 parameter = parameters[name]
                 self.optimiser.state[parameter][key] = moment(parameter, key, shape)
-        return self.tensors()
+        tensors = self.tensors().items()
+        return {n: t for n, t in tensors if n in saved or not n.startswith(AVERAGE)}
 
     def go_on(self, numbers: dict[str, Any], generator: Tensor) -> None:
         """Stand where a checkpoint's numbers do; what the config sets stays as it is."""
@@ -120,6 +145,17 @@ class TrainingState:
         self.sampler.load_state_dict(numbers["sampler"])
         torch.set_rng_state(generator)
         self.seed, self.step = numbers["seed"], numbers["step"]
+        if self.average is not None:
+            new = [n for n in self.average.averages if AVERAGE + n not in numbers["tensors"]]
+            self.average.start_from_weights(new, numbers.get(AVERAGED, 0))
+
+
+def gather_no_more(parts: tuple[nn.Module, ...]) -> None:
+    """Bring parameters that are shared out back to that form; forwards without backwards don't."""
+    for part in parts:
+        for module in part.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 def named_parameters(parts: tuple[nn.Module, ...]) -> dict[str, nn.Parameter]:
@@ -127,7 +163,18 @@ def named_parameters(parts: tuple[nn.Module, ...]) -> dict[str, nn.Parameter]:
     return dict(sorted(p for part in parts for p in part.named_parameters()))
 
 
+def saved_parameters(parts: tuple[nn.Module, ...]) -> dict[str, nn.Parameter]:
+    """Those that are not frozen, by their names in `model_tensors`."""
+    saved = named_tensors(parts).items()
+    return {n: p for n, p in saved if isinstance(p, nn.Parameter) and p.requires_grad}
+
+
 def model_tensors(parts: tuple[nn.Module, ...]) -> dict[str, Tensor]:
+    """What `named_tensors` names, as it is in a checkpoint."""
+    return {MODEL + name: value.detach() for name, value in named_tensors(parts).items()}
+
+
+def named_tensors(parts: tuple[nn.Module, ...]) -> dict[str, Tensor]:
     """Parameters and buffers that are saved, by name; of a tied one only the first name.
 
     Raises:
@@ -147,7 +194,7 @@ def model_tensors(parts: tuple[nn.Module, ...]) -> dict[str, Tensor]:
             )
         if id(value) not in known:
             known.add(id(value))
-            tensors[MODEL + name] = value.detach()
+            tensors[name] = value
     return tensors
 
 

@@ -1,9 +1,9 @@
 """The training loop: one optimiser step after another, the same on every mesh."""
 
-import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import final
 
 import torch.distributed as dist
@@ -12,15 +12,17 @@ from torch import Tensor, nn
 from credit_dp.config import TrainerConfig
 from credit_dp.data.loader import Batch
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.errors import UserError
 from credit_dp.evaluation.metrics import sum_over_ranks
 from credit_dp.models.blocks import draw_depths
+from credit_dp.spans import OPTIMISER, span
 from credit_dp.training.checkpoint import TrainingState
+from credit_dp.training.diagnosis import diagnose
 from credit_dp.training.divergence import Guard
 from credit_dp.training.gradients import clip_gradients
+from credit_dp.training.loss_names import LossNames
 from credit_dp.training.measures import Measures
 from credit_dp.training.optimisation import seed_step
-from credit_dp.training.passes import Pass
+from credit_dp.training.passes import Pass, Prepare
 from credit_dp.training.replicas import check_replicas
 
 
@@ -63,6 +65,7 @@ class Trainer:
         manager: this rank's place in the mesh.
         check_every: steps between checks that replicas are equal; 0: the first time only.
         measures: of what a step takes and sends.
+        names: of the parts of the loss, if they are to be told.
     """
 
     def __init__(
@@ -73,6 +76,7 @@ class Trainer:
         manager: DomainParallelManager,
         check_every: int = 0,
         measures: Measures | None = None,
+        names: LossNames | None = None,
     ) -> None:
         self.config = config
         self.state = state
@@ -80,14 +84,15 @@ class Trainer:
         self.manager = manager
         self.check_every = check_every
         self.measures = measures or Measures(manager)
+        self.names = names
         self.guard = Guard(config, state, manager)
 
     def steps(self, batches: Iterable[Batch]) -> Iterator[Record]:
         """Train from the state's step to `trainer.steps`, telling of each step once it is done.
 
         Raises:
-            UserError: the loss or the gradient is not finite, or ranks that should have equal
-                parameters have not; on all ranks alike.
+            UserError: see `Guard`, or ranks that should have equal parameters have not; on all
+                ranks alike.
         """
         self.state.train()
         check_replicas(self.state.parameters, self.manager, self.state.step)
@@ -103,14 +108,34 @@ class Trainer:
                 yield Record(self.state.step, lr)
                 continue
             loss = self.global_loss(share)
-            self.refuse_non_finite(loss, norm.item())
             pace = (time.monotonic() - began) / (self.state.step - since)
-            more = {**self.measures.numbers(), **self.loss_by_field()}
+            more = {
+                **self.measures.numbers(),
+                **self.loss_by_field(),
+                **self.guard.numbers(),
+            }
             yield Record(self.state.step, lr, loss, norm.item(), pace, more)
             since, began = self.state.step, time.monotonic()
 
     def update(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """One optimiser step: this rank's share of the loss, and the global gradient norm."""
+        state = self.state
+        self.guard.begin()
+        share = self.backward(batch)
+        norm = clip_gradients(state.trained.values(), self.config.gradient_clip, self.manager)
+        if self.guard.accepts(share, norm, partial(self.diagnose, batch)):
+            with span(OPTIMISER):
+                state.optimiser.step()
+            if state.average is not None:
+                state.average.update()
+        state.schedule.step()
+        return share, norm.detach()
+
+    def backward(self, batch: Batch, begin: Prepare | None = None) -> Tensor:
+        """Leave the gradients of the coming step, and return this rank's share of the loss.
+
+        `begin` is told of each micro-batch before it is computed.
+        """
         state, manager = self.state, self.manager
         # Stages draw different numbers, too; those of the first one are what one process draws.
         place = manager.pipeline_rank * manager.domain_parallel_size + manager.domain_rank
@@ -120,19 +145,21 @@ class Trainer:
 
         def prepare(part: nn.Module, micro: int) -> None:
             draw_depths(part, state.seed, state.step, places[micro])
+            if begin is not None:
+                begin(part, micro)
 
-        share = self.gradients(batch, prepare)
-        norm = clip_gradients(state.trained.values(), self.config.gradient_clip, manager)
-        if self.guard.accepts(share, norm):
-            state.optimiser.step()
-            if state.average is not None:
-                state.average.update()
-        state.schedule.step()
-        return share, norm.detach()
+        return self.gradients(batch, prepare)
+
+    def diagnose(self, batch: Batch) -> str:
+        """Where a batch went wrong, for people; collective."""
+        again = partial(self.backward, batch)
+        return diagnose(self.state, self.manager, self.gradients, batch, again)
 
     def loss_by_field(self) -> dict[str, float]:
-        """The last step's loss of each variable and each lead, by name."""
-        return {}
+        """The last step's loss of each variable and each lead, by name; collective."""
+        if self.names is None:
+            return {}
+        return self.names.named(self.summed(self.gradients.detail) / self.manager.dp_world_size)
 
     def places(self, batch: Batch) -> list[range]:
         """Which samples of the global batch those of each micro-batch are.
@@ -145,36 +172,27 @@ class Trainer:
         return [range(start, start + size) for start in starts]
 
     def observed(self, step: int) -> bool:
-        """Whether the numbers of this step are wanted; the same answer on every rank.
-
-        Before a checkpoint they are, so that no checkpoint holds weights that are not numbers.
-        """
-        every = (self.config.log_every, self.config.checkpoint_every)
-        return step in (1, self.config.steps) or any(step % n == 0 for n in every)
+        """Whether the numbers of this step are wanted; the same answer on every rank."""
+        config = self.config
+        every = (config.log_every, config.checkpoint_every, config.validate_every or config.steps)
+        return step in (1, config.steps) or any(step % n == 0 for n in every)
 
     def saves(self, step: int) -> bool:
         """Whether a checkpoint is due after this step."""
-        return step == self.config.steps or step % self.config.checkpoint_every == 0
+        config = self.config
+        candidate = config.keep_best and step % config.validate_every == 0
+        return candidate or step == config.steps or step % config.checkpoint_every == 0
 
     def global_loss(self, share: Tensor) -> float:
         """The loss of the whole globe and batch: summed over rows, averaged over the data axis.
 
         Of the pipeline's ranks only the last one has a share that is not zero.
         """
+        return float(self.summed(share)) / self.manager.dp_world_size
+
+    def summed(self, share: Tensor) -> Tensor:
+        """The sum of all ranks' shares; collective."""
         total = sum_over_ranks(share, self.manager)
         if self.manager.pipeline_parallel_size > 1:
             dist.all_reduce(total, group=self.manager.pipeline_group)
-        return float(total) / self.manager.dp_world_size
-
-    def refuse_non_finite(self, loss: float, norm: float) -> None:
-        """End the run when training has diverged.
-
-        Both numbers are the same on all ranks, so all of them end here, and none waits for another.
-        """
-        if math.isfinite(loss) and math.isfinite(norm):
-            return
-        raise UserError(
-            f"trainer: the loss has to stay finite, but is {loss} with gradient norm {norm} at "
-            f"step {self.state.step}. Lower optimizer.lr (now {self.state.schedule.base_lrs[0]}) "
-            f"or trainer.gradient_clip (now {self.config.gradient_clip})."
-        )
+        return total

@@ -1,6 +1,6 @@
 """The moving average of weights that forecasts are made with."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import final
 
@@ -12,21 +12,50 @@ from torch import Tensor, nn
 class WeightAverage:
     """An exponential moving average of parameters, of this rank's shares where they are shared out.
 
+    Nothing is sent: the average of a share is the share of the average. Buffers are not averaged.
+
     Args:
-        parameters: by name; what they are averaged of.
-        decay: of the average in one step.
+        parameters: by name; what they are averaged of. They have to be in their shared-out form.
+        decay: of the average in one update, once it has seen enough of them; see `decay_now`.
+
+    Attributes:
+        averages: by the names of the parameters, and shared out as they are.
+        updates: that the average has taken in.
+
+    Source: Polyak & Juditsky 1992; the weights of early updates as the documentation of
+    TensorFlow's `ExponentialMovingAverage` gives them for `num_updates`.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float) -> None:
         self.parameters = parameters
         self.decay = decay
+        self.updates = 0
         self.averages: dict[str, Tensor] = {n: p.detach().clone() for n, p in parameters.items()}
+
+    @property
+    def decay_now(self) -> float:
+        """What the next update leaves of the average: little at first, when weights are random."""
+        return min(self.decay, (1 + self.updates) / (10 + self.updates))
 
     @torch.no_grad()
     def update(self) -> None:
         """Take in what the parameters are now."""
+        share = 1 - self.decay_now
         for name, parameter in self.parameters.items():
-            self.averages[name].lerp_(parameter, 1 - self.decay)
+            self.averages[name].lerp_(parameter, share)
+        self.updates += 1
+
+    @torch.no_grad()
+    def start_from_weights(self, names: Collection[str], updates: int = 0) -> None:
+        """Forget the averages of these names: they are what the parameters are now.
+
+        Args:
+            names: of parameters.
+            updates: that those of other names have taken in.
+        """
+        for name in names:
+            self.averages[name].copy_(self.parameters[name])
+        self.updates = updates
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

@@ -26,6 +26,7 @@ NEEDS = {
     ],
     "data=anemoi": ["data.store=/x.zarr"],
     "data=prepared": ["data.store=/x.zarr"],
+    "experiment=finetune": ["init_from=/run"],
 }
 
 
@@ -76,6 +77,30 @@ def test_the_fast_experiment_is_for_every_model() -> None:
         chosen = Composer("train").config([choice_of(path)]).model
         config = Composer("train").config([choice_of(path), "experiment=fast"])
         assert (config.model, config.trainer.steps) == (chosen, 5)
+
+
+def test_fine_tuning_needs_a_run_to_start_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = refusal(monkeypatch, "--check", "experiment=finetune")
+    assert line == "init_from: needs a run's folder or a checkpoint, got none. Give one."
+
+
+def test_check_plans_and_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
+    code, out, _ = answer(monkeypatch, "--check", "experiment=fast", "parallel.domain=2")
+    assert code == 0
+    assert out.startswith("The config is valid.\n")
+    assert "mesh    pipeline 1 x data 1 x domain 2" in out
+    assert "memory  each rank: about 2." in out
+    assert "activations 2.0 MB" in out
+    longer = answer(
+        monkeypatch, "--check", "experiment=fast", "parallel.domain=2", "trainer.rollout={0: 3}"
+    )[1]
+    assert "activations 5.9 MB" in longer
+
+
+def test_check_of_data_that_is_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    code, out, _ = answer(monkeypatch, "--check", "data=zarr", *NEEDS["data=zarr"])
+    assert code == 0
+    assert "There is no plan, as the data can't be seen from here: /x.zarr" in out
 
 
 def test_help_names_groups_and_keys(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from credit_dp.data import reading_threads
-from credit_dp.data.loader import Loader, spanning_gaps
+from credit_dp.data.loader import Loader, Reads, spanning_gaps
 from credit_dp.data.normalise import Normaliser
 from credit_dp.data.prepare import prepare
 from credit_dp.data.reading import BatchReader
-from credit_dp.data.sampling import SampleSequence
+from credit_dp.data.sampling import Lengths, SampleSequence
 from credit_dp.errors import UserError
 from tests.data import stores
 
@@ -241,6 +241,106 @@ def test_samples_that_span_a_gap_are_counted(tmp_path, caplog):
     with caplog.at_level(logging.INFO, "credit_dp"):
         Loader(ready, "train", WHOLE, SampleSequence(4, 2)).close()
     assert "4 samples; 1 more span a gap in time" in caplog.text
+
+
+def rollouts(ready, at, longest=3, prefetch=2, frames=1, **settings):
+    count = SAMPLES + 2 - longest - frames
+    settings = {"sequence": SampleSequence(count, 2, seed=3), **settings}
+    lengths = Lengths(longest, at)
+    return Loader(
+        ready,
+        "train",
+        WHOLE,
+        dtype=torch.float64,
+        prefetch=prefetch,
+        frames=frames,
+        lengths=lengths,
+        **settings,
+    )
+
+
+def assert_steps_of_the_store(ready, batch, length, frames=1):
+    """The targets and forcings of a batch, from the store field by field."""
+    normaliser = Normaliser.of(ready, torch.float64)
+    outputs, forced = ready.store.channels.outputs, len(ready.store.channels.forcing)
+    assert batch.target.shape[1] == length * outputs
+    assert batch.forcing.shape[1] == length * forced
+    for sample, time in enumerate(batch.times):
+        for step in range(length):
+            at = time + step * stores.STEP
+            found = batch.target[sample, step * outputs : (step + 1) * outputs]
+            fields = ready.store.read_outputs(np.array([at + stores.STEP]), WHOLE)[0]
+            assert torch.equal(found, normaliser.outputs(fields))
+            found = batch.forcing[sample, step * forced : (step + 1) * forced]
+            assert torch.equal(found, normaliser.forcing(ready.store.forcing(at, WHOLE)))
+        for back, state in enumerate(reversed(batch.now[sample].tensor_split(frames))):
+            fields = ready.store.read(time - back * stores.STEP, WHOLE)
+            assert torch.equal(state, normaliser.state(fields))
+
+
+@pytest.mark.parametrize("frames", [1, 2])
+@pytest.mark.parametrize("chunks", [1, 12])
+def test_a_rollout_has_the_fields_of_all_its_steps(tmp_path, chunks, frames):
+    path = stores.write(stores.dataset(), tmp_path / "store.zarr", chunks={"time": chunks})
+    changes = {"prognostic": ["temperature"], "diagnostic": ["geopotential"]}
+    ready = prepare(stores.config(path, **changes))
+    with rollouts(ready, lambda batch: 3, frames=frames) as source:
+        assert_steps_of_the_store(ready, next(source), 3, frames)
+
+
+def test_lengths_follow_the_place_in_the_sequence_however_far_is_read_ahead(ready):
+    lengths = [1, 1, 2, 3, 1, 2]
+    for prefetch in (0, 1, 5):
+        with rollouts(ready, lambda batch: lengths[batch % 6], prefetch=prefetch) as source:
+            for length in lengths[:5]:
+                assert_steps_of_the_store(ready, next(source), length)
+            state = source.state_dict()
+        with rollouts(ready, lambda batch: lengths[batch % 6], prefetch=prefetch) as source:
+            next(source)
+            source.load_state_dict(state)
+            assert_steps_of_the_store(ready, next(source), 2)
+
+
+def test_a_step_of_a_rollout_costs_the_bytes_of_its_fields(ready):
+    with rollouts(ready, lambda batch: 1 + batch, prefetch=0) as source:
+        next(source)
+        read = []
+        for _ in range(2):
+            before = ready.store.bytes_read
+            next(source)
+            read.append(ready.store.bytes_read - before)
+    # Two samples, each 7 prognostic channels and 1 stored forcing more, in float32.
+    assert read[1] - read[0] == 2 * (7 + 1) * 12 * 8 * 4
+
+
+def test_a_chunk_of_all_channels_is_read_once_by_a_rollout(tmp_path):
+    path = stores.write(stores.dataset(), tmp_path / "store.zarr", chunks={"time": 12})
+    ready = prepare(stores.config(path))
+    with rollouts(ready, lambda batch: 3, prefetch=0) as source:
+        next(source)
+        before = ready.store.chunk_reads
+        next(source)
+    assert ready.store.chunk_reads - before == 2 * (3 + 1)
+
+
+@pytest.mark.parametrize(
+    ("reads", "now", "forcing", "target"),
+    [
+        (Reads(last=False, target=False), 7, 3 * 2, 0),
+        (Reads(inputs=False), 7, 0, 3 * 7),
+        (Reads(inputs=False, last=False), 0, 0, 3 * 7),
+    ],
+)
+def test_a_rollout_reads_no_more_than_is_wanted(ready, reads, now, forcing, target):
+    with rollouts(ready, lambda batch: 3, reads=reads) as source:
+        batch = next(source)
+    shapes = [x.shape[1] for x in (batch.now, batch.forcing, batch.target)]
+    assert shapes == [now, forcing, target]
+    with rollouts(ready, lambda batch: 3) as source:
+        whole = next(source)
+    for name in ("now", "forcing", "target"):
+        found = getattr(batch, name)
+        assert not found.shape[1] or torch.equal(found, getattr(whole, name))
 
 
 def test_diagnostic_channels_come_last_in_the_target_only(tmp_path):

@@ -44,6 +44,19 @@ def test_samples_of_several_states_have_them_all_in_their_split(tmp_path):
     assert hours(sample_times(ready, "valid", 2))[-1] == 6 * 26
 
 
+def test_samples_have_all_steps_of_the_longest_rollout_in_their_split(tmp_path):
+    ready = prepared(tmp_path, [0, 1, 2, 4, 5, *range(12, 40)])
+    assert hours(sample_times(ready, "train", 1, 2)) == [0, 72, 78]
+    assert hours(sample_times(ready, "train", 2, 2)) == [78]
+    assert hours(sample_times(ready, "valid", 1, 3))[-1] == 6 * 24
+    with pytest.raises(
+        UserError, match=r"6 dates of .*Lower the longest of trainer\.rollout, or change data\.step"
+    ):
+        sample_times(ready, "train", 1, 5)
+    with pytest.raises(UserError, match=r"Lower model\.frames or the longest of trainer\.rollout"):
+        sample_times(ready, "train", 2, 4)
+
+
 def test_more_states_than_dates_in_a_row(tmp_path):
     ready = prepared(tmp_path, [0, 1, 2, 4, 5, *range(12, 40)])
     with pytest.raises(

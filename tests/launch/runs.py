@@ -13,7 +13,9 @@ from credit_dp.config import Config
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
 from credit_dp.launch import Ranks
+from credit_dp.launch.signals import PREEMPTED
 from credit_dp.mesh import build_manager
+from credit_dp.training.preemption import Preemption
 
 
 def meet(config: Config, ranks: Ranks) -> int:
@@ -78,6 +80,25 @@ def hang(config: Config, ranks: Ranks) -> int:
     Path(config.run.dir, f"pid{ranks.rank}").write_text(str(os.getpid()))
     while True:
         time.sleep(1)
+
+
+def train(config: Config, ranks: Ranks) -> int:
+    """Take steps together until a signal asks to stop; each rank leaves how many it took."""
+    folder = Path(os.environ.get("SEEN", config.run.dir))
+    with Preemption(build_manager(config.parallel, ranks)) as preemption:
+        (folder / f"pid{ranks.rank}").write_text(str(os.getpid()))
+        step = 1
+        while not preemption.asked():
+            step += 1
+            time.sleep(0.01 * ranks.rank)
+    (folder / f"steps{ranks.rank}").write_text(preemption.words(step, Path("here")))
+    return PREEMPTED
+
+
+def train_for_ever(config: Config, ranks: Ranks) -> int:
+    """Take one step that never ends."""
+    with Preemption(build_manager(config.parallel, ranks)):
+        return hang(config, ranks)
 
 
 def share_folder(config: Config, ranks: Ranks) -> int:

@@ -8,10 +8,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from credit_dp.launch.signals import PREEMPTED
 from tests.launch.test_local import ROOT, begin, until
 
 RANKS = 8
@@ -54,7 +56,7 @@ def start(
     arguments: list[str],
     folder: Path,
     environment: dict[str, str],
-    function: Sequence[str] = ("step_until_one_fails", "2", "2", "2"),
+    function: Sequence[str],
 ) -> subprocess.Popen[str]:
     """A program whose output is read at its end."""
     return subprocess.Popen(
@@ -67,21 +69,30 @@ def start(
     )
 
 
-def one_machine(folder: Path, environment: dict[str, str]) -> Programs:
+FAILING = ("step_until_one_fails", "2", "2", "2")
+
+
+def one_machine(
+    folder: Path, environment: dict[str, str], function: Sequence[str] = FAILING
+) -> Programs:
     arguments = [*TORCHRUN, "--standalone", "--nproc-per-node", str(RANKS)]
-    return [start(arguments, folder, environment)]
+    return [start(arguments, folder, environment, function)]
 
 
-def two_machines(folder: Path, environment: dict[str, str]) -> Programs:
+def two_machines(
+    folder: Path, environment: dict[str, str], function: Sequence[str] = FAILING
+) -> Programs:
     meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
     sizes = ["--nnodes", "2", "--nproc-per-node", str(RANKS // 2)]
     return [
-        start([*TORCHRUN, *sizes, *meeting, "--node-rank", str(node)], folder, environment)
+        start(
+            [*TORCHRUN, *sizes, *meeting, "--node-rank", str(node)], folder, environment, function
+        )
         for node in (0, 1)
     ]
 
 
-def srun(folder: Path, environment: dict[str, str]) -> Programs:
+def srun(folder: Path, environment: dict[str, str], function: Sequence[str] = FAILING) -> Programs:
     """Tasks as srun starts them, with nobody to end those that are left."""
     step = {
         "SLURM_JOB_ID": str(os.getpid()),
@@ -92,7 +103,7 @@ def srun(folder: Path, environment: dict[str, str]) -> Programs:
         "MASTER_PORT": str(free_port()),
     }
     places = [{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(RANKS)]
-    return [start([], folder, {**environment, **step, **place}) for place in places]
+    return [start([], folder, {**environment, **step, **place}, function) for place in places]
 
 
 def free_port() -> int:
@@ -181,3 +192,47 @@ def test_a_stopped_launcher_ends_ranks_that_wait_in_a_collective(
     assert code != 0
     assert voices(text) == []
     assert text.count("interrupted") == said, text
+
+
+def training(folder: Path, begin: Callable[[Path, dict[str, str]], Programs]) -> Programs:
+    """Programs whose ranks train on 2 x 2 x 2 until they are asked to stop."""
+    seen = folder / "seen"
+    seen.mkdir()
+    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "SEEN": str(seen)}
+    programs = begin(folder, environment)
+    until(lambda: len(list(seen.glob("pid*"))) == RANKS)
+    return programs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "sent", "to"),
+    [
+        pytest.param(one_machine, signal.SIGTERM, "launcher", id="torchrun"),
+        pytest.param(one_machine, signal.SIGUSR1, "rank", id="a rank of torchrun"),
+        pytest.param(two_machines, signal.SIGUSR1, "rank", id="a rank of two agents"),
+        pytest.param(srun, signal.SIGTERM, "launcher", id="srun"),
+        pytest.param(srun, signal.SIGUSR1, "rank", id="a rank of srun"),
+    ],
+)
+def test_a_launchers_ranks_that_train_stop_after_the_same_step(
+    tmp_path: Path,
+    launcher: Callable[..., Programs],
+    sent: signal.Signals,
+    to: str,
+) -> None:
+    programs = training(tmp_path, partial(launcher, function=("train", "2", "2", "2")))
+    seen = tmp_path / "seen"
+    if to == "rank":
+        os.kill(int((seen / "pid5").read_text()), sent)
+    else:
+        for program in programs:
+            program.send_signal(sent)
+    results = ends(programs)
+    assert all(code != 0 for code, _ in results)
+    if launcher is srun:
+        assert {code for code, _ in results} == {PREEMPTED}
+    told = [path.read_text() for path in seen.glob("steps*")]
+    assert len(told) == RANKS
+    assert len(set(told)) == 1
+    assert voices("\n".join(text for _, text in results)) == []

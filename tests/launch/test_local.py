@@ -1,6 +1,7 @@
 """Ranks that this program starts itself: they end together, and say once why."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -9,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from credit_dp.launch.signals import PREEMPTED, TOGETHER
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 120.0
@@ -49,10 +52,12 @@ def until(condition: Callable[[], bool], patience: float = PATIENCE) -> None:
         time.sleep(0.02)
 
 
-def hanging(folder: Path) -> tuple[subprocess.Popen[str], list[int]]:
-    """A program with two ranks that wait for ever, and the ids of those."""
-    process = begin("hang", folder)
-    files = [folder / "pid0", folder / "pid1"]
+def hanging(
+    folder: Path, function: str = "hang", ranks: int = 2
+) -> tuple[subprocess.Popen[str], list[int]]:
+    """A program with ranks that wait for ever, or for a signal, and the ids of those."""
+    process = begin(function, folder, ranks)
+    files = [folder / f"pid{rank}" for rank in range(ranks)]
     until(lambda: all(file.exists() and file.read_text() for file in files))
     return process, [int(file.read_text()) for file in files]
 
@@ -110,12 +115,56 @@ def test_an_exit_code_of_its_own_is_passed_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sent", "code", "said"), [(signal.SIGINT, 130, "\ninterrupted\n"), (signal.SIGTERM, 143, "")]
+    ("sent", "code", "said"),
+    [
+        (signal.SIGINT, 130, "\ninterrupted\n"),
+        (signal.SIGTERM, 143, ""),
+        (signal.SIGUSR1, PREEMPTED, ""),
+    ],
 )
-def test_signals_end_all_ranks(tmp_path: Path, sent: signal.Signals, code: int, said: str) -> None:
+def test_signals_end_all_ranks_that_do_not_train(
+    tmp_path: Path, sent: signal.Signals, code: int, said: str
+) -> None:
     process, pids = hanging(tmp_path)
     os.killpg(process.pid, sent)
     assert finish(process) == (code, "", said)
+    assert all(gone(pid) for pid in pids)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGUSR1])
+def test_ranks_that_train_stop_after_the_same_step(
+    tmp_path: Path, sent: signal.Signals, ranks: int
+) -> None:
+    process, pids = hanging(tmp_path, "train", ranks)
+    process.send_signal(sent)
+    assert finish(process) == (PREEMPTED, "", "")
+    assert all(gone(pid) for pid in pids)
+    told = {(tmp_path / f"steps{rank}").read_text() for rank in range(ranks)}
+    assert len(told) == 1, told
+    name = "SIGUSR1" if ranks > 1 else sent.name  # that which the program hands on
+    assert re.match(rf"{name}: stopped after step \d+, which is saved in here; ", told.pop())
+
+
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_all_processes_at_once_is_one(tmp_path: Path, sent: signal.Signals) -> None:
+    """Job queues send it so: the program that started the ranks hands it on besides."""
+    process, pids = hanging(tmp_path, "train")
+    [nursery] = {int(Path(f"/proc/{pid}/stat").read_text().split()[3]) for pid in pids}
+    for pid in (*pids, nursery, process.pid, process.pid):
+        os.kill(pid, sent)
+    assert finish(process) == (PREEMPTED, "", "")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sigterm_again_ends_ranks_that_train(tmp_path: Path, ranks: int) -> None:
+    process, pids = hanging(tmp_path, "train_for_ever", ranks)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(TOGETHER + 0.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGUSR1)
+    process.send_signal(signal.SIGTERM)
+    assert finish(process) == (143, "", "")
     assert all(gone(pid) for pid in pids)
 
 

@@ -5,12 +5,16 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from credit_dp.config import LossConfig
 from credit_dp.data.grid import row_weights
 from credit_dp.data.schema import Channel, Channels
 from credit_dp.errors import UserError
-from credit_dp.training.loss import build_loss, channel_weights
+from credit_dp.evaluation.valid_points import ValidPoints
+from credit_dp.training.loss import WeightedLoss, build_loss, channel_weights
+from credit_dp.training_config import LOSSES
 
 LATITUDE = np.linspace(90, -90, 13)
 CHANNELS = Channels(
@@ -33,7 +37,14 @@ def fields() -> tuple[torch.Tensor, torch.Tensor]:
     return forecast, torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("name", ["mse", "mae"])
+def pointwise(name: str, error: np.ndarray, delta: float = 1.0) -> np.ndarray:
+    if name == "huber":
+        size = np.abs(error)
+        return np.where(size <= delta, size**2 / 2, delta * (size - delta / 2))
+    return error**2 if name == "mse" else np.abs(error)
+
+
+@pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("bounds", [(0, 13), (0, 4, 13), (0, 1, 2, 13)])
 def test_shares_add_up_to_the_weighted_mean(name, bounds):
     config = LossConfig(name=name, variable_weight={"temperature": 3.0})
@@ -44,8 +55,7 @@ def test_shares_add_up_to_the_weighted_mean(name, bounds):
         loss = build_loss(config, CHANNELS, LATITUDE, rows, SCALE)
         parts.append(loss(forecast[:, :, rows], target[:, :, rows]))
 
-    error = ((forecast - target) / SCALE).numpy()
-    error = error**2 if name == "mse" else np.abs(error)
+    error = pointwise(name, ((forecast - target) / SCALE).numpy())
     over_rows = np.average(error.mean(axis=(0, 3)), axis=1, weights=row_weights(LATITUDE))
     mean = (500 + 850 + 500) / 3
     channel = [500 / mean, 850 / mean, 3 * 500 / mean, 1.0]
@@ -72,6 +82,141 @@ def test_weight_of_an_unknown_variable_is_refused_with_the_nearest_name():
     config = LossConfig(variable_weight={"temprature": 1.0})
     with pytest.raises(UserError, match=r"loss\.variable_weight: .*'temprature'.*temperature"):
         channel_weights(config, CHANNELS.prognostic)
+
+
+def of_globe(config: LossConfig) -> WeightedLoss:
+    return build_loss(config, CHANNELS, LATITUDE, slice(0, 13), SCALE)
+
+
+@pytest.mark.parametrize(
+    ("difference", "wanted"), [(0.3, 0.045), (-0.5, 0.125), (2.0, 0.875), (-2.0, 0.875)]
+)
+def test_huber_is_squared_up_to_delta_and_straight_beyond(difference, wanted):
+    loss = of_globe(LossConfig(name="huber", huber_delta=0.5))
+    zero = torch.zeros(2, 4, 13, 6, dtype=torch.float64)
+    assert loss(zero + difference * SCALE, zero).item() == pytest.approx(wanted, rel=1e-13)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_without_tendency_errors_are_in_units_of_the_field(name):
+    forecast, target = fields()
+    config = {"name": name, "latitude_weight": False, "level_weight": False, "spectrum": 0.0}
+    loss = of_globe(LossConfig(**config, tendency=False))
+    wanted = pointwise(name, (forecast - target).numpy()).mean()
+    assert loss(forecast, target).item() == pytest.approx(wanted, rel=1e-13)
+    assert loss.scale.shape == SCALE.shape
+
+
+def spectra_apart(forecast: torch.Tensor, target: torch.Tensor) -> np.ndarray:
+    """Of every row, the squared distance of root powers; by the sums that define them."""
+    wave = np.exp(-2j * np.pi * np.outer(np.arange(6), np.arange(6)) / 6)
+    strength = [
+        np.sqrt(np.abs((x / SCALE).numpy() @ wave / 6)[..., :4] ** 2 * [1, 2, 2, 1])
+        for x in (forecast, target)
+    ]
+    return ((strength[0] - strength[1]) ** 2).sum(axis=-1)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_spectrum_weighs_rows_and_channels_as_the_points_do(name):
+    options = {"name": name, "variable_weight": {"temperature": 3.0}}
+    forecast, target = fields()
+    with_it, without = (
+        of_globe(LossConfig(**options, spectrum=spectrum)) for spectrum in (0.7, 0.0)
+    )
+    found = (with_it(forecast, target) - without(forecast, target)).item()
+    rows = spectra_apart(forecast, target).mean(axis=0)
+    by_channel = np.average(rows, axis=1, weights=row_weights(LATITUDE))
+    weights = channel_weights(LossConfig(**options), CHANNELS.out)
+    # The floor under the powers moves the amplitudes by less than 1e-7 of themselves here.
+    assert found == pytest.approx(0.7 * np.average(by_channel, weights=weights), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_each_channel_says_what_it_adds(name):
+    loss = of_globe(LossConfig(name=name, spectrum=0.5))
+    forecast, target = fields()
+    parts = loss.by_channel(forecast, target)
+    assert parts.shape == (4,)
+    assert loss(forecast, target).item() == pytest.approx(parts.sum().item(), rel=1e-15)
+    for channel in range(4):
+        alone = target.clone()
+        alone[:, channel] = forecast[:, channel]
+        assert loss(alone, target).item() == pytest.approx(parts[channel].item(), rel=1e-14)
+
+
+@st.composite
+def bands(draw: st.DrawFn) -> tuple[int, ...]:
+    """Where bands of at least one row begin and end."""
+    inner = draw(st.sets(st.integers(1, 12), max_size=6))
+    return (0, *sorted(inner), 13)
+
+
+WEIGHTS = st.floats(0, 5)
+CONFIGS = st.builds(
+    LossConfig,
+    name=st.sampled_from(LOSSES),
+    huber_delta=st.floats(0.01, 10),
+    latitude_weight=st.booleans(),
+    level_weight=st.booleans(),
+    variable_weight=st.fixed_dictionaries(
+        {"2m_temperature": st.floats(0.1, 5)}, optional={"temperature": WEIGHTS}
+    ),
+    tendency=st.booleans(),
+    spectrum=st.sampled_from([0.0, 0.3, 2.0]),
+)
+
+
+@given(
+    config=CONFIGS, bounds=bands(), covered=st.none() | st.floats(0.1, 0.9), width=st.integers(1, 9)
+)
+def test_bands_have_the_loss_and_the_gradient_of_the_globe(config, bounds, covered, width):
+    generator = torch.Generator().manual_seed(width)
+    shape = (2, 4, 13, width)
+    forecast, target = (
+        torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2)
+    )
+    valid = torch.rand(shape[1:], generator=generator) < (covered or 1)
+    valid[:, 0, 0] = True
+    target[:, ~valid] = float("nan")
+    everywhere = ValidPoints(valid)
+
+    def share(rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        def over_globe(_: torch.Tensor) -> torch.Tensor:
+            area = row_weights(LATITUDE) if config.latitude_weight else np.ones(13)
+            return everywhere.weight(torch.as_tensor(area))
+
+        points = None if covered is None else ValidPoints(valid[:, rows], over_globe)
+        loss = build_loss(config, CHANNELS, LATITUDE, rows, SCALE, points)
+        own = forecast[:, :, rows].clone().requires_grad_()
+        parts = loss.by_channel(own, target[:, :, rows])
+        parts.sum().backward()
+        return parts.detach(), own.grad
+
+    whole, gradient = share(slice(0, 13))
+    found = [share(slice(first, last)) for first, last in pairwise(bounds)]
+    assert torch.isfinite(whole).all()
+    torch.testing.assert_close(sum(part for part, _ in found), whole, rtol=1e-12, atol=1e-15)
+    together = torch.cat([part for _, part in found], dim=2)
+    torch.testing.assert_close(together, gradient, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"name": "hubber"}, r"loss\.name: .*mse, mae, huber, got 'hubber'\..*huber"),
+        ({"huber_delta": 0.0}, r"loss\.huber_delta: .* above 0, got 0"),
+        ({"huber_delta": float("nan")}, r"loss\.huber_delta: .* above 0, got nan"),
+        ({"spectrum": -0.1}, r"loss\.spectrum: .* at least 0, got -0\.1"),
+        ({"spectrum": float("inf")}, r"loss\.spectrum: .* at least 0, got inf"),
+        ({"variable_weight": {"rain": -1.0}}, r"loss\.variable_weight\.rain: .* got -1"),
+        ({"variable_weight": {"rain": float("nan")}}, r"loss\.variable_weight\.rain: .* got nan"),
+    ],
+)
+def test_what_is_no_loss_is_refused_by_its_key(options, said):
+    with pytest.raises(UserError, match=said) as error:
+        LossConfig(**options)
+    assert "\n" not in str(error.value)
 
 
 def test_weights_that_are_all_zero_are_refused():

@@ -1,13 +1,17 @@
 """The log: one row per logged step, however often a run is resumed."""
 
 import os
+import sys
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from credit_dp.config import LoggerConfig
 from credit_dp.errors import UserError
+from credit_dp.training import background
 from credit_dp.training.tracking import open_tracker
-from tests.training.disk import full_disk
+from credit_dp.training.wandb_log import run_id
+from tests.training.heard import heard_from
 
 OFF = LoggerConfig(wandb="disabled")
 
@@ -45,27 +49,39 @@ def test_a_fresh_run_begins_a_new_log(tmp_path):
     assert len(rows(log)) == 2
 
 
-def test_a_full_disk_is_one_line(tmp_path):
+def test_numbers_with_new_names_become_columns(tmp_path):
     log = tmp_path / "metrics.csv"
-    with pytest.raises(UserError, match=r"metrics\.csv: could not be written \(.+\)\.") as error:
-        log_on_a_full_disk(log)
-    assert "\n" not in str(error.value)
-    assert 0 < len(log.read_text()) <= 100
+    with open_tracker(OFF, log, 0, {}, rank=0) as tracker:
+        tracker.log(1, {"loss": 1.0, "loss/+6h": 1.5})
+        tracker.log(2, {"loss": 2.0, "loss/+6h": 2.5, "loss/+12h": 3.5})
+        tracker.log(3, {"loss/+12h": 4.5})
+    assert rows(log) == [
+        ["step", "loss", "lr", "grad_norm", "seconds", "loss/+6h", "loss/+12h"],
+        ["1", "1.0", "", "", "", "1.5", ""],
+        ["2", "2.0", "", "", "", "2.5", "3.5"],
+        ["3", "", "", "", "", "", "4.5"],
+    ]
 
 
-def log_on_a_full_disk(log):
-    with full_disk(100), open_tracker(OFF, log, 0, {}, rank=0) as tracker:
-        for step in range(1000):
-            tracker.log(step, {"loss": 1.0})
+def test_a_resumed_run_keeps_the_columns_that_it_does_not_know(tmp_path):
+    log = tmp_path / "metrics.csv"
+    log.write_text("step,loss,lr,grad_norm,seconds,old\n1,1.0,,,,5.0\n2,2.0,,,,6.0\n3,3.0,,,,7.")
+    with open_tracker(OFF, log, 1, {}, rank=0) as tracker:
+        tracker.log(2, {"loss": -2.0, "new": 8.0})
+    assert rows(log) == [
+        ["step", "loss", "lr", "grad_norm", "seconds", "old", "new"],
+        ["1", "1.0", "", "", "", "5.0", ""],
+        ["2", "-2.0", "", "", "", "", "8.0"],
+    ]
 
 
-@pytest.mark.parametrize("config", [OFF, LoggerConfig(wandb="offline")])
-def test_a_folder_that_cannot_be_made_is_one_line(tmp_path, monkeypatch, config):
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="could not be written") as error:
-        open_tracker(config, tmp_path / "file" / "run" / "metrics.csv", 0, {}, rank=0)
-    assert "\n" not in str(error.value)
+@pytest.mark.parametrize("text", ["", "\n", "nothing,like,it\n1,2,3\n", "step\x00\xff"])
+def test_a_file_that_is_no_log_is_replaced(tmp_path, text):
+    log = tmp_path / "metrics.csv"
+    log.write_bytes(text.encode("latin1"))
+    with open_tracker(OFF, log, 5, {}, rank=0) as tracker:
+        tracker.log(6, {"loss": 1.0})
+    assert [row[0] for row in rows(log)] == ["step", "6"]
 
 
 def test_other_ranks_write_nothing(tmp_path):
@@ -75,22 +91,64 @@ def test_other_ranks_write_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_offline_needs_no_account_and_stays_in_the_run_folder(tmp_path, monkeypatch):
+@pytest.fixture
+def no_wandb_settings(tmp_path, monkeypatch):
+    """The environment of somebody who has never used wandb."""
     for name in [name for name in os.environ if name.startswith("WANDB")]:
         monkeypatch.delenv(name)
-    monkeypatch.setenv("WANDB_SILENT", "")  # crashes wandb as it is
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    log = tmp_path / "run" / "metrics.csv"
-    with open_tracker(LoggerConfig(), log, 0, {"seed": 1}, rank=0) as tracker:
-        tracker.log(1, {"loss": 1.0})
-        tracker.summarise({"rmse": 2.0})
-    assert list((log.parent / "wandb").glob("offline-run-*/*.wandb"))
-
-
-def test_online_without_a_key_is_one_line_and_no_question(tmp_path, monkeypatch):
-    for name in [name for name in os.environ if name.startswith("WANDB")]:
-        monkeypatch.delenv(name)
-    monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+
+
+def test_offline_needs_no_account_and_goes_on_under_its_id(
+    tmp_path, monkeypatch, no_wandb_settings
+):
+    monkeypatch.setenv("WANDB_SILENT", "")  # crashes wandb as it is
+    monkeypatch.setattr(background, "PATIENCE", 100.0)  # of a busy machine
+    log = tmp_path / "run" / "metrics.csv"
+    with heard_from() as warnings:
+        for step in (0, 1):
+            with open_tracker(LoggerConfig(), log, step, {"seed": 1}, rank=0) as tracker:
+                tracker.log(step + 1, {"loss": 1.0})
+                tracker.summarise({"rmse": 2.0})
+    assert warnings == []
+    own = (log.parent / "wandb" / "id").read_text().strip()
+    assert own
+    files = list((log.parent / "wandb").glob("offline-run-*/*.wandb"))
+    assert [file.name for file in files] == [f"run-{own}.wandb"] * 2
+
+
+def test_a_fresh_run_has_an_id_of_its_own(tmp_path):
+    path = tmp_path / "wandb" / "id"
+    first = run_id(path, 0)
+    assert run_id(path, 3) == first
+    assert run_id(path, 0) != first
+
+
+def test_online_without_a_key_is_one_line_and_no_question(tmp_path, no_wandb_settings):
     with pytest.raises(UserError, match=r"logger\.wandb: online needs an API key"):
         open_tracker(LoggerConfig(wandb="online"), tmp_path / "metrics.csv", 0, {}, rank=0)
+
+
+def test_files_for_tensorboard_leave_out_the_steps_that_are_taken_again(tmp_path):
+    log = tmp_path / "metrics.csv"
+    config = LoggerConfig(trackers=["tensorboard"])
+    with heard_from() as warnings:
+        for resumed in (0, 2):
+            with open_tracker(config, log, resumed, {}, rank=0) as tracker:
+                for step in range(resumed + 1, resumed + 4):
+                    tracker.log(step, {"loss": step + resumed / 10})
+                tracker.summarise({"rmse": 0.5})
+    assert warnings == []
+    found = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    values = [(event.step, round(event.value, 6)) for event in found.Scalars("loss")]
+    assert values == [(1, 1.0), (2, 2.0), (3, 3.2), (4, 4.2), (5, 5.2)]
+    assert [(event.step, event.value) for event in found.Scalars("rmse")] == [(5, 0.5)]
+
+
+def test_tensorboard_that_is_not_installed_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    config = LoggerConfig(trackers=["tensorboard"])
+    with pytest.raises(UserError, match=r"pip install 'credit_dp\[tensorboard\]'") as error:
+        open_tracker(config, tmp_path / "metrics.csv", 0, {}, rank=0)
+    assert "\n" not in str(error.value)

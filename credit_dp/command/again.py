@@ -1,0 +1,125 @@
+"""`--again RUN`: an earlier run once more, from the config in its folder."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError  # type: ignore[import-untyped]
+
+from credit_dp.command.compose import Composer
+from credit_dp.command.overrides import parse_overrides, quote
+from credit_dp.config import Config, as_dict
+from credit_dp.errors import UserError
+from credit_dp.training.run_folder import RunFolder
+
+CHOSEN = ("model", "data", "loss")  # groups whose choice has the name that the config tells
+OWN = ("run",)  # keys of where a run writes: another run writes elsewhere
+
+
+def overrides_of(folder: str, given: Sequence[str], composer: Composer) -> list[str]:
+    """The overrides that make the config of an earlier run, but for where it wrote.
+
+    Args:
+        folder: of the run.
+        given: overrides that come after them; a group chosen there is left to them.
+        composer: of this command.
+
+    Raises:
+        UserError: the folder has no config, this version makes another one of it, or an
+            experiment is given, which could not change it.
+    """
+    names = [text.lstrip("+").partition("=")[0] for text in given]
+    if "experiment" in names:
+        raise UserError(
+            "experiment: --again takes every key from the earlier run. Give single keys instead."
+        )
+    path = RunFolder(Path(folder).expanduser()).config
+    saved = read(path)
+    made = as_overrides(saved)
+    parsed = [str(override.input_line) for override in parse_overrides(made)]
+    check_same(path, saved, composer.config(parsed))
+    groups = {name for name in names if name in composer.groups}
+    return as_overrides({key: value for key, value in saved.items() if key not in groups})
+
+
+def read(path: Path) -> dict[str, Any]:
+    """The config of a run, without what is its own.
+
+    Raises:
+        UserError: there is none, or it can't be read.
+    """
+    try:
+        saved = OmegaConf.to_container(OmegaConf.load(path))
+    except FileNotFoundError:
+        raise UserError(f"--again: needs the folder of a run, but there is no {path}") from None
+    except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"--again: {path} can't be read ({reason})") from error
+    if not isinstance(saved, dict) or not saved.keys() >= {*CHOSEN, "trainer"}:
+        raise UserError(f"--again: {path} is not the config of a run")
+    found = {str(key): value for key, value in saved.items() if key not in OWN}
+    if found.get("resume") == "auto":  # of the same folder
+        del found["resume"]
+    return found
+
+
+def as_overrides(saved: Mapping[str, Any]) -> list[str]:
+    """KEY=VALUE for all of a config, choices of groups first."""
+    texts = [f"{group}={saved[group]['name']}" for group in CHOSEN if group in saved]
+    for key, value in saved.items():
+        if isinstance(value, dict):
+            texts += [f"{key}.{name}={literal(entry)}" for name, entry in value.items()]
+        else:
+            texts.append(f"{key}={literal(value)}")
+    return texts
+
+
+def literal(value: object) -> str:
+    """A value as it is written after KEY=."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return quote(value)
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key}: {literal(entry)}' for key, entry in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(literal, value))}]"
+    return repr(value)
+
+
+def check_same(path: Path, saved: Mapping[str, Any], made: Config) -> None:
+    """Refuse to pass another config for that of the run.
+
+    Raises:
+        UserError: a key has another value.
+    """
+    now = as_dict(made)
+    for key, value in flat(saved):
+        found: Any = now
+        for name in key:
+            found = found.get(name) if isinstance(found, dict) else None
+        if plain(found) != plain(value):
+            raise UserError(
+                f"--again: {path} has {'.'.join(map(str, key))}={value!r}, of which {found!r} is "
+                "made here. The version of credit_dp or the files in conf/ have changed."
+            )
+
+
+def flat(
+    table: Mapping[Any, Any], above: tuple[Any, ...] = ()
+) -> list[tuple[tuple[Any, ...], Any]]:
+    """All values of nested tables with their keys; empty tables count as values."""
+    found: list[tuple[tuple[Any, ...], Any]] = []
+    for key, value in table.items():
+        nested = isinstance(value, dict) and value
+        found += flat(value, (*above, key)) if nested else [((*above, key), value)]
+    return found
+
+
+def plain(value: object) -> object:
+    """Tuples as lists, all the way down."""
+    return [plain(entry) for entry in value] if isinstance(value, list | tuple) else value

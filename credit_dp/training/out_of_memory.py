@@ -1,0 +1,191 @@
+"""What is said when a GPU's memory is full: what the plan expects, and the smallest remedy."""
+
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+
+from credit_dp.config import Config
+from credit_dp.data.expected import expected_grid
+from credit_dp.errors import UserError
+from credit_dp.launch import Ranks
+from credit_dp.launch.place import name_of
+
+MARGIN = 0.9  # of the memory; what operations need while they run comes on top of the plan
+MOST = 64  # domain ranks that are tried
+PLAN = "credit_dp.command.planned", "plan_of"  # by name: commands are built on top of training
+
+
+class Change(NamedTuple):
+    """Keys to set, and the config with them."""
+
+    words: str
+    config: Config
+
+
+class Need(NamedTuple):
+    """Bytes that the plan expects on the fullest rank, and how much of it for activations."""
+
+    held: float
+    activations: float
+
+
+@contextmanager
+def out_of_memory(config: Config, ranks: Ranks) -> Iterator[None]:
+    """Say in one line that memory ran out meanwhile, and which change would help.
+
+    Costs nothing until it does; planning then takes seconds, or minutes for large models.
+
+    Raises:
+        UserError: on the rank whose GPU is full; it is to end the others.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise UserError(verdict(config, ranks, usage(), str(error))) from error
+
+
+def usage() -> tuple[int, int] | None:
+    """Bytes that this process had at most on its GPU, and what the GPU has."""
+    if not torch.cuda.is_available():
+        return None
+    return torch.cuda.max_memory_reserved(), torch.cuda.mem_get_info()[1]
+
+
+def verdict(config: Config, ranks: Ranks, used: tuple[int, int] | None, told: str) -> str:
+    """The line: who, how much, what was to be expected, what to change."""
+    who = name_of(ranks.rank, config.parallel.data or 1, config.parallel.domain)
+    much = told.partition(". ")[0] if used is None else f"{gb(used[0])} of {gb(used[1])} in use"
+    planned = need(config)
+    if planned is None:
+        return (
+            f"{who}: out of memory ({much}), and the plan can't say what this run needs. Raise "
+            "parallel.domain, or set trainer.autocast=bfloat16."
+        )
+    limit = MARGIN * min(planned.held, planned.held if used is None else used[1])
+    return (
+        f"{who}: out of memory ({much}); the plan expects {gb(planned.held)}, of it "
+        f"{gb(planned.activations)} activations. {remedy(config, limit)}"
+    )
+
+
+def remedy(config: Config, limit: float) -> str:
+    """The first change after which the plan expects no more than `limit` bytes."""
+    for words, changed in changes(config):
+        found = need(changed)
+        if found is not None and found.held <= limit:
+            return f"The smallest change that fits: {words} ({gb(found.held)})."
+    return (
+        f"No key alone brings it to {gb(limit)}, nor do all of them: lower data.batch_size, or "
+        "choose a smaller model."
+    )
+
+
+def changes(config: Config) -> Iterator[Change]:
+    """From those that cost time alone to those that need more GPUs, each alone; then together."""
+    alone = [change for change in map(lambda set_: set_(config), SAVING) if change is not None]
+    yield from alone
+    yield from wider(Change("", config))
+    together = config
+    for saving in SAVING:
+        made = saving(together)
+        together = together if made is None else made.config
+    if alone:
+        words = " ".join(change.words for change in alone)
+        yield Change(words, together)
+        yield from wider(Change(f"{words} ", together))
+
+
+def wider(change: Change) -> Iterator[Change]:
+    """The same with more bands, twice as many each time."""
+    parallel = change.config.parallel
+    domain, most = 2 * parallel.domain, most_bands(change.config)
+    while domain <= most:
+        ranks = domain * parallel.pipeline * (parallel.data or 1)
+        words = f"{change.words}parallel.domain={domain}, which makes {ranks} ranks"
+        yield Change(words, replace(change.config, parallel=replace(parallel, domain=domain)))
+        domain *= 2
+
+
+def most_bands(config: Config) -> int:
+    """Domain ranks to try at most: those that have a row each where the model has the fewest."""
+    try:
+        rows, _ = expected_grid(config.data)
+    except UserError:
+        return MOST
+    return min(MOST, config.model.coarsest_rows(rows))
+
+
+def recompute_steps(config: Config) -> Change | None:
+    """Keep one forecast step of a rollout at a time."""
+    if config.trainer.checkpoint_activations or config.trainer.longest_rollout == 1:
+        return None
+    trainer = replace(config.trainer, checkpoint_activations=True)
+    return Change("trainer.checkpoint_activations=true", replace(config, trainer=trainer))
+
+
+def recompute_blocks(config: Config) -> Change | None:
+    """Keep what goes into the model's blocks alone."""
+    model: Any = config.model
+    if getattr(model, "activation_checkpointing", True):
+        return None
+    try:
+        model = replace(model, activation_checkpointing=True)
+    except UserError:  # not with this model's other keys
+        return None
+    return Change("model.activation_checkpointing=true", replace(config, model=model))
+
+
+def compute_in_half(config: Config) -> Change | None:
+    """Keep activations of half the size."""
+    if config.trainer.autocast is not None or config.trainer.dtype != "float32":
+        return None
+    trainer = replace(config.trainer, autocast="bfloat16")
+    return Change("trainer.autocast=bfloat16", replace(config, trainer=trainer))
+
+
+SAVING: Sequence[Callable[[Config], Change | None]] = (
+    recompute_steps,
+    recompute_blocks,
+    compute_in_half,
+)
+
+
+def need(config: Config) -> Need | None:
+    """What the plan expects; None if it can't tell, or the model can't be sharded so.
+
+    The plan is of one forecast step in the trainer's dtype. A rollout keeps the activations of all
+    its steps; in bfloat16 they take half, and a copy of the weights comes on top.
+    """
+    module, name = PLAN
+    try:
+        plan = getattr(importlib.import_module(module), name)(config)
+    except UserError:
+        return None
+    mode = config.parallel.data_mode
+    budgets = [b for b in plan.budgets if b.mode == mode] or list(plan.budgets)
+    needs = [of_held(budget.held, config) for budget in budgets]
+    return max(needs, default=None)
+
+
+def of_held(held: dict[str, int], config: Config) -> Need:
+    """What a rank needs, from its planned items."""
+    trainer = config.trainer
+    activations = float(held["activations"])
+    if not trainer.checkpoint_activations:
+        activations *= trainer.longest_rollout
+    rest = sum(held.values()) - held["activations"]
+    if trainer.autocast is not None:
+        activations /= 2
+        rest += held["weights"] // 2
+    if config.optimizer.ema is not None:
+        rest += held["weights"]
+    return Need(rest + activations, activations)
+
+
+def gb(count: float) -> str:
+    """Bytes, for people."""
+    return f"{count / 1e9:.3g} GB" if count >= 1e8 else f"{count / 1e6:.3g} MB"

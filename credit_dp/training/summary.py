@@ -1,0 +1,141 @@
+"""What a run is about to do, on one screen."""
+
+import shutil
+from pathlib import Path
+
+from rich.filesize import decimal
+
+from credit_dp.config import Config, microbatches
+from credit_dp.data.prepare import Prepared
+from credit_dp.domain_parallel import DomainParallelManager
+from credit_dp.training.build import Training
+from credit_dp.training.needs import Needs, needs_of
+
+
+def summary(
+    config: Config, prepared: Prepared, training: Training, manager: DomainParallelManager
+) -> list[str]:
+    """Lines for people; collective with a pipeline."""
+    needs = needs_of(config, prepared, training, manager)
+    parts = {
+        "model": model_line(config, training),
+        "mesh": mesh_line(manager, prepared.store.grid[0]),
+        "data": data_line(config, prepared, training),
+        "batch": batch_line(config, manager),
+        "training": training_line(config, training),
+        "sent": sent_line(needs),
+        "memory": memory_line(needs),
+        "disk": disk_line(config, needs),
+        "writes to": config.run.dir,
+    }
+    return [f"{label:<11}{text}" for label, text in parts.items() if text]
+
+
+def model_line(config: Config, training: Training) -> str:
+    """Name, parameters and numbers."""
+    state = training.trainer.state
+    count = sum(p.numel() for p in state.parameters.values())
+    frozen = count - sum(p.numel() for p in state.trained.values())
+    kind = config.trainer.dtype
+    kind += f", computes in {config.trainer.autocast}" if config.trainer.autocast else ""
+    of_rank = " on rank 0" if config.parallel.pipeline > 1 else ""
+    stay = f", {frozen:,} of them frozen" if frozen else ""
+    return f"{config.model.name}, {count:,} parameters{of_rank}{stay}, {kind}"
+
+
+def mesh_line(manager: DomainParallelManager, rows: int) -> str:
+    """The mesh, and how the globe's rows are shared out."""
+    axes = {
+        "pipeline": manager.pipeline_parallel_size,
+        "data": manager.data_parallel_size,
+        "domain": manager.domain_parallel_size,
+    }
+    mesh = " x ".join(f"{name} {size}" for name, size in axes.items() if size > 1)
+    sizes = sorted(set(manager.partition(rows).sizes), reverse=True)
+    bands = f"{' or '.join(map(str, sizes))} of {rows} rows each"
+    return f"{mesh or 'one rank'}, {bands if manager.domain_parallel_size > 1 else f'{rows} rows'}"
+
+
+def data_line(config: Config, prepared: Prepared, training: Training) -> str:
+    """The store, its fields and the span that is trained on."""
+    store = prepared.store
+    first, last = config.data.dates.train
+    rows, columns = store.grid
+    samples = training.loader.state_dict()["count"]
+    fields = store.channels.states
+    return (
+        f"{config.data.name}, {first} to {last}, {samples:,} samples of {fields} fields on "
+        f"{rows} x {columns} points"
+    )
+
+
+def batch_line(config: Config, manager: DomainParallelManager) -> str:
+    """How the batch is shared out."""
+    batch, micros = config.data.batch_size, microbatches(config)
+    own = batch // manager.dp_world_size
+    shared = f", {own} on each data rank" if manager.dp_world_size > 1 else ""
+    return f"{batch} samples{shared}{f', {micros} parts one by one' if micros > 1 else ''}"
+
+
+def training_line(config: Config, training: Training) -> str:
+    """Steps, epochs, and forecast steps."""
+    steps, per_epoch = config.trainer.steps, steps_per_epoch(config, training)
+    done = training.trainer.state.step
+    line = f"{steps:,} steps, {done:,} of them done" if done else f"{steps:,} steps"
+    line += f", {steps / per_epoch:.3g} epochs of {per_epoch:,} steps"
+    lengths = dict(sorted(config.trainer.rollout.items()))
+    if lengths == {0: 1}:
+        return line
+    told = ", ".join(f"{length} from {unit_at(config, start)}" for start, length in lengths.items())
+    return f"{line}; forecast steps: {told}"
+
+
+def unit_at(config: Config, start: int) -> str:
+    """`step 100`, or `epoch 2`."""
+    return f"{config.trainer.rollout_unit} {start}"
+
+
+def steps_per_epoch(config: Config, training: Training) -> int:
+    """Whole batches among the samples."""
+    return int(training.loader.state_dict()["count"]) // config.data.batch_size
+
+
+def sent_line(needs: Needs) -> str:
+    """What rank 0 sends in a step; nothing for a rank that is alone."""
+    parts = []
+    if needs.messages:
+        parts.append(f"{decimal(needs.sent)} of rows in {needs.messages} messages")
+    if needs.averaged:
+        parts.append(f"{decimal(needs.averaged)} of gradients added up")
+    return f"{', '.join(parts)}, by each rank in a step" if parts else ""
+
+
+def memory_line(needs: Needs) -> str:
+    """About how much a rank holds, by item; small ones are left out."""
+    total = sum(needs.held.values())
+    items = [f"{name} {decimal(size)}" for name, size in needs.held.items() if size > total // 100]
+    about = "about" if "activations" in needs.held else "activations and"
+    return f"{about} {decimal(total)} on each rank: {', '.join(items)}"
+
+
+def disk_line(config: Config, needs: Needs) -> str:
+    """Room for checkpoints: one more than stay, while it is written."""
+    count = config.trainer.keep_checkpoints + 1 + config.trainer.keep_best
+    needed, free = count * needs.checkpoint, free_space(Path(config.run.dir))
+    line = f"{decimal(needed)} for checkpoints, at most {count} of {decimal(needs.checkpoint)}"
+    if free is None:
+        return line
+    short = ": TOO LITTLE, lower trainer.keep_checkpoints" if free < needed else ""
+    return f"{line}; {decimal(free)} free there{short}"
+
+
+def free_space(folder: Path) -> int | None:
+    """Bytes that are free where a folder is or will be; None if nobody can tell."""
+    for place in (folder, *folder.absolute().parents):
+        try:
+            return shutil.disk_usage(place).free
+        except FileNotFoundError:
+            continue
+        except OSError:
+            return None
+    return None

@@ -1,0 +1,90 @@
+"""bfloat16 in the model, the dtype of the weights everywhere else, on every mesh."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from credit_dp.config import Config
+from credit_dp.domain_parallel import DomainParallelManager
+from tests.ranks import on_processes
+from tests.training.runs import (
+    alone,
+    built,
+    make_config,
+    make_store,
+    tiny_crossformer,
+    tiny_unet,
+)
+from tests.training.test_meshes import Mesh, on_mesh, train
+
+MODELS = {"unet": tiny_unet(), "crossformer": tiny_crossformer()}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> Config:
+    store = make_store(tmp_path_factory.mktemp("store"), 17)
+    folder = tmp_path_factory.mktemp("run")
+    config = make_config(store, folder, steps=3, dtype="float32", autocast="bfloat16")
+    return replace(config, data=replace(config.data, batch_size=8))
+
+
+def numbers_of(manager: DomainParallelManager, config: Config) -> np.ndarray:
+    """Loss and gradient norm of each step; dtypes are checked on the way."""
+    training = built(config, manager)
+    state, seen = training.trainer.state, set()
+    for part in state.parts:
+        for module in part.modules():
+            if isinstance(module, torch.nn.Linear | torch.nn.Conv2d):
+                module.register_forward_hook(lambda m, given, made: seen.add(made.dtype))
+    found = np.array(train(training)[0])
+    assert seen == {torch.bfloat16 if config.trainer.autocast else torch.float32}
+    tensors = state.tensors().values()
+    assert {x.dtype for x in tensors if x.is_floating_point()} == {torch.float32}
+    assert {p.grad.dtype for p in state.trained.values()} == {torch.float32}
+    return found
+
+
+def test_numbers_are_close_to_those_without(config):
+    plain = replace(config, trainer=replace(config.trainer, autocast=None))
+    found, exact = numbers_of(alone(), config), numbers_of(alone(), plain)
+    assert found == pytest.approx(exact, rel=2e-2)
+    assert (found != exact).all()
+
+
+def test_the_model_returns_what_its_weights_are(config):
+    training = built(config, alone())
+    now = next(iter(training.trainer.state.parameters.values()))
+    inputs = training.trainer.state.parameters["stem.conv.weight"].shape[1]
+    made = training.forecast.model(torch.zeros(1, inputs, 17, 16))
+    assert now.dtype == made.dtype == torch.float32
+    training.loader.close()
+
+
+def test_blocks_computed_again_are_the_same(config):
+    again = replace(config, model=tiny_unet(activation_checkpointing=True))
+    assert (numbers_of(alone(), again) == numbers_of(alone(), config)).all()
+
+
+MESHES = [
+    ("unet", Mesh(1, 1, 2)),
+    *(
+        pytest.param(model, mesh, marks=pytest.mark.slow)
+        for model, mesh in (
+            ("crossformer", Mesh(1, 1, 2)),
+            ("unet", Mesh(1, 2, 1, "fsdp2")),
+            ("unet", Mesh(2, 1, 1)),
+            ("crossformer", Mesh(2, 1, 2, "fsdp2", "interleaved")),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("model", "mesh"), MESHES, ids=str)
+def test_meshes_agree_within_the_rounding(config, model, mesh):
+    config = replace(config, model=MODELS[model])
+    wanted = numbers_of(alone(), config)
+    given = (mesh.ranks, numbers_of, on_mesh(config, mesh))
+    for found in on_processes(*given, domain=mesh.domain, pipeline=mesh.pipeline):
+        assert found == pytest.approx(wanted, rel=1e-2)

@@ -1,0 +1,43 @@
+"""Compiled models train as others do."""
+
+from dataclasses import replace
+
+import pytest
+
+from credit_dp.config import Config
+from credit_dp.domain_parallel import DomainParallelManager
+from credit_dp.errors import UserError
+from tests.training.runs import alone, built, make_config, make_store, tiny_unet
+from tests.training.test_meshes import ONE, Mesh, Trajectory, assert_same, run, train
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> Config:
+    store = make_store(tmp_path_factory.mktemp("store"), 17)
+    config = make_config(store, tmp_path_factory.mktemp("run"), tiny_unet(), steps=2)
+    return replace(config, compile=True)
+
+
+def compiled(manager: DomainParallelManager, config: Config) -> Trajectory:
+    training = built(config, manager)
+    assert training.trainer.state.parts[0]._compiled_call_impl is not None
+    return train(training)
+
+
+def plain(manager: DomainParallelManager, config: Config) -> Trajectory:
+    return train(built(replace(config, compile=False), manager))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # torch's compiler
+@pytest.mark.parametrize("mesh", [ONE, Mesh(1, 1, 2), Mesh(1, 2, 1, "fsdp2")], ids=str)
+def test_a_compiled_model_trains_the_same(config, mesh):
+    assert_same(run(mesh, compiled, config), run(ONE, plain, config))
+
+
+def test_a_compiler_that_is_not_there_is_told_of(config, monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(
+        UserError, match=r"compile: needs a C\+\+ compiler .*no-such-compiler is not"
+    ):
+        built(config, alone())

@@ -1,0 +1,275 @@
+"""Losses and gradients that are no numbers, or explode: who is named, and what is left alone."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from credit_dp.config import Config, TrainerConfig
+from credit_dp.data.batch import Batch
+from credit_dp.domain_parallel import DomainParallelManager
+from credit_dp.errors import UserError
+from credit_dp.training.build import Training
+from credit_dp.training.divergence import ENOUGH, IN_A_ROW
+from tests.ranks import on_processes
+from tests.training.runs import alone, built, make_config, make_store, weights
+from tests.training.test_meshes import Mesh, on_mesh
+
+BAD = 3  # the step that goes wrong
+WEIGHT = "encoder.0.0.norm2.weight"  # in the middle of the model
+NAN = float("nan")
+VARIABLE = "geopotential_1000"
+CHECKPOINT = Path("run/checkpoint/step-00000002")
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    store = make_store(tmp_path_factory.mktemp("store"), 16)
+    config = make_config(store, tmp_path_factory.mktemp("run"), steps=5)
+    return replace(config, optimizer=replace(config.optimizer, ema=0.9))
+
+
+def spoilt(batches: Iterator[Batch], training: Training, how: str) -> Iterator[Batch]:
+    """The batches, with something wrong at step `BAD`; `how` is empty on ranks that are well."""
+    for step, batch in enumerate(batches, 1):
+        if step == BAD and how == "weight":
+            spoil_weight(training)
+        if step != BAD or not how or how == "weight":
+            yield batch
+            continue
+        target, now = batch.target.clone(), batch.now.clone()
+        if how == "input":
+            now[1, 2, -1, 0] = NAN  # where no other band needs it
+        elif how == "target":
+            target[1, 2] = NAN
+        elif how == "overflow":
+            target[:, 2] = 1e200  # whose square is too large
+        yield replace(batch, now=now, target=target)
+
+
+def spoil_weight(training: Training) -> None:
+    """Put a NaN into a weight in the middle of the model, if this rank has it."""
+    for name, parameter in training.trainer.state.parameters.items():
+        if name == WEIGHT:
+            local(parameter).view(-1)[0] = NAN
+
+
+def end(manager: DomainParallelManager, config: Config, how: str) -> tuple[str, bool, int]:
+    """The line that the run ends with, whether weights are as they were, and after which step.
+
+    Things go wrong on one rank alone: the last one, or the first where only that has the input.
+    """
+    training = built(config, manager)
+    trainer, pipeline = training.trainer, manager.pipeline_parallel_size > 1
+    spoiler = 0 if pipeline and how == "input" else manager.world_size - 1
+    trainer.guard.checkpoint = lambda: CHECKPOINT
+    batches = spoilt(training.loader, training, how if manager.rank == spoiler else "")
+    before: list[torch.Tensor] = []
+
+    def train() -> None:
+        for _ in trainer.steps(batches):
+            before[:] = [local(p).clone() for p in trainer.state.parameters.values()]
+
+    with training.loader, pytest.raises(UserError) as error:
+        train()
+    after = [local(p) for p in trainer.state.parameters.values()]
+    kept = all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+    return str(error.value), kept, trainer.state.step
+
+
+def local(value: torch.Tensor) -> torch.Tensor:
+    """What this rank has of it."""
+    data = value.detach()
+    return data.to_local() if isinstance(data, DTensor) else data
+
+
+def line_on(mesh: Mesh, config: Config, how: str) -> str:
+    """The line of all ranks, checked to be one, and that the step was not taken."""
+    on = on_mesh(config, mesh)
+    sizes = {"domain": mesh.domain, "pipeline": mesh.pipeline}
+    found = (
+        [end(alone(), on, how)]
+        if mesh.ranks == 1
+        else on_processes(mesh.ranks, end, on, how, **sizes)
+    )
+    lines, kept, steps = zip(*found, strict=True)
+    assert set(steps) == {BAD - 1}
+    assert all(kept) or how == "weight"
+    assert set(lines) == {lines[0]}
+    assert "\n" not in lines[0]
+    assert f"at step {BAD}. " in lines[0]
+    assert f"The last checkpoint is {CHECKPOINT}. " in lines[0]
+    return str(lines[0])
+
+
+MESHES = [
+    pytest.param(Mesh(1, 1, 1), "rank 0 (pipeline 0, data 0, domain 0)", id="one"),
+    pytest.param(Mesh(1, 1, 2), "rank 1 (pipeline 0, data 0, domain 1)", id="domain"),
+    pytest.param(
+        Mesh(1, 2, 1), "rank 1 (pipeline 0, data 1, domain 0)", id="data", marks=pytest.mark.slow
+    ),
+    pytest.param(
+        Mesh(1, 1, 2, "fsdp2"),
+        "rank 1 (pipeline 0, data 0, domain 1)",
+        id="fsdp2",
+        marks=pytest.mark.slow,
+    ),
+]
+
+
+@pytest.mark.parametrize(("mesh", "rank"), MESHES)
+def test_a_weight_names_the_first_module(config, mesh, rank):
+    line = line_on(mesh, config, "weight")
+    assert f" The first output that is not finite is that of encoder.0.0.norm2, on {rank}. " in line
+    assert "is nan with gradient norm nan" in line
+
+
+@pytest.mark.parametrize(("mesh", "rank"), MESHES)
+def test_an_input_names_the_variable(config, mesh, rank):
+    line = line_on(mesh, config, "input")
+    assert f" is that of stem.conv, on {rank}. " in line
+    assert re.search(
+        rf" Variable {VARIABLE} is not finite in the input of 2000-01-0\dT\d\d\. ", line
+    )
+
+
+@pytest.mark.parametrize(("mesh", "rank"), MESHES)
+def test_a_target_names_the_variable_and_the_gradient(config, mesh, rank):
+    line = line_on(mesh, config, "target")
+    assert " the first gradient that is not, from the loss backwards, is that of head." in line
+    assert f" Variable {VARIABLE} is not finite in the target of 2000-01-0" in line
+
+
+@pytest.mark.parametrize(("mesh", "rank"), MESHES)
+def test_a_loss_that_is_too_large_names_the_variable(config, mesh, rank):
+    line = line_on(mesh, config, "overflow")
+    assert "is inf with gradient norm inf" in line
+    assert f" Variable {VARIABLE} is not finite in the forecast, or in its error. " in line
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("input", "is that of stem.conv, on rank 0 (pipeline 0, data 0, domain 0). Variable"),
+        pytest.param("target", "from the loss backwards, is that of head.", marks=pytest.mark.slow),
+    ],
+)
+def test_stages_of_a_pipeline_end_alike(config, how, words):
+    assert words in line_on(Mesh(2, 1, 1), replace(config, trainer=accumulated(config)), how)
+
+
+def accumulated(config: Config) -> TrainerConfig:
+    """Two micro-batches, as a pipeline wants them."""
+    return replace(config.trainer, accumulate=2)
+
+
+def skipping(config: Config) -> Config:
+    return replace(config, trainer=replace(config.trainer, on_nonfinite="skip"))
+
+
+def everything(training: Training) -> dict[str, torch.Tensor]:
+    """Weights, moments and averages."""
+    state = training.trainer.state
+    assert state.average is not None
+    averages = {f"average.{name}": value for name, value in state.average.averages.items()}
+    return {name: local(value).clone() for name, value in (state.tensors() | averages).items()}
+
+
+def left_out(manager: DomainParallelManager, config: Config) -> dict[str, torch.Tensor]:
+    """What is left where the bad step is never computed; schedule and sampler go on."""
+    training = built(config, manager)
+    state = training.trainer.state
+    state.train()
+    with training.loader:
+        for step, batch in zip(range(1, config.trainer.steps + 1), training.loader, strict=False):
+            if step == BAD:
+                state.schedule.step()
+            else:
+                training.trainer.update(batch)
+            state.step += 1
+    return everything(training)
+
+
+def skipped(
+    manager: DomainParallelManager, config: Config, how: str
+) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """What is left where the bad step is skipped, and how many had been after each step."""
+    training = built(config, manager)
+    wrong = how if manager.rank == manager.world_size - 1 else ""
+    with training.loader:
+        records = list(training.trainer.steps(spoilt(training.loader, training, wrong)))
+    return everything(training), [record.numbers()["skipped"] for record in records]
+
+
+@pytest.mark.parametrize("mesh", [Mesh(1, 1, 1), Mesh(1, 1, 2)], ids=["one", "domain"])
+def test_a_step_that_is_skipped_leaves_no_trace(config, mesh):
+    on = skipping(on_mesh(config, mesh))
+    if mesh.ranks == 1:
+        wanted, found = [left_out(alone(), on)], [skipped(alone(), on, "input")]
+    else:
+        wanted = on_processes(2, left_out, on)
+        found = on_processes(2, skipped, on, "input")
+    for (left, counts), other in zip(found, wanted, strict=True):
+        assert counts == [0, 0, 1, 1, 1]
+        assert left.keys() == other.keys()
+        assert all(torch.equal(value, other[name]) for name, value in left.items())
+
+
+def test_the_first_step_can_be_skipped_and_too_many_in_a_row_can_not(config):
+    training = built(skipping(config), alone())
+    guard, schedule = training.trainer.guard, training.trainer.state.schedule
+    (part,) = training.trainer.state.parts
+    part.register_buffer("samples_seen", torch.zeros(()))
+    before = weights(training)
+    for count in range(1, IN_A_ROW):
+        guard.begin()
+        part.samples_seen += 4
+        assert not guard.accepts(torch.tensor(NAN), torch.tensor(1.0), lambda: "")
+        schedule.step()
+        assert guard.numbers() == {"skipped": count}
+    assert torch.equal(weights(training), before)
+    assert part.samples_seen == 0
+    with pytest.raises(
+        UserError, match=rf"at step 1, {IN_A_ROW} times in a row\. There it is\. The"
+    ):
+        guard.accepts(torch.tensor(NAN), torch.tensor(1.0), lambda: "There it is. ")
+
+
+def test_gradients_explode_in_comparison(config):
+    guard = built(
+        replace(config, trainer=replace(config.trainer, exploding=5.0)), alone()
+    ).trainer.guard
+    loss, diagnose = torch.tensor(1.0), lambda: "never asked"
+    assert guard.accepts(loss, torch.tensor(50.0), diagnose)  # too few to compare with
+    for size in np.linspace(0.5, 1.5, ENOUGH - 1):
+        assert guard.accepts(loss, torch.tensor(size), diagnose)
+    assert guard.accepts(loss, torch.tensor(4.9), diagnose)
+    with pytest.raises(
+        UserError, match=r"the gradient norm is 6 at step 1, .* trainer\.exploding=5"
+    ):
+        guard.accepts(loss, torch.tensor(6.0), diagnose)
+    guard.config = replace(guard.config, exploding=None)
+    assert guard.accepts(loss, torch.tensor(1e9), diagnose)
+
+
+def test_numbers_that_are_only_sometimes_bad_are_told_of(config):
+    training = built(config, alone())
+    batch = next(iter(training.loader))
+    training.loader.close()
+    assert "faulty hardware" in training.trainer.diagnose(batch)
+
+
+@pytest.mark.slow
+def test_a_compiled_model_names_its_modules_too(config):
+    training = built(config, alone())
+    batch = next(iter(training.loader))
+    training.loader.close()
+    training.trainer.state.parts[0].compile(backend="eager")
+    training.trainer.update(batch)
+    spoil_weight(training)
+    assert "is that of encoder.0.0.norm2, on rank 0" in training.trainer.diagnose(batch)

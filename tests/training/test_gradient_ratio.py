@@ -1,0 +1,178 @@
+"""Gradients of the ranks put together, over those of one process: exactly 1, for every loss.
+
+A mean over own rows in place of the globe's, or one average too many, shows as a ratio that is the
+number of ranks, which clipping and AdamW would hide from a look at the losses.
+"""
+
+from dataclasses import replace
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+
+from credit_dp.config import Config, LossConfig
+from credit_dp.data.prepare import prepare
+from credit_dp.data.schema import Channel, Channels
+from credit_dp.domain_parallel import DomainParallelManager
+from credit_dp.evaluation.valid_points import ValidPoints
+from credit_dp.training.loss import build_loss
+from credit_dp.training_config import LOSSES
+from tests.ranks import on_processes, on_threads
+from tests.training.runs import alone, built, make_config, make_store
+from tests.training.seas import sea_config
+from tests.training.test_meshes import Mesh, on_mesh
+
+ROWS, COLUMNS, SAMPLES = 13, 6, 4  # 13 rows: bands of 2, 3 and 4 ranks are uneven
+LATITUDE = np.linspace(90, -90, ROWS)
+CHANNELS = Channels((Channel("temperature", 500), Channel("sea")), (), (), (Channel("rain"),))
+SCALE = torch.tensor([0.1, 0.3, 1.0], dtype=torch.float64)[:, None, None]
+# Name, weight of the spectrum, points left out, ranks along the data axis.
+KINDS = list(product(LOSSES, (0.0, 0.5), (False, True), (1, 2)))
+
+
+def fields() -> tuple[Tensor, Tensor, Tensor]:
+    """Input, target, and which points have values: none of the sea in the northern rows."""
+    generator = torch.Generator().manual_seed(4)
+    shape = (SAMPLES, 3, ROWS, COLUMNS)
+    x, target = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(2))
+    valid = torch.rand(shape[1:], generator=generator) < 0.7
+    valid[1, :5] = False
+    return x, target, valid
+
+
+def gradients(manager: DomainParallelManager) -> list[Tensor]:
+    """Of every kind of loss of this rank's rows, with respect to parameters that all ranks share.
+
+    The ranks of the data axis come one after the other, and are averaged.
+    """
+    rows = manager.rows(ROWS)
+    x, target, valid = fields()
+    found = []
+    for name, spectrum, masked, data in KINDS:
+        points = ValidPoints(valid[:, rows], manager.transport.sum) if masked else None
+        config = LossConfig(name=name, spectrum=spectrum, variable_weight={"sea": 3.0})
+        loss = build_loss(config, CHANNELS, LATITUDE, rows, SCALE, points)
+        theta = torch.full((2, 3, 1, 1), 0.7, dtype=torch.float64, requires_grad=True)
+        for part, wanted in zip(x.chunk(data), target.chunk(data), strict=True):
+            own = part[:, :, rows] * theta[0] + theta[1]
+            (loss(own, wanted[:, :, rows]) / data).backward()
+        assert theta.grad is not None
+        found.append(theta.grad.flatten())
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_shares_have_the_gradient_of_the_globe(ranks):
+    whole = gradients(alone())
+    by_rank = on_threads(ranks, gradients)
+    for number, kind in enumerate(KINDS):
+        ratio = sum(of_rank[number] for of_rank in by_rank) / whole[number]
+        assert (ratio - 1).abs().max() <= 1e-12, kind
+
+
+def test_a_mean_over_own_rows_is_off_by_the_number_of_ranks():
+    x, target, _ = fields()
+    config = LossConfig(latitude_weight=False, level_weight=False, tendency=False)
+
+    def of(rows: slice) -> tuple[Tensor, Tensor]:
+        loss = build_loss(config, CHANNELS, LATITUDE[:12], rows, SCALE)
+        here, there = x[:, :, rows], target[:, :, rows]
+        return loss(here, there), functional.mse_loss(here, there)
+
+    whole, plain = of(slice(0, 12))
+    assert whole.item() == pytest.approx(plain.item(), rel=1e-13)
+    shares = [of(slice(first, first + 4)) for first in (0, 4, 8)]
+    assert sum(share for share, _ in shares).item() == pytest.approx(whole.item(), rel=1e-13)
+    assert sum(mean for _, mean in shares).item() == pytest.approx(3 * whole.item(), rel=1e-13)
+
+
+FAST = [
+    ("huber", False, Mesh(1, 1, 2, "ddp")),
+    ("huber", False, Mesh(1, 1, 3, "fsdp2")),
+    ("huber", False, Mesh(1, 1, 4, "ddp")),
+    ("huber", False, Mesh(1, 2, 2, "fsdp2")),
+    ("mae", True, Mesh(1, 1, 3, "ddp")),
+]
+SLOW = [
+    ("mse", True, Mesh(1, 1, 2, "ddp")),
+    ("mae", False, Mesh(1, 1, 4, "fsdp2")),
+    ("huber", False, Mesh(1, 2, 3, "ddp")),
+    ("mse", True, Mesh(1, 2, 2, "fsdp2")),
+    ("mae", False, Mesh(2, 1, 2, "ddp")),
+    ("huber", True, Mesh(2, 1, 2, "fsdp2")),
+]
+CASES = [
+    *FAST,
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW if case not in FAST),
+]
+
+Gradients = dict[str, np.ndarray]
+
+
+def of_first_step(manager: DomainParallelManager, config: Config) -> tuple[float, float, Gradients]:
+    """Loss, gradient norm, and the gradients that the first step of a run leaves."""
+    training = built(config, manager)
+    trainer = training.trainer
+    trainer.state.train()
+    with training.loader:
+        share, norm = trainer.update(next(iter(training.loader)))
+    found = {}
+    for name, parameter in trainer.state.parameters.items():
+        gradient = parameter.grad
+        assert gradient is not None
+        whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+        found[name] = whole.numpy().copy()
+    return trainer.global_loss(share), norm.item(), found
+
+
+def vector(gradients: Gradients) -> np.ndarray:
+    return np.concatenate([gradients[name].ravel() for name in sorted(gradients)])
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    """A run with a loss, on a store with or without a sea, and its first step on one process."""
+    folder = tmp_path_factory.mktemp("ratio")
+    made: dict[tuple[str, bool], tuple[Config, tuple[float, float, Gradients]]] = {}
+
+    store = make_store(folder, 33)
+
+    def plain() -> Config:
+        return make_config(store, folder / "run")
+
+    def get(name: str, sea: bool) -> tuple[Config, tuple[float, float, Gradients]]:
+        if (name, sea) not in made:
+            config = sea_config(folder) if sea else plain()
+            trainer = replace(config.trainer, gradient_clip=None, steps=1)
+            loss = LossConfig(name=name, spectrum=0.5, huber_delta=0.5)
+            config = replace(config, trainer=trainer, loss=loss)
+            prepare(config.data)
+            made[name, sea] = config, of_first_step(alone(), config)
+        return made[name, sea]
+
+    return get
+
+
+@pytest.mark.parametrize(("name", "sea", "mesh"), CASES, ids=str)
+def test_a_step_of_training_has_the_gradient_of_one_process(reference, name, sea, mesh):
+    config, (loss, norm, whole) = reference(name, sea)
+    found = on_processes(
+        mesh.ranks,
+        of_first_step,
+        on_mesh(config, mesh),
+        domain=mesh.domain,
+        pipeline=mesh.pipeline,
+    )
+    together: Gradients = {}
+    for its_loss, its_norm, of_rank in found:
+        assert its_loss / loss == pytest.approx(1, abs=1e-12)
+        assert its_norm / norm == pytest.approx(1, abs=1e-12)
+        together |= of_rank
+    ours, wanted = vector(together), vector(whole)
+    assert ours @ wanted / (wanted @ wanted) == pytest.approx(1, abs=1e-12)
+    assert np.linalg.norm(ours - wanted) <= 1e-11 * np.linalg.norm(wanted)
+    assert np.linalg.norm(wanted) == pytest.approx(norm, rel=1e-12)

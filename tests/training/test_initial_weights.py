@@ -1,0 +1,205 @@
+"""Starting with another run's weights: by name, on any mesh, with other variables."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from credit_dp.config import Config
+from credit_dp.data.prepare import prepare
+from credit_dp.data_config import DataConfig
+from credit_dp.domain_parallel import DomainParallelManager
+from credit_dp.errors import UserError
+from credit_dp.training.build import Training
+from credit_dp.training.channel_dims import channel_names
+from credit_dp.training.checkpoint import save_checkpoint
+from credit_dp.training.initial_weights import load_initial_weights
+from credit_dp.training.replicas import shard
+from credit_dp.training.state import named_tensors
+from tests.ranks import on_processes
+from tests.training.runs import alone, built, make_config, make_store, tiny_crossformer, tiny_unet
+from tests.training.test_meshes import MODELS, Mesh, on_mesh
+from tests.training.test_weight_average import whole_tensors, with_ema
+
+BEFORE = {
+    "prognostic": ["geopotential", "temperature"],
+    "forcing": ["day_of_year_sin", "solar"],
+    "static": ["geopotential_at_surface", "land_sea_mask"],
+}
+# Moved, added and dropped, but for what comes out: of that nothing is dropped.
+AFTER = {
+    "prognostic": ["temperature", "2m_temperature", "geopotential"],
+    "forcing": ["solar", "day_of_year_cos"],
+    "static": ["land_sea_mask"],
+}
+LESS = {**AFTER, "prognostic": ["temperature"], "diagnostic": ["2m_temperature"]}
+KINDS = {
+    "unet": tiny_unet(),
+    "two states": tiny_unet(frames=2),
+    "crossformer": tiny_crossformer(),
+    "pangu": MODELS["pangu"],
+}
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory) -> Config:
+    store = make_store(tmp_path_factory.mktemp("store"), 17)
+    return make_config(store, tmp_path_factory.mktemp("run"))
+
+
+def with_data(config: Config, names: dict[str, list[str]], **changes: object) -> Config:
+    data: DataConfig = replace(config.data, **names)
+    return replace(config, data=data, **changes)
+
+
+def save(config: Config, folder: Path) -> Training:
+    training = built(config, alone())
+    save_checkpoint(folder, training.trainer.state, "")
+    return training
+
+
+def load(training: Training, config: Config, folder: Path) -> str:
+    state = training.trainer.state
+    return load_initial_weights(str(folder), state, config.model, prepare(config.data))
+
+
+def test_all_weights_of_the_same_model_and_nothing_else(config, tmp_path):
+    source = save(config, tmp_path)
+    other = replace(config, seed=4, trainer=replace(config.trainer, dtype="float32"))
+    training = built(other, alone())
+    told = load(training, other, tmp_path)
+    found = training.trainer.state.parameters
+    for name, weight in source.trainer.state.parameters.items():
+        assert torch.equal(found[name], weight.float())
+    assert told.startswith(f"init_from: {len(found)} of {len(found)} tensors from {tmp_path}")
+    assert ";" not in told
+    assert training.trainer.state.step == 0
+    assert not training.trainer.state.optimiser.state
+
+
+def common(source: Training, target: Training, kind: str) -> tuple[list[int], list[int]]:
+    """Where the channels that both have lie in each."""
+    before, after = (channel_names(t.trainer.state.data)[kind] for t in (source, target))
+    shared = [name for name in after if name in before]
+    return [before.index(name) for name in shared], [after.index(name) for name in shared]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_channels_in_common_are_treated_as_before(config, kind, tmp_path):
+    """What is new has weights of zero here, and what is gone is fed with zeros."""
+    first = with_data(config, BEFORE, model=KINDS[kind])
+    second = with_data(config, AFTER, model=KINDS[kind])
+    source, target = save(first, tmp_path), built(second, alone())
+    for tensor in named_tensors(target.trainer.state.parts).values():
+        tensor.detach().zero_()
+    told = load(target, second, tmp_path)
+    assert "in part" in told
+    for training in (source, target):
+        training.trainer.state.train(False)
+    (old,), (new,) = (t.trainer.state.parts for t in (source, target))
+    from_in, to_in = common(source, target, "input")
+    from_out, to_out = common(source, target, "output")
+    assert len(from_out) == 6
+    assert from_out != sorted(from_out)
+    names = [channel_names(t.trainer.state.data)["input"] for t in (source, target)]
+    x = torch.randn(1, len(names[0]), 17, 16, dtype=torch.float64)
+    dropped = [at for at in range(len(names[0])) if at not in from_in]
+    assert dropped
+    x[:, dropped] = 0
+    y = torch.randn(1, len(names[1]), 17, 16, dtype=torch.float64)
+    y[:, to_in] = x[:, from_in]
+    with torch.no_grad():
+        assert new(y)[:, to_out].numpy() == pytest.approx(old(x)[:, from_out].numpy(), rel=1e-9)
+        assert old(x).abs().max() > 1e-3
+
+
+def test_new_and_dropped_channels_of_a_unet(config, tmp_path):
+    first, second = with_data(config, BEFORE), with_data(config, LESS, seed=9)
+    source, target = save(first, tmp_path), built(second, alone())
+    drawn = {name: p.detach().clone() for name, p in target.trainer.state.parameters.items()}
+    told = load(target, second, tmp_path)
+    assert (
+        "; 3 in part (head.bias: 3 of 4 output channels, head.weight: 3 of 4 output channels, "
+        "stem.conv.weight: 5 of 6 input channels)" in told
+    )
+    before, after = (t.trainer.state.parameters for t in (source, target))
+    assert torch.equal(after["head.bias"][:3], before["head.bias"][3:])
+    assert torch.equal(after["head.weight"][3], drawn["head.weight"][3])
+    stem, old = after["stem.conv.weight"], before["stem.conv.weight"]
+    assert torch.equal(stem[:, :3], old[:, 3:6])  # temperature
+    assert torch.equal(stem[:, 3], old[:, 7])  # solar
+    assert torch.equal(stem[:, 4], drawn["stem.conv.weight"][:, 4])  # day_of_year_cos
+    assert torch.equal(stem[:, 5], old[:, 9])  # land_sea_mask
+    assert torch.equal(
+        after["encoder.0.0.conv1.conv.weight"], before["encoder.0.0.conv1.conv.weight"]
+    )
+
+
+def test_as_many_other_variables_are_not_taken_for_the_same(config, tmp_path):
+    first = with_data(config, {**BEFORE, "forcing": ["solar"]})
+    second = with_data(config, {**BEFORE, "forcing": ["day_of_year_sin"]}, seed=9)
+    source, target = save(first, tmp_path), built(second, alone())
+    drawn = target.trainer.state.parameters["stem.conv.weight"].detach().clone()
+    load(target, second, tmp_path)
+    found = target.trainer.state.parameters["stem.conv.weight"]
+    old = source.trainer.state.parameters["stem.conv.weight"]
+    assert torch.equal(found[:, 6], drawn[:, 6])
+    assert torch.equal(found[:, 7:], old[:, 7:])
+
+
+def loaded(manager: DomainParallelManager, config: Config, folder: Path):
+    training = built(config, manager)
+    told = load(training, config, folder)
+    state = training.trainer.state
+    if state.average is not None:
+        for name, average in state.average.averages.items():
+            assert torch.equal(shard(average), shard(state.parameters[name]))
+    return told, whole_tensors(state.parameters)
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        Mesh(1, 2, 1, "fsdp2"),
+        *(
+            pytest.param(mesh, marks=pytest.mark.slow)
+            for mesh in (Mesh(1, 1, 2), Mesh(2, 1, 1), Mesh(2, 1, 2, "fsdp2", "interleaved"))
+        ),
+    ],
+    ids=str,
+)
+def test_every_mesh_starts_with_the_same_weights(config, mesh, tmp_path):
+    save(with_data(config, BEFORE), tmp_path)
+    second = with_ema(with_data(config, LESS, seed=9), 0.9)
+    wanted = loaded(alone(), second, tmp_path)
+    given = (mesh.ranks, loaded, on_mesh(second, mesh), tmp_path)
+    found = on_processes(*given, domain=mesh.domain, pipeline=mesh.pipeline)
+    seen = set()
+    for told, weights in found:
+        assert told == wanted[0]
+        seen |= weights.keys()
+        assert all(np.array_equal(value, wanted[1][name]) for name, value in weights.items())
+    assert seen == wanted[1].keys()
+
+
+def test_averages_come_first(config, tmp_path):
+    source = built(with_ema(config, 0.9), alone())
+    average = source.trainer.state.average
+    assert average is not None
+    for value in average.averages.values():
+        value.fill_(7)
+    save_checkpoint(tmp_path, source.trainer.state, "")
+    told, weights = loaded(alone(), config, tmp_path)
+    assert "(averages)" in told
+    assert all((value == 7).all() for value in weights.values())
+
+
+def test_what_does_not_fit_is_refused(config, tmp_path):
+    save(replace(config, model=tiny_crossformer()), tmp_path)
+    training = built(config, alone())
+    with pytest.raises(UserError, match=r"init_from: .* has no weight of this model"):
+        load(training, config, tmp_path)
+    with pytest.raises(UserError, match=r"init_from: .* but \S*nowhere does not exist"):
+        load(training, config, tmp_path / "nowhere")

@@ -1,0 +1,138 @@
+"""A signal stops training after a step that is saved, and the same run folder goes on."""
+
+import csv
+import json
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from credit_dp.config import Config
+from credit_dp.domain_parallel import DomainParallelManager
+from credit_dp.launch import Ranks, signals
+from credit_dp.launch.signals import PREEMPTED, heeding
+from credit_dp.train import run
+from credit_dp.training.preemption import Preemption
+from credit_dp.training.trainer import Trainer
+from tests.ranks import on_processes
+from tests.training.runs import alone, make_config, make_store
+
+ASKED = 3  # the step in which the signal arrives
+
+
+@pytest.fixture
+def config(tmp_path):
+    store = make_store(tmp_path, 12)
+    return make_config(store, tmp_path / "run", steps=6, checkpoint_every=5, log_every=2)
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    """The process goes on after a test that has asked it to stop."""
+    yield
+    for kind in signals.ASKING:
+        signal.signal(kind, signal.SIG_DFL)
+    signals._heed.act = None
+
+
+def of(manager: DomainParallelManager, config: Config) -> int:
+    """A whole run on these ranks; its exit code."""
+    parallel = replace(config.parallel, domain=manager.domain_world_size)
+    return run(replace(config, parallel=parallel), Ranks(manager.rank, manager.world_size))
+
+
+def interrupted(manager: DomainParallelManager, config: Config, sent: int) -> int:
+    """The same, where the last rank is sent a signal in the middle of a step."""
+    update = Trainer.update
+
+    def updated(self: Trainer, *arguments: Any) -> Any:
+        if self.state.step == ASKED - 1 and manager.rank == manager.world_size - 1:
+            os.kill(os.getpid(), sent)
+        return update(self, *arguments)
+
+    Trainer.update = updated  # type: ignore[method-assign]
+    try:
+        return of(manager, config)
+    finally:
+        Trainer.update = update  # type: ignore[method-assign]
+
+
+def on_ranks(ranks: int, fn: Callable[..., int], *args: Any) -> list[int]:
+    return [fn(alone(), *args)] if ranks == 1 else on_processes(ranks, fn, *args, domain=ranks)
+
+
+def leaves(config: Config) -> tuple[list[dict[str, str]], Any]:
+    """The log but for its times, and the scores."""
+    folder = Path(config.run.dir)
+    with (folder / "metrics.csv").open() as file:
+        log = [
+            {key: row[key] for key in ("step", "loss", "grad_norm", "lr")}
+            for row in csv.DictReader(file)
+        ]
+    return log, json.loads((folder / "metrics.json").read_text())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sent"),
+    [(1, signal.SIGTERM), pytest.param(2, signal.SIGUSR1, marks=pytest.mark.slow)],
+)
+def test_the_same_run_folder_goes_on(config, capfd, ranks, sent):
+    undisturbed = replace(config, run=replace(config.run, dir=f"{config.run.dir}-undisturbed"))
+    assert on_ranks(ranks, of, undisturbed) == [0] * ranks
+    capfd.readouterr()
+    assert on_ranks(ranks, interrupted, config, sent) == [PREEMPTED] * ranks
+    folder = Path(config.run.dir)
+    if ranks == 1:
+        said = " ".join(capfd.readouterr().out.split())
+        assert f"{sent.name}: stopped after step {ASKED}, which is saved in" in said
+    saved = [path.name for path in (folder / "checkpoint").iterdir() if path.is_dir()]
+    assert saved == [f"step-{ASKED:08}"]
+    assert not (folder / "metrics.json").exists()
+    assert on_ranks(ranks, of, replace(config, resume="auto")) == [0] * ranks
+    assert leaves(config) == leaves(undisturbed)
+
+
+def told(manager: DomainParallelManager) -> list[bool]:
+    """What a rank hears when only the last one is asked, before its third step."""
+    heard = []
+    with Preemption(manager) as preemption:
+        for step in range(4):
+            if step == 2 and manager.rank == manager.world_size - 1:
+                os.kill(os.getpid(), signal.SIGUSR1)
+            heard.append(preemption.asked())
+        assert preemption.words(2, Path("here")).startswith("SIGUSR1: stopped after step 2, ")
+    return heard
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_all_ranks_hear_of_a_signal_to_one(ranks):
+    found = [told(alone())] if ranks == 1 else on_processes(ranks, told, domain=1)
+    assert found == [[False, False, True, True]] * ranks
+
+
+def test_signals_are_as_before_afterwards():
+    before = [signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGUSR1)]
+    with Preemption(alone()):
+        assert signal.getsignal(signal.SIGTERM) not in before
+    assert [signal.getsignal(kind) for kind in (signal.SIGTERM, signal.SIGUSR1)] == before
+
+
+def test_the_same_signal_is_ignored_when_it_comes_late():
+    with Preemption(alone()):
+        os.kill(os.getpid(), signal.SIGTERM)
+    for kind in signals.ASKING:
+        os.kill(os.getpid(), kind)
+
+
+def test_the_innermost_one_heeds():
+    outer: list[int] = []
+    inner: list[int] = []
+    with heeding(outer.append):
+        with heeding(inner.append):
+            os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGUSR1)
+    assert (outer, inner) == ([signal.SIGUSR1], [signal.SIGTERM])

@@ -1,0 +1,66 @@
+"""A trace of some steps, in which what they consist of has a name."""
+
+import json
+from collections import Counter
+
+import pytest
+
+from credit_dp import spans
+from credit_dp.errors import UserError
+from credit_dp.training.profiling import Trace
+from credit_dp.training.screen import Screen
+from credit_dp.training.watch import Watch
+from tests.ranks import on_processes
+from tests.training.runs import alone, built, make_config, make_store
+
+
+def traced(manager, config, path):
+    training = built(config, manager)
+    trace = path if manager.rank == 0 else None
+    watch = Watch(config, training, Screen(None), None, trace)
+    with training.loader:
+        for record in watch.steps(training.trainer.steps(watch.batches())):
+            watch.follow(record)
+    return watch.trace is None or watch.trace.written
+
+
+def names(path):
+    events = json.loads(path.read_text())["traceEvents"]
+    return Counter(event["name"] for event in events if event.get("cat") == "user_annotation")
+
+
+def test_exchange_and_compute_are_named(tmp_path):
+    config = make_config(make_store(tmp_path, 12), tmp_path / "run", steps=6, accumulate=2)
+    path = tmp_path / "traces" / "trace.json"
+    assert on_processes(2, traced, config, path) == [True, True]
+    found = names(path)
+    assert found["optimiser"] == 3
+    assert (found["forward"], found["backward"]) == (6, 6)
+    assert found["data"] >= 3
+    assert found["exchange"] > found["forward"]
+    assert {f"ProfilerStep#{step}" for step in (2, 3, 4)} <= found.keys()
+    assert [file.name for file in path.parent.iterdir()] == ["trace.json"]
+
+
+def test_a_run_that_is_too_short_has_no_trace(tmp_path):
+    config = make_config(make_store(tmp_path, 12), tmp_path / "run", steps=2)
+    assert not traced(alone(), config, tmp_path / "trace.json")
+    assert not (tmp_path / "trace.json").exists()
+
+
+def test_a_trace_that_cannot_be_written_is_one_line(tmp_path):
+    (tmp_path / "file").touch()
+    trace = Trace(tmp_path / "file" / "trace.json")
+    with pytest.raises(UserError, match=r"trace\.json: could not be written"):
+        list(trace.steps(range(6)))
+
+
+def test_without_a_profiler_nothing_is_named():
+    done = []
+
+    def call() -> None:
+        done.append(1)
+
+    assert spans.named("exchange", call) is call
+    with spans.span("forward"):
+        assert done == []

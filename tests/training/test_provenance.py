@@ -1,0 +1,77 @@
+"""Which code a run is made with."""
+
+import subprocess
+
+import pytest
+
+from credit_dp.training import provenance as module
+from credit_dp.training.provenance import code_text, provenance
+
+
+def git(folder, *arguments):
+    own = ["-c", "user.name=A", "-c", "user.email=a@example.org"]
+    command = ["git", "-C", str(folder), *own, *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A folder that passes for that of the package."""
+    folder = tmp_path / "project" / "package"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text("one = 1\n")
+    monkeypatch.setattr(module, "PACKAGE", folder)
+    provenance.cache_clear()
+    yield folder
+    provenance.cache_clear()
+
+
+@pytest.fixture
+def checkout(package):
+    git(package.parent, "init", "-q")
+    git(package.parent, "add", ".")
+    git(package.parent, "commit", "-q", "-m", "first")
+    return package
+
+
+def test_a_commit_without_changes(checkout, monkeypatch):
+    monkeypatch.setenv("GIT_DIR", "/nowhere")  # as in a hook
+    found = provenance()
+    monkeypatch.delenv("GIT_DIR")
+    assert found["commit"] == git(checkout, "rev-parse", "HEAD")
+    assert found["changed"] == "no"
+    assert "diff" not in code_text()
+
+
+def test_changes_are_a_patch(checkout, tmp_path):
+    (checkout / "__init__.py").write_text("one = 2\n")
+    (checkout / "new.py").touch()
+    assert provenance()["changed"] == "yes"
+    text = code_text()
+    assert "not in git: new.py\n" in text
+    patch = tmp_path / "code.diff"
+    patch.write_text(text)
+    git(checkout.parent, "checkout", "-q", "package/__init__.py")
+    git(checkout.parent, "apply", str(patch))
+    assert (checkout / "__init__.py").read_text() == "one = 2\n"
+
+
+def test_a_long_difference_is_cut(checkout, monkeypatch):
+    monkeypatch.setattr(module, "LONGEST", 200)
+    (checkout / "__init__.py").write_text("two = 2\n" * 1000)
+    text = code_text()
+    assert "the first 200 follow" in text
+    assert len(text) < 1000
+
+
+def test_a_package_that_git_does_not_know(package):
+    assert set(provenance()) == {"credit_dp", "torch", "python"}
+    git(package.parent, "init", "-q")  # a project of the user's, with the package in its folder
+    provenance.cache_clear()
+    assert "commit" not in provenance()
+    assert "commit" not in code_text()
+
+
+def test_no_git(checkout, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert "commit" not in provenance()

@@ -1,0 +1,344 @@
+"""Rollouts are trained through all their steps, on every mesh as on one process."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from credit_dp.config import Config, ParallelConfig
+from credit_dp.data.grid import row_weights
+from credit_dp.data.normalise import Normaliser
+from credit_dp.data.prepare import Prepared, prepare
+from credit_dp.domain_parallel import DomainParallelManager
+from credit_dp.errors import UserError
+from credit_dp.training.loss import channel_weights
+from credit_dp.training.recomputed import Recomputed
+from tests.ranks import on_processes
+from tests.training.runs import (
+    alone,
+    built,
+    make_config,
+    make_store,
+    tiny_crossformer,
+    tiny_unet,
+)
+from tests.training.seas import sea_config
+from tests.training.test_meshes import CLIP, HALF_WAY, ONE, Mesh, assert_same, on_mesh, rest, run
+from tests.training.test_meshes import whole as whole_run
+
+ROWS = 13  # no multiple of 2 or 3
+SCHEDULE = {0: 1, 2: 2, 4: 3}
+STEP = np.timedelta64(6, "h")
+
+Found = tuple[float, dict[str, float], dict[str, torch.Tensor]]  # loss, its parts, gradients
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    return make_store(tmp_path_factory.mktemp("store"), ROWS)
+
+
+@pytest.fixture(scope="module")
+def seas(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sea")
+    sea_config(folder)
+    return folder
+
+
+def three_steps(store, seas, kind: str, **changes: Any) -> Config:
+    """A run whose rollouts have three steps, on a store without gaps or with seas."""
+    model = tiny_unet(frames=1 if kind == "plain" else 2)
+    if kind == "sea":
+        config = sea_config(seas, model)
+    else:
+        config = make_config(store, store.parent / "run", model)
+    return replace(config, trainer=replace(config.trainer, rollout={0: 3}, **changes))
+
+
+def one_pass(manager: DomainParallelManager, config: Config) -> Found:
+    """The first batch's loss and gradients, on the whole globe."""
+    training = built(config, manager)
+    trainer = training.trainer
+    trainer.state.train()
+    with training.loader:
+        share = trainer.gradients(next(training.loader), lambda part, micro: None)
+    gradients = {}
+    for name, parameter in trainer.state.parameters.items():
+        grad = parameter.grad
+        assert grad is not None
+        gradients[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad
+    return trainer.global_loss(share), trainer.loss_by_field(), gradients
+
+
+def by_hand(config: Config) -> Found:
+    """The same from the definition: the store's own fields, one step after the other."""
+    training = built(config, alone())
+    ready: Prepared = prepare(config.data)
+    store, normaliser = ready.store, Normaliser.of(ready, torch.float64)
+    with training.loader:
+        times = next(training.loader).times
+    rows = slice(None)
+
+    def at(read: Any, places: Any) -> torch.Tensor:
+        return torch.stack([torch.from_numpy(read(time, rows)).double() for time in places])
+
+    def fields(places: Any) -> torch.Tensor:
+        return normaliser.outputs(store.read_outputs(places, rows))
+
+    states = store.channels.states
+    frames = config.model.frames
+    now = [fields(times - back * STEP)[:, :states] for back in range(frames - 1, -1, -1)]
+    static = normaliser.static(store.static(rows))[None].expand(len(times), -1, -1, -1)
+    masks = store.masks(rows)
+    valid = torch.ones((), dtype=torch.bool) if masks is None else torch.from_numpy(masks)
+    scale = torch.ones(store.channels.outputs, 1, 1, dtype=torch.float64)
+    scale[:states] = normaliser.tendency_scale[:states]
+    area = torch.from_numpy(row_weights(store.latitude))[:, None] * valid
+    weight = torch.from_numpy(channel_weights(config.loss, store.channels.out))
+    weight = weight / weight.sum()
+    model = training.trainer.state.parts[0]
+    total = torch.zeros((), dtype=torch.float64)
+    for step in range(3):
+        forcing = normaliser.forcing(store.forcing_times(times + step * STEP, rows))
+        made = model(torch.cat([*now, forcing, static], dim=1))
+        made = torch.cat([now[-1] + made[:, :states] * scale[:states], made[:, states:]], dim=1)
+        error = (made - fields(times + (step + 1) * STEP)) / scale
+        square = torch.where(valid, error.square(), 0) * area
+        points = (area * torch.ones_like(made[:1])).sum((0, 2, 3))
+        total = total + (square.sum((0, 2, 3)) / points / len(times) * weight).sum() / 3
+        if masks is not None:
+            made = torch.where(valid, made, normaliser.fills)
+        now = [*now[1:], made[:, :states]]
+    total.backward()
+    named = training.trainer.state.parameters
+    return total.item(), {}, {name: p.grad for name, p in named.items() if p.grad is not None}
+
+
+def assert_same_gradients(found: Found, wanted: Found, tolerance: float = 1e-10) -> None:
+    assert found[0] == pytest.approx(wanted[0], rel=tolerance)
+    assert found[2].keys() == wanted[2].keys()
+    largest = max(float(grad.abs().max()) for grad in wanted[2].values())
+    for name, grad in wanted[2].items():
+        size = max(float(grad.abs().max()), 1e-3 * largest)
+        assert float((found[2][name] - grad).abs().max()) <= tolerance * size, name
+
+
+@pytest.mark.parametrize("kind", ["plain", "frames", "sea"])
+def test_the_gradient_is_that_of_the_definition(store, seas, kind):
+    config = three_steps(store, seas, kind)
+    wanted = by_hand(config)
+    assert_same_gradients(one_pass(alone(), config), wanted)
+    assert_same_gradients(one_pass(alone(), replace_trainer(config, accumulate=2)), wanted)
+
+
+@pytest.mark.parametrize(
+    ("kind", "mesh"),
+    [
+        ("frames", Mesh(1, 1, 2)),
+        ("sea", Mesh(1, 1, 3)),
+        ("plain", Mesh(1, 2, 1, "fsdp2")),
+        pytest.param("sea", Mesh(1, 1, 2, "fsdp2"), marks=pytest.mark.slow),
+        pytest.param("frames", Mesh(1, 1, 3, "fsdp2"), marks=pytest.mark.slow),
+        pytest.param("frames", Mesh(1, 2, 2), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_the_gradient_is_the_same_on_bands_and_data_ranks(store, seas, kind, mesh):
+    config = three_steps(store, seas, kind)
+    wanted = one_pass(alone(), config)
+    found = on_processes(mesh.ranks, one_pass, on_mesh(config, mesh), domain=mesh.domain)
+    for ours in found:
+        assert_same_gradients(ours, wanted)
+        assert ours[1] == pytest.approx(wanted[1], rel=1e-10)
+
+
+def replace_trainer(config: Config, **changes: Any) -> Config:
+    return replace(config, trainer=replace(config.trainer, **changes))
+
+
+def test_the_parts_of_the_loss_add_up_to_it(store, seas):
+    config = three_steps(store, seas, "sea")
+    loss, parts, _ = one_pass(alone(), config)
+    leads = [parts.pop(f"loss/+{hours}h") for hours in (6, 12, 18)]
+    out = prepare(config.data).store.channels.out
+    assert set(parts) == {f"loss/{channel.variable}" for channel in out}
+    assert sum(parts.values()) == pytest.approx(loss, rel=1e-12)
+    assert np.mean(leads) == pytest.approx(loss, rel=1e-12)
+    assert len(set(leads)) == 3
+
+
+def test_a_pipeline_tells_of_the_parts_too(store):
+    config = make_config(store, store.parent / "run", tiny_unet())
+    _, wanted, _ = one_pass(alone(), config)
+    assert not any(name.startswith("loss/+") for name in wanted)
+    mesh = on_mesh(config, Mesh(2, 1, 1))
+    for found in on_processes(2, parts_only, mesh, domain=1, pipeline=2):
+        assert found == pytest.approx(wanted, rel=1e-10)
+
+
+def parts_only(manager: DomainParallelManager, config: Config) -> dict[str, float]:
+    return one_pass(manager, config)[1]
+
+
+MODELS = {
+    "unet": tiny_unet(squeeze_excite=True),
+    "crossformer": tiny_crossformer(),
+    "depth": tiny_unet(stochastic_depth=0.4, activation_checkpointing=True),
+}
+FAST = [
+    ("depth", Mesh(1, 1, 2, "fsdp2"), True),
+    ("depth", Mesh(1, 2, 1, "ddp"), True),
+    ("unet", Mesh(1, 1, 2, "ddp"), False),
+]
+SLOW = [
+    (model, mesh, again)
+    for model, again in (("depth", False), ("crossformer", True))
+    for mesh in (
+        *(Mesh(1, 2, 1, mode) for mode in ("ddp", "fsdp2")),
+        *(Mesh(1, 1, 2, mode) for mode in ("ddp", "fsdp2")),
+        *(Mesh(1, 1, 3, mode) for mode in ("ddp", "fsdp2")),
+        Mesh(1, 2, 2, "fsdp2"),
+    )
+]
+CASES = [
+    *(pytest.param(*case, id=f"{case[0]}-{case[1]}-{case[2]}") for case in FAST),
+    *(
+        pytest.param(*case, id=f"{case[0]}-{case[1]}-{case[2]}", marks=pytest.mark.slow)
+        for case in SLOW
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def reference(store):
+    """Five steps of each model on one process, whose rollouts grow, and their trajectory."""
+    made: dict[str, Any] = {}
+
+    def get(model: str) -> Any:
+        if model not in made:
+            config = make_config(
+                store,
+                store.parent / model,
+                MODELS[model],
+                steps=5,
+                accumulate=2,
+                gradient_clip=CLIP,
+                rollout=SCHEDULE,
+            )
+            config = replace(config, data=replace(config.data, batch_size=4))
+            made[model] = config, run(ONE, whole_run, config, None)
+        return made[model]
+
+    return get
+
+
+@pytest.mark.parametrize(("model", "mesh", "again"), CASES)
+def test_growing_rollouts_train_as_on_one_process(reference, model, mesh, again):
+    config, wanted = reference(model)
+    assert min(norm for _, norm in wanted[0]) > CLIP
+    config = replace_trainer(config, checkpoint_activations=again)
+    assert_same(run(mesh, whole_run, config, None), wanted)
+
+
+def test_what_is_computed_again_is_the_same_bit_by_bit(reference):
+    config, (numbers, weights) = reference("depth")
+    found = run(ONE, whole_run, replace_trainer(config, checkpoint_activations=True), None)
+    assert found[0] == numbers
+    assert all(np.array_equal(found[1][name], weight) for name, weight in weights.items())
+
+
+def forwards(store, seas, again: bool) -> tuple[int, int]:
+    """Calls of the model in one pass, and elements that are kept until backward."""
+    training = built(three_steps(store, seas, "plain", checkpoint_activations=again), alone())
+    gradients, calls, kept = training.trainer.gradients, [], set()
+    handle = training.trainer.state.parts[0].register_forward_hook(lambda *made: calls.append(1))
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        if not isinstance(x, torch.nn.Parameter):
+            kept.add((x.untyped_storage().data_ptr(), x.untyped_storage().nbytes()))
+        return x
+
+    with training.loader:
+        batch = next(training.loader)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        losses = gradients._losses(batch)
+    losses.sum().backward()
+    handle.remove()
+    return len(calls), sum(size for _, size in kept)
+
+
+def test_each_step_is_computed_again_in_backward(store, seas):
+    calls, kept = forwards(store, seas, again=False)
+    calls_again, kept_again = forwards(store, seas, again=True)
+    assert (calls, calls_again) == (3, 6)
+    assert kept_again < kept / 3
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_resuming_between_two_lengths_changes_no_bit(store, tmp_path, again):
+    config = make_config(
+        store,
+        tmp_path / "run",
+        tiny_unet(stochastic_depth=0.3),
+        steps=5,
+        rollout={0: 1, HALF_WAY + 1: 2, HALF_WAY + 2: 3},
+        checkpoint_activations=again,
+    )
+    numbers, weights = run(ONE, whole_run, config, tmp_path)
+    again_numbers, again_weights = run(ONE, rest, config, tmp_path)
+    assert again_numbers == numbers[HALF_WAY:]
+    assert all(np.array_equal(again_weights[name], weight) for name, weight in weights.items())
+
+
+@pytest.mark.parametrize(
+    ("unit", "wanted"), [("step", [1, 2, 2, 2, 2, 2]), ("epoch", [1, 1, 2, 2, 2, 2])]
+)
+def test_lengths_follow_steps_or_epochs(store, tmp_path, unit, wanted):
+    config = make_config(
+        store, tmp_path, rollout={0: 1, 1: 2}, rollout_unit=unit, steps=6, log_every=1
+    )
+    training = built(config, alone())
+    found = []
+    with training.loader:
+        for record in training.trainer.steps(training.loader):
+            leads = [name for name in record.more if name.startswith("loss/+")]
+            found.append(max(1, len(leads)))
+            assert len(training.trainer.gradients.detail) == found[-1]
+    # Of 10 samples that have two steps after them, an epoch takes two batches of four.
+    assert found == wanted
+
+
+def test_a_rollout_longer_than_the_dates_is_refused(store, tmp_path):
+    config = make_config(store, tmp_path, rollout={0: 1, 400: 12})
+    with pytest.raises(
+        UserError, match=r"13 dates of data\.dates\.train.*trainer\.rollout"
+    ) as told:
+        built(config, alone())
+    assert "model.frames" not in str(told.value)
+    assert "\n" not in str(told.value)
+
+
+def test_a_model_that_a_forward_changes_is_not_computed_again(store, tmp_path):
+    model = tiny_crossformer(spectral_norm=True)
+    config = make_config(store, tmp_path, model, checkpoint_activations=True)
+    with pytest.raises(UserError, match=r"checkpoint_activations: .*changes .*_u,") as told:
+        one_pass(alone(), config)
+    assert "\n" not in str(told.value)
+
+
+def test_a_pipeline_computes_no_step_again(store, tmp_path):
+    config = make_config(store, tmp_path, checkpoint_activations=True)
+    with pytest.raises(UserError, match=r"^trainer\.checkpoint_activations: .*pipeline=1, got 2"):
+        replace(config, parallel=ParallelConfig(pipeline=2))
+
+
+def test_forecasts_keep_nothing_to_compute_again():
+    model = Recomputed(torch.nn.Linear(2, 2))
+    x = torch.ones(1, 2)
+    with torch.no_grad():
+        assert not model(x).requires_grad
+    model.model.eval()
+    assert "Checkpoint" not in str(model(x).grad_fn)

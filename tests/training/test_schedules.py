@@ -1,0 +1,96 @@
+"""Curves of the learning rate, where they go on from, and what weight decay acts on."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from credit_dp.config import OptimizerConfig
+from credit_dp.fields import Fields
+from credit_dp.models import build_model
+from credit_dp.training.optimisation import (
+    build_optimiser,
+    build_schedule,
+    decays,
+    move_schedule,
+)
+from tests.training.test_meshes import MODELS
+
+CONFIG = OptimizerConfig(lr=0.1, final_lr=0.02, warmup_steps=2, decay_every=3, decay_factor=0.5)
+STEPS = 10
+WARM_UP = [0.05, 0.1]
+# Eight steps after the warm-up, from 0.1 down to 0.02 at the ninth.
+COSINE = [0.02 + 0.04 * (1 + math.cos(math.pi * step / 8)) for step in range(8)]
+CURVES = {
+    "cosine": [*WARM_UP, *COSINE, 0.02, 0.02],
+    "constant": [*WARM_UP, *[0.1] * 10],
+    "step": [*WARM_UP, *[0.1] * 3, *[0.05] * 3, *[0.025] * 3, 0.0125],
+}
+
+
+def rates(schedule: str, start: int = 0, count: int = 12, steps: int = STEPS) -> list[float]:
+    """The rates of steps from `start` on, the earlier ones taken by another optimiser."""
+    config = replace(CONFIG, schedule=schedule)
+    optimiser = build_optimiser({"w": nn.Parameter(torch.ones(1))}, config)
+    curve = build_schedule(optimiser, config, STEPS)
+    for _ in range(start):
+        optimiser.step()
+        curve.step()
+    if start:
+        saved = curve.state_dict()
+        optimiser = build_optimiser({"w": nn.Parameter(torch.ones(1))}, config)
+        curve = build_schedule(optimiser, config, steps)
+        move_schedule(optimiser, curve, saved)
+    found = []
+    for _ in range(start, count):
+        found.append(optimiser.param_groups[0]["lr"])
+        assert curve.get_last_lr()[0] == found[-1]
+        optimiser.step()
+        curve.step()
+    return found
+
+
+@pytest.mark.parametrize("schedule", CURVES)
+def test_rates_are_those_of_the_formula(schedule):
+    assert rates(schedule) == pytest.approx(CURVES[schedule], rel=1e-12)
+
+
+@pytest.mark.parametrize("start", [1, 2, 6])
+@pytest.mark.parametrize("schedule", CURVES)
+def test_a_resumed_curve_goes_on_where_it_was(schedule, start):
+    assert rates(schedule, start) == rates(schedule)[start:]
+
+
+def test_a_resumed_cosine_ends_at_the_steps_of_the_config():
+    longer = rates("cosine", start=6, steps=18, count=19)
+    assert longer[0] == pytest.approx(0.02 + 0.04 * (1 + math.cos(math.pi * 4 / 16)), rel=1e-12)
+    assert longer[-1] == pytest.approx(0.02, rel=1e-12)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_biases_norms_and_tables_do_not_decay(model):
+    fields = Fields(((0, 1), (2, 3)), (4,), 2)
+    built = build_model(MODELS[model], fields, (16, 16))
+    norms = {
+        f"{path}.{name}"
+        for path, module in built.named_modules()
+        if isinstance(module, nn.GroupNorm | nn.LayerNorm)
+        for name, _ in module.named_parameters()
+    }
+    parameters = dict(built.named_parameters())
+    kept = {name for name, parameter in parameters.items() if not decays(name, parameter)}
+    tables = {name for name in parameters if name.endswith((".bias", ".table"))}
+    assert kept == norms | tables
+    assert any(name.endswith(".table") for name in kept) is (model == "pangu")
+    assert {parameters[name].ndim for name in parameters.keys() - kept} <= {2, 3, 4, 5}
+
+
+def test_frozen_parameters_are_in_no_group():
+    frozen, trained = (
+        nn.Parameter(torch.ones(2, 2), requires_grad=False),
+        nn.Parameter(torch.ones(1)),
+    )
+    groups = build_optimiser({"a": frozen, "b": trained}, CONFIG).param_groups
+    assert [p for group in groups for p in group["params"]] == [trained]

@@ -1,0 +1,111 @@
+"""Zonal spectra: what their error is, what it can't see, and that its gradient is right."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from credit_dp.config import LossConfig
+from credit_dp.data.schema import Channel, Channels
+from credit_dp.evaluation.valid_points import ValidPoints
+from credit_dp.training.loss import build_loss
+from credit_dp.training.spectrum import FLOOR, amplitudes, spectrum_error
+
+WIDTHS = st.integers(1, 24)
+SEEDS = st.integers(0, 2**31)
+TINY = 2 * FLOOR**0.5  # more than what the floor adds to an amplitude
+
+
+def rows(seed: int, width: int, count: int = 3) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, width, generator=generator, dtype=torch.float64)
+
+
+@given(seed=SEEDS, width=WIDTHS)
+def test_powers_add_up_to_the_mean_square(seed, width):
+    x = rows(seed, width)
+    powers = amplitudes(x).square() - FLOOR
+    assert powers.shape == (3, width // 2 + 1)
+    torch.testing.assert_close(powers.sum(-1), x.square().mean(-1), rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("width", [12, 13])
+@pytest.mark.parametrize("number", [1, 4, 5])
+def test_a_wave_has_its_strength_wherever_it_lies(width, number):
+    place = torch.arange(width, dtype=torch.float64) / width
+    for phase in (0.0, 0.3, 2.0):
+        found = amplitudes(3 * torch.cos(2 * np.pi * number * place + phase))
+        wanted = torch.zeros(width // 2 + 1, dtype=torch.float64)
+        wanted[number] = 3 / 2**0.5
+        torch.testing.assert_close(found, wanted, rtol=0, atol=TINY)
+
+
+@given(seed=SEEDS, width=WIDTHS)
+def test_it_is_never_more_than_the_mean_squared_difference(seed, width):
+    x, y = rows(seed, width), rows(seed + 1, width)
+    error = spectrum_error(x, y)
+    assert error.shape == (3,)
+    assert (error <= (x - y).square().mean(-1) * (1 + 1e-12)).all()
+
+
+@given(seed=SEEDS, width=WIDTHS, factor=st.floats(0, 2))
+def test_it_is_all_of_it_where_only_the_strength_differs(seed, width, factor):
+    x = rows(seed, width)
+    wanted = ((1 - factor) * x).square().mean(-1)
+    torch.testing.assert_close(spectrum_error(factor * x, x), wanted, rtol=1e-3, atol=1e-3)
+
+
+@given(seed=SEEDS, width=WIDTHS, shift=st.integers(0, 24))
+def test_it_does_not_see_where(seed, width, shift):
+    x = rows(seed, width)
+    assert spectrum_error(x.roll(shift, -1), x).max().item() < 1e-20
+
+
+@pytest.mark.parametrize("width", [1, 2, 7, 8])
+@pytest.mark.parametrize("flat", [False, True])
+def test_gradient(width, flat):
+    x = rows(1, width)
+    if flat:  # no power at any wavenumber but 0, and none at all
+        x = torch.tensor([[1.0], [0.0], [0.0]], dtype=torch.float64).repeat(1, width)
+    target = rows(2, width).requires_grad_()
+    assert torch.autograd.gradcheck(spectrum_error, (x.requires_grad_(), target))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_field_of_zeros_has_a_gradient_of_zeros(dtype):
+    x = torch.zeros(2, 9, dtype=dtype, requires_grad=True)
+    spectrum_error(x, rows(1, 9, 2).to(dtype)).sum().backward()
+    assert x.grad is not None
+    assert not x.grad.any()
+
+
+def test_single_precision_is_enough_for_fields_far_from_zero():
+    x, y = rows(1, 240) + 100, rows(2, 240) + 100
+    wanted = spectrum_error(x, y)
+    torch.testing.assert_close(
+        spectrum_error(x.float(), y.float()).double(), wanted, rtol=1e-3, atol=0
+    )
+
+
+@pytest.mark.parametrize("name", ["mse", "mae", "huber"])
+def test_gradient_of_the_whole_loss_with_points_left_out(name):
+    channels = Channels((Channel("temperature", 500), Channel("sea")), (), (), (Channel("soil"),))
+    generator = torch.Generator().manual_seed(3)
+    valid = torch.rand(3, 4, 5, generator=generator) < 0.6
+    valid[1, 0] = False  # a row without any
+    config = LossConfig(name=name, spectrum=0.8, huber_delta=0.5)
+    scale = torch.tensor([0.5, 2.0, 1.0], dtype=torch.float64)[:, None, None]
+    loss = build_loss(
+        config, channels, np.linspace(90, -90, 4), slice(0, 4), scale, ValidPoints(valid)
+    )
+    forecast, target = (
+        torch.randn(2, 3, 4, 5, generator=generator, dtype=torch.float64) for _ in range(2)
+    )
+    target[:, ~valid] = float("nan")
+    forecast.requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: loss.by_channel(x, target), (forecast,))
+    loss(forecast, target).backward()
+    assert forecast.grad is not None
+    assert not forecast.grad[:, ~valid].any()
+    assert forecast.grad[:, valid].all()

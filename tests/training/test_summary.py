@@ -1,0 +1,87 @@
+"""What is said before a run starts, and that the numbers in it are those that come true."""
+
+import pytest
+
+from credit_dp.data.prepare import prepare
+from credit_dp.training import outlook
+from credit_dp.training.needs import needs_of
+from credit_dp.training.outlook import Outlook, duration
+from credit_dp.training.state import MODEL, OPTIMISER
+from credit_dp.training.summary import summary
+from tests.ranks import on_processes
+from tests.training.runs import alone, built, make_config, make_store
+
+
+@pytest.fixture
+def config(tmp_path):
+    rollout = {0: 2}
+    return make_config(make_store(tmp_path, 12), tmp_path / "run", accumulate=2, rollout=rollout)
+
+
+def expected_and_measured(manager, config):
+    """Messages, bytes of rows, and those of a checkpoint: expected, and after a step."""
+    training = built(config, manager)
+    needs = needs_of(config, prepare(config.data), training, manager)
+    traffic = manager.transport.traffic
+    with training.loader:
+        batch = next(training.loader)
+        before = traffic.messages, traffic.bytes
+        training.trainer.state.train()
+        training.trainer.update(batch)
+        sent = traffic.messages - before[0], traffic.bytes - before[1]
+    tensors = training.trainer.state.tensors().items()
+    saved = sum(t.nbytes for n, t in tensors if n.startswith((MODEL, OPTIMISER)) and t.ndim)
+    return (needs.messages, needs.sent, needs.checkpoint), (*sent, saved)
+
+
+@pytest.mark.parametrize("steps", [1, 2])
+def test_what_is_said_comes_true(config, steps):
+    config.trainer.rollout = {0: steps}
+    expected, measured = on_processes(2, expected_and_measured, config)[0]
+    # Later forecast steps also send home the gradient of what they start from.
+    assert expected == (measured if steps == 1 else pytest.approx(measured, rel=0.1))
+    assert measured[0] > 0
+
+
+def test_it_fits_on_a_screen(config):
+    training = built(config, alone())
+    training.loader.close()
+    lines = summary(config, prepare(config.data), training, alone())
+    assert 5 < len(lines) <= 20
+    text = "\n".join(lines)
+    count = sum(p.numel() for p in training.trainer.state.parameters.values())
+    for told in (f"{count:,} parameters", "12 rows", "2000-01-01 to 2000-01-03", config.run.dir):
+        assert told in text
+    assert "2 from step 0" in text
+    assert "activations" in text
+
+
+def test_longer_rollouts_hold_more(config):
+    training = built(config, alone())
+    training.loader.close()
+    held = needs_of(config, prepare(config.data), training, alone()).held
+    config.trainer.checkpoint_activations = True
+    again = needs_of(config, prepare(config.data), training, alone()).held
+    assert held["activations"] == 2 * again["activations"] > 0
+    assert held["moments"] == 2 * held["weights"]
+
+
+def test_the_pace_is_told_once(monkeypatch):
+    clock = iter(range(0, 10_000, 3))  # three seconds for each step
+    monkeypatch.setattr(outlook.time, "monotonic", lambda: float(next(clock)))
+    told = Outlook(step=5, total=105, per_epoch=40)
+    lines = {step: line for step in range(6, 106) if (line := told(step)) is not None}
+    assert lines == {25: "about 2 min for an epoch, done in about 4 min"}
+
+
+def test_a_run_of_few_steps_is_not_told():
+    told = Outlook(step=0, total=20, per_epoch=40)
+    assert [told(step) for step in range(1, 21)] == [None] * 20
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(1.25, "1.2 s"), (89, "89 s"), (600, "10 min"), (9000, "2.5 h"), (200_000, "2.3 days")],
+)
+def test_durations(seconds, text):
+    assert duration(seconds) == text

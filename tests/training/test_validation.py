@@ -1,0 +1,103 @@
+"""The validation RMSE: what it is, on any mesh, and that training does not notice it."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from credit_dp.config import Config
+from credit_dp.data.prepare import prepare
+from credit_dp.domain_parallel import DomainParallelManager
+from credit_dp.errors import UserError
+from credit_dp.evaluation.held_out import spread
+from credit_dp.training.screen import Screen
+from credit_dp.training.validation import MOST, Validation
+from credit_dp.training.watch import Watch
+from tests.ranks import on_processes
+from tests.training.runs import alone, built, make_config, make_store, tiny_crossformer, weights
+
+ROWS = 12
+
+
+@pytest.fixture
+def config(tmp_path):
+    model = tiny_crossformer(stochastic_depth=0.3)
+    config = make_config(
+        make_store(tmp_path, ROWS), tmp_path / "run", model, steps=3, validate_every=1
+    )
+    dates = replace(config.data.dates, valid=["2000-01-03T12", "2000-01-05T18"])
+    ema = replace(config.optimizer, ema=0.9)
+    return replace(config, data=replace(config.data, dates=dates), optimizer=ema)
+
+
+def validated(manager: DomainParallelManager, config: Config) -> float:
+    """The RMSE of untrained weights."""
+    training = built(config, manager)
+    training.loader.close()
+    return Validation(config, prepare(config.data), training, manager)()
+
+
+def trained(config: Config, validates: bool) -> tuple[torch.Tensor, torch.Tensor, list[float]]:
+    """Weights, random state and what was validated, after a run."""
+    training = built(config, alone())
+    prepared = prepare(config.data)
+    validation = Validation(config, prepared, training, alone()) if validates else None
+    watch = Watch(config, training, Screen(None), validation, None)
+    found = []
+    with training.loader:
+        for record in watch.steps(training.trainer.steps(watch.batches())):
+            torch.rand(())  # whoever draws outside of a step draws the same, too
+            numbers = watch.follow(record)
+            found += [numbers[name] for name in ("validation_rmse",) if name in numbers]
+            assert all(part.training for part in training.trainer.state.parts)
+    return weights(training), torch.get_rng_state(), found
+
+
+def test_training_does_not_notice_it(config):
+    without, with_it = trained(config, False), trained(config, True)
+    assert torch.equal(without[0], with_it[0])
+    assert torch.equal(without[1], with_it[1])
+    assert (len(without[2]), len(set(with_it[2]))) == (0, 3)
+
+
+def test_it_is_the_mean_of_normalised_rmse(config):
+    training = built(config, alone())
+    training.loader.close()
+    prepared = prepare(config.data)
+    validation = Validation(config, prepared, training, alone())
+    dates = validation.dates
+    assert 1 < len(dates.initial_times) <= MOST
+    assert dates.hours == (6,)
+    training.trainer.state.train(False)
+    ahead = np.timedelta64(6, "h")
+    with torch.no_grad():
+        starts, statics = dates.starts(dates.initial_times), dates.static(len(dates.initial_times))
+        forcing = dates.forcing(dates.initial_times)
+        (made,) = training.forecast.rollout(starts, [forcing], statics)
+        squares = (made - dates.fields(dates.initial_times + ahead)).square()
+    area = np.cos(np.deg2rad(prepared.store.latitude))
+    rows = torch.as_tensor(area / area.sum()).to(squares)
+    by_field = (squares.mean(-1) * rows).sum(-1).mean(0).sqrt()
+    # Of which the weights by area are those of the grid's cells, nearly those of the cosine.
+    assert validation() == pytest.approx(float(by_field.mean()), rel=1e-2)
+    training.trainer.state.train()
+
+
+def test_bands_find_what_one_rank_finds(config):
+    whole = validated(alone(), config)
+    assert on_processes(2, validated, config) == pytest.approx([whole] * 2, rel=1e-10)
+
+
+def test_dates_without_room_for_a_forecast_are_refused(config):
+    dates = replace(config.data.dates, valid=["2000-01-04T00", "2000-01-04T00"])
+    config = replace(config, data=replace(config.data, dates=dates))
+    with pytest.raises(UserError, match=r"fits into data\.dates\.valid"):
+        validated(alone(), config)
+
+
+@pytest.mark.parametrize(
+    ("count", "places"), [(1, [0]), (3, [0, 1, 2]), (9, [0, 3, 5, 8]), (100, [0, 33, 66, 99])]
+)
+def test_places_are_evenly_spread(count, places):
+    assert spread(count, 4).tolist() == places

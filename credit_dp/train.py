@@ -15,7 +15,7 @@ from credit_dp.launch import Ranks
 from credit_dp.launch.signals import PREEMPTED
 from credit_dp.mesh import build_manager, device_of
 from credit_dp.training.build import Training, build_training
-from credit_dp.training.checkpoint import find_checkpoint, load_checkpoint, newest
+from credit_dp.training.checkpoint import find_checkpoint, load_checkpoint
 from credit_dp.training.checkpoints import Checkpoints
 from credit_dp.training.initial_weights import load_initial_weights
 from credit_dp.training.log_files import log_to_file
@@ -134,13 +134,13 @@ class _Run:
                 f"trainer.steps is {total}; evaluating only"
             )
             return True
-        trainer.guard.checkpoint = lambda: newest(self.folder.checkpoint)
         folder, yaml, stop = self.folder.checkpoint, resolved_yaml(self.config), False
         with (
             self.training.loader,
             self.screen.bar("training", total, trainer.state.step) as bar,
             Checkpoints(folder, self.config.trainer, trainer.state.step) as checkpoints,
         ):
+            trainer.guard.checkpoint = checkpoints.newest
             for record in watch.steps(trainer.steps(watch.batches())):
                 stop = preemption.asked()
                 # There may be little time left: then without a validation.
@@ -152,6 +152,8 @@ class _Run:
                     checkpoints.save(trainer.state, yaml, watch.validation_rmse)
                 if stop:
                     break
+        # Writing the last checkpoint takes its time, too.
+        stop = stop or preemption.asked()
         if stop:
             self.screen.say(preemption.words(trainer.state.step, folder))
             return False

@@ -43,6 +43,8 @@ def why_unseen(data: DataConfig) -> str | None:
 
 def lines(plan: Plan, config: Config) -> list[str]:
     """The model, and a line for each rank of a pipeline, or one for all ranks."""
+    from credit_dp.training.out_of_memory import in_training  # takes seconds
+
     report, parallel = plan.report, config.parallel
     if report.problems:
         return ["It can't be sharded so:", *(f"  {problem}" for problem in report.problems)]
@@ -57,19 +59,11 @@ def lines(plan: Plan, config: Config) -> list[str]:
     for budget in plan.budgets:
         if budget.mode == mode:
             whose = f"pipeline {budget.pipeline_rank}" if parallel.pipeline > 1 else "each rank"
-            held, sent = held_in(config, budget.held), sent_in(config, budget.sent)
+            held, sent = in_training(budget.held, config), sent_in(config, budget.sent)
             items = ", ".join(f"{name} {amount(size)}" for name, size in held.items() if size)
             found.append(f"memory  {whose}: about {amount(sum(held.values()))} ({items})")
             found.append(f"sent    {whose}: {amount(sum(sent.values()))} in a step")
     return found
-
-
-def held_in(config: Config, held: Mapping[str, int]) -> dict[str, int]:
-    """What is held by item, for the longest rollout and with averages of weights."""
-    trainer = config.trainer
-    steps = 1 if trainer.checkpoint_activations else trainer.longest_rollout
-    averages = held["weights"] if config.optimizer.ema is not None else 0
-    return {**held, "activations": steps * held["activations"], "averages": averages}
 
 
 def sent_in(config: Config, sent: Mapping[str, int]) -> dict[str, int]:

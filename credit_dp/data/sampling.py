@@ -163,7 +163,11 @@ class SampleSequence:
         Raises:
             UserError: it belongs to other samples, another batch size or another seed.
         """
-        keys = {"count": "data.dates.train", "batch_size": "data.batch_size", "seed": "seed"}
+        keys = {
+            "count": "data.dates.train and the longest of trainer.rollout",
+            "batch_size": "data.batch_size",
+            "seed": "seed",
+        }
         for name, key in keys.items():
             if state[name] != getattr(self, name):
                 raise UserError(

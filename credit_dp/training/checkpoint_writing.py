@@ -132,7 +132,7 @@ def finish(part: Path, path: Path, numbers: dict[str, Any], kept: Kept) -> None:
     """Complete a checkpoint, which says what code made it, and give it its name."""
     with could_not_be_written(part, numbers["step"]):
         files.finish(part, path, {**numbers, "versions": provenance()})
-    tidy(path, kept)
+        tidy(path, kept)
 
 
 @contextmanager

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from credit_dp.training.agreement import grouped, together
+from credit_dp.training.checkpoint import newest
 from credit_dp.training.checkpoint_files import step_folder
 from credit_dp.training.checkpoint_writing import Snapshot, constants_of, write
 from credit_dp.training.checkpoints_kept import Kept
@@ -91,6 +92,12 @@ class Checkpoints:
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
+
+    def newest(self) -> Path | None:
+        """The newest on disk, once what is being written is there; for one rank to ask."""
+        if self._writing is not None:
+            wait_for([self._writing])  # whether it could be written is asked elsewhere
+        return newest(self.folder)
 
     def _snapshot(self, state: TrainingState, config: str, error: float | None) -> Snapshot:
         snapshot = together(lambda: Snapshot.of(state, config, error))

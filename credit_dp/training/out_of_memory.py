@@ -1,7 +1,7 @@
 """What is said when a GPU's memory is full: what the plan expects, and the smallest remedy."""
 
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -155,11 +155,7 @@ SAVING: Sequence[Callable[[Config], Change | None]] = (
 
 
 def need(config: Config) -> Need | None:
-    """What the plan expects; None if it can't tell, or the model can't be sharded so.
-
-    The plan is of one forecast step in the trainer's dtype. A rollout keeps the activations of all
-    its steps; in bfloat16 they take half, and a copy of the weights comes on top.
-    """
+    """What the plan expects; None if it can't tell, or the model can't be sharded so."""
     module, name = PLAN
     try:
         plan = getattr(importlib.import_module(module), name)(config)
@@ -167,23 +163,31 @@ def need(config: Config) -> Need | None:
         return None
     mode = config.parallel.data_mode
     budgets = [b for b in plan.budgets if b.mode == mode] or list(plan.budgets)
-    needs = [of_held(budget.held, config) for budget in budgets]
+    needs = [of_held(in_training(budget.held, config)) for budget in budgets]
     return max(needs, default=None)
 
 
-def of_held(held: dict[str, int], config: Config) -> Need:
-    """What a rank needs, from its planned items."""
+def of_held(held: Mapping[str, int]) -> Need:
+    """What a rank needs, from its items."""
+    return Need(float(sum(held.values())), float(held["activations"]))
+
+
+def in_training(held: Mapping[str, int], config: Config) -> dict[str, int]:
+    """What a rank holds by item, from what the plan says of one forecast step in full precision.
+
+    A rollout keeps the activations of all its steps; in bfloat16 they take half, and a copy of the
+    weights comes on top.
+    """
     trainer = config.trainer
-    activations = float(held["activations"])
-    if not trainer.checkpoint_activations:
-        activations *= trainer.longest_rollout
-    rest = sum(held.values()) - held["activations"]
+    steps = 1 if trainer.checkpoint_activations else trainer.longest_rollout
+    activations = steps * held["activations"]
+    found = {**held, "activations": activations}
     if trainer.autocast is not None:
-        activations /= 2
-        rest += held["weights"] // 2
+        found["activations"] = activations // 2
+        found["weights in bfloat16"] = held["weights"] // 2
     if config.optimizer.ema is not None:
-        rest += held["weights"]
-    return Need(rest + activations, activations)
+        found["averages"] = held["weights"]
+    return found
 
 
 def gb(count: float) -> str:

@@ -13,6 +13,17 @@ import credit_dp
 PACKAGE = Path(__file__).resolve().parents[1]
 PATIENCE = 10.0  # seconds for an answer of git, which may sit on a slow file system
 LONGEST = 2**20  # characters of a difference that are kept
+# What a user's settings may change about a difference so that it is no patch of the whole checkout.
+AS_A_PATCH = (
+    "--no-color",
+    "--no-ext-diff",
+    "--no-textconv",
+    "--no-relative",
+    "--submodule=short",
+    "--unified=3",
+    "--src-prefix=a/",
+    "--dst-prefix=b/",
+)
 MOST = 50  # names of files that git does not know
 
 
@@ -55,8 +66,8 @@ def in_checkout() -> bool:
 
 
 def difference() -> str:
-    """What differs from the commit in files that git knows."""
-    return git("diff", "HEAD", "--no-color", "--no-ext-diff", "--no-textconv") or ""
+    """What differs from the commit in files that git knows, whatever form the user likes best."""
+    return git("diff", "HEAD", *AS_A_PATCH) or ""
 
 
 def unknown_files() -> list[str]:

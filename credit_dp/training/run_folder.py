@@ -90,7 +90,7 @@ def write_whole(path: Path, text: str) -> None:
     with writing(path):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(text)
+            temporary.write_text(text, encoding="utf-8")
             os.replace(temporary, path)
         except OSError:
             discard(temporary)

@@ -14,6 +14,8 @@ from credit_dp.training.sink import Sink
 from credit_dp.training.tensorboard_log import TensorBoardLog, require_tensorboard
 from credit_dp.training.wandb_log import WandbLog, require_key
 
+LAST_WAIT = 5.0  # seconds for each tracker when the user wants the run to end at once
+
 
 @final
 class Tracker:
@@ -41,7 +43,10 @@ class Tracker:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        hurries = error is not None and not isinstance(error, Exception)
         for sink in self.sinks:
+            if hurries and isinstance(sink, Background):
+                sink.patience = min(sink.patience, LAST_WAIT)
             sink.close()
 
 

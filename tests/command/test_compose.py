@@ -95,6 +95,11 @@ def test_check_plans_and_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch, "--check", "experiment=fast", "parallel.domain=2", "trainer.rollout={0: 3}"
     )[1]
     assert "activations 5.9 MB" in longer
+    half = answer(
+        monkeypatch, "--check", "experiment=fast", "parallel.domain=2", "trainer.autocast=bfloat16"
+    )[1]
+    assert "activations 98" in half  # kB
+    assert "weights in bfloat16" in half
 
 
 def test_check_of_data_that_is_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:

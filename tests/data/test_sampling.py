@@ -145,7 +145,7 @@ def test_state_goes_on_in_another_sequence_of_another_mesh():
 @pytest.mark.parametrize(
     ("other", "key"),
     [
-        ({"count": 21}, "data.dates.train"),
+        ({"count": 21}, "data.dates.train and the longest of trainer.rollout"),
         ({"batch_size": 2}, "data.batch_size"),
         ({"seed": 1}, "seed"),
     ],

@@ -23,7 +23,7 @@ SMALL = "experiment=fast"
 # Blocks that take long: pages that work at full size, and several commands in a row.
 LONG = (
     *(f"README.md-{number}" for number in range(2, 6)),
-    "training.md-0",
+    "training.md",
     "models.md",
     "checkpoints.md",
 )

@@ -188,6 +188,16 @@ def test_what_is_being_written_is_completed_when_training_fails(tmp_path, error)
     assert names(tmp_path) == ["step-00000001"]
 
 
+def test_the_newest_is_what_will_be_there_when_all_is_written(tmp_path):
+    with slow_disk() as ready, Checkpoints(tmp_path, trainer()) as checkpoints:
+        assert checkpoints.newest() is None
+        checkpoints.save(at(1), "")
+        threading.Timer(0.1, ready.set).start()
+        checkpoints.save(at(2), "")  # when it is whole, the one before goes
+        assert checkpoints.newest() == tmp_path / "step-00000002"
+    assert names(tmp_path) == ["step-00000002"]
+
+
 def fail_after_a_save(folder: Path, error: BaseException, then: Callable[[], None]) -> None:
     """Training that ends with an error."""
     with Checkpoints(folder, trainer()) as checkpoints:

@@ -9,7 +9,7 @@ from torch.utils import tensorboard
 
 from credit_dp.config import LoggerConfig
 from credit_dp.training.background import Background
-from credit_dp.training.tracking import open_tracker
+from credit_dp.training.tracking import Tracker, open_tracker
 from tests.training.disk import full_disk
 from tests.training.heard import heard_from
 
@@ -149,6 +149,17 @@ def test_the_end_waits_for_a_while_only():
         background = Background("Slow", lambda: sink, patience=0.01)
         background.log(1, {})
         background.close()
+    assert warnings == ["Slow: left out from here on (not done after 0.01 s). Training goes on."]
+    sink.go.set()
+
+
+def test_an_interrupt_waits_for_a_shorter_while(monkeypatch):
+    monkeypatch.setattr("credit_dp.training.tracking.LAST_WAIT", 0.01)
+    sink = Hanging()
+    tracker = Tracker([Background("Slow", lambda: sink, patience=60.0)])
+    tracker.log(1, {})
+    with heard_from() as warnings:
+        tracker.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
     assert warnings == ["Slow: left out from here on (not done after 0.01 s). Training goes on."]
     sink.go.set()
 

@@ -16,6 +16,7 @@ from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.launch import Ranks, signals
 from credit_dp.launch.signals import PREEMPTED, heeding
 from credit_dp.train import run
+from credit_dp.training.checkpoints import Checkpoints
 from credit_dp.training.preemption import Preemption
 from credit_dp.training.trainer import Trainer
 from tests.ranks import on_processes
@@ -94,6 +95,24 @@ def test_the_same_run_folder_goes_on(config, capfd, ranks, sent):
     assert not (folder / "metrics.json").exists()
     assert on_ranks(ranks, of, replace(config, resume="auto")) == [0] * ranks
     assert leaves(config) == leaves(undisturbed)
+
+
+def test_a_signal_while_the_last_checkpoint_is_written_is_heeded(config, monkeypatch, capfd):
+    wait = Checkpoints.wait
+
+    def waited(self: Checkpoints) -> None:
+        if self._writing is not None and self._step == config.trainer.steps:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        wait(self)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Checkpoints, "wait", waited)
+        assert of(alone(), config) == PREEMPTED
+    assert "stopped after step 6" in " ".join(capfd.readouterr().out.split())
+    scores = Path(config.run.dir) / "metrics.json"
+    assert not scores.exists()
+    assert of(alone(), replace(config, resume="auto")) == 0
+    assert scores.exists()
 
 
 def told(manager: DomainParallelManager) -> list[bool]:

@@ -56,6 +56,18 @@ def test_changes_are_a_patch(checkout, tmp_path):
     assert (checkout / "__init__.py").read_text() == "one = 2\n"
 
 
+@pytest.mark.parametrize("setting", ["diff.noprefix=true", "diff.relative=true", "diff.context=0"])
+def test_a_patch_whatever_the_user_has_set(checkout, tmp_path, setting):
+    git(checkout.parent, "config", *setting.split("="))
+    changed = "zero = 0\none = 1\n"
+    (checkout / "__init__.py").write_text(changed)
+    patch = tmp_path / "code.diff"
+    patch.write_text(code_text())
+    git(checkout.parent, "checkout", "-q", "package/__init__.py")
+    git(checkout.parent, "apply", str(patch))
+    assert (checkout / "__init__.py").read_text() == changed
+
+
 def test_a_long_difference_is_cut(checkout, monkeypatch):
     monkeypatch.setattr(module, "LONGEST", 200)
     (checkout / "__init__.py").write_text("two = 2\n" * 1000)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import credit_dp
 from credit_dp.domain_parallel import DomainParallelManager
@@ -38,6 +39,32 @@ def test_the_average_is_that_of_the_formula():
         assert average.averages["w"] == pytest.approx(wanted, rel=1e-14)
     assert decay == 0.3  # the ramp has been left
     assert average.updates == 6
+
+
+class Counting(TorchDispatchMode):
+    """Counts operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_an_update_is_one_operation_however_many_parameters_there_are():
+    weights = {str(number): nn.Parameter(torch.ones(number)) for number in range(20)}
+    average = WeightAverage(weights, 0.5)
+    with Counting() as operations:
+        average.update()
+    assert operations.count == 1
+
+
+def test_a_stage_that_is_frozen_has_no_averages():
+    average = WeightAverage({}, 0.5)
+    average.update()
+    assert average.updates == 1
 
 
 def test_it_takes_the_place_of_the_weights_and_gives_it_back():

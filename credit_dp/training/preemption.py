@@ -55,8 +55,7 @@ class Preemption:
     def asked(self) -> bool:
         """Whether any rank has been asked to stop; the same answer on every rank.
 
-        Collective: every rank asks after every step. Eight bytes of each, 0.1 ms between two ranks
-        of one machine.
+        Collective: every rank asks after every step, with eight bytes of each.
         """
         number = torch.tensor(self.own)
         if self.group is not None:

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from credit_dp.data.batch import Batch
 from credit_dp.domain_parallel import DomainParallelManager
@@ -19,6 +18,7 @@ from credit_dp.launch.place import name_of
 from credit_dp.training.agreement import gather
 from credit_dp.training.data_description import Description
 from credit_dp.training.passes import Pass, Prepare
+from credit_dp.training.replicas import shard
 from credit_dp.training.state import TrainingState
 
 UNKNOWN = (
@@ -183,5 +183,4 @@ def tensors(output: Any) -> Iterator[Tensor]:
 
 def is_finite(value: Tensor) -> bool:
     """Whether all of it, or all of this rank's share, is finite."""
-    local = value.to_local() if isinstance(value, DTensor) else value
-    return bool(torch.isfinite(local).all())
+    return bool(torch.isfinite(shard(value)).all())

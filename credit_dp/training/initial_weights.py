@@ -13,6 +13,7 @@ from credit_dp.errors import UserError
 from credit_dp.training import checkpoint_files as files
 from credit_dp.training.agreement import gather, together
 from credit_dp.training.channel_dims import ChannelDims, Names, channel_dims, channel_names
+from credit_dp.training.replicas import shard
 from credit_dp.training.shards import Shape, check_shards, read_shards, readable
 from credit_dp.training.state import TrainingState, named_tensors
 from credit_dp.training.weight_match import Match, find, report
@@ -132,7 +133,7 @@ def take_part(own: Tensor, source: Tensor, match: Match) -> None:
     value[at] = source
     taken = torch.zeros(own.shape, dtype=torch.bool)
     taken[at] = True
-    local = own.to_local() if isinstance(own, DTensor) else own
+    local = shard(own)
     value, taken = (share_of(own, x).to(local.device) for x in (value, taken))
     local.copy_(torch.where(taken, value, local))
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import final
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from credit_dp.config import Config, microbatches
 from credit_dp.data.prepare import Prepared
@@ -16,6 +15,7 @@ from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.dry_run import DryRun, dry_run
 from credit_dp.training.agreement import gather
 from credit_dp.training.build import Training
+from credit_dp.training.replicas import shard
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ def needs_of(
 
 def own_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of tensors, or of this rank's shares of them."""
-    return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
+    return sum(shard(t).nbytes for t in tensors)
 
 
 def dry_step(

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
+from rich.filesize import decimal
 
 from credit_dp.config import Config
 from credit_dp.data.expected import expected_grid
@@ -29,8 +30,8 @@ class Change(NamedTuple):
 class Need(NamedTuple):
     """Bytes that the plan expects on the fullest rank, and how much of it for activations."""
 
-    held: float
-    activations: float
+    held: int
+    activations: int
 
 
 @contextmanager
@@ -58,29 +59,33 @@ def usage() -> tuple[int, int] | None:
 def verdict(config: Config, ranks: Ranks, used: tuple[int, int] | None, told: str) -> str:
     """The line: who, how much, what was to be expected, what to change."""
     who = name_of(ranks.rank, config.parallel.data or 1, config.parallel.domain)
-    much = told.partition(". ")[0] if used is None else f"{gb(used[0])} of {gb(used[1])} in use"
+    much = (
+        told.partition(". ")[0]
+        if used is None
+        else f"{decimal(used[0])} of {decimal(used[1])} in use"
+    )
     planned = need(config)
     if planned is None:
         return (
             f"{who}: out of memory ({much}), and the plan can't say what this run needs. Raise "
             "parallel.domain, or set trainer.autocast=bfloat16."
         )
-    limit = MARGIN * min(planned.held, planned.held if used is None else used[1])
+    limit = int(MARGIN * (planned.held if used is None else min(planned.held, used[1])))
     return (
-        f"{who}: out of memory ({much}); the plan expects {gb(planned.held)}, of it "
-        f"{gb(planned.activations)} activations. {remedy(config, limit)}"
+        f"{who}: out of memory ({much}); the plan expects {decimal(planned.held)}, of it "
+        f"{decimal(planned.activations)} activations. {remedy(config, limit)}"
     )
 
 
-def remedy(config: Config, limit: float) -> str:
+def remedy(config: Config, limit: int) -> str:
     """The first change after which the plan expects no more than `limit` bytes."""
     for words, changed in changes(config):
         found = need(changed)
         if found is not None and found.held <= limit:
-            return f"The smallest change that fits: {words} ({gb(found.held)})."
+            return f"The smallest change that fits: {words} ({decimal(found.held)})."
     return (
-        f"No key alone brings it to {gb(limit)}, nor do all of them: lower data.batch_size, or "
-        "choose a smaller model."
+        f"No key alone brings it to {decimal(limit)}, nor do all of them: lower "
+        "data.batch_size, or choose a smaller model."
     )
 
 
@@ -169,7 +174,7 @@ def need(config: Config) -> Need | None:
 
 def of_held(held: Mapping[str, int]) -> Need:
     """What a rank needs, from its items."""
-    return Need(float(sum(held.values())), float(held["activations"]))
+    return Need(sum(held.values()), held["activations"])
 
 
 def in_training(held: Mapping[str, int], config: Config) -> dict[str, int]:
@@ -188,8 +193,3 @@ def in_training(held: Mapping[str, int], config: Config) -> dict[str, int]:
     if config.optimizer.ema is not None:
         found["averages"] = held["weights"]
     return found
-
-
-def gb(count: float) -> str:
-    """Bytes, for people."""
-    return f"{count / 1e9:.3g} GB" if count >= 1e8 else f"{count / 1e6:.3g} MB"

@@ -54,7 +54,7 @@ def check_replicas(
 
 
 def shard(parameter: Tensor) -> Tensor:
-    """What of a parameter is in this rank's memory."""
+    """What of a parameter is in this rank's memory; writing into that changes it."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 

@@ -86,13 +86,10 @@ def training_line(config: Config, training: Training) -> str:
     lengths = dict(sorted(config.trainer.rollout.items()))
     if lengths == {0: 1}:
         return line
-    told = ", ".join(f"{length} from {unit_at(config, start)}" for start, length in lengths.items())
+    told = ", ".join(
+        f"{length} from {config.trainer.rollout_unit} {start}" for start, length in lengths.items()
+    )
     return f"{line}; forecast steps: {told}"
-
-
-def unit_at(config: Config, start: int) -> str:
-    """`step 100`, or `epoch 2`."""
-    return f"{config.trainer.rollout_unit} {start}"
 
 
 def steps_per_epoch(config: Config, training: Training) -> int:

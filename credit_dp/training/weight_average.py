@@ -6,8 +6,9 @@ from typing import final
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim.swa_utils import get_ema_multi_avg_fn
+
+from credit_dp.training.replicas import shard
 
 
 @final
@@ -47,8 +48,8 @@ class WeightAverage:
         than to do, and through `DTensor` many times that.
         """
         if self.parameters:
-            averages = [own(self.averages[name]) for name in self.parameters]
-            now = [own(parameter) for parameter in self.parameters.values()]
+            averages = [shard(self.averages[name]) for name in self.parameters]
+            now = [shard(parameter) for parameter in self.parameters.values()]
             take_in = get_ema_multi_avg_fn(self.decay_now)  # type: ignore[no-untyped-call]
             take_in(averages, now, self.updates)
         self.updates += 1
@@ -80,8 +81,3 @@ class WeightAverage:
             now = parameter.detach().clone()
             parameter.copy_(self.averages[name])
             self.averages[name].copy_(now)
-
-
-def own(tensor: Tensor) -> Tensor:
-    """A tensor, or this rank's share of it; writing into that changes it."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

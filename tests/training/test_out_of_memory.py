@@ -51,9 +51,12 @@ def test_rollouts_keep_all_their_steps_unless_these_are_computed_again(config):
 def test_the_line_says_who_and_how_much(config):
     said = verdict(config, Ranks(), (78 * 10**9, 80 * 10**9), TOLD)
     assert said.startswith(
-        "rank 0 (pipeline 0, data 0, domain 0): out of memory (78 GB of 80 GB in use); the plan "
+        "rank 0 (pipeline 0, data 0, domain 0): out of memory (78.0 GB of 80.0 GB in use); the "
     )
-    assert re.search(r"expects [\d.]+ MB, of it [\d.]+ MB activations\. The smallest change", said)
+    size = r"[\d.]+ [kM]B"
+    assert re.search(
+        f"the plan expects {size}, of it {size} activations. The smallest change", said
+    )
 
 
 def test_a_run_that_can_not_be_planned_is_told_of_the_keys(config):

@@ -1,0 +1,22 @@
+"""A model to place, and a machine that seems to have GPUs."""
+
+import pytest
+import torch
+
+from credit_dp.pipeline_parallel import moving
+from tests.pipeline_parallel.coders import Model
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return Model().double()
+
+
+@pytest.fixture
+def sent(monkeypatch):
+    """What is moved where, on a machine that seems to have four GPUs; nothing really moves."""
+    moves = []
+    monkeypatch.setattr(moving, "devices_there", lambda kind: 4)
+    monkeypatch.setattr(moving, "send", lambda thing, to: moves.append((thing, str(to))) or thing)
+    return moves

@@ -1,6 +1,7 @@
 """Works out, before any process starts, which device a run uses and how many ranks it has."""
 
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -8,6 +9,9 @@ from credit_dp.config import Config, ParallelConfig, microbatches
 from credit_dp.errors import UserError
 from credit_dp.launch.launcher import Launcher
 from credit_dp.launch.ranks import Ranks
+
+# Without any of these Linux has no GPU: of NVIDIA's driver, the same under WSL, and of AMD's.
+GPU_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 
 
 def lay_out(config: Config, launcher: Launcher | None) -> Config:
@@ -111,6 +115,8 @@ def data_ranks_under(parallel: ParallelConfig, launcher: Launcher) -> int:
 
 def visible_gpus() -> int:
     """GPUs that torch sees; looking starts no CUDA context."""
+    if sys.platform == "linux" and not any(map(os.path.exists, GPU_FILES)):
+        return 0
     import torch  # takes seconds
 
     return torch.cuda.device_count()

@@ -1,6 +1,7 @@
 """Device, data ranks and threads, worked out before any process starts."""
 
 import os
+import sys
 from collections.abc import Mapping
 
 import pytest
@@ -41,6 +42,14 @@ def test_alone(
     config.device = device
     found = layout.lay_out(config, None)
     assert (found.device, found.parallel.data) == expected
+
+
+def test_torch_is_asked_for_gpus_where_there_can_be_any(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(layout, "GPU_FILES", (str(tmp_path / "driver"),))
+    assert layout.visible_gpus() == (0 if sys.platform == "linux" else 3)
+    (tmp_path / "driver").touch()
+    assert layout.visible_gpus() == 3
 
 
 def test_a_launchers_ranks_are_all_used(monkeypatch: pytest.MonkeyPatch) -> None:

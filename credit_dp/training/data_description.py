@@ -16,6 +16,7 @@ from credit_dp.config import (
     VariableConfig,
 )
 from credit_dp.data.prepare import Prepared
+from credit_dp.data.schema import Channel
 from credit_dp.errors import UserError
 from credit_dp.evaluation.units import unit_of
 
@@ -23,6 +24,7 @@ Description = dict[str, Any]  # text, numbers and lists only: it lies in the che
 
 # Sums over the same fields differ in their last digits between machines.
 TOLERANCE = 1e-6
+ALIKE = 0.01
 
 # What checkpoints that do not say it were made with.
 UNSAID: Description = {
@@ -133,6 +135,37 @@ def check_data(saved: Description, own: Description) -> None:
                 "data.store or data.dates.train differs. Set them to those of the checkpoint, or "
                 "start a new run."
             )
+
+
+def normalised_otherwise(saved: Description, own: Description) -> list[str]:
+    """Channels in common whose values are not normalised by the same mean and standard deviation.
+
+    The same are those that differ by less than `ALIKE` standard deviations.
+    """
+    before, now = scales(saved), scales(own)
+    return [
+        name
+        for name, (mean, std) in now.items()
+        if name in before
+        and max(abs(mean - before[name][0]), abs(std - before[name][1])) > ALIKE * std
+    ]
+
+
+def scales(data: Description) -> dict[str, tuple[float, float]]:
+    """Mean and standard deviation of each channel, by name."""
+    statistics = data["statistics"]
+    names = {
+        "": [Channel(variable, level).name for variable, level in data["fields"]["channels"]],
+        "forcing_": data["data.forcing"],
+        "static_": data["data.static"],
+    }
+    return {
+        name: (mean, std)
+        for kind, channels in names.items()
+        for name, mean, std in zip(
+            channels, statistics[f"{kind}mean"], statistics[f"{kind}std"], strict=True
+        )
+    }
 
 
 def spread_of(name: str) -> str:

@@ -3,7 +3,6 @@
 import logging
 import math
 import statistics
-from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import final
@@ -18,7 +17,7 @@ from credit_dp.training.agreement import gather
 from credit_dp.training.state import TrainingState
 from credit_dp.training_config import TrainerConfig
 
-RECENT, ENOUGH = 100, 20  # accepted gradient norms that new ones are compared with; not before
+ENOUGH = 20  # accepted gradient norms; with fewer none is compared with them
 IN_A_ROW = 10  # so many steps that would have to be skipped end the run after all
 
 logger = logging.getLogger(__name__)
@@ -28,8 +27,7 @@ logger = logging.getLogger(__name__)
 class Guard:
     """Decides after each backward pass whether the optimiser may take its step.
 
-    The norms that it compares with are not kept in checkpoints: after resuming, none is called
-    exploding before there are enough new ones.
+    What it knows of earlier steps, `history`, belongs into checkpoints.
 
     Args:
         config: of the trainer.
@@ -47,8 +45,7 @@ class Guard:
         self.state = state
         self.manager = manager
         self.checkpoint: Callable[[], Path | None] = lambda: None
-        self.norms: deque[float] = deque(maxlen=RECENT)
-        self.skipped = self.in_a_row = 0
+        self.history = state.history
         self.buffers: list[Tensor] = []
 
     def begin(self) -> None:
@@ -71,18 +68,18 @@ class Guard:
         finite = math.isfinite(loss) and math.isfinite(size)
         fault = self._explosion(size) if finite else self._no_numbers(loss, size)
         if not fault:
-            self.norms.append(size)
-            self.in_a_row = 0
+            self.history.norms.append(size)
+            self.history.in_a_row = 0
             return True
-        self.in_a_row += 1
-        if self.config.on_nonfinite == "stop" or self.in_a_row >= IN_A_ROW:
+        self.history.in_a_row += 1
+        if self.config.on_nonfinite == "stop" or self.history.in_a_row >= IN_A_ROW:
             raise UserError(self._verdict(fault, "" if finite else diagnose()))
         self._skip(fault)
         return False
 
     def numbers(self) -> dict[str, float]:
-        """For the log: how many steps this process has skipped."""
-        return {"skipped": self.skipped} if self.config.on_nonfinite == "skip" else {}
+        """For the log: how many steps the run has skipped."""
+        return {"skipped": self.history.skipped} if self.config.on_nonfinite == "skip" else {}
 
     def _of_all_ranks(self, share: Tensor, norm: Tensor) -> tuple[float, float]:
         """The loss and the norm, from one sum, so that no rank sees other numbers than another."""
@@ -103,14 +100,15 @@ class Guard:
     def _explosion(self, norm: float) -> str:
         """What is wrong with a finite norm, if anything."""
         most = self.config.exploding
-        if most is None or len(self.norms) < ENOUGH:
+        norms = self.history.norms
+        if most is None or len(norms) < ENOUGH:
             return ""
-        usual = statistics.median(self.norms)
+        usual = statistics.median(norms)
         if not norm > most * usual > 0:
             return ""
         return (
             f"the gradient norm is {norm:.3g} at step {self.state.step + 1}, {norm / usual:.3g} "
-            f"times the median of the last {len(self.norms)}; trainer.exploding={most:g} allows "
+            f"times the median of the last {len(norms)}; trainer.exploding={most:g} allows "
             "no more than that many times"
         )
 
@@ -118,7 +116,7 @@ class Guard:
         """The line that ends the run; collective."""
         path = gather(self.checkpoint() if self.manager.rank == 0 else None)[0]
         saved = "There is no checkpoint yet" if path is None else f"The last checkpoint is {path}"
-        often = f", {self.in_a_row} times in a row" if self.in_a_row > 1 else ""
+        often = f", {self.history.in_a_row} times in a row" if self.history.in_a_row > 1 else ""
         advice = (
             f"Lower optimizer.lr (now {self.state.schedule.base_lrs[0]}) or trainer.gradient_clip "
             f"(now {self.config.gradient_clip})"
@@ -129,10 +127,13 @@ class Guard:
 
     def _skip(self, fault: str) -> None:
         """Leave all as it was before the step."""
-        self.skipped += 1
+        self.history.skipped += 1
         if self.manager.rank == 0:
             logger.warning(
-                "%s: skipped, the %d. in a row; %d end the run", fault, self.in_a_row, IN_A_ROW
+                "%s: skipped, the %d. in a row; %d end the run",
+                fault,
+                self.history.in_a_row,
+                IN_A_ROW,
             )
         with torch.no_grad():
             for buffer, before in zip(self._buffers(), self.buffers, strict=True):

@@ -15,6 +15,7 @@ PATIENCE = 10.0  # seconds for an answer of git, which may sit on a slow file sy
 LONGEST = 2**20  # characters of a difference that are kept
 # What a user's settings may change about a difference so that it is no patch of the whole checkout.
 AS_A_PATCH = (
+    "--binary",
     "--no-color",
     "--no-ext-diff",
     "--no-textconv",

@@ -1,8 +1,9 @@
 """All that changes while training: what a checkpoint holds, under names that every mesh shares."""
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, final
 
 import numpy as np
@@ -23,7 +24,31 @@ MODEL, OPTIMISER, GENERATOR, STATIC = "model.", "optimiser.", "random.generator"
 VALID = "valid"
 AVERAGED = "averaged"  # how many updates averages have taken in
 AVERAGE = "average."  # of a weight, which is called as in the model
+HISTORY = "gradients"
 COUNT = "step"  # of a parameter's updates, as the optimiser calls it
+
+
+RECENT = 100  # accepted gradient norms that new ones are compared with
+
+
+@final
+@dataclass
+class History:
+    """What has been seen of gradients: the last norms whose steps were taken, and skipped steps."""
+
+    norms: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    skipped: int = 0
+    in_a_row: int = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """As plain numbers."""
+        return {**asdict(self), "norms": list(self.norms)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Stand there again."""
+        self.norms.clear()
+        self.norms.extend(state["norms"])
+        self.skipped, self.in_a_row = state["skipped"], state["in_a_row"]
 
 
 class Stateful(Protocol):
@@ -46,7 +71,7 @@ class TrainingState:
     describes what it trains on; see `describe_data`. `static` reads the globe's static fields,
     `(S, H, W)` in the store's units, and `valid` where the fields that come out have values,
     `(outputs, H, W)`, or None: checkpoints carry both for use of the model without the data.
-    `average` follows the weights, if they are averaged.
+    `average` follows the weights, if they are averaged; `history` is of the gradients.
     """
 
     parts: tuple[nn.Module, ...]
@@ -59,6 +84,7 @@ class TrainingState:
     static: Callable[[], NDArray[np.float32]] | None = None
     valid: Callable[[], NDArray[np.bool_] | None] | None = None
     average: WeightAverage | None = None
+    history: History = field(default_factory=History)
 
     @contextmanager
     def forecasting(self) -> Iterator[None]:
@@ -120,6 +146,7 @@ class TrainingState:
             "schedule": self.schedule.state_dict(),
             "sampler": self.sampler.state_dict(),
             "data": self.data,
+            HISTORY: self.history.state_dict(),
             **({} if self.average is None else {AVERAGED: self.average.updates}),
         }
 
@@ -145,6 +172,8 @@ class TrainingState:
         self.sampler.load_state_dict(numbers["sampler"])
         torch.set_rng_state(generator)
         self.seed, self.step = numbers["seed"], numbers["step"]
+        if HISTORY in numbers:  # not in those of earlier versions
+            self.history.load_state_dict(numbers[HISTORY])
         if self.average is not None:
             new = [n for n in self.average.averages if AVERAGE + n not in numbers["tensors"]]
             self.average.start_from_weights(new, numbers.get(AVERAGED, 0))

@@ -75,8 +75,13 @@ def entries(channels: list[str], among: list[str], each: int) -> list[int]:
     return [among.index(channel) * each + entry for channel in channels for entry in range(each)]
 
 
-def report(folder: Path, matches: Mapping[str, Match], saved: Mapping[str, Shape]) -> str:
-    """What was found, in one line."""
+def report(
+    folder: Path,
+    matches: Mapping[str, Match],
+    saved: Mapping[str, Shape],
+    otherwise: list[str],
+) -> str:
+    """What was found, in one line; `otherwise` are channels that are normalised differently."""
     parts = [f"{name}: {match.note}" for name, match in sorted(matches.items()) if match.note]
     fresh = [name for name, match in sorted(matches.items()) if not match.source]
     used = {match.source.removeprefix(AVERAGE).removeprefix(MODEL) for match in matches.values()}
@@ -87,6 +92,7 @@ def report(folder: Path, matches: Mapping[str, Match], saved: Mapping[str, Shape
         f"{found} of {len(matches)} tensors from {folder}"
         f"{' (averages)' if averages else ''}{told(parts, 'in part')}"
         f"{told(fresh, 'fresh')}{told(sorted(there - used), 'of the checkpoint not used')}"
+        f"{told(otherwise, 'channels normalised by another mean or deviation')}"
     )
 
 

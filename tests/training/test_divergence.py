@@ -15,6 +15,7 @@ from credit_dp.data.batch import Batch
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
 from credit_dp.training.build import Training
+from credit_dp.training.checkpoint import load_checkpoint, save_checkpoint
 from credit_dp.training.divergence import ENOUGH, IN_A_ROW
 from tests.ranks import on_processes
 from tests.training.runs import alone, built, make_config, make_store, weights
@@ -255,6 +256,20 @@ def test_gradients_explode_in_comparison(config):
         guard.accepts(loss, torch.tensor(6.0), diagnose)
     guard.config = replace(guard.config, exploding=None)
     assert guard.accepts(loss, torch.tensor(1e9), diagnose)
+
+
+def test_what_was_seen_is_in_checkpoints(config, tmp_path):
+    on = replace(config, trainer=replace(skipping(config).trainer, exploding=5.0))
+    state = built(on, alone()).trainer.state
+    state.history.norms.extend([1.0] * ENOUGH)
+    state.history.skipped, state.history.in_a_row = 3, IN_A_ROW - 2
+    save_checkpoint(tmp_path, state, "")
+    guard = built(on, alone()).trainer.guard
+    load_checkpoint(tmp_path, guard.state)
+    assert not guard.accepts(torch.tensor(1.0), torch.tensor(6.0), lambda: "")
+    assert guard.numbers() == {"skipped": 4}
+    with pytest.raises(UserError, match=f"{IN_A_ROW} times in a row"):
+        guard.accepts(torch.tensor(1.0), torch.tensor(6.0), lambda: "")
 
 
 def test_numbers_that_are_only_sometimes_bad_are_told_of(config):

@@ -196,6 +196,20 @@ def test_averages_come_first(config, tmp_path):
     assert all((value == 7).all() for value in weights.values())
 
 
+def test_other_statistics_are_told_of(config, tmp_path):
+    training = save(config, tmp_path)
+    std = training.trainer.state.data["statistics"]["std"]
+    std[1] *= 1.005  # nobody would notice
+    assert "normalised" not in load(training, config, tmp_path)
+    std[2] *= 1.1
+    training.trainer.state.data["statistics"]["forcing_mean"][0] += 1
+    told = load(training, config, tmp_path)
+    name = channel_names(training.trainer.state.data)["output"][2]
+    forcing = config.data.forcing[0]
+    words = f"; 2 channels normalised by another mean or deviation ({name}, {forcing})"
+    assert told.endswith(words)
+
+
 def test_what_does_not_fit_is_refused(config, tmp_path):
     save(replace(config, model=tiny_crossformer()), tmp_path)
     training = built(config, alone())

@@ -44,6 +44,9 @@ def test_a_commit_without_changes(checkout, monkeypatch):
 
 
 def test_changes_are_a_patch(checkout, tmp_path):
+    binary = checkout / "field.bin"
+    binary.write_bytes(bytes(range(256)))
+    git(checkout.parent, "add", str(binary))
     (checkout / "__init__.py").write_text("one = 2\n")
     (checkout / "new.py").touch()
     assert provenance()["changed"] == "yes"
@@ -51,9 +54,10 @@ def test_changes_are_a_patch(checkout, tmp_path):
     assert "not in git: new.py\n" in text
     patch = tmp_path / "code.diff"
     patch.write_text(text)
-    git(checkout.parent, "checkout", "-q", "package/__init__.py")
+    git(checkout.parent, "reset", "-q", "--hard")
     git(checkout.parent, "apply", str(patch))
     assert (checkout / "__init__.py").read_text() == "one = 2\n"
+    assert binary.read_bytes() == bytes(range(256))
 
 
 @pytest.mark.parametrize("setting", ["diff.noprefix=true", "diff.relative=true", "diff.context=0"])

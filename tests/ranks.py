@@ -1,7 +1,7 @@
 """Ranks for tests: threads of this process, or a pool of live gloo processes.
 
 Both call `fn(manager, *args)` on every rank and return the results in rank order. A hang fails
-after four minutes with every rank's stack.
+after eight minutes with every rank's stack.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.partition import BandTable
 from credit_dp.domain_parallel.transport import ThreadTransport, ThreadWorld
 
-TIMEOUT = 240.0  # two files at once, with up to eight ranks each, share the cores
+TIMEOUT = 480.0  # two files at once, with up to eight ranks each that may compile, share the cores
 # Live ranks with more process groups end: each group has a thread that polls all the time.
 GROUPS = 8
 

@@ -29,7 +29,7 @@ def test_make_run_from_a_clean_clone(tmp_path):
     environment.update(CREDIT_DP_CACHE=str(tmp_path / "cache"), WANDB_MODE="disabled")
     done = subprocess.run(
         ["make", "run", here, kept], cwd=clone, env=environment, capture_output=True, text=True,
-        timeout=900,
+        timeout=1800,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     (run,) = (clone / "outputs").iterdir()

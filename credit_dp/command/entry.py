@@ -13,6 +13,8 @@ from credit_dp.command.arguments import Command, run_named
 from credit_dp.command.checkpoint import checkpoint
 from credit_dp.command.data import data
 from credit_dp.command.doctor import doctor
+from credit_dp.command.evaluate import evaluate
+from credit_dp.command.forecast import forecast
 from credit_dp.command.plan import plan
 from credit_dp.command.train import train
 from credit_dp.command.verify import verify
@@ -27,6 +29,8 @@ COMMANDS: dict[str, Command] = {
     "plan": plan,
     "verify": verify,
     "checkpoint": checkpoint,
+    "evaluate": evaluate,
+    "forecast": forecast,
     "data": data,
 }
 
@@ -37,7 +41,9 @@ credit-dp trains global weather models sharded by latitude.
   credit-dp doctor KEY=VALUE ...    check that sharding works on this machine
   credit-dp plan KEY=VALUE ...      say what a sharded training step takes, for any number of ranks
   credit-dp verify KEY=VALUE ...    compare the sharded model with the unsharded one
+  credit-dp evaluate KEY=VALUE ...  score stored forecasts against the truth
   credit-dp checkpoint export RUN   make one plain file of a trained model
+  credit-dp forecast KEY=VALUE ...  forecast with a trained model, on any mesh
   credit-dp data COMMAND KEY=VALUE ...   look at a store, and make it ready for training
 
 `credit-dp COMMAND --help` says more.

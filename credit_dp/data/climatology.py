@@ -38,13 +38,14 @@ Matrix = NDArray[np.float64]
 class Climatology:
     """The expected field on any date, from a fit that lies on disk.
 
-    Holds the coefficients of the rows that were asked for last.
+    Holds the coefficients of the rows that were asked for last. Without arrays, it is that of no
+    variables.
     """
 
     def __init__(self, arrays: list[zarr.Array[Any]], hours: list[int]) -> None:
         self._arrays = arrays
         self.hours = hours
-        self.harmonics = (arrays[0].shape[2] - 1) // 2
+        self.harmonics = (arrays[0].shape[2] - 1) // 2 if arrays else HARMONICS
         self._rows: slice | None = None
         self._held: dict[int, NDArray[np.float32]] = {}
 

@@ -43,9 +43,7 @@ def prepare(config: DataConfig, report: Report | None = None) -> Prepared:
     """
     tell = report or _silent
     folder = cache_folder(config.cache)
-    if config.name == "quickstart":
-        config = dataclasses.replace(config, store=str(_quickstart(config, folder, tell)))
-    store = Store.open(config)
+    store = Store.open(with_quickstart(config, tell))
     if config.statistics_files:
         statistics, every = given_statistics(store, folder, tell)
         return Prepared(store, statistics, _climatology(store, folder, every, tell))
@@ -53,6 +51,18 @@ def prepare(config: DataConfig, report: Report | None = None) -> Prepared:
     found = computed_statistics(store, folder, 1, tell)
     statistics = Statistics.of(found.channels, store, config.store)
     return Prepared(store, statistics, climatology)
+
+
+def with_quickstart(config: DataConfig, report: Report | None = None) -> DataConfig:
+    """The config with the store that it is about: that of the quickstart is made if need be.
+
+    Raises:
+        UserError: the cache cannot be written.
+    """
+    if config.name != "quickstart":
+        return config
+    path = _quickstart(config, cache_folder(config.cache), report or _silent)
+    return dataclasses.replace(config, store=str(path))
 
 
 def _climatology(

@@ -1,1 +1,16 @@
-"""Forecasting: one step of a model, and many in a row."""
+"""Forecast steps and rollouts on sharded fields, and the files that forecasts are written to."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import xarray as xr
+
+__all__ = ["open_sharded"]
+
+
+def open_sharded(path: str | Path) -> "xr.Dataset":
+    """Join the files that the ranks of a forecast wrote; see `credit_dp.forecast.sharded`."""
+    from credit_dp.forecast import sharded  # xarray: not for those who only make steps
+
+    return sharded.open_sharded(path)

@@ -26,6 +26,8 @@ LONG = (
     "training.md",
     "models.md",
     "checkpoints.md",
+    "forecasting.md",
+    "evaluating.md",
 )
 MESHES = (
     "pipeline.md-0",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -163,7 +165,7 @@ def test_interpolate_refuses(options, message):
 @pytest.mark.parametrize("layer", [nn.Upsample(scale_factor=1.5), nn.AdaptiveAvgPool2d((5, 3))])
 def test_training_after_inference_mode(layer):
     def trained(manager):
-        model = nn.Sequential(layer)
+        model = nn.Sequential(copy.deepcopy(layer))  # threads would share it
         sharded = convert_to_domain_parallel(model, manager, input_shape=(1, 2, 8, 6))
         x = torch.randn(1, 2, 4, 6)
         with torch.inference_mode():

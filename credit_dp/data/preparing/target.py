@@ -97,14 +97,11 @@ class Target:
 
     def fields(self) -> "zarr.Array[Any]":
         """`(time, channel, latitude, longitude)` of the partial store, to write whole shards to."""
-        options: Any = {"write_empty_chunks": True}
-        return zarr.open_array(
-            WholeFiles(LocalStore(self.partial)),
-            path="fields",
-            mode="r+",
-            zarr_format=3,
-            config=options,
+        array = zarr.open_array(
+            WholeFiles(LocalStore(self.partial)), path="fields", mode="r+", zarr_format=3
         )
+        # Opening ignores a config.
+        return array.with_config({"write_empty_chunks": True})
 
     def finish(self) -> None:
         """Give the partial store its name; what had it is removed."""

@@ -1,0 +1,75 @@
+"""`KEY=VALUE` for commands that have keys of their own and no config."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError  # type: ignore[import-untyped]
+
+from credit_dp.checks import nearest
+from credit_dp.command.arguments import parse, parser
+from credit_dp.errors import UserError
+
+
+def read_plain_keys(
+    arguments: Sequence[str], program: str, help_text: str, defaults: Mapping[str, Any]
+) -> Mapping[str, Any] | None:
+    """Understand a command line; None if it asked for help, which has been shown.
+
+    Args:
+        arguments: keys, in any order.
+        program: as messages name it.
+        help_text: with `{program}` for the program.
+        defaults: of each key; a text, or a list of texts or of numbers like its entries. An empty
+            text has to be given.
+
+    Raises:
+        UserError: a key does not exist or is missing, or its value is of another kind.
+    """
+    args = parse(parser(), arguments)
+    if args.help:
+        sys.stdout.write(help_text.format(program=program))
+        return None
+    given = dict(defaults)
+    for text in args.overrides:
+        key, equals, value = text.partition("=")
+        if not equals or key not in defaults:
+            raise UserError(
+                f"{program}: needs keys like {', '.join(f'{name}=' for name in defaults)}, got "
+                f"{text!r}.{nearest(key, defaults)}"
+            )
+        given[key] = value if isinstance(defaults[key], str) else _listed(key, value)
+    return given
+
+
+def texts(key: str, values: Sequence[Any]) -> tuple[str, ...]:
+    """The entries as texts.
+
+    Raises:
+        UserError: one is a list or nothing.
+    """
+    if any(isinstance(value, list | dict) or value is None for value in values):
+        raise UserError(f"{key}: needs a list of texts, like [A,B], got {values}")
+    return tuple(map(str, values))
+
+
+def numbers(key: str, values: Sequence[Any]) -> tuple[int, ...]:
+    """The entries as whole numbers.
+
+    Raises:
+        UserError: one is none.
+    """
+    if any(not isinstance(value, int) or isinstance(value, bool) for value in values):
+        raise UserError(f"{key}: needs a list of whole numbers, like [24,72], got {values}")
+    return tuple(values)
+
+
+def _listed(key: str, text: str) -> list[Any]:
+    """A list in brackets, or one entry without."""
+    try:
+        value = OmegaConf.to_object(OmegaConf.from_dotlist([f"value={text}"]))["value"]  # type: ignore[index,call-overload]
+    except (OmegaConfBaseException, YAMLError):
+        raise UserError(f"{key}: needs a list, like [A,B], got {text!r}") from None
+    return list(value) if isinstance(value, list) else [value]

@@ -1,0 +1,56 @@
+"""Means over area and all initial times, summed over the rows of all ranks.
+
+Source:
+    Rasp et al. 2024, "WeatherBench 2", section 3.2: cells weigh by their area.
+"""
+
+from typing import final
+
+import torch
+from torch import Tensor
+
+from credit_dp.domain_parallel import DomainParallelManager
+from credit_dp.evaluation.metrics import sum_over_ranks
+from credit_dp.evaluation.valid_points import ValidPoints
+
+
+@final
+class AreaMean:
+    """Collects values of own rows and samples; `result` joins all ranks.
+
+    Args:
+        shape: what values are kept apart, for instance (sources, leads, channels).
+        rows: area weight of each own row, `(h,)`; only their ratios matter.
+        points: those with values, if not all have them; only they count.
+    """
+
+    def __init__(
+        self, shape: tuple[int, ...], rows: Tensor, points: ValidPoints | None = None
+    ) -> None:
+        self.rows = rows.double()
+        self.points = points
+        self.sums = torch.zeros(shape, dtype=torch.float64, device=rows.device)
+        self.weights = torch.zeros_like(self.sums)
+
+    def add(self, index: tuple[int, ...], values: Tensor) -> None:
+        """Add values `(B, C, h, W)` of all channels to the place `index`."""
+        self.sums[index] += weighted_sums(values, self.rows, self.points).sum(dim=0)
+        if self.points is None:
+            self.weights[index] += len(values) * values.shape[-1] * self.rows.sum()
+        else:
+            self.weights[index] += len(values) * self.points.weight(self.rows)
+
+    def result(self, manager: DomainParallelManager) -> Tensor:
+        """The means of the whole globe over all samples, of `shape`, on every rank.
+
+        Collective: every rank calls it, also one that had no samples.
+        """
+        sums = sum_over_ranks(torch.stack([self.sums, self.weights]), manager)
+        return sums[0] / sums[1]
+
+
+def weighted_sums(values: Tensor, rows: Tensor, points: ValidPoints | None) -> Tensor:
+    """`(B, C, h, W)` times the weights `(h,)` of its rows, summed over them: `(B, C)`, float64."""
+    if points is not None:
+        values = points.only(values)
+    return values.double().sum(dim=-1) @ rows

@@ -1,0 +1,183 @@
+"""Stored forecasts in the form of WeatherBench 2, whoever made them, read a field at a time."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import final
+
+import numpy as np
+import xarray as xr
+from numpy.typing import NDArray
+
+from credit_dp.data.layout import check_coordinates, with_standard_names
+from credit_dp.data.sources.address import reason_of, without_secrets
+from credit_dp.data.sources.netcdf import is_netcdf, open_netcdf
+from credit_dp.data.sources.zarr_dataset import open_dataset
+from credit_dp.errors import UserError
+
+LEAD = "prediction_timedelta"
+MEMBER = "member"
+ORDER = (MEMBER, "level", "latitude", "longitude")
+OTHER_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "time": ("init_time", "initial_time", "forecast_reference_time"),
+        LEAD: ("lead_time", "step", "leadtime"),
+        MEMBER: ("number", "realization", "ensemble", "ensemble_member", "sample"),
+    }
+)
+NEEDED = ("time", LEAD, "latitude", "longitude")
+
+
+@final
+@dataclass(frozen=True)
+class ForecastVariable:
+    """What a store says of one variable: the levels it has, empty if it is on none, and units."""
+
+    levels: tuple[int, ...]
+    units: str
+
+
+@final
+class ForecastStore:
+    """Forecasts by initial and lead time, with or without members; fields with row 0 northernmost.
+
+    Attributes:
+        where: its address, as messages name it.
+        initial_times: `(I,)` datetime64[ns], rising.
+        leads: `(L,)` timedelta64[ns], rising.
+        members: how many; 1 of a store without ensemble.
+        latitude, longitude: `(H,)` falling, and `(W,)` in the store's order, in degrees.
+        variables: those that are forecast.
+    """
+
+    def __init__(self, dataset: xr.Dataset, where: str) -> None:
+        """Check what can be checked without reading a field.
+
+        Raises:
+            UserError: it has not the dims of forecasts, or its coordinates are not as needed.
+        """
+        self.where = without_secrets(where)
+        dataset = _with_forecast_names(dataset)
+        for dim in ("time", LEAD):
+            if dim not in dataset.dims or dim not in dataset.coords:
+                raise UserError(
+                    f"{self.where}: forecasts need the dims time (initial time), {LEAD}, latitude "
+                    f"and longitude, but it has {', '.join(map(str, dataset.dims))}. "
+                    "Change forecast."
+                )
+        dataset = with_standard_names(dataset, self.where)
+        check_coordinates(dataset, self.where)
+        self.initial_times: NDArray[np.datetime64] = dataset["time"].values.astype("M8[ns]")
+        self.leads = _leads(dataset, self.where)
+        self.members = int(dataset.sizes.get(MEMBER, 1))
+        latitude = dataset["latitude"].values.astype(np.float64)
+        self._flipped = bool(latitude[0] < latitude[-1])
+        self.latitude: NDArray[np.float64] = latitude[::-1] if self._flipped else latitude
+        self.longitude: NDArray[np.float64] = dataset["longitude"].values.astype(np.float64)
+        levels = _levels(dataset, self.where)
+        self.variables = {
+            str(name): ForecastVariable(
+                levels if "level" in array.dims else (), str(array.attrs.get("units", "")).strip()
+            )
+            for name, array in dataset.data_vars.items()
+            if _is_forecast(array)
+        }
+        self._dataset = dataset
+
+    @classmethod
+    def open(cls, where: str) -> "ForecastStore":
+        """Open the zarr store at a path or address, or the netCDF file at a path.
+
+        Raises:
+            UserError: there is none, or it is not of the form of forecasts.
+        """
+        dataset = open_netcdf(where)[0] if is_netcdf(where) else open_dataset(where)[0]
+        return cls(dataset, where)
+
+    def read(self, name: str, levels: tuple[int, ...], init: int, lead: int) -> NDArray[np.float32]:
+        """One variable at places of `initial_times` and `leads`: `(M, levels, H, W)`.
+
+        One level where the variable is on none; NaN where there is no value.
+
+        Raises:
+            UserError: what is on disk can't be read; names store, variable, date and lead.
+        """
+        array = self._dataset[name].variable
+        selection: dict[str, int | list[int]] = {"time": init, LEAD: lead}
+        if "level" in array.dims:
+            present = self.variables[name].levels
+            selection["level"] = [present.index(level) for level in levels]
+        selected = array.isel({dim: x for dim, x in selection.items() if dim in array.dims})
+        try:
+            values = selected.values
+        except MemoryError:
+            raise
+        except Exception as error:
+            raise UserError(
+                f"{self.where}: {name} {self.told(init, lead)} can't be read "
+                f"({reason_of(error)}). Complete the forecast, or leave out what it lacks with "
+                "variables=, dates= or hours=."
+            ) from error
+        dims = [str(dim) for dim in selected.dims]
+        absent = [dim for dim in ORDER if dim not in dims]
+        values = values.reshape((1,) * len(absent) + values.shape)
+        order = [*absent, *dims]
+        values = values.transpose([order.index(dim) for dim in ORDER])
+        fields = np.asarray(values, dtype=np.float32)
+        return fields[:, :, ::-1] if self._flipped else fields
+
+    def told(self, init: int, lead: int) -> str:
+        """Which forecast it is, for a message."""
+        hours = self.leads[lead] / np.timedelta64(1, "h")
+        return f"from {self.initial_times[init].astype('M8[m]')} at {hours:g} h"
+
+
+def _with_forecast_names(dataset: xr.Dataset) -> xr.Dataset:
+    """The dims that only forecasts have under one name each.
+
+    The time that a forecast is for, which some stores give as well, is initial and lead time added.
+    """
+    dataset = dataset.drop_vars("valid_time", errors="ignore")
+    for standard, others in OTHER_NAMES.items():
+        other = next((name for name in others if name in dataset.dims), None)
+        if other is not None and standard not in dataset.dims:
+            # A coordinate that is no dim may be called so.
+            dataset = dataset.drop_vars(standard, errors="ignore").rename({other: standard})
+    return dataset
+
+
+def _is_forecast(array: xr.DataArray) -> bool:
+    dims = set(map(str, array.dims))
+    return set(NEEDED) <= dims <= {*NEEDED, *ORDER} and array.dtype.kind in "fiu"
+
+
+def _leads(dataset: xr.Dataset, where: str) -> NDArray[np.timedelta64]:
+    """The lead times, which netCDF and older zarr stores have as numbers with a unit."""
+    variable = dataset[LEAD].variable
+    if not np.issubdtype(variable.dtype, np.timedelta64):
+        try:
+            variable = xr.conventions.decode_cf_variable(LEAD, variable, decode_timedelta=True)
+        except (ValueError, TypeError, OverflowError) as error:
+            raise UserError(f"{where}: {LEAD} can't be read ({reason_of(error)}).") from error
+    if not np.issubdtype(variable.dtype, np.timedelta64) or np.isnat(variable.values).any():
+        raise UserError(
+            f"{where}: {LEAD} needs to be time spans, or numbers with units like hours, but is "
+            f"{variable.dtype} with units {variable.attrs.get('units', 'unknown')}. "
+            "Change forecast."
+        )
+    leads: NDArray[np.timedelta64] = variable.values.astype("m8[ns]")
+    if np.any(np.diff(leads) <= np.timedelta64(0)) or not len(leads):
+        raise UserError(f"{where}: {LEAD} does not rise throughout. Change forecast.")
+    return leads
+
+
+def _levels(dataset: xr.Dataset, where: str) -> tuple[int, ...]:
+    if "level" not in dataset.dims:
+        return ()
+    values = dataset["level"].values if "level" in dataset.coords else np.array([np.nan])
+    number = np.issubdtype(values.dtype, np.number)
+    if not number or not np.isfinite(values).all() or (values != values.astype(int)).any():
+        raise UserError(
+            f"{where}: levels must be whole numbers, but are {values.tolist()}. Change forecast."
+        )
+    return tuple(int(level) for level in values)

@@ -1,0 +1,162 @@
+"""A forecast store and the truth beside it, checked against each other before a field is read."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from credit_dp.config import DataConfig, DatesConfig
+from credit_dp.data.accumulate import is_accumulated
+from credit_dp.data.cache import Report
+from credit_dp.data.sources.address import without_secrets
+from credit_dp.data.sources.opening import open_source
+from credit_dp.data.sources.source import Source
+from credit_dp.data.store import Store
+from credit_dp.data.unit_text import canonical
+from credit_dp.data_config import VariableConfig
+from credit_dp.errors import UserError
+from credit_dp.evaluation.fitted_climatology import FittedTo, fitted_climatology
+from credit_dp.evaluation.forecast_store import ForecastStore
+from credit_dp.evaluation.given_climatology import Expected, GivenClimatology
+from credit_dp.evaluation.grid_match import columns_of, same_rows
+from credit_dp.evaluation.score_choice import (
+    HOUR,
+    chosen_initials,
+    chosen_leads,
+    chosen_variables,
+    common_step,
+)
+from credit_dp.evaluation.score_request import ScoreRequest, keys_for
+
+
+@final
+@dataclass(frozen=True)
+class Matched:
+    """What a score needs, open and of one kind.
+
+    Attributes:
+        truth: its channels are those that are scored, its grid is the one of scores.
+        told: what the climatology is, for the reader.
+        initials, leads: places in the forecast's initial and lead times.
+        columns: the forecast's column for each of the truth's.
+    """
+
+    forecast: ForecastStore
+    truth: Store
+    climatology: Expected
+    told: str
+    initials: NDArray[np.intp]
+    leads: NDArray[np.intp]
+    columns: NDArray[np.intp]
+
+    @property
+    def hours(self) -> tuple[int, ...]:
+        """The lead times that are scored."""
+        return tuple(int(lead / HOUR) for lead in self.forecast.leads[self.leads])
+
+
+def match(request: ScoreRequest, forecast: ForecastStore, report: Report) -> Matched:
+    """Open the truth and the climatology and check that they fit the forecast.
+
+    Args:
+        report: called with what is being made and the fraction done.
+
+    Raises:
+        UserError: a store is not as needed, or truth or climatology lack something.
+    """
+    initials, leads = chosen_initials(request, forecast), chosen_leads(request, forecast)
+    times = forecast.initial_times[initials]
+    names = chosen_variables(request, forecast)
+    # What is summed over a lead's step, is so whichever of the leads are scored.
+    summed = any(is_accumulated(name, DataConfig()) for name in names)
+    spans = forecast.leads if summed else forecast.leads[leads]
+    with keys_for("truth"):
+        config = DataConfig(
+            name="zarr",
+            store=request.truth,
+            cache=request.cache,
+            prognostic=names,
+            step=f"{common_step(forecast, times, spans)}h",
+            variables={x: VariableConfig(fill="mean") for x in request.masked if x in names},
+        )
+        source = open_source(config)
+        config = dataclasses.replace(config, levels=_check_variables(request, forecast, source))
+        there = Store(source, config).times  # without those that lack what they are a sum of
+        fitted = FittedTo(request.climatology_dates, there, times[0])
+        config = dataclasses.replace(config, dates=DatesConfig(*[fitted.span] * 3))
+        truth = Store(source, config)
+    same_rows(truth.latitude, forecast.latitude, forecast.where, "forecast")
+    columns = columns_of(truth.longitude, forecast.longitude, forecast.where, "forecast")
+    _check_times(truth, forecast, initials, leads)
+    climatology: Expected
+    if request.climatology:
+        told, grid = without_secrets(request.climatology), (truth.latitude, truth.longitude)
+        with keys_for("climatology"):
+            climatology = GivenClimatology(request.climatology, truth.channels.out, *grid)
+    else:
+        told = fitted.told
+        with keys_for("truth"):
+            climatology = fitted_climatology(truth, request.cache, report)
+    return Matched(forecast, truth, climatology, told, initials, leads, columns)
+
+
+def _check_variables(
+    request: ScoreRequest, forecast: ForecastStore, source: Source
+) -> list[int] | None:
+    """Refuse variables, levels or units that the truth has not; the levels that are scored."""
+    names = chosen_variables(request, forecast)
+    levels = list(request.levels) or list(
+        next((v.levels for n, v in forecast.variables.items() if n in names and v.levels), ())
+    )
+    both = [name for name in forecast.variables if name in source.variables]
+    for name in names:
+        mine = forecast.variables[name]
+        if name not in source.variables:
+            raise UserError(
+                f"{source.where}: the truth has no {name}, which {forecast.where} forecasts. "
+                f"Give variables=[{','.join(both)}], or another truth."
+            )
+        truth = source.variables[name]
+        if bool(mine.levels) != bool(truth.levels):
+            with_levels, without = ("forecast", "truth") if mine.levels else ("truth", "forecast")
+            raise UserError(
+                f"{source.where}: {name} is on levels in the {with_levels}, but not in the "
+                f"{without}. Leave it out of variables, or change truth."
+            )
+        for where, there in ((forecast.where, mine.levels), (source.where, truth.levels)):
+            lacking = [level for level in levels if there and level not in there]
+            if lacking:
+                raise UserError(
+                    f"{where}: {name} has no level {lacking[0]}. There are: "
+                    f"{', '.join(map(str, sorted(there)))}. Change levels."
+                )
+        one, two = canonical(mine.units), canonical(truth.units)
+        if one and two and one != two:
+            raise UserError(
+                f"{forecast.where}: {name} is in {mine.units}, but in {truth.units} in the truth "
+                f"{source.where}. Convert one of them, or leave it out of variables."
+            )
+    return levels if any(forecast.variables[name].levels for name in names) else None
+
+
+def _check_times(
+    truth: Store, forecast: ForecastStore, initials: NDArray[np.intp], leads: NDArray[np.intp]
+) -> None:
+    """Refuse forecasts from or for times that the truth has not."""
+    times = forecast.initial_times[initials]
+    valid = times[:, None] + np.append(np.timedelta64(0, "ns"), forecast.leads[leads])
+    absent = ~np.isin(valid, truth.times)
+    if absent.any():
+        time = valid[absent].min()
+        raise UserError(
+            f"{truth.source.where}: the truth has no {_minute(time)}, which forecasts start from "
+            f"or are for ({np.count_nonzero(absent.any(axis=1))} of {len(times)} initial times "
+            f"lack some; it has {_minute(truth.times[0])} to {_minute(truth.times[-1])}). Choose "
+            "initial times with dates=[first,last] or lead times with hours=[...]."
+        )
+
+
+def _minute(time: np.datetime64) -> str:
+    return str(time.astype("datetime64[m]"))

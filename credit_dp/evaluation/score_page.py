@@ -1,0 +1,150 @@
+"""A scorecard as one HTML page that needs no other file and no network."""
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+import numpy as np
+
+from credit_dp.evaluation.score_plots import curves, error_map, spectra
+from credit_dp.evaluation.scorecard import Scorecard
+from credit_dp.evaluation.table import three_digits
+from credit_dp.evaluation.variable_scores import SOURCES
+
+TABLE_HOURS = (24, 72, 120, 240)  # in tables, as far as there are these
+TITLES = {
+    "rmse": "Root-mean-square error",
+    "acc": "Anomaly correlation",
+    "bias": "Bias",
+    "activity": "Activity: standard deviation of the anomaly",
+    "crps": "Continuous ranked probability score (fair)",
+    "spread": "Ensemble spread",
+}
+TOLD = {
+    "rmse": "Weighted by area; the root is taken after the mean over initial times. Smaller is "
+    "better.",
+    "acc": "Of forecast and true anomaly over the globe, averaged over initial times. 1 is "
+    "perfect; a climatology has none.",
+    "bias": "Forecast less truth.",
+    "activity": "Less than the truth's says that the forecast is too smooth.",
+    "crps": "In the unit of the variable; of a single forecast the mean absolute error. Smaller is "
+    "better.",
+    "spread": "Of members about their mean; it equals the error of the mean, which is the "
+    "root-mean-square error above, if the ensemble is reliable.",
+}
+STYLE = """
+body { font: 15px/1.45 system-ui, sans-serif; color: #1b1f23; max-width: 1180px;
+       margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 13px; }
+.wide { overflow-x: auto; }
+th, td { padding: 2px 10px; text-align: right; white-space: nowrap; }
+th:first-child, td:first-child, th.text, td.text { text-align: left; }
+thead tr:last-child th { border-bottom: 1px solid #888; }
+tbody tr:nth-child(even) { background: #f4f6f8; }
+td.best { font-weight: 600; } td.forecast, th.forecast { border-left: 1px solid #ccc; }
+img { max-width: 100%; } p.note { color: #555; margin: 0.2rem 0 0.8rem; }
+dt { float: left; clear: left; width: 9rem; color: #555; } dd { margin-left: 9.5rem; }
+"""
+
+
+def page(card: Scorecard) -> str:
+    """The whole page, as text."""
+    parts = [*_head(card), *_scores(card), *_spectra(card), *_maps(card)]
+    title = escape(f"Scorecard of {card.forecast}")
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{title}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
+        + "\n".join(parts)
+        + "\n</body>\n</html>\n"
+    )
+
+
+def table_leads(hours: Sequence[int]) -> list[int]:
+    """The places of a few lead times for tables."""
+    known = [hours.index(hour) for hour in TABLE_HOURS if hour in hours]
+    if known:
+        return known
+    spread = np.linspace(0, len(hours) - 1, len(TABLE_HOURS)).round()
+    return sorted({int(place) for place in spread})
+
+
+def _head(card: Scorecard) -> list[str]:
+    first, last = (str(card.initial_times[x].astype("M8[m]")) for x in (0, -1))
+    count = len(card.initial_times)
+    facts = {
+        "Forecast": card.forecast + (f", {card.members} members" if card.members > 1 else ""),
+        "Truth": card.truth,
+        "Climatology": card.climatology,
+        "Initial times": f"{count}, {first} to {last}" if count > 1 else first,
+        "Lead times": f"{len(card.hours)}, {card.hours[0]} to {card.hours[-1]} hours",
+        "Grid": f"{len(card.latitude)} x {len(card.longitude)}",
+    }
+    listed = "".join(f"<dt>{name}</dt><dd>{escape(text)}</dd>" for name, text in facts.items())
+    return [
+        "<h1>Scorecard</h1>",
+        f"<dl>{listed}</dl>",
+        '<p class="note">Scores as WeatherBench 2 defines them (Rasp et al. 2024). All numbers are '
+        "in scores.csv and scores.json beside this page.</p>",
+    ]
+
+
+def _scores(card: Scorecard) -> Iterable[str]:
+    for name in card.scores:
+        yield f"<h2>{TITLES[name]}</h2>"
+        yield f'<p class="note">{TOLD[name]}</p>'
+        yield _image(curves(card, name), f"{TITLES[name]} by lead time")
+        yield f'<div class="wide">{_table(card, name)}</div>'
+
+
+def _table(card: Scorecard, name: str) -> str:
+    """Channels below each other; for each lead time the forecast beside the others."""
+    leads, sources = table_leads(card.hours), SOURCES[name]
+    spans = "".join(
+        f'<th colspan="{len(sources)}" class="forecast">{card.hours[lead]} h</th>' for lead in leads
+    )
+    names = "".join(f'<th class="{of}">{of}</th>' for _ in leads for of in sources)
+    lines = []
+    for c, channel in enumerate(card.channels):
+        unit = "1" if name == "acc" else card.units[c]
+        cells = [
+            f'<td class="{of}">{_number(card.scores[name][source, lead, c])}</td>'
+            for lead in leads
+            for source, of in enumerate(sources)
+        ]
+        lines.append(
+            f'<tr><td>{escape(channel.name)}</td><td class="text">{escape(unit)}</td>'
+            f"{''.join(cells)}</tr>"
+        )
+    return (
+        f'<table id="{name}"><thead><tr><th></th><th></th>{spans}</tr>'
+        f'<tr><th>variable</th><th class="text">unit</th>{names}</tr></thead>'
+        f"<tbody>{''.join(lines)}</tbody></table>"
+    )
+
+
+def _spectra(card: Scorecard) -> Iterable[str]:
+    yield f"<h2>Zonal power spectra at {card.hours[-1]} h</h2>"
+    yield (
+        '<p class="note">What lies below the truth at high wavenumbers is smoothed away; what lies '
+        "above is noise.</p>"
+    )
+    for band, name in enumerate(card.bands):
+        if np.isfinite(card.spectra[:, -1, :, band]).any():
+            yield f"<h3>{escape(name)}</h3>"
+            yield _image(spectra(card, band), f"power spectra, {name}")
+
+
+def _maps(card: Scorecard) -> Iterable[str]:
+    for found in card.maps:
+        title = f"Errors of {card.channels[found.channel].name} at {found.hours} h"
+        yield f"<h2>{escape(title)}</h2>"
+        yield _image(error_map(card, found), title)
+
+
+def _image(address: str, told: str) -> str:
+    return f'<img src="{address}" alt="{escape(told, quote=True)}">'
+
+
+def _number(value: float) -> str:
+    return three_digits(float(value)) if np.isfinite(value) else "-"

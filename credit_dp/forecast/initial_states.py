@@ -1,0 +1,115 @@
+"""What forecasts start from and are driven by: normalised fields of the rank's own rows."""
+
+from collections.abc import Iterator
+from typing import final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from credit_dp.data.forcings import COMPUTED
+from credit_dp.data.normalise import Normaliser
+from credit_dp.data.prepare import Prepared
+from credit_dp.data.sampling import frame_steps
+from credit_dp.data.store import Store
+from credit_dp.errors import UserError
+from credit_dp.forecast.jobs import Job
+from credit_dp.forecast.perturbation import Perturbations
+from credit_dp.forecast.request import Request, Times
+
+
+@final
+class InitialStates:
+    """Reads initial states, perturbs them if there are members, and reads forcings.
+
+    Args:
+        prepared: the store and the statistics that the model was trained with.
+        request: which initial times, lead times and members.
+        frames: states that go in.
+        rows: the rank's own.
+        like: its device and dtype are those of every tensor returned.
+    """
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        request: Request,
+        frames: int,
+        rows: slice,
+        like: Tensor,
+    ) -> None:
+        self.store, self.rows = prepared.store, rows
+        self.times: Times = request.initial_times()
+        self.normaliser = Normaliser.of(prepared, like.dtype, like.device)
+        step_hours = self.store.config.step_hours
+        self._step = np.timedelta64(step_hours, "h")
+        self._frames = frame_steps(frames, step_hours)
+        self.steps = request.lead_hours(step_hours)[-1] // step_hours
+        self._static = self.normaliser.static(self.store.static(rows))
+        masks = self.store.masks(rows)
+        self._valid = None if masks is None else torch.from_numpy(masks).to(like.device)
+        self._size = request.perturb
+        states = self.store.channels.states
+        self._deviations = self._in_deviations(prepared)[:states]
+        latitude, longitude = self.store.latitude[rows], self.store.longitude
+        self._noise = Perturbations(request.perturb_seed, latitude, longitude, states)
+
+    def _in_deviations(self, prepared: Prepared) -> Tensor:
+        """A standard deviation of each channel in normalised units, `(outputs, 1, 1)`."""
+        statistics = prepared.statistics
+        changes = np.where(statistics.tendency_std > 0, statistics.tendency_std, 1.0)
+        ratio = torch.from_numpy(statistics.std / changes)[:, None, None]
+        return self.normaliser.tendency_scale * ratio.to(self.normaliser.tendency_scale)
+
+    def start(self, job: Job) -> Tensor:
+        """What one forecast starts from, `(1, frames * C, h, W)`, the newest state last."""
+        times = self.times[job.time] + self._frames
+        states = self.normaliser.state(self.store.read_times(times, self.rows))
+        if self._size:
+            noise = torch.from_numpy(self._noise.draw(self.times[job.time], job)).to(states)
+            # The same on all states: the tendency between them stays as it was.
+            states = states + self._size * self._deviations * noise
+            if self._valid is not None:
+                count = states.shape[1]
+                fills = self.normaliser.fills[:count]
+                states = torch.where(self._valid[:count], states, fills)
+        return states.flatten(0, 1)[None]
+
+    def forcings(self, job: Job) -> Iterator[Tensor]:
+        """Those of each step, `(1, F, h, W)`, read as they are needed."""
+        for step in range(self.steps):
+            time = self.times[[job.time]] + step * self._step
+            yield self.normaliser.forcing(self.store.forcing_times(time, self.rows))
+
+    def physical(self, fields: Tensor) -> Tensor:
+        """Normalised fields in the store's units: `(B, C + D, h, W)`; NaN where there are none."""
+        return self.normaliser.physical(fields, self._valid)
+
+    @property
+    def static(self) -> Tensor:
+        """`(1, S, h, W)`."""
+        return self._static[None]
+
+
+def check_times(store: Store, request: Request, frames: int) -> None:
+    """Refuse initial times that the store can't serve, before anything is built or written.
+
+    Raises:
+        UserError: a time that a forecast starts from or is driven by is not in the store.
+    """
+    hours, times = store.config.step_hours, request.initial_times()
+    _refuse_absent(store, times[:, None] + frame_steps(frames, hours), "a state")
+    if any(name not in COMPUTED for name in store.channels.forcing):
+        steps = request.lead_hours(hours)[-1] // hours
+        _refuse_absent(store, times[:, None] + frame_steps(1, hours, steps - 1), "the forcing")
+
+
+def _refuse_absent(store: Store, wanted: Times, what: str) -> None:
+    absent = wanted[~np.isin(wanted, store.times)]
+    if absent.size:
+        first, last = (str(time.astype("M8[m]")) for time in store.times[[0, -1]])
+        raise UserError(
+            f"init: needs {what} at {absent.flat[0].astype('M8[m]')}, but {store.source.where} has "
+            f"{first} to {last} in steps of {store.config.step} and lacks that. Change init, lead "
+            "or data.store."
+        )

@@ -1,0 +1,164 @@
+"""Which forecasts are wanted, from which model, and where they go. No torch in here."""
+
+import re
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from credit_dp import checks
+from credit_dp.config import Config
+from credit_dp.data_config import HOURS, STEP
+from credit_dp.errors import UserError
+
+FORMATS = ("zarr", "netcdf")
+MOST = 10**6  # initial times: more are a mistake in the stride
+
+Times = NDArray[np.datetime64]
+
+
+@final
+@dataclass(frozen=True)
+class Request:
+    """What the keys of the command say.
+
+    Attributes:
+        checkpoint: the folder of a run or of a checkpoint.
+        init: a time, `[a,b,...]` or `FIRST/LAST/STRIDE`.
+        lead, every: hours or days, like 240h: how far, and which lead times are kept; empty: all.
+        out: the store or folder to write.
+        members: forecasts from each initial time; 0: one, without a dimension of members.
+        perturb: size of the perturbations of initial states, in standard deviations.
+        perturb_seed: what perturbations are drawn from.
+    """
+
+    checkpoint: str
+    init: str
+    lead: str
+    out: str
+    every: str = ""
+    format: str = "zarr"
+    members: int = 0
+    perturb: float = 0.0
+    perturb_seed: int = 0
+
+    def check(self, step_hours: int) -> None:
+        """Refuse values that are not allowed, or that do not fit the model's step.
+
+        Raises:
+            UserError: naming the key.
+        """
+        checks.one_of("format", self.format, FORMATS)
+        checks.at_least("members", self.members, 0)
+        checks.number_in("perturb", self.perturb, 0)
+        checks.integer_in("perturb_seed", self.perturb_seed, 0, 2**63 - 1)
+        if self.members > 1 and not self.perturb:
+            raise UserError(
+                f"members: {self.members} forecasts from the same state would be the same. Give "
+                "the size of perturbations too, like perturb=0.1."
+            )
+        if self.perturb and not self.members:
+            raise UserError("perturb: needs members, like members=10, got none. Give both.")
+        self.lead_hours(step_hours)
+
+    def initial_times(self) -> Times:
+        """`(N,)`, rising, each once.
+
+        Raises:
+            UserError: it is not of a form that `init` may have.
+        """
+        return initial_times(self.init)
+
+    def lead_hours(self, step_hours: int) -> tuple[int, ...]:
+        """The lead times that are written, rising.
+
+        Raises:
+            UserError: one is no multiple of the model's step.
+        """
+        last = hours_of("lead", self.lead)
+        every = hours_of("every", self.every) if self.every else step_hours
+        for key, hours in (("lead", last), ("every", every)):
+            if hours % step_hours:
+                raise UserError(
+                    f"{key}: needs a multiple of the model's step of {step_hours}h, got {hours}h. "
+                    f"Change {key}."
+                )
+        if last % every:
+            raise UserError(f"every: needs to divide lead={last}h, got {every}h. Change either.")
+        return tuple(range(every, last + 1, every))
+
+    @property
+    def target(self) -> Path:
+        """Where the forecast is to be.
+
+        Raises:
+            UserError: it is no path of this machine.
+        """
+        if not self.out or "://" in self.out:
+            raise UserError(f"out: needs a path of this machine, got {self.out!r}. Change out.")
+        try:
+            return Path(self.out).expanduser().absolute()
+        except RuntimeError:  # ~nobody
+            raise UserError(f"out: there is no home folder as in {self.out}. Change out.") from None
+
+
+@final
+@dataclass
+class ForecastConfig(Config):
+    """The config of the run that trained the model, and what to forecast with it."""
+
+    request: Request = Request("", "", "", "")
+
+
+def initial_times(text: str) -> Times:
+    """A time, a list in brackets, or first, last and stride with slashes between them.
+
+    Raises:
+        UserError: it is none of these.
+    """
+    if "/" in text:
+        return _series(text)
+    entries = text[1:-1].split(",") if text.startswith("[") and text.endswith("]") else [text]
+    times = np.array([_time(entry.strip().strip("'\"")) for entry in entries], "M8[ns]")
+    if len(np.unique(times)) < len(times):
+        raise UserError(f"init: needs each time once, got {text}")
+    return np.sort(times)
+
+
+def hours_of(key: str, text: str) -> int:
+    """`240h` -> 240, `10d` -> 240.
+
+    Raises:
+        UserError: it is not of that form.
+    """
+    found = STEP.fullmatch(text)
+    if found is None:
+        raise UserError(f"{key}: needs hours or days, like 240h or 10d, got {text or 'nothing'!r}")
+    return int(found[1]) * HOURS[found[2]]
+
+
+def _series(text: str) -> Times:
+    parts = [part.strip() for part in text.strip("'\"").split("/")]
+    if len(parts) != 3:
+        raise UserError(
+            f"init: needs FIRST/LAST/STRIDE, like 2001-02-10/2001-02-12/24h, got {text!r}"
+        )
+    first, last = _time(parts[0]), _time(parts[1])
+    stride = np.timedelta64(hours_of("init", parts[2]), "h")
+    if not first <= last or (last - first) // stride >= MOST:
+        problem = "after the last" if first > last else f"more than {MOST} strides before the last"
+        raise UserError(f"init: the first time is {problem}, in {text}. Change init.")
+    return np.arange(first, last + np.timedelta64(1, "ns"), stride)
+
+
+def _time(text: str) -> np.datetime64:
+    checks.date("init", text)
+    if not re.fullmatch(r"[-\d:T. ]+", text):
+        raise UserError(f"init: needs a time like 2001-02-10T06, got {text!r}")
+    time = np.datetime64(datetime.fromisoformat(text), "ns")
+    if time != time.astype("M8[h]"):
+        raise UserError(f"init: needs whole hours, like 2001-02-10T06, got {text!r}")
+    return time

@@ -1,0 +1,229 @@
+"""What every form of a forecast on disk has in common: it grows under another name, and resumes.
+
+While it grows a forecast `OUT` is called `OUT.partial`. It takes its name when all of it is there.
+"""
+
+import json
+import os
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from filelock import FileLock, Timeout
+from numpy.typing import NDArray
+
+from credit_dp.data.cache import lock_of
+from credit_dp.domain_parallel.partition import RowPartition
+from credit_dp.errors import UserError
+from credit_dp.forecast.form import Form
+from credit_dp.forecast.identity import difference
+from credit_dp.forecast.jobs import Job, all_jobs
+
+ENDING = ".partial"
+ATTRIBUTE = "credit_dp_forecast"  # what a forecast says of itself, as JSON
+
+Fields = NDArray[np.float32]
+
+
+class Missing(NamedTuple):
+    """A field that is not there: by the places of its job and lead time, and its rows."""
+
+    job: Job
+    lead: int
+    rows: slice
+
+
+class Writer(ABC):
+    """Writes the bands of a forecast, each rank its own; all ranks of a run have one each.
+
+    Args:
+        out: what the forecast is called when it is whole.
+        form: what it consists of.
+        settings: what its values depend on, as JSON: it is gone on with only for the same.
+    """
+
+    def __init__(self, out: Path, form: Form, settings: Mapping[str, Any]) -> None:
+        self.out = out
+        self.form = form
+        self.partial = out.with_name(out.name + ENDING)
+        self._new = out.with_name(f"{out.name}.new{ENDING}")
+        self._settings = json.loads(json.dumps(settings))
+
+    # What rank 0 does while the others wait.
+
+    def check(self) -> None:
+        """Refuse to write where something else is.
+
+        Raises:
+            UserError: it is there, or can't be made, or was begun with other settings.
+        """
+        folder = self.out.parent
+        if self.out.exists():
+            raise UserError(f"{self.out}: is there already. Change out.")
+        near = next(path for path in (folder, *folder.parents) if path.exists())
+        if not near.is_dir() or not os.access(near, os.W_OK):
+            raise UserError(f"{near}: can't be written in. Change out.")
+        if not self.partial.exists():
+            return
+        begun = self.said(self.partial)
+        if begun is None:
+            raise UserError(
+                f"{self.partial}: is no forecast that was begun. Move it, or change out."
+            )
+        odd = difference(begun, self._settings)
+        if odd:
+            raise UserError(
+                f"{self.partial}: was begun with {odd}. Give the same to go on, remove it to begin "
+                "anew, or change out."
+            )
+
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep other runs from writing the same forecast meanwhile.
+
+        Raises:
+            UserError: another one does.
+        """
+        lock = FileLock(lock_of(self.out), timeout=0)
+        with disk(self.out):
+            self.out.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                lock.acquire()
+            except Timeout:
+                raise UserError(
+                    f"{self.out}: another process is writing it. Wait for it, or change out."
+                ) from None
+        try:
+            yield
+        finally:
+            with suppress(OSError):
+                lock_of(self.out).unlink(missing_ok=True)
+            lock.release()
+
+    def begin(self, bands: RowPartition) -> None:
+        """Make all but the fields, or clean up what was begun.
+
+        Raises:
+            UserError: it can't be written, or another process has made it since `check`.
+        """
+        self.check()
+        with disk(self.out):
+            if self.partial.exists():
+                self._resume()
+                return
+            shutil.rmtree(self._new, ignore_errors=True)
+            try:
+                self._new.mkdir()
+                self._create(self._new, bands)
+                os.replace(self._new, self.partial)
+            except OSError:
+                shutil.rmtree(self._new, ignore_errors=True)
+                raise
+
+    def finish(self) -> None:
+        """Give the forecast its name.
+
+        Raises:
+            UserError: not all of it is there.
+        """
+        missing = self.missing(self.partial)
+        if missing:
+            raise UserError(
+                f"{self.partial}: {told(self.form, missing[0])} is missing. Start again: it will "
+                "be written."
+            )
+        with disk(self.out):
+            os.replace(self.partial, self.out)
+
+    def unfinished(self) -> list[Job]:
+        """The forecasts of which something is missing."""
+        left = {missing.job for missing in self.missing(self.partial)}
+        return [job for job in self.jobs if job in left]
+
+    @property
+    def jobs(self) -> list[Job]:
+        """All forecasts."""
+        return all_jobs(len(self.form.times), max(1, self.form.members))
+
+    # What every rank does.
+
+    @abstractmethod
+    def bands_to_write(self, bands: RowPartition) -> RowPartition:
+        """The rows that each rank of a domain writes, given those that it has.
+
+        Raises:
+            UserError: what was begun has other bands, and can't be gone on with.
+        """
+
+    @abstractmethod
+    def write(self, job: Job, lead: int, rows: slice, fields: Sequence[Fields]) -> None:
+        """Write the fields of one lead time, as the `variables` of the form have them.
+
+        Args:
+            job: which forecast.
+            lead: place of the lead time.
+            rows: those that `bands_to_write` gave.
+            fields: of each variable, `(rows, W)` or `(levels, rows, W)`.
+
+        Raises:
+            OSError: it could not be written.
+        """
+
+    @abstractmethod
+    def close(self, job: Job) -> None:
+        """Complete a forecast, of which all lead times have been written.
+
+        Raises:
+            OSError: it could not be written.
+        """
+
+    # What the forms differ in.
+
+    @classmethod
+    @abstractmethod
+    def said(cls, place: Path) -> Mapping[str, Any] | None:
+        """What a forecast there depends on; None if there is none of this form."""
+
+    @abstractmethod
+    def bands(self, place: Path) -> list[slice]:
+        """The rows that are written together."""
+
+    @abstractmethod
+    def missing(self, place: Path) -> list[Missing]:
+        """All that is not there yet, or any more."""
+
+    @abstractmethod
+    def _create(self, place: Path, bands: RowPartition) -> None:
+        """Make everything in a new folder but the fields."""
+
+    @abstractmethod
+    def _resume(self) -> None:
+        """Clean up behind what was killed."""
+
+
+@contextmanager
+def disk(out: Path) -> Iterator[None]:
+    """Say in one line that a disk is full, or gone.
+
+    Raises:
+        UserError: it is.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{out}: can't be written ({error.strerror or error}). Mend that, then start again: "
+            "it goes on where it stopped. Or change out."
+        ) from error
+
+
+def told(form: Form, missing: Missing) -> str:
+    """A missing field, for people."""
+    member = f", member {missing.job.member}" if form.members else ""
+    start = form.times[missing.job.time].astype("M8[h]")
+    rows = missing.rows
+    return f"{start} +{form.hours[missing.lead]}h{member}, rows {rows.start} to {rows.stop - 1}"

@@ -1,0 +1,215 @@
+"""Forecasts with a trained model, from its checkpoint to the files: what every rank executes."""
+
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from credit_dp.config import Config, DatesConfig, microbatches
+from credit_dp.data.cache import Report, fingerprint
+from credit_dp.data.climatology import Climatology
+from credit_dp.data.prepare import Prepared, with_quickstart
+from credit_dp.data.sources.opening import open_source
+from credit_dp.data.statistics import Statistics
+from credit_dp.data.store import Store
+from credit_dp.data.units import check_units
+from credit_dp.data_config import SPLITS
+from credit_dp.domain_parallel import DomainParallelManager
+from credit_dp.errors import UserError
+from credit_dp.evaluation.units import unit_of
+from credit_dp.evaluation.valid_points import ValidPoints
+from credit_dp.forecast.checking import WRITERS
+from credit_dp.forecast.form import Form
+from credit_dp.forecast.identity import settings_of
+from credit_dp.forecast.initial_states import InitialStates, check_times
+from credit_dp.forecast.request import ForecastConfig
+from credit_dp.forecast.rolling import Rolling
+from credit_dp.forecast.step import ForecastStep
+from credit_dp.forecast.writer import Writer
+from credit_dp.launch import Ranks
+from credit_dp.mesh import build_manager, device_of
+from credit_dp.pipeline_parallel.model_layout import home_device
+from credit_dp.training.agreement import gather, together
+from credit_dp.training.build import DTYPES
+from credit_dp.training.checkpoint_files import STATE, Numbers, read_numbers
+from credit_dp.training.fitting_fields import check_fields
+from credit_dp.training.model_parts import build_parts
+from credit_dp.training.screen import Screen, screen_for
+from credit_dp.training.shards import readable
+from credit_dp.training.trained_weights import load_valid, load_weights
+
+KEY = "checkpoint"
+
+
+def run(config: Config, ranks: Ranks) -> int:
+    """Make the forecasts of a `ForecastConfig`, and say where they are; the exit code.
+
+    Every rank calls this; only rank 0 shows anything.
+
+    Raises:
+        UserError: something is not as needed; what was written so far is gone on with next time.
+    """
+    if not isinstance(config, ForecastConfig):
+        raise TypeError(f"needs a ForecastConfig, got {type(config).__name__}")
+    manager = build_manager(config.parallel, ranks)
+    screen = screen_for(ranks.rank)
+    make_forecasts(config, manager, device_of(config, ranks), screen)
+    return 0
+
+
+def make_forecasts(
+    config: ForecastConfig, manager: DomainParallelManager, device: torch.device, screen: Screen
+) -> None:
+    """Make the forecasts that are not there yet; collective over all ranks of the mesh.
+
+    Raises:
+        UserError: see `run`.
+    """
+    forecasting = Forecasting.prepare(config, manager, device, screen)
+    writer, first = forecasting.writer, manager.rank == 0
+    with ExitStack() as held:
+        together(lambda: held.enter_context(writer.alone()) if first else None)
+        # The model before the folder: a forecast that is refused leaves none.
+        step, states = forecasting.model()
+        bands = manager.partition(writer.form.height)
+        together(lambda: writer.begin(bands) if first else None)
+        forecasting.meet()
+        jobs = gather(writer.unfinished())[0]
+        forecasting.meet()
+        rolling = Rolling(step, states, writer, manager)
+        own = len(jobs[manager.dp_rank :: manager.dp_world_size]) * len(writer.form.hours)
+        there = len(writer.jobs) - len(jobs)
+        if there:
+            screen.say(f"going on: {there} of {len(writer.jobs)} forecasts are there")
+        with screen.bar("forecasting", own) as bar:
+            rolling.run(jobs, bar)
+        forecasting.meet()
+        together(lambda: writer.finish() if first else None)
+        forecasting.meet()
+    screen.say(f"{'forecast':<13}{writer.out}")
+
+
+@final
+@dataclass(frozen=True)
+class Forecasting:
+    """What is known before the model is built."""
+
+    config: ForecastConfig
+    manager: DomainParallelManager
+    prepared: Prepared
+    path: Path
+    numbers: Numbers
+    writer: Writer
+    like: torch.Tensor
+    first_gpu: int
+
+    @classmethod
+    def prepare(
+        cls,
+        config: ForecastConfig,
+        manager: DomainParallelManager,
+        device: torch.device,
+        screen: Screen,
+    ) -> "Forecasting":
+        """Open the checkpoint and the store, and see whether they fit, and the output can be made.
+
+        Raises:
+            UserError: see `run`; nothing has been written.
+        """
+        request, path = config.request, Path(config.request.checkpoint)
+        numbers = together(lambda: read_numbers(KEY, path))
+        with screen.report() as report:
+            store = together(lambda: open_store(config, report))
+        with readable(KEY, path):
+            check_fields(path, numbers["data"], store, config.model)
+            statistics = statistics_of(numbers)
+        prepared = Prepared(store, statistics, Climatology([], []))
+        together(lambda: check_times(store, request, config.model.frames))
+        units = {c.variable: unit_of(store, c.variable) for c in store.channels.out}
+        form = Form.of(store, units, request)
+        settings = settings_of(config, form, mark_of(path), store.source.where)
+        writer = WRITERS[request.format](request.target, form, settings)
+        together(writer.check)
+        first_gpu = device.index or 0  # before the layout says where the output goes
+        device = home_device(config.parallel.layout, device, first_gpu)
+        like = torch.zeros((), device=device, dtype=DTYPES[config.trainer.dtype])
+        return cls(config, manager, prepared, path, numbers, writer, like, first_gpu)
+
+    def model(self) -> tuple[ForecastStep, InitialStates]:
+        """The trained model on this rank's rows or stages, and what it starts from; collective.
+
+        Raises:
+            UserError: the weights are those of another model, or the mesh does not fit.
+        """
+        config, manager, store = self.config, self.manager, self.prepared.store
+        config = replace(config, data=replace(config.data, batch_size=batch(config, manager)))
+        parts = build_parts(config, self.prepared, manager, self.like, self.first_gpu)
+        load_weights(KEY, self.path, self.numbers, parts.parts)
+        for part in parts.parts:
+            part.eval()
+        rows = manager.rows(store.grid[0])
+        frames = config.model.frames
+        states = InitialStates(self.prepared, config.request, frames, rows, self.like)
+        tendency = states.normaliser.tendency_scale[: store.channels.states]
+        valid = load_valid(KEY, self.path, self.numbers)
+        together(lambda: self._check_valid(store.masks(rows), valid, rows))
+        points = ValidPoints.of(store.masks(rows), self.like)
+        fills = states.normaliser.fills
+        fill = None if points is None else lambda fields: points.filled(fields, fills)
+        return ForecastStep(parts.forecasting, tendency, config.model.residual, fill), states
+
+    def _check_valid(
+        self, own: NDArray[np.bool_] | None, trained: torch.Tensor | None, rows: slice
+    ) -> None:
+        """Refuse a first state with gaps elsewhere than in training: they would be forecast."""
+        if own is None or trained is None:  # as the config says, which is the checkpoint's
+            return
+        store = self.prepared.store
+        differs = (own != trained[:, rows].numpy()).any(axis=(1, 2))
+        if differs.any():
+            first = self.config.request.initial_times()[0].astype("M8[m]")
+            raise UserError(
+                f"{store.source.where}: {store.channels.out[differs.argmax()].name} has values at "
+                f"other points at {first} than in training. Change init or data.store."
+            )
+
+    def meet(self) -> None:
+        """Wait for all ranks of the mesh."""
+        self.manager.transport.sum(self.like.new_zeros(1))
+        gather(None)
+
+
+def open_store(config: ForecastConfig, report: Report) -> Store:
+    """The store of initial states; which dates were trained on, does not matter.
+
+    Raises:
+        UserError: it is not as needed.
+    """
+    data = with_quickstart(config.data, report)
+    # Points without values are those of the first date of a split.
+    first, last = (str(t.astype("M8[s]")) for t in config.request.initial_times()[[0, -1]])
+    dates = DatesConfig(**{split: [first, last] for split in SPLITS})
+    data = replace(data, dates=dates)
+    store = Store(open_source(data), data)
+    check_units(store.source, data)
+    return store
+
+
+def statistics_of(numbers: Numbers) -> Statistics:
+    """Those that the model was trained with, whatever the store."""
+    said: dict[str, Any] = numbers["data"]["statistics"]
+    return Statistics(**{name: np.array(values, float) for name, values in said.items()})
+
+
+def mark_of(path: Path) -> str:
+    """Differs between any two checkpoints, also of the same name."""
+    return fingerprint((path / STATE).read_text())
+
+
+def batch(config: Config, manager: DomainParallelManager) -> int:
+    """The global batch of which each model has one sample at a time."""
+    return manager.dp_world_size * microbatches(config)

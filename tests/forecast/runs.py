@@ -1,0 +1,67 @@
+"""Trained runs, and forecasts with them on ranks that are threads of this process."""
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from credit_dp.config import Config, ModelConfig, OptimizerConfig
+from credit_dp.domain_parallel import DomainParallelManager
+from credit_dp.forecast.request import ForecastConfig, Request
+from credit_dp.forecasting import make_forecasts
+from credit_dp.training.build import Training
+from credit_dp.training.checkpoint import save_checkpoint
+from credit_dp.training.run_folder import RunFolder, resolved_yaml
+from credit_dp.training.screen import Screen
+from tests.ranks import on_threads
+from tests.training.runs import alone, built, make_config, make_store, train_on
+
+ROWS = 17
+INIT = "2000-01-04/2000-01-04T12/12h"  # two times
+AVERAGED = OptimizerConfig(lr=1e-2, warmup_steps=1, ema=0.9)
+
+
+def train(folder: Path, model: ModelConfig | None = None, rows: int = ROWS) -> Config:
+    """The config of a run that has trained for two steps, with averages, and left a checkpoint."""
+    config = make_config(make_store(folder, rows), folder / "run", model, steps=2)
+    config = replace(config, optimizer=AVERAGED)
+    leave_checkpoint(config)
+    return config
+
+
+def leave_checkpoint(config: Config) -> Training:
+    """Train, and write one."""
+    training = built(config, alone())
+    train_on(training)
+    folder = RunFolder(Path(config.run.dir)).checkpoint
+    save_checkpoint(folder, training.trainer.state, resolved_yaml(config))
+    return training
+
+
+def asking(config: Config, out: Path, **changes: Any) -> ForecastConfig:
+    """Forecasts of two times, 24 hours far, unless `changes` say otherwise."""
+    checkpoint = Path(config.run.dir) / "checkpoint/step-00000002"
+    keys = {"checkpoint": str(checkpoint), "init": INIT, "lead": "24h", "out": str(out)}
+    values = {field.name: getattr(config, field.name) for field in fields(Config)}
+    return ForecastConfig(**values, request=Request(**(keys | changes)))
+
+
+def on_rank(manager: DomainParallelManager, config: ForecastConfig) -> None:
+    """What each rank does."""
+    make_forecasts(config, manager, torch.device("cpu"), Screen(None))
+
+
+def forecast(config: ForecastConfig, ranks: int = 1) -> Path:
+    """Make a forecast, bands of rows on threads; where it is."""
+    if ranks == 1:
+        on_rank(alone(), config)
+    else:
+        on_threads(ranks, on_rank, config)
+    return Path(config.request.out)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    """Everything in a folder, by name."""
+    found = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in found}

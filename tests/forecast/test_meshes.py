@@ -1,0 +1,145 @@
+"""A forecast is the same on every mesh, and the one that evaluation makes."""
+
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+
+from credit_dp.config import ParallelConfig
+from credit_dp.data.prepare import prepare
+from credit_dp.evaluation.evaluate import forecasts
+from credit_dp.evaluation.held_out import Dates, HeldOut
+from credit_dp.forecast import open_sharded, rolling
+from credit_dp.forecast.zarr_writer import ZarrWriter
+from credit_dp.training.checkpoint import load_checkpoint
+from tests.forecast.runs import asking, forecast, on_rank, train
+from tests.ranks import on_processes
+from tests.training.runs import alone, built, tiny_crossformer, tiny_unet
+
+# Warnings are a matter of the whole process, and ranks are threads here.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+SLOW = pytest.mark.slow
+
+
+def assert_same(found: xr.Dataset, wanted: xr.Dataset) -> None:
+    """To the last digit, or in rare cases the last but one: reductions differ in float64."""
+    assert set(found.data_vars) == set(wanted.data_vars)
+    for name in wanted.data_vars:
+        assert found[name].dims == wanted[name].dims
+        a, b = found[name].values, wanted[name].values
+        np.testing.assert_allclose(a, b, rtol=1.2e-7, atol=0)
+        assert np.mean(a == b) > 0.99
+    for name in wanted.coords:
+        assert np.array_equal(found[name].values, wanted[name].values)
+
+
+# 17 rows on 4 ranks are no whole chunks.
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=SLOW), pytest.param(3, marks=SLOW), 4])
+def test_bands_are_those_of_one_process(config, whole, tmp_path, ranks):
+    found = forecast(asking(config, tmp_path / "bands.zarr"), ranks)
+    high = -(-17 // ranks)
+    with xr.open_zarr(found) as data, xr.open_zarr(whole) as wanted:
+        assert data["geopotential"].chunksizes["latitude"][0] == high
+        assert np.isfinite(wanted["geopotential"].values).all()
+        assert_same(data, wanted)
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=SLOW)])
+def test_files_of_ranks_are_those_of_one_process(config, whole, tmp_path, ranks):
+    found = forecast(asking(config, tmp_path / "bands", format="netcdf"), ranks)
+    assert len(list(found.glob("*.nc"))) == 2 * ranks
+    with open_sharded(found) as data, xr.open_zarr(whole) as wanted:
+        assert_same(data, wanted)
+
+
+MESHES = {
+    "data": ParallelConfig(data=2),
+    "fsdp2": ParallelConfig(data=2, data_mode="fsdp2"),
+    "pipeline": ParallelConfig(pipeline=2, data=1),
+    "domain": ParallelConfig(domain=2, data=1),
+}
+
+
+@pytest.mark.parametrize(
+    "mesh", [pytest.param(m, marks=[] if m == "fsdp2" else SLOW) for m in MESHES]
+)
+def test_other_meshes_make_the_same(config, tmp_path, mesh):
+    # Three times on two data ranks: one repeats a forecast that does not count.
+    keys = {"init": "2000-01-03T12/2000-01-04T12/12h", "lead": "12h"}
+    with xr.open_zarr(forecast(asking(config, tmp_path / "one.zarr", **keys))) as wanted:
+        on = replace(config, parallel=MESHES[mesh])
+        out = tmp_path / "mesh.zarr"
+        on_processes(
+            2,
+            on_rank,
+            asking(on, out, **keys),
+            domain=on.parallel.domain,
+            pipeline=on.parallel.pipeline,
+        )
+        with xr.open_zarr(out) as found:
+            assert_same(found, wanted)
+
+
+MODELS = {
+    "frames": tiny_unet(frames=2),
+    "next state": tiny_crossformer(residual=False),
+}
+
+
+@pytest.mark.parametrize("name", ["averages", *(pytest.param(m, marks=SLOW) for m in MODELS)])
+def test_it_is_what_evaluation_makes(config, tmp_path, name):
+    if name in MODELS:
+        config = train(tmp_path, MODELS[name])
+    training = built(config, alone())
+    asked = asking(config, tmp_path / "f.zarr", init="2000-01-04T12", every="12h", lead="12h")
+    load_checkpoint(Path(asked.request.checkpoint), training.trainer.state)
+    chosen = Dates("test", (12,), 6)
+    dates = HeldOut(config, prepare(config.data), slice(None), training.like, chosen)
+    times = np.array(["2000-01-04T12"], "M8[ns]")
+    with torch.no_grad(), training.trainer.state.forecasting():
+        *_, last = forecasts(training.forecast.rollout, dates, times, dates.starts(times))
+    wanted = dates.physical(last)[0].float().numpy()
+    with xr.open_zarr(forecast(asked)) as found:
+        names = dict.fromkeys(c.variable for c in dates.prepared.store.channels.out)
+        fields = [found[n].values[0, 0].reshape(-1, *wanted.shape[1:]) for n in names]
+    assert np.array_equal(np.concatenate(fields), wanted)
+
+
+def test_members_are_the_same_on_any_mesh(config, tmp_path, bands):
+    keys = {"members": 2, "perturb": 0.1, "lead": "12h"}
+    one = forecast(asking(config, tmp_path / "one.zarr", **keys))
+    two = forecast(asking(config, tmp_path / "two.zarr", **keys), ranks=2)
+    with xr.open_zarr(one) as wanted, xr.open_zarr(two) as found, open_sharded(bands) as files:
+        assert wanted["2m_temperature"].dims[0] == "number"
+        assert_same(found, wanted)
+        assert_same(files, wanted)
+        spread = wanted["2m_temperature"].isel(prediction_timedelta=0).std("number").mean()
+        deviation = wanted["2m_temperature"].std()
+        assert 0.01 < float(spread / deviation) < 0.2
+
+
+def test_only_one_lead_time_is_on_its_way_to_the_disk(config, tmp_path, monkeypatch):
+    on_the_way = threading.Semaphore(1)
+    counted: list[int] = []
+    gather_parts, write = rolling.by_variable, ZarrWriter.write
+
+    def begin(*args):
+        # A lead time is taken to memory only when the last one is on the disk.
+        assert on_the_way.acquire(blocking=False)
+        counted.append(1)
+        return gather_parts(*args)
+
+    def end(*args):
+        time.sleep(0.02)
+        write(*args)
+        on_the_way.release()
+
+    monkeypatch.setattr(rolling, "by_variable", begin)
+    monkeypatch.setattr(ZarrWriter, "write", end)
+    forecast(asking(config, tmp_path / "f.zarr"))
+    assert len(counted) == 8

@@ -1,0 +1,80 @@
+"""What the keys of a forecast may be."""
+
+import numpy as np
+import pytest
+
+from credit_dp.errors import UserError
+from credit_dp.forecast.jobs import Job, all_jobs, turns
+from credit_dp.forecast.request import Request, initial_times
+
+BEGINNING = {"checkpoint": "run", "out": "f.zarr", "init": "2000-01-01", "lead": "24h"}
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("2000-01-01", ["2000-01-01T00"]),
+        ("2000-01-01T06", ["2000-01-01T06"]),
+        ("[2000-01-02,'2000-01-01 06:00']", ["2000-01-01T06", "2000-01-02T00"]),
+        ("2000-01-01/2000-01-02/12h", ["2000-01-01T00", "2000-01-01T12", "2000-01-02T00"]),
+        ("2000-01-01/2000-01-03T23/2d", ["2000-01-01T00", "2000-01-03T00"]),
+    ],
+)
+def test_initial_times(text, wanted):
+    assert np.array_equal(initial_times(text), np.array(wanted, "M8[ns]"))
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("", "init: needs a date"),
+        ("soon", "init: needs a date like 2001-01-01, got 'soon'"),
+        ("[2000-01-01,2000-01-01T00]", "init: needs each time once"),
+        ("2000-01-01T00:30", "init: needs whole hours"),
+        ("2000-01-01/2000-01-02", "init: needs FIRST/LAST/STRIDE"),
+        ("2000-01-02/2000-01-01/6h", "init: the first time is after the last"),
+        ("2000-01-01/2000-01-02/0h", "init: needs hours or days, like 240h or 10d, got '0h'"),
+        ("0001-01-01/9999-01-01/1h", "init: "),
+        ("2000-01-01T00+01:00", "init: needs a date"),
+    ],
+)
+def test_what_is_no_initial_time(text, line):
+    with pytest.raises(UserError) as refused:
+        initial_times(text)
+    assert str(refused.value).startswith(line)
+    assert "\n" not in str(refused.value)
+
+
+def test_lead_times():
+    assert Request(**BEGINNING).lead_hours(6) == (6, 12, 18, 24)
+    assert Request(**{**BEGINNING, "lead": "2d", "every": "1d"}).lead_hours(6) == (24, 48)
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ({"lead": "20h"}, "lead: needs a multiple of the model's step of 6h, got 20h"),
+        ({"lead": "240"}, "lead: needs hours or days, like 240h or 10d, got '240'"),
+        ({"every": "5h"}, "every: needs a multiple of the model's step"),
+        ({"every": "18h"}, "every: needs to divide lead=24h, got 18h"),
+        ({"format": "grib"}, "format: needs one of zarr, netcdf, got 'grib'"),
+        ({"members": -1}, "members: needs an integer of at least 0"),
+        ({"members": 2}, "members: 2 forecasts from the same state would be the same"),
+        ({"perturb": 0.1}, "perturb: needs members"),
+        ({"perturb": float("nan"), "members": 2}, "perturb: needs a number of at least 0"),
+        ({"perturb_seed": -1}, "perturb_seed: needs an integer"),
+    ],
+)
+def test_what_does_not_fit(keys, line):
+    with pytest.raises(UserError) as refused:
+        Request(**{**BEGINNING, **keys}).check(6)
+    assert str(refused.value).startswith(line)
+
+
+def test_every_forecast_is_made_once_and_ranks_keep_in_step():
+    jobs = all_jobs(times=3, members=3)
+    shares = [list(turns(jobs, rank, 4)) for rank in range(4)]
+    assert {len(share) for share in shares} == {3}
+    made = [job for share in shares for job, counts in share if counts]
+    assert sorted(made) == sorted(jobs)
+    assert list(turns(jobs[:1], 1, 2)) == [(Job(0, 0), False)]

@@ -1,0 +1,188 @@
+"""A forecast that ends early is not taken for a whole one, and goes on to the same bits."""
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import xarray as xr
+
+from credit_dp.data.preparing import files as preparing
+from credit_dp.errors import UserError
+from credit_dp.forecast.checking import look_at
+from credit_dp.forecast.netcdf_writer import NetcdfWriter
+from credit_dp.forecast.step import ForecastStep
+from credit_dp.forecast.zarr_writer import ZarrWriter
+from tests.forecast.runs import asking, files, forecast
+from tests.training.disk import full_disk
+
+FORMATS = ("zarr", "netcdf")
+AFTER = 6  # lead times of 8
+
+
+class StopError(Exception):
+    """Stands for what kills a process."""
+
+
+def stop_after(monkeypatch, count: int) -> None:
+    """Let the writers stop in the middle of a lead time."""
+    for kind in (NetcdfWriter, ZarrWriter):
+        write, done = kind.write, []
+
+        def some(self, job, lead, rows, fields, write=write, done=done):
+            done.append(lead)
+            if len(done) > count:
+                raise StopError
+            write(self, job, lead, rows, fields)
+
+        monkeypatch.setattr(kind, "write", some)
+
+
+def steps_of(monkeypatch) -> list[int]:
+    """A list to which every forecast step adds."""
+    steps: list[int] = []
+    step = ForecastStep.__call__
+
+    def counted(*args):
+        steps.append(1)
+        return step(*args)
+
+    monkeypatch.setattr(ForecastStep, "__call__", counted)
+    return steps
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_it_goes_on_to_the_same_bits(config, whole, tmp_path, monkeypatch, form):
+    asked = asking(config, tmp_path / "f", format=form)
+    with monkeypatch.context() as patch:
+        stop_after(patch, AFTER)
+        with pytest.raises(StopError):
+            forecast(asked)
+    out = tmp_path / "f"
+    assert not out.exists()
+    partial = tmp_path / "f.partial"
+    finding = look_at(str(out))
+    assert not finding.complete
+    assert finding.place == partial
+    assert len(finding.missing) == (2 if form == "zarr" else 4)
+    assert "2000-01-04T12 +24h, rows 0 to 16" in "\n".join(finding.lines())
+    kept = {path: path.stat().st_mtime_ns for path in partial.rglob("*") if "." in path.name}
+    steps = steps_of(monkeypatch)
+    forecast(asked)
+    assert len(steps) == 4  # the first time was complete
+    assert not partial.exists()
+    assert look_at(str(out)).complete
+    same = [path for path in kept if not path.name.endswith(".partial")]
+    assert len(same) >= 2
+    for path in same:
+        assert (out / path.relative_to(partial)).stat().st_mtime_ns == kept[path]
+    if form == "zarr":
+        assert files(out) == files(whole)
+
+
+def test_a_kill_leaves_nothing_that_looks_whole(config, tmp_path, monkeypatch):
+    asked = asking(config, tmp_path / "f")
+    with monkeypatch.context() as patch:
+        stop_after(patch, AFTER)
+        with pytest.raises(StopError):
+            forecast(asked)
+    # What a killed process was writing.
+    leftover = tmp_path / "f.partial/geopotential/.c.1.3.0.0.0.123.partial"
+    leftover.write_bytes(b"half")
+    found = forecast(asked)
+    assert not list(found.rglob("*.partial"))
+
+
+def test_a_whole_store_that_lost_a_chunk_is_not_complete(whole, tmp_path):
+    assert look_at(str(whole)).complete
+    damaged = tmp_path / "damaged.zarr"
+    shutil.copytree(whole, damaged)
+    (damaged / "temperature/c.1.2.0.0.0").unlink()
+    finding = look_at(str(damaged))
+    assert not finding.complete
+    assert finding.lines()[0].endswith("7 of 8 fields are there")
+    assert "2000-01-04T12 +18h, rows 0 to 16" in finding.lines()[1]
+
+
+def test_other_forecasts_are_not_mixed(config, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        stop_after(patch, AFTER)
+        with pytest.raises(StopError):
+            forecast(asking(config, tmp_path / "f"))
+    for keys, word in ({"lead": "12h"}, "lead"), ({"init": "2000-01-04T06"}, "init"):
+        with pytest.raises(UserError, match=f"was begun with another {word}|{word}") as refused:
+            forecast(asking(config, tmp_path / "f", **keys))
+        assert "\n" not in str(refused.value)
+    asked = asking(config, tmp_path / "f")
+    single = replace(asked, trainer=replace(asked.trainer, dtype="float32"))
+    with pytest.raises(UserError, match=r"was begun with trainer\.dtype=float64, not"):
+        forecast(single)
+    with pytest.raises(UserError, match="is no forecast that was begun"):
+        forecast(asking(config, tmp_path / "f", format="netcdf"))
+    # The mesh may be another one.
+    assert xr.open_zarr(forecast(asking(config, tmp_path / "f"))).sizes["time"] == 2
+
+
+def test_a_full_disk_is_one_line(config, whole, tmp_path, monkeypatch):
+    write, written = preparing.write_whole, []
+
+    def until_full(path, content):
+        written.append(path)
+        if len(written) > 10:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        write(path, content)
+
+    asked = asking(config, tmp_path / "f")
+    with monkeypatch.context() as patch:
+        patch.setattr(preparing, "write_whole", until_full)
+        with pytest.raises(UserError, match="can't be written") as refused:
+            forecast(asked)
+    assert "(No space left on device)" in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert not (tmp_path / "f").exists()
+    assert files(forecast(asked)) == files(whole)
+
+
+# The last is full when the first file has begun.
+@pytest.mark.parametrize(("form", "limit"), [("zarr", 100), ("netcdf", 100), ("netcdf", 8000)])
+def test_a_disk_that_is_really_full(config, tmp_path, form, limit):
+    with full_disk(limit):
+        with pytest.raises(UserError, match="can't be written") as refused:
+            forecast(asking(config, tmp_path / "f", format=form))
+    assert "\n" not in str(refused.value)
+    assert not (tmp_path / "f").exists()
+    assert not (tmp_path / "f.new.partial").exists()
+
+
+KILLED = """
+import os, signal, sys
+from credit_dp.command.entry import dispatch, guarded
+from credit_dp.forecast.zarr_writer import ZarrWriter
+write, done = ZarrWriter.write, []
+def some(*args):
+    done.append(1)
+    if len(done) > 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+    write(*args)
+ZarrWriter.write = some
+sys.exit(guarded(dispatch, sys.argv[1:], "credit-dp"))
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_process_is_gone_on_from(config, whole, tmp_path):
+    out = tmp_path / "f.zarr"
+    words = ["forecast", f"checkpoint={config.run.dir}", "init=2000-01-04/2000-01-04T12/12h"]
+    words += ["lead=24h", f"out={out}", "device=cpu"]
+    killed = subprocess.run([sys.executable, "-c", KILLED, *words], check=False, timeout=120)
+    assert killed.returncode == -signal.SIGKILL
+    assert not out.exists()
+    assert Path(f"{out}.partial").is_dir()
+    script = "from credit_dp.command.entry import main; main()"
+    subprocess.run([sys.executable, "-c", script, *words], check=True, timeout=120)
+    assert files(out) == files(whole)

@@ -1,0 +1,142 @@
+"""Files of ranks are joined exactly, or not at all."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xarray as xr
+
+from credit_dp.errors import UserError
+from credit_dp.forecast import open_sharded
+from credit_dp.forecast.checking import look_at
+
+# Ranks are threads here.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+NORTH, MIDDLE = "2000-01-04T00_member-000_rows-0000-0005.nc", "2000-01-04T00_member-000_rows-0006-"
+
+
+@pytest.fixture
+def folder(bands, tmp_path):
+    """A copy that may be damaged."""
+    return shutil.copytree(bands, tmp_path / "copy")
+
+
+def refusal(path: Path | str) -> str:
+    """The one line that refuses it."""
+    with pytest.raises(UserError) as refused:
+        open_sharded(path)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def one_of(folder: Path, name: str) -> Path:
+    """The file whose name begins so."""
+    (found,) = folder.glob(f"{name}*")
+    return found
+
+
+def change(path: Path, **coords: object) -> None:
+    """Write a file with other coordinates."""
+    data = xr.load_dataset(path)
+    path.unlink()
+    changed = {name: (data[name] + add).values for name, add in coords.items()}
+    data.assign_coords(changed).to_netcdf(path)
+
+
+def test_all_of_it_is_joined(bands):
+    assert len(list(bands.glob("*.nc"))) == 2 * 2 * 3
+    assert look_at(str(bands)).complete
+    with open_sharded(bands) as data:
+        assert dict(data.sizes) == {
+            "number": 2,
+            "time": 2,
+            "prediction_timedelta": 2,
+            "level": 3,
+            "latitude": 17,
+            "longitude": 16,
+        }
+        assert np.array_equal(data.latitude, np.linspace(90, -90, 17))
+        assert not np.isnan(data.geopotential.values).any()
+        assert data.attrs["Conventions"] == "CF-1.11"
+    with open_sharded(f"{bands}/2000-01-04T00_member-001_*.nc") as part:
+        assert (part.sizes["time"], part.sizes["number"]) == (1, 1)
+
+
+def test_values_are_those_of_the_files(bands):
+    path = one_of(bands, MIDDLE)
+    with open_sharded(bands) as data, xr.open_dataset(path) as file:
+        own = data.sel(latitude=file.latitude, time=file.time, number=file.number)
+        assert np.array_equal(own.geopotential.values, file.geopotential.values)
+
+
+@pytest.mark.parametrize(
+    ("name", "line"),
+    [(NORTH, "begins at row 6, but the rows before it end at -1"), (MIDDLE, "there is a gap")],
+)
+def test_a_gap_is_refused(folder, name, line):
+    one_of(folder, name).unlink()
+    assert line in refusal(folder)
+    assert not look_at(str(folder)).complete
+
+
+def test_a_gap_in_the_south_is_refused(folder):
+    one_of(folder, "2000-01-04T00_member-000_rows-0012").unlink()
+    assert "rows 12 to 16 of the globe are missing" in refusal(folder)
+
+
+def test_a_time_without_a_member_is_refused(folder):
+    for path in folder.glob("2000-01-04T12_member-001*"):
+        path.unlink()
+    assert "there is no file of time 2000-01-04T12" in refusal(folder)
+
+
+def test_overlaps_are_refused(folder):
+    path = one_of(folder, NORTH)
+    shutil.copy(path, path.with_name("again.nc"))
+    assert "overlaps" in refusal(folder)
+
+
+def test_other_peoples_files_are_joined_by_their_latitudes(folder, tmp_path):
+    data = xr.load_dataset(one_of(folder, NORTH)).isel(number=0, time=0, drop=True)
+    data.attrs.clear()
+    there = tmp_path / "theirs"
+    there.mkdir()
+    # From the south to the north, and in another order than their names.
+    data = data.isel(latitude=slice(None, None, -1))
+    for name, rows in ("a", slice(2, 6)), ("b", slice(0, 2)):
+        data.isel(latitude=rows).to_netcdf(there / f"{name}.nc")
+    with open_sharded(there) as joined:
+        assert np.array_equal(joined.latitude, data.latitude)
+        assert np.array_equal(joined.geopotential, data.geopotential)
+    (there / "b.nc").unlink()
+    data.isel(latitude=slice(0, 1)).to_netcdf(there / "b.nc")
+    assert "there is a gap" in refusal(there)
+
+
+@pytest.mark.parametrize(
+    ("name", "far"),
+    [
+        ("longitude", 1e-6),
+        ("level", 1),
+        ("prediction_timedelta", np.timedelta64(1, "h").astype("m8[ns]")),
+    ],
+)
+def test_other_coordinates_are_refused(folder, name, far):
+    change(one_of(folder, MIDDLE), **{name: far})
+    line = refusal(folder)
+    assert f"has another {name} than the other files" in line
+    assert ("by up to 1e-06" in line) == (name == "longitude")
+
+
+def test_coordinates_of_other_times_are_compared_too(folder):
+    for path in folder.glob("2000-01-04T12*"):
+        change(path, longitude=1e-6)
+    assert "has another longitude than the other files" in refusal(folder)
+
+
+def test_what_is_no_file_is_refused(folder, tmp_path):
+    assert "needs a folder with netCDF files" in refusal(tmp_path / "nothing")
+    one_of(folder, NORTH).write_bytes(b"nothing")
+    assert "is no netCDF file that can be read" in refusal(folder)
+    assert "is not complete" in refusal(tmp_path / "f.partial")

@@ -79,7 +79,8 @@ class ForecastStore:
             str(name): ForecastVariable(
                 levels if "level" in array.dims else (), str(array.attrs.get("units", "")).strip()
             )
-            for name, array in dataset.data_vars.items()
+            # Of zarr stores the order may be that of a folder's listing.
+            for name, array in sorted(dataset.data_vars.items(), key=lambda item: str(item[0]))
             if _is_forecast(array)
         }
         self._dataset = dataset

@@ -138,7 +138,7 @@ def test_bands_in_files_of_their_own_are_joined(
     [
         (["forecast=nowhere.zarr"], "nowhere.zarr: no such zarr store. Set forecast"),
         (["forecast=truth.zarr"], "forecasts need the dims time (initial time)"),
-        (["truth=forecast.zarr"], "geopotential has the dims number, time, prediction_timedelta"),
+        (["truth=forecast.zarr"], "2m_temperature has the dims number, time, prediction_timedelta"),
         (["levels=[700]"], "has no level 700"),
         (["levels=[low]"], "levels: needs a list of whole numbers, like [24,72], got ['low']"),
         (["dates=[2000-01-02]"], "dates: needs [first, last] in ISO format"),

@@ -282,7 +282,7 @@ def test_sums_are_over_the_same_span_whichever_leads_are_scored(tmp_path: Path) 
 def test_maps_are_errors_of_each_point(folder: Path) -> None:
     made = forecasts.forecast(forecasts.truth(), members=2)
     card = scored(folder, forecasts.write(made, folder / "mapped.zarr"))
-    found = card.maps[0]
+    found = next(one for one in card.maps if card.channels[one.channel].level is not None)
     channel = card.channels[found.channel]
     one = made[channel.variable].sel(level=channel.level).isel(prediction_timedelta=2)
     one = one.astype("f8").mean("number")

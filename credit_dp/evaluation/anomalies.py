@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.evaluation.area_mean import weighted_sums
-from credit_dp.evaluation.metrics import RootMeanSquare, sum_over_ranks
+from credit_dp.evaluation.area_mean import sum_over_ranks, weighted_sums
+from credit_dp.evaluation.metrics import RootMeanSquare
 from credit_dp.evaluation.valid_points import ValidPoints
 
 

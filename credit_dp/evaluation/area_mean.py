@@ -7,10 +7,10 @@ Source:
 from typing import final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.evaluation.metrics import sum_over_ranks
 from credit_dp.evaluation.valid_points import ValidPoints
 
 
@@ -54,3 +54,11 @@ def weighted_sums(values: Tensor, rows: Tensor, points: ValidPoints | None) -> T
     if points is not None:
         values = points.only(values)
     return values.double().sum(dim=-1) @ rows
+
+
+def sum_over_ranks(tensor: Tensor, manager: DomainParallelManager) -> Tensor:
+    """The sum of a detached tensor over the domain and the data axis; a collective."""
+    total = manager.transport.sum(tensor.detach())
+    if manager.data_parallel_size > 1:
+        dist.all_reduce(total, group=manager.data_parallel_group)
+    return total

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from credit_dp.data.grid import row_weights
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.evaluation.metrics import sum_over_ranks
+from credit_dp.evaluation.area_mean import sum_over_ranks
 from credit_dp.evaluation.valid_points import ValidPoints
 
 RADIUS = 6_367_500.0  # m, the mean of the polar and the equatorial one, as in WeatherBench 2

@@ -59,7 +59,7 @@ class Rolling:
             UserError: the disk is full, or a state has gaps.
         """
         done, ranks = 0, self._manager.dp_world_size
-        with disk(self._writer.out), Streaming() as streaming:
+        with Streaming() as streaming:
             for job, counts in turns(jobs, self._manager.dp_rank, ranks):
                 states = self._states
                 rollout = self._step.rollout(states.start(job), states.forcings(job), states.static)
@@ -69,7 +69,7 @@ class Rolling:
                         self._pass_on(streaming, job, lead, fields)
                         progress(done := done + 1)
                 if counts:
-                    streaming.give(partial(self._writer.close, job))
+                    streaming.give(partial(self._on_disk, self._writer.close, job))
 
     def _pass_on(self, streaming: Streaming, job: Job, lead: int, fields: Tensor) -> None:
         """Hand one lead time to the disk; of a pipeline's ranks, which all have it, the first's."""
@@ -80,7 +80,13 @@ class Rolling:
         rows = self._exchange.apply(physical.contiguous(), self._manager.transport)[0]
         values = rows.to(device="cpu", dtype=torch.float32).numpy()
         parts = by_variable(self._writer.form, values)
-        streaming.give(partial(self._writer.write, job, lead, self._rows, parts))
+        write = self._writer.write
+        streaming.give(partial(self._on_disk, write, job, lead, self._rows, parts))
+
+    def _on_disk(self, act: Callable[..., None], *args: object) -> None:
+        """Do what may find the disk full, and say so then."""
+        with disk(self._writer.out):
+            act(*args)
 
 
 def by_variable(form: Form, values: Fields) -> list[Fields]:

@@ -24,6 +24,7 @@ Description = dict[str, Any]  # text, numbers and lists only: it lies in the che
 
 # Sums over the same fields differ in their last digits between machines.
 TOLERANCE = 1e-6
+# Standard deviations by which a mean or a deviation may differ without weights noticing.
 ALIKE = 0.01
 
 # What checkpoints that do not say it were made with.

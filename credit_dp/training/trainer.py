@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from credit_dp.config import TrainerConfig
 from credit_dp.data.loader import Batch
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.evaluation.metrics import sum_over_ranks
+from credit_dp.evaluation.area_mean import sum_over_ranks
 from credit_dp.models.blocks import draw_depths
 from credit_dp.spans import OPTIMISER, span
 from credit_dp.training.checkpoint import TrainingState

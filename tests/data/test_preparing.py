@@ -175,6 +175,18 @@ def channel_of(source: PreparedSource, name: str) -> Channel:
     return Channel(name, levels[0] if levels else None)
 
 
+def test_a_time_without_any_value_is_a_shard_too(tmp_path: Path) -> None:
+    data = stores.dataset(rows=9, columns=4, steps=4)[["2m_temperature"]]
+    data["2m_temperature"][-1] = np.nan
+    store = tmp_path / "in.nc"  # zarr would leave the chunk out
+    data.to_netcdf(store)
+    none: dict[str, list[str]] = {"diagnostic": [], "forcing": [], "static": []}
+    only = {"prognostic": ["2m_temperature"], "levels": None, **none}
+    out = prepared(store, tmp_path / "out.zarr", data=only)
+    shards = sorted(path.name for path in (out / "fields").glob("c.*"))
+    assert shards == [f"c.{time}.0.0.0" for time in range(4)]
+
+
 def test_dates_step_and_units_are_as_asked(tmp_path: Path) -> None:
     data = stores.dataset(rows=9, columns=4, steps=12)
     data["2m_temperature"].attrs["units"] = "degC"

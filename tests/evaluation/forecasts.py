@@ -3,8 +3,14 @@
 from pathlib import Path
 
 import numpy as np
+import pytest
 import xarray as xr
 
+from credit_dp.errors import UserError
+from credit_dp.evaluation.forecast_store import ForecastStore
+from credit_dp.evaluation.score_request import ScoreRequest
+from credit_dp.evaluation.scorecard import Scorecard
+from credit_dp.evaluation.scoring import score
 from tests.data import stores
 
 LEADS = np.array([0, 6, 24]) * np.timedelta64(1, "h").astype("m8[ns]")
@@ -58,3 +64,26 @@ def write(data: xr.Dataset, path: Path) -> Path:
     else:
         data.to_zarr(path, consolidated=False)
     return path
+
+
+def scored(folder: Path, forecast: Path, **changes: object) -> Scorecard:
+    settings: dict[str, object] = {
+        "forecast": str(forecast),
+        "truth": str(folder / "truth.zarr"),
+        "cache": str(folder / "cache"),
+        "climatology": str(folder / "climatology.zarr"),
+    }
+    request = ScoreRequest(**(settings | changes))  # type: ignore[arg-type]
+    return score(request, ForecastStore.open(request.forecast), lambda title, part: None)
+
+
+def refusal(folder: Path, forecast: Path, **changes: object) -> str:
+    with pytest.raises(UserError) as caught:
+        scored(folder, forecast, **changes)
+    assert "\n" not in str(caught.value)
+    assert "data." not in str(caught.value)
+    return str(caught.value)
+
+
+def without_members(made: xr.Dataset) -> xr.Dataset:
+    return made.isel(number=0)

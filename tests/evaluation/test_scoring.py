@@ -8,48 +8,15 @@ import pytest
 import xarray as xr
 
 from credit_dp.data.schema import Channel
-from credit_dp.errors import UserError
 from credit_dp.evaluation.error_maps import ErrorMap
-from credit_dp.evaluation.forecast_store import ForecastStore
-from credit_dp.evaluation.grid_match import columns_of, same_rows
 from credit_dp.evaluation.score_page import page
 from credit_dp.evaluation.score_plots import curves
-from credit_dp.evaluation.score_request import ScoreRequest
 from credit_dp.evaluation.scorecard import Scorecard
-from credit_dp.evaluation.scoring import score
 from credit_dp.evaluation.variable_scores import SOURCES
 from tests.evaluation import forecasts
+from tests.evaluation.forecasts import refusal, scored, without_members
 
 GRID = ["latitude", "longitude"]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a truth and a climatology."""
-    path = tmp_path_factory.mktemp("stores")
-    observed = forecasts.truth()
-    forecasts.write(observed, path / "truth.zarr")
-    forecasts.write(forecasts.climatology(observed), path / "climatology.zarr")
-    return path
-
-
-def scored(folder: Path, forecast: Path, **changes: object) -> Scorecard:
-    settings: dict[str, object] = {
-        "forecast": str(forecast),
-        "truth": str(folder / "truth.zarr"),
-        "cache": str(folder / "cache"),
-        "climatology": str(folder / "climatology.zarr"),
-    }
-    request = ScoreRequest(**(settings | changes))  # type: ignore[arg-type]
-    return score(request, ForecastStore.open(request.forecast), lambda title, part: None)
-
-
-def refusal(folder: Path, forecast: Path, **changes: object) -> str:
-    with pytest.raises(UserError) as caught:
-        scored(folder, forecast, **changes)
-    assert "\n" not in str(caught.value)
-    assert "data." not in str(caught.value)
-    return str(caught.value)
 
 
 def globe(array: xr.DataArray) -> xr.DataArray:
@@ -122,10 +89,6 @@ def test_an_ensemble_is_scored_by_the_definitions(folder: Path) -> None:
     assert card.members == 3
     assert card.hours == (0, 6, 24)
     check(card, made)
-
-
-def without_members(made: xr.Dataset) -> xr.Dataset:
-    return made.isel(number=0)
 
 
 FORMS = {
@@ -293,114 +256,6 @@ def test_maps_are_errors_of_each_point(folder: Path) -> None:
     assert found.rmse == pytest.approx(np.sqrt((error**2).mean(axis=0)), rel=1e-12)
 
 
-def changed(made: xr.Dataset, name: str) -> xr.Dataset:
-    """A forecast, or a truth, that can't be scored."""
-    if name == "grid":
-        return made.isel(latitude=slice(None, None, 2))
-    if name == "columns":
-        return made.assign_coords(longitude=made["longitude"] + 3)
-    if name == "levels":
-        return made.sel(level=[500, 1000])
-    if name == "variables":
-        return made.drop_vars("2m_temperature")
-    if name == "units":
-        return made.assign(temperature=made["temperature"].assign_attrs(units="degC"))
-    if name == "hole":
-        values = made["temperature"].values.copy()
-        values[2, ..., 3, 2] = np.nan
-        return made.assign(temperature=(made["temperature"].dims, values))
-    return made.isel(time=slice(0, 8))
-
-
-@pytest.mark.parametrize(
-    ("name", "parts"),
-    [
-        ("grid", ["is on another grid than the truth", "9 rows", "has 5", "Change forecast"]),
-        ("columns", ["is on another grid", "longitude from 0 to 315", "from 3 to 318"]),
-        ("levels", ["truth.zarr: geopotential has no level 850", "500, 1000", "Change levels"]),
-        ("variables", ["the truth has no 2m_temperature", "variables=[geopotential,temperature]"]),
-        ("units", ["temperature is in K", "but in degC in the truth", "Convert"]),
-        ("hole", ["temperature has NaN at 2000-01-01T12:00", "masked=[temperature]"]),
-        ("times", ["the truth has no 2000-01-03T00:00", "2 of 2 initial times", "dates=[first"]),
-    ],
-)
-def test_a_truth_that_does_not_fit_is_refused(tmp_path: Path, name: str, parts: list[str]) -> None:
-    observed = forecasts.truth()
-    observed["temperature"].attrs["units"] = "K"
-    made = without_members(forecasts.forecast(observed, members=1))
-    made["temperature"].attrs["units"] = "K"
-    forecasts.write(changed(observed, name), tmp_path / "truth.zarr")
-    path = forecasts.write(made, tmp_path / "f.zarr")
-    said = refusal(tmp_path, path, climatology="")
-    for part in parts:
-        assert part in said
-
-
-@pytest.mark.parametrize(
-    ("changes", "parts"),
-    [
-        ({"variables": ("temprature",)}, ["no forecast of temprature", "temperature"]),
-        ({"masked": ("sst",)}, ["no forecast of sst", "Change masked"]),
-        ({"levels": (700,)}, ["geopotential has no level 700", "500, 850, 1000"]),
-        ({"hours": (18,)}, ["no lead time of 18 hours", "0, 6, 24", "Change hours"]),
-        ({"dates": ("2001-01-01", "2001-02-01")}, ["no initial time from 2001-01-01"]),
-        ({"truth": "nowhere.zarr"}, ["nowhere.zarr", "Set truth"]),
-        ({"climatology": "nowhere.zarr"}, ["nowhere.zarr", "Set climatology"]),
-        ({"climatology": "truth.zarr"}, ["a climatology needs the dims hour, dayofyear"]),
-        ({"climatology": "", "climatology_dates": ("1999-01-01", "1999-02-01")}, ["climatology_"]),
-    ],
-)
-def test_a_request_that_can_not_be_met_is_refused(
-    folder: Path, changes: dict[str, object], parts: list[str]
-) -> None:
-    path = folder / "asked.zarr"
-    if not path.exists():
-        forecasts.write(without_members(forecasts.forecast(forecasts.truth(), members=1)), path)
-    if changes.get("climatology") == "truth.zarr":
-        changes = changes | {"climatology": str(folder / "truth.zarr")}
-    said = refusal(folder, path, **changes)
-    for part in parts:
-        assert part in said
-
-
-@pytest.mark.slow
-def test_a_climatology_that_lacks_something_is_refused(folder: Path, tmp_path: Path) -> None:
-    observed = forecasts.truth()
-    normals = forecasts.climatology(observed)
-    path = forecasts.write(
-        without_members(forecasts.forecast(observed, members=1)), tmp_path / "f.zarr"
-    )
-    for name, made, part in (
-        ("hours", normals.isel(hour=[0, 2]), "has no value for 2000-01-02T06:00, day 2 at 6 h"),
-        ("days", normals.isel(dayofyear=slice(0, 2)), "has no value for 2000-01-03T00:00"),
-        ("levels", normals.sel(level=[500]), "geopotential has no level 850"),
-        ("names", normals.drop_vars("temperature"), "no climatology of temperature"),
-        ("grid", normals.isel(longitude=slice(0, 8, 2)), "another grid"),
-    ):
-        store = forecasts.write(made, tmp_path / f"{name}.zarr")
-        said = refusal(folder, path, climatology=str(store))
-        assert part in said
-        assert "climatology" in said
-
-
-def test_a_climatology_needs_to_say_its_hours(folder: Path, tmp_path: Path) -> None:
-    """Else the first would stand for all of them."""
-    observed = forecasts.truth()
-    made = without_members(forecasts.forecast(observed, members=1))
-    store = forecasts.write(forecasts.climatology(observed).drop_vars("hour"), tmp_path / "c.zarr")
-    said = refusal(folder, forecasts.write(made, tmp_path / "f.zarr"), climatology=str(store))
-    assert "has no hour with one" in said
-
-
-def test_coordinates_with_nan_are_another_grid() -> None:
-    wanted = np.array([0.0, 90.0, 180.0, 270.0])
-    found = np.array([0.0, 90.0, np.nan, 270.0])
-    with pytest.raises(UserError, match="another grid"):
-        columns_of(wanted, found, "f.zarr", "forecast")
-    with pytest.raises(UserError, match="another grid"):
-        same_rows(wanted, found, "f.zarr", "forecast")
-
-
 def test_names_and_units_are_shown_as_they_are() -> None:
     """Neither as HTML nor as formulas."""
     card = Scorecard(
@@ -425,24 +280,3 @@ def test_names_and_units_are_shown_as_they_are() -> None:
     assert "<i>" not in text
     picture = base64.b64decode(curves(card, "rmse").split(",")[1]).decode()
     assert r"&lt;b&gt;$\frac$" in picture
-
-
-def test_forecasts_that_are_not_whole_are_refused(folder: Path, tmp_path: Path) -> None:
-    made = without_members(forecasts.forecast(forecasts.truth(), members=1))
-    values = made["temperature"].values.copy()
-    values[1, 2, 0, 3, 2] = np.inf
-    broken = made.assign(temperature=(made["temperature"].dims, values))
-    said = refusal(folder, forecasts.write(broken, tmp_path / "nan.zarr"))
-    assert (
-        "temperature from 2000-01-02T12:00 at 24 h has NaN or infinite values on 1 points" in said
-    )
-    path = forecasts.write(made, tmp_path / "gone.zarr")
-    min(file for file in (path / "geopotential" / "c").rglob("*") if file.is_file()).unlink()
-    assert "geopotential from 2000-01-02T00:00 at 0 h can't be read" in refusal(folder, path)
-    said = refusal(folder, folder / "truth.zarr")
-    assert "forecasts need the dims time (initial time), prediction_timedelta" in said
-    said = refusal(
-        folder,
-        forecasts.write(made.assign_coords(prediction_timedelta=[0, 1, 2]), tmp_path / "bare.zarr"),
-    )
-    assert "prediction_timedelta needs to be time spans" in said

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from glob import has_magic
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,12 +19,13 @@ if TYPE_CHECKING:
     from credit_dp.evaluation.scorecard import Scorecard
 
 HELP = """\
-{program} forecast=STORE truth=STORE out=FOLDER: scores forecasts, whoever made them.
+{program} forecast=STORE [truth=STORE] out=FOLDER: scores forecasts, whoever made them.
 
 A forecast store is in the form of WeatherBench 2, zarr or netCDF: dims time (initial time),
 prediction_timedelta, latitude, longitude, and level and number (members of an ensemble) where there
 are. A folder of netCDF files, or a pattern of them, is joined where each has a band of rows. The
-truth is in any form that data.store= understands. Persistence and climatology are scored beside it.
+truth is in any form that data.store= understands; without it a forecast of `credit-dp forecast` is
+compared with the store that it started from. Persistence and climatology are scored beside it.
 FOLDER gets scores.csv, scores.json, spectra.csv and scorecard.html, one page that needs no other
 file.
 
@@ -55,7 +57,6 @@ KEYS: Mapping[str, Any] = {
 }
 NEEDED = {
     "forecast": "the store of forecasts, like forecast=forecast.zarr",
-    "truth": "the store that forecasts are compared with, like truth=era5.zarr",
     "out": "the folder to write, like out=scores",
 }
 SCORES_SHOWN = ("rmse", "acc")
@@ -80,6 +81,7 @@ def evaluate(arguments: Sequence[str], program: str) -> int:
 
     screen = Screen(Console(file=sys.stdout))
     forecast = opened(request.forecast)
+    request = replace(request, truth=request.truth or truth_of(forecast))
     folder = ScoreFolder(Path(os.path.expanduser(keys["out"])))
     with folder.held():
         with screen.report() as report:
@@ -105,6 +107,23 @@ def opened(where: str) -> "ForecastStore":
         if not is_remote(where) and (has_magic(where) or any(path.glob("*.nc"))):
             return ForecastStore(open_sharded(path), where)
         return ForecastStore.open(where)
+
+
+def truth_of(forecast: "ForecastStore") -> str:
+    """The store that forecasts start from, which is what becomes of them as well.
+
+    Raises:
+        UserError: they do not say which it is.
+    """
+    from credit_dp.forecast.writer import store_said
+
+    store = store_said(forecast.attributes)
+    if not store:
+        raise UserError(
+            "truth: needs the store that forecasts are compared with, like truth=era5.zarr, for "
+            f"{forecast.where} does not say what it started from."
+        )
+    return store
 
 
 def request_of(keys: Mapping[str, Any]) -> "ScoreRequest":

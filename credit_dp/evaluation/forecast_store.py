@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import final
+from typing import Any, final
 
 import numpy as np
 import xarray as xr
@@ -48,6 +48,7 @@ class ForecastStore:
         members: how many; 1 of a store without ensemble.
         latitude, longitude: `(H,)` falling, and `(W,)` in the store's order, in degrees.
         variables: those that are forecast.
+        attributes: of the store as a whole.
     """
 
     def __init__(self, dataset: xr.Dataset, where: str) -> None:
@@ -83,6 +84,7 @@ class ForecastStore:
             for name, array in sorted(dataset.data_vars.items(), key=lambda item: str(item[0]))
             if _is_forecast(array)
         }
+        self.attributes: Mapping[Any, Any] = dataset.attrs
         self._dataset = dataset
 
     @classmethod

@@ -227,3 +227,11 @@ def told(form: Form, missing: Missing) -> str:
     start = form.times[missing.job.time].astype("M8[h]")
     rows = missing.rows
     return f"{start} +{form.hours[missing.lead]}h{member}, rows {rows.start} to {rows.stop - 1}"
+
+
+def store_said(attributes: Mapping[Any, Any]) -> str:
+    """The store that a forecast with these attributes started from; empty if they do not say it."""
+    try:
+        return str(json.loads(attributes[ATTRIBUTE])["store"])
+    except (KeyError, TypeError, ValueError):
+        return ""

@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from credit_dp.forecast.writer import ATTRIBUTE
 from tests.command.answers import answer
 from tests.evaluation import forecasts
 
@@ -131,6 +132,22 @@ def test_bands_in_files_of_their_own_are_joined(
     assert one == two
 
 
+def test_the_truth_is_by_default_what_a_forecast_started_from(
+    monkeypatch: pytest.MonkeyPatch, stores: Path
+) -> None:
+    made = forecasts.forecast(forecasts.truth(), members=2)
+    monkeypatch.setattr("credit_dp.evaluation.score_files.page", lambda card: "")
+    made.attrs[ATTRIBUTE] = json.dumps({"store": "truth.zarr"})
+    forecasts.write(made, stores / "ours.zarr")
+    for key in (
+        ("hours=[24]", "out=given"),
+        ("forecast=ours.zarr", "truth=", "hours=[24]", "out=own"),
+    ):
+        assert ask(monkeypatch, stores, "levels=[850]", *key)[0] == 0
+    given, own = ((stores / name / "scores.csv").read_text() for name in ("given", "own"))
+    assert given == own
+
+
 @pytest.mark.parametrize(
     ("keys", "part"),
     [
@@ -143,6 +160,7 @@ def test_bands_in_files_of_their_own_are_joined(
         (["variables=[wind]"], "no forecast of wind"),
         (["climatology_dates=[2000-01-01,2000-01-02]"], "no use beside climatology="),
         (["truht=x"], "Did you mean truth?"),
+        (["truth="], "forecast.zarr does not say what it started from"),
         (["out="], "out: needs the folder to write, like out=scores"),
         (["out=truth.zarr"], "truth.zarr: exists already"),
         (["out=."], ".: exists already"),
@@ -193,4 +211,4 @@ def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch, stores: Path) 
 def test_help_needs_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
     code, said, complaints = answer(monkeypatch, "evaluate", "--help", program="credit-dp")
     assert (code, complaints) == (0, "")
-    assert said.startswith("credit-dp evaluate forecast=STORE truth=STORE out=FOLDER")
+    assert said.startswith("credit-dp evaluate forecast=STORE [truth=STORE] out=FOLDER")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,6 @@ from credit_dp.models import build_model
 from credit_dp.models.blocks import number_depths
 from credit_dp.pipeline_parallel.costs import cut_points, segment_costs
 from credit_dp.pipeline_parallel.model_layout import place_model
-from credit_dp.pipeline_parallel.pipeline import Pipeline
 from credit_dp.pipeline_parallel.stages import Stage, cut_model
 from credit_dp.training.autocast import compute_in
 from credit_dp.training.compilation import compile_model
@@ -32,6 +31,9 @@ from credit_dp.training.loss import WeightedLoss
 from credit_dp.training.parameter_shards import replicas_and_shards, shard_parameters
 from credit_dp.training.passes import ModelPass, Pass, PipelinePass
 from credit_dp.training.recomputed import Recomputed
+
+if TYPE_CHECKING:
+    from credit_dp.pipeline_parallel.pipeline import Pipeline
 
 
 @final
@@ -105,6 +107,9 @@ def build_parts(
     batch = config.data.batch_size // manager.dp_world_size // microbatches(config)
     shape = (batch, fields.inputs, *store.grid)
     if parallel.pipeline > 1:
+        # Here, for torch's schedules bring its compiler, which takes a second: for pipelines alone.
+        from credit_dp.pipeline_parallel.pipeline import Pipeline
+
         model = model.to(like.dtype)
         stages = _stages(model, parallel, manager, shape)
         for stage in stages:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import final
+from typing import TYPE_CHECKING, final
 
 import torch
 import torch.distributed as dist
@@ -16,11 +16,13 @@ from credit_dp.data.loader import Batch
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
 from credit_dp.forecast.step import ForecastStep
-from credit_dp.pipeline_parallel.pipeline import Pipeline
 from credit_dp.spans import BACKWARD, FORWARD, span
 from credit_dp.training.gradients import average_gradients
 from credit_dp.training.loss import WeightedLoss
 from credit_dp.training.recomputed import Recomputed
+
+if TYPE_CHECKING:
+    from credit_dp.pipeline_parallel.pipeline import Pipeline
 
 # Prepares a part of the model for a micro-batch, given by its number.
 Prepare = Callable[[nn.Module, int], None]

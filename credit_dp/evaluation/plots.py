@@ -16,6 +16,9 @@ from matplotlib.figure import Figure
 
 from credit_dp.errors import UserError
 
+# The exponent in a unit: m2 s-2, m**2 s**-2, m^2 s^-2.
+EXPONENT = re.compile(r"(?<=[A-Za-z])(?:\*\*|\^)?(-?\d+)")
+
 
 @final
 @dataclass(frozen=True)
@@ -84,7 +87,7 @@ def draw_panel(
 
 def raised(unit: str) -> str:
     """A unit with raised exponents, however they are written: m2 s-2, m**2 s**-2, m^2 s^-2."""
-    return re.sub(r"(?<=[A-Za-z])(?:\*\*|\^)?(-?\d+)", r"$^{\1}$", unit)
+    return EXPONENT.sub(r"$^{\1}$", unit)
 
 
 def row_edges(latitude: np.ndarray) -> np.ndarray:

@@ -1,16 +1,22 @@
 """A scorecard as one HTML page that needs no other file and no network."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
+from types import MappingProxyType
 
 import numpy as np
 
+from credit_dp.evaluation.plots import EXPONENT
 from credit_dp.evaluation.score_plots import curves, error_map, spectra
-from credit_dp.evaluation.scorecard import Scorecard
+from credit_dp.evaluation.scorecard import Array, Scorecard, headline
 from credit_dp.evaluation.table import three_digits
 from credit_dp.evaluation.variable_scores import SOURCES
 
 TABLE_HOURS = (24, 72, 120, 240)  # in tables, as far as there are these
+# In which scores one source is better than another.
+BEST: Mapping[str, Callable[[Array], np.intp]] = MappingProxyType(
+    {"rmse": np.nanargmin, "crps": np.nanargmin, "acc": np.nanargmax}
+)
 TITLES = {
     "rmse": "Root-mean-square error",
     "acc": "Anomaly correlation",
@@ -21,17 +27,20 @@ TITLES = {
 }
 TOLD = {
     "rmse": "Weighted by area; the root is taken after the mean over initial times. Smaller is "
-    "better.",
+    "better; the best of each lead time is bold.",
     "acc": "Of forecast and true anomaly over the globe, averaged over initial times. 1 is "
-    "perfect; a climatology has none.",
+    "perfect; a climatology has none. The best of each lead time is bold.",
     "bias": "Forecast less truth.",
     "activity": "Less than the truth's says that the forecast is too smooth.",
     "crps": "In the unit of the variable; of a single forecast the mean absolute error. Smaller is "
-    "better.",
-    "spread": "Of members about their mean; it equals the error of the mean, which is the "
-    "root-mean-square error above, if the ensemble is reliable.",
+    "better; the best of each lead time is bold.",
+    # Source: Fortin et al. 2014, "Why should ensemble spread match the RMSE of the ensemble mean?"
+    "spread": "Of members about their mean. If the ensemble is reliable, the root-mean-square "
+    "error of the mean is this times the root of 1 + 1 / members.",
 }
+RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 STYLE = """
+:root { color-scheme: light; background: #fff; }
 body { font: 15px/1.45 system-ui, sans-serif; color: #1b1f23; max-width: 1180px;
        margin: 2rem auto; padding: 0 1rem; }
 h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
@@ -39,10 +48,12 @@ table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size
 .wide { overflow-x: auto; }
 th, td { padding: 2px 10px; text-align: right; white-space: nowrap; }
 th:first-child, td:first-child, th.text, td.text { text-align: left; }
-thead tr:last-child th { border-bottom: 1px solid #888; }
+thead tr:last-child th { border-bottom: 1px solid #888; } th[colspan] { text-align: center; }
 tbody tr:nth-child(even) { background: #f4f6f8; }
 td.best { font-weight: 600; } td.forecast, th.forecast { border-left: 1px solid #ccc; }
 img { max-width: 100%; } p.note { color: #555; margin: 0.2rem 0 0.8rem; }
+@media (max-width: 900px) { img { max-width: none; } }
+h1, h2, dd { overflow-wrap: anywhere; }
 dt { float: left; clear: left; width: 9rem; color: #555; } dd { margin-left: 9.5rem; }
 """
 
@@ -85,8 +96,15 @@ def _head(card: Scorecard) -> list[str]:
         "<h1>Scorecard</h1>",
         f"<dl>{listed}</dl>",
         '<p class="note">Scores as WeatherBench 2 defines them (Rasp et al. 2024). All numbers are '
-        "in scores.csv and scores.json beside this page.</p>",
+        f"in scores.csv and scores.json beside this page.{_left_out(card)}</p>",
     ]
+
+
+def _left_out(card: Scorecard) -> str:
+    drawn, count = len(headline(card.channels)), len(card.channels)
+    return (
+        f" Plots are of {drawn} of the {count} variables, tables of all." if drawn < count else ""
+    )
 
 
 def _scores(card: Scorecard) -> Iterable[str]:
@@ -107,13 +125,9 @@ def _table(card: Scorecard, name: str) -> str:
     lines = []
     for c, channel in enumerate(card.channels):
         unit = "1" if name == "acc" else card.units[c]
-        cells = [
-            f'<td class="{of}">{_number(card.scores[name][source, lead, c])}</td>'
-            for lead in leads
-            for source, of in enumerate(sources)
-        ]
+        cells = [_cells(name, card.scores[name][:, lead, c]) for lead in leads]
         lines.append(
-            f'<tr><td>{escape(channel.name)}</td><td class="text">{escape(unit)}</td>'
+            f'<tr><td>{escape(channel.name)}</td><td class="text">{escape(superscript(unit))}</td>'
             f"{''.join(cells)}</tr>"
         )
     return (
@@ -121,6 +135,20 @@ def _table(card: Scorecard, name: str) -> str:
         f'<tr><th>variable</th><th class="text">unit</th>{names}</tr></thead>'
         f"<tbody>{''.join(lines)}</tbody></table>"
     )
+
+
+def _cells(name: str, values: Array) -> str:
+    """The cells of one lead time; the best of them marked, where better has a meaning."""
+    best = BEST[name](values) if name in BEST and np.isfinite(values).any() else None
+    return "".join(
+        f'<td class="{of}{" best" if place == best else ""}">{_number(value)}</td>'
+        for place, (of, value) in enumerate(zip(SOURCES[name], values, strict=True))
+    )
+
+
+def superscript(unit: str) -> str:
+    """A unit with raised exponents, however they are written: m2 s-2, m**2 s**-2, m^2 s^-2."""
+    return EXPONENT.sub(lambda found: found[1].translate(RAISED), unit)
 
 
 def _spectra(card: Scorecard) -> Iterable[str]:
@@ -143,7 +171,7 @@ def _maps(card: Scorecard) -> Iterable[str]:
 
 
 def _image(address: str, told: str) -> str:
-    return f'<img src="{address}" alt="{escape(told, quote=True)}">'
+    return f'<div class="wide"><img src="{address}" alt="{escape(told, quote=True)}"></div>'
 
 
 def _number(value: float) -> str:

@@ -49,8 +49,11 @@ def curves(card: Scorecard, name: str) -> str:
                 markersize=3,
                 **STYLES[of],  # type: ignore[arg-type]
             )
+        if name == "spread":  # which says nothing without what it is compared with
+            error = card.scores["rmse"][0, :, c]
+            axes.plot(days, error, label="error of the mean", **STYLES["truth"])  # type: ignore[arg-type]
         axes.set_title(plain(card.channels[c].name), fontsize=9, loc="left")
-        axes.set_ylabel("1" if name == "acc" else raised(plain(card.units[c])), fontsize=8)
+        axes.set_ylabel("" if name == "acc" else raised(plain(card.units[c])), fontsize=8)
         axes.set_xlabel("lead time (days)", fontsize=8)
         if name == "bias":
             axes.axhline(0, color="#999999", linewidth=0.8)
@@ -76,7 +79,8 @@ def spectra(card: Scorecard, band: int) -> str:
         axes.set_title(plain(card.channels[c].name), fontsize=9, loc="left")
         axes.set_xlabel("zonal wavenumber", fontsize=8)
         unit = raised(plain(card.units[c]))
-        axes.set_ylabel(f"({unit})$^2$ m" if unit else "power", fontsize=8)
+        squared = f"{unit}$^2$" if unit.isalpha() else f"({unit})$^2$"
+        axes.set_ylabel(f"{squared} m" if unit else "power", fontsize=8)
     return _finished(figure, panels, len(shown))
 
 
@@ -137,7 +141,7 @@ def _finished(figure: Figure, panels: list[Axes], used: int) -> str:
         axes.tick_params(which="both", labelsize=7)
         axes.spines[["top", "right"]].set_visible(False)
     handles, labels = panels[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="upper center", ncols=len(labels), frameon=False)
+    figure.legend(handles, labels, loc="upper left", ncols=len(labels), frameon=False)
     return picture(figure, "svg")
 
 

@@ -126,6 +126,14 @@ def existing(value: str) -> Path | None:
         return None
 
 
+def home_replaced(key: str, value: str) -> Path:
+    """The path, with `~` replaced; refuse the home folder of nobody."""
+    try:
+        return Path(value).expanduser()
+    except RuntimeError:  # ~nobody
+        raise UserError(f"{key}: there is no home folder as in {value}. Change {key}.") from None
+
+
 def grid(key: str, value: str | None) -> None:
     """Refuse what is not `ROWSxCOLUMNS`."""
     if value is not None and not re.fullmatch(r"[1-9]\d*x[1-9]\d*", value):

@@ -2,6 +2,7 @@
 
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -88,6 +89,8 @@ def make_forecasts(
         with screen.bar("forecasting", own) as bar:
             rolling.run(jobs, bar)
         forecasting.meet()
+        for piece in range(writer.pieces):
+            together(partial(writer.put_together, piece) if first else lambda: None)
         together(lambda: writer.finish() if first else None)
         forecasting.meet()
     screen.say(f"{'forecast':<13}{writer.out}")

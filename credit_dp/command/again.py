@@ -8,6 +8,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
+from credit_dp.checks import home_replaced
 from credit_dp.command.compose import Composer
 from credit_dp.command.overrides import parse_overrides, quote
 from credit_dp.config import Config, as_dict
@@ -35,7 +36,7 @@ def overrides_of(folder: str, given: Sequence[str], composer: Composer) -> list[
         raise UserError(
             "experiment: --again takes every key from the earlier run. Give single keys instead."
         )
-    path = RunFolder(Path(folder).expanduser()).config
+    path = RunFolder(home_replaced("--again", folder)).config
     saved = read(path)
     made = as_overrides(saved)
     parsed = [str(override.input_line) for override in parse_overrides(made)]

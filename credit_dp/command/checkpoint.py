@@ -4,6 +4,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from credit_dp import checks
 from credit_dp.command.arguments import OneLineParser, parse
 from credit_dp.errors import UserError
 
@@ -73,10 +74,7 @@ def export(source: str, output: str | None) -> tuple[Path, Path]:
 
 def place_of(output: str) -> Path:
     """Where the user wants the file, with `~` replaced."""
-    try:
-        return Path(output).expanduser()
-    except RuntimeError as error:
-        raise UserError(f"--output: {output} is no path ({error}).") from error
+    return checks.home_replaced("--output", output)
 
 
 def check_place(path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import OmegaConf
 
+from credit_dp import checks
 from credit_dp.command.data_arguments import ALL_DATES, read_data_arguments
 from credit_dp.command.data_prepare import span
 from credit_dp.command.overrides import ready
@@ -99,7 +100,7 @@ def _path(store: "Store", own: Mapping[str, Any]) -> Path:
     from credit_dp.data.statistics_file import statistics_path
 
     if own["out"]:
-        return Path(own["out"]).expanduser()
+        return checks.home_replaced("out", own["out"])
     return statistics_path(store, cache_folder(store.config.cache), own["every"])
 
 

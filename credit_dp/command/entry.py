@@ -11,6 +11,7 @@ from typing import NoReturn
 
 from credit_dp.command.arguments import Command, run_named
 from credit_dp.command.checkpoint import checkpoint
+from credit_dp.command.compare_runs import compare_runs
 from credit_dp.command.data import data
 from credit_dp.command.doctor import doctor
 from credit_dp.command.evaluate import evaluate
@@ -30,6 +31,7 @@ COMMANDS: dict[str, Command] = {
     "verify": verify,
     "checkpoint": checkpoint,
     "evaluate": evaluate,
+    "compare": compare_runs,
     "forecast": forecast,
     "data": data,
 }
@@ -42,6 +44,7 @@ credit-dp trains global weather models sharded by latitude.
   credit-dp plan KEY=VALUE ...      say what a sharded training step takes, for any number of ranks
   credit-dp verify KEY=VALUE ...    compare the sharded model with the unsharded one
   credit-dp evaluate KEY=VALUE ...  score stored forecasts against the truth
+  credit-dp compare RUN RUN ...     put the scores of runs beside each other
   credit-dp checkpoint export RUN   make one plain file of a trained model
   credit-dp forecast KEY=VALUE ...  forecast with a trained model, on any mesh
   credit-dp data COMMAND KEY=VALUE ...   look at a store, and make it ready for training

@@ -5,7 +5,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from glob import has_magic
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from credit_dp import checks
@@ -82,7 +81,7 @@ def evaluate(arguments: Sequence[str], program: str) -> int:
     screen = Screen(Console(file=sys.stdout))
     forecast = opened(request.forecast)
     request = replace(request, truth=request.truth or truth_of(forecast))
-    folder = ScoreFolder(Path(os.path.expanduser(keys["out"])))
+    folder = ScoreFolder(checks.home_replaced("out", keys["out"]))
     with folder.held():
         with screen.report() as report:
             card = score(request, forecast, report)

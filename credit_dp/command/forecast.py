@@ -31,7 +31,8 @@ HELP = """\
   lead=240h         how far, in hours or days
   every=24h         the lead times that are written; every step unless given
   out=PATH          what to write; forecast.zarr in the run's folder unless given
-  format=zarr       one zarr store; or netcdf: a folder of files, one for each rank
+  format=zarr       one zarr store; or netcdf: a folder of files, one for each rank; or
+                    netcdf_file: one file
   members=10 perturb=0.1   an ensemble from initial states that are perturbed by smooth random
                     fields, of so many standard deviations of each field
   perturb_seed=0    what these are drawn from
@@ -118,7 +119,7 @@ def forecast_config(given: Sequence[str], program: str) -> "ForecastConfig":
     config = config_of_checkpoint(path, rest, composer)
     from credit_dp.forecast.request import ForecastConfig, Request
 
-    endings = {"netcdf": "forecast-netcdf"}
+    endings = {"netcdf": "forecast-netcdf", "netcdf_file": "forecast.nc"}
     out = own["out"] or str(run / endings.get(own["format"], "forecast.zarr"))
     request = Request(**{**own, "checkpoint": str(path), "out": out})
     request.check(config.data.step_hours)

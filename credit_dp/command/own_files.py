@@ -19,6 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import final
 
+from credit_dp.checks import home_replaced
 from credit_dp.config import ModelConfig, OwnModelConfig
 from credit_dp.errors import UserError
 
@@ -49,7 +50,7 @@ def configs_of_files() -> dict[str, type[OwnModelConfig]]:
 def named_files() -> list[Path]:
     """The files of the variable, each once."""
     texts = os.environ.get(VARIABLE, "").split(os.pathsep)
-    files = [Path(text).expanduser() for text in texts if text]
+    files = [home_replaced(VARIABLE, text) for text in texts if text]
     return list({module_name(file): file for file in files}.values())
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from credit_dp.checks import home_replaced
 from credit_dp.errors import UserError
 
 Report = Callable[[str, float], None]  # what is being made, and the fraction done
@@ -21,7 +22,7 @@ def cache_folder(path: str) -> Path:
     Raises:
         UserError: it cannot be made or written in.
     """
-    folder = Path(path).expanduser()
+    folder = home_replaced("data.cache", path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

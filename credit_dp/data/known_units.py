@@ -72,7 +72,8 @@ SURFACE = _known(
         "low_cloud_cover": "1: low_type_cloud_area_fraction cloud_area_fraction",
         "medium_cloud_cover": "1: medium_type_cloud_area_fraction cloud_area_fraction",
         "high_cloud_cover": "1: high_type_cloud_area_fraction cloud_area_fraction",
-        "total_column_water": "kg m-2: lwe_thickness_of_atmosphere_mass_content_of_water",
+        "total_column_water": "kg m-2: atmosphere_mass_content_of_water "
+        "lwe_thickness_of_atmosphere_mass_content_of_water",
         "total_column_water_vapour": "kg m-2: atmosphere_mass_content_of_water_vapor "
         "lwe_thickness_of_atmosphere_mass_content_of_water_vapor",
         "boundary_layer_height": "m: atmosphere_boundary_layer_thickness",

@@ -8,11 +8,17 @@ import xarray as xr
 from credit_dp.data.grid import FULL_CIRCLE, POLE
 from credit_dp.errors import UserError
 
+MODEL_LEVELS = ("hybrid", "model_level", "model_level_number")  # dims
+MODEL_LEVEL_NAMES = (  # standard names of their coordinate
+    "model_level_number",
+    "atmosphere_hybrid_sigma_pressure_coordinate",
+    "atmosphere_hybrid_height_coordinate",
+)
 OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
     "time": ("valid_time",),
     "latitude": ("lat",),
     "longitude": ("lon",),
-    "level": ("pressure_level", "isobaricInhPa", "plev", "hybrid", "model_level"),
+    "level": ("pressure_level", "isobaricInhPa", "plev", *MODEL_LEVELS),
 }
 PASCALS = 100  # in one hPa
 HORIZONTAL = ("latitude", "longitude")
@@ -47,6 +53,18 @@ def with_standard_names(dataset: xr.Dataset, where: str) -> xr.Dataset:
     if "level" in dataset.coords and dataset["level"].attrs.get("units") == "Pa":
         dataset = dataset.assign_coords(level=dataset["level"].values / PASCALS)
     return dataset
+
+
+def has_model_levels(dataset: xr.Dataset) -> bool:
+    """Whether its levels are those of a model, by number, as names and attributes say.
+
+    Give it the dataset as it came, before its dims are renamed.
+    """
+    if any(name in dataset.dims for name in MODEL_LEVELS):
+        return True
+    said = dataset["level"].attrs if "level" in dataset.coords else {}
+    long_name = str(said.get("long_name", "")).lower()
+    return said.get("standard_name") in MODEL_LEVEL_NAMES or "model level" in long_name
 
 
 def _check_grid(dataset: xr.Dataset, where: str) -> None:

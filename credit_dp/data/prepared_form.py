@@ -38,6 +38,7 @@ class PreparedForm:
         static: of `static`, in order.
         units, standard_names: by variable; empty where the source gave none.
         origin: where the fields came from, for people.
+        model_levels: levels are those of a model, by number, not of pressure.
     """
 
     channels: tuple[Channel, ...]
@@ -45,6 +46,7 @@ class PreparedForm:
     units: dict[str, str]
     standard_names: dict[str, str]
     origin: str
+    model_levels: bool = False
 
     def attributes(self) -> dict[str, Any]:
         """As JSON."""
@@ -66,6 +68,7 @@ class PreparedForm:
                 dict(attributes["units"]),
                 dict(attributes["standard_names"]),
                 str(attributes["origin"]),
+                bool(attributes.get("model_levels", False)),  # earlier versions did not say
             )
         except (KeyError, TypeError, ValueError):
             raise UserError(

@@ -23,11 +23,12 @@ class AnomalyCorrelation:
     """Collects, for each initial time, products of anomalies; `result` joins all ranks.
 
     The coefficient is one of the globe at one time, then averaged over the initial times. Three
-    sums per initial time are kept, so that no rank needs another before the end.
+    sums per initial time are kept, so that no rank needs another before the end; `fold` makes
+    room for as many other initial times.
 
     Args:
         shape: what is kept apart, for instance (sources, leads, channels).
-        samples: how many initial times there are on all ranks together.
+        samples: how many initial times there are on all ranks together, before `fold` or the end.
         rows: area weight of each own row, `(h,)`; only their ratios matter.
         points: those with values, if not all have them; only they count.
     """
@@ -43,6 +44,8 @@ class AnomalyCorrelation:
         self.points = points
         sizes = (3, *shape, samples)
         self.sums = torch.zeros(sizes, dtype=torch.float64, device=rows.device)
+        self.folded = torch.zeros(shape, dtype=torch.float64, device=rows.device)
+        self.folds = 0
 
     def add(
         self, index: tuple[int, ...], samples: Sequence[int], forecast: Tensor, truth: Tensor
@@ -61,6 +64,20 @@ class AnomalyCorrelation:
 
         Collective: every rank calls it, also one that had no samples.
         """
+        if not self.folds:
+            return self._mean(manager)
+        return self.folded / self.folds
+
+    def fold(self, manager: DomainParallelManager) -> None:
+        """Keep the mean of all `samples`, which have come, and begin anew with others.
+
+        After it nothing but whole folds counts in `result`. Collective, as `result` is.
+        """
+        self.folded += self._mean(manager)
+        self.folds += 1
+        self.sums.zero_()
+
+    def _mean(self, manager: DomainParallelManager) -> Tensor:
         both, one, two = sum_over_ranks(self.sums, manager)
         mean: Tensor = (both / (one.sqrt() * two.sqrt())).mean(dim=-1)
         return mean

@@ -9,13 +9,13 @@ import numpy as np
 import xarray as xr
 from numpy.typing import NDArray
 
-from credit_dp.data.layout import check_coordinates, with_standard_names
+from credit_dp.data.layout import check_coordinates, has_model_levels, with_standard_names
 from credit_dp.data.sources.address import reason_of, without_secrets
 from credit_dp.data.sources.netcdf import is_netcdf, open_netcdf
 from credit_dp.data.sources.zarr_dataset import open_dataset
 from credit_dp.errors import UserError
+from credit_dp.evaluation.summed import LEAD, decoded, is_sum, span_of_sums
 
-LEAD = "prediction_timedelta"
 MEMBER = "member"
 ORDER = (MEMBER, "level", "latitude", "longitude")
 OTHER_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -31,10 +31,16 @@ NEEDED = ("time", LEAD, "latitude", "longitude")
 @final
 @dataclass(frozen=True)
 class ForecastVariable:
-    """What a store says of one variable: the levels it has, empty if it is on none, and units."""
+    """What a store says of one variable.
+
+    Attributes:
+        levels: those it has, empty if it is on none.
+        summed: values are sums over the store's `span` before their time.
+    """
 
     levels: tuple[int, ...]
     units: str
+    summed: bool = False
 
 
 @final
@@ -48,6 +54,8 @@ class ForecastStore:
         members: how many; 1 of a store without ensemble.
         latitude, longitude: `(H,)` falling, and `(W,)` in the store's order, in degrees.
         variables: those that are forecast.
+        model_levels: levels are those of a model, by number, not of pressure.
+        span: timedelta64[ns], of sums; None where the store does not say.
         attributes: of the store as a whole.
     """
 
@@ -66,6 +74,8 @@ class ForecastStore:
                     f"and longitude, but it has {', '.join(map(str, dataset.dims))}. "
                     "Change forecast."
                 )
+        self.model_levels = has_model_levels(dataset)
+        self.span = span_of_sums(dataset, self.where)
         dataset = with_standard_names(dataset, self.where)
         check_coordinates(dataset, self.where)
         self.initial_times: NDArray[np.datetime64] = dataset["time"].values.astype("M8[ns]")
@@ -78,7 +88,9 @@ class ForecastStore:
         levels = _levels(dataset, self.where)
         self.variables = {
             str(name): ForecastVariable(
-                levels if "level" in array.dims else (), str(array.attrs.get("units", "")).strip()
+                levels if "level" in array.dims else (),
+                str(array.attrs.get("units", "")).strip(),
+                self.span is not None and is_sum(array),
             )
             # Of zarr stores the order may be that of a folder's listing.
             for name, array in sorted(dataset.data_vars.items(), key=lambda item: str(item[0]))
@@ -156,12 +168,7 @@ def _is_forecast(array: xr.DataArray) -> bool:
 
 def _leads(dataset: xr.Dataset, where: str) -> NDArray[np.timedelta64]:
     """The lead times, which netCDF and older zarr stores have as numbers with a unit."""
-    variable = dataset[LEAD].variable
-    if not np.issubdtype(variable.dtype, np.timedelta64):
-        try:
-            variable = xr.conventions.decode_cf_variable(LEAD, variable, decode_timedelta=True)
-        except (ValueError, TypeError, OverflowError) as error:
-            raise UserError(f"{where}: {LEAD} can't be read ({reason_of(error)}).") from error
+    variable = decoded(dataset[LEAD].variable, where)
     if not np.issubdtype(variable.dtype, np.timedelta64) or np.isnat(variable.values).any():
         raise UserError(
             f"{where}: {LEAD} needs to be time spans, or numbers with units like hours, but is "

@@ -69,16 +69,13 @@ def match(request: ScoreRequest, forecast: ForecastStore, report: Report) -> Mat
     initials, leads = chosen_initials(request, forecast), chosen_leads(request, forecast)
     times = forecast.initial_times[initials]
     names = chosen_variables(request, forecast)
-    # What is summed over a lead's step, is so whichever of the leads are scored.
-    summed = any(is_accumulated(name, DataConfig()) for name in names)
-    spans = forecast.leads if summed else forecast.leads[leads]
     with keys_for("truth"):
         config = DataConfig(
             name="zarr",
             store=request.truth,
             cache=request.cache,
             prognostic=names,
-            step=f"{common_step(forecast, times, spans)}h",
+            step=f"{step_of_truth(forecast, names, times, leads)}h",
             variables={x: VariableConfig(fill="mean") for x in request.masked if x in names},
         )
         source = open_source(config)
@@ -100,6 +97,36 @@ def match(request: ScoreRequest, forecast: ForecastStore, report: Report) -> Mat
         with keys_for("truth"):
             climatology = fitted_climatology(truth, request.cache, report)
     return Matched(forecast, truth, climatology, told, initials, leads, columns)
+
+
+def step_of_truth(
+    forecast: ForecastStore,
+    names: list[str],
+    times: NDArray[np.datetime64],
+    leads: NDArray[np.intp],
+) -> int:
+    """The hours between the truth's times, over which it is added up where the forecast is a sum.
+
+    That is the span of the forecast's sums. Where it does not say one, it is that between its lead
+    times, whichever of them are scored.
+
+    Raises:
+        UserError: initial and lead times are no multiples of the span.
+    """
+    summed = [name for name in names if is_accumulated(name, DataConfig())]
+    step = common_step(forecast, times, forecast.leads if summed else forecast.leads[leads])
+    said = [name for name in summed if forecast.variables[name].summed]
+    if forecast.span is None or not said:
+        return step
+    span = int(forecast.span / HOUR)
+    if len(said) < len(summed) or forecast.span % HOUR or step % span:
+        unsaid = next((name for name in summed if name not in said), "")
+        why = f"{unsaid} does not say over which" if unsaid else f"times are {step} hours apart"
+        raise UserError(
+            f"{forecast.where}: {said[0]} is a sum over {forecast.span / HOUR:g} hours, but {why}. "
+            "Leave one of them out with variables=[...]."
+        )
+    return span
 
 
 def _check_variables(
@@ -124,6 +151,12 @@ def _check_variables(
             raise UserError(
                 f"{source.where}: {name} is on levels in the {with_levels}, but not in the "
                 f"{without}. Leave it out of variables, or change truth."
+            )
+        if mine.levels and forecast.model_levels != truth.model_levels:
+            kinds = ("pressure", "model") if truth.model_levels else ("model", "pressure")
+            raise UserError(
+                f"{forecast.where}: {name} is on {kinds[0]} levels, but on {kinds[1]} levels in "
+                f"the truth {source.where}. Leave it out of variables, or change truth."
             )
         for where, there in ((forecast.where, mine.levels), (source.where, truth.levels)):
             lacking = [level for level in levels if there and level not in there]

@@ -3,7 +3,7 @@
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import final
 
@@ -52,17 +52,22 @@ class ScoreFolder:
                 path.rmdir()
 
     def write(self, card: Scorecard) -> None:
+        """Write all files of a scorecard; see `write_files`."""
+        self.write_files(
+            {
+                "scores.csv": card.csv(),
+                "scores.json": card.json(),
+                "spectra.csv": card.spectra_csv(),
+                "scorecard.html": page(card),
+            }
+        )
+
+    def write_files(self, files: Mapping[str, str]) -> None:
         """Write all files, then give the folder its name.
 
         Raises:
             UserError: the disk is full, or the name was taken meanwhile.
         """
-        files = {
-            "scores.csv": card.csv(),
-            "scores.json": card.json(),
-            "spectra.csv": card.spectra_csv(),
-            "scorecard.html": page(card),
-        }
         try:
             for name, text in files.items():
                 (self._temporary / name).write_text(text, encoding="utf-8")

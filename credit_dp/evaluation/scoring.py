@@ -49,8 +49,9 @@ def score(request: ScoreRequest, forecast: ForecastStore, report: Report) -> Sco
         time = forecast.initial_times[initial]
         start = scorer.truth_at(time)
         for place, lead in enumerate(matched.leads.tolist()):
-            scorer.add(sample, initial, place, lead, start)
+            scorer.add(initial, place, lead, start)
             report(TITLE, (sample * len(matched.leads) + place + 1) / total)
+        scorer.end_initial_time()
     return scorer.result(request)
 
 
@@ -59,13 +60,13 @@ class Scorer:
     """Reads forecasts one by one and adds them to the scores of their variables."""
 
     def __init__(self, matched: Matched) -> None:
-        self._matched = matched
+        self._matched, self._alone = matched, DomainParallelManager(1, 1)
         truth = matched.truth
         self._rows = slice(0, truth.grid[0])
         with keys_for("truth"):
             self._masks = truth.masks(self._rows)
         self._groups = groups(truth.channels.out)
-        sizes = (len(matched.leads), len(matched.initials))
+        leads = len(matched.leads)
         globe = Globe(
             torch.from_numpy(row_weights(truth.latitude)),
             band_weights(truth.latitude),
@@ -74,7 +75,7 @@ class Scorer:
         )
         self._scores = {
             name: VariableScores(
-                (sizes[0], span.stop - span.start, sizes[1]),
+                (leads, span.stop - span.start),
                 matched.forecast.members,
                 globe,
                 None if self._masks is None else ValidPoints.of(self._masks[span], globe.rows),
@@ -92,8 +93,14 @@ class Scorer:
             fields: Fields = self._matched.truth.read_outputs(np.array([time]), self._rows)[0]
         return fields
 
-    def add(self, sample: int, initial: int, place: int, lead: int, start: Fields) -> None:
-        """Score one forecast: its initial and lead time by number and by place in the store."""
+    def add(self, initial: int, place: int, lead: int, start: Fields) -> None:
+        """Score one forecast.
+
+        Args:
+            initial, lead: places in the store.
+            place: of the lead time among those that are scored.
+            start: the truth at the initial time.
+        """
         forecast = self._matched.forecast
         time = forecast.initial_times[initial] + forecast.leads[lead]
         truth = self.truth_at(time)
@@ -108,13 +115,17 @@ class Scorer:
             self._check(normal[span], span, self._matched.told, told)
             self._scores[name].add(
                 place,
-                sample,
                 tensor(members),
                 tensor(truth[span]),
                 (tensor(start[span]), tensor(normal[span])),
             )
             error = members.mean(axis=0, dtype=np.float64) - truth[span]
             self._maps.add(place, span.start, error)
+
+    def end_initial_time(self) -> None:
+        """Say that all lead times from one initial time have been scored."""
+        for scores in self._scores.values():
+            scores.end_initial_time(self._alone)
 
     def _check(self, fields: Fields, span: slice, where: str, told: str) -> None:
         """Refuse `(..., C, H, W)` that lacks values where the truth has them."""
@@ -131,8 +142,7 @@ class Scorer:
     def result(self, request: ScoreRequest) -> Scorecard:
         """What was found."""
         matched, truth = self._matched, self._matched.truth
-        alone = DomainParallelManager(1, 1)
-        found = [scores.result(alone) for scores in self._scores.values()]
+        found = [scores.result(self._alone) for scores in self._scores.values()]
         scores = {
             name: torch.cat([one[name] for one, _ in found], dim=-1).numpy() for name in found[0][0]
         }

@@ -51,21 +51,21 @@ class VariableScores:
     """Collects the scores of the C levels of a variable.
 
     Of an ensemble, the deterministic scores are those of its mean and the spectra those of its
-    members, as in WeatherBench 2.
+    members, as in WeatherBench 2. What is kept does not grow with the number of initial times.
 
     Args:
-        sizes: lead times, channels and initial times.
+        sizes: lead times and channels.
         members: of the forecast; 1 for none.
         points: those with values, if not all have them.
     """
 
     def __init__(
-        self, sizes: tuple[int, int, int], members: int, globe: Globe, points: ValidPoints | None
+        self, sizes: tuple[int, int], members: int, globe: Globe, points: ValidPoints | None
     ) -> None:
-        leads, channels, samples = sizes
+        leads, channels = sizes
         shapes = {name: (len(of), leads, channels) for name, of in SOURCES.items()}
         self._rmse = RootMeanSquare(shapes["rmse"], globe.rows, points)
-        self._acc = AnomalyCorrelation(shapes["acc"], samples, globe.rows, points)
+        self._acc = AnomalyCorrelation(shapes["acc"], 1, globe.rows, points)
         self._bias = Bias(shapes["bias"], globe.rows, points)
         self._activity = Activity(shapes["activity"], globe.rows, points)
         self._crps = FairCRPS(shapes["crps"], globe.rows, points)
@@ -76,9 +76,9 @@ class VariableScores:
         self._ensemble = members > 1
 
     def add(
-        self, lead: int, sample: int, members: Tensor, truth: Tensor, guesses: tuple[Tensor, Tensor]
+        self, lead: int, members: Tensor, truth: Tensor, guesses: tuple[Tensor, Tensor]
     ) -> None:
-        """Add one forecast.
+        """Add one forecast of the initial time that is not yet ended.
 
         Args:
             members: `(1, M, C, h, W)`, M = 1 without an ensemble.
@@ -92,7 +92,7 @@ class VariableScores:
             self._rmse.add((source, lead), field - truth)
             self._bias.add((source, lead), field, truth)
         for source, field in enumerate((mean, persistence)):
-            self._acc.add((source, lead), [sample], field - normal, truth - normal)
+            self._acc.add((source, lead), [0], field - normal, truth - normal)
         for source, field in enumerate((mean, truth)):
             self._activity.add((source, lead), field - normal)
         for source, fields in enumerate((members[0], truth)):
@@ -101,6 +101,10 @@ class VariableScores:
             for source, several in enumerate((members, persistence[:, None], normal[:, None])):
                 self._crps.add((source, lead), several, truth)
             self._spread.add((0, lead), members)
+
+    def end_initial_time(self, manager: DomainParallelManager) -> None:
+        """Say that all lead times from one initial time have been added; collective."""
+        self._acc.fold(manager)
 
     def result(self, manager: DomainParallelManager) -> tuple[dict[str, Tensor], Tensor]:
         """Scores by name, `(sources, leads, C)` each, and spectra, `(2, leads, C, K, W // 2 + 1)`.

@@ -3,6 +3,7 @@
     VARIABLE   ([number,] time, prediction_timedelta, [level,] latitude, longitude)  float32
 
 `time` is when a forecast starts; `number` is there for ensembles, `level` for variables on levels.
+Where there are sums since the time before, `prediction_timedelta_bounds` says over which span.
 
 Source: Rasp et al. 2024, "WeatherBench 2", for dimensions and names; the CF conventions 1.11 and
 their table of standard names for attributes.
@@ -15,15 +16,22 @@ from typing import Any, NamedTuple, final
 import numpy as np
 from numpy.typing import NDArray
 
+from credit_dp.data.accumulate import is_accumulated
 from credit_dp.data.known_units import KNOWN
 from credit_dp.data.schema import Channel
 from credit_dp.data.store import Store
 from credit_dp.data.unit_text import canonical
+from credit_dp.forecast.jobs import Job
 from credit_dp.forecast.request import Request, Times
 
 CONVENTIONS = "CF-1.11"
 EPOCH = np.datetime64("1900-01-01", "h")
 CALENDAR = {"units": "hours since 1900-01-01", "calendar": "proleptic_gregorian"}
+LEAD = "prediction_timedelta"
+LEAD_BOUNDS = f"{LEAD}_bounds"
+HOURS = {"units": "hours", "dtype": "timedelta64[ns]"}  # by which xarray knows a time span
+PRESSURE = ("air_pressure", "pressure level", "hPa")
+MODEL_LEVEL = ("model_level_number", "model level, from the top", "1")
 
 Attributes = dict[str, Any]
 
@@ -33,6 +41,14 @@ class Coordinate(NamedTuple):
 
     values: NDArray[Any]
     attributes: Attributes
+
+
+class Bounds(NamedTuple):
+    """Where the cells of a dimension begin and end, `(N, 2)`; attributes are the dimension's."""
+
+    name: str
+    dims: tuple[str, str]
+    values: NDArray[Any]
 
 
 class Variable(NamedTuple):
@@ -59,6 +75,8 @@ class Form:
         units: by variable.
         hours: lead times.
         members: of an ensemble; 0: none.
+        summed: variables whose values are sums over the `span` hours before their time.
+        model_levels: levels are those of a model, by number, not of pressure.
     """
 
     channels: tuple[Channel, ...]
@@ -68,10 +86,15 @@ class Form:
     latitude: NDArray[np.float64]
     longitude: NDArray[np.float64]
     members: int = 0
+    summed: tuple[str, ...] = ()
+    span: int = 0
+    model_levels: bool = False
 
     @classmethod
     def of(cls, store: Store, units: Mapping[str, str], request: Request) -> "Form":
         """The one of a request, on the grid of a store."""
+        names = dict.fromkeys(channel.variable for channel in store.channels.out)
+        summed = tuple(name for name in names if is_accumulated(name, store.config))
         return cls(
             channels=store.channels.out,
             units=units,
@@ -80,6 +103,9 @@ class Form:
             latitude=store.latitude,
             longitude=store.longitude,
             members=request.members,
+            summed=summed,
+            span=store.config.step_hours if summed else 0,
+            model_levels=any(store.source.variables[name].model_levels for name in names),
         )
 
     @property
@@ -107,32 +133,26 @@ class Form:
     @property
     def leading(self) -> tuple[str, ...]:
         """The dimensions that every variable begins with: a field on disk is one place of them."""
-        return (*(("number",) if self.members else ()), "time", "prediction_timedelta")
+        return (*(("number",) if self.members else ()), "time", LEAD)
 
     @property
     def coordinates(self) -> dict[str, Coordinate]:
         """Of all dimensions, by name."""
-        lead = {"units": "hours", "dtype": "timedelta64[ns]"}  # by which xarray knows it for one
         known = {
             "number": Coordinate(
                 np.arange(self.members),
-                {"standard_name": "realization", "long_name": "member of the ensemble"},
+                _named("realization", "member of the ensemble", {"units": "1"}),
             ),
             "time": Coordinate(
                 (self.times.astype("M8[h]") - EPOCH).astype(np.int64),
                 _named("forecast_reference_time", "initial time", CALENDAR),
             ),
-            "prediction_timedelta": Coordinate(
-                np.array(self.hours, np.int64), _named("forecast_period", "lead time", lead)
+            LEAD: Coordinate(
+                np.array(self.hours, np.int64),
+                _named("forecast_period", "lead time", HOURS)
+                | ({"bounds": LEAD_BOUNDS} if self.summed else {}),
             ),
-            "level": Coordinate(
-                np.array(self.levels, np.int64),
-                _named(
-                    "air_pressure",
-                    "pressure level",
-                    {"units": "hPa", "positive": "down", "axis": "Z"},
-                ),
-            ),
+            "level": Coordinate(np.array(self.levels, np.int64), self._level_described()),
             "latitude": Coordinate(
                 self.latitude,
                 _named("latitude", "latitude", {"units": "degrees_north", "axis": "Y"}),
@@ -144,6 +164,15 @@ class Form:
         }
         return {name: found for name, found in known.items() if len(found.values)}
 
+    @property
+    def bounds(self) -> tuple[Bounds, ...]:
+        """Over which spans values are sums, if any are."""
+        if not self.summed:
+            return ()
+        hours = np.array(self.hours, np.int64)
+        values = np.stack([hours - self.span, hours], axis=1)
+        return (Bounds(LEAD_BOUNDS, (LEAD, "bounds"), values),)
+
     def shape(self, variable: Variable) -> tuple[int, ...]:
         """Sizes of all dimensions of a variable."""
         return tuple(len(self.coordinates[dim].values) for dim in variable.dims)
@@ -151,6 +180,11 @@ class Form:
     def place(self, member: int, time: int, lead: int) -> tuple[int, ...]:
         """Where a field lies in the `leading` dimensions."""
         return (*((member,) if self.members else ()), time, lead)
+
+    def told(self, job: Job, lead: int) -> str:
+        """Which forecast and lead time, for people."""
+        member = f", member {job.member}" if self.members else ""
+        return f"{self.times[job.time].astype('M8[h]')} +{self.hours[lead]}h{member}"
 
     def _described(self, name: str) -> Attributes:
         unit = canonical(self.units.get(name, ""))
@@ -160,7 +194,19 @@ class Form:
             **({"standard_name": names[0]} if names else {}),
             "long_name": name.replace("_", " "),
             **({"units": unit} if unit else {}),
+            # As against a difference of temperatures, which has the same unit.
+            **({"units_metadata": "temperature: on_scale"} if unit == "K" else {}),
+            **self._cell_methods(name),
         }
+
+    def _cell_methods(self, name: str) -> Attributes:
+        if not self.summed:
+            return {}
+        return {"cell_methods": f"{LEAD}: {'sum' if name in self.summed else 'point'}"}
+
+    def _level_described(self) -> Attributes:
+        standard_name, long_name, units = MODEL_LEVEL if self.model_levels else PRESSURE
+        return _named(standard_name, long_name, {"units": units, "positive": "down", "axis": "Z"})
 
 
 def _named(standard_name: str, long_name: str, others: Mapping[str, Any]) -> Attributes:

@@ -64,6 +64,9 @@ def describe(form: Form) -> Settings:
         "latitude": form.latitude.tolist(),
         "longitude": form.longitude.tolist(),
         "members": form.members,
+        "summed": list(form.summed),
+        "span": form.span,
+        "model_levels": form.model_levels,
     }
 
 
@@ -82,6 +85,10 @@ def form_of(place: Path, said: Mapping[str, Any]) -> Form:
             np.array(said["latitude"], float),
             np.array(said["longitude"], float),
             int(said["members"]),
+            # Earlier versions did not say these.
+            tuple(said.get("summed", ())),
+            int(said.get("span", 0)),
+            bool(said.get("model_levels", False)),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{place}: what it says of itself can't be read ({error!r}).") from error

@@ -5,30 +5,23 @@ grows under another name, one lead time after the other, and takes its own when 
 """
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final, final
+from typing import Any, final
 
 import netCDF4
-import numpy as np
-from xarray.backends.locks import HDF5_LOCK, NETCDFC_LOCK, combine_locks
 
 from credit_dp.data.preparing.files import write_whole
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.errors import UserError
-from credit_dp.forecast.form import CONVENTIONS, Form, Variable
+from credit_dp.forecast.form import Form
 from credit_dp.forecast.jobs import Job
-from credit_dp.forecast.writer import ATTRIBUTE, ENDING, Fields, Missing, Writer
+from credit_dp.forecast.netcdf_file import LIBRARY, as_os_error, create, settle
+from credit_dp.forecast.writer import ATTRIBUTE, ENDING, Fields, Missing, Part, Writer
 
 MANIFEST = "forecast.json"
 BOUNDS = "bounds"
-ROWS = "credit_dp_rows"  # of a file: first row, the row after the last, rows of the globe
-LEVEL: Final = 1  # of compression
-# The libraries are not safe among threads, and stores may be netCDF, too.
-LIBRARY = combine_locks([NETCDFC_LOCK, HDF5_LOCK])
 
 
 @final
@@ -80,12 +73,7 @@ class NetcdfWriter(Writer):
         with LIBRARY, as_os_error():
             file.close()
         growing = path.with_name(path.name + ENDING)
-        descriptor = os.open(growing, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        os.replace(growing, path)
+        settle(growing, path)
 
     def bands(self, place: Path) -> list[slice]:
         """See `Writer`."""
@@ -102,11 +90,21 @@ class NetcdfWriter(Writer):
             for lead in range(len(self.form.hours))
         ]
 
-    def _create(self, place: Path, bands: RowPartition) -> None:
+    def parts(self, place: Path) -> Iterator[Part]:
+        """See `Writer`: the files that are there."""
+        for job in self.jobs:
+            for rows in self.bands(place):
+                path = place / self._name(job, rows)
+                if path.exists():
+                    yield Part(path, _slices(job, rows), [job], [rows])
+
+    def make(self, place: Path, bands: RowPartition) -> None:
+        """See `Writer`."""
         content = {ATTRIBUTE: self._settings, BOUNDS: list(bands.bounds)}
         write_whole(place / MANIFEST, json.dumps(content).encode())
 
-    def _resume(self) -> None:
+    def clean_up(self) -> None:
+        """See `Writer`."""
         for leftover in self.partial.glob(f"*{ENDING}"):
             leftover.unlink()
 
@@ -124,48 +122,10 @@ class NetcdfWriter(Writer):
     def _begun(self, job: Job, rows: slice) -> netCDF4.Dataset:
         """A new file with all but its fields."""
         path = self.partial / (self._name(job, rows) + ENDING)
-        file = netCDF4.Dataset(path, "w", format="NETCDF4")
-        file.setncatts(
-            {
-                "Conventions": CONVENTIONS,
-                "title": "forecast of a model that credit_dp trained",
-                ATTRIBUTE: json.dumps(self._settings),
-                ROWS: np.array([rows.start, rows.stop, self.form.height], np.int32),
-            }
-        )
-        own = {"number": slice(job.member, job.member + 1), "time": slice(job.time, job.time + 1)}
-        own["latitude"] = rows
-        for name, coordinate in self.form.coordinates.items():
-            values = coordinate.values[own.get(name, slice(None))]
-            file.createDimension(name, len(values))
-            made = file.createVariable(name, values.dtype, (name,))
-            made.setncatts(coordinate.attributes)
-            made[:] = values
-        for variable in self.form.variables:
-            self._make(file, variable)
-        return file
-
-    def _make(self, file: netCDF4.Dataset, variable: Variable) -> None:
-        sizes = [len(file.dimensions[dim]) for dim in variable.dims]
-        leading = len(self.form.leading)
-        made = file.createVariable(
-            variable.name,
-            "f4",
-            variable.dims,
-            compression="zlib",
-            complevel=LEVEL,
-            shuffle=True,
-            fletcher32=True,
-            chunksizes=[1] * leading + sizes[leading:],
-            fill_value=float("nan"),
-        )
-        made.setncatts(variable.attributes)
+        return create(path, self.form, self._settings, _slices(job, rows))
 
 
-@contextmanager
-def as_os_error() -> Iterator[None]:
-    """Raise what the netCDF library says of a disk as an error of the system."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise OSError(f"netCDF: {error}") from error
+def _slices(job: Job, rows: slice) -> dict[str, slice]:
+    """What a file has of each dimension of which it has not all."""
+    member, time = slice(job.member, job.member + 1), slice(job.time, job.time + 1)
+    return {"number": member, "time": time, "latitude": rows}

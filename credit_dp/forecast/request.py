@@ -14,7 +14,7 @@ from credit_dp.config import Config
 from credit_dp.data_config import HOURS, STEP
 from credit_dp.errors import UserError
 
-FORMATS = ("zarr", "netcdf")
+FORMATS = ("zarr", "netcdf", "netcdf_file")
 MOST = 10**6  # initial times: more are a mistake in the stride
 
 Times = NDArray[np.datetime64]
@@ -99,10 +99,7 @@ class Request:
         """
         if not self.out or "://" in self.out:
             raise UserError(f"out: needs a path of this machine, got {self.out!r}. Change out.")
-        try:
-            return Path(self.out).expanduser().absolute()
-        except RuntimeError:  # ~nobody
-            raise UserError(f"out: there is no home folder as in {self.out}. Change out.") from None
+        return checks.home_replaced("out", self.out).absolute()
 
 
 @final

@@ -9,8 +9,9 @@ import numpy as np
 import xarray as xr
 from numpy.typing import NDArray
 
+from credit_dp.checks import home_replaced
 from credit_dp.errors import UserError
-from credit_dp.forecast.netcdf_writer import ROWS
+from credit_dp.forecast.netcdf_file import ROWS
 from credit_dp.forecast.writer import ENDING
 
 LATITUDES = ("latitude", "lat")
@@ -37,7 +38,7 @@ def open_sharded(path: str | Path) -> xr.Dataset:
         UserError: there are none; bands overlap or lack rows; or other coordinates than latitude
             differ, if only in the last digit.
     """
-    files = _files(Path(path).expanduser())
+    files = _files(home_replaced("path", str(path)))
     groups: dict[tuple[Any, ...], list[Band]] = {}
     for file in files:
         band = _opened(file)

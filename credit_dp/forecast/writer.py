@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from credit_dp.data.cache import lock_of
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.errors import UserError
-from credit_dp.forecast.form import Form
+from credit_dp.forecast.form import CONVENTIONS, Form
 from credit_dp.forecast.identity import difference
 from credit_dp.forecast.jobs import Job, all_jobs
 
@@ -29,12 +29,36 @@ ATTRIBUTE = "credit_dp_forecast"  # what a forecast says of itself, as JSON
 Fields = NDArray[np.float32]
 
 
+def global_attributes(settings: Mapping[str, Any]) -> dict[str, str]:
+    """What a whole forecast says of itself: the same of each of its stores and files."""
+    return {
+        "Conventions": CONVENTIONS,
+        "title": "forecast of a model that credit_dp trained",
+        "history": f"credit-dp forecast checkpoint={settings.get('checkpoint', '')}",
+        ATTRIBUTE: json.dumps(settings),
+    }
+
+
 class Missing(NamedTuple):
     """A field that is not there: by the places of its job and lead time, and its rows."""
 
     job: Job
     lead: int
     rows: slice
+
+
+class Part(NamedTuple):
+    """A zarr store or netCDF file of a forecast.
+
+    Attributes:
+        slices: what of a dimension it has; all where none is given.
+        jobs, bands: the forecasts that are in it, and which rows.
+    """
+
+    path: Path
+    slices: Mapping[str, slice]
+    jobs: Sequence[Job]
+    bands: Sequence[slice]
 
 
 class Writer(ABC):
@@ -113,16 +137,31 @@ class Writer(ABC):
         self.check()
         with disk(self.out):
             if self.partial.exists():
-                self._resume()
+                self.clean_up()
                 return
             shutil.rmtree(self._new, ignore_errors=True)
             try:
                 self._new.mkdir()
-                self._create(self._new, bands)
+                self.make(self._new, bands)
+                sync_tree(self._new)
                 os.replace(self._new, self.partial)
+                sync(self.out.parent)
             except OSError:
                 shutil.rmtree(self._new, ignore_errors=True)
                 raise
+
+    @property
+    def pieces(self) -> int:
+        """How many turns it takes to put the forecast together, once every field is written."""
+        return 0
+
+    def put_together(self, piece: int) -> None:
+        """Do one of the `pieces`, in order; the other ranks wait no longer than for one.
+
+        Raises:
+            UserError: the disk is full, or a field is damaged.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no pieces")
 
     def finish(self) -> None:
         """Give the forecast its name.
@@ -137,12 +176,20 @@ class Writer(ABC):
                 "be written."
             )
         with disk(self.out):
+            sync_folders(self.partial)  # the files are on the disk, but perhaps not their names
             os.replace(self.partial, self.out)
+            sync(self.out.parent)
 
     def unfinished(self) -> list[Job]:
         """The forecasts of which something is missing."""
         left = {missing.job for missing in self.missing(self.partial)}
         return [job for job in self.jobs if job in left]
+
+    @property
+    def with_gaps(self) -> frozenset[str]:
+        """Variables that have no values on some points at any time."""
+        said = self._settings.get("variables", {})
+        return frozenset(name for name, of in said.items() if of.get("fill") is not None)
 
     @property
     def jobs(self) -> list[Job]:
@@ -197,11 +244,15 @@ class Writer(ABC):
         """All that is not there yet, or any more."""
 
     @abstractmethod
-    def _create(self, place: Path, bands: RowPartition) -> None:
+    def parts(self, place: Path) -> Iterator[Part]:
+        """The stores or files that it consists of, one after the other."""
+
+    @abstractmethod
+    def make(self, place: Path, bands: RowPartition) -> None:
         """Make everything in a new folder but the fields."""
 
     @abstractmethod
-    def _resume(self) -> None:
+    def clean_up(self) -> None:
         """Clean up behind what was killed."""
 
 
@@ -223,10 +274,8 @@ def disk(out: Path) -> Iterator[None]:
 
 def told(form: Form, missing: Missing) -> str:
     """A missing field, for people."""
-    member = f", member {missing.job.member}" if form.members else ""
-    start = form.times[missing.job.time].astype("M8[h]")
     rows = missing.rows
-    return f"{start} +{form.hours[missing.lead]}h{member}, rows {rows.start} to {rows.stop - 1}"
+    return f"{form.told(missing.job, missing.lead)}, rows {rows.start} to {rows.stop - 1}"
 
 
 def store_said(attributes: Mapping[Any, Any]) -> str:
@@ -235,3 +284,38 @@ def store_said(attributes: Mapping[Any, Any]) -> str:
         return str(json.loads(attributes[ATTRIBUTE])["store"])
     except (KeyError, TypeError, ValueError):
         return ""
+
+
+def sync_tree(folder: Path) -> None:
+    """Make sure that a folder with all that is in it is on the disk.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    for root, _, names in os.walk(folder):
+        for name in names:
+            sync(Path(root) / name)
+        sync(Path(root))
+
+
+def sync_folders(folder: Path) -> None:
+    """Make sure that the names of all files in a folder, and in folders in it, are on the disk.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    for root, _, _ in os.walk(folder):
+        sync(Path(root))
+
+
+def sync(path: Path) -> None:
+    """Make sure that a file, or the names in a folder, are on the disk.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -13,13 +13,14 @@ or not at all, and carries a checksum, so that the files are their own journal.
 import json
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import EllipsisType
 from typing import Any, final
 
 import numpy as np
 import zarr
+from numpy.typing import NDArray
 from zarr.codecs import Crc32cCodec
 from zarr.errors import ZarrUserWarning
 from zarr.storage import LocalStore
@@ -28,9 +29,9 @@ from credit_dp.data.preparing.codecs import CODECS
 from credit_dp.data.preparing.files import WholeFiles, remove_leftovers
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.errors import UserError
-from credit_dp.forecast.form import CONVENTIONS, Form, Variable
+from credit_dp.forecast.form import Form, Variable
 from credit_dp.forecast.jobs import Job
-from credit_dp.forecast.writer import ATTRIBUTE, Fields, Missing, Writer
+from credit_dp.forecast.writer import ATTRIBUTE, Fields, Missing, Part, Writer, global_attributes
 
 CODEC = "zstd"
 
@@ -96,25 +97,20 @@ class ZarrWriter(Writer):
             )
         ]
 
-    def _create(self, place: Path, bands: RowPartition) -> None:
-        attributes = {
-            "Conventions": CONVENTIONS,
-            "title": "forecast of a model that credit_dp trained",
-            ATTRIBUTE: json.dumps(self._settings),
-        }
-        group = zarr.create_group(LocalStore(place), attributes=attributes)
+    def parts(self, place: Path) -> Iterator[Part]:
+        """See `Writer`: it is one."""
+        yield Part(place, {}, self.jobs, self.bands(place))
+
+    def make(self, place: Path, bands: RowPartition) -> None:
+        """See `Writer`."""
+        group = zarr.create_group(LocalStore(place), attributes=global_attributes(self._settings))
         rows = -(-bands.height // bands.ranks)
         for variable in self.form.variables:
             self._create_array(group, variable, rows)
         for name, coordinate in self.form.coordinates.items():
-            group.create_array(
-                name,
-                data=np.ascontiguousarray(coordinate.values),
-                chunks=coordinate.values.shape,
-                compressors=None,
-                dimension_names=(name,),
-                attributes=coordinate.attributes,
-            )
+            _create_whole(group, name, (name,), *coordinate)
+        for bounds in self.form.bounds:
+            _create_whole(group, *bounds, {})
         with warnings.catch_warnings():  # readers know it, if it is not in zarr's specification yet
             warnings.simplefilter("ignore", ZarrUserWarning)
             zarr.consolidate_metadata(LocalStore(place))
@@ -135,7 +131,8 @@ class ZarrWriter(Writer):
             chunk_key_encoding={"name": "default", "separator": "."},
         )
 
-    def _resume(self) -> None:
+    def clean_up(self) -> None:
+        """See `Writer`."""
         for variable in self.form.variables:
             remove_leftovers(self.partial / variable.name)
 
@@ -163,6 +160,24 @@ class ZarrWriter(Writer):
         """The files of some bands of one field, which has all levels in one chunk."""
         leading = [*place, *([0] if variable.on_levels else [])]
         return [".".join(map(str, ["c", *leading, band, 0])) for band in bands]
+
+
+def _create_whole(
+    group: zarr.Group,
+    name: str,
+    dims: tuple[str, ...],
+    values: NDArray[Any],
+    attributes: Mapping[str, Any],
+) -> None:
+    """An array in one chunk, with its values."""
+    group.create_array(
+        name,
+        data=np.ascontiguousarray(values),
+        chunks=values.shape,
+        compressors=(Crc32cCodec(),),
+        dimension_names=dims,
+        attributes=dict(attributes),
+    )
 
 
 def _chunks(rows: slice, high: int) -> range:

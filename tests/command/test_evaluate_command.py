@@ -153,6 +153,10 @@ def test_the_truth_is_by_default_what_a_forecast_started_from(
     [
         (["forecast=nowhere.zarr"], "nowhere.zarr: no such zarr store. Set forecast"),
         (["forecast=truth.zarr"], "forecasts need the dims time (initial time)"),
+        (["forecast=~nobody-has-this/x"], "forecast: there is no home folder as in ~nobody-has-"),
+        (["truth=~nobody-has-this/x"], "truth: there is no home folder as in ~nobody-has-this/x"),
+        (["climatology=~nobody-has-this/x"], "climatology: there is no home folder as in"),
+        (["out=~nobody-has-this/x"], "out: there is no home folder as in ~nobody-has-this/x"),
         (["truth=forecast.zarr"], "2m_temperature has the dims number, time, prediction_timedelta"),
         (["levels=[700]"], "has no level 700"),
         (["levels=[low]"], "levels: needs a list of whole numbers, like [24,72], got ['low']"),

@@ -161,6 +161,7 @@ class Asked:
             units={name: unit_after(self._source, name, self._config) for name in found},
             standard_names={name: variable.standard_name for name, variable in found.items()},
             origin=self._source.where,
+            model_levels=any(variable.model_levels for variable in found.values()),
         )
 
 

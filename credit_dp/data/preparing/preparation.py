@@ -6,11 +6,11 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, final
 
 from filelock import FileLock, Timeout
 
+from credit_dp.checks import home_replaced
 from credit_dp.data.cache import fingerprint, lock_of
 from credit_dp.data.preparing.asked import Asked, Question
 from credit_dp.data.preparing.chunks import check_domains, chunk_rows
@@ -245,7 +245,7 @@ class Preparation:
 def _check_paths(stores: Sequence[str]) -> None:
     """Refuse paths that mean something else in another folder: other machines work in theirs."""
     for store in stores:
-        if "://" not in store and not Path(store).expanduser().is_absolute():
+        if "://" not in store and not home_replaced("data.store", store).is_absolute():
             raise UserError(
                 f"store: workers of another machine need a whole path, got {store}. Change "
                 "data.store, or leave scheduler out."

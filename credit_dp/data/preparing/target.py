@@ -11,6 +11,7 @@ import numpy as np
 import zarr
 from zarr.storage import LocalStore
 
+from credit_dp.checks import home_replaced
 from credit_dp.data.prepared_form import ATTRIBUTE, EPOCH, TIME_UNITS
 from credit_dp.data.preparing.asked import Asked
 from credit_dp.data.preparing.codecs import shard_options
@@ -39,7 +40,7 @@ class Target:
     def __init__(self, out: str, overwrite: bool) -> None:
         if not out or "://" in out:
             raise UserError(f"out: needs the path of a store to write, got {out!r}. Change out.")
-        self.out = Path(out).expanduser().absolute()
+        self.out = home_replaced("out", out).absolute()
         self.partial = self.out.with_name(self.out.name + ENDING)
         self._overwrite = overwrite
         self._new = self.out.with_name(f"{self.out.name}.new{ENDING}")

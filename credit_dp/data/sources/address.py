@@ -13,6 +13,7 @@ from typing import Any
 import fsspec
 from fsspec.spec import AbstractFileSystem
 
+from credit_dp.checks import home_replaced
 from credit_dp.errors import UserError
 
 HERE = ("file", "local")  # protocols of paths on this machine
@@ -38,10 +39,14 @@ def is_remote(where: str) -> bool:
 
 
 def local_path(where: str) -> Path:
-    """The path of a store on this machine, given as such or as `file://`."""
+    """The path of a store on this machine, given as such or as `file://`.
+
+    Raises:
+        UserError: it begins with the home folder of nobody.
+    """
     for protocol in HERE:
         where = where.removeprefix(f"{protocol}://")
-    return Path(where).expanduser()
+    return home_replaced("data.store", where)
 
 
 def check_address(where: str) -> None:

@@ -9,7 +9,7 @@ import xarray as xr
 from numpy.typing import NDArray
 
 from credit_dp.data.disk import place, stamp
-from credit_dp.data.layout import check_coordinates, with_standard_names
+from credit_dp.data.layout import check_coordinates, has_model_levels, with_standard_names
 from credit_dp.data.schema import Channel
 from credit_dp.data.sources.address import without_secrets
 from credit_dp.data.sources.faults import Watch, unreadable
@@ -40,6 +40,7 @@ class GriddedSource(Source):
 
     def __init__(self, dataset: xr.Dataset, counter: DatasetCounter, where: str) -> None:
         self.where = without_secrets(where)
+        model_levels = has_model_levels(dataset)
         dataset = with_standard_names(dataset, self.where)
         check_coordinates(dataset, self.where)
         self.times: Times = dataset["time"].values.astype("datetime64[ns]")
@@ -47,7 +48,7 @@ class GriddedSource(Source):
         self._flipped = bool(latitude[0] < latitude[-1])
         self.latitude: NDArray[np.float64] = latitude[::-1] if self._flipped else latitude
         self.longitude: NDArray[np.float64] = dataset["longitude"].values.astype(np.float64)
-        self.variables: Mapping[str, Variable] = _variables(dataset, self.where)
+        self.variables: Mapping[str, Variable] = _variables(dataset, self.where, model_levels)
         self._dataset = dataset
         self._counter, self.counters = counter, [counter]
         self._address = where
@@ -168,7 +169,7 @@ class GriddedSource(Source):
         return values
 
 
-def _variables(dataset: xr.Dataset, where: str) -> dict[str, Variable]:
+def _variables(dataset: xr.Dataset, where: str, model_levels: bool) -> dict[str, Variable]:
     """All variables, also those that can't be read."""
     levels = _levels(dataset, where)
     found = {}
@@ -180,6 +181,7 @@ def _variables(dataset: xr.Dataset, where: str) -> dict[str, Variable]:
             units=str(array.attrs.get("units", "")).strip(),
             standard_name=str(array.attrs.get("standard_name", "")),
             problem=_problem(array, dims),
+            model_levels=model_levels and "level" in dims,
         )
     return found
 

@@ -118,4 +118,5 @@ def _variables(form: PreparedForm) -> dict[str, Variable]:
 
 def _variable(form: PreparedForm, name: str, timed: bool, levels: tuple[int, ...]) -> Variable:
     units, standard_name = form.units.get(name, ""), form.standard_names.get(name, "")
-    return Variable(timed, levels, units, standard_name)
+    model_levels = form.model_levels and bool(levels)
+    return Variable(timed, levels, units, standard_name, model_levels=model_levels)

@@ -25,6 +25,7 @@ class Variable:
         levels: the levels it has, as in the store; empty if it is on none.
         units, standard_name: as the source gives them; empty if it gives none.
         problem: why it can't be read, after its name; empty if it can.
+        model_levels: its levels are those of a model, by number, not of pressure.
     """
 
     timed: bool
@@ -32,6 +33,7 @@ class Variable:
     units: str = ""
     standard_name: str = ""
     problem: str = ""
+    model_levels: bool = False
 
 
 class Counter(Protocol):

@@ -1,0 +1,149 @@
+"""A checker of the CF conventions that others keep looks at forecasts of every form."""
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import netCDF4
+import numpy as np
+import pytest
+import xarray as xr
+
+from credit_dp.config import VariableConfig
+from credit_dp.data.accumulate import ACCUMULATED
+from credit_dp.data.known_units import KNOWN
+from credit_dp.data.schema import Channel
+from credit_dp.data.unit_text import canonical
+from credit_dp.evaluation.forecast_store import ForecastStore
+from credit_dp.forecast import open_sharded
+from credit_dp.forecast.form import Form
+from credit_dp.forecast.netcdf_file import create
+from tests.forecast.runs import asking, forecast, leave_checkpoint
+from tests.training.seas import RAIN, sea_config
+
+# Ranks are threads here.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+# What WeatherBench 2's form has otherwise than the checker wants it, the conventions permitting.
+ALLOWED = (
+    "not in the recommended order T, Z, Y, X",  # the lead time is between
+    "variable 2m_temperature should begin with a letter",  # is a recommendation
+    "Coordinate variable 'time' should have standard_name='time', found: 'forecast_reference_time'",
+)
+
+
+@cache
+def checker() -> type[Any]:
+    """The checks of CF 1.11."""
+    from compliance_checker.cf.cf import CF1_11Check
+
+    return CF1_11Check
+
+
+def complaints(path: Path) -> list[str]:
+    """All that the checker says of a file, errors and warnings, but for what is allowed."""
+    checks = checker()()
+    with netCDF4.Dataset(path) as file:
+        checks.setup(file)
+        found = [getattr(checks, name)(file) for name in dir(checks) if name.startswith("check_")]
+    said = []
+    for results in found:
+        several = list(results.values()) if isinstance(results, dict) else results
+        for result in several if isinstance(several, list | tuple) else [several]:
+            said += [] if result is None else result.msgs
+    return [line for line in said if not any(part in line for part in ALLOWED)]
+
+
+def form(members: int = 0, model_levels: bool = False, summed: tuple[str, ...] = ()) -> Form:
+    """Few fields on few points."""
+    levels = [Channel("temperature", 5), Channel("temperature", 9)]
+    channels = (*levels, *map(Channel, ("2m_temperature", "total_precipitation")))
+    units = {channel.variable: KNOWN[channel.variable].unit for channel in channels}
+    times = np.array(["2000-01-01", "2000-01-02"], "M8[ns]")
+    grid = (np.linspace(90, -90, 5), np.arange(0.0, 360, 45))
+    span = 6 if summed else 0
+    return Form(channels, units, times, (12, 24), *grid, members, summed, span, model_levels)
+
+
+@pytest.mark.parametrize("members", [0, 2])
+@pytest.mark.parametrize("kind", ["file", "bands", "zarr"])
+def test_forecasts_pass(config, bands, whole, tmp_path, kind, members):
+    if kind == "bands":
+        path = next(bands.glob("*.nc"))  # has members; without, see below
+        if not members:
+            path = tmp_path / "band.nc"
+            create(path, form(), {}, {"latitude": slice(1, 3), "time": slice(0, 1)}).close()
+    elif kind == "file":
+        more = {"members": members, "perturb": 0.1} if members else {}
+        path = tmp_path / "f.nc"
+        forecast(asking(config, path, format="netcdf_file", lead="6h", **more))
+    else:
+        store = whole
+        if members:
+            more = {"members": members, "perturb": 0.1}
+            store = forecast(asking(config, tmp_path / "f.zarr", lead="6h", **more))
+        path = tmp_path / "of_store.nc"
+        raw = {"decode_times": False, "decode_timedelta": False}
+        with xr.open_zarr(store, **raw) as data:
+            # Else xarray gives a fill value to coordinates.
+            data.to_netcdf(path, encoding={name: {"_FillValue": None} for name in data.coords})
+    assert complaints(path) == []
+
+
+def test_the_checker_finds_what_is_wrong(tmp_path):
+    create(tmp_path / "f.nc", form(), {}, {}).close()
+    with netCDF4.Dataset(tmp_path / "f.nc", "a") as file:
+        file["temperature"].standard_name = "warmth"
+        file["level"].units = "m"
+        del file["longitude"].units
+    said = "\n".join(complaints(tmp_path / "f.nc"))
+    for part in ("warmth", "level", "longitude"):
+        assert part in said
+
+
+@pytest.mark.parametrize("model_levels", [False, True])
+def test_sums_and_levels_pass(tmp_path, model_levels):
+    path = tmp_path / "f.nc"
+    create(path, form(2, model_levels, ("total_precipitation",)), {}, {}).close()
+    assert complaints(path) == []
+    with netCDF4.Dataset(path) as file:
+        assert file["total_precipitation"].cell_methods == "prediction_timedelta: sum"
+        assert file["temperature"].cell_methods == "prediction_timedelta: point"
+        bounds = file[file["prediction_timedelta"].bounds]
+        assert bounds[:].tolist() == [[6, 12], [18, 24]]
+        level = file["level"]
+        said = (level.standard_name, level.units)
+        assert said == (("model_level_number", "1") if model_levels else ("air_pressure", "hPa"))
+    store = ForecastStore.open(str(path))
+    assert store.span == np.timedelta64(6, "h")
+    assert store.model_levels is model_levels
+    assert [name for name, of in store.variables.items() if of.summed] == ["total_precipitation"]
+
+
+def test_names_and_units_are_in_the_tables():
+    from cf_units import Unit
+    from compliance_checker.cf.util import StandardNameTable
+
+    table = StandardNameTable()
+    for name, known in KNOWN.items():
+        for standard_name in known.standard_names[:1]:
+            wanted = table[standard_name].canonical_units
+            assert Unit(canonical(known.unit)).is_convertible(Unit(wanted)), name
+        assert not Unit(canonical(known.unit)).is_unknown()
+    assert ACCUMULATED & KNOWN.keys()
+
+
+@pytest.mark.parametrize("kind", ["zarr", "netcdf", "netcdf_file"])
+def test_a_forecast_says_over_which_span_sums_are(tmp_path, kind):
+    rain = {RAIN: VariableConfig(normalise="log1p(1e-4)", nonnegative=True, accumulated=True)}
+    config = sea_config(tmp_path, steps=2, diagnostic=[RAIN], prognostic=["temperature"])
+    config = replace(config, data=replace(config.data, variables=rain))
+    leave_checkpoint(config)
+    asked = asking(config, tmp_path / "f.nc", lead="12h", every="12h", format=kind)
+    out = forecast(asked)
+    data = {"netcdf": open_sharded, "zarr": xr.open_zarr}.get(kind, xr.open_dataset)(out)
+    with data:
+        assert data[RAIN].attrs["cell_methods"] == "prediction_timedelta: sum"
+        bounds = data["prediction_timedelta_bounds"].values
+        assert bounds.tolist() == [[6, 12]]
+        assert ForecastStore(data, str(out)).span == np.timedelta64(6, "h")

@@ -9,7 +9,10 @@ from credit_dp.data.prepare import Prepared, prepare
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.evaluation.evaluate import evaluate, example
 from credit_dp.evaluation.held_out import HeldOut
+from credit_dp.evaluation.last_lead import LastLead, LastLeadSums
 from credit_dp.evaluation.plots import draw_map
+from credit_dp.evaluation.run_plots import draw_errors_of, draw_rmse, draw_spectra
+from credit_dp.evaluation.seams import seams_told
 from credit_dp.evaluation.table import Scores
 from credit_dp.launch import Ranks
 from credit_dp.launch.signals import PREEMPTED
@@ -19,6 +22,7 @@ from credit_dp.training.checkpoint import find_checkpoint, load_checkpoint
 from credit_dp.training.checkpoints import Checkpoints
 from credit_dp.training.initial_weights import load_initial_weights
 from credit_dp.training.log_files import log_to_file
+from credit_dp.training.loss_curve import draw_loss
 from credit_dp.training.out_of_memory import out_of_memory
 from credit_dp.training.preemption import Preemption
 from credit_dp.training.provenance import code_text
@@ -60,9 +64,9 @@ def run(config: Config, ranks: Ranks) -> int:
                 done = this.train(tracker, watch, preemption)
             if not done:
                 return PREEMPTED
-            scores = this.score(dates)
+            scores, last = this.score(dates)
             tracker.summarise(scores.numbers())
-        this.show(scores, dates)
+        this.show(scores, last, dates)
     return 0
 
 
@@ -163,17 +167,19 @@ class _Run:
             self.screen.say(waited)
         return True
 
-    def score(self, dates: HeldOut) -> Scores:
-        """Errors on the held-out dates, with a bar."""
+    def score(self, dates: HeldOut) -> tuple[Scores, LastLead]:
+        """Errors on the held-out dates, and what is drawn of them, with a bar."""
         training, manager = self.training, self.manager
         own = len(dates.initial_times[manager.dp_rank :: manager.dp_world_size])
         size = self.config.data.batch_size
         with training.trainer.state.forecasting(), self.screen.bar("evaluating", own) as bar:
-            return evaluate(training.forecast.rollout, dates, manager, size, bar)
+            sums = LastLeadSums(dates, manager)
+            scores = evaluate(training.forecast.rollout, dates, manager, size, bar, sums)
+            return scores, sums.result()
 
-    def show(self, scores: Scores, dates: HeldOut) -> None:
-        """Write and show the scores, draw a map, and say where everything is."""
-        # Before the map: should that fail, the scores are there.
+    def show(self, scores: Scores, last: LastLead, dates: HeldOut) -> None:
+        """Write and show the scores, draw plots, and say where everything is."""
+        # Before the plots: should one fail, the scores are there.
         if self._first:
             write_whole(self.folder.scores, scores.json(self.training.trainer.state.step))
         for table in scores.tables(self.screen.width):
@@ -182,7 +188,13 @@ class _Run:
             field = example(self.training.forecast.rollout, dates, self.manager)
         if self._first:
             draw_map(field, self.folder.map)
+            draw_loss(self.folder.log, self.folder.loss)
+            draw_rmse(scores, last.shown, self.folder.rmse)
+            draw_spectra(scores, last, self.folder.spectra)
+            draw_errors_of(scores, last, field.grid, self.folder.errors)
+        seams = seams_told(last.row_differences, field.bounds[1:-1], scores.channels)
+        if seams:
+            self.screen.say(f"{'seams':<13}{seams}")
         for label, path in self.folder.shown().items():
-            if path.exists():  # a run that only evaluates another's checkpoint has none of its own
-                self.screen.say(f"{label:<13}{path}")
+            self.screen.say(f"{label:<13}{path}")
         self.screen.say(f"{'once more':<13}{self.folder.again}")

@@ -39,6 +39,7 @@ class PreparedForm:
         units, standard_names: by variable; empty where the source gave none.
         origin: where the fields came from, for people.
         model_levels: levels are those of a model, by number, not of pressure.
+        title: what the source said that it is.
     """
 
     channels: tuple[Channel, ...]
@@ -47,6 +48,7 @@ class PreparedForm:
     standard_names: dict[str, str]
     origin: str
     model_levels: bool = False
+    title: str = ""
 
     def attributes(self) -> dict[str, Any]:
         """As JSON."""
@@ -69,6 +71,7 @@ class PreparedForm:
                 dict(attributes["standard_names"]),
                 str(attributes["origin"]),
                 bool(attributes.get("model_levels", False)),  # earlier versions did not say
+                str(attributes.get("title", "")),  # stores of before don't have it
             )
         except (KeyError, TypeError, ValueError):
             raise UserError(

@@ -58,7 +58,11 @@ def weighted_sums(values: Tensor, rows: Tensor, points: ValidPoints | None) -> T
 
 def sum_over_ranks(tensor: Tensor, manager: DomainParallelManager) -> Tensor:
     """The sum of a detached tensor over the domain and the data axis; a collective."""
-    total = manager.transport.sum(tensor.detach())
+    return sum_over_data(manager.transport.sum(tensor.detach()), manager)
+
+
+def sum_over_data(tensor: Tensor, manager: DomainParallelManager) -> Tensor:
+    """The sum of a tensor, which is changed, over the data axis alone; a collective."""
     if manager.data_parallel_size > 1:
-        dist.all_reduce(total, group=manager.data_parallel_group)
-    return total
+        dist.all_reduce(tensor, group=manager.data_parallel_group)
+    return tensor

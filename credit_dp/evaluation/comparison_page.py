@@ -5,13 +5,13 @@ from html import escape
 
 import matplotlib
 import numpy as np
-from matplotlib.figure import Figure
 
 from credit_dp.evaluation.compared_result import Place
 from credit_dp.evaluation.comparison import REFERENCES, Comparison, Row
-from credit_dp.evaluation.plots import raised
+from credit_dp.evaluation.labels import plain, unit_label
+from credit_dp.evaluation.panels import STYLES, legend, panels
 from credit_dp.evaluation.score_page import STYLE, TITLES, TOLD, table_leads
-from credit_dp.evaluation.score_plots import COLUMNS, PANEL, STYLES, picture, plain
+from credit_dp.evaluation.score_plots import picture
 from credit_dp.evaluation.scorecard import HEADLINE, SHOWN
 from credit_dp.evaluation.table import three_digits
 
@@ -117,15 +117,9 @@ def _curves(found: Comparison, score: str) -> str:
     """One score by lead time, all results in each panel, a panel for each channel shown."""
     rows = [row for row in found.rows if row.place.score == score]
     channels = shown_channels([row.place.channel for row in rows])
-    columns = min(len(channels), COLUMNS)
-    down = -(-len(channels) // columns)
-    figure = Figure(figsize=(PANEL[0] * columns, PANEL[1] * down + 0.4), layout="constrained")
-    panels = figure.subplots(down, columns, squeeze=False).flat
+    figure, axes_of = panels(len(channels))
     colours = matplotlib.colormaps["tab10"].colors  # type: ignore[attr-defined]
-    for axes in panels:
-        axes.set_visible(False)
-    for axes, channel in zip(figure.axes, channels, strict=False):
-        axes.set_visible(True)
+    for axes, channel in zip(axes_of, channels, strict=True):
         own = sorted((row for row in rows if row.place.channel == channel), key=_hours)
         days = np.array([row.place.hours for row in own]) / 24
         for n, name in enumerate(found.names):
@@ -137,11 +131,8 @@ def _curves(found: Comparison, score: str) -> str:
                 axes.plot(days, values, label=of, **{**STYLES[of], "linewidth": 1.0})  # type: ignore[arg-type]
         axes.set_title(plain(channel), fontsize=9, loc="left")
         axes.set_xlabel("lead time (days)", fontsize=8)
-        axes.set_ylabel(raised(plain(own[0].unit)), fontsize=8)
-        axes.grid(color="#dddddd", linewidth=0.6)
-        axes.tick_params(labelsize=7)
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper center", ncols=4, frameon=False)
+        axes.set_ylabel(unit_label(own[0].unit), fontsize=8)
+    legend(figure, axes_of[0])
     return picture(figure, "svg")
 
 

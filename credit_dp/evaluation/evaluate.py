@@ -5,10 +5,12 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
-from credit_dp.domain_parallel import DomainParallelManager, gather_tensor
+from credit_dp.domain_parallel import DomainParallelManager
+from credit_dp.evaluation.coasts import NONE, coasts_of
 from credit_dp.evaluation.held_out import HeldOut, Times
+from credit_dp.evaluation.last_lead import LastLeadSums, gathered, mapped_channel
 from credit_dp.evaluation.metrics import RootMeanSquare
-from credit_dp.evaluation.plots import FieldMap
+from credit_dp.evaluation.plots import FieldMap, MapGrid
 from credit_dp.evaluation.table import SOURCES, Scores
 from credit_dp.evaluation.units import unit_of
 
@@ -23,11 +25,13 @@ def evaluate(
     manager: DomainParallelManager,
     batch_size: int,
     progress: Callable[[int], None],
+    last_lead: LastLeadSums | None = None,
 ) -> Scores:
     """Score forecasts from all initial times; the same on every rank.
 
     Initial times are split over the data axis, see `shares`, rows over the domain axis. `progress`
-    is told how many of this rank's initial times are done.
+    is told how many of this rank's initial times are done. `last_lead` is given the fields at the
+    longest lead time.
     """
     store = dates.prepared.store
     shape = (len(SOURCES), len(dates.leads), store.channels.outputs)
@@ -35,7 +39,7 @@ def evaluate(
     done = 0
     for times, counts in shares(dates, manager, batch_size):
         if counts:
-            add_errors(errors, rollout, dates, times)
+            add_errors(errors, rollout, dates, times, last_lead)
             done += len(times)
             progress(done)
         else:
@@ -66,7 +70,13 @@ def shares(
         yield (times, True) if len(times) else (dates.initial_times[:1], False)
 
 
-def add_errors(errors: RootMeanSquare, rollout: Rollout, dates: HeldOut, times: Times) -> None:
+def add_errors(
+    errors: RootMeanSquare,
+    rollout: Rollout,
+    dates: HeldOut,
+    times: Times,
+    last_lead: LastLeadSums | None,
+) -> None:
     """Forecast from a batch of initial times and add the errors of all sources."""
     start = dates.starts(times)
     now = dates.newest(times, start)
@@ -79,6 +89,8 @@ def add_errors(errors: RootMeanSquare, rollout: Rollout, dates: HeldOut, times: 
         guesses = (forecast, now, dates.climatology(valid))
         for source, guess in enumerate(guesses):
             errors.add((source, place), dates.difference(guess, truth))
+        if last_lead is not None and lead == dates.leads[-1]:
+            last_lead.add(forecast, truth)
 
 
 def forecasts(rollout: Rollout, dates: HeldOut, times: Times, start: Tensor) -> Iterator[Tensor]:
@@ -97,24 +109,23 @@ def last_forecast(rollout: Rollout, dates: HeldOut, times: Times) -> Tensor:
 def example(rollout: Rollout, dates: HeldOut, manager: DomainParallelManager) -> FieldMap:
     """One field at the longest lead time from the first initial time, gathered from all bands.
 
-    Collective over all axes. The one place where a field of the whole globe is on a rank:
-    a single channel, to be drawn.
+    Collective over all axes. Only for what is drawn are fields of the whole globe on a rank: here
+    those of a single channel. Coasts are on rank 0 alone, which draws.
     """
     store = dates.prepared.store
-    names = [channel.name for channel in store.channels.out]
-    index = names.index("geopotential_500") if "geopotential_500" in names else 0
+    index = mapped_channel(dates)
+    channel = store.channels.out[index]
     times, lead = dates.initial_times[:1], dates.leads[-1]
     last = last_forecast(rollout, dates, times)
     truth = dates.fields(times + lead * dates.step)
-    both = dates.physical(torch.cat([last, truth]))[:, index]
-    both = gather_tensor(both.contiguous(), dim=-2, manager=manager)
+    own = dates.physical(torch.cat([last, truth]))[:, index]
+    coasts = coasts_of(store.source) if manager.rank == 0 else NONE
     start = str(times[0].astype("datetime64[m]")).replace("T", " ")
     return FieldMap(
-        title=f"{names[index]}, {dates.hours[-1]} h forecast from {start} UTC",
-        unit=unit_of(store, store.channels.out[index].variable),
-        forecast=both[0].cpu().numpy(),
-        truth=both[1].cpu().numpy(),
-        latitude=store.latitude,
-        longitude=store.longitude,
+        title=f"{channel.name}, {dates.hours[-1]} h forecast from {start} UTC",
+        unit=unit_of(store, channel.variable),
+        forecast=gathered(own[0], manager),
+        truth=gathered(own[1], manager),
+        grid=MapGrid(store.latitude, store.longitude, coasts),
         bounds=manager.partition(len(store.latitude)).bounds,
     )

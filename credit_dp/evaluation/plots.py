@@ -2,7 +2,6 @@
 
 import contextlib
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +14,20 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
 from credit_dp.errors import UserError
+from credit_dp.evaluation.coasts import Lines, draw_coasts
+from credit_dp.evaluation.labels import plain, unit_label
 
-# The exponent in a unit: m2 s-2, m**2 s**-2, m^2 s^-2.
-EXPONENT = re.compile(r"(?<=[A-Za-z])(?:\*\*|\^)?(-?\d+)")
+Colours = tuple[str, Normalize]
+
+
+@final
+@dataclass(frozen=True)
+class MapGrid:
+    """The cells of a map: latitude `(H,)` north first, longitude `(W,)`, in degrees; and coasts."""
+
+    latitude: np.ndarray
+    longitude: np.ndarray
+    coasts: Lines
 
 
 @final
@@ -26,16 +36,14 @@ class FieldMap:
     """One field on the whole globe, and what there is to say about it.
 
     Shapes:
-        forecast and truth `(H, W)`, in `unit`; latitude `(H,)` north first and longitude `(W,)`,
-        in degrees; bounds: the first row of each band, and H.
+        forecast and truth `(H, W)`, in `unit`; bounds: the first row of each band, and H.
     """
 
     title: str
     unit: str
     forecast: np.ndarray
     truth: np.ndarray
-    latitude: np.ndarray
-    longitude: np.ndarray
+    grid: MapGrid
     bounds: Sequence[int]
 
 
@@ -57,37 +65,47 @@ def draw_map(field: FieldMap, path: Path) -> None:
     panels[2].set_xlabel("longitude (degrees east)")
     bands = len(field.bounds) - 1
     dashed = "" if bands == 1 else f"\n{bands} bands of latitude, one per rank; edges dashed"
-    figure.suptitle(field.title + dashed)
+    figure.suptitle(plain(field.title) + dashed)
     save(figure, path)
 
 
 def draw_panel(
-    axes: Axes, field: FieldMap, values: np.ndarray, name: str, colours: tuple[str, Normalize]
+    axes: Axes, field: FieldMap, values: np.ndarray, name: str, colours: Colours
 ) -> None:
     """One map with its colour bar and the edges between bands."""
-    cmap, norm = colours
-    longitudes, latitudes = cell_edges(field.longitude), row_edges(field.latitude)
-    mesh = axes.pcolormesh(
-        longitudes, latitudes, values, cmap=matplotlib.colormaps[cmap], norm=norm, rasterized=True
-    )
-    bar = axes.figure.colorbar(mesh, ax=axes, extend="both", pad=0.02)
-    bar.set_label(raised(field.unit))
-    for row in list(field.bounds)[1:-1]:
-        # White below black: seen on dark and on light colours.
-        axes.axhline(latitudes[row], color="white", linewidth=2.2, alpha=0.8)
-        axes.axhline(latitudes[row], color="black", linewidth=1.0, linestyle=(0, (6, 4)))
+    draw_cells(axes, field.grid, values, colours)
+    bar = axes.figure.colorbar(axes.collections[0], ax=axes, extend="both", pad=0.02)
+    bar.set_label(unit_label(field.unit))
+    draw_edges(axes, row_edges(field.grid.latitude)[list(field.bounds)[1:-1]])
     axes.set_title(name, loc="left")
     axes.set_ylabel("latitude (degrees north)")
+
+
+def draw_cells(axes: Axes, grid: MapGrid, values: np.ndarray, colours: Colours) -> None:
+    """The cells of a map `(H, W)` in colours, with coasts, and with ticks on round degrees."""
+    cmap, norm = colours
+    longitudes = cell_edges(grid.longitude)
+    axes.pcolormesh(
+        longitudes,
+        row_edges(grid.latitude),
+        values,
+        cmap=matplotlib.colormaps[cmap],
+        norm=norm,
+        rasterized=True,
+    )
     axes.set_yticks([-90, -60, -30, 0, 30, 60, 90])
     axes.set_ylim(-90, 90)
     west, east = sorted((longitudes[0], longitudes[-1]))
     axes.set_xticks(np.arange(np.ceil(west / 60), np.floor(east / 60) + 1) * 60)
     axes.set_xlim(west, east)
+    draw_coasts(axes, grid.coasts)
 
 
-def raised(unit: str) -> str:
-    """A unit with raised exponents, however they are written: m2 s-2, m**2 s**-2, m^2 s^-2."""
-    return EXPONENT.sub(r"$^{\1}$", unit)
+def draw_edges(axes: Axes, latitudes: np.ndarray) -> None:
+    """The edges between bands, seen on dark and on light colours: white below black."""
+    for latitude in latitudes:
+        axes.axhline(latitude, color="white", linewidth=2.2, alpha=0.8)
+        axes.axhline(latitude, color="black", linewidth=1.0, linestyle=(0, (6, 4)))
 
 
 def row_edges(latitude: np.ndarray) -> np.ndarray:
@@ -103,7 +121,11 @@ def cell_edges(longitude: np.ndarray) -> np.ndarray:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a PNG, whole or not at all."""
+    """Write a PNG, whole or not at all.
+
+    Raises:
+        UserError: the file could not be written.
+    """
     temporary = path.with_name(f".{path.name}.part")  # one name: a killed run leaves at most one
     try:
         figure.savefig(temporary, dpi=130, format="png")
@@ -112,6 +134,6 @@ def save(figure: Figure, path: Path) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise UserError(
-            f"{path}: the map could not be written ({error.strerror}). "
+            f"{path}: the plot could not be written ({error.strerror}). "
             "Free space there or change run.dir."
         ) from error

@@ -6,7 +6,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from credit_dp.evaluation.plots import EXPONENT
+from credit_dp.evaluation.labels import superscript
 from credit_dp.evaluation.score_plots import curves, error_map, spectra
 from credit_dp.evaluation.scorecard import Array, Scorecard, headline
 from credit_dp.evaluation.table import three_digits
@@ -38,7 +38,6 @@ TOLD = {
     "spread": "Of members about their mean. If the ensemble is reliable, the root-mean-square "
     "error of the mean is this times the root of 1 + 1 / members.",
 }
-RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 STYLE = """
 :root { color-scheme: light; background: #fff; }
 body { font: 15px/1.45 system-ui, sans-serif; color: #1b1f23; max-width: 1180px;
@@ -90,6 +89,7 @@ def _head(card: Scorecard) -> list[str]:
         "Initial times": f"{count}, {first} to {last}" if count > 1 else first,
         "Lead times": f"{len(card.hours)}, {card.hours[0]} to {card.hours[-1]} hours",
         "Grid": f"{len(card.latitude)} x {len(card.longitude)}",
+        **({"Seams": card.seams} if card.seams else {}),
     }
     listed = "".join(f"<dt>{name}</dt><dd>{escape(text)}</dd>" for name, text in facts.items())
     return [
@@ -144,11 +144,6 @@ def _cells(name: str, values: Array) -> str:
         f'<td class="{of}{" best" if place == best else ""}">{_number(value)}</td>'
         for place, (of, value) in enumerate(zip(SOURCES[name], values, strict=True))
     )
-
-
-def superscript(unit: str) -> str:
-    """A unit with raised exponents, however they are written: m2 s-2, m**2 s**-2, m^2 s^-2."""
-    return EXPONENT.sub(lambda found: found[1].translate(RAISED), unit)
 
 
 def _spectra(card: Scorecard) -> Iterable[str]:

@@ -17,11 +17,13 @@ from credit_dp.data.schema import Channel
 from credit_dp.data.sources.address import without_secrets
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
+from credit_dp.evaluation.coasts import coasts_of
 from credit_dp.evaluation.error_maps import ErrorMaps
 from credit_dp.evaluation.forecast_store import ForecastStore
 from credit_dp.evaluation.matched import Matched, match
 from credit_dp.evaluation.score_request import ScoreRequest, keys_for
 from credit_dp.evaluation.scorecard import Scorecard, headline
+from credit_dp.evaluation.seams import inner_edges, row_differences
 from credit_dp.evaluation.units import unit_of
 from credit_dp.evaluation.valid_points import ValidPoints
 from credit_dp.evaluation.variable_scores import Globe, VariableScores
@@ -86,6 +88,9 @@ class Scorer:
         lead = int(np.abs(hours - MAP_HOURS).argmin())
         shown = headline(truth.channels.out)[:MAPPED]
         self._maps = ErrorMaps(shown, lead, int(hours[lead]), truth.grid)
+        self._edges = inner_edges(matched.forecast.edges, truth.grid[0])
+        # Of the first member's errors.
+        self._rows_differ = np.zeros((leads, truth.channels.outputs, truth.grid[0] - 1))
 
     def truth_at(self, time: np.datetime64) -> Fields:
         """All channels `(C, H, W)`; NaN only where a masked variable has no values."""
@@ -121,6 +126,9 @@ class Scorer:
             )
             error = members.mean(axis=0, dtype=np.float64) - truth[span]
             self._maps.add(place, span.start, error)
+            if self._edges:
+                one = members[0].astype(np.float64) - truth[span]
+                self._rows_differ[place, span] += np.nan_to_num(row_differences(one))
 
     def end_initial_time(self) -> None:
         """Say that all lead times from one initial time have been scored."""
@@ -157,10 +165,13 @@ class Scorer:
             units=tuple(unit_of(truth, channel.variable) for channel in truth.channels.out),
             latitude=truth.latitude,
             longitude=truth.longitude,
+            coasts=coasts_of(truth.source),
             scores=scores,
             spectra=torch.cat([spectra for _, spectra in found], dim=2).numpy(),
             bands=tuple(BANDS),
             maps=tuple(self._maps.result()),
+            edges=tuple(self._edges),
+            row_differences=self._rows_differ,
         )
 
 

@@ -10,6 +10,7 @@ import xarray as xr
 from numpy.typing import NDArray
 
 from credit_dp.checks import home_replaced
+from credit_dp.domain_parallel.partition import BANDS, RowPartition
 from credit_dp.errors import UserError
 from credit_dp.forecast.netcdf_file import ROWS
 from credit_dp.forecast.writer import ENDING
@@ -97,6 +98,8 @@ def _joined(bands: Sequence[Band]) -> xr.Dataset:
         combine_attrs="drop_conflicts",
     )
     data.attrs.pop(ROWS, None)
+    sizes = [len(band.latitude) for band in ordered]
+    data.attrs[BANDS] = list(RowPartition.of_sizes(sizes).bounds)
     return data
 
 

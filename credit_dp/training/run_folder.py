@@ -58,21 +58,45 @@ class RunFolder:
         return self.path / "forecast.png"
 
     @property
+    def loss(self) -> Path:
+        """Loss and validation scores over steps, drawn."""
+        return self.path / "loss.png"
+
+    @property
+    def rmse(self) -> Path:
+        """Errors by lead time, drawn."""
+        return self.path / "rmse.png"
+
+    @property
+    def spectra(self) -> Path:
+        """Power by zonal wavenumber at the longest lead time, drawn."""
+        return self.path / "spectra.png"
+
+    @property
+    def errors(self) -> Path:
+        """Errors on each grid point at the longest lead time, drawn."""
+        return self.path / "errors.png"
+
+    @property
     def again(self) -> str:
         """The command that does the run once more, in another folder."""
         return f"credit-dp train --again {shlex.quote(str(self.path.absolute()))}"
 
     def shown(self) -> dict[str, Path]:
-        """What a user is told of at the end, by label."""
-        return {
+        """What a user is told of at the end, by label: what is there, and plots as a pattern.
+
+        A run that only evaluates another's checkpoint has none of its own.
+        """
+        files = {
             "checkpoint": self.checkpoint,
             "metrics": self.scores,
             "training log": self.log,
             "config": self.config,
-            "map": self.map,
+            "plots": self.path / "*.png",
             "code": self.code,
             "trace": self.trace,
         }
+        return {label: file for label, file in files.items() if any(self.path.glob(file.name))}
 
 
 def resolved_yaml(config: Config) -> str:

@@ -64,3 +64,4 @@ def test_the_wheel_works_outside_a_checkout(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "name: unet" in done.stdout
     assert (tmp_path / "site/credit_dp/conf/config.yaml").exists()
+    assert (tmp_path / "site/credit_dp/evaluation/coastlines.npz").exists()

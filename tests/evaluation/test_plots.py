@@ -1,5 +1,7 @@
 """The map is a picture, whole or not there."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from matplotlib.colors import Normalize
@@ -7,13 +9,24 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from credit_dp.errors import UserError
-from credit_dp.evaluation.plots import FieldMap, cell_edges, draw_map, draw_panel, raised, row_edges
+from credit_dp.evaluation.coasts import NONE
+from credit_dp.evaluation.labels import unit_label
+from credit_dp.evaluation.plots import (
+    FieldMap,
+    MapGrid,
+    cell_edges,
+    draw_map,
+    draw_panel,
+    row_edges,
+)
 
 
 def field(bounds: tuple[int, ...]) -> FieldMap:
     latitude, longitude = np.linspace(90, -90, 9), np.arange(12) * 30.0
     truth = np.add.outer(np.cos(np.deg2rad(latitude)), np.sin(np.deg2rad(longitude)))
-    return FieldMap("t, 24 h", "m2 s-2", truth + 0.1, truth, latitude, longitude, bounds)
+    return FieldMap(
+        "t, 24 h", "m2 s-2", truth + 0.1, truth, MapGrid(latitude, longitude, NONE), bounds
+    )
 
 
 def test_the_map_is_a_large_picture(tmp_path):
@@ -37,21 +50,26 @@ def test_band_edges_are_drawn(bounds, edges):
 
 @pytest.mark.parametrize("unit", ["m2 s-2", "m**2 s**-2", "m^2 s^-2"])
 def test_exponents_are_raised_however_they_are_written(unit):
-    assert raised(unit) == "m$^{2}$ s$^{-2}$"
-    assert raised("1") == "1"
+    assert unit_label(unit) == "m$^{2}$ s$^{-2}$"
+    assert unit_label("1") == "1"
 
 
 def test_constant_fields_can_be_drawn(tmp_path):
     still = field((0, 9))
     zero = np.zeros_like(still.truth)
-    draw_map(
-        FieldMap("t", "K", zero, zero, still.latitude, still.longitude, (0, 9)), tmp_path / "a.png"
-    )
+    draw_map(FieldMap("t", "K", zero, zero, still.grid, (0, 9)), tmp_path / "a.png")
     assert (tmp_path / "a.png").exists()
 
 
+def test_dollars_are_no_formula(tmp_path):
+    odd = replace(field((0, 4, 9)), title="cost_$x^{_$", unit="$ m2 $")
+    draw_map(odd, tmp_path / "odd.png")
+    assert (tmp_path / "odd.png").exists()
+    assert unit_label("$ m2") == r"\$ m$^{2}$"
+
+
 def test_a_folder_that_is_not_there_is_one_line(tmp_path):
-    with pytest.raises(UserError, match="map could not be written"):
+    with pytest.raises(UserError, match="plot could not be written"):
         draw_map(field((0, 9)), tmp_path / "missing" / "map.png")
 
 

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from credit_dp.data.schema import Channel
-from credit_dp.evaluation.score_page import page, superscript
+from credit_dp.evaluation.labels import superscript
+from credit_dp.evaluation.score_page import page
 from credit_dp.evaluation.score_plots import curves
 from credit_dp.evaluation.scorecard import SHOWN, Scorecard
 from credit_dp.evaluation.variable_scores import SOURCES

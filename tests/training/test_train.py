@@ -20,8 +20,9 @@ from credit_dp.train import run
 from tests.ranks import on_processes
 from tests.training.runs import alone, built, make_config, make_store
 
-FILES = {"checkpoint", "config.yaml", "forecast.png", "metrics.csv", "metrics.json"}
-ASIDE = {"code.diff", "logs"}
+FILES = {"checkpoint", "config.yaml", "metrics.csv", "metrics.json"}
+PLOTS = {"errors.png", "forecast.png", "loss.png", "rmse.png", "spectra.png"}
+ASIDE = {"code.diff", "logs", *PLOTS}
 
 
 @pytest.fixture
@@ -41,6 +42,8 @@ def test_a_run_leaves_all_its_files_and_says_where(config, capsys):
     assert {path.name for path in folder.iterdir()} == FILES | ASIDE
     said = capsys.readouterr().out
     assert all(str(folder / name) in said for name in FILES)
+    assert f"plots        {folder}/*.png\n" in said
+    assert "seams" not in said
     assert "geopotential_500" in said
     assert "persis-" in said
 
@@ -98,12 +101,12 @@ def test_a_finished_run_is_only_evaluated_again(config, capsys, steps):
     assert "persis-" in said
 
 
-def test_a_map_that_fails_costs_no_scores(config, capsys, monkeypatch):
+def test_a_plot_that_fails_costs_no_scores(config, capsys, monkeypatch):
     def fail(field: FieldMap, path: Path) -> None:
-        raise UserError("no map")
+        raise UserError("no plot")
 
     monkeypatch.setattr("credit_dp.train.draw_map", fail)
-    with pytest.raises(UserError, match="no map"):
+    with pytest.raises(UserError, match="no plot"):
         run(config, Ranks())
     assert json.loads((Path(config.run.dir) / "metrics.json").read_text())["rmse"]
     assert "persis-" in capsys.readouterr().out

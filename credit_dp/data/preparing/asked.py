@@ -162,6 +162,7 @@ class Asked:
             standard_names={name: variable.standard_name for name, variable in found.items()},
             origin=self._source.where,
             model_levels=any(variable.model_levels for variable in found.values()),
+            title=self._source.title,
         )
 
 

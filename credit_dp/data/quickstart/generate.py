@@ -15,6 +15,7 @@ from pathlib import Path
 from credit_dp.config import QuickstartConfig
 from credit_dp.data.cache import Report
 from credit_dp.data.quickstart import layout
+from credit_dp.data.quickstart.planet import TITLE
 from credit_dp.data.quickstart.spans import Run, resolve_grid, runs
 from credit_dp.data.quickstart.synthesis import Synthesis
 from credit_dp.errors import UserError
@@ -39,7 +40,7 @@ def build(
     """
     shape = resolve_grid(config, grid)
     members = runs(config)
-    title = f"Quasi-geostrophic quickstart climate, T{config.truncation}, seed {config.seed}"
+    title = f"{TITLE}, T{config.truncation}, seed {config.seed}"
     partial = path.with_name(f".{path.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # what a killed build left
     try:

@@ -18,6 +18,7 @@ DAY = 86400.0  # s
 YEAR_DAYS = 365.2425
 LAPSE_RATE = 6.5e-3  # K m-1
 COLDEST_DAY = 15.0  # of the year, in the north
+TITLE = "Quasi-geostrophic quickstart climate"  # how the titles of its stores begin
 
 
 @final

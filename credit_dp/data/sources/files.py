@@ -46,6 +46,7 @@ class FilesSource(Source):
         self._starts = np.cumsum([0, *(len(source.times) for source in self._sources)])
         self.latitude: NDArray[np.float64] = first.latitude
         self.longitude: NDArray[np.float64] = first.longitude
+        self.title = first.title
         self.counters = [counter for source in sources for counter in source.counters]
         self.variables: Mapping[str, Variable] = _variables(self._sources)
 

@@ -52,6 +52,7 @@ class GriddedSource(Source):
         self._dataset = dataset
         self._counter, self.counters = counter, [counter]
         self._address = where
+        self.title = str(dataset.attrs.get("title", ""))
         self._watch = Watch(where, list(self.variables))
         counter.reset()
 

@@ -50,6 +50,7 @@ class JoinedSource(Source):
             for name in names_of(source.variables):
                 if not source.variables[name].problem:
                     self._owners.setdefault(name, number)
+        self.title = first.title
         self.counters = [counter for source in sources for counter in source.counters]
         self.variables: Mapping[str, Variable] = self._variables()
 

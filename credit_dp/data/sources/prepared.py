@@ -37,6 +37,7 @@ class PreparedSource(Source):
         where = without_secrets(address)
         form = PreparedForm.of(group.attrs.get(ATTRIBUTE), where)
         self.where, self._address = where, address
+        self.title = form.title
         hours = values_of(group, "time", where).astype("timedelta64[h]")
         self.times: Times = (EPOCH + hours).astype("datetime64[ns]")
         self.latitude: NDArray[np.float64] = values_of(group, "latitude", where).astype(float)

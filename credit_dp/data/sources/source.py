@@ -79,6 +79,7 @@ class Source(ABC):
         longitude: `(W,)` degrees, in the store's order.
         variables: by their names in the config.
         counters: what counts the reads, one for each place that is read.
+        title: what the store says that it is, if it does.
     """
 
     where: str
@@ -87,6 +88,7 @@ class Source(ABC):
     longitude: NDArray[np.float64]
     variables: Mapping[str, Variable]
     counters: Sequence[Counter]
+    title: str = ""
 
     @property
     def grid(self) -> tuple[int, int]:

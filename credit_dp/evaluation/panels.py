@@ -1,0 +1,140 @@
+"""Panels of curves, drawn alike wherever scores are shown: for each source a colour and dashes."""
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter, ScalarFormatter
+
+from credit_dp.evaluation.labels import plain, unit_label
+from credit_dp.evaluation.plots import MapGrid, draw_cells
+
+# Each source has its colour and dashes everywhere; they differ in grey too.
+STYLES: Mapping[str, Mapping[str, object]] = MappingProxyType(
+    {
+        "forecast": {"color": "#1f4e9c", "linewidth": 2.0},
+        "persistence": {"color": "#c2571a", "linestyle": "--"},
+        "climatology": {"color": "#5f6b6d", "linestyle": ":", "linewidth": 2.0},
+        "truth": {"color": "#111111", "linestyle": "-."},
+        "error of the mean": {"color": "#111111", "linestyle": "-."},
+    }
+)
+COLUMNS = 3
+PANEL = (3.6, 2.7)  # inches
+LEGEND = 0.4  # inches: two lines
+LEGEND_COLUMNS = 4
+TITLE = 0.3  # inches
+SPANNED = 99.5  # percent of points whose errors a colour bar spans
+WAVES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
+DAILY = 48  # hours from which on lead times are told in days
+
+
+def panels(count: int, title: str = "") -> tuple[Figure, list[Axes]]:
+    """A figure with room for a legend, and this many panels that are in use."""
+    columns = min(count, COLUMNS)
+    rows = -(-count // columns)
+    top = LEGEND + (TITLE if title else 0.0)
+    width, height = PANEL[0] * columns, PANEL[1] * rows + top
+    figure = Figure(figsize=(width, height))
+    # Margins are given, for to find them takes longer than to draw.
+    figure.subplots_adjust(
+        left=0.75 / width,
+        right=1 - 0.15 / width,
+        bottom=0.5 / height,
+        top=1 - (top + 0.25) / height,
+        wspace=0.32,
+        hspace=0.42,
+    )
+    if title:
+        figure.suptitle(title, y=1 - 0.08 / height, va="top", fontsize=11)
+    found = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for axes in found[count:]:
+        axes.set_visible(False)
+    for axes in found[:count]:
+        axes.grid(color="#dddddd", linewidth=0.6)
+        axes.tick_params(which="both", labelsize=7)
+        axes.spines[["top", "right"]].set_visible(False)
+    return figure, found[:count]
+
+
+def legend(figure: Figure, axes: Axes, below: float = 0.0) -> None:
+    """What the curves are, above all panels; `below` so many inches."""
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(
+        handles,
+        labels,
+        loc="upper left",
+        ncols=min(len(labels), LEGEND_COLUMNS),
+        frameon=False,
+        bbox_to_anchor=(0, 1 - below / figure.get_figheight()),
+    )
+
+
+def draw_scores(
+    axes: Axes, hours: Sequence[int], values: Mapping[str, np.ndarray], name: str, unit: str
+) -> None:
+    """A score `(leads,)` of each source by lead time."""
+    in_days = max(hours) > DAILY
+    leads = np.array(hours) / (24 if in_days else 1)
+    for source, of_source in values.items():
+        axes.plot(
+            leads,
+            of_source,
+            label=source,
+            marker="o" if len(leads) < 12 else "",
+            markersize=3,
+            **STYLES[source],  # type: ignore[arg-type]
+        )
+    axes.set_title(plain(name), fontsize=9, loc="left")
+    axes.set_ylabel(unit_label(unit), fontsize=8)
+    axes.set_xlabel(f"lead time ({'days' if in_days else 'hours'})", fontsize=8)
+    if len(leads) < 5:
+        axes.set_xticks(leads)
+
+
+def draw_powers(axes: Axes, powers: Mapping[str, np.ndarray], name: str, unit: str) -> None:
+    """The power `(W // 2 + 1,)` of each source by zonal wavenumber, from 1 on."""
+    for source, of_source in powers.items():
+        power = of_source[1:]
+        waves = np.arange(1, len(power) + 1)
+        shown = np.where(power > 0, power, np.nan)
+        axes.plot(waves, shown, label=source, **STYLES[source])  # type: ignore[arg-type]
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xticks([k for k in WAVES if k <= len(waves)], minor=False)
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_title(plain(name), fontsize=9, loc="left")
+    axes.set_xlabel("zonal wavenumber", fontsize=8)
+    label = unit_label(unit)
+    squared = f"{label}$^2$" if label.isalpha() else f"({label})$^2$"
+    axes.set_ylabel(f"{squared} m" if label else "power", fontsize=8)
+
+
+def draw_errors(grid: MapGrid, rmse: np.ndarray, bias: np.ndarray, unit: str) -> Figure:
+    """Root-mean-square and mean error on each grid point, side by side."""
+    figure = Figure(figsize=(11.0, 3.2))
+    figure.subplots_adjust(left=0.06, right=0.97, bottom=0.16, top=0.86, wspace=0.16)
+    most, far = _most(rmse), _most(np.abs(bias))
+    parts = (
+        ("root-mean-square error", rmse, "max", ("viridis", Normalize(0, most))),
+        ("mean error (forecast - truth)", bias, "both", ("RdBu_r", Normalize(-far, far))),
+    )
+    for axes, (name, values, extend, colours) in zip(figure.subplots(1, 2), parts, strict=True):
+        draw_cells(axes, grid, values, colours)
+        axes.set_title(name, fontsize=9, loc="left")
+        axes.set_xlabel("longitude (degrees east)", fontsize=8)
+        axes.set_ylabel("latitude (degrees north)", fontsize=8)
+        axes.tick_params(labelsize=7)
+        bar = figure.colorbar(axes.collections[0], ax=axes, extend=extend, pad=0.02)
+        bar.set_label(unit_label(unit), fontsize=8)
+        bar.ax.tick_params(labelsize=7)
+    return figure
+
+
+def _most(values: np.ndarray) -> float:
+    finite = values[np.isfinite(values)]
+    return max(float(np.percentile(finite, SPANNED)) if len(finite) else 0.0, 1e-30)

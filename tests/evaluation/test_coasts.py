@@ -1,0 +1,129 @@
+"""Coasts on maps: the Earth's where they are, a simulated planet's from its own land."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xarray as xr
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
+
+from credit_dp.config import DataConfig, QuickstartConfig
+from credit_dp.data import quickstart
+from credit_dp.data.quickstart.planet import TITLE
+from credit_dp.data.sources.opening import open_source
+from credit_dp.evaluation.coasts import NONE, coasts_of, draw_coasts, earth, outline
+from credit_dp.evaluation.plots import MapGrid, draw_cells
+from tests.data import stores
+from tests.evaluation import forecasts
+
+
+def planet(path: Path, **changes: object) -> DataConfig:
+    """A store whose land is the east, of a title."""
+    data = stores.dataset(rows=12, columns=8)
+    land = np.zeros((12, 8), np.float32)
+    land[3:9, 2:6] = 1
+    data["land_sea_mask"] = (("latitude", "longitude"), land)
+    data = data.assign_attrs(title=f"{TITLE}, T5, seed 0").assign(**changes)
+    return stores.config(stores.write(data, path))
+
+
+def distance(lines: np.ndarray, longitude: float, latitude: float) -> float:
+    """Degrees to the nearest point of a coast."""
+    away = np.abs((lines[:, 0] - longitude + 180) % 360 - 180) * np.cos(np.deg2rad(latitude))
+    return float(np.nanmin(np.hypot(away, lines[:, 1] - latitude)))
+
+
+@pytest.mark.parametrize(
+    ("longitude", "latitude"),
+    [(18.5, -34.2), (-5.6, 36.0), (-68, -55), (142.5, -10.8), (-169, 66), (178.5, -37.6)],
+)
+def test_capes_are_on_the_coast(longitude: float, latitude: float) -> None:
+    """Of Good Hope, Tarifa, Horn, York, Dezhnev, East Cape of New Zealand."""
+    assert distance(earth(), longitude, latitude) < 2
+
+
+def test_no_line_crosses_the_map() -> None:
+    assert np.nanmax(np.abs(np.diff(earth(), axis=0))) < 10
+    assert distance(earth(), -140, 0) > 20
+
+
+@pytest.mark.parametrize("west", [0, -180, -0.125, 90])
+def test_coasts_are_drawn_wherever_the_map_begins(west: float) -> None:
+    axes = Figure().subplots()
+    axes.set_xlim(west, west + 360)
+    axes.set_ylim(-90, 90)
+    draw_coasts(axes, earth())
+    assert axes.get_xlim() == (west, west + 360)
+    (line,) = axes.lines
+    x, y = line.get_data()
+    shown = np.stack([x, y], axis=1)[(x >= west) & (x <= west + 360)]
+    for longitude in range(-180, 180, 30):  # the Antarctic is everywhere
+        inside = (longitude - west) % 360 + west
+        assert np.nanmin(np.hypot(shown[:, 0] - inside, shown[:, 1] + 70)) < 16
+
+
+def test_longitudes_that_fall_or_turn_are_understood() -> None:
+    land = np.zeros((6, 8), np.float32)
+    land[2:4, 1:3] = 1
+    latitude, longitude = np.linspace(75, -75, 6), np.arange(8) * 45.0
+    wanted = outline(land, latitude, longitude)
+    assert np.nanmin(wanted[:, 0]) == 22.5
+    turned = outline(np.roll(land, 4, axis=1), latitude, (longitude + 180) % 360)
+    assert distance(turned, 22.5, 15) < 1e-6
+    falling = outline(land[:, ::-1], latitude, longitude[::-1])
+    assert distance(falling, 22.5, 15) < 1e-6
+    assert outline(np.zeros((6, 8)), latitude, longitude) is NONE
+
+
+def test_a_simulated_planet_has_its_own_coasts(tmp_path: Path) -> None:
+    source = open_source(planet(tmp_path / "planet.zarr"))
+    lines = coasts_of(source)
+    assert distance(lines, 67.5, 0) < 25
+    assert np.nanmin(lines[:, 0]) == pytest.approx(67.5)
+    real = open_source(stores.config(stores.write(stores.dataset(), tmp_path / "earth.zarr")))
+    assert coasts_of(real) is earth()
+
+
+def test_a_simulated_planet_without_land_has_no_coasts(tmp_path: Path) -> None:
+    config = planet(tmp_path / "planet.zarr")
+    data = xr.open_zarr(config.store, chunks=None, consolidated=False).load()
+    stores.write(data.drop_vars("land_sea_mask"), tmp_path / "sea.zarr")
+    assert coasts_of(open_source(stores.config(tmp_path / "sea.zarr"))) is NONE
+
+
+def test_the_quickstart_is_known_for_what_it_is(tmp_path: Path) -> None:
+    small = QuickstartConfig(truncation=5, runs=1, run_days=1, spinup_days=0)
+    quickstart.build(small, (8, 16), tmp_path / "made.zarr")
+    source = open_source(
+        DataConfig(name="zarr", store=str(tmp_path / "made.zarr"), prognostic=["x"])
+    )
+    assert source.title.startswith(TITLE)
+    assert 0 < len(coasts_of(source)) < 200
+
+
+def test_maps_have_coasts(tmp_path: Path) -> None:
+    axes = Figure().subplots()
+    grid = MapGrid(np.linspace(87, -87, 6), np.arange(8) * 45.0, earth())
+    draw_cells(axes, grid, np.zeros((6, 8)), ("viridis", Normalize(0, 1)))
+    assert len(axes.lines) == 1
+    assert axes.get_xlim() == (-22.5, 337.5)
+
+
+@pytest.mark.parametrize("simulated", [True, False])
+def test_scorecards_draw_the_coasts_of_the_truth(tmp_path: Path, simulated: bool) -> None:
+    observed = forecasts.truth()
+    land = np.zeros((9, 8), np.float32)
+    land[3:6, 2:6] = 1
+    observed["land_sea_mask"] = (("latitude", "longitude"), land)
+    if simulated:
+        observed = observed.assign_attrs(title=TITLE)
+    forecasts.write(observed, tmp_path / "truth.zarr")
+    timed = observed.drop_vars("land_sea_mask")
+    forecasts.write(forecasts.climatology(timed), tmp_path / "climatology.zarr")
+    made = forecasts.write(forecasts.forecast(timed), tmp_path / "forecast.zarr")
+    card = forecasts.scored(tmp_path, made, hours=(6,), variables=("2m_temperature",))
+    assert (card.coasts is earth()) != simulated
+    assert card.grid.coasts is card.coasts
+    assert np.nanmin(card.coasts[:, 0]) == pytest.approx(67.5) if simulated else True
+    assert card.seams == ""

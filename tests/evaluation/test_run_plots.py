@@ -1,0 +1,139 @@
+"""The plots of a run: what is collected for them on bands of rows, and that they are drawn."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.figure import Figure
+from matplotlib.image import imread
+
+from credit_dp.config import Config
+from credit_dp.data.prepare import prepare
+from credit_dp.domain_parallel import DomainParallelManager
+from credit_dp.evaluation.evaluate import evaluate
+from credit_dp.evaluation.held_out import HeldOut
+from credit_dp.evaluation.last_lead import LastLead, LastLeadSums
+from credit_dp.evaluation.run_plots import drawn_of
+from credit_dp.evaluation.seams import row_differences
+from credit_dp.evaluation.table import Scores
+from credit_dp.evaluation.zonal_spectra import RADIUS, band_weights
+from credit_dp.forecast.step import ForecastStep
+from credit_dp.training.csv_log import COLUMNS
+from credit_dp.training.loss_curve import draw_curve, draw_loss, numbers
+from tests.ranks import on_processes, on_threads
+from tests.training.runs import alone, make_config, make_store
+
+ROWS = 13
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    folder = tmp_path_factory.mktemp("plots")
+    config = make_config(make_store(folder, ROWS, columns=8), folder / "run")
+    prepare(config.data)
+    return config
+
+
+def rise(x: torch.Tensor) -> torch.Tensor:
+    return x[:, :7] * 0 + 0.5 * x[:, 7:8]
+
+
+def collected(manager: DomainParallelManager, config: Config) -> tuple[Scores, LastLead]:
+    prepared = prepare(config.data)
+    like = torch.zeros((), dtype=torch.float64)
+    dates = HeldOut(config, prepared, manager.rows(ROWS), like)
+    rollout = ForecastStep(rise, torch.ones(7, 1, 1, dtype=torch.float64)).rollout
+    sums = LastLeadSums(dates, manager)
+    scores = evaluate(rollout, dates, manager, 4, lambda _: None, sums)
+    return scores, sums.result()
+
+
+def test_they_are_those_of_the_definition(config: Config) -> None:
+    scores, last = collected(alone(), config)
+    store, statistics = (prepared := prepare(config.data)).store, prepared.statistics
+    whole, six = slice(0, ROWS), np.timedelta64(6, "h")
+    starts = store.times[store.times >= np.datetime64("2000-01-04")][:-2]
+    forcing = sum(store.forcing_times(starts + k * six, whole)[:, :1] for k in (0, 1))
+    moved = 0.5 * forcing * statistics.std[:, None, None]
+    forecast = store.read_times(starts, whole) + moved
+    truth = store.read_times(starts + 2 * six, whole)
+    error = forecast.astype(np.float64) - truth
+    assert last.hours == 12
+    assert last.bias == pytest.approx(error[:, last.mapped].mean(axis=0), rel=1e-5, abs=1e-2)
+    wanted = np.sqrt((error[:, last.mapped] ** 2).mean(axis=0))
+    assert last.rmse == pytest.approx(wanted, rel=1e-5)
+    assert last.row_differences == pytest.approx(row_differences(error).sum(axis=0), rel=1e-5)
+    north = band_weights(store.latitude).numpy()[0]
+    circles = 2 * np.pi * RADIUS * np.cos(np.deg2rad(store.latitude))
+    for source, fields in enumerate((forecast, truth)):
+        waves = np.fft.rfft(fields[:, last.shown[1]].astype(np.float64), norm="forward")
+        power = 2 * circles[:, None] * (np.abs(waves) ** 2).mean(axis=0)
+        power = (north @ power)[1:] / north.sum()
+        assert last.spectra[source, 1, 0, 1:] == pytest.approx(power, rel=1e-4)
+    assert scores.rmse.shape == (3, 2, 7)
+
+
+def check_same(found: LastLead, wanted: LastLead) -> None:
+    for name in ("rmse", "bias", "row_differences", "spectra"):
+        value = getattr(found, name)
+        assert value == pytest.approx(getattr(wanted, name), rel=1e-10, abs=1e-9), name
+
+
+def test_bands_collect_the_same(config: Config) -> None:
+    _, wanted = collected(alone(), config)
+    for _, found in on_threads(3, collected, config):
+        check_same(found, wanted)
+
+
+@pytest.mark.slow
+def test_any_mesh_collects_the_same(config: Config) -> None:
+    _, wanted = collected(alone(), config)
+    for _, found in on_processes(4, collected, config, domain=2):
+        check_same(found, wanted)
+
+
+def test_two_kinds_of_channels_have_spectra(config: Config) -> None:
+    scores, last = collected(alone(), config)
+    kinds = [scores.channels[c] for c in drawn_of(scores, last)]
+    assert kinds[0] == "geopotential_500"
+    assert "geopotential" not in kinds[1]
+
+
+def log(path: Path, rows: list[str], header: str = "validation_rmse") -> Path:
+    path.write_text("\n".join([",".join([*COLUMNS, header]), *rows, ""]))
+    return path
+
+
+def test_a_loss_curve_is_drawn_of_what_there_is(tmp_path: Path) -> None:
+    one = log(tmp_path / "one.csv", ["1,0.9,1e-3,1.0,0.1,"])
+    draw_loss(one, tmp_path / "one.png")
+    rows = [f"{k},{1 / k},1e-3,1.0,0.1,{0.1 / k if k % 50 == 0 else ''}" for k in range(1, 301)]
+    draw_loss(log(tmp_path / "many.csv", rows), tmp_path / "many.png")
+    small, large = (imread(tmp_path / name).shape[0] for name in ("one.png", "many.png"))
+    assert large > 1.5 * small  # with a panel for the validation
+
+
+def test_no_loss_curve_without_numbers(tmp_path: Path) -> None:
+    draw_loss(tmp_path / "absent.csv", tmp_path / "a.png")
+    draw_loss(log(tmp_path / "empty.csv", []), tmp_path / "a.png")
+    draw_loss(log(tmp_path / "nan.csv", ["1,nan,1e-3,nan,0.1,", "2,,,,,"]), tmp_path / "a.png")
+    assert not list(tmp_path.glob("*.png"))
+
+
+def test_only_numbers_above_zero_are_on_a_log_scale() -> None:
+    rows = [{"step": str(k), "loss": text} for k, text in enumerate(["1.5", "", "inf", "0", "2"])]
+    assert numbers(rows, "loss").tolist() == [[0, 1.5], [4, 2.0]]
+    assert numbers(rows, "validation_rmse").shape == (0, 2)
+
+
+def test_many_steps_have_a_running_mean() -> None:
+    steps = np.arange(1.0, 201)
+    axes = Figure().subplots()
+    draw_curve(axes, steps, 1 / steps)
+    curve, mean = axes.lines
+    assert len(curve.get_xdata()) == 200
+    x, y = mean.get_data()
+    assert y[0] == pytest.approx(np.mean(1 / steps[:10]))
+    assert x[0] == 6
+    assert axes.get_yscale() == "log"

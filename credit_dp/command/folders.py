@@ -7,8 +7,9 @@ from datetime import datetime
 from pathlib import Path
 
 from filelock import FileLock, Timeout
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
+from credit_dp import checks
 from credit_dp.config import Config, RunConfig
 from credit_dp.errors import UserError
 from credit_dp.training.checkpoint_files import whole_steps
@@ -18,10 +19,11 @@ LOCK = ".run.lock"
 
 
 def register_resolvers() -> None:
-    """Make `${run_folder:...}` and `${sweep_folder:...}` known; conf/config.yaml uses them."""
+    """Make what conf/config.yaml and conf/experiment/scaling.yaml interpolate known."""
     # Cached, so that one config gives one answer, however often it is asked.
     OmegaConf.register_new_resolver("run_folder", run_folder, use_cache=True, replace=True)
     OmegaConf.register_new_resolver("sweep_folder", sweep_folder, use_cache=True, replace=True)
+    OmegaConf.register_new_resolver("rows_per_rank", rows_per_rank, replace=True)
 
 
 def run_folder(name: str | None, folder: str) -> str:
@@ -34,6 +36,17 @@ def sweep_folder(name: str | None, folder: str) -> str:
     return os.path.expanduser(folder) or (
         f"outputs/{name}" if name else f"multirun/{unique_name()}"
     )
+
+
+def rows_per_rank(grid: str, *, _root_: DictConfig) -> str:
+    """The grid that leaves each domain rank this many rows: `24x48` is `96x48` on four ranks.
+
+    Raises:
+        UserError: it is no grid.
+    """
+    checks.grid("data.grid", str(grid))  # digits alone come as a number
+    rows, columns = grid.split("x")
+    return f"{int(rows) * int(OmegaConf.select(_root_, 'parallel.domain'))}x{columns}"
 
 
 def unique_name() -> str:

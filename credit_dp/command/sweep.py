@@ -1,18 +1,25 @@
 """`--multirun`: one run for each combination of values, one after the other or as jobs."""
 
 import os
+import signal
 from collections.abc import Sequence
 from itertools import product
+from pathlib import Path
 
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
-from omegaconf import DictConfig
+from hydra.core.utils import JobReturn
+from omegaconf import DictConfig, OmegaConf
 
 from credit_dp.command.compose import Composer
 from credit_dp.command.folders import folder_made_by_hydra
+from credit_dp.command.overrides import parse_overrides
 from credit_dp.command.preflight import check_plan
 from credit_dp.command.run import run_in_folder
 from credit_dp.errors import UserError
 from credit_dp.launch.launcher import find_launcher
+from credit_dp.launch.report import report_refusal
+from credit_dp.launch.signals import PREEMPTED, Terminated
 
 
 class RunError(Exception):
@@ -30,16 +37,36 @@ def sweep(composer: Composer, overrides: Sequence[Override]) -> int:
         UserError: a value is not allowed, or this is one of several ranks already.
     """
     check_place(overrides)
+    overrides = with_params(composer, overrides)
     for texts in samples(composer, overrides):
         config = composer.config(texts)
         check_plan(config)
     texts = [str(override.input_line) for override in overrides]
     try:
         with folder_made_by_hydra(config.run, "multirun"):
-            composer.hydra.multirun(composer.config_name, run_one, texts)
+            batches = composer.hydra.multirun(composer.config_name, run_one, texts)
     except RunError as failure:
         return failure.code
-    return 0
+    return end_of([job for batch in batches or () for job in batch])
+
+
+def end_of(jobs: Sequence[JobReturn]) -> int:
+    """Name the runs that failed, in one line; the exit code of the first of them, or 0."""
+    failed = [job for job in jobs if job.return_value]
+    if failed:
+        folders = [folder_of(job) for job in failed]
+        names = ", ".join(folder.name for folder in folders)
+        report_refusal(
+            f"--multirun: {len(failed)} of {len(jobs)} runs failed: {names}. "
+            f"See `credit-dp sweep show {folders[0].parent}`."
+        )
+    return int(failed[0].return_value) if failed else 0
+
+
+def folder_of(job: JobReturn) -> Path:
+    """Where a run that Hydra started has written."""
+    found = job.hydra_cfg or OmegaConf.create()
+    return Path(str(OmegaConf.select(found, "hydra.runtime.output_dir")))
 
 
 def check_all(composer: Composer, overrides: Sequence[Override]) -> int:
@@ -49,6 +76,7 @@ def check_all(composer: Composer, overrides: Sequence[Override]) -> int:
         UserError: a value is not allowed, or this is one of several ranks already.
     """
     check_place(overrides)
+    overrides = with_params(composer, overrides)
     choices = [choice for override in overrides if (choice := values(composer, override))]
     combinations = list(product(*choices))
     for texts in combinations:
@@ -67,6 +95,18 @@ def check_place(overrides: Sequence[Override]) -> None:
                 f"{override.key_or_group}: names the whole sweep, whose runs are numbered in it; "
                 "give one value"
             )
+
+
+def with_params(composer: Composer, overrides: Sequence[Override]) -> list[Override]:
+    """With what an experiment has the sweeper vary, where no value of it is given.
+
+    Given like this, interpolations in them are resolved in each run, and not by the sweeper.
+    """
+    given = {override.key_or_group for override in overrides}
+    composed = composer.compose(samples(composer, overrides)[0])
+    params = composed.hydra.sweeper.get("params") or {}
+    texts = [f"{key}={value}" for key, value in params.items() if key not in given]
+    return [*parse_overrides(texts), *overrides]
 
 
 def samples(composer: Composer, overrides: Sequence[Override]) -> list[list[str]]:
@@ -93,10 +133,18 @@ def values(composer: Composer, override: Override) -> list[str]:
 def run_one(composed: DictConfig) -> int:
     """What Hydra calls for each run of a sweep, here or inside a job.
 
+    Here, the runs after one that failed are still to be made. One that was told to stop ends the
+    sweep, for so was this program.
+
     Raises:
-        RunError: so that Hydra and a job queue see that the run did not succeed.
+        RunError: inside a job, so that a job queue sees that the run did not succeed.
+        Terminated: here, the run was told to stop.
     """
     code = run_in_folder(composed)
-    if code:
+    choices = HydraConfig.get().runtime.choices
+    here = all(choices[f"hydra/{name}"] == "basic" for name in ("launcher", "sweeper"))
+    if here and code == PREEMPTED:
+        raise Terminated(signal.SIGUSR1)
+    if code and not here:
         raise RunError(code)
     return code

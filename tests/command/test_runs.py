@@ -11,6 +11,7 @@ from credit_dp.command import run
 from credit_dp.command.folders import claim, unique_name
 from credit_dp.config import Config
 from credit_dp.errors import UserError
+from credit_dp.launch.signals import PREEMPTED
 from tests.command.answers import answer, refusal
 
 
@@ -140,7 +141,35 @@ def test_a_named_sweep_can_be_found_again(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert [config.run.dir for config in configs] == names
 
 
-def test_a_failed_run_fails_the_sweep(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with launched(monkeypatch, tmp_path, codes=(0, 3, 0)) as configs:
-        assert answer(monkeypatch, "-m", "seed=0,1,2")[0] == 3
-    assert len(configs) == 3
+def test_a_failed_run_fails_the_sweep_after_the_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with launched(monkeypatch, tmp_path, codes=(3, 0, 1)) as configs:
+        code, _, err = answer(monkeypatch, "-m", "seed=0,1,2", "run.name=many")
+    assert (code, len(configs)) == (3, 3)
+    folder = tmp_path / "outputs" / "many"
+    assert err == (
+        f"error: --multirun: 2 of 3 runs failed: 0, 2. See `credit-dp sweep show {folder}`.\n"
+    )
+
+
+def test_a_run_that_is_told_to_stop_ends_the_sweep(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with launched(monkeypatch, tmp_path, codes=(PREEMPTED, 0)) as configs:
+        assert answer(monkeypatch, "-m", "seed=0,1")[0] == PREEMPTED
+    assert len(configs) == 1
+
+
+def test_an_experiment_brings_what_it_varies(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with launched(monkeypatch, tmp_path) as configs:
+        code, _, err = answer(monkeypatch, "-m", "experiment=scaling", "parallel.domain=3")
+    meshes = [(config.parallel.domain, config.data.grid) for config in configs]
+    assert (code, meshes) == (0, [(3, "48x48"), (3, "72x48")])
+    assert err.count("\n") == 1  # the table at the end has nothing to show: nothing was trained
+    assert "0 of 2 runs could be timed" in err
+    line = refusal(monkeypatch, "-m", "experiment=scaling", "data.grid=${rows_per_rank:24},48x48")
+    assert line.startswith("data.grid: ")
+    assert "needs ROWSxCOLUMNS" in line

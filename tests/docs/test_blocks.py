@@ -28,6 +28,7 @@ LONG = (
     "checkpoints.md",
     "forecasting.md",
     "evaluating.md",
+    "sweeps.md",
 )
 MESHES = (
     "pipeline.md-0",

@@ -1,0 +1,94 @@
+"""Folders of sweeps as runs leave them, written by hand."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+COLUMNS = "step,loss,lr,grad_norm,seconds,samples_per_second,sent_bytes,peak_memory_bytes"
+STARTED = (
+    "2026-11-22 03:07:45,554 [rank 0] INFO credit_dp.training.log_files: started as process 5 on"
+)
+ENDED = "2026-11-22 03:07:51,639 [rank 0] INFO credit_dp.training.log_files: ended\n"
+CRASHED = (
+    "2026-11-22 03:07:51,639 [rank 0] ERROR credit_dp.training.log_files: ended by an error\n"
+    "Traceback (most recent call last):\n"
+    '  File "train.py", line 3, in <module>\n'
+    "credit_dp.errors.UserError: trainer: the loss has to stay finite\n"
+)
+
+
+def write_sweep(
+    folder: Path, typed: Sequence[str], params: Mapping[str, str] | None = None
+) -> Path:
+    """What Hydra writes before the first run starts."""
+    folder.mkdir(parents=True)
+    sweeper = {
+        "_target_": "hydra._internal.core_plugins.basic_sweeper.BasicSweeper",
+        "params": dict(params) if params else None,
+    }
+    content = {"hydra": {"sweeper": sweeper, "overrides": {"task": list(typed)}}}
+    (folder / "multirun.yaml").write_text(yaml.safe_dump(content))
+    return folder
+
+
+def write_given(run: Path, *overrides: str) -> Path:
+    """The overrides that Hydra leaves in a run's folder."""
+    (run / ".hydra").mkdir(parents=True)
+    (run / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(list(overrides)))
+    return run
+
+
+def write_config(run: Path, **groups: Mapping[str, Any]) -> None:
+    """A config with these keys of these groups, and what else is read of it."""
+    config: dict[str, dict[str, Any]] = {
+        "model": {"name": "unet"},
+        "data": {"name": "quickstart", "grid": "24x48", "batch_size": 4},
+        "parallel": {"pipeline": 1, "data": 1, "domain": 1, "threads": 1},
+        "trainer": {"steps": 30, "log_every": 1},
+    }
+    for name, values in groups.items():
+        config[name] |= values
+    text = yaml.safe_dump({**config, "device": "cpu", "seed": 0})
+    (run / "config.yaml").write_text(f"# credit-dp train --again {run}\n{text}")
+
+
+def write_log(run: Path, seconds: Sequence[float], **columns: float) -> None:
+    """`metrics.csv` with a row for each step, which took so long."""
+    names = COLUMNS.split(",") + [name for name in columns if name not in COLUMNS]
+    lines = [",".join(names)]
+    for step, pace in enumerate(seconds, start=1):
+        row = {"step": step, "loss": 1 / step, "lr": 0.1, "grad_norm": 1.0, "seconds": pace}
+        row |= {"samples_per_second": 4 / pace, "sent_bytes": 1e6, "peak_memory_bytes": 5e8}
+        lines.append(",".join(str({**row, **columns}[name]) for name in names))
+    (run / "metrics.csv").write_text("\n".join([*lines, ""]))
+
+
+def write_scores(run: Path, model: float) -> None:
+    """`metrics.json` of two fields and two leads; persistence has an error of 10 and 20."""
+    leads = {
+        "6h": {"model": model, "persistence": 10.0, "climatology": 50.0},
+        "24h": {"model": 2 * model, "persistence": 20.0, "climatology": 50.0},
+    }
+    scores = {"step": 30, "rmse": {"geopotential_500": leads, "2m_temperature": leads}}
+    (run / "metrics.json").write_text(json.dumps(scores))
+
+
+def write_rank_log(run: Path, *lines: str, host: str = "somewhere") -> None:
+    """`logs/rank-0.log`."""
+    (run / "logs").mkdir()
+    (run / "logs" / "rank-0.log").write_text("".join((f"{STARTED} {host}\n", *lines)))
+
+
+def write_done(
+    run: Path, *overrides: str, model: float, seconds: float = 0.5, **groups: Mapping[str, Any]
+) -> Path:
+    """A whole run of thirty steps, the first of which take long."""
+    write_given(run, *overrides)
+    write_config(run, **groups)
+    write_log(run, [9.0] * 5 + [seconds] * 25)
+    write_scores(run, model)
+    write_rank_log(run, ENDED)
+    return run

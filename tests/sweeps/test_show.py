@@ -1,0 +1,173 @@
+"""`credit-dp sweep show`: the table, its files and its picture."""
+
+import csv
+import json
+import subprocess
+import sys
+from io import BytesIO, StringIO
+from pathlib import Path
+
+import pytest
+from matplotlib.figure import Figure
+from PIL import Image
+
+from credit_dp.command.sweep_show import show
+from credit_dp.sweeps import read_sweep
+from credit_dp.sweeps.sweep_table import SweepTable
+from credit_dp.sweeps.swept_plot import draw_metric
+from tests.command.answers import answer
+from tests.sweeps.folders import (
+    CRASHED,
+    write_config,
+    write_done,
+    write_given,
+    write_log,
+    write_rank_log,
+    write_sweep,
+)
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    """Three rates, two seeds; the last run has failed."""
+    folder = write_sweep(tmp_path / "rates", ["optimizer.lr=1e-3,1e-2,1e-4", "seed=0,1"])
+    for number, (lr, model) in enumerate((("1e-3", 4.0), ("1e-2", 7.0))):
+        for seed in (0, 1):
+            given = (f"optimizer.lr={lr}", f"seed={seed}")
+            write_done(folder / str(2 * number + seed), *given, model=model + seed)
+    failed = write_given(folder / "4", "optimizer.lr=1e-4", "seed=0")
+    write_config(failed)
+    write_log(failed, [1.0] * 5)
+    write_rank_log(failed, CRASHED)
+    return folder
+
+
+def shown(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[list[str]]:
+    """The cells of the table's lines, its heading first."""
+    code, out, err = answer(monkeypatch, "sweep", "show", *arguments, program="credit-dp")
+    assert (code, err) == (0, "")
+    return [line.split() for line in out.split("\n\n")[0].splitlines()]
+
+
+def test_the_best_run_is_first(monkeypatch: pytest.MonkeyPatch, sweep: Path) -> None:
+    heading, *rows = shown(monkeypatch, str(sweep))
+    assert heading[:6] == ["job", "optimizer.lr", "seed", "state", "mesh", "relative_rmse"]
+    assert rows[0] == ["0", "1e-3", "0", "done", "1x1x1", "0.4", "30/30", "0.5", "8"]
+    assert [row[0] for row in rows] == ["0", "1", "2", "3", "4", "5"]
+    assert rows[4][3:7] == ["failed", "1x1x1", "-", "5/30"]
+    assert rows[5][3:] == ["not", "started", *"-----"]
+
+
+@pytest.mark.parametrize(
+    ("sort", "jobs"),
+    {
+        "-metric": "321045",
+        "optimizer.lr": "450123",
+        "-optimizer.lr": "230145",
+        "-seconds": "401235",
+        "state": "012345",
+    }.items(),
+)
+def test_runs_are_sorted(
+    monkeypatch: pytest.MonkeyPatch, sweep: Path, sort: str, jobs: str
+) -> None:
+    _, *rows = shown(monkeypatch, str(sweep), f"sort={sort}")
+    assert "".join(row[0] for row in rows) == jobs
+
+
+def test_the_metric_can_be_one_for_which_more_is_better(
+    monkeypatch: pytest.MonkeyPatch, sweep: Path
+) -> None:
+    heading, *rows = shown(monkeypatch, str(sweep), "metric=samples_per_second")
+    assert heading.count("samples_per_second") == 1
+    assert [row[0] for row in rows] == ["0", "1", "2", "3", "4", "5"]
+    assert rows[4][5] == "4"
+
+
+def test_why_runs_failed_is_told(monkeypatch: pytest.MonkeyPatch, sweep: Path) -> None:
+    _, out, _ = answer(monkeypatch, "sweep", "show", str(sweep), program="credit-dp")
+    assert "6 runs: 4 done, 1 failed, 1 not started\n" in out
+    assert out.endswith("4: trainer: the loss has to stay finite\n")
+
+
+def test_files_hold_what_is_shown(
+    monkeypatch: pytest.MonkeyPatch, sweep: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "new" / "out"
+    for _ in range(2):  # a sweep that is under way is looked at again
+        shown(monkeypatch, str(sweep), f"out={out}")
+    assert sorted(path.name for path in out.iterdir()) == ["metric.png", "sweep.csv", "sweep.json"]
+    rows = list(csv.DictReader(StringIO((out / "sweep.csv").read_text())))
+    content = json.loads((out / "sweep.json").read_text())
+    assert content["swept"] == ["optimizer.lr", "seed"]
+    assert rows[0]["relative_rmse"] == str(content["jobs"][0]["relative_rmse"]) == "0.4"
+    assert content["jobs"][4]["cause"] == rows[4]["cause"] == "trainer: the loss has to stay finite"
+    assert content["jobs"][5]["mesh"] is None
+    picture = Image.open(BytesIO((out / "metric.png").read_bytes()))
+    assert picture.width > 900
+
+
+def drawn(folder: Path) -> Figure:
+    sweep = read_sweep(folder)
+    figure = draw_metric(SweepTable(sweep, "relative_rmse", sweep.jobs))
+    assert figure is not None
+    return figure
+
+
+def test_repeats_are_dots_about_their_mean(sweep: Path) -> None:
+    (axes,) = drawn(sweep).axes
+    (line,) = axes.lines
+    assert list(line.get_xdata()) == [1e-3, 1e-2]
+    assert list(line.get_ydata()) == pytest.approx([0.45, 0.75])
+    assert [len(dots.get_offsets()) for dots in axes.collections] == [2, 2]
+    assert axes.get_xlabel() == "optimizer.lr"
+
+
+def test_a_second_key_makes_lines_and_names_make_bars(tmp_path: Path) -> None:
+    lines = write_sweep(tmp_path / "lines", ["model=unet,pangu", "trainer.steps=10,20,40"])
+    bars = write_sweep(tmp_path / "bars", ["model=unet,pangu"])
+    for number, model in enumerate(("unet", "pangu")):
+        write_done(bars / str(number), f"model={model}", model=4 + number)
+        for place, steps in enumerate((10, 20, 40)):
+            given = (f"model={model}", f"trainer.steps={steps}")
+            write_done(lines / str(3 * number + place), *given, model=9 - place)
+    (axes,) = drawn(lines).axes
+    assert [line.get_label() for line in axes.lines] == ["model=pangu", "model=unet"]
+    assert [list(line.get_xdata()) for line in axes.lines] == [[10, 20, 40]] * 2
+    (axes,) = drawn(bars).axes
+    assert [bar.get_width() for bar in axes.patches] == pytest.approx([0.4, 0.5])
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["unet", "pangu"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["nowhere"], "nowhere: needs the folder of a sweep"),
+        ([], "credit-dp sweep show: needs the folder of one sweep"),
+        (["SWEEP", "SWEEP"], "credit-dp sweep show: needs the folder of one sweep"),
+        (["SWEEP", "metrik=loss"], "Did you mean metric?"),
+        (["SWEEP", "metric=rmse"], "metric: no run of this sweep has 'rmse' yet"),
+        (["SWEEP", "sort=optimiser.lr"], "Did you mean optimizer.lr?"),
+        (["SWEEP", "out=SWEEP/multirun.yaml"], "out: cannot write"),
+        (["SWEEP/0"], "is no sweep"),
+    ],
+)
+def test_mistakes_are_one_line(
+    monkeypatch: pytest.MonkeyPatch, sweep: Path, arguments: list[str], line: str
+) -> None:
+    given = [text.replace("SWEEP", str(sweep)) for text in arguments]
+    code, _, err = answer(monkeypatch, "sweep", "show", *given, program="credit-dp")
+    assert (code, err.count("\n")) == (2, 1)
+    assert line in err
+
+
+def test_no_such_command_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    code, _, err = answer(monkeypatch, "sweep", "shwo", program="credit-dp")
+    assert (code, err.endswith("Did you mean show?\n")) == (2, True)
+
+
+def test_reading_does_not_import_torch(sweep: Path) -> None:
+    code = f"from {show.__module__} import show; show(['{sweep}'], 'x'); import sys; "
+    subprocess.run(
+        [sys.executable, "-c", f"{code}sys.exit('torch' in sys.modules)"], check=True, timeout=60
+    )

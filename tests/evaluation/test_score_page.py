@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from credit_dp.data.schema import Channel
+from credit_dp.evaluation.coasts import NONE
 from credit_dp.evaluation.labels import superscript
 from credit_dp.evaluation.score_page import page
 from credit_dp.evaluation.score_plots import curves
@@ -27,6 +28,7 @@ def card(scores: dict[str, list[float]], channels: int = 1) -> Scorecard:
         units=("K",) * channels,
         latitude=np.array([45.0, -45.0]),
         longitude=np.array([0.0, 180.0]),
+        coasts=NONE,
         scores={
             name: np.array(values)[:, None, None].repeat(channels, 2)
             for name, values in scores.items()
@@ -34,6 +36,8 @@ def card(scores: dict[str, list[float]], channels: int = 1) -> Scorecard:
         spectra=np.full((2, 1, channels, 1, 2), np.nan),
         bands=("globe",),
         maps=(),
+        edges=(),
+        row_differences=np.zeros((1, channels, 1)),
     )
 
 

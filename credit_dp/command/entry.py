@@ -18,6 +18,7 @@ from credit_dp.command.evaluate import evaluate
 from credit_dp.command.forecast import forecast
 from credit_dp.command.plan import plan
 from credit_dp.command.seams import seams
+from credit_dp.command.slurm import slurm
 from credit_dp.command.sweeps import sweeps
 from credit_dp.command.train import train
 from credit_dp.command.verify import verify
@@ -38,6 +39,7 @@ COMMANDS: dict[str, Command] = {
     "seams": seams,
     "data": data,
     "sweep": sweeps,
+    "slurm": slurm,
 }
 
 HELP = """\
@@ -54,6 +56,7 @@ credit-dp trains global weather models sharded by latitude.
   credit-dp forecast KEY=VALUE ...  forecast with a trained model, on any mesh
   credit-dp data COMMAND KEY=VALUE ...   look at a store, and make it ready for training
   credit-dp sweep show DIR          compare the runs of a sweep
+  credit-dp slurm script KEY=VALUE ...   print a batch script for a cluster with SLURM
 
 `credit-dp COMMAND --help` says more.
 """

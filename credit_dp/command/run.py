@@ -18,12 +18,15 @@ from credit_dp.command.folders import (
     folder_made_by_hydra,
     run_folder,
 )
+from credit_dp.command.job_record import cause_of, recorded
 from credit_dp.command.preflight import check_plan
+from credit_dp.command.sweep_jobs import earlier_state
+from credit_dp.command.tell import tell
 from credit_dp.config import Config
 from credit_dp.errors import UserError
 from credit_dp.launch import launch
 from credit_dp.launch.launcher import find_launcher
-from credit_dp.launch.report import after_first_rank, report_crash, report_refusal
+from credit_dp.launch.report import after_first_rank, heard, report_crash, report_refusal
 
 
 def run_once(composer: Composer, overrides: Sequence[str], config: Config) -> int:
@@ -46,8 +49,11 @@ def run_once(composer: Composer, overrides: Sequence[str], config: Config) -> in
     return int(result.return_value)
 
 
-def run_in_folder(composed: DictConfig) -> int:
+def run_in_folder(composed: DictConfig, of_sweep: bool = False) -> int:
     """Run a composed config in the folder that Hydra made for it; the exit code.
+
+    A run of a sweep leaves a record of how it ended; what has finished before is not run again,
+    and what has not goes on.
 
     A `UserError` is told here: Hydra would print lines of its own around it. So is an `OSError`,
     which outside would pass for one of making the folder.
@@ -56,14 +62,19 @@ def run_in_folder(composed: DictConfig) -> int:
     launcher = find_launcher(os.environ)
     try:
         config = to_config(composed)
-        check_plan(config)
         key = folder_key(config.run)
         config = replace(config, run=replace(config.run, dir=str(folder)))
         if launcher is not None and launcher.ranks.rank > 0:
-            return launch(config)  # a job of a sweep: the first rank has claimed the folder
+            return check_and_launch(config)  # of a sweep: the first has claimed it
+        state = earlier_state(folder, task_overrides(), config) if of_sweep else "new"
+        if state == "finished":
+            tell(f"{folder}: done already")
+            return 0
+        if state == "unfinished" and config.resume is None:
+            config = replace(config, resume="auto")
         check_folder(folder, config, key)
         with claim(folder, key):
-            return launch(config)
+            return record_run(config) if of_sweep else check_and_launch(config)
     except UserError as error:
         after_first_rank(0 if launcher is None else launcher.ranks.rank)
         report_refusal(str(error))
@@ -71,3 +82,34 @@ def run_in_folder(composed: DictConfig) -> int:
     except OSError:
         report_crash(traceback.format_exc())
         return 1
+
+
+def record_run(config: Config) -> int:
+    """Check and launch a run of a sweep, and leave a record of how it ended.
+
+    Raises:
+        UserError: the run can't be started.
+    """
+    with heard() as told, recorded(Path(config.run.dir), task_overrides()) as ending:
+        try:
+            ending.code = check_and_launch(config)
+        except UserError as error:
+            ending.code, ending.cause = 2, str(error)
+            raise
+        ending.cause = cause_of("".join(told))
+    return ending.code
+
+
+def task_overrides() -> list[str]:
+    """The overrides of the run that Hydra has started."""
+    return [str(text) for text in HydraConfig.get().overrides.task]
+
+
+def check_and_launch(config: Config) -> int:
+    """Refuse what is bound to fail, then start the ranks.
+
+    Raises:
+        UserError: the run can't be started.
+    """
+    check_plan(config)
+    return launch(config)

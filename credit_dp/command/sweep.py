@@ -16,6 +16,7 @@ from credit_dp.command.folders import folder_made_by_hydra
 from credit_dp.command.overrides import parse_overrides
 from credit_dp.command.preflight import check_plan
 from credit_dp.command.run import run_in_folder
+from credit_dp.command.sweep_launchers import launcher_of, sweep_as_jobs
 from credit_dp.errors import UserError
 from credit_dp.launch.launcher import find_launcher
 from credit_dp.launch.report import report_refusal
@@ -30,14 +31,19 @@ class RunError(Exception):
         self.code = code
 
 
-def sweep(composer: Composer, overrides: Sequence[Override]) -> int:
-    """Check every value of every key, then hand over to Hydra's sweeper and launcher.
+def sweep(composer: Composer, overrides: Sequence[Override], dashes: Sequence[str]) -> int:
+    """Check every value of every key, then hand over to Hydra's sweeper and launcher, or ours.
+
+    `dashes` are those that each run has to be given, too.
 
     Raises:
         UserError: a value is not allowed, or this is one of several ranks already.
     """
     check_place(overrides)
     overrides = with_params(composer, overrides)
+    launcher = launcher_of(overrides)
+    if launcher is not None:
+        return sweep_as_jobs(composer, overrides, dashes, launcher)
     for texts in samples(composer, overrides):
         config = composer.config(texts)
         check_plan(config)
@@ -140,7 +146,7 @@ def run_one(composed: DictConfig) -> int:
         RunError: inside a job, so that a job queue sees that the run did not succeed.
         Terminated: here, the run was told to stop.
     """
-    code = run_in_folder(composed)
+    code = run_in_folder(composed, of_sweep=True)
     choices = HydraConfig.get().runtime.choices
     here = all(choices[f"hydra/{name}"] == "basic" for name in ("launcher", "sweeper"))
     if here and code == PREEMPTED:

@@ -15,6 +15,7 @@ from credit_dp.command.overrides import parse_overrides
 from credit_dp.command.preflight import check_plan
 from credit_dp.command.run import run_once
 from credit_dp.command.sweep import check_all, sweep
+from credit_dp.command.sweep_launchers import check_launcher
 from credit_dp.config import Config
 from credit_dp.errors import UserError
 
@@ -52,21 +53,29 @@ def train(arguments: Sequence[str], program: str) -> int:
     overrides = parse_overrides([*earlier, *args.overrides])
     texts = [str(override.input_line) for override in overrides]
     check_overrides(overrides, composer.groups)
+    multirun = args.multirun or "hydra.mode=MULTIRUN" in args.overrides
+    check_launcher(overrides, multirun or bool(args.help or args.cfg))
     if args.help or args.cfg:
         show(composer, args, texts, program)
         return 0
-    if args.multirun or "hydra.mode=MULTIRUN" in args.overrides:
+    if multirun:
         if args.check:
             sys.stdout.write(
                 f"The configs of all {check_all(composer, overrides)} runs are valid.\n"
             )
             return 0
-        return sweep(composer, overrides)
+        return sweep(composer, overrides, dashes_of_a_run(args))
     config = check_run(composer, overrides)
     check_plan(config)
     if args.check:
         return check_and_tell(config)
     return run_once(composer, texts, config)
+
+
+def dashes_of_a_run(args: Namespace) -> list[str]:
+    """The dashes that tell where config files are, for a run that is another program."""
+    folder = [] if args.config_dir is None else ["--config-dir", str(args.config_dir)]
+    return [*folder, "--config-name", args.config_name]
 
 
 def show(composer: Composer, args: Namespace, texts: Sequence[str], program: str) -> None:

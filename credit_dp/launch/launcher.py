@@ -10,6 +10,7 @@ from credit_dp.errors import UserError
 from credit_dp.launch.ranks import Ranks
 
 FIRST_PORT, PORTS = 20_000, 20_000  # below the range that Linux hands out on its own
+STEPS = 8  # of a job, that have ports of their own
 
 
 @final
@@ -71,7 +72,8 @@ def _srun(env: Mapping[str, str]) -> Launcher | None:
     nodes = env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", "127.0.0.1"))
     alone = ranks.local_world_size == tasks
     address = "127.0.0.1" if alone else first_host(nodes)
-    step = f"{env.get('SLURM_JOB_ID', '')}.{env['SLURM_STEP_ID']}"
+    # The jobs of an array have numbers in a row, so that those on one node never share a port.
+    step = int(env.get("SLURM_JOB_ID", 0)) * STEPS + int(env["SLURM_STEP_ID"]) % STEPS
     return Launcher("srun", ranks, env.get("MASTER_ADDR", address), _port(env, step))
 
 
@@ -85,13 +87,13 @@ def _submitit_local(env: Mapping[str, str]) -> Launcher | None:
         local_rank=int(env["SUBMITIT_LOCAL_LOCALID"]),
         local_world_size=tasks,
     )
-    port = _port(env, env.get("SUBMITIT_LOCAL_JOB_ID", ""))
+    port = _port(env, zlib.crc32(env.get("SUBMITIT_LOCAL_JOB_ID", "").encode()))
     return Launcher("submitit", ranks, "127.0.0.1", port)
 
 
-def _port(env: Mapping[str, str], job: str) -> int:
+def _port(env: Mapping[str, str], job: int) -> int:
     """A port that all ranks of a job work out alike; MASTER_PORT if the user gave one."""
-    return int(env.get("MASTER_PORT", FIRST_PORT + zlib.crc32(job.encode()) % PORTS))
+    return int(env.get("MASTER_PORT", FIRST_PORT + job % PORTS))
 
 
 def first_host(nodes: str) -> str:

@@ -1,9 +1,24 @@
 """What a failed run says on stderr: one line for the user's mistakes, one traceback for ours."""
 
+import contextlib
 import sys
 import time
+from collections.abc import Iterator
 
 FIRST_WORD = 3.0  # seconds that other ranks leave to rank 0
+
+_listening: list[list[str]] = []
+
+
+@contextlib.contextmanager
+def heard() -> Iterator[list[str]]:
+    """Collect what this process says meanwhile about runs that fail; it is said nevertheless."""
+    told: list[str] = []
+    _listening.append(told)
+    try:
+        yield told
+    finally:
+        _listening.remove(told)
 
 
 def after_first_rank(rank: int) -> None:
@@ -18,11 +33,16 @@ def after_first_rank(rank: int) -> None:
 
 def report_refusal(message: str) -> None:
     """`error:` and the message, on one line whatever the message holds."""
-    sys.stderr.write(f"error: {' '.join(message.split())}\n")
-    sys.stderr.flush()
+    _say(f"error: {' '.join(message.split())}\n")
 
 
 def report_crash(text: str) -> None:
     """A traceback or a sentence, as it is."""
-    sys.stderr.write(text if text.endswith("\n") else f"{text}\n")
+    _say(text if text.endswith("\n") else f"{text}\n")
+
+
+def _say(text: str) -> None:
+    for told in _listening:
+        told.append(text)
+    sys.stderr.write(text)
     sys.stderr.flush()

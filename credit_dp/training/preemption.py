@@ -11,11 +11,12 @@ import torch.distributed as dist
 
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.launch.signals import heeding
+from credit_dp.launch.time_limit import TimeLimit, time_limit
 
 
 @final
 class Preemption:
-    """Heeds SIGTERM and SIGUSR1 while it is open; a second SIGTERM ends the process as ever.
+    """Heeds SIGTERM, SIGUSR1 and the end of a job; a second SIGTERM ends the process as ever.
 
     A signal may reach one rank only, or each of them in another step: they ask each other.
     Opening it is a collective of all ranks, and so is `asked`.
@@ -26,8 +27,10 @@ class Preemption:
 
     def __init__(self, manager: DomainParallelManager) -> None:
         self.together = manager.mesh is not None
+        self.first = manager.rank == 0
         self.own = 0  # the signal that reached this rank
         self.number = 0  # the one that all ranks know of
+        self.limit = TimeLimit(None)
         self.group: dist.ProcessGroup | None = None
         self.heeding = contextlib.ExitStack()
 
@@ -35,6 +38,8 @@ class Preemption:
         if self.together:
             # In the host's memory, so that no rank waits for its GPU to know.
             self.group = dist.new_group(backend="gloo")
+        if self.first:
+            self.limit = time_limit()
         self.heeding.enter_context(heeding(self.note))
         return self
 
@@ -57,7 +62,8 @@ class Preemption:
 
         Collective: every rank asks after every step, with eight bytes of each.
         """
-        number = torch.tensor(self.own)
+        late = 0 if self.own or not self.limit.reached() else int(signal.SIGUSR1)
+        number = torch.tensor(self.own or late)
         if self.group is not None:
             dist.all_reduce(number, op=dist.ReduceOp.MAX, group=self.group)
         self.number = int(number)
@@ -65,7 +71,8 @@ class Preemption:
 
     def words(self, step: int, checkpoint: Path) -> str:
         """One line on why training has stopped, and how it goes on."""
-        name = signal.Signals(self.number).name
+        late = not self.own and self.limit.reached()
+        name = "the job's time is over" if late else signal.Signals(self.number).name
         return (
             f"{name}: stopped after step {step}, which is saved in {checkpoint}; the same command "
             "with resume=auto goes on from there"

@@ -37,6 +37,7 @@ MESHES = (
     "your-own-model.md-1",
     "device-placement.md-1",
     "mesh.md-1",
+    "cluster.md-1",
 )
 PLANS = ("plan-and-verify.md-0", "plan-and-verify.md-2", "which-parallelism.md-1")
 LONGER = ("quickstart-climate.md", "your-own-model.md-2", "your-own-model.md-4")

@@ -1,0 +1,48 @@
+#!/bin/bash
+# credit-dp slurm script model=crossformer parallel.domain=8 nodes=4 gpus_per_node=8 cpus_per_node=64 start=torchrun
+# Each run has 32 ranks, 8 on each of 4 nodes:
+# pipeline 1 x data 4 x domain 8.
+#SBATCH --job-name=credit-dp
+#SBATCH --nodes=4
+#SBATCH --ntasks-per-node=8
+#SBATCH --cpus-per-task=8
+#SBATCH --gpus-per-node=8
+#SBATCH --time=24:00:00
+#SBATCH --output=slurm-%j.log
+#SBATCH --open-mode=append   # after a requeue the log goes on
+#SBATCH --requeue            # a preempted job is queued again
+#SBATCH --signal=B:USR1@180  # seconds before the end, to this script
+
+# What your site needs: modules, the environment, the network of the ranks.
+# module load cuda
+# source .venv/bin/activate
+# export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0
+export PYTHONUNBUFFERED=1    # the log is written at once
+
+keys=(model=crossformer parallel.domain=8)
+
+# torchrun hands SIGTERM on to the ranks, which save after the step that they are in.
+told=0
+trap 'told=1; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
+trap 'told=1' TERM
+
+first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+port=$((20000 + SLURM_JOB_ID * 8 % 20000))
+srun --nodes=4 --ntasks-per-node=1 \
+    --cpus-per-task=64 --kill-on-bad-exit=1 \
+    torchrun --nnodes=4 --nproc-per-node=8 \
+    --rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$first:$port" \
+    -m credit_dp train "${keys[@]}" run.name=slurm-"$SLURM_JOB_ID" resume=auto &
+ranks=$!
+
+# A signal to this script ends a wait, and not the ranks.
+wait "$ranks"
+while kill -0 "$ranks" 2> /dev/null; do wait "$ranks"; done
+wait "$ranks" && code=0 || code=$?
+
+# 75: stopped; 138: SIGUSR1 came before or after training. Not if cancelled, and not for ever.
+if { [ "$code" != 0 ] && [ "$told" = 1 ]; } && [ "${SLURM_RESTART_COUNT:-0}" -lt 20 ] &&
+    [ "$(squeue --noheader --jobs "$SLURM_JOB_ID" --format %T)" = RUNNING ]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"

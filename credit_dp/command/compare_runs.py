@@ -84,7 +84,7 @@ def split(given: Sequence[str], program: str) -> tuple[list[Path], str]:
 def names_of(folders: Sequence[Path]) -> list[str]:
     """The last parts of the paths, as many as it takes to tell them from each other."""
     parts = [folder.absolute().parts[1:] for folder in folders]
-    for count in range(1, max(map(len, parts)) + 1):
+    for count in range(1, max(map(len, parts)) + 2):  # the root has no parts
         names = ["/".join(of[-count:]) for of in parts]
         if len(set(names)) == len(names):
             break

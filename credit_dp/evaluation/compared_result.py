@@ -1,6 +1,7 @@
 """Scores that are compared: those of a training run, or of a scorecard, read from their folder."""
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +48,7 @@ class Result:
         kind: `RUN` or `CARD`.
         units: by channel.
         scores: by place, then by what they are of: `forecast`, `persistence` and so on. Those that
-            are not defined are left out.
+            are not defined, or infinite, are left out; so are places without the forecast's.
         facts: what scores depend on besides the forecasts.
         config: of a run, flat; without the keys in which runs always differ.
     """
@@ -117,9 +118,10 @@ def _scores(nested: Mapping[str, Any]) -> dict[Place, dict[str, float]]:
                 values = {
                     "forecast" if of == "model" else of: float(value)
                     for of, value in sources.items()
-                    if value is not None
+                    if value is not None and math.isfinite(value)
                 }
-                found[Place(score, channel, int(lead.removesuffix("h")))] = values
+                if "forecast" in values:
+                    found[Place(score, channel, int(lead.removesuffix("h")))] = values
     return found
 
 

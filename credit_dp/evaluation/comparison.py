@@ -118,7 +118,7 @@ def compare(results: Sequence[Result]) -> Comparison:
     kept = [
         place
         for place in sorted(places, key=lambda place: ORDER.index(place.score))
-        if place.channel not in odd and all("forecast" in x.scores[place] for x in results)
+        if place.channel not in odd
     ]
     if not kept:
         names = " and ".join(result.name for result in results)

@@ -15,14 +15,14 @@ from credit_dp.data.sources.netcdf import is_netcdf, open_netcdf
 from credit_dp.data.sources.zarr_dataset import open_dataset
 from credit_dp.domain_parallel.partition import BANDS
 from credit_dp.errors import UserError
-from credit_dp.evaluation.summed import LEAD, decoded, is_sum, span_of_sums
+from credit_dp.evaluation.summed import LEAD, OTHER_LEADS, decoded, is_sum, span_of_sums
 
 MEMBER = "member"
 ORDER = (MEMBER, "level", "latitude", "longitude")
 OTHER_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "time": ("init_time", "initial_time", "forecast_reference_time"),
-        LEAD: ("lead_time", "step", "leadtime"),
+        LEAD: OTHER_LEADS,
         MEMBER: ("number", "realization", "ensemble", "ensemble_member", "sample"),
     }
 )

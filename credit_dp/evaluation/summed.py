@@ -9,8 +9,9 @@ from credit_dp.data.sources.address import reason_of
 from credit_dp.errors import UserError
 
 LEAD = "prediction_timedelta"
+OTHER_LEADS = ("lead_time", "step", "leadtime")  # as others call it
 # Source: the CF conventions, section 7.3: dimensions with colons, then the method.
-SUM = re.compile(rf"\b{LEAD}:(?: \w+:)* sum\b")
+SUM = re.compile(rf"\b(?:{'|'.join((LEAD, *OTHER_LEADS))}):(?: \w+:)* sum\b")
 
 
 def is_sum(array: xr.DataArray) -> bool:
@@ -36,8 +37,9 @@ def span_of_sums(dataset: xr.Dataset, where: str) -> np.timedelta64 | None:
         given = given.copy(deep=False)
         given.attrs |= {"units": units}
     bounds, leads = decoded(given, where).values, decoded(lead, where).values
-    spans = bounds[:, 1] - bounds[:, 0]
-    if (bounds[:, 1] != leads).any() or (spans != spans[0]).any() or not spans[0] > 0:
+    spans = np.diff(bounds).ravel()
+    pairs = bounds.shape == (len(leads), 2)
+    if not pairs or (bounds[:, 1] != leads).any() or (spans != spans[0]).any() or not spans[0] > 0:
         raise UserError(
             f"{where}: sums need to be over one span that ends at the lead time, but {name} has "
             "others. Leave these variables out with variables=[...]."

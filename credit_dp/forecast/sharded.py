@@ -36,8 +36,8 @@ def open_sharded(path: str | Path) -> xr.Dataset:
     they are needed, by dask.
 
     Raises:
-        UserError: there are none; bands overlap or lack rows; or other coordinates than latitude
-            differ, if only in the last digit.
+        UserError: there are none; bands overlap or lack rows; or anything that is not joined
+            differs, if only in the last digit: other coordinates, bounds, units.
     """
     files = _files(home_replaced("path", str(path)))
     groups: dict[tuple[Any, ...], list[Band]] = {}
@@ -46,7 +46,7 @@ def open_sharded(path: str | Path) -> xr.Dataset:
         groups.setdefault(_key(band.data), []).append(band)
     joined = {key: _joined(bands) for key, bands in sorted(groups.items())}
     first = next(iter(joined.values()))
-    for key, data in joined.items():
+    for key, data in list(joined.items())[1:]:
         _check_same(groups[key][0].path, data, first)
     return _along_others(joined)
 
@@ -69,7 +69,10 @@ def _opened(path: Path) -> Band:
     dim = next((name for name in LATITUDES if name in data.dims and name in data.coords), None)
     if dim is None:
         raise UserError(f"{path}: has no coordinate latitude to join it by.")
-    return Band(path, data, data[dim].values, dim)
+    latitude = data[dim].values
+    if latitude.dtype.kind not in "fiu" or not latitude.size or not np.isfinite(latitude).all():
+        raise UserError(f"{path}: needs rows with numbers as {dim}, to join them by. Leave it out.")
+    return Band(path, data, latitude, dim)
 
 
 def _key(data: xr.Dataset) -> tuple[Any, ...]:
@@ -105,10 +108,11 @@ def _joined(bands: Sequence[Band]) -> xr.Dataset:
 
 def _check_edges(bands: Sequence[Band], sign: int) -> None:
     """Refuse bands that overlap, and edges across which a row is missing."""
-    steps = np.concatenate([sign * np.diff(band.latitude) for band in bands])
-    usual = float(np.median(steps)) if len(steps) else np.inf
-    for north, south in pairwise(bands):
-        step = sign * float(south.latitude[0] - north.latitude[-1])
+    edges = [sign * float(b.latitude[0] - a.latitude[-1]) for a, b in pairwise(bands)]
+    inner = np.concatenate([sign * np.diff(band.latitude) for band in bands])
+    # Bands of one row each have distances only between them.
+    usual = float(np.median(inner if len(inner) else edges)) if edges else 0.0
+    for (north, south), step in zip(pairwise(bands), edges, strict=True):
         if step <= 0:
             raise UserError(
                 f"{south.path}: overlaps {north.path.name}: it begins at latitude "
@@ -145,22 +149,35 @@ def _check_whole(bands: Sequence[Band]) -> None:
 
 
 def _check_same(path: Path, data: xr.Dataset, other: xr.Dataset, dim: str = "") -> None:
-    """Refuse other variables, or other values of a coordinate than the one joined by."""
+    """Refuse other variables or units, and other values of anything that is not joined."""
     odd = sorted({*map(str, data.data_vars)} ^ {*map(str, other.data_vars)})
     if odd:
         raise UserError(f"{path}: has other variables than the other files ({odd[0]}).")
-    names = {*map(str, data.coords), *map(str, other.coords)} - {dim}
-    for name in sorted(names - ({"time", "number"} if not dim else set())):
-        a, b = (x[name].values if name in x.coords else None for x in (data, other))
-        if a is None or b is None or not np.array_equal(a, b):
+    along = {dim} if dim else {"time", "number"}
+    for name in sorted(_not_joined(data, along) | _not_joined(other, along)):
+        a, b = (x.variables.get(name) for x in (data, other))
+        if a is None or b is None or not a.equals(b):  # type: ignore[no-untyped-call]
+            far = "" if a is None or b is None else _how_far(a.values, b.values)
             raise UserError(
-                f"{path}: has another {name} than the other files{_how_far(a, b)}. Files are only "
-                "joined where all coordinates are the same, to the last digit."
+                f"{path}: has another {name} than the other files{far}. Files are only joined "
+                "where all that is not joined is the same, to the last digit."
             )
+    for name in map(str, data.data_vars):
+        units = [str(x[name].attrs.get("units", "none")) for x in (data, other)]
+        if units[0] != units[1]:
+            raise UserError(f"{path}: has {name} in {units[0]}, the other files in {units[1]}.")
 
 
-def _how_far(a: NDArray[Any] | None, b: NDArray[Any] | None) -> str:
-    if a is None or b is None or a.shape != b.shape or a.dtype.kind != "f":
+def _not_joined(data: xr.Dataset, along: set[str]) -> set[str]:
+    """Variables that a joined dataset has from one file alone."""
+    # Where a file has a time as a mere number, that becomes a dim of all its variables.
+    scalar = any(dim in data.coords and dim not in data.dims for dim in along)
+    variables = data.coords.variables if scalar else data.variables
+    return {str(name) for name, of in variables.items() if not along & {name, *of.dims}}
+
+
+def _how_far(a: NDArray[Any], b: NDArray[Any]) -> str:
+    if a.shape != b.shape or a.dtype.kind != "f":
         return ""
     return f", by up to {np.abs(a - b).max():.3g}"
 

@@ -12,6 +12,7 @@ import os
 import signal
 import tempfile
 import time
+from collections.abc import Iterator
 from functools import partial
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import wait
@@ -36,10 +37,28 @@ def start_nursery(run: str) -> None:
     multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
     # A job queue may send its signals to all processes at once: those that help with starting keep
     # them waiting, and what reaches a rank that is just being forked waits until it can act.
-    with held():
+    with held(), without_warnings():
         resource_tracker.ensure_running()  # unblocks SIGTERM when it is through
     with held():
         forkserver.ensure_running()
+
+
+@contextlib.contextmanager
+def without_warnings() -> Iterator[None]:
+    """Have the process that cleans up behind ranks say nothing of what it cleans up.
+
+    Ranks that are ended can't release the semaphores of their libraries (numcodecs' blosc has one).
+    """
+    before = os.environ.get("PYTHONWARNINGS")
+    own = "ignore:resource_tracker:UserWarning"
+    os.environ["PYTHONWARNINGS"] = f"{before},{own}" if before else own
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["PYTHONWARNINGS"]
+        else:
+            os.environ["PYTHONWARNINGS"] = before
 
 
 def run_processes(config: Config, world: int, run: str) -> int:

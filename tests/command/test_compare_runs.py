@@ -129,6 +129,16 @@ def test_runs_of_one_name_are_told_apart(tmp_path, monkeypatch):
     assert re.search(r"hours +x/a +y/a", told(monkeypatch, *both)[1])
 
 
+def test_scores_that_are_no_numbers_are_left_out(tmp_path, monkeypatch):
+    one, two = run(tmp_path, "one"), run(tmp_path, "two")
+    text = (two / "metrics.json").read_text()
+    (two / "metrics.json").write_text(text.replace('"model": 2.0', '"model": NaN'))
+    code, out, _ = told(monkeypatch, one, two, f"out={tmp_path / 'o'}")
+    assert code == 0
+    assert "left out: two has no t2m" in out
+    assert "t2m" not in (tmp_path / "o" / "comparison.csv").read_text()
+
+
 def test_refused_in_one_line(tmp_path, monkeypatch):
     a = run(tmp_path, "a")
     unfinished, damaged = run(tmp_path, "unfinished"), run(tmp_path, "damaged")

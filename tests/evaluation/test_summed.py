@@ -56,6 +56,12 @@ def test_the_span_is_that_of_the_forecast(folder, observed, hours):
     assert error(folder, observed, forecast(observed, hours), f"said{hours}") < 1e-4
 
 
+def test_the_lead_time_may_have_another_name(folder, observed):
+    made = forecast(observed, 6).rename(prediction_timedelta="step")
+    made[RAIN].attrs["cell_methods"] = "step: sum"
+    assert error(folder, observed, made, "step") < 1e-4
+
+
 def test_without_one_it_is_that_between_lead_times(folder, observed):
     assert error(folder, observed, forecast(observed, 24, said=False), "unsaid") < 1e-4
     assert error(folder, observed, forecast(observed, 6, said=False), "wrong") > 1
@@ -66,9 +72,12 @@ def test_spans_that_can_not_be_are_refused(folder, observed):
     for name, change, line in (
         ("uneven", [1, 2], "sums need to be over one span"),
         ("later", [1, 1], "sums need to be over one span"),
+        ("ends", [0, 0], "sums need to be over one span"),
     ):
         odd = made.copy(deep=True)
         odd["spans"].values[:, 1 if name == "later" else 0] -= np.array(change, "m8[h]")
+        if name == "ends":
+            odd["spans"] = odd["spans"].isel(bounds=1)
         forecasts.write(odd, folder / f"{name}.zarr")
         line_said = forecasts.refusal(
             folder, folder / f"{name}.zarr", truth=str(folder / "hourly.zarr")

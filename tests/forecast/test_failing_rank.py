@@ -53,6 +53,7 @@ def test_a_full_disk_of_one_rank(config, tmp_path):
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert "f: can't be written (No space left on device)" in line
     assert "Traceback" not in done.stderr
+    assert "leaked" not in done.stderr
     check_what_is_there(tmp_path)
 
 

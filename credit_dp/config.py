@@ -60,6 +60,7 @@ class RunConfig:
 
     name: str | None = None
     dir: str = ""  # empty: outputs/NAME, or a folder of its own for a run without a name
+    scaling: bool = False  # a sweep ends in a table and a picture of what more ranks bring
 
     def __post_init__(self) -> None:
         checks.folder_name("run.name", self.name)

@@ -1,5 +1,6 @@
 """The seams command: `credit-dp seams forecast=STORE` looks for edges between bands of rows."""
 
+import contextlib
 import csv
 import io
 import json
@@ -133,7 +134,7 @@ def checked_out(out: str) -> Path | None:
     """Where to write; None for nowhere.
 
     Raises:
-        UserError: it is there, or of another form.
+        UserError: it is there, in no folder, or of another form.
     """
     if not out:
         return None
@@ -142,6 +143,8 @@ def checked_out(out: str) -> Path | None:
         raise UserError(f"out: needs a name that ends in .csv or .json, got {out!r}")
     if os.path.lexists(path):
         raise UserError(f"{path}: exists already. Change out, or remove it.")
+    if not path.parent.is_dir():
+        raise UserError(f"{path}: can't be written (no folder {path.parent}). Change out.")
     return path
 
 
@@ -233,7 +236,8 @@ def write(path: Path, found: "Scan") -> None:
         temporary.write_text(text, encoding="utf-8")
         os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         raise UserError(
             f"{path}: can't be written ({error.strerror}). Free space there or change out."
         ) from error

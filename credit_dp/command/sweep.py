@@ -17,6 +17,7 @@ from credit_dp.command.overrides import parse_overrides
 from credit_dp.command.preflight import check_plan
 from credit_dp.command.run import run_in_folder
 from credit_dp.command.sweep_launchers import launcher_of, sweep_as_jobs
+from credit_dp.command.sweep_scaling import show_at_the_end
 from credit_dp.errors import UserError
 from credit_dp.launch.launcher import find_launcher
 from credit_dp.launch.report import report_refusal
@@ -53,7 +54,10 @@ def sweep(composer: Composer, overrides: Sequence[Override], dashes: Sequence[st
             batches = composer.hydra.multirun(composer.config_name, run_one, texts)
     except RunError as failure:
         return failure.code
-    return end_of([job for batch in batches or () for job in batch])
+    jobs = [job for batch in batches or () for job in batch]
+    if config.run.scaling and jobs:
+        show_at_the_end(folder_of(jobs[0]).parent)
+    return end_of(jobs)
 
 
 def end_of(jobs: Sequence[JobReturn]) -> int:

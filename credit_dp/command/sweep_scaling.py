@@ -5,10 +5,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, final
-
-from hydra.experimental.callback import Callback
-from omegaconf import DictConfig
+from typing import Any
 
 from credit_dp.command.sweep_files import png, write_files
 from credit_dp.command.sweep_words import read_words
@@ -65,19 +62,14 @@ def scaling(arguments: Sequence[str], program: str) -> int:
     return 0
 
 
-@final
-class ScalingAtTheEnd(Callback):
-    """Shows the scaling of a sweep when it ends, and writes it into the sweep's folder."""
-
-    def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        """Called by Hydra when all runs have ended, those that failed too."""
-        folder = Path(config.hydra.sweep.dir)
-        try:
-            found = find_series(read_sweep(folder))
-            sys.stdout.write("\n".join(["", *lines(found), ""]))
-            write(folder, found)
-        except UserError as error:
-            report_refusal(str(error))
+def show_at_the_end(folder: Path) -> None:
+    """Show the scaling of a sweep that has ended, and write it into the sweep's folder."""
+    try:
+        found = find_series(read_sweep(folder))
+        sys.stdout.write("\n".join(["", *lines(found), ""]))
+        write(folder, found)
+    except UserError as error:
+        report_refusal(str(error))
 
 
 def write(folder: Path, found: Sequence[Series]) -> None:

@@ -35,7 +35,7 @@ class RowDifferences:
     def add(self, index: tuple[int, ...], fields: Tensor) -> None:
         """Add fields `(B, C, h, W)`, NaN where there are no values; collective over the domain."""
         own = self._with_next(fields.double())
-        steps = own.diff(dim=-2).abs().nanmean(dim=-1).nansum(dim=0)
+        steps = own.diff(dim=-2).abs().nanmean(dim=-1).sum(dim=0)
         self._sums[index][:, self._own.start : self._own.start + steps.shape[-1]] += steps
 
     def _with_next(self, fields: Tensor) -> Tensor:
@@ -54,6 +54,6 @@ class RowDifferences:
     def result(self) -> Tensor:
         """The differences of all pairs of neighbouring rows, added up: `shape + (H - 1,)`.
 
-        Collective over all axes.
+        NaN where a field has no values. Collective over all axes.
         """
         return sum_over_ranks(self._sums, self._manager)

@@ -128,7 +128,7 @@ class Scorer:
             self._maps.add(place, span.start, error)
             if self._edges:
                 one = members[0].astype(np.float64) - truth[span]
-                self._rows_differ[place, span] += np.nan_to_num(row_differences(one))
+                self._rows_differ[place, span] += row_differences(one)
 
     def end_initial_time(self) -> None:
         """Say that all lead times from one initial time have been scored."""

@@ -72,12 +72,16 @@ def scan(
     leads = leads if request.hours else spread(leads, LEADS)
     channels = chosen_channels(request, forecast)
     sums = np.zeros((len(channels), len(leads), len(forecast.latitude) - 1))
+    counts = np.zeros_like(sums)
     total = len(initials) * len(leads)
     for done, (initial, lead) in enumerate(np.ndindex(len(initials), len(leads))):
         place = int(initials[initial]), int(leads[lead])
         for own, name, levels in _variables(channels):
-            sums[own, lead] += np.nan_to_num(differences(forecast, name, levels, place))
+            steps = differences(forecast, name, levels, place)
+            sums[own, lead] += np.nan_to_num(steps)
+            counts[own, lead] += np.isfinite(steps)
         report(TITLE, (done + 1) / total)
+    means = np.divide(sums, counts, out=np.full_like(sums, np.nan), where=counts > 0)
     tests = len(channels) * len(leads) * tests_of(edges)
     return Scan(
         where=forecast.where,
@@ -85,7 +89,7 @@ def scan(
         initials=len(initials),
         hours=tuple(float(hours) for hours in forecast.leads[leads] / HOUR),
         channels=tuple(channels),
-        found=tuple(tuple(find_seams(one, edges, tests) for one in of) for of in sums),
+        found=tuple(tuple(find_seams(one, edges, tests) for one in of) for of in means),
     )
 
 

@@ -114,7 +114,8 @@ def tests_of(edges: Sequence[int]) -> int:
 
 def ratio_of(contrast: float) -> float:
     """The ratio a / b whose contrast this is."""
-    return (1 + contrast) / (1 - contrast) if contrast < 1 else float("inf")
+    # NaN, where there are no values, stays what it is.
+    return float("inf") if contrast >= 1 else (1 + contrast) / (1 - contrast)
 
 
 def other_pairs(pairs: int, edges: Sequence[int], away: int = 1) -> NDArray[np.intp]:

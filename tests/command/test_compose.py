@@ -41,6 +41,10 @@ def test_every_file_composes(path: Path) -> None:
     assert isinstance(config, Config)
 
 
+def test_no_file_names_a_class_to_import() -> None:
+    assert [path for path in conf_folder().rglob("*.yaml") if "_target_" in path.read_text()] == []
+
+
 @pytest.mark.parametrize("path", sorted(conf_folder().glob("model/*.yaml")), ids=choice_of)
 def test_every_model_builds(path: Path) -> None:
     import torch

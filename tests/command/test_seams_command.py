@@ -81,6 +81,22 @@ def test_bands_elsewhere_are_not_blamed(monkeypatch: pytest.MonkeyPatch, stores:
     assert ask(monkeypatch, stores, "forecast=broken.zarr", "edges=[12]")[0] == 0
 
 
+def test_rows_without_values_are_no_seam(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Half a globe without values, whose end is an edge and which has edges within."""
+    data = made()
+    data["2m_temperature"][{"latitude": slice(16, None)}] = np.nan
+    forecasts.write(data, tmp_path / "half.zarr")
+    code, said, _ = ask(monkeypatch, tmp_path, "forecast=half.zarr", "bands=4", "out=half.csv")
+    assert (code, said.splitlines()[-1]) == (0, "no seams")
+    rows = list(csv.DictReader((tmp_path / "half.csv").read_text().splitlines()))
+    across = [
+        row for row in rows if (row["variable"], row["pairs"]) == ("2m_temperature", "across")
+    ]
+    by_edge = {row["edge"]: row["ratio"] for row in across if row["lead_hours"] == "24.0"}
+    assert (by_edge["16"], by_edge["24"]) == ("", "")
+    assert by_edge["all"] == by_edge["8"] != ""
+
+
 @pytest.mark.parametrize("rises", [False, True])
 def test_files_of_bands_say_where_edges_are(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, rises: bool
@@ -133,7 +149,8 @@ def test_rows_are_read_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch, stores: 
         (["bands=2", "variables=[wind]"], "no forecast of wind"),
         (["bands=2", "dates=[1999-01-01,1999-02-01]"], "no initial time from 1999-01-01"),
         (["bands=2", "out=x.txt"], "out: needs a name that ends in .csv or .json"),
-        (["bands=2", "out=nowhere/x.csv"], "can't be written (No such file or directory)"),
+        (["bands=2", "out=nowhere/x.csv"], "can't be written (no folder nowhere)"),
+        (["bands=2", "out=whole.zarr/zarr.json/x.csv"], "can't be written (no folder whole.zarr"),
         (["bands=2", "forecast=nowhere.zarr"], "nowhere.zarr: no such zarr store. Set forecast"),
         (["bands=2", "forecast=truth.zarr"], "forecasts need the dims time (initial time)"),
         (["bnads=2"], "Did you mean bands?"),

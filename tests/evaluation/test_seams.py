@@ -133,6 +133,11 @@ def test_points_without_values_are_left_out() -> None:
     found = judged(holed)
     assert np.isfinite(found.across.mean)
     assert not found.is_far
+    holed[:, EDGES[1] - 3 :] = np.nan
+    found = judged(holed)
+    assert np.isnan(found.across.of_edges).tolist() == [False, True, True]
+    assert found.across.mean == pytest.approx(found.across.of_edges[0])
+    assert not found.is_far
 
 
 def test_too_few_rows_say_nothing() -> None:
@@ -158,6 +163,7 @@ def test_contrasts_have_no_ends() -> None:
 def collected(manager: DomainParallelManager) -> np.ndarray:
     fields = torch.from_numpy(walk(5).reshape(2, 2, ROWS, COLUMNS))
     fields[:, 1, 28:33, 5] = float("nan")
+    fields[:, 1, 50:] = float("nan")
     sums = RowDifferences((3, 2), ROWS, manager, torch.device("cpu"))
     for sample in range(manager.dp_rank, 2, manager.dp_world_size):
         sums.add((1,), fields[sample : sample + 1, :, manager.rows(ROWS)])
@@ -170,16 +176,19 @@ def test_bands_add_up(ranks: int) -> None:
     assert not wanted[[0, 2]].any()
     fields = walk(5).reshape(2, 2, ROWS, COLUMNS)
     fields[:, 1, 28:33, 5] = np.nan
-    assert wanted[1] == pytest.approx(row_differences(fields).sum(axis=0), rel=1e-12)
+    fields[:, 1, 50:] = np.nan
+    sums = row_differences(fields).sum(axis=0)
+    assert np.isnan(sums).any()
+    assert wanted[1] == pytest.approx(sums, rel=1e-12, nan_ok=True)
     for found in on_threads(ranks, collected):
-        assert found == pytest.approx(wanted, rel=1e-12)
+        assert found == pytest.approx(wanted, rel=1e-12, nan_ok=True)
 
 
 @pytest.mark.slow
 def test_initial_times_on_other_ranks_add_up() -> None:
     wanted = collected(DomainParallelManager(1, 1))
     for found in on_processes(4, collected, domain=2):
-        assert found == pytest.approx(wanted, rel=1e-12)
+        assert found == pytest.approx(wanted, rel=1e-12, nan_ok=True)
 
 
 def test_all_fields_are_told_in_a_line() -> None:

@@ -14,6 +14,7 @@ from credit_dp.config import Config, DatesConfig, microbatches
 from credit_dp.data.cache import Report, fingerprint
 from credit_dp.data.climatology import Climatology
 from credit_dp.data.prepare import Prepared, with_quickstart
+from credit_dp.data.sources.address import from_anywhere
 from credit_dp.data.sources.opening import open_source
 from credit_dp.data.statistics import Statistics
 from credit_dp.data.store import Store
@@ -134,7 +135,7 @@ class Forecasting:
         together(lambda: check_times(store, request, config.model.frames))
         units = {c.variable: unit_of(store, c.variable) for c in store.channels.out}
         form = Form.of(store, units, request)
-        settings = settings_of(config, form, mark_of(path), store.source.where)
+        settings = settings_of(config, form, mark_of(path), addresses(store))
         writer = WRITERS[request.format](request.target, form, settings)
         together(writer.check)
         first_gpu = device.index or 0  # before the layout says where the output goes
@@ -216,3 +217,8 @@ def mark_of(path: Path) -> str:
 def batch(config: Config, manager: DomainParallelManager) -> int:
     """The global batch of which each model has one sample at a time."""
     return manager.dp_world_size * microbatches(config)
+
+
+def addresses(store: Store) -> list[str]:
+    """Where the initial states are, as a forecast says it."""
+    return [from_anywhere(where) for where in store.config.stores or [store.source.where]]

@@ -13,8 +13,6 @@ from credit_dp.command.job_record import begin_record, cause_of, end_record
 from credit_dp.command.overrides import quote
 from credit_dp.launch.nursery import die_with_parent
 from credit_dp.launch.signals import ASKING, PREEMPTED
-from credit_dp.training.checkpoint_files import whole_steps
-from credit_dp.training.run_folder import RunFolder
 
 LOG = "job.log"  # what the job says, in its folder
 
@@ -99,11 +97,9 @@ def begin() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, [])  # it hears all signals, whoever started it
 
 
-def train_command(folder: Path, texts: Sequence[str], resume: str = "auto") -> list[str]:
+def train_command(folder: Path, texts: Sequence[str]) -> list[str]:
     """The command that runs a job in its folder, or goes on with it."""
-    if whole_steps(RunFolder(folder).checkpoint):
-        resume = "auto"
-    keys = [*texts, f"run.dir={quote(str(folder))}", f"resume={resume}"]
+    keys = [*texts, f"run.dir={quote(str(folder))}", "resume=auto"]
     return [sys.executable, "-m", "credit_dp", "train", *keys]
 
 

@@ -6,12 +6,13 @@ The process that starts a job's ranks writes it, so that it also tells of ranks 
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal, final
 
+from credit_dp.launch.job_number import job_number
 from credit_dp.launch.signals import PREEMPTED, Terminated
 from credit_dp.training.run_folder import write_whole
 
@@ -69,7 +70,7 @@ def begin_record(folder: Path, overrides: Sequence[str]) -> JobRecord:
     Raises:
         UserError: the folder cannot be written to.
     """
-    record = JobRecord(tuple(overrides), "running", now(), slurm_job=slurm_job(os.environ))
+    record = JobRecord(tuple(overrides), "running", now(), slurm_job=job_number(os.environ))
     write_record(folder, record)
     return record
 
@@ -111,13 +112,6 @@ def cause_of(told: str) -> str | None:
     named = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     own = [line for line in lines if not line.startswith(SLURM_SAYS)]
     return next((found[-1] for found in (named, own, lines) if found), None)
-
-
-def slurm_job(environment: Mapping[str, str]) -> str | None:
-    """The job's number as SLURM's commands take it, `7` or `7_2`."""
-    if "SLURM_ARRAY_JOB_ID" in environment and "SLURM_ARRAY_TASK_ID" in environment:
-        return f"{environment['SLURM_ARRAY_JOB_ID']}_{environment['SLURM_ARRAY_TASK_ID']}"
-    return environment.get("SLURM_JOB_ID")
 
 
 def now() -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import final
 
 from credit_dp.command.job_process import JobProcess, job_environment, train_command
-from credit_dp.command.sweep_jobs import Job
+from credit_dp.command.sweep_jobs import Job, note_job
 from credit_dp.command.tell import tell
 from credit_dp.errors import UserError
 from credit_dp.launch.layout import visible_gpus
@@ -61,12 +61,15 @@ def run_locally(jobs: Sequence[Job], dashes: Sequence[str], cores: int) -> int:
     """Run all jobs; the exit code of the first one in their order that failed, or 0.
 
     Raises:
-        UserError: a job needs more than this machine has; nothing has started.
+        UserError: a job needs more than this machine has, or its folder cannot be written to;
+            nothing has started.
         KeyboardInterrupt: all jobs are gone by then.
     """
     room = room_here(jobs, cores)
     has = Nodes(1, room.cores, len(room.gpus))
     waiting = [(job, place(job.config, has, Wish(nodes=1))) for job in jobs]
+    for job in jobs:
+        note_job(job)
     return Sweep(room, dashes).run(waiting)
 
 
@@ -113,6 +116,8 @@ class Sweep:
         command = [*train_command(job.folder, job.overrides), *self.dashes]
         environment = share_of_machine(os.environ, placement, gpus)
         with held((*ASKING, signal.SIGINT)):  # none is started that would be forgotten
+            if self.asked:
+                return
             process = JobProcess(job.folder, job.overrides, command, environment)
             self.running.append(Running(job, process, placement, gpus))
         ranks = f"{placement.ranks} rank{'s' if placement.ranks > 1 else ''}"

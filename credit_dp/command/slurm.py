@@ -1,5 +1,6 @@
 """The slurm command: `credit-dp slurm script KEY=VALUE ...` prints a batch script for a mesh."""
 
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -8,9 +9,9 @@ from credit_dp.checks import nearest
 from credit_dp.command.arguments import parse, parser, run_named
 from credit_dp.command.compose import Composer, check_overrides
 from credit_dp.command.overrides import parse_overrides
-from credit_dp.command.preflight import check_plan
 from credit_dp.command.slurm_script import Script, text_of
 from credit_dp.command.sweep_jobs import choices_of, combinations
+from credit_dp.command.sweep_launchers import check_config
 from credit_dp.config import Config
 from credit_dp.errors import UserError
 from credit_dp.launch.placement import Nodes, Placement, Wish, place
@@ -76,7 +77,7 @@ def script(arguments: Sequence[str], program: str) -> int:
     runs = combinations(choices_of(overrides, composer))
     configs = [composer.config(run) for run in runs]
     for config in configs:
-        check_plan(config)
+        check_config(config)
     if len(runs) > 1 and configs[0].run.dir:
         raise UserError("run.dir: the jobs of an array need folders of their own. Give run.name.")
     wish = Wish(
@@ -86,7 +87,7 @@ def script(arguments: Sequence[str], program: str) -> int:
     placement = place_all(configs, nodes_of(numbers, texts["partition"]), wish)
     made = Script(
         runs, configs[0], placement, texts["start"], texts["time"], texts["partition"],
-        texts["account"], f"{program} {' '.join(arguments)}",
+        texts["account"], f"{program} {shlex.join(arguments)}",
     )  # fmt: skip
     sys.stdout.write(text_of(made))
     return 0

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from credit_dp.command.job_process import JobProcess, job_environment, train_command
+from credit_dp.launch.job_number import job_number
 from credit_dp.launch.signals import PREEMPTED, heeding
 
 PATIENCE = 60.0  # seconds for scontrol
@@ -37,10 +38,9 @@ def run_job(
     job = JobProcess(path, overrides, ["srun", *step, *command], environment)
     with heeding(job.send):  # SIGUSR1; submitit takes SIGTERM, which srun gets besides
         code = job.wait()
-    if code == PREEMPTED and may_run_again(os.environ["SLURM_JOB_ID"], requeues):
-        subprocess.run(
-            ["scontrol", "requeue", os.environ["SLURM_JOB_ID"]], timeout=PATIENCE, check=True
-        )
+    number = job_number(os.environ)
+    if code == PREEMPTED and number is not None and may_run_again(number, requeues):
+        subprocess.run(["scontrol", "requeue", number], timeout=PATIENCE, check=True)
     sys.exit(code)
 
 

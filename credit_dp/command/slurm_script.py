@@ -87,9 +87,9 @@ export PYTHONUNBUFFERED=1    # the log is written at once
 
 
 def choice_of_run(script: Script) -> str:
-    """What is trained: the keys of the run, or those of the array's job."""
+    """What is trained, and the number of the job: of the array's, if it is one."""
     if not script.is_array:
-        return f"keys=({shlex.join(script.runs[0])})\n"
+        return f"keys=({shlex.join(script.runs[0])})\njob=$SLURM_JOB_ID\n"
     entries = "\n".join(f"    {shlex.quote(shlex.join(run))}" for run in script.runs)
     return f"""\
 # One line for each job of the array.
@@ -97,6 +97,7 @@ runs=(
 {entries}
 )
 eval "keys=(${{runs[SLURM_ARRAY_TASK_ID]}})"
+job=${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID  # the last one's SLURM_JOB_ID is the whole array's
 """
 
 
@@ -133,7 +134,7 @@ def torchrun(place: Placement, keys: str) -> str:
     return f"""\
 # torchrun hands SIGTERM on to the ranks, which save after the step that they are in.
 told=0
-trap 'told=1; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
+trap 'told=1; scancel --signal=TERM "$job"' USR1
 trap 'told=1' TERM
 
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
@@ -160,8 +161,8 @@ wait "$ranks" && code=0 || code=$?
 
 # 75: stopped; 138: SIGUSR1 came before or after training. Not if cancelled, and not for ever.
 if {stopped} && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {REQUEUES} ] &&
-    [ "$(squeue --noheader --jobs "$SLURM_JOB_ID" --format %T)" = RUNNING ]; then
-    scontrol requeue "$SLURM_JOB_ID"
+    [ "$(squeue --noheader --jobs "$job" --format %T)" = RUNNING ]; then
+    scontrol requeue "$job"
 fi
 exit "$code"
 """

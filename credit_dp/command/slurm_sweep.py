@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from credit_dp.command.slurm_job import run_job
-from credit_dp.command.sweep_jobs import SUBMITTED, Job
+from credit_dp.command.sweep_jobs import SUBMITTED, Job, note_job
 from credit_dp.command.tell import tell
 from credit_dp.config import Config
 from credit_dp.errors import UserError
 from credit_dp.launch.placement import Nodes, Placement, Wish, place
 from credit_dp.launch.slurm_nodes import slurm_nodes
-from credit_dp.training.run_folder import write_whole
 
 Settings = Mapping[str, Any]
 
@@ -59,7 +58,8 @@ def submit(
         for job, placement in zip(jobs, placements, strict=True)
     ]
     array = submit_array(tasks, request(placements, settings), settings, to)
-    note(jobs, array)
+    for job, name in zip(jobs, array, strict=True):
+        note_job(job, name)  # so that it is not submitted twice
     number = array[0].partition("_")[0]
     tell(
         f"submitted {len(jobs)} jobs as {number} (squeue --jobs {number}; scancel {number}); "
@@ -177,13 +177,6 @@ def submit_array(
         reason = " ".join(str(error).split())
         raise UserError(f"hydra/launcher=slurm: the jobs were not taken ({reason})") from error
     return [str(job.job_id) for job in jobs]
-
-
-def note(jobs: Sequence[Job], array: Sequence[str]) -> None:
-    """Leave in each job's folder what it is and its number, so that it is not submitted twice."""
-    for job, number in zip(jobs, array, strict=True):
-        told = {"overrides": list(job.overrides), "slurm_job": number}
-        write_whole(job.folder / SUBMITTED, json.dumps(told, indent=2) + "\n")
 
 
 def queued_as(job: Job) -> str | None:

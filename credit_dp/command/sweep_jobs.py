@@ -4,6 +4,7 @@ A job is known by its overrides, so that a sweep that is started again finds wha
 whatever order its values are given.
 """
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -20,9 +21,9 @@ from credit_dp.command.compose import Composer
 from credit_dp.command.job_record import FILE, read_overrides
 from credit_dp.config import Config, as_dict
 from credit_dp.errors import UserError
-from credit_dp.training.run_folder import RunFolder
+from credit_dp.training.run_folder import RunFolder, write_whole
 
-SUBMITTED = "submitted.json"  # beside FILE: what a queue was given
+SUBMITTED = "submitted.json"  # beside FILE: what is to be done there
 OF_THE_SWEEP = (
     "run.",
     "hydra.",
@@ -79,6 +80,16 @@ def identity(overrides: Sequence[str]) -> tuple[str, ...]:
     """What two jobs have in common if they are the same."""
     texts = (text.lstrip("+") for text in overrides)
     return tuple(sorted(text for text in texts if not text.startswith(OF_THE_SWEEP)))
+
+
+def note_job(job: Job, slurm_job: str | None = None) -> None:
+    """Leave in a job's folder what it is, before it starts, and its number in a queue.
+
+    Raises:
+        UserError: the folder cannot be written to.
+    """
+    told = {"overrides": job.overrides, "slurm_job": slurm_job}
+    write_whole(job.folder / SUBMITTED, json.dumps(told, indent=2) + "\n")
 
 
 def numbered(sweep: Path) -> list[Path]:

@@ -6,15 +6,16 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.types import Override
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, read_write
 
 from credit_dp.command.compose import Composer
 from credit_dp.command.folders import check_free, folder_key, folder_made_by_hydra
 from credit_dp.command.local_sweep import run_locally
 from credit_dp.command.preflight import check_plan
 from credit_dp.command.slurm_sweep import leave_out_queued, submit
-from credit_dp.command.sweep_jobs import Job, choices_of, plan_jobs
+from credit_dp.command.sweep_jobs import choices_of, plan_jobs
 from credit_dp.command.tell import tell
+from credit_dp.config import Config
 from credit_dp.errors import UserError
 
 LAUNCHERS = ("local", "slurm")
@@ -76,7 +77,7 @@ def sweep_as_jobs(
     if len(left) < len(jobs):
         tell(f"{len(jobs) - len(left)} of {len(jobs)} jobs are done already")
     for job in left:
-        check_job(job)
+        check_config(job.config)
     if launcher == "slurm":
         left = leave_out_queued(left)
     for job in left:
@@ -85,24 +86,32 @@ def sweep_as_jobs(
         return 0
     with folder_made_by_hydra(jobs[0].config.run, "multirun"):
         sweep.mkdir(parents=True, exist_ok=True)
-        OmegaConf.save(composed, sweep / "multirun.yaml")  # as Hydra does
+        save_typed(composed, overrides, sweep / "multirun.yaml")
         if launcher == "slurm":
             return submit(left, dashes, settings, sweep)
         return run_locally(left, dashes, settings["cores"])
 
 
-def check_job(job: Job) -> None:
+def save_typed(composed: DictConfig, overrides: Sequence[Override], path: Path) -> None:
+    """Write what Hydra writes for a sweep: the config, with what was typed."""
+    texts = [str(each.input_line) for each in overrides if not each.is_hydra_override()]
+    with read_write(composed):
+        composed.hydra.overrides.task = texts
+    OmegaConf.save(composed, path)
+
+
+def check_config(config: Config) -> None:
     """Refuse a job that is bound to fail.
 
     Raises:
         UserError: for what reason.
     """
-    check_plan(job.config)
-    if job.config.resume not in (None, "auto"):
+    if config.resume not in (None, "auto"):
         raise UserError(
-            "resume: each job of a sweep goes on from its own checkpoint. Leave it out; init_from "
-            "starts all of them with the same weights."
+            "resume: each job goes on from its own checkpoint. Leave it out; init_from starts with "
+            "the weights of another run."
         )
+    check_plan(config)
 
 
 def settings_of(launcher: DictConfig) -> dict[str, Any]:

@@ -117,8 +117,9 @@ def compare(results: Sequence[Result]) -> Comparison:
     odd = {p.channel for p in places if len({x.units.get(p.channel) for x in results}) > 1}
     kept = [
         place
-        for place in sorted(places, key=lambda place: ORDER.index(place.score))
-        if place.channel not in odd
+        for score in ORDER
+        for place in places
+        if place.score == score and place.channel not in odd
     ]
     if not kept:
         names = " and ".join(result.name for result in results)

@@ -1,6 +1,6 @@
 """What the values of a forecast depend on, as JSON: it is gone on with only for the same."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ SHOWN = 60  # characters of a value in a message
 KEYS = {
     "dtype": "trainer.dtype",
     "hours": "lead or every",
+    "stores": "data.store",
     "times": "init",
     "variables": "data.variables",
     "weights": "the weights in checkpoint",
@@ -24,17 +25,19 @@ KEYS = {
 Settings = dict[str, Any]
 
 
-def settings_of(config: ForecastConfig, form: Form, weights: str, store: str) -> Settings:
+def settings_of(
+    config: ForecastConfig, form: Form, weights: str, stores: Sequence[str]
+) -> Settings:
     """All that a forecast depends on but for the mesh, which only rounds differently.
 
     Args:
-        weights: the mark of the checkpoint, and `store` the address of the initial states.
+        weights: the mark of the checkpoint, and `stores` the addresses of the initial states.
     """
     request, variables = config.request, config.data.variables
     return {
         "checkpoint": str(Path(request.checkpoint).expanduser().absolute()),
         "weights": weights,
-        "store": store,
+        "stores": list(stores),
         "dtype": config.trainer.dtype,
         "variables": {name: asdict(variables[name]) for name in sorted(variables)},
         "perturb": request.perturb,

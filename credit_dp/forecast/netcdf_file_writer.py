@@ -74,6 +74,7 @@ class NetcdfFileWriter(Writer):
 
     def finish(self) -> None:
         """See `Writer`."""
+        self.check_complete()
         with disk(self.out):
             settle(self._growing, self.out)
             sync(self.out.parent)

@@ -169,16 +169,24 @@ class Writer(ABC):
         Raises:
             UserError: not all of it is there.
         """
+        self.check_complete()
+        with disk(self.out):
+            sync_folders(self.partial)  # the files are on the disk, but perhaps not their names
+            os.replace(self.partial, self.out)
+            sync(self.out.parent)
+
+    def check_complete(self) -> None:
+        """Refuse to go on with a forecast of which something has not been written, or is gone.
+
+        Raises:
+            UserError: something is missing.
+        """
         missing = self.missing(self.partial)
         if missing:
             raise UserError(
                 f"{self.partial}: {told(self.form, missing[0])} is missing. Start again: it will "
                 "be written."
             )
-        with disk(self.out):
-            sync_folders(self.partial)  # the files are on the disk, but perhaps not their names
-            os.replace(self.partial, self.out)
-            sync(self.out.parent)
 
     def unfinished(self) -> list[Job]:
         """The forecasts of which something is missing."""
@@ -279,11 +287,12 @@ def told(form: Form, missing: Missing) -> str:
 
 
 def store_said(attributes: Mapping[Any, Any]) -> str:
-    """The store that a forecast with these attributes started from; empty if they do not say it."""
+    """The store that a forecast with these attributes started from; empty if they name not one."""
     try:
-        return str(json.loads(attributes[ATTRIBUTE])["store"])
+        (store,) = json.loads(attributes[ATTRIBUTE])["stores"]
     except (KeyError, TypeError, ValueError):
         return ""
+    return str(store)
 
 
 def sync_tree(folder: Path) -> None:

@@ -148,9 +148,23 @@ def on_stop(act: Callable[[int], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def held(kinds: tuple[signal.Signals, ...] = ASKING) -> Iterator[None]:
-    """Keep signals waiting, here and in processes that are started meanwhile."""
+    """Keep signals waiting, here and in processes that are started meanwhile.
+
+    A thread holds back only what is sent to itself: what reaches the process by another one waits
+    too, where this is the main thread, in which Python runs handlers.
+    """
+    came: list[int] = []
+    main = threading.current_thread() is threading.main_thread()
+    handlers = {kind: signal.getsignal(kind) for kind in kinds if main}
+    handlers = {kind: handler for kind, handler in handlers.items() if callable(handler)}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, kinds)
+    for kind in handlers:
+        signal.signal(kind, lambda number, frame: came.append(number))
     try:
         yield
     finally:
+        for kind, handler in handlers.items():
+            signal.signal(kind, handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number in came:
+            signal.raise_signal(number)

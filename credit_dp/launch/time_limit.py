@@ -7,6 +7,8 @@ import time
 from collections.abc import Mapping
 from typing import final
 
+from credit_dp.launch.job_number import job_number
+
 MARGIN = 120.0  # seconds before the end: for the rest of a step and a checkpoint
 SHARE = 0.1  # of a short job's time, which may be less
 LEAST = 15.0  # seconds that a checkpoint of anything takes on a busy machine
@@ -36,7 +38,7 @@ def time_limit() -> TimeLimit:
 
 def seconds_left(environment: Mapping[str, str]) -> float | None:
     """Until SLURM ends this job; None outside of one, without a limit, or if it can't be told."""
-    job = environment.get("SLURM_JOB_ID")
+    job = job_number(environment)
     if job is None:
         return None
     end = environment.get("SLURM_JOB_END_TIME", "")

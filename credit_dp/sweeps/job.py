@@ -79,8 +79,7 @@ def read_job(folder: Path, overrides: Mapping[str, str] | None = None) -> Job:
     files = RunFolder(folder)
     config, numbers = as_table(read_yaml(files.config)), summarise(rows_of(files.log))
     record = as_table(read_json(folder / "job.json"))
-    given = as_list(read_yaml(folder / ".hydra" / "overrides.yaml"))
-    given = given or as_list(record.get("overrides"))
+    given = given_to(folder, record)
     return Job(
         folder,
         by_key(given) if given else (overrides or {}),
@@ -89,6 +88,13 @@ def read_job(folder: Path, overrides: Mapping[str, str] | None = None) -> Job:
         numbers,
         as_table(read_json(files.scores)),
     )
+
+
+def given_to(folder: Path, record: Mapping[str, Any]) -> list[str]:
+    """The overrides of a run; in its record are those that say what it computes."""
+    waiting = as_table(read_json(folder / "submitted.json"))
+    noted = as_list(record.get("overrides")) or as_list(waiting.get("overrides"))
+    return noted or as_list(read_yaml(folder / ".hydra" / "overrides.yaml"))
 
 
 def by_key(overrides: list[str]) -> dict[str, str]:

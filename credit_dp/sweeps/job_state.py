@@ -5,6 +5,7 @@ import re
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any, final
 
@@ -44,7 +45,9 @@ def standing(
     if complete and (folder / "metrics.json").exists():
         return Standing("done")
     logs = sorted(folder.glob("logs/rank-*.log"))
-    ends = [end for log in logs if (end := last_end(read_text(log)[-TAIL:])) is not None]
+    since = began(record)
+    found = [last_end(read_text(log)[-TAIL:]) for log in logs]
+    ends = [end for end in found if end is not None and end[0] >= since]
     failures = sorted(end for end in ends if end[1] == "ERROR")
     if failures:
         return Standing("failed", failures[0][2])  # the first one: others may only follow from it
@@ -53,6 +56,18 @@ def standing(
     if not (logs or numbers or record or config):
         return Standing("not started")
     return Standing("running" if is_fresh(folder, config, numbers) else "stalled")
+
+
+def began(record: Mapping[str, Any]) -> str:
+    """When the process that a record tells of began, as logs write it; empty if that is not known.
+
+    It keeps a record before its ranks write anything: until then, their logs end a life before.
+    """
+    try:
+        started = datetime.fromisoformat(str(record.get("started")))
+    except ValueError:
+        return ""
+    return f"{started.astimezone():%Y-%m-%d %H:%M:%S}"  # of this place
 
 
 def last_end(text: str) -> tuple[str, str, str] | None:

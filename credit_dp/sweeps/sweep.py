@@ -8,7 +8,7 @@ from credit_dp.errors import UserError
 from credit_dp.sweeps.job import Job, read_job
 from credit_dp.sweeps.planned_jobs import FILE, planned_jobs
 
-SIGNS = (".hydra/overrides.yaml", "job.json")  # of a run's folder
+SIGNS = (".hydra/overrides.yaml", "job.json", "submitted.json")  # of a run's folder
 OWN = ("run.", "hydra.", "hydra/")  # keys that say where and how a run is started
 
 

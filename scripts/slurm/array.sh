@@ -28,6 +28,7 @@ runs=(
     'model=unet parallel.domain=4 seed=3 run.name=seeds'
 )
 eval "keys=(${runs[SLURM_ARRAY_TASK_ID]})"
+job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID  # the last one's SLURM_JOB_ID is the whole array's
 
 # The ranks save after the step that they are in, and end with exit code 75. SIGTERM, which comes
 # with scancel and with preemption, reaches them without this script, which waits for them.
@@ -46,7 +47,7 @@ wait "$ranks" && code=0 || code=$?
 
 # 75: stopped; 138: SIGUSR1 came before or after training. Not if cancelled, and not for ever.
 if { [ "$code" = 75 ] || [ "$code" = 138 ]; } && [ "${SLURM_RESTART_COUNT:-0}" -lt 20 ] &&
-    [ "$(squeue --noheader --jobs "$SLURM_JOB_ID" --format %T)" = RUNNING ]; then
-    scontrol requeue "$SLURM_JOB_ID"
+    [ "$(squeue --noheader --jobs "$job" --format %T)" = RUNNING ]; then
+    scontrol requeue "$job"
 fi
 exit "$code"

@@ -20,6 +20,7 @@
 export PYTHONUNBUFFERED=1    # the log is written at once
 
 keys=(model=crossformer parallel.domain=8)
+job=$SLURM_JOB_ID
 
 # The ranks save after the step that they are in, and end with exit code 75. SIGTERM, which comes
 # with scancel and with preemption, reaches them without this script, which waits for them.
@@ -38,7 +39,7 @@ wait "$ranks" && code=0 || code=$?
 
 # 75: stopped; 138: SIGUSR1 came before or after training. Not if cancelled, and not for ever.
 if { [ "$code" = 75 ] || [ "$code" = 138 ]; } && [ "${SLURM_RESTART_COUNT:-0}" -lt 20 ] &&
-    [ "$(squeue --noheader --jobs "$SLURM_JOB_ID" --format %T)" = RUNNING ]; then
-    scontrol requeue "$SLURM_JOB_ID"
+    [ "$(squeue --noheader --jobs "$job" --format %T)" = RUNNING ]; then
+    scontrol requeue "$job"
 fi
 exit "$code"

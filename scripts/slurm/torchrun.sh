@@ -20,10 +20,11 @@
 export PYTHONUNBUFFERED=1    # the log is written at once
 
 keys=(model=crossformer parallel.domain=8)
+job=$SLURM_JOB_ID
 
 # torchrun hands SIGTERM on to the ranks, which save after the step that they are in.
 told=0
-trap 'told=1; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
+trap 'told=1; scancel --signal=TERM "$job"' USR1
 trap 'told=1' TERM
 
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
@@ -42,7 +43,7 @@ wait "$ranks" && code=0 || code=$?
 
 # 75: stopped; 138: SIGUSR1 came before or after training. Not if cancelled, and not for ever.
 if { [ "$code" != 0 ] && [ "$told" = 1 ]; } && [ "${SLURM_RESTART_COUNT:-0}" -lt 20 ] &&
-    [ "$(squeue --noheader --jobs "$SLURM_JOB_ID" --format %T)" = RUNNING ]; then
-    scontrol requeue "$SLURM_JOB_ID"
+    [ "$(squeue --noheader --jobs "$job" --format %T)" = RUNNING ]; then
+    scontrol requeue "$job"
 fi
 exit "$code"

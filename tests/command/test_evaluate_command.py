@@ -137,7 +137,7 @@ def test_the_truth_is_by_default_what_a_forecast_started_from(
 ) -> None:
     made = forecasts.forecast(forecasts.truth(), members=2)
     monkeypatch.setattr("credit_dp.evaluation.score_files.page", lambda card: "")
-    made.attrs[ATTRIBUTE] = json.dumps({"store": "truth.zarr"})
+    made.attrs[ATTRIBUTE] = json.dumps({"stores": ["truth.zarr"]})
     forecasts.write(made, stores / "ours.zarr")
     for key in (
         ("hours=[24]", "out=given"),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from credit_dp.command.job_record import cause_of, read_overrides, recorded, slurm_job
+from credit_dp.command.job_record import cause_of, read_overrides, recorded
 from credit_dp.launch.signals import PREEMPTED, Terminated
 
 KEYS = ["overrides", "state", "started", "exit_code", "cause", "ended", "slurm_job"]
@@ -60,10 +60,3 @@ def test_a_job_that_is_ended_is_recorded(
 )
 def test_the_cause_is_the_line_that_names_it(told: str, cause: str | None) -> None:
     assert cause_of(told) == cause
-
-
-def test_numbers_of_jobs() -> None:
-    assert slurm_job({}) is None
-    assert slurm_job({"SLURM_JOB_ID": "7"}) == "7"
-    array = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2"}
-    assert slurm_job({"SLURM_JOB_ID": "7", **array}) == "5_2"

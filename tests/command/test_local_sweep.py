@@ -5,6 +5,7 @@ Jobs are small programs in place of trainings.
 
 import json
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,8 @@ import pytest
 
 from credit_dp.command import local_sweep
 from credit_dp.launch.witness import gone
+from credit_dp.sweeps import read_sweep
+from credit_dp.sweeps.planned_jobs import planned_jobs
 from tests.command.answers import answer, refusal
 
 LOCAL = ("-m", "hydra/launcher=local", "device=cpu", "run.name=many")
@@ -67,6 +70,7 @@ def test_jobs_start_as_cores_come_free(sweep: Path) -> None:
     began = [float((folder / "began").read_text().split()[0]) for folder in folders]
     times = [(a, float((f / "ended").read_text())) for a, f in zip(began, folders, strict=True)]
     assert times[1][0] < times[0][1]  # two of one rank at once
+    assert [job["seed"] for job in planned_jobs(sweep)] == ["1", "2"] * 2
     for large in times[2:]:  # those of two ranks alone
         assert all(end < large[0] or large[1] < begin for begin, end in times if begin != large[0])
 
@@ -86,15 +90,30 @@ def test_ctrl_c_ends_all_jobs(sweep: Path) -> None:
     pids = [int(path.read_text().split()[1]) for path in sweep.glob("*/began")]
     assert pids
     assert all(gone(pid) for pid in pids)
-    assert not (sweep / "2").exists()
+    assert not (sweep / "2/began").exists()
 
 
 @pytest.mark.slow
 def test_a_signal_has_all_jobs_save_and_starts_no_more(sweep: Path) -> None:
     code, _, _ = run("seed=9,1,2")
     assert code == 75
-    assert states(sweep)[0] == "preempted"
-    assert not (sweep / "2").exists()
+    jobs = [(job.value("seed"), job.standing.state) for job in read_sweep(sweep).jobs]
+    assert (jobs[0], jobs[2]) == (("9", "preempted"), ("2", "not started"))
+    assert not (sweep / "2/began").exists()
+
+
+def test_a_signal_between_two_starts_prevents_the_second(
+    sweep: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that started after it would never hear of it."""
+
+    def interrupt(text: str) -> None:
+        if "started" in text:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    monkeypatch.setattr(local_sweep, "tell", interrupt)
+    assert run("seed=1,2")[0] == 75
+    assert len(list(sweep.glob("*/job.json"))) == 1
 
 
 def test_what_is_larger_than_the_machine_is_refused(sweep: Path) -> None:

@@ -312,7 +312,7 @@ def test_a_file_never_goes_where_it_would_do_damage(run, tmp_path):
         str(pipe): "is a folder or a device",
         str(tmp_path): "is a folder or a device",
         str(tmp_path / "card.safetensors"): "card.md is a folder or a device",
-        "~nosuchuser/m.safetensors": "is no path",
+        "~nosuchuser/m.safetensors": "there is no home folder",
         "a" * 400: "can't be written",
     }.items():
         with pytest.raises(UserError, match=r"--output: ") as error:

@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.errors import UserError
 from credit_dp.forecast import open_sharded
 from credit_dp.forecast.identity import form_of
+from credit_dp.forecast.writer import ATTRIBUTE, store_said
 from credit_dp.forecast.zarr_writer import ZarrWriter
 from tests.forecast.runs import asking, forecast, leave_checkpoint
 from tests.training.seas import RAIN, SEA, SOIL, sea, sea_config
@@ -130,3 +132,14 @@ def test_gaps_elsewhere_than_in_training_are_refused(tmp_path):
     ):
         forecast(asking(config, tmp_path / "f"))
     assert not (tmp_path / "f.partial").exists()
+
+
+def test_it_says_where_it_started_from_wherever_it_is_read(config, tmp_path, monkeypatch):
+    store = Path(config.data.store)
+    monkeypatch.chdir(store.parent)
+    asked = asking(config, tmp_path / "f.zarr", lead="6h", init="2000-01-04")
+    asked = replace(asked, data=replace(asked.data, store=store.name))
+    with xr.open_zarr(forecast(asked)) as found:
+        assert store_said(found.attrs) == str(store)
+    assert store_said({ATTRIBUTE: json.dumps({"stores": ["a", "b"]})}) == ""
+    assert store_said({}) == ""

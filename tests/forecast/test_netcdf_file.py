@@ -77,3 +77,20 @@ def test_a_damaged_chunk_does_not_get_into_the_file(config, tmp_path, monkeypatc
     assert not (tmp_path / "f.nc").exists()
     chunk.unlink()
     assert look_at(str(forecast(asked))).complete
+
+
+def test_what_is_lost_while_it_is_put_together_is_missed(config, tmp_path, monkeypatch):
+    put = netcdf_file_writer.NetcdfFileWriter.put_together
+
+    def losing(self, piece):
+        put(self, piece)
+        for chunk in [
+            x for x in (self.partial / "2m_temperature").iterdir() if x.name != "zarr.json"
+        ]:
+            chunk.unlink()
+
+    monkeypatch.setattr(netcdf_file_writer.NetcdfFileWriter, "put_together", losing)
+    asked = asking(config, tmp_path / "f.nc", **ONE, lead="6h", init="2000-01-04")
+    with pytest.raises(UserError, match="is missing"):
+        forecast(asked)
+    assert not (tmp_path / "f.nc").exists()

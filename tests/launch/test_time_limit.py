@@ -5,6 +5,7 @@ import time
 import pytest
 
 from credit_dp.launch import time_limit
+from credit_dp.launch.job_number import job_number
 from credit_dp.launch.time_limit import TimeLimit, read_duration, seconds_left
 
 
@@ -46,3 +47,10 @@ def test_a_run_stops_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
         (6881.0, [False, True, True]),
     ]:
         assert [limit.reached() for limit in limits] == reached
+
+
+def test_numbers_of_jobs() -> None:
+    assert job_number({}) is None
+    assert job_number({"SLURM_JOB_ID": "7"}) == "7"
+    array = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2"}
+    assert job_number({"SLURM_JOB_ID": "5", **array}) == "5_2"

@@ -16,9 +16,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import nbformat
 import pytest
+from nbclient import NotebookClient
 from safetensors import safe_open
 
+from credit_dp.sweeps import read_sweep
+from credit_dp.sweeps.metric import best
 from tests.command.answers import answer
 from tests.slurm.cluster import CORES
 
@@ -33,6 +37,7 @@ SWEEP = ("-m", *RUN, "parallel.domain=2,1", "seed=1,2")
 ENDLESS = "trainer.steps=100000"
 SLURM = "hydra/launcher=slurm"
 ROOT = Path(__file__).parents[2]
+NOTEBOOK = ROOT / "notebooks/4_reading_a_sweep.ipynb"
 LONG = 300.0
 
 
@@ -174,6 +179,10 @@ def test_a_sweep_is_one_array_and_only_the_broken_job_fails(
     assert [told["slurm_job"] for told in records] == numbers
     assert "metrics.json: could not be written" in str(records[2]["cause"])
     assert cluster.job(numbers[2])["ExitCode"] == f"{records[2]['exit_code']}:0"
+    sweep = read_sweep(first)
+    assert sweep.keys == ("parallel.domain", "seed")
+    told = [(job.standing.state, job.standing.cause) for job in sweep.jobs]
+    assert told == [(each["state"], each["cause"] or "") for each in records]
 
 
 def test_jobs_of_an_array_on_one_node_at_once_do_not_collide(cluster: Cluster, first: Path) -> None:
@@ -197,10 +206,49 @@ def test_a_second_start_repeats_the_broken_job_alone(cluster: Cluster, first: Pa
     assert (code, err) == (0, "")
     assert "3 of 4 jobs are done already" in out
     assert "submitted 1 jobs as " in out
+    assert [job.name for job in read_sweep(first).jobs] == list("0123")
     assert "1 jobs are in the queue already" in cluster.train(*SWEEP, SLURM, "run.name=sweep")[1]
     until(lambda: record(first / "2")["state"] == "done", "the repeated job")
     assert [record(first / n) for n in "013"] == before
     assert f"resumed after step {STEPS}" in (first / "2/job.log").read_text()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_the_notebook_reads_the_sweep(
+    cluster: Cluster, first: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    until(ended(first, 4), "the sweep")
+    for key, value in {**cluster.environment, "CREDIT_DP_SWEEP": str(first)}.items():
+        monkeypatch.setenv(key, value)
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    place = {"metadata": {"path": str(NOTEBOOK.parent)}}
+    NotebookClient(notebook, timeout=LONG, kernel_name="python3", resources=place).execute()
+    cells = [cell.outputs for cell in notebook.cells if cell.cell_type == "code"]
+    winner = best(read_sweep(first).jobs, "relative_rmse")
+    assert winner is not None
+    assert f": run {winner.name}\n" in cells[4][0]["text"]
+    assert "seed=" in cells[4][0]["text"]
+    assert cells[1][0]["data"]["text/plain"].count("done") >= 3  # one may still be repeated
+    assert ["image/png" in cells[n][-1]["data"] for n in (2, 3, 5)] == [True] * 3
+
+
+def test_a_job_of_an_array_is_queued_again_alone(cluster: Cluster, tmp_path: Path) -> None:
+    """SLURM knows the last job of an array by the number of all of them."""
+    program = tmp_path / "python"
+    program.write_text(
+        '#!/bin/sh\n[ "$SLURM_ARRAY_TASK_ID$SLURM_RESTART_COUNT" != 1 ] || exit 75\n'
+    )
+    program.chmod(0o755)
+    (tmp_path / "job.sh").write_text(cluster.command("slurm", "script", *RUN, "seed=1,2"))
+    path = f"PATH={tmp_path}{os.pathsep}{cluster.environment['PATH']}"
+    options = ["--parsable", f"--export=ALL,{path}", f"--output={tmp_path}/log"]
+    number = cluster.ask("sbatch", *options, str(tmp_path / "job.sh")).strip()
+    jobs = [f"{number}_{n}" for n in range(2)]
+    until(lambda: cluster.job(jobs[1]).get("Restarts") == "1", "the second life")
+    ends = ("COMPLETED", "FAILED")
+    until(lambda: all(cluster.job(job)["JobState"] in ends for job in jobs), "the end")
+    told = [(cluster.job(job)["JobState"], cluster.job(job)["Restarts"]) for job in jobs]
+    assert told == [("COMPLETED", "0"), ("COMPLETED", "1")]
 
 
 def test_a_changed_config_is_not_taken_for_finished(cluster: Cluster, first: Path) -> None:
@@ -251,12 +299,13 @@ def test_a_job_saves_before_its_time_is_over_and_goes_on_until_it_is_cancelled(
     until(lambda: "resumed after step " in log.read_text(), "the second life")
     assert ": stopped after step " in log.read_text().partition("resumed after step ")[0]
     cluster.ask("scontrol", "update", f"JobId={number}", "TimeLimit=60")
+    assert read_sweep(overrunning.parent).job("0").standing.state == "running"
     before = steps(overrunning)
     until(lambda: steps(overrunning) > before + 2, "steps of a life with enough time")
     cluster.ask("scancel", number)
     until(lambda: cluster.job(number)["JobState"] == "CANCELLED", "the end")
     until(lambda: record(overrunning)["state"] != "running", "the record")
-    assert record(overrunning)["state"] == "preempted"
+    assert read_sweep(overrunning.parent).job("0").standing.state == "preempted"
     assert "SIGTERM: stopped after step " in log.read_text().rpartition("resumed after step ")[2]
     assert number not in cluster.ask("squeue", "--noheader", "--format", "%i").split()
 

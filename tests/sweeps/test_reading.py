@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,33 @@ def test_the_record_of_a_run_counts_more_than_its_files(tmp_path: Path) -> None:
         Standing("running"),
     ]
     assert [dict(job.overrides) for job in jobs] == [{"seed": "0"}, {"seed": "1"}]
+
+
+def test_a_run_that_was_started_again_runs(tmp_path: Path) -> None:
+    """Until its ranks write, their logs end a life before."""
+    folder = write_sweep(tmp_path / "sweep", ["seed=0,1"])
+    moments = {"0": "2026-11-22 03:07:45", "1": "2026-11-22 03:07:55"}
+    for name, moment in moments.items():
+        started = datetime.fromisoformat(moment).astimezone(UTC).isoformat()
+        run = write_given(folder / name, f"seed={name}", "resume=auto")
+        write_rank_log(run, CRASHED)
+        record = {"state": "running", "started": started, "overrides": [f"seed={name}"]}
+        (run / "job.json").write_text(json.dumps(record))
+    assert [job.standing.state for job in read_sweep(folder).jobs] == ["failed", "running"]
+
+
+def test_a_run_that_waits_is_known_by_what_it_is_to_do(tmp_path: Path) -> None:
+    """Its folder need not be the one that Hydra would have given it."""
+    folder = write_sweep(tmp_path / "sweep", ["seed=2,1"])
+    write_done(folder / "0", "seed=1", "resume=auto", model=5)
+    for name, text in (("0", "seed=1"), ("1", "seed=2")):
+        (folder / name).mkdir(exist_ok=True)
+        told = {"overrides": [text], "slurm_job": f"7_{name}"}
+        (folder / name / "submitted.json").write_text(json.dumps(told))
+    sweep = read_sweep(folder)
+    assert sweep.keys == ("seed",)
+    told_of = [(job.name, job.value("seed"), job.standing.state) for job in sweep.jobs]
+    assert told_of == [("0", "1", "done"), ("1", "2", "not started")]
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "\x00\xff", "step\n1,", "a: [b", "3"])

@@ -49,6 +49,15 @@ def local_path(where: str) -> Path:
     return home_replaced("data.store", where)
 
 
+def from_anywhere(where: str) -> str:
+    """The address of a store that is the same in every folder.
+
+    Raises:
+        UserError: it begins with the home folder of nobody.
+    """
+    return where if is_remote(where) else str(local_path(where).absolute())
+
+
 def check_address(where: str) -> None:
     """Refuse an address that carries credentials.
 

@@ -14,7 +14,9 @@ import pytest
 from tests.docs import era5
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+FIRST = ROOT / "docs/first-forecast.md"  # runs as it stands, in a clean clone
+DOCS = sorted({*(ROOT / "docs").glob("*.md")} - {FIRST})
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # A block that begins with a file's name is in that file when the page's commands run.
 FILE = re.compile(r"# (\w+\.py)\n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+# The commands of a newcomer's second page, in bash; with fewer steps, and forecasts of fewer dates.
+BLOCK = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FEWER = {
+    r"steps=\d+": "steps=4",
+    r"/6d": "/60d",
+    r"(train\.py)": r"\1 trainer.evaluate_stride_hours=2000",
+}
 
 
 @pytest.mark.slow
@@ -33,6 +41,24 @@ def test_make_run_from_a_clean_clone(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     (run,) = (clone / "outputs").iterdir()
+    check_first_run(run)
+    script = "\n".join(BLOCK.findall((ROOT / "docs/first-forecast.md").read_text()))
+    assert script.startswith("make run\n")
+    script = "set -e\n" + script.split("\n", 2)[2].replace("python ", f"{sys.executable} ")
+    for long, short in FEWER.items():
+        script = re.sub(long, short, script)
+    environment["PATH"] = f"{sys.prefix}/bin:{environment['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=clone, env=environment, capture_output=True, text=True,
+        timeout=1200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "pangu_rollouts" in "\n".join(done.stdout.splitlines()[-40:])  # compared
+    assert (clone / "scores/scorecard.html").exists()
+
+
+def check_first_run(run: Path) -> None:
+    """What `make run` leaves is all there, and its model is better than others' guesses."""
     written = {path.name for path in run.iterdir()}
     assert written >= {
         "checkpoint",

@@ -9,7 +9,7 @@ PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 SETTINGS := pyproject.toml constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-all test-slow lint check
+.PHONY: help run test test-all test-slow lint check bench
 
 help:
 	@echo "make run       install, then train a U-Net on two ranks on the quickstart data"
@@ -17,6 +17,7 @@ help:
 	@echo "make test-all  install, then all tests"
 	@echo "make check     install, then lint, types, import contract and the fast tests"
 	@echo "make lint      the same without the tests"
+	@echo "make bench     install, then measure speed and memory; needs a machine that does nothing else"
 
 run: $(VENV)/installed
 	$(BIN)/python train.py model=unet parallel.domain=2
@@ -37,6 +38,9 @@ lint: $(VENV)/installed-dev
 	$(BIN)/lint-imports
 
 check: lint test
+
+bench: $(VENV)/installed
+	$(BIN)/python benchmarks/bench.py
 
 # A file in the environment says what is installed there; a change of the settings makes it stale.
 $(BIN)/python:

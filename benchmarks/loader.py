@@ -1,26 +1,23 @@
-"""How fast a rank gets its data, and what that costs: `python benchmarks/loader.py`.
+"""How fast a rank gets its data: `python benchmarks/loader.py`.
 
-A store as `credit-dp data prepare` writes it, in the system's cache. First, megabytes per second of
-one rank with one thread, in four ways in turn; the best of several rounds counts, by the clock and
-by the processor's time, which tells more on a machine that does other things. Then the share of its
-time for which the training of the tiny U-Net waits for data. Then a rank's memory.
+A store as `credit-dp data prepare` writes it, in the system's cache. First the throughput of one
+rank with one thread, beside other ways to the same numbers in turn; the fastest round counts. Then
+the share of its time for which the training of the tiny U-Net waits for data.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
-import tensorstore
 import torch
 import zarr
-from peak import forget_peak, peak, resident
 from pinned import on_pinned_ranks
+from side_by_side import Row
+from table import show
 
 from credit_dp.command.compose import Composer
 from credit_dp.config import DataConfig, DatesConfig
@@ -37,6 +34,8 @@ from credit_dp.fields import Fields
 from credit_dp.models import build_model
 
 DOMAINS = (1, 2, 4)
+GRIDS = ((181, 360), (721, 1440))
+TIMES = 4
 CHANNELS = 20
 ROUNDS = 5
 PREFETCH = 2
@@ -84,53 +83,38 @@ def raw_file(path: Path) -> Path:
     return path.with_suffix(".raw")
 
 
-def speeds(manager: DomainParallelManager, config: DataConfig, grid: tuple[int, int]) -> None:
-    """Print megabytes per second of one band of each domain size, in every way."""
+def speeds(
+    manager: DomainParallelManager, config: DataConfig, grid: tuple[int, int], domain: int
+) -> dict[str, float]:
+    """Seconds that one band of a sample takes in every way: the fastest of the rounds."""
     ready = prepare(config)
     samples = len(ready.store.times) - 1
-    for domain in DOMAINS:
-        rows = slice(0, -(-grid[0] // domain))
-        megabytes = 2 * CHANNELS * rows.stop * grid[1] * 4 / MIB
-        with Loader(ready, "train", rows, SampleSequence(samples, 1), prefetch=0) as loader:
-            ways = {**raw_ways(Path(str(config.store)), (samples + 1, CHANNELS, *grid), rows)}
-            ways["loader"] = lambda _, loader=loader: next(loader)
-            found = {name: fastest(way, samples) for name, way in ways.items()}
-        speed = {name: (megabytes / a, megabytes / b) for name, (a, b) in found.items()}
-        print(f"{grid[0]:4} x {grid[1]:<5}  1/{domain} " + columns_of(speed), flush=True)
+    rows = slice(0, -(-grid[0] // domain))
+    with Loader(ready, "train", rows, SampleSequence(samples, 1), prefetch=0) as loader:
+        ways = raw_ways(Path(str(config.store)), (samples + 1, CHANNELS, *grid), rows)
+        ways["loader"] = lambda _: next(loader)
+        return fastest(ways, samples)
 
 
 def raw_ways(path: Path, shape: tuple[int, ...], rows: slice) -> dict[str, Callable[[int], object]]:
     """Reading the two times of a sample without the loader."""
     raw = np.memmap(raw_file(path), dtype=np.float32, mode="r", shape=shape)
     alone = zarr.open_group(path, mode="r")["fields"]
-    other = tensorstore.open(
-        {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{path}/fields/"}},
-        context=tensorstore.Context({"cache_pool": {"total_bytes_limit": 0}}),
-        read=True,
-    ).result()
     return {
         "numpy": lambda at: np.array(raw[at : at + 2, :, rows]),
         "zarr": lambda at: [alone[t, :, rows] for t in (at, at + 1)],
-        "tensorstore": lambda at: [other[t, :, rows].read().result() for t in (at, at + 1)],
     }
 
 
-def fastest(way: Callable[[int], object], samples: int) -> tuple[float, float]:
-    """Seconds of a sample, by the clock and by the processor."""
-    clock = processor = float("inf")
+def fastest(ways: Mapping[str, Callable[[int], object]], samples: int) -> dict[str, float]:
+    """Seconds of a sample, each way in turn."""
+    found = dict.fromkeys(ways, float("inf"))
     for number in range(ROUNDS * samples):
-        began, worked = time.perf_counter(), time.process_time()
-        way(number % samples)
-        clock = min(clock, time.perf_counter() - began)
-        processor = min(processor, time.process_time() - worked)
-    return clock, processor
-
-
-def columns_of(pairs: dict[str, tuple[float, ...]]) -> str:
-    """Speeds by the clock and by the processor, and the loader's relative to the others."""
-    shown = "".join(f"{clock:8.0f} {cpu:6.0f}" for clock, cpu in pairs.values())
-    own = pairs["loader"][1]
-    return shown + "".join(f"{own / pairs[name][1]:8.2f}" for name in list(pairs)[:-1])
+        for name, way in ways.items():
+            began = time.perf_counter()
+            way(number % samples)
+            found[name] = min(found[name], time.perf_counter() - began)
+    return found
 
 
 def waiting(manager: DomainParallelManager, config: DataConfig, grid: tuple[int, int]) -> float:
@@ -158,66 +142,37 @@ def waiting(manager: DomainParallelManager, config: DataConfig, grid: tuple[int,
         return waited / (time.perf_counter() - began)
 
 
-def memory(
-    manager: DomainParallelManager, config: DataConfig, grid: tuple[int, int]
-) -> tuple[int, int, int]:
-    """Bytes of a rank: all at its peak, what the loader adds to it, and one batch."""
-    ready = prepare(config)
-    rows = manager.rows(grid[0])
-    ready.store.read(ready.store.times[0], slice(rows.start, rows.start + 1))  # opens what it needs
-    before = resident()
-    forget_peak()
-    sequence = SampleSequence(len(ready.store.times) - 1, 1)
-    with Loader(ready, "train", rows, sequence, prefetch=PREFETCH) as loader:
-        for _ in range(6):
-            batch = next(loader)
-            time.sleep(0.2)  # for what is read ahead
-        held = sum(x.nbytes for x in (batch.now, batch.target, batch.forcing))
-        return peak(), peak() - before, held
-
-
-def main() -> None:
-    """Print the three tables."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--grids", nargs="*", default=["181x360", "721x1440"], metavar="ROWSxCOLUMNS"
-    )
-    parser.add_argument("--times", type=int, default=4, help="of the store")
-    parser.add_argument("--codec", default="none", help="none, lz4, zstd")
-    arguments = parser.parse_args()
+def rows(codec: str = "none") -> list[Row]:
+    """The loader's throughput, and for how long training waits."""
+    made = []
     with tempfile.TemporaryDirectory() as folder:
-        made = {}
-        for text in arguments.grids:
-            rows, columns = map(int, text.split("x"))
-            path = Path(folder) / f"{text}.zarr"
-            made[rows, columns] = write_store(
-                path, (rows, columns), arguments.times, arguments.codec
-            )
-            prepare(made[rows, columns])
-        print("MiB/s by the clock and by the processor; then the loader relative to each\n")
-        names = ("numpy", "zarr", "tensorstore", "loader")
-        heads = "".join(f"{name:>15}" for name in names)
-        print(f"{'grid':<13}band" + heads + "".join(f"{'/' + name[:6]:>8}" for name in names[:-1]))
-        for grid, config in made.items():
-            on_pinned_ranks(speeds, config, grid, ranks=1)
-        small = min(made)
+        configs = {}
+        for grid in GRIDS:
+            path = Path(folder) / f"{grid[0]}x{grid[1]}.zarr"
+            configs[grid] = write_store(path, grid, TIMES, codec)
+            prepare(configs[grid])
+        for grid, config in configs.items():
+            made += [throughput_row(grid, config, domain) for domain in DOMAINS]
         for ranks in (1, 2):
-            share = max(on_pinned_ranks(waiting, made[small], small, ranks=ranks))
-            print(
-                f"\ntiny U-Net, {small[0]} x {small[1]}, {ranks} ranks: waits {share:.1%}", end=""
-            )
-        print("\n\ngrid          ranks  MiB of a rank  the loader's  batches of it")
-        # From here on freed memory goes back to the system at once: what is resident is what is
-        # held. Read by the C library as a process starts, so by the ranks; it makes them slow.
-        os.environ["MALLOC_MMAP_THRESHOLD_"] = os.environ["MALLOC_TRIM_THRESHOLD_"] = "65536"
-        for grid, config in made.items():
-            for ranks in DOMAINS:
-                whole, own, batch = max(on_pinned_ranks(memory, config, grid, ranks=ranks))
-                print(
-                    f"{grid[0]:4} x {grid[1]:<6} {ranks:5} {whole / MIB:14.0f} {own / MIB:13.0f} "
-                    f"{(PREFETCH + 1) * batch / MIB:14.0f}"
-                )
+            share = max(on_pinned_ranks(waiting, configs[GRIDS[0]], GRIDS[0], ranks=ranks))
+            what = f"unet_tiny at {GRIDS[0][0]}x{GRIDS[0][1]}, {ranks} ranks: wait for data"
+            made.append(Row(what, "time of training", share, 0.05))
+    return made
+
+
+def throughput_row(grid: tuple[int, int], config: DataConfig, domain: int) -> Row:
+    """One band of a sample."""
+    (found,) = on_pinned_ranks(speeds, config, grid, domain, ranks=1)
+    band = 2 * CHANNELS * -(-grid[0] // domain) * grid[1] * 4 / MIB
+    return Row(
+        f"loader's throughput, {grid[0]}x{grid[1]}, 1/{domain} of the rows, {CHANNELS} channels",
+        "numpy reading the same bytes from the cache",
+        found["numpy"] / found["loader"],
+        0.5,
+        at_least=True,
+        note=f"{band / found['loader']:.0f} MiB/s; {found['zarr'] / found['loader']:.2f} x zarr's",
+    )
 
 
 if __name__ == "__main__":
-    main()
+    show(rows())

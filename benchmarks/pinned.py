@@ -1,13 +1,18 @@
-"""Gloo ranks of one thread each, pinned to cores, for the benchmarks beside this file."""
+"""Ranks for the benchmarks beside this file: of one thread, pinned to a core each, over gloo.
+
+`BENCH_DEVICE=cuda` puts each on a GPU of its own instead, over nccl.
+"""
 
 from __future__ import annotations
 
 import multiprocessing as mp
 import os
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,6 +20,20 @@ import torch.distributed as dist
 from credit_dp.domain_parallel import DomainParallelManager
 
 RANKS = 2
+DEVICE = os.environ.get("BENCH_DEVICE", "cpu")
+Contestants = Mapping[str, Callable[[], object]]
+
+
+class Mesh(NamedTuple):
+    """How many ranks, and how many of them share a globe and hold a model; threads of each."""
+
+    ranks: int = RANKS
+    domain: int = RANKS
+    pipeline: int = 1
+    threads: int = 1
+
+
+TWO = Mesh()
 
 
 def on_pinned_ranks(
@@ -29,37 +48,125 @@ def on_pinned_ranks(
     `domain` of them share a globe, by default all, and `pipeline` x `domain` a model. More ranks
     than cores share them, and tell nothing about time.
     """
-    mesh = ranks, domain or ranks, pipeline
+    with running(_answer, (fn, args), Mesh(ranks, domain or ranks, pipeline)) as pipes:
+        return [pipe.recv() for pipe in pipes]
+
+
+class Team:
+    """Ranks that run one of several contestants when they are told to."""
+
+    def __init__(self, pipes: Sequence[Connection]) -> None:
+        self.pipes = pipes
+
+    def seconds(self, name: str) -> float:
+        """Return how long the slowest rank takes; all begin together."""
+        for pipe in self.pipes:
+            pipe.send(name)
+        return max(pipe.recv() for pipe in self.pipes)
+
+
+@contextmanager
+def team(build: Callable[..., Contestants], *args: Any, mesh: Mesh = TWO) -> Iterator[Team]:
+    """Start ranks, each with the contestants that `build(manager, *args)` returns there."""
+    with running(_serve, (build, args), mesh) as pipes:
+        for pipe in pipes:
+            pipe.recv()
+        yield Team(pipes)
+        for pipe in pipes:
+            pipe.send(None)
+
+
+@contextmanager
+def running(
+    serve: Callable[..., None], args: tuple[Any, ...], mesh: Mesh
+) -> Iterator[list[Connection]]:
+    """Start ranks that do `serve(manager, pipe, *args)`; yield the other ends of their pipes."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < RANKS:
         raise SystemExit(f"benchmarks need {RANKS} cores, this process may use {len(cores)}.")
+    if DEVICE == "cuda" and mesh.ranks > torch.cuda.device_count():
+        raise SystemExit(f"{mesh.ranks} ranks need a GPU each, {torch.cuda.device_count()} found.")
     context = mp.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
-        for rank in range(ranks):
-            mine, theirs = context.Pipe(duplex=False)
-            setting = (rank, mesh, cores[rank % len(cores)], f"file://{folder}/store", theirs)
-            process = context.Process(target=_rank, args=(setting, fn, args))
+        for rank in range(mesh.ranks):
+            mine, theirs = context.Pipe()
+            own = [cores[(rank * mesh.threads + n) % len(cores)] for n in range(mesh.threads)]
+            setting = (rank, mesh, own, f"file://{folder}/store")
+            process = context.Process(target=_rank, args=(setting, theirs, serve, args))
             process.start()
             theirs.close()
             pipes.append(mine)
             processes.append(process)
-        results = [pipe.recv() for pipe in pipes]
+        yield pipes
         for process in processes:
             process.join()
-    return results
 
 
 def _rank(
-    setting: tuple[int, tuple[int, int, int], int, str, Connection],
-    fn: Callable[..., Any],
+    setting: tuple[int, Mesh, list[int], str],
+    pipe: Connection,
+    serve: Callable[..., None],
     args: tuple[Any, ...],
 ) -> None:
-    rank, (ranks, domain, pipeline), core, store, pipe = setting
-    os.sched_setaffinity(0, {core})
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
-    manager = DomainParallelManager(ranks, domain, pipeline_parallel_size=pipeline)
-    pipe.send(fn(manager, *args))
+    rank, mesh, cores, store = setting
+    backend = "gloo"
+    if DEVICE == "cuda":
+        backend = "nccl"
+        torch.set_default_device(f"cuda:{rank}")
+        torch.cuda.set_device(rank)
+    else:
+        os.sched_setaffinity(0, cores)
+        torch.set_num_threads(mesh.threads)
+    dist.init_process_group(backend, init_method=store, rank=rank, world_size=mesh.ranks)
+    manager = DomainParallelManager(mesh.ranks, mesh.domain, pipeline_parallel_size=mesh.pipeline)
+    serve(manager, pipe, *args)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _answer(
+    manager: DomainParallelManager, pipe: Connection, fn: Callable[..., Any], args: tuple[Any, ...]
+) -> None:
+    pipe.send(fn(manager, *args))
+
+
+def _serve(
+    manager: DomainParallelManager,
+    pipe: Connection,
+    build: Callable[..., Contestants],
+    args: tuple[Any, ...],
+) -> None:
+    contestants = build(manager, *args)
+    for run in contestants.values():  # what is done once only is not measured
+        run()
+    pipe.send("ready")
+    while (name := pipe.recv()) is not None:
+        run = contestants[name]
+        dist.barrier()
+        synchronise()
+        began = time.perf_counter()
+        run()
+        synchronise()
+        pipe.send(time.perf_counter() - began)
+
+
+@contextmanager
+def frees_at_once() -> Iterator[None]:
+    """Start ranks that give freed tensors back to the system: what is resident is what is held.
+
+    The C library reads this as a process starts. It makes them slow.
+    """
+    keys = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
+    os.environ.update(dict.fromkeys(keys, "65536"))
+    try:
+        yield
+    finally:
+        for key in keys:
+            del os.environ[key]
+
+
+def synchronise() -> None:
+    """Wait until the device has done what it was given."""
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()

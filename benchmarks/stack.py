@@ -6,13 +6,14 @@ and so a wrong model: what the halves cost if nothing had to travel.
 
 from __future__ import annotations
 
-import argparse
-import time
+import sys
+from functools import partial
 
 import torch
-import torch.distributed as dist
 from peak import forget_peak, peak, resident
-from pinned import RANKS, on_pinned_ranks
+from pinned import RANKS, Contestants, on_pinned_ranks, team
+from side_by_side import Entry, Row, ratio, times
+from table import show
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -21,6 +22,7 @@ from credit_dp.domain_parallel.layers import DomainParallelConv2d
 
 SHAPE = (1, 64, 180, 720)
 BAND = (1, 64, 180 // RANKS, 720)
+KINDS = ("band", "sharded", "glued")
 
 
 def plain() -> nn.Sequential:
@@ -48,20 +50,11 @@ def step(model: nn.Module, x: Tensor) -> None:
     model(x).sum().backward()
 
 
-def times(manager: DomainParallelManager, kinds: list[str], rounds: int) -> dict[str, list[float]]:
-    """Return seconds of each round of each contestant, in turn; the slower rank's."""
-    models = [build(manager, kind) for kind in kinds]
+def contestants(manager: DomainParallelManager) -> Contestants:
+    """A step of each."""
     x = torch.randn(BAND, requires_grad=True)
-    seconds: list[list[float]] = [[] for _ in kinds]
-    for _ in range(rounds + 1):
-        for model, found in zip(models, seconds, strict=True):
-            dist.barrier()
-            start = time.perf_counter()
-            step(model, x)
-            spent = torch.tensor(time.perf_counter() - start)
-            dist.all_reduce(spent, dist.ReduceOp.MAX)
-            found.append(spent.item())
-    return [found[1:] for found in seconds]
+    models = {kind: build(manager, kind) for kind in KINDS}
+    return {kind: partial(step, model, x) for kind, model in models.items()}
 
 
 def growth(manager: DomainParallelManager, kind: str) -> int:
@@ -98,31 +91,34 @@ def saved_shares(manager: DomainParallelManager) -> float:
     return saved(build(manager, "sharded"), BAND) / saved(plain(), SHAPE)
 
 
-def main() -> None:
-    """Print ratios; times are best of all rounds, memory the middle of three fresh starts."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=20)
-    rounds = parser.parse_args().rounds
-    kinds = ["band", "sharded", "band", "glued"]
-    found = on_pinned_ranks(times, kinds, rounds)[0]
-    first, sharded, second, glued = (min(seconds) for seconds in found)
-    band = min(first, second)
+def rows(rounds: int) -> list[Row]:
+    """Time, growth of peak memory (the middle of three fresh starts), and what is kept."""
+    with team(contestants) as ranks:
+        entries = [
+            Entry("first", ranks, "band"),
+            *(Entry(kind, ranks, kind) for kind in KINDS[1:]),
+            Entry("second", ranks, "band"),
+        ]
+        found = times(entries, rounds)
+    against = {kind: ratio(found[kind], found["first"], found["second"]) for kind in KINDS[1:]}
     memory = {
-        kind: sorted(max(on_pinned_ranks(growth, kind)) for _ in range(3))[1]
-        for kind in ("band", "sharded", "glued")
+        kind: sorted(max(on_pinned_ranks(growth, kind)) for _ in range(3))[1] for kind in KINDS[:2]
     }
+    stack = f"4 x [Conv2d 3x3, GroupNorm, SiLU] at {SHAPE}, domain {RANKS}"
+    sharded, glued = against["sharded"], against["glued"]
     share = max(on_pinned_ranks(saved_shares))
-    print(f"forward and backward at {SHAPE}, {RANKS} ranks of one thread, best of {rounds}")
-    print(f"band without exchange     {1e3 * band:7.1f} ms   {memory['band'] / 2**20:5.0f} MiB")
-    for kind, best in (("sharded", sharded), ("glued", glued)):
-        ratio, more = best / band, memory[kind] / memory["band"]
-        print(
-            f"{kind:<8} {ratio:6.3f} x time  {more:6.3f} x memory   "
-            f"{1e3 * best:7.1f} ms   {memory[kind] / 2**20:5.0f} MiB"
-        )
-    print(f"band against itself {max(first, second) / band:6.3f} x time")
-    print(f"saved for backward  {share:6.3f} of the unsharded stack, on the rank with most")
+    return [
+        Row(
+            stack, "its band without exchange", sharded.best, 1.05, sharded.typical, sharded.spread,
+            note=f"{1e3 * min(found['sharded']):.0f} ms; with halos glued on: {glued.best:.3f} x",
+        ),
+        Row(
+            f"peak memory of {stack}", "its band without exchange",
+            memory["sharded"] / memory["band"], 1.1,
+            note=f"{memory['sharded'] / 2**20:.0f} MiB; kept for backward {share:.3f} of the whole",
+        ),
+    ]  # fmt: skip
 
 
 if __name__ == "__main__":
-    main()
+    show(rows(int(sys.argv[1]) if sys.argv[1:] else 20))

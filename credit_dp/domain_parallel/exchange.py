@@ -5,11 +5,11 @@ Halos of any width, pole padding, rebalancing and gathering are all instances of
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, Protocol, final
 
 import torch
 from torch import Tensor
@@ -154,6 +154,15 @@ class RowExchange:
         ranges = next(route.ranges for route in self.receives if route.peer == owner)
         return sum(min(stop, row) - start for start, stop in ranges if start <= row)
 
+    def of(self, source: int) -> list[Piece]:
+        """The pieces that come from one rank."""
+        return [piece for piece in self.pieces if piece.source == source]
+
+    def is_own_band(self, piece: Piece) -> bool:
+        """Whether a piece is this rank's whole band as it is."""
+        own = piece.source == self.rank and not piece.run.flipped and not piece.run.turned
+        return own and piece.stop - piece.start == self.partition.sizes[self.rank]
+
     def local_ranges(self, route: Route) -> list[tuple[int, int]]:
         """Return the rows that a route takes from this rank's band: first local row and number."""
         first = self.partition.bounds[self.rank]
@@ -198,16 +207,13 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, plan: RowExchange, transport: Transport, dim: int) -> Tensor:
-        ctx.plan, ctx.transport, ctx.dim, ctx.rows = plan, transport, dim, x.shape[dim]
+        ctx.plan, ctx.transport, ctx.dim = plan, transport, dim
         return start_fetching(x, plan, transport, dim)()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
-        finish = start_returning(grad, ctx.plan, ctx.transport, ctx.dim)
-        total = _rows_like(grad, ctx.dim, ctx.rows).zero_()
-        finish(total)
-        return total, None, None, None
+        return return_rows(grad, ctx.plan, ctx.transport, ctx.dim), None, None, None
 
 
 def start_fetching(
@@ -236,24 +242,45 @@ def start_fetching(
     return finish
 
 
-def start_returning(
-    grad: Tensor, plan: RowExchange, transport: Transport, dim: int
-) -> Callable[[Tensor], None]:
+def return_rows(grad: Tensor, plan: RowExchange, transport: Transport, dim: int) -> Tensor:
+    """Send home the cotangents of fetched rows, and return those of this rank's rows.
+
+    The adjoint of `start_fetching`.
+    """
+    finish = start_returning(grad, plan, transport, dim)
+    whole = next((piece for piece in plan.pieces if plan.is_own_band(piece)), None)
+    if whole is None:
+        total = _rows_like(grad, dim, plan.partition.sizes[plan.rank]).zero_()
+    else:  # most of it: copied once instead of added to zeros
+        band = grad.narrow(dim, whole.at, whole.stop - whole.start)
+        total = band.clone(memory_format=torch.contiguous_format)
+    finish(total, whole)
+    return total
+
+
+class Returning(Protocol):
+    """Adds to the cotangents of a rank's rows those that are on their way."""
+
+    def __call__(self, total: Tensor, done: Piece | None = None) -> None:
+        """Add to `total` all but those of the piece that is `done`."""
+
+
+def start_returning(grad: Tensor, plan: RowExchange, transport: Transport, dim: int) -> Returning:
     """Send home the cotangents of fetched rows; the result adds all ranks' to this rank's rows.
 
-    The adjoint of `start_fetching`. What is called in between overlaps with the messages.
+    What is called in between overlaps with the messages.
     """
     send = []
     for route in plan.receives:
         home = _rows_like(grad, dim, route.length).zero_()
-        _collect(home, grad, plan, route.peer, dim)
+        _collect(home, grad, plan.of(route.peer), dim)
         send.append((route.peer, home))
     came = [(route.peer, _rows_like(grad, dim, route.length)) for route in plan.sends]
     transport.announce(plan, _row_bytes(grad, dim), back=True)
     wait = transport.start(send, came)
 
-    def finish(total: Tensor) -> None:
-        _collect(total, grad, plan, plan.rank, dim)
+    def finish(total: Tensor, done: Piece | None = None) -> None:
+        _collect(total, grad, [piece for piece in plan.of(plan.rank) if piece != done], dim)
         wait()
         for route, (_, rows) in zip(plan.sends, came, strict=True):
             _unpack_add(total, rows, plan, route, dim)
@@ -275,17 +302,15 @@ def _unpack_add(total: Tensor, rows: Tensor, plan: RowExchange, route: Route, di
 
 def _place(result: Tensor, rows: Tensor, plan: RowExchange, source: int, dim: int) -> None:
     """Copy every piece of one source to where the result wants it."""
-    for piece in plan.pieces:
-        if piece.source == source:
-            length = piece.stop - piece.start
-            stretch = _pole_view(rows.narrow(dim, piece.start, length), piece.run, dim, 1)
-            result.narrow(dim, piece.at, length).copy_(stretch)
+    for piece in plan.of(source):
+        length = piece.stop - piece.start
+        stretch = _pole_view(rows.narrow(dim, piece.start, length), piece.run, dim, 1)
+        result.narrow(dim, piece.at, length).copy_(stretch)
 
 
-def _collect(total: Tensor, grad: Tensor, plan: RowExchange, source: int, dim: int) -> None:
-    """Add the cotangents of every piece of one source to those of the rows it came from."""
-    for piece in plan.pieces:
-        if piece.source == source:
-            length = piece.stop - piece.start
-            stretch = _pole_view(grad.narrow(dim, piece.at, length), piece.run, dim, -1)
-            total.narrow(dim, piece.start, length).add_(stretch)
+def _collect(total: Tensor, grad: Tensor, pieces: Iterable[Piece], dim: int) -> None:
+    """Add the cotangents of pieces of one source to those of the rows they came from."""
+    for piece in pieces:
+        length = piece.stop - piece.start
+        stretch = _pole_view(grad.narrow(dim, piece.at, length), piece.run, dim, -1)
+        total.narrow(dim, piece.start, length).add_(stretch)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from credit_dp.domain_parallel.exchange import RowExchange, start_fetching, start_returning
+from credit_dp.domain_parallel.exchange import RowExchange, return_rows, start_fetching
 from credit_dp.domain_parallel.manager import DomainParallelManager, get_domain_parallel_manager
 from credit_dp.domain_parallel.planner import active_planner
 from credit_dp.domain_parallel.poles import rows_with_poles
@@ -92,15 +92,11 @@ class _HaloExchangeFunction(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, halo_width: int, dim: int, manager: DomainParallelManager
     ) -> Tensor:
-        ctx.dim, ctx.rows, ctx.transport = dim % x.ndim - x.ndim, x.shape[dim], manager.transport
-        ctx.exchange = _halos(ctx.rows, halo_width, manager)
+        ctx.dim, ctx.transport = dim % x.ndim - x.ndim, manager.transport
+        ctx.exchange = _halos(x.shape[dim], halo_width, manager)
         return start_fetching(x, ctx.exchange, ctx.transport, ctx.dim)()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
-        shape = list(grad.shape)
-        shape[ctx.dim] = ctx.rows
-        total = grad.new_zeros(shape)
-        start_returning(grad, ctx.exchange, ctx.transport, ctx.dim)(total)
-        return total, None, None, None
+        return return_rows(grad, ctx.exchange, ctx.transport, ctx.dim), None, None, None

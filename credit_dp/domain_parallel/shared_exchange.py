@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from credit_dp.domain_parallel.exchange import RowExchange, start_fetching, start_returning
+from credit_dp.domain_parallel.exchange import RowExchange, return_rows, start_fetching
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.domain_parallel.poles import rows_with_poles
 from credit_dp.domain_parallel.transport import Transport
@@ -139,10 +139,8 @@ class _FetchForAll(torch.autograd.Function):
         rows = given[0][0].new_zeros(shape)
         for grad, window in given:
             rows.narrow(ctx.dim, *window).add_(grad)
-        finish = start_returning(rows, ctx.plan, ctx.transport, ctx.dim)
-        total = rows.new_zeros(ctx.shape)
-        finish(total)
-        return total, None, None, None, None
+        home = return_rows(rows, ctx.plan, ctx.transport, ctx.dim)
+        return home, None, None, None, None
 
 
 @final

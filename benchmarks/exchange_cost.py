@@ -1,0 +1,131 @@
+"""What an exchange adds to a layer, beside bare messages of the same rows.
+
+`python benchmarks/exchange_cost.py`
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from statistics import median
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from pinned import RANKS, Contestants, team
+from side_by_side import Entry, Row, ratio, times
+from table import show
+from torch import Tensor, nn
+
+from credit_dp.domain_parallel import DomainParallelManager, convert_to_domain_parallel
+from credit_dp.domain_parallel.halo_exchange import HaloExchange
+
+SHAPES = ((1, 64, 180, 720), (1, 64, 90, 720), (1, 256, 45, 180))  # of each rank's band
+WIDTHS = (1, 3)
+
+
+def convolutions(manager: DomainParallelManager, band: tuple[int, ...]) -> Contestants:
+    """A convolution of the band alone, the sharded one, and the messages of its rows alone."""
+    channels = band[1]
+    x = torch.randn(band, requires_grad=True)
+    cotangent = torch.randn(band)
+    alone = nn.Conv2d(channels, channels, 3, padding=1)
+    whole = (*band[:2], RANKS * band[2], band[3])
+    model = nn.Sequential(nn.Conv2d(channels, channels, 3, padding=1))
+    sharded = convert_to_domain_parallel(model, manager, input_shape=whole)
+
+    def step(layer: nn.Module) -> None:
+        layer(x).backward(cotangent)
+
+    return {
+        "band": lambda: step(alone),
+        "sharded": lambda: step(sharded),
+        "messages": messages(x.detach(), 1),
+    }
+
+
+def halos(manager: DomainParallelManager, band: tuple[int, ...], width: int) -> Contestants:
+    """A halo exchange, and zeros padded to the band with the messages of its rows."""
+    x = torch.randn(band, requires_grad=True)
+    cotangent = torch.randn(*band[:2], band[2] + 2 * width, band[3])
+    exchange = HaloExchange(width, manager=manager)
+    send = messages(x.detach(), width)
+
+    def padded() -> None:
+        F.pad(x, (0, 0, width, width)).backward(cotangent)
+        send()
+
+    return {"halo": lambda: exchange(x).backward(cotangent), "padded": padded}
+
+
+def messages(x: Tensor, width: int) -> Callable[[], None]:
+    """Swap `width` rows with the only neighbour, and swap as many again, as cotangents are."""
+    rank = dist.get_rank()
+    rows = (x[:, :, :width] if rank else x[:, :, -width:]).contiguous()
+    came = torch.empty_like(rows)
+    swap = [
+        dist.P2POp(dist.isend, rows, 1 - rank),
+        dist.P2POp(dist.irecv, came, 1 - rank),
+    ]
+
+    def send() -> None:
+        for _ in range(2):
+            for work in dist.batch_isend_irecv(swap):
+                work.wait()
+
+    return send
+
+
+def convolution_row(band: tuple[int, ...], rounds: int) -> Row:
+    """What sharding adds, less what the halo's rows cost to convolve."""
+    with team(convolutions, band) as ranks:
+        labels = ("band", "sharded", "messages", "band")
+        entries = [Entry(f"{label} {at}", ranks, label) for at, label in enumerate(labels)]
+        found = list(times(entries, rounds).values())
+    first, sharded, bare, second = found
+    share = 1 / band[2]  # a band has one neighbour here, which gives it one row
+    alone = [min(pair) for pair in zip(first, second, strict=True)]
+    added = min(sharded) - (1 + share) * min(alone)
+    typical = median(s - (1 + share) * a for s, a in zip(sharded, alone, strict=True))
+    spread = abs(min(first) - min(second)) / min(bare)
+    return Row(
+        f"what sharding adds to a Conv2d 3x3, band {band}",
+        "bare messages of the same rows",
+        added / min(bare),
+        3.0,
+        typical / median(bare),
+        1 + spread,
+        note=f"band {1e3 * min(alone):.1f} ms, sharded {1e3 * min(sharded):.1f} ms, "
+        f"messages {1e3 * min(bare):.2f} ms",
+    )
+
+
+def halo_row(band: tuple[int, ...], width: int, rounds: int) -> Row:
+    """The exchange against padding and messages."""
+    with team(halos, band, width) as ranks:
+        entries = [
+            Entry("first", ranks, "padded"),
+            Entry("halo", ranks, "halo"),
+            Entry("second", ranks, "padded"),
+        ]
+        found = times(entries, rounds)
+    against = ratio(found["halo"], found["first"], found["second"])
+    return Row(
+        f"HaloExchange of {width}, band {band}",
+        "F.pad and bare messages of the same rows",
+        against.best,
+        1.3,
+        against.typical,
+        against.spread,
+        note=f"{1e3 * min(found['halo']):.2f} ms",
+    )
+
+
+def rows(rounds: int) -> list[Row]:
+    """All figures of this file."""
+    made = [convolution_row(band, rounds) for band in SHAPES]
+    return made + [halo_row(band, width, rounds) for band in SHAPES for width in WIDTHS]
+
+
+if __name__ == "__main__":
+    show(rows(int(sys.argv[1]) if sys.argv[1:] else 20))

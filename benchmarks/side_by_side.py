@@ -1,0 +1,70 @@
+"""Contestants in turn, round after round, and what their times are relative to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import NamedTuple
+
+from pinned import Team
+
+
+@dataclass(frozen=True)
+class Row:
+    """A figure beside what it has to reach.
+
+    `best` is of each contestant's fastest round, `typical` of their medians; `spread` is what the
+    baseline is of itself, measured twice in the same rounds, and is allowed on top of the goal.
+    """
+
+    what: str
+    against: str
+    best: float
+    goal: float
+    typical: float | None = None
+    spread: float | None = None
+    at_least: bool = False
+    unit: str = "x"
+    note: str = ""
+
+    @property
+    def met(self) -> bool:
+        """Whether the best round reaches the goal."""
+        slack = 0.0 if self.spread is None else self.spread - 1
+        return self.best >= self.goal - slack if self.at_least else self.best <= self.goal + slack
+
+
+class Entry(NamedTuple):
+    """A contestant, under the name that its times have."""
+
+    label: str
+    team: Team
+    name: str
+
+
+def times(entries: Sequence[Entry], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each entry in each round. Every other round goes backwards."""
+    found: dict[str, list[float]] = {entry.label: [] for entry in entries}
+    for number in range(rounds):
+        for entry in entries[:: -1 if number % 2 else 1]:
+            found[entry.label].append(entry.team.seconds(entry.name))
+    return found
+
+
+class Ratio(NamedTuple):
+    """Times relative to a baseline's, and the baseline's to itself."""
+
+    best: float
+    typical: float
+    spread: float
+
+
+def ratio(contestant: Sequence[float], first: Sequence[float], second: Sequence[float]) -> Ratio:
+    """Compare with a baseline that was measured twice."""
+    halves = min(first), min(second)
+    return Ratio(
+        min(contestant) / min(halves),
+        median(contestant) / median([*first, *second]),
+        max(halves) / min(halves),
+    )

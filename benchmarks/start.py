@@ -1,0 +1,53 @@
+"""From the command to the first optimiser step, data ready: `python benchmarks/start.py`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from pinned import RANKS
+from side_by_side import Row
+from table import show
+
+from credit_dp.command.compose import Composer
+from credit_dp.data.prepare import prepare
+
+ROUNDS = 5
+POLL = 0.02
+
+
+def seconds(folder: Path) -> float:
+    """How long the quickstart takes until its log has a step."""
+    command = [
+        sys.executable, "-m", "credit_dp", "train", f"parallel.domain={RANKS}", "trainer.steps=1",
+        f"run.dir={folder}", "trainer.evaluate_stride_hours=100000",
+    ]  # fmt: skip
+    environment = {**os.environ, "WANDB_MODE": "disabled"}
+    environment.pop("OMP_NUM_THREADS", None)
+    log = folder / "metrics.csv"
+    began = time.monotonic()
+    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as process:
+        while not (log.exists() and log.read_text().count("\n") > 1):
+            if process.poll() is not None:
+                raise SystemExit(f"{' '.join(command)} ended with {process.returncode}")
+            time.sleep(POLL)
+        spent = time.monotonic() - began
+        process.wait()
+    return spent
+
+
+def rows() -> list[Row]:
+    """The fastest of some starts, and the middle one."""
+    prepare(Composer("train").config([]).data)
+    with tempfile.TemporaryDirectory() as folder:
+        found = sorted(seconds(Path(folder) / str(number)) for number in range(ROUNDS))
+    what = f"start of the quickstart, {RANKS} ranks: command to first optimiser step"
+    return [Row(what, "", found[0], 10.0, found[len(found) // 2], unit="s")]
+
+
+if __name__ == "__main__":
+    show(rows())

@@ -1,0 +1,85 @@
+"""Figures as a Markdown table and as JSON, with the machine that they were measured on."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from pinned import DEVICE
+from side_by_side import Row
+
+NAMES = ("what", "against", "best", "typical", "baseline / itself", "goal", "met")
+
+
+def show(rows: Sequence[Row]) -> None:
+    """Print a line for each figure."""
+    for row in rows:
+        line = " | ".join(cells(row)[:-1])
+        print(f"{'ok ' if row.met else 'NOT'} {line}   {row.note}", flush=True)
+
+
+def cells(row: Row) -> list[str]:
+    """A figure's cells in the table."""
+    goal = f"{'≥' if row.at_least else '≤'} {number(row.goal, row.unit)}"
+    return [
+        row.what,
+        row.against,
+        number(row.best, row.unit),
+        number(row.typical, row.unit),
+        number(row.spread, "x"),
+        goal,
+        "yes" if row.met else "**no**",
+    ]
+
+
+def number(value: float | None, unit: str) -> str:
+    """A figure with its unit; nothing where there is none."""
+    if value is None:
+        return ""
+    return f"{value:.3f}" if unit == "x" else f"{value:.3g} {unit}"
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """The table."""
+    lines = [NAMES, ["---"] * len(NAMES), *map(cells, rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def as_json(rows: Sequence[Row]) -> dict[str, Any]:
+    """Everything, for programs."""
+    return {
+        "machine": machine(),
+        "rows": [{**asdict(row), "met": row.met} for row in rows],
+    }
+
+
+def machine() -> dict[str, str]:
+    """What the figures depend on besides the code, and which code it was."""
+    found = [x for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x]
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return {
+        "processor": found[0].split(":")[1].strip() if found else platform.machine(),
+        "cores": str(len(os.sched_getaffinity(0))),
+        "memory": f"{memory:.0f} GiB",
+        "device": torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu",
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "commit": git("rev-parse", "--short", "HEAD")
+        + ("+" if git("status", "--porcelain") else ""),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+    }
+
+
+def git(*arguments: str) -> str:
+    """What git says of this checkout; nothing where there is none."""
+    here = Path(__file__).parent
+    done = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True)
+    return done.stdout.strip()

@@ -1,0 +1,112 @@
+"""How a training step's cost grows: `python benchmarks/growth.py` draws `docs/growth.png`.
+
+Time, growth of a rank's memory, and bytes that a rank sends, in a forward and backward of the
+U-Net, against rows, channels and ranks. More ranks than cores share them: with 4 and 8 the time
+tells the work, not the speed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import matplotlib as mpl
+import torch
+import torch.distributed as dist
+from memory import FIELDS, MIB
+from peak import forget_peak, peak, resident
+from pinned import RANKS, frees_at_once, on_pinned_ranks
+
+from credit_dp.command.compose import Composer
+from credit_dp.config import ModelConfig
+from credit_dp.domain_parallel import DomainParallelManager
+from credit_dp.domain_parallel.build import shard_model
+from credit_dp.models import build_model
+
+mpl.use("agg")
+import matplotlib.pyplot as plt
+
+PLOT = Path(__file__).parents[1] / "docs/growth.png"
+ROWS, WIDTHS, DOMAINS = (64, 96, 128, 192, 256), (16, 24, 32, 48, 64), (1, 2, 3, 4, 6, 8)
+GRID, WIDTH = (96, 192), 32
+STEPS = 3
+
+
+class Cost(NamedTuple):
+    """Of a step, on the rank where each is largest."""
+
+    seconds: float
+    growth: float  # MiB
+    sent: float  # MiB
+
+
+class Case(NamedTuple):
+    """A grid, the channels of the first level, and how many ranks."""
+
+    grid: tuple[int, int] = GRID
+    width: int = WIDTH
+    ranks: int = RANKS
+
+
+def cost(manager: DomainParallelManager, config: ModelConfig, grid: tuple[int, int]) -> Cost:
+    """Measure this rank."""
+    model = build_model(config, FIELDS, grid)
+    if manager.domain_parallel_size > 1:
+        shard_model(model, manager, (1, FIELDS.inputs, *grid))
+    x = torch.randn(1, FIELDS.inputs, len(range(grid[0])[manager.rows(grid[0])]), grid[1])
+    model(x).sum().backward()
+    before, sent = resident(), manager.transport.traffic.bytes
+    forget_peak()
+    model(x).sum().backward()
+    growth = peak() - before
+    sent = manager.transport.traffic.bytes - sent
+    seconds = float("inf")
+    for _ in range(STEPS):
+        dist.barrier()
+        began = time.perf_counter()
+        model(x).sum().backward()
+        seconds = min(seconds, time.perf_counter() - began)
+    return Cost(seconds, growth / MIB, sent / MIB)
+
+
+def measure(case: Case) -> Cost:
+    """Measure all ranks: memory where freed tensors leave at once, time where they don't."""
+    config = (
+        Composer("train")
+        .config(["model=unet", f"model.channels=[{case.width},{2 * case.width},{4 * case.width}]"])
+        .model
+    )
+    with frees_at_once():
+        held = on_pinned_ranks(cost, config, case.grid, ranks=case.ranks)
+    found = on_pinned_ranks(cost, config, case.grid, ranks=case.ranks)
+    return Cost(
+        max(each.seconds for each in found),
+        max(each.growth for each in held),
+        max(each.sent for each in found),
+    )
+
+
+def main() -> None:
+    """Measure, print and draw."""
+    along: dict[str, Sequence[tuple[int, Case]]] = {
+        "rows": [(rows, Case(grid=(rows, GRID[1]))) for rows in ROWS],
+        "channels of the first level": [(width, Case(width=width)) for width in WIDTHS],
+        "ranks": [(ranks, Case(ranks=ranks)) for ranks in DOMAINS],
+    }
+    names = ("seconds of a step", "growth of memory, MiB", "sent by a rank, MiB")
+    figure, axes = plt.subplots(len(names), len(along), figsize=(10, 8), layout="constrained")
+    for column, (what, cases) in zip(axes.T, along.items(), strict=True):
+        found = [measure(case) for _, case in cases]
+        for (at, _), made in zip(cases, found, strict=True):
+            print(f"{what:<28} {at:4} " + " ".join(f"{value:9.3f}" for value in made), flush=True)
+        for axis, name, values in zip(column, names, zip(*found, strict=True), strict=True):
+            axis.plot([at for at, _ in cases], values, "o-")
+            axis.set(xlabel=what, ylabel=name, ylim=(0, None))
+    figure.suptitle(f"U-Net, {GRID[0]}x{GRID[1]}, width {WIDTH}, {RANKS} ranks unless varied")
+    figure.savefig(PLOT, dpi=80)
+
+
+if __name__ == "__main__":
+    main()

@@ -62,7 +62,7 @@ def find_meshes(model: nn.Module, shape: tuple[int, ...], config: Config, up_to:
     _check(config, up_to)
     most = config.model.coarsest_rows(shape[-2])
     lines: list[MeshLine] = []
-    for domain in _domains(min(most, up_to)):
+    for domain in domain_sizes(min(most, up_to)):
         report = _report(model, shape, domain)
         if report.problems:
             return Meshes(up_to, tuple(lines), report.problems[0])
@@ -73,8 +73,9 @@ def find_meshes(model: nn.Module, shape: tuple[int, ...], config: Config, up_to:
     return Meshes(up_to, tuple(lines), refused)
 
 
-def _domains(most: int) -> Iterator[int]:
-    yield from (2**power for power in range(POWERS) if 2**power < most)
+def domain_sizes(most: int, powers: int = POWERS) -> Iterator[int]:
+    """Numbers of ranks to compare: so many powers of two, and as many as there can be."""
+    yield from (2**power for power in range(powers) if 2**power < most)
     yield most
 
 

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from credit_dp.command.arguments import OneLineParser
+from credit_dp.command.machine_files import machine_names, read_machine
 from credit_dp.command.mesh_tables import cuts_table, held_table, meshes_table, sent_table
 from credit_dp.command.plan_json import meshes_json, plan_json
 from credit_dp.command.plan_tables import levels_table, traffic_table
 from credit_dp.command.planned import Plan, model_and_shape, plan_of
+from credit_dp.command.predicted_tables import predictions_json, predictions_table
 from credit_dp.command.question import read_question
 from credit_dp.command.tables import amount
 from credit_dp.config import Config, microbatches
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
     from credit_dp.domain_parallel.report import PlanReport
 
 MEMORY = 80.0  # GiB of a rank
+MOST_RANKS = 1024  # of predictions
 
 HELP = """\
 {program} KEY=VALUE ...: says what a sharded training step will take.
@@ -31,10 +34,18 @@ Prints the messages and bytes of each layer; the rows of the ranks at each level
 there beside the least that could be; what a rank holds and sends, with ddp and with fsdp2; the
 cuts of a pipeline; and whatever keeps the model from being sharded so.
 
-  --up-to N     instead, a table of meshes of data x domain ranks, at most N of them
-  --memory GIB  of a rank, for that table: which meshes fit; 80 without it
-  --json        the report as JSON, of every rank
-  --help, -h    this text
+  --up-to N        instead, a table of meshes of data x domain ranks, at most N of them
+  --memory GIB     of a rank, for that table: which meshes fit; 80 without it
+  --machine FILE   instead, seconds of a step on a machine, predicted and not measured, on meshes of
+                   up to 1,024 ranks (--up-to N: of N). FILE is a YAML file with the machine's
+                   figures, or one of {machines}
+  --json           the report as JSON, of every rank
+  --help, -h       this text
+
+With --machine every data rank has one sample. It compares growing domains with one data rank; the
+smallest domain that fits the memory, with 1, 2, 4 ... data ranks; and all domains with as many data
+ranks as there are ranks for. With parallel.domain the domain is that one, with parallel.data the
+data ranks are as many.
 
 Exit code: 0 if the model can be sharded so, 1 if not, 2 if the keys are wrong.
 """
@@ -46,14 +57,19 @@ def plan(arguments: Sequence[str], program: str) -> int:
     Raises:
         UserError: the config is not as needed.
     """
-    question = read_question(arguments, program, HELP, _add_dashes)
+    help_text = HELP.replace("{machines}", ", ".join(machine_names()))
+    question = read_question(arguments, program, help_text, _add_dashes)
     if question is None:
         return 0
     config, dashes = question.config, question.dashes
+    if dashes.memory is not None and dashes.machine is not None:
+        raise UserError("--memory: --machine has the GiB of a rank: change memory_gib of the file.")
     if dashes.memory is not None and (dashes.up_to is None or not dashes.memory > 0):
         raise UserError(
             f"--memory: needs --up-to, and GiB of a rank above 0, got {dashes.memory:g}."
         )
+    if dashes.machine is not None:
+        return _predict(config, dashes)
     if dashes.up_to is not None:
         return _compare(config, dashes)
     found = plan_of(config)
@@ -73,9 +89,23 @@ def _compare(config: Config, dashes: Namespace) -> int:
     return 0 if meshes.lines else 1
 
 
+def _predict(config: Config, dashes: Namespace) -> int:
+    up_to = MOST_RANKS if dashes.up_to is None else dashes.up_to
+    if up_to < 1:
+        raise UserError(f"--up-to: needs at least 1 rank, got {up_to}.")
+    machine = read_machine(dashes.machine)
+    from credit_dp.command.predicted import predict_meshes  # torch
+
+    predictions = predict_meshes(config, machine, up_to)
+    show = predictions_json if dashes.json else predictions_table
+    sys.stdout.write(show(predictions, config, machine))
+    return 0 if predictions.lines else 1
+
+
 def _add_dashes(using: OneLineParser) -> None:
     using.add_argument("--up-to", type=int)
     using.add_argument("--memory", type=float)
+    using.add_argument("--machine")
 
 
 def as_text(plan: Plan, config: Config) -> str:

@@ -20,6 +20,7 @@ from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import ROW_DIM
 from credit_dp.domain_parallel.plan import Shape, is_banded
 from credit_dp.domain_parallel.running import announced
+from credit_dp.domain_parallel.shape_memo import ShapeMemo
 from credit_dp.domain_parallel.tally import Sent, Tally
 
 # Messages outside the layers: of a module from `custom_converters`, say.
@@ -43,7 +44,11 @@ class DryRun:
 
 
 def dry_run(
-    model: nn.Module, manager: DomainParallelManager, shapes: Sequence[Shape], rank: int
+    model: nn.Module,
+    manager: DomainParallelManager,
+    shapes: Sequence[Shape],
+    rank: int,
+    backward: bool = True,
 ) -> DryRun:
     """Run a planned model's training step as one of the ranks, on tensors without data.
 
@@ -52,12 +57,13 @@ def dry_run(
         manager: the one that it was converted with.
         shapes: of the whole globe's inputs, which need no gradient.
         rank: whose band is taken.
+        backward: False for the forward alone: all that is saved for backward is known by then.
     """
     place = manager.rank, manager.transport
     manager.rank = rank
     try:
         with dataless():
-            return _step(without_data(model), manager, shapes)
+            return _step(without_data(model), manager, shapes, backward)
     finally:
         manager.rank, manager.transport = place
 
@@ -65,7 +71,7 @@ def dry_run(
 @contextmanager
 def dataless() -> Iterator[None]:
     """Let code run on tensors without data; torch's random numbers stay where they were."""
-    mode = _Dataless()  # type: ignore[no-untyped-call]
+    mode = _Dataless()
     with mode, torch.random.fork_rng(devices=[]):
         yield
 
@@ -73,6 +79,15 @@ def dataless() -> Iterator[None]:
 @final
 class _Dataless(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Lets tensors that code makes on the CPU meet those that have no data."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._memo = ShapeMemo()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled while planning: spare every operation torch's check of that."""
+        return False
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -82,10 +97,12 @@ class _Dataless(TorchDispatchMode):  # type: ignore[no-untyped-call]
         devices = {x.is_meta for x in tree_leaves(given) if isinstance(x, Tensor)}
         if len(devices) > 1:
             given = tree_map_only(Tensor, lambda x: x if x.is_meta else _shape_only(x), given)
-        return func(*given[0], **given[1])
+        return self._memo.run(func, *given)
 
 
-def _step(model: nn.Module, manager: DomainParallelManager, shapes: Sequence[Shape]) -> DryRun:
+def _step(
+    model: nn.Module, manager: DomainParallelManager, shapes: Sequence[Shape], backward: bool
+) -> DryRun:
     model.train()
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
     bands = [_band(shape, manager) for shape in shapes]
@@ -96,13 +113,13 @@ def _step(model: nn.Module, manager: DomainParallelManager, shapes: Sequence[Sha
             made = [x for x in tree_leaves(model(*inputs)) if isinstance(x, Tensor)]
         forward = tallies.by_layer()
         made = [x for x in made if x.requires_grad]
-        if made:
+        if made and backward:
             torch.autograd.backward(made, [torch.empty_like(x) for x in made])
-    backward = {
+    back = {
         name: tuple(a - b for a, b in zip(sent, forward[name], strict=True))
         for name, sent in tallies.by_layer().items()
     }
-    return DryRun(forward, backward, saved.bytes, tallies.by_height(), tallies.least.bytes)
+    return DryRun(forward, back, saved.bytes, tallies.by_height(), tallies.least.bytes)
 
 
 def _band(shape: Shape, manager: DomainParallelManager) -> Shape:

@@ -42,8 +42,9 @@ def unchanged(model: nn.Module) -> Iterator[None]:
 
 
 def _copied(container: Any) -> dict[Any, Any] | list[Any] | set[Any]:
-    kind = next(kind for kind in (dict, list, set) if isinstance(container, kind))
-    return kind(container)
+    if isinstance(container, dict):
+        return dict(container)
+    return list(container) if isinstance(container, list) else set(container)
 
 
 @contextmanager

@@ -90,7 +90,7 @@ def find_heights(
     shapes = list(as_shapes(input_shape))
     planner = Planner(model, _names(model), BandTable(1))
     planner.expect(shape[ROW_DIM] for shape in shapes if is_banded(shape))
-    with planner.trusting(trusted), traceable(model):
+    with planner.trusting(trusted), planner.naming(), traceable(model):
         _follow(planner, None, True, lambda: _inputs_of(model, shapes)(lambda shape: shape))
     places = {shape[ROW_DIM]: "input" for shape in shapes if is_banded(shape)}
     for layer, calls in planner.seen.items():
@@ -127,7 +127,7 @@ def plan_calls(
         while True:
             planner = Planner(model, dict(names), manager.bands)
             try:
-                with planner.trusting(trusted):
+                with planner.trusting(trusted), planner.naming():
                     runs = _plan_batches(planner, manager.bands.ranks, shapes, inputs)
                 break
             except UserError as error:

@@ -24,6 +24,7 @@ from credit_dp.domain_parallel.operations import (
 )
 from credit_dp.domain_parallel.origins import Origins
 from credit_dp.domain_parallel.partition import FIELD_DIMS, ROW_DIM, BandTable
+from credit_dp.domain_parallel.shape_memo import ShapeMemo
 from credit_dp.domain_parallel.trace import Ref, Step, Trace, own_function
 from credit_dp.errors import UserError
 
@@ -86,6 +87,7 @@ class Planner:
         self.doubt: tuple[Step, MixedError] | None = None
         self._rank: int | None = None
         self._calls = 0
+        self._memo = ShapeMemo()
         self._trace = Trace(model)
         self._layouts: dict[int, Layout] = {}
         self._known: set[int] = set()
@@ -99,10 +101,10 @@ class Planner:
             self.visits = []
             self.doubt = None  # the first operation of the globe's run that mixes rows
             self._layouts = {}
-        self._trace = Trace(self.model, self._follow if rank is None else None)
+        self._trace = Trace(self.model, self._follow if rank is None else None, self._memo)
         token = _active.set(self)
         try:
-            with self._trace, self._naming():
+            with self._trace:
                 yield self._trace
         finally:
             _active.reset(token)
@@ -245,16 +247,17 @@ class Planner:
         return self._trace.within[-1:]
 
     @contextmanager
-    def _naming(self) -> Iterator[None]:
-        """Tell the trace which module's code runs."""
-        within = self._trace.within
+    def naming(self) -> Iterator[None]:
+        """Tell the traces which module's code runs."""
         hooks = []
         for path, module in self.model.named_modules():
             name = f"{path or 'model'} ({type(module.__dict__.get('wrapped', module)).__name__})"
             hooks += [
-                module.register_forward_pre_hook(lambda *_, name=name: within.append(name)),
+                module.register_forward_pre_hook(
+                    lambda *_, name=name: self._trace.within.append(name)
+                ),
                 # Not after an error: then the innermost one tells where that was.
-                module.register_forward_hook(lambda *_: within.pop() and None),
+                module.register_forward_hook(lambda *_: self._trace.within.pop() and None),
             ]
         try:
             yield

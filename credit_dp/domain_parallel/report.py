@@ -183,13 +183,16 @@ def _dry_runs(
     shapes: Sequence[Shape],
     heights: Sequence[int],
 ) -> list[DryRun]:
-    """A run for each rank; ranks that have as many rows everywhere share theirs."""
+    """A run for each rank; ranks that have as many rows everywhere share theirs.
+
+    The first rank's tells what all ranks send; of the others only what they save is asked.
+    """
     runs: dict[tuple[int, ...], DryRun] = {}
     found = []
     for rank in range(manager.domain_parallel_size):
         bands = tuple(manager.bands[height].sizes[rank] for height in heights)
         if bands not in runs:
-            runs[bands] = dry_run(model, manager, shapes, rank)
+            runs[bands] = dry_run(model, manager, shapes, rank, backward=not runs)
         found.append(runs[bands])
     return found
 

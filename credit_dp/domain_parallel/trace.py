@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from credit_dp.domain_parallel.shape_memo import ShapeMemo
 from credit_dp.errors import UserError
 
 # Frames of torch and of this package are not the user's code.
@@ -86,10 +87,17 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         model: whose parameters and buffers are known by identity.
         follow: called with every step as soon as it is recorded.
+        memo: of runs with the same fake mode.
     """
 
-    def __init__(self, model: nn.Module, follow: Callable[[Step], None] | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        follow: Callable[[Step], None] | None = None,
+        memo: ShapeMemo | None = None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._run = (memo or ShapeMemo()).run
         self.steps: list[Step] = []
         self._follow = follow
         self._of_model = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
@@ -99,6 +107,11 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._paused = 0
         self.within: list[str] = []  # the modules that run now, outermost first
         self.fixed: dict[int, str] = {}  # storages that may not change -> whose they are
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled while planning: spare every operation torch's check of that."""
+        return False
 
     @property
     def where(self) -> str:
@@ -144,10 +157,11 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return Ref(-id(tensor), shape)
         if id(tensor) not in self._numbers:
             self._name(tensor, next(self._fresh))
-        constant = not isinstance(tensor, FakeTensor) and tensor.device.type != "meta"
+        number = self._numbers[id(tensor)]
+        if isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
+            return Ref(number, shape)
         with _disable_current_modes():
-            value = str(tensor.tolist()) if constant else ""
-        return Ref(self._numbers[id(tensor)], shape, value)
+            return Ref(number, shape, str(tensor.tolist()))
 
     def _name(self, tensor: Tensor, number: int) -> None:
         self._numbers[id(tensor)] = number
@@ -159,16 +173,16 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run the operation and note it."""
         kwargs = kwargs or {}
         if self._paused or func.namespace in QUESTIONS:
-            return func(*args, **kwargs)
+            return self._run(func, args, kwargs)
         if func is torch.ops.aten.clone.default and own_function() is None:
-            copied = func(*args, **kwargs)
+            copied = self._run(func, args, kwargs)
             self._name(copied, self.ref(args[0]).number)
             return copied
         if self.fixed and func._schema.is_mutable:
             self._check_fixed(args[0])
         names = (argument.name for argument in func._schema.arguments)
         given = tree_map_only(Tensor, self.ref, {**dict(zip(names, args, strict=False)), **kwargs})
-        result = func(*args, **kwargs)
+        result = self._run(func, args, kwargs)
         leaves, _ = tree_flatten(result)
         made = tuple(self.ref(leaf) for leaf in leaves if isinstance(leaf, Tensor))
         self._record(Step(AS_VIEW.get(func, func), given, made, self.where))

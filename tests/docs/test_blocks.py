@@ -41,7 +41,12 @@ MESHES = (
     "mesh.md-1",
     "cluster.md-1",
 )
-PLANS = ("plan-and-verify.md-0", "plan-and-verify.md-2", "which-parallelism.md-1")
+PLANS = (
+    "plan-and-verify.md-0",
+    "plan-and-verify.md-2",
+    "plan-and-verify.md-3",
+    "which-parallelism.md-1",
+)
 LONGER = ("quickstart-climate.md", "your-own-model.md-2", "your-own-model.md-4")
 STORES = ("your-era5.md-1", "your-era5.md-2", "your-era5.md-3")
 SLOW = dict.fromkeys((*LONG, *MESHES, *PLANS, *LONGER, *STORES), pytest.mark.slow)

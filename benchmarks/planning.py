@@ -1,0 +1,112 @@
+"""What planning the large models at 721 x 1440 takes: `python benchmarks/planning.py`.
+
+Each number comes from a process of its own with one thread. `convert` is what a training rank does
+before its first step: the model is converted and planned for the largest domain that its levels
+allow. The model is on the meta device: planning reads no weights, and their making is not timed.
+`plan` is `credit-dp plan` of a mesh of that domain with all the data ranks that 1,024 ranks allow.
+What importing the packages takes is apart; peak memory is that of the whole process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import subprocess
+import sys
+import time
+from contextlib import redirect_stdout
+from typing import Any
+
+MODELS = ("unet_base", "pangu_base", "crossformer_base")
+WORK = ("convert", "plan")
+GRID = (721, 1440)
+RANKS = 1024
+
+
+def planning_rows() -> list[dict[str, Any]]:
+    """Return a row for each model and kind of work.
+
+    Keys: `model`, `work`, `ranks` (domain x data), `seconds` and `cpu_seconds` of the work itself,
+    `start_cpu_seconds` of the process before it, `peak_bytes`.
+    """
+    return [_in_a_process(model, work) for model in MODELS for work in WORK]
+
+
+def _in_a_process(model: str, work: str) -> dict[str, Any]:
+    command = [sys.executable, __file__, "--measure", work, model]
+    alone = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=alone, check=True, stdout=subprocess.PIPE, text=True)
+    row: dict[str, Any] = json.loads(done.stdout)
+    return row
+
+
+def _measure(model: str, work: str) -> dict[str, Any]:
+    from peak import peak
+
+    from credit_dp.command.compose import Composer
+
+    config = Composer("train").config([f"model={model}", f"data.grid={GRID[0]}x{GRID[1]}"])
+    domain = config.model.coarsest_rows(GRID[0])
+    data = RANKS // domain if work == "plan" else 1
+    run = _planner(model, domain, data) if work == "plan" else _converter(config, domain)
+    begun, spent = time.perf_counter(), time.process_time()
+    run()
+    return {
+        "model": model,
+        "work": work,
+        "ranks": domain * data,
+        "seconds": time.perf_counter() - begun,
+        "cpu_seconds": time.process_time() - spent,
+        "start_cpu_seconds": spent,
+        "peak_bytes": peak(),
+    }
+
+
+def _planner(model: str, domain: int, data: int) -> Any:
+    import torch  # noqa: F401  # as every command has it by then
+
+    from credit_dp.command.plan import plan
+
+    mesh = [f"parallel.domain={domain}", f"parallel.data={data}", f"data.batch_size={data}"]
+    arguments = ["--json", f"model={model}", f"data.grid={GRID[0]}x{GRID[1]}", *mesh]
+
+    def run() -> None:
+        with redirect_stdout(io.StringIO()):
+            plan(arguments, "credit-dp plan")
+
+    return run
+
+
+def _converter(config: Any, domain: int) -> Any:
+    from dataclasses import replace
+
+    from credit_dp.command.pipeline_plan import nobody_else
+    from credit_dp.command.planned import model_and_shape
+    from credit_dp.domain_parallel.build import shard_model
+
+    one = replace(config, data=replace(config.data, batch_size=1))
+    model, shape = model_and_shape(one, 1)
+    return lambda: shard_model(model, nobody_else(domain), shape)
+
+
+def main() -> None:
+    """Print a table, or measure one row."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--measure", nargs=2, metavar=("WORK", "MODEL"), help="one row, as JSON")
+    measured = parser.parse_args().measure
+    if measured:
+        print(json.dumps(_measure(measured[1], measured[0])))
+        return
+    print("model              work     ranks  seconds      cpu  start cpu      peak")
+    for row in planning_rows():
+        print(
+            f"{row['model']:<18} {row['work']:<8} {row['ranks']:5} {row['seconds']:8.1f} "
+            f"{row['cpu_seconds']:8.1f} {row['start_cpu_seconds']:10.1f} "
+            f"{row['peak_bytes'] / 2**20:7.0f} M"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -19,6 +19,9 @@ import time
 from contextlib import redirect_stdout
 from typing import Any
 
+from side_by_side import Row
+from table import show
+
 MODELS = ("unet_base", "pangu_base", "crossformer_base")
 WORK = ("convert", "plan")
 GRID = (721, 1440)
@@ -26,7 +29,7 @@ RANKS = 1024
 
 
 def planning_rows() -> list[dict[str, Any]]:
-    """Return a row for each model and kind of work.
+    """Return what each model and kind of work takes.
 
     Keys: `model`, `work`, `ranks` (domain x data), `seconds` and `cpu_seconds` of the work itself,
     `start_cpu_seconds` of the process before it, `peak_bytes`.
@@ -91,21 +94,31 @@ def _converter(config: Any, domain: int) -> Any:
     return lambda: shard_model(model, nobody_else(domain), shape)
 
 
+def rows() -> list[Row]:
+    """Processor time of each kind of work, and the most memory that it took."""
+    made = []
+    for row in planning_rows():
+        what = f"{row['work']} {row['model']} at {GRID[0]}x{GRID[1]}, {row['ranks']} ranks"
+        peak_gib = row["peak_bytes"] / 2**30
+        made += [
+            Row(
+                f"{what}: processor time", "", row["cpu_seconds"], 10.0, unit="s",
+                note=f"{row['seconds']:.1f} s by the clock",
+            ),
+            Row(f"{what}: peak memory of the process", "", peak_gib, 1.0, unit="GiB"),
+        ]  # fmt: skip
+    return made
+
+
 def main() -> None:
-    """Print a table, or measure one row."""
+    """Print all rows, or measure one and print it as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--measure", nargs=2, metavar=("WORK", "MODEL"), help="one row, as JSON")
     measured = parser.parse_args().measure
     if measured:
         print(json.dumps(_measure(measured[1], measured[0])))
         return
-    print("model              work     ranks  seconds      cpu  start cpu      peak")
-    for row in planning_rows():
-        print(
-            f"{row['model']:<18} {row['work']:<8} {row['ranks']:5} {row['seconds']:8.1f} "
-            f"{row['cpu_seconds']:8.1f} {row['start_cpu_seconds']:10.1f} "
-            f"{row['peak_bytes'] / 2**20:7.0f} M"
-        )
+    show(rows())
 
 
 if __name__ == "__main__":

@@ -41,9 +41,11 @@ class BatchReader:
         self._states = reads.frames(frames)
         north, south, _ = rows.indices(store.grid[0])
         self._band = (south - north, store.grid[1])
-        # Then a sample's times may lie in one chunk.
+        # Where a sample's times may lie in one chunk, and where nothing else is read at one of them
+        # that could lie in a chunk with the states.
         first = store.channels.prognostic[0]
-        self._times_share_chunks = store.source.chunk_shape(first)[0] > 1
+        alone = not store.channels.diagnostic and not store.has_stored_forcing
+        self._times_together = store.source.chunk_shape(first)[0] > 1 or alone
 
     def empty(self, times: Times, length: int = 1) -> Batch:
         """Room for the samples at these times and `length` steps, without static fields."""
@@ -100,7 +102,7 @@ class BatchReader:
         now, later, forced = times[:frames], times[frames:], times[frames - 1 : -1]
         if not self._states:
             return None, None, self._outputs(later)
-        if self._times_share_chunks and self._reads.target:
+        if self._times_together and self._reads.target:
             fields = self._store.read_outputs(times, self._rows)
             forcings = self._store.forcing_times(forced, self._rows) if self._forced else None
             return fields[:frames, : self._store.channels.states], forcings, fields[frames:]

@@ -79,6 +79,11 @@ class Store:
         """Chunks, or inner chunks of shards, read from disk since opening."""
         return self.source.chunk_reads
 
+    @property
+    def has_stored_forcing(self) -> bool:
+        """Whether any forcing is read, and not computed."""
+        return bool(self._forcing)
+
     def read(self, time: np.datetime64, rows: slice) -> Fields:
         """The prognostic channels at one time: `(C, rows, W)`.
 

@@ -56,11 +56,14 @@ def main() -> None:
     rows: list[Row] = []
     for name, measure in parts(arguments.rounds).items():
         if name in (arguments.only or parts(1)):
+            since = time.monotonic()
             found = measure()
             table.show(found)
+            print(f"{name}: {time.monotonic() - since:.0f} s", flush=True)
             rows += found
+    goals = [row.met for row in rows if row.goal is not None]
     minutes = (time.monotonic() - began) / 60
-    print(f"{sum(row.met for row in rows)} of {len(rows)} met, {minutes:.1f} minutes")
+    print(f"{sum(goals)} of {len(goals)} goals met, {minutes:.1f} minutes")
     if not arguments.only:
         write(rows, arguments.rounds)
 

@@ -12,7 +12,7 @@ from pinned import Team
 
 @dataclass(frozen=True)
 class Row:
-    """A figure beside what it has to reach.
+    """A figure beside what it has to reach; without a goal it is told, no more.
 
     `best` is of each contestant's fastest round, `typical` of their medians; `spread` is what the
     baseline is of itself, measured twice in the same rounds, and is allowed on top of the goal.
@@ -21,7 +21,7 @@ class Row:
     what: str
     against: str
     best: float
-    goal: float
+    goal: float | None
     typical: float | None = None
     spread: float | None = None
     at_least: bool = False
@@ -30,7 +30,9 @@ class Row:
 
     @property
     def met(self) -> bool:
-        """Whether the best round reaches the goal."""
+        """Whether the best round reaches the goal, if there is one."""
+        if self.goal is None:
+            return True
         slack = 0.0 if self.spread is None else self.spread - 1
         return self.best >= self.goal - slack if self.at_least else self.best <= self.goal + slack
 

@@ -23,12 +23,16 @@ def show(rows: Sequence[Row]) -> None:
     """Print a line for each figure."""
     for row in rows:
         line = " | ".join(cells(row)[:-1])
-        print(f"{'ok ' if row.met else 'NOT'} {line}   {row.note}", flush=True)
+        verdict = "   " if row.goal is None else "ok " if row.met else "NOT"
+        print(f"{verdict} {line}   {row.note}", flush=True)
 
 
 def cells(row: Row) -> list[str]:
     """A figure's cells in the table."""
-    goal = f"{'≥' if row.at_least else '≤'} {number(row.goal, row.unit)}"
+    goal, met = "", ""
+    if row.goal is not None:
+        goal = f"{'≥' if row.at_least else '≤'} {number(row.goal, row.unit)}"
+        met = "yes" if row.met else "**no**"
     return [
         row.what,
         row.against,
@@ -36,7 +40,7 @@ def cells(row: Row) -> list[str]:
         number(row.typical, row.unit),
         number(row.spread, "x"),
         goal,
-        "yes" if row.met else "**no**",
+        met,
     ]
 
 

@@ -156,7 +156,14 @@ class RowExchange:
 
     def of(self, source: int) -> list[Piece]:
         """The pieces that come from one rank."""
-        return [piece for piece in self.pieces if piece.source == source]
+        return self._by_source.get(source, [])
+
+    @cached_property
+    def _by_source(self) -> dict[int, list[Piece]]:
+        found: dict[int, list[Piece]] = {}
+        for piece in self.pieces:
+            found.setdefault(piece.source, []).append(piece)
+        return found
 
     def is_own_band(self, piece: Piece) -> bool:
         """Whether a piece is this rank's whole band as it is."""

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from credit_dp.constants import constant
+
 
 @final
 class StochasticDepth(nn.Module):
@@ -73,7 +75,7 @@ def draw_depths(model: nn.Module, seed: int, step: int, samples: Sequence[int]) 
         place = number if layer.place is None else layer.place
         keys = ([seed, step, sample, place] for sample in samples)
         drawn = [np.random.default_rng(key).random() for key in keys]
-        layer.draws = torch.tensor(drawn, device=next(model.parameters()).device)
+        layer.draws = constant(drawn, next(model.parameters()).device)
 
 
 def _dropping(model: nn.Module) -> list[StochasticDepth]:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar, final
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from credit_dp.constants import constant
 
 
 @final
@@ -88,7 +89,7 @@ class GroupedRows(nn.Module, ABC):
         rows = self.treat(_in_order(x, groups, dim), slice(0, groups.count), height)
         if groups.positions == tuple(range(height)):
             return rows.narrow(dim, 0, height)
-        return rows.index_select(dim, torch.tensor(groups.positions, device=x.device))
+        return rows.index_select(dim, constant(groups.positions, x.device))
 
 
 def _in_order(x: Tensor, groups: RowGroups, dim: int) -> Tensor:
@@ -100,4 +101,4 @@ def _in_order(x: Tensor, groups: RowGroups, dim: int) -> Tensor:
     order = [next(blank) if row is None else row for row in groups.order]
     if order == sorted(order):
         return x
-    return x.index_select(dim, torch.tensor(order, device=x.device))
+    return x.index_select(dim, constant(order, x.device))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from credit_dp.constants import constant
 from credit_dp.domain_parallel import DomainParallelManager
 
 BUCKET = 2**25  # bytes of gradients that are sent at once
@@ -24,13 +25,14 @@ def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGro
     size = dist.get_world_size(group)
     for bucket in _buckets(parameters):
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
-        there = gradients[0].new_tensor([p.grad is not None for p in bucket])
-        total = torch.cat([there, *(gradient.flatten() for gradient in gradients)]) / size
+        there = [p.grad is not None for p in bucket]
+        marks = constant(there, gradients[0].device, gradients[0].dtype)
+        total = torch.cat([marks, *(gradient.flatten() for gradient in gradients)]) / size
         dist.all_reduce(total, group=group)
         sizes = [len(bucket), *(gradient.numel() for gradient in gradients)]
-        there, *parts = torch.split(total, sizes)
+        marks, *parts = torch.split(total, sizes)
         for at, (parameter, part) in enumerate(zip(bucket, parts, strict=True)):
-            if parameter.grad is not None or there[at]:
+            if parameter.grad is not None or marks[at]:
                 parameter.grad = gradients[at].copy_(part.view_as(parameter))
 
 

@@ -5,15 +5,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import zarr
+from zarr.codecs import BytesCodec
 
 from credit_dp.data.bands import balanced_bounds
 from credit_dp.data.loader import Loader
 from credit_dp.data.prepare import prepare
+from credit_dp.data.preparing import codecs
 from credit_dp.data.preparing.chunks import chunk_rows
 from credit_dp.data.sampling import SampleSequence
 from credit_dp.data.schema import Channel
+from credit_dp.data.sources import prepared as prepared_source
+from credit_dp.data.sources import quick
+from credit_dp.data.sources.plain import is_plain
 from credit_dp.data.sources.prepared import PreparedSource
-from credit_dp.data.sources.quick import QuickArray
 from credit_dp.errors import UserError
 from tests.data import prepared_stores, stores
 
@@ -22,11 +27,14 @@ DOMAINS = [1, 2, 4, 8]
 
 
 @pytest.fixture(scope="module")
-def ready(tmp_path_factory):
+def stored(tmp_path_factory):
     data = stores.dataset(HEIGHT, WIDTH, steps=3).sel(level=[500])
     data = data[["temperature", "2m_temperature"]]
     path = tmp_path_factory.mktemp("bytes") / "store.zarr"
-    prepared_stores.write(data, path, chunk_rows(HEIGHT, DOMAINS), static=False)
+    return prepared_stores.write(data, path, chunk_rows(HEIGHT, DOMAINS), static=False)
+
+
+def prepared(path):
     hours = ["2000-01-01T00", "2000-01-01T12"]
     config = stores.config(
         path,
@@ -40,21 +48,30 @@ def ready(tmp_path_factory):
     return prepare(config)
 
 
-@pytest.fixture(params=["zarr", "tensorstore"])
+@pytest.fixture(params=["zarr", "plain", "tensorstore"])
 def reader(request, monkeypatch):
-    """Reads through one of both only."""
-    read = QuickArray.read
+    """Reads through one of them only."""
+    if request.param == "zarr":
+        monkeypatch.setattr(prepared_source, "quick_array", lambda *_, **__: None)
+        return
+    if request.param == "tensorstore":
+        monkeypatch.setattr(quick, "is_plain", lambda _: False)
+    kind = quick.PlainArray if request.param == "plain" else quick.DecodedArray
+    read = kind.read
 
-    def only_quick(*args):
+    def read_all(*args):
         found = read(*args)
         assert found is not None
         return found
 
-    chosen = only_quick if request.param == "tensorstore" else lambda *_: None
-    monkeypatch.setattr(QuickArray, "read", chosen)
+    monkeypatch.setattr(kind, "read", read_all)
 
 
-@pytest.mark.usefixtures("reader")
+@pytest.fixture
+def ready(stored, reader):
+    return prepared(stored)
+
+
 @pytest.mark.parametrize("ranks", DOMAINS)
 def test_a_rank_of_n_reads_an_nth_of_a_prepared_sample(ready, ranks):
     sample = 2 * 2 * HEIGHT * WIDTH * 4  # two channels at two times, in float32
@@ -77,8 +94,13 @@ def bytes_of_process():
     raise AssertionError("no rchar")
 
 
-@pytest.mark.parametrize("damage", ["missing", "short", "changed"])
-def test_what_the_quick_reader_cannot_read_is_named(tmp_path, damage):
+quick_readers = pytest.mark.parametrize("plain", [True, False])
+
+
+@quick_readers
+@pytest.mark.parametrize("damage", ["missing", "short", "changed", "index"])
+def test_what_a_quick_reader_cannot_read_is_named(tmp_path, monkeypatch, plain, damage):
+    monkeypatch.setattr(quick, "is_plain", lambda _: plain)
     path = prepared_stores.write(stores.dataset(), tmp_path / "store.zarr")
     file = path / "fields" / "c.1.0.0.0"
     content = bytearray(file.read_bytes())
@@ -92,13 +114,15 @@ def test_what_the_quick_reader_cannot_read_is_named(tmp_path, damage):
     elif damage == "short":
         file.write_bytes(content[:-50])
     else:
-        content[11] ^= 1
+        content[11 if damage == "changed" else -11] ^= 1
         file.write_bytes(content)
     with pytest.raises(UserError, match=r"c\.1\.0\.0\.0"):
         source.read(channel, slice(0, 3), slice(0, 12))
 
 
-def test_both_readers_give_the_same(tmp_path):
+@quick_readers
+def test_quick_readers_give_what_zarr_does(tmp_path, monkeypatch, plain):
+    monkeypatch.setattr(quick, "is_plain", lambda _: plain)
     path = prepared_stores.write(stores.dataset(), tmp_path / "store.zarr")
     source = PreparedSource.open(str(path))
     one = source._fields
@@ -114,3 +138,14 @@ def test_both_readers_give_the_same(tmp_path):
         if selection[0].step is None:
             # zarr reads a shard with its index if all of it is wanted.
             assert between - before - 52 <= source.bytes_read - between <= between - before
+
+
+def test_only_what_is_not_compressed_is_plain(tmp_path):
+    for codec in codecs.CODECS:
+        options = codecs.shard_options((2, 3, 10, 4), 4, codec)
+        array = zarr.create_array(tmp_path / codec, shape=(2, 3, 10, 4), **options)
+        assert is_plain(array) == (codec == "none")
+        others = {**options, "serializer": BytesCodec(endian="big")}
+        assert not is_plain(
+            zarr.create_array(tmp_path / f"big {codec}", shape=(2, 3, 10, 4), **others)
+        )

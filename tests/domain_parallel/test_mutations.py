@@ -60,7 +60,7 @@ def _halo_on_the_wrong_side(kernel, rows, taps):
     return replace(north, halo=south.halo), replace(south, halo=north.halo)
 
 
-def _no_halo_in_the_weight_gradient(self, total, grad, halo):
+def _no_halo_in_the_weight_gradient(self, total, of_taps):
     """The weight learns of the band's own rows only."""
 
 

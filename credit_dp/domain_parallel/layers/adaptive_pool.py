@@ -5,9 +5,9 @@ from __future__ import annotations
 from abc import ABC
 from typing import Any, final
 
-import torch
 from torch import Tensor, nn
 
+from credit_dp.constants import constant
 from credit_dp.domain_parallel.layers.global_pool import AREA_DIMS, AvgPool, MaxPool, size_along
 from credit_dp.domain_parallel.layers.positions import positions_on_globe
 from credit_dp.domain_parallel.layers.row_layer import Bands, RowLayer
@@ -125,7 +125,7 @@ class DomainParallelAdaptiveMaxPool(_AdaptivePool, WindowLayer):
     def compute(self, x: Tensor, bands: Bands) -> Tensor | tuple[Tensor, Tensor]:
         """Return this rank's output rows."""
         height, out = bands.taken.height, bands.made.rows(self.manager.domain_rank)
-        taken = torch.tensor(self._windows(bands), device=x.device)
+        taken = constant(self._windows(bands), x.device)
         rows = self.fetch(x, bands)
         if height % bands.made.height:  # else the windows lie side by side
             rows = rows.index_select(self.dim, taken - self.span(out, height)[0])

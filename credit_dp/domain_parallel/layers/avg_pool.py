@@ -8,6 +8,7 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
+from credit_dp.constants import constant
 from credit_dp.domain_parallel.layers.pool_layer import PoolLayer
 from credit_dp.domain_parallel.layers.row_layer import Bands
 from credit_dp.domain_parallel.manager import DomainParallelManager
@@ -42,7 +43,8 @@ class _Average(PoolLayer, ABC):
         if self._divisor is not None or set(counts) == {kernel}:  # on every rank alike
             return made
         out = counts[bands.made.rows(self.manager.domain_rank)]
-        factors = made.new_tensor([kernel / count if count > 0 else 0.0 for count in out])
+        shares = [kernel / count if count > 0 else 0.0 for count in out]
+        factors = constant(shares, made.device, made.dtype)
         return made * factors.view(-1, *[1] * (-self.dim - 1))
 
     def _rows_in(self, out: int, height: int) -> int:

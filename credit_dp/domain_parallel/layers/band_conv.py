@@ -129,16 +129,17 @@ class _BandConv(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         padded, weight, rows = ctx.saved_tensors
         halo, wanted = ctx.halo, tuple(ctx.needs_input_grad[:3])
+        found = [(edge, *edge.cotangents(grad, rows, weight, wanted[:2])) for edge in ctx.edges]
         if wanted[0]:  # the same on every rank
             home = torch.zeros_like(rows)
-            for edge in ctx.edges:
-                edge.add_halo_grad(home, grad, rows, weight)
+            for edge, of_rows, _ in found:
+                edge.add_halo_grad(home, of_rows)
             home = halo.columns.cotangents(home)
             finish = start_returning(home, halo.exchange, halo.transport, halo.dim)
         grad_x, grad_weight, grad_bias = ctx.kernel.gradients(grad, padded, weight, wanted)
         if wanted[1]:
-            for edge in ctx.edges:
-                edge.add_weight_grad(grad_weight, grad, rows)
+            for edge, _, of_taps in found:
+                edge.add_weight_grad(grad_weight, of_taps)
         if wanted[0]:
             finish(halo.columns.inside(grad_x))
         return grad_x, grad_weight, grad_bias, None, None

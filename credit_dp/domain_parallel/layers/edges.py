@@ -76,18 +76,22 @@ class Edge:
         dim = self.kernel.dim
         y.narrow(dim, *self.met).add_(made.narrow(dim, self.skipped, self.met[1]))
 
-    def add_halo_grad(self, total: Tensor, grad: Tensor, halo: Tensor, weight: Tensor) -> None:
-        """Add the cotangents of the halo, given those of the band."""
+    def cotangents(
+        self, grad: Tensor, halo: Tensor, weight: Tensor, wanted: tuple[bool, bool]
+    ) -> tuple[Tensor, Tensor]:
+        """Return those of this side's halo and taps, as far as wanted, given the band's."""
         parts = (self._given(grad), self._rows_of(halo), self._taps_of(weight))
-        made = self.kernel.gradients(*parts, (True, False, False))[0]
-        dim, (first, number) = self.kernel.dim, self.halo
-        total.narrow(dim, first, number).add_(made.narrow(dim, self.zeros[0], number))
+        of_rows, of_taps, _ = self.kernel.gradients(*parts, (*wanted, False))
+        return of_rows, of_taps
 
-    def add_weight_grad(self, total: Tensor, grad: Tensor, halo: Tensor) -> None:
-        """Add to the weight's cotangents what they are by the halo."""
-        taps = self._taps_of(total)
-        parts = (self._given(grad), self._rows_of(halo), taps)
-        taps.add_(self.kernel.gradients(*parts, (False, True, False))[1])
+    def add_halo_grad(self, total: Tensor, of_rows: Tensor) -> None:
+        """Add the first of `cotangents` to those of the whole halo."""
+        dim, (first, number) = self.kernel.dim, self.halo
+        total.narrow(dim, first, number).add_(of_rows.narrow(dim, self.zeros[0], number))
+
+    def add_weight_grad(self, total: Tensor, of_taps: Tensor) -> None:
+        """Add the second of `cotangents` to those of the whole weight."""
+        self._taps_of(total).add_(of_taps)
 
     def _taps_of(self, weight: Tensor) -> Tensor:
         return weight.narrow(self.kernel.dim, *self.taps)

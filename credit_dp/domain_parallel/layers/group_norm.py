@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from credit_dp.constants import constant
 from credit_dp.domain_parallel.layers.row_layer import Bands
 from credit_dp.domain_parallel.layers.statistics_layer import StatisticsLayer, wide_dtype
 from credit_dp.domain_parallel.manager import DomainParallelManager
@@ -92,26 +93,28 @@ def _pieces(x: Tensor, groups: int) -> list[_Piece]:
     ]
 
 
-def _local_moments(x: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """Mean and variance of each sample's groups, `(B, G)`."""
+def _local_moments(x: Tensor, groups: int) -> Tensor:
+    """Mean and variance of each sample's groups, `(2, B, G)`."""
     wide, area = wide_dtype(x), x.shape[2:].numel()
-    mean, inverse = x.new_empty((2, len(x), groups), dtype=wide)
+    moments = x.new_empty((2, len(x), groups), dtype=wide)
+    mean, inverse = moments.unbind()
     for samples, some, channels in reversed(_pieces(x, groups)):
         part = x[samples, channels].to(wide).contiguous()
-        # eps 0 makes this one stable pass; a constant group has an infinite rstd.
+        # eps 0 makes this one stable pass; a constant group has an infinite rstd: a variance of 0.
         _, means, rstd = torch.native_group_norm(
             part, None, None, len(part), part.shape[1], area, some.stop - some.start, 0.0
         )
         mean[samples, some], inverse[samples, some] = means, rstd
-    return mean, torch.where(inverse.isinf(), 0.0, inverse.pow(-2))
+    inverse.pow_(-2)
+    return moments
 
 
 def _global_moments(
     x: Tensor, groups: int, rows: tuple[int, ...], transport: Transport
 ) -> tuple[Tensor, Tensor]:
     """Mean and variance over all bands: per-band ones weighed by rows, never E[x^2] - E[x]^2."""
-    parts = transport.gather(torch.stack(_local_moments(x, groups)))
-    share = parts.new_tensor(rows)[:, None, None] / sum(rows)
+    parts = transport.gather(_local_moments(x, groups))
+    share = constant([[[band / sum(rows)]] for band in rows], parts.device, parts.dtype)
     means, variances = parts.unbind(1)
     # From one band's mean on: equal means give exactly that one.
     mean = means[0] + (share * (means - means[0])).sum(0)
@@ -162,31 +165,28 @@ class _GlobalGroupNorm(torch.autograd.Function):
         transport: Transport,
     ) -> Tensor:
         mean, variance = _global_moments(x, groups, rows, transport)
-        rstd = (variance + eps).rsqrt()
-        ctx.save_for_backward(x, weight, mean, rstd)
+        center, rstd = _per_channel(torch.stack([mean, (variance + eps).rsqrt()]), x)
+        ctx.save_for_backward(x, weight, center, rstd)
         ctx.groups, ctx.transport, ctx.area = groups, transport, area
-        scale = _per_channel(rstd, x)
-        if weight is not None:
-            scale = scale * weight
+        scale = rstd if weight is None else rstd * weight
         shift = torch.zeros_like(scale) if bias is None else bias.expand_as(scale)
-        return _affine(x, groups, _Factors(_per_channel(mean, x), scale, shift))
+        return _affine(x, groups, _Factors(center, scale, shift))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, mean, rstd = ctx.saved_tensors
-        sums = _cotangent_sums(grad, x, mean, rstd)
+        x, weight, center, rstd = ctx.saved_tensors
+        sums = _cotangent_sums(grad, x, center, rstd, ctx.groups)
         grad_weight, grad_bias = sums.sum(1)
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_x = None
         if needs_x:  # the same on every rank: so is what is sent
             weighted = sums if weight is None else sums * weight
             totals = ctx.transport.sum(weighted.unflatten(2, (ctx.groups, -1)).sum(3))
-            of_std, of_mean = totals / (x.shape[1] // ctx.groups * ctx.area)
-            factors = (mean, -of_std * rstd.square(), -of_mean * rstd)
-            by = _Factors(*(_per_channel(factor, x) for factor in factors))
-            scale = _per_channel(rstd, x)
-            scale = scale if weight is None else scale * weight
+            totals /= -(x.shape[1] // ctx.groups * ctx.area)
+            of_std, of_mean = _per_channel(totals, x) * rstd
+            by = _Factors(center, of_std * rstd, of_mean)
+            scale = rstd if weight is None else rstd * weight
             grad_x = _affine(x, ctx.groups, by, (grad, scale))
         return (
             grad_x,
@@ -196,11 +196,10 @@ class _GlobalGroupNorm(torch.autograd.Function):
         )
 
 
-def _cotangent_sums(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> Tensor:
+def _cotangent_sums(grad: Tensor, x: Tensor, centers: Tensor, rstd: Tensor, groups: int) -> Tensor:
     """Each channel's sum of `grad` times standardised `x`, and of `grad`: `(2, B, C)`."""
-    sums = mean.new_empty((2, *x.shape[:2]))
-    centers = _per_channel(mean, x)
-    for samples, _, channels in reversed(_pieces(x, mean.shape[1])):
+    sums = centers.new_empty((2, *x.shape[:2]))
+    for samples, _, channels in reversed(_pieces(x, groups)):
         at = samples, channels
         center = centers[at].flatten()
         parts = (_as_one_sample(grad[at]), _as_one_sample(x[at]), torch.ones_like(center), center)
@@ -210,7 +209,7 @@ def _cotangent_sums(grad: Tensor, x: Tensor, mean: Tensor, rstd: Tensor) -> Tens
         )
         for total, its in zip(sums, made, strict=True):
             total[at].copy_(its.view_as(total[at]))
-    sums[0] *= _per_channel(rstd, x)
+    sums[0] *= rstd
     return sums
 
 
@@ -220,8 +219,8 @@ def _as_one_sample(x: Tensor) -> Tensor:
 
 
 def _per_channel(values: Tensor, x: Tensor) -> Tensor:
-    """Spread `(B, G)` over the channels of each group: `(B, C)`."""
-    return values.repeat_interleave(x.shape[1] // values.shape[1], 1)
+    """Spread `(..., B, G)` over the channels of each group: `(..., B, C)`."""
+    return values.repeat_interleave(x.shape[1] // values.shape[-1], -1)
 
 
 def _as_field(values: Tensor, x: Tensor) -> Tensor:

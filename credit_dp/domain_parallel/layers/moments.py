@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from credit_dp.constants import constant
 from credit_dp.domain_parallel.layers.statistics_layer import wide_dtype
 from credit_dp.domain_parallel.transport import Transport
 
@@ -31,7 +32,7 @@ class Spread(NamedTuple):
 
     def weighted(self, parts: Tensor) -> Tensor:
         """Return the mean of all bands' means, the first dimension, each weighed by its rows."""
-        share = parts.new_tensor(self.rows) / sum(self.rows)
+        share = constant(self.rows, parts.device, parts.dtype) / sum(self.rows)
         return (share.view(-1, *(1,) * (parts.ndim - 1)) * parts).sum(0)
 
 

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from itertools import chain, count, pairwise
 from typing import Any, NamedTuple, final
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from credit_dp.constants import constant
 from credit_dp.domain_parallel.exchange import RowExchange, Run
 from credit_dp.domain_parallel.layers.row_layer import Bands, RowLayer
 from credit_dp.domain_parallel.manager import DomainParallelManager
@@ -150,7 +150,7 @@ def with_blanks(x: Tensor, order: Rows, dim: int) -> Tensor:
         return rows
     row, blank = count(), count(len(order) - blanks)
     source = [next(blank if entry is None else row) for entry in order]
-    return rows.index_select(dim, torch.tensor(source, device=x.device))
+    return rows.index_select(dim, constant(source, x.device))
 
 
 def without_blanks(x: Tensor, order: Rows, dim: int) -> Tensor:
@@ -158,7 +158,7 @@ def without_blanks(x: Tensor, order: Rows, dim: int) -> Tensor:
     places = [place for place, row in enumerate(order) if row is not None]
     if places == list(range(len(places))):
         return x.narrow(dim, 0, len(places))
-    return x.index_select(dim, torch.tensor(places, device=x.device))
+    return x.index_select(dim, constant(places, x.device))
 
 
 def _range(rows: slice) -> range:

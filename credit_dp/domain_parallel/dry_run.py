@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from credit_dp.domain_parallel.fake_run import Before
 from credit_dp.domain_parallel.layers.row_layer import Bands, RowLayer
 from credit_dp.domain_parallel.least import Least
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import ROW_DIM
 from credit_dp.domain_parallel.plan import Shape, is_banded
 from credit_dp.domain_parallel.running import announced
-from credit_dp.domain_parallel.shape_memo import ShapeMemo
+from credit_dp.domain_parallel.shape_memo import ShapeMemo, tensors_in
 from credit_dp.domain_parallel.tally import Sent, Tally
 
 # Messages outside the layers: of a module from `custom_converters`, say.
@@ -48,7 +49,6 @@ def dry_run(
     manager: DomainParallelManager,
     shapes: Sequence[Shape],
     rank: int,
-    backward: bool = True,
 ) -> DryRun:
     """Run a planned model's training step as one of the ranks, on tensors without data.
 
@@ -57,15 +57,34 @@ def dry_run(
         manager: the one that it was converted with.
         shapes: of the whole globe's inputs, which need no gradient.
         rank: whose band is taken.
-        backward: False for the forward alone: all that is saved for backward is known by then.
+    """
+    return dry_runs(model, manager, shapes, [rank])[0]
+
+
+def dry_runs(
+    model: nn.Module,
+    manager: DomainParallelManager,
+    shapes: Sequence[Shape],
+    ranks: Sequence[int],
+) -> list[DryRun]:
+    """Run the step of `dry_run` as each of these ranks.
+
+    Only the first one's has a backward, which sends for all ranks. What is saved for it is known
+    before.
     """
     place = manager.rank, manager.transport
-    manager.rank = rank
+    found: list[DryRun] = []
     try:
         with dataless():
-            return _step(without_data(model), manager, shapes, backward)
+            empty = without_data(model)
+            before = Before(empty)
+            for rank in ranks:
+                manager.rank = rank
+                found.append(_step(empty, manager, shapes, backward=not found))
+                before.restore()
     finally:
         manager.rank, manager.transport = place
+    return found
 
 
 @contextmanager
@@ -94,7 +113,9 @@ class _Dataless(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run an operation without data if one of its operands has none."""
         given = (args, kwargs or {})
-        devices = {x.is_meta for x in tree_leaves(given) if isinstance(x, Tensor)}
+        devices = {
+            x.is_meta for operands in (args, given[1].values()) for x in tensors_in(operands)
+        }
         if len(devices) > 1:
             given = tree_map_only(Tensor, lambda x: x if x.is_meta else _shape_only(x), given)
         return self._memo.run(func, *given)

@@ -87,8 +87,11 @@ class RowExchange:
     @cached_property
     def receives(self) -> tuple[Route, ...]:
         """What this rank gets from others."""
-        owners = (r for r in range(self.partition.ranks) if r != self.rank)
-        routes = (Route(owner, self._overlap(self.rank, owner)) for owner in owners)
+        owner = self.partition.owner
+        needed = (run for run in self.needs[self.rank] if not run.blank and run.length)
+        owners = {r for run in needed for r in range(owner(run.start), owner(run.stop - 1) + 1)}
+        others = sorted(owners - {self.rank})
+        routes = (Route(other, self._overlap(self.rank, other)) for other in others)
         return tuple(route for route in routes if route.ranges)
 
     @cached_property

@@ -6,7 +6,7 @@ import logging
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -21,24 +21,38 @@ from credit_dp.errors import UserError
 
 # What a run raises that decides by what a tensor holds.
 DEPENDS_ON_DATA = (DataDependentOutputException, DynamicOutputShapeException)
+# What an attribute of a module may be and a run may change.
+CONTAINERS = (dict, list, set)
 
 
-@contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
-    """Undo what a run leaves in the model: modes, attributes, what these hold, and buffers."""
-    modules = [m for module in model.modules() for m in (module, module.__dict__.get("wrapped"))]
-    attributes = [m.__dict__ for m in modules if m is not None]
-    held = [v for values in attributes for v in values.values() if isinstance(v, dict | list | set)]
-    saved = [(container, _copied(container)) for container in (*attributes, *held)]
-    try:
-        yield
-    finally:
-        for container, before in saved:
+@final
+class Before:
+    """A model as it is now: modes, attributes, what these hold, and which buffers there are."""
+
+    def __init__(self, model: nn.Module) -> None:
+        modules = [m for module in model.modules() for m in (module, vars(module).get("wrapped"))]
+        attributes = [m.__dict__ for m in modules if m is not None]
+        held = [v for of in attributes for v in of.values() if isinstance(v, CONTAINERS)]
+        self._saved = [(container, _copied(container)) for container in (*attributes, *held)]
+
+    def restore(self) -> None:
+        """Undo what runs have left in the model since."""
+        for container, before in self._saved:
             if isinstance(container, list):
                 container[:] = before
             else:
                 container.clear()
                 container.update(before)
+
+
+@contextmanager
+def unchanged(model: nn.Module) -> Iterator[None]:
+    """Undo what a run leaves in the model."""
+    before = Before(model)
+    try:
+        yield
+    finally:
+        before.restore()
 
 
 def _copied(container: Any) -> dict[Any, Any] | list[Any] | set[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import final
 
@@ -66,7 +67,7 @@ class RowPartition:
         """How many bands there are."""
         return len(self.bounds) - 1
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[int, ...]:
         """Rows of each rank."""
         return tuple(b - a for a, b in pairwise(self.bounds))

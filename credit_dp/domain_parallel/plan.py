@@ -16,7 +16,6 @@ from credit_dp.domain_parallel.fake_run import (
     code_line,
     dtype_and_device,
     traceable,
-    unchanged,
 )
 from credit_dp.domain_parallel.layers.row_layer import RowLayer
 from credit_dp.domain_parallel.manager import DomainParallelManager
@@ -240,7 +239,7 @@ def _follow(
 ) -> _Followed:
     """Run the model on fake tensors of the whole globe or of one rank's band."""
     args, kwargs = inputs()
-    with unchanged(planner.model):
+    with planner.unchanged():
         planner.model.train(training)
         with planner.following(rank) as trace, unreplaced(planner.model):
             trace.mark((), _tensors((args, kwargs)))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from credit_dp.domain_parallel.audit import refusal
+from credit_dp.domain_parallel.fake_run import Before
 from credit_dp.domain_parallel.operations import (
     FACTORIES,
     Layout,
@@ -91,6 +92,16 @@ class Planner:
         self._trace = Trace(model)
         self._layouts: dict[int, Layout] = {}
         self._known: set[int] = set()
+        self._before: Before | None = None
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Undo what a run leaves in the model; between runs nothing else may change it."""
+        self._before = self._before or Before(self.model)
+        try:
+            yield
+        finally:
+            self._before.restore()
 
     @contextmanager
     def following(self, rank: int | None) -> Iterator[Trace]:

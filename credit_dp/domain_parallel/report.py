@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -11,12 +11,14 @@ from torch import nn
 from credit_dp.domain_parallel.audit import AuditError
 from credit_dp.domain_parallel.conversion import Conversion, Converter
 from credit_dp.domain_parallel.copies import copied
-from credit_dp.domain_parallel.dry_run import ELSEWHERE, DryRun, dry_run, row_layers
+from credit_dp.domain_parallel.dry_run import ELSEWHERE, DryRun, dry_runs, row_layers
 from credit_dp.domain_parallel.manager import DomainParallelManager
+from credit_dp.domain_parallel.partition import ROW_DIM
 from credit_dp.domain_parallel.plan import (
     Shape,
     as_shapes,
     find_heights,
+    is_banded,
     plan_model,
     too_few_rows,
 )
@@ -121,22 +123,15 @@ def plan_report(
     manager = DomainParallelManager(ranks, ranks, transport=Tally(0, ranks))
     conversion = _Lenient(manager, custom_converters or {})
     sharded = conversion.apply(copied(model))
-    heights: dict[int, str] = {}
+    heights, refusals = _planned(sharded, shapes, conversion)
+    problems = conversion.problems + refusals
     runs: list[DryRun] = []
-    problems = conversion.problems
-    try:
-        heights = find_heights(sharded, shapes, conversion.trusted)
-        problems += _rows_missing(heights, ranks)
-        if not problems:
-            if ranks > 1:
-                plan_model(sharded, manager, shapes, conversion.trusted)
-            else:  # one rank runs the plain model
-                sharded = model
-            runs = _dry_runs(sharded, manager, shapes, list(heights))
-    except AuditError as error:
-        problems += dict.fromkeys(error.refusals)
-    except UserError as error:
-        problems.append(str(error))
+    if not problems:
+        sharded = sharded if ranks > 1 else model  # one rank runs the plain model
+        try:
+            runs = _dry_runs(sharded, manager, shapes, heights)
+        except UserError as error:
+            problems.append(str(error))
     return PlanReport(
         shapes,
         ranks,
@@ -168,6 +163,29 @@ class _Lenient(Conversion):
             return module
 
 
+def _planned(
+    model: nn.Module, shapes: tuple[Shape, ...], conversion: _Lenient
+) -> tuple[Collection[int], list[str]]:
+    """Plan a converted model; return the heights of its fields, and why there is no plan.
+
+    What has too few rows for the ranks is found in a run of its own, where there is no plan.
+    """
+    ranks, refusals = conversion.manager.domain_parallel_size, list[str]()
+    try:
+        if ranks > 1 and not conversion.problems:
+            planner = plan_model(model, conversion.manager, shapes, conversion.trusted)
+            return planner.heights() | {s[ROW_DIM] for s in shapes if is_banded(s)}, []
+    except AuditError as error:
+        refusals = list(dict.fromkeys(error.refusals))
+    except UserError as error:
+        refusals = [str(error)]
+    try:
+        heights = find_heights(model, shapes, conversion.trusted)
+    except UserError as error:
+        return (), [str(error)]
+    return heights, _rows_missing(heights, ranks) or refusals
+
+
 def _rows_missing(heights: Mapping[int, str], ranks: int) -> list[str]:
     most = min(heights, default=ranks)
     return [
@@ -181,20 +199,17 @@ def _dry_runs(
     model: nn.Module,
     manager: DomainParallelManager,
     shapes: Sequence[Shape],
-    heights: Sequence[int],
+    heights: Iterable[int],
 ) -> list[DryRun]:
     """A run for each rank; ranks that have as many rows everywhere share theirs.
 
     The first rank's tells what all ranks send; of the others only what they save is asked.
     """
-    runs: dict[tuple[int, ...], DryRun] = {}
-    found = []
-    for rank in range(manager.domain_parallel_size):
-        bands = tuple(manager.bands[height].sizes[rank] for height in heights)
-        if bands not in runs:
-            runs[bands] = dry_run(model, manager, shapes, rank, backward=not runs)
-        found.append(runs[bands])
-    return found
+    sizes = [manager.bands[height].sizes for height in heights]
+    bands = list(zip(*sizes, strict=True)) or [()] * manager.domain_parallel_size
+    ranks = [bands.index(of_rank) for of_rank in dict.fromkeys(bands)]
+    runs = dict(zip(dict.fromkeys(bands), dry_runs(model, manager, shapes, ranks), strict=True))
+    return [runs[of_rank] for of_rank in bands]
 
 
 def _levels(

@@ -56,7 +56,7 @@ class SharedExchange:
         self.uses = uses
         self._open = 0
         self._held: _Held | None = None
-        self._plans: dict[RowPartition, tuple[RowExchange, tuple[Window, ...]]] = {}
+        self._plans: dict[tuple[RowPartition, int], tuple[RowExchange, tuple[Window, ...]]] = {}
 
     def open(self) -> None:
         """Fetch for all from now on."""
@@ -83,10 +83,10 @@ class SharedExchange:
         return held.rows[reader]
 
     def _fetch_for_all(self, layer: WindowLayer, x: Tensor) -> tuple[Tensor, ...]:
-        taken = layer.bands(x).taken
-        if taken not in self._plans:
-            self._plans[taken] = self._planned(x)
-        exchange, windows = self._plans[taken]
+        plan = layer.bands(x).taken, layer.manager.domain_rank
+        if plan not in self._plans:
+            self._plans[plan] = self._planned(x)
+        exchange, windows = self._plans[plan]
         transport = layer.manager.transport
         rows: tuple[Tensor, ...] = _FetchForAll.apply(  # type: ignore[no-untyped-call]
             x, exchange, transport, layer.dim, windows

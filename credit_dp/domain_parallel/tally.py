@@ -27,12 +27,20 @@ class Sent:
     collective_bytes: int = 0
 
     def __add__(self, other: Sent) -> Sent:
-        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
-        return Sent(*(a + b for a, b in pairs))
+        return Sent(
+            self.messages + other.messages,
+            self.bytes + other.bytes,
+            self.collectives + other.collectives,
+            self.collective_bytes + other.collective_bytes,
+        )
 
     def __sub__(self, other: Sent) -> Sent:
-        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
-        return Sent(*(a - b for a, b in pairs))
+        return Sent(
+            self.messages - other.messages,
+            self.bytes - other.bytes,
+            self.collectives - other.collectives,
+            self.collective_bytes - other.collective_bytes,
+        )
 
 
 @final

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import count
 from types import FrameType
 from typing import Any, NamedTuple, final
@@ -15,9 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_flatten, tree_map_only
 
-from credit_dp.domain_parallel.shape_memo import ShapeMemo
+from credit_dp.domain_parallel.shape_memo import ShapeMemo, tensors_in
 from credit_dp.errors import UserError
 
 # Frames of torch and of this package are not the user's code.
@@ -59,25 +59,23 @@ class Step:
         """The operation without its overload, e.g. `aten.sum`."""
         return "" if self.op is None else str(self.op.overloadpacket)
 
-    @property
+    @cached_property
     def refs(self) -> list[Ref]:
         """The tensors given, in order."""
-        leaves, _ = tree_flatten(self.given, is_leaf=_is_ref)
-        return [leaf for leaf in leaves if _is_ref(leaf)]
+        return list(_refs_in(self.given.values()))
 
-    @property
+    @cached_property
     def settings(self) -> dict[str, Any]:
         """What is given beside tensors."""
-        return {key: value for key, value in self.given.items() if not _holds_refs(value)}
+        return {key: value for key, value in self.given.items() if not any(_refs_in([value]))}
 
 
-def _is_ref(value: Any) -> bool:
-    return isinstance(value, Ref)
-
-
-def _holds_refs(value: Any) -> bool:
-    leaves, _ = tree_flatten(value, is_leaf=_is_ref)
-    return any(map(_is_ref, leaves))
+def _refs_in(values: Iterable[Any]) -> Iterator[Ref]:
+    for value in values:
+        if isinstance(value, Ref):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _refs_in(value)
 
 
 @final
@@ -163,6 +161,14 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with _disable_current_modes():
             return Ref(number, shape, str(tensor.tolist()))
 
+    def _as_refs(self, operand: Any) -> Any:
+        """Put refs in the place of tensors."""
+        if isinstance(operand, Tensor):
+            return self.ref(operand)
+        if type(operand) in (list, tuple):
+            return type(operand)(map(self._as_refs, operand))
+        return operand
+
     def _name(self, tensor: Tensor, number: int) -> None:
         self._numbers[id(tensor)] = number
         self._alive.append(tensor)
@@ -171,6 +177,8 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run the operation and note it."""
+        if func is torch.ops.prim.device.default and type(args[0]) is FakeTensor:
+            return args[0].fake_device  # the most frequent question, by far
         kwargs = kwargs or {}
         if self._paused or func.namespace in QUESTIONS:
             return self._run(func, args, kwargs)
@@ -181,10 +189,10 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self.fixed and func._schema.is_mutable:
             self._check_fixed(args[0])
         names = (argument.name for argument in func._schema.arguments)
-        given = tree_map_only(Tensor, self.ref, {**dict(zip(names, args, strict=False)), **kwargs})
+        operands = {**dict(zip(names, args, strict=False)), **kwargs}
+        given = {name: self._as_refs(operand) for name, operand in operands.items()}
         result = self._run(func, args, kwargs)
-        leaves, _ = tree_flatten(result)
-        made = tuple(self.ref(leaf) for leaf in leaves if isinstance(leaf, Tensor))
+        made = tuple(map(self.ref, tensors_in([result])))
         self._record(Step(AS_VIEW.get(func, func), given, made, self.where))
         return result
 

@@ -90,3 +90,43 @@ def test_fakes_stay_fakes_of_their_device() -> None:
         assert isinstance(x, FakeTensor)
         assert x.fake_mode is mode
         assert (x.shape, x.device.type) == ((2, 5), "cpu")
+
+
+def fakes(mode: FakeTensorMode, *shape: int, number: int = 1) -> list[Tensor]:
+    with mode:
+        return [torch.empty(shape) for _ in range(number)]
+
+
+@pytest.mark.parametrize(
+    ("func", "args"),
+    [
+        (aten.view.default, ([12, 2],)),
+        (aten.t.default, ()),
+        (aten.slice.Tensor, (1, 2, 5)),
+        (aten._unsafe_view.default, ([24],)),
+        (aten.unbind.int, (1,)),
+    ],
+)
+def test_views_of_fakes_run_once_and_lie_where_torch_puts_them(
+    func: torch._ops.OpOverload, args: tuple[object, ...]
+) -> None:
+    mode, memo, view = FakeTensorMode(), ShapeMemo(), _Counted(func)
+    for x in fakes(mode, 4, 6, number=3):
+        with mode:
+            made, expected = memo.run(view, (x, *args), {}), func(x, *args)
+        assert isinstance(made, list) == isinstance(expected, list)
+        both = (made, expected) if isinstance(made, list) else ([made], [expected])
+        for mine, its in zip(*both, strict=True):
+            assert mine.untyped_storage()._cdata == x.untyped_storage()._cdata
+            places = [(y.shape, y.stride(), y.storage_offset(), y.device) for y in (mine, its)]
+            assert places[0] == places[1]
+    assert view.runs == 1
+
+
+def test_a_view_of_another_part_is_another_one() -> None:
+    mode, memo = FakeTensorMode(), ShapeMemo()
+    (x,) = fakes(mode, 4, 6)
+    with mode:
+        parts = [aten.slice.Tensor(x, 0, first, first + 2) for first in (0, 2)]
+        made = [memo.run(aten.slice.Tensor, (part, 0, 1, 2), {}) for part in parts]
+    assert [row.storage_offset() for row in made] == [6, 18]

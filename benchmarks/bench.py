@@ -57,7 +57,11 @@ def main() -> None:
     for name, measure in parts(arguments.rounds).items():
         if name in (arguments.only or parts(1)):
             since = time.monotonic()
-            found = measure()
+            try:
+                found = measure()
+            except SystemExit as error:  # too few cores or GPUs
+                print(f"{name}: not measured. {error}", flush=True)
+                continue
             table.show(found)
             print(f"{name}: {time.monotonic() - since:.0f} s", flush=True)
             rows += found

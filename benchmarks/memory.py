@@ -48,7 +48,7 @@ def growth(manager: DomainParallelManager, config: ModelConfig, grid: tuple[int,
 
 
 def rows() -> list[Row]:
-    """Each model's growth on 2 and 4 ranks relative to one; the goal is what the plan says."""
+    """Growth on 2 and 4 ranks relative to one; the goal is the share of the largest band."""
     with frees_at_once():
         return [row for name, grid in MODELS.items() for row in rows_of(name, grid)]
 
@@ -60,11 +60,12 @@ def rows_of(name: str, grid: tuple[int, int]) -> Iterator[Row]:
     for ranks in DOMAINS:
         found = max(on_pinned_ranks(growth, config, grid, ranks=ranks))
         band, kept = expected(config, grid, ranks)
+        # Halo rows that are kept besides may be added to the goal; they are left out.
         yield Row(
             f"activation memory of a rank, {name} at {grid[0]}x{grid[1]}, domain {ranks}",
             "one process",
             found / alone,
-            kept + SLACK,
+            band + SLACK,
             note=f"{found / MIB:.0f} of {alone / MIB:.0f} MiB; largest band / rows "
             f"{band:.3f}, tensors kept for backward {kept:.3f}",
         )

@@ -1,20 +1,30 @@
-"""Resident memory of this process, for the benchmarks beside this file."""
+"""Memory of this process, resident or on its GPU, for the benchmarks beside this file."""
 
 from pathlib import Path
+
+import torch
+from pinned import DEVICE
 
 
 def resident() -> int:
     """Return the bytes that are resident now."""
+    if DEVICE == "cuda":
+        return torch.cuda.memory_allocated()
     return _status("VmRSS")
 
 
 def peak() -> int:
     """Return the most bytes that were resident since `forget_peak`."""
+    if DEVICE == "cuda":
+        return torch.cuda.max_memory_allocated()
     return _status("VmHWM")
 
 
 def forget_peak() -> None:
     """Forget the peak so far."""
+    if DEVICE == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        return
     Path("/proc/self/clear_refs").write_text("5")
 
 

@@ -95,17 +95,17 @@ def _converter(config: Any, domain: int) -> Any:
 
 
 def rows() -> list[Row]:
-    """Processor time of each kind of work, and the most memory that it took."""
+    """Seconds that each kind of work takes, and the most memory that it took."""
     made = []
     for row in planning_rows():
         what = f"{row['work']} {row['model']} at {GRID[0]}x{GRID[1]}, {row['ranks']} ranks"
-        peak_gib = row["peak_bytes"] / 2**30
+        peak_gb = row["peak_bytes"] / 1e9
         made += [
             Row(
-                f"{what}: processor time", "", row["cpu_seconds"], 10.0, unit="s",
-                note=f"{row['seconds']:.1f} s by the clock",
+                what, "", row["seconds"], 10.0, unit="s",
+                note=f"{row['cpu_seconds']:.1f} s of a processor",
             ),
-            Row(f"{what}: peak memory of the process", "", peak_gib, 1.0, unit="GiB"),
+            Row(f"{what}: peak memory of the process", "", peak_gb, 1.0, unit="GB"),
         ]  # fmt: skip
     return made
 

@@ -15,7 +15,8 @@ class Row:
     """A figure beside what it has to reach; without a goal it is told, no more.
 
     `best` is of each contestant's fastest round, `typical` of their medians; `spread` is what the
-    baseline is of itself, measured twice in the same rounds, and is allowed on top of the goal.
+    baseline is of itself, measured twice in the same rounds, and allowed on top of the goal if
+    `with_spread`.
     """
 
     what: str
@@ -24,6 +25,7 @@ class Row:
     goal: float | None
     typical: float | None = None
     spread: float | None = None
+    with_spread: bool = False
     at_least: bool = False
     unit: str = "x"
     note: str = ""
@@ -33,7 +35,7 @@ class Row:
         """Whether the best round reaches the goal, if there is one."""
         if self.goal is None:
             return True
-        slack = 0.0 if self.spread is None else self.spread - 1
+        slack = self.spread - 1 if self.with_spread and self.spread is not None else 0.0
         return self.best >= self.goal - slack if self.at_least else self.best <= self.goal + slack
 
 

@@ -110,6 +110,7 @@ def rows(rounds: int) -> list[Row]:
     return [
         Row(
             stack, "its band without exchange", sharded.best, 1.05, sharded.typical, sharded.spread,
+            with_spread=True,
             note=f"{1e3 * min(found['sharded']):.0f} ms; with halos glued on: {glued.best:.3f} x",
         ),
         Row(

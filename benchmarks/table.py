@@ -32,6 +32,7 @@ def cells(row: Row) -> list[str]:
     goal, met = "", ""
     if row.goal is not None:
         goal = f"{'≥' if row.at_least else '≤'} {number(row.goal, row.unit)}"
+        goal += " + spread" if row.with_spread else ""
         met = "yes" if row.met else "**no**"
     return [
         row.what,

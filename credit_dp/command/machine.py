@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, final
@@ -11,6 +10,7 @@ from credit_dp.checks import nearest
 from credit_dp.errors import UserError
 
 # In what is computed; tf32: convolutions of float32 on a GPU that has it, as torch's default is.
+LEAST, MOST = 1e-9, 1e15  # so that no product is 0 or infinite
 DTYPES = ("float64", "float32", "tf32", "bfloat16")
 
 
@@ -153,8 +153,8 @@ def _link(where: str, value: Any) -> Link:
 
 def _number(where: str, value: Any) -> float:
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not 0 < value <= sys.float_info.max:
-        raise UserError(f"{where}: needs a number above 0, got {_told(value)}.")
+    if not number or not LEAST <= value <= MOST:
+        raise UserError(f"{where}: needs a number from {LEAST:g} to {MOST:g}, got {_told(value)}.")
     return float(value)
 
 
@@ -184,5 +184,7 @@ def _text(where: str, value: Any) -> str:
 
 
 def _told(value: Any) -> str:
+    if isinstance(value, int) and not -MOST <= value <= MOST:
+        return "a huge number"  # Python refuses to write some of them
     kinds = {dict: "a table", list: "a list", type(None): "nothing"}
     return kinds.get(type(value)) or " ".join(repr(value).split())[:60]

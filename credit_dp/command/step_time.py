@@ -108,11 +108,13 @@ def ring_link(ranks: int, machine: Machine, first: int = 0) -> Link:
     As many rings as a node has members of the group run side by side, each over its own share of
     the node's way out; the node with the fewest members bounds them.
     """
-    members = Counter(_node(rank, machine) for rank in range(first, first + ranks))
+    size = machine.ranks_per_node
     within, between = machine.link(between=False), machine.link(between=True)
-    if len(members) == 1:
+    in_first = size - first % size
+    if ranks <= in_first:
         return within
-    out = min(members.values()) * between.gb_per_s
+    in_last = (ranks - in_first) % size or size
+    out = min(in_first, in_last) * between.gb_per_s
     return Link(between.latency_us, min(within.gb_per_s, out))
 
 

@@ -248,18 +248,35 @@ FILES = {
     "a program": ("!!python/object/apply:os.getcwd []", "is no YAML at line 1"),
     "an unknown key": (CONTENT | {"memry_gib": 1}, "'memry_gib'. It may have name, source"),
     "a missing key": (without("overhead_us"), "needs overhead_us too"),
-    "a text": (CONTENT | {"memory_gib": "80 GiB"}, "memory_gib: needs a number above 0, got '80"),
-    "zero": (CONTENT | {"overhead_us": 0}, "overhead_us: needs a number above 0, got 0"),
-    "no number": (CONTENT | {"memory_gib": float("nan")}, "memory_gib: needs a number above 0"),
-    "a truth": (CONTENT | {"memory_gib": True}, "memory_gib: needs a number above 0, got True"),
+    "a text": (
+        CONTENT | {"memory_gib": "80 GiB"},
+        "memory_gib: needs a number from 1e-09 to 1e+15, got '80",
+    ),
+    "zero": (
+        CONTENT | {"overhead_us": 0},
+        "overhead_us: needs a number from 1e-09 to 1e+15, got 0",
+    ),
+    "no number": (
+        CONTENT | {"memory_gib": float("nan")},
+        "memory_gib: needs a number from 1e-09 to 1e+15",
+    ),
+    "a truth": (
+        CONTENT | {"memory_gib": True},
+        "memory_gib: needs a number from 1e-09 to 1e+15, got True",
+    ),
     "no truth": (CONTENT | {"runs_ahead": 1}, "runs_ahead: needs true or false, got 1"),
     "half a rank": (CONTENT | {"ranks_per_node": 0.5}, "ranks_per_node: needs an integer of at"),
+    "a huge number": (
+        yaml.safe_dump(without("overhead_us")) + f"overhead_us: 0x{'f' * 5000}\n",
+        "1e+15, got a huge number",
+    ),
+    "hardly a number": (CONTENT | {"overhead_us": 5e-324}, "from 1e-09 to 1e+15, got 5e-324"),
     "too large a share": (CONTENT | {"links_reached": 2}, "needs a share above 0, and 1 at most"),
     "no rates": (CONTENT | {"tflops": {}}, "tflops: needs one of float64, float32"),
     "an unknown dtype": (CONTENT | {"tflops": {"float8": 1}}, "Did you mean float64?"),
     "half a link": (CONTENT | {"within_node": {"gb_per_s": 1}}, "within_node: needs latency_us"),
     "no name": (CONTENT | {"name": " "}, "name: needs a text, got ' '"),
-    "a number too large": (CONTENT | {"memory_gib": 10**400}, "memory_gib: needs a number above"),
+    "a number too large": (CONTENT | {"memory_gib": 10**400}, "1e+15, got a huge number"),
     "not a text file": (b"\xff\xfe\x00", "can't be read"),
 }
 

@@ -38,6 +38,8 @@ class PlainArray:
     def read(self, selection: tuple[slice, ...]) -> Fields | None:
         """The values; None if a file is missing or is not as it should be."""
         first, *others = selection
+        if any(part.step is not None and part.step < 1 for part in selection):
+            return None
         if first.step not in (None, 1):
             places = range(*first.indices(self._shards.shape[0]))
             parts = [self.read((slice(place, place + 1), *others)) for place in places]

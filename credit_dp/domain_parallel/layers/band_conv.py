@@ -129,6 +129,7 @@ class _BandConv(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         padded, weight, rows = ctx.saved_tensors
         halo, wanted = ctx.halo, tuple(ctx.needs_input_grad[:3])
+        # Both at once, though only the halo's are waited for: they are of a few rows.
         found = [(edge, *edge.cotangents(grad, rows, weight, wanted[:2])) for edge in ctx.edges]
         if wanted[0]:  # the same on every rank
             home = torch.zeros_like(rows)

@@ -165,9 +165,10 @@ class _GlobalGroupNorm(torch.autograd.Function):
         transport: Transport,
     ) -> Tensor:
         mean, variance = _global_moments(x, groups, rows, transport)
-        center, rstd = _per_channel(torch.stack([mean, (variance + eps).rsqrt()]), x)
-        ctx.save_for_backward(x, weight, center, rstd)
+        moments = torch.stack([mean, (variance + eps).rsqrt()])
+        ctx.save_for_backward(x, weight, moments)
         ctx.groups, ctx.transport, ctx.area = groups, transport, area
+        center, rstd = _per_channel(moments, x)
         scale = rstd if weight is None else rstd * weight
         shift = torch.zeros_like(scale) if bias is None else bias.expand_as(scale)
         return _affine(x, groups, _Factors(center, scale, shift))
@@ -175,7 +176,8 @@ class _GlobalGroupNorm(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, center, rstd = ctx.saved_tensors
+        x, weight, moments = ctx.saved_tensors
+        center, rstd = _per_channel(moments, x)
         sums = _cotangent_sums(grad, x, center, rstd, ctx.groups)
         grad_weight, grad_bias = sums.sum(1)
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import chain, count, pairwise
+from itertools import chain, count, pairwise, product
 from typing import Any, NamedTuple, final
 
 import torch.nn.functional as F
@@ -114,7 +115,7 @@ class DomainParallelRowGroups(RowLayer):
 
 
 def deal(bands: RowPartition, groups: Any) -> list[slice]:
-    """Share out groups, to each rank consecutive ones near to its band.
+    """Share out groups, to each rank consecutive ones of which it has many rows.
 
     No rank gets more than if all had the same number, rounded up.
     """
@@ -126,13 +127,18 @@ def deal(bands: RowPartition, groups: Any) -> list[slice]:
         nearest = RowPartition((0, *(min(max(at, 0), count) for at in near), count))
         if max(nearest.sizes) <= most:
             return [nearest.rows(rank) for rank in range(bands.ranks)]
-    middle = [(a + b - 1) // 2 for a, b in pairwise(bands.bounds)]
-    order = sorted(range(bands.ranks), key=lambda rank: groups.positions[middle[rank]] // size)
-    place = {rank: at for at, rank in enumerate(order)}
-    return [
-        slice(place[rank] * count // bands.ranks, (place[rank] + 1) * count // bands.ranks)
-        for rank in range(bands.ranks)
+    ranks = range(bands.ranks)
+    ends = [-(-at * count // bands.ranks) for at in range(bands.ranks + 1)]
+    shares = [slice(*each) for each in pairwise(ends)]
+    owned = [
+        Counter(bands.owner(row) for row in order if row is not None)
+        for order in (groups.order[share.start * size : share.stop * size] for share in shares)
     ]
+    dealt: dict[int, int] = {}
+    for at, rank in sorted(product(ranks, ranks), key=lambda pair: -owned[pair[0]][pair[1]]):
+        if rank not in dealt and at not in dealt.values():
+            dealt[rank] = at
+    return [shares[dealt[rank]] for rank in ranks]
 
 
 def _is_consecutive(positions: Sequence[int]) -> bool:

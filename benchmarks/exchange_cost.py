@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from statistics import median
+from statistics import mean, median
 
 import torch
 import torch.distributed as dist
@@ -85,9 +85,10 @@ def convolution_row(band: tuple[int, ...], rounds: int) -> Row:
     sent, first, sharded, second, sent_again = found
     bare = [*sent, *sent_again]
     share = 1 / band[2]  # a band has one neighbour here, which gives it one row
-    alone = [min(pair) for pair in zip(first, second, strict=True)]
-    added = min(sharded) - (1 + share) * min(alone)
+    alone = [mean(pair) for pair in zip(first, second, strict=True)]
+    added = min(sharded) - (1 + share) * min(*first, *second)
     typical = median(s - (1 + share) * a for s, a in zip(sharded, alone, strict=True))
+    noise = median(abs(a - b) for a, b in zip(first, second, strict=True))
     return Row(
         f"what sharding adds to a Conv2d 3x3, band {band}",
         "bare messages of the same rows",
@@ -95,8 +96,9 @@ def convolution_row(band: tuple[int, ...], rounds: int) -> Row:
         3.0,
         typical / median(bare),
         max(min(sent), min(sent_again)) / min(bare),
-        note=f"band {1e3 * min(alone):.1f} ms, sharded {1e3 * min(sharded):.1f} ms, "
-        f"messages {1e3 * min(bare):.2f} ms",
+        note=f"added {1e3 * added:.1f} ms, typically {1e3 * typical:.1f} ms; messages "
+        f"{1e3 * min(bare):.2f} and {1e3 * median(bare):.2f} ms; the band takes "
+        f"{1e3 * min(*first, *second):.0f} ms, in one round {1e3 * noise:.1f} ms more than again",
     )
 
 

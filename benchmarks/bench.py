@@ -1,6 +1,7 @@
 """All figures: `make bench`, or `python benchmarks/bench.py [--only NAME ...] [--rounds N]`.
 
-They go to `docs/performance.md`, into the place of its table, and to `benchmarks/results.json`.
+They go to `benchmarks/results.json`, and from there into the place of the table in
+`docs/performance.md`; those of parts that are not measured stay as they were.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import exchange_cost
 import loader
@@ -52,8 +55,6 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[], metavar="NAME", choices=list(parts(1)))
     parser.add_argument("--rounds", type=int, default=20)
     arguments = parser.parse_args()
-    began = time.monotonic()
-    rows: list[Row] = []
     for name, measure in parts(arguments.rounds).items():
         if name in (arguments.only or parts(1)):
             since = time.monotonic()
@@ -63,22 +64,29 @@ def main() -> None:
                 print(f"{name}: not measured. {error}", flush=True)
                 continue
             table.show(found)
-            print(f"{name}: {time.monotonic() - since:.0f} s", flush=True)
-            rows += found
-    goals = [row.met for row in rows if row.goal is not None]
-    minutes = (time.monotonic() - began) / 60
-    print(f"{sum(goals)} of {len(goals)} goals met, {minutes:.1f} minutes")
-    if not arguments.only:
-        write(rows, arguments.rounds)
+            seconds = time.monotonic() - since
+            print(f"{name}: {seconds:.0f} s", flush=True)
+            keep(name, {**table.machine(), "rounds": arguments.rounds, "seconds": seconds}, found)
+    write()
 
 
-def write(rows: list[Row], rounds: int) -> None:
-    """Keep the figures, as JSON and in the page."""
-    machine = table.machine()
-    replace(RESULTS, json.dumps(table.as_json(rows), indent=1) + "\n")
-    where = ", ".join(f"{name} {value}" for name, value in machine.items())
-    text = f"\n{rounds} rounds; {where}.\n\n{table.markdown(rows)}\n\n"
-    replace(PAGE, PLACE.sub(lambda found: text, PAGE.read_text()))
+def keep(name: str, how: Mapping[str, Any], rows: list[Row]) -> None:
+    """Put the figures of a part beside those of the others."""
+    kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    kept[name] = {"how": how, "rows": [asdict(row) for row in rows]}
+    replace(RESULTS, json.dumps(kept, indent=1) + "\n")
+
+
+def write() -> None:
+    """Put all figures that there are into the page."""
+    kept = json.loads(RESULTS.read_text())
+    found = {name: [Row(**row) for row in kept[name]["rows"]] for name in parts(1) if name in kept}
+    goals = [row.met for rows in found.values() for row in rows if row.goal is not None]
+    minutes = sum(kept[name]["how"]["seconds"] for name in found) / 60
+    words = f"{sum(goals)} of {len(goals)} goals met, {minutes:.0f} minutes in all"
+    print(words)
+    text = f"\n{words}.\n\n{table.markdown(found)}\n\n{table.hows(kept)}\n\n"
+    replace(PAGE, PLACE.sub(lambda _: text, PAGE.read_text()))
 
 
 def replace(path: Path, text: str) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -52,18 +51,19 @@ def number(value: float | None, unit: str) -> str:
     return f"{value:.3f}" if unit == "x" else f"{value:.3g} {unit}"
 
 
-def markdown(rows: Sequence[Row]) -> str:
-    """The table."""
-    lines = [NAMES, ["---"] * len(NAMES), *map(cells, rows)]
+def markdown(parts: Mapping[str, Sequence[Row]]) -> str:
+    """The table, part by part."""
+    lines = [NAMES, ["---"] * len(NAMES), *(cells(row) for rows in parts.values() for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def as_json(rows: Sequence[Row]) -> dict[str, Any]:
-    """Everything, for programs."""
-    return {
-        "machine": machine(),
-        "rows": [{**asdict(row), "met": row.met} for row in rows],
-    }
+def hows(kept: Mapping[str, Any]) -> str:
+    """On what, and of which commit, each part was measured: parts that share it together."""
+    found: dict[str, list[str]] = {}
+    for name, part in kept.items():
+        how = ", ".join(f"{key} {of}" for key, of in part["how"].items() if key != "seconds")
+        found.setdefault(how, []).append(name)
+    return "\n".join(f"- {', '.join(names)}: {how}." for how, names in found.items())
 
 
 def machine() -> dict[str, str]:
@@ -78,7 +78,7 @@ def machine() -> dict[str, str]:
         "python": platform.python_version(),
         "torch": version("torch"),
         "commit": git("rev-parse", "--short", "HEAD")
-        + ("+" if git("status", "--porcelain") else ""),
+        + ("+" if git("status", "--porcelain", "--", "*.py") else ""),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
     }
 

@@ -25,9 +25,10 @@ from credit_dp.data.prepare import prepare
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.training.build import build_training
 from credit_dp.training.csv_log import CsvLog
+from credit_dp.training.passes import ModelPass
 
 MODELS = ("unet", "pangu", "crossformer")
-SMALL = ("experiment=fast", "data.grid=96x192", "data.batch_size=1")
+SMALL = ("experiment=fast", "data.grid=64x128", "data.batch_size=1")
 LOGGED = 5  # steps; one of them is logged
 KEYS = (
     "trainer.steps=1000000",
@@ -43,7 +44,8 @@ def contestants(manager: DomainParallelManager, config: Config) -> Contestants:
     """What a step is made of.
 
     `framework`: everything, data and log included; `update`: without both; `model`: forward and
-    backward alone; `plain`: a loop by hand around the model, as a script would have it.
+    backward alone, and the sum of gradients over ranks; `plain`: a loop by hand around the model,
+    as a script would have it.
     """
     device = torch.device("cuda", torch.cuda.current_device()) if DEVICE == "cuda" else "cpu"
     training = build_training(config, prepare(config.data), manager, torch.device(device))
@@ -54,9 +56,9 @@ def contestants(manager: DomainParallelManager, config: Config) -> Contestants:
         next(training.loader)
     steps = trainer.steps(training.loader)
     log = CsvLog(Path(tempfile.mkdtemp()) / f"{manager.rank}.csv", 0)
-    model = training.forecast.model
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"the benchmark needs a module, got {type(model).__name__}")
+    if not isinstance(trainer.gradients, ModelPass):
+        raise TypeError(f"the benchmark needs a model, got {type(trainer.gradients).__name__}")
+    model = trainer.gradients.model
     x = torch.cat([batch.now, batch.forcing, batch.static], dim=1)
     target = torch.zeros_like(batch.target)
     optimiser = torch.optim.AdamW(model.parameters(), lr=0.0)

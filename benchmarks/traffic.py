@@ -17,7 +17,7 @@ from credit_dp.models import build_model
 
 MODELS = ("unet", "pangu", "crossformer")
 GRID = (64, 128)
-DOMAINS = (2, 3, 4)
+DOMAINS = (2, 3)
 
 
 def counted(manager: DomainParallelManager, config: ModelConfig) -> tuple[int, int]:

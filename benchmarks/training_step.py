@@ -28,7 +28,7 @@ from credit_dp.training.csv_log import CsvLog
 from credit_dp.training.passes import ModelPass
 
 MODELS = ("unet", "pangu", "crossformer")
-SMALL = ("experiment=fast", "data.grid=64x128", "data.batch_size=1")
+SMALL = ("experiment=fast", "data.grid=96x192", "data.batch_size=1")
 LOGGED = 5  # steps; one of them is logged
 KEYS = (
     "trainer.steps=1000000",
@@ -36,6 +36,7 @@ KEYS = (
     f"trainer.log_every={LOGGED}",
 )
 ALONE = Mesh(1, 1)
+CPU = torch.device("cpu")
 WARM_UP = 20  # batches
 GRID, TIMES = (64, 128), 16
 
@@ -47,8 +48,7 @@ def contestants(manager: DomainParallelManager, config: Config) -> Contestants:
     backward alone, and the sum of gradients over ranks; `plain`: a loop by hand around the model,
     as a script would have it.
     """
-    device = torch.device("cuda", torch.cuda.current_device()) if DEVICE == "cuda" else "cpu"
-    training = build_training(config, prepare(config.data), manager, torch.device(device))
+    training = build_training(config, prepare(config.data), manager, device_of_rank())
     trainer = training.trainer
     batch = next(iter(training.loader))
     training.loader.__enter__()
@@ -82,10 +82,19 @@ def contestants(manager: DomainParallelManager, config: Config) -> Contestants:
         trainer.update(batch)
 
     several = {"framework": framework, "update": update, "model": forward_and_backward}
-    return {
-        **{name: partial(repeated, step) for name, step in {**several, "plain": plain}.items()},
-        "step": update,
-    }
+    return {name: partial(repeated, step) for name, step in {**several, "plain": plain}.items()}
+
+
+def whole_step(manager: DomainParallelManager, config: Config) -> Contestants:
+    """One step, without data."""
+    training = build_training(config, prepare(config.data), manager, device_of_rank())
+    batch = next(iter(training.loader))
+    return {"step": lambda: training.trainer.update(batch)}
+
+
+def device_of_rank() -> torch.device:
+    """Where this rank computes."""
+    return torch.device("cuda", torch.cuda.current_device()) if DEVICE == "cuda" else CPU
 
 
 def repeated(step: Callable[[], None]) -> None:
@@ -105,8 +114,8 @@ def sharded_row(name: str, keys: Sequence[str], rounds: int, goal: float | None)
     config = configured([f"model={name}", *keys])
     prepare(config.data)
     with (
-        team(contestants, config, mesh=Mesh(1, 1, threads=RANKS)) as whole,
-        team(contestants, config) as ranks,
+        team(whole_step, config, mesh=Mesh(1, 1, threads=RANKS)) as whole,
+        team(whole_step, config) as ranks,
     ):
         found = times(
             [

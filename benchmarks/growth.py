@@ -29,7 +29,7 @@ mpl.use("agg")
 import matplotlib.pyplot as plt
 
 PLOT = Path(__file__).parents[1] / "docs/growth.png"
-ROWS, WIDTHS, DOMAINS = (64, 96, 128, 192, 256), (16, 24, 32, 48, 64), (1, 2, 3, 4, 6, 8)
+ROWS, WIDTHS, DOMAINS = (64, 128, 192, 256), (16, 32, 48, 64), (1, 2, 3, 4, 8)
 GRID, WIDTH = (96, 192), 32
 STEPS = 3
 

@@ -172,7 +172,8 @@ def throughput_row(grid: tuple[int, int], config: DataConfig, domain: int) -> Ro
     numpy = found["numpy"], found["numpy again"]
     band = 2 * CHANNELS * -(-grid[0] // domain) * grid[1] * 4 / MIB
     return Row(
-        f"loader's throughput, {grid[0]}x{grid[1]}, 1/{domain} of the rows, {CHANNELS} channels",
+        f"loader's throughput, uncompressed, {grid[0]}x{grid[1]}, 1/{domain} of the rows, "
+        f"{CHANNELS} channels",
         "numpy copying the same bytes from the cache",
         min(numpy) / found["loader"],
         0.5,

@@ -55,7 +55,7 @@ def contestants(manager: DomainParallelManager, config: Config) -> Contestants:
     for _ in range(WARM_UP):  # chunks of the store that are read once only
         next(training.loader)
     steps = trainer.steps(training.loader)
-    log = CsvLog(Path(tempfile.mkdtemp()) / f"{manager.rank}.csv", 0)
+    log = CsvLog(Path(str(config.data.store)).parent / f"{manager.rank}.csv", 0)
     if not isinstance(trainer.gradients, ModelPass):
         raise TypeError(f"the benchmark needs a model, got {type(trainer.gradients).__name__}")
     model = trainer.gradients.model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import ClassVar
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from credit_dp.data.bands import balanced_bounds
 from credit_dp.domain_parallel.build import NAMED_RULES, declared_converters, shard_model
 from credit_dp.domain_parallel.layers.row_groups import deal
 from credit_dp.domain_parallel.partition import RowPartition
@@ -257,3 +259,13 @@ def test_draws_belong_to_the_sample_wherever_it_is():
     assert not torch.equal(together[0].depth.draws, together[1].depth.draws)
     draw_depths(apart, seed=1, step=3, samples=[2])
     assert not torch.equal(together[0].depth.draws[2:], apart[0].depth.draws)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_spread_groups_are_dealt_to_those_who_have_most_of_them(ranks):
+    bands = RowPartition(tuple(balanced_bounds(32, ranks)))
+    groups = dilated(32, 4)
+    owners = [Counter(map(bands.owner, groups.order[at : at + 4])) for at in range(0, 32, 4)]
+    shares = deal(bands, groups)
+    kept = sum(of[rank] for rank, share in enumerate(shares) for of in owners[share])
+    assert kept == sum(max(of.values()) for of in owners)

@@ -1,7 +1,8 @@
 """All figures: `make bench`, or `python benchmarks/bench.py [--only NAME ...] [--rounds N]`.
 
 They go to `benchmarks/results.json`, and from there into the place of the table in
-`docs/performance.md`; those of parts that are not measured stay as they were.
+`docs/performance.md`; those of parts that are not measured stay as they were. Those of another
+device, dtype or layout go to a file of their own, and stay out of the page.
 """
 
 from __future__ import annotations
@@ -27,10 +28,14 @@ import start
 import table
 import traffic
 import training_step
+from pinned import DEVICE, DTYPE, LAYOUT
 from side_by_side import Row
 
 ROOT = Path(__file__).parents[1]
-PAGE, RESULTS = ROOT / "docs/performance.md", ROOT / "benchmarks/results.json"
+PAGE = ROOT / "docs/performance.md"
+USUAL = ("cpu", "float32", "contiguous_format")
+OTHERS = [way for way, usual in zip((DEVICE, DTYPE, LAYOUT), USUAL, strict=True) if way != usual]
+RESULTS = ROOT / "benchmarks" / f"{'-'.join(['results', *OTHERS])}.json"
 PLACE = re.compile(r"(?<=<!-- figures -->\n).*(?=<!-- end of figures -->)", re.DOTALL)
 
 
@@ -57,34 +62,43 @@ def main() -> None:
     arguments = parser.parse_args()
     for name, measure in parts(arguments.rounds).items():
         if name in (arguments.only or parts(1)):
-            since = time.monotonic()
+            since, before = time.monotonic(), table.processor_time()
             try:
                 found = measure()
             except SystemExit as error:  # too few cores or GPUs
                 print(f"{name}: not measured. {error}", flush=True)
                 continue
             table.show(found)
-            seconds = time.monotonic() - since
-            print(f"{name}: {seconds:.0f} s", flush=True)
-            keep(name, {**table.machine(), "rounds": arguments.rounds, "seconds": seconds}, found)
+            cost = {"seconds": time.monotonic() - since, "stolen": table.stolen_since(before)}
+            print(f"{name}: {cost['seconds']:.0f} s, {cost['stolen']:.1%} stolen", flush=True)
+            keep(name, {**table.machine(), "rounds": arguments.rounds, **cost}, found)
     write()
 
 
 def keep(name: str, how: Mapping[str, Any], rows: list[Row]) -> None:
     """Put the figures of a part beside those of the others."""
-    kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    kept = figures()
     kept[name] = {"how": how, "rows": [asdict(row) for row in rows]}
     replace(RESULTS, json.dumps(kept, indent=1) + "\n")
 
 
+def figures() -> dict[str, Any]:
+    """What was measured, by part."""
+    found: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    return found
+
+
 def write() -> None:
-    """Put all figures that there are into the page."""
-    kept = json.loads(RESULTS.read_text())
+    """Put all figures that there are into the page, or print the table of unusual ones."""
+    kept = figures()
     found = {name: [Row(**row) for row in kept[name]["rows"]] for name in parts(1) if name in kept}
     goals = [row.met for rows in found.values() for row in rows if row.goal is not None]
     minutes = sum(kept[name]["how"]["seconds"] for name in found) / 60
     words = f"{sum(goals)} of {len(goals)} goals met, {minutes:.0f} minutes in all"
     print(words)
+    if OTHERS:
+        print(table.markdown(found))
+        return
     text = f"\n{words}.\n\n{table.markdown(found)}\n\n{table.hows(kept)}\n\n"
     replace(PAGE, PLACE.sub(lambda _: text, PAGE.read_text()))
 

@@ -12,7 +12,7 @@ from statistics import mean, median
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from pinned import RANKS, Contestants, team
+from pinned import RANKS, Contestants, field, layout, team
 from side_by_side import Entry, Row, ratio, times
 from table import show
 from torch import Tensor, nn
@@ -27,11 +27,13 @@ WIDTHS = (1, 3)
 def convolutions(manager: DomainParallelManager, band: tuple[int, ...]) -> Contestants:
     """A convolution of the band alone, the sharded one, and the messages of its rows alone."""
     channels = band[1]
-    x = torch.randn(band, requires_grad=True)
-    cotangent = torch.randn(band)
-    alone = nn.Conv2d(channels, channels, 3, padding=1)
+    x = field(*band, requires_grad=True)
+    cotangent = field(*band)
+    alone, model = (
+        nn.Sequential(nn.Conv2d(channels, channels, 3, padding=1)).to(memory_format=layout())
+        for _ in range(2)
+    )
     whole = (*band[:2], RANKS * band[2], band[3])
-    model = nn.Sequential(nn.Conv2d(channels, channels, 3, padding=1))
     sharded = convert_to_domain_parallel(model, manager, input_shape=whole)
 
     def step(layer: nn.Module) -> None:
@@ -46,8 +48,8 @@ def convolutions(manager: DomainParallelManager, band: tuple[int, ...]) -> Conte
 
 def halos(manager: DomainParallelManager, band: tuple[int, ...], width: int) -> Contestants:
     """A halo exchange, and zeros padded to the band with the messages of its rows."""
-    x = torch.randn(band, requires_grad=True)
-    cotangent = torch.randn(*band[:2], band[2] + 2 * width, band[3])
+    x = field(*band, requires_grad=True)
+    cotangent = field(*band[:2], band[2] + 2 * width, band[3])
     exchange = HaloExchange(width, manager=manager)
     send = messages(x.detach(), width)
 

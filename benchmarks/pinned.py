@@ -1,6 +1,7 @@
 """Ranks for the benchmarks beside this file: of one thread, pinned to a core each, over gloo.
 
-`BENCH_DEVICE=cuda` puts each on a GPU of its own instead, over nccl.
+`BENCH_DEVICE=cuda` puts each on a GPU of its own instead, over nccl; `BENCH_DTYPE=bfloat16` and
+`BENCH_LAYOUT=channels_last` change what tensors are made of.
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from credit_dp.domain_parallel import DomainParallelManager
 
 RANKS = 2
 DEVICE = os.environ.get("BENCH_DEVICE", "cpu")
+DTYPE = os.environ.get("BENCH_DTYPE", "float32")
+LAYOUT = os.environ.get("BENCH_LAYOUT", "contiguous_format")
 Contestants = Mapping[str, Callable[[], object]]
 
 
@@ -111,6 +115,7 @@ def _rank(
 ) -> None:
     rank, mesh, cores, store = setting
     backend = "gloo"
+    torch.set_default_dtype(getattr(torch, DTYPE))
     if DEVICE == "cuda":
         backend = "nccl"
         torch.set_default_device(f"cuda:{rank}")
@@ -164,6 +169,17 @@ def frees_at_once() -> Iterator[None]:
     finally:
         for key in keys:
             del os.environ[key]
+
+
+def field(*shape: int, requires_grad: bool = False) -> Tensor:
+    """Random numbers, in the layout that is measured."""
+    return torch.randn(shape).to(memory_format=layout()).requires_grad_(requires_grad)
+
+
+def layout() -> torch.memory_format:
+    """How fields and weights lie in memory."""
+    made: torch.memory_format = getattr(torch, LAYOUT)
+    return made
 
 
 def synchronise() -> None:

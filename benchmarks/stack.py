@@ -9,40 +9,33 @@ from __future__ import annotations
 import sys
 from functools import partial
 
-import torch
 from peak import forget_peak, peak, resident
-from pinned import RANKS, Contestants, on_pinned_ranks, team
+from pinned import RANKS, Contestants, field, layout, on_pinned_ranks, team
 from side_by_side import Entry, Row, ratio, times
 from table import show
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from credit_dp.domain_parallel import DomainParallelManager, convert_to_domain_parallel
-from credit_dp.domain_parallel.layers import DomainParallelConv2d
 
 SHAPE = (1, 64, 180, 720)
 BAND = (1, 64, 180 // RANKS, 720)
-KINDS = ("band", "sharded", "glued")
+KINDS = ("band", "sharded")
 
 
 def plain() -> nn.Sequential:
     """Build the stack."""
     layers = [(nn.Conv2d(64, 64, 3, padding=1), nn.GroupNorm(8, 64), nn.SiLU()) for _ in range(4)]
-    return nn.Sequential(*(layer for block in layers for layer in block))
+    model = nn.Sequential(*(layer for block in layers for layer in block))
+    return model.to(memory_format=layout())
 
 
 def build(manager: DomainParallelManager, kind: str) -> nn.Module:
-    """Build one of the contestants: `band`, `sharded`, or `glued`."""
+    """Build one of the contestants: `band` or `sharded`."""
     model = plain()
     if kind == "band":
         return model
-    model = convert_to_domain_parallel(model, manager, input_shape=SHAPE)
-    if kind == "glued":
-        for layer in model:
-            if isinstance(layer, DomainParallelConv2d):
-                # Halos are concatenated with the band, as a strided convolution does it.
-                layer.__dict__["_keeps_rows"] = lambda bands: False
-    return model
+    return convert_to_domain_parallel(model, manager, input_shape=SHAPE)
 
 
 def step(model: nn.Module, x: Tensor) -> None:
@@ -52,7 +45,7 @@ def step(model: nn.Module, x: Tensor) -> None:
 
 def contestants(manager: DomainParallelManager) -> Contestants:
     """A step of each."""
-    x = torch.randn(BAND, requires_grad=True)
+    x = field(*BAND, requires_grad=True)
     models = {kind: build(manager, kind) for kind in KINDS}
     return {kind: partial(step, model, x) for kind, model in models.items()}
 
@@ -60,8 +53,8 @@ def contestants(manager: DomainParallelManager) -> Contestants:
 def growth(manager: DomainParallelManager, kind: str) -> int:
     """Return by how many bytes a rank's peak memory grows over three steps."""
     model = build(manager, kind)
-    step(model, torch.randn(1, 64, BAND[-2], 8, requires_grad=True))
-    x = torch.randn(BAND, requires_grad=True)
+    step(model, field(1, 64, BAND[-2], 8, requires_grad=True))
+    x = field(*BAND, requires_grad=True)
     before = resident()
     forget_peak()
     for _ in range(3):
@@ -81,7 +74,7 @@ def saved(model: nn.Module, shape: tuple[int, ...]) -> int:
         return x
 
     with saved_tensors_hooks(pack, lambda x: x):
-        y = model(torch.randn(shape, requires_grad=True))
+        y = model(field(*shape, requires_grad=True))
     y.sum().backward()
     return sum(kept.values())
 
@@ -96,22 +89,21 @@ def rows(rounds: int) -> list[Row]:
     with team(contestants) as ranks:
         entries = [
             Entry("first", ranks, "band"),
-            *(Entry(kind, ranks, kind) for kind in KINDS[1:]),
+            Entry("sharded", ranks, "sharded"),
             Entry("second", ranks, "band"),
         ]
         found = times(entries, rounds)
-    against = {kind: ratio(found[kind], found["first"], found["second"]) for kind in KINDS[1:]}
+    against = ratio(found["sharded"], found["first"], found["second"])
     memory = {
-        kind: sorted(max(on_pinned_ranks(growth, kind)) for _ in range(3))[1] for kind in KINDS[:2]
+        kind: sorted(max(on_pinned_ranks(growth, kind)) for _ in range(3))[1] for kind in KINDS
     }
     stack = f"4 x [Conv2d 3x3, GroupNorm, SiLU] at {SHAPE}, domain {RANKS}"
-    sharded, glued = against["sharded"], against["glued"]
     share = max(on_pinned_ranks(saved_shares))
     return [
         Row(
-            stack, "its band without exchange", sharded.best, 1.05, sharded.typical, sharded.spread,
+            stack, "its band without exchange", against.best, 1.05, against.typical, against.spread,
             with_spread=True,
-            note=f"{1e3 * min(found['sharded']):.0f} ms; with halos glued on: {glued.best:.3f} x",
+            note=f"{1e3 * min(found['sharded']):.0f} ms",
         ),
         Row(
             f"peak memory of {stack}", "its band without exchange",

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pinned import DEVICE
+from pinned import DEVICE, DTYPE, LAYOUT
 from side_by_side import Row
 
+COST = ("seconds", "stolen")  # of measuring a part
 NAMES = ("what", "against", "best", "typical", "baseline / itself", "goal", "met")
 
 
@@ -61,7 +62,7 @@ def hows(kept: Mapping[str, Any]) -> str:
     """On what, and of which commit, each part was measured: parts that share it together."""
     found: dict[str, list[str]] = {}
     for name, part in kept.items():
-        how = ", ".join(f"{key} {of}" for key, of in part["how"].items() if key != "seconds")
+        how = ", ".join(f"{key} {of}" for key, of in part["how"].items() if key not in COST)
         found.setdefault(how, []).append(name)
     return "\n".join(f"- {', '.join(names)}: {how}." for how, names in found.items())
 
@@ -75,12 +76,25 @@ def machine() -> dict[str, str]:
         "cores": str(len(os.sched_getaffinity(0))),
         "memory": f"{memory:.0f} GiB",
         "device": torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu",
+        "tensors": f"{DTYPE} {LAYOUT}",
         "python": platform.python_version(),
         "torch": version("torch"),
         "commit": git("rev-parse", "--short", "HEAD")
         + ("+" if git("status", "--porcelain", "--", "*.py") else ""),
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
     }
+
+
+def processor_time() -> tuple[int, int]:
+    """Of this machine since it started, in ticks: in all, and what its host gave to others."""
+    ticks = [int(word) for word in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
+    return sum(ticks), ticks[7]
+
+
+def stolen_since(before: tuple[int, int]) -> float:
+    """Which share of the processors the host has given to others since then."""
+    total, stolen = (now - then for now, then in zip(processor_time(), before, strict=True))
+    return stolen / max(1, total)
 
 
 def git(*arguments: str) -> str:

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed import distributed_c10d
 
@@ -30,6 +31,8 @@ from credit_dp.domain_parallel.transport import ThreadTransport, ThreadWorld
 TIMEOUT = 480.0  # two files at once, with up to eight ranks each that may compile, share the cores
 # Live ranks with more process groups end: each group has a thread that polls all the time.
 GROUPS = 8
+# What is exact on any number of threads is tried on three processes at once, on others at length.
+PROCESSES = [*(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (2, 4)), 3]
 
 
 class RankError(AssertionError):

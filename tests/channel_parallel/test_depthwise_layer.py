@@ -28,7 +28,7 @@ from credit_dp.domain_parallel.layers.depthwise_layer import DepthwiseLayer
 from credit_dp.domain_parallel.tally import Tally
 from credit_dp.errors import UserError
 from tests.domain_parallel.equality import _RANDOM, assert_same_as_whole_globe
-from tests.ranks import on_processes, on_threads
+from tests.ranks import PROCESSES, on_processes, on_threads
 
 BYTES = 8  # float64
 CHOOSES = DepthwiseLayer._saves
@@ -154,7 +154,7 @@ class _Block(nn.Module):
         return self.mix(torch.sin(x)) + x
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", PROCESSES)
 def test_computed_again_with_fewer_channels_than_ranks(ranks):
     on_processes(ranks, assert_same_as_whole_globe, _Block, (), (2, 2, 13, 4))
 

@@ -74,6 +74,7 @@ def test_check_starts_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_fast_experiment_is_for_every_model() -> None:
     config = Composer("train").config(["experiment=fast"])
     assert (config.model.channels, config.trainer.steps) == ([8, 16], 5)

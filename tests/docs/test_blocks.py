@@ -24,7 +24,7 @@ FILE = re.compile(r"# (\w+\.py)\n")
 SMALL = "experiment=fast"
 # Blocks that take long: pages that work at full size, and several commands in a row.
 LONG = (
-    *(f"README.md-{number}" for number in range(2, 6)),
+    *(f"README.md-{number}" for number in range(2, 7)),
     "training.md",
     "models.md",
     "checkpoints.md",
@@ -45,6 +45,7 @@ PLANS = (
     "plan-and-verify.md-0",
     "plan-and-verify.md-2",
     "plan-and-verify.md-3",
+    "plan-and-verify.md-5",
     "which-parallelism.md-1",
 )
 LONGER = ("quickstart-climate.md", "your-own-model.md-2", "your-own-model.md-4")

@@ -20,7 +20,7 @@ from credit_dp.domain_parallel.convert import _needs_halo_conv2d, _needs_halo_co
 from credit_dp.errors import UserError
 from tests.domain_parallel.equality import assert_same_as_whole_globe
 from tests.domain_parallel.moved import BACK, THERE, Moved
-from tests.ranks import on_processes, on_threads
+from tests.ranks import PROCESSES, on_processes, on_threads
 
 RANKS = st.sampled_from([2, 3, 4, 8])
 CONVS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
@@ -132,8 +132,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("ranks", PROCESSES)
 def test_on_gloo_ranks(ranks, name):
     # Rows that no number of ranks divides, and whose bands no stride does.
     args = (_fixed, (nn.Conv2d, *CASES[name]), (2, 2, 37, 5))
@@ -150,7 +150,7 @@ def _padded(mode):
     return _fixed(nn.Conv2d, 3, padding="same", padding_mode=mode)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", PROCESSES)
 def test_conv3d_and_conv1d_on_gloo_ranks(ranks):
     args = (_fixed_3d, ((1, 3, 3), (1, 2, 2), (0, 1, 1)), (1, 2, 3, 21, 6))
     on_processes(ranks, assert_same_as_whole_globe, *args)

@@ -24,7 +24,7 @@ from credit_dp.domain_parallel.convert import (
 from credit_dp.errors import UserError
 from tests.domain_parallel.equality import assert_same_as_whole_globe
 from tests.domain_parallel.moved import Moved
-from tests.ranks import on_processes, on_threads
+from tests.ranks import PROCESSES, on_processes, on_threads
 
 CONVS = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
 # Settings along the other dimensions: columns last, times or levels first.
@@ -116,14 +116,14 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("ranks", PROCESSES)
 def test_on_gloo_ranks(ranks, name):
     args = (nn.ConvTranspose2d, (2, 4, *CASES[name]), (2, 2, 17, 5))
     on_processes(ranks, assert_same_as_whole_globe, *args)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", PROCESSES)
 def test_conv_transpose_3d_and_1d_on_gloo_ranks(ranks):
     args = (nn.ConvTranspose3d, (2, 4, (2, 4, 4), (2, 4, 4)), (1, 2, 2, 13, 3))
     on_processes(ranks, assert_same_as_whole_globe, *args)

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from credit_dp.domain_parallel import DomainParallelConv2d, exchange, shard_tensor
 from credit_dp.domain_parallel.layers import band_conv, conv, edges
 from tests.domain_parallel.equality import assert_same_as_whole_globe
-from tests.ranks import RankError, on_processes, on_threads
+from tests.ranks import PROCESSES, RankError, on_processes, on_threads
 
 RANKS = st.sampled_from([2, 3, 4, 8])
 CONVS = {2: nn.Conv2d, 3: nn.Conv3d}
@@ -84,8 +84,8 @@ def test_a_residual_keeps_its_cotangent(ranks):
     on_threads(ranks, assert_same_as_whole_globe, _residual, (), (2, 4, 9, 5), 1e-11)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("mode", ["zeros", "circular"])
+@pytest.mark.parametrize("ranks", PROCESSES)
 def test_exact_on_gloo_ranks(ranks, mode):
     options = {"kernel_size": (5, 3), "padding": (2, 1), "padding_mode": mode}
     for rows in (ranks, 13):

@@ -11,7 +11,7 @@ from credit_dp.domain_parallel.exchange import RowExchange, Run
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.domain_parallel.poles import MODES, rows_with_poles
 from credit_dp.errors import UserError
-from tests.ranks import on_processes, on_threads
+from tests.ranks import PROCESSES, on_processes, on_threads
 
 
 @st.composite
@@ -94,7 +94,7 @@ def test_rows_adjoint_and_bytes_on_threads(case):
     on_threads(partition.ranks, _check, partition, needs)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", PROCESSES)
 def test_rows_adjoint_and_bytes_on_processes(ranks):
     partition = RowPartition.balanced(3 * ranks + 1, ranks)
     height = partition.height

@@ -18,7 +18,7 @@ from credit_dp.domain_parallel import (
 )
 from credit_dp.models.unet import PeriodicConv2d
 from tests.domain_parallel.equality import OPERATOR, assert_same_as_whole_globe
-from tests.ranks import on_processes, on_threads
+from tests.ranks import PROCESSES, on_processes, on_threads
 
 RANKS = st.sampled_from([2, 3, 4])
 
@@ -49,9 +49,9 @@ def _stack(norm):
     return nn.Sequential(*layers, *([nn.GroupNorm(2, 4)] if norm else []), nn.Conv2d(4, 3, 5, 1, 2))
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("planned", [True, False])
 @pytest.mark.parametrize("height", [8, 61])
+@pytest.mark.parametrize("ranks", PROCESSES)
 def test_a_stack_on_gloo_ranks(ranks, planned, height):
     args = (_stack, (True,), (2, 2, height, 5), 1e-11, 0.0, planned)
     on_processes(ranks, assert_same_as_whole_globe, *args)

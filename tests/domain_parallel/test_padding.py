@@ -15,7 +15,7 @@ from credit_dp.errors import UserError
 from credit_dp.models.padding import POLES, PolePad
 from tests.domain_parallel.equality import assert_same_as_whole_globe, error
 from tests.domain_parallel.moved import Moved
-from tests.ranks import RankError, on_processes, on_threads
+from tests.ranks import PROCESSES, RankError, on_processes, on_threads
 
 RANKS = st.sampled_from([2, 3, 4, 8])
 KINDS = ["Zero", "Constant", "Reflection", "Replication", "Circular"]
@@ -52,7 +52,7 @@ def test_pad(ranks, kind, spatial, more, data):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", PROCESSES)
 def test_pad_on_processes(kind, ranks):
     """Rows of two bands beyond each pole; of four ranks three have a single row."""
     sides = (1, 2, 3, 2)
@@ -144,7 +144,7 @@ def test_pole_pad(ranks, poles, more, columns, longitudes, data):
     on_threads(ranks, assert_same_as_whole_globe, _PolePadded, args, (2, 2, height, longitudes))
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", PROCESSES)
 def test_pole_pad_as_a_custom_converter_on_processes(ranks):
     on_processes(ranks, assert_same_as_whole_globe, _PolePadded, (3, "earth"), (2, 2, 4, 6))
     x = torch.randn(1, 1, 5, 6)

@@ -12,7 +12,7 @@ from credit_dp.domain_parallel import DomainParallelPeriodicConv2d
 from credit_dp.errors import UserError
 from credit_dp.models.unet import PeriodicConv2d
 from tests.domain_parallel.equality import assert_same_as_whole_globe
-from tests.ranks import on_processes, on_threads
+from tests.ranks import PROCESSES, on_processes, on_threads
 
 
 class _Model(nn.Sequential):
@@ -47,7 +47,7 @@ def test_one_row_per_rank(poles):
     on_threads(8, assert_same_as_whole_globe, *args)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", PROCESSES)
 def test_on_gloo_ranks(ranks):
     on_processes(ranks, assert_same_as_whole_globe, _periodic, (5, 2, "reflect"), (2, 2, 17, 7))
 

@@ -14,7 +14,7 @@ from credit_dp.domain_parallel.layers import DomainParallelAvgPool, DomainParall
 from credit_dp.errors import UserError
 from tests.domain_parallel.equality import assert_same_as_whole_globe
 from tests.domain_parallel.moved import Moved
-from tests.ranks import on_processes, on_threads
+from tests.ranks import PROCESSES, on_processes, on_threads
 
 RANKS = st.sampled_from([2, 3, 4, 8])
 MAX = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
@@ -139,8 +139,8 @@ def test_positions_of_maxima_are_those_on_the_globe(kind, options, values):
         assert torch.equal(indices, places)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("planned", [True, False])
+@pytest.mark.parametrize("ranks", PROCESSES)
 def test_pools_on_processes(ranks, planned):
     """Seven rows become four: some ranks have one, all four ranks do."""
     options = {"kernel_size": 3, "stride": 2, "padding": 1}

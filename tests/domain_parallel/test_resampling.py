@@ -20,7 +20,7 @@ from credit_dp.domain_parallel.layers import (
 from credit_dp.errors import UserError
 from tests.domain_parallel.equality import assert_same_as_whole_globe, error
 from tests.domain_parallel.moved import Moved
-from tests.ranks import RankError, on_processes, on_threads
+from tests.ranks import PROCESSES, RankError, on_processes, on_threads
 
 RANKS = st.sampled_from([2, 3, 4, 8])
 MODES = ["nearest", "nearest-exact", "bilinear", "bicubic", "area"]
@@ -90,7 +90,7 @@ def test_sizes_where_torch_rounds_forward_and_backward_differently(mode, height,
 
 
 @pytest.mark.parametrize("kind", [nn.UpsamplingBilinear2d, nn.UpsamplingNearest2d])
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", PROCESSES)
 def test_upsample_on_processes(kind, ranks):
     """Four ranks leave some a single row; without a plan they gather their bands first."""
     options = {"scale_factor": 3}

@@ -20,7 +20,7 @@ from credit_dp.domain_parallel import (
     shard_tensor,
 )
 from tests.domain_parallel.equality import _RANDOM, MODEL, assert_same_as_whole_globe, error
-from tests.ranks import on_processes, on_threads
+from tests.ranks import PROCESSES, on_processes, on_threads
 
 SHAPE = (2, 3, 64, 8)
 
@@ -153,7 +153,7 @@ def _model(way=_whole):
 
 
 @pytest.mark.parametrize("way", [_whole, _recomputed])
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", PROCESSES)
 def test_exact_on_gloo_ranks(ranks, way):
     on_processes(ranks, assert_same_as_whole_globe, _model, (way,), SHAPE)
 

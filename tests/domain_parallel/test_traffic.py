@@ -14,7 +14,7 @@ from credit_dp.domain_parallel.build import shard_model
 from credit_dp.models.unet import MatchRows, PeriodicConv2d, UNet
 from credit_dp.training.model_parts import averaging
 from tests.domain_parallel.equality import _RANDOM
-from tests.ranks import on_processes, on_threads
+from tests.ranks import PROCESSES, on_processes, on_threads
 
 BYTES = 8  # float64
 
@@ -91,7 +91,7 @@ def _fresh_step(manager, rows):
     return _step(manager, rows)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", PROCESSES)
 def test_a_step_sends_the_least_on_processes(ranks):
     on_processes(ranks, _fresh_step, 181)
 

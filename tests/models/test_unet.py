@@ -16,7 +16,7 @@ from credit_dp.fields import Fields
 from credit_dp.models import build_model
 from credit_dp.models.unet import PeriodicConv2d, UNet, pad_poles
 from tests.domain_parallel.equality import MODEL, assert_same_as_whole_globe
-from tests.ranks import on_processes, on_threads
+from tests.ranks import PROCESSES, on_processes, on_threads
 
 
 def _unet(poles="reflect", channels=(4, 8, 8), blocks=1):
@@ -30,8 +30,8 @@ def test_sharded_equals_whole(ranks, rows, poles):
     on_threads(ranks, assert_same_as_whole_globe, _unet, (poles,), (2, 5, rows, 9), MODEL)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("rows", [32, pytest.param(121, marks=pytest.mark.slow), 181])
+@pytest.mark.parametrize("ranks", PROCESSES)
 def test_sharded_equals_whole_on_processes(ranks, rows):
     on_processes(ranks, assert_same_as_whole_globe, _unet, (), (1, 5, rows, 8), MODEL)
 

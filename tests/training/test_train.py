@@ -88,7 +88,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in files if path.parent.name != "logs"}
 
 
-@pytest.mark.parametrize("steps", [2, 4])
+@pytest.mark.parametrize("steps", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_a_finished_run_is_only_evaluated_again(config, capsys, steps):
     run(config, Ranks())
     before = contents(Path(config.run.dir))
@@ -129,7 +129,7 @@ def whole_run(manager: DomainParallelManager, config: Config) -> int:
     return run(replace(config, parallel=parallel), Ranks(manager.rank, manager.world_size))
 
 
-@pytest.mark.parametrize(("ranks", "domain"), [(2, 2), (4, 2)])
+@pytest.mark.parametrize(("ranks", "domain"), [(2, 2), pytest.param(4, 2, marks=pytest.mark.slow)])
 def test_any_mesh_leaves_the_same_numbers(config, ranks, domain):
     run(config, Ranks())
     scores = json.loads((Path(config.run.dir) / "metrics.json").read_text())

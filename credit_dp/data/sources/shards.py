@@ -64,22 +64,11 @@ class Shards:
             OSError, ValueError: its index can't be read, or is damaged.
         """
         index = self._index(file)
-        ranges = []
-        for (first, stop), number, size, chunk in zip(
-            spans, shard, self._shards, self.chunks, strict=True
-        ):
-            start = number * size
-            low, high = max(first, start) - start, min(stop, start + size) - start
-            ranges.append([(at, start) for at in range(low // chunk, -(-high // chunk))])
-        for places in product(*ranges):
-            begin, size = map(int, index[tuple(at for at, _ in places)])
-            inside, place = [], []
-            for (at, start), (first, stop), chunk in zip(places, spans, self.chunks, strict=True):
-                origin = start + at * chunk
-                low, high = max(first, origin), min(stop, origin + chunk)
-                inside.append(slice(low - origin, high - origin))
-                place.append(slice(low - first, high - first))
-            yield Part(begin, size, tuple(inside), tuple(place))
+        dims = zip(spans, shard, self._shards, self.chunks, strict=True)
+        for chunk in product(*(_along(*dim) for dim in dims)):
+            at, inside, place = zip(*chunk, strict=True)
+            begin, size = index[at].tolist()
+            yield Part(begin, size, inside, place)
 
     def _index(self, file: BinaryIO) -> np.ndarray[Any, np.dtype[np.uint64]]:
         length = ENTRY * int(np.prod(self._counts)) + CHECKSUM
@@ -88,6 +77,23 @@ class Shards:
         if not is_intact(found):
             raise ValueError(f"{file.name}: its index is damaged")
         return np.frombuffer(found, "<u8", len(found) // 8).reshape(*self._counts, 2)
+
+
+def _along(
+    span: tuple[int, int], number: int, shard: int, chunk: int
+) -> list[tuple[int, slice, slice]]:
+    """Along one dim, the chunks of a shard that have some of a span.
+
+    Of each its number in the shard, what of it is wanted, and the place of that in the span.
+    """
+    first, start = span[0], number * shard
+    low, high = max(first, start), min(span[1], start + shard)
+    found = []
+    for origin in range(low - (low - start) % chunk, high, chunk):
+        inside = slice(max(low - origin, 0), min(high - origin, chunk))
+        place = slice(origin + inside.start - first, origin + inside.stop - first)
+        found.append(((origin - start) // chunk, inside, place))
+    return found
 
 
 def is_intact(content: Any) -> bool:

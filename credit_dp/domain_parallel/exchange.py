@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from credit_dp.domain_parallel.memory_format import format_of
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.domain_parallel.transport import Transport
 
@@ -196,10 +197,18 @@ def _row_bytes(x: Tensor, dim: int) -> int:
     return x.shape[:dim].numel() * x.shape[dim:][1:].numel() * x.element_size()
 
 
-def _rows_like(x: Tensor, dim: int, rows: int) -> Tensor:
+def _message(x: Tensor, dim: int, rows: int) -> Tensor:
+    """Room for rows that travel, which lie alike on all ranks."""
     shape = list(x.shape)
     shape[dim] = rows
     return x.new_empty(shape)
+
+
+def _field(x: Tensor, dim: int, rows: int) -> Tensor:
+    """Room for rows that a layer gets, which lie as `x` does."""
+    shape = list(x.shape)
+    shape[dim] = rows
+    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=format_of(x))
 
 
 def _pole_view(rows: Tensor, run: Run, dim: int, turn: int) -> Tensor:
@@ -234,11 +243,11 @@ def start_fetching(
     What is called in between overlaps with the messages. Not differentiable: see
     `start_returning`.
     """
-    came = {route.peer: _rows_like(x, dim, route.length) for route in plan.receives}
+    came = {route.peer: _message(x, dim, route.length) for route in plan.receives}
     send = [(route.peer, _packed(x, plan, route, dim)) for route in plan.sends]
     transport.announce(plan, _row_bytes(x, dim), back=False)
     wait = transport.start(send, list(came.items()))
-    result = _rows_like(x, dim, plan.length)
+    result = _field(x, dim, plan.length)
     for at, length in plan.blanks:
         result.narrow(dim, at, length).zero_()
     _place(result, x, plan, plan.rank, dim)
@@ -260,10 +269,10 @@ def return_rows(grad: Tensor, plan: RowExchange, transport: Transport, dim: int)
     finish = start_returning(grad, plan, transport, dim)
     whole = next((piece for piece in plan.pieces if plan.is_own_band(piece)), None)
     if whole is None:
-        total = _rows_like(grad, dim, plan.partition.sizes[plan.rank]).zero_()
+        total = _field(grad, dim, plan.partition.sizes[plan.rank]).zero_()
     else:  # most of it: copied once instead of added to zeros
         band = grad.narrow(dim, whole.at, whole.stop - whole.start)
-        total = band.clone(memory_format=torch.contiguous_format)
+        total = band.clone(memory_format=format_of(grad))
     finish(total, whole)
     return total
 
@@ -282,10 +291,10 @@ def start_returning(grad: Tensor, plan: RowExchange, transport: Transport, dim: 
     """
     send = []
     for route in plan.receives:
-        home = _rows_like(grad, dim, route.length).zero_()
+        home = _message(grad, dim, route.length).zero_()
         _collect(home, grad, plan.of(route.peer), dim)
         send.append((route.peer, home))
-    came = [(route.peer, _rows_like(grad, dim, route.length)) for route in plan.sends]
+    came = [(route.peer, _message(grad, dim, route.length)) for route in plan.sends]
     transport.announce(plan, _row_bytes(grad, dim), back=True)
     wait = transport.start(send, came)
 

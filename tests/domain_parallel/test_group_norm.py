@@ -15,7 +15,9 @@ from credit_dp.domain_parallel import (
     gather_tensor,
     shard_tensor,
 )
+from credit_dp.domain_parallel.halo_exchange import HaloExchange
 from credit_dp.domain_parallel.layers import group_norm
+from credit_dp.domain_parallel.memory_format import CHANNELS_LAST
 from tests.domain_parallel.equality import assert_same_as_whole_globe
 from tests.ranks import on_threads
 
@@ -27,13 +29,47 @@ from tests.ranks import on_threads
     affine=st.booleans(),
     at_once=st.integers(1, 400),
     others=st.sampled_from([(), (2,)]),
+    build=st.sampled_from(
+        [nn.GroupNorm, lambda *args: nn.Sequential(_Last(), nn.GroupNorm(*args))]
+    ),
 )
-def test_taken_in_pieces(ranks, groups, batch, affine, at_once, others):
+def test_taken_in_pieces(ranks, groups, batch, affine, at_once, others, build):
     shape = (batch, 6, *others, ranks + 3, 5)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(group_norm, "CACHED", at_once)
-        args = (nn.GroupNorm, (groups, 6, 1e-5, affine), shape)
+        args = (build, (groups, 6, 1e-5, affine), shape)
         on_threads(ranks, assert_same_as_whole_globe, *args)
+
+
+class _Last(nn.Module):
+    """Puts channels last."""
+
+    def forward(self, x):
+        return _last(x)
+
+
+def _last(x):
+    return x.to(memory_format=CHANNELS_LAST[x.ndim])
+
+
+def _stays(manager, build, shape):
+    layer = build(manager)
+    x = _last(torch.randn(shape)).requires_grad_()
+    y = layer(x)
+    y.backward(_last(torch.randn(y.shape)))
+    return all(t.is_contiguous(memory_format=CHANNELS_LAST[t.ndim]) for t in (y, x.grad))
+
+
+@pytest.mark.parametrize("shape", [(2, 6, 7, 5), (1, 6, 2, 7, 5)])
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda manager: DomainParallelGroupNorm(nn.GroupNorm(3, 6), manager=manager),
+        lambda manager: HaloExchange(2, manager=manager),
+    ],
+)
+def test_channels_stay_last(build, shape):
+    assert all(on_threads(3, _stays, build, shape))
 
 
 def _step(layer, x, cotangent):
@@ -63,8 +99,8 @@ def _both(manager, dtype, mean, change=lambda x: x, shape=(2, 6, 17, 16)):
     return sharded + totals, [*whole[0], *whole[1]], [*exact[0], *exact[1]]
 
 
-def _as_exact_as_torch(manager, dtype, mean):
-    for ours, theirs, exact in zip(*_both(manager, dtype, mean), strict=True):
+def _as_exact_as_torch(manager, dtype, mean, change):
+    for ours, theirs, exact in zip(*_both(manager, dtype, mean, change), strict=True):
         assert ours.dtype == dtype
         error = (ours.double() - exact).abs().max()
         rounding = torch.finfo(dtype).eps * exact.abs().max()
@@ -80,15 +116,13 @@ def _as_exact_as_torch(manager, dtype, mean):
         (torch.float16, 3.0),
     ],
 )
-def test_as_exact_as_torch(dtype, mean):
-    on_threads(3, _as_exact_as_torch, dtype, mean)
+@pytest.mark.parametrize("change", [lambda x: x, _last])
+def test_as_exact_as_torch(dtype, mean, change):
+    on_threads(3, _as_exact_as_torch, dtype, mean, change)
 
 
 def _channels_last(manager):
-    def change(x):
-        return x.to(memory_format=torch.channels_last)
-
-    for ours, _, exact in zip(*_both(manager, torch.float64, 2.0, change), strict=True):
+    for ours, _, exact in zip(*_both(manager, torch.float64, 2.0, _last), strict=True):
         torch.testing.assert_close(ours, exact, rtol=1e-12, atol=1e-12)
 
 

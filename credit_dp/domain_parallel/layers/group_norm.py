@@ -12,6 +12,7 @@ from credit_dp.constants import constant
 from credit_dp.domain_parallel.layers.row_layer import Bands
 from credit_dp.domain_parallel.layers.statistics_layer import StatisticsLayer, wide_dtype
 from credit_dp.domain_parallel.manager import DomainParallelManager
+from credit_dp.domain_parallel.memory_format import format_of
 from credit_dp.domain_parallel.transport import Transport
 from credit_dp.errors import UserError
 
@@ -64,19 +65,28 @@ class DomainParallelGroupNorm(StatisticsLayer):
 
 
 class _Piece(NamedTuple):
-    """Some samples and groups of a batch, and the channels of those groups."""
+    """Some samples and groups of a batch, the channels of those groups, and a slab of rows."""
 
     samples: slice
     groups: slice
     channels: slice
+    slab: slice = slice(None)
+
+    @property
+    def at(self) -> tuple[slice, slice, slice]:
+        """Where it is in a field."""
+        return self.samples, self.channels, self.slab
 
 
 def _pieces(x: Tensor, groups: int) -> list[_Piece]:
-    """Cut a batch into samples and groups that fit in the cache.
+    """Cut a batch into samples and groups that fit in the cache; or into slabs of each sample.
 
     Of two passes one goes backwards: it starts with what the one before has left in the cache.
     """
     samples, channels = x.shape[:2]
+    if _channels_lie_last(x):
+        whole, slabs = (slice(0, groups), slice(0, channels)), _slabs(x)
+        return [_Piece(slice(s, s + 1), *whole, slab) for s in range(samples) for slab in slabs]
     width = channels // groups
     at_once = max(1, CACHED * groups // max(1, x.shape[1:].numel()))
     if x.is_meta:  # nothing to keep in a cache
@@ -93,12 +103,34 @@ def _pieces(x: Tensor, groups: int) -> list[_Piece]:
     ]
 
 
+def _slabs(x: Tensor) -> list[slice]:
+    """Cut the first dim after the channels so that a sample's slab fits in the cache."""
+    height = x.shape[2]
+    at_once = max(1, CACHED * height // x.shape[1:].numel())
+    return [slice(h, min(h + at_once, height)) for h in range(0, height, at_once)]
+
+
+def _channels_lie_last(x: Tensor) -> bool:
+    """Whether a field is taken as it lies. On a GPU it is rearranged, as torch's own norm does."""
+    return x.is_cpu and format_of(x) is not torch.contiguous_format
+
+
 def _local_moments(x: Tensor, groups: int) -> Tensor:
     """Mean and variance of each sample's groups, `(2, B, G)`."""
-    wide, area = wide_dtype(x), x.shape[2:].numel()
+    wide = wide_dtype(x)
+    if _channels_lie_last(x):
+        slabs = _slabs(x)
+        sizes = tuple(slab.stop - slab.start for slab in slabs)
+        found = []
+        for sample in range(len(x)):
+            parts = [x[sample : sample + 1, :, slab].to(wide) for slab in slabs]
+            of_parts = torch.stack([_moments_of_slab(part, groups) for part in parts])
+            found.append(torch.stack(_together(of_parts, sizes)))
+        return torch.cat(found, 1)
+    area = x.shape[2:].numel()
     moments = x.new_empty((2, len(x), groups), dtype=wide)
     mean, inverse = moments.unbind()
-    for samples, some, channels in reversed(_pieces(x, groups)):
+    for samples, some, channels, _ in reversed(_pieces(x, groups)):
         part = x[samples, channels].to(wide).contiguous()
         # eps 0 makes this one stable pass; a constant group has an infinite rstd: a variance of 0.
         _, means, rstd = torch.native_group_norm(
@@ -109,14 +141,33 @@ def _local_moments(x: Tensor, groups: int) -> Tensor:
     return moments
 
 
+def _moments_of_slab(x: Tensor, groups: int) -> Tensor:
+    """Mean and variance of one sample's groups, `(2, 1, G)`: where channels lie last, torch's own
+    pass takes E[x^2] - E[x]^2."""
+
+    def mean_of(field: Tensor) -> Tensor:
+        return field.mean(0).view(groups, -1).mean(1)
+
+    flat = x.movedim(1, -1).reshape(-1, x.shape[1])
+    mean = mean_of(flat)
+    centered = flat - mean.repeat_interleave(x.shape[1] // groups)
+    off = mean_of(centered)  # what rounding left of it
+    variance = mean_of(centered.square_()) - off.square()
+    return torch.stack([mean + off, variance])[:, None]
+
+
 def _global_moments(
     x: Tensor, groups: int, rows: tuple[int, ...], transport: Transport
 ) -> tuple[Tensor, Tensor]:
-    """Mean and variance over all bands: per-band ones weighed by rows, never E[x^2] - E[x]^2."""
-    parts = transport.gather(_local_moments(x, groups))
-    share = constant([[[band / sum(rows)]] for band in rows], parts.device, parts.dtype)
+    """Mean and variance of each sample's groups over all bands, `(B, G)`."""
+    return _together(transport.gather(_local_moments(x, groups)), rows)
+
+
+def _together(parts: Tensor, sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Mean and variance of all of `(N, 2, B, G)`, weighed by size, never E[x^2] - E[x]^2."""
+    share = constant([[[size / sum(sizes)]] for size in sizes], parts.device, parts.dtype)
     means, variances = parts.unbind(1)
-    # From one band's mean on: equal means give exactly that one.
+    # From one part's mean on: equal means give exactly that one.
     mean = means[0] + (share * (means - means[0])).sum(0)
     return mean, (share * (variances + (means - mean).square())).sum(0)
 
@@ -133,11 +184,12 @@ def _affine(
     x: Tensor, groups: int, by: _Factors, added: tuple[Tensor, Tensor] | None = None
 ) -> Tensor:
     """Return `(x - center) * scale + shift`, plus a field times its factors if there is one."""
-    made = torch.empty_like(x, memory_format=torch.contiguous_format)
-    for samples, _, channels in _pieces(x, groups):
-        at = samples, channels
+    last = _channels_lie_last(x)
+    made = torch.empty_like(x, memory_format=format_of(x) if last else torch.contiguous_format)
+    for piece in _pieces(x, groups):
+        at = piece.at
         unused = [by.center.new_empty(0) for _ in range(2)]
-        center, scale, shift = (factor[at].flatten() for factor in by)
+        center, scale, shift = (factor[at[:2]].flatten() for factor in by)
         # What a batch norm does that is evaluated, in one pass.
         torch.native_batch_norm(
             _as_one_sample(x[at]), scale, shift, center, torch.ones_like(center), False, 0.0, 0.0,
@@ -145,7 +197,7 @@ def _affine(
         )  # fmt: skip
         if added is not None:
             field, factor = added
-            made[at].addcmul_(field[at], _as_field(factor[at], x))
+            made[at].addcmul_(field[at], _as_field(factor[at[:2]], x))
     return made
 
 
@@ -200,23 +252,27 @@ class _GlobalGroupNorm(torch.autograd.Function):
 
 def _cotangent_sums(grad: Tensor, x: Tensor, centers: Tensor, rstd: Tensor, groups: int) -> Tensor:
     """Each channel's sum of `grad` times standardised `x`, and of `grad`: `(2, B, C)`."""
-    sums = centers.new_empty((2, *x.shape[:2]))
-    for samples, _, channels in reversed(_pieces(x, groups)):
-        at = samples, channels
-        center = centers[at].flatten()
+    if _channels_lie_last(x):
+        grad = grad.contiguous(memory_format=format_of(x))
+    sums = centers.new_zeros((2, *x.shape[:2]))
+    for piece in reversed(_pieces(x, groups)):
+        at = piece.at
+        center = centers[at[:2]].flatten()
         parts = (_as_one_sample(grad[at]), _as_one_sample(x[at]), torch.ones_like(center), center)
         # The gradients of what `_affine` scales and shifts by; unlike a group norm's, centered.
         _, *made = torch.ops.aten.native_batch_norm_backward(
             *parts, torch.ones_like(center), None, None, False, 0.0, [False, True, True]
         )
         for total, its in zip(sums, made, strict=True):
-            total[at].copy_(its.view_as(total[at]))
+            total[at[:2]] += its.view_as(total[at[:2]])
     sums[0] *= rstd
     return sums
 
 
 def _as_one_sample(x: Tensor) -> Tensor:
     """View each sample's channels as those of one: `(1, B * C, ...)`."""
+    if len(x) == 1 and _channels_lie_last(x):
+        return x
     return x.reshape(1, x.shape[0] * x.shape[1], -1)
 
 

@@ -98,6 +98,7 @@ def convolution_row(band: tuple[int, ...], rounds: int) -> Row:
         3.0,
         typical / median(bare),
         max(min(sent), min(sent_again)) / min(bare),
+        by_median=True,
         note=f"added {1e3 * added:.1f} ms, typically {1e3 * typical:.1f} ms; messages "
         f"{1e3 * min(bare):.2f} and {1e3 * median(bare):.2f} ms; the band takes "
         f"{1e3 * min(*first, *second):.0f} ms, in one round {1e3 * noise:.1f} ms more than again",

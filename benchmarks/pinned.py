@@ -128,6 +128,7 @@ def _rank(
     serve(manager, pipe, *args)
     dist.barrier()
     dist.destroy_process_group()
+    os._exit(0)  # as ranks of a run end: libraries' threads may fall over each other at an exit
 
 
 def _answer(

@@ -33,6 +33,7 @@ def cells(row: Row) -> list[str]:
     if row.goal is not None:
         goal = f"{'≥' if row.at_least else '≤'} {number(row.goal, row.unit)}"
         goal += " + spread" if row.with_spread else ""
+        goal += " typically" if row.by_median else ""
         met = "yes" if row.met else "**no**"
     return [
         row.what,

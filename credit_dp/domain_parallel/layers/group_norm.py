@@ -67,15 +67,21 @@ class DomainParallelGroupNorm(StatisticsLayer):
 class _Piece(NamedTuple):
     """Some samples and groups of a batch, the channels of those groups, and a slab of rows."""
 
-    samples: slice
-    groups: slice
-    channels: slice
+    samples: slice = slice(None)
+    groups: slice = slice(None)
+    channels: slice = slice(None)
     slab: slice = slice(None)
 
-    @property
-    def at(self) -> tuple[slice, slice, slice]:
-        """Where it is in a field."""
-        return self.samples, self.channels, self.slab
+    def of(self, field: Tensor) -> Tensor:
+        """Its part of `(B, C, ...)`."""
+        return field if self is WHOLE else field[self.samples, self.channels, self.slab]
+
+    def channels_of(self, values: Tensor) -> Tensor:
+        """Its part of `(B, C)`, one after the other."""
+        return (values if self is WHOLE else values[self.samples, self.channels]).flatten()
+
+
+WHOLE = _Piece()
 
 
 def _pieces(x: Tensor, groups: int) -> list[_Piece]:
@@ -85,12 +91,11 @@ def _pieces(x: Tensor, groups: int) -> list[_Piece]:
     """
     samples, channels = x.shape[:2]
     if _channels_lie_last(x):
-        whole, slabs = (slice(0, groups), slice(0, channels)), _slabs(x)
-        return [_Piece(slice(s, s + 1), *whole, slab) for s in range(samples) for slab in slabs]
+        return [_Piece(slice(s, s + 1), slab=slab) for s in range(samples) for slab in _slabs(x)]
     width = channels // groups
     at_once = max(1, CACHED * groups // max(1, x.shape[1:].numel()))
-    if x.is_meta:  # nothing to keep in a cache
-        at_once = samples * groups
+    if at_once >= samples * groups or x.is_meta:  # nothing is kept in a cache
+        return [WHOLE]
     some_groups, some_samples = min(groups, at_once), max(1, at_once // groups)
     return [
         _Piece(
@@ -123,20 +128,20 @@ def _local_moments(x: Tensor, groups: int) -> Tensor:
         sizes = tuple(slab.stop - slab.start for slab in slabs)
         found = []
         for sample in range(len(x)):
-            parts = [x[sample : sample + 1, :, slab].to(wide) for slab in slabs]
-            of_parts = torch.stack([_moments_of_slab(part, groups) for part in parts])
-            found.append(torch.stack(_together(of_parts, sizes)))
+            parts = (x[sample : sample + 1, :, slab] for slab in slabs)
+            of_parts = [_moments_of_slab(part.to(wide), groups) for part in parts]
+            found.append(torch.stack(_together(torch.stack(of_parts), sizes)))
         return torch.cat(found, 1)
-    area = x.shape[2:].numel()
-    moments = x.new_empty((2, len(x), groups), dtype=wide)
+    (samples, channels), area = x.shape[:2], x.shape[2:].numel()
+    moments = x.new_empty((2, samples, groups), dtype=wide)
     mean, inverse = moments.unbind()
-    for samples, some, channels, _ in reversed(_pieces(x, groups)):
-        part = x[samples, channels].to(wide).contiguous()
+    for piece in reversed(_pieces(x, groups)):
+        part = piece.of(x).to(wide).contiguous()
+        (some, its), at = part.shape[:2], (piece.samples, piece.groups)
         # eps 0 makes this one stable pass; a constant group has an infinite rstd: a variance of 0.
-        _, means, rstd = torch.native_group_norm(
-            part, None, None, len(part), part.shape[1], area, some.stop - some.start, 0.0
+        _, mean[at], inverse[at] = torch.native_group_norm(
+            part, None, None, some, its, area, its * groups // channels, 0.0
         )
-        mean[samples, some], inverse[samples, some] = means, rstd
     inverse.pow_(-2)
     return moments
 
@@ -186,18 +191,18 @@ def _affine(
     """Return `(x - center) * scale + shift`, plus a field times its factors if there is one."""
     last = _channels_lie_last(x)
     made = torch.empty_like(x, memory_format=format_of(x) if last else torch.contiguous_format)
+    ones, unused = torch.ones_like(by.center), [by.center.new_empty(0) for _ in range(2)]
     for piece in _pieces(x, groups):
-        at = piece.at
-        unused = [by.center.new_empty(0) for _ in range(2)]
-        center, scale, shift = (factor[at[:2]].flatten() for factor in by)
+        center, scale, shift, one = map(piece.channels_of, (*by, ones))
+        part = piece.of(made)
         # What a batch norm does that is evaluated, in one pass.
         torch.native_batch_norm(
-            _as_one_sample(x[at]), scale, shift, center, torch.ones_like(center), False, 0.0, 0.0,
-            out=(_as_one_sample(made[at]), *unused),
+            _as_one_sample(piece.of(x), last), scale, shift, center, one, False, 0.0, 0.0,
+            out=(_as_one_sample(part, last), *unused),
         )  # fmt: skip
         if added is not None:
-            field, factor = added
-            made[at].addcmul_(field[at], _as_field(factor[at[:2]], x))
+            factor = piece.channels_of(added[1]).view(part.shape[:2])
+            part.addcmul_(piece.of(added[0]), _as_field(factor, x))
     return made
 
 
@@ -220,7 +225,7 @@ class _GlobalGroupNorm(torch.autograd.Function):
         moments = torch.stack([mean, (variance + eps).rsqrt()])
         ctx.save_for_backward(x, weight, moments)
         ctx.groups, ctx.transport, ctx.area = groups, transport, area
-        center, rstd = _per_channel(moments, x)
+        center, rstd = _per_channel(moments, x).unbind()
         scale = rstd if weight is None else rstd * weight
         shift = torch.zeros_like(scale) if bias is None else bias.expand_as(scale)
         return _affine(x, groups, _Factors(center, scale, shift))
@@ -229,9 +234,9 @@ class _GlobalGroupNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, moments = ctx.saved_tensors
-        center, rstd = _per_channel(moments, x)
+        center, rstd = _per_channel(moments, x).unbind()
         sums = _cotangent_sums(grad, x, center, rstd, ctx.groups)
-        grad_weight, grad_bias = sums.sum(1)
+        grad_weight, grad_bias = sums.sum(1).unbind()
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_x = None
         if needs_x:  # the same on every rank: so is what is sent
@@ -252,28 +257,27 @@ class _GlobalGroupNorm(torch.autograd.Function):
 
 def _cotangent_sums(grad: Tensor, x: Tensor, centers: Tensor, rstd: Tensor, groups: int) -> Tensor:
     """Each channel's sum of `grad` times standardised `x`, and of `grad`: `(2, B, C)`."""
-    if _channels_lie_last(x):
+    last = _channels_lie_last(x)
+    if last:
         grad = grad.contiguous(memory_format=format_of(x))
-    sums = centers.new_zeros((2, *x.shape[:2]))
+    sums, ones = centers.new_zeros((2, *x.shape[:2])), torch.ones_like(centers)
     for piece in reversed(_pieces(x, groups)):
-        at = piece.at
-        center = centers[at[:2]].flatten()
-        parts = (_as_one_sample(grad[at]), _as_one_sample(x[at]), torch.ones_like(center), center)
+        part = piece.of(x)
+        center, one = map(piece.channels_of, (centers, ones))
         # The gradients of what `_affine` scales and shifts by; unlike a group norm's, centered.
         _, *made = torch.ops.aten.native_batch_norm_backward(
-            *parts, torch.ones_like(center), None, None, False, 0.0, [False, True, True]
-        )
-        for total, its in zip(sums, made, strict=True):
-            total[at[:2]] += its.view_as(total[at[:2]])
+            _as_one_sample(piece.of(grad), last), _as_one_sample(part, last),
+            one, center, one, None, None, False, 0.0, [False, True, True],
+        )  # fmt: skip
+        its = torch.stack(made).view(2, *part.shape[:2])
+        sums[:, piece.samples, piece.channels] += its
     sums[0] *= rstd
     return sums
 
 
-def _as_one_sample(x: Tensor) -> Tensor:
-    """View each sample's channels as those of one: `(1, B * C, ...)`."""
-    if len(x) == 1 and _channels_lie_last(x):
-        return x
-    return x.reshape(1, x.shape[0] * x.shape[1], -1)
+def _as_one_sample(x: Tensor, last: bool) -> Tensor:
+    """View each sample's channels as those of one, `(1, B * C, ...)`; channels last are of one."""
+    return x if last else x.reshape(1, x.shape[0] * x.shape[1], -1)
 
 
 def _per_channel(values: Tensor, x: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Reads samples of a band into batches: each chunk once, in the store's units, then normalised."""
 
+import math
 from collections.abc import Sequence
 from typing import final
 
@@ -20,9 +21,10 @@ def roomy(shape: Sequence[int], dtype: torch.dtype, pinned: bool = False) -> Ten
     Numpy asks the system for large pages, torch does not: of the time in which a globe was
     normalised into a fresh tensor, two thirds went into getting small ones.
     """
-    if pinned:
-        return torch.empty(shape, dtype=dtype, pin_memory=True)
-    return torch.from_numpy(np.empty(shape, torch.empty(0, dtype=dtype).numpy().dtype))
+    size = math.prod(shape) * dtype.itemsize
+    if pinned or not size:
+        return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=pinned)
+    return torch.from_numpy(np.empty(size, np.uint8)).view(dtype).view(*shape)
 
 
 @final

@@ -204,7 +204,7 @@ def _message(x: Tensor, dim: int, rows: int) -> Tensor:
     return x.new_empty(shape)
 
 
-def _field(x: Tensor, dim: int, rows: int) -> Tensor:
+def field_like(x: Tensor, dim: int, rows: int) -> Tensor:
     """Room for rows that a layer gets, which lie as `x` does."""
     shape = list(x.shape)
     shape[dim] = rows
@@ -247,7 +247,7 @@ def start_fetching(
     send = [(route.peer, _packed(x, plan, route, dim)) for route in plan.sends]
     transport.announce(plan, _row_bytes(x, dim), back=False)
     wait = transport.start(send, list(came.items()))
-    result = _field(x, dim, plan.length)
+    result = field_like(x, dim, plan.length)
     for at, length in plan.blanks:
         result.narrow(dim, at, length).zero_()
     _place(result, x, plan, plan.rank, dim)
@@ -269,7 +269,7 @@ def return_rows(grad: Tensor, plan: RowExchange, transport: Transport, dim: int)
     finish = start_returning(grad, plan, transport, dim)
     whole = next((piece for piece in plan.pieces if plan.is_own_band(piece)), None)
     if whole is None:
-        total = _field(grad, dim, plan.partition.sizes[plan.rank]).zero_()
+        total = field_like(grad, dim, plan.partition.sizes[plan.rank]).zero_()
     else:  # most of it: copied once instead of added to zeros
         band = grad.narrow(dim, whole.at, whole.stop - whole.start)
         total = band.clone(memory_format=format_of(grad))

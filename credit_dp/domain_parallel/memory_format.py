@@ -7,8 +7,10 @@ CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def format_of(x: Tensor) -> torch.memory_format:
-    """Channels last where a tensor is, else rows by rows."""
+    """Channels last where each sample of a tensor has them so, else row by row."""
     last = CHANNELS_LAST.get(x.ndim)
-    if last is None or x.is_contiguous() or not x.is_contiguous(memory_format=last):
+    if last is None or x.is_contiguous():
         return torch.contiguous_format
-    return last
+    one = x[:1]  # of bands cut from larger ones only single samples are without gaps
+    lies_last = one.is_contiguous(memory_format=last) and not one.is_contiguous()
+    return last if lies_last else torch.contiguous_format

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from credit_dp.domain_parallel.exchange import RowExchange, return_rows, start_fetching
+from credit_dp.domain_parallel.exchange import RowExchange, field_like, return_rows, start_fetching
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.domain_parallel.poles import rows_with_poles
 from credit_dp.domain_parallel.transport import Transport
@@ -124,7 +124,6 @@ class _FetchForAll(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.plan, ctx.transport, ctx.dim, ctx.windows = plan, transport, dim, windows
-        ctx.shape = x.shape
         rows = start_fetching(x, plan, transport, dim)()
         return tuple(rows.narrow(dim, *window) for window in windows)
 
@@ -134,9 +133,7 @@ class _FetchForAll(torch.autograd.Function):
         given = [(g, at) for g, at in zip(grads, ctx.windows, strict=True) if g is not None]
         if not given:
             return (None,) * 5
-        shape = list(ctx.shape)
-        shape[ctx.dim] = ctx.plan.length
-        rows = given[0][0].new_zeros(shape)
+        rows = field_like(given[0][0], ctx.dim, ctx.plan.length).zero_()
         for grad, window in given:
             rows.narrow(ctx.dim, *window).add_(grad)
         home = return_rows(rows, ctx.plan, ctx.transport, ctx.dim)

@@ -48,6 +48,13 @@ class _Last(nn.Module):
         return _last(x)
 
 
+class _Narrowed(nn.Module):
+    """Leaves out a row, so that samples lie apart."""
+
+    def forward(self, x):
+        return x[..., 1:, :] if x.ndim == 4 else x
+
+
 def _last(x):
     return x.to(memory_format=CHANNELS_LAST[x.ndim])
 
@@ -66,6 +73,7 @@ def _stays(manager, build, shape):
     [
         lambda manager: DomainParallelGroupNorm(nn.GroupNorm(3, 6), manager=manager),
         lambda manager: HaloExchange(2, manager=manager),
+        lambda manager: nn.Sequential(_Narrowed(), HaloExchange(2, manager=manager)),
     ],
 )
 def test_channels_stay_last(build, shape):
@@ -121,13 +129,32 @@ def test_as_exact_as_torch(dtype, mean, change):
     on_threads(3, _as_exact_as_torch, dtype, mean, change)
 
 
-def _channels_last(manager):
-    for ours, _, exact in zip(*_both(manager, torch.float64, 2.0, _last), strict=True):
+def _mixed(manager, fields, cotangents):
+    """Channels last for some ranks' fields and cotangents only."""
+    calls = iter((fields, cotangents))
+
+    def change(x):
+        return _last(x) if manager.rank in next(calls) else x
+
+    for ours, _, exact in zip(*_both(manager, torch.float64, 2.0, change), strict=True):
         torch.testing.assert_close(ours, exact, rtol=1e-12, atol=1e-12)
 
 
-def test_channels_last():
-    on_threads(2, _channels_last)
+@pytest.mark.parametrize("fields", [(0, 1, 2), (1,), ()])
+@pytest.mark.parametrize("cotangents", [(0, 1, 2), (0, 2), ()])
+def test_channels_last_on_some_ranks(fields, cotangents):
+    on_threads(3, _mixed, fields, cotangents)
+
+
+def _empty(manager):
+    x = torch.zeros(0, 6, 4, 5, requires_grad=True)
+    y = DomainParallelGroupNorm(nn.GroupNorm(3, 6), manager=manager)(x)
+    y.sum().backward()
+    assert (y.shape, x.grad.shape) == (x.shape, x.shape)
+
+
+def test_no_samples():
+    on_threads(2, _empty)
 
 
 def _constant(manager):

@@ -65,7 +65,10 @@ class DomainParallelGroupNorm(StatisticsLayer):
 
 
 class _Piece(NamedTuple):
-    """Some samples and groups of a batch, the channels of those groups, and a slab of rows."""
+    """Some samples and groups of a batch, the channels of those groups, and a slab of these.
+
+    Slabs are cut from the first dim after the channels.
+    """
 
     samples: slice = slice(None)
     groups: slice = slice(None)
@@ -94,7 +97,7 @@ def _pieces(x: Tensor, groups: int) -> list[_Piece]:
         return [_Piece(slice(s, s + 1), slab=slab) for s in range(samples) for slab in _slabs(x)]
     width = channels // groups
     at_once = max(1, CACHED * groups // max(1, x.shape[1:].numel()))
-    if at_once >= samples * groups or x.is_meta:  # nothing is kept in a cache
+    if 0 < samples * groups <= at_once or x.is_meta:  # nothing is kept in a cache
         return [WHOLE]
     some_groups, some_samples = min(groups, at_once), max(1, at_once // groups)
     return [
@@ -147,8 +150,10 @@ def _local_moments(x: Tensor, groups: int) -> Tensor:
 
 
 def _moments_of_slab(x: Tensor, groups: int) -> Tensor:
-    """Mean and variance of one sample's groups, `(2, 1, G)`: where channels lie last, torch's own
-    pass takes E[x^2] - E[x]^2."""
+    """Mean and variance of one sample's groups, `(2, 1, G)`, where channels lie last.
+
+    There torch's own pass takes E[x^2] - E[x]^2.
+    """
 
     def mean_of(field: Tensor) -> Tensor:
         return field.mean(0).view(groups, -1).mean(1)
@@ -234,6 +239,8 @@ class _GlobalGroupNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, moments = ctx.saved_tensors
+        if _channels_lie_last(x):
+            grad = grad.contiguous(memory_format=format_of(x))
         center, rstd = _per_channel(moments, x).unbind()
         sums = _cotangent_sums(grad, x, center, rstd, ctx.groups)
         grad_weight, grad_bias = sums.sum(1).unbind()
@@ -258,8 +265,6 @@ class _GlobalGroupNorm(torch.autograd.Function):
 def _cotangent_sums(grad: Tensor, x: Tensor, centers: Tensor, rstd: Tensor, groups: int) -> Tensor:
     """Each channel's sum of `grad` times standardised `x`, and of `grad`: `(2, B, C)`."""
     last = _channels_lie_last(x)
-    if last:
-        grad = grad.contiguous(memory_format=format_of(x))
     sums, ones = centers.new_zeros((2, *x.shape[:2])), torch.ones_like(centers)
     for piece in reversed(_pieces(x, groups)):
         part = piece.of(x)

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from credit_dp.domain_parallel.gloo_threads import let_senders_finish
 from credit_dp.domain_parallel.partition import BandTable, RowPartition
 from credit_dp.domain_parallel.transport import Alone, GroupTransport, Transport, Unpickled
 from credit_dp.errors import UserError
@@ -89,6 +90,7 @@ class DomainParallelManager:
         self.pipeline_group = self.mesh.get_group("pipeline")
         self.data_parallel_group = self.mesh.get_group("data")
         self.domain_group = self.mesh.get_group("domain")
+        let_senders_finish()
 
     def _group_transport(self) -> Transport:
         if self.domain_group is None or self.domain_parallel_size == 1:

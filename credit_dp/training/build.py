@@ -13,6 +13,7 @@ from credit_dp.data.normalise import Normaliser
 from credit_dp.data.prepare import Prepared
 from credit_dp.data.sampling import Lengths, SampleSequence, sample_times
 from credit_dp.domain_parallel import DomainParallelManager
+from credit_dp.domain_parallel.gloo_threads import let_senders_finish
 from credit_dp.evaluation.valid_points import ValidPoints
 from credit_dp.forecast.step import ForecastStep, Model
 from credit_dp.pipeline_parallel.model_layout import home_device
@@ -97,6 +98,7 @@ def build_training(
     variables = tuple(channel.variable for channel in prepared.store.channels.out)
     names = LossNames(variables, prepared.store.config.step_hours)
     trainer = Trainer(config.trainer, state, gradients, manager, every, names=names)
+    let_senders_finish()  # in groups that were made meanwhile
     return Training(trainer, loader, forecast, like, rows)
 
 

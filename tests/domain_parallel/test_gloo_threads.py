@@ -1,0 +1,27 @@
+"""What waits for messages doesn't interrupt what sends them."""
+
+import os
+import sys
+
+import pytest
+
+from credit_dp.domain_parallel.gloo_threads import NAME, TASKS
+from tests.ranks import on_processes
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="of Linux's scheduler")
+
+
+def policies(manager):
+    """Those of gloo's threads and of this one."""
+    waiting = {
+        os.sched_getscheduler(int(task.name))
+        for task in TASKS.iterdir()
+        if (task / "comm").read_text().strip() == NAME
+    }
+    return waiting, os.sched_getscheduler(0)
+
+
+def test_threads_of_gloo_never_interrupt_others():
+    for waiting, computing in on_processes(2, policies):
+        assert waiting == {os.SCHED_BATCH}
+        assert computing == os.SCHED_OTHER

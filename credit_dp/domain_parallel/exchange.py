@@ -197,18 +197,18 @@ def _row_bytes(x: Tensor, dim: int) -> int:
     return x.shape[:dim].numel() * x.shape[dim:][1:].numel() * x.element_size()
 
 
-def _message(x: Tensor, dim: int, rows: int) -> Tensor:
+def _message(
+    x: Tensor, dim: int, rows: int, lie: torch.memory_format = torch.contiguous_format
+) -> Tensor:
     """Room for rows that travel, which lie alike on all ranks."""
     shape = list(x.shape)
     shape[dim] = rows
-    return x.new_empty(shape)
+    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=lie)
 
 
 def field_like(x: Tensor, dim: int, rows: int) -> Tensor:
     """Room for rows that a layer gets, which lie as `x` does."""
-    shape = list(x.shape)
-    shape[dim] = rows
-    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=format_of(x))
+    return _message(x, dim, rows, format_of(x))
 
 
 def _pole_view(rows: Tensor, run: Run, dim: int, turn: int) -> Tensor:

@@ -14,6 +14,8 @@ def let_senders_finish() -> None:
     Such a thread tries again and again for a lock that is held while a message is sent. If it
     interrupts the sender, for a message that comes in meanwhile, it keeps the core for a time slice
     in vain, which is many times what the message takes.
+
+    Source: gloo's `Pair::handleEvents` (gloo/transport/tcp/pair.cc).
     """
     if not TASKS.exists():
         return

@@ -15,7 +15,6 @@ from credit_dp.domain_parallel import (
     gather_tensor,
     shard_tensor,
 )
-from credit_dp.domain_parallel.halo_exchange import HaloExchange
 from credit_dp.domain_parallel.layers import group_norm
 from credit_dp.domain_parallel.memory_format import CHANNELS_LAST
 from tests.domain_parallel.equality import assert_same_as_whole_globe
@@ -48,36 +47,8 @@ class _Last(nn.Module):
         return _last(x)
 
 
-class _Narrowed(nn.Module):
-    """Leaves out a row, so that samples lie apart."""
-
-    def forward(self, x):
-        return x[..., 1:, :] if x.ndim == 4 else x
-
-
 def _last(x):
     return x.to(memory_format=CHANNELS_LAST[x.ndim])
-
-
-def _stays(manager, build, shape):
-    layer = build(manager)
-    x = _last(torch.randn(shape)).requires_grad_()
-    y = layer(x)
-    y.backward(_last(torch.randn(y.shape)))
-    return all(t.is_contiguous(memory_format=CHANNELS_LAST[t.ndim]) for t in (y, x.grad))
-
-
-@pytest.mark.parametrize("shape", [(2, 6, 7, 5), (1, 6, 2, 7, 5)])
-@pytest.mark.parametrize(
-    "build",
-    [
-        lambda manager: DomainParallelGroupNorm(nn.GroupNorm(3, 6), manager=manager),
-        lambda manager: HaloExchange(2, manager=manager),
-        lambda manager: nn.Sequential(_Narrowed(), HaloExchange(2, manager=manager)),
-    ],
-)
-def test_channels_stay_last(build, shape):
-    assert all(on_threads(3, _stays, build, shape))
 
 
 def _step(layer, x, cotangent):

@@ -97,7 +97,7 @@ def _pieces(x: Tensor, groups: int) -> list[_Piece]:
         return [_Piece(slice(s, s + 1), slab=slab) for s in range(samples) for slab in _slabs(x)]
     width = channels // groups
     at_once = max(1, CACHED * groups // max(1, x.shape[1:].numel()))
-    if 0 < samples * groups <= at_once or x.is_meta:  # nothing is kept in a cache
+    if 0 < samples * groups <= at_once or x.is_meta:  # all fits, or there is nothing in memory
         return [WHOLE]
     some_groups, some_samples = min(groups, at_once), max(1, at_once // groups)
     return [
@@ -118,9 +118,13 @@ def _slabs(x: Tensor) -> list[slice]:
     return [slice(h, min(h + at_once, height)) for h in range(0, height, at_once)]
 
 
+def _format_of(x: Tensor) -> torch.memory_format:
+    """How a field is normalised: as it lies, but row by row on a GPU."""
+    return format_of(x) if x.is_cpu else torch.contiguous_format
+
+
 def _channels_lie_last(x: Tensor) -> bool:
-    """Whether a field is taken as it lies. On a GPU it is rearranged, as torch's own norm does."""
-    return x.is_cpu and format_of(x) is not torch.contiguous_format
+    return _format_of(x) is not torch.contiguous_format
 
 
 def _local_moments(x: Tensor, groups: int) -> Tensor:
@@ -195,7 +199,7 @@ def _affine(
 ) -> Tensor:
     """Return `(x - center) * scale + shift`, plus a field times its factors if there is one."""
     last = _channels_lie_last(x)
-    made = torch.empty_like(x, memory_format=format_of(x) if last else torch.contiguous_format)
+    made = torch.empty_like(x, memory_format=_format_of(x))
     ones, unused = torch.ones_like(by.center), [by.center.new_empty(0) for _ in range(2)]
     for piece in _pieces(x, groups):
         center, scale, shift, one = map(piece.channels_of, (*by, ones))
@@ -240,7 +244,7 @@ class _GlobalGroupNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, moments = ctx.saved_tensors
         if _channels_lie_last(x):
-            grad = grad.contiguous(memory_format=format_of(x))
+            grad = grad.contiguous(memory_format=_format_of(x))
         center, rstd = _per_channel(moments, x).unbind()
         sums = _cotangent_sums(grad, x, center, rstd, ctx.groups)
         grad_weight, grad_bias = sums.sum(1).unbind()

@@ -1,8 +1,10 @@
 """A zarr store on disk or elsewhere, opened for reading only, that counts what is read from it."""
 
+import atexit
 from pathlib import Path
 from threading import Lock
 
+import zarr.core.sync
 from zarr.abc.store import ByteRequest, Store, SuffixByteRequest
 from zarr.core.buffer import Buffer, BufferPrototype
 from zarr.storage import FsspecStore, LocalStore, WrapperStore
@@ -17,6 +19,7 @@ from credit_dp.data.sources.address import (
 )
 from credit_dp.errors import UserError
 
+EXIT_SECONDS = 30.0  # for zarr's reading thread, on however busy a machine
 METADATA = ("zarr.json", ".zmetadata", ".zgroup", ".zarray", ".zattrs")
 
 
@@ -113,3 +116,18 @@ def _remote_stamp(where: str) -> str:
     paths = {f"{root.rstrip('/')}/{name}": name for name in METADATA}
     found = system.cat(list(paths), on_error="omit")
     return "\n".join(f"{paths[path]} {found[path].decode()}" for path in paths if path in found)
+
+
+def stop_reading_thread() -> None:
+    """Let zarr's reading thread end before zarr closes its event loop at exit.
+
+    zarr waits 0.2 s for the thread, which is too short on a busy machine: closing the loop of a
+    thread that runs prints a traceback after everything has been done.
+    """
+    loop, thread = zarr.core.sync.loop[0], zarr.core.sync.iothread[0]
+    if loop is not None and thread is not None and thread.is_alive():
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(EXIT_SECONDS)
+
+
+atexit.register(stop_reading_thread)  # what is registered last runs first: before zarr's

@@ -1,3 +1,6 @@
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import xarray as xr
@@ -155,3 +158,20 @@ def test_a_store_changes_its_description_when_it_is_written_anew(tmp_path):
     assert Store.open(stores.config(path)).description(["geopotential"]) == first
     xr.Dataset(attrs={"written": "anew"}).to_zarr(path, mode="a", consolidated=False)
     assert Store.open(stores.config(path)).description(["geopotential"]) != first
+
+
+def test_a_busy_reading_thread_leaves_no_traceback_at_exit() -> None:
+    """zarr alone waits 0.2 s for it, and then prints one."""
+    code = """
+import asyncio
+import time
+import zarr.core.sync
+import credit_dp.data.disk
+
+zarr.core.sync.sync(asyncio.sleep(0))
+zarr.core.sync.loop[0].call_soon_threadsafe(time.sleep, 0.6)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stderr == ""

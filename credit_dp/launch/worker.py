@@ -109,15 +109,42 @@ def threads(count: int) -> Iterator[None]:
             os.environ["OMP_NUM_THREADS"] = before
 
 
+class EarlyRecords(logging.Handler):
+    """Keeps what is logged before a run has a log file."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self._records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a record."""
+        self._records.append(record)
+
+    def take(self) -> list[logging.LogRecord]:
+        """The records so far, which are not kept any longer."""
+        records, self._records = self._records, []
+        return records
+
+
 def set_logging(ranks: Ranks) -> None:
-    """One voice: rank 0 informs, the others only warn, with their number."""
+    """Show warnings, of ranks with their number; what is below belongs in the log file."""
     sender = "" if ranks.world_size == 1 else f"[rank {ranks.rank}] "
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter(f"{sender}%(levelname)s %(name)s: %(message)s"))
+    handler.setLevel(logging.WARNING)
     ours = logging.getLogger("credit_dp")
-    ours.handlers = [handler]  # runs of a sweep follow each other in one process
+    ours.handlers = [handler, EarlyRecords()]  # runs of a sweep follow each other in one process
     ours.propagate = False  # Hydra has a handler of its own at the root
-    ours.setLevel(logging.INFO if ranks.rank == 0 else logging.WARNING)
+    ours.setLevel(logging.INFO)
+
+
+def early_records() -> list[logging.LogRecord]:
+    """What has been logged so far, for a log file or the screen; each record is given once."""
+    handlers = logging.getLogger("credit_dp").handlers
+    early = [handler for handler in handlers if isinstance(handler, EarlyRecords)]
+    for handler in early:
+        logging.getLogger("credit_dp").removeHandler(handler)
+    return [record for handler in early for record in handler.take()]
 
 
 def meet(meeting_point: str, ranks: Ranks) -> Store:

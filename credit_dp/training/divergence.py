@@ -130,7 +130,7 @@ class Guard:
         self.history.skipped += 1
         if self.manager.rank == 0:
             logger.warning(
-                "%s: skipped, the %d. in a row; %d end the run",
+                "%s: skipped (%d in a row; the run stops at %d)",
                 fault,
                 self.history.in_a_row,
                 IN_A_ROW,

@@ -6,7 +6,7 @@ import os
 import socket
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TextIO, final
 
@@ -14,11 +14,16 @@ logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def log_to_file(folder: Path, rank: int) -> Iterator[None]:
+def log_to_file(folder: Path, rank: int, early: Iterable[logging.LogRecord] = ()) -> Iterator[None]:
     """Write `logs/rank-RANK.log` in a run's folder meanwhile, after what it has from earlier.
 
     The terminal shows what it showed before. The error that ends a run is in the file, too. That
     the file can't be written is one warning, and nothing else happens.
+
+    Args:
+        folder: of the run.
+        rank: of this process.
+        early: what was logged before there was a file.
     """
     path = folder / "logs" / f"rank-{rank}.log"
     try:
@@ -33,6 +38,8 @@ def log_to_file(folder: Path, rank: int) -> Iterator[None]:
         stack.enter_context(listening(file))
         stack.enter_context(warnings_too(file))
         file.note(logging.INFO, "started as process %s on %s", os.getpid(), socket.gethostname())
+        for record in early:
+            file.handle(record)
         try:
             yield
         except BaseException:

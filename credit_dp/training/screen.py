@@ -1,8 +1,9 @@
 """What a run shows while it works: bars on a terminal, a line now and then elsewhere."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from logging import WARNING, LogRecord
 from typing import Protocol, final
 
 from rich.console import Console, RenderableType
@@ -18,6 +19,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
+DATA = "credit_dp.data"  # the loggers of the data
 QUIET_SECONDS = 10.0  # between two lines where there is no terminal
 
 
@@ -166,3 +168,12 @@ def live_progress(console: Console, counts: bool = True) -> Progress:
 def screen_for(rank: int) -> Screen:
     """The screen of one rank: only rank 0 shows anything but preparations."""
     return Screen(Console() if rank == 0 else None)
+
+
+def notes_of(records: Iterable[LogRecord]) -> list[str]:
+    """What a user should know of the data, of what was logged while they were prepared; each once.
+
+    Warnings are left out, for they have been shown.
+    """
+    shown = (r for r in records if r.name.startswith(DATA) and r.levelno < WARNING)
+    return list(dict.fromkeys(record.getMessage() for record in shown))

@@ -8,7 +8,10 @@ from contextlib import contextmanager
 
 import pytest
 
+from credit_dp.launch import Ranks
+from credit_dp.launch.worker import early_records, set_logging
 from credit_dp.training.log_files import log_to_file
+from credit_dp.training.screen import notes_of
 from tests.training.disk import full_disk
 
 OURS = logging.getLogger("credit_dp")
@@ -104,3 +107,25 @@ def test_a_folder_that_cannot_be_made_is_one_warning(tmp_path):
         OURS.info("goes on")
     assert shown.getvalue().splitlines()[0].endswith("no log is kept there (File exists).")
     assert shown.getvalue().splitlines()[1:] == ["goes on"]
+
+
+def test_lines_from_before_there_is_a_file_are_kept_for_it(tmp_path, capsys):
+    """The terminal shows warnings alone; what users should know of the data is a note."""
+    before = OURS.handlers, OURS.propagate, OURS.level
+    try:
+        set_logging(Ranks())
+        logging.getLogger("credit_dp.data.sources").info("reads z as geopotential")
+        logging.getLogger("credit_dp.domain_parallel").info("4 layers")
+        logging.getLogger("credit_dp.data").warning("slow")
+        early = early_records()
+        assert notes_of(early) == ["reads z as geopotential"]
+        with log_to_file(tmp_path, 0, early):
+            OURS.info("later")
+        assert early_records() == []
+    finally:
+        OURS.handlers, OURS.propagate = before[:2]
+        OURS.setLevel(before[2])
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("", "WARNING credit_dp.data: slow\n")
+    told = [line.partition(": ")[2] for line in messages(tmp_path / "logs" / "rank-0.log")]
+    assert told[1:-1] == ["reads z as geopotential", "4 layers", "slow", "later"]

@@ -1,5 +1,6 @@
 """One training run, from the config to the files that it leaves: what every rank executes."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import final
@@ -16,6 +17,7 @@ from credit_dp.evaluation.seams import seams_told
 from credit_dp.evaluation.table import Scores
 from credit_dp.launch import Ranks
 from credit_dp.launch.signals import PREEMPTED
+from credit_dp.launch.worker import early_records
 from credit_dp.mesh import build_manager, device_of
 from credit_dp.training.build import Training, build_training
 from credit_dp.training.checkpoint import find_checkpoint, load_checkpoint
@@ -27,7 +29,7 @@ from credit_dp.training.out_of_memory import out_of_memory
 from credit_dp.training.preemption import Preemption
 from credit_dp.training.provenance import code_text
 from credit_dp.training.run_folder import RunFolder, resolved_yaml, write_whole
-from credit_dp.training.screen import Screen, screen_for
+from credit_dp.training.screen import Screen, notes_of, screen_for
 from credit_dp.training.summary import summary
 from credit_dp.training.tracking import Tracker, open_tracker
 from credit_dp.training.validation import Validation
@@ -56,8 +58,9 @@ def run(config: Config, ranks: Ranks) -> int:
     this.start_from_checkpoint()
     watch = this.watch()
     # Not before: a run that is refused leaves no folder.
-    with log_to_file(folder.path, ranks.rank):
-        this.introduce()
+    early = early_records()
+    with log_to_file(folder.path, ranks.rank, early):
+        this.introduce(notes_of(early))
         step = training.trainer.state.step
         with open_tracker(config.logger, folder.log, step, as_dict(config), ranks.rank) as tracker:
             with out_of_memory(config, ranks), Preemption(manager) as preemption:
@@ -118,8 +121,8 @@ class _Run:
         trace = self.folder.trace if config.trainer.profile and self._first else None
         return Watch(config, training, self.screen, validation, trace)
 
-    def introduce(self) -> None:
-        """Say what is about to be trained, and note how it can be done again."""
+    def introduce(self, notes: Sequence[str]) -> None:
+        """Say what is about to be trained and on what data, and note how it can be done again."""
         if self._first and not (self._finished and self.folder.config.exists()):
             text = f"# {self.folder.again}\n{resolved_yaml(self.config)}"
             write_whole(self.folder.config, text)
@@ -127,6 +130,8 @@ class _Run:
         if not self._finished:
             for line in summary(self.config, self.prepared, self.training, self.manager):
                 self.screen.say(line)
+            for note in notes:
+                self.screen.say(f"{'note':<11}{note}")
 
     def train(self, tracker: Tracker, watch: Watch, preemption: Preemption) -> bool:
         """Train to the last step, with log, progress bar and checkpoints; False if told to stop."""
@@ -175,6 +180,7 @@ class _Run:
         with training.trainer.state.forecasting(), self.screen.bar("evaluating", own) as bar:
             sums = LastLeadSums(dates, manager)
             scores = evaluate(training.forecast.rollout, dates, manager, size, bar, sums)
+            scores.check()
             return scores, sums.result()
 
     def show(self, scores: Scores, last: LastLead, dates: HeldOut) -> None:
@@ -184,6 +190,8 @@ class _Run:
             write_whole(self.folder.scores, scores.json(self.training.trainer.state.step))
         for table in scores.tables(self.screen.width):
             self.screen.say(table)
+        for line in scores.warnings():
+            self.screen.say(f"{'warning':<13}{line}")
         with self.training.trainer.state.forecasting():
             field = example(self.training.forecast.rollout, dates, self.manager)
         if self._first:

@@ -10,12 +10,24 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from credit_dp.errors import UserError
+
 HEADINGS = {
     "model": "model\n",
     "persistence": "persis-\ntence",
     "climatology": "clima-\ntology",
 }
 SOURCES = tuple(HEADINGS)
+NOT_FINITE = {
+    "model": "Its forecasts grew without bounds: train longer or with trainer.rollout, or lower "
+    "trainer.evaluate_hours; the checkpoint is kept",
+    "persistence": "Look at the held-out dates of the store, or change data.dates.test",
+    "climatology": "Look at the training dates of the store, or change data.dates.train",
+}
+ZERO = {
+    "persistence": "Does this field change in time?",
+    "climatology": "Is this field the same at all training dates?",
+}
 UNLIMITED = 10_000  # columns: more than any table has
 
 
@@ -33,6 +45,29 @@ class Scores:
     hours: tuple[int, ...]
     rmse: np.ndarray
     samples: int
+
+    def check(self) -> None:
+        """Refuse scores that are not finite.
+
+        Raises:
+            UserError: names the first variable of which one is NaN or infinite.
+        """
+        for s, h, c in np.argwhere(~np.isfinite(self.rmse)):
+            source = SOURCES[s]
+            raise UserError(
+                f"{self.channels[c]}: the RMSE of the {source} at {self.hours[h]} h is "
+                f"{self.rmse[s, h, c]}. {NOT_FINITE[source]}."
+            )
+
+    def warnings(self) -> list[str]:
+        """A line for each variable of which persistence or climatology has no error at all."""
+        return [
+            f"{channel}: the RMSE of {source} is exactly 0 at {self.hours[h]} h. {ZERO[source]}"
+            for c, channel in enumerate(self.channels)
+            for s, source in enumerate(SOURCES)
+            for h in np.flatnonzero(self.rmse[s, :, c] == 0)[:1]
+            if source in ZERO
+        ]
 
     def numbers(self) -> dict[str, float]:
         """Flat names for a tracker: `rmse/geopotential_500/24h/model`."""

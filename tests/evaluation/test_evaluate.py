@@ -15,6 +15,7 @@ from credit_dp.config import Config
 from credit_dp.data.grid import row_weights
 from credit_dp.data.prepare import prepare
 from credit_dp.domain_parallel import DomainParallelManager
+from credit_dp.errors import UserError
 from credit_dp.evaluation.evaluate import evaluate, example
 from credit_dp.evaluation.held_out import HeldOut
 from credit_dp.evaluation.plots import FieldMap
@@ -172,3 +173,34 @@ def test_numbers_stay_short():
     numbers = (0.00123456, 0.5, 12.345, 999.4, 999.6, 1036.4, 123456.0, 12345678.0)
     shown = ["0.00123", "0.5", "12.3", "999", "1000", "1036", "123456", "1.23e+07"]
     assert [three_digits(number) for number in numbers] == shown
+
+
+def scores_of(rmse: np.ndarray) -> Scores:
+    return Scores(("t_500", "2m_temperature"), ("K", "K"), (6, 24), rmse, samples=3)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize(
+    ("source", "advice"),
+    [("model", "trainer.rollout"), ("persistence", "dates.test"), ("climatology", "dates.train")],
+)
+def test_a_score_that_is_not_finite_is_an_error(value, source, advice):
+    rmse = np.ones((3, 2, 2))
+    scores_of(rmse).check()
+    rmse[("model", "persistence", "climatology").index(source), 1, 1] = value
+    with pytest.raises(UserError, match=advice) as caught:
+        scores_of(rmse).check()
+    assert str(caught.value).startswith(
+        f"2m_temperature: the RMSE of the {source} at 24 h is {value}."
+    )
+
+
+def test_a_baseline_without_any_error_is_warned_of():
+    rmse = np.ones((3, 2, 2))
+    rmse[0] = 0  # of the model it is no reason to warn
+    assert scores_of(rmse).warnings() == []
+    rmse[1, :, 1] = rmse[2, 1, 0] = 0
+    assert [line.partition(". ")[0] for line in scores_of(rmse).warnings()] == [
+        "t_500: the RMSE of climatology is exactly 0 at 24 h",
+        "2m_temperature: the RMSE of persistence is exactly 0 at 6 h",
+    ]

@@ -11,9 +11,11 @@ import torch
 import xarray as xr
 from omegaconf import OmegaConf
 
-from credit_dp.config import Config
+from credit_dp import train
+from credit_dp.config import Config, VariableConfig
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
+from credit_dp.evaluation import evaluate
 from credit_dp.evaluation.plots import FieldMap
 from credit_dp.launch import Ranks
 from credit_dp.train import run
@@ -99,6 +101,34 @@ def test_a_finished_run_is_only_evaluated_again(config, capsys, steps):
     said = capsys.readouterr().out
     assert f"nothing to train: the checkpoint is of step 4 and trainer.steps is {steps};" in said
     assert "persis-" in said
+
+
+def test_scores_that_are_not_finite_end_a_run(config, monkeypatch):
+    """The checkpoint is there, and no file of scores."""
+    scores = evaluate.evaluate
+
+    def diverged(*arguments):
+        found = scores(*arguments)
+        found.rmse[0] = np.nan
+        return found
+
+    monkeypatch.setattr(train, "evaluate", diverged)
+    with pytest.raises(UserError, match="geopotential_500: the RMSE of the model at 6 h is nan"):
+        run(config, Ranks())
+    left = {path.name for path in Path(config.run.dir).iterdir()}
+    assert "checkpoint" in left
+    assert "metrics.json" not in left
+
+
+def test_a_field_that_never_changes_is_warned_of(config, capsys):
+    """Its climatology is exact, which is more likely a mistake than a fact."""
+    data = xr.open_zarr(config.data.store, consolidated=False).load()
+    data["rain"] = data["solar"] * 0
+    data.to_zarr(f"{config.data.store}-rain.zarr", consolidated=False)
+    normalise = {"rain": VariableConfig(normalise="none")}
+    changed = {"store": f"{config.data.store}-rain.zarr", "diagnostic": ["rain"]}
+    run(replace(config, data=replace(config.data, variables=normalise, **changed)), Ranks())
+    assert "warning      rain: the RMSE of persistence is exactly 0 at" in capsys.readouterr().out
 
 
 def test_a_plot_that_fails_costs_no_scores(config, capsys, monkeypatch):

@@ -49,6 +49,16 @@ def above_zero(key: str, value: float | None) -> None:
         raise UserError(f"{key}: needs a number above 0, got {value}")
 
 
+def limits(key: str, value: object) -> None:
+    """Refuse what is not `[low, high]`, two numbers that rise; null passes."""
+    if value is None:
+        return
+    pair = list(value) if isinstance(value, list | tuple) else []
+    numbers = [x for x in pair if isinstance(x, int | float) and not isinstance(x, bool)]
+    if len(pair) != 2 or len(numbers) != 2 or not pair[0] < pair[1]:
+        raise UserError(f"{key}: needs [low, high], like [150, 350], or null, got {value}")
+
+
 def not_empty(key: str, values: Sequence[object]) -> None:
     """Refuse a list without entries."""
     if not values:

@@ -119,6 +119,7 @@ class DataConfig:
     static: list[str] = field(default_factory=list)  # go in, the same at all times
     levels: list[int] | None = None  # hPa, or hybrid; null: all of the store's
     variables: dict[str, VariableConfig] = field(default_factory=dict)
+    limits: dict[str, Any] = field(default_factory=dict)  # [low, high] of values; null: any
     step: str = "6h"
     dates: DatesConfig = field(default_factory=DatesConfig)
     statistics: Any = None  # a file or a list; null: made from the training dates, in the cache
@@ -139,6 +140,8 @@ class DataConfig:
                 checks.no_repeats(f"data.{key}", getattr(self, key))
         for name, variable in self.variables.items():
             variable.check(f"data.variables.{name}")
+        for name, limits in self.limits.items():
+            checks.limits(f"data.limits.{name}", limits)
         if not STEP.fullmatch(self.step):
             raise UserError(f"data.step: needs hours or days, like 6h or 1d, got {self.step!r}")
         checks.at_least("data.batch_size", self.batch_size, 1)

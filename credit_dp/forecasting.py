@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from credit_dp.config import Config, DatesConfig, microbatches
 from credit_dp.data.cache import Report, fingerprint
 from credit_dp.data.climatology import Climatology
+from credit_dp.data.limits import Range
 from credit_dp.data.prepare import Prepared, with_quickstart
 from credit_dp.data.sources.address import from_anywhere
 from credit_dp.data.sources.opening import open_source
@@ -33,6 +34,7 @@ from credit_dp.forecast.rolling import Rolling
 from credit_dp.forecast.step import ForecastStep
 from credit_dp.forecast.writer import Writer
 from credit_dp.launch import Ranks
+from credit_dp.launch.worker import early_records
 from credit_dp.mesh import build_manager, device_of
 from credit_dp.pipeline_parallel.model_layout import home_device
 from credit_dp.training.agreement import gather, together
@@ -40,7 +42,7 @@ from credit_dp.training.build import DTYPES
 from credit_dp.training.checkpoint_files import STATE, Numbers, read_numbers
 from credit_dp.training.fitting_fields import check_fields
 from credit_dp.training.model_parts import build_parts
-from credit_dp.training.screen import Screen, screen_for
+from credit_dp.training.screen import Screen, notes_of, screen_for
 from credit_dp.training.shards import readable
 from credit_dp.training.trained_weights import load_valid, load_weights
 
@@ -72,6 +74,8 @@ def make_forecasts(
         UserError: see `run`.
     """
     forecasting = Forecasting.prepare(config, manager, device, screen)
+    for note in notes_of(early_records()):
+        screen.say(f"{'note':<13}{note}")
     writer, first = forecasting.writer, manager.rank == 0
     with ExitStack() as held:
         together(lambda: held.enter_context(writer.alone()) if first else None)
@@ -127,7 +131,7 @@ class Forecasting:
         request, path = config.request, Path(config.request.checkpoint)
         numbers = together(lambda: read_numbers(KEY, path))
         with screen.report() as report:
-            store = together(lambda: open_store(config, report))
+            store = together(lambda: open_store(config, numbers, report))
         with readable(KEY, path):
             check_fields(path, numbers["data"], store, config.model)
             statistics = statistics_of(numbers)
@@ -187,8 +191,11 @@ class Forecasting:
         gather(None)
 
 
-def open_store(config: ForecastConfig, report: Report) -> Store:
+def open_store(config: ForecastConfig, numbers: Numbers, report: Report) -> Store:
     """The store of initial states; which dates were trained on, does not matter.
+
+    Values are held against the limits that they had in training, as far as the checkpoint's
+    `numbers` have them.
 
     Raises:
         UserError: it is not as needed.
@@ -198,7 +205,8 @@ def open_store(config: ForecastConfig, report: Report) -> Store:
     first, last = (str(t.astype("M8[s]")) for t in config.request.initial_times()[[0, -1]])
     dates = DatesConfig(**{split: [first, last] for split in SPLITS})
     data = replace(data, dates=dates)
-    store = Store(open_source(data), data)
+    ranges = {name: Range(*limits) for name, limits in numbers["data"].get("ranges", {}).items()}
+    store = Store(open_source(data), data, ranges)
     check_units(store.source, data)
     return store
 

@@ -68,10 +68,13 @@ def stats(arguments: Sequence[str], program: str) -> int:
         )
     from rich.console import Console
 
+    from credit_dp.data.cache import cache_folder
+    from credit_dp.data.prepare import ranges_of
     from credit_dp.training.screen import Screen
 
     screen = Screen(Console(file=sys.stdout))
     store = _opened(read.config)
+    store = store.with_ranges(ranges_of(store, cache_folder(store.config.cache)))
     path = _path(store, read.own)
     if not _is_there(store, path, read.own["every"]):
         _compute(store, path, read.own, screen)
@@ -135,7 +138,7 @@ def _compute(store: "Store", path: Path, own: Mapping[str, Any], screen: "Screen
         screen.say(_told(run))
         workers: Workers
         if own["scheduler"]:
-            workers = Cluster(store.config, run.dates, own["scheduler"])
+            workers = Cluster(store, run.dates, own["scheduler"])
         else:
             workers = Threads(store, run.dates, own["workers"])
         with closing(workers):

@@ -98,7 +98,7 @@ class Loader:
         self._device = device
         self._shared = SharedSource(store.source, trade) if trade is not None else None
         if self._shared is not None:
-            store = Store(self._shared, store.config)
+            store = Store(self._shared, store.config, store.limits.sampled)
         cuda = device is not None and device.type == "cuda"
         normaliser = Normaliser.of(prepared, dtype)
         self._reader = BatchReader(store, normaliser, dtype, rows, frames, reads, pinned=cuda)

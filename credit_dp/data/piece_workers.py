@@ -1,7 +1,7 @@
 """Who does the pieces of a pass: dask's threads in this process, or the workers of a cluster."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar, final
 
@@ -9,6 +9,7 @@ from dask.base import compute
 from dask.delayed import delayed
 
 from credit_dp.config import DataConfig
+from credit_dp.data.limits import Range
 from credit_dp.data.sources.opening import open_source
 from credit_dp.data.store import Store
 from credit_dp.data.streaming import Piece, TrainingDates
@@ -60,13 +61,13 @@ class Threads(Workers):
 class Cluster(Workers):
     """The workers of a running `dask.distributed` scheduler; each opens the store itself."""
 
-    def __init__(self, config: DataConfig, dates: TrainingDates, address: str) -> None:
+    def __init__(self, store: Store, dates: TrainingDates, address: str) -> None:
         """Connect.
 
         Raises:
             UserError: nobody answers there, it has no workers, or `distributed` is not installed.
         """
-        self._config, self._dates = config, dates
+        self._config, self._ranges, self._dates = store.config, store.limits.sampled, dates
         self._client = _connect(address)
         self.count = sum(self._client.nthreads().values())
         if not self.count:
@@ -79,7 +80,7 @@ class Cluster(Workers):
         """See `Workers`."""
         for start in range(0, len(pieces), self.count):
             tasks = [
-                _task(_opening, work, self._config, self._dates, piece)
+                _task(_opening, work, self._config, self._ranges, self._dates, piece)
                 for piece in pieces[start : start + self.count]
             ]
             yield from self._client.gather(self._client.compute(tasks))
@@ -94,8 +95,14 @@ def _task(function: Callable[..., Any], *arguments: Any) -> Any:
     return delayed(partial(function, *arguments), pure=False, traverse=False)()
 
 
-def _opening(work: Work[T], config: DataConfig, dates: TrainingDates, piece: Piece) -> T:
-    return work(Store(open_source(config), config), dates, piece)
+def _opening(
+    work: Work[T],
+    config: DataConfig,
+    ranges: Mapping[str, Range],
+    dates: TrainingDates,
+    piece: Piece,
+) -> T:
+    return work(Store(open_source(config), config, ranges), dates, piece)
 
 
 def _connect(address: str) -> Any:

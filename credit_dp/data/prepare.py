@@ -1,6 +1,7 @@
 """Everything that must be on disk before the first batch: store, statistics and climatology."""
 
 import dataclasses
+import json
 from pathlib import Path
 from typing import final
 
@@ -8,15 +9,19 @@ from filelock import FileLock
 
 from credit_dp.config import DataConfig
 from credit_dp.data import quickstart
-from credit_dp.data.cache import Report, cache_folder, claim, lock_of
+from credit_dp.data.cache import Report, cache_folder, claim, fingerprint, lock_of
 from credit_dp.data.climatology import Climatology, ClimatologyFit, climatology_path
 from credit_dp.data.grid import parse_grid
-from credit_dp.data.statistics import Statistics
+from credit_dp.data.limits import Range, sampled_ranges
+from credit_dp.data.statistics import Statistics, refuse_out_of_range
 from credit_dp.data.statistics_file import StatisticsFile, made_from, statistics_path
 from credit_dp.data.statistics_given import computed_statistics, given_statistics
 from credit_dp.data.store import Store
 from credit_dp.data.streaming import TrainingDates
 from credit_dp.data.training_pass import run_training_pass
+
+RANGES = "credit_dp ranges 1"  # of the definitions: a new one makes old files unused
+SAMPLED_DATES = 16  # from which the ranges of unknown variables are taken
 
 
 @final
@@ -44,13 +49,50 @@ def prepare(config: DataConfig, report: Report | None = None) -> Prepared:
     tell = report or _silent
     folder = cache_folder(config.cache)
     store = Store.open(with_quickstart(config, tell))
+    store = store.with_ranges(ranges_of(store, folder))
     if config.statistics_files:
         statistics, every = given_statistics(store, folder, tell)
         return Prepared(store, statistics, _climatology(store, folder, every, tell))
     climatology = _climatology(store, folder, 1, tell, with_statistics=True)
     found = computed_statistics(store, folder, 1, tell)
+    files = f"{statistics_path(store, folder)} and {climatology_path(store, folder)}"
+    refuse_out_of_range(found.channels, store, store.source.where, f"Remove {files}")
     statistics = Statistics.of(found.channels, store, config.store)
     return Prepared(store, statistics, climatology)
+
+
+def ranges_of(store: Store, folder: Path) -> dict[str, Range]:
+    """The ranges of values that are sampled from the training dates, from the cache or made now.
+
+    Args:
+        folder: the cache.
+
+    Raises:
+        UserError: a field cannot be read.
+    """
+    channels = store.without_range
+    if not channels:
+        return {}
+    variables = list(dict.fromkeys(channel.variable for channel in channels))
+    dates = store.config.dates.train
+    name = fingerprint(RANGES, store.description(variables), store.config.step, dates)
+    path = folder / f"ranges-{name}.json"
+    with claim(path, lambda file: _read_ranges(file) is not None) as file:
+        if file is not None:
+            found: dict[str, Range] = {}
+            for group in store.source.together(channels):
+                found |= sampled_ranges(store.sample(group, SAMPLED_DATES), group)
+            file.write_text(json.dumps(found))
+    return _read_ranges(path) or {}
+
+
+def _read_ranges(path: Path) -> dict[str, Range] | None:
+    """What `ranges_of` wrote; None if it is absent or damaged."""
+    try:
+        found = json.loads(path.read_text())
+        return {name: Range(float(low), float(high)) for name, (low, high) in found.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return None
 
 
 def with_quickstart(config: DataConfig, report: Report | None = None) -> DataConfig:

@@ -92,6 +92,30 @@ class Statistics:
         )
 
 
+def refuse_out_of_range(table: Table, store: Store, where: str, cure: str) -> None:
+    """Refuse statistics of values that would be refused: by others, or from before limits were set.
+
+    Args:
+        where: what the table comes from.
+        cure: what to do about it.
+
+    Raises:
+        UserError: names the first channel whose mean or range is out of the channel's limits.
+    """
+    for channel in store.channels.out:
+        limits = store.limits.of(channel)
+        if limits is None or not np.isnan(store.config.of(channel.variable).log1p_scale):
+            continue
+        for number in ("minimum", "maximum", "mean"):
+            value = table.get(channel.name, {}).get(number, np.nan)
+            if value < limits.low or value > limits.high:
+                raise UserError(
+                    f"{where}: the {number} of {channel.name} is {value:.6g}, but its limits are "
+                    f"{limits.low:.6g} to {limits.high:.6g}. {cure}, or set "
+                    f"data.limits.{channel.variable}."
+                )
+
+
 def nothing_seen(piece: Piece) -> list[Pair]:
     """The moments of a piece before its first window."""
     return [(Moments(), Moments()) for _ in piece.channels]

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from credit_dp.data.cache import Report, claim
 from credit_dp.data.piece_workers import Threads
 from credit_dp.data.sources.address import is_remote, local_path
-from credit_dp.data.statistics import Statistics, static_table
+from credit_dp.data.statistics import Statistics, refuse_out_of_range, static_table
 from credit_dp.data.statistics_file import StatisticsFile, statistics_path
 from credit_dp.data.statistics_import import read_foreign
 from credit_dp.data.statistics_run import StatisticsRun
@@ -57,6 +57,7 @@ def given_statistics(store: Store, folder: Path, report: Report) -> Given:
         computed = computed_statistics(store, folder, every, report).channels
         for name in lacking:
             table[name]["tendency_std"] = computed[name]["tendency_std"]
+    refuse_out_of_range(table, store, where, "Change data.statistics")
     for row in table.values():
         row.setdefault("tendency_std", 0.0)  # of inputs, which nobody uses
     return Given(Statistics.of(static_table(store) | table, store, where), 1)
@@ -92,6 +93,7 @@ def meets_all_hours(every: int, step_hours: int) -> bool:
 
 def _own(found: StatisticsFile, store: Store, where: str) -> Given:
     found.check(store, where)
+    refuse_out_of_range(found.channels, store, where, "Change data.statistics")
     if found.every > 1:
         logger.info(
             "%s is of every %d. training date, and so is the climatology", where, found.every

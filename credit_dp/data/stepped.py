@@ -72,6 +72,10 @@ class Stepped:
         self.convert(channels, fields)
         return fields
 
+    def source_place(self, place: int) -> int:
+        """Where one of `times` is among the source's times."""
+        return int(self._places[place])
+
     def blocks(self, channels: Sequence[Channel], span: slice, size: int) -> list[NDArray[np.intp]]:
         """The places of `span` in turn, about `size` at once, cut at chunk edges where they can be.
 

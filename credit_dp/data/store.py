@@ -1,6 +1,6 @@
 """The fields that a run needs of its store, only the rows that are asked for."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import final
 
 import numpy as np
@@ -9,7 +9,8 @@ from numpy.typing import ArrayLike, NDArray
 from credit_dp.config import DataConfig
 from credit_dp.data.dates import split_span
 from credit_dp.data.forcings import COMPUTED, COMPUTED_STATICS
-from credit_dp.data.gaps import all_finite, first_gap, gap_error
+from credit_dp.data.gaps import first_gap, gap_error
+from credit_dp.data.limits import Range, ValueLimits, check_limit_keys, extremes
 from credit_dp.data.masks import Masks
 from credit_dp.data.schema import Channel, Channels
 from credit_dp.data.sources.opening import open_source
@@ -38,9 +39,20 @@ class Store:
         latitude: `(H,)` degrees, falling.
         longitude: `(W,)` degrees, in the store's order.
         levels: of the variables that have levels, in channel order.
+        limits: the range that each channel's values must lie in.
     """
 
-    def __init__(self, source: Source, config: DataConfig) -> None:
+    def __init__(
+        self, source: Source, config: DataConfig, ranges: Mapping[str, Range] | None = None
+    ) -> None:
+        """Take what the config names.
+
+        Args:
+            ranges: see `sampled_ranges`; None: channels that are not known have no limits.
+
+        Raises:
+            UserError: a variable or a level is not as needed.
+        """
         self.config = config
         self.source = source
         self.channels = wanted_channels(source, config)
@@ -52,6 +64,8 @@ class Store:
         timed = [*self.channels.out, *self._forcing]
         variables = dict.fromkeys(channel.variable for channel in [*timed, *self._static])
         self._stepped = Stepped(source, config, variables)
+        check_limit_keys(config, [*timed, *self._static])
+        self.limits = ValueLimits(source, config, ranges)
         self.times: Times = self._stepped.times
         self.skipped = self._stepped.skipped
         self._masks = Masks([c for c in timed if self._has_fill(c)], self._first_fields)
@@ -68,6 +82,22 @@ class Store:
         for split in SPLITS:
             split_span(config, split, store.times)
         return store
+
+    def with_ranges(self, ranges: Mapping[str, Range]) -> "Store":
+        """The same store, with ranges for the channels that are not known; see `sampled_ranges`."""
+        return Store(self.source, self.config, ranges) if ranges else self
+
+    @property
+    def without_range(self) -> list[Channel]:
+        """The channels that change in time whose range of values has to be sampled."""
+        return self.limits.unknown([*self.channels.out, *self._forcing])
+
+    def sample(self, channels: Sequence[Channel], most: int) -> Iterator[Fields]:
+        """The channels at some training dates, evenly spread, gaps and all: `(C, H, W)` each."""
+        span = split_span(self.config, "train", self.times)
+        places = np.linspace(span.start, span.stop - 1, most).round().astype(np.intp)
+        for place in np.unique(places):
+            yield self._stepped.read(channels, np.array([place]), slice(0, self.grid[0]))[0]
 
     @property
     def bytes_read(self) -> int:
@@ -210,17 +240,44 @@ class Store:
         band = self._band(rows)
         fields = self._stepped.read(channels, places, band)
         filled = any(map(self._has_fill, channels))
-        if not filled and all_finite(fields):
-            return fields
+        # One pass over the values answers both questions: is one missing, is one out of range?
+        good = self.limits.within(channels, *extremes(fields))
         # Never read for what the data hold: ranks that share reading must all do it, or none.
         masks = self._masks.of(band) if filled else {}
-        for place, channel in enumerate(channels):
+        for place in np.flatnonzero(~good.all(axis=0)).tolist():
+            channel = channels[place]
             mask = masks.get(channel)
             gap = first_gap(fields[:, place], mask)
             if gap is not None:
                 times = (self.times[places[gap]], None if mask is None else self._first_time)
                 raise self._gap(channel, fields[gap, place], times)
+            self._check_limits(channel, fields[:, place], places, band)
         return fields
+
+    def _check_limits(
+        self, channel: Channel, field: Fields, places: NDArray[np.intp] | None, band: slice
+    ) -> None:
+        """Refuse values of `(T, rows, W)` that are out of the channel's range.
+
+        Args:
+            places: of the times; None for what does not change in time.
+
+        Raises:
+            UserError: names the value that is farthest away, its place, and what it looks like.
+        """
+        found = self.limits.farthest(channel, field)
+        if found is None:
+            return
+        time, row, column = found
+        at, when = 0, ""
+        if places is not None:
+            at = self._stepped.source_place(int(places[time]))
+            when = f"{self.times[places[time]].astype('M8[m]')}, "
+        row += band.start
+        raise UserError(
+            f"{self.source.location(channel, at, row, column)}: "
+            + self.limits.message(channel, field[time], found, f"{when}row {row}, column {column}")
+        )
 
     @property
     def _first_time(self) -> np.datetime64:
@@ -241,6 +298,7 @@ class Store:
             mask = ~np.isnan(field[0]) if self._has_fill(channel) else None
             if first_gap(field, mask) is not None:
                 raise self._gap(channel, field, None)
+            self._check_limits(channel, field, None, band)
         found: Fields = fields[0]
         return found
 

@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 
 from credit_dp.config import DataConfig, DatesConfig
 from credit_dp.data.accumulate import is_accumulated
-from credit_dp.data.cache import Report
+from credit_dp.data.cache import Report, cache_folder
+from credit_dp.data.prepare import ranges_of
 from credit_dp.data.sources.address import without_secrets
 from credit_dp.data.sources.opening import open_source
 from credit_dp.data.sources.source import Source
@@ -84,6 +85,7 @@ def match(request: ScoreRequest, forecast: ForecastStore, report: Report) -> Mat
         fitted = FittedTo(request.climatology_dates, there, times[0])
         config = dataclasses.replace(config, dates=DatesConfig(*[fitted.span] * 3))
         truth = Store(source, config)
+        truth = truth.with_ranges(ranges_of(truth, cache_folder(request.cache)))
     same_rows(truth.latitude, forecast.latitude, forecast.where, "forecast")
     columns = columns_of(truth.longitude, forecast.longitude, forecast.where, "forecast")
     _check_times(truth, forecast, initials, leads)

@@ -67,6 +67,7 @@ def describe_data(prepared: Prepared, model: ModelConfig) -> Description:
         "model.frames": model.frames,
         "model.residual": model.residual,
         "statistics": {name: values.tolist() for name, values in statistics.items()},
+        "ranges": dict(store.limits.sampled),
         "model": describe_model(model),
         "fields": describe_fields(prepared),
     }

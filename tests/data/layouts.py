@@ -89,6 +89,9 @@ class Layout:
         }
         land = random.random((self.rows, self.columns)) < 0.3
         variables["sea_surface_temperature"][1][:, land] = np.nan
+        if not self.packed:  # into a type that holds temperatures only
+            heights = 7e4 * np.log(1013 / np.array(self.levels))  # as in the standard atmosphere
+            variables["geopotential"][1][...] += heights[:, None, None].astype("f4")
         return xr.Dataset(variables, coords)
 
     def stored(self, data: xr.Dataset) -> xr.Dataset:

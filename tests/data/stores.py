@@ -21,7 +21,7 @@ def times(count: int) -> np.ndarray:
 
 
 def dataset(rows: int = 12, columns: int = 8, steps: int = 12, seed: int = 0) -> xr.Dataset:
-    """Random fields on all levels of order thousands, latitude falling from pole to pole."""
+    """Random fields around plausible means, latitude falling from pole to pole."""
     random = np.random.default_rng(seed)
     coords = {
         "time": times(steps),
@@ -30,15 +30,17 @@ def dataset(rows: int = 12, columns: int = 8, steps: int = 12, seed: int = 0) ->
         "longitude": np.arange(columns) * 360 / columns,
     }
     variables = {}
-    for name, mean in (("geopotential", 50000.0), ("temperature", 270.0)):
+    heights = np.array([54000.0, 14000.0, 1000.0])[:, None, None]
+    for name, mean in (("geopotential", heights), ("temperature", 270.0)):
         shape = (steps, len(LEVELS), rows, columns)
         variables[name] = (DIMS, (mean + mean / 100 * random.normal(size=shape)).astype("f4"))
     flat = (steps, rows, columns)
     dims = ("time", "latitude", "longitude")
     variables["2m_temperature"] = (dims, (280 + 9 * random.normal(size=flat)).astype("f4"))
     variables["solar"] = (dims, (100 + 50 * random.normal(size=flat)).astype("f4"))
-    for name in ("geopotential_at_surface", "land_sea_mask"):
-        variables[name] = (dims[1:], random.normal(size=(rows, columns)).astype("f4"))
+    for name, size in (("geopotential_at_surface", 3000), ("land_sea_mask", 0.2)):
+        values = size * random.normal(size=(rows, columns))
+        variables[name] = (dims[1:], np.clip(values, -size, 2 * size).astype("f4"))
     return xr.Dataset(variables, coords)
 
 

@@ -29,7 +29,7 @@ def masked_dataset():
     everywhere = random.normal(size=(3, STEPS, ROWS, COLUMNS)).astype("f4")
     data["sea_surface_temperature"] = (DIMS, np.where(land(), np.nan, 290 + everywhere[0]))
     data["soil"] = (DIMS, np.where(land(), everywhere[1], np.nan))
-    data["sea_ice_cover"] = (DIMS, np.where(land(), np.nan, np.abs(everywhere[2])))
+    data["sea_ice_cover"] = (DIMS, np.where(land(), np.nan, np.abs(everywhere[2]) / 4))
     data["lake_depth"] = (DIMS[1:], np.where(land(), 5.0, np.nan))
     for name in FILLED:
         data[name] = data[name].astype("f4")

@@ -151,7 +151,8 @@ def test_climatology_lies_in_chunks_of_rows(path, tmp_path):
 
 
 def test_the_pass_reads_every_training_byte_once(path):
-    ready = prepare(stores.config(path))
+    # Without the few fields of which the range of an unknown variable is sampled.
+    ready = prepare(stores.config(path, limits={"solar": None}))
     # 8 training times of 7 prognostic channels and 1 stored forcing, and 2 statics, in float32; the
     # first time once more, for the digest by which the store is known again.
     assert ready.store.bytes_read == ((8 + 1) * (7 + 1) + 2) * 12 * 8 * 4

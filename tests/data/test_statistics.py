@@ -60,7 +60,8 @@ def test_statistics_equal_the_direct_ones(tmp_path, monkeypatch, chunk, block_by
 def test_no_change_is_taken_across_a_gap(tmp_path):
     data = stores.dataset().isel(time=[0, 1, 2, 5, 6, 7, 8, 9, 10, 11])
     data["temperature"].values[3:] += 1e6
-    config = stores.config(stores.write(data, tmp_path / "store.zarr"), levels=[500])
+    changes = {"levels": [500], "limits": {"temperature": None}}
+    config = stores.config(stores.write(data, tmp_path / "store.zarr"), **changes)
     found = prepare(config).statistics
     assert found.std[2] > 1e5
     assert found.tendency_std[2] < 10
@@ -186,10 +187,11 @@ def test_points_without_values_have_no_weight(tmp_path):
 def test_transform_comes_before_the_moments(tmp_path):
     data = stores.dataset()
     rain = np.abs(np.random.default_rng(0).normal(size=(12, 12, 8))).astype("f4") * 1e-3
-    data["2m_temperature"] = (("time", "latitude", "longitude"), rain)
-    variables = {"2m_temperature": VariableConfig(normalise="log1p(1e-5)")}
+    data["rain"] = (("time", "latitude", "longitude"), rain)
+    variables = {"rain": VariableConfig(normalise="log1p(1e-5)")}
     path = stores.write(data, tmp_path / "store.zarr")
-    found = prepare(stores.config(path, variables=variables)).statistics
+    names = ["geopotential", "rain", "temperature"]
+    found = prepare(stores.config(path, prognostic=names, variables=variables)).statistics
     values = np.log1p(rain[:8].astype(np.float64) / 1e-5)[:, None]
     weights = row_weights(np.linspace(90, -90, 12))
     mean, std = direct(values, weights)

@@ -26,7 +26,7 @@ def hourly(count=60, start="2000-02-28T01", absent=(), every=1):
     data = xr.Dataset(
         {
             "2m_temperature": (dims, 280 + fields[0]),
-            "total_precipitation": (dims, np.abs(fields[1])),
+            "total_precipitation": (dims, np.abs(fields[1]) / 128),
             "surface_solar_radiation_downwards": (dims, np.abs(fields[2])),
         },
         {

@@ -223,12 +223,15 @@ def test_a_climatology_is_fitted_to_dates_of_the_truth(folder: Path) -> None:
     )
 
 
+def snowfall(data: xr.Dataset) -> xr.Dataset:
+    """A temperature as something that is summed over time, of plausible size."""
+    return data[["2m_temperature"]].rename({"2m_temperature": "snowfall"}) / 4096
+
+
 def test_the_first_sums_of_the_truth_may_lack_hours(tmp_path: Path) -> None:
     """The climatology is fitted to those that are whole, without being asked."""
-    observed = forecasts.truth()[["2m_temperature"]].rename({"2m_temperature": "snowfall"})
-    made = without_members(
-        forecasts.forecast(forecasts.truth(), members=1)[["2m_temperature"]]
-    ).rename({"2m_temperature": "snowfall"})
+    observed = snowfall(forecasts.truth())
+    made = without_members(snowfall(forecasts.forecast(forecasts.truth(), members=1)))
     path = forecasts.write(made.isel(prediction_timedelta=[2]), tmp_path / "f.zarr")
     forecasts.write(observed, tmp_path / "truth.zarr")
     card = scored(tmp_path, path, climatology="")
@@ -236,9 +239,8 @@ def test_the_first_sums_of_the_truth_may_lack_hours(tmp_path: Path) -> None:
 
 
 def test_sums_are_over_the_same_span_whichever_leads_are_scored(tmp_path: Path) -> None:
-    names = {"2m_temperature": "snowfall"}
-    made = forecasts.forecast(forecasts.truth(), members=1)[["2m_temperature"]].rename(names)
-    forecasts.write(forecasts.truth()[["2m_temperature"]].rename(names), tmp_path / "truth.zarr")
+    made = snowfall(forecasts.forecast(forecasts.truth(), members=1))
+    forecasts.write(snowfall(forecasts.truth()), tmp_path / "truth.zarr")
     path = forecasts.write(without_members(made), tmp_path / "f.zarr")
     every = scored(tmp_path, path, climatology="", hours=(6, 24)).scores["rmse"]
     last = scored(tmp_path, path, climatology="", hours=(24,)).scores["rmse"]

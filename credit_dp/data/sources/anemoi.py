@@ -92,6 +92,14 @@ class AnemoiSource(Source):
         whole = cells // width if cells % width == 0 else cells // width + 2
         return times, variables, min(height, whole), width
 
+    def location(self, channel: Channel, place: int, row: int, column: int) -> str:
+        """See `Source`."""
+        height, width = self.grid
+        stored = height - 1 - row if self._flipped else row
+        cell = stored * width + column
+        time = int(self._kept[place])
+        return f"{self.where}, {self._data.chunk((time, self._places[channel], 0, cell))}"
+
     def description(self, variables: Sequence[str]) -> list[object]:
         """See `Source`."""
         return description_of(self, self._address, variables)

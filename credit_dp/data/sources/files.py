@@ -77,6 +77,13 @@ class FilesSource(Source):
         """See `Source`: in the first."""
         return self._sources[0].chunk_shape(channel)
 
+    def location(self, channel: Channel, place: int, row: int, column: int) -> str:
+        """See `Source`."""
+        if not self.variables[channel.variable].timed:
+            return self._sources[0].location(channel, place, row, column)
+        file = int(np.searchsorted(self._starts, place, side="right")) - 1
+        return self._sources[file].location(channel, place - int(self._starts[file]), row, column)
+
     def description(self, variables: Sequence[str]) -> list[object]:
         """See `Source`: of all of them."""
         return [source.description(variables) for source in self._sources]

@@ -6,9 +6,10 @@ from typing import Protocol, final
 
 import numpy as np
 import xarray as xr
+import zarr
 from numpy.typing import NDArray
 
-from credit_dp.data.disk import place, stamp
+from credit_dp.data.disk import CountingStore, place, stamp
 from credit_dp.data.layout import check_coordinates, has_model_levels, with_standard_names
 from credit_dp.data.schema import Channel
 from credit_dp.data.sources.address import without_secrets
@@ -95,6 +96,28 @@ class GriddedSource(Source):
         sizes = dict(zip(map(str, array.dims), map(int, chunks or ()), strict=bool(chunks)))
         time, level, rows, columns = (sizes.get(dim, 1) for dim in ORDER)
         return time, level, rows, columns
+
+    def location(self, channel: Channel, place: int, row: int, column: int) -> str:
+        """See `Source`; a netCDF file that is not chunked is named alone."""
+        name = channel.variable
+        array = self._dataset[name]
+        levels = self.variables[name].levels
+        at = {
+            "time": place,
+            "level": levels.index(channel.level) if channel.level is not None else 0,
+            "latitude": self.grid[0] - 1 - row if self._flipped else row,
+            "longitude": column,
+        }
+        given = array.encoding
+        sizes = given.get("shards") or given.get("chunks") or given.get("chunksizes")
+        if not sizes:
+            return self.where
+        pairs = zip(array.dims, sizes, strict=True)
+        chunk = tuple(at[str(dim)] // int(size) for dim, size in pairs)
+        if isinstance(self._counter, CountingStore):
+            stored = zarr.open_array(self._counter, path=name, mode="r")
+            return f"{self.where}, chunk {name}/{stored.metadata.encode_chunk_key(chunk)}"
+        return f"{self.where}, chunk {chunk}"
 
     def description(self, variables: Sequence[str]) -> list[object]:
         """See `Source`."""

@@ -85,6 +85,14 @@ class JoinedSource(Source):
         """See `Source`."""
         return self._sources[self._owner(channel)].chunk_shape(channel)
 
+    def location(self, channel: Channel, place: int, row: int, column: int) -> str:
+        """See `Source`."""
+        owner = self._owner(channel)
+        source = self._sources[owner]
+        if source.variables[channel.variable].timed:
+            place = int(self._places[owner][place])
+        return source.location(channel, place, row, column)
+
     def description(self, variables: Sequence[str]) -> list[object]:
         """See `Source`: of each store, with the variables that are taken from it."""
         of_each: list[list[str]] = [[] for _ in self._sources]

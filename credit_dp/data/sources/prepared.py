@@ -95,6 +95,14 @@ class PreparedSource(Source):
         times, channels, rows, columns = self._fields.array.chunks
         return times, channels, rows, columns
 
+    def location(self, channel: Channel, place: int, row: int, column: int) -> str:
+        """See `Source`."""
+        if channel in self._static_places:
+            number = self._static_places[channel]
+            return f"{self.where}, {self._static.chunk((number, row, column))}"
+        at = (place, self._places[channel], row, column)
+        return f"{self.where}, {self._fields.chunk(at)}"
+
     def description(self, variables: Sequence[str]) -> list[object]:
         """See `Source`."""
         return description_of(self, self._address, variables)

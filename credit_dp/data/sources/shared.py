@@ -133,6 +133,10 @@ class SharedSource(Source):
         """See `Source`."""
         return self._source.chunk_shape(channel)
 
+    def location(self, channel: Channel, place: int, row: int, column: int) -> str:
+        """See `Source`."""
+        return self._source.location(channel, place, row, column)
+
     def description(self, variables: Sequence[str]) -> list[object]:
         """See `Source`."""
         return self._source.description(variables)

@@ -121,6 +121,15 @@ class Source(ABC):
         """
         return self.times_together(channel), 1, *self.grid
 
+    def location(self, channel: Channel, place: int, row: int, column: int) -> str:
+        """The file or store, and the chunk, that one value was read from, for a message.
+
+        Args:
+            place: in `times`; 0 for what does not change in time.
+            row: counted from the north.
+        """
+        return self.where
+
     @abstractmethod
     def description(self, variables: Sequence[str]) -> list[object]:
         """What a cached result depends on, as JSON: where, how old, coordinates, variables."""

@@ -49,6 +49,11 @@ class StackedArray:
         self.watch.after_read(suspicious=False)
         return fields
 
+    def chunk(self, at: tuple[int, ...]) -> str:
+        """The file that holds one value, by its key in the store."""
+        numbers = tuple(n // size for n, size in zip(at, self._file_shape, strict=True))
+        return f"chunk {self.array.basename}/{self.array.metadata.encode_chunk_key(numbers)}"
+
     @property
     def times_together(self) -> int:
         """Times that lie in one file."""

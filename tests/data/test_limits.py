@@ -1,0 +1,431 @@
+"""Values that can't be are refused wherever they enter, in one line that says where they are."""
+
+import fnmatch
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import xarray as xr
+import zarr
+from hypothesis import given
+from hypothesis import strategies as st
+
+from credit_dp.config import DataConfig
+from credit_dp.data.known_units import KNOWN
+from credit_dp.data.limits import Range, extremes, physical_range, sampled_ranges
+from credit_dp.data.loader import Loader
+from credit_dp.data.prepare import prepare
+from credit_dp.data.sampling import SampleSequence
+from credit_dp.data.schema import Channel
+from credit_dp.data.sources.source import Variable
+from credit_dp.data.store import Store
+from credit_dp.data_config import VariableConfig
+from credit_dp.errors import UserError
+from tests.data import anemoi_stores, prepared_stores, stores
+
+ALL = slice(None)
+PLACE = (5, 3, 2)  # time, row, column of a value that is made wrong
+Change = Callable[[xr.Dataset], None]
+
+
+def refusal(action: Callable[[], Any]) -> str:
+    with pytest.raises(UserError) as caught:
+        action()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def spike(name: str, value: float, level: int | None = None) -> Change:
+    """One wrong value at `PLACE`."""
+
+    def change(data: xr.Dataset) -> None:
+        at = PLACE if level is None else (PLACE[0], stores.LEVELS.index(level), *PLACE[1:])
+        data[name].values[at] = value
+
+    return change
+
+
+def made(path: Path, change: Change, **changes: Any) -> DataConfig:
+    """The config of a store in which something is wrong."""
+    data = stores.dataset()
+    change(data)
+    return stores.config(stores.write(data, path / "in.zarr"), **changes)
+
+
+def read_all(config: DataConfig, **ranges: Range) -> np.ndarray:
+    store = Store.open(config).with_ranges(ranges)
+    return store.read_outputs(store.times[:8], ALL)
+
+
+class TestMessage:
+    def test_overwritten_bytes_of_a_chunk(self, tmp_path: Path) -> None:
+        config = stores.config(stores.write(stores.dataset(), tmp_path / "in.zarr"))
+        chunk = tmp_path / "in.zarr/2m_temperature/c/5/0/0"
+        damaged = bytearray(chunk.read_bytes())
+        damaged[40:104] = bytes.fromhex("7e425c33") * 16
+        chunk.write_bytes(damaged)
+        message = refusal(lambda: read_all(config))
+        assert message.startswith(f"{tmp_path}/in.zarr, chunk 2m_temperature/c/5/0/0: 2m_temper")
+        assert "at 2000-01-02T06:00, row 1, column 2, but its limits are 150 to 350" in message
+        assert "16 of 96 points are out of range. It looks like a damaged chunk." in message
+        assert "set 'data.limits={2m_temperature:[LOW,HIGH]}', or {2m_temperature:null}" in message
+
+    def test_fill_value_that_is_not_declared(self, tmp_path: Path) -> None:
+        config = made(tmp_path, spike("temperature", 9.96921e36, level=850))
+        message = refusal(lambda: read_all(config))
+        assert "temperature on level 850 is 9.96921e+36 at 2000-01-02T06:00, row 3, col" in message
+        assert "a fill value that no attribute of the store declares" in message
+
+    def test_any_huge_value_that_comes_again(self, tmp_path: Path) -> None:
+        def change(data: xr.Dataset) -> None:
+            data["2m_temperature"].values[3, :2] = -7.7e20
+
+        message = refusal(lambda: read_all(made(tmp_path, change)))
+        assert "a fill value that no attribute of the store declares, which 16 points" in message
+
+    @pytest.mark.parametrize(
+        ("units", "advice"),
+        [
+            ("K", "degC, while the store says K: correct its units attribute"),
+            ("", "degC, and the store gives no unit: set data.variables.2m_temperature."),
+        ],
+    )
+    def test_celsius(self, tmp_path: Path, units: str, advice: str) -> None:
+        def change(data: xr.Dataset) -> None:
+            data["2m_temperature"] = data["2m_temperature"] - 273.15
+            data["2m_temperature"].attrs["units"] = units
+
+        message = refusal(lambda: read_all(made(tmp_path, change)))
+        assert advice in message
+
+    def test_the_advised_conversion_works(self, tmp_path: Path) -> None:
+        def change(data: xr.Dataset) -> None:
+            data["2m_temperature"] = data["2m_temperature"] - 273.15
+
+        config = made(tmp_path, change)
+        advised = {"2m_temperature": VariableConfig(convert="degC->K")}
+        assert "convert='degC->K'" in refusal(lambda: read_all(config))
+        assert read_all(replace(config, variables=advised)).mean() > 200
+
+    def test_hectopascal(self, tmp_path: Path) -> None:
+        def change(data: xr.Dataset) -> None:
+            data["mean_sea_level_pressure"] = data["2m_temperature"] + 730
+            data["mean_sea_level_pressure"].attrs["units"] = "Pa"
+
+        config = made(tmp_path, change, prognostic=["mean_sea_level_pressure"])
+        assert "hPa, while the store says Pa" in refusal(lambda: read_all(config))
+
+    def test_height_in_place_of_geopotential(self, tmp_path: Path) -> None:
+        def change(data: xr.Dataset) -> None:
+            data["geopotential"] = data["geopotential"] / 9.80665
+
+        assert "looks like gpm" in refusal(lambda: read_all(made(tmp_path, change)))
+
+    def test_infinity_is_told_as_before(self, tmp_path: Path) -> None:
+        config = made(tmp_path, spike("2m_temperature", np.inf))
+        assert "2m_temperature has infinite values" in refusal(lambda: read_all(config))
+
+    def test_rows_are_counted_from_the_north(self, tmp_path: Path) -> None:
+        data = stores.dataset()
+        spike("2m_temperature", 0.0)(data)
+        rising = stores.write(data.sortby("latitude"), tmp_path / "rising.zarr")
+        message = refusal(lambda: read_all(stores.config(rising)))
+        assert "row 3, column 2" in message
+        store = Store.open(stores.config(rising))
+        assert "row 3," in refusal(lambda: store.read_outputs(store.times[5:6], slice(2, 5)))
+
+
+class TestLocation:
+    """The file and the chunk, for every form of store."""
+
+    def test_netcdf(self, tmp_path: Path) -> None:
+        data = stores.dataset()
+        spike("2m_temperature", 0.0)(data)
+        data.to_netcdf(tmp_path / "in.nc")
+        message = refusal(lambda: read_all(stores.config(tmp_path / "in.nc")))
+        assert message.startswith(f"{tmp_path}/in.nc: 2m_temperature is 0 at 2000-01-02T06:00")
+
+    def test_chunked_netcdf(self, tmp_path: Path) -> None:
+        data = stores.dataset()
+        spike("2m_temperature", 0.0)(data)
+        chunks = {"2m_temperature": {"chunksizes": (2, 12, 8)}}
+        data.to_netcdf(tmp_path / "in.nc", encoding=chunks)
+        message = refusal(lambda: read_all(stores.config(tmp_path / "in.nc")))
+        assert message.startswith(f"{tmp_path}/in.nc, chunk (2, 0, 0): 2m_temperature is 0 at")
+
+    def test_files_along_time(self, tmp_path: Path) -> None:
+        data = stores.dataset()
+        spike("2m_temperature", 0.0)(data)
+        stores.write(data.isel(time=slice(0, 4)), tmp_path / "part-1.zarr")
+        stores.write(data.isel(time=slice(4, None)), tmp_path / "part-2.zarr")
+        config = replace(stores.config(tmp_path / "part-*.zarr"), cache=str(tmp_path / "cache"))
+        message = refusal(lambda: read_all(config))
+        assert f"{tmp_path}/part-2.zarr, chunk 2m_temperature/c/1/0/0" in message
+
+    def test_joined_stores(self, tmp_path: Path) -> None:
+        data = stores.dataset()
+        spike("2m_temperature", 0.0)(data)
+        upper = stores.write(data.drop_vars("2m_temperature"), tmp_path / "upper.zarr")
+        later = data[["2m_temperature"]].isel(time=slice(1, None))
+        surface = stores.write(later, tmp_path / "surface.zarr")
+        config = replace(stores.config(upper), store=[str(upper), str(surface)])
+        config.dates.train[0] = "2000-01-01T06"
+        message = refusal(lambda: Store.open(config).read_outputs(PLACE_TIME, ALL))
+        assert f"{surface}, chunk 2m_temperature/c/4/0/0: 2m_temperature is 0 at" in message
+
+    @pytest.mark.parametrize("rising", [False, True])
+    def test_anemoi(self, tmp_path: Path, rising: bool) -> None:
+        data = stores.dataset()
+        spike("2m_temperature", 0.0)(data)
+        data = data.sortby("latitude", ascending=rising)
+        path = anemoi_stores.write(data, tmp_path / "in.zarr", chunks=(1, 1, 1, 24))
+        message = refusal(lambda: read_all(stores.config(path)))
+        rows_before = (11 - PLACE[1] if rising else PLACE[1]) // 3
+        assert f"{path}, chunk data/5.0.0.{rows_before}: 2m_temperature is 0 at" in message
+
+    def test_prepared(self, tmp_path: Path) -> None:
+        data = stores.dataset()
+        spike("2m_temperature", 0.0)(data)
+        data["land_sea_mask"].values[0, 0] = 7
+        path = prepared_stores.write(data, tmp_path / "in.zarr")
+        message = refusal(lambda: read_all(stores.config(path)))
+        assert f"{path}, chunk fields/c.5.0.0.0: 2m_temperature is 0 at" in message
+        static = refusal(lambda: Store.open(stores.config(path)).static(ALL))
+        assert f"{path}, chunk static/c.0.0.0: land_sea_mask is 7 at row 0, column 0, but" in static
+
+
+PLACE_TIME = stores.times(12)[PLACE[0] : PLACE[0] + 1]
+
+
+class TestWhereValuesEnter:
+    @pytest.mark.parametrize("place", ["value", "masked"])
+    def test_statistics_and_climatology(self, tmp_path: Path, place: str) -> None:
+        fill = {"2m_temperature": VariableConfig(fill="mean")} if place == "masked" else {}
+        data = stores.dataset()
+        data["2m_temperature"].values[:, 0, :3] = np.nan if fill else 280
+        spike("2m_temperature", 2.6e38)(data)
+        config = stores.config(stores.write(data, tmp_path / "in.zarr"), variables=fill)
+        assert "2m_temperature is 2.6e+38 at 2000-01-02T06:00" in refusal(lambda: prepare(config))
+        assert not list((tmp_path / "cache").glob("statistics-*.json"))
+
+    def test_statistics_of_before_that_hold_garbage(self, tmp_path: Path) -> None:
+        """Those that were computed without limits, and are still in the cache."""
+        without = {"2m_temperature": None}
+        config = made(tmp_path, spike("2m_temperature", 2.6e38), limits=without)
+        prepare(config)
+        message = refusal(lambda: prepare(replace(config, limits={})))
+        assert "the maximum of 2m_temperature is 2.6e+38, but its limits are 150 to 350" in message
+        statistics, climatology = message.partition("Remove ")[2].partition(",")[0].split(" and ")
+        Path(statistics).unlink()
+        shutil.rmtree(climatology)
+        assert "row 3, column 2" in refusal(lambda: prepare(replace(config, limits={})))
+
+    def test_statistics_that_are_given(self, tmp_path: Path) -> None:
+        names = ("geopotential", "temperature", "2m_temperature", "solar")
+        levels = {"level": list(stores.LEVELS)}
+        mean = {n: (("level",), [54e3, 14e3, 1e3]) for n in names[:1]}
+        mean |= {"temperature": (("level",), [270.0] * 3), "2m_temperature": ((), 7.0)}
+        mean |= {"solar": ((), 100.0)}
+        std = {n: (v[0], np.ones_like(v[1])) for n, v in mean.items()}
+        xr.Dataset(mean, levels).to_netcdf(tmp_path / "mean.nc")
+        xr.Dataset(std, levels).to_netcdf(tmp_path / "std.nc")
+        files = [str(tmp_path / "mean.nc"), str(tmp_path / "std.nc")]
+        config = made(tmp_path, lambda data: None, statistics=files)
+        message = refusal(lambda: prepare(config))
+        assert message.startswith(f"{files[0]}, {files[1]}: the mean of 2m_temperature is 7, but")
+
+    def test_loader(self, tmp_path: Path) -> None:
+        """A store that is damaged after its statistics were computed."""
+        config = made(tmp_path, lambda data: None)
+        prepared = prepare(config)
+        stored = zarr.open_array(tmp_path / "in.zarr", path="geopotential", mode="r+")
+        stored[2, 0, 4, 4] = 1e20
+        loader = Loader(prepared, "train", slice(3, 9), SampleSequence(7, 7), prefetch=0)
+        with loader:
+            message = refusal(lambda: next(loader))
+        assert "geopotential on level 500 is 1e+20 at 2000-01-01T12:00, row 4, column 4" in message
+
+    @pytest.mark.parametrize("name", ["geopotential_at_surface", "land_sea_mask"])
+    def test_static(self, tmp_path: Path, name: str) -> None:
+        def change(data: xr.Dataset) -> None:
+            data[name].values[2, 3] = -32767
+
+        message = refusal(lambda: Store.open(made(tmp_path, change)).static(slice(1, 5)))
+        assert f"{name} is -32767 at row 2, column 3, but its limits are" in message
+
+    def test_forcing_of_which_nothing_is_known(self, tmp_path: Path) -> None:
+        config = made(tmp_path, spike("solar", 1e6))
+        message = refusal(lambda: prepare(config))
+        assert "solar is 1e+06 at 2000-01-02T06:00, row 3, column 2, but its limits are" in message
+        assert "(1000 times the spread of the training dates)" in message
+
+    def test_sums_over_a_step(self, tmp_path: Path) -> None:
+        def change(data: xr.Dataset) -> None:
+            data["total_precipitation"] = abs(data["2m_temperature"] - 280) * 1e-4
+            spike("total_precipitation", 50.0)(data)
+
+        config = made(
+            tmp_path, change, prognostic=["temperature"], diagnostic=["total_precipitation"]
+        )
+        config = replace(config, step="12h", batch_size=1)
+        message = refusal(lambda: Store.open(config).read_outputs(stores.times(12)[6:7], ALL))
+        assert "total_precipitation is 50.00" in message
+        assert " at 2000-01-02T12:00, row 3, column 2, but" in message
+
+
+class TestKeys:
+    def test_wider_and_none(self, tmp_path: Path) -> None:
+        config = made(tmp_path, spike("2m_temperature", 380.0))
+        assert "380 at" in refusal(lambda: read_all(config))
+        for limits in ([150, 400], None):
+            read_all(replace(config, limits={"2m_temperature": limits}))
+
+    def test_narrower(self, tmp_path: Path) -> None:
+        config = made(tmp_path, lambda data: None, limits={"2m_temperature": [279, 281]})
+        assert "but its limits are 279 to 281" in refusal(lambda: read_all(config))
+
+    def test_one_level(self, tmp_path: Path) -> None:
+        config = made(tmp_path, spike("temperature", 0.0, level=850))
+        read_all(replace(config, limits={"temperature_850": None}))
+        spoilt = replace(config, limits={"temperature_500": None})
+        assert "temperature on level 850" in refusal(lambda: read_all(spoilt))
+
+    def test_a_variable_that_is_not_read(self, tmp_path: Path) -> None:
+        config = made(tmp_path, lambda data: None, limits={"2m_temprature": [1, 2]})
+        assert "data.limits.2m_temprature: no list" in refusal(lambda: read_all(config))
+        assert "Nearest: 2m_temperature" in refusal(lambda: read_all(config))
+
+    @pytest.mark.parametrize("value", [[1], [2, 1], [1, "x"], "cold", 5, [1, True], {"low": 1}])
+    def test_what_is_no_range(self, value: Any) -> None:
+        message = refusal(lambda: stores.config("in.zarr", limits={"solar": value}))
+        assert message.startswith("data.limits.solar: needs [low, high], like [150, 350], or null")
+
+
+class TestPhysical:
+    def test_the_docs_have_them(self) -> None:
+        page = (Path(__file__).parents[2] / "docs/your-era5.md").read_text()
+        rows = re.findall(r"^\| (.*`.*) \| (\S+) to (\S+)( .*)? \|$", page, re.MULTILINE)
+        documented = {}
+        for names, low, high, unit in rows:
+            for pattern in re.findall(r"`([\w*?]+)`", names):
+                for name in fnmatch.filter(KNOWN, pattern):
+                    documented[name] = (float(low), float(high), unit.strip())
+        for name, known in KNOWN.items():
+            found = physical_range(name, Variable(True), None, known.unit)
+            assert found is not None
+            unitless = documented[name][2] == ""
+            assert documented[name] == (*found, "" if unitless else known.unit), name
+        at_500 = physical_range("geopotential", Variable(True), 500, "")
+        assert at_500 is not None
+        assert f"{at_500.low:.0f} to {at_500.high:.0f} m2 s-2 |" in page
+
+    @pytest.mark.parametrize(
+        ("level", "usual", "height"),
+        [(1, 470e3, 48e3), (50, 200e3, 20e3), (250, 102e3, 10.4e3), (500, 56e3, 5.7e3)],
+    )
+    def test_geopotential_by_level(self, level: int, usual: float, height: float) -> None:
+        found = physical_range("geopotential", Variable(True), level, "m2 s-2")
+        assert found is not None
+        assert found.low < usual < found.high
+        assert height < found.low
+
+    def test_names(self) -> None:
+        given = Range(150.0, 350.0)
+        for name in ("2m_temperature", "2t", "t2m"):
+            assert physical_range(name, Variable(True), None, "K") == given
+        by_standard_name = Variable(True, standard_name="air_pressure_at_mean_sea_level")
+        assert physical_range("psl", by_standard_name, None, "Pa") == Range(8e4, 1.2e5)
+        assert physical_range("z", Variable(True), 500, "") == physical_range(
+            "geopotential", Variable(True), 500, ""
+        )
+        of_model_levels = Variable(True, model_levels=True)
+        found = physical_range("geopotential", of_model_levels, 137, "m2 s-2")
+        assert found is not None
+        assert found.high > 1e6
+
+    def test_units(self) -> None:
+        found = physical_range("2m_temperature", Variable(True), None, "degC")
+        assert found is not None
+        np.testing.assert_allclose(found, (150 - 273.15, 350 - 273.15))
+        assert physical_range("2m_temperature", Variable(True), None, "furlong") is None
+        assert physical_range("zebra", Variable(True), None, "K") is None
+
+
+class TestSampled:
+    CHANNELS = (Channel("a"),)
+
+    def ranges(self, dates: list[np.ndarray]) -> Range | None:
+        fields = (date[None].astype("f4") for date in dates)
+        return sampled_ranges(fields, self.CHANNELS).get("a")
+
+    def noise(self, count: int = 8) -> list[np.ndarray]:
+        random = np.random.default_rng(0)
+        return [5 + random.normal(size=(20, 30)) for _ in range(count)]
+
+    def test_normal_numbers(self) -> None:
+        found = self.ranges(self.noise())
+        assert found is not None
+        np.testing.assert_allclose(found, (5 - 4650, 5 + 4650), rtol=0.05)
+
+    def test_damaged_dates_do_no_harm(self) -> None:
+        dates = self.noise()
+        dates[3][...] = 2e12
+        dates[5][...] = np.nan
+        found = self.ranges(dates)
+        assert found is not None
+        assert found.high < 6e3
+
+    @pytest.mark.parametrize("fill", [9.96921e36, -9999.0, 1e20, np.nan])
+    def test_fill_values_in_every_field_do_no_harm(self, fill: float) -> None:
+        dates = self.noise()
+        for date in dates:
+            date[:14] = fill
+        found = self.ranges(dates)
+        assert found is not None
+        assert found.high < 6e3
+
+    def test_rain_in_few_places(self) -> None:
+        dates = [np.zeros((50, 50)) for _ in range(4)]
+        for date in dates:
+            date[3, :5] = [1, 2, 3, 4, 5]
+        found = self.ranges(dates)
+        assert found is not None
+        assert 1e3 < found.high < 1e4
+
+    @pytest.mark.parametrize("value", [3.0, np.nan])
+    def test_constants_have_no_range(self, value: float) -> None:
+        assert self.ranges([np.full((4, 5), value)] * 3) is None
+
+    def test_the_cache_is_used(self, tmp_path: Path) -> None:
+        config = made(tmp_path, lambda data: None)
+        first = prepare(config).store.limits.sampled
+        assert set(first) == {"solar"}
+        (cached,) = (tmp_path / "cache").glob("ranges-*.json")
+        cached.write_text('{"solar": [-1.0, 7.0]}')
+        assert prepare(config).store.limits.sampled == {"solar": Range(-1.0, 7.0)}
+        cached.write_text("{damaged")
+        assert prepare(config).store.limits.sampled == first
+
+
+@given(
+    shape=st.tuples(*[st.integers(1, 4)] * 2, st.integers(0, 9), st.integers(1, 9)),
+    large=st.booleans(),
+    flipped=st.booleans(),
+    gap=st.booleans(),
+)
+def test_extremes(shape: tuple[int, ...], large: bool, flipped: bool, gap: bool) -> None:
+    if large:
+        shape = (*shape[:2], 190, 181)
+    values = np.random.default_rng(sum(shape)).normal(size=shape).astype("f4")
+    if gap and values.size:
+        values[0, -1, 0, 0] = np.nan
+    lowest, highest = extremes(values[:, :, ::-1] if flipped else values)
+    assert lowest.shape == highest.shape == shape[:2]
+    if values.size:
+        np.testing.assert_array_equal(lowest, values.min(axis=(2, 3)))
+        np.testing.assert_array_equal(highest, values.max(axis=(2, 3)))

@@ -1,13 +1,14 @@
 """The fields that a run needs of its store, only the rows that are asked for."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import final
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from credit_dp.config import DataConfig
-from credit_dp.data.dates import split_span
+from credit_dp.data.dates import settled_dates, split_span
 from credit_dp.data.forcings import COMPUTED, COMPUTED_STATICS
 from credit_dp.data.gaps import all_finite, first_gap, gap_error
 from credit_dp.data.masks import Masks
@@ -38,10 +39,12 @@ class Store:
         latitude: `(H,)` degrees, falling.
         longitude: `(W,)` degrees, in the store's order.
         levels: of the variables that have levels, in channel order.
+        chosen_dates: a line on the dates that were chosen among `times`; empty if all were given.
     """
 
     def __init__(self, source: Source, config: DataConfig) -> None:
         self.config = config
+        self.chosen_dates = ""
         self.source = source
         self.channels = wanted_channels(source, config)
         self.levels = _levels(self.channels)
@@ -65,9 +68,20 @@ class Store:
         """
         store = cls(open_source(config), config)
         check_units(store.source, config)
+        store.settle_dates()
         for split in SPLITS:
-            split_span(config, split, store.times)
+            split_span(store.config, split, store.times)
         return store
+
+    def settle_dates(self) -> None:
+        """Choose the dates that the config leaves open; from then on `config` has them all.
+
+        Raises:
+            UserError: see `settled_dates`.
+        """
+        if self.config.dates.open:
+            dates, self.chosen_dates = settled_dates(self.config, self.times)
+            self.config = replace(self.config, dates=dates)
 
     @property
     def bytes_read(self) -> int:

@@ -64,9 +64,13 @@ CASES = {
     ),
     "repeated variable": (["data.prognostic=[t,t]"], "data.prognostic: .*more than once"),
     "grid": (["data.grid=121"], "data.grid: needs ROWSxCOLUMNS"),
-    "missing dates": (
-        ["data=zarr", "data.store=x"],
-        "data.dates.test, data.dates.train, data.dates.valid: need a",
+    "dates that are neither a span nor auto": (
+        ["data.dates.valid=atuo"],
+        "^data.dates.valid: needs .first, last. in ISO format, .* or auto, got 'atuo'$",
+    ),
+    "dates for all splits": (
+        ["data.dates=[2000-01-01,2000-12-31]"],
+        r"^data.dates: needs a group of keys \(train, valid, test, ",
     ),
     "resume without a name": (["resume=auto"], "resume: auto needs run.name"),
     "a path for a name": (["run.name=a/b"], "run.name: needs letters"),

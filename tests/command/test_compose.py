@@ -9,21 +9,16 @@ import yaml
 from omegaconf import OmegaConf
 
 from credit_dp.command.compose import Composer, conf_folder
-from credit_dp.config import Config
+from credit_dp.command.overrides import parse_overrides
+from credit_dp.config import Config, DataConfig, DatesConfig
 from credit_dp.fields import Fields
 from credit_dp.models import build_model
 from tests.command.answers import answer, refusal
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted(conf_folder().glob("*/*.yaml"))
-# A user's store has no dates of its own to be guessed.
 NEEDS = {
-    "data=zarr": [
-        "data.store=/x.zarr",
-        "data.dates.train=[2000-01-01,2000-12-31]",
-        "data.dates.valid=[2001-01-01,2001-01-31]",
-        "data.dates.test=[2001-02-01,2001-12-31]",
-    ],
+    "data=zarr": ["data.store=/x.zarr"],
     "data=anemoi": ["data.store=/x.zarr"],
     "data=prepared": ["data.store=/x.zarr"],
     "experiment=finetune": ["init_from=/run"],
@@ -173,6 +168,36 @@ def test_a_users_file_that_includes_itself_is_one_line(
     (own / "unet.yaml").write_text("defaults: [unet, _self_]\n")
     monkeypatch.chdir(tmp_path)
     assert refusal(monkeypatch).startswith("defaults: a config file includes itself")
+
+
+def data_of(*texts: str) -> DataConfig:
+    overrides = [str(override.input_line) for override in parse_overrides(texts)]
+    return Composer("train").config(overrides).data
+
+
+def test_dates_of_a_preset_are_told_from_those_that_are_given(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Those of a preset give way where a store lacks them, so that they have to be known."""
+    own = tmp_path / "conf" / "data"
+    own.mkdir(parents=True)
+    changed = "dates: {test: ['2021-01-01', '2021-12-31']}\n"
+    (own / "mine.yaml").write_text(f"defaults: [weatherbench2, _self_]\n{changed}")
+    monkeypatch.chdir(tmp_path)
+    train = ["1979-01-01", "2017-12-31"]
+    assert data_of("data=weatherbench2").dates.preset == ["train", "valid", "test"]
+    assert data_of("data=mine").dates.preset == ["train", "valid"]
+    given = data_of("data=weatherbench2", f"data.dates.train=[{','.join(train)}]").dates
+    assert (given.train, given.preset) == (train, ["valid", "test"])
+    assert data_of("data=quickstart").dates.preset == []
+
+
+def test_dates_can_be_left_to_the_store() -> None:
+    every = data_of("data=weatherbench2", "data.dates=auto").dates
+    assert every == DatesConfig("auto", "auto", "auto")
+    assert data_of("data=zarr", "data.store=x").dates == every
+    some = data_of("data=zarr", "data.store=x", "data.dates.train=[19790101,20171231]").dates
+    assert (some.train, some.valid) == (["19790101", "20171231"], "auto")
 
 
 def test_overrides_of_hydra_work() -> None:

@@ -13,6 +13,7 @@ from credit_dp import checks
 from credit_dp.errors import UserError
 
 FORMS = ("quickstart", "zarr", "weatherbench2", "arco", "anemoi", "prepared")
+ROLES = ("prognostic", "diagnostic", "forcing", "static")  # of variables
 SPLITS = ("train", "valid", "test")
 AUTO = "auto"  # dates of a split that are chosen among the times of the store
 NORMALISERS = ("standard", "std", "minmax", "none", "log1p")

@@ -29,7 +29,8 @@ from credit_dp.command.keys import check_key, check_lists
 from credit_dp.command.own_models import all_own_models, how_to_register, node_of
 from credit_dp.command.user_files import UserFiles
 from credit_dp.config import Config
-from credit_dp.data_config import SPLITS
+from credit_dp.data.sources.ecmwf_names import meaning
+from credit_dp.data_config import ROLES, SPLITS
 from credit_dp.errors import UserError
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -157,10 +158,18 @@ def given_keys(composed: DictConfig) -> set[str]:
 
 
 def keep_of_preset(ours: DictConfig, given: set[str]) -> None:
-    """Note which dates are as in the package's own file of this data, and not the user's."""
+    """Keep of the package's own file of this data what the config uses, and note which dates are.
+
+    What that file does to a variable is dropped where no list has the variable, by whatever name.
+    """
     data = ours.data
     file = conf_folder() / "data" / f"{data.name}.yaml"
     preset = OmegaConf.load(file) if file.exists() else OmegaConf.create()
+    used = {meaning(name) for role in ROLES for name in data[role]}
+    with open_dict(data.variables):
+        for name in OmegaConf.select(preset, "variables") or {}:
+            if meaning(name) not in used:
+                data.variables.pop(name, None)
     dates = OmegaConf.select(preset, "dates") or {}
     # The quickstart's store is made for its config: dates outside it are a mistake in it.
     data.dates.preset = [

@@ -17,8 +17,8 @@ from credit_dp.data.sources.opening import open_source
 from credit_dp.data.sources.source import Fields, Source, Times
 from credit_dp.data.stepped import Stepped
 from credit_dp.data.units import check_units, unit_after
-from credit_dp.data.wanted import ROLES, wanted_channels
-from credit_dp.data_config import SPLITS
+from credit_dp.data.wanted import wanted_channels
+from credit_dp.data_config import ROLES, SPLITS
 from credit_dp.errors import UserError
 
 BLOCK_BYTES = 8 * 2**20  # of fields read at once in a pass: more leaves the processor's cache

@@ -219,3 +219,30 @@ def test_answers_import_nothing_heavy() -> None:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("texts", "kept"),
+    [
+        (["data=weatherbench2", "data.diagnostic=[]"], []),
+        (["data=arco", "data.diagnostic=[]"], []),
+        (["data=anemoi", "data.store=x", "data.diagnostic=[]"], []),
+        (["data=anemoi", "data.store=x", "data.diagnostic=[tp]"], ["total_precipitation"]),
+        # The sum over six hours is another variable.
+        (["data=weatherbench2", "data.diagnostic=[tp]"], []),
+        (["data=weatherbench2"], ["total_precipitation_6hr"]),
+        (
+            [
+                "data=weatherbench2",
+                "data.diagnostic=[]",
+                "data.variables.total_precipitation_6hr.normalise=std",
+                "data.variables.2m_temprature.fill=0",
+            ],
+            ["2m_temprature"],
+        ),
+    ],
+)
+def test_what_a_preset_does_to_variables_of_no_list_is_dropped(
+    texts: list[str], kept: list[str]
+) -> None:
+    assert list(data_of(*texts).variables) == kept

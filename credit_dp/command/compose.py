@@ -30,7 +30,7 @@ from credit_dp.command.own_models import all_own_models, how_to_register, node_o
 from credit_dp.command.user_files import UserFiles
 from credit_dp.config import Config
 from credit_dp.data.sources.ecmwf_names import meaning
-from credit_dp.data_config import ROLES, SPLITS
+from credit_dp.data_config import AUTO, ROLES, SPLITS
 from credit_dp.errors import UserError
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -161,6 +161,7 @@ def keep_of_preset(ours: DictConfig, given: set[str]) -> None:
     """Keep of the package's own file of this data what the config uses, and note which dates are.
 
     What that file does to a variable is dropped where no list has the variable, by whatever name.
+    Dates that are null are those of the file.
     """
     data = ours.data
     file = conf_folder() / "data" / f"{data.name}.yaml"
@@ -171,6 +172,9 @@ def keep_of_preset(ours: DictConfig, given: set[str]) -> None:
             if meaning(name) not in used:
                 data.variables.pop(name, None)
     dates = OmegaConf.select(preset, "dates") or {}
+    for split in SPLITS:
+        if data.dates[split] is None:
+            data.dates[split] = dates.get(split, AUTO)
     # The quickstart's store is made for its config: dates outside it are a mistake in it.
     data.dates.preset = [
         split

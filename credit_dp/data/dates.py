@@ -6,7 +6,7 @@ And how they are chosen where the config leaves that open (`auto`).
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,13 @@ Interval = tuple[np.datetime64, np.datetime64]
 Times = NDArray[np.datetime64]
 
 SHARES = {"train": 0.8, "valid": 0.1, "test": 0.1}  # of the times, in this order
+
+
+class Dated(Protocol):
+    """Times on a step, `(T,)`, and a config whose dates are among them: an open store, for one."""
+
+    config: DataConfig
+    times: Times
 
 
 class SettledDates(NamedTuple):

@@ -9,7 +9,9 @@ import pytest
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from credit_dp.command.compose import Composer
 from credit_dp.command.explain import explain
+from credit_dp.command.preflight import check_plan
 from tests.command.answers import answer, refusal
 
 ROOT = Path(__file__).parents[2]
@@ -146,9 +148,9 @@ def test_grids_and_checkpoints_that_are_there_pass(
         ["parallel.domain=8"],
         ["parallel.domain=3", "data.grid=11x22"],
         ["parallel.domain=11", "data.grid=11x22", "model.channels=[8]"],
-        [f"resume={tmp_path}"],
     ):
         assert answer(monkeypatch, "--check", *arguments)[0] == 0
+    check_plan(Composer("train").config([f"resume={tmp_path}"]))  # what is in it is seen later
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())

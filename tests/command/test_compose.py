@@ -102,12 +102,6 @@ def test_check_plans_and_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "weights in bfloat16" in half
 
 
-def test_check_of_data_that_is_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    code, out, _ = answer(monkeypatch, "--check", "data=zarr", *NEEDS["data=zarr"])
-    assert code == 0
-    assert "There is no plan, as the data can't be seen from here: /x.zarr" in out
-
-
 def test_help_names_groups_and_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     code, out, _ = answer(monkeypatch, "--help")
     assert code == 0

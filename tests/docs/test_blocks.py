@@ -50,6 +50,11 @@ PLANS = (
     "plan-and-verify.md-5",
     "which-parallelism.md-1",
 )
+# Commands that need what is not here: the words that say so, and the exit codes that they may have.
+ELSEWHERE = {
+    "data=weatherbench2 model=unet_base": ("can't be reached from here", (0, 3)),  # the network
+    "data.store=/data/era5.zarr": ("/data/era5.zarr: no such zarr store", (2,)),
+}
 LONGER = ("quickstart-climate.md", "your-own-model.md-2", "your-own-model.md-4")
 STORES = ("your-era5.md-1", "your-era5.md-2", "your-era5.md-3")
 SLOW = dict.fromkeys((*LONG, *MESHES, *PLANS, *LONGER, *STORES), pytest.mark.slow)
@@ -123,7 +128,7 @@ def test_bash_blocks_run(block, page, user):
         command = line
         if line.startswith("make "):
             command = line.replace("make ", "make -n ", 1)
-        elif "data=zarr" in line:  # of a store that is not here: the config is checked
+        elif "/data/era5.zarr" in line:
             command = f"{line} --check"
         elif _trains(line):
             command = f"{line} {SHORT.get(page.name, SMALL)}"
@@ -131,7 +136,10 @@ def test_bash_blocks_run(block, page, user):
             command, shell=True, cwd=user, env=_environment(user), capture_output=True, text=True,
             timeout=240,
         )  # fmt: skip
-        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+        what, codes = next((said for key, said in ELSEWHERE.items() if key in line), ("", (0,)))
+        said = f"{command}\n{done.stdout}\n{done.stderr}"
+        assert done.returncode in codes, said
+        assert done.returncode == 0 or what in said, said
 
 
 def test_ci_runs_the_test_command_of_the_readme():

@@ -10,7 +10,7 @@ from filelock import FileLock, Timeout
 from omegaconf import DictConfig, OmegaConf
 
 from credit_dp import checks
-from credit_dp.config import Config, RunConfig
+from credit_dp.config import Config, DataConfig, RunConfig
 from credit_dp.errors import UserError
 from credit_dp.training.checkpoint_files import whole_steps
 from credit_dp.training.run_folder import RunFolder
@@ -25,6 +25,7 @@ def register_resolvers() -> None:
     OmegaConf.register_new_resolver("sweep_folder", sweep_folder, use_cache=True, replace=True)
     OmegaConf.register_new_resolver("rows_per_rank", rows_per_rank, replace=True)
     OmegaConf.register_new_resolver("of_quickstart", of_quickstart, replace=True)
+    OmegaConf.register_new_resolver("hours_of_steps", hours_of_steps, replace=True)
 
 
 def run_folder(name: str | None, folder: str) -> str:
@@ -53,6 +54,16 @@ def rows_per_rank(grid: str, *, _root_: DictConfig) -> str:
 def of_quickstart(value: object, other: object = None, *, _root_: DictConfig) -> object:
     """The value where the data are the quickstart's, whose store is made as the config says."""
     return value if OmegaConf.select(_root_, "data.name") == "quickstart" else other
+
+
+def hours_of_steps(*counts: int, _root_: DictConfig) -> list[int]:
+    """The hours that so many steps of the data have.
+
+    Raises:
+        UserError: the step is none.
+    """
+    step = DataConfig(step=str(OmegaConf.select(_root_, "data.step"))).step_hours
+    return [step * count for count in counts]
 
 
 def unique_name() -> str:

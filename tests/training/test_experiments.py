@@ -52,7 +52,11 @@ def test_few_times_of_any_store_are_used(tmp_path, name):
     assert dates.test == ["2000-02-16T00", "2000-02-20T18"]
     if name != "scaling":
         assert len(losses(config)) == config.trainer.steps
-    quickstart = Composer("train").config([f"experiment={name}"]).data
+    leads = Composer("train").config([*texts, "data.step=12h"]).trainer.evaluate_hours
+    assert leads == ([12] if name == "scaling" else [12, 48])
+    quickstart = Composer("train").config([f"experiment={name}"])
+    assert quickstart.trainer.evaluate_hours == ([6] if name == "scaling" else [6, 24])
+    quickstart = quickstart.data
     assert quickstart.grid == ("48x48" if name == "scaling" else "24x48")
     assert quickstart.dates == DatesConfig(
         ["2001-01-01T00", "2001-01-20T18"],

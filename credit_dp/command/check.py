@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 UNREACHABLE = 3  # the exit code where the data can't be reached
 ANSWER_SECONDS = 20.0  # in which a store elsewhere has to answer
-CHEAP_BYTES = 2**29  # of fields that are read for a look
+CHEAP_BYTES, CHEAP_ELSEWHERE = 2**29, 2**25  # of fields that are read for a look
 CHATTY = ("gcsfs", "fsspec", "s3fs", "aiobotocore", "botocore", "google")  # about their tries
 
 
@@ -113,7 +113,8 @@ def look_at(config: Config) -> Found:
     found += [f"dates   {store.chosen_dates}"] if store.chosen_dates else []
     found += sample_lines(config, store)
     if store.skipped:
-        found.append(f"left out: {store.skipped} times, of whose sums some hours are not there")
+        lacking = "lack some of the hours that are added up, and are left out"
+        found.append(f"sums    {store.skipped} times {lacking}")
     if store.config.statistics_files:
         from credit_dp.data.statistics_given import check_given
 
@@ -223,7 +224,7 @@ def first_date_lines(store: "Store", elsewhere: bool) -> list[str]:
     together = max(store.source.times_together(channel) for channel in store.channels.out)
     fields = store.channels.outputs + len(store.channels.forcing)
     size = 4 * together * fields * store.grid[0] * store.grid[1]
-    if elsewhere or size > CHEAP_BYTES:
+    if size > (CHEAP_ELSEWHERE if elsewhere else CHEAP_BYTES):
         return [f"values  not looked at: those of {first.astype('M8[m]')} take {amount(size)}"]
     everywhere = slice(None)
     store.masks(everywhere)

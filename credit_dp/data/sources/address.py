@@ -32,7 +32,16 @@ AMAZON = (
     "AWS_CONTAINER_CREDENTIALS_FULL_URI",
 )
 # Packages whose errors are of the network or of the rights on the other side, and what is absent.
-NETWORK = ("aiobotocore", "aiohttp", "botocore", "gcsfs", "google", "requests", "urllib3")
+NETWORK = (
+    "aiobotocore",
+    "aiohttp",
+    "botocore",
+    "gcsfs",
+    "google",
+    "paramiko",
+    "requests",
+    "urllib3",
+)
 ABSENT = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 PROXIES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 SECRETS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")

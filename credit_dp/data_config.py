@@ -13,7 +13,9 @@ from credit_dp import checks
 from credit_dp.errors import UserError
 
 FORMS = ("quickstart", "zarr", "weatherbench2", "arco", "anemoi", "prepared")
+ROLES = ("prognostic", "diagnostic", "forcing", "static")  # of variables
 SPLITS = ("train", "valid", "test")
+AUTO = "auto"  # dates of a split that are chosen among the times of the store
 NORMALISERS = ("standard", "std", "minmax", "none", "log1p")
 LOG1P = re.compile(r"log1p\(([^()]+)\)")
 STEP = re.compile(r"([1-9]\d{0,5})([hd])")
@@ -44,16 +46,41 @@ class QuickstartConfig:
 
 @dataclass
 class DatesConfig:
-    """`[first, last]` of each split, both inclusive, ISO format."""
+    """Which dates each split has: `[first, last]`, both inclusive, ISO format, or `auto`.
 
-    train: list[str] = MISSING
-    valid: list[str] = MISSING
-    test: list[str] = MISSING
+    A run settles them when it has opened its store: from then on, and in the config that it writes,
+    each split is `[first, last]`, and nothing is left to be chosen.
+    """
+
+    train: Any = AUTO  # [first, last], both included; auto: the first 80 % of the store's times
+    valid: Any = AUTO  # of the scores on the way; auto: the next 10 %
+    test: Any = AUTO  # of the final scores; auto: the last 10 %
+    limit: int | None = None  # only so many times of each split, the first ones; null: all
+    # splits with the preset's dates: auto where the store lacks some; the command line sets this
+    preset: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for split in SPLITS:
-            if getattr(self, split) != MISSING:
-                checks.span(f"data.dates.{split}", getattr(self, split))
+            key, dates = f"data.dates.{split}", getattr(self, split)
+            if dates == AUTO:
+                continue
+            if not isinstance(dates, list):
+                raise UserError(
+                    f"{key}: needs [first, last] in ISO format, like [2000-01-01, 2000-12-31], or "
+                    f"{AUTO}, got {dates!r}"
+                )
+            dates = [str(date) for date in dates]  # 20000101 comes as a number
+            checks.span(key, dates)
+            setattr(self, split, dates)
+        checks.at_least("data.dates.limit", self.limit, 1)
+        for split in self.preset:
+            checks.one_of("data.dates.preset", split, SPLITS)
+
+    @property
+    def open(self) -> bool:
+        """Whether they are only known when the store is."""
+        chosen = AUTO in (self.train, self.valid, self.test)
+        return chosen or bool(self.preset) or self.limit is not None
 
 
 @dataclass

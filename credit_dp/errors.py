@@ -1,4 +1,4 @@
-"""The one exception that means: the user can mend this, and the message says how."""
+"""The exceptions that mean: the user can mend this, and the message says how."""
 
 
 class UserError(Exception):
@@ -6,3 +6,7 @@ class UserError(Exception):
 
     Commands print it without a traceback and exit with a code that is not 0.
     """
+
+
+class UnreachableError(UserError):
+    """Data elsewhere that can't be reached from this machine: the config may well be right."""

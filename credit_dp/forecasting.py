@@ -20,7 +20,6 @@ from credit_dp.data.sources.opening import open_source
 from credit_dp.data.statistics import Statistics
 from credit_dp.data.store import Store
 from credit_dp.data.units import check_units
-from credit_dp.data_config import SPLITS
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
 from credit_dp.evaluation.units import unit_of
@@ -202,9 +201,8 @@ def open_store(config: ForecastConfig, numbers: Numbers, report: Report) -> Stor
     """
     data = with_quickstart(config.data, report)
     # Points without values are those of the first date of a split.
-    first, last = (str(t.astype("M8[s]")) for t in config.request.initial_times()[[0, -1]])
-    dates = DatesConfig(**{split: [first, last] for split in SPLITS})
-    data = replace(data, dates=dates)
+    span = [str(t.astype("M8[s]")) for t in config.request.initial_times()[[0, -1]]]
+    data = replace(data, dates=DatesConfig(span, span, span))
     ranges = {name: Range(*limits) for name, limits in numbers["data"].get("ranges", {}).items()}
     store = Store(open_source(data), data, ranges)
     check_units(store.source, data)

@@ -1,12 +1,18 @@
 """One training run, from the config to the files that it leaves: what every rank executes."""
 
+import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
 
-from credit_dp.config import Config, as_dict
-from credit_dp.data.prepare import Prepared, prepare
+from omegaconf import OmegaConf
+
+from credit_dp.config import Config, DatesConfig, as_dict
+from credit_dp.data.cache import Report
+from credit_dp.data.prepare import Prepared, prepare, with_quickstart
+from credit_dp.data.store import Store
+from credit_dp.data_config import AUTO, SPLITS
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.evaluation.evaluate import evaluate, example
 from credit_dp.evaluation.held_out import HeldOut
@@ -19,8 +25,10 @@ from credit_dp.launch import Ranks
 from credit_dp.launch.signals import PREEMPTED
 from credit_dp.launch.worker import early_records
 from credit_dp.mesh import build_manager, device_of
+from credit_dp.training.agreement import gather, own_rank, together
 from credit_dp.training.build import Training, build_training
 from credit_dp.training.checkpoint import find_checkpoint, load_checkpoint
+from credit_dp.training.checkpoint_files import read_numbers
 from credit_dp.training.checkpoints import Checkpoints
 from credit_dp.training.initial_weights import load_initial_weights
 from credit_dp.training.log_files import log_to_file
@@ -30,10 +38,13 @@ from credit_dp.training.preemption import Preemption
 from credit_dp.training.provenance import code_text
 from credit_dp.training.run_folder import RunFolder, resolved_yaml, write_whole
 from credit_dp.training.screen import Screen, notes_of, screen_for
+from credit_dp.training.shards import readable
 from credit_dp.training.summary import summary
 from credit_dp.training.tracking import Tracker, open_tracker
 from credit_dp.training.validation import Validation
 from credit_dp.training.watch import Watch
+
+logger = logging.getLogger(f"{__name__}.dates")  # what it says is shown with the data's notes
 
 
 def run(config: Config, ranks: Ranks) -> int:
@@ -50,6 +61,9 @@ def run(config: Config, ranks: Ranks) -> int:
     screen, folder = screen_for(ranks.rank), RunFolder(Path(config.run.dir))
     manager = build_manager(config.parallel, ranks)
     with screen.report() as report:
+        if config.data.dates.open:
+            settled = settle_dates(config, folder, report)
+            config = replace(config, data=replace(config.data, dates=settled))
         prepared = prepare(config.data, report)
     with out_of_memory(config, ranks):
         training = build_training(config, prepared, manager, device_of(config, ranks))
@@ -71,6 +85,45 @@ def run(config: Config, ranks: Ranks) -> int:
             tracker.summarise(scores.numbers())
         this.show(scores, last, dates)
     return 0
+
+
+def settle_dates(config: Config, folder: RunFolder, report: Report) -> DatesConfig:
+    """The dates of a run whose config leaves some of them to the store; collective.
+
+    A run that goes on keeps those of its checkpoint, whatever was added to the store since then.
+    Else rank 0 chooses: the store may be growing, and ranks that open it apart would differ.
+
+    Raises:
+        UserError: on all ranks; see `find_checkpoint` and `Store.open`.
+    """
+    path = find_checkpoint(config.resume, folder.checkpoint)
+    if path is not None:
+        return together(lambda: dates_as_in(path, config.data.dates))
+
+    def choose() -> tuple[DatesConfig, str]:
+        store = Store.open(with_quickstart(config.data, report))
+        return store.config.dates, store.chosen_dates
+
+    dates, line = gather(together(lambda: choose() if own_rank() == 0 else (DatesConfig(), "")))[0]
+    if line:
+        logger.info("data.dates: %s", line)
+    return dates
+
+
+def dates_as_in(path: Path, given: DatesConfig) -> DatesConfig:
+    """The dates that a checkpoint's run had; those of a split that are given now stay.
+
+    Raises:
+        UserError: the checkpoint can't be read.
+    """
+    numbers = read_numbers("resume", path)
+    with readable("resume", path):
+        saved = OmegaConf.create(numbers["config"]).data.dates
+        dates = {split: list(saved[split]) for split in SPLITS}
+    if given.limit is None:
+        fixed = [s for s in SPLITS if s not in given.preset and getattr(given, s) != AUTO]
+        dates |= {split: getattr(given, split) for split in fixed}
+    return DatesConfig(dates["train"], dates["valid"], dates["test"])
 
 
 @final

@@ -29,6 +29,8 @@ from credit_dp.command.keys import check_key, check_lists
 from credit_dp.command.own_models import all_own_models, how_to_register, node_of
 from credit_dp.command.user_files import UserFiles
 from credit_dp.config import Config
+from credit_dp.data.sources.ecmwf_names import meaning
+from credit_dp.data_config import AUTO, ROLES, SPLITS
 from credit_dp.errors import UserError
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -137,6 +139,7 @@ def to_config(composed: DictConfig) -> Config:
         if missing:
             raise UserError(f"{', '.join(missing)}: need a value, and none is given")
         check_lists(ours)
+        keep_of_preset(ours, given_keys(composed))
         config = OmegaConf.to_object(ours)
     except OmegaConfBaseException as error:
         raise UserError(explain(error)) from error
@@ -146,6 +149,41 @@ def to_config(composed: DictConfig) -> Config:
     if not isinstance(config, Config):
         raise UserError("config.yaml: needs `schema` as the first entry of its defaults")
     return config
+
+
+def given_keys(composed: DictConfig) -> set[str]:
+    """The keys of the overrides that a config was composed with."""
+    texts = OmegaConf.select(composed, "hydra.overrides.task") or []
+    return {str(text).lstrip("+").partition("=")[0] for text in texts}
+
+
+def keep_of_preset(ours: DictConfig, given: set[str]) -> None:
+    """Keep of the package's own file of this data what the config uses, and note which dates are.
+
+    What that file does to a variable is dropped where no list has the variable, by whatever name.
+    Dates that are null are those of the file.
+    """
+    data = ours.data
+    file = conf_folder() / "data" / f"{data.name}.yaml"
+    preset = OmegaConf.load(file) if file.exists() else OmegaConf.create()
+    used = {meaning(name) for role in ROLES for name in data[role]}
+    with open_dict(data.variables):
+        for name in OmegaConf.select(preset, "variables") or {}:
+            if meaning(name) not in used:
+                data.variables.pop(name, None)
+    dates = OmegaConf.select(preset, "dates") or {}
+    for split in SPLITS:
+        if data.dates[split] is None:
+            data.dates[split] = dates.get(split, AUTO)
+    # The quickstart's store is made for its config: dates outside it are a mistake in it.
+    data.dates.preset = [
+        split
+        for split in SPLITS
+        if data.name != "quickstart"
+        and split in dates
+        and data.dates[split] == dates[split]
+        and not given & {"data.dates", f"data.dates.{split}"}
+    ]
 
 
 def check_overrides(overrides: Sequence[Override], groups: Mapping[str, list[str]]) -> None:

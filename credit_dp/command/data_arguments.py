@@ -13,10 +13,7 @@ from credit_dp.command.arguments import parse, parser
 from credit_dp.command.compose import Composer, check_overrides
 from credit_dp.command.overrides import parse_overrides, quoted, ready, try_parse
 from credit_dp.config import DataConfig
-from credit_dp.data_config import SPLITS
 from credit_dp.errors import UserError
-
-ALL_DATES = "[1800-01-01,2200-01-01]"
 
 
 class DataArguments(NamedTuple):
@@ -32,8 +29,7 @@ def read_data_arguments(
 ) -> DataArguments | None:
     """Understand a command line; None if it asked for help, which has been shown.
 
-    `store=` is short for `data.store=`. Without `data=` the store is `data=zarr`. Splits that the
-    config leaves open are all dates.
+    `store=` is short for `data.store=`. Without `data=` the store is `data=zarr`.
 
     Args:
         arguments: keys and dashes, in any order.
@@ -70,7 +66,7 @@ def read_data_arguments(
     parsed = parse_overrides([*_defaults(rest), *rest])
     check_overrides(parsed, composer.groups)
     overrides = [str(override.input_line) for override in parsed]
-    return DataArguments(composer.config(_with_dates(composer, overrides)).data, given, args.json)
+    return DataArguments(composer.config(overrides).data, given, args.json)
 
 
 def _value(key: str, text: str, default: Any) -> Any:
@@ -107,12 +103,3 @@ def _kind(default: Any) -> str:
 
 def _defaults(given: Sequence[str]) -> list[str]:
     return [] if any(text.startswith("data=") for text in given) else ["data=zarr"]
-
-
-def _with_dates(composer: Composer, overrides: Sequence[str]) -> list[str]:
-    """The overrides, and all dates for each split that they and the files leave open."""
-    missing = OmegaConf.missing_keys(composer.compose(overrides).data)
-    return [
-        *overrides,
-        *(f"data.dates.{x}={ALL_DATES}" for x in SPLITS if f"data.dates.{x}" in missing),
-    ]

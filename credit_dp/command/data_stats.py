@@ -9,15 +9,13 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import OmegaConf
-
 from credit_dp import checks
-from credit_dp.command.data_arguments import ALL_DATES, read_data_arguments
+from credit_dp.command.data_arguments import read_data_arguments
 from credit_dp.command.data_prepare import span
 from credit_dp.command.overrides import ready
 from credit_dp.command.tables import amount
 from credit_dp.config import DataConfig
-from credit_dp.data_config import SPLITS, DatesConfig
+from credit_dp.data_config import AUTO, DatesConfig
 from credit_dp.errors import UserError
 
 if TYPE_CHECKING:
@@ -30,7 +28,8 @@ HELP = """\
 {program} store=STORE KEY=VALUE ...: computes mean, standard deviation, that of the change over a
 step, minimum and maximum of each channel, weighted by area, over exactly the training dates.
 
-  data.dates.train=[1979-01-01,2017-12-31]   the training dates; all of the store's without it
+  data.dates.train=[1979-01-01,2017-12-31]   the training dates; without it those that training
+                would have, with the same keys
   data=weatherbench2 data.prognostic=[...] data.levels=[...] data.step=6h   which fields
   out=FILE      the file to write, for data.statistics=FILE; without it, the cache's own, where
                 training with the same data finds it
@@ -83,19 +82,19 @@ def stats(arguments: Sequence[str], program: str) -> int:
 
 
 def _opened(config: DataConfig) -> "Store":
-    """The store; its own dates are those of the splits that the command line leaves open."""
+    """The store; of the dates that are given, it only has to have those to train on."""
     from credit_dp.data.sources.opening import open_source
     from credit_dp.data.store import Store
     from credit_dp.data.units import check_units
 
+    train = config.dates.train
+    if train != AUTO and "train" not in config.dates.preset:
+        config = replace(config, dates=DatesConfig(train, train, train, config.dates.limit))
     source = open_source(config)
     check_units(source, config)
-    times = Store(source, config).times  # of those with a complete sum over the step
-    every = [str(time.astype("M8[s]")) for time in (times[0], times[-1])]
-    left_open = OmegaConf.to_object(OmegaConf.create(ALL_DATES))
-    splits = {split: getattr(config.dates, split) for split in SPLITS}
-    dates = {split: every if given == left_open else given for split, given in splits.items()}
-    return Store(source, replace(config, dates=DatesConfig(**dates)))
+    store = Store(source, config)
+    store.settle_dates()
+    return store
 
 
 def _path(store: "Store", own: Mapping[str, Any]) -> Path:
@@ -160,6 +159,8 @@ def _told(run: "StatisticsRun") -> str:
         f"{_size(run, run.fields)} of fields of {store.grid[0]} x {store.grid[1]}",
         f"variables: {', '.join(variables)}",
     ]
+    if store.chosen_dates:
+        lines.append(f"data.dates: {store.chosen_dates}")
     if run.done:
         lines.append(f"going on: {_size(run, run.done)} of it are done")
     step = store.config.step_hours

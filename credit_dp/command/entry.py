@@ -1,6 +1,7 @@
 """The two entry points: `python train.py` and `credit-dp`. Here alone is decided how a run exits.
 
 Exit codes: 0 done; 1 crashed, or a check failed; 2 a mistake in what was given, told in one line;
+3 `--check` finds the config right, but can't reach the data, at an address elsewhere, from here;
 75 told to stop, and can go on (`PREEMPTED`); 130 interrupted (Ctrl-C); 143 terminated (SIGTERM).
 """
 

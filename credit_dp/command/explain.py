@@ -13,7 +13,7 @@ from omegaconf.errors import (
     ValidationError,
 )
 
-from credit_dp.command.keys import describe, kind_of, unknown_key
+from credit_dp.command.keys import all_keys, describe, kind_of, unknown_key
 
 
 def explain(error: BaseException) -> str:
@@ -65,11 +65,21 @@ def of_omegaconf(error: OmegaConfBaseException, place: str, override: str) -> st
         parent = key.rpartition(".")[0]
         return unknown_key(key, parent, _names(error))
     if isinstance(error, (ValidationError, ConfigTypeError)):
-        value = re.search(r"[Vv]alue '(.*?)'", str(error))
+        key = key_of_group(str(error)) or key
+        needed = describe(kind_of(key)) if kind_of(key) is not None else needed
+        value = re.search(r"[Vv]alue(?:: | ')(.*?)(?:'|$)", str(error), re.MULTILINE)
         came = f", got {value[1]!r}" if value else ""
         return f"{key}: needs {needed}{came}"
     first = str(error).split("\n    full_key:")[0]
     return f"{key}: {' '.join(first.split())}" if key else " ".join(first.split())
+
+
+def key_of_group(message: str) -> str:
+    """The key of the group that OmegaConf misses; its message may only have the dataclass."""
+    schema = re.search(r"is not a subclass of (\w+)", message)
+    kinds = {key: kind_of(key) for key in all_keys()} if schema else {}
+    groups = (key for key, kind in kinds.items() if is_dataclass(kind))
+    return next((key for key in groups if schema and kinds[key].__name__ == schema[1]), "")
 
 
 def full_key(error: OmegaConfBaseException, place: str) -> str:

@@ -10,7 +10,7 @@ from filelock import FileLock, Timeout
 from omegaconf import DictConfig, OmegaConf
 
 from credit_dp import checks
-from credit_dp.config import Config, RunConfig
+from credit_dp.config import Config, DataConfig, RunConfig
 from credit_dp.errors import UserError
 from credit_dp.training.checkpoint_files import whole_steps
 from credit_dp.training.run_folder import RunFolder
@@ -19,11 +19,13 @@ LOCK = ".run.lock"
 
 
 def register_resolvers() -> None:
-    """Make what conf/config.yaml and conf/experiment/scaling.yaml interpolate known."""
+    """Make what the files in conf/ interpolate known."""
     # Cached, so that one config gives one answer, however often it is asked.
     OmegaConf.register_new_resolver("run_folder", run_folder, use_cache=True, replace=True)
     OmegaConf.register_new_resolver("sweep_folder", sweep_folder, use_cache=True, replace=True)
     OmegaConf.register_new_resolver("rows_per_rank", rows_per_rank, replace=True)
+    OmegaConf.register_new_resolver("of_quickstart", of_quickstart, replace=True)
+    OmegaConf.register_new_resolver("hours_of_steps", hours_of_steps, replace=True)
 
 
 def run_folder(name: str | None, folder: str) -> str:
@@ -47,6 +49,21 @@ def rows_per_rank(grid: str, *, _root_: DictConfig) -> str:
     checks.grid("data.grid", str(grid))  # digits alone come as a number
     rows, columns = grid.split("x")
     return f"{int(rows) * int(OmegaConf.select(_root_, 'parallel.domain'))}x{columns}"
+
+
+def of_quickstart(value: object, other: object = None, *, _root_: DictConfig) -> object:
+    """The value where the data are the quickstart's, whose store is made as the config says."""
+    return value if OmegaConf.select(_root_, "data.name") == "quickstart" else other
+
+
+def hours_of_steps(*counts: int, _root_: DictConfig) -> list[int]:
+    """The hours that so many steps of the data have.
+
+    Raises:
+        UserError: the step is none.
+    """
+    step = DataConfig(step=str(OmegaConf.select(_root_, "data.step"))).step_hours
+    return [step * count for count in counts]
 
 
 def unique_name() -> str:

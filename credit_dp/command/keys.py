@@ -160,4 +160,6 @@ def describe(kind: Any) -> str:
         return f"{len(arguments)} {PLURALS.get(arguments[0], 'values')}, like [a, b]"
     if origin is dict:
         return f"a table from text to {PLURALS.get(arguments[1], 'values')}, like {{a: b}}"
-    return WORDS.get(kind, "a group of keys")
+    if is_dataclass(kind):
+        return f"a group of keys ({', '.join(hints_of(kind))})"
+    return WORDS.get(kind, "a value")

@@ -17,10 +17,11 @@ from credit_dp.command.keys import (
     is_table_entry_key,
     kind_of,
 )
+from credit_dp.data_config import AUTO, SPLITS
 from credit_dp.errors import UserError
 
 # Keys of any type that are a text or a list of texts.
-TEXTS = ("data.store", "data.statistics")
+TEXTS = ("data.store", "data.statistics", *(f"data.dates.{split}" for split in SPLITS))
 
 
 def parse_overrides(texts: Sequence[str]) -> list[Override]:
@@ -29,7 +30,7 @@ def parse_overrides(texts: Sequence[str]) -> list[Override]:
     Raises:
         UserError: one does not parse; the line gives a form that does, ready for the shell.
     """
-    parsed = [_parse(_whole_entry(text)) for text in texts]
+    parsed = [_parse(_whole_entry(text)) for given in texts for text in _of_each_split(given)]
     for override in parsed:
         refuse_dotted_entry(override)
     # Hydra would ask for a plus before a new entry of a table; here KEY=VALUE is all there is.
@@ -39,6 +40,14 @@ def parse_overrides(texts: Sequence[str]) -> list[Override]:
         else override
         for override in parsed
     ]
+
+
+def _of_each_split(text: str) -> list[str]:
+    """`data.dates=auto` as the keys that it stands for; anything else as it is."""
+    key, _, value = text.lstrip("+").partition("=")
+    if key == "data.dates" and value.strip("'\"") == AUTO:
+        return [f"{key}.{split}={AUTO}" for split in SPLITS]
+    return [text]
 
 
 def adds_entries(key: str) -> bool:

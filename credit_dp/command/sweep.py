@@ -18,6 +18,7 @@ from credit_dp.command.preflight import check_plan
 from credit_dp.command.run import run_in_folder
 from credit_dp.command.sweep_launchers import launcher_of, sweep_as_jobs
 from credit_dp.command.sweep_scaling import show_at_the_end
+from credit_dp.config import Config
 from credit_dp.errors import UserError
 from credit_dp.launch.launcher import find_launcher
 from credit_dp.launch.report import report_refusal
@@ -79,8 +80,8 @@ def folder_of(job: JobReturn) -> Path:
     return Path(str(OmegaConf.select(found, "hydra.runtime.output_dir")))
 
 
-def check_all(composer: Composer, overrides: Sequence[Override]) -> int:
-    """Check every combination and start none; how many there are.
+def check_all(composer: Composer, overrides: Sequence[Override]) -> list[Config]:
+    """Check every combination and start none; their configs.
 
     Raises:
         UserError: a value is not allowed, or this is one of several ranks already.
@@ -88,10 +89,10 @@ def check_all(composer: Composer, overrides: Sequence[Override]) -> int:
     check_place(overrides)
     overrides = with_params(composer, overrides)
     choices = [choice for override in overrides if (choice := values(composer, override))]
-    combinations = list(product(*choices))
-    for texts in combinations:
-        check_plan(composer.config(texts))
-    return len(combinations)
+    configs = [composer.config(texts) for texts in product(*choices)]
+    for config in configs:
+        check_plan(config)
+    return configs
 
 
 def check_place(overrides: Sequence[Override]) -> None:

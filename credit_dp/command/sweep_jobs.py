@@ -147,7 +147,8 @@ def first_difference(path: Path, config: Config) -> str | None:
         return f"{path.name} can't be read"
     before = values_of(saved if isinstance(saved, dict) else {})
     for key, value in values_of(as_dict(config)).items():
-        open_here = (key, value) in LEFT_OPEN
+        dates = config.data.dates.open and key.startswith("data.dates.")
+        open_here = dates or (key, value) in LEFT_OPEN
         if not open_here and not key.startswith(OF_THE_SWEEP) and before.get(key, ...) != value:
             return f"{key}: {before.get(key, 'nothing')}, now {value}"
     return None

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from credit_dp.command.again import overrides_of
 from credit_dp.command.arguments import parse, train_parser
-from credit_dp.command.check import check_and_tell
+from credit_dp.command.check import check_and_tell, check_sweep
 from credit_dp.command.compose import Composer, check_overrides, without_hydra
 from credit_dp.command.overrides import parse_overrides
 from credit_dp.command.preflight import check_plan
@@ -24,8 +24,8 @@ HELP = """\
 
 What is in the config is KEY=VALUE, dashes only change the command:
   --cfg job         show the config that these overrides give, and stop (--resolve, --package)
-  --check           check the config, plan it and estimate its memory, and stop; of a sweep, check
-                    all configs
+  --check           check the config, open the data and check them, plan the model and estimate its
+                    memory, and stop; of a sweep, check all configs and their data
   --again RUN       what the run in this folder did once more; KEY=VALUE changes it
   --multirun, -m    one run for each combination: model=unet,unet_small seed=0,1,2
   --config-dir DIR  one more folder of config files; ./conf is one already
@@ -35,7 +35,10 @@ Groups and their choices (GROUP=CHOICE):
 {groups}
 
 Keys, with the values that these overrides give (KEY=VALUE):
-{config}"""
+{config}
+Exit code of --check: 0 if the run would start, 1 if the model can't be sharded so, 2 for a mistake,
+3 if the config is right but the data, at an address elsewhere, can't be reached from here.
+"""
 
 
 def train(arguments: Sequence[str], program: str) -> int:
@@ -60,10 +63,7 @@ def train(arguments: Sequence[str], program: str) -> int:
         return 0
     if multirun:
         if args.check:
-            sys.stdout.write(
-                f"The configs of all {check_all(composer, overrides)} runs are valid.\n"
-            )
-            return 0
+            return check_sweep(check_all(composer, overrides))
         return sweep(composer, overrides, dashes_of_a_run(args))
     config = check_run(composer, overrides)
     check_plan(config)

@@ -1,17 +1,23 @@
 """What samples will look like, as far as that is known before there are any."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import final
+
+import numpy as np
 
 from credit_dp.config import DataConfig
+from credit_dp.data.dates import Times, settled_dates, split_span
 from credit_dp.data.forcings import COMPUTED, COMPUTED_STATICS
 from credit_dp.data.grid import parse_grid
 from credit_dp.data.quickstart.layout import AT_SURFACE, ON_LEVELS, STATICS
 from credit_dp.data.quickstart.model import LEVELS
-from credit_dp.data.quickstart.spans import resolve_grid
+from credit_dp.data.quickstart.spans import resolve_grid, runs
 from credit_dp.data.schema import Channels, expand, suggestions
+from credit_dp.data.stepped import places_on_step
 from credit_dp.data.store import Store
 from credit_dp.data.wanted import check_keys
+from credit_dp.data_config import SPLITS
 from credit_dp.errors import UserError
 
 
@@ -40,14 +46,39 @@ def expected_channels(config: DataConfig) -> Channels:
     )
 
 
+@final
+@dataclass
+class QuickstartTimes:
+    """The times of a quickstart's store on the config's step, known before it is made."""
+
+    config: DataConfig
+    times: Times
+
+
+def quickstart_times(config: DataConfig) -> QuickstartTimes:
+    """The times, and a config whose dates are among them.
+
+    Raises:
+        UserError: dates are outside, or no two times are a step apart.
+    """
+    times = np.concatenate([run.times for run in runs(config.quickstart)]).astype("M8[ns]")
+    times = times[places_on_step(times, config, config.name)]
+    config = replace(config, store=config.name)  # as messages name it
+    if config.dates.open:
+        config = replace(config, dates=settled_dates(config, times).dates)
+    for split in SPLITS:
+        split_span(config, split, times)
+    return QuickstartTimes(config, times)
+
+
 def expected_grid(config: DataConfig) -> tuple[int, int]:
     """Rows and columns: those of `data.grid`, else the store's, else the quickstart's.
 
     Raises:
         UserError: the store is not as needed, or the grid is too small.
     """
-    if config.name != "quickstart" and config.grid is None:
-        return Store.open(config).grid
+    if config.name != "quickstart":
+        return Store.open(config).grid if config.grid is None else parse_grid(config.grid)
     return small_grid(config)
 
 

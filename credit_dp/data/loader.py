@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from credit_dp.data.batch import EVERYTHING, Batch, Reads
-from credit_dp.data.dates import split_span
+from credit_dp.data.dates import Dated, split_span
 from credit_dp.data.normalise import Normaliser
 from credit_dp.data.prepare import Prepared
 from credit_dp.data.reading import BatchReader
@@ -88,7 +88,7 @@ class Loader:
             ValueError: the sequence was made for another number of samples.
         """
         store = prepared.store
-        self._times = sample_times(prepared, split, frames, lengths.longest)
+        self._times = sample_times(store, split, frames, lengths.longest)
         if len(self._times) != sequence.count:
             raise ValueError(f"{split} has {len(self._times)} samples, not {sequence.count}")
         _tell_of_gaps(store, split, frames, len(self._times), lengths.longest)
@@ -177,7 +177,7 @@ class Loader:
             raise
 
 
-def spanning_gaps(store: Store, split: str, frames: int, samples: int, ahead: int = 1) -> int:
+def spanning_gaps(store: Dated, split: str, frames: int, samples: int, ahead: int = 1) -> int:
     """How many samples are missing from a split's `samples`, for a time of theirs is missing.
 
     Those that would reach out of the split are not counted.

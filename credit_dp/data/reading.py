@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from credit_dp.data.batch import EVERYTHING, Batch, Reads
+from credit_dp.data.dates import Times
 from credit_dp.data.normalise import Normaliser
-from credit_dp.data.sampling import Times, frame_steps
+from credit_dp.data.sampling import frame_steps
 from credit_dp.data.sources.source import Fields
 from credit_dp.data.store import Store
 

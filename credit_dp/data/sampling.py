@@ -8,11 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from credit_dp import checks
-from credit_dp.data.dates import split_span, with_steps
-from credit_dp.data.prepare import Prepared
+from credit_dp.data.dates import Dated, Times, split_span, with_steps
 from credit_dp.errors import UserError
-
-Times = NDArray[np.datetime64]
 
 
 @final
@@ -35,7 +32,7 @@ def frame_steps(frames: int, step_hours: int, later: int = 0) -> NDArray[np.time
     return np.arange(1 - frames, later + 1) * np.timedelta64(step_hours, "h")
 
 
-def sample_times(prepared: Prepared, split: str, frames: int = 1, ahead: int = 1) -> Times:
+def sample_times(store: Dated, split: str, frames: int = 1, ahead: int = 1) -> Times:
     """All times of a split whose states and next steps lie in the split too: `(N,)`, rising.
 
     A sample has the states of `frames` times, each one step after the other, the last one at its
@@ -45,13 +42,12 @@ def sample_times(prepared: Prepared, split: str, frames: int = 1, ahead: int = 1
     Raises:
         UserError: the dates are outside the store, or no time has its steps.
     """
-    store = prepared.store
     config = store.config
     times = store.times[split_span(config, split, store.times)]
     found = with_steps(times, config.step_hours, frames - 1, ahead)
     if not len(found) and frames == ahead == 1:
         raise UserError(
-            f"{store.source.where}: no two dates of data.dates.{split} are {config.step_hours} "
+            f"{config.store}: no two dates of data.dates.{split} are {config.step_hours} "
             f"hours apart. Change data.step or data.dates.{split}."
         )
     if not len(found):
@@ -66,7 +62,7 @@ def sample_times(prepared: Prepared, split: str, frames: int = 1, ahead: int = 1
 
 
 def initial_times(
-    prepared: Prepared,
+    store: Dated,
     split: str,
     lead_hours: Sequence[int],
     stride_hours: int,
@@ -80,7 +76,6 @@ def initial_times(
     Raises:
         UserError: a lead is not a whole number of steps, or no time has such a window.
     """
-    store = prepared.store
     config = store.config
     step = config.step_hours
     checks.leads(lead_hours, step)

@@ -1,7 +1,7 @@
 """The statistics that `data.statistics` names, whoever made them."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from math import gcd
 from pathlib import Path
@@ -41,13 +41,9 @@ def given_statistics(store: Store, folder: Path, report: Report) -> Given:
     """
     entries = store.config.statistics_files
     where = ", ".join(entries)
-    if len(entries) == 1 and not is_remote(entries[0]):
-        path = local_path(entries[0])
-        if not path.exists():
-            raise UserError(f"{path}: no such file. Change data.statistics.")
-        own = StatisticsFile.load(path)
-        if own is not None:
-            return _own(own, store, where)
+    own = _own_file(entries)
+    if own is not None:
+        return _own(own, store, where)
     _refuse_transforms(store, where)
     table = read_foreign(entries, store)
     lacking = [c.name for c in store.channels.out if "tendency_std" not in table[c.name]]
@@ -61,6 +57,35 @@ def given_statistics(store: Store, folder: Path, report: Report) -> Given:
     for row in table.values():
         row.setdefault("tendency_std", 0.0)  # of inputs, which nobody uses
     return Given(Statistics.of(static_table(store) | table, store, where), 1)
+
+
+def check_given(store: Store) -> None:
+    """Refuse files of `data.statistics` that don't fit; what they lack is not computed.
+
+    Raises:
+        UserError: see `given_statistics`.
+    """
+    entries = store.config.statistics_files
+    own = _own_file(entries)
+    if own is not None:
+        _own(own, store, ", ".join(entries))
+    else:
+        _refuse_transforms(store, ", ".join(entries))
+        read_foreign(entries, store)
+
+
+def _own_file(entries: Sequence[str]) -> StatisticsFile | None:
+    """The file that `credit-dp data stats` wrote, if it is one.
+
+    Raises:
+        UserError: a path of this machine leads nowhere.
+    """
+    if len(entries) != 1 or is_remote(entries[0]):
+        return None
+    path = local_path(entries[0])
+    if not path.exists():
+        raise UserError(f"{path}: no such file. Change data.statistics.")
+    return StatisticsFile.load(path)
 
 
 def computed_statistics(store: Store, folder: Path, every: int, report: Report) -> StatisticsFile:

@@ -35,8 +35,7 @@ class Stepped:
         self._source = source
         named = list(variables)
         step = np.timedelta64(config.step_hours, "h").astype("m8[ns]")
-        _check_step(source, config)
-        places = on_step(source.times, step)
+        places = places_on_step(source.times, config, source.where)
         finer = np.timedelta64(0) < spacing(source.times) < step
         self.summed = frozenset(n for n in named if finer and is_accumulated(n, config))
         self._windows = places[:, None]
@@ -126,11 +125,17 @@ class Stepped:
         return fields
 
 
-def _check_step(source: Source, config: DataConfig) -> None:
-    apart = int(spacing(source.times) / np.timedelta64(1, "s"))
+def places_on_step(times: Times, config: DataConfig, where: str) -> NDArray[np.intp]:
+    """The places of the times on `data.step`; see `on_step`.
+
+    Raises:
+        UserError: no two times in a row are a step apart; `where` names them.
+    """
+    apart = int(spacing(times) / np.timedelta64(1, "s"))
     step = 3600 * config.step_hours
     if apart and apart % step and step % apart:
         raise UserError(
-            f"{source.where}: its times are {apart / 3600:g} hours apart, so no two of them in a "
+            f"{where}: its times are {apart / 3600:g} hours apart, so no two of them in a "
             f"row are {config.step} apart. Set data.step to a multiple of {apart / 3600:g}h."
         )
+    return on_step(times, np.timedelta64(config.step_hours, "h").astype("m8[ns]"))

@@ -1,13 +1,14 @@
 """The fields that a run needs of its store, only the rows that are asked for."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import final
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from credit_dp.config import DataConfig
-from credit_dp.data.dates import split_span
+from credit_dp.data.dates import settled_dates, split_span
 from credit_dp.data.forcings import COMPUTED, COMPUTED_STATICS
 from credit_dp.data.gaps import first_gap, gap_error
 from credit_dp.data.limits import Range, ValueLimits, check_limit_keys, extremes
@@ -17,8 +18,8 @@ from credit_dp.data.sources.opening import open_source
 from credit_dp.data.sources.source import Fields, Source, Times
 from credit_dp.data.stepped import Stepped
 from credit_dp.data.units import check_units, unit_after
-from credit_dp.data.wanted import ROLES, wanted_channels
-from credit_dp.data_config import SPLITS
+from credit_dp.data.wanted import wanted_channels
+from credit_dp.data_config import ROLES, SPLITS
 from credit_dp.errors import UserError
 
 BLOCK_BYTES = 8 * 2**20  # of fields read at once in a pass: more leaves the processor's cache
@@ -40,6 +41,7 @@ class Store:
         longitude: `(W,)` degrees, in the store's order.
         levels: of the variables that have levels, in channel order.
         limits: the range that each channel's values must lie in.
+        chosen_dates: a line on the dates that were chosen among `times`; empty if all were given.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Store:
             UserError: a variable or a level is not as needed.
         """
         self.config = config
+        self.chosen_dates = ""
         self.source = source
         self.channels = wanted_channels(source, config)
         self.levels = _levels(self.channels)
@@ -79,8 +82,9 @@ class Store:
         """
         store = cls(open_source(config), config)
         check_units(store.source, config)
+        store.settle_dates()
         for split in SPLITS:
-            split_span(config, split, store.times)
+            split_span(store.config, split, store.times)
         return store
 
     def with_ranges(self, ranges: Mapping[str, Range]) -> "Store":
@@ -98,6 +102,16 @@ class Store:
         places = np.linspace(span.start, span.stop - 1, most).round().astype(np.intp)
         for place in np.unique(places):
             yield self._stepped.read(channels, np.array([place]), slice(0, self.grid[0]))[0]
+
+    def settle_dates(self) -> None:
+        """Choose the dates that the config leaves open; from then on `config` has them all.
+
+        Raises:
+            UserError: see `settled_dates`.
+        """
+        if self.config.dates.open:
+            dates, self.chosen_dates = settled_dates(self.config, self.times)
+            self.config = replace(self.config, dates=dates)
 
     @property
     def bytes_read(self) -> int:

@@ -6,10 +6,11 @@ from credit_dp.config import DataConfig
 from credit_dp.data.forcings import COMPUTED, COMPUTED_STATICS
 from credit_dp.data.grid import parse_grid
 from credit_dp.data.schema import Channels, expand, suggestions
+from credit_dp.data.sources.ecmwf_names import meaning
 from credit_dp.data.sources.source import Source
+from credit_dp.data_config import ROLES
 from credit_dp.errors import UserError
 
-ROLES = ("prognostic", "diagnostic", "forcing", "static")
 NOT_READ: Mapping[str, Collection[str]] = {"forcing": COMPUTED, "static": COMPUTED_STATICS}
 
 
@@ -39,13 +40,14 @@ def check_keys(config: DataConfig) -> None:
         UserError: naming the key and the nearest variables.
     """
     names = {name: role for role in ROLES for name in getattr(config, role)}
+    meanings = {meaning(name) for name in names}
     for key in config.variables:
-        if key not in names:
+        if meaning(key) not in meanings:
             raise UserError(
                 f"data.variables.{key}: no list of the data config has a variable {key}. "
                 f"{suggestions(key, names)}. Change data.variables, or add it to a list."
             )
-        if key in NOT_READ.get(names[key], ()):
+        if key in NOT_READ.get(names.get(key, ""), ()):
             raise UserError(
                 f"data.variables.{key}: {key} is computed, not read: nothing can be set for it. "
                 "Take it out of data.variables."

@@ -5,9 +5,10 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
+from credit_dp.data.dates import Times
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.evaluation.coasts import NONE, coasts_of
-from credit_dp.evaluation.held_out import HeldOut, Times
+from credit_dp.evaluation.held_out import HeldOut
 from credit_dp.evaluation.last_lead import LastLeadSums, gathered, mapped_channel
 from credit_dp.evaluation.metrics import RootMeanSquare
 from credit_dp.evaluation.plots import FieldMap, MapGrid

@@ -9,14 +9,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from credit_dp.config import Config, TrainerConfig
+from credit_dp.data.dates import Dated, Times
 from credit_dp.data.grid import row_weights
 from credit_dp.data.nonnegative import is_nonnegative
 from credit_dp.data.normalise import Normaliser
 from credit_dp.data.prepare import Prepared
 from credit_dp.data.sampling import frame_steps, initial_times
 from credit_dp.evaluation.valid_points import ValidPoints
-
-Times = NDArray[np.datetime64]
 
 PROBES = 4  # initial times looked at before training, first and last among them
 
@@ -43,13 +42,13 @@ class Dates:
         """Those of a run's final scores."""
         return cls("test", tuple(trainer.evaluate_hours), trainer.evaluate_stride_hours)
 
-    def initial_times(self, prepared: Prepared, frames: int) -> Times:
+    def initial_times(self, store: Dated, frames: int) -> Times:
         """`(N,)`, rising.
 
         Raises:
             UserError: as in `initial_times`.
         """
-        found = initial_times(prepared, self.split, self.hours, self.stride_hours, frames)
+        found = initial_times(store, self.split, self.hours, self.stride_hours, frames)
         return found if self.most is None else found[spread(len(found), self.most)]
 
 
@@ -92,7 +91,7 @@ class HeldOut:
         self.rows = rows
         self.normaliser = Normaliser.of(prepared, like.dtype, like.device)
         frames = config.model.frames
-        self.initial_times: Times = chosen.initial_times(prepared, frames)
+        self.initial_times: Times = chosen.initial_times(prepared.store, frames)
         self.hours = tuple(sorted(chosen.hours))
         self.leads = tuple(hour // config.data.step_hours for hour in self.hours)
         self.step = np.timedelta64(config.data.step_hours, "h")

@@ -83,7 +83,9 @@ def match(request: ScoreRequest, forecast: ForecastStore, report: Report) -> Mat
         config = dataclasses.replace(config, levels=_check_variables(request, forecast, source))
         there = Store(source, config).times  # without those that lack what they are a sum of
         fitted = FittedTo(request.climatology_dates, there, times[0])
-        config = dataclasses.replace(config, dates=DatesConfig(*[fitted.span] * 3))
+        config = dataclasses.replace(
+            config, dates=DatesConfig(fitted.span, fitted.span, fitted.span)
+        )
         truth = Store(source, config)
         truth = truth.with_ranges(ranges_of(truth, cache_folder(request.cache)))
     same_rows(truth.latitude, forecast.latitude, forecast.where, "forecast")

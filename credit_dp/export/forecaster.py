@@ -1,6 +1,6 @@
 """A trained model on one device: from physical fields to physical fields, one step later."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import final
 
 import numpy as np
@@ -92,13 +92,40 @@ class Forecaster(nn.Module):
         scales = self._out.scales(self.tendency_scale)
         return scales.physical(scales.means[: self.states], None)
 
-    def forward(self, fields: Tensor, times: Times, forcing: Tensor | None = None) -> Tensor:
-        """The fields one `step` after `times`.
+    def rollout(
+        self,
+        fields: Tensor,
+        times: Times,
+        steps: int,
+        forcing: Callable[[np.ndarray], Tensor] | None = None,
+    ) -> Iterator[Tensor]:
+        """Yield the fields after each of some steps, each made from those before.
+
+        All `variables` are yielded, of which only the states go in again; of several frames, the
+        oldest is dropped.
+
+        Args:
+            fields, times: see the class.
+            steps: how many.
+            forcing: returns `self.forcing` at times `(B,)`, if there is any.
 
         Raises:
-            UserError: a shape is not as needed.
+            UserError: as in `forward`.
         """
-        moments = np.atleast_1d(np.asarray(times, dtype="datetime64[ns]"))
+        moments = _dates(times)
+        for _ in range(steps):
+            later = self(fields, moments, None if forcing is None else forcing(moments))
+            yield later
+            fields = torch.cat([fields, later[:, : self.states]], dim=1)[:, self.states :]
+            moments = moments + self.step
+
+    def forward(self, fields: Tensor, times: Times, forcing: Tensor | None = None) -> Tensor:
+        """The fields one `step` after `times`; for several steps see `rollout`.
+
+        Raises:
+            UserError: a shape or a type is not as needed.
+        """
+        moments = _dates(times)
         given = self._checked(fields, moments, forcing)
         shape = (len(moments), self.frames, self.states, *self.contents.grid)
         now = self._out.normalised(fields.reshape(shape), self.static, self.valid).flatten(1, 2)
@@ -124,21 +151,74 @@ class Forecaster(nn.Module):
 
     def _checked(self, fields: Tensor, times: np.ndarray, forcing: Tensor | None) -> Tensor:
         """The forcing, empty if there is none; refuse what does not fit."""
-        rows, columns = self.contents.grid
-        given = fields.new_empty(len(times), 0, rows, columns) if forcing is None else forcing
-        wanted = (len(times), self.frames * self.states, rows, columns)
-        if tuple(fields.shape) != wanted:
-            raise UserError(
-                f"fields: need the shape {wanted} for {len(times)} times, got "
-                f"{tuple(fields.shape)}."
+        states, out, grid = self.frames * self.states, len(self.variables), self.contents.grid
+        each = "the states" if self.frames == 1 else f"{self.frames} x {self.states} states"
+        hint = ""
+        if states != _channels(fields) in (out, states - self.states + out):
+            hint = (
+                f" The last {out - self.states} of what comes out do not go in again: leave them "
+                "out, with fields[:, : model.states], or use model.rollout."
             )
-        wanted = (len(times), len(self.forcing), rows, columns)
-        if tuple(given.shape) != wanted:
+        wanted = (len(times), states, *grid)
+        _check_tensor("fields", fields, wanted, f"{states} channels ({each})", hint)
+        count = len(self.forcing)
+        if forcing is None and count:
             raise UserError(
-                f"forcing: needs {', '.join(self.forcing) or 'nothing'} in the shape {wanted}, got "
-                f"{tuple(given.shape)}."
+                f"forcing: this model needs {', '.join(self.forcing)} as the third argument, got "
+                "none."
             )
+        given = fields.new_empty(len(times), 0, *grid) if forcing is None else forcing
+        names = f" ({', '.join(self.forcing)})" if count else ""
+        what = f"{count} channel{'s' if count != 1 else ''}{names}"
+        _check_tensor("forcing", given, (len(times), count, *grid), what)
         return given
+
+
+def _dates(times: Times) -> np.ndarray:
+    """`(B,)` datetime64[ns].
+
+    Raises:
+        UserError: they are no dates.
+    """
+    try:
+        given = np.atleast_1d(np.asarray(times))
+        dates = given.astype("datetime64[ns]")
+    except (TypeError, ValueError):
+        dates = np.array(["NaT"], dtype="datetime64[ns]")
+    if dates.ndim != 1 or np.isnat(dates).any() or given.dtype.kind not in "MOSU":
+        raise UserError(f"times: need a date for each sample, like np.datetime64, got {times!r}.")
+    return dates
+
+
+def _channels(fields: object) -> int | None:
+    """How many channels a tensor has, if it is one of fields."""
+    return fields.shape[1] if isinstance(fields, Tensor) and fields.ndim == 4 else None
+
+
+def _check_tensor(
+    name: str, tensor: object, wanted: tuple[int, int, int, int], channels: str, hint: str = ""
+) -> None:
+    """Refuse another shape, whole numbers, or what is no tensor, in words.
+
+    Args:
+        wanted: samples, channels, rows and columns.
+        channels: how many, and what they are.
+        hint: what to do, after the message.
+
+    Raises:
+        UserError: with what is needed and what came.
+    """
+    count, _, rows, columns = wanted
+    needs = f"{count} sample{'s' if count != 1 else ''} (one for each time) x {channels}"
+    if not isinstance(tensor, Tensor):
+        got = f"{type(tensor).__name__}, which is no tensor"
+    elif not tensor.is_floating_point():
+        got = f"{tensor.dtype}; needs floating-point numbers"
+    elif tuple(tensor.shape) != wanted:
+        got = " x ".join(map(str, tensor.shape)) or "a single number"
+    else:
+        return
+    raise UserError(f"{name}: needs {needs} x {rows} rows x {columns} columns, got {got}.{hint}")
 
 
 def build_forecaster(where: str, trained: Trained, config: ModelConfig) -> Forecaster:

@@ -23,8 +23,11 @@ def planned_jobs(folder: Path) -> list[dict[str, str]]:
     if at(hydra, "sweeper._target_") != SWEEPER:
         return []
     params = as_table(at(hydra, "sweeper.params"))
-    typed = [re.sub(r"\\+\$", "$", f"{key}={value}") for key, value in params.items()]
-    typed += as_list(at(hydra, "overrides.task"))
+    task = [str(text) for text in as_list(at(hydra, "overrides.task"))]
+    given = {text.lstrip("+").partition("=")[0] for text in task}
+    left = {key: value for key, value in params.items() if key not in given}
+    typed = [re.sub(r"\\+\$", "$", f"{key}={value}") for key, value in left.items()]
+    typed += task
     choices: dict[str, list[str]] = {}
     try:
         for override in OverridesParser.create().parse_overrides(typed):

@@ -145,7 +145,11 @@ def build_sequence(
         UserError: the global batch does not divide among the data ranks, or samples are too few.
     """
     return SampleSequence(
-        len(sample_times(prepared, "train", config.model.frames, config.trainer.longest_rollout)),
+        len(
+            sample_times(
+                prepared.store, "train", config.model.frames, config.trainer.longest_rollout
+            )
+        ),
         config.data.batch_size,
         manager.dp_rank,
         manager.dp_world_size,

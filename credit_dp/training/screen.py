@@ -19,7 +19,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-DATA = "credit_dp.data"  # the loggers of the data
+DATA = ("credit_dp.data", "credit_dp.train.dates")  # the loggers of the data and their dates
 QUIET_SECONDS = 10.0  # between two lines where there is no terminal
 
 

@@ -9,7 +9,9 @@ import pytest
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from credit_dp.command.compose import Composer
 from credit_dp.command.explain import explain
+from credit_dp.command.preflight import check_plan
 from tests.command.answers import answer, refusal
 
 ROOT = Path(__file__).parents[2]
@@ -64,9 +66,13 @@ CASES = {
     ),
     "repeated variable": (["data.prognostic=[t,t]"], "data.prognostic: .*more than once"),
     "grid": (["data.grid=121"], "data.grid: needs ROWSxCOLUMNS"),
-    "missing dates": (
-        ["data=zarr", "data.store=x"],
-        "data.dates.test, data.dates.train, data.dates.valid: need a",
+    "dates that are neither a span nor auto": (
+        ["data.dates.valid=atuo"],
+        "^data.dates.valid: needs .first, last. in ISO format, .* or auto, got 'atuo'$",
+    ),
+    "dates for all splits": (
+        ["data.dates=[2000-01-01,2000-12-31]"],
+        r"^data.dates: needs a group of keys \(train, valid, test, ",
     ),
     "resume without a name": (["resume=auto"], "resume: auto needs run.name"),
     "a path for a name": (["run.name=a/b"], "run.name: needs letters"),
@@ -142,9 +148,9 @@ def test_grids_and_checkpoints_that_are_there_pass(
         ["parallel.domain=8"],
         ["parallel.domain=3", "data.grid=11x22"],
         ["parallel.domain=11", "data.grid=11x22", "model.channels=[8]"],
-        [f"resume={tmp_path}"],
     ):
         assert answer(monkeypatch, "--check", *arguments)[0] == 0
+    check_plan(Composer("train").config([f"resume={tmp_path}"]))  # what is in it is seen later
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())

@@ -9,21 +9,16 @@ import yaml
 from omegaconf import OmegaConf
 
 from credit_dp.command.compose import Composer, conf_folder
-from credit_dp.config import Config
+from credit_dp.command.overrides import parse_overrides
+from credit_dp.config import Config, DataConfig, DatesConfig
 from credit_dp.fields import Fields
 from credit_dp.models import build_model
 from tests.command.answers import answer, refusal
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted(conf_folder().glob("*/*.yaml"))
-# A user's store has no dates of its own to be guessed.
 NEEDS = {
-    "data=zarr": [
-        "data.store=/x.zarr",
-        "data.dates.train=[2000-01-01,2000-12-31]",
-        "data.dates.valid=[2001-01-01,2001-01-31]",
-        "data.dates.test=[2001-02-01,2001-12-31]",
-    ],
+    "data=zarr": ["data.store=/x.zarr"],
     "data=anemoi": ["data.store=/x.zarr"],
     "data=prepared": ["data.store=/x.zarr"],
     "experiment=finetune": ["init_from=/run"],
@@ -107,12 +102,6 @@ def test_check_plans_and_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "weights in bfloat16" in half
 
 
-def test_check_of_data_that_is_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    code, out, _ = answer(monkeypatch, "--check", "data=zarr", *NEEDS["data=zarr"])
-    assert code == 0
-    assert "There is no plan, as the data can't be seen from here: /x.zarr" in out
-
-
 def test_help_names_groups_and_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     code, out, _ = answer(monkeypatch, "--help")
     assert code == 0
@@ -175,6 +164,36 @@ def test_a_users_file_that_includes_itself_is_one_line(
     assert refusal(monkeypatch).startswith("defaults: a config file includes itself")
 
 
+def data_of(*texts: str) -> DataConfig:
+    overrides = [str(override.input_line) for override in parse_overrides(texts)]
+    return Composer("train").config(overrides).data
+
+
+def test_dates_of_a_preset_are_told_from_those_that_are_given(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Those of a preset give way where a store lacks them, so that they have to be known."""
+    own = tmp_path / "conf" / "data"
+    own.mkdir(parents=True)
+    changed = "dates: {test: ['2021-01-01', '2021-12-31']}\n"
+    (own / "mine.yaml").write_text(f"defaults: [weatherbench2, _self_]\n{changed}")
+    monkeypatch.chdir(tmp_path)
+    train = ["1979-01-01", "2017-12-31"]
+    assert data_of("data=weatherbench2").dates.preset == ["train", "valid", "test"]
+    assert data_of("data=mine").dates.preset == ["train", "valid"]
+    given = data_of("data=weatherbench2", f"data.dates.train=[{','.join(train)}]").dates
+    assert (given.train, given.preset) == (train, ["valid", "test"])
+    assert data_of("data=quickstart").dates.preset == []
+
+
+def test_dates_can_be_left_to_the_store() -> None:
+    every = data_of("data=weatherbench2", "data.dates=auto").dates
+    assert every == DatesConfig("auto", "auto", "auto")
+    assert data_of("data=zarr", "data.store=x").dates == every
+    some = data_of("data=zarr", "data.store=x", "data.dates.train=[19790101,20171231]").dates
+    assert (some.train, some.valid) == (["19790101", "20171231"], "auto")
+
+
 def test_overrides_of_hydra_work() -> None:
     composed = Composer("train").compose(["hydra.run.dir=/tmp/elsewhere"])
     assert composed.hydra.run.dir == "/tmp/elsewhere"
@@ -194,3 +213,30 @@ def test_answers_import_nothing_heavy() -> None:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("texts", "kept"),
+    [
+        (["data=weatherbench2", "data.diagnostic=[]"], []),
+        (["data=arco", "data.diagnostic=[]"], []),
+        (["data=anemoi", "data.store=x", "data.diagnostic=[]"], []),
+        (["data=anemoi", "data.store=x", "data.diagnostic=[tp]"], ["total_precipitation"]),
+        # The sum over six hours is another variable.
+        (["data=weatherbench2", "data.diagnostic=[tp]"], []),
+        (["data=weatherbench2"], ["total_precipitation_6hr"]),
+        (
+            [
+                "data=weatherbench2",
+                "data.diagnostic=[]",
+                "data.variables.total_precipitation_6hr.normalise=std",
+                "data.variables.2m_temprature.fill=0",
+            ],
+            ["2m_temprature"],
+        ),
+    ],
+)
+def test_what_a_preset_does_to_variables_of_no_list_is_dropped(
+    texts: list[str], kept: list[str]
+) -> None:
+    assert list(data_of(*texts).variables) == kept

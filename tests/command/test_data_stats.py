@@ -94,11 +94,11 @@ def test_bad_input_is_one_line(keys, monkeypatch, given, told):
     assert told in refused(*keys, *given)
 
 
-def test_all_dates_are_those_with_a_whole_sum(keys, tmp_path, capsys):
+def test_dates_are_chosen_among_those_with_a_whole_sum(keys, tmp_path, capsys):
     without = [key for key in keys if not key.startswith("data.dates")]
     summed = ["data.variables.solar.accumulated=true", "data.step=12h"]
     assert stats(*without, *summed, f"out={tmp_path / 'all.json'}") == 0
-    assert "5 dates, 2000-01-01T12:00 to 2000-01-03T12:00" in capsys.readouterr().out
+    assert "3 dates, 2000-01-01T12:00 to 2000-01-02T12:00" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -111,12 +111,16 @@ def test_variables_can_be_set(keys, tmp_path, said):
     )
 
 
-def test_all_of_a_stores_dates_are_taken_where_none_are_given(keys, tmp_path, capsys):
+def test_without_dates_it_takes_those_that_training_would(keys, tmp_path, capsys):
     del keys[3]
     assert stats(*keys, f"out={tmp_path / 'stats.json'}", "every=2") == 0
     told = capsys.readouterr().out
-    assert "6 dates, 2000-01-01T00:00 to 2000-01-03T12:00, every=2" in told
+    assert "5 dates, 2000-01-01T00:00 to 2000-01-03T00:00, every=2" in told
+    assert "data.dates: auto: train 2000-01-01T00 to 2000-01-03T06 (10 times), valid" in told
     assert "every=3 is better" in told
+    every = "data.dates.train=[2000-01-01,2000-01-03]"
+    assert stats(*keys, every, f"out={tmp_path / 'every.json'}") == 0
+    assert "12 dates, 2000-01-01T00:00 to 2000-01-03T18:00" in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -145,10 +145,7 @@ REFUSED = {
         "data.prognostic: the quickstart climate has no variable temprature. Nearest: temperature",
     ),
     "unknown forcing": (["data.forcing=[x]"], "data.forcing: the quickstart climate has no"),
-    "no store": (
-        ["data=zarr", "data.store=/nope"],
-        "data.dates.test, data.dates.train, data.dates.valid: need a",
-    ),
+    "no store": (["data=zarr", "data.store=/nope"], "/nope: no such zarr store"),
     "several values": (["parallel.domain=2,3"], "parallel.domain: several values need"),
     "unknown dash": (["--yaml"], "--yaml"),
 }

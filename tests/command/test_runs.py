@@ -170,6 +170,10 @@ def test_an_experiment_brings_what_it_varies(
     assert (code, meshes) == (0, [(3, "48x48"), (3, "72x48")])
     assert err.count("\n") == 1  # the table at the end has nothing to show: nothing was trained
     assert "0 of 2 runs could be timed" in err
+    with launched(monkeypatch, tmp_path) as configs:
+        answer(monkeypatch, "-m", "experiment=scaling", "data=zarr", "data.store=s.zarr")
+    grids = [(config.parallel.domain, config.data.grid) for config in configs]
+    assert grids == [(1, None), (2, None)]  # a store has one
     line = refusal(monkeypatch, "-m", "experiment=scaling", "data.grid=${rows_per_rank:24},48x48")
     assert line.startswith("data.grid: ")
     assert "needs ROWSxCOLUMNS" in line

@@ -9,7 +9,7 @@ import pytest
 from credit_dp.command.compose import Composer
 from credit_dp.command.overrides import parse_overrides
 from credit_dp.command.sweep_jobs import Job, choices_of, plan_jobs
-from credit_dp.config import ParallelConfig
+from credit_dp.config import DatesConfig, ParallelConfig
 from credit_dp.errors import UserError
 from credit_dp.training.run_folder import resolved_yaml
 from tests.command.answers import answer
@@ -62,6 +62,17 @@ def test_the_same_overrides_with_another_config_are_refused(
     (tmp_path / "0/config.yaml").write_text(text.replace(f"  steps: {steps}\n", "  steps: 7\n"))
     with pytest.raises(UserError, match=f"another config .trainer.steps: 7, now {steps}"):
         plan(composer, tmp_path, "seed=1")
+
+
+def test_dates_that_a_run_has_chosen_are_no_other_config(
+    composer: Composer, tmp_path: Path
+) -> None:
+    texts = ("data=weatherbench2", "data.store=s.zarr", "data.dates.valid=auto", "seed=1")
+    [job] = plan(composer, tmp_path, *texts)
+    span = ["2001-01-01T00", "2001-02-01T00"]
+    chosen = replace(job.config.data, dates=DatesConfig(span, span, span))
+    finish(replace(job, config=replace(job.config, data=chosen)))
+    assert plan(composer, tmp_path, *texts)[0].state == "finished"
 
 
 @pytest.mark.slow

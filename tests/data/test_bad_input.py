@@ -295,7 +295,7 @@ def test_step_that_the_store_does_not_have(good):
 def test_split_without_two_times_a_step_apart(good):
     config = stores.config(good, valid=["2000-01-03T00", "2000-01-03T00"])
     with pytest.raises(UserError, match=r"data\.dates\.valid"):
-        sample_times(prepare(config), "valid")
+        sample_times(prepare(config).store, "valid")
 
 
 def test_channel_that_never_changes(tmp_path):

@@ -3,20 +3,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from credit_dp.data.prepare import prepare
 from credit_dp.data.sampling import SampleSequence, initial_times, sample_times
+from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 from tests.data import stores
 
 HOUR = np.timedelta64(1, "h")
 
 
-def prepared(tmp_path, present, **changes):
+def opened(tmp_path, present, **changes):
     data = stores.dataset(steps=40, rows=3, columns=4).isel(time=present)
     path = stores.write(data, tmp_path / "store.zarr")
     spans = {"train": ["2000-01-01", "2000-01-04"], "valid": ["2000-01-05T06", "2000-01-07"]}
     spans["test"] = ["2000-01-08", "2000-01-09"]
-    return prepare(stores.config(path, **(spans | changes)))
+    return Store.open(stores.config(path, **(spans | changes)))
 
 
 def hours(times):
@@ -24,77 +24,77 @@ def hours(times):
 
 
 def test_samples_span_no_gap_and_stay_in_their_split(tmp_path):
-    ready = prepared(tmp_path, [0, 1, 2, 4, 5, *range(12, 40)])
-    assert hours(sample_times(ready, "train")) == [0, 6, 24, 72, 78, 84]
-    assert hours(sample_times(ready, "valid"))[:2] == [102, 108]
-    assert hours(sample_times(ready, "valid"))[-1] == 6 * 26
+    store = opened(tmp_path, [0, 1, 2, 4, 5, *range(12, 40)])
+    assert hours(sample_times(store, "train")) == [0, 6, 24, 72, 78, 84]
+    assert hours(sample_times(store, "valid"))[:2] == [102, 108]
+    assert hours(sample_times(store, "valid"))[-1] == 6 * 26
 
 
 def test_samples_of_a_longer_step(tmp_path):
-    ready = prepared(tmp_path, list(range(40)), step="12h")
-    assert hours(sample_times(ready, "train")) == [12 * i for i in range(7)]
+    store = opened(tmp_path, list(range(40)), step="12h")
+    assert hours(sample_times(store, "train")) == [12 * i for i in range(7)]
 
 
 def test_samples_of_several_states_have_them_all_in_their_split(tmp_path):
-    ready = prepared(tmp_path, [0, 1, 2, 4, 5, *range(12, 40)])
-    assert hours(sample_times(ready, "train", 2)) == [6, 78, 84]
-    assert hours(sample_times(ready, "train", 3)) == [84]
+    store = opened(tmp_path, [0, 1, 2, 4, 5, *range(12, 40)])
+    assert hours(sample_times(store, "train", 2)) == [6, 78, 84]
+    assert hours(sample_times(store, "train", 3)) == [84]
     # The split begins at hour 102, though the store has the states before.
-    assert hours(sample_times(ready, "valid", 2))[:2] == [108, 114]
-    assert hours(sample_times(ready, "valid", 2))[-1] == 6 * 26
+    assert hours(sample_times(store, "valid", 2))[:2] == [108, 114]
+    assert hours(sample_times(store, "valid", 2))[-1] == 6 * 26
 
 
 def test_samples_have_all_steps_of_the_longest_rollout_in_their_split(tmp_path):
-    ready = prepared(tmp_path, [0, 1, 2, 4, 5, *range(12, 40)])
-    assert hours(sample_times(ready, "train", 1, 2)) == [0, 72, 78]
-    assert hours(sample_times(ready, "train", 2, 2)) == [78]
-    assert hours(sample_times(ready, "valid", 1, 3))[-1] == 6 * 24
+    store = opened(tmp_path, [0, 1, 2, 4, 5, *range(12, 40)])
+    assert hours(sample_times(store, "train", 1, 2)) == [0, 72, 78]
+    assert hours(sample_times(store, "train", 2, 2)) == [78]
+    assert hours(sample_times(store, "valid", 1, 3))[-1] == 6 * 24
     with pytest.raises(
         UserError, match=r"6 dates of .*Lower the longest of trainer\.rollout, or change data\.step"
     ):
-        sample_times(ready, "train", 1, 5)
+        sample_times(store, "train", 1, 5)
     with pytest.raises(UserError, match=r"Lower model\.frames or the longest of trainer\.rollout"):
-        sample_times(ready, "train", 2, 4)
+        sample_times(store, "train", 2, 4)
 
 
 def test_more_states_than_dates_in_a_row(tmp_path):
-    ready = prepared(tmp_path, [0, 1, 2, 4, 5, *range(12, 40)])
+    store = opened(tmp_path, [0, 1, 2, 4, 5, *range(12, 40)])
     with pytest.raises(
         UserError, match=r"6 dates of data\.dates\.train.*Lower model\.frames"
     ) as caught:
-        sample_times(ready, "train", 5)
+        sample_times(store, "train", 5)
     assert "\n" not in str(caught.value)
     with pytest.raises(
         UserError, match=r"from 11 states fits into data\.dates\.valid.*model\.frames"
     ):
-        initial_times(ready, "valid", [6], 6, 11)
+        initial_times(store, "valid", [6], 6, 11)
 
 
 def test_forecasts_start_where_all_their_states_are(tmp_path):
-    ready = prepared(tmp_path, [i for i in range(40) if i != 24])
-    assert hours(initial_times(ready, "valid", [6, 12], 6, 2)) == [108, 114, 120, 126]
-    assert hours(initial_times(ready, "valid", [6, 12], 12, 3)) == [114, 126]
+    store = opened(tmp_path, [i for i in range(40) if i != 24])
+    assert hours(initial_times(store, "valid", [6, 12], 6, 2)) == [108, 114, 120, 126]
+    assert hours(initial_times(store, "valid", [6, 12], 12, 3)) == [114, 126]
 
 
 def test_initial_times_have_their_whole_window(tmp_path):
-    ready = prepared(tmp_path, [i for i in range(40) if i != 24])
+    store = opened(tmp_path, [i for i in range(40) if i != 24])
     # The split holds hours 102 to 162 without hour 144.
-    assert hours(initial_times(ready, "valid", [6, 12], 6)) == [102, 108, 114, 120, 126, 150]
-    assert hours(initial_times(ready, "valid", [6, 12], 12)) == [102, 114, 126, 150]
-    assert hours(initial_times(ready, "valid", [24], 6)) == [102, 108, 114]
+    assert hours(initial_times(store, "valid", [6, 12], 6)) == [102, 108, 114, 120, 126, 150]
+    assert hours(initial_times(store, "valid", [6, 12], 12)) == [102, 114, 126, 150]
+    assert hours(initial_times(store, "valid", [24], 6)) == [102, 108, 114]
 
 
 def test_lead_that_is_no_whole_number_of_steps(tmp_path):
-    ready = prepared(tmp_path, list(range(40)))
+    store = opened(tmp_path, list(range(40)))
     for lead in (7, 0, -6):
         with pytest.raises(UserError, match=r"trainer\.evaluate_hours"):
-            initial_times(ready, "valid", [6, lead], 6)
+            initial_times(store, "valid", [6, lead], 6)
 
 
 def test_lead_that_fits_nowhere(tmp_path):
-    ready = prepared(tmp_path, list(range(40)))
+    store = opened(tmp_path, list(range(40)))
     with pytest.raises(UserError, match=r"data\.dates\.valid"):
-        initial_times(ready, "valid", [72], 6)
+        initial_times(store, "valid", [72], 6)
 
 
 @given(

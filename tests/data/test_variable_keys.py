@@ -76,6 +76,17 @@ def test_names_that_are_no_variables_are_refused(tmp_path):
         assert "\n" not in str(caught.value)
 
 
+def test_a_variable_may_go_by_its_short_name(tmp_path):
+    rain = stores.dataset().rename(solar="tp")
+    path = stores.write(rain, tmp_path / "s.zarr")
+    log = {"total_precipitation": VariableConfig(normalise="std")}
+    lists = {"forcing": [], "static": [], "diagnostic": ["tp"]}
+    assert Store.open(stores.config(path, variables=log, **lists)).channels.outputs == 8
+    six_hours = {"total_precipitation_6hr": VariableConfig(normalise="std")}
+    with pytest.raises(UserError, match="no list of the data config has a variable total_prec"):
+        Store.open(stores.config(path, variables=six_hours, **lists))
+
+
 def test_the_quickstart_refuses_them_before_it_is_made():
     with pytest.raises(UserError, match=r"data\.variables\.tempurature.*Nearest: temperature"):
         expected_channels(composed("data.variables.tempurature.fill=mean"))

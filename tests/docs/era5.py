@@ -6,27 +6,31 @@ import numpy as np
 import xarray as xr
 
 LEVELS = [50, 100, 150, 200, 250, 300, 400, 500, 600, 700, 850, 925, 1000]
-ROWS, COLUMNS, STEPS = 24, 48, 204
+ROWS, COLUMNS, STEPS = 32, 64, 204
+# Units, and the least and the most that values are: those on levels at the top, then at the bottom.
 ON_LEVELS = {
-    "geopotential": "m**2 s**-2",
-    "temperature": "K",
-    "u_component_of_wind": "m s**-1",
-    "v_component_of_wind": "m s**-1",
-    "specific_humidity": "kg kg**-1",
+    "geopotential": ("m**2 s**-2", (1.95e5, 2.05e5), (-1e3, 3e3)),
+    "temperature": ("K", (205, 220), (250, 305)),
+    "u_component_of_wind": ("m s**-1", (-30, 30), (-15, 15)),
+    "v_component_of_wind": ("m s**-1", (-30, 30), (-15, 15)),
+    "specific_humidity": ("kg kg**-1", (1e-6, 5e-6), (1e-4, 0.02)),
 }
 AT_SURFACE = {
-    "2m_temperature": "K",
-    "10m_u_component_of_wind": "m s**-1",
-    "10m_v_component_of_wind": "m s**-1",
-    "mean_sea_level_pressure": "Pa",
-    "total_precipitation_6hr": "m",
+    "2m_temperature": ("K", (240, 310)),
+    "10m_u_component_of_wind": ("m s**-1", (-15, 15)),
+    "10m_v_component_of_wind": ("m s**-1", (-15, 15)),
+    "mean_sea_level_pressure": ("Pa", (9.6e4, 1.04e5)),
+    "total_precipitation_6hr": ("m", (0, 0.02)),
 }
-STATICS = {"geopotential_at_surface": "m**2 s**-2", "land_sea_mask": "(0 - 1)"}
+STATICS = {
+    "geopotential_at_surface": ("m**2 s**-2", (0, 3e4)),
+    "land_sea_mask": ("(0 - 1)", (0, 1)),
+}
 DIMS = ("time", "level", "latitude", "longitude")
 
 
 def write(path: Path) -> None:
-    """Noise with the names, dims and units of the 13 levels, six-hourly from January 2001 on."""
+    """Noise with the names, dims, units and sizes of the 13 levels, six-hourly from 2001 on."""
     random = np.random.default_rng(0)
     coords = {
         "time": np.datetime64("2001-01-01", "ns") + np.arange(STEPS) * np.timedelta64(6, "h"),
@@ -35,14 +39,20 @@ def write(path: Path) -> None:
         "longitude": np.arange(COLUMNS) * 360 / COLUMNS,
     }
     sizes = {name: len(values) for name, values in coords.items()}
+    height = np.log(LEVELS[-1] / np.array(LEVELS)) / np.log(LEVELS[-1] / LEVELS[0])
+    depth = 1 - height.reshape(-1, 1, 1)  # 0 at the top level, 1 at the lowest
     fields = {}
     for group, dims in (
         (ON_LEVELS, DIMS),
         (AT_SURFACE, ("time", *DIMS[2:])),
         (STATICS, DIMS[2:]),
     ):
-        for name, unit in group.items():
-            values = random.uniform(size=[sizes[dim] for dim in dims]).astype(np.float32)
+        for name, (unit, top, *bottom) in group.items():
+            low, high = np.array(top, "f4")
+            if bottom:
+                low, high = (a + depth * (b - a) for a, b in zip(top, *bottom, strict=True))
+            share = random.random([sizes[dim] for dim in dims], dtype="f4")
+            values = (low + share * (high - low)).astype("f4")
             fields[name] = (dims, values, {"units": unit})
     data = xr.Dataset(fields, coords)
     chunks = {

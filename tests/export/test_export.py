@@ -162,14 +162,88 @@ def test_loading_draws_no_random_numbers(file):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_shapes_that_do_not_fit_are_one_line(run, file):
+@pytest.fixture(scope="module")
+def raining(tmp_path_factory):
+    """A run of which a variable comes out only, with two frames and no forcing from the store."""
+    folder = tmp_path_factory.mktemp("raining")
+    config = make_config(make_store(folder, 12), folder / "run", tiny_unet(frames=2), steps=1)
+    lists = {"prognostic": ["geopotential", "2m_temperature"], "diagnostic": ["temperature"]}
+    config = replace(config, data=replace(config.data, **lists, forcing=["insolation"]))
+    trained(config)
+    return folder / "run"
+
+
+def test_a_rollout_feeds_back_what_goes_in_again(raining):
+    model = credit_dp.load(raining)
+    assert (len(model.variables), model.states, model.frames) == (7, 4, 2)
+    fields = torch.randn(2, 8, 12, 16, dtype=torch.float64)
+    times = np.array(["2000-01-02", "2000-01-02T06"], "M8[ns]")
+    with torch.no_grad():
+        one, two, three = model.rollout(fields, times, 3)
+        states = torch.cat([fields[:, 4:], one[:, :4]], dim=1)
+        assert torch.equal(two, model(states, times + model.step))
+        states = torch.cat([one[:, :4], two[:, :4]], dim=1)
+        assert torch.equal(three, model(states, times + 2 * model.step))
+
+
+def test_a_rollout_asks_for_its_forcings(run, file):
+    _, config, training = run
+    (fields, times, solar), wanted = forecast(config, training, 2)
+    asked = []
+
+    def forcing(at: np.ndarray) -> torch.Tensor:
+        asked.append(at)
+        return solar
+
+    with torch.no_grad():
+        first, _ = credit_dp.load(file).rollout(fields, times, 2, forcing)
+    assert torch.equal(first, wanted)
+    assert np.array_equal(asked, [times, times + np.timedelta64(6, "h")])
+
+
+def test_the_example_of_the_docs_runs_on_a_model_with_diagnostics(raining, tmp_path):
+    page = (Path(__file__).parents[2] / "docs/checkpoints.md").read_text()
+    (block,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    script = tmp_path / "forecast.py"
+    script.write_text(block)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["forecast.py"])
+        found = runpy.run_path(str(script))["forecast"](str(raining), 4)
+    assert found.shape == (4, 7)
+    assert torch.isfinite(found).all()
+
+
+def test_what_does_not_fit_is_one_line(run, file, raining):
     _, config, training = run
     (fields, times, solar), _ = forecast(config, training, 2)
-    model = credit_dp.load(file)
-    with pytest.raises(UserError, match=r"fields: need the shape \(1, .* for 1 times, got \(2, "):
-        model(fields, times[:1], solar)
-    with pytest.raises(UserError, match=r"forcing: needs solar in the shape \(2, 1, 12, 16\)"):
-        model(fields, times)
+    model, other = credit_dp.load(file), credit_dp.load(raining)
+    states = torch.zeros(1, 8, 12, 16)
+    out = torch.zeros(1, 11, 12, 16)
+    cases = {
+        "fields: needs 1 sample (one for each time) x 7 channels (the states) x 12 rows x 16 "
+        "columns, got 2 x 7 x 12 x 16.": (model, fields, times[:1], solar),
+        "got 2 x 7 x 11 x 16.": (model, fields[:, :, 1:], times, solar),
+        "got 2 x 7 x 12 x 15.": (model, fields[..., 1:], times, solar),
+        "got 7 x 12 x 16.": (model, fields[0], times[:1], solar[:1]),
+        "got torch.int64; needs floating-point numbers.": (model, fields.long(), times, solar),
+        "got ndarray, which is no tensor.": (model, fields.numpy(), times, solar),
+        "x 8 channels (2 x 4 states) x 12 rows x 16 columns, got 1 x 11 x 12 x 16. The last 3 of "
+        "what comes out do not go in again": (other, out, times[:1], None),
+        "got 1 x 7 x 12 x 16. The last 3 of what": (other, out[:, :7], times[:1], None),
+        "got 1 x 9 x 12 x 16.": (other, out[:, :9], times[:1], None),
+        "forcing: this model needs solar as the third argument": (model, fields, times, None),
+        "forcing: needs 2 samples (one for each time) x 1 channel (solar) x 12 rows x 16 columns, "
+        "got 2 x 2 x 12 x 16.": (model, fields, times, torch.cat([solar, solar], dim=1)),
+        "x 0 channels x 12 rows": (other, states, times[:1], solar[:1]),
+        "times: need a date for each sample": (other, states, [0], None),
+        "got ['soon']": (other, states, ["soon"], None),
+        "got array([['2000": (other, states, np.array([["2000-01-01"]], "M8[D]"), None),
+    }
+    for needed, (asked, *arguments) in cases.items():
+        with pytest.raises(UserError) as error:
+            asked(*arguments)
+        assert needed in str(error.value)
+        assert "\n" not in str(error.value)
 
 
 def refusal(path: Path) -> str:

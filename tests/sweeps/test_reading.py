@@ -134,6 +134,13 @@ def test_what_an_interpolation_came_to_is_the_value(tmp_path: Path) -> None:
     assert [job.value("data.grid") for job in sweep.jobs] == ["48x48", "96x48"]
 
 
+def test_what_is_given_goes_before_what_the_experiment_varies(tmp_path: Path) -> None:
+    params = {"data.grid": '${of_quickstart:"48x48,\\${rows_per_rank:24x48}","null"}'}
+    task = ["experiment=scaling", "data.grid=48x48,96x48"]
+    jobs = read_sweep(write_sweep(tmp_path / "sweep", task, params)).jobs
+    assert [job.value("data.grid") for job in jobs] == ["48x48", "96x48"]
+
+
 def test_runs_are_compared_with_persistence_at_the_longest_lead(tmp_path: Path) -> None:
     folder = write_sweep(tmp_path / "sweep", ["seed=0,1,2"])
     for seed, model in enumerate((6.0, 4.0)):

@@ -6,7 +6,8 @@ import pytest
 
 from credit_dp.command.compose import Composer
 from credit_dp.command.overrides import parse_overrides
-from credit_dp.config import Config
+from credit_dp.config import Config, DatesConfig
+from credit_dp.data.store import Store
 from credit_dp.training.screen import Screen
 from credit_dp.training.watch import Watch
 from tests.training.runs import alone, built, make_store
@@ -20,7 +21,6 @@ def config_of(folder: Path, *overrides: str) -> Config:
         "data.dates.train=[2000-01-01,2000-01-03]",
         "data.dates.valid=[2000-01-04T00,2000-01-04T06]",
         "data.dates.test=[2000-01-04,2000-01-05]",
-        "data.grid=null",
         "model=unet_tiny",
         *overrides,
     ]
@@ -38,6 +38,31 @@ def losses(config: Config, steps: int | None = None) -> list[float]:
             if record.step == steps:
                 break
     return found
+
+
+@pytest.mark.parametrize("name", ["fast", "debug", "scaling"])
+def test_few_times_of_any_store_are_used(tmp_path, name):
+    """Whatever its grid, and however long it is; of the quickstart it is what it was."""
+    store = make_store(tmp_path, 12, steps=204)
+    lists = ["data.prognostic=[temperature]", "data.levels=[500]"]
+    texts = [f"experiment={name}", "data=zarr", f"data.store='{store}'", *lists]
+    config = Composer("train").config(texts)
+    dates = Store.open(config.data).config.dates
+    assert dates.train == ["2000-01-01T00", "2000-01-20T18"]  # of 164 times the first 80
+    assert dates.test == ["2000-02-16T00", "2000-02-20T18"]
+    if name != "scaling":
+        assert len(losses(config)) == config.trainer.steps
+    leads = Composer("train").config([*texts, "data.step=12h"]).trainer.evaluate_hours
+    assert leads == ([12] if name == "scaling" else [12, 48])
+    quickstart = Composer("train").config([f"experiment={name}"])
+    assert quickstart.trainer.evaluate_hours == ([6] if name == "scaling" else [6, 24])
+    quickstart = quickstart.data
+    assert quickstart.grid == ("48x48" if name == "scaling" else "24x48")
+    assert quickstart.dates == DatesConfig(
+        ["2001-01-01T00", "2001-01-20T18"],
+        ["2001-01-31T00", "2001-02-09T18"],
+        ["2001-02-10T00", "2001-02-19T18"],
+    )
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 import csv
 import json
+import logging
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,13 +14,16 @@ import xarray as xr
 from omegaconf import OmegaConf
 
 from credit_dp import train
-from credit_dp.config import Config, VariableConfig
+from credit_dp.config import Config, DatesConfig, VariableConfig
+from credit_dp.data.store import Store
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
 from credit_dp.evaluation import evaluate
 from credit_dp.evaluation.plots import FieldMap
 from credit_dp.launch import Ranks
-from credit_dp.train import run
+from credit_dp.train import run, settle_dates
+from credit_dp.training.run_folder import RunFolder
+from tests.data import stores
 from tests.ranks import on_processes
 from tests.training.runs import alone, built, make_config, make_store
 
@@ -82,6 +87,51 @@ def test_auto_starts_afresh_where_there_is_nothing(config, capsys):
     run(replace(config, resume="auto"), Ranks())
     assert "resumed" not in capsys.readouterr().out
     assert len(log_of(config)) == 4
+
+
+def with_open_dates(config: Config, **dates: object) -> Config:
+    return replace(config, data=replace(config.data, dates=DatesConfig(**dates)))
+
+
+def test_dates_that_are_chosen_stay_when_the_store_grows(config, caplog):
+    data, path = stores.dataset(12, 16, 40), Path(config.data.store)
+    shutil.rmtree(path)
+    stores.write(data.isel(time=slice(0, 30)), path)
+    config = with_open_dates(config, limit=20)
+    caplog.set_level(logging.INFO)
+    run(config, Ranks())
+    told = "data.dates: auto: train 2000-01-01T00 to 2000-01-05T18 (20 times), valid 2000-01-07"
+    assert told in caplog.text
+    folder = Path(config.run.dir)
+    before = OmegaConf.load(folder / "config.yaml").data.dates
+    assert before.test == ["2000-01-07T18", "2000-01-08T06"]
+    shutil.rmtree(path)
+    stores.write(data, path)
+    longer = replace(config, resume="auto", trainer=replace(config.trainer, steps=5))
+    caplog.clear()
+    run(longer, Ranks())
+    assert "data.dates: auto" not in caplog.text
+    assert OmegaConf.load(folder / "config.yaml").data.dates == before
+    elsewhere = ["2000-01-09", "2000-01-09"]
+    dates = replace(longer.data.dates, limit=None, test=elsewhere)
+    changed = replace(longer, data=replace(longer.data, dates=dates))
+    settled = settle_dates(changed, RunFolder(folder), lambda title, share: None)
+    assert settled == DatesConfig([*before.train], [*before.valid], elsewhere)
+
+
+def dates_of_rank(manager: DomainParallelManager, configs: list[Config]) -> DatesConfig:
+    config = configs[manager.rank]
+    return settle_dates(config, RunFolder(Path(config.run.dir)), lambda title, share: None)
+
+
+def test_ranks_have_the_dates_of_rank_0_while_the_store_grows(config, tmp_path):
+    config = with_open_dates(config)
+    configs = [config]
+    for steps in (24, 30):
+        store = str(make_store(tmp_path / str(steps), 12, steps=steps))
+        configs.append(replace(config, data=replace(config.data, store=store)))
+    first = Store.open(config.data).config.dates
+    assert on_processes(3, dates_of_rank, configs) == [first] * 3
 
 
 def contents(folder: Path) -> dict[Path, bytes]:

@@ -5,16 +5,18 @@ Credentials come from the environment only, and no message shows one.
 
 import os
 import re
-from collections.abc import Mapping
+import socket
+from collections.abc import Iterator, Mapping
 from glob import glob, has_magic
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import fsspec
 from fsspec.spec import AbstractFileSystem
 
 from credit_dp.checks import home_replaced
-from credit_dp.errors import UserError
+from credit_dp.errors import UnreachableError, UserError
 
 HERE = ("file", "local")  # protocols of paths on this machine
 PROTOCOL = re.compile(r"([A-Za-z][\w+.-]*)(?:://|::)")
@@ -29,6 +31,19 @@ AMAZON = (
     "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
     "AWS_CONTAINER_CREDENTIALS_FULL_URI",
 )
+# Packages whose errors are of the network or of the rights on the other side, and what is absent.
+NETWORK = (
+    "aiobotocore",
+    "aiohttp",
+    "botocore",
+    "gcsfs",
+    "google",
+    "paramiko",
+    "requests",
+    "urllib3",
+)
+ABSENT = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
+PROXIES = ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY")
 SECRETS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 
 
@@ -131,6 +146,8 @@ def expanded(where: str) -> list[str]:
         try:
             found = sorted(str(system.unstrip_protocol(path)) for path in system.glob(pattern))
         except Exception as error:
+            if is_of_network(error):
+                raise unreachable(where, reason_of(error)) from error
             raise UserError(
                 f"{without_secrets(where)}: can't be listed ({reason_of(error)}). Give the stores "
                 "one by one in data.store."
@@ -143,6 +160,73 @@ def expanded(where: str) -> list[str]:
 def reason_of(error: BaseException) -> str:
     """What went wrong, as the part of a line that a message can show."""
     return without_secrets(_first_line(error))
+
+
+def not_opened(where: str, error: BaseException) -> UserError:
+    """What to say of a zarr store that can't be opened: it is none, or can't be reached."""
+    if is_remote(where) and is_of_network(error):
+        return unreachable(where, reason_of(error))
+    return UserError(
+        f"{without_secrets(where)}: not a zarr group that can be read ({reason_of(error)}). "
+        "Set data.store to one."
+    )
+
+
+def unreachable(where: str, reason: str) -> UnreachableError:
+    """What to say of a store elsewhere of which nothing is known."""
+    return UnreachableError(
+        f"{without_secrets(where)}: can't be reached from here ({reason}). Look at the network and "
+        "at the credentials in the environment, or change data.store."
+    )
+
+
+def is_of_network(error: BaseException) -> bool:
+    """Whether nobody answered, or nothing may be read, rather than that something is not there."""
+    for each in _causes(error):
+        package = type(each).__module__.partition(".")[0]
+        if package in NETWORK or (isinstance(each, OSError) and not isinstance(each, ABSENT)):
+            return True
+    return False
+
+
+def check_host(where: str) -> None:
+    """Refuse an address whose host has no name here, which libraries try again for minutes.
+
+    Only what is certain is refused: not where a proxy or settings of fsspec lead elsewhere.
+
+    Raises:
+        UnreachableError: the name is not known here.
+    """
+    host = _host(where)
+    protocol = (_protocols(where) or [""])[-1]
+    if host is None or _any_set(PROXIES) or fsspec.config.conf.get(protocol):
+        return
+    try:
+        socket.getaddrinfo(host, None)
+    except OSError as error:
+        raise unreachable(where, f"{host}: {error.strerror or error}") from error
+
+
+def _host(where: str) -> str | None:
+    """The host that an address leads to, if that is certain."""
+    protocol = (_protocols(where) or [""])[-1]
+    if protocol in ("http", "https"):
+        return urlsplit(where.rpartition("::")[2]).hostname
+    if protocol in ("gs", "gcs") and not _any_set(("STORAGE_EMULATOR_HOST",)):
+        return "storage.googleapis.com"
+    elsewhere = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", *AMAZON)
+    if protocol in ("s3", "s3a") and not _any_set(elsewhere):
+        return "s3.amazonaws.com"
+    return None
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error and all that led to it."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        yield error
+        seen.add(id(error))
+        error = error.__cause__ or error.__context__
 
 
 def _protocols(where: str) -> list[str]:

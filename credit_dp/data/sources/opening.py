@@ -13,7 +13,7 @@ from credit_dp.data.sources.address import (
     expanded,
     is_remote,
     local_path,
-    reason_of,
+    not_opened,
     without_secrets,
 )
 from credit_dp.data.sources.anemoi import AnemoiSource
@@ -80,10 +80,7 @@ def _group(where: str) -> zarr.Group:
     try:
         return zarr.open_group(disk, mode="r")
     except Exception as error:
-        raise UserError(
-            f"{without_secrets(where)}: not a zarr group that can be read ({reason_of(error)}). "
-            "Set data.store to one."
-        ) from error
+        raise not_opened(where, error) from error
 
 
 def _is_anemoi(group: zarr.Group) -> bool:

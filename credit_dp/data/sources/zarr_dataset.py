@@ -15,10 +15,9 @@ import zarr
 
 from credit_dp.data.disk import CountingStore, open_disk
 from credit_dp.data.layout import HORIZONTAL, OTHER_NAMES
-from credit_dp.data.sources.address import reason_of, without_secrets
+from credit_dp.data.sources.address import not_opened
 from credit_dp.data.sources.complete import CompleteStore
 from credit_dp.data.sources.intact import IntactStore
-from credit_dp.errors import UserError
 
 TIMES = {"time", *OTHER_NAMES["time"]}
 GLOBE = {name for dim in HORIZONTAL for name in (dim, *OTHER_NAMES[dim])}
@@ -49,10 +48,7 @@ def open_dataset(where: str) -> tuple[xr.Dataset, CountingStore]:
             store, chunks=None, consolidated=consolidated, decode_timedelta=False
         )
     except Exception as error:
-        raise UserError(
-            f"{without_secrets(where)}: not a zarr group that can be read ({reason_of(error)}). "
-            "Set data.store to one."
-        ) from error
+        raise not_opened(where, error) from error
     return dataset, disk
 
 

@@ -2,6 +2,7 @@
 date."""
 
 import asyncio
+import gc
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import numcodecs
 import numpy as np
 import pytest
+import xarray as xr
 import zarr
 from zarr.storage import LocalStore
 
@@ -348,3 +350,19 @@ def test_a_file_that_is_neither(tmp_path):
     (tmp_path / "s.grib").write_bytes(b"GRIB")
     with pytest.raises(UserError, match="not a netCDF file by its name"):
         open_one(str(tmp_path / "s.grib"))
+
+
+def test_no_file_is_closed_while_one_is_opened(tmp_path, monkeypatch):
+    """The collector may close one in another thread, which the netCDF library does not survive."""
+    seen = []
+
+    def watched(*args, **options):
+        seen.append(gc.isenabled())
+        raise OSError("damaged")
+
+    monkeypatch.setattr(xr, "open_dataset", watched)
+    (tmp_path / "s.nc").touch()
+    with pytest.raises(UserError, match="damaged"):
+        open_one(str(tmp_path / "s.nc"))
+    assert seen == [False]
+    assert gc.isenabled()

@@ -11,6 +11,7 @@ from omegaconf import MISSING
 
 from credit_dp import checks
 from credit_dp.errors import UserError
+from credit_dp.variable_names import meaning, meanings
 
 FORMS = ("quickstart", "zarr", "weatherbench2", "arco", "anemoi", "prepared")
 SPLITS = ("train", "valid", "test")
@@ -139,6 +140,7 @@ class DataConfig:
                 checks.no_repeats(f"data.{key}", getattr(self, key))
         for name, variable in self.variables.items():
             variable.check(f"data.variables.{name}")
+        self.variables = self._under_listed_names()
         if not STEP.fullmatch(self.step):
             raise UserError(f"data.step: needs hours or days, like 6h or 1d, got {self.step!r}")
         checks.at_least("data.batch_size", self.batch_size, 1)
@@ -158,6 +160,33 @@ class DataConfig:
                 "data.statistics: needs a file, or those of mean, std and tendency std, got "
                 f"{self.statistics!r}"
             )
+
+    def _under_listed_names(self) -> dict[str, VariableConfig]:
+        """`variables`, of which a key may be another name of a variable in the lists.
+
+        Raises:
+            UserError: a key may stand for two of them, or two keys for one.
+        """
+        lists = (self.prognostic, self.diagnostic, self.forcing, self.static)
+        listed = [name for names in lists if names != MISSING for name in names]
+        found: dict[str, VariableConfig] = {}
+        for key, variable in self.variables.items():
+            names = [name for name in listed if meanings(name) & meanings(key)]
+            if key in listed or not names:
+                names = [key]
+            if len({meaning(name) for name in names}) > 1:
+                raise UserError(
+                    f"data.variables.{key}: stands for {' and '.join(names)} here. Give it by one "
+                    "of these names."
+                )
+            for name in names:
+                if name in found or (name != key and name in self.variables):
+                    raise UserError(
+                        f"data.variables.{key}: {name} has another entry in data.variables. Give "
+                        "one for both."
+                    )
+                found[name] = variable
+        return found
 
     @property
     def statistics_files(self) -> list[str]:

@@ -26,9 +26,9 @@ from credit_dp.data.sources.address import (
     reason_of,
     without_secrets,
 )
-from credit_dp.data.sources.ecmwf_names import CONSTANTS, SURFACE, UPPER
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
+from credit_dp.variable_names import CONSTANTS, SURFACE, UPPER
 
 SUFFIXES = {"mean": ("_mean", ""), "std": ("_std",), "tendency_std": ("_tendency_std",)}
 

@@ -8,10 +8,10 @@ from typing import final
 
 from credit_dp.config import DataConfig
 from credit_dp.data.known_units import KNOWN, STANDARD_NAMES, Known
-from credit_dp.data.sources.ecmwf_names import meaning
 from credit_dp.data.sources.source import Source, Variable
 from credit_dp.data.unit_text import canonical
 from credit_dp.errors import UserError
+from credit_dp.variable_names import meaning
 
 GRAVITY = 9.80665  # m s-2, standard acceleration of free fall (CGPM 1901)
 WATER = 1000.0  # kg m-3

@@ -23,7 +23,8 @@ def wanted_channels(source: Source, config: DataConfig) -> Channels:
     _check_variables(source, config)
     check_keys(config)
     levels = _wanted_levels(source, config)
-    on_levels = {name for name, variable in source.variables.items() if variable.levels}
+    outputs = (*config.prognostic, *config.diagnostic)
+    on_levels = {name for name in outputs if source.variables[name].levels}
     return Channels(
         prognostic=tuple(expand(config.prognostic, on_levels, levels)),
         forcing=tuple(config.forcing),
@@ -106,7 +107,8 @@ def _wanted_levels(source: Source, config: DataConfig) -> Sequence[int]:
     """The levels of the config, or all of the store's in rising order. Empty if it has none."""
     if config.levels is None:
         return _common_levels(source, config)
-    present = any(variable.levels for variable in source.variables.values())
+    names = [*source.variables, *config.prognostic, *config.diagnostic]
+    present = any(source.variables[name].levels for name in names)
     if not config.levels:
         raise UserError("data.levels: needs at least one level, or null for all of the store's.")
     if not present:

@@ -182,13 +182,14 @@ def test_missing_chunk_of_packed_integers(tmp_path):
         assert_names_it(refusal(opened(path)))
 
 
-def test_a_chunk_of_zeros_may_be_left_out_where_zero_is_usual(tmp_path):
+@pytest.mark.parametrize("name", ["solar", "TP", "tsi", "convective_available_potential_energy"])
+def test_a_chunk_of_zeros_may_be_left_out_where_zero_is_usual(tmp_path, name):
     """As zarr does by default: the sun does not shine at night."""
     dark = stores.dataset()["solar"].copy()
     dark[BAD] = 0
-    path = written(tmp_path, solar=dark, rows=6)
-    assert not chunk(path, "solar").exists()
-    assert np.all(opened(path).read([Channel("solar")], slice(BAD, BAD + 1), WHOLE) == 0)
+    path = written(tmp_path, **{name: dark}, rows=6)
+    assert not chunk(path, name).exists()
+    assert np.all(opened(path).read([Channel(name)], slice(BAD, BAD + 1), WHOLE) == 0)
 
 
 @pytest.mark.parametrize("name", ["land_sea_mask", "geopotential_at_surface"])

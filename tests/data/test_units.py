@@ -7,13 +7,24 @@ import pytest
 from credit_dp.command.compose import Composer
 from credit_dp.command.overrides import parse_overrides
 from credit_dp.config import DataConfig, VariableConfig
+from credit_dp.data.accumulate import is_accumulated
 from credit_dp.data.known_units import KNOWN
+from credit_dp.data.nonnegative import is_nonnegative
 from credit_dp.data.quickstart import layout
-from credit_dp.data.sources.ecmwf_names import CONSTANTS, SURFACE, UPPER, long_name
 from credit_dp.data.sources.source import Variable
 from credit_dp.data.unit_text import canonical
 from credit_dp.data.units import CONVERSIONS, check_units, conversion, unit_after
 from credit_dp.errors import UserError
+from credit_dp.evaluation.units import unit_of
+from credit_dp.variable_names import (
+    CONSTANTS,
+    SURFACE,
+    UPPER,
+    long_name,
+    meaning,
+    meanings,
+    names_of_meaning,
+)
 
 
 def source(**variables):
@@ -290,5 +301,24 @@ def test_short_names():
     assert long_name("swvl3") == ("volumetric_soil_water_layer_3", None)
     assert long_name("siconc") == ("sea_ice_cover", None)
     assert long_name("my_own_3") == ("my_own_3", None)
+    assert long_name("Z500") == ("geopotential", 500)
+    assert long_name("geopotential_850") == ("geopotential", 850)
+    assert long_name("u100") == ("100m_u_component_of_wind", None)
+    assert [long_name(name) for name in ("t2", "U10", "q2")] == [
+        (name, None) for name in ("t2", "U10", "q2")
+    ]
+    assert meanings("z") == {"geopotential", "geopotential_at_surface"}
     assert not set(SURFACE) & set(CONSTANTS)
     assert set(UPPER.values()) <= set(KNOWN)
+
+
+@pytest.mark.parametrize("name", sorted({*UPPER, *SURFACE, *CONSTANTS}))
+def test_what_is_known_of_a_variable_is_known_by_all_its_names(name):
+    """Units, sums and signs."""
+    settings = config(name)
+    long = meaning(name)
+    assert name in (*names_of_meaning(long), *names_of_meaning("geopotential"))
+    assert is_accumulated(name, settings) == is_accumulated(long, settings)
+    assert is_nonnegative(name, VariableConfig()) == is_nonnegative(long, VariableConfig())
+    store = SimpleNamespace(units=lambda variable: "")
+    assert unit_of(store, name) == (KNOWN[long].unit if long in KNOWN else "")

@@ -5,12 +5,15 @@ No numpy in here: see `config.py`.
 
 import re
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from omegaconf import MISSING
 
 from credit_dp import checks
 from credit_dp.errors import UserError
+from credit_dp.variable_names import meaning, meanings
+
+Entry = TypeVar("Entry")
 
 FORMS = ("quickstart", "zarr", "weatherbench2", "arco", "anemoi", "prepared")
 ROLES = ("prognostic", "diagnostic", "forcing", "static")  # of variables
@@ -169,6 +172,8 @@ class DataConfig:
             variable.check(f"data.variables.{name}")
         for name, limits in self.limits.items():
             checks.limits(f"data.limits.{name}", limits)
+        self.variables = self._under_listed_names("variables", self.variables)
+        self.limits = self._under_listed_names("limits", self.limits)
         if not STEP.fullmatch(self.step):
             raise UserError(f"data.step: needs hours or days, like 6h or 1d, got {self.step!r}")
         checks.at_least("data.batch_size", self.batch_size, 1)
@@ -188,6 +193,33 @@ class DataConfig:
                 "data.statistics: needs a file, or those of mean, std and tendency std, got "
                 f"{self.statistics!r}"
             )
+
+    def _under_listed_names(self, key: str, entries: dict[str, Entry]) -> dict[str, Entry]:
+        """Entries by variables, of which a name may be another name of one in the lists.
+
+        Raises:
+            UserError: a key may stand for two of them, or two keys for one.
+        """
+        lists = (self.prognostic, self.diagnostic, self.forcing, self.static)
+        listed = [name for names in lists if names != MISSING for name in names]
+        found: dict[str, Entry] = {}
+        for given, entry in entries.items():
+            names = [name for name in listed if meanings(name) & meanings(given)]
+            if given in listed or not names:
+                names = [given]
+            if len({meaning(name) for name in names}) > 1:
+                raise UserError(
+                    f"data.{key}.{given}: stands for {' and '.join(names)} here. Give it by one "
+                    "of these names."
+                )
+            for name in names:
+                if name in found or (name != given and name in entries):
+                    raise UserError(
+                        f"data.{key}.{given}: {name} has another entry in data.{key}. Give "
+                        "one for both."
+                    )
+                found[name] = entry
+        return found
 
     @property
     def statistics_files(self) -> list[str]:

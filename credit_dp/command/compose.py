@@ -29,9 +29,9 @@ from credit_dp.command.keys import check_key, check_lists
 from credit_dp.command.own_models import all_own_models, how_to_register, node_of
 from credit_dp.command.user_files import UserFiles
 from credit_dp.config import Config
-from credit_dp.data.sources.ecmwf_names import meaning
 from credit_dp.data_config import AUTO, ROLES, SPLITS
 from credit_dp.errors import UserError
+from credit_dp.variable_names import meaning
 
 PACKAGE = Path(__file__).resolve().parents[1]
 

@@ -62,7 +62,8 @@ def as_json(report: "Report", stores: Sequence[str]) -> str:
 
 def as_text(report: "Report", stores: Sequence[str]) -> str:
     """Grid, dates, a table of variables, and what to do."""
-    lines = [*_grid(report), *_dates(report), "", *_variables(report), "", *_reading(report)]
+    lines = [*_grid(report), *_dates(report), "", *_variables(report), *_names(report), ""]
+    lines += _reading(report)
     return "\n".join([*lines, *advice(report, stores), ""])
 
 
@@ -142,6 +143,13 @@ def _variables(report: "Report") -> list[str]:
     chunk = "chunk (time, channel, row, column)"
     names = ("variable", "units", "levels", "in time", chunk, "times in a file", "standard name")
     return table(names, rows, left=len(names))
+
+
+def _names(report: "Report") -> list[str]:
+    if not report.long_names:
+        return []
+    found = ", ".join(f"{name} ({stored})" for name, stored in report.long_names.items())
+    return [f"A config finds them by these names too: {found}"]
 
 
 def _levels(levels: Sequence[int]) -> str:

@@ -8,11 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from credit_dp.config import DataConfig
-from credit_dp.data.sources.ecmwf_names import long_name
 from credit_dp.data.sources.source import Times
+from credit_dp.variable_names import meaning
 
 # Source: the accumulated parameters of ERA5's hourly data, by their names in the Climate Data Store
-# (ECMWF, "ERA5: data documentation", table 3). Short names, such as `tp`, count as these.
+# (ECMWF, "ERA5: data documentation", table 3). Other names, such as `tp`, count as these.
 ACCUMULATED = frozenset(
     {
         "boundary_layer_dissipation",
@@ -57,7 +57,7 @@ ACCUMULATED = frozenset(
 def is_accumulated(name: str, config: DataConfig) -> bool:
     """Whether a variable's values are sums since the time before: as the config says, or known."""
     said = config.of(name).accumulated
-    return long_name(name)[0] in ACCUMULATED if said is None else said
+    return meaning(name) in ACCUMULATED if said is None else said
 
 
 def spacing(times: Times) -> np.timedelta64:

@@ -10,7 +10,8 @@ import numpy as np
 from credit_dp.data.bands import most_rows_touched, row_amplification
 from credit_dp.data.grid import POLE
 from credit_dp.data.schema import Channel
-from credit_dp.data.sources.source import Source, Times, Variable
+from credit_dp.data.sources.source import Source, Times, Variable, names_of
+from credit_dp.variable_names import is_long
 
 CELL = 4  # bytes of a value as it is read, float32
 AT_POLE = 1e-3  # degrees
@@ -89,6 +90,7 @@ class Report:
         grid: rows, columns.
         latitude, longitude: first and last, in the order in which they are read.
         poles: whether rows lie on the poles.
+        long_names: those under which variables are found beside their own, and where they are.
         sample_bytes: of all that changes in time, at one time.
         amplification, decoded_bytes: of all that changes in time, by number of ranks.
     """
@@ -101,6 +103,7 @@ class Report:
     poles: bool
     dates: Dates
     variables: tuple[VariableReport, ...]
+    long_names: dict[str, str]
     sample_bytes: int
     amplification: dict[int, float]
     decoded_bytes: dict[int, int]
@@ -127,6 +130,11 @@ def inspected(source: Source, domains: Sequence[int]) -> Report:
         poles=bool(POLE - np.abs(source.latitude).max() < AT_POLE),
         dates=dates_of(source.times),
         variables=variables,
+        long_names={
+            name: source.variables[name].stored
+            for name in names_of(source.variables)
+            if is_long(name) and source.variables[name].stored
+        },
         sample_bytes=CELL * total,
         amplification={
             ranks: sum(cells[v.name] * v.chunks.amplification[ranks] for v in timed if v.chunks)

@@ -29,6 +29,7 @@ GRID_TYPES = {  # as GRIB calls them
     "polar_stereographic": "polar stereographic regional",
     "healpix": "HEALPix",
 }
+CHUNKS = ("chunks", "shards", "chunksizes")  # in the encoding of a variable
 CELLS = ("values", "cell", "cells", "ncells", "nCells", "grid_index")  # dims of all cells in a row
 
 
@@ -41,10 +42,13 @@ def with_standard_names(dataset: xr.Dataset, where: str) -> xr.Dataset:
         UserError: its grid is not of rows and columns.
     """
     _check_grid(dataset, where)
-    if "time" in dataset.dims and "valid_time" in dataset.coords:
-        valid = dataset["valid_time"]
-        if valid.dims == ("time",):
-            dataset = dataset.assign_coords(time=("time", valid.values))
+    valid = dataset.coords.get("valid_time")
+    along = None if valid is None or valid.ndim != 1 else str(valid.dims[0])
+    if valid is not None and along in ("time", "step"):
+        # The times that fields are for; GRIB's own time is that of the analysis or forecast run.
+        dataset = dataset.drop_vars([x for x in ("time", along) if x in dataset.coords])
+        dataset = dataset.rename({along: "time"} if along != "time" else {})
+        dataset = dataset.assign_coords(time=("time", valid.values))
     dataset = dataset.drop_vars([name for name in dataset.coords if name not in dataset.dims])
     for standard, others in OTHER_NAMES.items():
         other = next((name for name in others if name in dataset.dims), None)
@@ -53,6 +57,30 @@ def with_standard_names(dataset: xr.Dataset, where: str) -> xr.Dataset:
     if "level" in dataset.coords and dataset["level"].attrs.get("units") == "Pa":
         dataset = dataset.assign_coords(level=dataset["level"].values / PASCALS)
     return dataset
+
+
+def without_single_dims(dataset: xr.Dataset) -> xr.Dataset:
+    """The dataset without dims of length 1 such as GRIB's `number`, `step` or `surface`."""
+    known = {*OTHER_NAMES, *(name for others in OTHER_NAMES.values() for name in others)}
+    single = [dim for dim, size in dataset.sizes.items() if size == 1 and dim not in known]
+    found = dataset.isel(dict.fromkeys(single, 0))
+    for name, array in dataset.variables.items():
+        kept = [axis for axis, dim in enumerate(array.dims) if dim not in single]
+        for key in CHUNKS:
+            if len(kept) < array.ndim and array.encoding.get(key):
+                sizes = array.encoding[key]
+                found[name].encoding[key] = tuple(sizes[axis] for axis in kept)
+    return found
+
+
+def scalar_level(dataset: xr.Dataset) -> int | None:
+    """The pressure level, in hPa, that a dataset without a dim of levels says it is on."""
+    for name in ("level", *OTHER_NAMES["level"]):
+        if name in dataset.coords and name not in (*dataset.dims, *MODEL_LEVELS):
+            level = dataset[name]
+            if not level.ndim and np.issubdtype(level.dtype, np.number):
+                return round(float(level) / (PASCALS if level.attrs.get("units") == "Pa" else 1))
+    return None
 
 
 def has_model_levels(dataset: xr.Dataset) -> bool:
@@ -87,21 +115,27 @@ def _check_grid(dataset: xr.Dataset, where: str) -> None:
     )
 
 
-def check_coordinates(dataset: xr.Dataset, where: str) -> None:
+def check_coordinates(dataset: xr.Dataset, where: str, timed: bool = True) -> None:
     """Refuse coordinates on which row, column or time numbers would mean something else.
+
+    Args:
+        dataset: with its standard names.
+        where: as messages name it.
+        timed: whether it needs times.
 
     Raises:
         UserError: a coordinate is missing, latitude or time is not monotone, or longitude is not
             one whole circle in equal steps.
     """
-    for dim in ("time", *HORIZONTAL):
+    for dim in ("time", *HORIZONTAL) if timed else HORIZONTAL:
         if dim not in dataset.dims or dim not in dataset.coords:
             raise _error(
                 where,
                 f"needs one-dimensional coordinates time, latitude and longitude, but has "
                 f"{', '.join(map(str, dataset.dims))}; {dim} is missing",
             )
-    _check_time(dataset, where)
+    if timed:
+        _check_time(dataset, where)
     latitude = dataset["latitude"].values
     _check_latitude(latitude, where)
     _check_longitude(dataset["longitude"].values, where)

@@ -17,11 +17,11 @@ from credit_dp.config import DataConfig
 from credit_dp.data.accumulate import ACCUMULATED
 from credit_dp.data.known_units import KNOWN, Known
 from credit_dp.data.schema import Channel, suggestions
-from credit_dp.data.sources.ecmwf_names import UPPER, long_name, meaning
 from credit_dp.data.sources.source import Fields, Source, Variable
 from credit_dp.data.unit_text import canonical
 from credit_dp.data.units import CONVERSIONS, SAYS_NOTHING, unit_after
 from credit_dp.errors import UserError
+from credit_dp.variable_names import UPPER, long_name, meaning
 
 FACTOR = 1e3  # times the spread of the training dates, for variables that are not known
 SAMPLED_POINTS = 20_000  # of each field, from which percentiles are taken

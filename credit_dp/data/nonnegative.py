@@ -4,11 +4,11 @@ import math
 from fnmatch import fnmatchcase
 
 from credit_dp.config import VariableConfig
-from credit_dp.data.sources.ecmwf_names import UPPER, long_name
+from credit_dp.variable_names import meaning
 
-# ERA5's names, as in the Climate Data Store and WeatherBench 2; short names are looked up by their
-# long ones. Net thermal radiation, fluxes and
-# evaporation are missing on purpose: they have both signs.
+# ERA5's names, as in the Climate Data Store and WeatherBench 2; other names are looked up by their
+# meaning. Net thermal radiation, fluxes and evaporation are missing on purpose: they have both
+# signs.
 NONNEGATIVE = (
     "*_cloud_cover",
     "*_precipitation",
@@ -48,5 +48,4 @@ def is_nonnegative(name: str, variable: VariableConfig) -> bool:
         return variable.nonnegative
     if not math.isnan(variable.log1p_scale):
         return True
-    long = UPPER.get(name) or long_name(name)[0]
-    return any(fnmatchcase(long, pattern) for pattern in NONNEGATIVE)
+    return any(fnmatchcase(meaning(name), pattern) for pattern in NONNEGATIVE)

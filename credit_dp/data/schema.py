@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from credit_dp.fields import Fields
+from credit_dp.variable_names import meanings
 
 
 @dataclass(frozen=True)
@@ -83,9 +84,17 @@ def expand(variables: Sequence[str], on_levels: set[str], levels: Sequence[int])
 
 
 def suggestions(wanted: str, available: Iterable[str]) -> str:
-    """What a message offers instead of an unknown name: close matches, or else what there is."""
-    names = sorted(available)
-    close = difflib.get_close_matches(wanted, names, n=3, cutoff=0.5)
+    """What a message offers instead of an unknown name: close matches, or else what there is.
+
+    Names are close by themselves or by what they mean, which is said of short ones.
+    """
+    labels = {}
+    for name in sorted(available):
+        others = sorted(meanings(name) - {name})
+        labels[name] = f"{name} ({' or '.join(others)})" if others else name
+    by_meaning = {long: text for name, text in labels.items() for long in meanings(name)} | labels
+    close = difflib.get_close_matches(wanted, by_meaning, n=3, cutoff=0.5)
     if close:
-        return f"Nearest: {', '.join(close)}"
+        return f"Nearest: {', '.join(dict.fromkeys(by_meaning[name] for name in close))}"
+    names = list(labels.values())
     return f"There are: {', '.join(names[:12])}{', ...' if len(names) > 12 else ''}"

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from credit_dp.data.cache import Report, claim
 from credit_dp.data.piece_workers import Threads
 from credit_dp.data.sources.address import is_remote, local_path
-from credit_dp.data.statistics import Statistics, refuse_out_of_range, static_table
+from credit_dp.data.statistics import UNCHANGED, Statistics, refuse_out_of_range, static_table
 from credit_dp.data.statistics_file import StatisticsFile, statistics_path
 from credit_dp.data.statistics_import import read_foreign
 from credit_dp.data.statistics_run import StatisticsRun
@@ -31,7 +31,10 @@ class Given(NamedTuple):
 
 
 def given_statistics(store: Store, folder: Path, report: Report) -> Given:
-    """Read the files of `data.statistics`; what they do not say of changes is computed.
+    """Read the files of `data.statistics`; what those of others do not say is computed.
+
+    Of static fields on the spot, of others from a sample of the training dates: changes over a
+    step, forcings, and what a channel is not normalised with.
 
     Args:
         folder: the cache, where what is computed is kept.
@@ -46,17 +49,48 @@ def given_statistics(store: Store, folder: Path, report: Report) -> Given:
         return _own(own, store, where)
     _refuse_transforms(store, where)
     table = read_foreign(entries, store)
-    lacking = [c.name for c in store.channels.out if "tendency_std" not in table[c.name]]
-    if lacking:
-        every = sampled(store)
-        logger.info("%s has no tendency std: computed from every %d. training date", where, every)
-        computed = computed_statistics(store, folder, every, report).channels
-        for name in lacking:
-            table[name]["tendency_std"] = computed[name]["tendency_std"]
     refuse_out_of_range(table, store, where, "Change data.statistics")
-    for row in table.values():
-        row.setdefault("tendency_std", 0.0)  # of inputs, which nobody uses
-    return Given(Statistics.of(static_table(store) | table, store, where), 1)
+    _complete(table, store, where, lambda every: computed_statistics(store, folder, every, report))
+    return Given(Statistics.of(table, store, where), 1)
+
+
+def _complete(
+    table: dict[str, dict[str, float]],
+    store: Store,
+    where: str,
+    compute: Callable[[int], StatisticsFile],
+) -> None:
+    """Add to `table` what the files of others lack.
+
+    Args:
+        table: what they have, by the channels' names.
+        where: the files.
+        compute: gives the statistics of every N-th training date.
+    """
+    for name, row in static_table(store).items():
+        if not {"mean", "std"} <= table.get(name, {}).keys():
+            table[name] = row
+    for name in (*store.channels.forcing, *store.channels.static):
+        if name in table:
+            table[name]["tendency_std"] = 0.0  # nobody uses that of an input
+            if store.config.of(name).normalise == "none":
+                table[name] = {**UNCHANGED, **table[name]}
+    values = [name for name, row in table.items() if not {"mean", "std"} <= row.keys()]
+    changes = [name for name, row in table.items() if "tendency_std" not in row]
+    if not values and not changes:
+        return
+    every = sampled(store)
+    what = ["no tendency std"] if changes else []
+    what += [f"no mean or std of {', '.join(values)}"] if values else []
+    lacking = " and ".join(what)
+    dates = "all training dates" if every == 1 else f"one in {every} training dates"
+    logger.info("%s has %s: computed from %s", where, lacking, dates)
+    computed = compute(every).channels
+    for name in changes:
+        table[name]["tendency_std"] = computed[name]["tendency_std"]
+    for name in values:
+        given = {number: value for number, value in table[name].items() if value == value}
+        table[name] = {**computed[name], **given}
 
 
 def check_given(store: Store) -> None:
@@ -121,7 +155,7 @@ def _own(found: StatisticsFile, store: Store, where: str) -> Given:
     refuse_out_of_range(found.channels, store, where, "Change data.statistics")
     if found.every > 1:
         logger.info(
-            "%s is of every %d. training date, and so is the climatology", where, found.every
+            "%s is of one in %d training dates, and so is the climatology", where, found.every
         )
     return Given(Statistics.of(found.channels, store, where), found.every)
 

@@ -5,8 +5,7 @@ standard deviations of the change over a step, each with the same variables; or 
 which NAME_mean (or NAME), NAME_std and NAME_tendency_std are those of NAME. A variable is a number
 or has one dim, its levels.
 
-Variables go by the names of ERA5 in WeatherBench 2, by ECMWF's short names, or by those of
-miles-credit.
+Variables go by any of their names, see `variable_names.py`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ import xarray as xr
 import zarr
 
 from credit_dp.data.disk import open_disk
+from credit_dp.data.forcings import COMPUTED, COMPUTED_STATICS
 from credit_dp.data.schema import Channel
 from credit_dp.data.sources.address import (
     check_address,
@@ -26,43 +26,24 @@ from credit_dp.data.sources.address import (
     reason_of,
     without_secrets,
 )
-from credit_dp.data.sources.ecmwf_names import CONSTANTS, SURFACE, UPPER
+from credit_dp.data.sources.netcdf import no_garbage_collection
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
+from credit_dp.variable_names import UPPER, long_name, names_of_meaning
 
 SUFFIXES = {"mean": ("_mean", ""), "std": ("_std",), "tendency_std": ("_tendency_std",)}
-
-# The names of miles-credit's training data that are not ECMWF's; T500 and the like are one level.
-MILES_CREDIT: Mapping[str, str] = MappingProxyType(
-    {
-        "U": "u_component_of_wind",
-        "V": "v_component_of_wind",
-        "T": "temperature",
-        "Q": "specific_humidity",
-        "Z": "geopotential",
-        "W": "vertical_velocity",
-        "SP": "surface_pressure",
-        "MSL": "mean_sea_level_pressure",
-        "SST": "sea_surface_temperature",
-        "t2m": "2m_temperature",
-        "d2m": "2m_dewpoint_temperature",
-        "u10": "10m_u_component_of_wind",
-        "v10": "10m_v_component_of_wind",
-        "tsi": "toa_incident_solar_radiation",
-        "Z_GDS4_SFC": "geopotential_at_surface",
-        "LSM": "land_sea_mask",
-    }
-)
+# What a dataset has to have of a channel that comes out, by `normalise`; all of it for any other.
+NEEDED: Mapping[str, tuple[str, ...]] = MappingProxyType({"none": (), "std": ("std",)})
 
 
 def read_foreign(entries: Sequence[str], store: Store) -> dict[str, dict[str, float]]:
-    """The statistics of the store's channels, as far as the datasets have them.
+    """The statistics of the store's stored channels, as far as the datasets have them.
 
-    A row without `tendency_std` is of a variable of which no dataset says it; a range, which none
-    of them has, is NaN. Forcings and statics that are in no dataset are left out.
+    A row lacks what no dataset says of its channel; a range, which none of them has, is NaN.
 
     Raises:
-        UserError: a dataset can't be read, or has no mean or std of a channel that comes out.
+        UserError: a dataset can't be read, or a channel that comes out can't be normalised as the
+            config wants it without what a dataset lacks.
     """
     if len(entries) > len(SUFFIXES):
         raise UserError(
@@ -71,21 +52,23 @@ def read_foreign(entries: Sequence[str], store: Store) -> dict[str, dict[str, fl
         )
     datasets = [_opened(entry) for entry in entries]
     out = store.channels.out
-    inputs = [Channel(name) for name in (*store.channels.forcing, *store.channels.static)]
+    names = (*store.channels.forcing, *store.channels.static)
+    inputs = [Channel(x) for x in names if x not in COMPUTED and x not in COMPUTED_STATICS]
     table = {}
     for channel in (*out, *inputs):
-        row = {"minimum": float("nan"), "maximum": float("nan")}
+        normalise = store.config.of(channel.variable).normalise
+        needed = NEEDED.get(normalise, ("mean", "std", "tendency_std")) if channel in out else ()
+        row = table[channel.name] = {"minimum": float("nan"), "maximum": float("nan")}
         for place, number in enumerate(SUFFIXES):
             value = _number(entries, datasets, channel, number, place)
             if value is not None:
                 row[number] = value
-            elif channel in out and (number != "tendency_std" or len(entries) == len(SUFFIXES)):
+            elif number in needed and (number != "tendency_std" or len(entries) == len(SUFFIXES)):
                 raise UserError(
                     f"{entries[min(place, len(entries) - 1)]}: has no {number} of {channel.name}. "
-                    "Change data.statistics, to null for those of the training dates."
+                    "Change data.statistics, to null for those of the training dates, or "
+                    f"data.variables.{channel.variable}.normalise to none."
                 )
-        if {"mean", "std"} <= row.keys():
-            table[channel.name] = row
     return table
 
 
@@ -103,13 +86,18 @@ def _number(
     dataset = datasets[0 if alone else place]
     where = entries[0 if alone else place]
     suffixes = SUFFIXES[number] if alone else ("",)
-    for name in _names(channel.variable):
+    long, level = long_name(channel.variable)
+    if channel.level is not None:
+        long, level = UPPER.get(channel.variable, channel.variable), channel.level
+    one = Channel(channel.variable, level)
+    for name in dict.fromkeys([channel.variable, *names_of_meaning(long)]):
         for suffix in suffixes:
-            flat = {f"{name}{channel.level}{suffix}", f"{name}_{channel.level}{suffix}"}
+            flat = {f"{name}{level}{suffix}", f"{name}_{level}{suffix}"}
             for found in sorted(flat & set(map(str, dataset))):
                 return _value(dataset[found], Channel(channel.variable), where)
-            if name + suffix in dataset and not _is_another(dataset[name + suffix], name, channel):
-                return _value(dataset[name + suffix], channel, where)
+            array = dataset.get(name + suffix)
+            if array is not None and not _is_another(array, name, one):
+                return _value(array, channel if name == channel.variable else one, where)
     return None
 
 
@@ -120,12 +108,6 @@ def _is_another(array: xr.DataArray, name: str, channel: Channel) -> bool:
     """
     on_levels = any(dim in array.coords for dim in array.dims)
     return name != channel.variable and channel.level is None and on_levels
-
-
-def _names(variable: str) -> list[str]:
-    """What a variable may be called."""
-    tables = (MILES_CREDIT, UPPER, SURFACE, CONSTANTS)
-    return [variable, *(short for x in tables for short, long in x.items() if long == variable)]
 
 
 def _value(array: xr.DataArray, channel: Channel, where: str) -> float | None:
@@ -175,7 +157,8 @@ def _opened(where: str) -> xr.Dataset:
     check_address(where)
     try:
         if not is_remote(where) and local_path(where).is_file():
-            dataset = xr.open_dataset(local_path(where), engine="netcdf4")
+            with no_garbage_collection():
+                dataset = xr.open_dataset(local_path(where), engine="netcdf4")
         else:
             disk = open_disk(where)
             metadata = zarr.open_group(disk, mode="r").metadata

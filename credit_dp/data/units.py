@@ -1,11 +1,17 @@
 """Units that stores give, checked against those that a model is to see; conversions by name."""
 
+import json
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import final
+
 from credit_dp.config import DataConfig
 from credit_dp.data.known_units import KNOWN, STANDARD_NAMES, Known
-from credit_dp.data.sources.ecmwf_names import meaning
 from credit_dp.data.sources.source import Source, Variable
 from credit_dp.data.unit_text import canonical
 from credit_dp.errors import UserError
+from credit_dp.variable_names import meaning
 
 GRAVITY = 9.80665  # m s-2, standard acceleration of free fall (CGPM 1901)
 WATER = 1000.0  # kg m-3
@@ -62,43 +68,63 @@ def unit_after(source: Source, name: str, config: DataConfig) -> str:
     return source.variables[name].units
 
 
+@final
+@dataclass(frozen=True)
+class _Wrong:
+    """A variable that a model can't take as it is.
+
+    Attributes:
+        what: its unit or quantity, and what is needed.
+        convert: the conversion that helps, or vouches for the values; None: none is needed.
+        vouches: whether `convert` is right only if nothing but the store's text is wrong.
+    """
+
+    name: str
+    what: str
+    convert: str | None
+    vouches: bool = False
+
+
 def check_units(source: Source, config: DataConfig) -> None:
     """Refuse variables of another unit or quantity than a model is to see.
 
     Variables and units of which nothing is known pass, and so does a store that gives no unit.
 
     Raises:
-        UserError: names the variable and the conversion that it needs.
+        UserError: names all such variables, with an override that converts them.
     """
+    wrong = []
     for name in (*config.prognostic, *config.diagnostic, *config.forcing, *config.static):
         known = KNOWN.get(name) or KNOWN.get(meaning(name))
         if known is None or name not in source.variables:
             continue
         convert = config.of(name).convert
         if convert is None:
-            _check_given(source.where, name, source.variables[name], known)
+            found = _given(name, source.variables[name], known)
         else:
-            _check_converted(source.where, name, source.variables[name], known, convert)
+            found = _converted(source.where, name, source.variables[name], known, convert)
+        wrong += [found] if found is not None else []
+    if wrong:
+        whats = "; ".join(one.what for one in wrong)
+        raise UserError(f"{source.where}: {whats}. {_advice(wrong)}")
 
 
-def _check_given(where: str, name: str, variable: Variable, known: Known) -> None:
-    """A variable that is taken as it is."""
+def _given(name: str, variable: Variable, known: Known) -> _Wrong | None:
+    """What is wrong with a variable that is taken as it is."""
     unit = canonical(variable.units)
     if unit not in (*SAYS_NOTHING, canonical(known.unit)):
-        raise UserError(
-            f"{where}: {name} is in {variable.units}, but {known.unit} is needed. "
-            f"{_key(name, unit, known)}."
-        )
+        return _wrong(name, f"is in {variable.units}, but {known.unit} is needed", unit, known)
     other = variable.standard_name
     if other in STANDARD_NAMES and known.standard_names and other not in known.standard_names:
-        raise UserError(
-            f"{where}: {name} has the standard name {other}, but {known.standard_names[0]} is "
-            f"needed. {_key(name, 'gpm' if other in HEIGHTS else known.unit, known)}."
-        )
+        what = f"has the standard name {other}, but {known.standard_names[0]} is needed"
+        return _wrong(name, what, "gpm" if other in HEIGHTS else known.unit, known)
+    return None
 
 
-def _check_converted(where: str, name: str, variable: Variable, known: Known, convert: str) -> None:
-    """A variable that is converted: from what the store says, to what is needed."""
+def _converted(
+    where: str, name: str, variable: Variable, known: Known, convert: str
+) -> _Wrong | None:
+    """What is wrong with a variable that is converted: from what it is in, to what is needed."""
     key = f"data.variables.{name}.convert"
     old, new = _sides(convert)
     unit, needed = canonical(variable.units), canonical(known.unit)
@@ -107,27 +133,46 @@ def _check_converted(where: str, name: str, variable: Variable, known: Known, co
     if old != new and (old, new) not in CONVERSIONS:
         raise _unknown(f"{where}: {key}", convert)
     says = unit == needed or (unit, needed) in CONVERSIONS
-    if says and unit != old:
-        advice = "Take it out" if unit == needed else _key(name, unit, known)
-        raise UserError(
-            f"{where}: {name} is in {variable.units}, but {key} is {convert!r}. {advice}."
-        )
+    if not says or unit == old:
+        return None
+    what = f"is in {variable.units}, but {key} is {convert!r}"
+    if unit == needed:
+        return _Wrong(name, f"{name} {what}", None)
+    return _wrong(name, what, unit, known)
+
+
+def _wrong(name: str, what: str, unit: str, known: Known) -> _Wrong:
+    """It is converted from `unit`; if that can't be done, from the needed unit itself."""
+    vouches = (unit, canonical(known.unit)) not in CONVERSIONS
+    convert = f"{known.unit if vouches else unit}->{known.unit}"
+    return _Wrong(name, f"{name} {what}", convert, vouches)
+
+
+def _advice(wrong: Sequence[_Wrong]) -> str:
+    """What to put on the command line; other entries of `data.variables` stay as they are."""
+    sure = [one for one in wrong if not one.vouches]
+    unsure = [one for one in wrong if one.vouches]
+    parts = [f"Set {_override(sure)}"] if sure else []
+    if unsure:
+        only = f"only {'these names are' if len(unsure) > 1 else 'this name is'} wrong"
+        change = "change" if parts else "Change"
+        parts.append(f"{change} data.store, or if {only}, set {_override(unsure)}")
+    return "; ".join(parts) + "."
+
+
+def _override(wrong: Sequence[_Wrong]) -> str:
+    """`data.variables={...}` for a shell: the braces take any name, the quotes any unit."""
+    entries = (
+        f"{one.name}:{{convert:{'null' if one.convert is None else json.dumps(one.convert)}}}"
+        for one in wrong
+    )
+    return shlex.quote(f"data.variables={{{','.join(entries)}}}")
 
 
 def _unknown(key: str, text: str) -> UserError:
     known = ", ".join(f"{old}->{new}" for old, new in CONVERSIONS)
     return UserError(
         f"{key}: needs one of {known}, got {text!r}. A dimensionless unit is 1, like kg kg-1."
-    )
-
-
-def _key(name: str, unit: str, known: Known) -> str:
-    """The advice to convert; from the needed unit itself if nothing is known of this one."""
-    key = f"data.variables.{name}.convert"
-    if (unit, canonical(known.unit)) in CONVERSIONS:
-        return f"Set {key}='{unit}->{known.unit}'"
-    return (
-        f"Change data.store, or if only this name is wrong, set {key}='{known.unit}->{known.unit}'"
     )
 
 

@@ -6,7 +6,6 @@ from credit_dp.config import DataConfig
 from credit_dp.data.forcings import COMPUTED, COMPUTED_STATICS
 from credit_dp.data.grid import parse_grid
 from credit_dp.data.schema import Channels, expand, suggestions
-from credit_dp.data.sources.ecmwf_names import meaning
 from credit_dp.data.sources.source import Source
 from credit_dp.data_config import ROLES
 from credit_dp.errors import UserError
@@ -24,7 +23,8 @@ def wanted_channels(source: Source, config: DataConfig) -> Channels:
     _check_variables(source, config)
     check_keys(config)
     levels = _wanted_levels(source, config)
-    on_levels = {name for name, variable in source.variables.items() if variable.levels}
+    outputs = (*config.prognostic, *config.diagnostic)
+    on_levels = {name for name in outputs if source.variables[name].levels}
     return Channels(
         prognostic=tuple(expand(config.prognostic, on_levels, levels)),
         forcing=tuple(config.forcing),
@@ -40,9 +40,8 @@ def check_keys(config: DataConfig) -> None:
         UserError: naming the key and the nearest variables.
     """
     names = {name: role for role in ROLES for name in getattr(config, role)}
-    meanings = {meaning(name) for name in names}
     for key in config.variables:
-        if meaning(key) not in meanings:
+        if key not in names:
             raise UserError(
                 f"data.variables.{key}: no list of the data config has a variable {key}. "
                 f"{suggestions(key, names)}. Change data.variables, or add it to a list."
@@ -108,7 +107,8 @@ def _wanted_levels(source: Source, config: DataConfig) -> Sequence[int]:
     """The levels of the config, or all of the store's in rising order. Empty if it has none."""
     if config.levels is None:
         return _common_levels(source, config)
-    present = any(variable.levels for variable in source.variables.values())
+    names = [*source.variables, *config.prognostic, *config.diagnostic]
+    present = any(source.variables[name].levels for name in names)
     if not config.levels:
         raise UserError("data.levels: needs at least one level, or null for all of the store's.")
     if not present:

@@ -14,6 +14,7 @@ from credit_dp.data.sources.netcdf import is_netcdf, open_netcdf
 from credit_dp.data.sources.zarr_dataset import open_dataset
 from credit_dp.errors import UserError
 from credit_dp.evaluation.grid_match import columns_of, same_rows
+from credit_dp.variable_names import UPPER, long_name, names_of_meaning
 
 HORIZONTAL = ("latitude", "longitude")
 DAYS = 366
@@ -61,8 +62,8 @@ class GivenClimatology:
                 )
         self._dataset = dataset
         self._channels = tuple(channels)
-        self._names = {c.variable: self._name(c.variable) for c in channels}
-        self._levels = {c: self._level(c) for c in channels}
+        self._stored = {c: self._stored_channel(c) for c in channels}
+        self._levels = {c: self._level(stored) for c, stored in self._stored.items()}
         stored = dataset["latitude"].values.astype(np.float64)
         self._flipped = bool(stored[0] < stored[-1])
         same_rows(latitude, stored[::-1] if self._flipped else stored, self.where, "climatology")
@@ -81,7 +82,7 @@ class GivenClimatology:
         day, hour = self._place(time)
         found = []
         for channel in self._channels:
-            array = self._dataset[self._names[channel.variable]].variable
+            array = self._dataset[self._stored[channel].variable].variable
             selection = {"dayofyear": day, "hour": hour, "level": self._levels[channel]}
             one = array.isel({dim: x for dim, x in selection.items() if dim in array.dims})
             try:
@@ -107,13 +108,19 @@ class GivenClimatology:
             )
         return self._days.index(day), self._hours.index(hour) if self._hours else 0
 
-    def _name(self, variable: str) -> str:
-        """As the store calls the mean of a variable."""
+    def _stored_channel(self, channel: Channel) -> Channel:
+        """The channel as the store calls its mean: by its name, or by another of its meaning."""
         dims = {"dayofyear", "hour", "level", *HORIZONTAL}
-        for name in (variable, f"{variable}_mean"):
-            array: xr.DataArray | None = self._dataset.get(name)
-            if array is not None and {"dayofyear", *HORIZONTAL} <= set(array.dims) <= dims:
-                return name
+        variable = channel.variable
+        long, level = long_name(variable)
+        if channel.level is not None:
+            long, level = UPPER.get(variable, variable), channel.level
+        others = [Channel(name, level) for name in names_of_meaning(long)]
+        for wanted in (channel, *others):
+            for name in (wanted.variable, f"{wanted.variable}_mean"):
+                array: xr.DataArray | None = self._dataset.get(name)
+                if array is not None and {"dayofyear", *HORIZONTAL} <= set(array.dims) <= dims:
+                    return Channel(name, wanted.level)
         raise UserError(
             f"{self.where}: no climatology of {variable}. "
             f"{suggestions(variable, map(str, self._dataset.data_vars))}. "
@@ -121,14 +128,13 @@ class GivenClimatology:
         )
 
     def _level(self, channel: Channel) -> int:
-        """Where the channel's level is; 0 if it is on none."""
-        if ("level" in self._dataset[self._names[channel.variable]].dims) != (
-            channel.level is not None
-        ):
+        """Where the level of a stored channel is; 0 if it is on none."""
+        dims = self._dataset[channel.variable].dims
+        if ("level" in dims) != (channel.level is not None):
             there = "no level" if channel.level is None else f"the level {channel.level}"
             raise UserError(
                 f"{self.where}: {channel.variable} is needed on {there}, but has the dims "
-                f"{', '.join(map(str, self._dataset[self._names[channel.variable]].dims))}. "
+                f"{', '.join(map(str, dims))}. "
                 "Change climatology."
             )
         if channel.level is None:

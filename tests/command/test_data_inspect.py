@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from credit_dp.command.data_inspect import as_text
 from credit_dp.data.inspection import amplification, dates_of, inspected
 from credit_dp.data.schema import Channel
 from credit_dp.data.sources.opening import open_source
@@ -101,6 +102,17 @@ def test_a_prepared_store_needs_nothing(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert told["form"] == "prepared"
     assert told["amplification"] == {"4": 1.0}
     assert told["advice"] == ["Every rank reads little but its own rows: nothing to do."]
+
+
+def test_the_long_names_of_short_ones_are_said(tmp_path: Path) -> None:
+    short = {"geopotential": "z", "2m_temperature": "t2m", "land_sea_mask": "lsm"}
+    path = stores.write(stores.dataset().rename(short), tmp_path / "in.zarr")
+    report = inspected(open_source(stores.config(path)), (1,))
+    assert report.long_names == short
+    assert {variable.name for variable in report.variables} >= {"z", "t2m", "temperature"}
+    said = as_text(report, [str(path)])
+    assert "A config finds them by these names too: " in said
+    assert "geopotential (z)" in said
 
 
 def test_chunks_of_several_times_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Small datasets in the form of anemoi: version 2, all variables in one array, cells in one row."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +20,19 @@ SHORT = {
 }
 
 
-def names_of(data: xr.Dataset) -> list[str]:
+def names_of(data: xr.Dataset, names: Mapping[str, str] = SHORT) -> list[str]:
     """`2t`, `lsm`, `t_500`, ..., and `z` alone for the surface."""
     found = []
-    for name, short in SHORT.items():
+    for name, short in names.items():
         levels = data["level"].values if "level" in data[name].dims else [None]
         found += [short if level is None else f"{short}_{level}" for level in levels]
     return found
 
 
-def stacked(data: xr.Dataset) -> np.ndarray:
+def stacked(data: xr.Dataset, names: Mapping[str, str] = SHORT) -> np.ndarray:
     """`(time, variable, 1, cell)`; what has no time is repeated."""
     fields = []
-    for name in SHORT:
+    for name in names:
         levels = data["level"].values if "level" in data[name].dims else [None]
         for level in levels:
             array = data[name] if level is None else data[name].sel(level=level)
@@ -46,13 +47,15 @@ def write(
     path: Path,
     chunks: tuple[int, ...] | None = None,
     arrays: dict[str, Any] | None = None,
+    short: Mapping[str, str] = SHORT,
     **attributes: Any,
 ) -> Path:
     """One time and everything else per chunk unless `chunks` says so.
 
     `arrays` and `attributes` replace those that the dataset would have; None leaves one out.
+    `short` has the dataset's own names.
     """
-    values = stacked(data)
+    values = stacked(data, short)
     latitudes, longitudes = np.meshgrid(data["latitude"], data["longitude"], indexing="ij")
     named: dict[str, Any] = {
         "data": values,
@@ -66,9 +69,9 @@ def write(
     }
     named |= arrays or {}
     said: dict[str, Any] = {
-        "variables": names_of(data),
+        "variables": names_of(data, short),
         "field_shape": [data.sizes["latitude"], data.sizes["longitude"]],
-        "variables_metadata": {name: {"mars": {"param": name}} for name in names_of(data)},
+        "variables_metadata": {name: {"mars": {"param": name}} for name in names_of(data, short)},
         "missing_dates": [],
         "frequency": "6h",
         "resolution": "30.0",

@@ -2,6 +2,7 @@
 date."""
 
 import asyncio
+import gc
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import numcodecs
 import numpy as np
 import pytest
+import xarray as xr
 import zarr
 from zarr.storage import LocalStore
 
@@ -180,13 +182,14 @@ def test_missing_chunk_of_packed_integers(tmp_path):
         assert_names_it(refusal(opened(path)))
 
 
-def test_a_chunk_of_zeros_may_be_left_out_where_zero_is_usual(tmp_path):
+@pytest.mark.parametrize("name", ["solar", "TP", "tsi", "convective_available_potential_energy"])
+def test_a_chunk_of_zeros_may_be_left_out_where_zero_is_usual(tmp_path, name):
     """As zarr does by default: the sun does not shine at night."""
     dark = stores.dataset()["solar"].copy()
     dark[BAD] = 0
-    path = written(tmp_path, solar=dark, rows=6)
-    assert not chunk(path, "solar").exists()
-    assert np.all(opened(path).read([Channel("solar")], slice(BAD, BAD + 1), WHOLE) == 0)
+    path = written(tmp_path, **{name: dark}, rows=6)
+    assert not chunk(path, name).exists()
+    assert np.all(opened(path).read([Channel(name)], slice(BAD, BAD + 1), WHOLE) == 0)
 
 
 @pytest.mark.parametrize("name", ["land_sea_mask", "geopotential_at_surface"])
@@ -348,3 +351,19 @@ def test_a_file_that_is_neither(tmp_path):
     (tmp_path / "s.grib").write_bytes(b"GRIB")
     with pytest.raises(UserError, match="not a netCDF file by its name"):
         open_one(str(tmp_path / "s.grib"))
+
+
+def test_no_file_is_closed_while_one_is_opened(tmp_path, monkeypatch):
+    """The collector may close one in another thread, which the netCDF library does not survive."""
+    seen = []
+
+    def watched(*args, **options):
+        seen.append(gc.isenabled())
+        raise OSError("damaged")
+
+    monkeypatch.setattr(xr, "open_dataset", watched)
+    (tmp_path / "s.nc").touch()
+    with pytest.raises(UserError, match="damaged"):
+        open_one(str(tmp_path / "s.nc"))
+    assert seen == [False]
+    assert gc.isenabled()

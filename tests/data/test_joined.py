@@ -168,9 +168,10 @@ def test_other_grids_are_refused(tmp_path, change, expected):
     assert message.startswith(f"{other.where}: has not the grid of {first.where}: its {expected}")
 
 
-def test_grids_that_differ_by_rounding_are_joined(tmp_path):
+@pytest.mark.parametrize("offset", [1e-9, 2e-5])  # float64's and float32's
+def test_grids_that_differ_by_rounding_are_joined(tmp_path, offset):
     first = written(DATA[UPPER], tmp_path / "first.zarr")
-    data = DATA[SURFACE].assign_coords(longitude=DATA.longitude + 1e-9)
+    data = DATA[SURFACE].assign_coords(longitude=DATA.longitude + offset)
     assert JoinedSource([first, written(data, tmp_path / "other.zarr")]).grid == (11, 8)
 
 

@@ -204,5 +204,5 @@ def test_units_are_converted_once_however_often_a_field_is_read(tmp_path):
 def test_another_unit_is_refused_on_opening(tmp_path):
     data = masked_dataset()
     data["sea_surface_temperature"].attrs["units"] = "degC"
-    with pytest.raises(UserError, match=r"data\.variables\.sea_surface_temperature\.convert"):
+    with pytest.raises(UserError, match=r"data\.variables=\{sea_surface_temperature:\{convert"):
         opened(tmp_path, data)

@@ -5,8 +5,10 @@ import shutil
 
 import numpy as np
 import pytest
+import torch
 import xarray as xr
 
+from credit_dp.data.normalise import Normaliser
 from credit_dp.data.prepare import prepare
 from credit_dp.data.statistics_file import StatisticsFile, made_from, statistics_path
 from credit_dp.data.statistics_given import computed_statistics, meets_all_hours
@@ -180,6 +182,64 @@ def test_tendencies_that_nobody_gives_are_computed(path, tmp_path, caplog):
     assert "has no tendency std: computed" in caplog.text
 
 
+@pytest.mark.parametrize("others", [0, 1])
+def test_what_is_computed_needs_no_statistics(path, tmp_path, caplog, others):
+    """Nor what is not normalised; forcings that the files lack are those of a sample of dates."""
+    lacking = {"2m_temperature", "solar"}
+    names = [name for name in LONG if name not in lacking]
+    files = [written(foreign(names, seed), tmp_path / f"{seed}.nc") for seed in range(2 + others)]
+    changes = {
+        "forcing": ["insolation", "day_of_year_sin", "solar"],
+        "static": ["latitude_sin", "land_sea_mask"],
+        "variables": {"2m_temperature": VariableConfig(normalise="none")},
+    }
+    with caplog.at_level(logging.INFO, "credit_dp"):
+        ready = prepare(stores.config(path, statistics=files, **changes))
+    (said,) = [message for message in caplog.messages if "computed from" in message]
+    assert "no mean or std of 2m_temperature, solar: computed from every 1. training date" in said
+    assert "has no tendency std and no mean or std" in said
+    found = ready.statistics
+    computed = prepare(stores.config(path, **changes)).statistics
+    surface = [channel.name for channel in ready.store.channels.out].index("2m_temperature")
+    assert found.mean[0] == foreign(names, 0)["geopotential"].sel(level=500)
+    assert found.tendency_std[surface] == computed.tendency_std[surface]
+    for name in ("forcing_mean", "forcing_std", "static_mean", "static_std", "forcing_minimum"):
+        assert np.array_equal(getattr(found, name), getattr(computed, name))
+    assert Normaliser.of(ready, torch.float64).scale[surface] == 1
+
+
+def test_statistics_that_are_not_used_are_not_missed(path, tmp_path):
+    """Only a channel that is standardised needs both."""
+    mean = foreign([name for name in LONG if name != "2m_temperature"], 0)
+    files = [written(mean, tmp_path / "0.nc")]
+    files += [written(foreign(LONG, seed), tmp_path / f"{seed}.nc") for seed in (1, 2)]
+    for normalise in ("none", "std"):
+        variables = {"2m_temperature": VariableConfig(normalise=normalise)}
+        found = prepare(stores.config(path, statistics=files, variables=variables)).statistics
+        assert found.std[3] == float(foreign(LONG, 1)["2m_temperature"])
+    assert "0.nc: has no mean of 2m_temperature. " in refused(path, files)
+
+
+@pytest.mark.parametrize("names", [MILES, ["geopotential", "2t", "temperature", "solar"]])
+def test_a_config_of_short_names_finds_them_too(tmp_path, names):
+    renamed = {"geopotential": "z", "2m_temperature": "t2m", "temperature": "T"}
+    path = stores.write(stores.dataset().rename(renamed), tmp_path / "s.zarr")
+    sets = [foreign(names, seed) for seed in range(3)]
+    files = [written(data, tmp_path / f"{seed}.nc") for seed, data in enumerate(sets)]
+    lists = {"prognostic": ["z", "t2m", "T"], "levels": [850], "static": ["land_sea_mask"]}
+    found = prepare(stores.config(path, statistics=files, **lists)).statistics
+    data = sets[1].sel(level=850)
+    assert found.std.tolist() == [
+        float(data[names[0]]),
+        float(data[names[1]]),
+        float(data[names[2]]),
+    ]
+    flat = stores.config(
+        path, statistics=files, **(lists | {"prognostic": ["z_850"], "levels": None})
+    )
+    assert prepare(flat).statistics.std.tolist() == [float(data[names[0]])]
+
+
 def test_one_dataset_may_have_all(path, tmp_path):
     mean, std = foreign(LONG, 0), foreign(LONG, 1)
     both = xr.merge([mean, std.rename({name: f"{name}_std" for name in LONG})])
@@ -207,7 +267,6 @@ def test_the_surface_has_the_short_name_of_the_levels_too(path, tmp_path):
     ("change", "told"),
     [
         (lambda data: data.drop_vars("2m_temperature"), "0.nc: has no mean of 2m_temperature."),
-        (lambda data: data.drop_vars("solar"), "has no statistics of solar"),
         (lambda data: data.isel(level=[0, 1]), "0.nc: has no mean of geopotential_850."),
         (lambda data: data.drop_vars("level"), "needs to be a number for each level"),
         (lambda data: data.expand_dims(x=2), "needs to be a number for each level"),

@@ -1,15 +1,30 @@
+import re
+import shlex
 from types import SimpleNamespace
 
 import pytest
 
+from credit_dp.command.compose import Composer
+from credit_dp.command.overrides import parse_overrides
 from credit_dp.config import DataConfig, VariableConfig
+from credit_dp.data.accumulate import is_accumulated
 from credit_dp.data.known_units import KNOWN
+from credit_dp.data.nonnegative import is_nonnegative
 from credit_dp.data.quickstart import layout
-from credit_dp.data.sources.ecmwf_names import CONSTANTS, SURFACE, UPPER, long_name
 from credit_dp.data.sources.source import Variable
 from credit_dp.data.unit_text import canonical
 from credit_dp.data.units import CONVERSIONS, check_units, conversion, unit_after
 from credit_dp.errors import UserError
+from credit_dp.evaluation.units import unit_of
+from credit_dp.variable_names import (
+    CONSTANTS,
+    SURFACE,
+    UPPER,
+    long_name,
+    meaning,
+    meanings,
+    names_of_meaning,
+)
 
 
 def source(**variables):
@@ -21,6 +36,16 @@ def source(**variables):
 def config(*names, convert=None):
     variables = {names[0]: VariableConfig(convert=convert)} if convert else {}
     return DataConfig(name="zarr", prognostic=list(names), variables=variables)
+
+
+def pasted(message):
+    """What the overrides of a message say, taken as the command line takes them from a shell."""
+    found = {}
+    for text in re.findall(r"'data\.variables=[^']*'", message):
+        (override,) = parse_overrides(shlex.split(text))
+        assert override.key_or_group == "data.variables"
+        found |= override.value()
+    return {name: entry["convert"] for name, entry in found.items()}
 
 
 def check(name, units, standard_name="", convert=None):
@@ -145,7 +170,8 @@ def test_another_unit_is_refused_with_the_key_that_helps(name, units, convert):
         check(name, units)
     message = str(caught.value)
     assert message.startswith(f"s.zarr: {name} is in {units}, but ")
-    assert message.endswith(f"Set data.variables.{name}.convert='{convert}'.")
+    assert message.endswith(f"Set 'data.variables={{{name}:{{convert:\"{convert}\"}}}}'.")
+    assert pasted(message) == {name: convert}
     check(name, units, convert=convert)
     assert conversion(convert)
 
@@ -158,7 +184,9 @@ def test_z_may_be_on_levels_or_at_the_surface(standard_name):
 def test_an_unknown_unit_is_refused_until_it_is_vouched_for():
     with pytest.raises(UserError) as caught:
         check("temperature", "furlongs")
-    assert str(caught.value).endswith("set data.variables.temperature.convert='K->K'.")
+    message = str(caught.value)
+    assert "if only this name is wrong, set 'data.variables={temperature:" in message
+    assert pasted(message) == {"temperature": "K->K"}
     check("temperature", "furlongs", convert="K->K")
     check("temperature", "furlongs", convert="degC->K")
 
@@ -180,7 +208,49 @@ def test_another_quantity_is_refused(name, standard_name, units, convert):
         check(name, units, standard_name)
     message = str(caught.value)
     assert f"{name} has the standard name {standard_name}, but " in message
-    assert message.endswith(f"data.variables.{name}.convert='{convert}'.")
+    assert pasted(message) == {name: convert}
+
+
+def test_all_wrong_units_come_at_once_with_one_override():
+    units = {
+        "2m_temperature": ("degC", ""),
+        "geopotential": ("m2 s-2", ""),
+        "msl": ("hPa", ""),
+        "sea_ice_cover": ("%", ""),
+        "surface_pressure": ("Pa", ""),
+        "specific_humidity": ("furlongs", ""),
+        "temperature": ("K", "air_potential_temperature"),
+    }
+    settings = DataConfig(
+        name="zarr",
+        prognostic=list(units),
+        variables={
+            "surface_pressure": VariableConfig(convert="hPa->Pa"),
+            "sea_ice_cover": VariableConfig(fill=0),
+        },
+    )
+    with pytest.raises(UserError) as caught:
+        check_units(source(**units), settings)
+    message = str(caught.value)
+    assert "\n" not in message
+    sure, _, unsure = message.partition("; change data.store, or if only these names are wrong")
+    needed = {"2m_temperature": "degC->K", "msl": "hPa->Pa", "sea_ice_cover": "%->1"}
+    assert pasted(sure) == needed | {"surface_pressure": None}
+    assert pasted(unsure) == {"specific_humidity": "kg kg-1->kg kg-1", "temperature": "K->K"}
+    assert "geopotential is" not in message
+
+
+def test_the_override_keeps_what_is_said_of_the_variables_otherwise():
+    with pytest.raises(UserError) as caught:
+        check("total_precipitation_6hr", "mm")
+    (text,) = shlex.split(str(caught.value).partition("Set ")[2].rstrip("."))
+    overrides = parse_overrides(["data=weatherbench2", text, "data.variables.solar.fill=0"])
+    config = Composer("test").config([str(x.input_line) for x in overrides]).data
+    whole = VariableConfig(normalise="log1p(1e-3)", convert="mm->m")
+    assert config.variables == {
+        "total_precipitation_6hr": whole,
+        "solar": VariableConfig(fill=0),
+    }
 
 
 def test_what_nothing_is_known_of_passes():
@@ -196,9 +266,10 @@ def test_what_nothing_is_known_of_passes():
         (
             "Pa",
             "hPa->Pa",
-            "is in Pa, but data.variables.surface_pressure.convert is 'hPa->Pa'. Take it",
+            "is in Pa, but data.variables.surface_pressure.convert is 'hPa->Pa'. Set "
+            "'data.variables={surface_pressure:{convert:null}}'.",
         ),
-        ("hPa", "kPa->Pa", "Set data.variables.surface_pressure.convert='hPa->Pa'"),
+        ("hPa", "kPa->Pa", "Set 'data.variables={surface_pressure:{convert:\"hPa->Pa\"}}'."),
         ("hPa", "hPa->kPa", "to Pa, got"),
         ("hPa", "K->Pa", "s.zarr: data.variables.surface_pressure.convert: needs one of"),
     ],
@@ -230,5 +301,24 @@ def test_short_names():
     assert long_name("swvl3") == ("volumetric_soil_water_layer_3", None)
     assert long_name("siconc") == ("sea_ice_cover", None)
     assert long_name("my_own_3") == ("my_own_3", None)
+    assert long_name("Z500") == ("geopotential", 500)
+    assert long_name("geopotential_850") == ("geopotential", 850)
+    assert long_name("u100") == ("100m_u_component_of_wind", None)
+    assert [long_name(name) for name in ("t2", "U10", "q2")] == [
+        (name, None) for name in ("t2", "U10", "q2")
+    ]
+    assert meanings("z") == {"geopotential", "geopotential_at_surface"}
     assert not set(SURFACE) & set(CONSTANTS)
     assert set(UPPER.values()) <= set(KNOWN)
+
+
+@pytest.mark.parametrize("name", sorted({*UPPER, *SURFACE, *CONSTANTS}))
+def test_what_is_known_of_a_variable_is_known_by_all_its_names(name):
+    """Units, sums and signs."""
+    settings = config(name)
+    long = meaning(name)
+    assert name in (*names_of_meaning(long), *names_of_meaning("geopotential"))
+    assert is_accumulated(name, settings) == is_accumulated(long, settings)
+    assert is_nonnegative(name, VariableConfig()) == is_nonnegative(long, VariableConfig())
+    store = SimpleNamespace(units=lambda variable: "")
+    assert unit_of(store, name) == (KNOWN[long].unit if long in KNOWN else "")

@@ -32,8 +32,8 @@ def composed(*texts: str) -> DataConfig:
             VariableConfig(normalise="log1p(1e-3)", accumulated=True),
         ),
         (
-            ["t.convert='degC->K'", "t.nonnegative=false"],
-            "t",
+            ["skt.convert='degC->K'", "skt.nonnegative=false"],
+            "skt",
             VariableConfig(convert="degC->K", nonnegative=False),
         ),
     ],
@@ -63,6 +63,38 @@ def test_what_is_wrong_is_told_by_its_key(text, answer):
     with pytest.raises(UserError, match=answer) as caught:
         composed(f"data.variables.{text}")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("listed", "key", "names"),
+    [
+        (["geopotential", "2m_temperature"], "t2m", ["2m_temperature"]),
+        (["2t", "msl"], "2m_temperature", ["2t"]),
+        (["geopotential"], "z", ["geopotential"]),
+        (["z"], "geopotential", ["z"]),
+        (["z_500", "z_850", "t_500"], "geopotential", ["z_500", "z_850"]),
+        (["Z500"], "Z500", ["Z500"]),
+        (["2t", "t2m"], "2t", ["2t"]),
+    ],
+)
+def test_a_variable_may_go_by_another_name_here(listed, key, names):
+    config = DataConfig(prognostic=listed, variables={key: VariableConfig(fill=1)})
+    for name in listed:
+        assert config.of(name) == VariableConfig(fill=1 if name in names else None)
+    assert sorted(config.variables) == sorted(names)
+
+
+@pytest.mark.parametrize(
+    ("listed", "keys", "answer"),
+    [
+        (["geopotential", "geopotential_at_surface"], ["z"], "z: stands for geopotential and geop"),
+        (["2m_temperature"], ["t2m", "2m_temperature"], "t2m: 2m_temperature has another entry"),
+        (["2m_temperature"], ["t2m", "2t"], "2t: 2m_temperature has another entry"),
+    ],
+)
+def test_names_that_may_mean_two_things_are_refused(listed, keys, answer):
+    with pytest.raises(UserError, match=f"data.variables.{answer}"):
+        DataConfig(prognostic=listed, variables={key: VariableConfig(fill=1) for key in keys})
 
 
 def test_names_that_are_no_variables_are_refused(tmp_path):

@@ -20,6 +20,7 @@ from tests.evaluation import forecasts
 from tests.evaluation.forecasts import refusal, scored, without_members
 
 GRID = ["latitude", "longitude"]
+SHORT = {"geopotential": "z", "temperature": "t", "2m_temperature": "t2m"}
 
 
 def globe(array: xr.DataArray) -> xr.DataArray:
@@ -306,3 +307,27 @@ def test_seams_are_told_where_bands_are_known(tmp_path: Path) -> None:
         assert json.loads(card.json())["seams"] == card.seams
     unknown = forecasts.write(forecasts.forecast(observed), tmp_path / "unknown.zarr")
     assert scored(tmp_path, unknown, hours=(24,)).seams == ""
+
+
+@pytest.mark.parametrize("levels", ["level", "isobaricInhPa", "by name"])
+def test_truth_and_climatology_may_have_other_names(
+    folder: Path, tmp_path: Path, levels: str
+) -> None:
+    made = forecasts.forecast(forecasts.truth())
+    forecasts.write(made, tmp_path / "long.zarr")
+    short = made.rename(SHORT)
+    if levels == "by name":
+        flat = {f"z{level}": short["z"].sel(level=level, drop=True) for level in (500, 850)}
+        short = short[["t2m"]].assign(flat)
+    else:
+        short = short.rename({"level": levels} if levels != "level" else {})
+    forecasts.write(short, tmp_path / "short.nc")
+    one, two = (scored(folder, tmp_path / name) for name in ("long.zarr", "short.nc"))
+    names = {channel.name: place for place, channel in enumerate(one.channels)}
+    for place, channel in enumerate(two.channels):
+        long = {"t2m": "2m_temperature", "z500": "geopotential_500", "z850": "geopotential_850"}
+        name = long.get(channel.name, channel.name.replace("z_", "geopotential_"))
+        there = names[name.replace("t_", "temperature_")]
+        for score in one.scores:
+            mine, theirs = two.scores[score][..., place], one.scores[score][..., there]
+            assert np.allclose(mine, theirs, rtol=1e-6, equal_nan=True)

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from credit_dp.data.schema import Channel
-from credit_dp.data.sources.ecmwf_names import CONSTANTS, long_name
 from credit_dp.data.sources.source import Aliased, Variable
+from credit_dp.data.sources.stored_names import StoredNames
+from credit_dp.variable_names import CONSTANTS, long_name
 
 
 @final
@@ -15,8 +16,8 @@ class AnemoiNames:
     """What a dataset has.
 
     Attributes:
-        variables: by long names; each is found by the dataset's own name too.
-        places: of each channel along the variables of the array, under both names.
+        variables: by long names; each is found by the dataset's own name and others too.
+        places: of each channel along the variables of the array, under all its names.
     """
 
     variables: Aliased
@@ -43,7 +44,9 @@ class AnemoiNames:
             levels = long[variable].levels if variable in long else ()
             long[variable] = Variable(timed, levels if level is None else (*levels, level), unit)
             places[Channel(variable, level)] = place
-        return cls(Aliased(long, own), places)
+        found = StoredNames.of({**own, **long})
+        aliases = {**found.variables.aliases, **own}
+        return cls(Aliased(long, aliases), found.under_all_names(places))
 
 
 def _of(about: Any, name: str) -> Mapping[str, Any]:

@@ -117,15 +117,18 @@ def _range(values: NDArray[np.float64]) -> str:
 def _variables(sources: Sequence[Source]) -> Aliased:
     """Those of any of the sources, each with a problem if it isn't alike in all."""
     found: dict[str, Variable] = {}
-    for name in dict.fromkeys(name for source in sources for name in names_of(source.variables)):
-        having = [source for source in sources if name in source.variables]
-        variable = having[0].variables[name]
-        lacking = next((source for source in sources if source not in having), None)
+    of_each = [(source, source.variables) for source in sources]
+    for name in dict.fromkeys(name for _, variables in of_each for name in names_of(variables)):
+        all_sources = [(source, variables.get(name)) for source, variables in of_each]
+        lacking = next((source for source, variable in all_sources if variable is None), None)
+        having = [(source, variable) for source, variable in all_sources if variable is not None]
+        first, variable = having[0]
         problem = variable.problem
         if lacking is not None:
-            problem = f"is not in {lacking.where}, while it is in {having[0].where}"
-        for source in having[1:]:
-            problem = problem or _difference(variable, having[0], source.variables[name], source)
+            problem = f"is not in {lacking.where}, while it is in {first.where}"
+        for source, other in having[1:]:
+            if other != variable:
+                problem = problem or _difference(variable, first, other, source)
         found[name] = replace(variable, problem=problem)
     listed = dict.fromkeys(name for source in sources for name in source.variables)
     return Aliased({name: found[name] for name in listed}, found)

@@ -1,6 +1,6 @@
 """Stores with one array per variable over time, level, latitude and longitude, in any order."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby
 from typing import Protocol, final
 
@@ -10,12 +10,19 @@ import zarr
 from numpy.typing import NDArray
 
 from credit_dp.data.disk import CountingStore, place, stamp
-from credit_dp.data.layout import check_coordinates, has_model_levels, with_standard_names
+from credit_dp.data.layout import (
+    check_coordinates,
+    has_model_levels,
+    scalar_level,
+    with_standard_names,
+    without_single_dims,
+)
 from credit_dp.data.schema import Channel
 from credit_dp.data.sources.address import without_secrets
 from credit_dp.data.sources.faults import Watch, unreadable
 from credit_dp.data.sources.netcdf import is_netcdf, open_netcdf
 from credit_dp.data.sources.source import Counter, Fields, Places, Source, Times, Variable, as_slice
+from credit_dp.data.sources.stored_names import StoredNames
 from credit_dp.data.sources.zarr_dataset import open_dataset
 from credit_dp.errors import UserError
 
@@ -37,19 +44,32 @@ class DatasetCounter(Counter, Protocol):
 
 @final
 class GriddedSource(Source):
-    """One dataset, zarr or netCDF, in the form of WeatherBench 2, ARCO-ERA5 or the CDS."""
+    """One dataset, zarr or netCDF, in the form of WeatherBench 2, ARCO-ERA5 or the CDS.
 
-    def __init__(self, dataset: xr.Dataset, counter: DatasetCounter, where: str) -> None:
+    One without a time axis has no times, and can only be a part of others.
+    """
+
+    def __init__(
+        self,
+        dataset: xr.Dataset,
+        counter: DatasetCounter,
+        where: str,
+        static: Collection[str] = (),
+    ) -> None:
         self.where = without_secrets(where)
-        model_levels = has_model_levels(dataset)
-        dataset = with_standard_names(dataset, self.where)
-        check_coordinates(dataset, self.where)
-        self.times: Times = dataset["time"].values.astype("datetime64[ns]")
+        model_levels, only_level = has_model_levels(dataset), scalar_level(dataset)
+        dataset = with_standard_names(without_single_dims(dataset), self.where)
+        timed = "time" in dataset.dims
+        check_coordinates(dataset, self.where, timed)
+        times = dataset["time"].values if timed else np.empty(0)
+        self.times: Times = times.astype("datetime64[ns]")
         latitude = dataset["latitude"].values.astype(np.float64)
         self._flipped = bool(latitude[0] < latitude[-1])
         self.latitude: NDArray[np.float64] = latitude[::-1] if self._flipped else latitude
         self.longitude: NDArray[np.float64] = dataset["longitude"].values.astype(np.float64)
-        self.variables: Mapping[str, Variable] = _variables(dataset, self.where, model_levels)
+        own = _variables(dataset, self.where, model_levels)
+        self._names = StoredNames.of(own, static, only_level)
+        self.variables: Mapping[str, Variable] = self._names.variables
         self._dataset = dataset
         self._counter, self.counters = counter, [counter]
         self._address = where
@@ -58,8 +78,12 @@ class GriddedSource(Source):
         counter.reset()
 
     @classmethod
-    def open(cls, where: str) -> "GriddedSource":
+    def open(cls, where: str, static: Collection[str] = ()) -> "GriddedSource":
         """Open the zarr store at a path or address, or the netCDF file at a path.
+
+        Args:
+            where: the path or address.
+            static: names that are wanted as static fields, see `StoredNames.of`.
 
         Raises:
             UserError: there is none, or its coordinates are not as needed.
@@ -67,23 +91,24 @@ class GriddedSource(Source):
         dataset: xr.Dataset
         counter: DatasetCounter
         dataset, counter = open_netcdf(where) if is_netcdf(where) else open_dataset(where)
-        return cls(dataset, counter, where)
+        return cls(dataset, counter, where, static)
 
     def read(self, channels: Sequence[Channel], places: Places, rows: slice) -> Fields:
         """See `Source`: variable by variable."""
         parts = []
-        for name, of_name in groupby(channels, lambda channel: channel.variable):
+        stored = map(self._names.stored, channels)
+        for name, of_name in groupby(stored, lambda channel: channel.variable):
             levels = [channel.level for channel in of_name if channel.level is not None]
             parts.append(self._block(name, levels, places, rows))
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
 
     def together(self, channels: Sequence[Channel]) -> list[list[Channel]]:
         """See `Source`: the levels of a variable."""
-        return [list(group) for _, group in groupby(channels, lambda channel: channel.variable)]
+        return [list(group) for _, group in groupby(channels, self._stored_variable)]
 
     def times_together(self, channel: Channel) -> int:
         """See `Source`."""
-        array = self._dataset[channel.variable]
+        array = self._dataset[self._stored_variable(channel)]
         given = array.encoding
         chunks = given.get("shards") or given.get("chunks") or given.get("chunksizes")
         # A netCDF variable that is not chunked can be read at any time without the others.
@@ -91,7 +116,7 @@ class GriddedSource(Source):
 
     def chunk_shape(self, channel: Channel) -> tuple[int, int, int, int]:
         """See `Source`."""
-        array = self._dataset[channel.variable]
+        array = self._dataset[self._stored_variable(channel)]
         chunks = array.encoding.get("chunks") or array.encoding.get("chunksizes")
         sizes = dict(zip(map(str, array.dims), map(int, chunks or ()), strict=bool(chunks)))
         time, level, rows, columns = (sizes.get(dim, 1) for dim in ORDER)
@@ -124,11 +149,14 @@ class GriddedSource(Source):
         described: list[object] = [place(self._address), stamp(self._address)]
         described += [self.latitude.tolist(), self.longitude.tolist()]
         for name in variables:
-            array = self._dataset[name]
-            described.append(
-                [name, list(map(str, array.dims)), list(array.shape), str(array.dtype)]
-            )
+            for stored in self._names.stored_variables(name):
+                array = self._dataset[stored]
+                form = [list(map(str, array.dims)), list(array.shape), str(array.dtype)]
+                described.append([name, *form] if stored == name else [name, stored, *form])
         return described
+
+    def _stored_variable(self, channel: Channel) -> str:
+        return self._names.stored(channel).variable
 
     def _block(self, name: str, levels: list[int], places: Places, rows: slice) -> Fields:
         """`(T, levels, rows, W)`; one level or one time if the variable has no such dim."""

@@ -1,7 +1,8 @@
 """Several stores of one grid, joined on time: upper air here, the surface there."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import reduce
 from itertools import groupby
 from typing import final
@@ -18,40 +19,58 @@ from credit_dp.data.sources.source import (
     Times,
     Variable,
     as_slice,
+    is_listed,
     names_of,
 )
 from credit_dp.errors import UserError
 
-SAME = 1e-6  # degrees
+SAME = 5e-5  # degrees: float32 can't tell coordinates that are less apart
 
 log = logging.getLogger(__name__)
 
 
 @final
 class JoinedSource(Source):
-    """The times that all stores have; of a variable in several, the first store's."""
+    """The times that all stores have; of a variable in several, the first store's.
 
-    def __init__(self, sources: Sequence[Source]) -> None:
+    A store that has the variable under this very name comes before one that has it under another.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        timeless: Sequence[Source] = (),
+        static: Collection[str] = (),
+    ) -> None:
         """Join them.
+
+        Args:
+            sources: stores with times.
+            timeless: stores of static fields; if they have a time, it does not count.
+            static: names that are wanted as static fields: they are taken from a store of static
+                fields, if one has them, and all others from a store where they change in time.
 
         Raises:
             UserError: they are on different grids, or have no time in common.
         """
-        first = sources[0]
-        self.where = " with ".join(source.where for source in sources)
+        everything = [*sources, *timeless]
+        first = everything[0]
+        self.where = " with ".join(source.where for source in everything)
         self.latitude, self.longitude = first.latitude, first.longitude
-        for other in sources[1:]:
+        for other in everything[1:]:
             _check_grid(first, other)
         self.times: Times = _common_times(sources)
         self._places = [np.searchsorted(source.times, self.times) for source in sources]
-        self._sources = list(sources)
+        self._sources = everything
+        self._of_each = [source.variables for source in sources]
+        self._of_each += [_without_time(source.variables) for source in timeless]
         self._owners: dict[str, int] = {}
-        for number, source in enumerate(sources):
-            for name in names_of(source.variables):
-                if not source.variables[name].problem:
-                    self._owners.setdefault(name, number)
+        for name in dict.fromkeys(x for found in self._of_each for x in names_of(found)):
+            owners = self._readable(name, name in static)
+            if owners:
+                self._owners[name] = owners[0]
         self.title = first.title
-        self.counters = [counter for source in sources for counter in source.counters]
+        self.counters = [counter for source in everything for counter in source.counters]
         self.variables: Mapping[str, Variable] = self._variables()
 
     def read(self, channels: Sequence[Channel], places: Places, rows: slice) -> Fields:
@@ -102,6 +121,22 @@ class JoinedSource(Source):
             source.description(names) for source, names in zip(self._sources, of_each, strict=True)
         ]
 
+    def _readable(self, name: str, static: bool) -> list[int]:
+        """The numbers of the stores that a variable may be read from, the best first."""
+
+        def order(number: int) -> tuple[bool, bool, bool]:
+            """First those of the wanted kind, then stores of that kind, then this very name."""
+            variables = self._of_each[number]
+            of_many_times = number < len(self._places)
+            return (
+                variables[name].timed == static,
+                static and of_many_times,
+                not is_listed(name, variables),
+            )
+
+        found = [(number, of.get(name)) for number, of in enumerate(self._of_each)]
+        return sorted((n for n, x in found if x is not None and not x.problem), key=order)
+
     def _owner(self, channel: Channel) -> int:
         """The number of the store that it is read from."""
         return self._owners[channel.variable]
@@ -109,17 +144,23 @@ class JoinedSource(Source):
     def _of(self, owner: int, channels: Sequence[Channel], places: Places, rows: slice) -> Fields:
         """Channels of one store, all of which change in time or none."""
         source = self._sources[owner]
-        if source.variables[channels[0].variable].timed:
+        if self._of_each[owner][channels[0].variable].timed:
             places = as_slice(self._places[owner][places])
         return source.read(channels, places, rows)
 
     def _variables(self) -> Aliased:
         """Also those that can't be read, for the message that says so."""
         listed: dict[str, Variable] = {}
-        for source in reversed(self._sources):
-            listed |= source.variables
-        owned = {name: self._sources[at].variables[name] for name, at in self._owners.items()}
+        for variables in reversed(self._of_each):
+            listed |= variables
+        owned = {name: self._of_each[at][name] for name, at in self._owners.items()}
         return Aliased({name: owned.get(name, listed[name]) for name in listed}, owned)
+
+
+def _without_time(variables: Mapping[str, Variable]) -> Aliased:
+    """The variables of a store of static fields, none of which changes in time."""
+    found = {name: replace(variables[name], timed=False) for name in names_of(variables)}
+    return Aliased({name: found[name] for name in variables}, found)
 
 
 def _check_grid(first: Source, other: Source) -> None:

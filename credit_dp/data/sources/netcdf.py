@@ -1,5 +1,8 @@
 """A netCDF file as lazily read variables, and what is asked of it, counted."""
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from threading import Lock
 from typing import final
 
@@ -36,6 +39,23 @@ class AskedBytes:
             self.chunk_reads += 1
 
 
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """No file that nobody uses any more is closed meanwhile, by whatever thread.
+
+    xarray reads what a file says of its variables without holding its lock. The collector may run
+    in another thread, such as zarr's, and the netCDF library crashes where one thread closes a
+    file while another reads.
+    """
+    running = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if running:
+            gc.enable()
+
+
 def is_netcdf(where: str) -> bool:
     """Whether this is the name of a netCDF file, not of a zarr store."""
     return where.lower().endswith(ENDINGS) and not local_path(where).is_dir()
@@ -59,7 +79,8 @@ def open_netcdf(where: str) -> tuple[xr.Dataset, AskedBytes]:
     if not path.exists():
         raise UserError(f"{where}: no such file. Set data.store to one that exists.")
     try:
-        dataset = xr.open_dataset(path, engine="netcdf4", cache=False, decode_timedelta=False)
+        with no_garbage_collection():
+            dataset = xr.open_dataset(path, engine="netcdf4", cache=False, decode_timedelta=False)
     except Exception as error:
         raise UserError(
             f"{where}: not a netCDF file that can be read ({reason_of(error)}). "

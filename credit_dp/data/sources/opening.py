@@ -1,8 +1,10 @@
 """Opens whatever `data.store` names."""
 
-from collections.abc import Sequence
-from itertools import pairwise
+import logging
+from collections.abc import Collection, Sequence
+from itertools import combinations, pairwise
 
+import numpy as np
 import zarr
 
 from credit_dp.config import DataConfig
@@ -24,49 +26,160 @@ from credit_dp.data.sources.netcdf import is_netcdf
 from credit_dp.data.sources.prepared import PreparedSource
 from credit_dp.data.sources.source import Source
 from credit_dp.errors import UserError
+from credit_dp.variable_names import CONSTANTS, meaning
+
+logger = logging.getLogger(__name__)
 
 
 def open_source(config: DataConfig) -> Source:
     """Open what `config.store` names, in whatever form it is.
 
-    Several entries are joined: along time if none has a time of another, else by variables.
+    Several entries are joined: along time if none has a time of another, else by variables. Those
+    without a time axis, or with one time beside stores of many, are stores of static fields, and so
+    are those of nothing but what is known to be constant.
 
     Raises:
         UserError: there is nothing, nothing that can be read, or its coordinates are not as needed.
     """
     if not config.stores:
         raise UserError("data.store: needs the path of a zarr store, but is empty. Set it.")
-    sources = [_open_entry(entry) for entry in config.stores]
-    if len(sources) == 1:
-        return sources[0]
-    if _have_no_time_in_common(sources):
-        return FilesSource(sources, without_secrets(", ".join(config.stores)))
-    return JoinedSource(sources)
+    sources = [source for entry in config.stores for source in _open_entry(entry, config.static)]
+    timed, timeless = _split_timeless(sources)
+    if not timed:
+        raise UserError(
+            f"{without_secrets(', '.join(config.stores))}: needs one-dimensional coordinates time, "
+            "latitude and longitude, but time is missing. Change data.store, or add a store with "
+            "times to it: static fields may be in a store of their own."
+        )
+    for one in timeless:
+        if len(one.times):
+            time = one.times[0].astype("M8[m]")
+            logger.info("%s: its fields are static, those of %s", one.where, time)
+    source = _join(timed, timeless, config)
+    _log_names(source, config)
+    return source
 
 
-def open_one(where: str) -> Source:
+def open_one(where: str, static: Collection[str] = ()) -> Source:
     """Open the store at one path or address, in whatever form it is.
+
+    Args:
+        where: the path or address.
+        static: names that are wanted as static fields, see `StoredNames.of`.
 
     Raises:
         UserError: there is none that can be read.
     """
     check_address(where)
     if is_netcdf(where):
-        return GriddedSource.open(where)
+        return GriddedSource.open(where, static)
     group = _group(where)
     if ATTRIBUTE in group.attrs:
         return PreparedSource.open(where)
     if _is_anemoi(group):
         return AnemoiSource.open(where)
-    return GriddedSource.open(where)
+    return GriddedSource.open(where, static)
 
 
-def _open_entry(entry: str) -> Source:
-    """One store, or all that a pattern stands for, along time."""
-    found = expanded(entry)
-    if len(found) == 1:
-        return open_one(found[0])
-    return FilesSource([open_one(where) for where in found], without_secrets(entry))
+def _log_names(source: Source, config: DataConfig) -> None:
+    """Say which variables of the config the store has under other names."""
+    names = (*config.prognostic, *config.diagnostic, *config.forcing, *config.static)
+    found = {name: source.variables[name].stored for name in names if name in source.variables}
+    texts = [f"{name} from {stored}" for name, stored in found.items() if stored]
+    if texts:
+        logger.info("%s: reads %s", source.where, ", ".join(texts))
+
+
+def _open_entry(entry: str, static: Collection[str]) -> list[Source]:
+    """One store, or all that a pattern stands for: along time, one source of each kind."""
+    sources = [open_one(where, static) for where in expanded(entry)]
+    if len(sources) == 1:
+        return sources
+    pattern = without_secrets(entry)
+    timed, timeless = _split_timeless(sources)
+    kinds = [timed] if _have_no_time_in_common(timed) else _of_one_kind(timed)
+    _check_kinds(kinds, pattern)
+    whole = len(kinds) == 1
+    return [*(_along_time(kind, pattern if whole else "") for kind in kinds if kind), *timeless]
+
+
+def _join(timed: Sequence[Source], timeless: Sequence[Source], config: DataConfig) -> Source:
+    """All entries of `config.store` as one source."""
+    if _have_no_time_in_common(timed):
+        sources = [_along_time(timed, without_secrets(", ".join(config.stores)))]
+    else:
+        sources = []
+        for kind in _of_one_kind(timed):
+            follow = _have_no_time_in_common(kind)
+            sources += [_along_time(kind, "")] if follow else kind
+    if len(sources) == 1 and not timeless:
+        return sources[0]
+    return JoinedSource(sources, timeless, config.static)
+
+
+def _along_time(sources: Sequence[Source], where: str) -> Source:
+    if len(sources) == 1:
+        return sources[0]
+    first, *_, last = sorted(sources, key=lambda source: source.times[0])
+    return FilesSource(sources, where or f"{first.where} to {last.where}")
+
+
+def _split_timeless(sources: Sequence[Source]) -> tuple[list[Source], list[Source]]:
+    """The stores with times, and those of static fields.
+
+    These have no time axis, or nothing but known constants, or one time where others have many,
+    unless they go on where stores of the same variables end.
+    """
+    with_times = [source for source in sources if len(source.times)]
+    kinds = _of_one_kind([x for x in with_times if not _is_constant(x)] or with_times)
+    most = max((sum(len(x.times) for x in kind) for kind in kinds), default=0)
+    timed = []
+    for kind in kinds:
+        count = sum(len(x.times) for x in kind)
+        spans = [(x.times[0], x.times[-1]) for x in kind if len(x.times) > 1]
+        for source in kind:
+            inside = any(first <= source.times[0] <= last for first, last in spans)
+            if len(source.times) > 1 or not (inside or 1 == count < most):
+                timed.append(source)
+    ordered = [source for source in sources if source in timed]
+    return ordered, [source for source in sources if source not in timed]
+
+
+def _is_constant(source: Source) -> bool:
+    """Whether all that changes in time, as far as the store says, is known not to."""
+    return all(meaning(name) in CONSTANTS.values() and not levels for name, levels in _kind(source))
+
+
+def _of_one_kind(sources: Sequence[Source]) -> list[list[Source]]:
+    """The sources in groups with the same variables, on the same levels."""
+    kinds: dict[object, list[Source]] = {}
+    for source in sources:
+        kinds.setdefault(_kind(source), []).append(source)
+    return list(kinds.values())
+
+
+def _kind(source: Source) -> frozenset[tuple[str, tuple[int, ...]]]:
+    """What changes in time in a source: names and levels."""
+    found = source.variables
+    return frozenset((x, found[x].levels) for x in found if found[x].timed and not found[x].problem)
+
+
+def _check_kinds(kinds: Sequence[Sequence[Source]], pattern: str) -> None:
+    """Refuse kinds of which it is not clear how they belong together.
+
+    Raises:
+        UserError: two have a variable in common, or no time.
+    """
+    for one, two in combinations(kinds, 2):
+        same = {name for name, _ in _kind(one[0]) & _kind(two[0])}
+        times = np.concatenate([source.times for source in one])
+        if same or not any(np.isin(source.times, times).any() for source in two):
+            why = f"both have {min(same)}" if same else "have no time in common"
+            raise UserError(
+                f"{pattern}: stands for stores with different variables at the same times, but "
+                f"{one[0].where} and {two[0].where} {why}. Give one pattern for each kind, as in "
+                "'data.store=[era5_pl_*.nc,era5_sfc_*.nc]'."
+            )
 
 
 def _group(where: str) -> zarr.Group:

@@ -24,6 +24,7 @@ from credit_dp.data.sources.stacked_group import (
     open_stacked,
     values_of,
 )
+from credit_dp.data.sources.stored_names import StoredNames
 from credit_dp.errors import UserError
 
 ARRAYS = ("fields", "static")
@@ -48,14 +49,17 @@ class PreparedSource(Source):
                 f"{where}: latitude has to fall in a prepared store, but rises. Prepare it again "
                 "with `credit-dp data prepare`."
             )
-        self.variables: Mapping[str, Variable] = _variables(form)
-        self._places = {channel: place for place, channel in enumerate(form.channels)}
-        self._static_places = {Channel(name): place for place, name in enumerate(form.static)}
+        names = StoredNames.of(_variables(form))
+        self.variables: Mapping[str, Variable] = names.variables
+        channels = {channel: place for place, channel in enumerate(form.channels)}
+        constants = {Channel(name): place for place, name in enumerate(form.static)}
+        self._places = names.under_all_names(channels)
+        self._static_places = names.under_all_names(constants)
         watch = Watch(address, ARRAYS)
         quick = partial(quick_array, address, disk=disk)
         fields = array_of(group, "fields", where)
         self._fields = StackedArray(fields, where, self.times, watch, quick("fields"))
-        self._check("fields", self._fields, (len(self.times), len(self._places), *self.grid))
+        self._check("fields", self._fields, (len(self.times), len(channels), *self.grid))
         self._static = self._fields
         if form.static:
             static = array_of(group, "static", where)

@@ -26,6 +26,7 @@ class Variable:
         units, standard_name: as the source gives them; empty if it gives none.
         problem: why it can't be read, after its name; empty if it can.
         model_levels: its levels are those of a model, by number, not of pressure.
+        stored: what the store calls it, where that is another name.
     """
 
     timed: bool
@@ -34,6 +35,7 @@ class Variable:
     standard_name: str = ""
     problem: str = ""
     model_levels: bool = False
+    stored: str = ""
 
 
 class Counter(Protocol):
@@ -65,6 +67,11 @@ def names_of(variables: Mapping[str, Variable]) -> list[str]:
     """All names that are found, listed or not."""
     aliases = variables.aliases if isinstance(variables, Aliased) else ()
     return list(dict.fromkeys([*variables, *aliases]))
+
+
+def is_listed(name: str, variables: Mapping[str, Variable]) -> bool:
+    """Whether it is a name that the store itself has."""
+    return name in (variables.listed if isinstance(variables, Aliased) else variables)
 
 
 class Source(ABC):

@@ -18,10 +18,12 @@ from credit_dp.data.layout import HORIZONTAL, OTHER_NAMES
 from credit_dp.data.sources.address import not_opened
 from credit_dp.data.sources.complete import CompleteStore
 from credit_dp.data.sources.intact import IntactStore
+from credit_dp.variable_names import meaning, names_of_meaning
 
 TIMES = {"time", *OTHER_NAMES["time"]}
 GLOBE = {name for dim in HORIZONTAL for name in (dim, *OTHER_NAMES[dim])}
-# Words of the names of fields that can be zero all over a chunk: at night, over land, in the dry.
+# Words of names of fields, one of several, that can be zero all over a chunk: at night, over land,
+# in the dry.
 ZERO = re.compile(
     r"(^|_)(precipitation|rain|snow|snowfall|snowmelt|hail|ice|cloud|radiation|solar|insolation|"
     r"runoff|evaporation|mask|cover|fraction|vegetation|lake|depth|reservoir|tp|cp|lsp|sf|sd|"
@@ -69,7 +71,8 @@ def _has_to_be_whole(name: str, array: zarr.Array[Any]) -> bool:
         return _has_globes(array)
     zero = not fill and not array.attrs.get("add_offset")
     static_in_one = not TIMES & set(_dims(array)) and array.nchunks == 1
-    return static_in_one or not (zero and ZERO.search(name))
+    names = (name, *names_of_meaning(meaning(name)))
+    return static_in_one or not (zero and any(map(ZERO.search, names)))
 
 
 def _has_globes(array: zarr.Array[Any]) -> bool:

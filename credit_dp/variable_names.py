@@ -1,12 +1,28 @@
-"""ECMWF's short names, and the long ones under which WeatherBench 2 and ARCO-ERA5 have the same.
+"""The names under which stores have the variables of ERA5, and what they mean.
 
-Source: ECMWF parameter database.
+A variable's meaning is its long name in WeatherBench 2, ARCO-ERA5 and the Climate Data Store. Short
+names are ECMWF's, as in GRIB files, in anemoi's datasets and (with a letter first) in the netCDF
+files of cfgrib and the Climate Data Store. NCAR's copy of ERA5 has them in capitals, and so has the
+training data of miles-credit, with some of its own.
+
+Sources: ECMWF parameter database; NCAR RDA d633000; the configs of miles-credit.
+
+No imports of this package: the config needs it.
 """
 
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
-UPPER: Mapping[str, str] = MappingProxyType(
+
+def _with_capitals(names: Mapping[str, str], **others: str) -> Mapping[str, str]:
+    """`others` too, and each of `names` as NCAR has it: `SP` and, of `2t`, `VAR_2T`."""
+    capitals = {("VAR_" if x[0].isdigit() else "") + x.upper(): names[x] for x in names}
+    return MappingProxyType({**names, **capitals, **others})
+
+
+# On levels.
+UPPER = _with_capitals(
     {
         "z": "geopotential",
         "t": "temperature",
@@ -26,7 +42,8 @@ UPPER: Mapping[str, str] = MappingProxyType(
         "cswc": "specific_snow_water_content",
     }
 )
-CONSTANTS: Mapping[str, str] = MappingProxyType(
+# Without levels, the same at all times.
+CONSTANTS = _with_capitals(
     {
         "z": "geopotential_at_surface",
         "lsm": "land_sea_mask",
@@ -46,9 +63,11 @@ CONSTANTS: Mapping[str, str] = MappingProxyType(
         "sin_latitude": "sin_latitude",
         "cos_longitude": "cos_longitude",
         "sin_longitude": "sin_longitude",
-    }
+    },
+    Z_GDS4_SFC="geopotential_at_surface",
 )
-SURFACE: Mapping[str, str] = MappingProxyType(
+# Without levels, changing in time.
+SURFACE = _with_capitals(
     {
         "2t": "2m_temperature",
         "2d": "2m_dewpoint_temperature",
@@ -92,25 +111,38 @@ SURFACE: Mapping[str, str] = MappingProxyType(
         "str": "surface_net_thermal_radiation",
         "sshf": "surface_sensible_heat_flux",
         "slhf": "surface_latent_heat_flux",
-        # Those that begin with a digit are turned round in the CDS's netCDF files.
-        "t2m": "2m_temperature",
-        "d2m": "2m_dewpoint_temperature",
-        "u10": "10m_u_component_of_wind",
-        "v10": "10m_v_component_of_wind",
-        "u100": "100m_u_component_of_wind",
-        "v100": "100m_v_component_of_wind",
         **{f"stl{layer}": f"soil_temperature_level_{layer}" for layer in "1234"},
         **{f"swvl{layer}": f"volumetric_soil_water_layer_{layer}" for layer in "1234"},
-    }
+    },
+    # Those that begin with a digit are turned round in netCDF files.
+    t2m="2m_temperature",
+    d2m="2m_dewpoint_temperature",
+    u10="10m_u_component_of_wind",
+    v10="10m_v_component_of_wind",
+    u100="100m_u_component_of_wind",
+    v100="100m_v_component_of_wind",
+    SSTK="sea_surface_temperature",
+    tsi="toa_incident_solar_radiation",
 )
 
+FLAT: Mapping[str, str] = MappingProxyType({**SURFACE, **CONSTANTS})
+# `z_500`, or from 100 hPa on `Z500`: `t2` and `u10` are no levels, but heights.
+ON_ONE_LEVEL = re.compile(r"(.+)_(\d+)|(\D+)(\d{3,})")
 
-def long_name(short: str) -> tuple[str, int | None]:
-    """`z_500` -> `("geopotential", 500)`; `2t` -> `("2m_temperature", None)`; others unchanged."""
-    variable, _, level = short.rpartition("_")
-    if variable in UPPER and level.isdecimal():
-        return UPPER[variable], int(level)
-    return {**SURFACE, **CONSTANTS}.get(short, short), None
+
+def long_name(name: str) -> tuple[str, int | None]:
+    """What a field without a dim of levels is, and on which level.
+
+    `z_500` and `Z500` -> `("geopotential", 500)`; `2t` -> `("2m_temperature", None)`; `z` ->
+    `("geopotential_at_surface", None)`; names that are not known stay as they are.
+    """
+    found = None if name in FLAT else ON_ONE_LEVEL.fullmatch(name)
+    if found:
+        variable = found[1] or found[3]
+        long = UPPER.get(variable, variable)
+        if long in UPPER.values():
+            return long, int(found[2] or found[4])
+    return FLAT.get(name, name), None
 
 
 def meaning(name: str) -> str:
@@ -120,3 +152,30 @@ def meaning(name: str) -> str:
     """
     long, _ = long_name(name)
     return UPPER.get(long, long)
+
+
+def meanings(name: str) -> set[str]:
+    """All long names that a variable of this name may have: of `z` both, on levels and without."""
+    return {meaning(name), UPPER.get(name, meaning(name))}
+
+
+def is_long(name: str) -> bool:
+    """Whether it is the long name of a variable that has others."""
+    return name in _NAMES
+
+
+def names_of_meaning(long: str) -> tuple[str, ...]:
+    """All names of a variable, the long one first."""
+    return (long, *_NAMES.get(long, ()))
+
+
+def _by_meaning() -> dict[str, tuple[str, ...]]:
+    found: dict[str, tuple[str, ...]] = {}
+    for table in (UPPER, SURFACE, CONSTANTS):
+        for name, long in table.items():
+            if name != long:
+                found[long] = (*found.get(long, ()), name)
+    return found
+
+
+_NAMES = _by_meaning()

@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass, field
 
-from omegaconf import MISSING
-
 from credit_dp import checks
 from credit_dp.errors import UserError
 
@@ -16,31 +14,37 @@ TRACKERS = ("wandb", "tensorboard")
 class TrainerConfig:
     """How long to train and what to do on the way."""
 
-    steps: int = MISSING
+    steps: int = 450  # optimiser steps
     dtype: str = "float32"  # float32 | float64: of weights and their updates
-    autocast: str | None = None  # bfloat16: what the model computes in, where that is safe
+    # bfloat16: what the model computes in, where that is safe; weights stay float32
+    autocast: str | None = None
     accumulate: int = 1  # parts of the batch that are computed one after the other
-    gradient_clip: float | None = 1.0  # largest global norm
-    rollout: dict[int, int] = field(default_factory=lambda: {0: 1})  # from -> forecast steps
-    rollout_unit: str = "step"  # step | epoch: what `rollout` counts in
+    gradient_clip: float | None = 1.0  # largest global gradient norm; null: no clipping
+    # how many forecast steps from which optimiser step on, e.g. {0: 1, 400: 2, 600: 4}
+    rollout: dict[int, int] = field(default_factory=lambda: {0: 1})
+    rollout_unit: str = "step"  # step | epoch: what the keys of rollout count
     checkpoint_activations: bool = False  # compute each forecast step again in backward
-    freeze: list[str] = field(default_factory=list)  # parameters that stay, by pattern
-    on_nonfinite: str = "stop"  # stop | skip: a step whose loss or gradient is no number
-    exploding: float | None = 1e4  # largest gradient norm, in those of the steps before
-    one_batch: bool = False  # the first batch again and again
-    log_every: int = 10
-    checkpoint_every: int = 200
-    checkpoint_async: bool = True  # write while training goes on
-    keep_checkpoints: int = 1  # newest ones that stay
+    # parameters that are not trained, by pattern, e.g. ["encoder.*"]
+    freeze: list[str] = field(default_factory=list)
+    # stop | skip: what happens at a step whose loss or gradient is not finite (NaN or inf)
+    on_nonfinite: str = "stop"
+    # largest gradient norm, as a multiple of the recent median; null: any
+    exploding: float | None = 1e4
+    # train on the first batch only, to see whether the model can learn it by heart
+    one_batch: bool = False
+    log_every: int = 10  # steps between rows of metrics.csv
+    checkpoint_every: int = 200  # steps between checkpoints; one is also written at the end
+    checkpoint_async: bool = True  # write checkpoints while training goes on
+    keep_checkpoints: int = 1  # how many of the newest checkpoints are kept
     validate_every: int = 0  # steps between validations; 0: none
-    keep_best: bool = False  # the checkpoint with the lowest validation error stays, too
-    evaluate_hours: list[int] = field(default_factory=lambda: [6, 24])
-    evaluate_stride_hours: int = 30  # between initial times on the held-out dates
+    keep_best: bool = False  # the checkpoint with the lowest validation error is kept, too
+    evaluate_hours: list[int] = field(default_factory=lambda: [6, 24])  # leads of the final scores
+    # hours between initial times on the held-out dates; with 54 every hour of the day occurs
+    evaluate_stride_hours: int = 54
     profile: bool = False  # write a trace of a few steps
 
     def __post_init__(self) -> None:
-        if self.steps != MISSING:
-            checks.at_least("trainer.steps", self.steps, 1)
+        checks.at_least("trainer.steps", self.steps, 1)
         checks.one_of("trainer.dtype", self.dtype, ("float32", "float64"))
         if self.autocast is not None:
             checks.one_of("trainer.autocast", self.autocast, ("bfloat16",))
@@ -93,12 +97,16 @@ class LossConfig:
     """Which error is minimised, and how rows, levels and variables weigh in it."""
 
     name: str = "mse"  # mse | mae | huber
-    huber_delta: float = 1.0  # where huber turns from squared to absolute
-    latitude_weight: bool = True
-    level_weight: bool = True  # by pressure, mean 1
-    variable_weight: dict[str, float] = field(default_factory=dict)  # others weigh 1
-    tendency: bool = True  # errors in units of the tendency's deviation; false: of the field's
-    spectrum: float = 0.0  # weight of the error in zonal power spectra
+    huber_delta: float = 1.0  # of huber: where it turns from squared to absolute
+    latitude_weight: bool = True  # rows weigh as their area; false: all alike
+    # levels weigh as their pressure, with mean 1 over all channels on levels; others weigh 1
+    level_weight: bool = False
+    # of all channels of a variable, e.g. {geopotential: 2}; the others weigh 1
+    variable_weight: dict[str, float] = field(default_factory=dict)
+    # errors in units of the tendency's standard deviation; false: of the field's
+    tendency: bool = True
+    # weight of the error in zonal power spectra, against smooth forecasts; 0: none
+    spectrum: float = 0.0
 
     def __post_init__(self) -> None:
         checks.one_of("loss.name", self.name, LOSSES)
@@ -112,17 +120,18 @@ class LossConfig:
 class OptimizerConfig:
     """AdamW with linear warm-up, then a cosine to `final_lr`, a constant rate or steps down."""
 
-    name: str = "adamw"
-    lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.01
-    warmup_steps: int = 50
-    schedule: str = "cosine"  # cosine | constant | step
-    final_lr: float = 1e-6  # of the cosine
-    decay_every: int = 1000  # steps between those down
-    decay_factor: float = 0.5  # of each step down
-    ema: float | None = None  # decay of the average of weights that forecasts are made with
+    name: str = "adamw"  # adamw
+    lr: float = 3e-3  # learning rate after the warm-up
+    betas: tuple[float, float] = (0.9, 0.95)  # decay of the averages of gradients and squares
+    eps: float = 1e-8  # added to the root of the average square
+    weight_decay: float = 0.01  # not of biases, norms and tables of positions
+    warmup_steps: int = 50  # steps in which the rate rises in a line
+    schedule: str = "cosine"  # cosine | constant | step: the rate after the warm-up
+    final_lr: float = 1e-6  # of cosine: the rate at the end
+    decay_every: int = 1000  # of step: steps between drops of the rate
+    decay_factor: float = 0.5  # of step: what each drop multiplies the rate by
+    # e.g. 0.999: forecasts are made with a moving average of the weights that decays so
+    ema: float | None = None
 
     def __post_init__(self) -> None:
         checks.one_of("optimizer.name", self.name, ("adamw",))
@@ -145,9 +154,10 @@ class OptimizerConfig:
 class LoggerConfig:
     """Who is told of a run's numbers beside the CSV log that is always written."""
 
+    # wandb, tensorboard, both or none, besides metrics.csv
     trackers: list[str] = field(default_factory=lambda: ["wandb"])
-    wandb: str = "offline"  # online | offline | disabled
-    project: str = "credit_dp"
+    wandb: str = "offline"  # online | offline (needs no account) | disabled
+    project: str = "credit_dp"  # at Weights & Biases
 
     def __post_init__(self) -> None:
         checks.no_repeats("logger.trackers", self.trackers)

@@ -1,9 +1,15 @@
 """The keys that the config has and what each one takes, read off the dataclasses."""
 
+import inspect
+import re
+import textwrap
 import types
+from collections.abc import Iterator
 from dataclasses import is_dataclass
+from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+import yaml  # type: ignore[import-untyped]
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from credit_dp.checks import nearest
@@ -113,6 +119,45 @@ def kind_of(key: str) -> Any:
             return None
         schema = hints[name]
     return schema
+
+
+def meanings(schema: type) -> dict[str, str]:
+    """What the keys of a dataclass mean: the comment beside each field, or that above it."""
+    found: dict[str, str] = {}
+    for kind in reversed(schema.__mro__):
+        try:
+            source = textwrap.dedent(inspect.getsource(kind))
+        except (OSError, TypeError):  # it is not in a file
+            continue
+        above: list[str] = []
+        for line in source.splitlines():
+            code, _, comment = line.strip().partition("# ")
+            key = re.match(r"    (\w+): ", line)
+            if key and (comment or above):
+                found[key[1]] = comment or " ".join(above)
+            above = [*above, comment] if comment and not code else []
+    return found
+
+
+def explained(config: DictConfig, indent: str = "") -> Iterator[str]:
+    """Lines of YAML that show a composed config, each key with its meaning."""
+    schema = OmegaConf.get_type(config)
+    known = meanings(schema) if is_dataclass(schema) else {}
+    values = OmegaConf.to_container(config, enum_to_str=True)
+    for key, value in values.items() if isinstance(values, dict) else ():
+        name, node = str(key), config._get_node(key)
+        group = isinstance(node, DictConfig) and is_dataclass(OmegaConf.get_type(node))
+        row = f"{indent}{name}:" if group else f"{indent}{name}: {in_one_line(value)}"
+        yield f"{row:<36}  # {known[name]}" if name in known else row
+        if isinstance(node, DictConfig) and group:
+            yield from explained(node, f"{indent}  ")
+
+
+def in_one_line(value: object) -> str:
+    """A value as YAML."""
+    plain = str(value) if isinstance(value, Path | bytes) else value
+    text: str = yaml.safe_dump(plain, default_flow_style=True, width=10**6)
+    return text.removesuffix("...\n").rstrip()
 
 
 def check_value(key: str, value: object) -> None:

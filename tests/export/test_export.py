@@ -93,7 +93,14 @@ def test_it_is_the_model_that_was_trained(run, file, source):
 MODELS: dict[str, ModelConfig] = {
     "several frames": tiny_unet(frames=2, squeeze_excite=True, dropout=0.2),
     "next state": tiny_unet(residual=False),
-    "pangu": PanguConfig(width=8, depths=[1, 1, 1, 1], heads=[1, 2, 2, 1], window=[2, 2, 2]),
+    "pangu": PanguConfig(
+        width=8,
+        depths=[1, 1, 1, 1],
+        heads=[1, 2, 2, 1],
+        patch=[2, 4, 4],
+        window=[2, 2, 2],
+        mlp_ratio=4,
+    ),
 }
 
 

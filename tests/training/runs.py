@@ -45,6 +45,7 @@ def tiny_crossformer(**options: Any) -> CrossFormerConfig:
             "strides": [2, 2],
             "local_windows": [2, 2],
             "global_windows": [2, 1],
+            "mlp_ratio": 4,
             "groups": 4,
             **options,
         }
@@ -72,7 +73,7 @@ def make_config(store: Path, run: Path, model: ModelConfig | None = None, **chan
         ),
         parallel=ParallelConfig(),
         trainer=TrainerConfig(**(trainer | changes)),
-        loss=LossConfig(),
+        loss=LossConfig(level_weight=True),
         optimizer=OptimizerConfig(lr=1e-2, warmup_steps=3),
         logger=LoggerConfig(wandb="disabled"),
         run=RunConfig(dir=str(run)),

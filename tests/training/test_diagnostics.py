@@ -37,6 +37,7 @@ MODELS: dict[str, ModelConfig] = {
         heads=[1, 2, 2, 1],
         patch=[2, 2, 2],
         window=[2, 2, 2],
+        mlp_ratio=4,
         frames=2,
     ),
     "crossformer": tiny_crossformer(frames=2),
@@ -92,7 +93,7 @@ def test_only_the_state_is_added_to_and_goes_in_again():
 
 def test_they_have_weights_of_level_and_variable():
     channels = (Channel("temperature", 500), Channel("cloud", 1000), Channel(RAIN))
-    config = LossConfig(variable_weight={RAIN: 2.0, "cloud": 3.0})
+    config = LossConfig(level_weight=True, variable_weight={RAIN: 2.0, "cloud": 3.0})
     found = channel_weights(config, channels)
     assert found == pytest.approx([500 / 750, 3 * 1000 / 750, 2])
     with pytest.raises(UserError, match=r"data\.prognostic or data\.diagnostic, got 'rane'"):

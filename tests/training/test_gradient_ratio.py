@@ -54,7 +54,9 @@ def gradients(manager: DomainParallelManager) -> list[Tensor]:
     found = []
     for name, spectrum, masked, data in KINDS:
         points = ValidPoints(valid[:, rows], manager.transport.sum) if masked else None
-        config = LossConfig(name=name, spectrum=spectrum, variable_weight={"sea": 3.0})
+        config = LossConfig(
+            name=name, spectrum=spectrum, level_weight=True, variable_weight={"sea": 3.0}
+        )
         loss = build_loss(config, CHANNELS, LATITUDE, rows, SCALE, points)
         theta = torch.full((2, 3, 1, 1), 0.7, dtype=torch.float64, requires_grad=True)
         for part, wanted in zip(x.chunk(data), target.chunk(data), strict=True):

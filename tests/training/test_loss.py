@@ -47,7 +47,7 @@ def pointwise(name: str, error: np.ndarray, delta: float = 1.0) -> np.ndarray:
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("bounds", [(0, 13), (0, 4, 13), (0, 1, 2, 13)])
 def test_shares_add_up_to_the_weighted_mean(name, bounds):
-    config = LossConfig(name=name, variable_weight={"temperature": 3.0})
+    config = LossConfig(name=name, level_weight=True, variable_weight={"temperature": 3.0})
     forecast, target = fields()
     parts = []
     for first, last in pairwise(bounds):
@@ -72,7 +72,7 @@ def test_unweighted_loss_is_the_plain_mean():
 
 
 def test_levels_weigh_by_pressure_with_mean_one():
-    weights = channel_weights(LossConfig(), CHANNELS.prognostic)
+    weights = channel_weights(LossConfig(level_weight=True), CHANNELS.prognostic)
     assert weights[:3].mean() == pytest.approx(1)
     assert weights[1] / weights[0] == pytest.approx(850 / 500)
     assert weights[3] == 1
@@ -119,7 +119,7 @@ def spectra_apart(forecast: torch.Tensor, target: torch.Tensor) -> np.ndarray:
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_spectrum_weighs_rows_and_channels_as_the_points_do(name):
-    options = {"name": name, "variable_weight": {"temperature": 3.0}}
+    options = {"name": name, "level_weight": True, "variable_weight": {"temperature": 3.0}}
     forecast, target = fields()
     with_it, without = (
         of_globe(LossConfig(**options, spectrum=spectrum)) for spectrum in (0.7, 0.0)

@@ -43,7 +43,9 @@ def shares(manager: DomainParallelManager, name: str, even: bool) -> tuple[float
     """This rank's share of the loss, and the gradient with respect to its rows of the forecast."""
     rows = manager.rows(ROWS)
     points = ValidPoints(valid()[:, rows], manager.transport.sum)
-    config = LossConfig(name=name, latitude_weight=not even, variable_weight={SEA: 3.0})
+    config = LossConfig(
+        name=name, latitude_weight=not even, level_weight=True, variable_weight={SEA: 3.0}
+    )
     loss = build_loss(config, CHANNELS, LATITUDE, rows, SCALE, points)
     forecast, target = fields()
     own = forecast[:, :, rows].clone().requires_grad_()

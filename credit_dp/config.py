@@ -22,13 +22,19 @@ from credit_dp.model_config import (
     UNetConfig,
 )
 from credit_dp.training_config import (
+    AdamWConfig,
     LoggerConfig,
     LossConfig,
     OptimizerConfig,
+    OwnLossConfig,
+    OwnOptimizerConfig,
+    OwnScheduleConfig,
+    StandardLossConfig,
     TrainerConfig,
 )
 
 __all__ = [
+    "AdamWConfig",
     "Config",
     "CrossFormerConfig",
     "DataConfig",
@@ -37,11 +43,15 @@ __all__ = [
     "LossConfig",
     "ModelConfig",
     "OptimizerConfig",
+    "OwnLossConfig",
     "OwnModelConfig",
+    "OwnOptimizerConfig",
+    "OwnScheduleConfig",
     "PanguConfig",
     "ParallelConfig",
     "QuickstartConfig",
     "RunConfig",
+    "StandardLossConfig",
     "TrainerConfig",
     "UNetConfig",
     "VariableConfig",

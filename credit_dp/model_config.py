@@ -11,6 +11,7 @@ from omegaconf import MISSING
 
 from credit_dp import checks
 from credit_dp.errors import UserError
+from credit_dp.plugins import Kind, Plugin
 
 POLES = ("reflect", "zeros", "mirror", "earth")
 BLOCKS = ("residual", "global_depthwise")
@@ -33,12 +34,14 @@ class ModelConfig:
 
 
 @dataclass
-class OwnModelConfig(ModelConfig):
-    """The config of a model that another package or file brings.
+class OwnModelConfig(ModelConfig, Plugin):
+    """The config of a model that another package or file brings: see `credit_dp.plugins`.
 
     Derive from it and register the class, and `model=NAME` chooses it. Keep torch out of the
     module's imports: `--help` imports it.
     """
+
+    plugin_kind = Kind("model", "credit_dp.models")
 
     def build(self, in_channels: int, out_channels: int, grid: tuple[int, int]) -> Any:
         """Build the `nn.Module` for a grid of (rows, columns).

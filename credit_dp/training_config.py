@@ -1,9 +1,14 @@
 """What is minimised, how, for how long, and who is told: the config of a run's training."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
 
 from credit_dp import checks
 from credit_dp.errors import UserError
+from credit_dp.plugins import Kind, Plugin, configured, how_to_register, registered
 
 LOSSES = ("mse", "mae", "huber")
 SCHEDULES = ("cosine", "constant", "step")
@@ -94,10 +99,9 @@ class TrainerConfig:
 
 @dataclass
 class LossConfig:
-    """Which error is minimised, and how rows, levels and variables weigh in it."""
+    """What the config of every loss has: how rows, levels and variables weigh in it."""
 
-    name: str = "mse"  # mse | mae | huber
-    huber_delta: float = 1.0  # of huber: where it turns from squared to absolute
+    name: str = MISSING  # the error at a point
     latitude_weight: bool = True  # rows weigh as their area; false: all alike
     # levels weigh as their pressure, with mean 1 over all channels on levels; others weigh 1
     level_weight: bool = False
@@ -109,24 +113,60 @@ class LossConfig:
     spectrum: float = 0.0
 
     def __post_init__(self) -> None:
-        checks.one_of("loss.name", self.name, LOSSES)
-        checks.above_zero("loss.huber_delta", self.huber_delta)
         checks.number_in("loss.spectrum", self.spectrum, 0)
         for variable, weight in self.variable_weight.items():
             checks.number_in(f"loss.variable_weight.{variable}", weight, 0)
 
 
 @dataclass
-class OptimizerConfig:
-    """AdamW with linear warm-up, then a cosine to `final_lr`, a constant rate or steps down."""
+class StandardLossConfig(LossConfig):
+    """The errors of this package: squared, absolute, and Huber's."""
 
-    name: str = "adamw"  # adamw
+    name: str = "mse"  # mse | mae | huber
+    huber_delta: float = 1.0  # of huber: where it turns from squared to absolute
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.one_of("loss.name", self.name, LOSSES)
+        checks.above_zero("loss.huber_delta", self.huber_delta)
+
+
+@dataclass
+class OwnLossConfig(LossConfig, Plugin):
+    """The config of a loss that another package or file brings: see `credit_dp.plugins`.
+
+    Derive from it and register the class, and `loss=NAME` chooses it.
+    """
+
+    plugin_kind = Kind("loss", "credit_dp.losses")
+
+    def build(self) -> Callable[[Any, Any], Any]:
+        """Return the error at each point as a function of the tensors (forecast, truth).
+
+        Both are normalised, and in units of the tendency's standard deviation unless
+        `loss.tendency` is false. Each error may depend on its own point alone: weights, means,
+        points without values and sums over ranks are not the function's business.
+
+        Shapes:
+            it maps twice `(B, C, h, W)`, with any part of the globe's rows, -> the same.
+        """
+        raise NotImplementedError
+
+
+@dataclass
+class OptimizerConfig:
+    """What the config of every optimizer has: the learning rate, its schedule, and averages.
+
+    The rate rises in a line over the first steps, then follows `schedule`.
+    """
+
+    name: str = MISSING  # which optimizer
     lr: float = 3e-3  # learning rate after the warm-up
-    betas: tuple[float, float] = (0.9, 0.95)  # decay of the averages of gradients and squares
-    eps: float = 1e-8  # added to the root of the average square
     weight_decay: float = 0.01  # not of biases, norms and tables of positions
     warmup_steps: int = 50  # steps in which the rate rises in a line
-    schedule: str = "cosine"  # cosine | constant | step: the rate after the warm-up
+    schedule: str = "cosine"  # cosine | constant | step, or a name of your own: after the warm-up
+    # keys of a schedule of your own, e.g. {power: 2}
+    schedule_options: dict[str, Any] = field(default_factory=dict)
     final_lr: float = 1e-6  # of cosine: the rate at the end
     decay_every: int = 1000  # of step: steps between drops of the rate
     decay_factor: float = 0.5  # of step: what each drop multiplies the rate by
@@ -134,20 +174,98 @@ class OptimizerConfig:
     ema: float | None = None
 
     def __post_init__(self) -> None:
-        checks.one_of("optimizer.name", self.name, ("adamw",))
         checks.above_zero("optimizer.lr", self.lr)
+        checks.number_in("optimizer.weight_decay", self.weight_decay, 0)
+        checks.at_least("optimizer.warmup_steps", self.warmup_steps, 0)
+        own_schedule(self)
+        checks.number_in("optimizer.final_lr", self.final_lr, 0, self.lr)
+        checks.at_least("optimizer.decay_every", self.decay_every, 1)
+        checks.number_in("optimizer.decay_factor", self.decay_factor, 0, 1)
+        checks.number_in("optimizer.ema", self.ema, 0, 0.999999)
+
+
+@dataclass
+class AdamWConfig(OptimizerConfig):
+    """AdamW (Loshchilov & Hutter 2019)."""
+
+    name: str = "adamw"  # adamw
+    betas: tuple[float, float] = (0.9, 0.95)  # decay of the averages of gradients and squares
+    eps: float = 1e-8  # added to the root of the average square
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.one_of("optimizer.name", self.name, ("adamw",))
         if len(self.betas) != 2:
             raise UserError(f"optimizer.betas: needs 2 numbers, got {len(self.betas)}")
         for beta in self.betas:
             checks.number_in("optimizer.betas", beta, 0, 0.999999)
         checks.above_zero("optimizer.eps", self.eps)
-        checks.number_in("optimizer.weight_decay", self.weight_decay, 0)
-        checks.at_least("optimizer.warmup_steps", self.warmup_steps, 0)
-        checks.one_of("optimizer.schedule", self.schedule, SCHEDULES)
-        checks.number_in("optimizer.final_lr", self.final_lr, 0, self.lr)
-        checks.at_least("optimizer.decay_every", self.decay_every, 1)
-        checks.number_in("optimizer.decay_factor", self.decay_factor, 0, 1)
-        checks.number_in("optimizer.ema", self.ema, 0, 0.999999)
+
+
+@dataclass
+class OwnOptimizerConfig(OptimizerConfig, Plugin):
+    """The config of an optimizer that another package or file brings: see `credit_dp.plugins`.
+
+    Derive from it and register the class, and `optimizer=NAME` chooses it. Keep torch out of the
+    module's imports: `--help` imports it.
+    """
+
+    plugin_kind = Kind("optimizer", "credit_dp.optimizers")
+
+    def build(self, groups: Sequence[dict[str, Any]]) -> Any:
+        """Return the `torch.optim.Optimizer` of these parameter groups.
+
+        Each group has `params`, `lr` and `weight_decay`, which is 0 for biases, norms and tables.
+        What the optimizer keeps of each parameter has to be tensors of the parameter's shape, or
+        single numbers in tensors: checkpoints hold these.
+        """
+        raise NotImplementedError
+
+
+@dataclass
+class OwnScheduleConfig(Plugin):
+    """A schedule of the learning rate that another package or file brings.
+
+    Derive from it and register the class, and `optimizer.schedule=NAME` chooses it; values of its
+    keys are given as `optimizer.schedule_options.KEY=VALUE`.
+    """
+
+    plugin_kind = Kind("optimizer.schedule", "credit_dp.schedules")
+
+    name: str = MISSING
+
+    def factor(self, step: int, steps: int) -> float:
+        """Return what `optimizer.lr` is multiplied by at a step after the warm-up.
+
+        Args:
+            step: counted from 0 at the end of the warm-up.
+            steps: all of them, from there to the end of training, at least 1; `step` may be this.
+        """
+        raise NotImplementedError
+
+
+def own_schedule(config: OptimizerConfig) -> OwnScheduleConfig | None:
+    """Return the schedule of the user's own that the config names; None if it is one of ours.
+
+    Raises:
+        UserError: there is none of this name, or not with these options.
+    """
+    name, key = config.schedule, "optimizer.schedule_options"
+    if name in SCHEDULES:
+        if config.schedule_options:
+            raise UserError(
+                f"{key}: is for a schedule of your own, but optimizer.schedule is {name}. Leave "
+                "it out."
+            )
+        return None
+    known = registered(OwnScheduleConfig, SCHEDULES)
+    if name not in known:
+        names = [*SCHEDULES, *known]
+        raise UserError(
+            f"optimizer.schedule: needs one of {', '.join(names)}, got {name!r}."
+            f"{checks.nearest(name, names)}{how_to_register(OwnScheduleConfig.plugin_kind)}"
+        )
+    return configured(name, known[name], key, config.schedule_options)
 
 
 @dataclass

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from credit_dp.command.planned import Plan, plan_of
 from credit_dp.command.tables import amount
-from credit_dp.config import Config, DataConfig
+from credit_dp.config import Config, DataConfig, OwnLossConfig
 from credit_dp.errors import UserError
 
 
@@ -15,8 +15,10 @@ def check_and_tell(config: Config) -> int:
     A store that can't be seen from here is no mistake in the config: it is told, and no plan made.
 
     Raises:
-        UserError: the batch does not divide, or the model can't be built or cut.
+        UserError: the batch does not divide, the model can't be built or cut, or a loss or an
+            optimizer of the user's own would not train exactly.
     """
+    try_loss(config)
     sys.stdout.write("The config is valid.\n")
     missing = why_unseen(config.data)
     if missing is not None:
@@ -25,6 +27,20 @@ def check_and_tell(config: Config) -> int:
     plan = plan_of(config)
     sys.stdout.write("".join(f"{line}\n" for line in lines(plan, config)))
     return 1 if plan.report.problems else 0
+
+
+def try_loss(config: Config) -> None:
+    """Refuse a loss of the user's own that would be refused when the run starts.
+
+    Raises:
+        UserError: see `of_plugin`.
+    """
+    if isinstance(config.loss, OwnLossConfig):
+        import torch  # takes seconds
+
+        from credit_dp.training.loss import of_plugin
+
+        of_plugin(config.loss, torch.zeros((), dtype=getattr(torch, config.trainer.dtype)))
 
 
 def why_unseen(data: DataConfig) -> str | None:

@@ -48,7 +48,12 @@ PLANS = (
     "plan-and-verify.md-5",
     "which-parallelism.md-1",
 )
-LONGER = ("quickstart-climate.md", "your-own-model.md-2", "your-own-model.md-4")
+LONGER = (
+    "quickstart-climate.md",
+    "your-own-model.md-2",
+    "your-own-model.md-4",
+    "your-own-model.md-7",
+)
 STORES = ("your-era5.md-1", "your-era5.md-2", "your-era5.md-3")
 SLOW = dict.fromkeys((*LONG, *MESHES, *PLANS, *LONGER, *STORES), pytest.mark.slow)
 

@@ -22,13 +22,19 @@ from credit_dp.model_config import (
     UNetConfig,
 )
 from credit_dp.training_config import (
+    AdamWConfig,
     LoggerConfig,
     LossConfig,
     OptimizerConfig,
+    OwnLossConfig,
+    OwnOptimizerConfig,
+    OwnScheduleConfig,
+    StandardLossConfig,
     TrainerConfig,
 )
 
 __all__ = [
+    "AdamWConfig",
     "Config",
     "CrossFormerConfig",
     "DataConfig",
@@ -37,11 +43,15 @@ __all__ = [
     "LossConfig",
     "ModelConfig",
     "OptimizerConfig",
+    "OwnLossConfig",
     "OwnModelConfig",
+    "OwnOptimizerConfig",
+    "OwnScheduleConfig",
     "PanguConfig",
     "ParallelConfig",
     "QuickstartConfig",
     "RunConfig",
+    "StandardLossConfig",
     "TrainerConfig",
     "UNetConfig",
     "VariableConfig",
@@ -58,8 +68,8 @@ FSDP_DTYPES = ("float32", "bfloat16", "float16")
 class RunConfig:
     """Where a run writes. A fixed name is what `resume=auto` finds again."""
 
-    name: str | None = None
-    dir: str = ""  # empty: outputs/NAME, or a folder of its own for a run without a name
+    name: str | None = None  # outputs/NAME, where resume=auto looks; null: a folder of its own
+    dir: str = ""  # any other folder
     scaling: bool = False  # a sweep ends in a table and a picture of what more ranks bring
 
     def __post_init__(self) -> None:
@@ -70,19 +80,26 @@ class RunConfig:
 class ParallelConfig:
     """The mesh of pipeline x data x domain ranks, and how each of its axes works."""
 
-    domain: int = 1
-    data: int | None = None  # null: what is left of the visible GPUs or of the launcher's ranks
-    pipeline: int = 1
-    threads: int | None = None  # null: this machine's cores shared out
-    data_mode: str = "ddp"  # ddp | fsdp2
-    param_dtype: str | None = None  # fsdp2: of parameters while they compute; null: trainer.dtype
-    reduce_dtype: str | None = None  # fsdp2: of gradients while they are added up
-    cpu_offload: bool = False  # fsdp2: parameters, gradients and moments wait in the host's memory
-    schedule: str = "1f1b"  # gpipe | 1f1b | interleaved
-    microbatches: int | None = None  # of the pipeline; null: one for each of its ranks
-    stages: list[str] | None = None  # where later stages begin; null: balanced by cost
-    layout: dict[str, Any] = field(default_factory=dict)  # module -> its device, or (in, out)
-    check_replicas_every: int = 0  # steps; 0: at the start only
+    domain: int = 1  # ranks that share one globe, each with a band of latitude rows
+    # globes at once; null: what is left of the visible GPUs or of the launcher's ranks
+    data: int | None = None
+    pipeline: int = 1  # ranks that share one model, each with some of its layers
+    threads: int | None = None  # CPU threads of each rank; null: this machine's cores shared out
+    # ddp: every rank has all parameters | fsdp2: the data ranks share them out
+    data_mode: str = "ddp"
+    # fsdp2: float32 | bfloat16 | float16: of parameters while they compute; null: trainer.dtype
+    param_dtype: str | None = None
+    reduce_dtype: str | None = None  # fsdp2: the same for gradients while they are added up
+    cpu_offload: bool = False  # fsdp2: parameters, gradients and moments stay in the host's memory
+    schedule: str = "1f1b"  # of the pipeline: gpipe | 1f1b | interleaved
+    # of the pipeline, for each accumulated part of the batch; null: one for each of its ranks
+    microbatches: int | None = None
+    # segments of the model that later stages begin with, by name; null: balanced by cost
+    stages: list[str] | None = None
+    # devices of modules in one process, e.g. {root: cuda:0, decoder: cuda:1}
+    layout: dict[str, Any] = field(default_factory=dict)
+    # steps between checks that ranks hold equal parameters; 0: at the start only
+    check_replicas_every: int = 0
 
     def __post_init__(self) -> None:
         checks.at_least("parallel.domain", self.domain, 1)
@@ -175,11 +192,11 @@ class Config:
     optimizer: OptimizerConfig = MISSING
     logger: LoggerConfig = MISSING
     run: RunConfig = field(default_factory=RunConfig)
-    seed: int = 0
+    seed: int = 0  # of the weights and of the order of samples
     device: str = "auto"  # auto | cpu | cuda
-    resume: str | None = None  # auto | PATH
+    resume: str | None = None  # auto | PATH of a checkpoint or of a run's folder
     init_from: str | None = None  # PATH of a checkpoint or run: only its weights, by name
-    compile: bool = False  # the model by torch.compile
+    compile: bool = False  # compile the model by torch.compile
 
     def __post_init__(self) -> None:
         checks.integer_in("seed", self.seed, 0, 2**63 - 1)  # what torch and numpy both take

@@ -32,12 +32,12 @@ class QuickstartConfig:
     `runs` independent integrations of `run_days` each, ten days apart, the first at `start`.
     """
 
-    truncation: int = 21
-    seed: int = 0
-    start: str = "2001-01-01"
-    runs: int = 6
-    run_days: int = 190
-    spinup_days: int = 40
+    truncation: int = 21  # total wavenumber up to which fields have structure, e.g. 42
+    seed: int = 0  # of the initial states
+    start: str = "2001-01-01"  # first date of the first run
+    runs: int = 6  # independent integrations, ten days apart
+    run_days: int = 190  # of each run
+    spinup_days: int = 40  # of each run before its first date
 
     def __post_init__(self) -> None:
         checks.at_least("data.quickstart.truncation", self.truncation, 5)
@@ -139,24 +139,26 @@ class VariableConfig:
 class DataConfig:
     """Which store, variables and dates make a sample."""
 
-    name: str = MISSING
+    name: str = MISSING  # form of the store
     store: Any = None  # path, glob or address of a store, or a list; the quickstart makes its own
+    # folder of the quickstart's store, of statistics and climatologies, shared by all runs
     cache: str = "${oc.env:CREDIT_DP_CACHE,${oc.env:HOME,.}/.cache/credit_dp}"
     grid: str | None = None  # "ROWSxCOLUMNS", e.g. 121x240; null: the store's own
-    prognostic: list[str] = MISSING
+    prognostic: list[str] = MISSING  # go in and come out
     diagnostic: list[str] = field(default_factory=list)  # only come out
     forcing: list[str] = field(default_factory=list)  # only go in
     static: list[str] = field(default_factory=list)  # go in, the same at all times
     levels: list[int] | None = None  # hPa, or hybrid; null: all of the store's
+    # what is done to single variables, e.g. {total_precipitation: {normalise: log1p(1e-3)}}
     variables: dict[str, VariableConfig] = field(default_factory=dict)
     limits: dict[str, Any] = field(default_factory=dict)  # [low, high] of values; null: any
-    step: str = "6h"
+    step: str = "6h"  # hours or days of one step; finer stores are subsampled
     dates: DatesConfig = field(default_factory=DatesConfig)
     statistics: Any = None  # a file or a list; null: made from the training dates, in the cache
     batch_size: int = 8  # global: the mesh never changes it
     prefetch: int = 2  # batches ready ahead of the step that uses them
     workers: int = 2  # threads that read and decode
-    quickstart: QuickstartConfig = field(default_factory=QuickstartConfig)
+    quickstart: QuickstartConfig = field(default_factory=QuickstartConfig)  # the embedded climate
 
     def __post_init__(self) -> None:
         if self.name != MISSING:

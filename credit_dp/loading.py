@@ -3,12 +3,12 @@
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from credit_dp.command.own_models import all_own_models, how_to_register
-from credit_dp.config import ModelConfig
+from credit_dp.config import ModelConfig, OwnModelConfig
 from credit_dp.errors import UserError
 from credit_dp.export.contents import Contents
 from credit_dp.export.forecaster import Forecaster, build_forecaster
 from credit_dp.export.trained import read_trained
+from credit_dp.plugins import first_line, how_to_register, registered
 from credit_dp.training.data_description import KINDS
 
 
@@ -32,11 +32,11 @@ def config_of(where: str, contents: Contents) -> ModelConfig:
     Raises:
         UserError: nobody knows a model of this kind, or not with these keys.
     """
-    known = KINDS | all_own_models(KINDS)
+    known = KINDS | registered(OwnModelConfig, KINDS)
     if contents.kind not in known:
         raise UserError(
             f"{where}: needs the model {contents.kind!r}, but only {', '.join(known)} are known."
-            f"{how_to_register()}"
+            f"{how_to_register(OwnModelConfig.plugin_kind)}"
         )
     if any("${" in str(value) for value in contents.keys.values()):
         raise UserError(f"{where}: a key of its model holds an interpolation, which is not read.")
@@ -44,8 +44,9 @@ def config_of(where: str, contents: Contents) -> ModelConfig:
         node = OmegaConf.merge(OmegaConf.structured(known[contents.kind]), contents.keys)
         config = OmegaConf.to_object(node)
     except OmegaConfBaseException as error:
-        told = " ".join(str(error).split("\n")[0].split())
-        raise UserError(f"{where}: has a model with other keys than are known ({told}).") from error
+        raise UserError(
+            f"{where}: has a model with other keys than are known ({first_line(error)})."
+        ) from error
     if not isinstance(config, ModelConfig):
         raise UserError(f"{where}: {contents.kind} is no model.")
     return config

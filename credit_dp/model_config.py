@@ -11,6 +11,7 @@ from omegaconf import MISSING
 
 from credit_dp import checks
 from credit_dp.errors import UserError
+from credit_dp.plugins import Kind, Plugin
 
 POLES = ("reflect", "zeros", "mirror", "earth")
 BLOCKS = ("residual", "global_depthwise")
@@ -20,7 +21,7 @@ BLOCKS = ("residual", "global_depthwise")
 class ModelConfig:
     """What the config of every model has; each model adds keys in a class of its own."""
 
-    name: str = MISSING
+    name: str = MISSING  # which model
     frames: int = 1  # states that go in: the last one and those of the steps before
     residual: bool = True  # predicts the tendency; false: the next state itself
 
@@ -33,12 +34,14 @@ class ModelConfig:
 
 
 @dataclass
-class OwnModelConfig(ModelConfig):
-    """The config of a model that another package or file brings.
+class OwnModelConfig(ModelConfig, Plugin):
+    """The config of a model that another package or file brings: see `credit_dp.plugins`.
 
     Derive from it and register the class, and `model=NAME` chooses it. Keep torch out of the
     module's imports: `--help` imports it.
     """
+
+    plugin_kind = Kind("model", "credit_dp.models")
 
     def build(self, in_channels: int, out_channels: int, grid: tuple[int, int]) -> Any:
         """Build the `nn.Module` for a grid of (rows, columns).
@@ -56,7 +59,7 @@ class OwnModelConfig(ModelConfig):
 class BlocksConfig(ModelConfig):
     """What the models of this package share: how their blocks are regularised and kept."""
 
-    dropout: float = 0.0
+    dropout: float = 0.0  # share of the values that each block drops while training
     stochastic_depth: float = 0.0  # rate of the last block; it rises from 0 at the first
     activation_checkpointing: bool = False  # compute blocks again in backward, to save memory
 
@@ -75,12 +78,14 @@ class UNetConfig(BlocksConfig):
     """
 
     name: str = "unet"
-    channels: list[int] = field(default_factory=lambda: [32, 64, 128])
-    blocks: int = 2
-    groups: int = 8
-    poles: str = "reflect"  # reflect | zeros | mirror | earth
-    block: str = "residual"  # residual | global_depthwise
-    kernel: list[int] = field(default_factory=lambda: [31, 31])  # of global_depthwise
+    channels: list[int] = field(default_factory=lambda: [32, 64, 128])  # of each level
+    blocks: int = 1  # of each level
+    groups: int = 8  # of the norms
+    poles: str = "reflect"  # reflect | zeros | mirror | earth: what lies beyond a pole
+    # residual, or global_depthwise: large convolutions of each channel apart
+    block: str = "residual"
+    # of global_depthwise: odd rows and columns; larger ones reach farther and cost more
+    kernel: list[int] = field(default_factory=lambda: [31, 31])
     squeeze_excite: bool = False  # gates each block's channels by their global means
     global_conditioning: bool = False  # adds what the coarsest level's global mean says
 
@@ -124,12 +129,12 @@ class PanguConfig(BlocksConfig):
     """
 
     name: str = "pangu"
-    width: int = 192  # channels of the finer resolution
-    depths: list[int] = field(default_factory=lambda: [2, 6, 6, 2])
-    heads: list[int] = field(default_factory=lambda: [6, 12, 12, 6])
-    patch: list[int] = field(default_factory=lambda: [2, 4, 4])
-    window: list[int] = field(default_factory=lambda: [2, 6, 12])
-    mlp_ratio: int = 4
+    width: int = 64  # channels of the finer resolution
+    depths: list[int] = field(default_factory=lambda: [2, 2, 2, 2])  # blocks of each stage
+    heads: list[int] = field(default_factory=lambda: [4, 8, 8, 4])  # of attention, of each stage
+    patch: list[int] = field(default_factory=lambda: [1, 2, 2])  # levels, rows, columns
+    window: list[int] = field(default_factory=lambda: [4, 2, 4])  # levels, rows, columns of patches
+    mlp_ratio: int = 2  # hidden width of a block's perceptron, in widths of the block
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -162,19 +167,18 @@ class CrossFormerConfig(BlocksConfig):
     """
 
     name: str = "crossformer"
-    channels: list[int] = field(default_factory=lambda: [128, 256, 512, 1024])
-    depths: list[int] = field(default_factory=lambda: [2, 2, 8, 2])
-    head_channels: int = 32
-    kernels: list[list[int]] = field(
-        default_factory=lambda: [[4, 8, 16, 32], [2, 4], [2, 4], [2, 4]]
-    )
-    strides: list[int] = field(default_factory=lambda: [2, 2, 2, 2])
-    local_windows: list[int] = field(default_factory=lambda: [10, 10, 10, 10])
-    global_windows: list[int] = field(default_factory=lambda: [10, 5, 2, 1])
-    mlp_ratio: int = 4
-    groups: int = 32  # of the decoder's norms
-    poles: str = "earth"  # earth | mirror
-    spectral_norm: bool = False
+    channels: list[int] = field(default_factory=lambda: [48, 96])  # of each level
+    depths: list[int] = field(default_factory=lambda: [1, 2])  # blocks of each level
+    head_channels: int = 24  # of each head of attention
+    # sizes of the convolutions that a level begins with
+    kernels: list[list[int]] = field(default_factory=lambda: [[2, 4, 8], [2, 4]])
+    strides: list[int] = field(default_factory=lambda: [2, 2])  # of these convolutions
+    local_windows: list[int] = field(default_factory=lambda: [4, 4])  # of short-distance attention
+    global_windows: list[int] = field(default_factory=lambda: [4, 2])  # of long-distance attention
+    mlp_ratio: int = 2  # hidden width of a block's perceptron, in widths of the block
+    groups: int = 8  # of the decoder's norms
+    poles: str = "earth"  # earth | mirror: what lies beyond a pole
+    spectral_norm: bool = False  # bound the largest singular value of the weights
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,11 +1,14 @@
 """What is minimised, how, for how long, and who is told: the config of a run's training."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from omegaconf import MISSING
 
 from credit_dp import checks
 from credit_dp.errors import UserError
+from credit_dp.plugins import Kind, Plugin, configured, how_to_register, registered
 
 LOSSES = ("mse", "mae", "huber")
 SCHEDULES = ("cosine", "constant", "step")
@@ -16,31 +19,37 @@ TRACKERS = ("wandb", "tensorboard")
 class TrainerConfig:
     """How long to train and what to do on the way."""
 
-    steps: int = MISSING
+    steps: int = 450  # optimiser steps
     dtype: str = "float32"  # float32 | float64: of weights and their updates
-    autocast: str | None = None  # bfloat16: what the model computes in, where that is safe
+    # bfloat16: what the model computes in, where that is safe; weights stay float32
+    autocast: str | None = None
     accumulate: int = 1  # parts of the batch that are computed one after the other
-    gradient_clip: float | None = 1.0  # largest global norm
-    rollout: dict[int, int] = field(default_factory=lambda: {0: 1})  # from -> forecast steps
-    rollout_unit: str = "step"  # step | epoch: what `rollout` counts in
+    gradient_clip: float | None = 1.0  # largest global gradient norm; null: no clipping
+    # how many forecast steps from which optimiser step on, e.g. {0: 1, 400: 2, 600: 4}
+    rollout: dict[int, int] = field(default_factory=lambda: {0: 1})
+    rollout_unit: str = "step"  # step | epoch: what the keys of rollout count
     checkpoint_activations: bool = False  # compute each forecast step again in backward
-    freeze: list[str] = field(default_factory=list)  # parameters that stay, by pattern
-    on_nonfinite: str = "stop"  # stop | skip: a step whose loss or gradient is no number
-    exploding: float | None = 1e4  # largest gradient norm, in those of the steps before
-    one_batch: bool = False  # the first batch again and again
-    log_every: int = 10
-    checkpoint_every: int = 200
-    checkpoint_async: bool = True  # write while training goes on
-    keep_checkpoints: int = 1  # newest ones that stay
+    # parameters that are not trained, by pattern, e.g. ["encoder.*"]
+    freeze: list[str] = field(default_factory=list)
+    # stop | skip: what happens at a step whose loss or gradient is not finite (NaN or inf)
+    on_nonfinite: str = "stop"
+    # largest gradient norm, as a multiple of the recent median; null: any
+    exploding: float | None = 1e4
+    # train on the first batch only, to see whether the model can learn it by heart
+    one_batch: bool = False
+    log_every: int = 10  # steps between rows of metrics.csv
+    checkpoint_every: int = 200  # steps between checkpoints; one is also written at the end
+    checkpoint_async: bool = True  # write checkpoints while training goes on
+    keep_checkpoints: int = 1  # how many of the newest checkpoints are kept
     validate_every: int = 0  # steps between validations; 0: none
-    keep_best: bool = False  # the checkpoint with the lowest validation error stays, too
-    evaluate_hours: list[int] = field(default_factory=lambda: [6, 24])
-    evaluate_stride_hours: int = 30  # between initial times on the held-out dates
+    keep_best: bool = False  # the checkpoint with the lowest validation error is kept, too
+    evaluate_hours: list[int] = field(default_factory=lambda: [6, 24])  # leads of the final scores
+    # hours between initial times on the held-out dates; with 54 every hour of the day occurs
+    evaluate_stride_hours: int = 54
     profile: bool = False  # write a trace of a few steps
 
     def __post_init__(self) -> None:
-        if self.steps != MISSING:
-            checks.at_least("trainer.steps", self.steps, 1)
+        checks.at_least("trainer.steps", self.steps, 1)
         checks.one_of("trainer.dtype", self.dtype, ("float32", "float64"))
         if self.autocast is not None:
             checks.one_of("trainer.autocast", self.autocast, ("bfloat16",))
@@ -90,51 +99,85 @@ class TrainerConfig:
 
 @dataclass
 class LossConfig:
-    """Which error is minimised, and how rows, levels and variables weigh in it."""
+    """What the config of every loss has: how rows, levels and variables weigh in it."""
 
-    name: str = "mse"  # mse | mae | huber
-    huber_delta: float = 1.0  # where huber turns from squared to absolute
-    latitude_weight: bool = True
-    level_weight: bool = True  # by pressure, mean 1
-    variable_weight: dict[str, float] = field(default_factory=dict)  # others weigh 1
-    tendency: bool = True  # errors in units of the tendency's deviation; false: of the field's
-    spectrum: float = 0.0  # weight of the error in zonal power spectra
+    name: str = MISSING  # the error at a point
+    latitude_weight: bool = True  # rows weigh as their area; false: all alike
+    # levels weigh as their pressure, with mean 1 over all channels on levels; others weigh 1
+    level_weight: bool = False
+    # of all channels of a variable, e.g. {geopotential: 2}; the others weigh 1
+    variable_weight: dict[str, float] = field(default_factory=dict)
+    # errors in units of the tendency's standard deviation; false: of the field's
+    tendency: bool = True
+    # weight of the error in zonal power spectra, against smooth forecasts; 0: none
+    spectrum: float = 0.0
 
     def __post_init__(self) -> None:
-        checks.one_of("loss.name", self.name, LOSSES)
-        checks.above_zero("loss.huber_delta", self.huber_delta)
         checks.number_in("loss.spectrum", self.spectrum, 0)
         for variable, weight in self.variable_weight.items():
             checks.number_in(f"loss.variable_weight.{variable}", weight, 0)
 
 
 @dataclass
-class OptimizerConfig:
-    """AdamW with linear warm-up, then a cosine to `final_lr`, a constant rate or steps down."""
+class StandardLossConfig(LossConfig):
+    """The errors of this package: squared, absolute, and Huber's."""
 
-    name: str = "adamw"
-    lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.01
-    warmup_steps: int = 50
-    schedule: str = "cosine"  # cosine | constant | step
-    final_lr: float = 1e-6  # of the cosine
-    decay_every: int = 1000  # steps between those down
-    decay_factor: float = 0.5  # of each step down
-    ema: float | None = None  # decay of the average of weights that forecasts are made with
+    name: str = "mse"  # mse | mae | huber
+    huber_delta: float = 1.0  # of huber: where it turns from squared to absolute
 
     def __post_init__(self) -> None:
-        checks.one_of("optimizer.name", self.name, ("adamw",))
+        super().__post_init__()
+        checks.one_of("loss.name", self.name, LOSSES)
+        checks.above_zero("loss.huber_delta", self.huber_delta)
+
+
+@dataclass
+class OwnLossConfig(LossConfig, Plugin):
+    """The config of a loss that another package or file brings: see `credit_dp.plugins`.
+
+    Derive from it and register the class, and `loss=NAME` chooses it.
+    """
+
+    plugin_kind = Kind("loss", "credit_dp.losses")
+
+    def build(self) -> Callable[[Any, Any], Any]:
+        """Return the error at each point as a function of the tensors (forecast, truth).
+
+        Both are normalised, and in units of the tendency's standard deviation unless
+        `loss.tendency` is false. Each error may depend on its own point alone: weights, means,
+        points without values and sums over ranks are not the function's business.
+
+        Shapes:
+            it maps twice `(B, C, h, W)`, with any part of the globe's rows, -> the same.
+        """
+        raise NotImplementedError
+
+
+@dataclass
+class OptimizerConfig:
+    """What the config of every optimizer has: the learning rate, its schedule, and averages.
+
+    The rate rises in a line over the first steps, then follows `schedule`.
+    """
+
+    name: str = MISSING  # which optimizer
+    lr: float = 3e-3  # learning rate after the warm-up
+    weight_decay: float = 0.01  # not of biases, norms and tables of positions
+    warmup_steps: int = 50  # steps in which the rate rises in a line
+    schedule: str = "cosine"  # cosine | constant | step, or a name of your own: after the warm-up
+    # keys of a schedule of your own, e.g. {power: 2}
+    schedule_options: dict[str, Any] = field(default_factory=dict)
+    final_lr: float = 1e-6  # of cosine: the rate at the end
+    decay_every: int = 1000  # of step: steps between drops of the rate
+    decay_factor: float = 0.5  # of step: what each drop multiplies the rate by
+    # e.g. 0.999: forecasts are made with a moving average of the weights that decays so
+    ema: float | None = None
+
+    def __post_init__(self) -> None:
         checks.above_zero("optimizer.lr", self.lr)
-        if len(self.betas) != 2:
-            raise UserError(f"optimizer.betas: needs 2 numbers, got {len(self.betas)}")
-        for beta in self.betas:
-            checks.number_in("optimizer.betas", beta, 0, 0.999999)
-        checks.above_zero("optimizer.eps", self.eps)
         checks.number_in("optimizer.weight_decay", self.weight_decay, 0)
         checks.at_least("optimizer.warmup_steps", self.warmup_steps, 0)
-        checks.one_of("optimizer.schedule", self.schedule, SCHEDULES)
+        own_schedule(self)
         checks.number_in("optimizer.final_lr", self.final_lr, 0, self.lr)
         checks.at_least("optimizer.decay_every", self.decay_every, 1)
         checks.number_in("optimizer.decay_factor", self.decay_factor, 0, 1)
@@ -142,12 +185,97 @@ class OptimizerConfig:
 
 
 @dataclass
+class AdamWConfig(OptimizerConfig):
+    """AdamW (Loshchilov & Hutter 2019)."""
+
+    name: str = "adamw"  # adamw
+    betas: tuple[float, float] = (0.9, 0.95)  # decay of the averages of gradients and squares
+    eps: float = 1e-8  # added to the root of the average square
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        checks.one_of("optimizer.name", self.name, ("adamw",))
+        if len(self.betas) != 2:
+            raise UserError(f"optimizer.betas: needs 2 numbers, got {len(self.betas)}")
+        for beta in self.betas:
+            checks.number_in("optimizer.betas", beta, 0, 0.999999)
+        checks.above_zero("optimizer.eps", self.eps)
+
+
+@dataclass
+class OwnOptimizerConfig(OptimizerConfig, Plugin):
+    """The config of an optimizer that another package or file brings: see `credit_dp.plugins`.
+
+    Derive from it and register the class, and `optimizer=NAME` chooses it. Keep torch out of the
+    module's imports: `--help` imports it.
+    """
+
+    plugin_kind = Kind("optimizer", "credit_dp.optimizers")
+
+    def build(self, groups: Sequence[dict[str, Any]]) -> Any:
+        """Return the `torch.optim.Optimizer` of these parameter groups.
+
+        Each group has `params`, `lr` and `weight_decay`, which is 0 for biases, norms and tables.
+        What the optimizer keeps of each parameter has to be tensors of the parameter's shape, or
+        single numbers in tensors: checkpoints hold these.
+        """
+        raise NotImplementedError
+
+
+@dataclass
+class OwnScheduleConfig(Plugin):
+    """A schedule of the learning rate that another package or file brings.
+
+    Derive from it and register the class, and `optimizer.schedule=NAME` chooses it; values of its
+    keys are given as `optimizer.schedule_options.KEY=VALUE`.
+    """
+
+    plugin_kind = Kind("optimizer.schedule", "credit_dp.schedules")
+
+    name: str = MISSING
+
+    def factor(self, step: int, steps: int) -> float:
+        """Return what `optimizer.lr` is multiplied by at a step after the warm-up.
+
+        Args:
+            step: counted from 0 at the end of the warm-up.
+            steps: all of them, from there to the end of training, at least 1; `step` may be this.
+        """
+        raise NotImplementedError
+
+
+def own_schedule(config: OptimizerConfig) -> OwnScheduleConfig | None:
+    """Return the schedule of the user's own that the config names; None if it is one of ours.
+
+    Raises:
+        UserError: there is none of this name, or not with these options.
+    """
+    name, key = config.schedule, "optimizer.schedule_options"
+    if name in SCHEDULES:
+        if config.schedule_options:
+            raise UserError(
+                f"{key}: is for a schedule of your own, but optimizer.schedule is {name}. Leave "
+                "it out."
+            )
+        return None
+    known = registered(OwnScheduleConfig, SCHEDULES)
+    if name not in known:
+        names = [*SCHEDULES, *known]
+        raise UserError(
+            f"optimizer.schedule: needs one of {', '.join(names)}, got {name!r}."
+            f"{checks.nearest(name, names)}{how_to_register(OwnScheduleConfig.plugin_kind)}"
+        )
+    return configured(name, known[name], key, config.schedule_options)
+
+
+@dataclass
 class LoggerConfig:
     """Who is told of a run's numbers beside the CSV log that is always written."""
 
+    # wandb, tensorboard, both or none, besides metrics.csv
     trackers: list[str] = field(default_factory=lambda: ["wandb"])
-    wandb: str = "offline"  # online | offline | disabled
-    project: str = "credit_dp"
+    wandb: str = "offline"  # online | offline (needs no account) | disabled
+    project: str = "credit_dp"  # at Weights & Biases
 
     def __post_init__(self) -> None:
         checks.no_repeats("logger.trackers", self.trackers)

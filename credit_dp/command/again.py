@@ -9,13 +9,14 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from credit_dp.checks import home_replaced
-from credit_dp.command.compose import Composer
+from credit_dp.command.compose import Composer, check_overrides
 from credit_dp.command.overrides import parse_overrides, quote
 from credit_dp.config import Config, as_dict
 from credit_dp.errors import UserError
 from credit_dp.training.run_folder import RunFolder
 
-CHOSEN = ("model", "data", "loss")  # groups whose choice has the name that the config tells
+# Groups whose choice has the name that is in the config.
+CHOSEN = ("model", "data", "loss", "optimizer")
 OWN = ("run",)  # keys of where a run writes: another run writes elsewhere
 
 
@@ -39,7 +40,9 @@ def overrides_of(folder: str, given: Sequence[str], composer: Composer) -> list[
     path = RunFolder(home_replaced("--again", folder)).config
     saved = read(path)
     made = as_overrides(saved)
-    parsed = [str(override.input_line) for override in parse_overrides(made)]
+    overrides = parse_overrides(made)
+    check_overrides(overrides, composer.groups)
+    parsed = [str(override.input_line) for override in overrides]
     check_same(path, saved, composer.config(parsed))
     groups = {name for name in names if name in composer.groups}
     return as_overrides({key: value for key, value in saved.items() if key not in groups})

@@ -17,7 +17,7 @@ from credit_dp.command.folders import check_folder, folder_key, run_folder
 from credit_dp.command.planned import Plan, model_and_shape, plan_of
 from credit_dp.command.preflight import check_rows
 from credit_dp.command.tables import amount
-from credit_dp.config import Config, DataConfig
+from credit_dp.config import Config, DataConfig, OwnLossConfig
 from credit_dp.errors import UnreachableError
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ def check_and_tell(config: Config) -> int:
     Raises:
         UserError: the run would be refused.
     """
+    try_loss(config)
     config, path = resumed(config)
     try:
         found = look_at(config)
@@ -60,6 +61,20 @@ def check_and_tell(config: Config) -> int:
     plan = plan_of(config)
     show("The config is valid.", *found.lines, *goes_on, *lines(plan, config))
     return 1 if plan.report.problems else 0
+
+
+def try_loss(config: Config) -> None:
+    """Refuse a loss of the user's own that would be refused when the run starts.
+
+    Raises:
+        UserError: see `of_plugin`.
+    """
+    if isinstance(config.loss, OwnLossConfig):
+        import torch  # takes seconds
+
+        from credit_dp.training.loss import of_plugin
+
+        of_plugin(config.loss, torch.zeros((), dtype=getattr(torch, config.trainer.dtype)))
 
 
 def check_sweep(configs: Sequence[Config]) -> int:

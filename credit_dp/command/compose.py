@@ -1,5 +1,6 @@
 """Composes the config from `conf/` and overrides, checked before anything starts."""
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -26,11 +27,18 @@ from credit_dp.checks import nearest
 from credit_dp.command.explain import explain
 from credit_dp.command.folders import register_resolvers
 from credit_dp.command.keys import check_key, check_lists
-from credit_dp.command.own_models import all_own_models, how_to_register, node_of
 from credit_dp.command.user_files import UserFiles
-from credit_dp.config import Config
+from credit_dp.config import (
+    Config,
+    OwnLossConfig,
+    OwnModelConfig,
+    OwnOptimizerConfig,
+    OwnScheduleConfig,
+)
 from credit_dp.data_config import AUTO, ROLES, SPLITS
 from credit_dp.errors import UserError
+from credit_dp.plugins import Plugin, how_to_register, in_one_line, node_of, registered
+from credit_dp.training_config import SCHEDULES
 from credit_dp.variable_names import meaning
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -44,11 +52,17 @@ SCHEMAS: Mapping[tuple[str | None, str], type] = {
     ("data", "schema"): schemas.DataConfig,
     ("parallel", "schema"): schemas.ParallelConfig,
     ("trainer", "schema"): schemas.TrainerConfig,
-    ("loss", "schema"): schemas.LossConfig,
-    ("optimizer", "schema"): schemas.OptimizerConfig,
+    ("loss", "schema"): schemas.StandardLossConfig,
+    ("optimizer", "schema"): schemas.AdamWConfig,
     ("logger", "schema"): schemas.LoggerConfig,
 }
 
+# Whose choices may be plug-ins.
+PLUGINS: Mapping[str, type[Plugin]] = {
+    "model": OwnModelConfig,
+    "loss": OwnLossConfig,
+    "optimizer": OwnOptimizerConfig,
+}
 OWN_GROUPS = {group for group, _ in SCHEMAS if group is not None} | {"experiment"}
 
 
@@ -105,7 +119,11 @@ class Composer:
                 "ours replaces it, so that it cannot include it; give yours another name."
             ) from None
         except (HydraException, OmegaConfBaseException, YAMLError) as error:
-            raise UserError(explain(error)) from error
+            line = explain(error)
+            # A user's file may be one of a plug-in.
+            unknown = re.search(rf"Could not load '({'|'.join(PLUGINS)})/", line)
+            hint = how_to_register(PLUGINS[unknown[1]].plugin_kind) if unknown else ""
+            raise UserError(f"{line}{hint}") from error
         return composed
 
     def config(self, overrides: Sequence[str]) -> Config:
@@ -140,12 +158,10 @@ def to_config(composed: DictConfig) -> Config:
             raise UserError(f"{', '.join(missing)}: need a value, and none is given")
         check_lists(ours)
         keep_of_preset(ours, given_keys(composed))
+        check_groups(ours)
         config = OmegaConf.to_object(ours)
     except OmegaConfBaseException as error:
         raise UserError(explain(error)) from error
-    except (ArithmeticError, AttributeError, LookupError, ValueError) as error:
-        # A model of the user's own checks its keys in a way of its own.
-        raise UserError(f"model: {type(error).__name__}: {' '.join(str(error).split())}") from error
     if not isinstance(config, Config):
         raise UserError("config.yaml: needs `schema` as the first entry of its defaults")
     return config
@@ -186,6 +202,21 @@ def keep_of_preset(ours: DictConfig, given: set[str]) -> None:
     ]
 
 
+def check_groups(config: DictConfig) -> None:
+    """Let each group check its keys, which a plug-in may do with any error.
+
+    Raises:
+        UserError: naming the group.
+    """
+    for group in sorted(OWN_GROUPS - {"experiment"}):
+        try:
+            OmegaConf.to_object(config[group])
+        except OmegaConfBaseException:
+            raise
+        except (ArithmeticError, AttributeError, LookupError, ValueError) as error:
+            raise UserError(f"{group}: {type(error).__name__}: {in_one_line(error)}") from error
+
+
 def check_overrides(overrides: Sequence[Override], groups: Mapping[str, list[str]]) -> None:
     """Refuse keys and choices that do not exist; Hydra itself lets some of them pass.
 
@@ -218,11 +249,12 @@ def check_choice(group: str, override: Override, choices: list[str]) -> None:
     else:
         value = override.value()
         chosen = [str(value)] if value is None or isinstance(value, str) else []
+    hint = how_to_register(PLUGINS[group].plugin_kind) if group in PLUGINS else ""
     for choice in chosen:
         if choice not in choices:
             raise UserError(
                 f"{group}: needs one of {', '.join(choices)}, got {choice!r}."
-                f"{nearest(choice, choices)}{how_to_register() if group == 'model' else ''}"
+                f"{nearest(choice, choices)}{hint}"
             )
 
 
@@ -230,14 +262,17 @@ def register_schemas() -> None:
     """Tell Hydra the dataclass of each group, so that types are checked as files are merged.
 
     Raises:
-        UserError: a model of the user's own can't be used.
+        UserError: a plug-in can't be used.
     """
     store = ConfigStore.instance()
     for (group, name), schema in SCHEMAS.items():
         store.store(group=group, name=name, node=schema, provider="credit_dp")
-    ours = {path.stem for path in (conf_folder() / "model").glob("*.yaml")}
-    for name, own in all_own_models(ours).items():
-        store.store(group="model", name=name, node=node_of(name, own), provider="credit_dp")
+    for group, base in PLUGINS.items():
+        ours = {path.stem for path in (conf_folder() / group).glob("*.yaml")}
+        for name, plugin in registered(base, ours).items():
+            store.store(group=group, name=name, node=node_of(name, plugin), provider="credit_dp")
+    for name, plugin in registered(OwnScheduleConfig, SCHEDULES).items():
+        node_of(name, plugin)  # a schedule is not a group, but refused as early as the others
 
 
 def search_path(extra: str | None) -> ConfigSearchPath:

@@ -1,16 +1,23 @@
 """The keys that the config has and what each one takes, read off the dataclasses."""
 
+import inspect
+import re
+import textwrap
 import types
-from dataclasses import is_dataclass
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+import yaml  # type: ignore[import-untyped]
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from credit_dp.checks import nearest
-from credit_dp.config import Config, ModelConfig, OwnModelConfig
+from credit_dp.config import Config, LossConfig, ModelConfig, OptimizerConfig
 from credit_dp.errors import UserError
-from credit_dp.model_config import BlocksConfig
 
+# Groups of which each choice has keys of its own.
+VARIED = (ModelConfig, LossConfig, OptimizerConfig)
 WORDS: dict[Any, str] = {
     int: "an integer",
     float: "a number",
@@ -55,19 +62,20 @@ def check_key(key: str) -> None:
 
 def hints_of(schema: Any) -> dict[str, Any]:
     """The keys of a group and their types; of the model group, those of all models."""
-    kinds = models() if schema is ModelConfig else [schema]
+    kinds = [schema, *variants(schema)] if schema in VARIED else [schema]
     hints: dict[str, Any] = {}
     for kind in kinds:
-        hints |= get_type_hints(kind) if is_dataclass(kind) else {}
+        known = get_type_hints(kind) if is_dataclass(kind) else {}
+        hints |= {each.name: known[each.name] for each in fields(kind)} if known else {}
     return hints
 
 
-def models() -> list[type[ModelConfig]]:
-    """The config class of every model that is known."""
-    kinds = ModelConfig.__subclasses__()
+def variants(schema: type) -> list[type]:
+    """The classes that derive from one of `VARIED`: those of every model that is known."""
+    kinds: list[type] = schema.__subclasses__()
     for kind in kinds:  # which grows on the way: a model may derive from another one
         kinds += kind.__subclasses__()
-    return [kind for kind in kinds if kind not in (OwnModelConfig, BlocksConfig)]
+    return kinds
 
 
 def unknown_key(key: str, place: str, names: list[str]) -> str:
@@ -77,7 +85,7 @@ def unknown_key(key: str, place: str, names: list[str]) -> str:
         allowed = f"{place} takes a value and has no keys in it."
     known = all_keys()
     if key in known:  # of another model
-        return f"{key}: no such key of this model. {allowed}"
+        return f"{key}: no such key of this {key.partition('.')[0]}. {allowed}"
     close = nearest(key, known)
     if not close:  # the right word in the wrong group
         last = key.rpartition(".")[2]
@@ -115,6 +123,45 @@ def kind_of(key: str) -> Any:
     return schema
 
 
+def meanings(schema: type) -> dict[str, str]:
+    """What the keys of a dataclass mean: the comment beside each field, or that above it."""
+    found: dict[str, str] = {}
+    for kind in reversed(schema.__mro__):
+        try:
+            source = textwrap.dedent(inspect.getsource(kind))
+        except (OSError, TypeError):  # it is not in a file
+            continue
+        above: list[str] = []
+        for line in source.splitlines():
+            code, _, comment = line.strip().partition("# ")
+            key = re.match(r"    (\w+): ", line)
+            if key and (comment or above):
+                found[key[1]] = comment or " ".join(above)
+            above = [*above, comment] if comment and not code else []
+    return found
+
+
+def explained(config: DictConfig, indent: str = "") -> Iterator[str]:
+    """Lines of YAML that show a composed config, each key with its meaning."""
+    schema = OmegaConf.get_type(config)
+    known = meanings(schema) if is_dataclass(schema) else {}
+    values = OmegaConf.to_container(config, enum_to_str=True)
+    for key, value in values.items() if isinstance(values, dict) else ():
+        name, node = str(key), config._get_node(key)
+        group = isinstance(node, DictConfig) and is_dataclass(OmegaConf.get_type(node))
+        row = f"{indent}{name}:" if group else f"{indent}{name}: {in_one_line(value)}"
+        yield f"{row:<36}  # {known[name]}" if name in known else row
+        if isinstance(node, DictConfig) and group:
+            yield from explained(node, f"{indent}  ")
+
+
+def in_one_line(value: object) -> str:
+    """A value as YAML."""
+    plain = str(value) if isinstance(value, Path | bytes) else value
+    text: str = yaml.safe_dump(plain, default_flow_style=True, width=10**6)
+    return text.removesuffix("...\n").rstrip()
+
+
 def check_value(key: str, value: object) -> None:
     """Refuse a value that the key's own dataclass refuses, whatever the other keys are.
 
@@ -123,8 +170,8 @@ def check_value(key: str, value: object) -> None:
     """
     group, _, name = key.rpartition(".")
     owner = kind_of(group) if group else Config
-    if owner is ModelConfig:
-        owners = [model for model in models() if name in get_type_hints(model)]
+    if owner in VARIED and name not in {each.name for each in fields(owner)}:
+        owners = [kind for kind in variants(owner) if name in {each.name for each in fields(kind)}]
         owner = owners[0] if len(owners) == 1 else None  # what a key may be depends on the model
     if is_dataclass(owner) and isinstance(owner, type):
         owner(**{name: value})

@@ -19,6 +19,7 @@ from credit_dp.domain_parallel.tally import Sent
 from credit_dp.pipeline_parallel.order import most_kept, times_gathered, work_order
 from credit_dp.pipeline_parallel.stage_run import run_stage, state_bytes
 from credit_dp.pipeline_parallel.stages import Stage
+from credit_dp.training.optimisation import moments_of
 
 if TYPE_CHECKING:
     from credit_dp.domain_parallel.report import PlanReport
@@ -63,11 +64,14 @@ def model_budget(model: nn.Module, report: PlanReport, config: Config) -> list[R
         report: for one micro-batch.
     """
     micros, data = microbatches(config), config.parallel.data or 1
+    moments = moments_of(model, config)
     both = [a + b for a, b in zip(report.forward, report.backward, strict=True)]
-    budgets = {"ddp": of_all(model, data * report.ranks)}
+    budgets = {"ddp": of_all(model, data * report.ranks, moments)}
     sharded = _converted(model, report)
     if _can_share(sharded, data * report.ranks):
-        budgets["fsdp2"] = of_shares(sharded, config.parallel, data, report.ranks, micros)
+        budgets["fsdp2"] = of_shares(
+            sharded, config.parallel, data, report.ranks, micros, moments=moments
+        )
     kept, rows = max(report.saved_bytes), _most_sent(both)
     return [_budget(mode, 0, of, (kept, 0), (rows * micros, 0)) for mode, of in budgets.items()]
 
@@ -92,11 +96,23 @@ def _of_stages(
     parallel, micros, data = config.parallel, microbatches(config), config.parallel.data or 1
     domain = plan.manager.domain_parallel_size
     order = work_order(parallel.schedule, rank, parallel.pipeline, micros, parallel.virtual_stages)
-    budgets = {"ddp": _total([of_all(stage.module, data * domain) for stage in stages])}
+    moments = [moments_of(stage.module, config) for stage in stages]
+    whole = [
+        of_all(stage.module, data * domain, of) for stage, of in zip(stages, moments, strict=True)
+    ]
+    budgets = {"ddp": _total(whole)}
     if all(_can_share(stage.module, data * domain) for stage in stages):
         times = times_gathered(order)
         shares = [
-            of_shares(stage.module, parallel, data, domain, micros, gathers=times[part])
+            of_shares(
+                stage.module,
+                parallel,
+                data,
+                domain,
+                micros,
+                moments=moments[part],
+                gathers=times[part],
+            )
             for part, stage in enumerate(stages)
         ]
         budgets["fsdp2"] = _total(shares)

@@ -1,4 +1,4 @@
-"""What weights, gradients and AdamW's moments take on a rank, and what is sent for them."""
+"""What weights, gradients and the optimizer's moments take on a rank, and what is sent for them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from torch import nn
 from credit_dp.config import ParallelConfig
 from credit_dp.training.parameter_shards import shared_blocks
 
-MOMENTS = 2  # of AdamW, for each parameter
-
 
 @final
 @dataclass(frozen=True)
@@ -23,7 +21,7 @@ class ParameterBudget:
     Attributes:
         weights: as they are between steps.
         gradients: most of them at once.
-        moments: of AdamW.
+        moments: of the optimizer.
         gathered: parameters of others that are here while a block computes.
         sent_gradients: to add gradients up.
         sent_weights: to gather what is shared out.
@@ -41,17 +39,18 @@ class ParameterBudget:
         return ParameterBudget(*(a + b for a, b in pairs))
 
 
-def of_all(part: nn.Module, replicas: int) -> ParameterBudget:
+def of_all(part: nn.Module, replicas: int, moments: int) -> ParameterBudget:
     """Return what it takes if each rank has all of a part (ddp).
 
     Args:
         part: the model, or a stage of it.
         replicas: ranks that have it, over the data and the domain axis.
+        moments: of the optimizer, for each parameter.
     """
     weights = sum(p.nbytes for p in part.parameters())
     learning = sum(p.nbytes for p in _learning(part.parameters()))
     sent = all_reduced(learning, replicas)
-    return ParameterBudget(weights, learning, MOMENTS * learning, 0, sent)
+    return ParameterBudget(weights, learning, moments * learning, 0, sent)
 
 
 def of_shares(
@@ -61,6 +60,7 @@ def of_shares(
     domain: int,
     micros: int,
     *,
+    moments: int,
     gathers: int | None = None,
 ) -> ParameterBudget:
     """Return what it takes if the data ranks share out a part (fsdp2).
@@ -71,6 +71,7 @@ def of_shares(
         data: ranks that share.
         domain: ranks that have the same shares.
         micros: micro-batches of a step.
+        moments: of the optimizer, for each parameter.
         gathers: how often a block is gathered in a step of a pipeline, whose stages keep gradients
             whole until its end; None without a pipeline.
     """
@@ -91,7 +92,7 @@ def of_shares(
     return ParameterBudget(
         _shares(whole, data),
         _shares(learning, data) if gathers is None else max(padded, _shares(learning, data)),
-        MOMENTS * _shares(learning, data),
+        moments * _shares(learning, data),
         of_rest + (max(in_block, default=0) if gathers is None else sum(in_block)),
         once * reduced,
         (data - 1) * total // data,

@@ -19,6 +19,7 @@ from credit_dp.command.step_time import (
 from credit_dp.config import Config
 from credit_dp.domain_parallel.step_work import StepWork, step_work, update_work
 from credit_dp.errors import UserError
+from credit_dp.training.optimisation import moments_of
 
 
 @final
@@ -77,6 +78,7 @@ class Predictor:
         self.dtype = config.trainer.autocast or config.trainer.dtype
         self.model, (_, *field) = model_and_shape(config, config.data.batch_size)
         self.shape = (1, *field)
+        self._moments = moments_of(self.model, config)
         self._work: dict[int, StepWork] = {}
         self._update = compute_seconds(update_work(self.model), machine, self.dtype)
         self._alone = self._time(1, 1).step
@@ -99,7 +101,7 @@ class Predictor:
         return budget.weights + budget.gradients + budget.moments + kept
 
     def _budget(self, ranks: int) -> ParameterBudget:
-        return of_all(self.model, ranks)
+        return of_all(self.model, ranks, self._moments)
 
     def _of(self, domain: int) -> StepWork:
         if domain not in self._work:

@@ -9,14 +9,15 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from credit_dp.command.again import CHOSEN, as_overrides
-from credit_dp.command.compose import Composer
+from credit_dp.command.compose import Composer, check_overrides
 from credit_dp.command.overrides import parse_overrides
 from credit_dp.config import Config
 from credit_dp.errors import UserError
 
 KEY = "checkpoint"
-# Of the run alone: where it wrote and what it started from; and its mesh, which may be any.
-LEFT_OUT = ("run", "resume", "init_from", "parallel", "device")
+# Of the run alone: where it wrote, what it started from, and how it was trained, which may be by a
+# plug-in that is not here; and its mesh, which may be any.
+LEFT_OUT = ("run", "resume", "init_from", "loss", "optimizer", "parallel", "device")
 
 
 def config_of_checkpoint(path: Path, given: Sequence[str], composer: Composer) -> Config:
@@ -36,8 +37,9 @@ def config_of_checkpoint(path: Path, given: Sequence[str], composer: Composer) -
     if "data.store" in names and data.get("name") == "quickstart":
         data |= {"name": "zarr", "grid": None}
     before = as_overrides({k: v for k, v in saved.items() if k not in LEFT_OUT})
-    parsed = [str(override.input_line) for override in parse_overrides([*before, *given])]
-    return composer.config(parsed)
+    overrides = parse_overrides([*before, *given])
+    check_overrides(overrides, composer.groups)
+    return composer.config([str(override.input_line) for override in overrides])
 
 
 def read(path: Path) -> dict[str, Any]:

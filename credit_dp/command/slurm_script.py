@@ -1,5 +1,6 @@
 """The text of a batch script that places a mesh, saves before its time is over, and goes on."""
 
+import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from typing import final
 from credit_dp.config import Config
 from credit_dp.launch.placement import Placement
 from credit_dp.launch.time_limit import read_duration
+from credit_dp.plugins import VARIABLE, named_files
 
 NOTICE = 180  # seconds before the end, more than a run keeps for itself
 SHARE = 5  # the notice of a short job is the fifth part of its time
@@ -41,7 +43,9 @@ class Script:
 
 def text_of(script: Script) -> str:
     """The whole script."""
-    parts = [header(script), SITE, choice_of_run(script), start_of(script), end_of(script)]
+    parts = [
+        header(script), SITE, plugins(), choice_of_run(script), start_of(script), end_of(script),
+    ]  # fmt: skip
     return "\n".join(part for part in parts if part)
 
 
@@ -84,6 +88,12 @@ SITE = """\
 # export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0
 export PYTHONUNBUFFERED=1    # the log is written at once
 """
+
+
+def plugins() -> str:
+    """What names the files of plug-ins to the job, wherever it starts; or nothing."""
+    files = os.pathsep.join(str(file.path.absolute()) for file in named_files())
+    return f"export {VARIABLE}={shlex.quote(files)}\n" if files else ""
 
 
 def choice_of_run(script: Script) -> str:

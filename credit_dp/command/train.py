@@ -5,12 +5,12 @@ from argparse import Namespace
 from collections.abc import Sequence
 
 from hydra.core.override_parser.types import Override
-from omegaconf import OmegaConf
 
 from credit_dp.command.again import overrides_of
 from credit_dp.command.arguments import parse, train_parser
 from credit_dp.command.check import check_and_tell, check_sweep
 from credit_dp.command.compose import Composer, check_overrides, without_hydra
+from credit_dp.command.keys import explained
 from credit_dp.command.overrides import parse_overrides
 from credit_dp.command.preflight import check_plan
 from credit_dp.command.run import run_once
@@ -86,8 +86,8 @@ def show(composer: Composer, args: Namespace, texts: Sequence[str], program: str
         return
     groups = composer.groups.items()
     lines = [f"  {name}: {', '.join(choices)}" for name, choices in groups if "/" not in name]
-    config = OmegaConf.to_yaml(without_hydra(composed))
-    text = HELP.format(program=program, groups="\n".join(lines), config=config)
+    config = "\n".join(explained(without_hydra(composed)))
+    text = HELP.format(program=program, groups="\n".join(lines), config=f"{config}\n")
     sys.stdout.write(text)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import traceback
 
 import torch
 from torch import nn
@@ -20,6 +19,7 @@ from credit_dp.model_config import (
 from credit_dp.models.crossformer import CrossFormer
 from credit_dp.models.pangu import Pangu
 from credit_dp.models.unet import UNet
+from credit_dp.plugins import code_of_a_plugin
 
 logger = logging.getLogger(__name__)
 
@@ -61,18 +61,10 @@ def _build_own(config: OwnModelConfig, fields: Fields, grid: tuple[int, int]) ->
             f"model: {kind.__name__} has no build. It needs a method "
             "build(self, in_channels, out_channels, grid) that returns the model."
         )
-    try:
+    if torch.get_default_device().type == "meta":  # who asked for no data may ask again with
         return config.build(fields.inputs, fields.outputs, grid)
-    except UserError:
-        raise
-    except Exception as error:
-        if torch.get_default_device().type == "meta":  # who asked for no data may ask again with
-            raise
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        raise UserError(
-            f"model: {kind.__name__}.build fails at {place.filename}:{place.lineno} "
-            f"({type(error).__name__}: {' '.join(str(error).split())})."
-        ) from error
+    with code_of_a_plugin(f"model: {kind.__name__}.build"):
+        return config.build(fields.inputs, fields.outputs, grid)
 
 
 def _build_unet(config: UNetConfig, fields: Fields, grid: tuple[int, int]) -> nn.Module:

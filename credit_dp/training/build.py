@@ -22,7 +22,7 @@ from credit_dp.training.data_description import describe_data
 from credit_dp.training.loss import WeightedLoss, build_loss
 from credit_dp.training.loss_names import LossNames
 from credit_dp.training.model_parts import build_parts
-from credit_dp.training.optimisation import build_optimiser, build_schedule
+from credit_dp.training.optimisation import build_optimiser, build_schedule, state_layout
 from credit_dp.training.shared_reading import share_reading
 from credit_dp.training.state import named_parameters, saved_parameters
 from credit_dp.training.trainer import Trainer
@@ -75,7 +75,9 @@ def build_training(
         share_reading(prepared.store, manager),
         rollout_lengths(config, sequence),
     )
-    optimiser = build_optimiser(named_parameters(model.parts), config.optimizer)
+    parameters = named_parameters(model.parts)
+    layout = state_layout(parameters, config.optimizer, config.parallel)
+    optimiser = build_optimiser(parameters, config.optimizer)
     schedule = build_schedule(optimiser, config.optimizer, config.trainer.steps)
     data = describe_data(prepared, config.model)
     average = None
@@ -91,6 +93,8 @@ def build_training(
         static=lambda: prepared.store.static(slice(None)),
         valid=lambda: prepared.store.masks(slice(None)),
         average=average,
+        optimizer=config.optimizer.name,
+        layout=layout,
     )
     forecast, loss = build_step(config, prepared, manager, model.forecasting, like)
     gradients = model.gradients(config, manager, forecast, loss)

@@ -15,9 +15,9 @@ from credit_dp.training.checkpoint_writing import (
     write,
 )
 from credit_dp.training.checkpoints_kept import Kept
-from credit_dp.training.data_description import Description, check_data
+from credit_dp.training.data_description import check_data
 from credit_dp.training.shards import Shape, alone_or_not, check_shards, read_shards, readable
-from credit_dp.training.state import GENERATOR, MODEL, TrainingState
+from credit_dp.training.state import GENERATOR, MODEL, OPTIMIZER, TrainingState
 
 __all__ = ["TrainingState", "find_checkpoint", "load_checkpoint", "save_checkpoint"]
 
@@ -90,25 +90,33 @@ def load_checkpoint(path: Path, state: TrainingState) -> None:
     Collective: all ranks of the run call it. `path` may be any that `resume` may be.
 
     Raises:
-        UserError: on all ranks, if one can't read it, or it is of another model or of other data.
+        UserError: on all ranks, if one can't read it, or it is of another model, of other data or
+            of another optimizer.
     """
     path = together(lambda: files.locate("resume", str(path)))
     numbers = together(lambda: files.read_numbers("resume", path))
     own = shapes_of_all_ranks(state.tensors())
     saved = {name: tuple(shape) for name, shape in numbers["tensors"].items()}
-    together(lambda: check_origin(path, numbers["data"], state))
+    together(lambda: check_origin(path, numbers, state))
     check_fit(f"resume: {path}", of_model(saved), of_model(own))
     together(lambda: check_shards("resume", path, saved))
-    room = state.make_room(saved)
+    room = together(lambda: state.make_room(saved))
     read_shards("resume", path, room)
     with readable("resume", path):
         state.go_on(numbers, room[GENERATOR])
 
 
-def check_origin(path: Path, saved: Description, state: TrainingState) -> None:
-    """Refuse a checkpoint of other data, or one that does not say of which it is."""
+def check_origin(path: Path, numbers: files.Numbers, state: TrainingState) -> None:
+    """Refuse a checkpoint of other data or of another optimizer."""
     with readable("resume", path):
-        check_data(saved, state.data)
+        check_data(numbers["data"], state.data)
+    optimizer = numbers.get(OPTIMIZER, "adamw")
+    if optimizer != state.optimizer:
+        raise UserError(
+            f"resume: the checkpoint was trained with optimizer={optimizer}, the config has "
+            f"{state.optimizer}. Set optimizer to that of the checkpoint, or start a new run with "
+            "init_from."
+        )
 
 
 def check_fit(

@@ -18,11 +18,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
-from credit_dp.config import LossConfig
+from credit_dp.config import LossConfig, OwnLossConfig, StandardLossConfig
 from credit_dp.data.grid import row_weights
 from credit_dp.data.schema import Channel, Channels, suggestions
 from credit_dp.errors import UserError
 from credit_dp.evaluation.valid_points import ValidPoints
+from credit_dp.plugins import code_of_a_plugin
 from credit_dp.training.spectrum import spectrum_error
 
 
@@ -36,14 +37,96 @@ def huber(difference: Tensor, delta: float) -> Tensor:
     )
 
 
-def pointwise(config: LossConfig) -> Callable[[Tensor], Tensor]:
-    """The error at a point as a function of the difference there."""
+def of_difference(config: StandardLossConfig) -> Callable[[Tensor], Tensor]:
+    """Return the error at a point as a function of the difference there."""
     errors: dict[str, Callable[[Tensor], Tensor]] = {
         "mse": torch.square,
         "mae": torch.abs,
         "huber": partial(huber, delta=config.huber_delta),
     }
     return errors[config.name]
+
+
+def of_plugin(config: OwnLossConfig, like: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return the error at a point as a function of forecast and truth, as a plug-in builds it.
+
+    It is tried on small random tensors of the device and dtype of `like`.
+
+    Raises:
+        UserError: it can't be built, or is not one error for each point from that point alone:
+            bands would then not add up to the loss of the globe.
+    """
+    where = f"loss: {type(config).__name__}.build"
+    if type(config).build is OwnLossConfig.build:
+        raise UserError(
+            f"loss: {type(config).__name__} has no build. It needs a method build(self) that "
+            "returns a function of (forecast, truth)."
+        )
+    with code_of_a_plugin(where):
+        error = config.build()
+    if not callable(error):
+        raise UserError(
+            f"{where} has to return a function of (forecast, truth), got {type(error).__name__}."
+        )
+    where = f"{where}: its function"
+    draw = torch.Generator().manual_seed(0)
+    forecast, truth = (torch.randn(3, 2, 4, 5, generator=draw).to(like) for _ in range(2))
+    forecast[0, 0, 0, :2] = truth[0, 0, 0, :2]
+    forecast[0, 0, 0, 0] = truth[0, 0, 0, 0] = 0  # as where there are no values
+    with code_of_a_plugin(where):
+        check_gradient(where, error, forecast, truth)
+        check_pointwise(where, error, forecast, truth)
+    return error
+
+
+def check_gradient(
+    where: str, error: Callable[[Tensor, Tensor], Tensor], forecast: Tensor, truth: Tensor
+) -> None:
+    """Refuse a function that does not return a finite error for each point, with a gradient.
+
+    Raises:
+        UserError: beginning with `where`.
+    """
+    forecast = forecast.clone().requires_grad_()
+    errors = error(forecast, truth)
+    if not isinstance(errors, Tensor):
+        raise UserError(f"{where} has to return a tensor, got {type(errors).__name__}.")
+    if errors.shape != truth.shape or errors.dtype != truth.dtype:
+        raise UserError(
+            f"{where} has to return an error for each point, {tuple(truth.shape)} of {truth.dtype} "
+            f"for tensors of that shape, got {tuple(errors.shape)} of {errors.dtype}."
+        )
+    gradient = None
+    if errors.requires_grad:
+        (gradient,) = torch.autograd.grad(errors.sum(), forecast, allow_unused=True)
+    if gradient is None or not (errors.isfinite().all() and gradient.isfinite().all()):
+        raise UserError(
+            f"{where} needs finite errors and a finite gradient with respect to the forecast, also "
+            "where forecast and truth are equal."
+        )
+
+
+def check_pointwise(
+    where: str, error: Callable[[Tensor, Tensor], Tensor], forecast: Tensor, truth: Tensor
+) -> None:
+    """Refuse a function whose error at a point depends on other points.
+
+    Raises:
+        UserError: beginning with `where`.
+    """
+    errors = error(forecast.clone(), truth.clone())
+    near = 1000 * torch.finfo(errors.dtype).eps  # vectorised operations may round otherwise
+    for dim, name in enumerate(("samples", "channels", "rows", "columns")):
+        for part in (slice(0, 1), slice(1, None)):
+            cut = (slice(None),) * dim + (part,)
+            alone = error(forecast[cut].clone(), truth[cut].clone())
+            same = alone.shape == errors[cut].shape
+            if not same or not torch.allclose(alone, errors[cut], rtol=near, atol=near):
+                raise UserError(
+                    f"{where} needs errors that depend on their own point alone, but those of some "
+                    f"{name} change without the others. Leave out means and weights: they are "
+                    "taken afterwards."
+                )
 
 
 @final
@@ -71,10 +154,10 @@ class WeightedLoss:
         height: int,
         points: ValidPoints | None = None,
     ) -> None:
-        self.pointwise = pointwise(config)
         self.spectrum = config.spectrum
         self.scale = scale
         self.points = points
+        self.pointwise = self._pointwise(config)
         self.weight = rows[:, None] * channels[:, None, None] / height
 
     def __call__(self, forecast: Tensor, target: Tensor) -> Tensor:
@@ -83,13 +166,28 @@ class WeightedLoss:
 
     def by_channel(self, forecast: Tensor, target: Tensor) -> Tensor:
         """What each channel adds to the loss, with its spectrum if that counts: `(C,)`."""
-        error = self.pointwise(self.scaled(forecast - target))
+        error = self.pointwise(forecast, target)
         batch, _, _, width = error.shape
         total = (error * self.weight).sum((0, 2, 3)) / (batch * width)
         if self.spectrum:
             error = spectrum_error(self.scaled(forecast), self.scaled(target))
             total = total + self.spectrum * (error * self.weight[..., 0]).sum((0, 2)) / batch
         return total
+
+    def _pointwise(self, config: LossConfig) -> Callable[[Tensor, Tensor], Tensor]:
+        """Return the error at each point, 0 where there are no values."""
+        if isinstance(config, StandardLossConfig):
+            error = of_difference(config)
+            return lambda forecast, target: error(self.scaled(forecast - target))
+        if not isinstance(config, OwnLossConfig):
+            raise TypeError(f"{type(config).__name__} is the config of no loss")
+        own = of_plugin(config, self.scale)
+
+        def of_both(forecast: Tensor, target: Tensor) -> Tensor:
+            errors = own(self.scaled(forecast), self.scaled(target))
+            return errors if self.points is None else self.points.only(errors)
+
+        return of_both
 
     def scaled(self, fields: Tensor) -> Tensor:
         """In units of the loss; 0 where there are no values, in forecast and target alike."""

@@ -19,8 +19,6 @@ from credit_dp.training.replicas import shard
 
 logger = logging.getLogger(__name__)
 
-MOMENTS = 2  # of AdamW, for each parameter that is trained
-
 
 @final
 @dataclass(frozen=True)
@@ -55,11 +53,11 @@ def needs_of(
     held = {
         "weights": own_bytes(state.parameters.values()),
         "gradients": learning,
-        "moments": MOMENTS * learning,
+        "moments": state.layout.moments * learning,
         "averages": averages * learning,
     }
     whole = sum(p.nbytes for p in state.parameters.values())
-    whole += (MOMENTS + averages) * sum(p.nbytes for p in trained)
+    whole += (state.layout.moments + averages) * sum(p.nbytes for p in trained)
     if manager.pipeline_parallel_size > 1:
         copies = manager.domain_world_size * manager.dp_world_size
         whole = sum(gather(whole)) // copies

@@ -1,4 +1,4 @@
-"""AdamW, the curve of its learning rate, and the seed of each step's random numbers."""
+"""The optimizer, the curve of its learning rate, and the seed of each step's random numbers."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -9,26 +9,77 @@ from torch import nn
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from credit_dp.config import OptimizerConfig
+from credit_dp.config import (
+    AdamWConfig,
+    Config,
+    OptimizerConfig,
+    OwnOptimizerConfig,
+    OwnScheduleConfig,
+    ParallelConfig,
+)
+from credit_dp.errors import UserError
+from credit_dp.plugins import code_of_a_plugin
+from credit_dp.training.own_optimizer import ADAMW, StateLayout, build_own, try_own
+from credit_dp.training_config import own_schedule
 
+TRIED = 100  # steps at which a schedule of the user's own is tried before training
 # Ends of the names of parameters on which weight decay does not act, besides those of norms:
 # biases, and tables of what a position adds.
 KEPT = ("bias", "table", "pos_embed")
 
 
-def build_optimiser(parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> AdamW:
-    """AdamW over all parameters that are not frozen, those of `decays` with weight decay."""
-    groups = [
+def build_optimiser(parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> Optimizer:
+    """Return the optimizer of all parameters that are not frozen.
+
+    Raises:
+        UserError: a plug-in can't build it.
+    """
+    groups = parameter_groups(parameters, config)
+    if isinstance(config, OwnOptimizerConfig):
+        return build_own(config, groups)
+    if not isinstance(config, AdamWConfig):
+        raise TypeError(f"{type(config).__name__} is the config of no optimizer")
+    betas = (config.betas[0], config.betas[1])
+    return AdamW(groups, lr=config.lr, betas=betas, eps=config.eps)
+
+
+def state_layout(
+    parameters: Mapping[str, nn.Parameter], config: OptimizerConfig, parallel: ParallelConfig
+) -> StateLayout:
+    """Return what the optimizer of these parameters keeps of each of them.
+
+    Raises:
+        UserError: a plug-in's optimizer would not train exactly on this mesh or after resuming.
+    """
+    if not isinstance(config, OwnOptimizerConfig):
+        return ADAMW
+    return try_own(config, parameter_groups(parameters, config), parallel)
+
+
+def moments_of(part: nn.Module, config: Config) -> int:
+    """Return how many tensors like a parameter the optimizer keeps for each parameter of a model.
+
+    Raises:
+        UserError: see `state_layout`.
+    """
+    parameters = dict(part.named_parameters())
+    return state_layout(parameters, config.optimizer, config.parallel).moments
+
+
+def parameter_groups(
+    parameters: Mapping[str, nn.Parameter], config: OptimizerConfig
+) -> list[dict[str, Any]]:
+    """Return the parameters that are not frozen: those with weight decay, and those without."""
+    return [
         {
             "params": [
                 p for name, p in parameters.items() if p.requires_grad and decays(name, p) is decay
             ],
+            "lr": config.lr,
             "weight_decay": config.weight_decay if decay else 0.0,
         }
         for decay in (True, False)
     ]
-    betas = (config.betas[0], config.betas[1])
-    return AdamW(groups, lr=config.lr, betas=betas, eps=config.eps)
 
 
 def decays(name: str, parameter: nn.Parameter) -> bool:
@@ -42,20 +93,51 @@ def decays(name: str, parameter: nn.Parameter) -> bool:
     return parameter.ndim > 1 and not name.endswith(KEPT)
 
 
-def build_schedule(optimiser: AdamW, config: OptimizerConfig, steps: int) -> LambdaLR:
+def build_schedule(optimiser: Optimizer, config: OptimizerConfig, steps: int) -> LambdaLR:
     """The learning rate of each of `steps` steps, as a factor of `lr`.
 
     It rises in a line over the first `warmup_steps`, the last of which has all of it; what comes
     then is that of `schedule`.
+
+    Raises:
+        UserError: a schedule of the user's own fails, here or at a later step.
     """
-    later = CURVES[config.schedule]
+    own = own_schedule(config)
+    after = max(1, steps - config.warmup_steps)
+
+    def later(step: int) -> float:
+        if own is not None:
+            return factor_of(own, min(step, after), after)
+        return CURVES[config.schedule](config, step, after)
 
     def factor(step: int) -> float:
         if step < config.warmup_steps:
             return (step + 1) / config.warmup_steps
-        return later(config, step - config.warmup_steps, steps - config.warmup_steps)
+        return later(step - config.warmup_steps)
 
+    if own is not None:
+        for part in range(TRIED + 1):  # what fails somewhere had better fail now
+            factor_of(own, part * after // TRIED, after)
     return LambdaLR(optimiser, factor)
+
+
+def factor_of(schedule: OwnScheduleConfig, step: int, steps: int) -> float:
+    """Return the factor that a schedule of the user's own gives.
+
+    Raises:
+        UserError: it fails, or gives no finite number of at least 0.
+    """
+    where = f"optimizer.schedule: {type(schedule).__name__}.factor"
+    if type(schedule).factor is OwnScheduleConfig.factor:
+        raise UserError(f"{where} is missing. It needs a method factor(self, step, steps).")
+    with code_of_a_plugin(where):
+        value = schedule.factor(step, steps)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise UserError(
+            f"{where} has to return a finite number of at least 0, got {value!r} for step {step} "
+            f"of {steps}."
+        )
+    return float(value)
 
 
 def cosine(config: OptimizerConfig, step: int, steps: int) -> float:

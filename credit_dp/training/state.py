@@ -1,6 +1,6 @@
 """All that changes while training: what a checkpoint holds, under names that every mesh shares."""
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from credit_dp.errors import UserError
 from credit_dp.training.data_description import Description
 from credit_dp.training.optimisation import move_schedule
+from credit_dp.training.own_optimizer import ADAMW, StateLayout
 from credit_dp.training.shards import Shape
 from credit_dp.training.weight_average import WeightAverage
 
@@ -25,8 +26,7 @@ VALID = "valid"
 AVERAGED = "averaged"  # how many updates averages have taken in
 AVERAGE = "average."  # of a weight, which is called as in the model
 HISTORY = "gradients"
-COUNT = "step"  # of a parameter's updates, as the optimiser calls it
-
+OPTIMIZER = "optimizer"  # its name; checkpoints without one are of adamw
 
 RECENT = 100  # accepted gradient norms that new ones are compared with
 
@@ -71,7 +71,8 @@ class TrainingState:
     describes what it trains on; see `describe_data`. `static` reads the globe's static fields,
     `(S, H, W)` in the store's units, and `valid` where the fields that come out have values,
     `(outputs, H, W)`, or None: checkpoints carry both for use of the model without the data.
-    `average` follows the weights, if they are averaged; `history` is of the gradients.
+    `average` follows the weights, if they are averaged; `history` is of the gradients. `optimizer`
+    is the optimiser's name in the config, and `layout` what it keeps.
     """
 
     parts: tuple[nn.Module, ...]
@@ -85,6 +86,8 @@ class TrainingState:
     valid: Callable[[], NDArray[np.bool_] | None] | None = None
     average: WeightAverage | None = None
     history: History = field(default_factory=History)
+    optimizer: str = "adamw"
+    layout: StateLayout = ADAMW
 
     @contextmanager
     def forecasting(self) -> Iterator[None]:
@@ -143,6 +146,7 @@ class TrainingState:
         return {
             "step": self.step,
             "seed": self.seed,
+            OPTIMIZER: self.optimizer,
             "schedule": self.schedule.state_dict(),
             "sampler": self.sampler.state_dict(),
             "data": self.data,
@@ -155,16 +159,30 @@ class TrainingState:
 
         What it knows of a parameter that is frozen now has no room, nor has an average that it does
         not have: that one starts from the weights, see `go_on`.
+
+        Raises:
+            UserError: the checkpoint has others of a parameter than the optimiser keeps.
         """
-        self.optimiser.state.clear()
-        parameters = self.trained
-        for saved_name, shape in saved.items():
-            name, _, key = saved_name.removeprefix(OPTIMISER).rpartition(".")
-            if saved_name.startswith(OPTIMISER) and name in parameters:
-                parameter = parameters[name]
-                self.optimiser.state[parameter][key] = moment(parameter, key, shape)
+        if self.step:  # else they are those that some optimisers have before their first step
+            self.optimiser.state.clear()
+        parameters, found = self.trained, defaultdict[str, list[str]](list)
+        for each in saved:
+            name, _, key = each.removeprefix(OPTIMISER).rpartition(".")
+            if each.startswith(OPTIMISER) and name in parameters:
+                found[name].append(key)
+        for name, keys in found.items():
+            if self.layout.keys is not None and {*keys} not in self.layout.keys:
+                raise UserError(
+                    f"resume: the checkpoint has {', '.join(sorted(keys))} of {name}, which "
+                    f"optimizer={self.optimizer} does not keep with its keys now. Set the keys of "
+                    "optimizer to those of the checkpoint, or start a new run with init_from."
+                )
+            for key in keys:
+                number = self.layout.numbers.get(key)
+                self.optimiser.state[parameters[name]][key] = moment(parameters[name], number)
         tensors = self.tensors().items()
-        return {n: t for n, t in tensors if n in saved or not n.startswith(AVERAGE)}
+        optional = (AVERAGE, OPTIMISER)
+        return {n: t for n, t in tensors if n in saved or not n.startswith(optional)}
 
     def go_on(self, numbers: dict[str, Any], generator: Tensor) -> None:
         """Stand where a checkpoint's numbers do; what the config sets stays as it is."""
@@ -227,11 +245,8 @@ def named_tensors(parts: tuple[nn.Module, ...]) -> dict[str, Tensor]:
     return tensors
 
 
-def moment(parameter: nn.Parameter, key: str, shape: Shape) -> Tensor:
-    """Room for what the optimiser knows of a parameter: a tensor like it, or a count.
-
-    A parameter may have no dimension either, so the shape does not tell one from the other.
-    """
-    if key == COUNT:
-        return torch.zeros(shape)
-    return torch.zeros_like(parameter, requires_grad=False)
+def moment(parameter: nn.Parameter, number: Tensor | None) -> Tensor:
+    """Room for what the optimiser keeps of a parameter: a tensor like it, or like a `number`."""
+    if number is None:
+        return torch.zeros_like(parameter, requires_grad=False)
+    return torch.zeros_like(number, device="cpu" if number.is_cpu else parameter.device)

@@ -1,14 +1,17 @@
 """Every file in conf/ composes to a checked config; a user's own files are found."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
-from credit_dp.command.compose import Composer, conf_folder
+from credit_dp.command.again import flat
+from credit_dp.command.compose import OWN_GROUPS, Composer, conf_folder, without_hydra
 from credit_dp.command.overrides import parse_overrides
 from credit_dp.config import Config, DataConfig, DatesConfig
 from credit_dp.fields import Fields
@@ -54,6 +57,76 @@ def test_every_file_names_its_schema() -> None:
     for path in FILES:
         first = yaml.safe_load(path.read_text())["defaults"][0]
         assert path.parent.name == "experiment" or str(first).startswith("schema"), path
+
+
+# The schemas of our default choices, and the keys in which these differ from them on purpose.
+DEFAULTS = {
+    "model=unet": ("schema_unet", set()),
+    "model=pangu": ("schema_pangu", set()),
+    "model=crossformer": ("schema_crossformer", set()),
+    "data=quickstart": (
+        "schema",
+        {"name", "prognostic", "forcing", "static", "batch_size"}
+        | {f"dates.{split}" for split in ("train", "valid", "test")},
+    ),
+    "parallel=default": ("schema", set()),
+    "trainer=default": ("schema", set()),
+    "loss=mse": ("schema", set()),
+    "optimizer=adamw": ("schema", set()),
+    "logger=wandb": ("schema", set()),
+}
+
+
+def keys_of(composed: DictConfig, group: str) -> dict[str, Any]:
+    table = OmegaConf.to_container(composed[group])
+    assert isinstance(table, dict)
+    return {".".join(map(str, key)): value for key, value in flat(table)}
+
+
+@pytest.mark.parametrize("choice", DEFAULTS)
+def test_schemas_and_files_have_the_same_defaults(choice: str) -> None:
+    group, _, name = choice.partition("=")
+    schema, differ = DEFAULTS[choice]
+    # The quickstart's roles and dates have no default: OmegaConf writes ??? for them.
+    ours, bare = (
+        keys_of(Composer("train").compose([f"{group}={each}"]), group) for each in (name, schema)
+    )
+    assert ours.keys() == bare.keys()
+    assert {key for key, value in ours.items() if value != bare[key]} == differ
+
+
+def test_every_group_has_its_defaults_compared() -> None:
+    first = yaml.safe_load((conf_folder() / "config.yaml").read_text())["defaults"]
+    chosen = {f"{k}={v}" for entry in first if isinstance(entry, dict) for k, v in entry.items()}
+    ours = {choice for choice in chosen if choice.partition("=")[0] in OWN_GROUPS}
+    assert ours - {"experiment=None"} <= DEFAULTS.keys()
+
+
+def test_keys_outside_of_groups_have_their_defaults_in_the_schema() -> None:
+    composed, schema = Composer("train").compose([]), OmegaConf.structured(Config)
+    single = [key for key in schema if key not in OWN_GROUPS]
+    assert {key: composed[key] for key in single} == {key: schema[key] for key in single}
+
+
+def test_the_tables_of_the_docs_have_the_defaults() -> None:
+    row = re.compile(r"^\| `([\w.]+)` \| `?(.*?)`? \|", re.MULTILINE)
+    table = re.compile(r"^\| [Kk]ey \| [Dd]efault \|.*\n(?:\|.*\n)+", re.MULTILINE)
+    text = (ROOT / "docs/training.md").read_text()
+    said = {k: v for found in table.findall(text) for k, v in row.findall(found)}
+    composed = Composer("train").compose([])
+    assert {"optimizer.lr", "loss.spectrum", "trainer.exploding", "logger.wandb"} <= said.keys()
+    assert {k: OmegaConf.create(f"x: {v}").x for k, v in said.items()} == {
+        key: OmegaConf.select(composed, key) for key in said
+    }
+
+
+def test_a_users_loss_has_our_numbers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    own = tmp_path / "conf" / "loss"
+    own.mkdir(parents=True)
+    (own / "mine.yaml").write_text("defaults: [schema, _self_]\nname: mae\n")
+    monkeypatch.chdir(tmp_path)
+    composer = Composer("train")
+    assert composer.config(["loss=mine"]).loss == composer.config(["loss=mae"]).loss
 
 
 def test_cfg_job_is_the_config_without_running(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,7 +182,11 @@ def test_help_names_groups_and_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {"crossformer", "pangu", "unet", "unet_base"} <= set(models)
     assert f"  model: {', '.join(models)}\n" in out
     assert "schema" not in out
-    assert "batch_size" in out
+    assert f"{'  batch_size: 4':<36}  # global: the mesh never changes it\n" in out
+    keys = out[out.index("\nmodel:\n") :].strip()
+    assert OmegaConf.create(keys) == without_hydra(Composer("train").compose([]))
+    lines = keys.splitlines()
+    assert [line for line in lines if not line.endswith(":") and "  # " not in line] == []
 
 
 @pytest.mark.parametrize(

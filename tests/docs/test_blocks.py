@@ -55,7 +55,12 @@ ELSEWHERE = {
     "data=weatherbench2 model=unet_base": ("can't be reached from here", (0, 3)),  # the network
     "data.store=/data/era5.zarr": ("/data/era5.zarr: no such zarr store", (2,)),
 }
-LONGER = ("quickstart-climate.md", "your-own-model.md-2", "your-own-model.md-4")
+LONGER = (
+    "quickstart-climate.md",
+    "your-own-model.md-2",
+    "your-own-model.md-4",
+    "your-own-model.md-7",
+)
 STORES = ("your-era5.md-1", "your-era5.md-2", "your-era5.md-3")
 SLOW = dict.fromkeys((*LONG, *MESHES, *PLANS, *LONGER, *STORES), pytest.mark.slow)
 

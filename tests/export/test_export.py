@@ -17,12 +17,12 @@ from safetensors.torch import save_file
 
 import credit_dp
 from credit_dp.command.checkpoint import checkpoint
-from credit_dp.command.own_files import VARIABLE, configs_of_files
-from credit_dp.config import Config, ModelConfig, PanguConfig
+from credit_dp.config import Config, ModelConfig, OwnModelConfig, PanguConfig
 from credit_dp.data.prepare import prepare
 from credit_dp.data.sampling import frame_steps
 from credit_dp.errors import UserError
 from credit_dp.evaluation.held_out import HeldOut
+from credit_dp.plugins import VARIABLE, registered
 from credit_dp.training.build import Training
 from credit_dp.training.checkpoint import save_checkpoint
 from credit_dp.training.run_folder import RunFolder, resolved_yaml
@@ -93,7 +93,14 @@ def test_it_is_the_model_that_was_trained(run, file, source):
 MODELS: dict[str, ModelConfig] = {
     "several frames": tiny_unet(frames=2, squeeze_excite=True, dropout=0.2),
     "next state": tiny_unet(residual=False),
-    "pangu": PanguConfig(width=8, depths=[1, 1, 1, 1], heads=[1, 2, 2, 1], window=[2, 2, 2]),
+    "pangu": PanguConfig(
+        width=8,
+        depths=[1, 1, 1, 1],
+        heads=[1, 2, 2, 1],
+        patch=[2, 4, 4],
+        window=[2, 2, 2],
+        mlp_ratio=4,
+    ),
 }
 
 
@@ -421,7 +428,7 @@ class MineConfig(OwnModelConfig):
 def test_a_model_of_the_users_own_is_found_as_in_training(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(OWN)
     monkeypatch.setenv(VARIABLE, str(tmp_path / "mine.py"))
-    model = configs_of_files()["mine"](width=4)
+    model = registered(OwnModelConfig, ())["mine"](width=4)
     config = make_config(make_store(tmp_path, 12), tmp_path / "run", model, steps=1)
     training = trained(config)
     file = exported(tmp_path / "run")
@@ -432,7 +439,7 @@ def test_a_model_of_the_users_own_is_found_as_in_training(tmp_path, monkeypatch)
     line = refusal(file)
     assert "needs the model 'mine', but only" in line
     assert VARIABLE in line
-    for name in [name for name in sys.modules if name.startswith("credit_dp.command.own_files.")]:
+    for name in [name for name in sys.modules if name.startswith("credit_dp.plugins.")]:
         del sys.modules[name]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from credit_dp.config import Config, ModelConfig, OptimizerConfig
+from credit_dp.config import AdamWConfig, Config, ModelConfig
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.forecast.request import ForecastConfig, Request
 from credit_dp.forecasting import make_forecasts
@@ -19,7 +19,7 @@ from tests.training.runs import alone, built, make_config, make_store, train_on
 
 ROWS = 17
 INIT = "2000-01-04/2000-01-04T12/12h"  # two times
-AVERAGED = OptimizerConfig(lr=1e-2, warmup_steps=1, ema=0.9)
+AVERAGED = AdamWConfig(lr=1e-2, warmup_steps=1, ema=0.9)
 
 
 def train(folder: Path, model: ModelConfig | None = None, rows: int = ROWS) -> Config:

@@ -30,7 +30,14 @@ CONFIGS = {
     "unet": tiny_unet(),
     "unet with all": tiny_unet(frames=2, squeeze_excite=True, global_conditioning=True),
     "computed again": tiny_unet(activation_checkpointing=True),
-    "pangu": PanguConfig(width=8, depths=[1, 2, 1, 1], heads=[1, 2, 2, 1], window=[2, 2, 2]),
+    "pangu": PanguConfig(
+        width=8,
+        depths=[1, 2, 1, 1],
+        heads=[1, 2, 2, 1],
+        patch=[2, 4, 4],
+        window=[2, 2, 2],
+        mlp_ratio=4,
+    ),
     "crossformer": tiny_crossformer(depths=[1, 2]),
     "spectral norm": tiny_crossformer(depths=[1, 2], spectral_norm=True),
 }

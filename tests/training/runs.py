@@ -6,14 +6,14 @@ from typing import Any
 import torch
 
 from credit_dp.config import (
+    AdamWConfig,
     Config,
     CrossFormerConfig,
     LoggerConfig,
-    LossConfig,
     ModelConfig,
-    OptimizerConfig,
     ParallelConfig,
     RunConfig,
+    StandardLossConfig,
     TrainerConfig,
     UNetConfig,
 )
@@ -45,6 +45,7 @@ def tiny_crossformer(**options: Any) -> CrossFormerConfig:
             "strides": [2, 2],
             "local_windows": [2, 2],
             "global_windows": [2, 1],
+            "mlp_ratio": 4,
             "groups": 4,
             **options,
         }
@@ -72,8 +73,8 @@ def make_config(store: Path, run: Path, model: ModelConfig | None = None, **chan
         ),
         parallel=ParallelConfig(),
         trainer=TrainerConfig(**(trainer | changes)),
-        loss=LossConfig(),
-        optimizer=OptimizerConfig(lr=1e-2, warmup_steps=3),
+        loss=StandardLossConfig(level_weight=True),
+        optimizer=AdamWConfig(lr=1e-2, warmup_steps=3),
         logger=LoggerConfig(wandb="disabled"),
         run=RunConfig(dir=str(run)),
         seed=3,

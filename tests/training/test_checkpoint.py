@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from credit_dp.config import OptimizerConfig
+from credit_dp.config import AdamWConfig, OptimizerConfig, ParallelConfig
 from credit_dp.errors import UserError
 from credit_dp.training.checkpoint import (
     TrainingState,
@@ -19,7 +19,7 @@ from credit_dp.training.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from credit_dp.training.optimisation import build_optimiser, build_schedule
+from credit_dp.training.optimisation import build_optimiser, build_schedule, state_layout
 from tests.training.disk import full_disk
 
 
@@ -49,10 +49,21 @@ def state_of(
 def state_with(
     model: nn.Module, seed: int = 0, config: OptimizerConfig | None = None, steps: int = 10
 ) -> TrainingState:
-    config = config or OptimizerConfig()
-    optimiser = build_optimiser(dict(sorted(model.named_parameters())), config)
+    config = config or AdamWConfig()
+    parameters = dict(sorted(model.named_parameters()))
+    layout = state_layout(parameters, config, ParallelConfig())
+    optimiser = build_optimiser(parameters, config)
     schedule = build_schedule(optimiser, config, steps)
-    return TrainingState((model,), optimiser, schedule, Position(), {}, seed)
+    return TrainingState(
+        (model,),
+        optimiser,
+        schedule,
+        Position(),
+        {},
+        seed,
+        optimizer=config.name,
+        layout=layout,
+    )
 
 
 def step(state: TrainingState) -> None:
@@ -182,14 +193,14 @@ def settings(state: TrainingState) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("config", "steps"),
     [
-        (OptimizerConfig(lr=1e-5), 10),
-        (OptimizerConfig(betas=(0.5, 0.6), eps=1e-4, weight_decay=0.5), 10),
-        (OptimizerConfig(warmup_steps=1, final_lr=1e-4), 10),
-        (OptimizerConfig(warmup_steps=1), 40),
+        (AdamWConfig(lr=1e-5), 10),
+        (AdamWConfig(betas=(0.5, 0.6), eps=1e-4, weight_decay=0.5), 10),
+        (AdamWConfig(warmup_steps=1, final_lr=1e-4), 10),
+        (AdamWConfig(warmup_steps=1), 40),
     ],
 )
 def test_settings_of_the_config_win_over_those_saved(tmp_path, config, steps):
-    saved = state_of(config=OptimizerConfig(warmup_steps=1))
+    saved = state_of(config=AdamWConfig(warmup_steps=1))
     wanted = state_of(config=config, steps=steps)  # has these settings from the start
     for _ in range(3):
         step(saved)

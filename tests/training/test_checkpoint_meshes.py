@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from credit_dp.config import ModelConfig, OptimizerConfig, ParallelConfig
+from credit_dp.config import AdamWConfig, ModelConfig, ParallelConfig
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.build import shard_model
 from credit_dp.errors import UserError
@@ -66,8 +66,8 @@ def state_on(manager: DomainParallelManager, model: str, seed: int, shared: bool
         for part in parts:
             shard_parameters(part, shares, ParallelConfig(), torch.float64)
     parameters = dict(sorted(p for part in parts for p in part.named_parameters()))
-    optimiser = build_optimiser(parameters, OptimizerConfig())
-    schedule = build_schedule(optimiser, OptimizerConfig(), 10)
+    optimiser = build_optimiser(parameters, AdamWConfig())
+    schedule = build_schedule(optimiser, AdamWConfig(), 10)
     return TrainingState(parts, optimiser, schedule, Position(), {}, seed)
 
 

@@ -9,7 +9,7 @@ from safetensors import safe_open
 
 import credit_dp
 from credit_dp.command.checkpoint import checkpoint
-from credit_dp.config import Config, LossConfig, ModelConfig, PanguConfig
+from credit_dp.config import Config, ModelConfig, PanguConfig, StandardLossConfig
 from credit_dp.data.prepare import prepare
 from credit_dp.data.schema import Channel
 from credit_dp.domain_parallel import DomainParallelManager
@@ -37,6 +37,7 @@ MODELS: dict[str, ModelConfig] = {
         heads=[1, 2, 2, 1],
         patch=[2, 2, 2],
         window=[2, 2, 2],
+        mlp_ratio=4,
         frames=2,
     ),
     "crossformer": tiny_crossformer(frames=2),
@@ -92,11 +93,11 @@ def test_only_the_state_is_added_to_and_goes_in_again():
 
 def test_they_have_weights_of_level_and_variable():
     channels = (Channel("temperature", 500), Channel("cloud", 1000), Channel(RAIN))
-    config = LossConfig(variable_weight={RAIN: 2.0, "cloud": 3.0})
+    config = StandardLossConfig(level_weight=True, variable_weight={RAIN: 2.0, "cloud": 3.0})
     found = channel_weights(config, channels)
     assert found == pytest.approx([500 / 750, 3 * 1000 / 750, 2])
     with pytest.raises(UserError, match=r"data\.prognostic or data\.diagnostic, got 'rane'"):
-        channel_weights(LossConfig(variable_weight={"rane": 1.0}), channels)
+        channel_weights(StandardLossConfig(variable_weight={"rane": 1.0}), channels)
 
 
 @pytest.fixture(scope="module")

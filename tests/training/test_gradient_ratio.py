@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
-from credit_dp.config import Config, LossConfig
+from credit_dp.config import Config, StandardLossConfig
 from credit_dp.data.prepare import prepare
 from credit_dp.data.schema import Channel, Channels
 from credit_dp.domain_parallel import DomainParallelManager
@@ -22,6 +22,7 @@ from credit_dp.evaluation.valid_points import ValidPoints
 from credit_dp.training.loss import build_loss
 from credit_dp.training_config import LOSSES
 from tests.ranks import on_processes, on_threads
+from tests.training.own import LogCoshConfig
 from tests.training.runs import alone, built, make_config, make_store
 from tests.training.seas import sea_config
 from tests.training.test_meshes import Mesh, on_mesh
@@ -31,7 +32,7 @@ LATITUDE = np.linspace(90, -90, ROWS)
 CHANNELS = Channels((Channel("temperature", 500), Channel("sea")), (), (), (Channel("rain"),))
 SCALE = torch.tensor([0.1, 0.3, 1.0], dtype=torch.float64)[:, None, None]
 # Name, weight of the spectrum, points left out, ranks along the data axis.
-KINDS = list(product(LOSSES, (0.0, 0.5), (False, True), (1, 2)))
+KINDS = list(product((*LOSSES, "logcosh"), (0.0, 0.5), (False, True), (1, 2)))
 
 
 def fields() -> tuple[Tensor, Tensor, Tensor]:
@@ -54,7 +55,8 @@ def gradients(manager: DomainParallelManager) -> list[Tensor]:
     found = []
     for name, spectrum, masked, data in KINDS:
         points = ValidPoints(valid[:, rows], manager.transport.sum) if masked else None
-        config = LossConfig(name=name, spectrum=spectrum, variable_weight={"sea": 3.0})
+        kind = LogCoshConfig if name == "logcosh" else StandardLossConfig
+        config = kind(name=name, spectrum=spectrum, level_weight=True, variable_weight={"sea": 3.0})
         loss = build_loss(config, CHANNELS, LATITUDE, rows, SCALE, points)
         theta = torch.full((2, 3, 1, 1), 0.7, dtype=torch.float64, requires_grad=True)
         for part, wanted in zip(x.chunk(data), target.chunk(data), strict=True):
@@ -76,7 +78,7 @@ def test_shares_have_the_gradient_of_the_globe(ranks):
 
 def test_a_mean_over_own_rows_is_off_by_the_number_of_ranks():
     x, target, _ = fields()
-    config = LossConfig(latitude_weight=False, level_weight=False, tendency=False)
+    config = StandardLossConfig(latitude_weight=False, level_weight=False, tendency=False)
 
     def of(rows: slice) -> tuple[Tensor, Tensor]:
         loss = build_loss(config, CHANNELS, LATITUDE[:12], rows, SCALE)
@@ -148,7 +150,7 @@ def reference(tmp_path_factory):
         if (name, sea) not in made:
             config = sea_config(folder) if sea else plain()
             trainer = replace(config.trainer, gradient_clip=None, steps=1)
-            loss = LossConfig(name=name, spectrum=0.5, huber_delta=0.5)
+            loss = StandardLossConfig(name=name, spectrum=0.5, huber_delta=0.5)
             config = replace(config, trainer=trainer, loss=loss)
             prepare(config.data)
             made[name, sea] = config, of_first_step(alone(), config)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from credit_dp.config import LossConfig, ParallelConfig
+from credit_dp.config import ParallelConfig, StandardLossConfig
 from credit_dp.data.loader import Batch
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.forecast.step import ForecastStep
@@ -101,7 +101,7 @@ def backward_of_idle(manager: DomainParallelManager) -> None:
     model = averaging(Idle(), ParallelConfig(data=manager.dp_world_size))
     one, nothing = torch.ones(1), torch.zeros(1, 0, 4, 4)
     scale = one.view(1, 1, 1)
-    loss = WeightedLoss(LossConfig(), torch.ones(4), one, scale, 4)
+    loss = WeightedLoss(StandardLossConfig(), torch.ones(4), one, scale, 4)
     x = torch.ones(1, 1, 4, 4)
     batch = Batch(x, nothing, nothing, 2 * x, np.zeros(1, "datetime64[ns]"))
     ModelPass(model, ForecastStep(model, scale), loss, 1, 1)(batch, lambda part, micro: None)

@@ -1,6 +1,8 @@
 """The loss: what weighs how much, and that the ranks' shares add up to the globe's."""
 
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -8,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from credit_dp.config import LossConfig
+from credit_dp.config import LossConfig, OwnLossConfig, StandardLossConfig
 from credit_dp.data.grid import row_weights
 from credit_dp.data.schema import Channel, Channels
 from credit_dp.errors import UserError
@@ -47,7 +49,7 @@ def pointwise(name: str, error: np.ndarray, delta: float = 1.0) -> np.ndarray:
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("bounds", [(0, 13), (0, 4, 13), (0, 1, 2, 13)])
 def test_shares_add_up_to_the_weighted_mean(name, bounds):
-    config = LossConfig(name=name, variable_weight={"temperature": 3.0})
+    config = StandardLossConfig(name=name, level_weight=True, variable_weight={"temperature": 3.0})
     forecast, target = fields()
     parts = []
     for first, last in pairwise(bounds):
@@ -65,21 +67,21 @@ def test_shares_add_up_to_the_weighted_mean(name, bounds):
 
 
 def test_unweighted_loss_is_the_plain_mean():
-    config = LossConfig(latitude_weight=False, level_weight=False)
+    config = StandardLossConfig(latitude_weight=False, level_weight=False)
     forecast, target = fields()
     loss = build_loss(config, CHANNELS, LATITUDE, slice(0, 13), SCALE)(forecast, target)
     torch.testing.assert_close(loss, ((forecast - target) / SCALE).square().mean())
 
 
 def test_levels_weigh_by_pressure_with_mean_one():
-    weights = channel_weights(LossConfig(), CHANNELS.prognostic)
+    weights = channel_weights(StandardLossConfig(level_weight=True), CHANNELS.prognostic)
     assert weights[:3].mean() == pytest.approx(1)
     assert weights[1] / weights[0] == pytest.approx(850 / 500)
     assert weights[3] == 1
 
 
 def test_weight_of_an_unknown_variable_is_refused_with_the_nearest_name():
-    config = LossConfig(variable_weight={"temprature": 1.0})
+    config = StandardLossConfig(variable_weight={"temprature": 1.0})
     with pytest.raises(UserError, match=r"loss\.variable_weight: .*'temprature'.*temperature"):
         channel_weights(config, CHANNELS.prognostic)
 
@@ -92,7 +94,7 @@ def of_globe(config: LossConfig) -> WeightedLoss:
     ("difference", "wanted"), [(0.3, 0.045), (-0.5, 0.125), (2.0, 0.875), (-2.0, 0.875)]
 )
 def test_huber_is_squared_up_to_delta_and_straight_beyond(difference, wanted):
-    loss = of_globe(LossConfig(name="huber", huber_delta=0.5))
+    loss = of_globe(StandardLossConfig(name="huber", huber_delta=0.5))
     zero = torch.zeros(2, 4, 13, 6, dtype=torch.float64)
     assert loss(zero + difference * SCALE, zero).item() == pytest.approx(wanted, rel=1e-13)
 
@@ -101,7 +103,7 @@ def test_huber_is_squared_up_to_delta_and_straight_beyond(difference, wanted):
 def test_without_tendency_errors_are_in_units_of_the_field(name):
     forecast, target = fields()
     config = {"name": name, "latitude_weight": False, "level_weight": False, "spectrum": 0.0}
-    loss = of_globe(LossConfig(**config, tendency=False))
+    loss = of_globe(StandardLossConfig(**config, tendency=False))
     wanted = pointwise(name, (forecast - target).numpy()).mean()
     assert loss(forecast, target).item() == pytest.approx(wanted, rel=1e-13)
     assert loss.scale.shape == SCALE.shape
@@ -119,22 +121,22 @@ def spectra_apart(forecast: torch.Tensor, target: torch.Tensor) -> np.ndarray:
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_the_spectrum_weighs_rows_and_channels_as_the_points_do(name):
-    options = {"name": name, "variable_weight": {"temperature": 3.0}}
+    options = {"name": name, "level_weight": True, "variable_weight": {"temperature": 3.0}}
     forecast, target = fields()
     with_it, without = (
-        of_globe(LossConfig(**options, spectrum=spectrum)) for spectrum in (0.7, 0.0)
+        of_globe(StandardLossConfig(**options, spectrum=spectrum)) for spectrum in (0.7, 0.0)
     )
     found = (with_it(forecast, target) - without(forecast, target)).item()
     rows = spectra_apart(forecast, target).mean(axis=0)
     by_channel = np.average(rows, axis=1, weights=row_weights(LATITUDE))
-    weights = channel_weights(LossConfig(**options), CHANNELS.out)
+    weights = channel_weights(StandardLossConfig(**options), CHANNELS.out)
     # The floor under the powers moves the amplitudes by less than 1e-7 of themselves here.
     assert found == pytest.approx(0.7 * np.average(by_channel, weights=weights), rel=1e-6)
 
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_each_channel_says_what_it_adds(name):
-    loss = of_globe(LossConfig(name=name, spectrum=0.5))
+    loss = of_globe(StandardLossConfig(name=name, spectrum=0.5))
     forecast, target = fields()
     parts = loss.by_channel(forecast, target)
     assert parts.shape == (4,)
@@ -154,7 +156,7 @@ def bands(draw: st.DrawFn) -> tuple[int, ...]:
 
 WEIGHTS = st.floats(0, 5)
 CONFIGS = st.builds(
-    LossConfig,
+    StandardLossConfig,
     name=st.sampled_from(LOSSES),
     huber_delta=st.floats(0.01, 10),
     latitude_weight=st.booleans(),
@@ -215,11 +217,103 @@ def test_bands_have_the_loss_and_the_gradient_of_the_globe(config, bounds, cover
 )
 def test_what_is_no_loss_is_refused_by_its_key(options, said):
     with pytest.raises(UserError, match=said) as error:
-        LossConfig(**options)
+        StandardLossConfig(**options)
     assert "\n" not in str(error.value)
 
 
 def test_weights_that_are_all_zero_are_refused():
-    config = LossConfig(variable_weight={"geopotential": 0.0})
+    config = StandardLossConfig(variable_weight={"geopotential": 0.0})
     with pytest.raises(UserError, match="above 0"):
         channel_weights(config, CHANNELS.prognostic[:2])
+
+
+@dataclass
+class Own(OwnLossConfig):
+    """A loss of one function."""
+
+    name: str = "own"
+    error: Any = None
+
+    def build(self) -> Any:
+        return self.error
+
+
+def test_a_loss_of_ones_own_gets_scaled_fields_and_is_weighted_as_ours():
+    options = {"level_weight": True, "variable_weight": {"temperature": 3.0}, "spectrum": 0.5}
+    forecast, target = fields()
+    for difference, name in ((torch.square, "mse"), (torch.abs, "mae")):
+        own = Own(error=lambda f, t, of=difference: of(f - t), **options)
+        found = of_globe(own).by_channel(forecast, target)
+        wanted = of_globe(StandardLossConfig(name=name, **options)).by_channel(forecast, target)
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
+
+
+def test_a_loss_of_ones_own_does_not_count_points_without_values():
+    valid = torch.rand(4, 13, 6, generator=torch.Generator().manual_seed(1)) < 0.5
+    forecast, target = fields()
+    target[:, ~valid] = float("nan")
+    forecast.requires_grad_()
+    own = Own(error=lambda f, t: (f - t).square() + 7)  # not 0 where both are 0
+    loss = build_loss(own, CHANNELS, LATITUDE, slice(0, 13), SCALE, ValidPoints(valid))
+    plain = build_loss(
+        StandardLossConfig(), CHANNELS, LATITUDE, slice(0, 13), SCALE, ValidPoints(valid)
+    )
+    value = loss(forecast, target)
+    assert value.item() == pytest.approx(plain(forecast, target).item() + 7, rel=1e-12)
+    value.backward()
+    assert forecast.grad is not None
+    assert (forecast.grad[:, ~valid] == 0).all()
+    assert forecast.grad.isfinite().all()
+
+
+def numpy_error(forecast: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy((forecast.numpy() - truth.numpy()) ** 2)
+
+
+def weighted_by_row(forecast: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
+    rows = torch.arange(forecast.shape[2], dtype=forecast.dtype)[:, None]
+    return (forecast - truth).square() * (1 + rows)
+
+
+MEANS = r"Own\.build: its function needs errors that depend on their own point alone, but those of"
+SHAPES = (
+    r"Own\.build: its function has to return an error for each point, \(3, 2, 4, 5\) of .*, got "
+)
+FINITE = r"Own\.build: its function needs finite errors and a finite gradient"
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (None, r"loss: Own\.build has to return a function of \(forecast, truth\), got NoneType\."),
+        (lambda f: f, r"loss: Own\.build: its function fails at .*\(TypeError: .*1 positional"),
+        (lambda f, t: 3.0, r"Own\.build: its function has to return a tensor, got float\."),
+        (lambda f, t: (f - t).square().mean(), SHAPES + r"\(\) of torch\.float64\."),
+        (lambda f, t: (f - t).square().mean(1, keepdim=True), SHAPES + r"\(3, 1, 4, 5\)"),
+        (lambda f, t: (f - t).square().float(), SHAPES + r".* of torch\.float32\."),
+        (lambda f, t: (f - t).square() / (f - t).abs().amax(0), f"{MEANS} some samples change"),
+        (
+            lambda f, t: (f - t).square() - (f - t).mean(2, keepdim=True),
+            f"{MEANS} some rows change",
+        ),
+        (lambda f, t: (f - t).square() * f.amax(1, keepdim=True), f"{MEANS} some channels change"),
+        (lambda f, t: (f - t.roll(1, 3)).square(), f"{MEANS} some columns change"),
+        (weighted_by_row, f"{MEANS} some rows change without the others. Leave out means"),
+        (lambda f, t: (f - t).square() * torch.rand_like(f), f"{MEANS} some samples change"),
+        (lambda f, t: (f - t).detach().square(), FINITE),
+        (lambda f, t: (f - t).abs().sqrt(), f"{FINITE} .* where forecast and truth are equal"),
+        (lambda f, t: (f / t).square(), FINITE),
+        (numpy_error, r"its function fails at .*\(RuntimeError: Can't call numpy\(\) on Tensor"),
+    ],
+)
+def test_a_function_that_is_not_pointwise_is_refused_in_one_line(error, expected):
+    with pytest.raises(UserError, match=expected) as refusal:
+        of_globe(Own(error=error))
+    assert "\n" not in str(refusal.value)
+
+
+def test_a_loss_without_build_is_refused():
+    with pytest.raises(
+        UserError, match=r"OwnLossConfig has no build\. It needs a method build\(self"
+    ):
+        of_globe(OwnLossConfig(name="own"))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from credit_dp.config import Config, LossConfig
+from credit_dp.config import Config, StandardLossConfig
 from credit_dp.data.grid import row_weights
 from credit_dp.data.prepare import prepare
 from credit_dp.data.schema import Channel, Channels
@@ -43,7 +43,9 @@ def shares(manager: DomainParallelManager, name: str, even: bool) -> tuple[float
     """This rank's share of the loss, and the gradient with respect to its rows of the forecast."""
     rows = manager.rows(ROWS)
     points = ValidPoints(valid()[:, rows], manager.transport.sum)
-    config = LossConfig(name=name, latitude_weight=not even, variable_weight={SEA: 3.0})
+    config = StandardLossConfig(
+        name=name, latitude_weight=not even, level_weight=True, variable_weight={SEA: 3.0}
+    )
     loss = build_loss(config, CHANNELS, LATITUDE, rows, SCALE, points)
     forecast, target = fields()
     own = forecast[:, :, rows].clone().requires_grad_()
@@ -85,7 +87,7 @@ def no_soil(manager: DomainParallelManager) -> str:
     points[2] = False
     with pytest.raises(UserError) as error:
         build_loss(
-            LossConfig(),
+            StandardLossConfig(),
             CHANNELS,
             LATITUDE,
             rows,
@@ -106,7 +108,7 @@ def test_without_a_mask_the_loss_keeps_its_bits():
     forecast, target = fields()
     everywhere = ValidPoints(torch.ones(3, ROWS, COLUMNS, dtype=torch.bool))
     plain, masked = (
-        build_loss(LossConfig(), CHANNELS, LATITUDE, slice(0, ROWS), SCALE, points)
+        build_loss(StandardLossConfig(), CHANNELS, LATITUDE, slice(0, ROWS), SCALE, points)
         for points in (None, everywhere)
     )
     assert plain.points is None

@@ -16,6 +16,7 @@ from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.training.build import Training
 from credit_dp.training.checkpoint import load_checkpoint, save_checkpoint
 from tests.ranks import on_processes
+from tests.training.own import LogCoshConfig, TorchOptimizerConfig
 from tests.training.runs import alone, built, make_config, make_store, tiny_unet
 from tests.training.test_trajectory import TINY_MODELS
 
@@ -28,6 +29,7 @@ MODELS = {
     "crossformer": replace(TINY_MODELS["crossformer"], stochastic_depth=0.0),
     "depth": tiny_unet(stochastic_depth=0.4, activation_checkpointing=True),
     "pangu": TINY_MODELS["pangu"],
+    "plug-ins": tiny_unet(),  # with a loss and an optimizer of the user's own
 }
 
 Numbers = list[tuple[float, float]]  # loss and gradient norm of each step
@@ -84,7 +86,9 @@ FAST = [
     ("unet", Mesh(2, 1, 3, "ddp", "gpipe")),
     ("unet", Mesh(2, 1, 3, "fsdp2", "interleaved")),
 ]
+FAST_PLUGINS = ("plug-ins", Mesh(1, 2, 2, "fsdp2"))
 SLOW = [
+    ("plug-ins", Mesh(2, 1, 3, "ddp", "1f1b")),
     *ALL,
     *((model, Mesh(2, 1, 1, "ddp", s)) for model in ("unet", "crossformer") for s in SCHEDULES),
     ("pangu", Mesh(2, 2, 2, "fsdp2", "1f1b")),
@@ -92,7 +96,7 @@ SLOW = [
     ("depth", Mesh(2, 1, 2, "ddp", "interleaved")),
 ]
 CASES = [
-    *(pytest.param(model, mesh, id=f"{model}-{mesh}") for model, mesh in FAST),
+    *(pytest.param(model, mesh, id=f"{model}-{mesh}") for model, mesh in (*FAST, FAST_PLUGINS)),
     *(
         pytest.param(model, mesh, id=f"{model}-{mesh}", marks=pytest.mark.slow)
         for model, mesh in dict.fromkeys(SLOW)
@@ -178,6 +182,9 @@ def reference(tmp_path_factory):
                 gradient_clip=CLIP,
             )
             config = replace(config, data=replace(config.data, batch_size=8))
+            if model == "plug-ins":
+                optimizer = TorchOptimizerConfig(lr=1e-2, warmup_steps=3)
+                config = replace(config, loss=LogCoshConfig(level_weight=True), optimizer=optimizer)
             made[model] = config, run(ONE, whole, config, None)
         return made[model]
 
@@ -265,6 +272,7 @@ FAST_PAIRS = [
     ("model", "first", "second"),
     [
         *(pytest.param("unet", a, b, id=f"{a} to {b}") for a, b in FAST_PAIRS),
+        pytest.param(*FAST_PLUGINS, ONE, id="plug-ins"),
         *(
             pytest.param(model, a, b, id=f"{model} {a} to {b}", marks=pytest.mark.slow)
             for (model, a), (_, b) in pairwise(CHAIN)

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from credit_dp.command import own_models
+from credit_dp import plugins
+from credit_dp.config import OwnModelConfig
 from credit_dp.export.trained import read_trained
 from tests.domain_parallel.equality import MODEL, assert_same_as_whole_globe
 from tests.ranks import on_processes, on_threads
@@ -65,8 +66,8 @@ def test_train_py_with_the_zoo_is_exact_on_three_uneven_ranks(tmp_path):
 
 
 def _entries(monkeypatch, value):
-    entries = [EntryPoint("mine", value, own_models.GROUP)]
-    monkeypatch.setattr(own_models, "entry_points", lambda group: entries)
+    entries = [EntryPoint("mine", value, "credit_dp.models")]
+    monkeypatch.setattr(plugins, "entry_points", lambda group: entries)
 
 
 @pytest.mark.parametrize(
@@ -78,5 +79,5 @@ def _entries(monkeypatch, value):
 )
 def test_what_is_no_model_is_told_and_skipped(monkeypatch, caplog, value, told):
     _entries(monkeypatch, value)
-    assert own_models.own_models() == {}
+    assert plugins.registered(OwnModelConfig, ()) == {}
     assert told in caplog.text

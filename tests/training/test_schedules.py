@@ -1,15 +1,19 @@
 """Curves of the learning rate, where they go on from, and what weight decay acts on."""
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
-from credit_dp.config import OptimizerConfig
+from credit_dp.config import AdamWConfig, OwnScheduleConfig
+from credit_dp.errors import UserError
 from credit_dp.fields import Fields
 from credit_dp.models import build_model
+from credit_dp.training import optimisation
 from credit_dp.training.optimisation import (
     build_optimiser,
     build_schedule,
@@ -18,7 +22,7 @@ from credit_dp.training.optimisation import (
 )
 from tests.training.test_meshes import MODELS
 
-CONFIG = OptimizerConfig(lr=0.1, final_lr=0.02, warmup_steps=2, decay_every=3, decay_factor=0.5)
+CONFIG = AdamWConfig(lr=0.1, final_lr=0.02, warmup_steps=2, decay_every=3, decay_factor=0.5)
 STEPS = 10
 WARM_UP = [0.05, 0.1]
 # Eight steps after the warm-up, from 0.1 down to 0.02 at the ninth.
@@ -94,3 +98,55 @@ def test_frozen_parameters_are_in_no_group():
     )
     groups = build_optimiser({"a": frozen, "b": trained}, CONFIG).param_groups
     assert [p for group in groups for p in group["params"]] == [trained]
+
+
+@dataclass
+class Own(OwnScheduleConfig):
+    """A schedule of one function."""
+
+    name: str = "own"
+    function: Any = None
+
+    def factor(self, step: int, steps: int) -> float:
+        return self.function(step, steps)
+
+
+def scheduled(monkeypatch: pytest.MonkeyPatch, own: OwnScheduleConfig, steps: int = 12) -> LambdaLR:
+    monkeypatch.setattr(optimisation, "own_schedule", lambda config: own)
+    optimiser = build_optimiser({"a": nn.Parameter(torch.ones(2))}, CONFIG)
+    return build_schedule(optimiser, CONFIG, steps)
+
+
+def test_a_schedule_of_ones_own_begins_after_the_warm_up(monkeypatch):
+    schedule = scheduled(monkeypatch, Own(function=lambda step, steps: 1 - step / steps))
+    found = []
+    for _ in range(14):
+        found.append(schedule.get_last_lr()[0])
+        schedule.optimizer.step()
+        schedule.step()
+    wanted = [0.05, 0.1, *(0.1 * (1 - step / 10) for step in range(11)), 0.0]
+    assert found == pytest.approx(wanted, abs=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        (
+            Own(function=lambda step, steps: -0.1),
+            r"a finite number of at least 0, got -0\.1 for st",
+        ),
+        (Own(function=lambda step, steps: math.nan), r"at least 0, got nan for step 0 of 10\."),
+        (Own(function=lambda step, steps: True), r"at least 0, got True"),
+        (
+            Own(function=lambda step, steps: 1 / (5 - step) ** 2),
+            r"factor fails at .*ZeroDivisionError",
+        ),
+        (
+            OwnScheduleConfig("own"),
+            r"factor is missing\. It needs a method factor\(self, step, ste",
+        ),
+    ],
+)
+def test_a_schedule_that_fails_at_some_step_is_refused_at_once(monkeypatch, own, expected):
+    with pytest.raises(UserError, match=r"optimizer\.schedule: .*" + expected):
+        scheduled(monkeypatch, own)

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from credit_dp.config import LossConfig
+from credit_dp.config import StandardLossConfig
 from credit_dp.data.schema import Channel, Channels
 from credit_dp.evaluation.valid_points import ValidPoints
 from credit_dp.training.loss import build_loss
@@ -94,7 +94,7 @@ def test_gradient_of_the_whole_loss_with_points_left_out(name):
     generator = torch.Generator().manual_seed(3)
     valid = torch.rand(3, 4, 5, generator=generator) < 0.6
     valid[1, 0] = False  # a row without any
-    config = LossConfig(name=name, spectrum=0.8, huber_delta=0.5)
+    config = StandardLossConfig(name=name, spectrum=0.8, huber_delta=0.5)
     scale = torch.tensor([0.5, 2.0, 1.0], dtype=torch.float64)[:, None, None]
     loss = build_loss(
         config, channels, np.linspace(90, -90, 4), slice(0, 4), scale, ValidPoints(valid)

@@ -33,7 +33,13 @@ TINY_MODELS: dict[str, ModelConfig] = {
     "next state": tiny_unet(residual=False),
     "stochastic depth": tiny_unet(stochastic_depth=0.3),
     "pangu": PanguConfig(
-        width=8, depths=[1, 2, 1, 1], heads=[1, 2, 2, 1], window=[2, 2, 2], stochastic_depth=0.3
+        width=8,
+        depths=[1, 2, 1, 1],
+        heads=[1, 2, 2, 1],
+        patch=[2, 4, 4],
+        window=[2, 2, 2],
+        mlp_ratio=4,
+        stochastic_depth=0.3,
     ),
     "crossformer": tiny_crossformer(stochastic_depth=0.3),
 }

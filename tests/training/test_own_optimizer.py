@@ -1,0 +1,288 @@
+"""Optimizers of a user's own: which train and go on exactly, and which are refused, and why."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from credit_dp.config import AdamWConfig, OwnOptimizerConfig, ParallelConfig
+from credit_dp.errors import UserError
+from credit_dp.training.checkpoint import load_checkpoint, save_checkpoint
+from credit_dp.training.optimisation import build_optimiser, state_layout
+from tests.training.own import TorchOptimizerConfig
+from tests.training.test_checkpoint import Odd, same, state_of, state_with, step
+
+FSDP = ParallelConfig(data=2, data_mode="fsdp2")
+PIPELINE = ParallelConfig(pipeline=2)
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "SGD": {"momentum": 0.9},
+    "Adam": {"amsgrad": True},
+    "Adadelta": {},
+    "Adagrad": {},
+    "Adamax": {},
+    "ASGD": {},
+    "NAdam": {},
+    "RAdam": {},
+    "RMSprop": {"momentum": 0.9, "centered": True},
+    "Rprop": {},
+}
+
+
+def parameters() -> dict[str, nn.Parameter]:
+    return dict(Odd().named_parameters())
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_optimizers_of_torch_go_on_from_a_checkpoint_bit_by_bit(tmp_path, kind):
+    config = TorchOptimizerConfig(kind=kind, options=OPTIMIZERS[kind], warmup_steps=2)
+    for parallel in (FSDP, PIPELINE):
+        state_layout(parameters(), config, parallel)
+    saved, loaded = state_of(seed=1, config=config), state_of(seed=2, config=config)
+    step(saved)
+    save_checkpoint(tmp_path, saved, "")
+    load_checkpoint(tmp_path, loaded)
+    assert same(saved, loaded)
+    step(saved)
+    step(loaded)
+    assert same(saved, loaded)
+
+
+def test_a_parameter_that_was_frozen_starts_with_its_first_state(tmp_path):
+    config = TorchOptimizerConfig(kind="Adagrad", options={"initial_accumulator_value": 0.5})
+    saved = state_of(config=config)
+    frozen = saved.parts[0][0].weight
+    frozen.requires_grad_(False)
+    del saved.optimiser.state[frozen]
+    step(saved)
+    save_checkpoint(tmp_path, saved, "")
+    loaded = state_of(seed=2, config=config)
+    load_checkpoint(tmp_path, loaded)
+    first, second = (loaded.optimiser.state[conv.weight]["sum"] for conv in loaded.parts[0])
+    assert (first == 0.5).all()
+    assert (second > 0.5).all()
+    step(loaded)
+
+
+def test_what_an_optimizer_keeps_is_counted():
+    for kind, moments in {"SGD": 0, "Adagrad": 1, "NAdam": 2, "Adadelta": 2}.items():
+        config = TorchOptimizerConfig(kind=kind)
+        assert state_layout(parameters(), config, ParallelConfig()).moments == moments, kind
+    assert state_layout(parameters(), AdamWConfig(), ParallelConfig()).moments == 2
+
+
+def test_trying_draws_nothing_and_changes_nothing():
+    before = parameters()
+    wanted, numbers = {n: p.clone() for n, p in before.items()}, torch.get_rng_state()
+    with pytest.raises(UserError):
+        state_layout(before, Made(step=noise), ParallelConfig())
+    assert torch.equal(torch.get_rng_state(), numbers)
+    assert all(torch.equal(p, wanted[n]) for n, p in before.items())
+
+
+def test_it_has_the_groups_and_the_rates_of_ours():
+    own, ours = (
+        build_optimiser(parameters(), config)
+        for config in (TorchOptimizerConfig(lr=0.2, weight_decay=0.3), AdamWConfig(lr=0.2))
+    )
+    assert [len(group["params"]) for group in own.param_groups] == [
+        len(group["params"]) for group in ours.param_groups
+    ]
+    assert [(group["lr"], group["weight_decay"]) for group in own.param_groups] == [
+        (0.2, 0.3),
+        (0.2, 0.0),
+    ]
+
+
+def test_another_optimizer_does_not_go_on(tmp_path):
+    save_checkpoint(tmp_path, state_of(), "")
+    other = state_of(config=TorchOptimizerConfig())
+    with pytest.raises(UserError, match=r"with optimizer=adamw, the config has of_torch\. Set opt"):
+        load_checkpoint(tmp_path, other)
+
+
+def test_other_keys_that_keep_another_state_do_not_go_on(tmp_path):
+    saved = state_of(config=TorchOptimizerConfig(kind="Adam"))
+    step(saved)
+    save_checkpoint(tmp_path, saved, "")
+    other = state_of(config=TorchOptimizerConfig(kind="Adam", options={"amsgrad": True}))
+    with pytest.raises(UserError, match=r"has exp_avg, exp_avg_sq, step of 0\.bias, which optimiz"):
+        load_checkpoint(tmp_path, other)
+
+
+def test_a_parameter_without_dimensions_comes_back(tmp_path):
+    config = TorchOptimizerConfig()
+    saved, loaded = (state_with(Odd(), seed, config) for seed in (1, 2))
+    for state in (saved, loaded):
+        for parameter in state.trained.values():
+            parameter.grad = torch.rand_like(parameter)
+        state.optimiser.step()
+    save_checkpoint(tmp_path, saved, "")
+    load_checkpoint(tmp_path, loaded)
+    assert same(saved, loaded)
+
+
+Update = Callable[["Plain", nn.Parameter, dict[str, Any], dict[str, Any]], None]
+
+
+class Plain(Optimizer):
+    """Calls a function for each parameter."""
+
+    def __init__(self, groups: Sequence[dict[str, Any]], update: Update) -> None:
+        super().__init__(groups, {"taken": 0})
+        self.update, self.taken = update, 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.update(self, parameter, self.state[parameter], group)
+            group["taken"] += 1
+        self.taken += 1
+
+
+@dataclass
+class Made(OwnOptimizerConfig):
+    name: str = "made"
+    step: Any = None
+
+    def build(self, groups: Sequence[dict[str, Any]]) -> Optimizer:
+        return Plain(groups, self.step)
+
+
+def descend(p: nn.Parameter, by: torch.Tensor | float) -> None:
+    assert p.grad is not None
+    p.sub_(p.grad * by)
+
+
+def counts(optimizer: Plain, p: nn.Parameter, state: dict[str, Any], group: Any) -> None:
+    state["count"] = state.get("count", 0) + 1
+    descend(p, 0.1)
+
+
+def keeps_rows(optimizer: Plain, p: nn.Parameter, state: dict[str, Any], group: Any) -> None:
+    state["rows"] = torch.zeros(7)
+    descend(p, 0.1)
+
+
+def keeps_half(optimizer: Plain, p: nn.Parameter, state: dict[str, Any], group: Any) -> None:
+    state["mean"] = torch.zeros_like(p, dtype=torch.bfloat16)
+
+
+def keeps_dots(optimizer: Plain, p: nn.Parameter, state: dict[str, Any], group: Any) -> None:
+    state["a.b"] = torch.zeros_like(p)
+
+
+def keeps_more(optimizer: Plain, p: nn.Parameter, state: dict[str, Any], group: Any) -> None:
+    optimizer.state["all"] = {}
+
+
+def group_counts(optimizer: Plain, p: nn.Parameter, state: dict[str, Any], group: Any) -> None:
+    descend(p, 0.1 * (1 + group["taken"]))
+
+
+def hides(optimizer: Plain, p: nn.Parameter, state: dict[str, Any], group: Any) -> None:
+    descend(p, 0.1 * (1 + optimizer.taken))
+
+
+def noise(optimizer: Plain, p: nn.Parameter, state: dict[str, Any], group: Any) -> None:
+    p.add_(torch.randn_like(p))
+
+
+def fails(optimizer: Plain, p: nn.Parameter, state: dict[str, Any], group: Any) -> None:
+    raise RuntimeError("no\nway")
+
+
+def by_norm(
+    optimizer: Plain, p: nn.Parameter, state: dict[str, Any], group: dict[str, Any]
+) -> None:
+    assert p.grad is not None
+    descend(p, group["lr"] / p.grad.norm())
+
+
+def by_all(optimizer: Plain, p: nn.Parameter, state: dict[str, Any], group: dict[str, Any]) -> None:
+    everything = [q.grad for g in optimizer.param_groups for q in g["params"] if q.grad is not None]
+    descend(p, group["lr"] / torch.stack([grad.norm() for grad in everything]).norm())
+
+
+@pytest.mark.parametrize(
+    ("update", "expected"),
+    [
+        (counts, r"optimizer=made: keeps 'count' of a parameter as int\. Checkpoints hold tensors"),
+        (keeps_rows, r"keeps 'rows' as \(7,\) of torch\.float32 for a parameter of \(4, 3, 2, 2\)"),
+        (
+            keeps_half,
+            r"keeps 'mean' as \(4, 3, 2, 2\) of torch\.bfloat16 for a parameter of",
+        ),
+        (keeps_dots, r"keeps 'a\.b' of a parameter as torch\.float32\. .* by keys without dots"),
+        (keeps_more, r"optimizer=made: keeps a state of no parameter\. Checkpoints hold"),
+        (group_counts, r"takes another step when it goes on from a checkpoint, which holds optimi"),
+        (hides, r"takes another step when it goes on from a checkpoint, .* draw nothing\.$"),
+        (noise, r"takes another step when it goes on from a checkpoint"),
+        (fails, r"optimizer: the optimizer of Made fails at .*:\d+ \(RuntimeError: no way\)\.$"),
+    ],
+)
+def test_what_checkpoints_do_not_hold_is_refused(update, expected):
+    with pytest.raises(UserError, match=expected):
+        state_layout(parameters(), Made(step=update), ParallelConfig())
+
+
+def test_an_update_that_mixes_entries_is_for_whole_parameters_only():
+    for update in (by_norm, by_all):
+        state_layout(parameters(), Made(step=update), ParallelConfig(data=2, domain=2))
+        with pytest.raises(UserError, match=r"does not update each entry .*fsdp2 needs.* Use ddp"):
+            state_layout(parameters(), Made(step=update, lr=1e-12, final_lr=0.0), FSDP)
+    state_layout(parameters(), Made(step=by_norm), PIPELINE)
+    with pytest.raises(UserError, match=r"does not update each parameter .*parallel\.pipeline "):
+        state_layout(parameters(), Made(step=by_all), PIPELINE)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("LBFGS", r"optimizer: TorchOptimizerConfig\.build fails at .*\(ValueError: LBFGS doesn't"),
+        ("SparseAdam", r"the optimizer of TorchOptimizerConfig fails at .*dense gradients"),
+        ("Adafactor", r"keeps 'row_var' as \(4, 3, 2, 1\) of torch\.float32 for a parameter of"),
+        ("Lion", r"TorchOptimizerConfig\.build fails at .*own\.py:\d+ \(AttributeError: module"),
+    ],
+)
+def test_optimizers_of_torch_that_cannot_work_are_one_line(kind, expected):
+    with pytest.raises(UserError, match=expected):
+        state_layout(parameters(), TorchOptimizerConfig(kind=kind), ParallelConfig())
+
+
+@dataclass
+class Unfinished(OwnOptimizerConfig):
+    name: str = "unfinished"
+
+
+@dataclass
+class NoOptimizer(Unfinished):
+    def build(self, groups: Sequence[dict[str, Any]]) -> Any:
+        return groups
+
+
+@dataclass
+class Few(Unfinished):
+    def build(self, groups: Sequence[dict[str, Any]]) -> Any:
+        return torch.optim.SGD([groups[0]])
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (
+            Unfinished(),
+            r"optimizer: Unfinished has no build\. It needs a method build\(self, gro",
+        ),
+        (NoOptimizer(), r"NoOptimizer\.build has to return a torch\.optim\.Optimizer, got list\."),
+        (Few(), r"optimizer: Few\.build has to use the parameters of all groups, and no others\."),
+    ],
+)
+def test_a_build_that_is_none_is_one_line(config, expected):
+    with pytest.raises(UserError, match=expected):
+        build_optimiser(parameters(), config)

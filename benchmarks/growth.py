@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import matplotlib as mpl
 import torch
 import torch.distributed as dist
+from matplotlib.figure import Figure
 from memory import FIELDS, MIB
 from peak import forget_peak, peak, resident
 from pinned import RANKS, frees_at_once, on_pinned_ranks
@@ -23,10 +23,8 @@ from credit_dp.command.compose import Composer
 from credit_dp.config import ModelConfig
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.build import shard_model
+from credit_dp.evaluation.figure_style import figure_style
 from credit_dp.models import build_model
-
-mpl.use("agg")
-import matplotlib.pyplot as plt
 
 PLOT = Path(__file__).parents[1] / "docs/growth.png"
 ROWS, WIDTHS, DOMAINS = (64, 128, 192, 256), (16, 32, 48, 64), (1, 2, 3, 4, 8)
@@ -88,6 +86,7 @@ def measure(case: Case) -> Cost:
     )
 
 
+@figure_style()
 def main() -> None:
     """Measure, print and draw."""
     along: dict[str, Sequence[tuple[int, Case]]] = {
@@ -95,8 +94,9 @@ def main() -> None:
         "channels of the first level": [(width, Case(width=width)) for width in WIDTHS],
         "ranks": [(ranks, Case(ranks=ranks)) for ranks in DOMAINS],
     }
-    names = ("seconds of a step", "growth of memory, MiB", "sent by a rank, MiB")
-    figure, axes = plt.subplots(len(names), len(along), figsize=(10, 8), layout="constrained")
+    names = ("time of a step (s)", "growth of memory (MiB)", "sent by a rank (MiB)")
+    figure = Figure(figsize=(10, 8), layout="constrained")
+    axes = figure.subplots(len(names), len(along))
     for column, (what, cases) in zip(axes.T, along.items(), strict=True):
         found = [measure(case) for _, case in cases]
         for (at, _), made in zip(cases, found, strict=True):

@@ -8,6 +8,7 @@ from credit_dp.errors import UserError
 from credit_dp.export.contents import Contents
 from credit_dp.export.forecaster import Forecaster, build_forecaster
 from credit_dp.export.trained import read_trained
+from credit_dp.model_config import with_former_defaults
 from credit_dp.plugins import first_line, how_to_register, registered
 from credit_dp.training.data_description import KINDS
 
@@ -38,10 +39,11 @@ def config_of(where: str, contents: Contents) -> ModelConfig:
             f"{where}: needs the model {contents.kind!r}, but only {', '.join(known)} are known."
             f"{how_to_register(OwnModelConfig.plugin_kind)}"
         )
-    if any("${" in str(value) for value in contents.keys.values()):
+    keys = with_former_defaults(contents.kind, contents.keys)
+    if any("${" in str(value) for value in keys.values()):
         raise UserError(f"{where}: a key of its model holds an interpolation, which is not read.")
     try:
-        node = OmegaConf.merge(OmegaConf.structured(known[contents.kind]), contents.keys)
+        node = OmegaConf.merge(OmegaConf.structured(known[contents.kind]), keys)
         config = OmegaConf.to_object(node)
     except OmegaConfBaseException as error:
         raise UserError(

@@ -3,6 +3,7 @@
 No torch in here: `--help` and `--cfg job` must answer in under a second.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import lcm, prod
 from typing import Any
@@ -15,6 +16,16 @@ from credit_dp.plugins import Kind, Plugin
 
 POLES = ("reflect", "zeros", "mirror", "earth")
 BLOCKS = ("residual", "global_depthwise")
+UPSAMPLE = ("transpose", "nearest", "bilinear")
+
+# By `model.name`: what configs and checkpoints from before a key existed were made with, where that
+# is not the key's default. Whoever reads a model's keys that were saved completes them by it.
+FORMER_DEFAULTS: dict[str, dict[str, Any]] = {"unet": {"upsample": "transpose"}}
+
+
+def with_former_defaults(name: str, keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the saved keys of a model, and those that did not exist when they were saved."""
+    return {**FORMER_DEFAULTS.get(name, {}), **keys}
 
 
 @dataclass
@@ -82,6 +93,7 @@ class UNetConfig(BlocksConfig):
     blocks: int = 1  # of each level
     groups: int = 8  # of the norms
     poles: str = "reflect"  # reflect | zeros | mirror | earth: what lies beyond a pole
+    upsample: str = "bilinear"  # or nearest, each of a 1x1 convolution; transpose: a checkerboard
     # residual, or global_depthwise: large convolutions of each channel apart
     block: str = "residual"
     # of global_depthwise: odd rows and columns; larger ones reach farther and cost more
@@ -97,6 +109,7 @@ class UNetConfig(BlocksConfig):
         checks.at_least("model.blocks", self.blocks, 1)
         checks.at_least("model.groups", self.groups, 1)
         checks.one_of("model.poles", self.poles, POLES)
+        checks.one_of("model.upsample", self.upsample, UPSAMPLE)
         checks.one_of("model.block", self.block, BLOCKS)
         checks.of_length("model.kernel", self.kernel, 2)
         even = next((size for size in self.kernel if size < 1 or size % 2 == 0), None)

@@ -13,6 +13,7 @@ from credit_dp.command.compose import Composer, check_overrides
 from credit_dp.command.overrides import parse_overrides, quote
 from credit_dp.config import Config, as_dict
 from credit_dp.errors import UserError
+from credit_dp.model_config import with_former_defaults
 from credit_dp.training.run_folder import RunFolder
 
 # Groups whose choice has the name that is in the config.
@@ -70,7 +71,13 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def as_overrides(saved: Mapping[str, Any]) -> list[str]:
-    """KEY=VALUE for all of a config, choices of groups first."""
+    """KEY=VALUE for all of a config, choices of groups first.
+
+    Keys of the model that did not exist yet have the values that it was made with.
+    """
+    if "model" in saved:
+        model = with_former_defaults(saved["model"]["name"], saved["model"])
+        saved = {**saved, "model": model}
     texts = [f"{group}={saved[group]['name']}" for group in CHOSEN if group in saved]
     for key, value in saved.items():
         if isinstance(value, dict):

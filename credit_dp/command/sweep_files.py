@@ -15,8 +15,11 @@ if TYPE_CHECKING:
 
 def png(figure: "Figure") -> bytes:
     """The figure as a PNG file's content."""
+    from credit_dp.evaluation.figure_style import figure_style  # matplotlib: not for --help
+
     held = io.BytesIO()
-    figure.savefig(held, format="png", dpi=130)
+    with figure_style():
+        figure.savefig(held, format="png")
     return held.getvalue()
 
 

@@ -11,6 +11,7 @@ from credit_dp.domain_parallel.layers import (
     DomainParallelLongRangeConv2d,
     DomainParallelMatchRows,
     DomainParallelPeriodicConv2d,
+    DomainParallelPeriodicUpsample,
     DomainParallelPolePad,
     DomainParallelRowGroups,
     DomainParallelStochasticDepth,
@@ -21,6 +22,7 @@ from credit_dp.errors import UserError
 # What a model may name in its `row_rules`: module type -> one of these.
 NAMED_RULES: dict[str, Converter] = {
     "periodic_conv": DomainParallelPeriodicConv2d,
+    "periodic_upsample": DomainParallelPeriodicUpsample,
     "long_range_conv": DomainParallelLongRangeConv2d,
     "match_rows": DomainParallelMatchRows,
     "pole_pad": DomainParallelPolePad,

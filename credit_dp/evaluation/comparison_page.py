@@ -3,15 +3,21 @@
 from collections.abc import Iterable, Sequence
 from html import escape
 
-import matplotlib
 import numpy as np
 
 from credit_dp.evaluation.compared_result import Place
 from credit_dp.evaluation.comparison import REFERENCES, Comparison, Row
-from credit_dp.evaluation.labels import plain, unit_label
-from credit_dp.evaluation.panels import STYLES, legend, panels
+from credit_dp.evaluation.figure_style import (
+    SERIES,
+    SOURCE_LINES,
+    figure_style,
+    plain,
+    series_colour,
+    with_unit,
+)
+from credit_dp.evaluation.panels import legend, panels
 from credit_dp.evaluation.score_page import STYLE, TITLES, TOLD, table_leads
-from credit_dp.evaluation.score_plots import picture
+from credit_dp.evaluation.score_plots import LABELS, picture
 from credit_dp.evaluation.scorecard import HEADLINE, SHOWN
 from credit_dp.evaluation.table import three_digits
 
@@ -113,25 +119,26 @@ def _table(name: str, heads: Sequence[str], lines: Sequence[Sequence[tuple[str, 
     )
 
 
+@figure_style()
 def _curves(found: Comparison, score: str) -> str:
     """One score by lead time, all results in each panel, a panel for each channel shown."""
     rows = [row for row in found.rows if row.place.score == score]
     channels = shown_channels([row.place.channel for row in rows])
     figure, axes_of = panels(len(channels))
-    colours = matplotlib.colormaps["tab10"].colors  # type: ignore[attr-defined]
     for axes, channel in zip(axes_of, channels, strict=True):
         own = sorted((row for row in rows if row.place.channel == channel), key=_hours)
         days = np.array([row.place.hours for row in own]) / 24
         for n, name in enumerate(found.names):
-            style = {"color": colours[n % len(colours)], "linestyle": LINES[n // len(colours) % 4]}
-            axes.plot(days, [row.values[n] for row in own], label=plain(name), marker=".", **style)
+            dashes = LINES[n // len(SERIES) % len(LINES)]
+            values = [row.values[n] for row in own]
+            axes.plot(days, values, f".{dashes}", color=series_colour(n), label=plain(name))
         for of in REFERENCES:
             values = [_reference(found, row.place, of) for row in own]
             if np.isfinite(values).any():
-                axes.plot(days, values, label=of, **{**STYLES[of], "linewidth": 1.0})  # type: ignore[arg-type]
-        axes.set_title(plain(channel), fontsize=9, loc="left")
-        axes.set_xlabel("lead time (days)", fontsize=8)
-        axes.set_ylabel(unit_label(own[0].unit), fontsize=8)
+                axes.plot(days, values, label=of, **{**SOURCE_LINES[of], "linewidth": 1.0})
+        axes.set_title(plain(channel))
+        axes.set_xlabel("lead time (days)")
+        axes.set_ylabel(with_unit(LABELS[score], own[0].unit))
     legend(figure, axes_of[0])
     return picture(figure, "svg")
 

@@ -1,7 +1,6 @@
-"""Panels of curves, drawn alike wherever scores are shown: for each source a colour and dashes."""
+"""Panels of curves and maps of errors, drawn alike wherever scores are shown."""
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -9,19 +8,16 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, ScalarFormatter
 
-from credit_dp.evaluation.labels import plain, unit_label
+from credit_dp.evaluation.figure_style import (
+    DIVERGING,
+    SEQUENTIAL,
+    SOURCE_LINES,
+    plain,
+    power_label,
+    with_unit,
+)
 from credit_dp.evaluation.plots import MapGrid, draw_cells
 
-# Each source has its colour and dashes everywhere; they differ in grey too.
-STYLES: Mapping[str, Mapping[str, object]] = MappingProxyType(
-    {
-        "forecast": {"color": "#1f4e9c", "linewidth": 2.0},
-        "persistence": {"color": "#c2571a", "linestyle": "--"},
-        "climatology": {"color": "#5f6b6d", "linestyle": ":", "linewidth": 2.0},
-        "truth": {"color": "#111111", "linestyle": "-."},
-        "error of the mean": {"color": "#111111", "linestyle": "-."},
-    }
-)
 COLUMNS = 3
 PANEL = (3.6, 2.7)  # inches
 LEGEND = 0.4  # inches: two lines
@@ -49,14 +45,10 @@ def panels(count: int, title: str = "") -> tuple[Figure, list[Axes]]:
         hspace=0.42,
     )
     if title:
-        figure.suptitle(title, y=1 - 0.08 / height, va="top", fontsize=11)
+        figure.suptitle(title, y=1 - 0.08 / height, va="top")
     found = list(figure.subplots(rows, columns, squeeze=False).flat)
     for axes in found[count:]:
         axes.set_visible(False)
-    for axes in found[:count]:
-        axes.grid(color="#dddddd", linewidth=0.6)
-        axes.tick_params(which="both", labelsize=7)
-        axes.spines[["top", "right"]].set_visible(False)
     return figure, found[:count]
 
 
@@ -68,15 +60,14 @@ def legend(figure: Figure, axes: Axes, below: float = 0.0) -> None:
         labels,
         loc="upper left",
         ncols=min(len(labels), LEGEND_COLUMNS),
-        frameon=False,
         bbox_to_anchor=(0, 1 - below / figure.get_figheight()),
     )
 
 
 def draw_scores(
-    axes: Axes, hours: Sequence[int], values: Mapping[str, np.ndarray], name: str, unit: str
+    axes: Axes, hours: Sequence[int], values: Mapping[str, np.ndarray], title: str, label: str
 ) -> None:
-    """A score `(leads,)` of each source by lead time."""
+    """A score `(leads,)` of each source by lead time; `label` says which score, and its unit."""
     in_days = max(hours) > DAILY
     leads = np.array(hours) / (24 if in_days else 1)
     for source, of_source in values.items():
@@ -85,12 +76,11 @@ def draw_scores(
             of_source,
             label=source,
             marker="o" if len(leads) < 12 else "",
-            markersize=3,
-            **STYLES[source],  # type: ignore[arg-type]
+            **SOURCE_LINES[source],
         )
-    axes.set_title(plain(name), fontsize=9, loc="left")
-    axes.set_ylabel(unit_label(unit), fontsize=8)
-    axes.set_xlabel(f"lead time ({'days' if in_days else 'hours'})", fontsize=8)
+    axes.set_title(plain(title))
+    axes.set_ylabel(label)
+    axes.set_xlabel(f"lead time ({'days' if in_days else 'hours'})")
     if len(leads) < 5:
         axes.set_xticks(leads)
 
@@ -101,37 +91,31 @@ def draw_powers(axes: Axes, powers: Mapping[str, np.ndarray], name: str, unit: s
         power = of_source[1:]
         waves = np.arange(1, len(power) + 1)
         shown = np.where(power > 0, power, np.nan)
-        axes.plot(waves, shown, label=source, **STYLES[source])  # type: ignore[arg-type]
+        axes.plot(waves, shown, label=source, **SOURCE_LINES[source])
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xticks([k for k in WAVES if k <= len(waves)], minor=False)
     axes.xaxis.set_major_formatter(ScalarFormatter())
     axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.set_title(plain(name), fontsize=9, loc="left")
-    axes.set_xlabel("zonal wavenumber", fontsize=8)
-    label = unit_label(unit)
-    squared = f"{label}$^2$" if label.isalpha() else f"({label})$^2$"
-    axes.set_ylabel(f"{squared} m" if label else "power", fontsize=8)
+    axes.set_title(plain(name))
+    axes.set_xlabel("zonal wavenumber")
+    axes.set_ylabel(power_label(unit))
 
 
 def draw_errors(grid: MapGrid, rmse: np.ndarray, bias: np.ndarray, unit: str) -> Figure:
     """Root-mean-square and mean error on each grid point, side by side."""
-    figure = Figure(figsize=(11.0, 3.2))
-    figure.subplots_adjust(left=0.06, right=0.97, bottom=0.16, top=0.86, wspace=0.16)
+    figure = Figure(figsize=(11.0, 3.0))
+    figure.subplots_adjust(left=0.05, right=0.97, bottom=0.09, top=0.86, wspace=0.14)
     most, far = _most(rmse), _most(np.abs(bias))
     parts = (
-        ("root-mean-square error", rmse, "max", ("viridis", Normalize(0, most))),
-        ("mean error (forecast - truth)", bias, "both", ("RdBu_r", Normalize(-far, far))),
+        ("root-mean-square error", rmse, "max", (SEQUENTIAL, Normalize(0, most))),
+        ("mean error (forecast - truth)", bias, "both", (DIVERGING, Normalize(-far, far))),
     )
     for axes, (name, values, extend, colours) in zip(figure.subplots(1, 2), parts, strict=True):
         draw_cells(axes, grid, values, colours)
-        axes.set_title(name, fontsize=9, loc="left")
-        axes.set_xlabel("longitude (degrees east)", fontsize=8)
-        axes.set_ylabel("latitude (degrees north)", fontsize=8)
-        axes.tick_params(labelsize=7)
+        axes.set_title(name)
         bar = figure.colorbar(axes.collections[0], ax=axes, extend=extend, pad=0.02)
-        bar.set_label(unit_label(unit), fontsize=8)
-        bar.ax.tick_params(labelsize=7)
+        bar.set_label(with_unit("error", unit))
     return figure
 
 

@@ -15,7 +15,14 @@ from matplotlib.figure import Figure
 
 from credit_dp.errors import UserError
 from credit_dp.evaluation.coasts import Lines, draw_coasts
-from credit_dp.evaluation.labels import plain, unit_label
+from credit_dp.evaluation.figure_style import (
+    DIVERGING,
+    SEQUENTIAL,
+    figure_style,
+    label_degrees,
+    plain,
+    with_unit,
+)
 
 Colours = tuple[str, Normalize]
 
@@ -47,6 +54,7 @@ class FieldMap:
     bounds: Sequence[int]
 
 
+@figure_style()
 def draw_map(field: FieldMap, path: Path) -> None:
     """Write forecast, truth and error below each other as one PNG.
 
@@ -59,10 +67,9 @@ def draw_map(field: FieldMap, path: Path) -> None:
     shared = Normalize(float(low), float(high) if high > low else float(low) + 1e-30)
     figure = Figure(figsize=(8.0, 11.0), layout="constrained")
     panels = figure.subplots(3, 1, sharex=True)
-    draw_panel(panels[0], field, field.forecast, "forecast", ("viridis", shared))
-    draw_panel(panels[1], field, field.truth, "truth", ("viridis", shared))
-    draw_panel(panels[2], field, error, "forecast - truth", ("RdBu_r", Normalize(-far, far)))
-    panels[2].set_xlabel("longitude (degrees east)")
+    draw_panel(panels[0], field, field.forecast, "forecast", (SEQUENTIAL, shared))
+    draw_panel(panels[1], field, field.truth, "truth", (SEQUENTIAL, shared))
+    draw_panel(panels[2], field, error, "forecast - truth", (DIVERGING, Normalize(-far, far)))
     bands = len(field.bounds) - 1
     dashed = "" if bands == 1 else f"\n{bands} bands of latitude, one per rank; edges dashed"
     figure.suptitle(plain(field.title) + dashed)
@@ -75,15 +82,16 @@ def draw_panel(
     """One map with its colour bar and the edges between bands."""
     draw_cells(axes, field.grid, values, colours)
     bar = axes.figure.colorbar(axes.collections[0], ax=axes, extend="both", pad=0.02)
-    bar.set_label(unit_label(field.unit))
+    bar.set_label(with_unit(name, field.unit))
     draw_edges(axes, row_edges(field.grid.latitude)[list(field.bounds)[1:-1]])
-    axes.set_title(name, loc="left")
-    axes.set_ylabel("latitude (degrees north)")
+    axes.set_title(name)
 
 
 def draw_cells(axes: Axes, grid: MapGrid, values: np.ndarray, colours: Colours) -> None:
     """The cells of a map `(H, W)` in colours, with coasts, and with ticks on round degrees."""
     cmap, norm = colours
+    axes.grid(visible=False)
+    axes.spines[:].set_visible(True)
     longitudes = cell_edges(grid.longitude)
     axes.pcolormesh(
         longitudes,
@@ -93,6 +101,7 @@ def draw_cells(axes: Axes, grid: MapGrid, values: np.ndarray, colours: Colours) 
         norm=norm,
         rasterized=True,
     )
+    label_degrees(axes)
     axes.set_yticks([-90, -60, -30, 0, 30, 60, 90])
     axes.set_ylim(-90, 90)
     west, east = sorted((longitudes[0], longitudes[-1]))
@@ -120,6 +129,7 @@ def cell_edges(longitude: np.ndarray) -> np.ndarray:
     return np.asarray(longitude[0] + np.sign(turn) * columns * 360.0 / len(longitude))
 
 
+@figure_style()
 def save(figure: Figure, path: Path) -> None:
     """Write a PNG, whole or not at all.
 
@@ -128,7 +138,7 @@ def save(figure: Figure, path: Path) -> None:
     """
     temporary = path.with_name(f".{path.name}.part")  # one name: a killed run leaves at most one
     try:
-        figure.savefig(temporary, dpi=130, format="png")
+        figure.savefig(temporary, format="png")
         os.replace(temporary, path)
     except OSError as error:
         with contextlib.suppress(OSError):

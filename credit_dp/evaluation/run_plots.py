@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from credit_dp.evaluation.labels import plain
+from credit_dp.evaluation.figure_style import figure_style, plain, with_unit
 from credit_dp.evaluation.last_lead import SOURCES as SPECTRA_OF
 from credit_dp.evaluation.last_lead import LastLead
 from credit_dp.evaluation.panels import (
@@ -21,6 +21,7 @@ from credit_dp.evaluation.zonal_spectra import BANDS
 SOURCES = ("forecast", "persistence", "climatology")  # as `table.SOURCES`, in the words of plots
 
 
+@figure_style()
 def draw_rmse(scores: Scores, shown: Sequence[int], path: Path) -> None:
     """Root-mean-square errors by lead time, a panel for each channel that is shown.
 
@@ -30,12 +31,14 @@ def draw_rmse(scores: Scores, shown: Sequence[int], path: Path) -> None:
     figure, axes_of = panels(len(shown), f"RMSE over {scores.samples} initial times")
     for axes, c in zip(axes_of, shown, strict=True):
         values = {of: scores.rmse[source, :, c] for source, of in enumerate(SOURCES)}
-        draw_scores(axes, scores.hours, values, scores.channels[c], scores.units[c])
+        label = with_unit("RMSE", scores.units[c])
+        draw_scores(axes, scores.hours, values, scores.channels[c], label)
         axes.set_ylim(bottom=0)
     legend(figure, axes_of[0], below=TITLE)
     save(figure, path)
 
 
+@figure_style()
 def draw_spectra(scores: Scores, last: LastLead, path: Path) -> None:
     """Power by zonal wavenumber of a few channels, each with a row of bands of latitude.
 
@@ -62,6 +65,7 @@ def drawn_of(scores: Scores, last: LastLead) -> list[int]:
     return [first, *(others or [c for c in last.shown if c != first])[:1]]
 
 
+@figure_style()
 def draw_errors_of(scores: Scores, last: LastLead, grid: MapGrid, path: Path) -> None:
     """Root-mean-square and mean error of one channel on each grid point.
 
@@ -71,5 +75,5 @@ def draw_errors_of(scores: Scores, last: LastLead, grid: MapGrid, path: Path) ->
     unit, name = scores.units[last.mapped], scores.channels[last.mapped]
     figure = draw_errors(grid, last.rmse, last.bias, unit)
     over = f"{last.hours} h forecasts from {scores.samples} initial times"
-    figure.suptitle(f"{plain(name)}, {over}", fontsize=11)
+    figure.suptitle(f"{plain(name)}, {over}")
     save(figure, path)

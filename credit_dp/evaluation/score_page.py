@@ -6,7 +6,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from credit_dp.evaluation.labels import superscript
+from credit_dp.evaluation.figure_style import superscript
 from credit_dp.evaluation.score_plots import curves, error_map, spectra
 from credit_dp.evaluation.scorecard import Array, Scorecard, headline
 from credit_dp.evaluation.table import three_digits

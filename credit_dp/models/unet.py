@@ -64,6 +64,35 @@ class PeriodicConv2d(nn.Module):
 
 
 @final
+class PeriodicUpsample(nn.Module):
+    """Bilinear interpolation to twice the rows and columns, around the globe and across the poles.
+
+    Every point becomes four, a quarter of a spacing away from it. All of them are means with the
+    same weights, so none stands out among the four: there is no checkerboard.
+
+    Args:
+        poles: what lies beyond the poles, see `PeriodicConv2d`.
+
+    Shapes:
+        `(B, C, H, W)` -> `(B, C, 2 * H, 2 * W)`.
+    """
+
+    def __init__(self, poles: str = "reflect") -> None:
+        super().__init__()
+        self.poles = poles
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the finer field."""
+        return self.refine(pad_poles(x, 1, self.poles))[..., 2:-2, :]
+
+    @staticmethod
+    def refine(x: Tensor) -> Tensor:
+        """Return the finer rows; the first two and the last two lack what lies beyond them."""
+        x = F.pad(x, (1, 1, 0, 0), mode="circular")
+        return F.interpolate(x, scale_factor=2, mode="bilinear")[..., 2:-2]
+
+
+@final
 class MatchRows(nn.Module):
     """Crops to the rows and columns of a reference, from the south and the east.
 
@@ -139,7 +168,7 @@ class UNet(SegmentedModel):
 
     Args:
         config: channels of each level, finest first; blocks per level and their kind; groups of
-            the norms; poles; what blocks have besides.
+            the norms; poles; upsampling; what blocks have besides.
         in_channels: prognostic, forcing and static channels.
         out_channels: prognostic and diagnostic channels.
 
@@ -151,6 +180,7 @@ class UNet(SegmentedModel):
 
     row_rules: ClassVar[dict[type[nn.Module], str]] = {
         PeriodicConv2d: "periodic_conv",
+        PeriodicUpsample: "periodic_upsample",
         LongRangeConv2d: "long_range_conv",
         MatchRows: "match_rows",
         StochasticDepth: "stochastic_depth",
@@ -167,7 +197,7 @@ class UNet(SegmentedModel):
             _level(w, w, config, rates) for w, rates in zip(widths, encoder_rates, strict=True)
         )
         self.down = nn.ModuleList(PeriodicConv2d(a, b, stride=2, poles=poles) for a, b in steps)
-        self.up = nn.ModuleList(nn.ConvTranspose2d(b, a, 2, stride=2) for a, b in steps)
+        self.up = nn.ModuleList(_upsampling(b, a, config) for a, b in steps)
         self.crop = nn.ModuleList(MatchRows() for _ in steps)  # one for each height
         self.decoder = nn.ModuleList(
             _level(2 * a, a, config, rates)
@@ -235,6 +265,20 @@ class UNet(SegmentedModel):
 
     def _finish(self, state: State) -> State:
         return (self.head(F.silu(self.norm(state[0]))),)
+
+
+def _upsampling(in_channels: int, out_channels: int, config: UNetConfig) -> nn.Module:
+    """Return the module that doubles rows and columns and lowers the number of channels.
+
+    The 1x1 convolution mixes the channels of a point, resizing mixes the points of a channel. Their
+    order makes no difference but where zeros lie beyond the poles, and before resizing there are a
+    quarter of the points.
+    """
+    if config.upsample == "transpose":
+        return nn.ConvTranspose2d(in_channels, out_channels, 2, stride=2)
+    nearest = config.upsample == "nearest"
+    resize = nn.Upsample(scale_factor=2) if nearest else PeriodicUpsample(config.poles)
+    return nn.Sequential(nn.Conv2d(in_channels, out_channels, 1), resize)
 
 
 def _rates(config: UNetConfig) -> tuple[list[list[float]], list[list[float]]]:

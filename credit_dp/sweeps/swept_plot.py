@@ -3,11 +3,11 @@
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, ScalarFormatter
 
+from credit_dp.evaluation.figure_style import PALE, SERIES, figure_style, series_colour
 from credit_dp.sweeps.job import Job
 from credit_dp.sweeps.metric import metric_of
 from credit_dp.sweeps.run_log import number
@@ -19,6 +19,7 @@ ROUNDING = 1e-4  # of a value: smaller differences are not drawn as if they were
 REPEATS = ("seed",)  # runs that differ in these alone are repeats of one another
 
 
+@figure_style()
 def draw_metric(table: SweepTable) -> Figure | None:
     """The metric of all runs that have it; None if none has.
 
@@ -37,12 +38,8 @@ def draw_metric(table: SweepTable) -> Figure | None:
         draw_bars(axes, table, scored, keys)
     else:
         draw_lines(axes, table, scored, along, [key for key in keys if key != along])
-    axes.set_title(
-        f"{table.sweep.folder.name}: {len(scored)} of {len(table.jobs)} runs", loc="left"
-    )
-    axes.grid(axis="x" if along is None else "y", color="#dddddd", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_title(f"{table.sweep.folder.name}: {len(scored)} of {len(table.jobs)} runs")
+    axes.grid(visible=False, axis="y" if along is None else "x")
     return figure
 
 
@@ -61,10 +58,9 @@ def draw_lines(
     lines: dict[tuple[str, ...], list[Job]] = defaultdict(list)
     for job in jobs:
         lines[tuple(job.value(key) for key in others)].append(job)
-    colours = matplotlib.colormaps["tab10"]
     for place, (values, members) in enumerate(sorted(lines.items(), key=by_numbers)):
         points = points_of(members, along, table.metric)
-        colour, marker = colours(place % 10), MARKERS[place // 10 % len(MARKERS)]
+        colour, marker = series_colour(place), MARKERS[place // len(SERIES) % len(MARKERS)]
         name = ", ".join(f"{key}={value}" for key, value in zip(others, values, strict=True))
         means = [sum(found) / len(found) for found in points.values()]
         label = name if place < MANY else None
@@ -87,7 +83,7 @@ def draw_lines(
         axes.set_ylim(low - ROUNDING * abs(low), high + ROUNDING * abs(high))
     if others:
         more = f" (first {MANY} of {len(lines)})" if len(lines) > MANY else ""
-        axes.legend(frameon=False, fontsize=8, title=more or None)
+        axes.legend(title=more or None)
 
 
 def points_of(jobs: Sequence[Job], along: str, metric: str) -> Mapping[float, list[float]]:
@@ -105,14 +101,14 @@ def draw_bars(axes: Axes, table: SweepTable, jobs: Sequence[Job], keys: Sequence
         label = tuple(job.value(key) for key in keys) if keys else (f"job {job.name}",)
         found[label].append(metric_of(job, table.metric) or 0.0)
     heights = [sum(values) / len(values) for values in found.values()]
-    bars = axes.barh(range(len(found)), heights, color="#8fb1d9")
+    bars = axes.barh(range(len(found)), heights, color=PALE)
     if len(found) <= MANY:
         axes.bar_label(bars, fmt="%.4g", label_type="center")
     for place, values in enumerate(found.values()):
         if len(values) > 1:
-            axes.plot(values, [place] * len(values), "o", color="#1f4e9c", markersize=3)
+            axes.plot(values, [place] * len(values), "o", color=SERIES[0])
     if len(found) <= 4 * MANY:
-        axes.set_yticks(range(len(found)), [", ".join(label) for label in found], fontsize=8)
+        axes.set_yticks(range(len(found)), [", ".join(label) for label in found])
     axes.invert_yaxis()
     axes.set_ylabel(", ".join(keys))
     axes.set_xlabel(table.metric)

@@ -19,6 +19,7 @@ from credit_dp.data.prepare import Prepared
 from credit_dp.data.schema import Channel
 from credit_dp.errors import UserError
 from credit_dp.evaluation.units import unit_of
+from credit_dp.model_config import with_former_defaults
 
 Description = dict[str, Any]  # text, numbers and lists only: it lies in the checkpoint
 
@@ -120,10 +121,9 @@ def check_data(saved: Description, own: Description) -> None:
     for key, value in own.items():
         before = saved.get(key)
         if key.startswith(("data.", "model.")) and before != value:
-            raise UserError(
-                f"resume: the checkpoint was trained with {key}={shown(before)}, the config "
-                f"has {shown(value)}. Set {key} to that of the checkpoint, or start a new run."
-            )
+            raise _trained_otherwise(key, before, value)
+    for key, (before, value) in differing_form(saved, own).items():
+        raise _trained_otherwise(key, before, value)
     statistics = own.get("statistics", {})
     for name, values in statistics.items():
         if name.endswith(RANGE) and name not in saved["statistics"]:  # an older one says less
@@ -137,6 +137,26 @@ def check_data(saved: Description, own: Description) -> None:
                 "data.store or data.dates.train differs. Set them to those of the checkpoint, or "
                 "start a new run."
             )
+
+
+def _trained_otherwise(key: str, before: object, value: object) -> UserError:
+    return UserError(
+        f"resume: the checkpoint was trained with {key}={shown(before)}, the config has "
+        f"{shown(value)}. Set {key} to that of the checkpoint, or start a new run."
+    )
+
+
+def differing_form(saved: Description, own: Description) -> dict[str, tuple[Any, Any]]:
+    """The keys of one kind of model that differ, as (checkpoint's, own), of those in
+    `FORMER_DEFAULTS`: a checkpoint need not have them, and their values change the model's form.
+    """
+    before, now = saved.get("model", {}), own["model"]
+    if before.get("kind") != now["kind"]:
+        return {}
+    former = with_former_defaults(now["kind"], {})
+    keys = {**former, **before["keys"]}
+    pairs = {f"model.{key}": (keys[key], now["keys"][key]) for key in former}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def normalised_otherwise(saved: Description, own: Description) -> list[str]:

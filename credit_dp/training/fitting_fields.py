@@ -12,6 +12,7 @@ from credit_dp.data.schema import Channel
 from credit_dp.data.store import Store
 from credit_dp.data_config import VariableConfig
 from credit_dp.errors import UserError
+from credit_dp.model_config import with_former_defaults
 from credit_dp.training.data_description import UNSAID, Description, shown
 
 NEAR = 1e-3  # degrees: stores round latitudes and longitudes
@@ -47,7 +48,9 @@ def check_fields(path: Path, saved: Description, store: Store, model: ModelConfi
         _check_equal(path, key, saved[key], value)
     # Weights of the same shapes make something else where other keys of the model differ, too.
     now = asdict(model)
-    for key, value in saved.get("model", {}).get("keys", {}).items():
+    trained = saved.get("model", {})
+    keys = with_former_defaults(trained.get("kind", ""), trained.get("keys", {}))
+    for key, value in keys.items():
         if key in now and key not in TRAINING:
             _check_equal(path, f"model.{key}", value, now[key])
     variables = [*dict.fromkeys(channel.variable for channel in channels.out)]

@@ -13,7 +13,7 @@ from credit_dp.errors import UserError
 from credit_dp.training import checkpoint_files as files
 from credit_dp.training.agreement import gather, together
 from credit_dp.training.channel_dims import ChannelDims, Names, channel_dims, channel_names
-from credit_dp.training.data_description import normalised_otherwise
+from credit_dp.training.data_description import differing_form, normalised_otherwise, shown
 from credit_dp.training.replicas import shard
 from credit_dp.training.shards import Shape, check_shards, read_shards, readable
 from credit_dp.training.state import TrainingState, named_tensors
@@ -50,6 +50,7 @@ def load_initial_weights(
     with readable(KEY, folder):
         before = channel_names(numbers["data"])
         otherwise = normalised_otherwise(numbers["data"], state.data)
+        form = differing_form(numbers["data"], state.data)
     names = channel_names(state.data)
     dims = together(lambda: changed_dims(names, before, model, prepared))
     own = {name: tensor.detach() for name, tensor in named_tensors(state.parts).items()}
@@ -62,7 +63,9 @@ def load_initial_weights(
     take_over(folder, own, matches, saved)
     if state.average is not None:
         state.average.start_from_weights(state.average.averages)
-    return f"{KEY}: {report(folder, everywhere, saved, otherwise)}"
+    settings = ", ".join(f"{key}={shown(saved_value)}" for key, (saved_value, _) in form.items())
+    differing = f"; the checkpoint has {settings}" if settings else ""
+    return f"{KEY}: {report(folder, everywhere, saved, otherwise)}{differing}"
 
 
 def checkpoint_at(path: str) -> Path:

@@ -8,6 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
+from credit_dp.evaluation.figure_style import PALE, SERIES, figure_style
 from credit_dp.evaluation.plots import save
 from credit_dp.training.csv_log import Row, read_rows
 
@@ -17,6 +18,7 @@ SHARE = 20  # one mean is of this part of all rows
 DECADE = 10.0
 
 
+@figure_style()
 def draw_loss(log: Path, path: Path) -> None:
     """Draw what a run's log has; nothing where it has no numbers.
 
@@ -49,20 +51,19 @@ def draw_curve(axes: Axes, steps: np.ndarray, values: np.ndarray) -> None:
     """One curve on a log scale, and its running mean where there are many points."""
     many = len(steps) >= SMOOTHED
     marker = "o" if len(steps) < SMOOTHED // 2 else ""
-    style: dict[str, Any] = {"color": "#9db4d8", "linewidth": 0.8} if many else {"color": "#1f4e9c"}
-    axes.plot(steps, values, marker=marker, markersize=3, **style)
+    style: dict[str, Any] = {"color": PALE, "linewidth": 0.8} if many else {"color": SERIES[0]}
+    axes.plot(steps, values, marker=marker, **style)
     if many:
         width = len(steps) // SHARE
         means = np.convolve(values, np.full(width, 1 / width), mode="valid")
         first = width // 2
         label = f"mean of {width} logged steps"
-        axes.plot(steps[first : first + len(means)], means, color="#1f4e9c", label=label)
-        axes.legend(frameon=False, fontsize=8)
+        axes.plot(steps[first : first + len(means)], means, color=SERIES[0], label=label)
+        axes.legend()
     axes.set_yscale("log")
     if values.max() < DECADE * values.min():
         # Within a decade hardly a power of ten is there to read from.
         axes.yaxis.set_major_locator(MaxNLocator(6))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _place: f"{value:.4g}"))
         axes.yaxis.set_minor_locator(NullLocator())
-    axes.grid(color="#dddddd", linewidth=0.6, which="both")
-    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(visible=True, which="both")

@@ -18,6 +18,7 @@ from credit_dp.domain_parallel.layers import (
     DomainParallelRoll,
 )
 from credit_dp.errors import UserError
+from credit_dp.models.unet import PeriodicUpsample
 from tests.domain_parallel.equality import assert_same_as_whole_globe, error
 from tests.domain_parallel.moved import Moved
 from tests.ranks import PROCESSES, RankError, on_processes, on_threads
@@ -99,6 +100,32 @@ def test_upsample_on_processes(kind, ranks):
             ranks, assert_same_as_whole_globe, _moved, (kind, options), (2, 2, 6, 5), 1e-12, 0.0,
             planned,
         )  # fmt: skip
+
+
+class _Doubled(nn.Sequential):
+    row_rules = {PeriodicUpsample: "periodic_upsample"}  # noqa: RUF012
+
+
+def _doubled(poles):
+    return _Doubled(PeriodicUpsample(poles))
+
+
+@given(
+    ranks=RANKS,
+    more=st.integers(0, 9),
+    poles=st.sampled_from(["reflect", "zeros", "mirror", "earth"]),
+    columns=st.integers(1, 6),
+)
+def test_upsample_around_the_globe(ranks, more, poles, columns):
+    shape = (2, 2, ranks + more, columns)
+    on_threads(ranks, assert_same_as_whole_globe, _doubled, (poles,), shape)
+
+
+@pytest.mark.parametrize("planned", [True, False])
+@pytest.mark.parametrize("ranks", PROCESSES)
+def test_upsample_around_the_globe_on_processes(ranks, planned):
+    args = (_doubled, ("earth",), (1, 2, 7, 5), 1e-12, 0.0, planned)
+    on_processes(ranks, assert_same_as_whole_globe, *args)
 
 
 def _interpolated(manager, x, options, dtype):

@@ -11,12 +11,14 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 from credit_dp.config import ParallelConfig, UNetConfig
 from credit_dp.domain_parallel.build import shard_model
-from credit_dp.models.unet import MatchRows, PeriodicConv2d, UNet
+from credit_dp.model_config import UPSAMPLE
+from credit_dp.models.unet import MatchRows, PeriodicConv2d, PeriodicUpsample, UNet
 from credit_dp.training.model_parts import averaging
 from tests.domain_parallel.equality import _RANDOM
 from tests.ranks import PROCESSES, on_processes, on_threads
 
 BYTES = 8  # float64
+RESAMPLING = (nn.ConvTranspose2d, nn.Upsample, PeriodicUpsample, MatchRows)
 
 
 def _needed(layer, inputs, out_rows):
@@ -34,7 +36,7 @@ def _least(manager, model, x):
     """Messages and bytes of this rank, forward and backward, from the whole model's layers."""
     calls, norms, hooks = [], [], []
     for layer in model.modules():
-        if isinstance(layer, PeriodicConv2d | nn.ConvTranspose2d | MatchRows):
+        if isinstance(layer, (PeriodicConv2d, *RESAMPLING)):
             hooks.append(layer.register_forward_hook(lambda m, i, o: calls.append((m, i, o))))
         if isinstance(layer, nn.GroupNorm):
             hooks.append(layer.register_forward_hook(lambda m, i, o: norms.append((m, i))))
@@ -66,10 +68,11 @@ def _least(manager, model, x):
     }
 
 
-def _step(manager, rows):
+def _step(manager, rows, upsample="bilinear"):
     with _RANDOM:
         torch.manual_seed(0)
-        whole = UNet(UNetConfig(channels=[4, 8, 8], blocks=1, groups=2), 3, 2).double()
+        config = UNetConfig(channels=[4, 8, 8], blocks=1, groups=2, upsample=upsample)
+        whole = UNet(config, 3, 2).double()
         x = torch.randn(2, 3, rows, 8, dtype=torch.float64)
     model = shard_model(copy.deepcopy(whole), manager, x.shape)
     model(x[..., manager.rows(rows), :].contiguous()).sum().backward()
@@ -80,9 +83,15 @@ def _step(manager, rows):
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-@pytest.mark.parametrize("rows", [32, pytest.param(121, marks=pytest.mark.slow)])
-def test_a_step_sends_the_least_on_threads(ranks, rows):
-    sent = on_threads(ranks, _step, rows)
+@pytest.mark.parametrize(
+    ("rows", "upsample"),
+    [
+        (32, "bilinear"),
+        *(pytest.param(121, upsample, marks=pytest.mark.slow) for upsample in UPSAMPLE),
+    ],
+)
+def test_a_step_sends_the_least_on_threads(ranks, rows, upsample):
+    sent = on_threads(ranks, _step, rows, upsample)
     assert all(least["messages"] > 0 for least in sent)
 
 

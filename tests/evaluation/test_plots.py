@@ -10,7 +10,7 @@ from matplotlib.image import imread
 
 from credit_dp.errors import UserError
 from credit_dp.evaluation.coasts import NONE
-from credit_dp.evaluation.labels import unit_label
+from credit_dp.evaluation.figure_style import unit_label
 from credit_dp.evaluation.plots import (
     FieldMap,
     MapGrid,

@@ -8,7 +8,7 @@ import pytest
 
 from credit_dp.data.schema import Channel
 from credit_dp.evaluation.coasts import NONE
-from credit_dp.evaluation.labels import superscript
+from credit_dp.evaluation.figure_style import superscript
 from credit_dp.evaluation.score_page import page
 from credit_dp.evaluation.score_plots import curves
 from credit_dp.evaluation.scorecard import SHOWN, Scorecard

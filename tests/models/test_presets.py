@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from credit_dp.command.compose import Composer
+from credit_dp.config import UNetConfig
 from credit_dp.domain_parallel.build import declared_converters
 from credit_dp.domain_parallel.report import plan_report
 from credit_dp.fields import Fields
@@ -32,6 +33,13 @@ def test_sharded_equals_whole(turn, preset, number, rows):
     ranks = RANKS[(number + turn) % len(RANKS)]
     shape = (1, FIELDS.inputs, rows, COLUMNS)
     on_threads(ranks, assert_same_as_whole_globe, _built(preset, rows), (), shape, MODEL)
+
+
+def test_all_unets_go_back_up_alike():
+    names = [name for name in Composer("train").groups["model"] if name.startswith("unet")]
+    assert len(names) == 4
+    configs = [Composer("train").config([f"model={name}"]).model for name in names]
+    assert {config.upsample for config in configs} == {UNetConfig().upsample} == {"bilinear"}
 
 
 @pytest.mark.slow

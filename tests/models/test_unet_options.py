@@ -9,10 +9,11 @@ import torch.nn.functional as F
 from credit_dp.config import UNetConfig
 from credit_dp.domain_parallel.build import shard_model
 from credit_dp.errors import UserError
+from credit_dp.model_config import UPSAMPLE
 from credit_dp.models.blocks import StochasticDepth, draw_depths
 from credit_dp.models.global_depthwise import LongRangeConv2d
 from credit_dp.models.global_means import GlobalConditioning, SqueezeExcite, condition
-from credit_dp.models.unet import UNet
+from credit_dp.models.unet import PeriodicUpsample, UNet
 from tests.domain_parallel.equality import MODEL, assert_same_as_whole_globe
 from tests.ranks import on_processes, on_threads
 
@@ -68,6 +69,21 @@ def test_sharded_mixer_equals_whole_everywhere(ranks, rows, options):
 
 
 RANKS = (2, 3, 4)
+
+
+@pytest.mark.parametrize("upsample", UPSAMPLE)
+@pytest.mark.parametrize(("ranks", "rows", "poles"), [(2, 17, "earth"), (3, 22, "reflect")])
+def test_every_upsampling_on_bands_equals_whole(upsample, ranks, rows, poles):
+    _same(ranks, _small, {"upsample": upsample, "poles": poles}, (1, 5, rows, 7))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("turn", "upsample"), [*enumerate(UPSAMPLE)])
+@pytest.mark.parametrize(("number", "rows"), [*enumerate([16, 29, 33, 121])])
+def test_every_upsampling_on_bands_equals_whole_everywhere(number, rows, turn, upsample):
+    poles = ("earth", "zeros", "mirror", "reflect")[(number + turn) % 4]
+    ranks = RANKS[(number + turn) % 3]
+    _same(ranks, _large, {"upsample": upsample, "poles": poles}, (1, 5, rows, 9))
 
 
 @pytest.mark.slow
@@ -153,6 +169,40 @@ def test_conditioning_goes_by_global_means_only():
     assert condition(y, scale_and_shift.view(1, 4, 1, 1)).flatten().tolist() == [2.5, 0.0]
 
 
+@pytest.mark.parametrize("upsample", ["nearest", "bilinear"])
+def test_a_resized_field_without_contrasts_has_no_checkerboard(upsample):
+    torch.manual_seed(0)
+    flat = torch.ones(1, 8, 5, 4)
+    finer = _unet(upsample=upsample).up[0](flat)
+    assert finer.shape == (1, 4, 10, 8)
+    torch.testing.assert_close(finer, finer[..., :1, :1].expand_as(finer))
+    assert _unet(upsample="transpose").up[0](flat).std((-2, -1)).min() > 0
+
+
+def test_bilinear_goes_around_the_globe_and_over_the_poles():
+    """Longitudes may be turned, and the pole's row meets those on the opposite side."""
+    layer, x = PeriodicUpsample("earth"), torch.randn(2, 3, 5, 8, dtype=torch.float64)
+    torch.testing.assert_close(layer(x.roll(3, -1)), layer(x).roll(6, -1))
+    torch.testing.assert_close(layer(x.flip(-2)), layer(x).flip(-2))
+    inside = F.interpolate(x, scale_factor=2, mode="bilinear")
+    torch.testing.assert_close(layer(x)[..., 1:-1, 1:-1], inside[..., 1:-1, 1:-1])
+    across = (3 * x[..., 0, :] + x[..., 0, :].roll(4, -1)) / 4  # the row in the middle of columns
+    north = layer(x)[..., 0, :]
+    torch.testing.assert_close((north[..., ::2] + north[..., 1::2]) / 2, _blurred(across))
+
+
+def _blurred(x):
+    """Of neighbours on a circle what the two finer points of each have in the mean."""
+    return (x.roll(1, -1) + 6 * x + x.roll(-1, -1)) / 8
+
+
+@pytest.mark.parametrize(("poles", "beyond"), [("zeros", 0.0), ("mirror", 1.0), ("reflect", 5.0)])
+def test_bilinear_sees_beyond_the_poles_what_convolutions_see(poles, beyond):
+    x = torch.tensor([1.0, 5.0, 9.0]).view(1, 1, 3, 1).expand(1, 1, 3, 4)
+    first = PeriodicUpsample(poles)(x)[0, 0, 0]
+    assert first.tolist() == [(3 * 1.0 + beyond) / 4] * 8
+
+
 def test_rates_rise_from_the_first_block_to_the_last():
     model = _unet(channels=(4, 8), blocks=2, stochastic_depth=0.5)
     order = []
@@ -201,13 +251,14 @@ def test_blocks_are_chosen_by_name():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"upsample": "cubic"}, r"model\.upsample: needs one of transpose, nearest, bilinear"),
         ({"block": "global"}, r"model\.block: needs one of residual, global_depthwise"),
         ({"kernel": [31]}, r"model\.kernel: needs 2 entries, got 1"),
         ({"kernel": [31, 4]}, r"model\.kernel: needs odd numbers of rows and columns, got 4"),
         ({"kernel": [-1, 3]}, r"model\.kernel: .*got -1"),
     ],
 )
-def test_blocks_and_kernels_that_are_refused(options, message):
+def test_choices_that_are_refused(options, message):
     with pytest.raises(UserError, match=message):
         UNetConfig(**options)
 
@@ -222,6 +273,14 @@ def test_options_add_names_and_change_none():
     added = _names(squeeze_excite=True, global_conditioning=True)
     assert plain < added
     assert {name.split(".")[-3] for name in added - plain} <= {"gate", "globe", "heads"}
+
+
+def test_the_transposed_convolution_has_the_names_that_it_always_had():
+    def up(name):
+        return {key for key in _names(upsample=name) if key.startswith("up.0.")}
+
+    assert up("transpose") == {"up.0.weight", "up.0.bias"}
+    assert up("nearest") == up("bilinear") == {"up.0.0.weight", "up.0.0.bias"}
 
 
 def test_one_level_has_no_decoder_to_condition():

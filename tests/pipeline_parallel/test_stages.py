@@ -21,6 +21,7 @@ from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.build import shard_model
 from credit_dp.domain_parallel.comparison import relative_error
 from credit_dp.errors import UserError
+from credit_dp.models import build_model
 from credit_dp.models.segments import Segment, SegmentedModel
 from credit_dp.pipeline_parallel.costs import cut_points, segment_costs
 from credit_dp.pipeline_parallel.elsewhere import Elsewhere
@@ -38,6 +39,7 @@ from tests.pipeline_parallel.models import (
     shape,
 )
 from tests.ranks import on_threads
+from tests.training.runs import tiny_unet
 
 SLOW = pytest.mark.slow
 MODELS = [n if n != "spectral norm" else pytest.param(n, marks=SLOW) for n in NAMES]
@@ -246,13 +248,15 @@ def test_segments_of_one_name_are_refused():
         segment_costs(Again(), shape("own", 16))
 
 
-def test_costs_of_a_convolution_and_a_transposed_one():
-    model = build("unet", 16)
+@pytest.mark.parametrize(("upsample", "points"), [("transpose", 1), ("bilinear", 1 / 4)])
+def test_costs_of_convolutions_and_transposed_ones(upsample, points):
+    """Of the finer level's points: the 1x1 convolution acts on those before resizing."""
+    model = build_model(tiny_unet(upsample=upsample), FIELDS, (16, COLUMNS))
     costs = segment_costs(model, shape("unet", 16))
     size = SAMPLES * 16 * COLUMNS
     assert costs["stem"] == size * 9 * FIELDS.inputs * 8
     assert costs["head"] == size * 8 * FIELDS.outputs
-    up = size * 16 * 8
+    up = points * size * 16 * 8
     assert costs["decoder.0.0"] == up + size * (9 * 16 * 8 + 9 * 8 * 8 + 16 * 8)
 
 

@@ -64,6 +64,7 @@ def test_other_channels_are_refused_by_their_key(config, tmp_path, key, value, s
     [
         ({"frames": 2}, "model.frames=1, the config has 2. Set model.frames to"),
         ({"residual": False}, "model.residual=true, the config has false. Set model.residual to"),
+        ({"upsample": "nearest"}, "model.upsample=bilinear, the config has nearest. Set model."),
     ],
 )
 def test_another_sample_is_refused_by_its_key(config, tmp_path, option, said):

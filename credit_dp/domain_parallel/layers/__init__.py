@@ -32,6 +32,7 @@ from credit_dp.domain_parallel.layers.group_norm import DomainParallelGroupNorm
 from credit_dp.domain_parallel.layers.instance_norm import DomainParallelInstanceNorm
 from credit_dp.domain_parallel.layers.interpolate import (
     DomainParallelInterpolate,
+    DomainParallelPeriodicUpsample,
     DomainParallelUpsample,
 )
 from credit_dp.domain_parallel.layers.layer_norm import (
@@ -84,6 +85,7 @@ __all__ = [
     "DomainParallelPad",
     "DomainParallelPadLayer",
     "DomainParallelPeriodicConv2d",
+    "DomainParallelPeriodicUpsample",
     "DomainParallelPixelShuffle",
     "DomainParallelPixelUnshuffle",
     "DomainParallelPolePad",

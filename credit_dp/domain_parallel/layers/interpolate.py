@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from credit_dp.domain_parallel.layers.row_layer import Bands
 from credit_dp.domain_parallel.layers.row_taps import RowTaps
 from credit_dp.domain_parallel.layers.tap_layer import NON_SPATIAL, Kind, TapLayer
+from credit_dp.domain_parallel.layers.window_layer import WindowLayer
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import ROW_DIM
 from credit_dp.errors import UserError
@@ -155,3 +156,44 @@ class DomainParallelInterpolate(_Interpolation):
                 "or convert an nn.Upsample if that is it."
             )
         return super().compute(x, bands)
+
+
+@final
+class DomainParallelPeriodicUpsample(WindowLayer):
+    """A doubling of rows and columns around the globe on one band, equal to it on the whole globe.
+
+    Args:
+        upsample: a module that adds a row beyond each pole, which its `poles` describe, calls its
+            `refine` for twice the rows and columns, and leaves out the two finer rows of each
+            added one, as `credit_dp.models.unet.PeriodicUpsample` does.
+        shard_dim: the row dimension of the input.
+        manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
+
+    Shapes:
+        `(B, C, H_local, W)` -> `(B, C, H_out_local, 2 * W)`, with `H_out = 2 * H`.
+    """
+
+    def __init__(
+        self,
+        upsample: Any,
+        shard_dim: int = ROW_DIM,
+        *,
+        manager: DomainParallelManager | None = None,
+    ) -> None:
+        super().__init__(upsample, shard_dim, manager, halo_width=1)
+        self.pole_mode = upsample.poles
+
+    def out_height(self, height: int, *others: Tensor) -> int:
+        """Return twice the rows."""
+        return 2 * height
+
+    def span(self, out: slice, height: int) -> tuple[int, int]:
+        """Return the rows around the output rows: row `i` becomes the rows `2 i` and `2 i + 1`."""
+        return (out.start - 1) // 2, out.stop // 2 + 1
+
+    def compute(self, x: Tensor, bands: Bands) -> Tensor:
+        """Return this rank's output rows."""
+        out = bands.made.rows(self.manager.domain_rank)
+        first, _ = self.span(out, bands.taken.height)
+        finer: Tensor = self.refine(self.fetch(x, bands))
+        return finer.narrow(self.dim, out.start - 2 * first, out.stop - out.start)

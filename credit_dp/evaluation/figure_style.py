@@ -1,0 +1,132 @@
+"""The one style of all figures: type, lines, colours, degrees on maps, and units.
+
+What draws a figure does so within `figure_style()`, as a `with` block or a decorator, and saves it
+there. Notebooks call `use_figure_style()` once.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+import matplotlib
+from cycler import cycler
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter
+
+if TYPE_CHECKING:
+    from matplotlib.typing import RcKeyType
+
+# Each source has its colour and dashes everywhere; they differ in grey too.
+SOURCE_LINES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "forecast": {"color": "#1f4e9c", "linewidth": 2.0},
+        "persistence": {"color": "#c2571a", "linestyle": "--"},
+        "climatology": {"color": "#5f6b6d", "linestyle": ":", "linewidth": 2.0},
+        "truth": {"color": "#111111", "linestyle": "-."},
+        "error of the mean": {"color": "#111111", "linestyle": "-."},
+    }
+)
+# Lines that are no source, such as the runs of a sweep; persistence and climatology may be beside.
+SERIES = (
+    "#1f4e9c", "#2e8b57", "#b03030", "#8e4fa8", "#d9a000",
+    "#1797a6", "#d16ba5", "#7a5230", "#7d8f2a", "#111111",
+)  # fmt: skip
+PALE = "#9db4d8"  # of single values behind their mean, which is in the first colour
+REFERENCE = "#888888"  # of zero, of what would be ideal, of a tolerance
+SEQUENTIAL = "viridis"  # colour map of fields
+DIVERGING = "RdBu_r"  # colour map of differences, white at zero
+
+STYLE: "dict[RcKeyType, Any]" = {
+    "font.family": ["sans-serif"],
+    "font.sans-serif": ["DejaVu Sans"],  # comes with matplotlib: figures are the same everywhere
+    "font.size": 8,
+    "figure.titlesize": 11,
+    "axes.titlesize": 9,
+    "axes.titlelocation": "left",
+    "axes.labelsize": 8,
+    "xtick.labelsize": 7,
+    "ytick.labelsize": 7,
+    "legend.fontsize": 8,
+    "legend.frameon": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#dddddd",
+    "grid.linewidth": 0.6,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.prop_cycle": cycler(color=SERIES),
+    "lines.linewidth": 1.5,
+    "lines.markersize": 4.0,
+    "image.cmap": SEQUENTIAL,
+    "savefig.dpi": 130,
+    "savefig.facecolor": "white",
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "credit_dp",  # the same figure has the same bytes
+}
+
+# The exponent in a unit: m2 s-2, m**2 s**-2, m^2 s^-2.
+EXPONENT = re.compile(r"(?<=[A-Za-z])(?:\*\*|\^)?(-?\d+)")
+RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+@contextmanager
+def figure_style() -> Iterator[None]:
+    """Draw in the package's style, within a `with` block or, as a decorator, within a function."""
+    with matplotlib.rc_context(STYLE):
+        yield
+
+
+def use_figure_style() -> None:
+    """Draw in the package's style from now on, in a notebook, where figures lay themselves out."""
+    matplotlib.rcParams.update({**STYLE, "figure.constrained_layout.use": True})
+
+
+def series_colour(place: int) -> str:
+    """The colour of a line that is no source; after the last one they begin anew."""
+    return SERIES[place % len(SERIES)]
+
+
+def label_degrees(axes: Axes) -> None:
+    """Write the ticks of a map as degrees north, south, east and west."""
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: longitude_label(value)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: latitude_label(value)))
+
+
+def latitude_label(degrees: float) -> str:
+    """Degrees north as on a map: 60°N, 0°, 30°S."""
+    return f"{abs(degrees):g}°{'N' if degrees > 0 else 'S' if degrees < 0 else ''}"
+
+
+def longitude_label(degrees: float) -> str:
+    """Degrees east as on a map, wherever it begins: 0°, 120°E, 180°, 60°W."""
+    east = (degrees + 180.0) % 360.0 - 180.0
+    return f"{abs(east):g}°{'' if east in (0.0, -180.0) else 'E' if east > 0 else 'W'}"
+
+
+def plain(text: str) -> str:
+    """A text as it is, where what is between dollars would be read as a formula."""
+    return text.replace("$", r"\$")
+
+
+def with_unit(name: str, unit: str) -> str:
+    """What an axis or a colour bar shows, with its unit in brackets if it has one."""
+    return plain(name) if unit in ("", "1") else f"{plain(name)} ({unit_label(unit)})"
+
+
+def power_label(unit: str) -> str:
+    """What the axis of a spectrum shows, in the field's unit squared times metres."""
+    label = unit_label(unit)
+    squared = f"{label}$^2$" if label.isalpha() else f"({label})$^2$"
+    return f"power ({squared} m)" if label else "power"
+
+
+def unit_label(unit: str) -> str:
+    """A unit for a plot, with raised exponents, however they are written."""
+    return EXPONENT.sub(r"$^{\1}$", plain(unit))
+
+
+def superscript(unit: str) -> str:
+    """A unit as plain text, with raised exponents, however they are written."""
+    return EXPONENT.sub(lambda found: found[1].translate(RAISED), unit)

@@ -1,0 +1,219 @@
+"""All figures of the package are drawn and saved in its one style."""
+
+import ast
+import json
+import sys
+from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+import credit_dp
+from credit_dp.command.sweep_files import png
+from credit_dp.data.schema import Channel
+from credit_dp.evaluation.coasts import earth
+from credit_dp.evaluation.compared_result import read_result
+from credit_dp.evaluation.comparison import compare
+from credit_dp.evaluation.comparison_page import comparison_page
+from credit_dp.evaluation.error_maps import ErrorMap
+from credit_dp.evaluation.figure_style import (
+    SERIES,
+    SOURCE_LINES,
+    STYLE,
+    figure_style,
+    latitude_label,
+    longitude_label,
+    power_label,
+    series_colour,
+    use_figure_style,
+    with_unit,
+)
+from credit_dp.evaluation.last_lead import LastLead
+from credit_dp.evaluation.plots import FieldMap, MapGrid, draw_map
+from credit_dp.evaluation.run_plots import draw_errors_of, draw_rmse, draw_spectra
+from credit_dp.evaluation.score_page import page
+from credit_dp.evaluation.scorecard import Scorecard
+from credit_dp.evaluation.table import Scores
+from credit_dp.sweeps import read_sweep
+from credit_dp.sweeps.scaling import Series, Timing
+from credit_dp.sweeps.scaling_plot import draw_scaling
+from credit_dp.sweeps.sweep_table import SweepTable
+from credit_dp.sweeps.swept_plot import draw_metric
+from credit_dp.training.loss_curve import draw_loss
+from tests.sweeps.folders import write_done, write_sweep
+
+PACKAGE = Path(credit_dp.__file__).parent
+GRID = MapGrid(np.linspace(90, -90, 5), np.arange(8) * 45.0, earth())
+FIELD = np.arange(40.0).reshape(5, 8)
+MEASURES = {"credit_dp.evaluation.coasts"}  # it finds lines with a figure that nobody sees
+LEADS = {"24h": {"model": 1.0, "persistence": 2.0, "climatology": 3.0}}
+
+
+def in_style() -> bool:
+    return all(matplotlib.rcParams[name] == value for name, value in STYLE.items())
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], bool]:
+    """By what was done and the module that did it, whether that was in style each time.
+
+    Nothing is rendered: files are empty.
+    """
+    found: dict[tuple[str, str], bool] = {}
+    begin = Figure.__init__
+
+    def note(done: str) -> None:
+        key = (done, str(sys._getframe(2).f_globals["__name__"]))
+        found[key] = found.get(key, True) and in_style()
+
+    def init(self: Figure, *args: Any, **settings: Any) -> None:
+        note("begun")
+        begin(self, *args, **settings)
+
+    def savefig(self: Figure, target: Path | BytesIO, **settings: Any) -> None:
+        note("saved")
+        if isinstance(target, Path):
+            target.touch()
+
+    monkeypatch.setattr(Figure, "__init__", init)
+    monkeypatch.setattr(Figure, "savefig", savefig)
+    return found
+
+
+def calls() -> Iterator[tuple[str, ast.Call]]:
+    """Every call in the modules of the package that know matplotlib, with the module's name."""
+    for path in PACKAGE.rglob("*.py"):
+        text = path.read_text()
+        name = ".".join(["credit_dp", *path.relative_to(PACKAGE).with_suffix("").parts])
+        if "matplotlib" in text:
+            nodes = ast.walk(ast.parse(text))
+            yield from ((name, node) for node in nodes if isinstance(node, ast.Call))
+
+
+def drawing_modules() -> set[tuple[str, str]]:
+    """What each module of the package does, of what `seen` watches."""
+    done = {"Figure": "begun", "savefig": "saved"}
+    called = ((module, ast.unparse(call.func).split(".")[-1]) for module, call in calls())
+    return {(done[name], module) for module, name in called if name in done}
+
+
+def card() -> Scorecard:
+    """With every kind of picture."""
+    scores = {"rmse": 3, "acc": 2, "bias": 3, "activity": 2, "crps": 3, "spread": 1}
+    return Scorecard(
+        forecast="f",
+        truth="t",
+        climatology="c",
+        members=2,
+        initial_times=np.array(["2000-01-01"], "M8[ns]"),
+        hours=(24, 48),
+        channels=(Channel("x"),),
+        units=("m2 s-2",),
+        latitude=GRID.latitude,
+        longitude=GRID.longitude,
+        coasts=GRID.coasts,
+        scores={name: np.ones((sources, 2, 1)) for name, sources in scores.items()},
+        spectra=np.ones((2, 2, 1, 1, 5)),
+        bands=("globe",),
+        maps=(ErrorMap(0, 48, FIELD, FIELD - 20),),
+        edges=(),
+        row_differences=np.zeros((2, 1, 4)),
+    )
+
+
+def draw_run(folder: Path) -> None:
+    """All plots of a run."""
+    log = folder / "metrics.csv"
+    log.write_text("step,loss\n1,1.0\n2,0.5\n")
+    draw_loss(log, folder / "loss.png")
+    scores = Scores(("x",), ("K",), (6, 24), np.ones((3, 2, 1)), 2)
+    last = LastLead(24, (0,), 0, np.ones((2, 1, 3, 5)), FIELD, FIELD - 20, np.zeros((1, 4)))
+    draw_rmse(scores, [0], folder / "rmse.png")
+    draw_spectra(scores, last, folder / "spectra.png")
+    draw_errors_of(scores, last, GRID, folder / "errors.png")
+    draw_map(FieldMap("x", "K", FIELD, FIELD - 1, GRID, (0, 5)), folder / "map.png")
+
+
+def draw_comparison(folder: Path) -> None:
+    """Two runs beside each other."""
+    results = []
+    for name in ("a", "b"):
+        (folder / name).mkdir()
+        found = {"step": 1, "initial_times": 2, "units": {"x": "K"}, "rmse": {"x": LEADS}}
+        (folder / name / "metrics.json").write_text(json.dumps(found))
+        (folder / name / "config.yaml").write_text("seed: 0\n")
+        results.append(read_result(folder / name, name))
+    comparison_page(compare(results))
+
+
+def draw_sweep(folder: Path) -> None:
+    """What was swept, and what more ranks bring."""
+    written = write_sweep(folder / "sweep", ["seed=0"])
+    write_done(written / "0", "seed=0", model=4.0)
+    sweep = read_sweep(written)
+    figure = draw_metric(SweepTable(sweep, "relative_rmse", sweep.jobs))
+    assert figure is not None
+    png(figure)
+    timing = Timing(sweep.jobs[0], (1, 1, 2), "8x8", 4, 9, 0.5, 0.0, None, None)
+    png(draw_scaling([Series("strong", "domain", "8x8", (timing,))]))
+
+
+def test_every_module_draws_and_saves_in_the_style(
+    tmp_path: Path, seen: dict[tuple[str, str], bool]
+) -> None:
+    draw_run(tmp_path)
+    page(card())
+    draw_comparison(tmp_path)
+    draw_sweep(tmp_path)
+    modules = {key for key in drawing_modules() if key[1] not in MEASURES}
+    assert set(seen) == modules, "a module that draws is not drawn here, or the other way round"
+    assert {key for key, styled in seen.items() if not styled} == set()
+    assert not in_style()
+
+
+def test_no_module_has_a_style_of_its_own() -> None:
+    """Sizes, fonts and grids come from the style, not from settings of single calls."""
+    own = {"fontsize", "labelsize", "rc", "dpi", "frameon"}
+    found = [(module, key.arg) for module, call in calls() for key in call.keywords]
+    assert [setting for setting in found if setting[1] in own] == []
+
+
+def test_a_notebook_takes_it_once_and_for_all() -> None:
+    with matplotlib.rc_context():
+        use_figure_style()
+        assert in_style()
+        assert matplotlib.rcParams["figure.constrained_layout.use"]
+
+
+def test_settings_are_as_before_afterwards() -> None:
+    before = dict(matplotlib.rcParams)
+    with figure_style():
+        assert in_style()
+    assert dict(matplotlib.rcParams) == before
+
+
+def test_lines_of_runs_are_not_taken_for_sources() -> None:
+    references = {SOURCE_LINES[of]["color"] for of in ("persistence", "climatology")}
+    assert len(set(SERIES)) == len(SERIES)
+    assert not references & set(SERIES)
+    assert series_colour(len(SERIES) + 1) == SERIES[1]
+
+
+@pytest.mark.parametrize(
+    ("degrees", "text"),
+    [(0, "0°"), (60, "60°E"), (180, "180°"), (-180, "180°"), (240, "120°W"), (360, "0°")],
+)
+def test_longitudes_are_told_wherever_a_map_begins(degrees: float, text: str) -> None:
+    assert longitude_label(degrees) == text
+
+
+def test_latitudes_and_units() -> None:
+    assert [latitude_label(x) for x in (90, 0, -22.5)] == ["90°N", "0°", "22.5°S"]
+    assert with_unit("RMSE", "m2 s-2") == "RMSE (m$^{2}$ s$^{-2}$)"
+    assert power_label("K") == "power (K$^2$ m)"
+    assert with_unit("ACC", "1") == with_unit("ACC", "") == "ACC"

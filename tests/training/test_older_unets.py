@@ -1,0 +1,138 @@
+"""U-Nets from before `model.upsample` had transposed convolutions, and still have them."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+import credit_dp
+from credit_dp.command.again import overrides_of
+from credit_dp.command.checkpoint import checkpoint
+from credit_dp.command.compose import Composer
+from credit_dp.command.forecast import forecast_config
+from credit_dp.command.overrides import parse_overrides
+from credit_dp.config import Config
+from credit_dp.data.prepare import prepare
+from credit_dp.errors import UserError
+from credit_dp.forecasting import make_forecasts
+from credit_dp.model_config import UPSAMPLE
+from credit_dp.training.build import Training
+from credit_dp.training.checkpoint import load_checkpoint
+from credit_dp.training.checkpoint_files import STATE
+from credit_dp.training.initial_weights import load_initial_weights
+from credit_dp.training.run_folder import RunFolder, resolved_yaml
+from credit_dp.training.screen import Screen
+from tests.forecast.runs import INIT, leave_checkpoint
+from tests.training.runs import alone, built, make_config, make_store, tiny_unet
+
+
+def without_the_key(config: Path) -> str:
+    """A saved config as it was before the key existed."""
+    lines = config.read_text().splitlines()
+    kept = [line for line in lines if not line.startswith("  upsample:")]
+    assert len(kept) == len(lines) - 1
+    return "\n".join(kept)
+
+
+@pytest.fixture(scope="module")
+def older(tmp_path_factory) -> tuple[Config, Training, Path]:
+    """The config of a run, what it trained, and its checkpoint, which does not have the key."""
+    folder = tmp_path_factory.mktemp("older")
+    model = tiny_unet(upsample="transpose")
+    config = make_config(make_store(folder, 17), folder / "run", model, steps=2)
+    training = leave_checkpoint(config)
+    training.trainer.state.train(False)
+    run = RunFolder(folder / "run")
+    run.config.write_text(resolved_yaml(config))
+    run.config.write_text(without_the_key(run.config))
+    (path,) = run.checkpoint.iterdir()
+    state = path / STATE
+    numbers = json.loads(state.read_text())
+    assert numbers["data"]["model"]["keys"].pop("upsample") == "transpose"
+    numbers["config"] = run.config.read_text()
+    state.write_text(json.dumps(numbers))
+    return config, training, path
+
+
+def state_with(older: tuple[Config, Training, Path], upsample: str) -> tuple[Training, Config]:
+    """A run of today that has not begun, with that key."""
+    config = replace(older[0], model=tiny_unet(upsample=upsample))
+    return built(config, alone()), config
+
+
+def same_weights(one: Training, other: Training) -> bool:
+    pairs = [training.trainer.state.parameters for training in (one, other)]
+    return all(torch.equal(weight, pairs[1][name]) for name, weight in pairs[0].items())
+
+
+def test_it_is_gone_on_with_only_as_it_was(older):
+    training, _ = state_with(older, "transpose")
+    assert not same_weights(older[1], training)
+    load_checkpoint(older[2], training.trainer.state)
+    assert same_weights(older[1], training)
+    for upsample in UPSAMPLE[1:]:
+        training, _ = state_with(older, upsample)
+        with pytest.raises(UserError) as error:
+            load_checkpoint(older[2], training.trainer.state)
+        assert str(error.value) == (
+            "resume: the checkpoint was trained with model.upsample=transpose, the config has "
+            f"{upsample}. Set model.upsample to that of the checkpoint, or start a new run."
+        )
+
+
+def test_its_weights_start_another_run_which_is_told_of_the_key(older):
+    training, config = state_with(older, "transpose")
+    prepared = prepare(config.data)
+    told = load_initial_weights(str(older[2]), training.trainer.state, config.model, prepared)
+    assert same_weights(older[1], training)
+    assert "fresh" not in told
+    training, config = state_with(older, "bilinear")
+    told = load_initial_weights(str(older[2]), training.trainer.state, config.model, prepared)
+    assert "2 fresh (up.0.0.bias, up.0.0.weight)" in told
+    assert told.endswith("; the checkpoint has model.upsample=transpose")
+
+
+@pytest.mark.parametrize("source", ["run", "file", "older file"])
+def test_loading_and_exporting_give_the_same_model(older, tmp_path, source):
+    _, training, path = older
+    place = path
+    if source != "run":
+        place = tmp_path / "m.safetensors"
+        checkpoint(["export", str(path), "--output", str(place)], "credit-dp checkpoint")
+    if source == "older file":
+        with safe_open(str(place), framework="pt") as opened:
+            texts = opened.metadata()
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        keys = json.loads(texts["keys"])
+        assert "upsample" not in keys
+        save_file(tensors, place, texts)
+    (whole,) = training.trainer.state.parts
+    x = torch.randn(1, whole.stem.conv.in_channels, 17, 16, dtype=torch.float64)
+    with torch.no_grad():
+        assert torch.equal(credit_dp.load(place).model(x), whole(x))
+
+
+def test_forecasts_are_made_with_it(older, tmp_path):
+    path = older[2]
+    out = tmp_path / "forecast.zarr"
+    words = [f"checkpoint={path}", f"init={INIT}", "lead=6h", f"out={out}", "device=cpu"]
+    asked = forecast_config(words, "credit-dp forecast")
+    assert asked.model.upsample == "transpose"
+    make_forecasts(asked, alone(), torch.device("cpu"), Screen(None))
+    assert out.is_dir()
+    other = [*words[:-2], f"out={tmp_path / 'other.zarr'}", "device=cpu", "model.upsample=bilinear"]
+    changed = forecast_config(other, "credit-dp forecast")
+    with pytest.raises(UserError, match=r"trained with model\.upsample=transpose, the config has"):
+        make_forecasts(changed, alone(), torch.device("cpu"), Screen(None))
+
+
+def test_the_run_is_done_again_with_it(older):
+    composer = Composer("train")
+    overrides = overrides_of(older[0].run.dir, [], composer)
+    made = composer.config([str(override.input_line) for override in parse_overrides(overrides)])
+    assert made.model == older[0].model
+    assert 'model.upsample="transpose"' in overrides

@@ -166,7 +166,6 @@ def told(card: "Scorecard") -> list[str]:
         f"{card.forecast}: {len(card.initial_times)} initial times"
         + (f", {card.members} members" if card.members > 1 else ""),
         f"climatology: {card.climatology}",
-        *([f"seams: {card.seams}"] if card.seams else []),
     ]
     of_scores = [(name, of) for name in SCORES_SHOWN for of in range(len(SOURCES[name]))]
     short = {"forecast": "", "persistence": " persist.", "climatology": " climat."}

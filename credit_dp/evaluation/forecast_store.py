@@ -13,7 +13,6 @@ from credit_dp.data.layout import check_coordinates, has_model_levels, with_stan
 from credit_dp.data.sources.address import reason_of, without_secrets
 from credit_dp.data.sources.netcdf import is_netcdf, open_netcdf
 from credit_dp.data.sources.zarr_dataset import open_dataset
-from credit_dp.domain_parallel.partition import BANDS
 from credit_dp.errors import UserError
 from credit_dp.evaluation.summed import LEAD, OTHER_LEADS, decoded, is_sum, span_of_sums
 
@@ -58,7 +57,6 @@ class ForecastStore:
         model_levels: levels are those of a model, by number, not of pressure.
         span: timedelta64[ns], of sums; None where the store does not say.
         attributes: of the store as a whole.
-        edges: the first rows of bands but the first, if the store says what it was written from.
     """
 
     def __init__(self, dataset: xr.Dataset, where: str) -> None:
@@ -68,7 +66,6 @@ class ForecastStore:
             UserError: it has not the dims of forecasts, or its coordinates are not as needed.
         """
         self.where = without_secrets(where)
-        said = dataset.attrs.get(BANDS, ())
         dataset = _with_forecast_names(dataset)
         for dim in ("time", LEAD):
             if dim not in dataset.dims or dim not in dataset.coords:
@@ -88,7 +85,6 @@ class ForecastStore:
         self._flipped = bool(latitude[0] < latitude[-1])
         self.latitude: NDArray[np.float64] = latitude[::-1] if self._flipped else latitude
         self.longitude: NDArray[np.float64] = dataset["longitude"].values.astype(np.float64)
-        self.edges = _edges(said, len(latitude), self._flipped)
         levels = _levels(dataset, self.where)
         self.variables = {
             str(name): ForecastVariable(
@@ -113,15 +109,7 @@ class ForecastStore:
         dataset = open_netcdf(where)[0] if is_netcdf(where) else open_dataset(where)[0]
         return cls(dataset, where)
 
-    def read(
-        self,
-        name: str,
-        levels: tuple[int, ...],
-        init: int,
-        lead: int,
-        rows: slice | None = None,
-        members: slice | None = None,
-    ) -> NDArray[np.float32]:
+    def read(self, name: str, levels: tuple[int, ...], init: int, lead: int) -> NDArray[np.float32]:
         """One variable at places of `initial_times` and `leads`: `(M, levels, H, W)`.
 
         One level where the variable is on none; NaN where there is no value.
@@ -130,9 +118,7 @@ class ForecastStore:
             UserError: what is on disk can't be read; names store, variable, date and lead.
         """
         array = self._dataset[name].variable
-        selection: dict[str, int | list[int] | slice] = {"time": init, LEAD: lead}
-        selection["latitude"] = self._stored(rows or slice(None))
-        selection[MEMBER] = members or slice(None)
+        selection: dict[str, int | list[int]] = {"time": init, LEAD: lead}
         if "level" in array.dims:
             present = self.variables[name].levels
             selection["level"] = [present.index(level) for level in levels]
@@ -154,19 +140,6 @@ class ForecastStore:
         values = values.transpose([order.index(dim) for dim in ORDER])
         fields = np.asarray(values, dtype=np.float32)
         return fields[:, :, ::-1] if self._flipped else fields
-
-    def _stored(self, rows: slice) -> slice:
-        """Where rows that are counted from the north are in the store."""
-        height = len(self.latitude)
-        north, south, _ = rows.indices(height)
-        return slice(height - south, height - north) if self._flipped else slice(north, south)
-
-    def rows_together(self, name: str) -> int:
-        """Rows that lie in one chunk of a variable; all of them where it is not said."""
-        array = self._dataset[name]
-        chunks = array.encoding.get("chunks") or array.encoding.get("chunksizes")
-        height = len(self.latitude)
-        return int(chunks[array.dims.index("latitude")]) if chunks else height
 
     def told(self, init: int, lead: int) -> str:
         """Which forecast it is, for a message."""
@@ -218,15 +191,3 @@ def _levels(dataset: xr.Dataset, where: str) -> tuple[int, ...]:
             f"{where}: levels must be whole numbers, but are {values.tolist()}. Change forecast."
         )
     return tuple(int(level) for level in values)
-
-
-def _edges(said: object, height: int, flipped: bool) -> tuple[int, ...]:
-    """What a store says of its bands, in rows from the north; nothing that makes no sense."""
-    bounds = np.atleast_1d(np.asarray(said))
-    if bounds.dtype.kind not in "iu" or len(bounds) < 3:
-        return ()
-    rises = bool(np.all(np.diff(bounds) > 0))
-    if not rises or bounds[0] != 0 or bounds[-1] != height:
-        return ()
-    edges = bounds[1:-1].tolist()
-    return tuple(height - edge for edge in reversed(edges)) if flipped else tuple(edges)

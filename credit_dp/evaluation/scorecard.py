@@ -15,7 +15,6 @@ from credit_dp.data.schema import Channel
 from credit_dp.evaluation.coasts import Lines
 from credit_dp.evaluation.error_maps import ErrorMap
 from credit_dp.evaluation.plots import MapGrid
-from credit_dp.evaluation.seams import seams_told
 from credit_dp.evaluation.variable_scores import SOURCES, SPECTRA_OF
 
 Array = NDArray[np.float64]
@@ -51,8 +50,6 @@ class Scorecard:
         bands: the K bands of latitude by name.
         maps: of a few channels.
         coasts: of the planet; see `coasts`.
-        edges: first rows of bands but the first, where they are known.
-        row_differences: `(leads, C, H - 1)`, of the errors of neighbouring rows, added up.
     """
 
     forecast: str
@@ -70,19 +67,11 @@ class Scorecard:
     spectra: Array
     bands: tuple[str, ...]
     maps: tuple[ErrorMap, ...]
-    edges: tuple[int, ...]
-    row_differences: Array
 
     @property
     def grid(self) -> MapGrid:
         """The cells of maps."""
         return MapGrid(self.latitude, self.longitude, self.coasts)
-
-    @property
-    def seams(self) -> str:
-        """What the longest lead time's errors show of edges between bands; empty without edges."""
-        names = [channel.name for channel in self.channels]
-        return seams_told(self.row_differences[-1], self.edges, names)
 
     def rows(self) -> Iterator[tuple[int, int, str, str, float]]:
         """Channel, lead, score, source and value of each number."""
@@ -127,7 +116,6 @@ class Scorecard:
             "lead_hours": list(self.hours),
             "grid": [len(self.latitude), len(self.longitude)],
             "units": dict(zip(names, self.units, strict=True)),
-            **({"band_edges": list(self.edges), "seams": self.seams} if self.edges else {}),
         }
 
     def spectra_csv(self) -> str:

@@ -23,7 +23,6 @@ from credit_dp.evaluation.forecast_store import ForecastStore
 from credit_dp.evaluation.matched import Matched, match
 from credit_dp.evaluation.score_request import ScoreRequest, keys_for
 from credit_dp.evaluation.scorecard import Scorecard, headline
-from credit_dp.evaluation.seams import inner_edges, row_differences
 from credit_dp.evaluation.units import unit_of
 from credit_dp.evaluation.valid_points import ValidPoints
 from credit_dp.evaluation.variable_scores import Globe, VariableScores
@@ -88,9 +87,6 @@ class Scorer:
         lead = int(np.abs(hours - MAP_HOURS).argmin())
         shown = headline(truth.channels.out)[:MAPPED]
         self._maps = ErrorMaps(shown, lead, int(hours[lead]), truth.grid)
-        self._edges = inner_edges(matched.forecast.edges, truth.grid[0])
-        # Of the first member's errors.
-        self._rows_differ = np.zeros((leads, truth.channels.outputs, truth.grid[0] - 1))
 
     def truth_at(self, time: np.datetime64) -> Fields:
         """All channels `(C, H, W)`; NaN only where a masked variable has no values."""
@@ -126,9 +122,6 @@ class Scorer:
             )
             error = members.mean(axis=0, dtype=np.float64) - truth[span]
             self._maps.add(place, span.start, error)
-            if self._edges:
-                one = members[0].astype(np.float64) - truth[span]
-                self._rows_differ[place, span] += row_differences(one)
 
     def end_initial_time(self) -> None:
         """Say that all lead times from one initial time have been scored."""
@@ -170,8 +163,6 @@ class Scorer:
             spectra=torch.cat([spectra for _, spectra in found], dim=2).numpy(),
             bands=tuple(BANDS),
             maps=tuple(self._maps.result()),
-            edges=tuple(self._edges),
-            row_differences=self._rows_differ,
         )
 
 

@@ -11,6 +11,7 @@ from credit_dp.evaluation.panels import (
     draw_errors,
     draw_powers,
     draw_scores,
+    error_panels,
     legend,
     panels,
 )
@@ -69,7 +70,8 @@ def draw_errors_of(scores: Scores, last: LastLead, grid: MapGrid, path: Path) ->
         UserError: the file could not be written.
     """
     unit, name = scores.units[last.mapped], scores.channels[last.mapped]
-    figure = draw_errors(grid, last.rmse, last.bias, unit)
+    figure = error_panels(grid)
+    draw_errors(figure, last.rmse, last.bias, unit)
     over = f"{last.hours} h forecasts from {scores.samples} initial times"
     figure.suptitle(f"{plain(name)}, {over}", fontsize=11)
     save(figure, path)

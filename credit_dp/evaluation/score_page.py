@@ -7,7 +7,7 @@ from types import MappingProxyType
 import numpy as np
 
 from credit_dp.evaluation.labels import superscript
-from credit_dp.evaluation.score_plots import curves, error_map, spectra
+from credit_dp.evaluation.score_plots import curves, error_maps, spectra
 from credit_dp.evaluation.scorecard import Array, Scorecard, headline
 from credit_dp.evaluation.table import three_digits
 from credit_dp.evaluation.variable_scores import SOURCES
@@ -107,10 +107,10 @@ def _left_out(card: Scorecard) -> str:
 
 
 def _scores(card: Scorecard) -> Iterable[str]:
-    for name in card.scores:
+    for name, picture in zip(card.scores, curves(card, card.scores), strict=True):
         yield f"<h2>{TITLES[name]}</h2>"
         yield f'<p class="note">{TOLD[name]}</p>'
-        yield _image(curves(card, name), f"{TITLES[name]} by lead time")
+        yield _image(picture, f"{TITLES[name]} by lead time")
         yield f'<div class="wide">{_table(card, name)}</div>'
 
 
@@ -151,17 +151,17 @@ def _spectra(card: Scorecard) -> Iterable[str]:
         '<p class="note">What lies below the truth at high wavenumbers is smoothed away; what lies '
         "above is noise.</p>"
     )
-    for band, name in enumerate(card.bands):
-        if np.isfinite(card.spectra[:, -1, :, band]).any():
-            yield f"<h3>{escape(name)}</h3>"
-            yield _image(spectra(card, band), f"power spectra, {name}")
+    known = np.flatnonzero(np.isfinite(card.spectra[:, -1]).any(axis=(0, 1, 3))).tolist()
+    for band, picture in zip(known, spectra(card, known), strict=True):
+        yield f"<h3>{escape(card.bands[band])}</h3>"
+        yield _image(picture, f"power spectra, {card.bands[band]}")
 
 
 def _maps(card: Scorecard) -> Iterable[str]:
-    for found in card.maps:
+    for found, picture in zip(card.maps, error_maps(card), strict=True):
         title = f"Errors of {card.channels[found.channel].name} at {found.hours} h"
         yield f"<h2>{escape(title)}</h2>"
-        yield _image(error_map(card, found), title)
+        yield _image(picture, title)
 
 
 def _image(address: str, told: str) -> str:

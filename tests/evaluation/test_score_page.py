@@ -2,15 +2,17 @@
 
 import base64
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from credit_dp.data.schema import Channel
 from credit_dp.evaluation.coasts import NONE
+from credit_dp.evaluation.error_maps import ErrorMap
 from credit_dp.evaluation.labels import superscript
 from credit_dp.evaluation.score_page import page
-from credit_dp.evaluation.score_plots import curves
+from credit_dp.evaluation.score_plots import curves, error_maps, spectra
 from credit_dp.evaluation.scorecard import SHOWN, Scorecard
 from credit_dp.evaluation.variable_scores import SOURCES
 
@@ -71,5 +73,20 @@ def test_it_is_told_that_not_all_variables_are_plotted(channels: int, told: bool
 
 
 def test_spread_is_drawn_beside_the_error_that_it_should_match() -> None:
-    shown = curves(card({"rmse": [1.0, 2.0, 3.0], "spread": [0.9]}), "spread")
+    shown = next(curves(card({"rmse": [1.0, 2.0, 3.0], "spread": [0.9]}), ["spread"]))
     assert "error of the mean" in base64.b64decode(shown.split(",")[1]).decode()
+
+
+def test_pictures_in_the_same_panels_are_as_in_new_ones() -> None:
+    """Of other limits, with other curves, in another unit."""
+    shown = card({"bias": [-1.0, 0.5, 2.0], "acc": [0.9, 0.7]}, channels=2)
+    _, second = curves(shown, ["bias", "acc"])
+    assert second == next(curves(shown, ["acc"]))
+    waves = np.arange(1, 10.0)
+    powers = np.stack([waves**-3, 7 * waves**-2])[:, None, None, None]
+    shown = replace(shown, spectra=np.concatenate([powers, 1e9 * powers], 3).repeat(2, 2))
+    _, second = spectra(shown, [0, 1])
+    assert second == next(spectra(shown, [1]))
+    maps = tuple(ErrorMap(n, 24, np.eye(2) * (n + 1), np.eye(2) - 1) for n in range(2))
+    _, second = error_maps(replace(shown, maps=maps))
+    assert second == next(error_maps(replace(shown, maps=maps[1:])))

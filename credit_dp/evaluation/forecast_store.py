@@ -12,12 +12,13 @@ from numpy.typing import NDArray
 from credit_dp.data.layout import check_coordinates, has_model_levels, with_standard_names
 from credit_dp.data.sources.address import reason_of, without_secrets
 from credit_dp.data.sources.netcdf import is_netcdf, open_netcdf
+from credit_dp.data.sources.source import as_slice
 from credit_dp.data.sources.zarr_dataset import open_dataset
 from credit_dp.errors import UserError
 from credit_dp.evaluation.summed import LEAD, OTHER_LEADS, decoded, is_sum, span_of_sums
 
 MEMBER = "member"
-ORDER = (MEMBER, "level", "latitude", "longitude")
+ORDER = ("time", LEAD, MEMBER, "level", "latitude", "longitude")
 OTHER_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "time": ("init_time", "initial_time", "forecast_reference_time"),
@@ -26,6 +27,8 @@ OTHER_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 NEEDED = ("time", LEAD, "latitude", "longitude")
+
+Indices = NDArray[np.intp]
 
 
 @final
@@ -109,42 +112,59 @@ class ForecastStore:
         dataset = open_netcdf(where)[0] if is_netcdf(where) else open_dataset(where)[0]
         return cls(dataset, where)
 
-    def read(self, name: str, levels: tuple[int, ...], init: int, lead: int) -> NDArray[np.float32]:
-        """One variable at places of `initial_times` and `leads`: `(M, levels, H, W)`.
+    def read(
+        self, name: str, levels: tuple[int, ...], inits: Indices, leads: Indices
+    ) -> NDArray[np.float32]:
+        """One variable at some `initial_times` and `leads`: `(I, L, M, levels, H, W)`.
 
-        One level where the variable is on none; NaN where there is no value.
+        One level where the variable is on none; NaN where there is no value. A chunk that holds
+        several of these is read once.
 
         Raises:
             UserError: what is on disk can't be read; names store, variable, date and lead.
         """
         array = self._dataset[name].variable
-        selection: dict[str, int | list[int]] = {"time": init, LEAD: lead}
+        selection = {"time": as_slice(inits), LEAD: as_slice(leads)}
         if "level" in array.dims:
             present = self.variables[name].levels
-            selection["level"] = [present.index(level) for level in levels]
-        selected = array.isel({dim: x for dim, x in selection.items() if dim in array.dims})
+            selection["level"] = as_slice(np.array([present.index(level) for level in levels]))
         try:
-            values = selected.values
+            values = array.isel(selection).values
         except MemoryError:
             raise
         except Exception as error:
+            # One by one, to find the one that can't be read, or to read all at a second attempt.
+            if len(inits) * len(leads) > 1:
+                rows = [[self.read(name, levels, i, x) for x in each(leads)] for i in each(inits)]
+                return np.concatenate([np.concatenate(row, axis=1) for row in rows])
             raise UserError(
-                f"{self.where}: {name} {self.told(init, lead)} can't be read "
+                f"{self.where}: {name} {self.told(inits[0], leads[0])} can't be read "
                 f"({reason_of(error)}). Complete the forecast, or leave out what it lacks with "
                 "variables=, dates= or hours=."
             ) from error
-        dims = [str(dim) for dim in selected.dims]
+        dims = [str(dim) for dim in array.dims]
         absent = [dim for dim in ORDER if dim not in dims]
         values = values.reshape((1,) * len(absent) + values.shape)
         order = [*absent, *dims]
         values = values.transpose([order.index(dim) for dim in ORDER])
         fields = np.asarray(values, dtype=np.float32)
-        return fields[:, :, ::-1] if self._flipped else fields
+        return fields[..., ::-1, :] if self._flipped else fields
 
-    def told(self, init: int, lead: int) -> str:
+    def inits_together(self, name: str) -> int:
+        """Initial times that lie in one chunk of a variable."""
+        array = self._dataset[name]
+        chunks = array.encoding.get("chunks") or array.encoding.get("chunksizes")
+        return int(chunks[array.dims.index("time")]) if chunks else 1
+
+    def told(self, init: np.intp, lead: np.intp) -> str:
         """Which forecast it is, for a message."""
         hours = self.leads[lead] / np.timedelta64(1, "h")
         return f"from {self.initial_times[init].astype('M8[m]')} at {hours:g} h"
+
+
+def each(indices: Indices) -> list[Indices]:
+    """Return the indices one by one."""
+    return [indices[x : x + 1] for x in range(len(indices))]
 
 
 def _with_forecast_names(dataset: xr.Dataset) -> xr.Dataset:
@@ -163,7 +183,7 @@ def _with_forecast_names(dataset: xr.Dataset) -> xr.Dataset:
 
 def _is_forecast(array: xr.DataArray) -> bool:
     dims = set(map(str, array.dims))
-    return set(NEEDED) <= dims <= {*NEEDED, *ORDER} and array.dtype.kind in "fiu"
+    return set(NEEDED) <= dims <= set(ORDER) and array.dtype.kind in "fiu"
 
 
 def _leads(dataset: xr.Dataset, where: str) -> NDArray[np.timedelta64]:

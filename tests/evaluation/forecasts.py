@@ -66,15 +66,19 @@ def write(data: xr.Dataset, path: Path) -> Path:
     return path
 
 
-def scored(folder: Path, forecast: Path, **changes: object) -> Scorecard:
+def request(folder: Path, forecast: Path, **changes: object) -> ScoreRequest:
     settings: dict[str, object] = {
         "forecast": str(forecast),
         "truth": str(folder / "truth.zarr"),
         "cache": str(folder / "cache"),
         "climatology": str(folder / "climatology.zarr"),
     }
-    request = ScoreRequest(**(settings | changes))  # type: ignore[arg-type]
-    return score(request, ForecastStore.open(request.forecast), lambda title, part: None)
+    return ScoreRequest(**(settings | changes))  # type: ignore[arg-type]
+
+
+def scored(folder: Path, forecast: Path, **changes: object) -> Scorecard:
+    store = ForecastStore.open(str(forecast))
+    return score(request(folder, forecast, **changes), store, lambda title, part: None)
 
 
 def refusal(folder: Path, forecast: Path, **changes: object) -> str:

@@ -102,6 +102,18 @@ def test_a_climatology_that_lacks_something_is_refused(folder: Path, tmp_path: P
         assert "climatology" in said
 
 
+def test_a_climatology_needs_values_where_the_truth_has_them(folder: Path, tmp_path: Path) -> None:
+    """What is said is the first time that lacks some, not the one that lacks most."""
+    observed = forecasts.truth()
+    made = without_members(forecasts.forecast(observed, members=1))
+    normals = forecasts.climatology(observed)
+    normals["temperature"].values[0, 2:4, 1, 3, 2] = np.nan
+    normals["temperature"].values[2, 2, 1] = np.nan
+    store = forecasts.write(normals, tmp_path / "c.zarr")
+    said = refusal(folder, forecasts.write(made, tmp_path / "f.zarr"), climatology=str(store))
+    assert f"{store}: temperature for 2000-01-03T00:00 has NaN or infinite values on 1 p" in said
+
+
 def test_a_climatology_needs_to_say_its_hours(folder: Path, tmp_path: Path) -> None:
     """Else the first would stand for all of them."""
     observed = forecasts.truth()

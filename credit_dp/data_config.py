@@ -11,7 +11,7 @@ from omegaconf import MISSING
 
 from credit_dp import checks
 from credit_dp.errors import UserError
-from credit_dp.variable_names import meaning, meanings
+from credit_dp.variable_names import long_name, meaning, meanings
 
 Entry = TypeVar("Entry")
 
@@ -206,7 +206,9 @@ class DataConfig:
         listed = [name for names in lists if names != MISSING for name in names]
         found: dict[str, Entry] = {}
         for given, entry in entries.items():
-            names = [name for name in listed if meanings(name) & meanings(given)]
+            level = long_name(given)[1]
+            alike = [name for name in listed if meanings(name) & meanings(given)]
+            names = [name for name in alike if long_name(name)[1] == level]
             if given in listed or not names:
                 names = [given]
             if len({meaning(name) for name in names}) > 1:

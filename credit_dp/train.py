@@ -19,7 +19,6 @@ from credit_dp.evaluation.held_out import HeldOut
 from credit_dp.evaluation.last_lead import LastLead, LastLeadSums
 from credit_dp.evaluation.plots import draw_map
 from credit_dp.evaluation.run_plots import draw_errors_of, draw_rmse, draw_spectra
-from credit_dp.evaluation.seams import seams_told
 from credit_dp.evaluation.table import Scores
 from credit_dp.launch import Ranks
 from credit_dp.launch.signals import PREEMPTED
@@ -253,9 +252,6 @@ class _Run:
             draw_rmse(scores, last.shown, self.folder.rmse)
             draw_spectra(scores, last, self.folder.spectra)
             draw_errors_of(scores, last, field.grid, self.folder.errors)
-        seams = seams_told(last.row_differences, field.bounds[1:-1], scores.channels)
-        if seams:
-            self.screen.say(f"{'seams':<13}{seams}")
         for label, path in self.folder.shown().items():
             self.screen.say(f"{label:<13}{path}")
         self.screen.say(f"{'once more':<13}{self.folder.again}")

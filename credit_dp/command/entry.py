@@ -18,7 +18,6 @@ from credit_dp.command.doctor import doctor
 from credit_dp.command.evaluate import evaluate
 from credit_dp.command.forecast import forecast
 from credit_dp.command.plan import plan
-from credit_dp.command.seams import seams
 from credit_dp.command.slurm import slurm
 from credit_dp.command.sweeps import sweeps
 from credit_dp.command.train import train
@@ -37,7 +36,6 @@ COMMANDS: dict[str, Command] = {
     "evaluate": evaluate,
     "compare": compare_runs,
     "forecast": forecast,
-    "seams": seams,
     "data": data,
     "sweep": sweeps,
     "slurm": slurm,
@@ -52,7 +50,6 @@ credit-dp trains global weather models sharded by latitude.
   credit-dp verify KEY=VALUE ...    compare the sharded model with the unsharded one
   credit-dp evaluate KEY=VALUE ...  score stored forecasts against the truth
   credit-dp compare RUN RUN ...     put the scores of runs beside each other
-  credit-dp seams KEY=VALUE ...     look whether stored forecasts show where bands meet
   credit-dp checkpoint export RUN   make one plain file of a trained model
   credit-dp forecast KEY=VALUE ...  forecast with a trained model, on any mesh
   credit-dp data COMMAND KEY=VALUE ...   look at a store, and make it ready for training

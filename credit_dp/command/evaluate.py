@@ -36,6 +36,7 @@ file.
   variables=[NAME,...]       all of the forecast's without it
   levels=[500,850]           all of the forecast's without it
   masked=[NAME,...]          variables without values on some points at any time, as over land
+  limits={{NAME:[LOW,HIGH]}}   refuse other values, in place of those that can't be; null: none
 
   --help, -h    this text
 
@@ -53,6 +54,7 @@ KEYS: Mapping[str, Any] = {
     "variables": [],
     "levels": [],
     "masked": [],
+    "limits": {},
 }
 NEEDED = {
     "forecast": "the store of forecasts, like forecast=forecast.zarr",
@@ -142,6 +144,8 @@ def request_of(keys: Mapping[str, Any]) -> "ScoreRequest":
             checks.span(key, span)
     if keys["climatology"] and dates["climatology_dates"]:
         raise UserError("climatology_dates: has no use beside climatology=. Leave one out.")
+    for name, limits in keys["limits"].items():
+        checks.limits(f"limits.{name}", limits)
     home = os.environ.get("HOME", ".")
     return ScoreRequest(
         forecast=keys["forecast"],
@@ -152,6 +156,7 @@ def request_of(keys: Mapping[str, Any]) -> "ScoreRequest":
         hours=numbers("hours", keys["hours"]),
         climatology=keys["climatology"],
         masked=texts("masked", keys["masked"]),
+        limits=keys["limits"],
         **dates,
     )
 
@@ -166,7 +171,6 @@ def told(card: "Scorecard") -> list[str]:
         f"{card.forecast}: {len(card.initial_times)} initial times"
         + (f", {card.members} members" if card.members > 1 else ""),
         f"climatology: {card.climatology}",
-        *([f"seams: {card.seams}"] if card.seams else []),
     ]
     of_scores = [(name, of) for name in SCORES_SHOWN for of in range(len(SOURCES[name]))]
     short = {"forecast": "", "persistence": " persist.", "climatology": " climat."}
@@ -181,4 +185,4 @@ def told(card: "Scorecard") -> list[str]:
             for c, channel in enumerate(card.channels)
         ]
         lines += ["", *table((f"{card.hours[lead]} h", "unit", *names), rows, left=2)]
-    return [*lines, ""]
+    return [*lines, "", *(f"warning: {line}" for line in card.warnings())]

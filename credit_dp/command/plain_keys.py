@@ -4,6 +4,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
@@ -22,8 +24,8 @@ def read_plain_keys(
         arguments: keys, in any order.
         program: as messages name it.
         help_text: with `{program}` for the program.
-        defaults: of each key; a text, or a list of texts or of numbers like its entries. An empty
-            text has to be given.
+        defaults: of each key; a text, a table, or a list of texts or of numbers like its entries.
+            An empty text has to be given.
 
     Raises:
         UserError: a key does not exist or is missing, or its value is of another kind.
@@ -40,7 +42,7 @@ def read_plain_keys(
                 f"{program}: needs keys like {', '.join(f'{name}=' for name in defaults)}, got "
                 f"{text!r}.{nearest(key, defaults)}"
             )
-        given[key] = value if isinstance(defaults[key], str) else _listed(key, value)
+        given[key] = _value(key, value, defaults[key])
     return given
 
 
@@ -64,6 +66,24 @@ def numbers(key: str, values: Sequence[Any]) -> tuple[int, ...]:
     if any(not isinstance(value, int) or isinstance(value, bool) for value in values):
         raise UserError(f"{key}: needs a list of whole numbers, like [24,72], got {values}")
     return tuple(values)
+
+
+def _value(key: str, text: str, default: Any) -> Any:
+    """A value of the kind of the default."""
+    if isinstance(default, str):
+        return text
+    return _table(key, text) if isinstance(default, dict) else _listed(key, text)
+
+
+def _table(key: str, text: str) -> dict[str, Any]:
+    """Entries in braces, written as in the overrides of a run."""
+    try:
+        found: Any = OverridesParser.create().parse_override(f"{key}={text}").value()
+    except HydraException:
+        found = None
+    if not isinstance(found, dict):
+        raise UserError(f"{key}: needs entries in braces, like {{NAME:[A,B]}}, got {text!r}")
+    return {str(name): value for name, value in found.items()}
 
 
 def _listed(key: str, text: str) -> list[Any]:

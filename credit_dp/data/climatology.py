@@ -38,15 +38,15 @@ Matrix = NDArray[np.float64]
 class Climatology:
     """The expected field on any date, from a fit that lies on disk.
 
-    Holds the coefficients of the rows that were asked for last. Without arrays, it is that of no
-    variables.
+    Holds the coefficients of the rows and channels that were read last. Without arrays, it is that
+    of no variables.
     """
 
     def __init__(self, arrays: list[zarr.Array[Any]], hours: list[int]) -> None:
         self._arrays = arrays
         self.hours = hours
         self.harmonics = (arrays[0].shape[2] - 1) // 2 if arrays else HARMONICS
-        self._rows: slice | None = None
+        self._selected: tuple[slice, slice] | None = None
         self._held: dict[int, NDArray[np.float32]] = {}
 
     @classmethod
@@ -61,30 +61,50 @@ class Climatology:
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
-    def field(self, time: np.datetime64, rows: slice) -> NDArray[np.float32]:
+    def field(
+        self, time: np.datetime64, rows: slice, channels: slice = slice(None)
+    ) -> NDArray[np.float32]:
         """The channels that come out, as expected, in the store's units: `(C, rows, W)`.
 
         NaN where there are no values. Between the hours that have a fit it is interpolated.
         """
-        if rows != self._rows:
-            self._held = {}
-            self._rows = rows
+        if self._selected != (rows, channels):
+            self._selected, self._held = (rows, channels), {}
         basis = seasonal_basis(np.array([time]), self.harmonics)[0].astype(np.float32)
         before, after, part = neighbours(self.hours, float(hour_of_day(np.array([time]))[0]))
-        found = np.einsum("k,ckhw->chw", basis, self._coefficients(before, rows))
+        found = np.einsum("k,ckhw->chw", basis, self._coefficients(before, rows, channels))
         if part:
-            later = np.einsum("k,ckhw->chw", basis, self._coefficients(after, rows))
+            later = np.einsum("k,ckhw->chw", basis, self._coefficients(after, rows, channels))
             found += np.float32(part) * (later - found)
         return np.asarray(found)
 
-    def _coefficients(self, slot: int, rows: slice) -> NDArray[np.float32]:
+    def fields(self, times: Times, channels: slice, rows: slice) -> NDArray[np.float32]:
+        """Some of the channels that come out, at several times: `(T, C, rows, W)`; see `field`."""
+        return np.stack([self.field(time, rows, channels) for time in times])
+
+    def chunk_numbers(self, times: Times) -> NDArray[np.intp]:
+        """Return a number for each time: each field is computed for itself."""
+        return np.arange(len(times))
+
+    def _coefficients(self, slot: int, rows: slice, channels: slice) -> NDArray[np.float32]:
         if slot not in self._held:
-            read = [np.asarray(x[slot, :, :, rows], dtype=np.float32) for x in self._arrays]
-            fields = np.concatenate(read)
+            fields = self._read(slot, rows, channels)
             while self._held and (len(self._held) + 1) * fields.nbytes > HELD_BYTES:
                 self._held.pop(next(iter(self._held)))
             self._held[slot] = fields
         return self._held[slot]
+
+    def _read(self, slot: int, rows: slice, channels: slice) -> NDArray[np.float32]:
+        """Read the coefficients of an hour of the day: `(C, K, rows, W)`."""
+        levels = [array.shape[1] for array in self._arrays]
+        wanted = range(sum(levels))[channels]
+        parts, first = [], 0
+        for array, count in zip(self._arrays, levels, strict=True):
+            own = slice(max(wanted.start - first, 0), min(wanted.stop - first, count))
+            if own.start < own.stop:
+                parts.append(np.asarray(array[slot, own, :, rows], dtype=np.float32))
+            first += count
+        return np.concatenate(parts)
 
 
 def variables_of(channels: Channels) -> list[str]:

@@ -278,13 +278,16 @@ class ValueLimits:
         at = np.unravel_index(int(beyond.argmax()), beyond.shape)
         return tuple(map(int, at)) if beyond[at] > 0 else None
 
-    def message(self, channel: Channel, field: Fields, at: tuple[int, ...], when: str) -> str:
+    def message(
+        self, channel: Channel, field: Fields, at: tuple[int, ...], when: str, other: str = ""
+    ) -> str:
         """What is said of a value out of range; where it was read from comes before it.
 
         Args:
             field: `(rows, W)`, the field that it is in.
             at: where, as from `farthest`; row and column last.
             when: date, row and column.
+            other: what such values may be besides.
         """
         limits = self.of(channel)
         if limits is None:
@@ -292,13 +295,13 @@ class ValueLimits:
         name, value, unit = channel.variable, float(field[at[-2:]]), self._unit(channel)
         level = "" if channel.level is None else f" on level {channel.level}"
         why = " (1000 times the spread of the training dates)" if self._is_sampled(channel) else ""
+        cause = self._cause(channel, field, limits, value) + other
         many = int(np.count_nonzero((field < limits.low) | (field > limits.high)))
         return (
             f"{name}{level} is {value:.6g} at {when}, but its limits are {limits.low:.6g} to "
             f"{limits.high:.6g}{f' {unit}' if unit else ''}{why}. {many} of {field.size} points "
-            f"are out of range. It looks like {self._cause(channel, field, limits, value)}. If the "
-            f"values are right, set 'data.limits={{{name}:[LOW,HIGH]}}', or {{{name}:null}} for no "
-            "limits."
+            f"are out of range. It looks like {cause}. If the values are right, set "
+            f"'data.limits={{{name}:[LOW,HIGH]}}', or {{{name}:null}} for no limits."
         )
 
     def _cause(self, channel: Channel, field: Fields, limits: Range, value: float) -> str:

@@ -75,6 +75,13 @@ class Stepped:
         """Where one of `times` is among the source's times."""
         return int(self._places[place])
 
+    def chunk_numbers(self, channel: Channel, places: NDArray[np.intp]) -> NDArray[np.intp]:
+        """Return for each of some places of `times` the number of the source's chunk; see `Source`.
+
+        Of a channel that is summed, the chunk of the last time of the sum.
+        """
+        return self._source.chunk_numbers(channel, self._places[places])
+
     def blocks(self, channels: Sequence[Channel], span: slice, size: int) -> list[NDArray[np.intp]]:
         """The places of `span` in turn, about `size` at once, cut at chunk edges where they can be.
 

@@ -148,6 +148,20 @@ class Store:
         """The prognostic channels, then the diagnostic ones: `(T, outputs, rows, W)`."""
         return self._read(self.channels.out, self._places(times), rows)
 
+    def read_channels(self, channels: Sequence[Channel], times: Times, rows: slice) -> Fields:
+        """Some of the channels that change in time, at several times: `(T, C, rows, W)`.
+
+        A chunk that holds several of the times is read once.
+        """
+        return self._read(channels, self._places(times), rows)
+
+    def chunk_numbers(self, channel: Channel, times: Times) -> NDArray[np.intp]:
+        """Return for each time the number of its chunk, rising: times of one are decoded at once.
+
+        A sum over a step may also need some of the chunk before.
+        """
+        return self._stepped.chunk_numbers(channel, self._places(times))
+
     def read_inputs(self, times: Times, rows: slice) -> tuple[Fields, Fields]:
         """The prognostic and the forcing channels: `(T, C, rows, W)` and `(T, F, rows, W)`.
 

@@ -16,9 +16,6 @@ from credit_dp.errors import UserError
 LARGEST_IMBALANCE = 1.1
 # Rows are the last dimension but one of every field.
 ROW_DIM = -2
-# By which a store of fields says where the bands that it was written from begin, and where the last
-# one ends: rows in the order of the store.
-BANDS = "credit_dp_bands"
 # Fewer dimensions than (channel, row, column) mean that a tensor is no field.
 FIELD_DIMS = 3
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.evaluation.area_mean import sum_over_ranks, weighted_sums
+from credit_dp.evaluation.area_mean import Index, sum_over_ranks, weighted_sums
 from credit_dp.evaluation.metrics import RootMeanSquare
 from credit_dp.evaluation.valid_points import ValidPoints
 
@@ -45,42 +45,46 @@ class AnomalyCorrelation:
         sizes = (3, *shape, samples)
         self.sums = torch.zeros(sizes, dtype=torch.float64, device=rows.device)
         self.folded = torch.zeros(shape, dtype=torch.float64, device=rows.device)
-        self.folds = 0
+        self.folds = torch.zeros(shape, dtype=torch.float64, device=rows.device)
 
-    def add(
-        self, index: tuple[int, ...], samples: Sequence[int], forecast: Tensor, truth: Tensor
-    ) -> None:
-        """Add anomalies `(B, C, h, W)` to the place `index`.
+    def add(self, index: Index, samples: Sequence[int], forecast: Tensor, truth: Tensor) -> None:
+        """Add anomalies `(B, ..., C, h, W)` to the place `index`.
 
         `samples` says which of all initial times the `B` are, each of which comes once.
         """
         one, two = forecast.double(), truth.double()
         for kind, product in enumerate((one * two, one.square(), two.square())):
             found = weighted_sums(product, self.rows, self.points)
-            self.sums[(kind, *index)][:, list(samples)] += found.T
+            self.sums[(kind, *index)][..., list(samples)] += found.movedim(0, -1)
 
     def result(self, manager: DomainParallelManager) -> Tensor:
         """The mean coefficients, of `shape`, on every rank; NaN where an anomaly is zero.
 
         Collective: every rank calls it, also one that had no samples.
         """
-        if not self.folds:
-            return self._mean(manager)
+        if not self.folds.any():
+            return _mean(self.sums, manager)
         return self.folded / self.folds
 
-    def fold(self, manager: DomainParallelManager) -> None:
+    def fold(self, manager: DomainParallelManager, index: Index = ()) -> None:
         """Keep the mean of all `samples`, which have come, and begin anew with others.
 
         After it nothing but whole folds counts in `result`. Collective, as `result` is.
-        """
-        self.folded += self._mean(manager)
-        self.folds += 1
-        self.sums.zero_()
 
-    def _mean(self, manager: DomainParallelManager) -> Tensor:
-        both, one, two = sum_over_ranks(self.sums, manager)
-        mean: Tensor = (both / (one.sqrt() * two.sqrt())).mean(dim=-1)
-        return mean
+        Args:
+            index: where in `shape` they have come, for instance at some lead times; everywhere.
+        """
+        sums = self.sums[(slice(None), *index)]
+        self.folded[index] += _mean(sums.contiguous(), manager)
+        self.folds[index] += 1
+        sums.zero_()
+
+
+def _mean(sums: Tensor, manager: DomainParallelManager) -> Tensor:
+    """Return the mean coefficient over samples, from their three sums; collective."""
+    both, one, two = sum_over_ranks(sums, manager)
+    mean: Tensor = (both / (one.sqrt() * two.sqrt())).mean(dim=-1)
+    return mean
 
 
 @final
@@ -95,8 +99,8 @@ class Activity:
     ) -> None:
         self._squares = RootMeanSquare(shape, rows, points)
 
-    def add(self, index: tuple[int, ...], anomaly: Tensor) -> None:
-        """Add anomalies `(B, C, h, W)` of all channels to the place `index`."""
+    def add(self, index: Index, anomaly: Tensor) -> None:
+        """Add anomalies `(B, ..., C, h, W)` of all channels to the place `index`."""
         self._squares.add(index, anomaly.double())
 
     def result(self, manager: DomainParallelManager) -> Tensor:

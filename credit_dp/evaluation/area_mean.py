@@ -13,10 +13,15 @@ from torch import Tensor
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.evaluation.valid_points import ValidPoints
 
+Index = tuple[int | slice, ...]  # a place, or several, of what is kept apart
+
 
 @final
 class AreaMean:
     """Collects values of own rows and samples; `result` joins all ranks.
+
+    All scores take fields `(B, ..., C, h, W)`: of B samples, which are added up, with whatever else
+    is kept apart behind `index`, for instance lead times.
 
     Args:
         shape: what values are kept apart, for instance (sources, leads, channels).
@@ -32,8 +37,8 @@ class AreaMean:
         self.sums = torch.zeros(shape, dtype=torch.float64, device=rows.device)
         self.weights = torch.zeros_like(self.sums)
 
-    def add(self, index: tuple[int, ...], values: Tensor) -> None:
-        """Add values `(B, C, h, W)` of all channels to the place `index`."""
+    def add(self, index: Index, values: Tensor) -> None:
+        """Add values `(B, ..., C, h, W)` of all channels to the place `index`."""
         self.sums[index] += weighted_sums(values, self.rows, self.points).sum(dim=0)
         if self.points is None:
             self.weights[index] += len(values) * values.shape[-1] * self.rows.sum()
@@ -50,7 +55,7 @@ class AreaMean:
 
 
 def weighted_sums(values: Tensor, rows: Tensor, points: ValidPoints | None) -> Tensor:
-    """`(B, C, h, W)` times the weights `(h,)` of its rows, summed over them: `(B, C)`, float64."""
+    """`(..., C, h, W)` times the weights `(h,)` of its rows, summed: `(..., C)`, float64."""
     if points is not None:
         values = points.only(values)
     return values.double().sum(dim=-1) @ rows

@@ -9,7 +9,7 @@ from typing import final
 from torch import Tensor
 
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.evaluation.area_mean import AreaMean
+from credit_dp.evaluation.area_mean import AreaMean, Index
 from credit_dp.evaluation.valid_points import ValidPoints
 
 
@@ -22,8 +22,8 @@ class Bias:
     ) -> None:
         self._errors = AreaMean(shape, rows, points)
 
-    def add(self, index: tuple[int, ...], forecast: Tensor, truth: Tensor) -> None:
-        """Add fields `(B, C, h, W)` of all channels to the place `index`."""
+    def add(self, index: Index, forecast: Tensor, truth: Tensor) -> None:
+        """Add fields `(B, ..., C, h, W)` of all channels to the place `index`."""
         self._errors.add(index, forecast.double() - truth.double())
 
     def result(self, manager: DomainParallelManager) -> Tensor:

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.evaluation.area_mean import AreaMean
+from credit_dp.evaluation.area_mean import AreaMean, Index
 from credit_dp.evaluation.metrics import RootMeanSquare
 from credit_dp.evaluation.valid_points import ValidPoints
 
-MEMBERS = 1  # the dim of an ensemble's members: (B, M, C, h, W)
+MEMBERS = 1  # the dim of an ensemble's members: (B, M, ..., C, h, W)
 
 
 @final
@@ -32,8 +32,8 @@ class FairCRPS:
     ) -> None:
         self._scores = AreaMean(shape, rows, points)
 
-    def add(self, index: tuple[int, ...], members: Tensor, truth: Tensor) -> None:
-        """Add members `(B, M, C, h, W)` and truth `(B, C, h, W)` to the place `index`."""
+    def add(self, index: Index, members: Tensor, truth: Tensor) -> None:
+        """Add members `(B, M, ..., C, h, W)` and truth without M to the place `index`."""
         # Away from the truth they are small numbers, of which sums lose less.
         away = members.double() - truth.double().unsqueeze(MEMBERS)
         self._scores.add(index, away.abs().mean(dim=MEMBERS) - half_distance(away))
@@ -44,7 +44,7 @@ class FairCRPS:
 
 
 def half_distance(members: Tensor) -> Tensor:
-    """Half the mean distance of two different members: `(B, M, C, h, W)` -> `(B, C, h, W)`.
+    """Half the mean distance of two different members: `(B, M, ...)` -> `(B, ...)`.
 
     Sorted, member i (from 1) is above i - 1 others and below M - i.
     """
@@ -53,7 +53,7 @@ def half_distance(members: Tensor) -> Tensor:
         return torch.zeros_like(members[:, 0])
     above = 2 * torch.arange(1, count + 1, dtype=members.dtype, device=members.device) - count - 1
     ordered = members.sort(dim=MEMBERS).values
-    return torch.einsum("m,bmchw->bchw", above, ordered) / (count * (count - 1))
+    return torch.einsum("m,bm...->b...", above, ordered) / (count * (count - 1))
 
 
 @final
@@ -65,8 +65,8 @@ class Spread:
     ) -> None:
         self._variances = AreaMean(shape, rows, points)
 
-    def add(self, index: tuple[int, ...], members: Tensor) -> None:
-        """Add members `(B, M, C, h, W)` to the place `index`."""
+    def add(self, index: Index, members: Tensor) -> None:
+        """Add members `(B, M, ..., C, h, W)` to the place `index`."""
         several = members.double()
         if several.shape[MEMBERS] > 1:
             variance = several.var(dim=MEMBERS, correction=1)
@@ -88,8 +88,8 @@ class Skill:
     ) -> None:
         self._errors = RootMeanSquare(shape, rows, points)
 
-    def add(self, index: tuple[int, ...], members: Tensor, truth: Tensor) -> None:
-        """Add members `(B, M, C, h, W)` and truth `(B, C, h, W)` to the place `index`."""
+    def add(self, index: Index, members: Tensor, truth: Tensor) -> None:
+        """Add members `(B, M, ..., C, h, W)` and truth without M to the place `index`."""
         self._errors.add(index, members.double().mean(dim=MEMBERS) - truth.double())
 
     def result(self, manager: DomainParallelManager) -> Tensor:

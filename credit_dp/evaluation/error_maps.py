@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Field = NDArray[np.float64]
+Fields = NDArray[np.float32]
 
 
 @final
@@ -40,18 +41,27 @@ class ErrorMaps:
         self._errors = {channel: np.zeros(grid) for channel in channels}
         self._squares = {channel: np.zeros(grid) for channel in channels}
 
-    def add(self, lead: int, first: int, error: Field) -> None:
-        """Add errors `(C, H, W)` of the channels from `first` on, if this is the lead time.
+    def add(self, leads: slice, first: int, forecast: Fields, truth: Fields) -> None:
+        """Add the errors at the lead time, if it is among these.
 
         The first channel's forecasts are the ones that are counted.
+
+        Args:
+            leads: indices of the lead times.
+            first: the index of the first of the channels.
+            forecast: `(leads, M, C, H, W)`, of whose members the mean is taken.
+            truth: `(leads, C, H, W)`.
         """
-        if lead != self._lead:
+        if not leads.start <= self._lead < leads.stop:
             return
         self._count += first == 0
+        lead = self._lead - leads.start
         for channel in self._errors:
-            if first <= channel < first + len(error):
-                self._errors[channel] += error[channel - first]
-                self._squares[channel] += error[channel - first] ** 2
+            if first <= channel < first + truth.shape[1]:
+                mean = forecast[lead, :, channel - first].mean(axis=0, dtype=np.float64)
+                error = mean - truth[lead, channel - first]
+                self._errors[channel] += error
+                self._squares[channel] += error**2
 
     def result(self) -> list[ErrorMap]:
         """One map for each channel."""

@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 from credit_dp.data.layout import check_coordinates, has_model_levels, with_standard_names
 from credit_dp.data.sources.address import reason_of, without_secrets
 from credit_dp.data.sources.netcdf import is_netcdf, open_netcdf
+from credit_dp.data.sources.source import as_slice
 from credit_dp.data.sources.zarr_dataset import open_dataset
-from credit_dp.domain_parallel.partition import BANDS
 from credit_dp.errors import UserError
 from credit_dp.evaluation.summed import LEAD, OTHER_LEADS, decoded, is_sum, span_of_sums
 
 MEMBER = "member"
-ORDER = (MEMBER, "level", "latitude", "longitude")
+ORDER = ("time", LEAD, MEMBER, "level", "latitude", "longitude")
 OTHER_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "time": ("init_time", "initial_time", "forecast_reference_time"),
@@ -27,6 +27,8 @@ OTHER_NAMES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     }
 )
 NEEDED = ("time", LEAD, "latitude", "longitude")
+
+Indices = NDArray[np.intp]
 
 
 @final
@@ -58,7 +60,6 @@ class ForecastStore:
         model_levels: levels are those of a model, by number, not of pressure.
         span: timedelta64[ns], of sums; None where the store does not say.
         attributes: of the store as a whole.
-        edges: the first rows of bands but the first, if the store says what it was written from.
     """
 
     def __init__(self, dataset: xr.Dataset, where: str) -> None:
@@ -68,7 +69,6 @@ class ForecastStore:
             UserError: it has not the dims of forecasts, or its coordinates are not as needed.
         """
         self.where = without_secrets(where)
-        said = dataset.attrs.get(BANDS, ())
         dataset = _with_forecast_names(dataset)
         for dim in ("time", LEAD):
             if dim not in dataset.dims or dim not in dataset.coords:
@@ -88,7 +88,6 @@ class ForecastStore:
         self._flipped = bool(latitude[0] < latitude[-1])
         self.latitude: NDArray[np.float64] = latitude[::-1] if self._flipped else latitude
         self.longitude: NDArray[np.float64] = dataset["longitude"].values.astype(np.float64)
-        self.edges = _edges(said, len(latitude), self._flipped)
         levels = _levels(dataset, self.where)
         self.variables = {
             str(name): ForecastVariable(
@@ -114,64 +113,58 @@ class ForecastStore:
         return cls(dataset, where)
 
     def read(
-        self,
-        name: str,
-        levels: tuple[int, ...],
-        init: int,
-        lead: int,
-        rows: slice | None = None,
-        members: slice | None = None,
+        self, name: str, levels: tuple[int, ...], inits: Indices, leads: Indices
     ) -> NDArray[np.float32]:
-        """One variable at places of `initial_times` and `leads`: `(M, levels, H, W)`.
+        """One variable at some `initial_times` and `leads`: `(I, L, M, levels, H, W)`.
 
-        One level where the variable is on none; NaN where there is no value.
+        One level where the variable is on none; NaN where there is no value. A chunk that holds
+        several of these is read once.
 
         Raises:
             UserError: what is on disk can't be read; names store, variable, date and lead.
         """
         array = self._dataset[name].variable
-        selection: dict[str, int | list[int] | slice] = {"time": init, LEAD: lead}
-        selection["latitude"] = self._stored(rows or slice(None))
-        selection[MEMBER] = members or slice(None)
+        selection = {"time": as_slice(inits), LEAD: as_slice(leads)}
         if "level" in array.dims:
             present = self.variables[name].levels
-            selection["level"] = [present.index(level) for level in levels]
-        selected = array.isel({dim: x for dim, x in selection.items() if dim in array.dims})
+            selection["level"] = as_slice(np.array([present.index(level) for level in levels]))
         try:
-            values = selected.values
+            values = array.isel(selection).values
         except MemoryError:
             raise
         except Exception as error:
+            # One by one, to find the one that can't be read, or to read all at a second attempt.
+            if len(inits) * len(leads) > 1:
+                rows = [[self.read(name, levels, i, x) for x in each(leads)] for i in each(inits)]
+                return np.concatenate([np.concatenate(row, axis=1) for row in rows])
             raise UserError(
-                f"{self.where}: {name} {self.told(init, lead)} can't be read "
+                f"{self.where}: {name} {self.told(inits[0], leads[0])} can't be read "
                 f"({reason_of(error)}). Complete the forecast, or leave out what it lacks with "
                 "variables=, dates= or hours=."
             ) from error
-        dims = [str(dim) for dim in selected.dims]
+        dims = [str(dim) for dim in array.dims]
         absent = [dim for dim in ORDER if dim not in dims]
         values = values.reshape((1,) * len(absent) + values.shape)
         order = [*absent, *dims]
         values = values.transpose([order.index(dim) for dim in ORDER])
         fields = np.asarray(values, dtype=np.float32)
-        return fields[:, :, ::-1] if self._flipped else fields
+        return fields[..., ::-1, :] if self._flipped else fields
 
-    def _stored(self, rows: slice) -> slice:
-        """Where rows that are counted from the north are in the store."""
-        height = len(self.latitude)
-        north, south, _ = rows.indices(height)
-        return slice(height - south, height - north) if self._flipped else slice(north, south)
-
-    def rows_together(self, name: str) -> int:
-        """Rows that lie in one chunk of a variable; all of them where it is not said."""
+    def inits_together(self, name: str) -> int:
+        """Initial times that lie in one chunk of a variable."""
         array = self._dataset[name]
         chunks = array.encoding.get("chunks") or array.encoding.get("chunksizes")
-        height = len(self.latitude)
-        return int(chunks[array.dims.index("latitude")]) if chunks else height
+        return int(chunks[array.dims.index("time")]) if chunks else 1
 
-    def told(self, init: int, lead: int) -> str:
+    def told(self, init: np.intp, lead: np.intp) -> str:
         """Which forecast it is, for a message."""
         hours = self.leads[lead] / np.timedelta64(1, "h")
         return f"from {self.initial_times[init].astype('M8[m]')} at {hours:g} h"
+
+
+def each(indices: Indices) -> list[Indices]:
+    """Return the indices one by one."""
+    return [indices[x : x + 1] for x in range(len(indices))]
 
 
 def _with_forecast_names(dataset: xr.Dataset) -> xr.Dataset:
@@ -190,7 +183,7 @@ def _with_forecast_names(dataset: xr.Dataset) -> xr.Dataset:
 
 def _is_forecast(array: xr.DataArray) -> bool:
     dims = set(map(str, array.dims))
-    return set(NEEDED) <= dims <= {*NEEDED, *ORDER} and array.dtype.kind in "fiu"
+    return set(NEEDED) <= dims <= set(ORDER) and array.dtype.kind in "fiu"
 
 
 def _leads(dataset: xr.Dataset, where: str) -> NDArray[np.timedelta64]:
@@ -218,15 +211,3 @@ def _levels(dataset: xr.Dataset, where: str) -> tuple[int, ...]:
             f"{where}: levels must be whole numbers, but are {values.tolist()}. Change forecast."
         )
     return tuple(int(level) for level in values)
-
-
-def _edges(said: object, height: int, flipped: bool) -> tuple[int, ...]:
-    """What a store says of its bands, in rows from the north; nothing that makes no sense."""
-    bounds = np.atleast_1d(np.asarray(said))
-    if bounds.dtype.kind not in "iu" or len(bounds) < 3:
-        return ()
-    rises = bool(np.all(np.diff(bounds) > 0))
-    if not rises or bounds[0] != 0 or bounds[-1] != height:
-        return ()
-    edges = bounds[1:-1].tolist()
-    return tuple(height - edge for edge in reversed(edges)) if flipped else tuple(edges)

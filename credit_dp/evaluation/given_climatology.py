@@ -1,6 +1,7 @@
 """A climatology that lies in a store of WeatherBench 2's form: by hour and day of the year."""
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Protocol, final
 
 import numpy as np
@@ -11,20 +12,27 @@ from credit_dp.data.layout import with_standard_names
 from credit_dp.data.schema import Channel, suggestions
 from credit_dp.data.sources.address import reason_of, without_secrets
 from credit_dp.data.sources.netcdf import is_netcdf, open_netcdf
+from credit_dp.data.sources.source import Times, as_slice
 from credit_dp.data.sources.zarr_dataset import open_dataset
 from credit_dp.errors import UserError
-from credit_dp.evaluation.grid_match import columns_of, same_rows
+from credit_dp.evaluation.grid_match import columns_of, in_columns, same_rows
 from credit_dp.variable_names import UPPER, long_name, names_of_meaning
 
 HORIZONTAL = ("latitude", "longitude")
+ORDER = ("hour", "dayofyear", "level", *HORIZONTAL)
 DAYS = 366
+
+Indices = NDArray[np.intp]
 
 
 class Expected(Protocol):
     """What a date's fields are on average."""
 
-    def field(self, time: np.datetime64, rows: slice) -> NDArray[np.float32]:
-        """All channels at a time, `(C, rows, W)`; NaN where there are no values."""
+    def fields(self, times: Times, channels: slice, rows: slice) -> NDArray[np.float32]:
+        """Some of the channels at several times, `(T, C, rows, W)`; NaN where there is no value."""
+
+    def chunk_numbers(self, times: Times) -> NDArray[np.intp]:
+        """Return a number for each time: times of one number are read at once."""
 
 
 @final
@@ -73,40 +81,78 @@ class GivenClimatology:
         self._days = [int(day) for day in dataset["dayofyear"].values]
         self._hours = [int(hour) for hour in dataset["hour"].values] if "hour" in dataset else []
 
-    def field(self, time: np.datetime64, rows: slice) -> NDArray[np.float32]:
-        """All channels at a time, `(C, rows, W)`.
+    def fields(self, times: Times, channels: slice, rows: slice) -> NDArray[np.float32]:
+        """Some of the channels at several times: `(T, C, rows, W)`.
+
+        A chunk that several of the times lie in is read once.
 
         Raises:
-            UserError: it has not this hour or day, or can't be read.
+            UserError: it has not one of the hours or days, or can't be read.
         """
-        day, hour = self._place(time)
-        found = []
-        for channel in self._channels:
-            array = self._dataset[self._stored[channel].variable].variable
-            selection = {"dayofyear": day, "hour": hour, "level": self._levels[channel]}
-            one = array.isel({dim: x for dim, x in selection.items() if dim in array.dims})
-            try:
-                values = one.transpose(*HORIZONTAL).values.astype(np.float32)
-            except Exception as error:
-                raise UserError(
-                    f"{self.where}: {channel.name} on day {self._days[day]} can't be read "
-                    f"({reason_of(error)}). Change climatology."
-                ) from error
-            found.append((values[::-1] if self._flipped else values)[rows][:, self._columns])
-        return np.stack(found)
+        days, hours = self._days_and_hours(times)
+        of_variables = groupby(
+            self._channels[channels], lambda channel: self._stored[channel].variable
+        )
+        parts = [self._read(name, list(of_name), days, hours) for name, of_name in of_variables]
+        values = np.concatenate(parts, axis=1)
+        values = values[:, :, ::-1] if self._flipped else values
+        return in_columns(values[:, :, rows], self._columns)
 
-    def _place(self, time: np.datetime64) -> tuple[int, int]:
-        """Where a time's day and hour are."""
-        day = int((time.astype("M8[D]") - time.astype("M8[Y]")) / np.timedelta64(1, "D")) + 1
-        hour = int((time - time.astype("M8[D]")) / np.timedelta64(1, "h"))
-        if day not in self._days or (self._hours and hour not in self._hours):
+    def chunk_numbers(self, times: Times) -> NDArray[np.intp]:
+        """Return the number of the chunk of days that each time lies in, another one each year."""
+        array = self._dataset[self._stored[self._channels[0]].variable]
+        chunks = array.encoding.get("chunks") or array.encoding.get("chunksizes")
+        length = int(chunks[array.dims.index("dayofyear")]) if chunks else 1
+        years = times.astype("M8[Y]").astype(np.intp)
+        return years * DAYS + self._days_and_hours(times)[0] // length
+
+    def _read(
+        self, name: str, channels: Sequence[Channel], days: Indices, hours: Indices
+    ) -> NDArray[np.float32]:
+        """The levels of one stored variable on days and at hours of the store, `(T, C, H, W)`."""
+        array = self._dataset[name].variable
+        day, of_day = np.unique(days, return_inverse=True)
+        hour, of_hour = np.unique(hours, return_inverse=True)
+        levels = np.array([self._levels[channel] for channel in channels])
+        selection = {"dayofyear": day, "hour": hour, "level": levels}
+        # Every hour on every day, which costs no more than a few fields where chunks hold one.
+        chosen = {dim: as_slice(x) for dim, x in selection.items() if dim in array.dims}
+        try:
+            values = array.isel(chosen).values
+        except Exception as error:
             raise UserError(
-                f"{self.where}: has no value for {time.astype('M8[m]')}, day {day} at {hour} h: "
-                f"its days are {self._days[0]} to {self._days[-1]}"
+                f"{self.where}: {name} can't be read from day {self._days[day[0]]} to "
+                f"{self._days[day[-1]]} ({reason_of(error)}). Change climatology."
+            ) from error
+        dims = [str(dim) for dim in array.dims]
+        absent = [dim for dim in ORDER if dim not in dims]
+        values = values.reshape((1,) * len(absent) + values.shape)
+        values = values.transpose([[*absent, *dims].index(dim) for dim in ORDER])
+        return np.asarray(values[of_hour, of_day], dtype=np.float32)
+
+    def _days_and_hours(self, times: Times) -> tuple[Indices, Indices]:
+        """Return the indices of the days and of the hours of some times.
+
+        Raises:
+            UserError: one of them is not there.
+        """
+        days = (times.astype("M8[D]") - times.astype("M8[Y]")) // np.timedelta64(1, "D") + 1
+        hours = (times - times.astype("M8[D]")) // np.timedelta64(1, "h")
+        absent = ~np.isin(days, self._days)
+        if self._hours:
+            absent |= ~np.isin(hours, self._hours)
+        if absent.any():
+            first = int(absent.argmax())
+            raise UserError(
+                f"{self.where}: has no value for {times[first].astype('M8[m]')}, day "
+                f"{days[first]} at {hours[first]} h: its days are {self._days[0]} to "
+                f"{self._days[-1]}"
                 + (f", its hours {', '.join(map(str, self._hours))}" if self._hours else "")
                 + ". Change climatology, or leave it out."
             )
-        return self._days.index(day), self._hours.index(hour) if self._hours else 0
+        if not self._hours:
+            return _indices(self._days, days), np.zeros(len(times), np.intp)
+        return _indices(self._days, days), _indices(self._hours, hours)
 
     def _stored_channel(self, channel: Channel) -> Channel:
         """The channel as the store calls its mean: by its name, or by another of its meaning."""
@@ -146,3 +192,9 @@ class GivenClimatology:
                 f"{', '.join(f'{level:g}' for level in levels)}. Change climatology, or levels."
             )
         return int(levels.index(channel.level))
+
+
+def _indices(there: Sequence[int], wanted: NDArray[np.int64]) -> Indices:
+    """Return where the numbers that are wanted are among those that are there."""
+    order = np.argsort(there)
+    return np.asarray(order[np.searchsorted(there, wanted, sorter=order)])

@@ -36,6 +36,11 @@ def columns_of(wanted: Degrees, found: Degrees, where: str, key: str) -> NDArray
     return places
 
 
+def in_columns(fields: NDArray[np.float32], columns: NDArray[np.intp]) -> NDArray[np.float32]:
+    """Return `(..., W)` with its columns in this order; not copied where they are in it."""
+    return fields if np.array_equal(columns, np.arange(len(columns))) else fields[..., columns]
+
+
 def _other(
     what: str, name: str, wanted: Degrees, found: Degrees, where: str, key: str
 ) -> UserError:

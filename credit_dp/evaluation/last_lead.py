@@ -10,7 +10,6 @@ from torch import Tensor
 from credit_dp.domain_parallel import DomainParallelManager, gather_tensor
 from credit_dp.evaluation.area_mean import sum_over_data
 from credit_dp.evaluation.held_out import HeldOut
-from credit_dp.evaluation.row_differences import RowDifferences
 from credit_dp.evaluation.scorecard import headline
 from credit_dp.evaluation.valid_points import ValidPoints
 from credit_dp.evaluation.zonal_spectra import ZonalSpectra, band_weights
@@ -28,7 +27,6 @@ class LastLead:
         shown: the places of the channels with spectra, and `mapped` of the one with a map.
         spectra: `(2, channels, K, W // 2 + 1)`, of forecast and truth in K bands of latitude.
         rmse, bias: of the mapped channel on each grid point, `(H, W)`.
-        row_differences: of the error of each channel, those of neighbouring rows, `(C, H - 1)`.
     """
 
     hours: int
@@ -37,7 +35,6 @@ class LastLead:
     spectra: np.ndarray
     rmse: np.ndarray
     bias: np.ndarray
-    row_differences: np.ndarray
 
 
 @final
@@ -57,20 +54,16 @@ class LastLeadSums:
             store.grid[1],
             None if points is None else ValidPoints(points.valid[self.shown]),
         )
-        channels, height = store.channels.outputs, store.grid[0]
-        self._rows = RowDifferences((channels,), height, manager, like.device)
         sizes = (2, len(like), store.grid[1])
         self._errors = torch.zeros(sizes, dtype=torch.float64, device=like.device)
         self._count = torch.zeros(1, dtype=torch.float64, device=like.device)
 
     def add(self, forecast: Tensor, truth: Tensor) -> None:
-        """Add normalised fields `(B, C, h, W)`; collective over the domain."""
+        """Add normalised fields `(B, C, h, W)`."""
         fields = [self._dates.physical(one) for one in (forecast, truth)]
         for source, field in enumerate(fields):
             self._spectra.add((source,), field[:, self.shown])
-        errors = fields[0] - fields[1]
-        self._rows.add((), errors)
-        error = errors[:, self.mapped].double()
+        error = (fields[0] - fields[1])[:, self.mapped].double()
         self._errors += torch.stack([error.sum(dim=0), error.square().sum(dim=0)])
         self._count += len(error)
 
@@ -87,7 +80,6 @@ class LastLeadSums:
             # One after the other: no more than one field is on its way.
             rmse=gathered(square.sqrt(), manager),
             bias=gathered(mean, manager),
-            row_differences=self._rows.result().cpu().numpy(),
         )
 
 

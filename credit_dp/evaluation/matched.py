@@ -78,6 +78,7 @@ def match(request: ScoreRequest, forecast: ForecastStore, report: Report) -> Mat
             prognostic=names,
             step=f"{step_of_truth(forecast, names, times, leads)}h",
             variables={x: VariableConfig(fill="mean") for x in request.masked if x in names},
+            limits=dict(request.limits),
         )
         source = open_source(config)
         config = dataclasses.replace(config, levels=_check_variables(request, forecast, source))

@@ -10,7 +10,7 @@ from typing import final
 from torch import Tensor
 
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.evaluation.area_mean import AreaMean
+from credit_dp.evaluation.area_mean import AreaMean, Index
 from credit_dp.evaluation.valid_points import ValidPoints
 
 
@@ -29,8 +29,8 @@ class RootMeanSquare:
     ) -> None:
         self._squares = AreaMean(shape, rows, points)
 
-    def add(self, index: tuple[int, ...], error: Tensor) -> None:
-        """Add errors `(B, C, h, W)` of all channels to the place `index`."""
+    def add(self, index: Index, error: Tensor) -> None:
+        """Add errors `(B, ..., C, h, W)` of all channels to the place `index`."""
         self._squares.add(index, error.double().square())
 
     def result(self, manager: DomainParallelManager) -> Tensor:

@@ -89,7 +89,6 @@ def _head(card: Scorecard) -> list[str]:
         "Initial times": f"{count}, {first} to {last}" if count > 1 else first,
         "Lead times": f"{len(card.hours)}, {card.hours[0]} to {card.hours[-1]} hours",
         "Grid": f"{len(card.latitude)} x {len(card.longitude)}",
-        **({"Seams": card.seams} if card.seams else {}),
     }
     listed = "".join(f"<dt>{name}</dt><dd>{escape(text)}</dd>" for name, text in facts.items())
     return [

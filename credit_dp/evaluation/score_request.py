@@ -1,10 +1,10 @@
 """What is to be scored against what, and how a message of the data names its keys."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import final
+from dataclasses import dataclass, field
+from typing import Any, final
 
 from credit_dp.errors import UserError
 
@@ -12,10 +12,12 @@ from credit_dp.errors import UserError
 KEYS = {
     "data.prognostic": "variables",
     "data.levels": "levels",
+    "data.limits": "limits",
     "data.dates.train": "climatology_dates",
     "data.cache": "the environment variable CREDIT_DP_CACHE",
 }
 FILL = re.compile(r"set data\.variables\.(\w+)\.fill=mean, or to a number")
+CONVERT = re.compile(r"set data\.variables\.\S+\.convert='[^']*'")
 FILLED = re.compile(r", which data\.variables\.\w+\.fill goes by")
 
 
@@ -29,6 +31,7 @@ class ScoreRequest:
         hours: lead times.
         climatology: a store by hour and day of the year.
         climatology_dates: those of the truth that a climatology is fitted to, without such a store.
+        limits: `[low, high]` of a variable's values, or None for any; see `DataConfig`.
         masked: variables that have no values on some points at any time, as over land.
         cache: folder for a climatology that is fitted.
     """
@@ -43,6 +46,7 @@ class ScoreRequest:
     climatology: str = ""
     climatology_dates: tuple[str, ...] = ()
     masked: tuple[str, ...] = ()
+    limits: Mapping[str, Any] = field(default_factory=dict)
 
 
 @contextmanager
@@ -56,6 +60,7 @@ def keys_for(store: str) -> Iterator[None]:
         yield
     except UserError as error:
         text = FILLED.sub("", FILL.sub(r"give masked=[\1]", str(error)))
+        text = CONVERT.sub("convert it, or leave it out of variables=", text)
         for old, new in {"data.store": store, **KEYS}.items():
             text = text.replace(old, new)
         raise UserError(text) from error

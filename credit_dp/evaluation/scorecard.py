@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from credit_dp.data.schema import Channel
+from credit_dp.errors import UserError
 from credit_dp.evaluation.coasts import Lines
 from credit_dp.evaluation.error_maps import ErrorMap
 from credit_dp.evaluation.plots import MapGrid
-from credit_dp.evaluation.seams import seams_told
 from credit_dp.evaluation.variable_scores import SOURCES, SPECTRA_OF
 
 Array = NDArray[np.float64]
@@ -31,6 +31,10 @@ HEADLINE = (
     Channel("10m_u_component_of_wind"),
     Channel("total_precipitation_24hr"),
 )
+ZERO = {
+    "persistence": "Does this field change in time?",
+    "climatology": "Is this field the same on all dates?",
+}
 SHOWN = 6  # channels with curves and spectra
 
 
@@ -51,8 +55,6 @@ class Scorecard:
         bands: the K bands of latitude by name.
         maps: of a few channels.
         coasts: of the planet; see `coasts`.
-        edges: first rows of bands but the first, where they are known.
-        row_differences: `(leads, C, H - 1)`, of the errors of neighbouring rows, added up.
     """
 
     forecast: str
@@ -70,19 +72,35 @@ class Scorecard:
     spectra: Array
     bands: tuple[str, ...]
     maps: tuple[ErrorMap, ...]
-    edges: tuple[int, ...]
-    row_differences: Array
 
     @property
     def grid(self) -> MapGrid:
         """The cells of maps."""
         return MapGrid(self.latitude, self.longitude, self.coasts)
 
-    @property
-    def seams(self) -> str:
-        """What the longest lead time's errors show of edges between bands; empty without edges."""
-        names = [channel.name for channel in self.channels]
-        return seams_told(self.row_differences[-1], self.edges, names)
+    def check(self) -> None:
+        """Refuse errors that are not finite; a correlation may be undefined, where nothing varies.
+
+        Raises:
+            UserError: names the first variable of which one is NaN or infinite.
+        """
+        for c, lead, name, of, value in self.rows():
+            if not math.isfinite(value) and not (name == "acc" and math.isnan(value)):
+                where = {"persistence": self.truth, "truth": self.truth}
+                where |= {"forecast": self.forecast, "climatology": self.climatology}
+                raise UserError(
+                    f"{where[of]}: the {name} of the {of} is {value} for {self.channels[c].name} "
+                    f"at {self.hours[lead]} h. Look at this field, or leave it out of variables=."
+                )
+
+    def warnings(self) -> list[str]:
+        """A line for each channel of which persistence or climatology has no error at all."""
+        zero = {
+            (c, of): f"{self.channels[c].name}: the RMSE of {of} is exactly 0. {ZERO[of]}"
+            for c, lead, name, of, value in self.rows()
+            if name == "rmse" and value == 0 and of in ZERO and self.hours[lead] > 0
+        }
+        return list(zero.values())
 
     def rows(self) -> Iterator[tuple[int, int, str, str, float]]:
         """Channel, lead, score, source and value of each number."""
@@ -127,7 +145,6 @@ class Scorecard:
             "lead_hours": list(self.hours),
             "grid": [len(self.latitude), len(self.longitude)],
             "units": dict(zip(names, self.units, strict=True)),
-            **({"band_edges": list(self.edges), "seams": self.seams} if self.edges else {}),
         }
 
     def spectra_csv(self) -> str:

@@ -47,7 +47,7 @@ class ValidPoints:
         return self._over_globe(self.weight(rows))
 
     def only(self, values: Tensor) -> Tensor:
-        """`(B, C, h, W)` with 0, and no gradient, where there are no values."""
+        """`(..., C, h, W)` with 0, and no gradient, where there are no values."""
         return values.masked_fill(self.missing, 0)
 
     def filled(self, values: Tensor, fills: Tensor) -> Tensor:

@@ -76,35 +76,36 @@ class VariableScores:
         self._ensemble = members > 1
 
     def add(
-        self, lead: int, members: Tensor, truth: Tensor, guesses: tuple[Tensor, Tensor]
+        self, leads: slice, members: Tensor, truth: Tensor, guesses: tuple[Tensor, Tensor]
     ) -> None:
-        """Add one forecast of the initial time that is not yet ended.
+        """Add the forecasts from the initial time that is not yet ended, at some lead times.
 
         Args:
-            members: `(1, M, C, h, W)`, M = 1 without an ensemble.
-            truth: `(1, C, h, W)`.
-            guesses: persistence and climatology, `(1, C, h, W)` each.
+            members: `(M, leads, C, h, W)`, M = 1 without an ensemble.
+            truth: `(leads, C, h, W)`.
+            guesses: persistence, `(1, C, h, W)`, and climatology, `(leads, C, h, W)`.
         """
         members, truth = members.double(), truth.double()
         persistence, normal = (guess.double() for guess in guesses)
-        mean = members.mean(dim=1)
+        mean = members.mean(dim=0)
         for source, field in enumerate((mean, persistence, normal)):
-            self._rmse.add((source, lead), field - truth)
-            self._bias.add((source, lead), field, truth)
+            self._rmse.add((source, leads), (field - truth)[None])
+            self._bias.add((source, leads), field[None], truth[None])
         for source, field in enumerate((mean, persistence)):
-            self._acc.add((source, lead), [0], field - normal, truth - normal)
+            self._acc.add((source, leads), [0], (field - normal)[None], (truth - normal)[None])
         for source, field in enumerate((mean, truth)):
-            self._activity.add((source, lead), field - normal)
-        for source, fields in enumerate((members[0], truth)):
-            self._spectra.add((source, lead), fields)
+            self._activity.add((source, leads), (field - normal)[None])
+        for source, fields in enumerate((members, truth[None])):
+            self._spectra.add((source, leads), fields)
         if self._ensemble:
-            for source, several in enumerate((members, persistence[:, None], normal[:, None])):
-                self._crps.add((source, lead), several, truth)
-            self._spread.add((0, lead), members)
+            constant = persistence.expand_as(truth)
+            for source, several in enumerate((members, constant[None], normal[None])):
+                self._crps.add((source, leads), several[None], truth[None])
+            self._spread.add((0, leads), members[None])
 
-    def end_initial_time(self, manager: DomainParallelManager) -> None:
-        """Say that all lead times from one initial time have been added; collective."""
-        self._acc.fold(manager)
+    def end_initial_time(self, leads: slice, manager: DomainParallelManager) -> None:
+        """Say that these lead times from one initial time have been added; collective."""
+        self._acc.fold(manager, (slice(None), leads))
 
     def result(self, manager: DomainParallelManager) -> tuple[dict[str, Tensor], Tensor]:
         """Scores by name, `(sources, leads, C)` each, and spectra, `(2, leads, C, K, W // 2 + 1)`.

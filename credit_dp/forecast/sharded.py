@@ -10,7 +10,6 @@ import xarray as xr
 from numpy.typing import NDArray
 
 from credit_dp.checks import home_replaced
-from credit_dp.domain_parallel.partition import BANDS, RowPartition
 from credit_dp.errors import UserError
 from credit_dp.forecast.netcdf_file import ROWS
 from credit_dp.forecast.writer import ENDING
@@ -101,8 +100,6 @@ def _joined(bands: Sequence[Band]) -> xr.Dataset:
         combine_attrs="drop_conflicts",
     )
     data.attrs.pop(ROWS, None)
-    sizes = [len(band.latitude) for band in ordered]
-    data.attrs[BANDS] = list(RowPartition.of_sizes(sizes).bounds)
     return data
 
 

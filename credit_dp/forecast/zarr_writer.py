@@ -27,7 +27,7 @@ from zarr.storage import LocalStore
 
 from credit_dp.data.preparing.codecs import CODECS
 from credit_dp.data.preparing.files import WholeFiles, remove_leftovers
-from credit_dp.domain_parallel.partition import BANDS, RowPartition
+from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.errors import UserError
 from credit_dp.forecast.form import Form, Variable
 from credit_dp.forecast.jobs import Job
@@ -103,8 +103,7 @@ class ZarrWriter(Writer):
 
     def make(self, place: Path, bands: RowPartition) -> None:
         """See `Writer`."""
-        attributes = {**global_attributes(self._settings), BANDS: list(bands.bounds)}
-        group = zarr.create_group(LocalStore(place), attributes=attributes)
+        group = zarr.create_group(LocalStore(place), attributes=global_attributes(self._settings))
         rows = -(-bands.height // bands.ranks)
         for variable in self.form.variables:
             self._create_array(group, variable, rows)

@@ -35,7 +35,7 @@ def bias_index(window: Size) -> Tensor:
 def window_columns(window: int, columns: int) -> int:
     """Return the columns of a window, at most `window`, for a globe of so many.
 
-    As many as divide the globe's, so that shifted windows go around it without a seam; where that
+    As many as divide the globe's, so that shifted windows go around it evenly; where that
     leaves less than half of the window, all of it, and zeros in the east make the globe a multiple.
     """
     widest = min(window, columns)

@@ -122,6 +122,15 @@ def test_what_is_not_comparable_is_said(tmp_path, monkeypatch):
     assert told(monkeypatch, *cards)[1].startswith("not comparable: e has other truth than d\n")
 
 
+def test_keys_of_older_scorecards_do_not_matter(tmp_path, monkeypatch):
+    old, new = card(tmp_path, "old", rmse=(2.0, 9.0)), card(tmp_path, "new", rmse=(1.0, 9.0))
+    content = json.loads((old / "scores.json").read_text())
+    (old / "scores.json").write_text(json.dumps({**content, "band_edges": [4], "bands": "1.00"}))
+    code, said, complaints = told(monkeypatch, old, new)
+    assert (code, complaints) == (0, "")
+    assert "Best of 1: old 0, new 1." in said
+
+
 def test_runs_of_one_name_are_told_apart(tmp_path, monkeypatch):
     for folder in ("x", "y"):
         (tmp_path / folder).mkdir()

@@ -170,6 +170,10 @@ def test_the_truth_is_by_default_what_a_forecast_started_from(
         (["out=."], ".: exists already"),
         (["out=deep/er/new", "truth=nowhere.zarr"], "nowhere.zarr: no such zarr store. Set truth"),
         (["variables=[temperature,temperature]"], "error: variables: needs each entry once"),
+        (["limits=3"], "limits: needs entries in braces, like {NAME:[A,B]}, got '3'"),
+        (["limits={temperature:[9,1]}"], "limits.temperature: needs [low, high]"),
+        (["limits={temprature:null}"], "limits.temprature: no list"),
+        (["limits={t:[300,400]}"], "its limits are 300 to 400"),
         (["out=truth.zarr/zarr.json/x"], "can't be made (Not a directory). Change out"),
     ],
 )

@@ -74,6 +74,9 @@ def test_fit_finds_the_seasons_it_was_given(tmp_path, monkeypatch, rising, block
         assert np.allclose(whole[0], 1e5 + truth[0], atol=0.05)
         bands = [found.field(time, rows) for rows in (slice(0, 1), slice(1, 4), slice(4, 6))]
         assert np.array_equal(np.concatenate(bands, axis=1), whole)
+        for channels in (slice(0, 1), slice(1, 2), slice(1, 3)):
+            part = found.fields(np.array([time, START]), channels, slice(1, 4))
+            assert np.array_equal(part[0], whole[channels, 1:4])
 
 
 def test_fit_equals_least_squares_of_noisy_fields(tmp_path):

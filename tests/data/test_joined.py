@@ -208,3 +208,23 @@ def test_a_run_sees_the_same_whatever_the_form(tmp_path, form):
         assert np.array_equal(store.read_times(when, rows), first.read_times(when, rows))
         assert np.array_equal(store.forcing_times(when, rows), first.forcing_times(when, rows))
         assert np.array_equal(store.static(rows), first.static(rows))
+
+
+def test_chunks_are_numbered_across_files_and_stores(tmp_path):
+    """No chunk reaches from one file into the next, or from one store into the other."""
+    spans = slice(0, 5), slice(5, 12)
+    files = [
+        GriddedSource.open(
+            str(stores.write(DATA.isel(time=span), tmp_path / f"{n}.zarr", chunks={"time": 3}))
+        )
+        for n, span in enumerate(spans)
+    ]
+    source, channel = FilesSource(files, "*.zarr"), Channel("temperature", 500)
+    numbers = source.chunk_numbers(channel, np.arange(12))
+    assert numbers.tolist() == [0, 0, 0, 1, 1, 2, 2, 2, 3, 3, 3, 4]
+    assert source.chunk_numbers(channel, np.array([4, 5])).tolist() == [1, 2]
+    later = stores.write(DATA[SURFACE].isel(time=slice(2, None)), tmp_path / "later.zarr")
+    joined = JoinedSource([GriddedSource.open(str(later)), source])
+    assert joined.chunk_numbers(channel, np.arange(10)).tolist() == numbers[2:].tolist()
+    of_first = joined.chunk_numbers(Channel("solar"), np.arange(10))
+    assert of_first.tolist() == list(range(10))

@@ -162,12 +162,7 @@ def test_config_for_a_store_of_ones_own_fits_the_schema(path):
     file = Path(__file__).parents[2] / "conf" / "data" / "zarr.yaml"
     settings = OmegaConf.load(file)
     assert settings.pop("defaults") == ["schema", "_self_"]
-    assert OmegaConf.missing_keys(settings) == {
-        "store",
-        "dates.train",
-        "dates.valid",
-        "dates.test",
-    }
+    assert OmegaConf.missing_keys(settings) == {"store"}
     names = ["store", "dates", "prognostic", "static"]
     given = {name: getattr(stores.config(path), name) for name in [*names, "cache"]}
     merged = OmegaConf.merge(OmegaConf.structured(DataConfig), settings, given)

@@ -107,7 +107,7 @@ def test_every_is_part_of_it(path, tmp_path, caplog):
     file = own_file(path, tmp_path / "stats.json", every=3)
     with caplog.at_level(logging.INFO, "credit_dp"):
         ready = prepare(stores.config(path, statistics=file))
-    assert "every 3. training date" in caplog.text
+    assert "is of one in 3 training dates" in caplog.text
     fields = stores.dataset()["2m_temperature"].values[:8:3].astype(np.float64)
     assert ready.statistics.maximum[3] == fields.max()
     store = ready.store
@@ -134,11 +134,13 @@ def test_damaged_parts_of_a_file_are_no_file(path, tmp_path):
 
 
 def foreign(names, seed):
-    """A dataset with a number per level, or one number, for each name."""
+    """A dataset with a number per level, or one number, for each name; all could be means."""
     numbers = np.random.default_rng(seed).uniform(1, 2, size=(len(names), 3))
+    means = {"z": np.array([0, 5e4, 1e4]), "t": 250.0, "s": 0.0, "2": 280.0}
     variables = {}
     for name, values in zip(names, numbers, strict=True):
         on_levels = name in ("geopotential", "temperature", "Z", "T", "z", "t")
+        values += means["2" if name == "t2m" else "z" if name[0] in "gzZ" else name[0].lower()]
         variables[name] = (("level",), values) if on_levels else ((), values[0])
     return xr.Dataset(variables, {"level": [1000, 500, 850]})  # in an order of its own
 
@@ -196,7 +198,7 @@ def test_what_is_computed_needs_no_statistics(path, tmp_path, caplog, others):
     with caplog.at_level(logging.INFO, "credit_dp"):
         ready = prepare(stores.config(path, statistics=files, **changes))
     (said,) = [message for message in caplog.messages if "computed from" in message]
-    assert "no mean or std of 2m_temperature, solar: computed from every 1. training date" in said
+    assert "no mean or std of 2m_temperature, solar: computed from all training dates" in said
     assert "has no tendency std and no mean or std" in said
     found = ready.statistics
     computed = prepare(stores.config(path, **changes)).statistics
@@ -248,18 +250,18 @@ def test_one_dataset_may_have_all(path, tmp_path):
 
 
 def test_single_levels_by_name(path, tmp_path):
-    flat = {"Z500": 5.0, "T500": 6.0, "t2m": 7.0, "solar": 8.0}
+    flat = {"Z500": 5e4, "T500": 260.0, "t2m": 270.0, "solar": 8.0}
     files = [written(xr.Dataset(flat) + number, tmp_path / f"{number}.nc") for number in range(3)]
     found = prepare(stores.config(path, statistics=files, levels=[500])).statistics
-    assert found.mean.tolist() == [5, 7, 6]
-    assert found.tendency_std.tolist() == [7, 9, 8]
+    assert found.mean.tolist() == [50000, 270, 260]
+    assert found.tendency_std.tolist() == [50002, 272, 262]
 
 
 def test_the_surface_has_the_short_name_of_the_levels_too(path, tmp_path):
-    flat = {"z": 4.0, "z_500": 5.0, "t_500": 6.0, "2t": 7.0, "solar": 8.0}
+    flat = {"z": 4.0, "z_500": 5e4, "t_500": 260.0, "2t": 270.0, "solar": 8.0}
     files = [written(xr.Dataset(flat) + number, tmp_path / f"{number}.nc") for number in range(3)]
     found = prepare(stores.config(path, statistics=files, levels=[500])).statistics
-    assert found.mean.tolist() == [5, 7, 6]
+    assert found.mean.tolist() == [50000, 270, 260]
     assert found.static_mean[0] == 4
 
 

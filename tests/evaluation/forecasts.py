@@ -34,7 +34,7 @@ def forecast(observed: xr.Dataset, members: int = 0) -> xr.Dataset:
     growth = (leads / np.timedelta64(24, "h")).astype("f4")
     growth = growth.assign_coords(prediction_timedelta=LEADS)
     for name in made.data_vars:
-        scale = np.float32(observed[name].std())
+        scale = np.float32(observed[name].std(["time", "latitude", "longitude"]).max())
         dims = ("number", *made[name].dims) if members else made[name].dims
         sizes = [members or 1] if members else []
         noise = random.normal(size=(*sizes, *made[name].shape)).astype("f4")
@@ -50,7 +50,7 @@ def climatology(observed: xr.Dataset) -> xr.Dataset:
     for name, array in observed.data_vars.items():
         dims = [dim for dim in array.dims if dim != "time"]
         shape = (4, 10, *(observed.sizes[dim] for dim in dims))
-        mean = float(array.mean())
+        mean = array.mean(["time", "latitude", "longitude"]).values[..., None, None]
         values = (mean + mean / 200 * random.normal(size=shape)).astype("f4")
         made[name] = (("hour", "dayofyear", *dims), values)
     coords = {dim: observed[dim] for dim in ("level", "latitude", "longitude")}
@@ -66,15 +66,19 @@ def write(data: xr.Dataset, path: Path) -> Path:
     return path
 
 
-def scored(folder: Path, forecast: Path, **changes: object) -> Scorecard:
+def request(folder: Path, forecast: Path, **changes: object) -> ScoreRequest:
     settings: dict[str, object] = {
         "forecast": str(forecast),
         "truth": str(folder / "truth.zarr"),
         "cache": str(folder / "cache"),
         "climatology": str(folder / "climatology.zarr"),
     }
-    request = ScoreRequest(**(settings | changes))  # type: ignore[arg-type]
-    return score(request, ForecastStore.open(request.forecast), lambda title, part: None)
+    return ScoreRequest(**(settings | changes))  # type: ignore[arg-type]
+
+
+def scored(folder: Path, forecast: Path, **changes: object) -> Scorecard:
+    store = ForecastStore.open(str(forecast))
+    return score(request(folder, forecast, **changes), store, lambda title, part: None)
 
 
 def refusal(folder: Path, forecast: Path, **changes: object) -> str:

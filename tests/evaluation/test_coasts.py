@@ -126,4 +126,3 @@ def test_scorecards_draw_the_coasts_of_the_truth(tmp_path: Path, simulated: bool
     assert (card.coasts is earth()) != simulated
     assert card.grid.coasts is card.coasts
     assert np.nanmin(card.coasts[:, 0]) == pytest.approx(67.5) if simulated else True
-    assert card.seams == ""

@@ -121,8 +121,6 @@ def card() -> Scorecard:
         spectra=np.ones((2, 2, 1, 1, 5)),
         bands=("globe",),
         maps=(ErrorMap(0, 48, FIELD, FIELD - 20),),
-        edges=(),
-        row_differences=np.zeros((2, 1, 4)),
     )
 
 
@@ -132,7 +130,7 @@ def draw_run(folder: Path) -> None:
     log.write_text("step,loss\n1,1.0\n2,0.5\n")
     draw_loss(log, folder / "loss.png")
     scores = Scores(("x",), ("K",), (6, 24), np.ones((3, 2, 1)), 2)
-    last = LastLead(24, (0,), 0, np.ones((2, 1, 3, 5)), FIELD, FIELD - 20, np.zeros((1, 4)))
+    last = LastLead(24, (0,), 0, np.ones((2, 1, 3, 5)), FIELD, FIELD - 20)
     draw_rmse(scores, [0], folder / "rmse.png")
     draw_spectra(scores, last, folder / "spectra.png")
     draw_errors_of(scores, last, GRID, folder / "errors.png")

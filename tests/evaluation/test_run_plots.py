@@ -15,7 +15,6 @@ from credit_dp.evaluation.evaluate import evaluate
 from credit_dp.evaluation.held_out import HeldOut
 from credit_dp.evaluation.last_lead import LastLead, LastLeadSums
 from credit_dp.evaluation.run_plots import drawn_of
-from credit_dp.evaluation.seams import row_differences
 from credit_dp.evaluation.table import Scores
 from credit_dp.evaluation.zonal_spectra import RADIUS, band_weights
 from credit_dp.forecast.step import ForecastStep
@@ -63,7 +62,6 @@ def test_they_are_those_of_the_definition(config: Config) -> None:
     assert last.bias == pytest.approx(error[:, last.mapped].mean(axis=0), rel=1e-5, abs=1e-2)
     wanted = np.sqrt((error[:, last.mapped] ** 2).mean(axis=0))
     assert last.rmse == pytest.approx(wanted, rel=1e-5)
-    assert last.row_differences == pytest.approx(row_differences(error).sum(axis=0), rel=1e-5)
     north = band_weights(store.latitude).numpy()[0]
     circles = 2 * np.pi * RADIUS * np.cos(np.deg2rad(store.latitude))
     for source, fields in enumerate((forecast, truth)):
@@ -75,7 +73,7 @@ def test_they_are_those_of_the_definition(config: Config) -> None:
 
 
 def check_same(found: LastLead, wanted: LastLead) -> None:
-    for name in ("rmse", "bias", "row_differences", "spectra"):
+    for name in ("rmse", "bias", "spectra"):
         value = getattr(found, name)
         assert value == pytest.approx(getattr(wanted, name), rel=1e-10, abs=1e-9), name
 

@@ -36,8 +36,6 @@ def card(scores: dict[str, list[float]], channels: int = 1) -> Scorecard:
         spectra=np.full((2, 1, channels, 1, 2), np.nan),
         bands=("globe",),
         maps=(),
-        edges=(),
-        row_differences=np.zeros((1, channels, 1)),
     )
 
 

@@ -1,6 +1,7 @@
 """Each score against its definition in xarray, on one rank and summed over bands of rows."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -202,3 +203,43 @@ def test_a_fair_score_does_not_know_how_many_members_there_are() -> None:
         crps.add((), draws[:, 1:], draws[:, 0])
         found = crps.result(DomainParallelManager(1, 1)).item()
         assert found == pytest.approx(1 / np.sqrt(np.pi), abs=0.01)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_what_is_kept_apart_may_be_added_at_once(masked: bool) -> None:
+    """Lead times: here the initial times of the other tests."""
+    members, truth, normal = (torch.from_numpy(x.values.copy()) for x in fields(masked))
+    area = torch.from_numpy(row_weights(LATITUDE))
+    points = ValidPoints(torch.from_numpy(mask().values)) if masked else None
+    latitude, several = torch.from_numpy(LATITUDE), members.swapaxes(0, 1)
+    shape = (1, TIMES, 2)
+
+    def scores() -> dict[str, Any]:
+        return {
+            "rmse": RootMeanSquare(shape, area, points),
+            "bias": Bias(shape, area, points),
+            "acc": AnomalyCorrelation(shape, 1, area, points),
+            "crps": FairCRPS(shape, area, points),
+            "spread": Spread(shape, area, points),
+            "spectra": ZonalSpectra(shape, band_weights(LATITUDE), latitude, COLUMNS, points),
+        }
+
+    def add(to: dict[str, Any], leads: slice | int) -> None:
+        x, y, c = several[:, leads], truth[leads], normal[leads]
+        mean = x.mean(dim=0)
+        to["rmse"].add((0, leads), (mean - y)[None])
+        to["bias"].add((0, leads), mean[None], y[None])
+        to["acc"].add((0, leads), [0], (mean - c)[None], (y - c)[None])
+        to["crps"].add((0, leads), x[None], y[None])
+        to["spread"].add((0, leads), x[None])
+        to["spectra"].add((0, leads), x)
+
+    together, apart = scores(), scores()
+    for leads in (slice(0, 2), slice(2, TIMES)):
+        add(together, leads)
+        together["acc"].fold(DomainParallelManager(1, 1), (slice(None), leads))
+    for lead in range(TIMES):
+        add(apart, lead)
+    for name, score in together.items():
+        found, wanted = (one.result(DomainParallelManager(1, 1)) for one in (score, apart[name]))
+        assert found.numpy() == pytest.approx(wanted.numpy(), rel=1e-13, nan_ok=True), name

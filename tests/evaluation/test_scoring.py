@@ -1,7 +1,6 @@
 """Scores of stores against an implementation in xarray, whatever form the stores have."""
 
 import base64
-import json
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +8,6 @@ import pytest
 import xarray as xr
 
 from credit_dp.data.schema import Channel
-from credit_dp.domain_parallel.partition import BANDS
 from credit_dp.evaluation.coasts import NONE
 from credit_dp.evaluation.error_maps import ErrorMap
 from credit_dp.evaluation.score_page import page
@@ -280,8 +278,6 @@ def test_names_and_units_are_shown_as_they_are() -> None:
         spectra=np.full((2, 1, 1, 1, 2), np.nan),
         bands=("globe",),
         maps=(ErrorMap(0, 24, np.ones((2, 2)), np.ones((2, 2))),),
-        edges=(),
-        row_differences=np.ones((1, 1, 1)),
     )
     text = page(card)
     assert r"<td>&lt;b&gt;$\frac$</td>" in text
@@ -289,24 +285,6 @@ def test_names_and_units_are_shown_as_they_are() -> None:
     assert "<i>" not in text
     picture = base64.b64decode(curves(card, "rmse").split(",")[1]).decode()
     assert r"&lt;b&gt;$\frac$" in picture
-
-
-def test_seams_are_told_where_bands_are_known(tmp_path: Path) -> None:
-    """Of the errors: the truth's own steps with latitude are no seams."""
-    observed = forecasts.truth(rows=32, columns=24)
-    forecasts.write(observed, tmp_path / "truth.zarr")
-    forecasts.write(forecasts.climatology(observed), tmp_path / "climatology.zarr")
-    made = forecasts.forecast(observed).assign_attrs({BANDS: [0, 16, 32]})
-    off = made.copy(deep=True)
-    off["2m_temperature"][..., 16:, :] += 40
-    for name, data in (("right", made), ("wrong", off)):
-        path = forecasts.write(data, tmp_path / f"{name}.zarr")
-        card = scored(tmp_path, path, hours=(24,), levels=(850,))
-        assert ("SEAMS IN 2m_temperature" in card.seams) == (name == "wrong")
-        assert card.facts()["band_edges"] == [16]
-        assert json.loads(card.json())["seams"] == card.seams
-    unknown = forecasts.write(forecasts.forecast(observed), tmp_path / "unknown.zarr")
-    assert scored(tmp_path, unknown, hours=(24,)).seams == ""
 
 
 @pytest.mark.parametrize("levels", ["level", "isobaricInhPa", "by name"])

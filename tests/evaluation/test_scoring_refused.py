@@ -9,7 +9,7 @@ import xarray as xr
 from credit_dp.errors import UserError
 from credit_dp.evaluation.grid_match import columns_of, same_rows
 from tests.evaluation import forecasts
-from tests.evaluation.forecasts import refusal, without_members
+from tests.evaluation.forecasts import refusal, scored, without_members
 
 
 def changed(made: xr.Dataset, name: str) -> xr.Dataset:
@@ -102,6 +102,18 @@ def test_a_climatology_that_lacks_something_is_refused(folder: Path, tmp_path: P
         assert "climatology" in said
 
 
+def test_a_climatology_needs_values_where_the_truth_has_them(folder: Path, tmp_path: Path) -> None:
+    """What is said is the first time that lacks some, not the one that lacks most."""
+    observed = forecasts.truth()
+    made = without_members(forecasts.forecast(observed, members=1))
+    normals = forecasts.climatology(observed)
+    normals["temperature"].values[0, 2:4, 1, 3, 2] = np.nan
+    normals["temperature"].values[2, 2, 1] = np.nan
+    store = forecasts.write(normals, tmp_path / "c.zarr")
+    said = refusal(folder, forecasts.write(made, tmp_path / "f.zarr"), climatology=str(store))
+    assert f"{store}: temperature for 2000-01-03T00:00 has NaN or infinite values on 1 p" in said
+
+
 def test_a_climatology_needs_to_say_its_hours(folder: Path, tmp_path: Path) -> None:
     """Else the first would stand for all of them."""
     observed = forecasts.truth()
@@ -139,3 +151,74 @@ def test_forecasts_that_are_not_whole_are_refused(folder: Path, tmp_path: Path) 
         forecasts.write(made.assign_coords(prediction_timedelta=[0, 1, 2]), tmp_path / "bare.zarr"),
     )
     assert "prediction_timedelta needs to be time spans" in said
+
+
+class TestLimits:
+    """Values that can't be, of each store that is scored; `forecasts.refusal` sees no data. key."""
+
+    def made(self) -> xr.Dataset:
+        return without_members(forecasts.forecast(forecasts.truth(), members=1))
+
+    def test_of_a_forecast(self, folder: Path, tmp_path: Path) -> None:
+        made = self.made()
+        values = made["temperature"].values.copy()
+        values[1, 2, 0, 3, 2] = 9.96921e36
+        broken = made.assign(temperature=(made["temperature"].dims, values))
+        path = forecasts.write(broken, tmp_path / "f.zarr")
+        said = refusal(folder, path)
+        for part in (
+            "f.zarr: temperature on level 500 is 9.96921e+36 at 2000-01-03T12:00 (from "
+            "2000-01-02T12:00 at 24 h), row 3, column 2, but its limits are 100 to 400",
+            "a fill value that no attribute of the store declares, or a model that has become",
+            "set 'limits={temperature:[LOW,HIGH]}', or {temperature:null} for no limits",
+        ):
+            assert part in said
+        card = scored(folder, path, hours=(0, 6), levels=(850,), limits={"t": None})
+        assert np.isfinite(card.scores["rmse"]).all()
+        low = {"2m_temperature": [300, 400]}
+        assert "its limits are 300 to 400" in refusal(folder, path, hours=(0,), limits=low)
+
+    def test_of_points_that_are_not_scored(self, tmp_path: Path) -> None:
+        """What lies where the truth has no values is not looked at."""
+        observed = forecasts.truth()
+        made = self.made()
+        observed["2m_temperature"][:, 2:4, :3] = np.nan
+        made["2m_temperature"][..., 2:4, :3] = -9999
+        forecasts.write(observed, tmp_path / "truth.zarr")
+        path = forecasts.write(made, tmp_path / "f.zarr")
+        card = scored(tmp_path, path, climatology="", masked=("2m_temperature",))
+        assert np.isfinite(card.scores["rmse"]).all()
+
+    @pytest.mark.parametrize(
+        ("store", "part"),
+        [
+            ("truth", "truth.zarr, chunk temperature/c/"),
+            ("climatology", "climatology.zarr: temperature on level "),
+        ],
+    )
+    def test_of_what_it_is_compared_with(self, tmp_path: Path, store: str, part: str) -> None:
+        observed = forecasts.truth()
+        stored = {"truth": observed, "climatology": forecasts.climatology(observed)}
+        path = forecasts.write(self.made(), tmp_path / "f.zarr")
+        stored[store]["temperature"] -= 273.15
+        for name, data in stored.items():
+            forecasts.write(data, tmp_path / f"{name}.zarr")
+        said = refusal(tmp_path, path)
+        assert part in said
+        assert "It looks like degC" in said
+
+
+def test_scores_that_are_not_finite_or_too_good(folder: Path, tmp_path: Path) -> None:
+    made = without_members(forecasts.forecast(forecasts.truth(), members=1))
+    card = scored(folder, forecasts.write(made, tmp_path / "f.zarr"))
+    assert card.warnings() == []  # persistence has no error at 0 h, which says nothing
+    card.scores["rmse"][1:, -1, 2] = 0
+    assert [line.split(".")[0] for line in card.warnings()] == [
+        f"{card.channels[2].name}: the RMSE of {of} is exactly 0"
+        for of in ("persistence", "climatology")
+    ]
+    card.scores["acc"][:] = np.nan
+    card.check()
+    card.scores["bias"][0, 1, 1] = np.nan
+    with pytest.raises(UserError, match=f"bias of the forecast is nan for {card.channels[1].name}"):
+        card.check()

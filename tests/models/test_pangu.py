@@ -185,7 +185,7 @@ def test_windows_go_around_the_globe_where_a_good_one_divides_it(window, columns
     assert window_columns(window, columns) == expected
 
 
-def test_no_seam_where_the_window_does_not_divide_the_columns():
+def test_attention_goes_around_where_the_window_does_not_divide_the_columns():
     block = _block((2, 6, 10), (2, 3, 6), shifted=True)
     x = torch.randn(1, 2, 6, 10, 4)
     east = x.clone()

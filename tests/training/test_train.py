@@ -50,7 +50,6 @@ def test_a_run_leaves_all_its_files_and_says_where(config, capsys):
     said = capsys.readouterr().out
     assert all(str(folder / name) in said for name in FILES)
     assert f"plots        {folder}/*.png\n" in said
-    assert "seams" not in said
     assert "geopotential_500" in said
     assert "persis-" in said
 

@@ -84,6 +84,18 @@ class FilesSource(Source):
         file = int(np.searchsorted(self._starts, place, side="right")) - 1
         return self._sources[file].location(channel, place - int(self._starts[file]), row, column)
 
+    def chunk_numbers(self, channel: Channel, places: NDArray[np.intp]) -> NDArray[np.intp]:
+        """See `Source`: no chunk reaches into another file."""
+        files = np.searchsorted(self._starts, places, side="right") - 1
+        numbers = np.empty_like(places)
+        first = 0
+        for file, source in enumerate(self._sources):
+            mine = files == file
+            numbers[mine] = first + source.chunk_numbers(channel, places[mine] - self._starts[file])
+            last = np.array([len(source.times) - 1])
+            first += int(source.chunk_numbers(channel, last)[0]) + 1
+        return numbers
+
     def description(self, variables: Sequence[str]) -> list[object]:
         """See `Source`: of all of them."""
         return [source.description(variables) for source in self._sources]

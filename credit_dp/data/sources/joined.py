@@ -112,6 +112,11 @@ class JoinedSource(Source):
             place = int(self._places[owner][place])
         return source.location(channel, place, row, column)
 
+    def chunk_numbers(self, channel: Channel, places: NDArray[np.intp]) -> NDArray[np.intp]:
+        """See `Source`."""
+        owner = self._owner(channel)
+        return self._sources[owner].chunk_numbers(channel, self._places[owner][places])
+
     def description(self, variables: Sequence[str]) -> list[object]:
         """See `Source`: of each store, with the variables that are taken from it."""
         of_each: list[list[str]] = [[] for _ in self._sources]

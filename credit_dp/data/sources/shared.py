@@ -137,6 +137,10 @@ class SharedSource(Source):
         """See `Source`."""
         return self._source.location(channel, place, row, column)
 
+    def chunk_numbers(self, channel: Channel, places: NDArray[np.intp]) -> NDArray[np.intp]:
+        """See `Source`."""
+        return self._source.chunk_numbers(channel, places)
+
     def description(self, variables: Sequence[str]) -> list[object]:
         """See `Source`."""
         return self._source.description(variables)
@@ -205,7 +209,7 @@ class SharedSource(Source):
         columns = {channel: column for column, channel in enumerate(channels)}
         found = []
         for group in self._source.together(channels):
-            chunks = places // self._source.chunk_shape(group[0])[0]
+            chunks = self._source.chunk_numbers(group[0], places)
             for chunk in dict.fromkeys(chunks.tolist()):
                 steps = np.flatnonzero(chunks == chunk)
                 at = np.array([columns[channel] for channel in group])

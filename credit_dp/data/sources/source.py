@@ -137,6 +137,13 @@ class Source(ABC):
         """
         return self.where
 
+    def chunk_numbers(self, channel: Channel, places: NDArray[np.intp]) -> NDArray[np.intp]:
+        """Return for each of some places of `times` the number of its chunk, rising with time.
+
+        Places of one number are decoded at once.
+        """
+        return places // self.chunk_shape(channel)[0]
+
     @abstractmethod
     def description(self, variables: Sequence[str]) -> list[object]:
         """What a cached result depends on, as JSON: where, how old, coordinates, variables."""

@@ -1,0 +1,365 @@
+"""Reads stored forecasts beside what they are compared with, each chunk of a store once.
+
+The order: groups of variables that share chunks in the truth; for each group parts of the lead
+times, if there is no room for all at once; then initial times, rising. The truth and the
+climatology slide along with these: a chunk is read when its first field is needed, and a field is
+held until the last initial time that needs it has passed.
+
+In memory are, of one group and part, the forecasts that are read at once, and truth and climatology
+from an initial time to the end of its forecasts: at most `MOST_BYTES`, or one lead time if that is
+more. Fields that share chunks with these are held beside them, up to as many bytes again; a block
+is a copy of some. What finds no room is read once more when its turn comes, as is the truth for
+each part of the lead times.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from typing import final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from credit_dp.data.limits import extremes
+from credit_dp.data.schema import Channel
+from credit_dp.data.sources.source import Times
+from credit_dp.data.store import Store
+from credit_dp.errors import UserError
+from credit_dp.evaluation.grid_match import in_columns
+from credit_dp.evaluation.matched import Matched
+from credit_dp.evaluation.score_request import keys_for
+
+MOST_BYTES = 2**30
+UNSTABLE = ", or a model that has become unstable"
+
+Fields = NDArray[np.float32]
+Indices = NDArray[np.intp]
+Mask = NDArray[np.bool_]
+Group = Mapping[str, slice]  # of each variable the indices of its channels, which lie together
+
+
+@final
+@dataclass(frozen=True)
+class Block:
+    """The forecasts of one variable from one initial time, at some lead times.
+
+    Attributes:
+        channels: indices of the variable's channels.
+        leads: indices among the lead times that are scored.
+        forecast: `(leads, M, C, H, W)`.
+        truth, normal: truth and climatology at the times of the forecasts, `(leads, C, H, W)`.
+        start: the truth at the initial time, `(1, C, H, W)`.
+    """
+
+    variable: str
+    channels: slice
+    leads: slice
+    forecast: Fields
+    truth: Fields
+    normal: Fields
+    start: Fields
+
+
+def blocks(matched: Matched, valid: Mask | None) -> Iterator[Block]:
+    """Read all that is scored, once.
+
+    Args:
+        valid: where the truth has values, `(C, H, W)`; None: everywhere.
+
+    Raises:
+        UserError: something can't be read, or has no value where the truth has one.
+    """
+    for group in groups(matched.truth):
+        for leads in lead_parts(matched, group):
+            yield from GroupReader(matched, valid, group, leads).blocks()
+
+
+@final
+class TimeWindow:
+    """Fields at rising times; those of one chunk are read at once and held until they are dropped.
+
+    Args:
+        times: all that will be needed, rising.
+        chunks: the number of the chunk that each time lies in.
+        read: reads the fields at some times, `(T, C, H, W)`.
+        most: times beyond which no field is held that is not needed at once.
+    """
+
+    def __init__(
+        self, times: Times, chunks: Indices, read: Callable[[Times], Fields], most: int
+    ) -> None:
+        self._times, self._chunks, self._read, self._most = times, chunks, read, most
+        self._held: dict[int, Fields] = {}  # (C, H, W) by the index of the time
+        self._first = 0  # what is before it has been dropped
+
+    def load(self, times: Times) -> None:
+        """Read what is not held of some times, and others in their chunks as far as is room."""
+        absent = np.setdiff1d(np.searchsorted(self._times, times), list(self._held))
+        if not len(absent):
+            return
+        sharing = np.flatnonzero(np.isin(self._chunks, self._chunks[absent]))
+        others = np.setdiff1d(sharing[sharing >= self._first], [*absent, *self._held])
+        room = max(self._most - len(self._held) - len(absent), 0)
+        wanted = np.union1d(absent, others[:room])
+        self._held |= zip(wanted.tolist(), self._read(self._times[wanted]), strict=True)
+
+    def at(self, times: Times, channels: slice) -> Fields:
+        """Return some channels at some of the times that have been loaded: `(T, C, H, W)`."""
+        indices = np.searchsorted(self._times, times).tolist()
+        return np.stack([self._held[index][channels] for index in indices])
+
+    def drop_before(self, time: np.datetime64) -> None:
+        """Let go of the fields before a time."""
+        self._first = int(np.searchsorted(self._times, time))
+        self._held = {index: field for index, field in self._held.items() if index >= self._first}
+
+
+@final
+class GroupReader:
+    """Reads the blocks of a group of variables at some lead times.
+
+    Args:
+        leads: indices among the lead times that are scored.
+    """
+
+    def __init__(self, matched: Matched, valid: Mask | None, group: Group, leads: slice) -> None:
+        self._matched, self._valid, self._group, self._leads = matched, valid, group, leads
+        self._channels = channels_of(group)
+        self._rows = slice(0, matched.truth.grid[0])
+        self._starts = matched.forecast.initial_times[matched.initials]
+        self._spans = matched.forecast.leads[matched.leads[leads]]
+        times = np.unique(self._starts[:, None] + self._spans)
+        chunks = matched.climatology.chunk_numbers(times)
+        self._normal = TimeWindow(times, chunks, self._read_normal, self._most_times)
+        # The end of a forecast may be far from where it starts: then each has a window of its own.
+        together = len(self._spans) == len(matched.leads)
+        self._truth = self._window(np.union1d(times, self._starts) if together else times)
+        self._start = self._truth if together else self._window(self._starts)
+
+    def blocks(self) -> Iterator[Block]:
+        """Return initial times one after the other; of each, the variables of the group."""
+        for run in self._runs():
+            self._drop_before(self._starts[run[0]])
+            # Before the forecasts, of which what the truth lacks would be said otherwise.
+            self._load(self._starts[run])
+            for name, channels in self._group.items():
+                within = self._within(channels)
+                forecasts = self._read_forecasts(name, channels, run)
+                for forecast, start in zip(forecasts, self._starts[run], strict=True):
+                    times = start + self._spans
+                    yield Block(
+                        variable=name,
+                        channels=channels,
+                        leads=self._leads,
+                        forecast=forecast,
+                        truth=self._truth.at(times, within),
+                        normal=self._normal.at(times, within),
+                        start=self._start.at(start[None], within),
+                    )
+
+    @property
+    def _most_times(self) -> int:
+        """Fields of the group, one for each time, that fill half of the room."""
+        height, width = self._matched.truth.grid
+        count: int = self._channels.stop - self._channels.start
+        return MOST_BYTES // (2 * 4 * count * height * width)
+
+    def _runs(self) -> list[Indices]:
+        """Return indices of initial times: those whose forecasts share chunks are read at once."""
+        initials, forecast = self._matched.initials, self._matched.forecast
+        length = max(forecast.inits_together(name) for name in self._group)
+        most = max(1, MOST_BYTES // (4 * forecast_bytes(self._matched, self._group, self._leads)))
+        edges = np.flatnonzero(np.diff(initials // length)) + 1
+        return [
+            np.arange(first, min(first + most, stop))
+            for start, stop in pairwise([0, *edges.tolist(), len(initials)])
+            for first in range(start, stop, most)
+        ]
+
+    def _drop_before(self, start: np.datetime64) -> None:
+        """Let go of what no forecast from this initial time or a later one needs."""
+        self._normal.drop_before(start + self._spans[0])
+        self._start.drop_before(start)
+        if self._truth is not self._start:
+            self._truth.drop_before(start + self._spans[0])
+
+    def _load(self, starts: Times) -> None:
+        """Read what the forecasts from some initial times are compared with."""
+        times = np.unique(starts[:, None] + self._spans)
+        if self._truth is self._start:
+            self._truth.load(np.union1d(times, starts))
+        else:
+            self._truth.load(times)
+            self._start.load(starts)
+        self._normal.load(times)
+
+    def _window(self, times: Times) -> TimeWindow:
+        """Return the truth at these times."""
+        truth = self._matched.truth
+        chunks = truth.chunk_numbers(truth.channels.out[self._channels.start], times)
+        return TimeWindow(times, chunks, self._read_truth, self._most_times)
+
+    def _read_truth(self, times: Times) -> Fields:
+        truth = self._matched.truth
+        with keys_for("truth"):
+            return truth.read_channels(truth.channels.out[self._channels], times, self._rows)
+
+    def _read_normal(self, times: Times) -> Fields:
+        """Read the climatology, which needs values wherever the truth has them."""
+        with keys_for("climatology"):
+            fields = self._matched.climatology.fields(times, self._channels, self._rows)
+        if self._within_limits(fields, self._channels):
+            return fields
+        for name, channels in self._group.items():
+            absent = self._absent(fields[:, self._within(channels)], channels)
+            if absent.any():
+                first = int((absent > 0).argmax())
+                what = f"{name} for {times[first].astype('M8[m]')}"
+                raise incomplete(self._matched.told, what, absent[first])
+        dates = [str(time.astype("M8[m]")) for time in times]
+        with keys_for("climatology"):
+            self._refuse_out_of_range(fields, self._channels, self._matched.told, dates, "")
+        return fields
+
+    def _read_forecasts(self, name: str, channels: slice, run: Indices) -> Fields:
+        """Read those of a variable, `(I, leads, M, C, H, W)`, which need values likewise."""
+        matched, forecast = self._matched, self._matched.forecast
+        levels = [channel.level for channel in matched.truth.channels.out[channels]]
+        present = tuple(level for level in levels if level is not None)
+        inits, leads = matched.initials[run], matched.leads[self._leads]
+        fields = in_columns(forecast.read(name, present, inits, leads), matched.columns)
+        one_by_one = fields.reshape(-1, *fields.shape[3:])
+        if self._within_limits(one_by_one, channels):
+            return fields
+        absent = self._absent(fields, channels).sum(axis=-1)
+        if absent.any():
+            init, lead = np.unravel_index(int((absent > 0).argmax()), absent.shape)
+            what = f"{name} {forecast.told(inits[init], leads[lead])}"
+            raise incomplete(forecast.where, what, absent[init, lead])
+        dates = [
+            f"{(forecast.initial_times[init] + forecast.leads[lead]).astype('M8[m]')} "
+            f"({forecast.told(init, lead)})"
+            for init in inits
+            for lead in leads
+            for _ in range(forecast.members)
+        ]
+        with keys_for("forecast"):
+            self._refuse_out_of_range(one_by_one, channels, forecast.where, dates, UNSTABLE)
+        return fields
+
+    def _within_limits(self, fields: Fields, channels: slice) -> bool:
+        """Whether all values of `(T, C, H, W)` exist and are in the range of the channel."""
+        truth = self._matched.truth
+        found = truth.limits.within(truth.channels.out[channels], *extremes(fields))
+        return bool(found.all())
+
+    def _refuse_out_of_range(
+        self, fields: Fields, channels: slice, where: str, dates: Sequence[str], other: str
+    ) -> None:
+        """Refuse values of `(T, C, H, W)` that are out of range where the truth has values.
+
+        Args:
+            where, dates: what has them, and when.
+            other: what else they may be than fields that are wrong.
+
+        Raises:
+            UserError: names the value that is farthest away.
+        """
+        if self._valid is not None:
+            fields = np.where(self._valid[channels], fields, np.float32(np.nan))
+        limits = self._matched.truth.limits
+        for place, channel in enumerate(self._matched.truth.channels.out[channels]):
+            at = limits.farthest(channel, fields[:, place])
+            if at is not None:
+                when = f"{dates[at[0]]}, row {at[1]}, column {at[2]}"
+                found = limits.message(channel, fields[at[0], place], at, when, other)
+                raise UserError(f"{where}: {found}")
+
+    def _within(self, channels: slice) -> slice:
+        """Return the indices of a variable's channels among those of the group."""
+        first = self._channels.start
+        return slice(channels.start - first, channels.stop - first)
+
+    def _absent(self, fields: Fields, channels: slice) -> Indices:
+        """Count the points without values where the truth has them: `(..., C, H, W)` -> `(...)`."""
+        absent = ~np.isfinite(fields)
+        if self._valid is not None:
+            absent &= self._valid[channels]
+        return np.asarray(np.count_nonzero(absent, axis=(-3, -2, -1)))
+
+
+def incomplete(where: str, what: str, points: int) -> UserError:
+    """Return the error of a field that lacks values."""
+    return UserError(
+        f"{where}: {what} has NaN or infinite values on {points} points where the truth has "
+        "values. Leave it out with variables=, dates= or hours=, or complete it."
+    )
+
+
+def variables_of(channels: Sequence[Channel]) -> dict[str, slice]:
+    """Return the indices of each variable's channels, which lie together."""
+    found, first = {}, 0
+    for name, of_name in groupby(channels, lambda channel: channel.variable):
+        count = len(list(of_name))
+        found[name] = slice(first, first + count)
+        first += count
+    return found
+
+
+def channels_of(group: Group) -> slice:
+    """Return the indices of all channels of a group."""
+    slices = list(group.values())
+    return slice(slices[0].start, slices[-1].stop)
+
+
+def groups(truth: Store) -> list[dict[str, slice]]:
+    """Return the variables, those together that share chunks of the truth."""
+    channels, source = truth.channels.out, truth.source
+    numbers = {
+        channel: number
+        for number, together in enumerate(source.together(channels))
+        for channel in together
+    }
+    found: list[dict[str, slice]] = []
+    for name, indices in variables_of(channels).items():
+        first, before = channels[indices.start], channels[indices.start - 1]
+        shares = source.chunk_shape(first)[1] > 1 and numbers[first] == numbers[before]
+        if found and shares:
+            found[-1][name] = indices
+        else:
+            found.append({name: indices})
+    return found
+
+
+def lead_parts(matched: Matched, group: Group) -> list[slice]:
+    """Return the lead times in as few parts as there is room for, as indices."""
+    count = len(matched.leads)
+    for number in range(1, count + 1):
+        edges = np.linspace(0, count, number + 1).astype(int).tolist()
+        parts = [slice(first, stop) for first, stop in pairwise(edges)]
+        if max(held_bytes(matched, group, part) for part in parts) <= MOST_BYTES:
+            break
+    return parts
+
+
+def held_bytes(matched: Matched, group: Group, leads: slice) -> int:
+    """Return the bytes of the fields that are needed at once at some of the lead times."""
+    starts = matched.forecast.initial_times[matched.initials]
+    spans = matched.forecast.leads[matched.leads[leads]]
+    times, first = np.unique(starts[:, None] + spans), starts + spans[0]
+    if len(spans) == len(matched.leads):
+        times, first = np.union1d(times, starts), starts
+    stop = np.searchsorted(times, starts + spans[-1], side="right")
+    most = int((stop - np.searchsorted(times, first)).max())
+    channels: int = channels_of(group).stop - channels_of(group).start
+    height, width = matched.truth.grid
+    # Truth and climatology, float32.
+    return 2 * 4 * most * channels * height * width + forecast_bytes(matched, group, leads)
+
+
+def forecast_bytes(matched: Matched, group: Group, leads: slice) -> int:
+    """Return the bytes of the forecasts from one initial time, of the largest variable."""
+    channels: int = max(indices.stop - indices.start for indices in group.values())
+    count: int = leads.stop - leads.start
+    height, width = matched.truth.grid
+    return 4 * count * matched.forecast.members * channels * height * width

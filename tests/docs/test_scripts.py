@@ -1,11 +1,13 @@
 """The scripts run, at a size that takes seconds."""
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from matplotlib.image import imread
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
@@ -26,3 +28,19 @@ def test_the_comparison_of_models(tmp_path):
     head, line, *rows = done.stdout.splitlines()
     assert [row.count("|") for row in (head, line, *rows)] == [10] * 4
     assert [row.split()[1] for row in rows] == ["`crossformer`", "`unet`"]
+
+
+def test_spectra_of_scorecards_beside_each_other(tmp_path):
+    names = "variable,level,band,lead_hours,wavenumber,forecast,truth"
+    rows = [
+        f"{variable},30N to 60N,{hours},{wave},{10.0**-wave},{10.0**-wave}"
+        for variable in ("geopotential,500", "2m_temperature,")
+        for hours in (6, 24)
+        for wave in range(9)
+    ]
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "spectra.csv").write_text("\n".join([names, *rows, ""]))
+    draw = runpy.run_path(str(SCRIPTS / "compare_spectra.py"))["main"]
+    draw([str(tmp_path / "one"), str(tmp_path / "other"), "--out", str(tmp_path / "a.png")])
+    assert imread(tmp_path / "a.png").shape[1] > 600

@@ -81,7 +81,8 @@ def scored(folder: Path, chunks: dict[str, int]) -> Scorecard:
 
 def same(one: Scorecard, other: Scorecard) -> None:
     for name, values in one.scores.items():
-        assert values == pytest.approx(other.scores[name], rel=1e-12, abs=1e-9), name
+        rounding = 1e-9 if name == "bias" else 0  # a small difference of fields
+        assert values == pytest.approx(other.scores[name], rel=1e-12, abs=rounding), name
     assert one.spectra == pytest.approx(other.spectra, rel=1e-12)
 
 

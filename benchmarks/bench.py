@@ -22,6 +22,7 @@ import exchange_cost
 import loader
 import memory
 import planning
+import scoring
 import small_layers
 import stack
 import start
@@ -50,6 +51,7 @@ def parts(rounds: int) -> Mapping[str, Callable[[], list[Row]]]:
         "memory": memory.rows,
         "loader": loader.rows,
         "planning": planning.rows,
+        "scoring": scoring.rows,
         "start": start.rows,
     }
 

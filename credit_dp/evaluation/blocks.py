@@ -30,6 +30,7 @@ from credit_dp.evaluation.matched import Matched
 from credit_dp.evaluation.score_request import keys_for
 
 MOST_BYTES = 2**30
+READ_PARTS = 16  # in which the fields that fill half of the room are read, or chunk by chunk
 UNSTABLE = ", or a model that has become unstable"
 
 Fields = NDArray[np.float32]
@@ -101,7 +102,19 @@ class TimeWindow:
         others = np.setdiff1d(sharing[sharing >= self._first], [*absent, *self._held])
         room = max(self._most - len(self._held) - len(absent), 0)
         wanted = np.union1d(absent, others[:room])
-        self._held |= zip(wanted.tolist(), self._read(self._times[wanted]), strict=True)
+        for part in self._parts(wanted):
+            # Fields are views of what is read at once, which is freed when the last is dropped.
+            self._held |= zip(part.tolist(), self._read(self._times[part]), strict=True)
+
+    def _parts(self, wanted: Indices) -> Iterator[Indices]:
+        """Split indices between chunks, into parts of few of the times that may be held."""
+        edges = np.flatnonzero(np.diff(self._chunks[wanted])) + 1
+        first = 0
+        for stop, after in pairwise([*edges.tolist(), len(wanted)]):
+            if (after - first) * READ_PARTS > self._most:
+                yield wanted[first:stop]
+                first = stop
+        yield wanted[first:]
 
     def at(self, times: Times, channels: slice) -> Fields:
         """Return some channels at some of the times that have been loaded: `(T, C, H, W)`."""
@@ -143,19 +156,23 @@ class GroupReader:
             # Before the forecasts, of which what the truth lacks would be said otherwise.
             self._load(self._starts[run])
             for name, channels in self._group.items():
-                within = self._within(channels)
-                forecasts = self._read_forecasts(name, channels, run)
-                for forecast, start in zip(forecasts, self._starts[run], strict=True):
-                    times = start + self._spans
-                    yield Block(
-                        variable=name,
-                        channels=channels,
-                        leads=self._leads,
-                        forecast=forecast,
-                        truth=self._truth.at(times, within),
-                        normal=self._normal.at(times, within),
-                        start=self._start.at(start[None], within),
-                    )
+                yield from self._blocks_of(name, channels, run)
+
+    def _blocks_of(self, name: str, channels: slice, run: Indices) -> Iterator[Block]:
+        """Return the blocks of one variable, whose forecasts are let go of with the last."""
+        within = self._within(channels)
+        forecasts = self._read_forecasts(name, channels, run)
+        for forecast, start in zip(forecasts, self._starts[run], strict=True):
+            times = start + self._spans
+            yield Block(
+                variable=name,
+                channels=channels,
+                leads=self._leads,
+                forecast=forecast,
+                truth=self._truth.at(times, within),
+                normal=self._normal.at(times, within),
+                start=self._start.at(start[None], within),
+            )
 
     @property
     def _most_times(self) -> int:

@@ -30,7 +30,7 @@ from credit_dp.evaluation.zonal_spectra import BANDS, band_weights
 MAPPED = 3  # channels with a map
 MAP_HOURS = 72  # at the lead time next to this one
 TITLE = "scoring"
-STEP_BYTES = 4 * 2**20  # of float64 fields at once: more leaves the processor's cache
+STEP_BYTES = 4 * 2**20  # of float64 fields at once, or one: more leaves the processor's cache
 SMALL = 2**17  # points of a globe that are too few for several threads
 
 
@@ -52,6 +52,7 @@ def score(request: ScoreRequest, forecast: ForecastStore, report: Report) -> Sco
             leads, channels = block.truth.shape[:2]
             done += leads * channels
             report(TITLE, done / total)
+            del block  # before the next is read
     return scorer.result(request)
 
 
@@ -82,35 +83,39 @@ class Scorer:
             torch.from_numpy(truth.latitude.copy()),
             truth.grid[1],
         )
-        self._scores = {
-            name: VariableScores(
-                (leads, span.stop - span.start),
-                matched.forecast.members,
-                globe,
-                None if self.valid is None else ValidPoints.of(self.valid[span], globe.rows),
-            )
-            for name, span in variables_of(truth.channels.out).items()
-        }
+        # Of each variable, the scores of some of its channels, in their order.
+        self._scores: dict[str, list[tuple[slice, VariableScores]]] = {}
+        most = max(1, STEP_BYTES // (8 * matched.forecast.members * truth.grid[0] * truth.grid[1]))
+        for name, span in variables_of(truth.channels.out).items():
+            self._scores[name] = []
+            for first in range(span.start, span.stop, most):
+                own = slice(first, min(first + most, span.stop))
+                points = None if self.valid is None else ValidPoints.of(self.valid[own], globe.rows)
+                sizes = leads, own.stop - own.start
+                scores = VariableScores(sizes, matched.forecast.members, globe, points)
+                within = slice(own.start - span.start, own.stop - span.start)
+                self._scores[name].append((within, scores))
         hours = np.array(matched.hours)
         lead = int(np.abs(hours - MAP_HOURS).argmin())
         shown = headline(truth.channels.out)[:MAPPED]
         self._maps = ErrorMaps(shown, lead, int(hours[lead]), truth.grid)
 
     def add(self, block: Block) -> None:
-        """Score the forecasts of a block, some lead times at once."""
-        scores = self._scores[block.variable]
-        leads = len(block.forecast)
-        step = max(1, STEP_BYTES * leads // (2 * block.forecast.nbytes))
-        for first in range(0, leads, step):
-            own = slice(first, min(first + step, leads))
-            place = slice(block.leads.start + own.start, block.leads.start + own.stop)
-            scores.add(
-                place,
-                tensor(block.forecast[own].swapaxes(0, 1)),
-                tensor(block.truth[own]),
-                (tensor(block.start), tensor(block.normal[own])),
-            )
-            scores.end_initial_time(place, self._alone)
+        """Score the forecasts of a block, some lead times and channels at once."""
+        for channels, scores in self._scores[block.variable]:
+            forecast = block.forecast[:, :, channels]
+            leads = len(forecast)
+            step = max(1, STEP_BYTES * leads // (2 * forecast.nbytes))
+            for first in range(0, leads, step):
+                own = slice(first, min(first + step, leads))
+                place = slice(block.leads.start + own.start, block.leads.start + own.stop)
+                scores.add(
+                    place,
+                    tensor(forecast[own].swapaxes(0, 1)),
+                    tensor(block.truth[own, channels]),
+                    (tensor(block.start[:, channels]), tensor(block.normal[own, channels])),
+                )
+                scores.end_initial_time(place, self._alone)
         self._maps.add(block.leads, block.channels.start, block.forecast, block.truth)
 
     def result(self, request: ScoreRequest) -> Scorecard:
@@ -120,7 +125,9 @@ class Scorer:
             UserError: a score is not finite.
         """
         matched, truth = self._matched, self._matched.truth
-        found = [scores.result(self._alone) for scores in self._scores.values()]
+        found = [
+            scores.result(self._alone) for parts in self._scores.values() for _, scores in parts
+        ]
         scores = {
             name: torch.cat([one[name] for one, _ in found], dim=-1).numpy() for name in found[0][0]
         }

@@ -29,8 +29,9 @@ from credit_dp.evaluation.score_request import ScoreRequest
 PEER = os.environ.get("BENCH_WEATHERBENCH2", "")
 ROUNDS = 3
 ROWS, COLUMNS, LEVELS = 32, 64, (300, 500, 700, 850)
-ON_LEVELS = ("geopotential", "temperature")
-AT_SURFACE = ("2m_temperature", "mean_sea_level_pressure", "10m_u_component_of_wind")
+# What fields vary about, which is near what such fields have: other values would be refused.
+ON_LEVELS = {"geopotential": (9e4, 5.5e4, 3e4, 1.4e4), "temperature": (225, 250, 270, 280)}
+AT_SURFACE = {"2m_temperature": 280, "mean_sea_level_pressure": 1e5, "10m_u_component_of_wind": 0}
 STEP = np.timedelta64(6, "h").astype("m8[ns]")
 STARTS, APART, LEADS = 13, 8, 20  # forecasts, steps from one start to the next, and lead times
 TIMES = (STARTS - 1) * APART + LEADS + 1
@@ -45,7 +46,7 @@ def rows() -> list[Row]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         make_stores(folder)
-        chunks = len(ON_LEVELS + AT_SURFACE) * -(-TIMES // TOGETHER)
+        chunks = len(ON_LEVELS | AT_SURFACE) * -(-TIMES // TOGETHER)
         what = f"chunks of the truth that scoring {WHAT} reads"
         found = [Row(what, "each once", chunk_reads(folder) / chunks, 1.0)]
         own, first, second = spent(folder)
@@ -120,19 +121,28 @@ def check_same(folder: Path) -> None:
 def make_stores(folder: Path) -> None:
     """Write forecasts, truth and climatology in WeatherBench 2's form: smooth random fields."""
     times = np.datetime64("2020-01-01", "ns") + np.arange(TIMES) * STEP
-    truth = dataset({"time": times})
+    truth = normals() + anomalies({"time": times})
     store(truth, folder / "truth.zarr", time=TOGETHER)
     leads = np.arange(1, LEADS + 1) * STEP
     starts = times[: (STARTS - 1) * APART + 1 : APART]
     valid = xr.DataArray(starts, dims="time") + xr.DataArray(leads, dims="prediction_timedelta")
     labels = {"time": starts, "prediction_timedelta": leads}
-    forecast = truth.sel(time=valid).assign_coords(labels) + 0.3 * dataset(labels)
+    forecast = truth.sel(time=valid).assign_coords(labels) + 0.3 * anomalies(labels)
     store(forecast, folder / "forecast.zarr", time=1, prediction_timedelta=1)
     days = {"hour": np.arange(0, 24, 6), "dayofyear": np.arange(1, 367)}
-    store(dataset(days), folder / "climatology.zarr", hour=1, dayofyear=TOGETHER)
+    store(normals() + anomalies(days), folder / "climatology.zarr", hour=1, dayofyear=TOGETHER)
 
 
-def dataset(labels: dict[str, np.ndarray]) -> xr.Dataset:
+def normals() -> xr.Dataset:
+    """Return what each variable varies about."""
+    on_levels = {
+        name: xr.DataArray(np.array(values, "f4"), {"level": np.array(LEVELS)})
+        for name, values in ON_LEVELS.items()
+    }
+    return xr.Dataset({**on_levels, **{name: np.float32(x) for name, x in AT_SURFACE.items()}})
+
+
+def anomalies(labels: dict[str, np.ndarray]) -> xr.Dataset:
     """Return random fields of all variables, along these dims and those of space."""
     random = np.random.default_rng(0)
     latitude = 90 - (np.arange(ROWS) + 0.5) * 180 / ROWS
@@ -142,7 +152,7 @@ def dataset(labels: dict[str, np.ndarray]) -> xr.Dataset:
         coords = {**labels, **({"level": np.array(LEVELS)} if name in ON_LEVELS else {}), **grid}
         shape = [len(values) for values in coords.values()]
         waves = random.normal(size=(*shape[:-1], WAVES)) * np.exp(2j * np.pi * random.random(WAVES))
-        fields = 280 + 100 * np.fft.irfft(waves, COLUMNS)
+        fields = 100 * np.fft.irfft(waves, COLUMNS)
         found[name] = xr.DataArray(fields.astype("f4"), coords, list(coords))
     return xr.Dataset(found)
 

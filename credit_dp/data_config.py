@@ -208,7 +208,7 @@ class DataConfig:
         for given, entry in entries.items():
             level = long_name(given)[1]
             alike = [name for name in listed if meanings(name) & meanings(given)]
-            names = [name for name in alike if long_name(name)[1] == level]
+            names = [name for name in alike if level in (None, long_name(name)[1])]
             if given in listed or not names:
                 names = [given]
             if len({meaning(name) for name in names}) > 1:

@@ -31,13 +31,14 @@ What is in the config is KEY=VALUE, dashes only change the command:
   --config-dir DIR  one more folder of config files; ./conf is one already
   --help, -h        this text
 
+Exit code of --check: 0 if the run would start, 1 if the model can't be sharded so, 2 for a mistake,
+3 if the config is right but the data, at an address elsewhere, can't be reached from here.
+
 Groups and their choices (GROUP=CHOICE):
 {groups}
 
 Keys, with the values that these overrides give (KEY=VALUE):
 {config}
-Exit code of --check: 0 if the run would start, 1 if the model can't be sharded so, 2 for a mistake,
-3 if the config is right but the data, at an address elsewhere, can't be reached from here.
 """
 
 

@@ -89,7 +89,11 @@ class Store:
 
     def with_ranges(self, ranges: Mapping[str, Range]) -> "Store":
         """The same store, with ranges for the channels that are not known; see `sampled_ranges`."""
-        return Store(self.source, self.config, ranges) if ranges else self
+        if not ranges:
+            return self
+        store = Store(self.source, self.config, ranges)
+        store.chosen_dates = self.chosen_dates
+        return store
 
     @property
     def without_range(self) -> list[Channel]:

@@ -4,6 +4,7 @@ What draws a figure does so within `figure_style()`, as a `with` block or a deco
 there. Notebooks call `use_figure_style()` once.
 """
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -45,6 +46,7 @@ STYLE: "dict[RcKeyType, Any]" = {
     "figure.titlesize": 11,
     "axes.titlesize": 9,
     "axes.titlelocation": "left",
+    "axes.titley": 1.0,  # else all ticks are laid out once more, to be kept clear of
     "axes.labelsize": 8,
     "xtick.labelsize": 7,
     "ytick.labelsize": 7,
@@ -118,15 +120,20 @@ def with_unit(name: str, unit: str) -> str:
 def power_label(unit: str) -> str:
     """What the axis of a spectrum shows, in the field's unit squared times metres."""
     label = unit_label(unit)
-    squared = f"{label}$^2$" if label.isalpha() else f"({label})$^2$"
+    squared = f"{label}²" if label.isalpha() else f"({label})²"
     return f"power ({squared} m)" if label else "power"
 
 
 def unit_label(unit: str) -> str:
     """A unit for a plot, with raised exponents, however they are written."""
-    return EXPONENT.sub(r"$^{\1}$", plain(unit))
+    return plain(superscript(unit))
 
 
 def superscript(unit: str) -> str:
     """A unit as plain text, with raised exponents, however they are written."""
     return EXPONENT.sub(lambda found: found[1].translate(RAISED), unit)
+
+
+def power_of_ten(value: float, _: float) -> str:
+    """The label of a tick at a power of ten, such as 10⁻³."""
+    return "10" + str(round(math.log10(value))).translate(RAISED)

@@ -6,7 +6,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter, ScalarFormatter
+from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
 
 from credit_dp.evaluation.figure_style import (
     DIVERGING,
@@ -14,6 +14,7 @@ from credit_dp.evaluation.figure_style import (
     SOURCE_LINES,
     plain,
     power_label,
+    power_of_ten,
     with_unit,
 )
 from credit_dp.evaluation.plots import MapGrid, draw_cells
@@ -24,6 +25,8 @@ LEGEND = 0.4  # inches: two lines
 LEGEND_COLUMNS = 4
 TITLE = 0.3  # inches
 SPANNED = 99.5  # percent of points whose errors a colour bar spans
+POWERS = 7  # ticks of an axis of powers, at most
+DECADES = 100.0  # of the largest to the smallest power: from here on ticks are powers of ten
 WAVES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 DAILY = 48  # hours from which on lead times are told in days
 
@@ -94,9 +97,15 @@ def draw_powers(axes: Axes, powers: Mapping[str, np.ndarray], name: str, unit: s
         axes.plot(waves, shown, label=source, **SOURCE_LINES[source])
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.set_xticks([k for k in WAVES if k <= len(waves)], minor=False)
-    axes.xaxis.set_major_formatter(ScalarFormatter())
-    axes.xaxis.set_minor_formatter(NullFormatter())
+    # Every tick takes as long to draw as a curve, and a logarithmic axis would have hundreds.
+    axes.xaxis.set_major_locator(FixedLocator([k for k in WAVES if k <= len(waves)]))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_locator(NullLocator())
+    low, high = axes.get_ylim()
+    if high > DECADES * low:  # else the powers of ten are too few
+        axes.yaxis.set_major_locator(LogLocator(numticks=POWERS))
+        axes.yaxis.set_major_formatter(power_of_ten)
+        axes.yaxis.set_minor_locator(NullLocator())
     axes.set_title(plain(name))
     axes.set_xlabel("zonal wavenumber")
     axes.set_ylabel(power_label(unit))

@@ -150,8 +150,8 @@ def differing_form(saved: Description, own: Description) -> dict[str, tuple[Any,
     """The keys of one kind of model that differ, as (checkpoint's, own), of those in
     `FORMER_DEFAULTS`: a checkpoint need not have them, and their values change the model's form.
     """
-    before, now = saved.get("model", {}), own["model"]
-    if before.get("kind") != now["kind"]:
+    before, now = saved.get("model"), own.get("model")
+    if not before or not now or before["kind"] != now["kind"]:
         return {}
     former = with_former_defaults(now["kind"], {})
     keys = {**former, **before["keys"]}

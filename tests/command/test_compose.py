@@ -298,7 +298,7 @@ def test_answers_import_nothing_heavy() -> None:
         (["data=weatherbench2", "data.diagnostic=[]"], []),
         (["data=arco", "data.diagnostic=[]"], []),
         (["data=anemoi", "data.store=x", "data.diagnostic=[]"], []),
-        (["data=anemoi", "data.store=x", "data.diagnostic=[tp]"], ["total_precipitation"]),
+        (["data=anemoi", "data.store=x", "data.diagnostic=[tp]"], ["tp"]),
         # The sum over six hours is another variable.
         (["data=weatherbench2", "data.diagnostic=[tp]"], []),
         (["data=weatherbench2"], ["total_precipitation_6hr"]),

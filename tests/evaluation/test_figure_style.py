@@ -212,6 +212,6 @@ def test_longitudes_are_told_wherever_a_map_begins(degrees: float, text: str) ->
 
 def test_latitudes_and_units() -> None:
     assert [latitude_label(x) for x in (90, 0, -22.5)] == ["90°N", "0°", "22.5°S"]
-    assert with_unit("RMSE", "m2 s-2") == "RMSE (m$^{2}$ s$^{-2}$)"
-    assert power_label("K") == "power (K$^2$ m)"
+    assert with_unit("RMSE", "m2 s-2") == "RMSE (m² s⁻²)"
+    assert power_label("K") == "power (K² m)"
     assert with_unit("ACC", "1") == with_unit("ACC", "") == "ACC"

@@ -2,7 +2,8 @@
 
 A store as `credit-dp data prepare` writes it, in the system's cache. First the throughput of one
 rank with one thread, beside other ways to the same numbers in turn; the fastest round counts. Then
-the share of its time for which the training of the tiny U-Net waits for data.
+what it costs to hold values against limits beside looking for missing ones alone, and the share of
+its time for which the training of the tiny U-Net waits for data.
 """
 
 from __future__ import annotations
@@ -10,7 +11,11 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
+from statistics import median
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -21,6 +26,7 @@ from table import show
 
 from credit_dp.command.compose import Composer
 from credit_dp.config import DataConfig, DatesConfig
+from credit_dp.data.gaps import all_finite
 from credit_dp.data.loader import Loader
 from credit_dp.data.prepare import prepare
 from credit_dp.data.prepared_form import ATTRIBUTE, EPOCH, PreparedForm
@@ -38,6 +44,7 @@ GRIDS = ((181, 360), (721, 1440))
 TIMES = 4
 CHANNELS = 20
 ROUNDS = 20
+LIMIT_ROUNDS = 60
 STEPS, FIRST = 20, 3  # of which the first ones use what was read ahead before
 PREFETCH = 2
 MIB = 2**20
@@ -95,6 +102,33 @@ def speeds(
         ways = raw_ways(Path(str(config.store)), (samples + 1, CHANNELS, *grid), rows)
         ways["loader"] = lambda _: next(loader)
         return fastest(ways, samples)
+
+
+def limits_cost(manager: DomainParallelManager, config: DataConfig, grid: tuple[int, int]) -> float:
+    """Seconds of a sample with limits over those without, the median of rounds in turn."""
+    free = replace(config, limits={name: None for name in config.prognostic})
+    sequence, rows = SampleSequence(TIMES - 1, 1), slice(0, grid[0])
+    found = []
+    with ExitStack() as stack:
+        loaders = [
+            stack.enter_context(Loader(prepare(one), "train", rows, sequence, prefetch=0))
+            for one in (config, free)
+        ]
+        for _ in range(LIMIT_ROUNDS):
+            began = time.perf_counter()
+            next(loaders[0])
+            between = time.perf_counter()
+            with patch("credit_dp.data.store.extremes", only_finite):
+                next(loaders[1])
+            found.append((between - began) / (time.perf_counter() - between))
+    return median(found)
+
+
+def only_finite(fields: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The look for missing values alone, in the place of `extremes`."""
+    if not all_finite(fields):
+        raise ValueError("the benchmark's fields have all values")
+    return (np.zeros(fields.shape[:2], np.float32),) * 2
 
 
 def raw_ways(path: Path, shape: tuple[int, ...], rows: slice) -> dict[str, Callable[[int], object]]:
@@ -159,6 +193,11 @@ def rows(codec: str = "none") -> list[Row]:
             prepare(configs[grid])
         for grid, config in configs.items():
             made += [throughput_row(grid, config, domain) for domain in DOMAINS]
+            (cost,) = on_pinned_ranks(limits_cost, config, grid, ranks=1)
+            what = f"loader's throughput with limits of values, {grid[0]}x{grid[1]}"
+            made.append(
+                Row(what, "looking for missing values alone", 1 / cost, 0.98, at_least=True)
+            )
         for ranks in (1, 2):
             share = max(on_pinned_ranks(waiting, configs[GRIDS[0]], GRIDS[0], ranks=ranks))
             what = f"unet_tiny at {GRIDS[0][0]}x{GRIDS[0][1]}, {ranks} ranks: wait for data"

@@ -92,7 +92,7 @@ def chunk_reads(folder: Path) -> int:
     """Return how many chunks of the truth are read."""
     request = ScoreRequest(
         forecast=str(folder / "forecast.zarr"),
-        truth=str(folder / "truth.zarr"),
+        truth=(str(folder / "truth.zarr"),),
         cache=str(folder),
         climatology=str(folder / "climatology.zarr"),
     )

@@ -8,7 +8,7 @@ from glob import has_magic
 from typing import TYPE_CHECKING, Any
 
 from credit_dp import checks
-from credit_dp.command.plain_keys import numbers, read_plain_keys, texts
+from credit_dp.command.plain_keys import listed, numbers, read_plain_keys, texts
 from credit_dp.command.tables import table
 from credit_dp.errors import UserError
 
@@ -23,10 +23,10 @@ HELP = """\
 A forecast store is in the form of WeatherBench 2, zarr or netCDF: dims time (initial time),
 prediction_timedelta, latitude, longitude, and level and number (members of an ensemble) where there
 are. A folder of netCDF files, or a pattern of them, is joined where each has a band of rows. The
-truth is in any form that data.store= understands; without it a forecast of `credit-dp forecast` is
-compared with the store that it started from. Persistence and climatology are scored beside it.
-FOLDER gets scores.csv, scores.json, spectra.csv and scorecard.html, one page that needs no other
-file.
+truth is in any form that data.store= takes, several stores in brackets; without it a forecast of
+`credit-dp forecast` is compared with what it started from. Persistence and climatology are scored
+beside it. FOLDER gets scores.csv, scores.json, spectra.csv and scorecard.html, one page that needs
+no other file.
 
   climatology=STORE          by hour and dayofyear, as WeatherBench 2 has it
   climatology_dates=[A,B]    fit one to these dates of the truth; without either key, to those
@@ -110,21 +110,21 @@ def opened(where: str) -> "ForecastStore":
         return ForecastStore.open(where)
 
 
-def truth_of(forecast: "ForecastStore") -> str:
-    """The store that forecasts start from, which is what becomes of them as well.
+def truth_of(forecast: "ForecastStore") -> tuple[str, ...]:
+    """The stores that forecasts start from, which have what becomes of them as well.
 
     Raises:
-        UserError: they do not say which it is.
+        UserError: they do not say which these are.
     """
-    from credit_dp.forecast.writer import store_said
+    from credit_dp.forecast.writer import stores_of_origin
 
-    store = store_said(forecast.attributes)
-    if not store:
+    stores = stores_of_origin(forecast.attributes)
+    if not stores:
         raise UserError(
             "truth: needs the store that forecasts are compared with, like truth=era5.zarr, for "
             f"{forecast.where} does not say what it started from."
         )
-    return store
+    return stores
 
 
 def request_of(keys: Mapping[str, Any]) -> "ScoreRequest":
@@ -149,7 +149,7 @@ def request_of(keys: Mapping[str, Any]) -> "ScoreRequest":
     home = os.environ.get("HOME", ".")
     return ScoreRequest(
         forecast=keys["forecast"],
-        truth=keys["truth"],
+        truth=stores_of(keys["truth"]),
         cache=os.environ.get("CREDIT_DP_CACHE", f"{home}/.cache/credit_dp"),
         variables=texts("variables", keys["variables"]),
         levels=numbers("levels", keys["levels"]),
@@ -159,6 +159,17 @@ def request_of(keys: Mapping[str, Any]) -> "ScoreRequest":
         limits=keys["limits"],
         **dates,
     )
+
+
+def stores_of(text: str) -> tuple[str, ...]:
+    """The stores of a key, of which several are in brackets; none if it is empty.
+
+    Raises:
+        UserError: they can't be read.
+    """
+    if text.startswith("["):
+        return texts("truth", listed("truth", text))
+    return (text,) if text else ()
 
 
 def told(card: "Scorecard") -> list[str]:

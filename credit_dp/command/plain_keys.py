@@ -72,7 +72,7 @@ def _value(key: str, text: str, default: Any) -> Any:
     """A value of the kind of the default."""
     if isinstance(default, str):
         return text
-    return _table(key, text) if isinstance(default, dict) else _listed(key, text)
+    return _table(key, text) if isinstance(default, dict) else listed(key, text)
 
 
 def _table(key: str, text: str) -> dict[str, Any]:
@@ -86,8 +86,12 @@ def _table(key: str, text: str) -> dict[str, Any]:
     return {str(name): value for name, value in found.items()}
 
 
-def _listed(key: str, text: str) -> list[Any]:
-    """A list in brackets, or one entry without."""
+def listed(key: str, text: str) -> list[Any]:
+    """A list in brackets, or one entry without.
+
+    Raises:
+        UserError: it can't be read.
+    """
     try:
         value = OmegaConf.to_object(OmegaConf.from_dotlist([f"value={text}"]))["value"]  # type: ignore[index,call-overload]
     except (OmegaConfBaseException, YAMLError):

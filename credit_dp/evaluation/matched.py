@@ -73,7 +73,7 @@ def match(request: ScoreRequest, forecast: ForecastStore, report: Report) -> Mat
     with keys_for("truth"):
         config = DataConfig(
             name="zarr",
-            store=request.truth,
+            store=list(request.truth),
             cache=request.cache,
             prognostic=names,
             step=f"{step_of_truth(forecast, names, times, leads)}h",

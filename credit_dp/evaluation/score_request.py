@@ -27,6 +27,7 @@ class ScoreRequest:
     """A forecast store, the truth, and what of them is scored; what is empty is all there is.
 
     Attributes:
+        truth: its stores, as those of `data.store`.
         dates: first and last initial time, in ISO format.
         hours: lead times.
         climatology: a store by hour and day of the year.
@@ -37,7 +38,7 @@ class ScoreRequest:
     """
 
     forecast: str
-    truth: str
+    truth: tuple[str, ...]
     cache: str
     variables: tuple[str, ...] = ()
     levels: tuple[int, ...] = ()

@@ -133,7 +133,7 @@ class Scorer:
         }
         card = Scorecard(
             forecast=without_secrets(request.forecast),
-            truth=without_secrets(request.truth),
+            truth=", ".join(map(without_secrets, request.truth)),
             climatology=without_secrets(matched.told),
             members=matched.forecast.members,
             initial_times=matched.forecast.initial_times[matched.initials],

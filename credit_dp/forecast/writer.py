@@ -286,13 +286,12 @@ def told(form: Form, missing: Missing) -> str:
     return f"{form.told(missing.job, missing.lead)}, rows {rows.start} to {rows.stop - 1}"
 
 
-def store_said(attributes: Mapping[Any, Any]) -> str:
-    """The store that a forecast with these attributes started from; empty if they name not one."""
+def stores_of_origin(attributes: Mapping[Any, Any]) -> tuple[str, ...]:
+    """The stores that a forecast with these attributes started from; empty if they name none."""
     try:
-        (store,) = json.loads(attributes[ATTRIBUTE])["stores"]
+        return tuple(map(str, json.loads(attributes[ATTRIBUTE])["stores"]))
     except (KeyError, TypeError, ValueError):
-        return ""
-    return str(store)
+        return ()
 
 
 def sync_tree(folder: Path) -> None:

@@ -148,6 +148,25 @@ def test_the_truth_is_by_default_what_a_forecast_started_from(
     assert given == own
 
 
+def test_the_truth_may_be_several_stores(monkeypatch: pytest.MonkeyPatch, stores: Path) -> None:
+    """Given, or said by the forecast."""
+    observed = forecasts.truth()
+    monkeypatch.setattr("credit_dp.evaluation.score_files.page", lambda card: "")
+    forecasts.write(observed[["2m_temperature"]], stores / "surface.zarr")
+    forecasts.write(observed.drop_vars("2m_temperature"), stores / "upper.zarr")
+    made = forecasts.forecast(observed, members=2)
+    made.attrs[ATTRIBUTE] = json.dumps({"stores": ["upper.zarr", "surface.zarr"]})
+    forecasts.write(made, stores / "apart.zarr")
+    for keys in (
+        ("out=one",),
+        ("truth=[upper.zarr,surface.zarr]", "out=given"),
+        ("forecast=apart.zarr", "truth=", "out=own"),
+    ):
+        assert ask(monkeypatch, stores, "hours=[24]", "levels=[850]", *keys)[0] == 0
+    one, *others = ((stores / name / "scores.csv").read_text() for name in ("one", "given", "own"))
+    assert others == [one, one]
+
+
 @pytest.mark.parametrize(
     ("keys", "part"),
     [

@@ -69,7 +69,7 @@ def write(data: xr.Dataset, path: Path) -> Path:
 def request(folder: Path, forecast: Path, **changes: object) -> ScoreRequest:
     settings: dict[str, object] = {
         "forecast": str(forecast),
-        "truth": str(folder / "truth.zarr"),
+        "truth": (str(folder / "truth.zarr"),),
         "cache": str(folder / "cache"),
         "climatology": str(folder / "climatology.zarr"),
     }

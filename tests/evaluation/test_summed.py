@@ -39,7 +39,7 @@ def forecast(observed: xr.Dataset, hours: int, said: bool = True) -> xr.Dataset:
 def error(folder, observed, made, name) -> float:
     """The largest error of the forecast."""
     forecasts.write(made, folder / f"{name}.zarr")
-    changes = {"truth": str(folder / "hourly.zarr"), "climatology": ""}
+    changes = {"truth": (str(folder / "hourly.zarr"),), "climatology": ""}
     card = forecasts.scored(folder, folder / f"{name}.zarr", **changes)
     return float(card.scores["rmse"][0].max())
 
@@ -80,7 +80,7 @@ def test_spans_that_can_not_be_are_refused(folder, observed):
             odd["spans"] = odd["spans"].isel(bounds=1)
         forecasts.write(odd, folder / f"{name}.zarr")
         line_said = forecasts.refusal(
-            folder, folder / f"{name}.zarr", truth=str(folder / "hourly.zarr")
+            folder, folder / f"{name}.zarr", truth=(str(folder / "hourly.zarr"),)
         )
         assert line in line_said
 
@@ -89,7 +89,7 @@ def test_a_span_longer_than_the_times_are_apart_is_refused(folder, observed):
     made = forecast(observed, 24)
     made = made.assign_coords(time=made["time"].values + np.array([0, 12], "m8[h]"))
     forecasts.write(made, folder / "half.zarr")
-    line = forecasts.refusal(folder, folder / "half.zarr", truth=str(folder / "hourly.zarr"))
+    line = forecasts.refusal(folder, folder / "half.zarr", truth=(str(folder / "hourly.zarr"),))
     assert f"{RAIN} is a sum over 24 hours, but times are 12 hours apart" in line
 
 

@@ -14,7 +14,7 @@ from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.errors import UserError
 from credit_dp.forecast import open_sharded
 from credit_dp.forecast.identity import form_of
-from credit_dp.forecast.writer import ATTRIBUTE, store_said
+from credit_dp.forecast.writer import ATTRIBUTE, stores_of_origin
 from credit_dp.forecast.zarr_writer import ZarrWriter
 from tests.forecast.runs import asking, forecast, leave_checkpoint
 from tests.training.seas import RAIN, SEA, SOIL, sea, sea_config
@@ -140,6 +140,6 @@ def test_it_says_where_it_started_from_wherever_it_is_read(config, tmp_path, mon
     asked = asking(config, tmp_path / "f.zarr", lead="6h", init="2000-01-04")
     asked = replace(asked, data=replace(asked.data, store=store.name))
     with xr.open_zarr(forecast(asked)) as found:
-        assert store_said(found.attrs) == str(store)
-    assert store_said({ATTRIBUTE: json.dumps({"stores": ["a", "b"]})}) == ""
-    assert store_said({}) == ""
+        assert stores_of_origin(found.attrs) == (str(store),)
+    assert stores_of_origin({ATTRIBUTE: json.dumps({"stores": ["a", "b"]})}) == ("a", "b")
+    assert stores_of_origin({}) == ()

@@ -209,6 +209,8 @@ class DataConfig:
             level = long_name(given)[1]
             alike = [name for name in listed if meanings(name) & meanings(given)]
             names = [name for name in alike if level in (None, long_name(name)[1])]
+            if key == "limits" and not names:  # of one level
+                names = [f"{name}_{level}" for name in alike if long_name(name)[1] is None]
             if given in listed or not names:
                 names = [given]
             if len({meaning(name) for name in names}) > 1:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
 
+import numpy as np
 from omegaconf import OmegaConf
 
 from credit_dp.config import Config, DatesConfig, as_dict
@@ -14,6 +15,7 @@ from credit_dp.data.prepare import Prepared, prepare, with_quickstart
 from credit_dp.data.store import Store
 from credit_dp.data_config import AUTO, SPLITS
 from credit_dp.domain_parallel import DomainParallelManager
+from credit_dp.errors import UserError
 from credit_dp.evaluation.evaluate import evaluate, example
 from credit_dp.evaluation.held_out import HeldOut
 from credit_dp.evaluation.last_lead import LastLead, LastLeadSums
@@ -25,7 +27,7 @@ from credit_dp.launch.signals import PREEMPTED
 from credit_dp.launch.worker import early_records
 from credit_dp.mesh import build_manager, device_of
 from credit_dp.training.agreement import gather, own_rank, together
-from credit_dp.training.build import Training, build_training
+from credit_dp.training.build import Training, build_training, try_plugins
 from credit_dp.training.checkpoint import find_checkpoint, load_checkpoint
 from credit_dp.training.checkpoint_files import read_numbers
 from credit_dp.training.checkpoints import Checkpoints
@@ -59,6 +61,7 @@ def run(config: Config, ranks: Ranks) -> int:
     """
     screen, folder = screen_for(ranks.rank), RunFolder(Path(config.run.dir))
     manager = build_manager(config.parallel, ranks)
+    try_plugins(config)  # before hours of statistics
     with screen.report() as report:
         if config.data.dates.open:
             settled = settle_dates(config, folder, report)
@@ -113,16 +116,34 @@ def dates_as_in(path: Path, given: DatesConfig) -> DatesConfig:
     """The dates that a checkpoint's run had; those of a split that are given now stay.
 
     Raises:
-        UserError: the checkpoint can't be read.
+        UserError: the checkpoint can't be read, or its dates are not among those that are given
+            with a limit.
     """
     numbers = read_numbers("resume", path)
     with readable("resume", path):
         saved = OmegaConf.create(numbers["config"]).data.dates
         dates = {split: list(saved[split]) for split in SPLITS}
+    fixed = [s for s in SPLITS if s not in given.preset and getattr(given, s) != AUTO]
     if given.limit is None:
-        fixed = [s for s in SPLITS if s not in given.preset and getattr(given, s) != AUTO]
         dates |= {split: getattr(given, split) for split in fixed}
+    for split in fixed:
+        check_among(split, dates[split], getattr(given, split))
     return DatesConfig(dates["train"], dates["valid"], dates["test"])
+
+
+def check_among(split: str, saved: Sequence[str], given: Sequence[str]) -> None:
+    """Refuse dates of a split that are not among those that are given.
+
+    Raises:
+        UserError: some are not.
+    """
+    first, last, saved_first, saved_last = (np.datetime64(date) for date in (*given, *saved))
+    # A last day without an hour is the whole day.
+    if saved_first < first or saved_last.astype(last.dtype) > last:
+        raise UserError(
+            f"data.dates.{split}: the checkpoint has {saved[0]} to {saved[1]}, which are not among "
+            f"{given[0]} to {given[1]}. Leave it out, or start a new run."
+        )
 
 
 @final

@@ -17,7 +17,7 @@ from credit_dp.command.folders import check_folder, folder_key, run_folder
 from credit_dp.command.planned import Plan, model_and_shape, plan_of
 from credit_dp.command.preflight import check_rows
 from credit_dp.command.tables import amount
-from credit_dp.config import Config, DataConfig, OwnLossConfig
+from credit_dp.config import Config, DataConfig
 from credit_dp.errors import UnreachableError
 
 if TYPE_CHECKING:
@@ -48,7 +48,9 @@ def check_and_tell(config: Config) -> int:
     Raises:
         UserError: the run would be refused.
     """
-    try_loss(config)
+    from credit_dp.training.build import try_plugins  # torch: takes seconds
+
+    try_plugins(config)
     config, path = resumed(config)
     try:
         found = look_at(config)
@@ -61,20 +63,6 @@ def check_and_tell(config: Config) -> int:
     plan = plan_of(config)
     show("The config is valid.", *found.lines, *goes_on, *lines(plan, config))
     return 1 if plan.report.problems else 0
-
-
-def try_loss(config: Config) -> None:
-    """Refuse a loss of the user's own that would be refused when the run starts.
-
-    Raises:
-        UserError: see `of_plugin`.
-    """
-    if isinstance(config.loss, OwnLossConfig):
-        import torch  # takes seconds
-
-        from credit_dp.training.loss import of_plugin
-
-        of_plugin(config.loss, torch.zeros((), dtype=getattr(torch, config.trainer.dtype)))
 
 
 def check_sweep(configs: Sequence[Config]) -> int:
@@ -119,12 +107,15 @@ def look_at(config: Config) -> Found:
         UnreachableError: the store is elsewhere and does not answer.
     """
     from credit_dp.data.sources.address import is_remote
+    from credit_dp.training.screen import data_notes
 
     if config.data.name == "quickstart":
         return quickstart(config)
     elsewhere = [entry for entry in config.data.stores if is_remote(entry)]
-    store = open_in_time(config.data, elsewhere)
+    with data_notes() as notes:
+        store = open_in_time(config.data, elsewhere)
     found = [data_line(store.source.where, store, store.channels.states, store.grid)]
+    found += [f"note    {note}" for note in notes]
     found += [f"dates   {store.chosen_dates}"] if store.chosen_dates else []
     found += sample_lines(config, store)
     if store.skipped:

@@ -173,10 +173,16 @@ def given_keys(composed: DictConfig) -> set[str]:
     return {str(text).lstrip("+").partition("=")[0] for text in texts}
 
 
+def is_given(key: str, given: set[str]) -> bool:
+    """Whether one of the keys that are given is this one, or below it."""
+    return any(other == key or other.startswith(f"{key}.") for other in given)
+
+
 def keep_of_preset(ours: DictConfig, given: set[str]) -> None:
     """Keep of the package's own file of this data what the config uses, and note which dates are.
 
-    What that file does to a variable is dropped where no list has the variable, by whatever name.
+    What that file does to a variable is dropped where no list has the variable, by whatever name,
+    and where something else is said of it under another name.
     Dates that are null are those of the file.
     """
     data = ours.data
@@ -185,7 +191,9 @@ def keep_of_preset(ours: DictConfig, given: set[str]) -> None:
     used = {meaning(name) for role in ROLES for name in data[role]}
     with open_dict(data.variables):
         for name in OmegaConf.select(preset, "variables") or {}:
-            if meaning(name) not in used:
+            others = {meaning(other) for other in data.variables if other != name}
+            replaced = meaning(name) in others and not is_given(f"data.variables.{name}", given)
+            if meaning(name) not in used or replaced:
                 data.variables.pop(name, None)
     dates = OmegaConf.select(preset, "dates") or {}
     for split in SPLITS:

@@ -69,10 +69,13 @@ def stats(arguments: Sequence[str], program: str) -> int:
 
     from credit_dp.data.cache import cache_folder
     from credit_dp.data.prepare import ranges_of
-    from credit_dp.training.screen import Screen
+    from credit_dp.training.screen import Screen, data_notes
 
     screen = Screen(Console(file=sys.stdout))
-    store = _opened(read.config)
+    with data_notes() as notes:
+        store = _opened(read.config)
+    for note in notes:
+        screen.say(f"note: {note}")
     store = store.with_ranges(ranges_of(store, cache_folder(store.config.cache)))
     path = _path(store, read.own)
     if not _is_there(store, path, read.own["every"]):

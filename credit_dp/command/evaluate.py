@@ -78,17 +78,18 @@ def evaluate(arguments: Sequence[str], program: str) -> int:
 
     from credit_dp.evaluation.score_files import ScoreFolder
     from credit_dp.evaluation.scoring import score
-    from credit_dp.training.screen import Screen
+    from credit_dp.training.screen import Screen, data_notes
 
     screen = Screen(Console(file=sys.stdout))
     forecast = opened(request.forecast)
     request = replace(request, truth=request.truth or truth_of(forecast))
     folder = ScoreFolder(checks.home_replaced("out", keys["out"]))
     with folder.held():
-        with screen.report() as report:
+        with screen.report() as report, data_notes() as notes:
             card = score(request, forecast, report)
         folder.write(card)
-    sys.stdout.write("\n".join([*told(card), f"{folder.out / 'scorecard.html'}", ""]))
+    notes = [f"note: {note}" for note in notes]
+    sys.stdout.write("\n".join([*notes, *told(card), f"{folder.out / 'scorecard.html'}", ""]))
     return 0
 
 

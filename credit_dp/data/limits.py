@@ -7,7 +7,7 @@ its name or its CF standard name; else the median of the training dates plus and
 the spread between their 1st and 99th percentile.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, final
 
 import numpy as np
@@ -138,6 +138,7 @@ def physical_range(name: str, variable: Variable, level: int | None, unit: str) 
     """
     long = UPPER.get(name) if level is not None else None
     names = [long or (name if name in KNOWN else meaning(name))]
+    level = long_name(name)[1] if level is None else level  # as in z_500
     if names[0] not in KNOWN:
         said = variable.standard_name
         names = [known for known, entry in KNOWN.items() if said in entry.standard_names]
@@ -270,11 +271,43 @@ class ValueLimits:
         limits = self.of(channel)
         if limits is None:
             return None
+        # NaN is passed over, and most fields with some are in range.
+        with np.errstate(invalid="ignore"):
+            lowest, highest = np.fmin.reduce(field, axis=None), np.fmax.reduce(field, axis=None)
+        if not (lowest < limits.low or highest > limits.high):
+            return None
         values = field.astype(np.float64)
         beyond = np.maximum(limits.low - values, values - limits.high)
         beyond = np.nan_to_num(beyond, nan=0.0, posinf=LARGEST)
         at = np.unravel_index(int(beyond.argmax()), beyond.shape)
         return tuple(map(int, at)) if beyond[at] > 0 else None
+
+    def check(
+        self,
+        channel: Channel,
+        field: Fields,
+        when: Callable[[int], tuple[int, str]],
+        first_row: int = 0,
+    ) -> None:
+        """Refuse values of `(T, rows, W)` that are out of range.
+
+        Args:
+            when: of an index along T, the place among the source's times, and the date.
+            first_row: of the field, counted from the north.
+
+        Raises:
+            UserError: names the value that is farthest away, where it is, and what it looks like.
+        """
+        found = self.farthest(channel, field)
+        if found is None:
+            return
+        time, row, column = found[0], found[1] + first_row, found[2]
+        place, date = when(time)
+        at = f"{date}row {row}, column {column}"
+        raise UserError(
+            f"{self._source.location(channel, place, row, column)}: "
+            f"{self.message(channel, field[time], found, at)}"
+        )
 
     def message(
         self, channel: Channel, field: Fields, at: tuple[int, ...], when: str, other: str = ""
@@ -310,15 +343,16 @@ class ValueLimits:
             points = "" if same == 1 else f", which {same} points have"
             return f"a fill value that no attribute of the store declares{points}"
         values = field[np.isfinite(field)].astype(np.float64)
-        if np.mean((values < limits.low) | (values > limits.high)) > 0.5:
-            unit = canonical(self._unit(channel))
-            for (old, new), (scale, offset) in CONVERSIONS.items():
-                converted = values * scale + offset
-                inside = (converted >= limits.low) & (converted <= limits.high)
-                if new == (unit or self._needs(channel)) and inside.mean() > 0.99:
-                    return self._wrong_unit(channel, old, new)
-            return "another quantity or unit than its name says"
-        return "a damaged chunk"
+        most = np.mean((values < limits.low) | (values > limits.high)) > 0.5
+        unit = canonical(self._unit(channel)) or self._needs(channel)
+        damaged = "a damaged chunk"
+        for (old, new), (scale, offset) in CONVERSIONS.items():
+            converted = values * scale + offset
+            inside = (converted >= limits.low) & (converted <= limits.high)
+            if new == unit and (inside.mean() > 0.99 if most else inside.all()):
+                found = self._wrong_unit(channel, old, new)
+                return found if most else f"{damaged}, or {found}"
+        return "another quantity or unit than its name says" if most else damaged
 
     def _wrong_unit(self, channel: Channel, old: str, new: str) -> str:
         variable = self._source.variables[channel.variable]
@@ -349,7 +383,11 @@ class ValueLimits:
         if summed and long_name(channel.variable)[0] not in ACCUMULATED:
             return None  # a sum over time of what is no sum elsewhere is another quantity
         variable = self._source.variables[channel.variable]
-        return physical_range(channel.variable, variable, channel.level, self._unit(channel))
+        found = physical_range(channel.variable, variable, channel.level, self._unit(channel))
+        days = self._config.step_hours / 24
+        if found is None or days <= 1 or long_name(channel.variable)[0] not in ACCUMULATED:
+            return found
+        return Range(found.low * days, found.high * days)
 
     def _unit(self, channel: Channel) -> str:
         return unit_after(self._source, channel.variable, self._config)

@@ -104,8 +104,9 @@ def check_given(store: Store) -> None:
     if own is not None:
         _own(own, store, ", ".join(entries))
     else:
-        _refuse_transforms(store, ", ".join(entries))
-        read_foreign(entries, store)
+        where = ", ".join(entries)
+        _refuse_transforms(store, where)
+        refuse_out_of_range(read_foreign(entries, store), store, where, "Change data.statistics")
 
 
 def _own_file(entries: Sequence[str]) -> StatisticsFile | None:

@@ -289,27 +289,19 @@ class Store:
     def _check_limits(
         self, channel: Channel, field: Fields, places: NDArray[np.intp] | None, band: slice
     ) -> None:
-        """Refuse values of `(T, rows, W)` that are out of the channel's range.
-
-        Args:
-            places: of the times; None for what does not change in time.
+        """Refuse values of `(T, rows, W)` that are out of range; `places` None: of a static field.
 
         Raises:
-            UserError: names the value that is farthest away, its place, and what it looks like.
+            UserError: see `ValueLimits.check`.
         """
-        found = self.limits.farthest(channel, field)
-        if found is None:
-            return
-        time, row, column = found
-        at, when = 0, ""
-        if places is not None:
-            at = self._stepped.source_place(int(places[time]))
-            when = f"{self.times[places[time]].astype('M8[m]')}, "
-        row += band.start
-        raise UserError(
-            f"{self.source.location(channel, at, row, column)}: "
-            + self.limits.message(channel, field[time], found, f"{when}row {row}, column {column}")
-        )
+
+        def when(time: int) -> tuple[int, str]:
+            if places is None:
+                return 0, ""
+            place = int(places[time])
+            return self._stepped.source_place(place), f"{self.times[place].astype('M8[m]')}, "
+
+        self.limits.check(channel, field, when, band.start)
 
     @property
     def _first_time(self) -> np.datetime64:

@@ -1,14 +1,15 @@
 """What the config wants of a source, checked by names before any field is read."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from credit_dp.config import DataConfig
 from credit_dp.data.forcings import COMPUTED, COMPUTED_STATICS
 from credit_dp.data.grid import parse_grid
-from credit_dp.data.schema import Channels, expand, suggestions
-from credit_dp.data.sources.source import Source
+from credit_dp.data.schema import Channel, Channels, expand, suggestions
+from credit_dp.data.sources.source import Source, is_listed
 from credit_dp.data_config import ROLES
 from credit_dp.errors import UserError
+from credit_dp.variable_names import UPPER, long_name
 
 NOT_READ: Mapping[str, Collection[str]] = {"forcing": COMPUTED, "static": COMPUTED_STATICS}
 
@@ -25,12 +26,30 @@ def wanted_channels(source: Source, config: DataConfig) -> Channels:
     levels = _wanted_levels(source, config)
     outputs = (*config.prognostic, *config.diagnostic)
     on_levels = {name for name in outputs if source.variables[name].levels}
-    return Channels(
+    channels = Channels(
         prognostic=tuple(expand(config.prognostic, on_levels, levels)),
         forcing=tuple(config.forcing),
         static=tuple(config.static),
         diagnostic=tuple(expand(config.diagnostic, on_levels, levels)),
     )
+    _check_different(source, [*channels.out, *map(Channel, config.forcing)])
+    return channels
+
+
+def _check_different(source: Source, channels: Iterable[Channel]) -> None:
+    """Refuse one field under two names, unless the store has both names."""
+    known: dict[tuple[str, int | None], Channel] = {}
+    for channel in channels:
+        long, level = long_name(channel.variable)
+        if channel.level is not None:
+            long, level = UPPER.get(channel.variable, channel.variable), channel.level
+        other = known.setdefault((long, level), channel)
+        names = (channel.variable, other.variable)
+        if other != channel and not all(is_listed(name, source.variables) for name in names):
+            raise UserError(
+                f"{source.where}: {other.name} and {channel.name} of the data config are one "
+                f"field. Take {channel.variable} out of its list."
+            )
 
 
 def check_keys(config: DataConfig) -> None:

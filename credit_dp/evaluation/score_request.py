@@ -13,6 +13,8 @@ KEYS = {
     "data.prognostic": "variables",
     "data.levels": "levels",
     "data.limits": "limits",
+    "no list of the data config has a variable": "what is scored has no variable",
+    "Change limits, or add it to a list": "Change limits or variables",
     "data.dates.train": "climatology_dates",
     "data.cache": "the environment variable CREDIT_DP_CACHE",
 }

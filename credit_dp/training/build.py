@@ -7,7 +7,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from credit_dp.config import Config
+from credit_dp.config import Config, OwnLossConfig
 from credit_dp.data.loader import Loader, Reads
 from credit_dp.data.normalise import Normaliser
 from credit_dp.data.prepare import Prepared
@@ -19,10 +19,15 @@ from credit_dp.forecast.step import ForecastStep, Model
 from credit_dp.pipeline_parallel.model_layout import home_device
 from credit_dp.training.checkpoint import TrainingState
 from credit_dp.training.data_description import describe_data
-from credit_dp.training.loss import WeightedLoss, build_loss
+from credit_dp.training.loss import WeightedLoss, build_loss, of_plugin
 from credit_dp.training.loss_names import LossNames
 from credit_dp.training.model_parts import build_parts
-from credit_dp.training.optimisation import build_optimiser, build_schedule, state_layout
+from credit_dp.training.optimisation import (
+    build_optimiser,
+    build_schedule,
+    state_layout,
+    try_schedule,
+)
 from credit_dp.training.shared_reading import share_reading
 from credit_dp.training.state import named_parameters, saved_parameters
 from credit_dp.training.trainer import Trainer
@@ -45,6 +50,17 @@ class Training:
     forecast: ForecastStep
     like: Tensor
     rows: slice
+
+
+def try_plugins(config: Config) -> None:
+    """Refuse a loss or a schedule of the user's own for what can be said of it without data.
+
+    Raises:
+        UserError: see `of_plugin` and `try_schedule`.
+    """
+    if isinstance(config.loss, OwnLossConfig):
+        of_plugin(config.loss, torch.zeros((), dtype=DTYPES[config.trainer.dtype]))
+    try_schedule(config.optimizer, config.trainer.steps)
 
 
 def build_training(

@@ -115,10 +115,21 @@ def build_schedule(optimiser: Optimizer, config: OptimizerConfig, steps: int) ->
             return (step + 1) / config.warmup_steps
         return later(step - config.warmup_steps)
 
-    if own is not None:
-        for part in range(TRIED + 1):  # what fails somewhere had better fail now
-            factor_of(own, part * after // TRIED, after)
+    try_schedule(config, steps)
     return LambdaLR(optimiser, factor)
+
+
+def try_schedule(config: OptimizerConfig, steps: int) -> None:
+    """Refuse a schedule of the user's own that fails somewhere in `steps` steps.
+
+    Raises:
+        UserError: see `factor_of`.
+    """
+    own = own_schedule(config)
+    after = max(1, steps - config.warmup_steps)
+    if own is not None:
+        for part in range(TRIED + 1):
+            factor_of(own, part * after // TRIED, after)
 
 
 def factor_of(schedule: OwnScheduleConfig, step: int, steps: int) -> float:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from logging import WARNING, LogRecord
+from logging import INFO, WARNING, LogRecord, getLogger
 from typing import Protocol, final
 
 from rich.console import Console, RenderableType
@@ -18,6 +18,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.text import Text
+
+from credit_dp.launch.worker import EarlyRecords
 
 DATA = ("credit_dp.data", "credit_dp.train.dates")  # the loggers of the data and their dates
 QUIET_SECONDS = 10.0  # between two lines where there is no terminal
@@ -168,6 +170,22 @@ def live_progress(console: Console, counts: bool = True) -> Progress:
 def screen_for(rank: int) -> Screen:
     """The screen of one rank: only rank 0 shows anything but preparations."""
     return Screen(Console() if rank == 0 else None)
+
+
+@contextmanager
+def data_notes() -> Iterator[list[str]]:
+    """Collect what a user should know of the data, of what is logged meanwhile; see `notes_of`."""
+    found: list[str] = []
+    logger, handler = getLogger("credit_dp"), EarlyRecords()
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(INFO)
+    try:
+        yield found
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        found += notes_of(handler.take())
 
 
 def notes_of(records: Iterable[LogRecord]) -> list[str]:

@@ -299,6 +299,11 @@ def test_answers_import_nothing_heavy() -> None:
         (["data=arco", "data.diagnostic=[]"], []),
         (["data=anemoi", "data.store=x", "data.diagnostic=[]"], []),
         (["data=anemoi", "data.store=x", "data.diagnostic=[tp]"], ["tp"]),
+        # What is said under another name takes the preset's place.
+        (
+            ["data=anemoi", "data.store=x", "data.variables.tp.normalise=std"],
+            ["total_precipitation"],
+        ),
         # The sum over six hours is another variable.
         (["data=weatherbench2", "data.diagnostic=[tp]"], []),
         (["data=weatherbench2"], ["total_precipitation_6hr"]),

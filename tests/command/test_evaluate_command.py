@@ -191,7 +191,10 @@ def test_the_truth_may_be_several_stores(monkeypatch: pytest.MonkeyPatch, stores
         (["variables=[temperature,temperature]"], "error: variables: needs each entry once"),
         (["limits=3"], "limits: needs entries in braces, like {NAME:[A,B]}, got '3'"),
         (["limits={temperature:[9,1]}"], "limits.temperature: needs [low, high]"),
-        (["limits={temprature:null}"], "limits.temprature: no list"),
+        (
+            ["limits={temprature:null}"],
+            "limits.temprature: what is scored has no variable temprature. Nearest: temp",
+        ),
         (["limits={t:[300,400]}"], "its limits are 300 to 400"),
         (["out=truth.zarr/zarr.json/x"], "can't be made (Not a directory). Change out"),
     ],

@@ -445,6 +445,12 @@ def test_a_check_tries_the_loss(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert line.startswith("loss: Mean.build: its function needs errors that depend on their own")
 
 
+def test_a_check_tries_the_schedule(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    text = TRAINING.replace("return (1", "return -1 or (1")
+    line = told(monkeypatch, written(tmp_path, text), "optimizer.schedule=power")
+    assert line.startswith("optimizer.schedule: Power.factor has to return a finite number")
+
+
 def test_kinds_have_names_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     text = MODEL.replace('"custom"', '"power"') + TRAINING.replace('"logcosh"', '"power"')
     monkeypatch.setenv(VARIABLE, str(written(tmp_path, text)))

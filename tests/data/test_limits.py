@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 
 from credit_dp.config import DataConfig
 from credit_dp.data.known_units import KNOWN
-from credit_dp.data.limits import Range, extremes, physical_range, sampled_ranges
+from credit_dp.data.limits import Range, ValueLimits, extremes, physical_range, sampled_ranges
 from credit_dp.data.loader import Loader
 from credit_dp.data.prepare import prepare
 from credit_dp.data.sampling import SampleSequence
@@ -26,7 +27,7 @@ from credit_dp.data.sources.source import Variable
 from credit_dp.data.store import Store
 from credit_dp.data_config import VariableConfig
 from credit_dp.errors import UserError
-from tests.data import anemoi_stores, prepared_stores, stores
+from tests.data import anemoi_stores, prepared_stores, preparing, stores
 
 ALL = slice(None)
 PLACE = (5, 3, 2)  # time, row, column of a value that is made wrong
@@ -119,6 +120,18 @@ class TestMessage:
 
         config = made(tmp_path, change, prognostic=["mean_sea_level_pressure"])
         assert "hPa, while the store says Pa" in refusal(lambda: read_all(config))
+
+    def test_millimetres_where_it_rains_much(self, tmp_path: Path) -> None:
+        """Few points are out of range, though all are in another unit."""
+
+        def change(data: xr.Dataset) -> None:
+            data["total_precipitation"] = data["2m_temperature"] * 0 + 0.5
+            data["total_precipitation"].values[3, 2, 1] = 41
+            data["total_precipitation"].attrs["units"] = "m"
+
+        config = made(tmp_path, change, prognostic=["2m_temperature", "total_precipitation"])
+        message = refusal(lambda: read_all(config))
+        assert "looks like a damaged chunk, or mm, while the store says m: correct" in message
 
     def test_height_in_place_of_geopotential(self, tmp_path: Path) -> None:
         def change(data: xr.Dataset) -> None:
@@ -295,6 +308,13 @@ class TestKeys:
         spoilt = replace(config, limits={"temperature_500": None})
         assert "temperature on level 850" in refusal(lambda: read_all(spoilt))
 
+    def test_other_names(self, tmp_path: Path) -> None:
+        config = made(tmp_path, spike("temperature", 0.0, level=850))
+        for name in ("t", "T850", "t_850"):
+            read_all(stores.config(config.store, limits={name: None}))
+        spoilt = stores.config(config.store, limits={"t_500": None})
+        assert "temperature on level 850" in refusal(lambda: read_all(spoilt))
+
     def test_a_variable_that_is_not_read(self, tmp_path: Path) -> None:
         config = made(tmp_path, lambda data: None, limits={"2m_temprature": [1, 2]})
         assert "data.limits.2m_temprature: no list" in refusal(lambda: read_all(config))
@@ -333,6 +353,21 @@ class TestPhysical:
         assert found is not None
         assert found.low < usual < found.high
         assert height < found.low
+
+    def test_a_level_may_be_in_the_name(self) -> None:
+        wanted = physical_range("geopotential", Variable(True), 500, "m2 s-2")
+        for name in ("z_500", "z500", "Z500", "geopotential_500"):
+            assert physical_range(name, Variable(True), None, "m2 s-2") == wanted
+
+    def test_sums_over_several_days(self, tmp_path: Path) -> None:
+        store = Store.open(made(tmp_path, lambda data: None))
+        channel = Channel("toa_incident_solar_radiation")
+        of_step = {}
+        for step in ("6h", "10d"):
+            config = replace(store.config, step=step)
+            variables = {channel.variable: Variable(True, units="J m-2")}
+            of_step[step] = ValueLimits(SimpleNamespace(variables=variables), config).of(channel)
+        assert of_step == {"6h": Range(-3e8, 3e8), "10d": Range(-3e9, 3e9)}
 
     def test_names(self) -> None:
         given = Range(150.0, 350.0)
@@ -429,3 +464,10 @@ def test_extremes(shape: tuple[int, ...], large: bool, flipped: bool, gap: bool)
     if values.size:
         np.testing.assert_array_equal(lowest, values.min(axis=(2, 3)))
         np.testing.assert_array_equal(highest, values.max(axis=(2, 3)))
+
+
+def test_values_that_can_not_be_are_not_prepared(tmp_path: Path) -> None:
+    path = Path(made(tmp_path, spike("2m_temperature", 9e36)).store)
+    with pytest.raises(UserError, match=r"in\.zarr, chunk 2m_temperature/c/5/0/0: 2m_"):
+        preparing.prepared(path, tmp_path / "out.zarr")
+    assert not (tmp_path / "out.zarr").exists()

@@ -11,7 +11,7 @@ import xarray as xr
 from credit_dp.data.normalise import Normaliser
 from credit_dp.data.prepare import prepare
 from credit_dp.data.statistics_file import StatisticsFile, made_from, statistics_path
-from credit_dp.data.statistics_given import computed_statistics, meets_all_hours
+from credit_dp.data.statistics_given import check_given, computed_statistics, meets_all_hours
 from credit_dp.data.store import Store
 from credit_dp.data_config import VariableConfig
 from credit_dp.errors import UserError
@@ -280,6 +280,12 @@ def test_what_files_of_others_lack_is_told(path, tmp_path, change, told):
     files = [first, written(foreign(LONG, 1), tmp_path / "1.nc")]
     text = refused(path, files)
     assert any(part in text for part in told.split("|"))
+
+
+def test_means_that_can_not_be_are_refused_by_a_check_too(path, tmp_path):
+    files = [written(foreign(LONG, seed) / (2 - seed), tmp_path / f"{seed}.nc") for seed in (0, 1)]
+    with pytest.raises(UserError, match=r"the mean of .* is 14.*Change data\.statistics"):
+        check_given(Store.open(stores.config(path, statistics=files, levels=[850])))
 
 
 @pytest.mark.parametrize("name", ["temperature", "solar", "land_sea_mask"])

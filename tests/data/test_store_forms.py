@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -274,3 +275,50 @@ def test_a_description_depends_on_what_a_name_stands_for(written):
     assert len(str(source.description(["geopotential"])).split("'z500'")) == 2
     again = open_source(replace(config(written("without levels")), static=[]))
     assert source.description(["t2m"]) == again.description(["t2m"])
+
+
+def both(store: Store, rows: slice) -> None:
+    """Read fields of one time and the static ones."""
+    store.read_outputs(store.times[20:21], rows)
+    store.static(rows)
+
+
+@pytest.mark.parametrize("form", earth.FORMS)
+def test_a_value_out_of_range_is_found_where_it_is_stored(written, form):
+    """In the very file, and for zarr in the chunk, under whatever name the store has it."""
+    for name, levels in (("2m_temperature", ""), ("temperature", 850), ("land_sea_mask", "")):
+        store = Store.open(config(written(form), limits={name: [900, 901]}))
+        with pytest.raises(UserError) as caught:
+            both(store, slice(3, 9))
+        said = str(caught.value)
+        where, found, _ = said.partition(f": {name}{f' on level {levels}' if levels else ''} is ")
+        assert found, said
+        file, _, chunk = where.partition(", chunk ")
+        assert Path(file).exists()
+        if chunk and not chunk.startswith("("):
+            assert (Path(file) / chunk).is_file(), said
+        row = int(re.search(r"row (\d+)", said)[1])
+        assert 3 <= row < 9
+
+
+def test_a_value_out_of_range_of_a_file_without_time(tmp_path):
+    odd = DATA[["land_sea_mask"]].rename(land_sea_mask="my_mask")
+    files = [netcdf(DATA, tmp_path / "era5.nc"), netcdf(odd, tmp_path / "odd.nc")]
+    store = Store.open(config(files, static=["my_mask"], limits={"my_mask": [5, 6]}))
+    with pytest.raises(UserError, match=r"odd\.nc.*: my_mask is 0"):
+        store.static(slice(0, 13))
+
+
+@pytest.mark.parametrize(
+    "lists",
+    [
+        {"prognostic": ["2m_temperature", "t2m"], "diagnostic": []},
+        {"prognostic": ["2m_temperature"], "diagnostic": ["2t"]},
+        {"prognostic": ["geopotential", "z"], "diagnostic": []},
+        {"prognostic": ["temperature", "t_850"], "diagnostic": []},
+        {"prognostic": ["temperature"], "diagnostic": [], "forcing": ["t500"]},
+    ],
+)
+def test_one_field_has_one_name_in_a_config(written, lists):
+    with pytest.raises(UserError, match=r"are one field\. Take .* out of its list\.$"):
+        Store.open(config(written("cds"), **lists))

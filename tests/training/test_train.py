@@ -21,7 +21,8 @@ from credit_dp.errors import UserError
 from credit_dp.evaluation import evaluate
 from credit_dp.evaluation.plots import FieldMap
 from credit_dp.launch import Ranks
-from credit_dp.train import run, settle_dates
+from credit_dp.train import dates_as_in, run, settle_dates
+from credit_dp.training.checkpoint import find_checkpoint
 from credit_dp.training.run_folder import RunFolder
 from tests.data import stores
 from tests.ranks import on_processes
@@ -116,6 +117,18 @@ def test_dates_that_are_chosen_stay_when_the_store_grows(config, caplog):
     changed = replace(longer, data=replace(longer.data, dates=dates))
     settled = settle_dates(changed, RunFolder(folder), lambda title, share: None)
     assert settled == DatesConfig([*before.train], [*before.valid], elsewhere)
+
+
+def test_dates_that_are_given_with_a_limit_have_those_of_the_checkpoint(config):
+    shutil.rmtree(config.data.store)
+    stores.write(stores.dataset(12, 16, 40), Path(config.data.store))
+    run(with_open_dates(config, limit=8), Ranks())
+    path = find_checkpoint("auto", RunFolder(Path(config.run.dir)).checkpoint)
+    saved = dates_as_in(path, DatesConfig(limit=8)).train
+    assert dates_as_in(path, DatesConfig(["2000-01-01", "2000-01-05"], limit=8)).train == saved
+    for given in (["2000-01-02", "2000-01-05"], ["2000-01-01", "2000-01-01"]):
+        with pytest.raises(UserError, match=r"^data\.dates\.train: the checkpoint has 2000-01-01"):
+            dates_as_in(path, DatesConfig(given, limit=8))
 
 
 def dates_of_rank(manager: DomainParallelManager, configs: list[Config]) -> DatesConfig:

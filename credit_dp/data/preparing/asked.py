@@ -14,6 +14,7 @@ from credit_dp.data.cache import fingerprint
 from credit_dp.data.dates import whole
 from credit_dp.data.forcings import COMPUTED, COMPUTED_STATICS
 from credit_dp.data.grid import parse_grid
+from credit_dp.data.limits import ValueLimits, check_limit_keys
 from credit_dp.data.prepared_form import PreparedForm
 from credit_dp.data.preparing.regrid import Regridder, regular_grid
 from credit_dp.data.schema import Channel
@@ -75,6 +76,8 @@ class Asked:
         self._source = source
         self._config = config
         self._stepped = Stepped(source, config, self._variables)
+        check_limit_keys(config, [*self._channels, *self._static])
+        self._limits = ValueLimits(source, config)
         self._first, stop = _span(self._stepped.times, question.dates, source.where)
         self.times: Times = self._stepped.times[self._first : stop]
         self.latitude, self.longitude = source.latitude, source.longitude
@@ -127,6 +130,8 @@ class Asked:
             return np.empty((0, *self.shape[2:]), dtype=np.float32)
         fields = self._source.read(self._static, slice(0, 1), slice(None))
         self._stepped.convert(self._static, fields)
+        for number, channel in enumerate(self._static):
+            self._limits.check(channel, fields[:, number], lambda _: (0, ""))
         if self._regridder is None:
             return np.asarray(fields[0])
         return np.asarray(self._regridder(fields[0]), dtype=np.float32)
@@ -149,9 +154,24 @@ class Asked:
         """Group by group, so that no more than one group's chunks are in memory besides."""
         groups = self._source.together(self._channels)
         if len(groups) == 1:
-            return self._stepped.read(self._channels, places, rows)
-        parts = [self._stepped.read(group, places, rows) for group in groups]
+            return self._checked(self._channels, places, rows)
+        parts = [self._checked(group, places, rows) for group in groups]
         return np.concatenate(parts, axis=1)
+
+    def _checked(
+        self, channels: Sequence[Channel], places: NDArray[np.intp], rows: slice
+    ) -> Fields:
+        """Read fields whose values can be; of a prepared store their source is no longer known."""
+
+        def when(time: int) -> tuple[int, str]:
+            place = int(places[time])
+            date = self._stepped.times[place].astype("M8[m]")
+            return self._stepped.source_place(place), f"{date}, "
+
+        fields = self._stepped.read(channels, places, rows)
+        for number, channel in enumerate(channels):
+            self._limits.check(channel, fields[:, number], when, rows.start or 0)
+        return fields
 
     def _form(self) -> PreparedForm:
         found = {name: self._source.variables[name] for name in self._variables}

@@ -124,12 +124,13 @@ class GriddedSource(Source):
 
     def location(self, channel: Channel, place: int, row: int, column: int) -> str:
         """See `Source`; a netCDF file that is not chunked is named alone."""
-        name = channel.variable
+        found = self._names.stored(channel)
+        name, level = found.variable, found.level
         array = self._dataset[name]
         levels = self.variables[name].levels
         at = {
             "time": place,
-            "level": levels.index(channel.level) if channel.level is not None else 0,
+            "level": 0 if level is None else levels.index(level),
             "latitude": self.grid[0] - 1 - row if self._flipped else row,
             "longitude": column,
         }
@@ -141,7 +142,10 @@ class GriddedSource(Source):
         chunk = tuple(at[str(dim)] // int(size) for dim, size in pairs)
         if isinstance(self._counter, CountingStore):
             stored = zarr.open_array(self._counter, path=name, mode="r")
-            return f"{self.where}, chunk {name}/{stored.metadata.encode_chunk_key(chunk)}"
+            left = list(zip(array.shape, chunk, strict=True))
+            # Dims of length 1 have been left out.
+            whole = [left.pop(0)[1] if left and left[0][0] == n else 0 for n in stored.shape]
+            return f"{self.where}, chunk {name}/{stored.metadata.encode_chunk_key(tuple(whole))}"
         return f"{self.where}, chunk {chunk}"
 
     def description(self, variables: Sequence[str]) -> list[object]:

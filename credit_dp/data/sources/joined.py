@@ -107,10 +107,9 @@ class JoinedSource(Source):
     def location(self, channel: Channel, place: int, row: int, column: int) -> str:
         """See `Source`."""
         owner = self._owner(channel)
-        source = self._sources[owner]
-        if source.variables[channel.variable].timed:
+        if self._of_each[owner][channel.variable].timed:
             place = int(self._places[owner][place])
-        return source.location(channel, place, row, column)
+        return self._sources[owner].location(channel, place, row, column)
 
     def chunk_numbers(self, channel: Channel, places: NDArray[np.intp]) -> NDArray[np.intp]:
         """See `Source`."""

@@ -282,6 +282,20 @@ class ValueLimits:
         at = np.unravel_index(int(beyond.argmax()), beyond.shape)
         return tuple(map(int, at)) if beyond[at] > 0 else None
 
+    def implausible(self, channel: Channel, field: Fields) -> bool:
+        """Whether not even a poor model forecasts such a field.
+
+        Some value is farther out than the range is wide, or most are out of range.
+        """
+        limits = self.of(channel)
+        if limits is None:
+            return False
+        wide = limits.high - limits.low
+        values = field[np.isfinite(field)]
+        out = (values < limits.low) | (values > limits.high)
+        far = (values < limits.low - wide) | (values > limits.high + wide)
+        return bool(far.any() or np.count_nonzero(out) > 0.5 * out.size)
+
     def check(
         self,
         channel: Channel,

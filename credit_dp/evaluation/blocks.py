@@ -235,7 +235,9 @@ class GroupReader:
                 raise incomplete(self._matched.told, what, absent[first])
         dates = [str(time.astype("M8[m]")) for time in times]
         with keys_for("climatology"):
-            self._refuse_out_of_range(fields, self._channels, self._matched.told, dates, "")
+            self._refuse_out_of_range(
+                fields, self._channels, self._matched.told, dates, forecast=False
+            )
         return fields
 
     def _read_forecasts(self, name: str, channels: slice, run: Indices) -> Fields:
@@ -261,7 +263,7 @@ class GroupReader:
             for _ in range(forecast.members)
         ]
         with keys_for("forecast"):
-            self._refuse_out_of_range(one_by_one, channels, forecast.where, dates, UNSTABLE)
+            self._refuse_out_of_range(one_by_one, channels, forecast.where, dates, forecast=True)
         return fields
 
     def _within_limits(self, fields: Fields, channels: slice) -> bool:
@@ -271,26 +273,27 @@ class GroupReader:
         return bool(found.all())
 
     def _refuse_out_of_range(
-        self, fields: Fields, channels: slice, where: str, dates: Sequence[str], other: str
+        self, fields: Fields, channels: slice, where: str, dates: Sequence[str], forecast: bool
     ) -> None:
         """Refuse values of `(T, C, H, W)` that are out of range where the truth has values.
 
         Args:
             where, dates: what has them, and when.
-            other: what else they may be than fields that are wrong.
+            forecast: see `ValueLimits.implausible`; a poor forecast is scored.
 
         Raises:
             UserError: names the value that is farthest away.
         """
         if self._valid is not None:
             fields = np.where(self._valid[channels], fields, np.float32(np.nan))
-        limits = self._matched.truth.limits
+        limits, other = self._matched.truth.limits, UNSTABLE if forecast else ""
         for place, channel in enumerate(self._matched.truth.channels.out[channels]):
-            at = limits.farthest(channel, fields[:, place])
-            if at is not None:
-                when = f"{dates[at[0]]}, row {at[1]}, column {at[2]}"
-                found = limits.message(channel, fields[at[0], place], at, when, other)
-                raise UserError(f"{where}: {found}")
+            for date, field in zip(dates, fields[:, place], strict=True):
+                at = limits.farthest(channel, field)
+                if at is None or (forecast and not limits.implausible(channel, field)):
+                    continue
+                when = f"{date}, row {at[0]}, column {at[1]}"
+                raise UserError(f"{where}: {limits.message(channel, field, at, when, other)}")
 
     def _within(self, channels: slice) -> slice:
         """Return the indices of a variable's channels among those of the group."""

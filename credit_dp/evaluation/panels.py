@@ -113,7 +113,7 @@ def draw_powers(axes: Axes, powers: Mapping[str, np.ndarray], name: str, unit: s
 
 def draw_errors(grid: MapGrid, rmse: np.ndarray, bias: np.ndarray, unit: str) -> Figure:
     """Root-mean-square and mean error on each grid point, side by side."""
-    figure = Figure(figsize=(11.0, 3.0))
+    figure = Figure(figsize=(9.6, 2.7))
     figure.subplots_adjust(left=0.05, right=0.97, bottom=0.09, top=0.86, wspace=0.14)
     most, far = _most(rmse), _most(np.abs(bias))
     parts = (

@@ -11,6 +11,7 @@ import pytest
 import xarray as xr
 
 from credit_dp.config import DataConfig, DatesConfig
+from credit_dp.data.schema import Channel
 from credit_dp.data.sources.opening import open_source
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
@@ -277,28 +278,28 @@ def test_a_description_depends_on_what_a_name_stands_for(written):
     assert source.description(["t2m"]) == again.description(["t2m"])
 
 
-def both(store: Store, rows: slice) -> None:
-    """Read fields of one time and the static ones."""
-    store.read_outputs(store.times[20:21], rows)
-    store.static(rows)
-
-
 @pytest.mark.parametrize("form", earth.FORMS)
 def test_a_value_out_of_range_is_found_where_it_is_stored(written, form):
     """In the very file, and for zarr in the chunk, under whatever name the store has it."""
-    for name, levels in (("2m_temperature", ""), ("temperature", 850), ("land_sea_mask", "")):
-        store = Store.open(config(written(form), limits={name: [900, 901]}))
+    names = ("2m_temperature", "temperature", "land_sea_mask")
+    store = Store.open(config(written(form), limits={name: [900, 901] for name in names}))
+    times, rows = store.times[20:21], slice(3, 9)
+    reads = (
+        lambda: store.read_channels([Channel("2m_temperature")], times, rows),
+        lambda: store.read_channels([Channel("temperature", 850)], times, rows),
+        lambda: store.static(rows),
+    )
+    for name, read in zip(names, reads, strict=True):
         with pytest.raises(UserError) as caught:
-            both(store, slice(3, 9))
+            read()
         said = str(caught.value)
-        where, found, _ = said.partition(f": {name}{f' on level {levels}' if levels else ''} is ")
+        where, found, _ = said.partition(f": {name}")
         assert found, said
         file, _, chunk = where.partition(", chunk ")
         assert Path(file).exists()
         if chunk and not chunk.startswith("("):
             assert (Path(file) / chunk).is_file(), said
-        row = int(re.search(r"row (\d+)", said)[1])
-        assert 3 <= row < 9
+        assert 3 <= int(re.search(r"row (\d+)", said)[1]) < 9
 
 
 def test_a_value_out_of_range_of_a_file_without_time(tmp_path):
@@ -321,4 +322,4 @@ def test_a_value_out_of_range_of_a_file_without_time(tmp_path):
 )
 def test_one_field_has_one_name_in_a_config(written, lists):
     with pytest.raises(UserError, match=r"are one field\. Take .* out of its list\.$"):
-        Store.open(config(written("cds"), **lists))
+        Store.open(config(written("weatherbench2"), **lists))

@@ -63,7 +63,7 @@ def test_a_truth_that_does_not_fit_is_refused(tmp_path: Path, name: str, parts: 
         ({"levels": (700,)}, ["geopotential has no level 700", "500, 850, 1000"]),
         ({"hours": (18,)}, ["no lead time of 18 hours", "0, 6, 24", "Change hours"]),
         ({"dates": ("2001-01-01", "2001-02-01")}, ["no initial time from 2001-01-01"]),
-        ({"truth": "nowhere.zarr"}, ["nowhere.zarr", "Set truth"]),
+        ({"truth": ("nowhere.zarr",)}, ["nowhere.zarr", "Set truth"]),
         ({"climatology": "nowhere.zarr"}, ["nowhere.zarr", "Set climatology"]),
         ({"climatology": "truth.zarr"}, ["a climatology needs the dims hour, dayofyear"]),
         ({"climatology": "", "climatology_dates": ("1999-01-01", "1999-02-01")}, ["climatology_"]),
@@ -177,6 +177,17 @@ class TestLimits:
         assert np.isfinite(card.scores["rmse"]).all()
         low = {"2m_temperature": [300, 400]}
         assert "its limits are 300 to 400" in refusal(folder, path, hours=(0,), limits=low)
+
+    def test_a_poor_forecast_is_scored(self, folder: Path, tmp_path: Path) -> None:
+        """What is a little out of range may be forecast; not most of a field."""
+        made = self.made()
+        values = made["2m_temperature"].values
+        values[1, 2, 3, 2] = 105
+        path = forecasts.write(made, tmp_path / "poor.zarr")
+        assert np.isfinite(scored(folder, path).scores["rmse"]).all()
+        values[1, 2] -= 200
+        said = refusal(folder, forecasts.write(made, tmp_path / "wrong.zarr"))
+        assert "72 of 72 points are out of range" in said
 
     def test_of_points_that_are_not_scored(self, tmp_path: Path) -> None:
         """What lies where the truth has no values is not looked at."""

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
 
-import numpy as np
 from omegaconf import OmegaConf
 
 from credit_dp.config import Config, DatesConfig, as_dict
 from credit_dp.data.cache import Report
+from credit_dp.data.dates import whole
 from credit_dp.data.prepare import Prepared, prepare, with_quickstart
 from credit_dp.data.store import Store
 from credit_dp.data_config import AUTO, SPLITS
@@ -116,7 +116,7 @@ def dates_as_in(path: Path, given: DatesConfig) -> DatesConfig:
     """The dates that a checkpoint's run had; those of a split that are given now stay.
 
     Raises:
-        UserError: the checkpoint can't be read, or its dates are not among those that are given
+        UserError: the checkpoint can't be read, or its dates are not within those that are given
             with a limit.
     """
     numbers = read_numbers("resume", path)
@@ -124,24 +124,23 @@ def dates_as_in(path: Path, given: DatesConfig) -> DatesConfig:
         saved = OmegaConf.create(numbers["config"]).data.dates
         dates = {split: list(saved[split]) for split in SPLITS}
     fixed = [s for s in SPLITS if s not in given.preset and getattr(given, s) != AUTO]
-    if given.limit is None:
-        dates |= {split: getattr(given, split) for split in fixed}
     for split in fixed:
-        check_among(split, dates[split], getattr(given, split))
+        if given.limit is None:
+            dates[split] = getattr(given, split)
+        else:
+            check_within(split, dates[split], getattr(given, split))
     return DatesConfig(dates["train"], dates["valid"], dates["test"])
 
 
-def check_among(split: str, saved: Sequence[str], given: Sequence[str]) -> None:
-    """Refuse dates of a split that are not among those that are given.
+def check_within(split: str, saved: Sequence[str], given: Sequence[str]) -> None:
+    """Refuse a checkpoint's dates of a split that are not within those that are given.
 
     Raises:
         UserError: some are not.
     """
-    first, last, saved_first, saved_last = (np.datetime64(date) for date in (*given, *saved))
-    # A last day without an hour is the whole day.
-    if saved_first < first or saved_last.astype(last.dtype) > last:
+    if whole(saved[0])[0] < whole(given[0])[0] or whole(saved[1])[1] > whole(given[1])[1]:
         raise UserError(
-            f"data.dates.{split}: the checkpoint has {saved[0]} to {saved[1]}, which are not among "
+            f"data.dates.{split}: the checkpoint has {saved[0]} to {saved[1]}, which is not within "
             f"{given[0]} to {given[1]}. Leave it out, or start a new run."
         )
 

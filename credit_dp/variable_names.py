@@ -130,12 +130,18 @@ FLAT: Mapping[str, str] = MappingProxyType({**SURFACE, **CONSTANTS})
 ON_ONE_LEVEL = re.compile(r"(.+)_(\d+)|(\D+)(\d{3,})")
 
 
-def long_name(name: str) -> tuple[str, int | None]:
-    """What a field without a dim of levels is, and on which level.
+def long_name(name: str, level: int | None = None) -> tuple[str, int | None]:
+    """What a field is, and on which level.
 
-    `z_500` and `Z500` -> `("geopotential", 500)`; `2t` -> `("2m_temperature", None)`; `z` ->
-    `("geopotential_at_surface", None)`; names that are not known stay as they are.
+    Without a dim of levels `z_500` and `Z500` -> `("geopotential", 500)`; `2t` ->
+    `("2m_temperature", None)`; `z` -> `("geopotential_at_surface", None)`. Names that are not known
+    stay as they are.
+
+    Args:
+        level: of a field that has a dim of levels, where `z` is the geopotential.
     """
+    if level is not None:
+        return UPPER.get(name, name), level
     found = None if name in FLAT else ON_ONE_LEVEL.fullmatch(name)
     if found:
         variable = found[1] or found[3]

@@ -59,9 +59,9 @@ def check_and_tell(config: Config) -> int:
         return UNREACHABLE
     config = settled(config, found)
     check_rows(config)
-    goes_on = [] if path is None else [check_checkpoint(path, config, found)]
+    resume = [] if path is None else [check_checkpoint(path, config, found)]
     plan = plan_of(config)
-    show("The config is valid.", *found.lines, *goes_on, *lines(plan, config))
+    show("The config is valid.", *found.lines, *resume, *lines(plan, config))
     return 1 if plan.report.problems else 0
 
 
@@ -87,9 +87,9 @@ def check_sweep(configs: Sequence[Config]) -> int:
     return 0
 
 
-def show(*told: str) -> None:
+def show(*shown: str) -> None:
     """Write lines."""
-    sys.stdout.write("".join(f"{line}\n" for line in told))
+    sys.stdout.write("".join(f"{line}\n" for line in shown))
 
 
 def settled(config: Config, found: Found) -> Config:

@@ -181,9 +181,9 @@ def is_given(key: str, given: set[str]) -> bool:
 def keep_of_preset(ours: DictConfig, given: set[str]) -> None:
     """Keep of the package's own file of this data what the config uses, and note which dates are.
 
-    What that file does to a variable is dropped where no list has the variable, by whatever name,
-    and where something else is said of it under another name.
-    Dates that are null are those of the file.
+    An entry of the file's `data.variables` is dropped where no list has the variable, by whatever
+    name, and where there is another entry for the same variable. Dates that are null are those of
+    the file.
     """
     data = ours.data
     file = conf_folder() / "data" / f"{data.name}.yaml"

@@ -28,8 +28,8 @@ HELP = """\
 {program} store=STORE KEY=VALUE ...: computes mean, standard deviation, that of the change over a
 step, minimum and maximum of each channel, weighted by area, over exactly the training dates.
 
-  data.dates.train=[1979-01-01,2017-12-31]   the training dates; without it those that training
-                would have, with the same keys
+  data.dates.train=[1979-01-01,2017-12-31]   the training dates; without it those of a run with
+                the same keys
   data=weatherbench2 data.prognostic=[...] data.levels=[...] data.step=6h   which fields
   out=FILE      the file to write, for data.statistics=FILE; without it, the cache's own, where
                 training with the same data finds it

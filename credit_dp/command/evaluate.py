@@ -36,7 +36,7 @@ no other file.
   variables=[NAME,...]       all of the forecast's without it
   levels=[500,850]           all of the forecast's without it
   masked=[NAME,...]          variables without values on some points at any time, as over land
-  limits={{NAME:[LOW,HIGH]}}   refuse other values, in place of those that can't be; null: none
+  limits={{NAME:[LOW,HIGH]}}   range of values, in place of the physical one; null: any value
 
   --help, -h    this text
 
@@ -89,7 +89,7 @@ def evaluate(arguments: Sequence[str], program: str) -> int:
             card = score(request, forecast, report)
         folder.write(card)
     notes = [f"note: {note}" for note in notes]
-    sys.stdout.write("\n".join([*notes, *told(card), f"{folder.out / 'scorecard.html'}", ""]))
+    sys.stdout.write("\n".join([*notes, *summary(card), f"{folder.out / 'scorecard.html'}", ""]))
     return 0
 
 
@@ -173,7 +173,7 @@ def stores_of(text: str) -> tuple[str, ...]:
     return (text,) if text else ()
 
 
-def told(card: "Scorecard") -> list[str]:
+def summary(card: "Scorecard") -> list[str]:
     """The scores that matter most, a table for each lead time that is shown."""
     from credit_dp.evaluation.score_page import table_leads
     from credit_dp.evaluation.table import three_digits

@@ -149,14 +149,14 @@ def explained(config: DictConfig, indent: str = "") -> Iterator[str]:
     for key, value in values.items() if isinstance(values, dict) else ():
         name, node = str(key), config._get_node(key)
         group = isinstance(node, DictConfig) and is_dataclass(OmegaConf.get_type(node))
-        row = f"{indent}{name}:" if group else f"{indent}{name}: {in_one_line(value)}"
+        row = f"{indent}{name}:" if group else f"{indent}{name}: {as_yaml(value)}"
         yield f"{row:<36}  # {known[name]}" if name in known else row
         if isinstance(node, DictConfig) and group:
             yield from explained(node, f"{indent}  ")
 
 
-def in_one_line(value: object) -> str:
-    """A value as YAML."""
+def as_yaml(value: object) -> str:
+    """A value in a line of YAML."""
     plain = str(value) if isinstance(value, Path | bytes) else value
     text: str = yaml.safe_dump(plain, default_flow_style=True, width=10**6)
     return text.removesuffix("...\n").rstrip()

@@ -56,8 +56,8 @@ ACCUMULATED = frozenset(
 
 def is_accumulated(name: str, config: DataConfig) -> bool:
     """Whether a variable's values are sums since the time before: as the config says, or known."""
-    said = config.of(name).accumulated
-    return meaning(name) in ACCUMULATED if said is None else said
+    given = config.of(name).accumulated
+    return meaning(name) in ACCUMULATED if given is None else given
 
 
 def spacing(times: Times) -> np.timedelta64:

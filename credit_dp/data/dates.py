@@ -29,10 +29,10 @@ class Dated(Protocol):
 
 
 class SettledDates(NamedTuple):
-    """`[first, last]` for each split, and a line on those that were chosen; else it is empty."""
+    """`[first, last]` for each split, and a note on those that were chosen, empty if none was."""
 
     dates: DatesConfig
-    said: str
+    note: str
 
 
 def whole(text: str) -> Interval:
@@ -81,8 +81,8 @@ def settled_dates(config: DataConfig, times: Times) -> SettledDates:
         UserError: there are too few times, or dates that were given are not in the store.
     """
     given = config.dates
-    moved = [] if all(_fits(config, split, times) for split in given.preset) else given.preset
-    chosen = [split for split in SPLITS if getattr(given, split) == AUTO or split in moved]
+    replaced = [] if all(_fits(config, split, times) for split in given.preset) else given.preset
+    chosen = [split for split in SPLITS if getattr(given, split) == AUTO or split in replaced]
     places = {split: split_span(config, split, times) for split in SPLITS if split not in chosen}
     places |= _chosen_places(config, chosen, list(places.values()), times)
     dates: dict[str, list[str]] = {}
@@ -93,10 +93,10 @@ def settled_dates(config: DataConfig, times: Times) -> SettledDates:
         dates[split] = [_iso(times[span.start]), _iso(times[stop - 1])]
         if split not in chosen and stop == span.stop:
             dates[split] = getattr(given, split)
-    reason = f", as the store lacks dates of data={config.name}" if moved else ""
-    told = (f"{x} {' to '.join(dates[x])} ({counts[x]} times)" for x in chosen)
-    said = f"{AUTO}{reason}: {', '.join(told)}" if chosen else ""
-    return SettledDates(DatesConfig(dates["train"], dates["valid"], dates["test"]), said)
+    reason = f", as the store lacks dates of data={config.name}" if replaced else ""
+    spans = (f"{x} {' to '.join(dates[x])} ({counts[x]} times)" for x in chosen)
+    note = f"{AUTO}{reason}: {', '.join(spans)}" if chosen else ""
+    return SettledDates(DatesConfig(dates["train"], dates["valid"], dates["test"]), note)
 
 
 def _chosen_places(
@@ -105,10 +105,10 @@ def _chosen_places(
     """Which of the times the splits get whose dates are chosen, if any."""
     if not chosen:
         return {}
-    taken = np.zeros(len(times), dtype=bool)
+    used = np.zeros(len(times), dtype=bool)
     for span in given:
-        taken[span] = True
-    edges = np.flatnonzero(np.diff(np.concatenate([[True], taken, [True]])))
+        used[span] = True
+    edges = np.flatnonzero(np.diff(np.concatenate([[True], used, [True]])))
     stretches = list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
     first, stop = max(stretches, key=lambda edge: edge[1] - edge[0], default=(0, 0))
     if stop - first < len(chosen):

@@ -136,12 +136,11 @@ def physical_range(name: str, variable: Variable, level: int | None, unit: str) 
     Returns:
         None for a variable or a unit of which nothing is known.
     """
-    long = UPPER.get(name) if level is not None else None
-    names = [long or (name if name in KNOWN else meaning(name))]
-    level = long_name(name)[1] if level is None else level  # as in z_500
+    long, level = long_name(name, level)
+    names = [UPPER.get(long, long)]
     if names[0] not in KNOWN:
-        said = variable.standard_name
-        names = [known for known, entry in KNOWN.items() if said in entry.standard_names]
+        standard = variable.standard_name
+        names = [known for known, entry in KNOWN.items() if standard in entry.standard_names]
     found = [_in_unit(_limits(known, variable, level), KNOWN[known], unit) for known in names]
     ranges = [one for one in found if one is not None]
     if not ranges or len(ranges) < len(found):

@@ -29,7 +29,7 @@ from credit_dp.data.sources.address import (
 from credit_dp.data.sources.netcdf import no_garbage_collection
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
-from credit_dp.variable_names import UPPER, long_name, names_of_meaning
+from credit_dp.variable_names import long_name, names_of_meaning
 
 SUFFIXES = {"mean": ("_mean", ""), "std": ("_std",), "tendency_std": ("_tendency_std",)}
 # What a dataset has to have of a channel that comes out, by `normalise`; all of it for any other.
@@ -86,9 +86,7 @@ def _number(
     dataset = datasets[0 if alone else place]
     where = entries[0 if alone else place]
     suffixes = SUFFIXES[number] if alone else ("",)
-    long, level = long_name(channel.variable)
-    if channel.level is not None:
-        long, level = UPPER.get(channel.variable, channel.variable), channel.level
+    long, level = long_name(channel.variable, channel.level)
     one = Channel(channel.variable, level)
     for name in dict.fromkeys([channel.variable, *names_of_meaning(long)]):
         for suffix in suffixes:

@@ -1,6 +1,7 @@
 """The fields that a run needs of its store, only the rows that are asked for."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
 from typing import final
 
@@ -89,10 +90,8 @@ class Store:
 
     def with_ranges(self, ranges: Mapping[str, Range]) -> "Store":
         """The same store, with ranges for the channels that are not known; see `sampled_ranges`."""
-        if not ranges:
-            return self
-        store = Store(self.source, self.config, ranges)
-        store.chosen_dates = self.chosen_dates
+        store = copy(self)
+        store.limits = ValueLimits(self.source, self.config, ranges)
         return store
 
     @property

@@ -9,7 +9,7 @@ from credit_dp.data.schema import Channel, Channels, expand, suggestions
 from credit_dp.data.sources.source import Source, is_listed
 from credit_dp.data_config import ROLES
 from credit_dp.errors import UserError
-from credit_dp.variable_names import UPPER, long_name
+from credit_dp.variable_names import long_name
 
 NOT_READ: Mapping[str, Collection[str]] = {"forcing": COMPUTED, "static": COMPUTED_STATICS}
 
@@ -40,10 +40,7 @@ def _check_different(source: Source, channels: Iterable[Channel]) -> None:
     """Refuse one field under two names, unless the store has both names."""
     known: dict[tuple[str, int | None], Channel] = {}
     for channel in channels:
-        long, level = long_name(channel.variable)
-        if channel.level is not None:
-            long, level = UPPER.get(channel.variable, channel.variable), channel.level
-        other = known.setdefault((long, level), channel)
+        other = known.setdefault(long_name(channel.variable, channel.level), channel)
         names = (channel.variable, other.variable)
         if other != channel and not all(is_listed(name, source.variables) for name in names):
             raise UserError(

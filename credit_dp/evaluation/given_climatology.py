@@ -16,7 +16,7 @@ from credit_dp.data.sources.source import Times, as_slice
 from credit_dp.data.sources.zarr_dataset import open_dataset
 from credit_dp.errors import UserError
 from credit_dp.evaluation.grid_match import columns_of, in_columns, same_rows
-from credit_dp.variable_names import UPPER, long_name, names_of_meaning
+from credit_dp.variable_names import long_name, names_of_meaning
 
 HORIZONTAL = ("latitude", "longitude")
 ORDER = ("hour", "dayofyear", "level", *HORIZONTAL)
@@ -158,9 +158,7 @@ class GivenClimatology:
         """The channel as the store calls its mean: by its name, or by another of its meaning."""
         dims = {"dayofyear", "hour", "level", *HORIZONTAL}
         variable = channel.variable
-        long, level = long_name(variable)
-        if channel.level is not None:
-            long, level = UPPER.get(variable, variable), channel.level
+        long, level = long_name(variable, channel.level)
         others = [Channel(name, level) for name in names_of_meaning(long)]
         for wanted in (channel, *others):
             for name in (wanted.variable, f"{wanted.variable}_mean"):

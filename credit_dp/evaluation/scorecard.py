@@ -16,6 +16,7 @@ from credit_dp.errors import UserError
 from credit_dp.evaluation.coasts import Lines
 from credit_dp.evaluation.error_maps import ErrorMap
 from credit_dp.evaluation.plots import MapGrid
+from credit_dp.evaluation.table import ZERO
 from credit_dp.evaluation.variable_scores import SOURCES, SPECTRA_OF
 
 Array = NDArray[np.float64]
@@ -31,10 +32,6 @@ HEADLINE = (
     Channel("10m_u_component_of_wind"),
     Channel("total_precipitation_24hr"),
 )
-ZERO = {
-    "persistence": "Does this field change in time?",
-    "climatology": "Is this field the same on all dates?",
-}
 SHOWN = 6  # channels with curves and spectra
 
 

@@ -26,7 +26,7 @@ NOT_FINITE = {
 }
 ZERO = {
     "persistence": "Does this field change in time?",
-    "climatology": "Is this field the same at all training dates?",
+    "climatology": "Is this field the same on all its dates?",
 }
 UNLIMITED = 10_000  # columns: more than any table has
 

@@ -158,12 +158,13 @@ def test_the_truth_may_be_several_stores(monkeypatch: pytest.MonkeyPatch, stores
     made.attrs[ATTRIBUTE] = json.dumps({"stores": ["upper.zarr", "surface.zarr"]})
     forecasts.write(made, stores / "apart.zarr")
     for keys in (
-        ("out=one",),
-        ("truth=[upper.zarr,surface.zarr]", "out=given"),
-        ("forecast=apart.zarr", "truth=", "out=own"),
+        ("out=one_store",),
+        ("truth=[upper.zarr,surface.zarr]", "out=two_stores"),
+        ("forecast=apart.zarr", "truth=", "out=two_own_stores"),
     ):
         assert ask(monkeypatch, stores, "hours=[24]", "levels=[850]", *keys)[0] == 0
-    one, *others = ((stores / name / "scores.csv").read_text() for name in ("one", "given", "own"))
+    outs = ("one_store", "two_stores", "two_own_stores")
+    one, *others = ((stores / out / "scores.csv").read_text() for out in outs)
     assert others == [one, one]
 
 

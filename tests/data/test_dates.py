@@ -134,7 +134,7 @@ def test_auto_takes_what_the_dates_that_are_given_leave():
         ["2001-01-21T00", "2001-01-23T06"],
         ["2001-01-23T12", "2001-01-25T18"],
     ]
-    assert found.said == (
+    assert found.note == (
         "auto: valid 2001-01-21T00 to 2001-01-23T06 (10 times), "
         "test 2001-01-23T12 to 2001-01-25T18 (10 times)"
     )
@@ -148,10 +148,10 @@ def test_a_presets_dates_stay_where_the_store_has_them():
     times = six_hourly("2001-01-01", 100)
     mine = {"train": ["2001-01-01", "2001-01-20"], "valid": ["2001-01-21", "2001-01-22"]}
     inside = settled(times, **mine, test=["2001-01-23", "2001-01-24"], preset=[*SPLITS])
-    assert (spans(inside)[:2], inside.said) == ([*mine.values()], "")
+    assert (spans(inside)[:2], inside.note) == ([*mine.values()], "")
     outside = settled(times, **mine, test=["2001-01-23", "2002-01-24"], preset=[*SPLITS])
     assert spans(outside) == spans(settled(times))
-    assert outside.said.startswith("auto, as the store lacks dates of data=zarr: train 2001-01-01")
+    assert outside.note.startswith("auto, as the store lacks dates of data=zarr: train 2001-01-01")
     with pytest.raises(UserError, match=r"data\.dates\.test asks for 2001-01-23 to 2002"):
         settled(times, **mine, test=["2001-01-23", "2002-01-24"], preset=["train", "valid"])
 

@@ -282,18 +282,18 @@ class ValueLimits:
         return tuple(map(int, at)) if beyond[at] > 0 else None
 
     def implausible(self, channel: Channel, field: Fields) -> bool:
-        """Whether not even a poor model forecasts such a field.
+        """Whether a field is too far out of range to be the forecast of a poor model.
 
-        Some value is farther out than the range is wide, or most are out of range.
+        It is if most values are out of range, or one by more than the width of the range.
         """
         limits = self.of(channel)
         if limits is None:
             return False
-        wide = limits.high - limits.low
-        values = field[np.isfinite(field)]
+        width = limits.high - limits.low
+        values = field[~np.isnan(field)]
         out = (values < limits.low) | (values > limits.high)
-        far = (values < limits.low - wide) | (values > limits.high + wide)
-        return bool(far.any() or np.count_nonzero(out) > 0.5 * out.size)
+        far = (values < limits.low - width) | (values > limits.high + width)
+        return bool(far.any() or np.count_nonzero(out) > out.size / 2)
 
     def check(
         self,

@@ -232,11 +232,11 @@ class GroupReader:
             if absent.any():
                 first = int((absent > 0).argmax())
                 what = f"{name} for {times[first].astype('M8[m]')}"
-                raise incomplete(self._matched.told, what, absent[first])
+                raise incomplete(self._matched.climatology_description, what, absent[first])
         dates = [str(time.astype("M8[m]")) for time in times]
         with keys_for("climatology"):
             self._refuse_out_of_range(
-                fields, self._channels, self._matched.told, dates, forecast=False
+                fields, self._channels, self._matched.climatology_description, dates, forecast=False
             )
         return fields
 
@@ -253,11 +253,11 @@ class GroupReader:
         absent = self._absent(fields, channels).sum(axis=-1)
         if absent.any():
             init, lead = np.unravel_index(int((absent > 0).argmax()), absent.shape)
-            what = f"{name} {forecast.told(inits[init], leads[lead])}"
+            what = f"{name} {forecast.describe(inits[init], leads[lead])}"
             raise incomplete(forecast.where, what, absent[init, lead])
         dates = [
             f"{(forecast.initial_times[init] + forecast.leads[lead]).astype('M8[m]')} "
-            f"({forecast.told(init, lead)})"
+            f"({forecast.describe(init, lead)})"
             for init in inits
             for lead in leads
             for _ in range(forecast.members)

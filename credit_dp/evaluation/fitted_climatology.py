@@ -18,7 +18,7 @@ YEAR = np.timedelta64(365, "D")
 
 @final
 class FittedTo:
-    """The dates of the truth that a climatology is fitted to, and how they are told.
+    """The dates of the truth that a climatology is fitted to, and their description.
 
     Those that were asked for; else those before the first forecast if they are a year or more, so
     that climatology knows no more than a forecast; else all, which flatters it.
@@ -33,7 +33,7 @@ class FittedTo:
         else:
             self.span = [_minute(times[0]), _minute(times[-1])]
         known = whole(self.span[1])[1] >= first_init
-        self.told = f"fitted to the truth from {self.span[0]} to {self.span[1]}" + (
+        self.description = f"fitted to the truth from {self.span[0]} to {self.span[1]}" + (
             ", which the forecasts' own dates are among" if known else ""
         )
 

@@ -138,7 +138,7 @@ class ForecastStore:
                 rows = [[self.read(name, levels, i, x) for x in each(leads)] for i in each(inits)]
                 return np.concatenate([np.concatenate(row, axis=1) for row in rows])
             raise UserError(
-                f"{self.where}: {name} {self.told(inits[0], leads[0])} can't be read "
+                f"{self.where}: {name} {self.describe(inits[0], leads[0])} can't be read "
                 f"({reason_of(error)}). Complete the forecast, or leave out what it lacks with "
                 "variables=, dates= or hours=."
             ) from error
@@ -156,7 +156,7 @@ class ForecastStore:
         chunks = array.encoding.get("chunks") or array.encoding.get("chunksizes")
         return int(chunks[array.dims.index("time")]) if chunks else 1
 
-    def told(self, init: np.intp, lead: np.intp) -> str:
+    def describe(self, init: np.intp, lead: np.intp) -> str:
         """Which forecast it is, for a message."""
         hours = self.leads[lead] / np.timedelta64(1, "h")
         return f"from {self.initial_times[init].astype('M8[m]')} at {hours:g} h"

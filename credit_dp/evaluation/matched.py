@@ -39,7 +39,7 @@ class Matched:
 
     Attributes:
         truth: its channels are those that are scored, its grid is the one of scores.
-        told: what the climatology is, for the reader.
+        climatology_description: what the climatology is, for the reader.
         initials, leads: places in the forecast's initial and lead times.
         columns: the forecast's column for each of the truth's.
     """
@@ -47,7 +47,7 @@ class Matched:
     forecast: ForecastStore
     truth: Store
     climatology: Expected
-    told: str
+    climatology_description: str
     initials: NDArray[np.intp]
     leads: NDArray[np.intp]
     columns: NDArray[np.intp]
@@ -94,14 +94,14 @@ def match(request: ScoreRequest, forecast: ForecastStore, report: Report) -> Mat
     _check_times(truth, forecast, initials, leads)
     climatology: Expected
     if request.climatology:
-        told, grid = without_secrets(request.climatology), (truth.latitude, truth.longitude)
+        description, grid = without_secrets(request.climatology), (truth.latitude, truth.longitude)
         with keys_for("climatology"):
             climatology = GivenClimatology(request.climatology, truth.channels.out, *grid)
     else:
-        told = fitted.told
+        description = fitted.description
         with keys_for("truth"):
             climatology = fitted_climatology(truth, request.cache, report)
-    return Matched(forecast, truth, climatology, told, initials, leads, columns)
+    return Matched(forecast, truth, climatology, description, initials, leads, columns)
 
 
 def step_of_truth(

@@ -134,7 +134,7 @@ class Scorer:
         card = Scorecard(
             forecast=without_secrets(request.forecast),
             truth=", ".join(map(without_secrets, request.truth)),
-            climatology=without_secrets(matched.told),
+            climatology=without_secrets(matched.climatology_description),
             members=matched.forecast.members,
             initial_times=matched.forecast.initial_times[matched.initials],
             hours=matched.hours,

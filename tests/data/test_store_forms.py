@@ -292,14 +292,15 @@ def test_a_value_out_of_range_is_found_where_it_is_stored(written, form):
     for name, read in zip(names, reads, strict=True):
         with pytest.raises(UserError) as caught:
             read()
-        said = str(caught.value)
-        where, found, _ = said.partition(f": {name}")
-        assert found, said
+        message = str(caught.value)
+        level = " on level 850" if name == "temperature" else ""
+        where, found, _ = message.partition(f": {name}{level} is ")
+        assert found, message
         file, _, chunk = where.partition(", chunk ")
         assert Path(file).exists()
         if chunk and not chunk.startswith("("):
-            assert (Path(file) / chunk).is_file(), said
-        assert 3 <= int(re.search(r"row (\d+)", said)[1]) < 9
+            assert (Path(file) / chunk).is_file(), message
+        assert 3 <= int(re.search(r"row (\d+)", message)[1]) < 9
 
 
 def test_a_value_out_of_range_of_a_file_without_time(tmp_path):

@@ -186,8 +186,8 @@ class TestLimits:
         path = forecasts.write(made, tmp_path / "poor.zarr")
         assert np.isfinite(scored(folder, path).scores["rmse"]).all()
         values[1, 2] -= 200
-        said = refusal(folder, forecasts.write(made, tmp_path / "wrong.zarr"))
-        assert "72 of 72 points are out of range" in said
+        message = refusal(folder, forecasts.write(made, tmp_path / "wrong.zarr"))
+        assert "72 of 72 points are out of range" in message
 
     def test_of_points_that_are_not_scored(self, tmp_path: Path) -> None:
         """What lies where the truth has no values is not looked at."""

@@ -19,8 +19,7 @@ from credit_dp.errors import UserError
 from credit_dp.evaluation.evaluate import evaluate, example
 from credit_dp.evaluation.held_out import HeldOut
 from credit_dp.evaluation.last_lead import LastLead, LastLeadSums
-from credit_dp.evaluation.plots import draw_map
-from credit_dp.evaluation.run_plots import draw_errors_of, draw_rmse, draw_spectra
+from credit_dp.evaluation.maps import FieldMap
 from credit_dp.evaluation.table import Scores
 from credit_dp.launch import Ranks
 from credit_dp.launch.signals import PREEMPTED
@@ -33,7 +32,6 @@ from credit_dp.training.checkpoint_files import read_numbers
 from credit_dp.training.checkpoints import Checkpoints
 from credit_dp.training.initial_weights import load_initial_weights
 from credit_dp.training.log_files import log_to_file
-from credit_dp.training.loss_curve import draw_loss
 from credit_dp.training.out_of_memory import out_of_memory
 from credit_dp.training.preemption import Preemption
 from credit_dp.training.provenance import code_text
@@ -267,11 +265,19 @@ class _Run:
         with self.training.trainer.state.forecasting():
             field = example(self.training.forecast.rollout, dates, self.manager)
         if self._first:
-            draw_map(field, self.folder.map)
-            draw_loss(self.folder.log, self.folder.loss)
-            draw_rmse(scores, last.shown, self.folder.rmse)
-            draw_spectra(scores, last, self.folder.spectra)
-            draw_errors_of(scores, last, field.grid, self.folder.errors)
+            self.draw(scores, last, field)
         for label, path in self.folder.shown().items():
             self.screen.say(f"{label:<13}{path}")
         self.screen.say(f"{'once more':<13}{self.folder.again}")
+
+    def draw(self, scores: Scores, last: LastLead, field: FieldMap) -> None:
+        """Draw the plots of a run; matplotlib is imported here, so on rank 0 alone."""
+        from credit_dp.evaluation.plots import draw_map
+        from credit_dp.evaluation.run_plots import draw_errors_of, draw_rmse, draw_spectra
+        from credit_dp.training.loss_curve import draw_loss
+
+        draw_map(field, self.folder.map)
+        draw_loss(self.folder.log, self.folder.loss)
+        draw_rmse(scores, last.shown, self.folder.rmse)
+        draw_spectra(scores, last, self.folder.spectra)
+        draw_errors_of(scores, last, field.grid, self.folder.errors)

@@ -4,9 +4,10 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import final
+from typing import cast, final
 
 from hydra import version
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.hydra import Hydra
 from hydra._internal.sources_registry import SourcesRegistry
 from hydra._internal.utils import create_config_search_path
@@ -94,7 +95,9 @@ class Composer:
         loader = self.hydra.config_loader
         names = [name for name in loader.list_groups("") if name != "hydra"]
         names += [f"hydra/{name}" for name in loader.list_groups("hydra")]
-        options = {name: loader.get_group_options(name, ObjectType.CONFIG) for name in names}
+        # The loader's own method copies all configs for each group.
+        found = cast(ConfigLoaderImpl, loader).repository
+        options = {name: found.get_group_options(name, ObjectType.CONFIG) for name in names}
         return {
             name: [choice for choice in choices if not choice.startswith("schema")]
             for name, choices in options.items()

@@ -1,12 +1,10 @@
-"""Who does the pieces of a pass: dask's threads in this process, or the workers of a cluster."""
+"""Who does the pieces of a pass: threads of this process, or the workers of a dask cluster."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar, final
-
-from dask.base import compute
-from dask.delayed import delayed
 
 from credit_dp.config import DataConfig
 from credit_dp.data.limits import Range
@@ -48,13 +46,10 @@ class Threads(Workers):
 
     def run(self, work: Work[T], pieces: Sequence[Piece]) -> Iterator[T]:
         """See `Workers`."""
-        for start in range(0, len(pieces), self.count):
-            tasks = [
-                _task(work, self._store, self._dates, piece)
-                for piece in pieces[start : start + self.count]
-            ]
-            threads = {"scheduler": "threads", "num_workers": self.count}
-            yield from compute(*tasks, **threads)  # type: ignore[no-untyped-call]
+        with ThreadPoolExecutor(self.count) as threads:
+            one = partial(work, self._store, self._dates)
+            for start in range(0, len(pieces), self.count):  # few results at once wait to be taken
+                yield from threads.map(one, pieces[start : start + self.count])
 
 
 @final
@@ -91,6 +86,8 @@ class Cluster(Workers):
 
 
 def _task(function: Callable[..., Any], *arguments: Any) -> Any:
+    from dask.delayed import delayed
+
     # Bound and not traversed: dask would take a piece apart to look for tasks in it.
     return delayed(partial(function, *arguments), pure=False, traverse=False)()
 

@@ -7,11 +7,10 @@ from torch import Tensor
 
 from credit_dp.data.dates import Times
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.evaluation.coasts import NONE, coasts_of
 from credit_dp.evaluation.held_out import HeldOut
 from credit_dp.evaluation.last_lead import LastLeadSums, gathered, mapped_channel
+from credit_dp.evaluation.maps import NONE, FieldMap, MapGrid, coasts_of
 from credit_dp.evaluation.metrics import RootMeanSquare
-from credit_dp.evaluation.plots import FieldMap, MapGrid
 from credit_dp.evaluation.table import SOURCES, Scores
 from credit_dp.evaluation.units import unit_of
 

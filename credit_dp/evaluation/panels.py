@@ -17,7 +17,8 @@ from credit_dp.evaluation.figure_style import (
     power_of_ten,
     with_unit,
 )
-from credit_dp.evaluation.plots import MapGrid, draw_cells
+from credit_dp.evaluation.maps import MapGrid
+from credit_dp.evaluation.plots import draw_cells
 
 COLUMNS = 3
 PANEL = (3.6, 2.7)  # inches

@@ -2,10 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import final
 
 import matplotlib
 import numpy as np
@@ -14,7 +11,6 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 
 from credit_dp.errors import UserError
-from credit_dp.evaluation.coasts import Lines, draw_coasts
 from credit_dp.evaluation.figure_style import (
     DIVERGING,
     SEQUENTIAL,
@@ -23,35 +19,9 @@ from credit_dp.evaluation.figure_style import (
     plain,
     with_unit,
 )
+from credit_dp.evaluation.maps import FULL_CIRCLE, FieldMap, Lines, MapGrid
 
 Colours = tuple[str, Normalize]
-
-
-@final
-@dataclass(frozen=True)
-class MapGrid:
-    """The cells of a map: latitude `(H,)` north first, longitude `(W,)`, in degrees; and coasts."""
-
-    latitude: np.ndarray
-    longitude: np.ndarray
-    coasts: Lines
-
-
-@final
-@dataclass(frozen=True)
-class FieldMap:
-    """One field on the whole globe, and what there is to say about it.
-
-    Shapes:
-        forecast and truth `(H, W)`, in `unit`; bounds: the first row of each band, and H.
-    """
-
-    title: str
-    unit: str
-    forecast: np.ndarray
-    truth: np.ndarray
-    grid: MapGrid
-    bounds: Sequence[int]
 
 
 @figure_style()
@@ -108,6 +78,19 @@ def draw_cells(axes: Axes, grid: MapGrid, values: np.ndarray, colours: Colours) 
     axes.set_xticks(np.arange(np.ceil(west / 60), np.floor(east / 60) + 1) * 60)
     axes.set_xlim(west, east)
     draw_coasts(axes, grid.coasts)
+
+
+def draw_coasts(axes: Axes, lines: Lines) -> None:
+    """Draw coasts on a map that goes once round the globe, wherever its longitudes begin."""
+    if not len(lines):
+        return
+    west, east = axes.get_xlim()
+    # Lines are about one turn wide and may begin anywhere: what lies outside is not shown.
+    first = np.floor((west - np.nanmax(lines[:, 0])) / FULL_CIRCLE)
+    last = np.ceil((east - np.nanmin(lines[:, 0])) / FULL_CIRCLE)
+    turned = [lines + np.array([turn * FULL_CIRCLE, 0.0]) for turn in np.arange(first, last + 1)]
+    x, y = np.concatenate([part for line in turned for part in (line, [[np.nan, np.nan]])]).T
+    axes.plot(x, y, color="black", linewidth=0.6, alpha=0.7, scalex=False, scaley=False)
 
 
 def draw_edges(axes: Axes, latitudes: np.ndarray) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from credit_dp.evaluation.figure_style import figure_style, plain, with_unit
 from credit_dp.evaluation.last_lead import SOURCES as SPECTRA_OF
 from credit_dp.evaluation.last_lead import LastLead
+from credit_dp.evaluation.maps import MapGrid
 from credit_dp.evaluation.panels import (
     TITLE,
     draw_errors,
@@ -14,7 +15,7 @@ from credit_dp.evaluation.panels import (
     legend,
     panels,
 )
-from credit_dp.evaluation.plots import MapGrid, save
+from credit_dp.evaluation.plots import save
 from credit_dp.evaluation.table import Scores
 from credit_dp.evaluation.zonal_spectra import BANDS
 

@@ -13,9 +13,8 @@ from numpy.typing import NDArray
 
 from credit_dp.data.schema import Channel
 from credit_dp.errors import UserError
-from credit_dp.evaluation.coasts import Lines
 from credit_dp.evaluation.error_maps import ErrorMap
-from credit_dp.evaluation.plots import MapGrid
+from credit_dp.evaluation.maps import Lines, MapGrid
 from credit_dp.evaluation.table import ZERO
 from credit_dp.evaluation.variable_scores import SOURCES, SPECTRA_OF
 

@@ -16,9 +16,9 @@ from credit_dp.data.grid import row_weights
 from credit_dp.data.sources.address import without_secrets
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.evaluation.blocks import Block, Fields, blocks, variables_of
-from credit_dp.evaluation.coasts import coasts_of
 from credit_dp.evaluation.error_maps import ErrorMaps
 from credit_dp.evaluation.forecast_store import ForecastStore
+from credit_dp.evaluation.maps import coasts_of
 from credit_dp.evaluation.matched import Matched, match
 from credit_dp.evaluation.score_request import ScoreRequest, keys_for
 from credit_dp.evaluation.scorecard import Scorecard, headline

@@ -27,13 +27,16 @@ from credit_dp.launch.report import report_crash, report_refusal
 from credit_dp.launch.signals import ASKING, Terminated, heeding, held
 from credit_dp.launch.worker import started_rank
 
+# What torch imports only when an optimizer is made, and a checkpoint saved: once for all ranks.
+IMPORTED_LATE = {"credit_dp.train": ["torch._dynamo", "torch.distributed.checkpoint"]}
 LAST_WORDS = 0.5  # seconds in which ranks that fail of the same cause are still listened to
 
 
 def start_nursery(run: str) -> None:
     """Start the server process that ranks are forked from; it imports torch meanwhile."""
     module = run.partition(":")[0]
-    preload = ["credit_dp.launch.nursery", module, "credit_dp.launch.worker", "torch"]
+    preload = ["credit_dp.launch.nursery", "torch", module, "credit_dp.launch.worker"]
+    preload += IMPORTED_LATE.get(module, [])
     multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
     # A job queue may send its signals to all processes at once: those that help with starting keep
     # them waiting, and what reaches a rank that is just being forked waits until it can act.

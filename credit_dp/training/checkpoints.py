@@ -54,6 +54,8 @@ class Checkpoints:
         self._open = ExitStack()
 
     def __enter__(self) -> Self:
+        import torch.distributed.checkpoint  # noqa: F401 - not first by a thread beside training
+
         self._open.enter_context(alone_or_not())
         if self._behind and grouped():
             self._group = dist.new_group(timeout=LONGEST, backend="gloo")

@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from credit_dp.constants import constant
 from credit_dp.domain_parallel import DomainParallelManager
+from credit_dp.training.parameter_shards import is_share
 
 BUCKET = 2**25  # bytes of gradients that are sent at once
 
@@ -77,7 +77,7 @@ def clip_gradients(
     """
     learning = [p for p in parameters if p.grad is not None]
     norm = get_total_norm([p.grad for p in learning if p.grad is not None])
-    if isinstance(norm, DTensor):
+    if is_share(norm):
         norm = norm.full_tensor()
     if manager.pipeline_parallel_size > 1:
         # In one dtype: a stage in which nothing learns has a norm of another.

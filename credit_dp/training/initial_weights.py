@@ -4,7 +4,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from credit_dp import checks
 from credit_dp.config import ModelConfig
@@ -14,6 +13,7 @@ from credit_dp.training import checkpoint_files as files
 from credit_dp.training.agreement import gather, together
 from credit_dp.training.channel_dims import ChannelDims, Names, channel_dims, channel_names
 from credit_dp.training.data_description import differing_form, normalised_otherwise, shown
+from credit_dp.training.parameter_shards import is_share
 from credit_dp.training.replicas import shard
 from credit_dp.training.shards import Shape, check_shards, read_shards, readable
 from credit_dp.training.state import TrainingState, named_tensors
@@ -145,7 +145,9 @@ def take_part(own: Tensor, source: Tensor, match: Match) -> None:
 
 def share_of(own: Tensor, whole: Tensor) -> Tensor:
     """This rank's share of a tensor that every rank has, cut as another one is; sends nothing."""
-    if not isinstance(own, DTensor):
+    if not is_share(own):
         return whole
+    from torch.distributed.tensor import distribute_tensor
+
     shared = distribute_tensor(whole, own.device_mesh, own.placements, src_data_rank=None)
     return shared.to_local()

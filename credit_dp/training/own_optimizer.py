@@ -13,12 +13,12 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from credit_dp.config import OwnOptimizerConfig, ParallelConfig
 from credit_dp.errors import UserError
 from credit_dp.plugins import code_of_a_plugin
+from credit_dp.training.parameter_shards import is_share
 
 Groups = Sequence[Mapping[str, Any]]
 
@@ -119,8 +119,10 @@ class Small(NamedTuple):
 
     def shared(self) -> Small:
         """Return it as this rank's share of a larger one, if the model's parameter is shared."""
-        if not isinstance(self.like, DTensor):
+        if not is_share(self.like):
             return self
+        from torch.distributed.tensor import DTensor
+
         mesh, placements = self.like.device_mesh, self.like.placements
         value, *gradients = (
             DTensor.from_local(each, mesh, placements, run_check=False)
@@ -244,7 +246,7 @@ def check_shares(
     cut = [each.part(half) if each.value.ndim else each for each in small]
     parts, _ = run(config, groups, cut)
     shares, _ = run(config, groups, [each.shared() for each in small])
-    own = [p.to_local() if isinstance(p, DTensor) else p for p in shares]
+    own = [p.to_local() if is_share(p) else p for p in shares]
     if not near(parts, [p[half] if p.ndim else p for p in trained]) or not near(own, trained):
         raise UserError(
             f"optimizer={config.name}: does not update each entry of a parameter on its own, as "

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
 
 from credit_dp.config import ParallelConfig
 from credit_dp.domain_parallel import DomainParallelManager
@@ -20,6 +16,23 @@ from credit_dp.domain_parallel.layers.row_layer import RowLayer
 from credit_dp.domain_parallel.row_tensors import cuts
 from credit_dp.errors import UserError
 from credit_dp.models.segments import SegmentedModel
+
+# Torch's modules of shares take a second to import: only where parameters are shared out.
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
+
+
+def shares_parameters(module: nn.Module) -> TypeGuard[FSDPModule]:
+    """Return whether the parameters of this module are gathered while it computes."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # whoever has made one has imported it
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+
+def is_share(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Return whether a rank holds but a share of this parameter, gradient or norm."""
+    tensors = sys.modules.get("torch.distributed.tensor")
+    return tensors is not None and isinstance(tensor, tensors.DTensor)
 
 
 def shard_parameters(
@@ -40,6 +53,13 @@ def shard_parameters(
         UserError: a parameter has a row for each of the globe's: bands of it can't be cut from
             what is shared out; or several blocks have it.
     """
+    from torch.distributed.fsdp import (
+        CPUOffloadPolicy,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        fully_shard,
+    )
+
     cut = next((cut.path for _, of_owner in cuts(part) for cut in of_owner.values()), None)
     if cut is not None:
         raise UserError(

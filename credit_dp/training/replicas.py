@@ -11,12 +11,12 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch.distributed.tensor import DTensor
 
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
 from credit_dp.launch.place import name_of
 from credit_dp.training.checksum import checksum
+from credit_dp.training.parameter_shards import is_share
 
 NAME_BYTES = 512
 ODD_ONES = 3  # so many ranks are named, further ones are counted
@@ -46,7 +46,7 @@ def check_replicas(
     names = sorted(parameters)
     refuse_other_names(names, parameters, manager, step)
     sums = [checksum(shard(parameters[name])).to(manager.mesh.device_type) for name in names]
-    whole = torch.tensor([not isinstance(parameters[name], DTensor) for name in names])
+    whole = torch.tensor([not is_share(parameters[name]) for name in names])
     first = first_difference(torch.stack(sums), whole, manager) if names else None
     if any_rank(first is not None, manager):
         suspect = "" if first is None else names[first]
@@ -55,7 +55,7 @@ def check_replicas(
 
 def shard(parameter: Tensor) -> Tensor:
     """What of a parameter is in this rank's memory; writing into that changes it."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return parameter.to_local() if is_share(parameter) else parameter
 
 
 def refuse_other_names(
@@ -126,7 +126,7 @@ def verdict(
 
 def holding(parameter: Tensor) -> list[int]:
     """How this rank holds a parameter, and the checksum of what it has."""
-    kind = SHARED_OUT if isinstance(parameter, DTensor) else WHOLE
+    kind = SHARED_OUT if is_share(parameter) else WHOLE
     return [kind, int(checksum(shard(parameter)))]
 
 

@@ -3,26 +3,24 @@
 The files are safetensors: nothing in them is executed.
 """
 
+from __future__ import annotations
+
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.hf_storage import (
-    HuggingFaceStorageReader,
-    HuggingFaceStorageWriter,
-)
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from credit_dp.errors import UserError
 from credit_dp.training.agreement import grouped
+
+# `torch.distributed.checkpoint` takes a second to import: only where something is saved or read.
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 Shape = tuple[int, ...]
 
@@ -49,6 +47,10 @@ def write_shards(
     Raises:
         OSError: on all ranks, if one could not write.
     """
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     # Of what several ranks have, the lowest one's is saved, whatever the mesh.
@@ -84,6 +86,9 @@ def tensors_in(key: str, folder: Path) -> dict[str, TensorStorageMetadata]:
     Raises:
         UserError: the files can't be read.
     """
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
     with readable(key, folder):
         found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     return {name: held for name, held in found.items() if isinstance(held, TensorStorageMetadata)}
@@ -95,6 +100,9 @@ def read_shards(key: str, folder: Path, room: dict[str, Tensor], *, together: bo
     Raises:
         UserError: on all ranks, if one could not read.
     """
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
     alone = not together or not grouped()
     with readable(key, folder), alone_or_not(), first_failure():
         reader = HuggingFaceStorageReader(str(folder))
@@ -114,6 +122,8 @@ def readable(key: str, folder: Path) -> Iterator[None]:
 @contextmanager
 def first_failure() -> Iterator[None]:
     """Raise what the first rank that failed has raised, on every rank."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
     try:
         yield
     except CheckpointException as error:

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -18,6 +17,7 @@ from credit_dp.errors import UserError
 from credit_dp.training.data_description import Description
 from credit_dp.training.optimisation import move_schedule
 from credit_dp.training.own_optimizer import ADAMW, StateLayout
+from credit_dp.training.parameter_shards import shares_parameters
 from credit_dp.training.shards import Shape
 from credit_dp.training.weight_average import WeightAverage
 
@@ -201,7 +201,7 @@ def gather_no_more(parts: tuple[nn.Module, ...]) -> None:
     """Bring parameters that are shared out back to that form; forwards without backwards don't."""
     for part in parts:
         for module in part.modules():
-            if isinstance(module, FSDPModule):
+            if shares_parameters(module):
                 module.reshard()
 
 

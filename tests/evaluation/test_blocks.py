@@ -98,6 +98,7 @@ def test_every_chunk_is_read_once(tmp_path: Path, reads: Counter[str], chunks: s
     assert counts["truth.zarr"] == times * rows * (2 * levels + 1)
 
 
+@pytest.mark.slow
 def test_variables_that_share_chunks_are_read_together(tmp_path: Path) -> None:
     data = stores.dataset(rows=9, steps=20)[list(forecasts.NAMES)]
     prepared_stores.write(data, tmp_path / "truth.zarr", static=False)
@@ -112,6 +113,7 @@ def test_variables_that_share_chunks_are_read_together(tmp_path: Path) -> None:
     same(forecasts.scored(tmp_path, path), scored(tmp_path / "other", {}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("room", [1, 5])
 def test_little_room_changes_no_score(
     tmp_path: Path, reads: Counter[str], monkeypatch: pytest.MonkeyPatch, room: int

@@ -18,7 +18,7 @@ from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
 from credit_dp.evaluation.evaluate import evaluate, example
 from credit_dp.evaluation.held_out import HeldOut
-from credit_dp.evaluation.plots import FieldMap
+from credit_dp.evaluation.maps import FieldMap
 from credit_dp.evaluation.table import Scores, three_digits
 from credit_dp.forecast.step import ForecastStep
 from tests.ranks import on_processes
@@ -54,6 +54,7 @@ def evaluated(manager: DomainParallelManager, config: Config) -> tuple[Scores, F
     return scores, example(rollout, dates, manager)
 
 
+@pytest.mark.slow
 def test_scores_are_those_of_the_definition(config):
     scores, field = evaluated(alone(), config)
     prepared = prepare(config.data)
@@ -106,7 +107,10 @@ def test_several_states_start_later_and_score_by_the_newest(config):
     assert np.array_equal(maps[0].forecast, maps[1].forecast)
 
 
-@pytest.mark.parametrize(("ranks", "domain"), [(2, 2), (3, 3), (4, 2)])
+@pytest.mark.parametrize(
+    ("ranks", "domain"),
+    [(3, 3), *(pytest.param(*m, marks=pytest.mark.slow) for m in [(2, 2), (4, 2)])],
+)
 def test_any_mesh_scores_the_same(config, ranks, domain):
     wanted, field = evaluated(alone(), config)
     for scores, found in on_processes(ranks, evaluated, config, domain=domain):
@@ -118,6 +122,7 @@ def test_any_mesh_scores_the_same(config, ranks, domain):
     assert found.truth == pytest.approx(field.truth, rel=1e-12)
 
 
+@pytest.mark.slow
 def test_scores_are_told_as_json_table_and_flat_numbers(config):
     scores, _ = evaluated(alone(), config)
     told = json.loads(scores.json(3))["rmse"]
@@ -148,6 +153,7 @@ def test_no_number_is_cut_off_where_many_lead_times_do_not_fit(width, blocks):
     assert all(f"{hours} h" in shown for hours in (6, 24, 72))
 
 
+@pytest.mark.slow
 def test_units_are_those_of_the_store_where_it_gives_them(tmp_path):
     path = make_store(tmp_path, ROWS, columns=8)
     data = xr.open_zarr(path, chunks=None, consolidated=False).load()

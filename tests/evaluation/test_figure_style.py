@@ -16,7 +16,6 @@ from matplotlib.figure import Figure
 import credit_dp
 from credit_dp.command.sweep_files import png
 from credit_dp.data.schema import Channel
-from credit_dp.evaluation.coasts import earth
 from credit_dp.evaluation.compared_result import read_result
 from credit_dp.evaluation.comparison import compare
 from credit_dp.evaluation.comparison_page import comparison_page
@@ -34,7 +33,8 @@ from credit_dp.evaluation.figure_style import (
     with_unit,
 )
 from credit_dp.evaluation.last_lead import LastLead
-from credit_dp.evaluation.plots import FieldMap, MapGrid, draw_map
+from credit_dp.evaluation.maps import FieldMap, MapGrid, earth
+from credit_dp.evaluation.plots import draw_map
 from credit_dp.evaluation.run_plots import draw_errors_of, draw_rmse, draw_spectra
 from credit_dp.evaluation.score_page import page
 from credit_dp.evaluation.scorecard import Scorecard
@@ -50,7 +50,7 @@ from tests.sweeps.folders import write_done, write_sweep
 PACKAGE = Path(credit_dp.__file__).parent
 GRID = MapGrid(np.linspace(90, -90, 5), np.arange(8) * 45.0, earth())
 FIELD = np.arange(40.0).reshape(5, 8)
-MEASURES = {"credit_dp.evaluation.coasts"}  # it finds lines with a figure that nobody sees
+MEASURES = {"credit_dp.evaluation.maps"}  # it finds lines with a figure that nobody sees
 LEADS = {"24h": {"model": 1.0, "persistence": 2.0, "climatology": 3.0}}
 
 
@@ -161,6 +161,7 @@ def draw_sweep(folder: Path) -> None:
     png(draw_scaling([Series("strong", "domain", "8x8", (timing,))]))
 
 
+@pytest.mark.slow
 def test_every_module_draws_and_saves_in_the_style(
     tmp_path: Path, seen: dict[tuple[str, str], bool]
 ) -> None:

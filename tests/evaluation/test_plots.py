@@ -9,11 +9,9 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from credit_dp.errors import UserError
-from credit_dp.evaluation.coasts import NONE
 from credit_dp.evaluation.figure_style import unit_label
+from credit_dp.evaluation.maps import NONE, FieldMap, MapGrid
 from credit_dp.evaluation.plots import (
-    FieldMap,
-    MapGrid,
     cell_edges,
     draw_map,
     draw_panel,

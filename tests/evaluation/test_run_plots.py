@@ -48,6 +48,7 @@ def collected(manager: DomainParallelManager, config: Config) -> tuple[Scores, L
     return scores, sums.result()
 
 
+@pytest.mark.slow
 def test_they_are_those_of_the_definition(config: Config) -> None:
     scores, last = collected(alone(), config)
     store, statistics = (prepared := prepare(config.data)).store, prepared.statistics
@@ -78,6 +79,7 @@ def check_same(found: LastLead, wanted: LastLead) -> None:
         assert value == pytest.approx(getattr(wanted, name), rel=1e-10, abs=1e-9), name
 
 
+@pytest.mark.slow
 def test_bands_collect_the_same(config: Config) -> None:
     _, wanted = collected(alone(), config)
     for _, found in on_threads(3, collected, config):
@@ -91,6 +93,7 @@ def test_any_mesh_collects_the_same(config: Config) -> None:
         check_same(found, wanted)
 
 
+@pytest.mark.slow
 def test_two_kinds_of_channels_have_spectra(config: Config) -> None:
     scores, last = collected(alone(), config)
     kinds = [scores.channels[c] for c in drawn_of(scores, last)]

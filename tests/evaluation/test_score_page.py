@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from credit_dp.data.schema import Channel
-from credit_dp.evaluation.coasts import NONE
 from credit_dp.evaluation.figure_style import superscript
+from credit_dp.evaluation.maps import NONE
 from credit_dp.evaluation.score_page import page
 from credit_dp.evaluation.score_plots import curves
 from credit_dp.evaluation.scorecard import SHOWN, Scorecard

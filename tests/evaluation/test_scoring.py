@@ -9,8 +9,8 @@ import xarray as xr
 
 from credit_dp.data.schema import Channel
 from credit_dp.evaluation import scoring
-from credit_dp.evaluation.coasts import NONE
 from credit_dp.evaluation.error_maps import ErrorMap
+from credit_dp.evaluation.maps import NONE
 from credit_dp.evaluation.score_page import page
 from credit_dp.evaluation.score_plots import curves
 from credit_dp.evaluation.scorecard import Scorecard
@@ -87,6 +87,7 @@ def check(card: Scorecard, made: xr.Dataset) -> None:
     assert seen == len(card.channels) * sum(len(SOURCES[name]) for name in card.scores)
 
 
+@pytest.mark.slow
 def test_an_ensemble_is_scored_by_the_definitions(folder: Path) -> None:
     made = forecasts.forecast(forecasts.truth(), members=3)
     card = scored(folder, forecasts.write(made, folder / "of_three.zarr"))
@@ -124,12 +125,8 @@ FORMS = {
 }
 
 
-OFTEN = ("netcdf", "south first")  # also in the fast tier
-
-
-@pytest.mark.parametrize(
-    "form", [x if x in OFTEN else pytest.param(x, marks=pytest.mark.slow) for x in FORMS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
 def test_whatever_form_it_has(folder: Path, form: str) -> None:
     made = forecasts.forecast(forecasts.truth(), members=1)
     ending = "nc" if form in ("netcdf", "leads as hours") else "zarr"
@@ -147,6 +144,7 @@ def test_members_under_other_names_anywhere(folder: Path, name: str) -> None:
     check(scored(folder, forecasts.write(other, folder / f"{name}.zarr")), made)
 
 
+@pytest.mark.slow
 def test_some_of_it(folder: Path) -> None:
     made = forecasts.forecast(forecasts.truth(), members=2)
     path = forecasts.write(made, folder / "some.zarr")
@@ -223,6 +221,7 @@ def test_each_level_has_a_mask_of_its_own(
             assert found == pytest.approx(one, rel=1e-12)
 
 
+@pytest.mark.slow
 def test_a_mask_of_what_is_not_scored_is_no_matter(folder: Path) -> None:
     made = forecasts.forecast(forecasts.truth(), members=1)
     path = forecasts.write(without_members(made), folder / "unmasked.zarr")
@@ -230,6 +229,7 @@ def test_a_mask_of_what_is_not_scored_is_no_matter(folder: Path) -> None:
     check(card, made)
 
 
+@pytest.mark.slow
 def test_a_climatology_is_fitted_to_dates_of_the_truth(folder: Path) -> None:
     """Of so few days it is their mean at each hour."""
     observed = forecasts.truth()

@@ -159,6 +159,7 @@ class TestLimits:
     def made(self) -> xr.Dataset:
         return without_members(forecasts.forecast(forecasts.truth(), members=1))
 
+    @pytest.mark.slow
     def test_of_a_forecast(self, folder: Path, tmp_path: Path) -> None:
         made = self.made()
         values = made["temperature"].values.copy()
@@ -189,6 +190,7 @@ class TestLimits:
         message = refusal(folder, forecasts.write(made, tmp_path / "wrong.zarr"))
         assert "72 of 72 points are out of range" in message
 
+    @pytest.mark.slow
     def test_of_points_that_are_not_scored(self, tmp_path: Path) -> None:
         """What lies where the truth has no values is not looked at."""
         observed = forecasts.truth()

@@ -1,15 +1,17 @@
-"""The coasts that are drawn on maps: the Earth's, or those of a simulated planet.
+"""What maps show, before anything is drawn: cells, coasts, and the fields of one.
 
-The Earth's are in `coastlines.npz`, which `scripts/make_coastlines.py` makes: Natural Earth's land
-at 1:110 million (public domain), as the npm package world-atlas (ISC) carries it.
+Coasts are the Earth's, or those of a simulated planet. The Earth's are in `coastlines.npz`, which
+`scripts/make_coastlines.py` makes: Natural Earth's land at 1:110 million (public domain), as the
+npm package world-atlas (ISC) carries it.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from typing import final
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from credit_dp.data.quickstart.planet import TITLE
@@ -21,6 +23,33 @@ FULL_CIRCLE = 360.0
 
 Lines = NDArray[np.floating]  # (N, 2) longitude and latitude in degrees, NaN between lines
 NONE: Lines = np.empty((0, 2))
+
+
+@final
+@dataclass(frozen=True)
+class MapGrid:
+    """The cells of a map: latitude `(H,)` north first, longitude `(W,)`, in degrees; and coasts."""
+
+    latitude: np.ndarray
+    longitude: np.ndarray
+    coasts: Lines
+
+
+@final
+@dataclass(frozen=True)
+class FieldMap:
+    """One field on the whole globe, and what there is to say about it.
+
+    Shapes:
+        forecast and truth `(H, W)`, in `unit`; bounds: the first row of each band, and H.
+    """
+
+    title: str
+    unit: str
+    forecast: np.ndarray
+    truth: np.ndarray
+    grid: MapGrid
+    bounds: Sequence[int]
 
 
 def coasts_of(source: Source) -> Lines:
@@ -51,6 +80,8 @@ def earth() -> Lines:
 
 def outline(land: NDArray[np.float32], latitude: Lines, longitude: Lines) -> Lines:
     """Where a field `(H, W)` is one half, once round the globe."""
+    from matplotlib.figure import Figure  # not on ranks that draw nothing
+
     if not land.min() < 0.5 < land.max():
         return NONE
     turns = np.append(np.unwrap(longitude, period=FULL_CIRCLE), np.nan)
@@ -59,16 +90,3 @@ def outline(land: NDArray[np.float32], latitude: Lines, longitude: Lines) -> Lin
     found = Figure().subplots().contour(turns, latitude, closed, levels=[0.5]).allsegs[0]
     gap = np.full((1, 2), np.nan)
     return np.concatenate([part for line in found for part in (line, gap)])
-
-
-def draw_coasts(axes: Axes, lines: Lines) -> None:
-    """Draw coasts on a map that goes once round the globe, wherever its longitudes begin."""
-    if not len(lines):
-        return
-    west, east = axes.get_xlim()
-    # Lines are about one turn wide and may begin anywhere: what lies outside is not shown.
-    first = np.floor((west - np.nanmax(lines[:, 0])) / FULL_CIRCLE)
-    last = np.ceil((east - np.nanmin(lines[:, 0])) / FULL_CIRCLE)
-    turned = [lines + np.array([turn * FULL_CIRCLE, 0.0]) for turn in np.arange(first, last + 1)]
-    x, y = np.concatenate([part for line in turned for part in (line, [[np.nan, np.nan]])]).T
-    axes.plot(x, y, color="black", linewidth=0.6, alpha=0.7, scalex=False, scaley=False)

@@ -12,8 +12,8 @@ from credit_dp.config import DataConfig, QuickstartConfig
 from credit_dp.data import quickstart
 from credit_dp.data.quickstart.planet import TITLE
 from credit_dp.data.sources.opening import open_source
-from credit_dp.evaluation.coasts import NONE, coasts_of, draw_coasts, earth, outline
-from credit_dp.evaluation.plots import MapGrid, draw_cells
+from credit_dp.evaluation.maps import NONE, MapGrid, coasts_of, earth, outline
+from credit_dp.evaluation.plots import draw_cells, draw_coasts
 from tests.data import stores
 from tests.evaluation import forecasts
 
@@ -92,6 +92,7 @@ def test_a_simulated_planet_without_land_has_no_coasts(tmp_path: Path) -> None:
     assert coasts_of(open_source(stores.config(tmp_path / "sea.zarr"))) is NONE
 
 
+@pytest.mark.slow
 def test_the_quickstart_is_known_for_what_it_is(tmp_path: Path) -> None:
     small = QuickstartConfig(truncation=5, runs=1, run_days=1, spinup_days=0)
     quickstart.build(small, (8, 16), tmp_path / "made.zarr")

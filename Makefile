@@ -4,9 +4,12 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-WORKERS ?= 2 # test files that run at once
-PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+WORKERS ?= 2 # test files or classes that run at once
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 SETTINGS := pyproject.toml constraints.txt
+
+# Each worker and each rank imports the package: it is compiled once.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help run test test-all test-slow lint check bench

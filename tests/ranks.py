@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from typing import Any
 
 import pytest
@@ -69,12 +70,18 @@ def on_threads(ranks: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
     return results
 
 
+def warm_context() -> ForkServerContext:
+    """The context of processes that are forked from one that has imported everything."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["tests.warm", "tests.ranks"])
+    return context
+
+
 class _Pool:
     """Live gloo ranks, one process each, forked from one that has imported everything."""
 
     def __init__(self, ranks: int) -> None:
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["tests.warm", "tests.ranks"])
+        context = warm_context()
         self._folder = tempfile.TemporaryDirectory()
         self.pipes: list[Connection] = []
         self.processes = []

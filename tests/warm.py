@@ -1,9 +1,12 @@
-"""What ranks would do for the first time, done before they are forked: torch keeps what it learns.
+"""What ranks and commands would do for the first time, done before they are forked.
 
-Planning a model for the first time takes several times as long as planning it again.
+Torch keeps what it learns: planning a model for the first time takes several times as long as
+planning it again. Modules that a run imports late are imported here.
 """
 
+import matplotlib.backends.backend_agg  # noqa: F401
 import torch
+import torch.distributed.checkpoint.hf_storage
 
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.build import shard_model

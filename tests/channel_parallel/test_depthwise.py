@@ -118,6 +118,7 @@ def _shared(manager, channels, groups):
         mine(x, cp_group=group)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "channels", "groups"), [(2, 8, 4), (2, 4, 1), (3, 6, None)])
 def test_ranks_that_share_channels(ranks, channels, groups):
     on_processes(ranks, _shared, channels, groups)

@@ -104,6 +104,7 @@ def test_a_tensor_without_batch(trade):
         _same(3, _conv, (4, 2, (9, 3), 1, "same", 1, "zeros"), (4, 8, 5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "rows", "channels"), [(2, 9, 5), (3, 11, 2), (4, 7, 2)])
 def test_kernels_as_large_as_the_globe_on_gloo_ranks(ranks, rows, channels):
     args = (channels, 1, (2 * rows - 1, 3), 1, "same", 1, "zeros")
@@ -154,6 +155,7 @@ class _Block(nn.Module):
         return self.mix(torch.sin(x)) + x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", PROCESSES)
 def test_computed_again_with_fewer_channels_than_ranks(ranks):
     on_processes(ranks, assert_same_as_whole_globe, _Block, (), (2, 2, 13, 4))

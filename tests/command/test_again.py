@@ -53,6 +53,7 @@ def test_the_config_is_the_same_but_for_the_folder(tmp_path: Path) -> None:
     assert again(tmp_path).run.name is None
 
 
+@pytest.mark.slow
 def test_single_keys_and_groups_can_be_changed(tmp_path: Path) -> None:
     config = saved(tmp_path, *ODD)
     made = again(tmp_path, "seed=7", "model=pangu_small", "trainer.steps=6")
@@ -60,11 +61,13 @@ def test_single_keys_and_groups_can_be_changed(tmp_path: Path) -> None:
     assert made.data == config.data
 
 
+@pytest.mark.slow
 def test_what_goes_on_in_its_own_folder_starts_afresh(tmp_path: Path) -> None:
     saved(tmp_path, "run.name=first", "resume=auto")
     assert again(tmp_path).resume is None
 
 
+@pytest.mark.slow
 def test_other_versions_are_noticed(tmp_path: Path) -> None:
     config = saved(tmp_path)
     text = resolved_yaml(config).replace("variable_weight: {}", "variable_weight: {}\n  new: 1")
@@ -101,6 +104,7 @@ def losses(folder: Path) -> list[str]:
         return [row["loss"] for row in csv.DictReader(file)]
 
 
+@pytest.mark.slow
 def test_the_printed_command_gives_the_same_losses(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

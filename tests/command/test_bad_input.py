@@ -13,6 +13,7 @@ from credit_dp.command.compose import Composer
 from credit_dp.command.explain import explain
 from credit_dp.command.preflight import check_plan
 from tests.command.answers import answer, refusal
+from tests.tiers import every
 
 ROOT = Path(__file__).parents[2]
 
@@ -141,6 +142,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 def test_grids_and_checkpoints_that_are_there_pass(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -153,13 +155,14 @@ def test_grids_and_checkpoints_that_are_there_pass(
     check_plan(Composer("train").config([f"resume={tmp_path}"]))  # what is in it is seen later
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_one_line(monkeypatch: pytest.MonkeyPatch, case: tuple[list[str], str]) -> None:
-    arguments, needed = case
+@pytest.mark.parametrize("name", every(3, CASES))
+def test_one_line(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    arguments, needed = CASES[name]
     with pytest.raises(AssertionError, match=needed):
         raise AssertionError(refusal(monkeypatch, *arguments))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "program", [["train.py"], ["-c", "import credit_dp.command as c; c.main()"]]
 )
@@ -178,6 +181,7 @@ def test_as_a_program(program: list[str]) -> None:
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_ranks_without_rows_are_refused_before_torch_is_imported() -> None:
     code = (
         "import sys; from credit_dp.command.entry import guarded; "
@@ -209,6 +213,7 @@ def test_a_key_of_another_model_is_told_so() -> None:
     assert explain(error.value) == told
 
 
+@pytest.mark.slow
 def test_a_users_file_is_checked_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     own = tmp_path / "conf" / "model"
     own.mkdir(parents=True)

@@ -3,7 +3,6 @@
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 import xarray as xr
 
 from credit_dp.data_config import SPLITS
+from tests import commands
 from tests.data import stores
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +38,6 @@ CASES: dict[str, tuple[Change, list[str], str]] = {
     ),
     "too many ranks": (lambda data: data, ["parallel.domain=7"], "parallel.domain"),
 }
-QUICK = ("NaN in a variable", "dates outside")
 
 
 def arguments(store: Path) -> list[str]:
@@ -63,15 +62,8 @@ def arguments(store: Path) -> list[str]:
 
 
 def run(store: Path, more: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "train.py", *arguments(store), *more],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=HANGS,
-    )
+    words = ["python", "train.py", *arguments(store), *more]
+    return commands.run(words, ROOT, {**os.environ, "OMP_NUM_THREADS": "1"}, timeout=HANGS)
 
 
 def the_error(done: subprocess.CompletedProcess[str]) -> str:
@@ -83,13 +75,8 @@ def the_error(done: subprocess.CompletedProcess[str]) -> str:
     return errors[0]
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, id=name, marks=[] if name in QUICK else [pytest.mark.slow])
-        for name, case in CASES.items()
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_one_line_and_the_end(tmp_path: Path, case: tuple[Change, list[str], str]) -> None:
     change, more, key = case
     store = stores.write(change(stores.dataset()), tmp_path / "store.zarr")

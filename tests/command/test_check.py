@@ -50,6 +50,7 @@ def run_on(where: object, *more: str) -> list[str]:
     return ["--check", *keys.values()]
 
 
+@pytest.mark.slow
 def test_it_says_what_is_there(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, store: Path
 ) -> None:
@@ -67,11 +68,13 @@ def test_it_says_what_is_there(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_it_says_which_dates_are_chosen(monkeypatch: pytest.MonkeyPatch, store: Path) -> None:
     out = answer(monkeypatch, *run_on(store), "data.dates=auto", "trainer.evaluate_hours=[6]")[1]
     assert "dates   auto: train 2000-01-01T00 to 2000-01-08T18 (32 times), valid" in out
 
 
+@pytest.mark.slow
 def test_it_says_what_gaps_cost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     present = [i for i in range(40) if i not in (3, 10, 11)]
     path = stores.write(data_with(present), tmp_path / "s.zarr")
@@ -80,6 +83,7 @@ def test_it_says_what_gaps_cost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert "2 in the times, 3 are missing; 2 samples to train on span one and are skipped" in out
 
 
+@pytest.mark.slow
 def test_it_says_which_sums_are_not_whole(monkeypatch: pytest.MonkeyPatch, store: Path) -> None:
     sums = ("data.variables.solar.accumulated=true", "data.forcing=[solar]", "data.step=12h")
     out = answer(monkeypatch, *run_on(store, *sums, "trainer.evaluate_hours=[12]"))[1]
@@ -122,6 +126,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED.keys())
 def test_what_a_run_would_refuse(
     monkeypatch: pytest.MonkeyPatch, store: Path, case: tuple[list[str], str]
@@ -131,6 +136,7 @@ def test_what_a_run_would_refuse(
         raise AssertionError(refusal(monkeypatch, *run_on(store, *more)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("change", "needed"), [(with_gap, "temperature"), (in_celsius, "degC")])
 def test_the_first_fields_and_their_units_are_looked_at(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, change: object, needed: str
@@ -142,6 +148,7 @@ def test_the_first_fields_and_their_units_are_looked_at(
         assert "values  not looked at" in answer(monkeypatch, *run_on(path))[1]
 
 
+@pytest.mark.slow
 def test_the_quickstart_is_checked_without_making_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -153,6 +160,7 @@ def test_the_quickstart_is_checked_without_making_it(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_checkpoint_has_to_fit(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, store: Path
 ) -> None:
@@ -176,6 +184,7 @@ def test_a_checkpoint_has_to_fit(
         assert needed in refusal(monkeypatch, "--check", *on, change)
 
 
+@pytest.mark.slow
 def test_a_sweep_opens_each_store_once(monkeypatch: pytest.MonkeyPatch, store: Path) -> None:
     opened = []
 
@@ -218,6 +227,7 @@ def address(store: Path, request: pytest.FixtureRequest) -> Iterator[str]:
         server.shutdown()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("address", ["files"], indirect=True)
 def test_a_store_elsewhere_is_opened(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
     code, out, _ = answer(monkeypatch, *run_on(f"{address}/s.zarr"))
@@ -230,6 +240,7 @@ def test_a_store_elsewhere_is_opened(monkeypatch: pytest.MonkeyPatch, address: s
     assert "no variable x" in refusal(monkeypatch, *run_on(f"{address}/s.zarr", "data.static=[x]"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("address", ["refusing"], indirect=True)
 @pytest.mark.parametrize("sweep", [[], ["-m", "seed=1,2"]], ids=["run", "sweep"])
 def test_a_store_that_nobody_may_read_has_an_exit_code(
@@ -251,6 +262,7 @@ def test_a_host_that_is_not_known_is_told_at_once(monkeypatch: pytest.MonkeyPatc
     assert out.count("\n") == 2
 
 
+@pytest.mark.slow
 def test_who_never_answers_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "ANSWER_SECONDS", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as server:

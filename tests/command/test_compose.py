@@ -17,6 +17,7 @@ from credit_dp.config import Config, DataConfig, DatesConfig
 from credit_dp.fields import Fields
 from credit_dp.models import build_model
 from tests.command.answers import answer, refusal
+from tests.tiers import every
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted(conf_folder().glob("*/*.yaml"))
@@ -32,7 +33,7 @@ def choice_of(path: Path) -> str:
     return f"{path.parent.name}={path.stem}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=choice_of)
+@pytest.mark.parametrize("path", every(4, FILES), ids=choice_of)
 def test_every_file_composes(path: Path) -> None:
     choice = choice_of(path)
     config = Composer("train").config([choice, *NEEDS.get(choice, [])])
@@ -129,6 +130,7 @@ def test_a_users_loss_has_our_numbers(monkeypatch: pytest.MonkeyPatch, tmp_path:
     assert composer.config(["loss=mine"]).loss == composer.config(["loss=mae"]).loss
 
 
+@pytest.mark.slow
 def test_cfg_job_is_the_config_without_running(monkeypatch: pytest.MonkeyPatch) -> None:
     code, out, err = answer(monkeypatch, "--cfg", "job", "parallel.domain=3", "seed=5")
     assert (code, err) == (0, "")
@@ -136,6 +138,7 @@ def test_cfg_job_is_the_config_without_running(monkeypatch: pytest.MonkeyPatch) 
     assert (shown.parallel.domain, shown.seed, "hydra" in shown) == (3, 5, False)
 
 
+@pytest.mark.slow
 def test_check_starts_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     assert answer(monkeypatch, "--check", "experiment=fast")[0] == 0
@@ -157,6 +160,7 @@ def test_fine_tuning_needs_a_run_to_start_from(monkeypatch: pytest.MonkeyPatch) 
     assert line == "init_from: needs a run's folder or a checkpoint, got none. Give one."
 
 
+@pytest.mark.slow
 def test_check_plans_and_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
     code, out, _ = answer(monkeypatch, "--check", "experiment=fast", "parallel.domain=2")
     assert code == 0
@@ -175,6 +179,7 @@ def test_check_plans_and_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "weights in bfloat16" in half
 
 
+@pytest.mark.slow
 def test_help_names_groups_and_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     code, out, _ = answer(monkeypatch, "--help")
     assert code == 0
@@ -217,6 +222,7 @@ def test_a_users_model_is_found_in_the_working_directory(
     assert Composer("train").config(["model=mine"]).model.channels == [8, 24]
 
 
+@pytest.mark.slow
 def test_a_users_choice_goes_before_ours_of_that_name(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -246,6 +252,7 @@ def data_of(*texts: str) -> DataConfig:
     return Composer("train").config(overrides).data
 
 
+@pytest.mark.slow
 def test_dates_of_a_preset_are_told_from_those_that_are_given(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -263,6 +270,7 @@ def test_dates_of_a_preset_are_told_from_those_that_are_given(
     assert data_of("data=quickstart").dates.preset == []
 
 
+@pytest.mark.slow
 def test_dates_can_be_left_to_the_store() -> None:
     every = data_of("data=weatherbench2", "data.dates=auto").dates
     assert every == DatesConfig("auto", "auto", "auto")
@@ -276,6 +284,7 @@ def test_overrides_of_hydra_work() -> None:
     assert composed.hydra.run.dir == "/tmp/elsewhere"
 
 
+@pytest.mark.slow
 def test_answers_import_nothing_heavy() -> None:
     """What makes `--help` fast, whatever machine this runs on."""
     code = (

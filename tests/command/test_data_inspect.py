@@ -96,6 +96,7 @@ def test_levels_in_one_chunk_count(tmp_path: Path) -> None:
     assert amplification((5, 1, 10, 4), 3, 10, 2) == 10
 
 
+@pytest.mark.slow
 def test_a_prepared_store_needs_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = prepared_stores.write(stores.dataset(), tmp_path / "in.zarr", chunk_rows=3)
     told = ask(monkeypatch, f"store={path}", "domain=4")
@@ -134,6 +135,7 @@ def test_the_advice_can_be_pasted(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert "domains=[1,2,4,8]" in words
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["year=2000", "a b=[1]", "x(1)", "it's #1", "a,b"])
 def test_any_path_is_taken_and_its_advice_too(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str

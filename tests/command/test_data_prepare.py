@@ -27,6 +27,7 @@ def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_prepares_and_says_how(
     monkeypatch: pytest.MonkeyPatch, keys: list[str], tmp_path: Path
 ) -> None:
@@ -44,6 +45,7 @@ def test_prepares_and_says_how(
     assert not list(tmp_path.glob("*.lock"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["o #1", "2020", "a: b", "[x]", "a=b"])
 def test_out_is_taken_as_it_is(
     monkeypatch: pytest.MonkeyPatch, keys: list[str], tmp_path: Path, name: str
@@ -59,6 +61,7 @@ def test_out_is_taken_as_it_is(
     assert str(parsed.value()) == str(tmp_path / name)
 
 
+@pytest.mark.slow
 def test_tells_which_codec_is_taken(monkeypatch: pytest.MonkeyPatch, keys: list[str]) -> None:
     _, said, _ = answer(monkeypatch, *PREPARE, *keys, "codec=zstd", "grid=8x6", program="")
     assert "codec zstd, " in said
@@ -94,6 +97,7 @@ def test_refused_in_one_line(
     assert [path.name for path in tmp_path.iterdir()] == ["in.zarr"]
 
 
+@pytest.mark.slow
 def test_refuses_to_overwrite(monkeypatch: pytest.MonkeyPatch, keys: list[str]) -> None:
     assert answer(monkeypatch, *PREPARE, *keys, program="")[0] == 0
     assert "is there already" in refusal_of(monkeypatch, *keys)

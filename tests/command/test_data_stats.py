@@ -35,6 +35,7 @@ def refused(*arguments):
     return text
 
 
+@pytest.mark.slow
 def test_it_says_what_it_reads_and_how_long_then_writes_the_file(keys, tmp_path, capsys):
     out = tmp_path / "stats.json"
     assert stats(*keys, f"out={out}") == 0
@@ -50,6 +51,7 @@ def test_it_says_what_it_reads_and_how_long_then_writes_the_file(keys, tmp_path,
     assert np.array_equal(given.statistics.std, computed.statistics.std)
 
 
+@pytest.mark.slow
 def test_without_out_training_finds_it(keys, tmp_path, monkeypatch):
     assert stats(*keys) == 0
     (file,) = (tmp_path / "cache").glob("statistics-*.json")
@@ -59,6 +61,7 @@ def test_without_out_training_finds_it(keys, tmp_path, monkeypatch):
     assert len(list((tmp_path / "cache").glob("statistics-*.json"))) == 1
 
 
+@pytest.mark.slow
 def test_what_is_there_is_not_made_again_and_nothing_else_is_replaced(keys, tmp_path, capsys):
     out = tmp_path / "stats.json"
     assert stats(*keys, f"out={out}", "every=3") == 0
@@ -101,6 +104,7 @@ def test_dates_are_chosen_among_those_with_a_whole_sum(keys, tmp_path, capsys):
     assert "3 dates, 2000-01-01T12:00 to 2000-01-02T12:00" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "said", ["data.variables.solar.normalise=std", "data.variables={solar: {normalise: std}}"]
 )
@@ -111,6 +115,7 @@ def test_variables_can_be_set(keys, tmp_path, said):
     )
 
 
+@pytest.mark.slow
 def test_without_dates_it_takes_those_that_training_would(keys, tmp_path, capsys):
     del keys[3]
     assert stats(*keys, f"out={tmp_path / 'stats.json'}", "every=2") == 0

@@ -17,6 +17,7 @@ from tests.ranks import on_processes
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_two_ranks_agree_with_the_known_answers() -> None:
     program = "import credit_dp.command as c; c.main()"
     done = subprocess.run(
@@ -38,6 +39,7 @@ def test_two_ranks_agree_with_the_known_answers() -> None:
     assert (report["facts"]["ranks"], report["facts"]["backend"]) == ("2", "gloo")
 
 
+@pytest.mark.slow
 def test_all_axes_of_a_mesh_agree_with_the_known_answers() -> None:
     lines = on_processes(4, axes, domain=1, pipeline=2)
     assert lines == [(0.0, 0.0)] * 4

@@ -148,6 +148,7 @@ def test_the_truth_is_by_default_what_a_forecast_started_from(
     assert given == own
 
 
+@pytest.mark.slow
 def test_the_truth_may_be_several_stores(monkeypatch: pytest.MonkeyPatch, stores: Path) -> None:
     """Given, or said by the forecast."""
     observed = forecasts.truth()

@@ -135,6 +135,7 @@ SLOW = [  # like others, or seldom
 CASES = [pytest.param(c, marks=pytest.mark.slow) if c in SLOW else c for c in NOTHING_WRITTEN]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_mistake_is_one_line_and_nothing_is_written(run, tmp_path, monkeypatch, case):
     words, line = NOTHING_WRITTEN[case]
@@ -150,6 +151,7 @@ def test_a_mistake_is_one_line_and_nothing_is_written(run, tmp_path, monkeypatch
     assert list(out.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_gap_in_the_initial_state_is_one_line(run, tmp_path, monkeypatch):
     store = changed_store(run, tmp_path, "gap")
     words = [f"checkpoint={run}", *TIMES, f"data.store={store}", f"out={tmp_path}/f.zarr"]
@@ -159,6 +161,7 @@ def test_a_gap_in_the_initial_state_is_one_line(run, tmp_path, monkeypatch):
     assert told(monkeypatch, "check", tmp_path / "f.zarr")[0] == 1
 
 
+@pytest.mark.slow
 def test_what_is_needed(run, monkeypatch):
     for missing, words in (
         ("checkpoint", ["init=2000-01-04", "lead=6h"]),
@@ -170,6 +173,7 @@ def test_what_is_needed(run, monkeypatch):
     assert "lead=240h" in told(monkeypatch, "--help")[1]
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_one_line(run, tmp_path, monkeypatch):
     there = shutil.copytree(run / "checkpoint", tmp_path / "checkpoint")
     step = there / "step-00000002"

@@ -61,6 +61,7 @@ def states(sweep: Path) -> list[str]:
     return [str(json.loads(path.read_text())["state"]) for path in paths]
 
 
+@pytest.mark.slow
 def test_jobs_start_as_cores_come_free(sweep: Path) -> None:
     code, out, err = run("parallel.domain=1,2", "seed=1,2")
     assert (code, err) == (0, "")
@@ -75,6 +76,7 @@ def test_jobs_start_as_cores_come_free(sweep: Path) -> None:
         assert all(end < large[0] or large[1] < begin for begin, end in times if begin != large[0])
 
 
+@pytest.mark.slow
 def test_a_job_that_fails_does_not_stop_the_others(sweep: Path) -> None:
     code, out, _ = run("seed=3,1,2")
     assert code == 1
@@ -84,6 +86,7 @@ def test_a_job_that_fails_does_not_stop_the_others(sweep: Path) -> None:
     assert "3 jobs ended, 1 of them failed" in out
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_all_jobs(sweep: Path) -> None:
     code, _, err = run("seed=8,1,2")
     assert (code, err) == (130, "\ninterrupted\n")
@@ -102,6 +105,7 @@ def test_a_signal_has_all_jobs_save_and_starts_no_more(sweep: Path) -> None:
     assert not (sweep / "2/began").exists()
 
 
+@pytest.mark.slow
 def test_a_signal_between_two_starts_prevents_the_second(
     sweep: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,6 +120,7 @@ def test_a_signal_between_two_starts_prevents_the_second(
     assert len(list(sweep.glob("*/job.json"))) == 1
 
 
+@pytest.mark.slow
 def test_what_is_larger_than_the_machine_is_refused(sweep: Path) -> None:
     line = refusal(
         pytest.MonkeyPatch(), *LOCAL, "hydra.launcher.cores=2", "seed=1,2", "parallel.domain=3"
@@ -135,6 +140,7 @@ def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "pip install 'credit_dp[slurm]'" in line
 
 
+@pytest.mark.slow
 def test_without_slurm_nothing_is_submitted(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

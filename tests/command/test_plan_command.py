@@ -26,6 +26,7 @@ def plan(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, str, st
     return answer(monkeypatch, "plan", *arguments, program="credit-dp")
 
 
+@pytest.mark.slow
 def test_json_holds_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     code, out, err = plan(monkeypatch, "--json", *SMALL, "parallel.domain=5", "data.batch_size=2")
     assert (code, err) == (0, "")
@@ -48,6 +49,7 @@ def test_json_holds_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     assert report["parameter_bytes"] == 4 * report["parameters"]
 
 
+@pytest.mark.slow
 def test_the_table_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     code, out, err = plan(monkeypatch, *SMALL, "parallel.domain=3", "trainer.dtype=float64")
     assert (code, err) == (0, "")
@@ -68,6 +70,7 @@ def test_the_table_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     assert " on the fullest rank, " in out
 
 
+@pytest.mark.slow
 def test_layers_that_send_the_same_share_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     _, out, _ = plan(monkeypatch, *SMALL, "model.blocks=3", "parallel.domain=3")
     lines = out[out.index("\nlayers ") :].splitlines()[2:]
@@ -87,6 +90,7 @@ def test_one_path_for_each_line() -> None:
     assert found == {"a.0.x": 1, "a.1.x": 1, "a.2.x": 1, "a.3.x": 1, "b.*": 2}
 
 
+@pytest.mark.slow
 def test_one_rank_is_the_plain_model(monkeypatch: pytest.MonkeyPatch) -> None:
     code, out, err = plan(monkeypatch, *SMALL)
     assert (code, err) == (0, "")
@@ -94,18 +98,21 @@ def test_one_rank_is_the_plain_model(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "layer" not in out
 
 
+@pytest.mark.slow
 def test_data_ranks_share_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
     code, out, _ = plan(monkeypatch, *SMALL, "parallel.domain=2", "parallel.data=4")
     assert code == 0
     assert "input   1 x 18 x 24 x 48" in out
 
 
+@pytest.mark.slow
 def test_levels_may_be_as_many_as_era5_has(monkeypatch: pytest.MonkeyPatch) -> None:
     code, out, _ = plan(monkeypatch, *SMALL, "parallel.domain=2", "data.levels=[50,250,500,850]")
     assert code == 0
     assert "input   4 x 22 x 24 x 48" in out
 
 
+@pytest.mark.slow
 def test_a_store_of_ones_own_gives_channels_and_grid(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -121,6 +128,7 @@ def test_a_store_of_ones_own_gives_channels_and_grid(
     assert f" x {inputs} x 24 x 48" in out
 
 
+@pytest.mark.slow
 def test_too_many_ranks_are_listed_at_every_level(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ("data.grid=24x48", "parallel.domain=16")
     code, out, err = plan(monkeypatch, *arguments)
@@ -160,6 +168,7 @@ def test_one_line(monkeypatch: pytest.MonkeyPatch, case: tuple[list[str], str]) 
         raise AssertionError(err)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["plan", "verify"])
 def test_help_imports_no_torch(command: str) -> None:
     code = (

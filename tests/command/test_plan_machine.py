@@ -157,6 +157,7 @@ def predict(monkeypatch: pytest.MonkeyPatch, file: Path | str, *keys: str) -> li
     return found
 
 
+@pytest.mark.slow
 def test_meshes_and_efficiencies(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
     lines = predict(monkeypatch, file, "--up-to", "6")
     meshes = [(line["ranks"], line["domain"], line["data"]) for line in lines]
@@ -209,6 +210,7 @@ def test_a_faster_part_moves_its_column(
     assert all(after[part] == before[part] for part in {*before} - moved)
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_marked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = write(tmp_path, CONTENT | {"memory_gib": 0.001})
     code, out, _ = plan(monkeypatch, *SMALL, "--machine", str(file), "--up-to", "2")
@@ -222,6 +224,7 @@ def test_what_does_not_fit_is_marked(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert "Predicted, not measured." in out
 
 
+@pytest.mark.slow
 def test_a_domain_too_large_is_refused(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
     keys = ("--machine", str(file), "parallel.domain=20")
     code, out, err = plan(monkeypatch, *SMALL, *keys)

@@ -138,6 +138,7 @@ MESHES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "-".join(map(str, mesh)))
 def test_the_plan_is_what_ranks_hold_and_send(config: Config, mesh: Mesh) -> None:
     found, planned = both(config, mesh)
@@ -174,6 +175,7 @@ def test_the_plan_is_what_ranks_hold_and_send(config: Config, mesh: Mesh) -> Non
             assert sent["gradients"] == 2 * (size - 1) * held["gradients"] // size
 
 
+@pytest.mark.slow
 def test_rows_are_those_of_all_micro_batches(config: Config) -> None:
     mesh = replace(config, parallel=ParallelConfig(data=2, domain=2))
     (once, _), (twice, _) = (
@@ -204,6 +206,7 @@ def test_micro_batches_in_flight(schedule: str, rank: int, virtual: int, most: i
     assert most_kept(order, [5, 7]) == most
 
 
+@pytest.mark.slow
 def test_cuts_of_a_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
     keys = (*SMALL, "parallel.pipeline=2", "data.batch_size=4")
     code, out, err = plan(monkeypatch, *keys, "--json")
@@ -223,6 +226,7 @@ def test_cuts_of_a_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "waits 33.3% of a step" in out
 
 
+@pytest.mark.slow
 def test_meshes_up_to_so_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     code, out, err = plan(monkeypatch, *SMALL, "--up-to", "20", "--memory", "0.001", "--json")
     assert (code, err) == (0, "")
@@ -273,6 +277,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED.keys())
 def test_one_line(monkeypatch: pytest.MonkeyPatch, case: tuple[list[str], str]) -> None:
     arguments, needed = case

@@ -132,6 +132,7 @@ def written(folder: Path, text: str, name: str = "my_model.py") -> Path:
     return file
 
 
+@pytest.mark.slow
 def test_the_variable_makes_the_model_a_choice(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -169,6 +170,7 @@ def test_a_process_with_the_variable_unpickles_the_config(
     subprocess.run([sys.executable, "-c", code, sent], cwd=ROOT, check=True, timeout=60)
 
 
+@pytest.mark.slow
 def test_a_file_may_have_plugins_of_every_kind(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -206,6 +208,7 @@ def test_ranks_get_the_configs_of_all_kinds(
     subprocess.run([sys.executable, "-c", code, sent], cwd=ROOT, check=True, timeout=60)
 
 
+@pytest.mark.slow
 def test_keys_of_other_kinds_are_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = written(tmp_path, TRAINING)
     options = "optimizer.schedule_options"
@@ -235,6 +238,7 @@ def test_help_shows_the_keys_of_a_plugin(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert f"{'  scale: 1.0':<36}  # where it turns\n" in out
 
 
+@pytest.mark.slow
 def test_its_keys_are_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = written(tmp_path, MODEL)
     for arguments, needed in {
@@ -247,6 +251,7 @@ def test_its_keys_are_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         assert told(monkeypatch, file, "model=custom", *arguments).startswith(needed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", ["train", "credit-dp"])
 def test_a_sweep_and_tables_of_new_entries(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str
@@ -288,6 +293,7 @@ def test_a_users_file_may_change_a_plugin(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert line.startswith("In 'loss/wide': Could not load 'loss/logcosh'. A loss of your own is")
 
 
+@pytest.mark.slow
 def test_the_run_again_says_which_variable_is_missing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -318,6 +324,7 @@ def test_a_batch_script_names_the_files(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert f"\nexport {VARIABLE}='{tmp_path}/my training.py:{tmp_path}/my_model.py'\n" in out
 
 
+@pytest.mark.slow
 def test_a_forecast_needs_the_model_of_a_run_only(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -554,6 +561,7 @@ def test_a_config_without_build_is_one_line() -> None:
         build_model(OwnModelConfig("custom"), Fields.flat(2), (4, 6))
 
 
+@pytest.mark.slow
 def test_a_check_of_another_kind_names_its_group(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

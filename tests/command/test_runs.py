@@ -40,6 +40,7 @@ def test_a_name_fixes_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert (tmp_path / "outputs/first/.hydra/overrides.yaml").exists()
 
 
+@pytest.mark.slow
 def test_runs_without_a_name_never_share(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with launched(monkeypatch, tmp_path) as configs:
         for _ in range(3):
@@ -50,6 +51,7 @@ def test_runs_without_a_name_never_share(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert len({unique_name() for _ in range(100)}) == 100
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_not_overwritten(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     folder = tmp_path / "outputs" / "first"
     (folder / "checkpoint" / ".step-00000003.part").mkdir(parents=True)  # never completed
@@ -73,6 +75,7 @@ def saved_step(folder: Path) -> Path:
     return step
 
 
+@pytest.mark.slow
 def test_the_key_that_chose_the_folder_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -85,6 +88,7 @@ def test_the_key_that_chose_the_folder_is_named(
     assert line.startswith("run.dir: another run is writing")
 
 
+@pytest.mark.slow
 def test_home_is_expanded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with launched(monkeypatch, tmp_path) as configs, pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(tmp_path / "home"))
@@ -92,6 +96,7 @@ def test_home_is_expanded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     assert [config.run.dir for config in configs] == [str(tmp_path / "home/here")]
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -103,6 +108,7 @@ def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert configs == []
 
 
+@pytest.mark.slow
 def test_a_checked_sweep_starts_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with launched(monkeypatch, tmp_path) as configs:
         code, out, err = answer(
@@ -121,6 +127,7 @@ def test_two_runs_cannot_write_to_one_folder(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.slow
 def test_a_sweep_runs_every_combination(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with launched(monkeypatch, tmp_path) as configs:
         code, _, err = answer(
@@ -134,6 +141,7 @@ def test_a_sweep_runs_every_combination(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert {folder.parent.parent for folder in folders} == {tmp_path / "multirun"}
 
 
+@pytest.mark.slow
 def test_a_named_sweep_can_be_found_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with launched(monkeypatch, tmp_path) as configs:
         answer(monkeypatch, "-m", "seed=range(2)", "run.name=many", "resume=auto")
@@ -141,6 +149,7 @@ def test_a_named_sweep_can_be_found_again(monkeypatch: pytest.MonkeyPatch, tmp_p
     assert [config.run.dir for config in configs] == names
 
 
+@pytest.mark.slow
 def test_a_failed_run_fails_the_sweep_after_the_others(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -153,6 +162,7 @@ def test_a_failed_run_fails_the_sweep_after_the_others(
     )
 
 
+@pytest.mark.slow
 def test_a_run_that_is_told_to_stop_ends_the_sweep(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -161,6 +171,7 @@ def test_a_run_that_is_told_to_stop_ends_the_sweep(
     assert len(configs) == 1
 
 
+@pytest.mark.slow
 def test_an_experiment_brings_what_it_varies(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -24,6 +24,7 @@ def test_the_scripts_are_what_their_second_line_makes(path: Path) -> None:
     subprocess.run(["bash", "-n", path], check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("keys", "lines"),
     [
@@ -48,6 +49,7 @@ def test_a_mesh_gets_what_it_needs(keys: list[str], lines: list[str]) -> None:
     assert ("gpus" in " ".join(out.splitlines()[2:])) == ("device=cpu" not in keys)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("keys", "words"),
     [

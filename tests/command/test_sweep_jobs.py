@@ -35,6 +35,7 @@ def finish(job: Job, scores: bool = True) -> None:
         (job.folder / "metrics.json").write_text("{}")
 
 
+@pytest.mark.slow
 def test_jobs_are_found_again_in_any_order(composer: Composer, tmp_path: Path) -> None:
     first = plan(composer, tmp_path, "seed=1,2", "model=unet,unet_small", "run.name=a")
     assert [job.number for job in first] == [0, 1, 2, 3]
@@ -52,6 +53,7 @@ def test_jobs_are_found_again_in_any_order(composer: Composer, tmp_path: Path) -
     assert fresh == [(3, "new"), (4, "new"), (5, "new"), (6, "new")]
 
 
+@pytest.mark.slow
 def test_the_same_overrides_with_another_config_are_refused(
     composer: Composer, tmp_path: Path
 ) -> None:

@@ -41,6 +41,7 @@ def held(folder: Path) -> Iterator[ForkServerProcess]:
         process.join()
 
 
+@pytest.mark.slow
 def test_a_second_start_refuses_in_one_line_and_changes_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -53,6 +54,7 @@ def test_a_second_start_refuses_in_one_line_and_changes_nothing(
     assert configs == []
 
 
+@pytest.mark.slow
 def test_a_run_of_a_sweep_refuses_the_folder_of_another(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

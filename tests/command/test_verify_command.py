@@ -26,6 +26,7 @@ def test_the_unet_on_the_quickstart_grid(monkeypatch: pytest.MonkeyPatch) -> Non
     assert verdict.startswith("ok: the largest error is ")
 
 
+@pytest.mark.slow
 def test_branches_dropped_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     code, out, _ = verify(
         monkeypatch, "model=unet_tiny", "model.stochastic_depth=0.4", "parallel.domain=2"
@@ -33,6 +34,7 @@ def test_branches_dropped_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (code, out.splitlines()[-1][:3]) == (0, "ok:")
 
 
+@pytest.mark.slow
 def test_json_on_a_grid_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     code, out, err = verify(monkeypatch, "--json", *SMALL, "parallel.domain=4", "data.grid=13x8")
     assert (code, err) == (0, "")
@@ -44,6 +46,7 @@ def test_json_on_a_grid_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "stem.conv.weight" in report["gradients"]
 
 
+@pytest.mark.slow
 def test_a_wrong_reduction_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ThreadTransport, "_sum", lambda self, x: x.clone())
     code, out, err = verify(monkeypatch, *SMALL, "parallel.domain=2", "data.grid=8x8")
@@ -78,6 +81,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED.keys())
 def test_one_line(monkeypatch: pytest.MonkeyPatch, case: tuple[list[str], str]) -> None:
     arguments, needed = case

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import xarray as xr
+from zarr.storage import MemoryStore
 
 from credit_dp.config import DataConfig, DatesConfig
 from credit_dp.data_config import SPLITS
@@ -57,7 +58,11 @@ def write(data: xr.Dataset, path: Path, **options: Any) -> Path:
             encoding[name]["shards"] = tuple(
                 shards.get(str(dim), array.sizes[dim]) for dim in array.dims
             )
-    data.to_zarr(path, zarr_format=version, consolidated=version == 2, encoding=encoding)
+    memory = MemoryStore()  # its chunks are then written one by one, without a thread for each
+    data.to_zarr(memory, zarr_format=version, consolidated=version == 2, encoding=encoding)
+    for key, chunk in memory._store_dict.items():
+        (path / key).parent.mkdir(parents=True, exist_ok=True)
+        (path / key).write_bytes(chunk.to_bytes())
     return path
 
 

@@ -258,6 +258,7 @@ def test_other_grid_than_the_store_has(good):
     assert Store.open(stores.config(good, grid="12x8")).grid == (12, 8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "kind", "place", "where"),
     [
@@ -292,12 +293,14 @@ def test_step_that_the_store_does_not_have(good):
         prepare(stores.config(good, step="5h"))
 
 
+@pytest.mark.slow
 def test_split_without_two_times_a_step_apart(good):
     config = stores.config(good, valid=["2000-01-03T00", "2000-01-03T00"])
     with pytest.raises(UserError, match=r"data\.dates\.valid"):
         sample_times(prepare(config).store, "valid")
 
 
+@pytest.mark.slow
 def test_channel_that_never_changes(tmp_path):
     data = stores.dataset()
     data["temperature"].values[:, 1] = 250.1

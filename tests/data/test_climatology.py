@@ -150,6 +150,7 @@ def test_each_hour_of_the_day_has_its_own_seasons(tmp_path):
         assert not np.allclose(truth[before], truth[after], atol=3)
 
 
+@pytest.mark.slow
 def test_bands_and_pieces_do_not_change_it(tmp_path, monkeypatch):
     data, _ = daily(400)
     whole = opened_daily(data, tmp_path / "one.zarr").climatology

@@ -290,6 +290,7 @@ def assert_reads(source: Source, data: xr.Dataset) -> None:
     assert source.chunk_reads == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("version", [2, 3])
 def test_a_store_at_an_http_address(tmp_path, server, version):
     data = stores.dataset()

@@ -226,6 +226,7 @@ class TestWhereValuesEnter:
         assert "2m_temperature is 2.6e+38 at 2000-01-02T06:00" in refusal(lambda: prepare(config))
         assert not list((tmp_path / "cache").glob("statistics-*.json"))
 
+    @pytest.mark.slow
     def test_statistics_of_before_that_hold_garbage(self, tmp_path: Path) -> None:
         """Those that were computed without limits, and are still in the cache."""
         without = {"2m_temperature": None}
@@ -271,6 +272,7 @@ class TestWhereValuesEnter:
         message = refusal(lambda: Store.open(made(tmp_path, change)).static(slice(1, 5)))
         assert f"{name} is -32767 at row 2, column 3, but its limits are" in message
 
+    @pytest.mark.slow
     def test_forcing_of_which_nothing_is_known(self, tmp_path: Path) -> None:
         config = made(tmp_path, spike("solar", 1e6))
         message = refusal(lambda: prepare(config))
@@ -436,6 +438,7 @@ class TestSampled:
     def test_constants_have_no_range(self, value: float) -> None:
         assert self.ranges([np.full((4, 5), value)] * 3) is None
 
+    @pytest.mark.slow
     def test_the_cache_is_used(self, tmp_path: Path) -> None:
         config = made(tmp_path, lambda data: None)
         first = prepare(config).store.limits.sampled

@@ -35,6 +35,7 @@ def take(source, count):
     return [next(source) for _ in range(count)]
 
 
+@pytest.mark.slow
 def test_batch_is_what_the_store_holds_normalised(ready):
     store, statistics = ready.store, ready.statistics
     sequence = SampleSequence(SAMPLES, 2, seed=3)
@@ -69,6 +70,7 @@ def test_states_before_are_in_front_of_the_newest(ready):
         assert torch.equal(batch.forcing[sample], every.forcing[place])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_bands_together_are_the_whole_globe(ready, dtype):
     bounds = [0, 3, 4, 12]
@@ -148,6 +150,7 @@ def test_data_ranks_share_the_global_batch(ready):
     assert torch.equal(torch.cat(parts), whole.now)
 
 
+@pytest.mark.slow
 def test_error_of_the_reading_thread_is_raised_as_it_is(tmp_path):
     data = stores.dataset()
     path = stores.write(data, tmp_path / "store.zarr")
@@ -214,6 +217,7 @@ def test_no_more_batches_exist_than_asked_for(ready, monkeypatch, prefetch, most
             assert len(made) == number + prefetch <= number - 1 + most
 
 
+@pytest.mark.slow
 def test_several_threads_read_at_once(tmp_path, monkeypatch):
     path = stores.write(stores.dataset(), tmp_path / "store.zarr")
     ready = prepare(stores.config(path, workers=3, batch_size=3))
@@ -229,6 +233,7 @@ def test_several_threads_read_at_once(tmp_path, monkeypatch):
         next(source)
 
 
+@pytest.mark.slow
 def test_samples_that_span_a_gap_are_counted(tmp_path, caplog):
     data = stores.dataset(steps=12).isel(time=[0, 1, 2, 4, 5, 6, 8, 9, 10, 11])
     path = stores.write(data, tmp_path / "store.zarr")
@@ -278,6 +283,7 @@ def assert_steps_of_the_store(ready, batch, length, frames=1):
             assert torch.equal(state, normaliser.state(fields))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frames", [1, 2])
 @pytest.mark.parametrize("chunks", [1, 12])
 def test_a_rollout_has_the_fields_of_all_its_steps(tmp_path, chunks, frames):
@@ -288,6 +294,7 @@ def test_a_rollout_has_the_fields_of_all_its_steps(tmp_path, chunks, frames):
         assert_steps_of_the_store(ready, next(source), 3, frames)
 
 
+@pytest.mark.slow
 def test_lengths_follow_the_place_in_the_sequence_however_far_is_read_ahead(ready):
     lengths = [1, 1, 2, 3, 1, 2]
     for prefetch in (0, 1, 5):
@@ -343,6 +350,7 @@ def test_a_rollout_reads_no_more_than_is_wanted(ready, reads, now, forcing, targ
         assert not found.shape[1] or torch.equal(found, getattr(whole, name))
 
 
+@pytest.mark.slow
 def test_diagnostic_channels_come_last_in_the_target_only(tmp_path):
     path = stores.write(stores.dataset(), tmp_path / "store.zarr")
     ready = prepare(stores.config(path, prognostic=["temperature"], diagnostic=["geopotential"]))

@@ -43,6 +43,7 @@ def test_second_run_finds_all_of_it_there(path):
     same(first, second)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [
@@ -59,12 +60,14 @@ def test_what_statistics_depend_on_makes_new_ones(path, change):
     assert titles_of(stores.config(path, **change))[1] != []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [{"batch_size": 3}, {"test": ["2000-01-02", "2000-01-03"]}])
 def test_what_they_do_not_depend_on_makes_none(path, change):
     prepare(stores.config(path))
     assert titles_of(stores.config(path, **change))[1] == []
 
 
+@pytest.mark.slow
 def test_store_written_anew_makes_new_ones(path):
     before = prepare(stores.config(path))
     shutil.rmtree(path)
@@ -73,6 +76,7 @@ def test_store_written_anew_makes_new_ones(path):
     assert not np.array_equal(before.statistics.mean, after.statistics.mean)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("content", ["", '{"mean": [1.0', "[]", '{"mean": [1.0]}'])
 def test_damaged_statistics_are_made_again(path, tmp_path, content):
     first = prepare(stores.config(path))
@@ -82,6 +86,7 @@ def test_damaged_statistics_are_made_again(path, tmp_path, content):
     assert set(json.loads(file.read_text())) == {"form", "made_from", "channels"}
 
 
+@pytest.mark.slow
 def test_damaged_climatology_is_made_again(path, tmp_path):
     first = prepare(stores.config(path))
     (folder,) = (tmp_path / "cache").glob("climatology-*.zarr")
@@ -98,6 +103,7 @@ def _prepare_and_tell(path, ready, queue):
     queue.put((sorted(set(titles)), done.statistics.mean.tolist()))
 
 
+@pytest.mark.slow
 def test_of_two_jobs_at_once_one_builds(path, tmp_path):
     context = multiprocessing.get_context("spawn")
     ready, queue = context.Barrier(2), context.Queue()
@@ -129,6 +135,7 @@ class FakeQuickstart:
         stores.write(stores.dataset(), path)
 
 
+@pytest.mark.slow
 def test_quickstart_is_built_once_under_the_cache(tmp_path, monkeypatch):
     fake = FakeQuickstart()
     monkeypatch.setattr(module, "quickstart", fake)
@@ -150,6 +157,7 @@ def test_climatology_lies_in_chunks_of_rows(path, tmp_path):
     assert array.shape == (4, 3, 1, 12, 8)
 
 
+@pytest.mark.slow
 def test_the_pass_reads_every_training_byte_once(path):
     # Without the few fields of which the range of an unknown variable is sampled.
     ready = prepare(stores.config(path, limits={"solar": None}))
@@ -158,6 +166,7 @@ def test_the_pass_reads_every_training_byte_once(path):
     assert ready.store.bytes_read == ((8 + 1) * (7 + 1) + 2) * 12 * 8 * 4
 
 
+@pytest.mark.slow
 def test_config_for_a_store_of_ones_own_fits_the_schema(path):
     file = Path(__file__).parents[2] / "conf" / "data" / "zarr.yaml"
     settings = OmegaConf.load(file)

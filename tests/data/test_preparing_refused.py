@@ -54,6 +54,7 @@ def test_refused_in_one_line(small: Path, tmp_path: Path, name: str) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["in.zarr"]
 
 
+@pytest.mark.slow
 def test_what_is_there_is_never_overwritten_unasked(small: Path, tmp_path: Path) -> None:
     out = prepared(small, tmp_path / "out.zarr")
     before = tree(out)
@@ -152,6 +153,7 @@ def test_a_scheduler_needs_whole_paths(tmp_path: Path) -> None:
         Preparation(asked)
 
 
+@pytest.mark.slow
 def test_a_scheduler_that_is_not_there(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

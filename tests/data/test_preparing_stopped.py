@@ -28,6 +28,7 @@ from tests.data.preparing import (
     run,
     tree,
 )
+from tests.tiers import every
 
 # Stopped and started again
 
@@ -77,7 +78,7 @@ stop(before_the_end)
 
 
 @pytest.mark.parametrize("number", [1, 4])
-@pytest.mark.parametrize("name", STOPS)
+@pytest.mark.parametrize("name", every(2, STOPS))
 def test_stopped_and_started_again_equals_undisturbed(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int
 ) -> None:
@@ -130,6 +131,7 @@ def test_what_is_there_is_not_written_again(
     assert sum(told) == 7
 
 
+@pytest.mark.slow
 def test_stopped_while_replacing(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

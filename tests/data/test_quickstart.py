@@ -250,6 +250,7 @@ def test_the_planet_is_not_zonally_symmetric():
     assert np.ptp(height, axis=0).max() > 2000
 
 
+@pytest.mark.slow
 def test_store_is_like_weatherbench(tiny):
     with xr.open_zarr(tiny, chunks=None) as store:
         assert dict(store.sizes) == {"time": 24, "level": 3, "latitude": 16, "longitude": 32}
@@ -277,6 +278,7 @@ def test_bands_of_two_and_four_ranks_end_on_chunk_edges(tiny):
     assert zarr.open_group(tiny, mode="r").metadata.consolidated_metadata is not None
 
 
+@pytest.mark.slow
 def test_same_bytes_whatever_the_number_of_cores(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(generate, "_cores", lambda: 1)
     build(TINY, None, tmp_path / "again.zarr")
@@ -305,6 +307,7 @@ def test_runs_never_share_a_shard():
             assert all(run.first % together == 0 for run in runs(config))
 
 
+@pytest.mark.slow
 def test_progress_reaches_the_end(tmp_path):
     seen: list[float] = []
     build(TINY, (5, 8), tmp_path / "a.zarr", lambda _message, share: seen.append(share))
@@ -337,6 +340,7 @@ def test_a_failing_run_is_one_line_and_leaves_nothing(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_worker_ends_with_its_parent():
     worker = subprocess.Popen(
         [sys.executable, "-m", generate.WORKER],

@@ -28,6 +28,7 @@ def direct(fields, weights):
     return np.array(means), np.array(stds)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chunk", [1, 3])
 @pytest.mark.parametrize("block_bytes", [1, 10**6])
 @pytest.mark.parametrize("step_hours", [6, 12])
@@ -67,6 +68,7 @@ def test_no_change_is_taken_across_a_gap(tmp_path):
     assert found.tendency_std[2] < 10
 
 
+@pytest.mark.slow
 def test_constant_forcing_and_static_keep_their_scale(tmp_path):
     data = stores.dataset()
     data["solar"].values[:] = 3
@@ -85,6 +87,7 @@ def test_moments_survive_a_mean_far_greater_than_the_spread():
     assert np.isclose(moments.squares, np.square(values - values.mean()).sum(), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_only_the_training_dates_count(tmp_path):
     data = stores.dataset()
     first = stores.write(data, tmp_path / "first.zarr")
@@ -103,6 +106,7 @@ def of_pieces(store, every=1, workers=1):
     return Statistics.of(merged(store, pieces, found), store, "here"), pieces
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("every", "chunk", "chunks_of_piece"),
     [(1, 1, 1), (1, 1, 3), (1, 5, 1), (2, 1, 1), (3, 1, 3), (3, 2, 1)],
@@ -131,6 +135,7 @@ def test_any_pieces_and_any_every_equal_the_direct_ones(
     assert np.allclose(found.tendency_std, direct(changes, weights)[1], rtol=1e-12, atol=0)
 
 
+@pytest.mark.slow
 def test_threads_do_not_change_a_bit(tmp_path, monkeypatch):
     monkeypatch.setattr(streaming, "PIECE_CHUNKS", 2)
     store = Store.open(stores.config(stores.write(stores.dataset(), tmp_path / "store.zarr")))
@@ -201,6 +206,7 @@ def test_transform_comes_before_the_moments(tmp_path):
     assert np.isclose(found.maximum[3], values.max(), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_diagnostic_channels_come_after_the_prognostic_ones(tmp_path):
     path = stores.write(stores.dataset(), tmp_path / "store.zarr")
     all_of_them = prepare(stores.config(path)).statistics

@@ -41,6 +41,7 @@ def refused(path, file, **changes):
     return text
 
 
+@pytest.mark.slow
 def test_a_file_gives_the_statistics_of_the_cache(path, tmp_path):
     file = own_file(path, tmp_path / "stats.json")
     given = prepare(stores.config(path, statistics=file)).statistics
@@ -59,6 +60,7 @@ def test_fewer_channels_in_another_order_find_theirs(path, tmp_path):
     assert given.tendency_std.tolist() == [rows[name]["tendency_std"] for name in names]
 
 
+@pytest.mark.slow
 def test_a_copy_of_the_store_has_the_same_statistics(path, tmp_path):
     file = own_file(path, tmp_path / "stats.json")
     copy = tmp_path / "copy" / "era5.zarr"
@@ -103,6 +105,7 @@ def test_another_store_is_noticed_by_its_values(path, tmp_path):
     assert "of grid [12, 8" in refused(grid, file)
 
 
+@pytest.mark.slow
 def test_every_is_part_of_it(path, tmp_path, caplog):
     file = own_file(path, tmp_path / "stats.json", every=3)
     with caplog.at_level(logging.INFO, "credit_dp"):
@@ -158,6 +161,7 @@ def written(dataset, path):
     return str(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suffix", [".nc", ".zarr"])
 @pytest.mark.parametrize("names", [LONG, MILES, SHORT])
 def test_files_of_others_are_found_by_name_and_level(path, tmp_path, suffix, names):
@@ -174,6 +178,7 @@ def test_files_of_others_are_found_by_name_and_level(path, tmp_path, suffix, nam
     assert np.array_equal(found.static_mean, computed.static_mean)
 
 
+@pytest.mark.slow
 def test_tendencies_that_nobody_gives_are_computed(path, tmp_path, caplog):
     files = [written(foreign(LONG, seed), tmp_path / f"{seed}.nc") for seed in range(2)]
     with caplog.at_level(logging.INFO, "credit_dp"):
@@ -184,6 +189,7 @@ def test_tendencies_that_nobody_gives_are_computed(path, tmp_path, caplog):
     assert "has no tendency std: computed" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("others", [0, 1])
 def test_what_is_computed_needs_no_statistics(path, tmp_path, caplog, others):
     """Nor what is not normalised; forcings that the files lack are those of a sample of dates."""
@@ -210,6 +216,7 @@ def test_what_is_computed_needs_no_statistics(path, tmp_path, caplog, others):
     assert Normaliser.of(ready, torch.float64).scale[surface] == 1
 
 
+@pytest.mark.slow
 def test_statistics_that_are_not_used_are_not_missed(path, tmp_path):
     """Only a channel that is standardised needs both."""
     mean = foreign([name for name in LONG if name != "2m_temperature"], 0)

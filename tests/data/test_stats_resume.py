@@ -39,6 +39,7 @@ def path(tmp_path, monkeypatch):
     return stores.write(stores.dataset(steps=STEPS), tmp_path / "store.zarr")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [1, 3])
 def test_what_is_stopped_anywhere_goes_on_to_the_same_bits(path, tmp_path, workers):
     store = opened(path)
@@ -64,6 +65,7 @@ def test_what_is_stopped_anywhere_goes_on_to_the_same_bits(path, tmp_path, worke
     assert [file.name for file in out.parent.iterdir()] == ["stats.json"]
 
 
+@pytest.mark.slow
 def test_a_piece_that_was_done_is_not_read_again(path, tmp_path, monkeypatch):
     store = opened(path)
     whole = computed(store, tmp_path / "whole.json")
@@ -83,6 +85,7 @@ def test_a_piece_that_was_done_is_not_read_again(path, tmp_path, monkeypatch):
     assert len(read) == len(set(map(repr, read))) + 1
 
 
+@pytest.mark.slow
 def test_a_damaged_or_foreign_part_is_made_again(path, tmp_path):
     store = opened(path)
     whole = computed(store, tmp_path / "whole.json")

@@ -108,6 +108,7 @@ def test_a_sum_that_lacks_an_hour_is_no_date_of_the_run(tmp_path):
     assert store.skipped == 1
 
 
+@pytest.mark.slow
 def test_a_store_that_begins_on_a_step_has_no_sum_there(tmp_path):
     store = opened(tmp_path, hourly(start="2000-02-28T00"))
     assert store.times[0] == np.datetime64("2000-02-28T06")
@@ -176,6 +177,7 @@ def test_blocks_at_a_longer_step_cover_the_span_in_order(
     assert np.array_equal(np.concatenate([block for _, block in blocks]), whole)
 
 
+@pytest.mark.slow
 def test_what_is_done_to_values_is_part_of_what_results_depend_on(tmp_path):
     names = ["total_precipitation"]
     summed = opened(tmp_path, hourly()).description(names)

@@ -14,6 +14,7 @@ from tests.data import stores
 RENAMED = {"latitude": "lat", "longitude": "lon", "level": "pressure_level"}
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=30)
 @given(
     order=st.sampled_from(stores.ORDERS),
@@ -160,6 +161,7 @@ def test_a_store_changes_its_description_when_it_is_written_anew(tmp_path):
     assert Store.open(stores.config(path)).description(["geopotential"]) != first
 
 
+@pytest.mark.slow
 def test_a_busy_reading_thread_leaves_no_traceback_at_exit() -> None:
     """zarr alone waits 0.2 s for it, and then prints one."""
     code = """

@@ -16,6 +16,7 @@ def composed(*texts: str) -> DataConfig:
     return Composer("test").config(overrides).data
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("texts", "name", "expected"),
     [
@@ -42,6 +43,7 @@ def test_keys_of_a_variable_are_set_one_by_one(texts, name, expected):
     assert composed(*(f"data.variables.{text}" for text in texts)).of(name) == expected
 
 
+@pytest.mark.slow
 def test_a_variable_of_which_nothing_is_said_has_the_defaults():
     assert composed("data.variables.sst.fill=mean").of("geopotential") == VariableConfig()
 
@@ -124,6 +126,7 @@ def test_the_quickstart_refuses_them_before_it_is_made():
         expected_channels(composed("data.variables.tempurature.fill=mean"))
 
 
+@pytest.mark.slow
 def test_the_quickstart_has_computed_fields_too():
     config = composed("data.static=[latitude_sin,land_sea_mask]", "data.forcing=[insolation]")
     channels = expected_channels(config)

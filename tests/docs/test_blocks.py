@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.commands import run, run_line
 from tests.docs import era5
 
 ROOT = Path(__file__).parents[2]
@@ -24,64 +24,17 @@ FILE = re.compile(r"# (\w+\.py)\n")
 SMALL = "experiment=fast"
 # On this page as it stands, but for its length: its store and its dates are what it is about.
 SHORT = {"your-era5.md": "model=unet_tiny trainer.steps=3 logger=csv"}
-# Blocks that take long: pages that work at full size, and several commands in a row.
-LONG = (
-    *(f"README.md-{number}" for number in range(2, 7)),
-    "training.md",
-    "models.md",
-    "checkpoints.md",
-    "forecasting.md",
-    "evaluating.md",
-    "sweeps.md",
-)
-MESHES = (
-    "pipeline.md-0",
-    "data-parallel.md-0",
-    "which-parallelism.md-0",
-    "your-own-model.md-1",
-    "device-placement.md-1",
-    "mesh.md-1",
-    "cluster.md-1",
-)
-PLANS = (
-    "plan-and-verify.md-0",
-    "plan-and-verify.md-2",
-    "plan-and-verify.md-3",
-    "plan-and-verify.md-5",
-    "which-parallelism.md-1",
-)
 # Commands that need what is not here: the words that say so, and the exit codes that they may have.
 ELSEWHERE = {
     "data=weatherbench2 model=unet_base": ("can't be reached from here", (0, 3)),  # the network
     "data.store=/data/era5.zarr": ("/data/era5.zarr: no such zarr store", (2,)),
 }
-LONGER = (
-    "quickstart-climate.md",
-    "your-own-model.md-2",
-    "your-own-model.md-4",
-    "your-own-model.md-7",
-)
-STORES = ("your-era5.md-1", "your-era5.md-2", "your-era5.md-3")
-SLOW = dict.fromkeys((*LONG, *MESHES, *PLANS, *LONGER, *STORES), pytest.mark.slow)
 
 
 def _files(page):
     """What the page says is in files, by name."""
     blocks = [text for _, text in BLOCK.findall(page.read_text())]
     return {found[1]: text for text in blocks if (found := FILE.match(text))}
-
-
-def _blocks(language):
-    return [
-        pytest.param(
-            *([text] if language == "python" else [text, page]),
-            id=f"{page.name}-{number}",
-            marks=SLOW.get(page.name, SLOW.get(f"{page.name}-{number}", ())),
-        )
-        for page in PAGES
-        for number, (kind, text) in enumerate(BLOCK.findall(page.read_text()))
-        if kind == language
-    ]
 
 
 def _trains(line):
@@ -117,34 +70,48 @@ def test_pages_have_only_known_languages():
     assert kinds <= {"bash", "python", "text"}
 
 
-@pytest.mark.parametrize("block", _blocks("python"))
-def test_python_blocks_run(block, user):
-    subprocess.run(
-        [sys.executable, "-W", "error", "-c", block], cwd=user, env=_environment(user), check=True,
-        timeout=120,
-    )  # fmt: skip
+class Page:
+    """The blocks of a page, in order: later ones may use what those before have left."""
+
+    page: Path
+
+    def test_block_runs(self, language, block, user):
+        if language == "python":
+            done = run(["python", "-W", "error", "-c", block], user, _environment(user))
+            assert done.returncode == 0, done.stderr
+        elif language == "bash":
+            for name, text in _files(self.page).items():
+                (user / name).write_text(text)
+            for line in _lines(block):
+                _run_line(line, self.page, user)
 
 
-@pytest.mark.parametrize(("block", "page"), _blocks("bash"))
-def test_bash_blocks_run(block, page, user):
-    for name, text in _files(page).items():
-        (user / name).write_text(text)
-    for line in _lines(block):
-        command = line
-        if line.startswith("make "):
-            command = line.replace("make ", "make -n ", 1)
-        elif "/data/era5.zarr" in line:
-            command = f"{line} --check"
-        elif _trains(line):
-            command = f"{line} {SHORT.get(page.name, SMALL)}"
-        done = subprocess.run(
-            command, shell=True, cwd=user, env=_environment(user), capture_output=True, text=True,
-            timeout=240,
-        )  # fmt: skip
-        what, codes = next((said for key, said in ELSEWHERE.items() if key in line), ("", (0,)))
-        said = f"{command}\n{done.stdout}\n{done.stderr}"
-        assert done.returncode in codes, said
-        assert done.returncode == 0 or what in said, said
+def pytest_generate_tests(metafunc):
+    """A test for each block of a page."""
+    if "block" in metafunc.fixturenames:
+        blocks = BLOCK.findall(metafunc.cls.page.read_text())
+        metafunc.parametrize(("language", "block"), blocks, ids=range(len(blocks)))
+
+
+def _run_line(line, page, user):
+    command = line
+    if line.startswith("make "):
+        command = line.replace("make ", "make -n ", 1)
+    elif "/data/era5.zarr" in line:
+        command = f"{line} --check"
+    elif _trains(line):
+        command = f"{line} {SHORT.get(page.name, SMALL)}"
+    done = run_line(command, user, _environment(user))
+    what, codes = next((said for key, said in ELSEWHERE.items() if key in line), ("", (0,)))
+    said = f"{command}\n{done.stdout}\n{done.stderr}"
+    assert done.returncode in codes, said
+    assert done.returncode == 0 or what in said, said
+
+
+# A class for each page, so that several workers share the pages.
+for _page in filter(lambda page: BLOCK.search(page.read_text()), PAGES):
+    _name = f"Test{_page.stem.title().replace('-', '')}"
+    globals()[_name] = pytest.mark.slow(type(_name, (Page,), {"page": _page}))
 
 
 def test_ci_runs_the_test_command_of_the_readme():

@@ -140,6 +140,7 @@ def test_on_gloo_ranks(ranks, name):
     on_processes(ranks, assert_same_as_whole_globe, *args)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["circular", "reflect", "replicate"])
 def test_padding_modes_on_gloo_ranks(mode):
     args = (_padded, (mode,), (2, 2, 18, 5))
@@ -150,6 +151,7 @@ def _padded(mode):
     return _fixed(nn.Conv2d, 3, padding="same", padding_mode=mode)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", PROCESSES)
 def test_conv3d_and_conv1d_on_gloo_ranks(ranks):
     args = (_fixed_3d, ((1, 3, 3), (1, 2, 2), (0, 1, 1)), (1, 2, 3, 21, 6))

@@ -78,6 +78,7 @@ def _shape(spatial, height, batch=(2,)):
     return (*batch, 2, *(2,) * (spatial - 2), height, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spatial", [1, 2, 3])
 @given(data=st.data())
 def test_conv_transpose(spatial, data):
@@ -123,6 +124,7 @@ def test_on_gloo_ranks(ranks, name):
     on_processes(ranks, assert_same_as_whole_globe, *args)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", PROCESSES)
 def test_conv_transpose_3d_and_1d_on_gloo_ranks(ranks):
     args = (nn.ConvTranspose3d, (2, 4, (2, 4, 4), (2, 4, 4)), (1, 2, 2, 13, 3))

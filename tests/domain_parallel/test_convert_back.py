@@ -97,6 +97,7 @@ def _there_and_back(manager, plain, planned):
         torch.testing.assert_close(gather_tensor(band, manager=manager), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("planned", [True, False])
 def test_there_and_back(planned):
     on_threads(3, _there_and_back, Own().eval(), planned)
@@ -245,6 +246,7 @@ def _without_data(manager, planned):
     torch.testing.assert_close(model(x), plain(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("planned", [True, False])
 def test_parameters_on_the_meta_device(planned):
     on_processes(2, _without_data, planned)

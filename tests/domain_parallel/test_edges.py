@@ -50,6 +50,7 @@ def _conv(spatial, options):
     return CONVS[spatial](4, 4, **options)
 
 
+@pytest.mark.slow
 @given(case=cases())
 def test_exact(case):
     ranks, spatial, options, shape = case

@@ -141,6 +141,7 @@ def test_plain_torch_on_a_model_that_was_not_converted(name):
     assert running() is None
 
 
+@pytest.mark.slow
 @given(
     ranks=RANKS,
     rows=st.integers(8, 20),

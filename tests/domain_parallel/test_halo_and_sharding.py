@@ -63,6 +63,7 @@ def test_halo_equals_zero_padding(ranks, rows, data):
     on_threads(ranks, _halo, height, width, data.draw(st.sampled_from([-2, 2])))
 
 
+@pytest.mark.slow
 def test_halo_on_processes():
     on_processes(3, _halo, 10, 2, -2)
 
@@ -89,6 +90,7 @@ def _gather(manager, sizes):
     torch.testing.assert_close(x.grad, sum(cotangents)[..., rows, :], rtol=1e-13, atol=1e-13)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(3, 3), (1, 6), (2, 1, 4), (1, 1, 1, 5)])
 def test_gather_undoes_any_bands(sizes):
     on_threads(len(sizes), _gather, sizes)
@@ -138,6 +140,7 @@ def _place(manager):
     )
 
 
+@pytest.mark.slow
 def test_places_in_a_2x2_mesh():
     places = on_processes(4, _place, domain=2)
     assert places[0] == (0, 0, 0, 2, 2, 2, True, False, (None, 1), [0, 1], [0, 2])
@@ -182,6 +185,7 @@ def _copies(manager):
     torch.testing.assert_close(again(x), model(x))
 
 
+@pytest.mark.slow
 def test_copies_of_a_manager():
     on_processes(2, _copies)
 
@@ -191,6 +195,7 @@ def _hang(manager):
         manager.transport.gather(torch.zeros(1))
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_for_nothing_fails(monkeypatch):
     assert on_processes(2, _place, domain=1)  # their start is not what takes long
     monkeypatch.setattr("tests.ranks.TIMEOUT", 2.0)

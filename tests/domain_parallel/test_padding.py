@@ -26,6 +26,7 @@ def _model(kind, args, move="nothing"):
     return Moved(kind(*args), move)
 
 
+@pytest.mark.slow
 @given(
     ranks=RANKS,
     kind=st.sampled_from(KINDS),
@@ -128,6 +129,7 @@ class _PolePadded(nn.Module):
         return self.conv(self.pad(x))
 
 
+@pytest.mark.slow
 @given(
     ranks=RANKS,
     poles=st.sampled_from(POLES),

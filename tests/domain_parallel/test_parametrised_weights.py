@@ -134,6 +134,7 @@ def test_norms_of_weights_on_more_ranks(name, ranks):
     on_threads(ranks, _assert_same, name)
 
 
+@pytest.mark.slow
 def test_norms_of_weights_on_gloo_ranks():
     on_processes(2, _assert_same, "old spectral")
 

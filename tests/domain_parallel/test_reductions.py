@@ -59,6 +59,7 @@ class _Reduces(nn.Module):
         return self.reduce(x), x.sin()
 
 
+@pytest.mark.slow
 @given(
     ranks=RANKS,
     height=st.integers(8, 17),
@@ -188,6 +189,7 @@ def test_a_head_on_the_pooled_globe(ranks):
     on_threads(ranks, assert_same_as_whole_globe, _classifier, (), (3, 2, 11, 5), 1e-11)
 
 
+@pytest.mark.slow
 @given(
     ranks=RANKS,
     height=st.integers(8, 17),

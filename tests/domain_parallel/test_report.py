@@ -25,7 +25,7 @@ from credit_dp.errors import UserError
 from credit_dp.models.row_groups import GroupedRows, windows
 from credit_dp.models.unet import UNet
 from tests.domain_parallel.equality import _RANDOM
-from tests.ranks import on_threads
+from tests.ranks import PROCESSES, on_threads
 
 
 def _unet():
@@ -154,7 +154,7 @@ def _real_step(manager, model, shape):
     return by_layer, forward, _traffic(manager) - forward, kept.bytes
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", PROCESSES)
 @pytest.mark.parametrize("build", [_unet, _mixed, _own_code, _by_hand, _branches])
 def test_a_real_step_sends_and_keeps_what_the_report_says(build, ranks):
     model, shape = build(), (2, 3, 33, 16)
@@ -231,6 +231,7 @@ def test_what_is_computed_again_is_fetched_again():
     assert sum(level.sent_bytes for level in report.levels) > 2 * once
 
 
+@pytest.mark.slow
 def test_the_first_layer_sends_nothing_back_and_the_last_one_does():
     report = plan_report(_unet(), (1, 3, 24, 8), 3, custom_converters=CONVERTERS)
     layers = {layer.path: layer for layer in report.layers}
@@ -240,6 +241,7 @@ def test_the_first_layer_sends_nothing_back_and_the_last_one_does():
     assert [sent.messages for sent in layers["decoder.0.0.conv2"].backward] == [1, 2, 1]
 
 
+@pytest.mark.slow
 def test_levels_and_parameters():
     report = plan_report(_unet(), (1, 3, 24, 8), 4, custom_converters=CONVERTERS)
     assert [(level.rows, level.bands) for level in report.levels] == [
@@ -264,6 +266,7 @@ def test_the_model_and_random_state_are_left_as_they_are():
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.slow
 def test_a_model_on_the_meta_device():
     with torch.device("meta"):
         empty = _unet()

@@ -110,6 +110,7 @@ def _doubled(poles):
     return _Doubled(PeriodicUpsample(poles))
 
 
+@pytest.mark.slow
 @given(
     ranks=RANKS,
     more=st.integers(0, 9),

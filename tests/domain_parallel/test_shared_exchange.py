@@ -108,6 +108,7 @@ class WhileTraining(Branches):
         return torch.cat(made, 1)
 
 
+@pytest.mark.slow
 @given(
     ranks=st.sampled_from([2, 3, 4, 8]),
     sizes=st.sampled_from([(4, 8), (4, 8, 16), (8, 16, 32), (6, 10, 4)]),
@@ -253,6 +254,7 @@ def _held(manager):
     assert [x() for x in seen] == [None, None]
 
 
+@pytest.mark.slow
 def test_nothing_is_held_afterwards():
     on_threads(2, _held)
 

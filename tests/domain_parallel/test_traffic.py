@@ -82,13 +82,11 @@ def _step(manager, rows, upsample="bilinear"):
     return least
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize(
     ("rows", "upsample"),
-    [
-        (32, "bilinear"),
-        *(pytest.param(121, upsample, marks=pytest.mark.slow) for upsample in UPSAMPLE),
-    ],
+    [(32, "bilinear"), *((121, upsample) for upsample in UPSAMPLE)],
 )
 def test_a_step_sends_the_least_on_threads(ranks, rows, upsample):
     sent = on_threads(ranks, _step, rows, upsample)
@@ -122,6 +120,7 @@ def _gradients(manager):
     return sum(sent), sum(p.numel() * BYTES for p in model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "domain"), [(2, 2), (4, 2)])
 def test_every_gradient_is_reduced_once(ranks, domain):
     for sent, parameters in on_processes(ranks, _gradients, domain=domain):

@@ -77,6 +77,7 @@ def forecast(config: Config, training: Training, count: int) -> tuple[list[objec
     return given, dates.normaliser.physical(wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["file", "run", "checkpoint"])
 def test_it_is_the_model_that_was_trained(run, file, source):
     folder, config, training = run
@@ -104,6 +105,7 @@ MODELS: dict[str, ModelConfig] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(MODELS))
 def test_any_model_comes_back(tmp_path, name):
     config = make_config(make_store(tmp_path, 12), tmp_path / "run", MODELS[name], steps=2)
@@ -180,6 +182,7 @@ def raining(tmp_path_factory):
     return folder / "run"
 
 
+@pytest.mark.slow
 def test_a_rollout_feeds_back_what_goes_in_again(raining):
     model = credit_dp.load(raining)
     assert (len(model.variables), model.states, model.frames) == (7, 4, 2)
@@ -220,6 +223,7 @@ def test_the_example_of_the_docs_runs_on_a_model_with_diagnostics(raining, tmp_p
     assert torch.isfinite(found).all()
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_one_line(run, file, raining):
     _, config, training = run
     (fields, times, solar), _ = forecast(config, training, 2)
@@ -425,6 +429,7 @@ class MineConfig(OwnModelConfig):
 """
 
 
+@pytest.mark.slow
 def test_a_model_of_the_users_own_is_found_as_in_training(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(OWN)
     monkeypatch.setenv(VARIABLE, str(tmp_path / "mine.py"))

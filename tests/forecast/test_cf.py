@@ -65,6 +65,7 @@ def form(members: int = 0, model_levels: bool = False, summed: tuple[str, ...] =
     return Form(channels, units, times, (12, 24), *grid, members, summed, span, model_levels)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("members", [0, 2])
 @pytest.mark.parametrize("kind", ["file", "bands", "zarr"])
 def test_forecasts_pass(config, bands, whole, tmp_path, kind, members):
@@ -120,6 +121,7 @@ def test_sums_and_levels_pass(tmp_path, model_levels):
     assert [name for name, of in store.variables.items() if of.summed] == ["total_precipitation"]
 
 
+@pytest.mark.slow
 def test_names_and_units_are_in_the_tables():
     from cf_units import Unit
     from compliance_checker.cf.util import StandardNameTable
@@ -133,6 +135,7 @@ def test_names_and_units_are_in_the_tables():
     assert ACCUMULATED & KNOWN.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["zarr", "netcdf", "netcdf_file"])
 def test_a_forecast_says_over_which_span_sums_are(tmp_path, kind):
     rain = {RAIN: VariableConfig(normalise="log1p(1e-4)", nonnegative=True, accumulated=True)}

@@ -41,6 +41,7 @@ def flip(path, place: int) -> None:
     path.write_bytes(content)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["short", "bit", "zeros"])
 def test_a_chunk_that_is_not_what_was_written(store, how):
     chunk = store / CHUNK
@@ -104,6 +105,7 @@ def test_many_faults_are_a_few_lines(store):
     assert lines[-1] == "  and 3 more"
 
 
+@pytest.mark.slow
 def test_files_of_ranks(bands, tmp_path):
     folder = shutil.copytree(bands, tmp_path / "copy")
     path = min(folder.glob("*.nc"))
@@ -118,6 +120,7 @@ def test_files_of_ranks(bands, tmp_path):
     assert f"{cut}: can't be opened" in lines
 
 
+@pytest.mark.slow
 def test_gaps_are_where_they_were(tmp_path):
     config = sea_config(tmp_path, steps=2)
     leave_checkpoint(config)

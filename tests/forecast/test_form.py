@@ -56,6 +56,7 @@ def check_conventions(data: xr.Dataset) -> None:
         assert wanted.items() <= data[name].attrs.items()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["zarr", "netcdf"])
 def test_conventions(whole, bands, kind):
     raw = {"decode_times": False, "decode_timedelta": False}
@@ -108,6 +109,7 @@ def test_a_band_without_any_value_is_written_too(whole, tmp_path):
     assert writer.missing(writer.partial) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["zarr", "netcdf"])
 def test_points_without_values_have_none(tmp_path, kind):
     config = sea_config(tmp_path, steps=2)
@@ -123,6 +125,7 @@ def test_points_without_values_have_none(tmp_path, kind):
         assert np.isfinite(data["temperature"].values).all()
 
 
+@pytest.mark.slow
 def test_gaps_elsewhere_than_in_training_are_refused(tmp_path):
     config = sea_config(tmp_path, steps=2)
     leave_checkpoint(config)

@@ -65,6 +65,7 @@ MESHES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh", [pytest.param(m, marks=[] if m == "fsdp2" else SLOW) for m in MESHES]
 )
@@ -91,6 +92,7 @@ MODELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["averages", *(pytest.param(m, marks=SLOW) for m in MODELS)])
 def test_it_is_what_evaluation_makes(config, tmp_path, name):
     if name in MODELS:
@@ -110,6 +112,7 @@ def test_it_is_what_evaluation_makes(config, tmp_path, name):
     assert np.array_equal(np.concatenate(fields), wanted)
 
 
+@pytest.mark.slow
 def test_members_are_the_same_on_any_mesh(config, tmp_path, bands):
     keys = {"members": 2, "perturb": 0.1, "lead": "12h"}
     one = forecast(asking(config, tmp_path / "one.zarr", **keys))

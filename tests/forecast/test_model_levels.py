@@ -31,6 +31,7 @@ def test_a_store_says_what_its_levels_are(tmp_path, dim, attributes, model):
     assert not source.variables["2m_temperature"].model_levels
 
 
+@pytest.mark.slow
 def test_a_forecast_says_it_too(tmp_path):
     data = stores.dataset(17, 16, 20)
     data["level"] = ("level", [60, 90, 137], {"standard_name": "model_level_number"})

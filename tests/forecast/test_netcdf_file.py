@@ -41,6 +41,7 @@ def test_evaluation_reads_it(config, whole, tmp_path):
         assert np.array_equal(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("full", [False, True])
 def test_what_ends_while_it_is_put_together_goes_on(config, tmp_path, monkeypatch, full):
     read, pieces = netcdf_file_writer.read_field, []

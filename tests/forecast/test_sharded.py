@@ -44,6 +44,7 @@ def change(path: Path, **coords: object) -> None:
     data.assign_coords(changed).to_netcdf(path)
 
 
+@pytest.mark.slow
 def test_all_of_it_is_joined(bands):
     assert len(list(bands.glob("*.nc"))) == 2 * 2 * 3
     assert look_at(str(bands)).complete
@@ -129,6 +130,7 @@ def test_other_coordinates_are_refused(folder, name, far):
     assert ("by up to 1e-06" in line) == (name == "longitude")
 
 
+@pytest.mark.slow
 def test_coordinates_of_other_times_are_compared_too(folder):
     for path in folder.glob("2000-01-04T12*"):
         change(path, longitude=1e-6)

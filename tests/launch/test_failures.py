@@ -120,6 +120,7 @@ def voices(text: str) -> list[str]:
     return re.findall(r"^(?:error: .*|rank \d+ \(.*\) failed:)$", text, re.MULTILINE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("victim", "name"), ONE_QUICKLY)
 def test_a_killed_rank_ends_all_that_we_started(tmp_path: Path, victim: int, name: str) -> None:
     with failing(tmp_path, victim, "kill") as environment:
@@ -129,6 +130,7 @@ def test_a_killed_rank_ends_all_that_we_started(tmp_path: Path, victim: int, nam
     assert (code, said) == (1, line)
 
 
+@pytest.mark.slow
 def test_a_rank_that_raises_shows_one_traceback(tmp_path: Path) -> None:
     with failing(tmp_path, 5, "raise") as environment:
         program = begin("step_until_one_fails", tmp_path, 2, 2, 2, **environment)

@@ -130,9 +130,8 @@ def test_torchrun_starts_the_ranks(tmp_path: Path) -> None:
     assert len(list((tmp_path / "seen").iterdir())) == 4
 
 
-@pytest.mark.parametrize(
-    "function", ["refuse", pytest.param("refuse_everywhere", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("function", ["refuse", "refuse_everywhere"])
 def test_one_rank_speaks_for_all(tmp_path: Path, function: str) -> None:
     """Rank 0 if it has failed too, else the one that has."""
     done = under_torchrun(2, function, tmp_path)

@@ -89,11 +89,13 @@ def test_a_crash_is_one_traceback(tmp_path: Path) -> None:
     assert err.rstrip().endswith("RuntimeError: a mistake of ours")
 
 
+@pytest.mark.slow
 def test_a_mistake_of_the_user_is_one_line(tmp_path: Path) -> None:
     code, _, err = finish(begin("refuse", tmp_path))
     assert (code, err) == (2, "error: data.store: needs a store, got none\n")
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     code, _, err = finish(begin("be_killed", tmp_path))
     assert code == 1
@@ -101,6 +103,7 @@ def test_a_killed_rank_is_named(tmp_path: Path) -> None:
     assert err.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_a_rank_killed_from_outside_ends_the_run(tmp_path: Path) -> None:
     process, pids = hanging(tmp_path)
     os.kill(pids[0], signal.SIGKILL)
@@ -110,10 +113,12 @@ def test_a_rank_killed_from_outside_ends_the_run(tmp_path: Path) -> None:
     assert all(gone(pid) for pid in pids)
 
 
+@pytest.mark.slow
 def test_an_exit_code_of_its_own_is_passed_on(tmp_path: Path) -> None:
     assert finish(begin("fail_check", tmp_path)) == (1, "", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sent", "code", "said"),
     [
@@ -131,6 +136,7 @@ def test_signals_end_all_ranks_that_do_not_train(
     assert all(gone(pid) for pid in pids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGUSR1])
 def test_ranks_that_train_stop_after_the_same_step(
@@ -146,6 +152,7 @@ def test_ranks_that_train_stop_after_the_same_step(
     assert re.match(rf"{name}: stopped after step \d+, which is saved in here; ", told.pop())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_to_all_processes_at_once_is_one(tmp_path: Path, sent: signal.Signals) -> None:
     """Job queues send it so: the program that started the ranks hands it on besides."""
@@ -156,6 +163,7 @@ def test_a_signal_to_all_processes_at_once_is_one(tmp_path: Path, sent: signal.S
     assert finish(process) == (PREEMPTED, "", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_sigterm_again_ends_ranks_that_train(tmp_path: Path, ranks: int) -> None:
     process, pids = hanging(tmp_path, "train_for_ever", ranks)
@@ -168,6 +176,7 @@ def test_sigterm_again_ends_ranks_that_train(tmp_path: Path, ranks: int) -> None
     assert all(gone(pid) for pid in pids)
 
 
+@pytest.mark.slow
 def test_ranks_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:
     process, pids = hanging(tmp_path)
     process.kill()

@@ -22,6 +22,7 @@ from credit_dp.models.cross_embedding import CrossScaleEmbedding, split_in_halve
 from credit_dp.models.crossformer import CrossFormer
 from tests.domain_parallel.equality import _RANDOM, MODEL, assert_same_as_whole_globe
 from tests.ranks import on_processes, on_threads
+from tests.tiers import every
 
 NARROW = {
     "channels": [8, 8],
@@ -291,6 +292,7 @@ def _preset(name):
     return CrossFormerConfig(**OmegaConf.to_container(values))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("upper", [4, 5])
 def test_the_base_preset_is_as_large_as_wxformer(upper):
     theirs = {4: 154_684_148, 5: 155_126_486}[upper]  # with 13 levels, 4 surface, 4 input-only
@@ -310,7 +312,9 @@ PLANNED = {
 }
 
 
-@pytest.mark.parametrize(("name", "grid"), [(n, g) for n, gs in PLANNED.items() for g in gs])
+@pytest.mark.parametrize(
+    ("name", "grid"), every(4, [(n, g) for n, gs in PLANNED.items() for g in gs])
+)
 def test_presets_run_on_their_grids(name, grid):
     rows, columns = map(int, grid.split("x"))
     with torch.device("meta"):

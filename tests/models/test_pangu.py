@@ -39,6 +39,7 @@ def _pangu(grid, fields=FIELDS, **changes):
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "rows"),
     [

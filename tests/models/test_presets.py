@@ -35,6 +35,7 @@ def test_sharded_equals_whole(turn, preset, number, rows):
     on_threads(ranks, assert_same_as_whole_globe, _built(preset, rows), (), shape, MODEL)
 
 
+@pytest.mark.slow
 def test_all_unets_go_back_up_alike():
     names = [name for name in Composer("train").groups["model"] if name.startswith("unet")]
     assert len(names) == 4

@@ -17,6 +17,7 @@ from credit_dp.models import build_model
 from credit_dp.models.unet import PeriodicConv2d, UNet, pad_poles
 from tests.domain_parallel.equality import MODEL, assert_same_as_whole_globe
 from tests.ranks import PROCESSES, on_processes, on_threads
+from tests.tiers import every
 
 
 def _unet(poles="reflect", channels=(4, 8, 8), blocks=1):
@@ -24,7 +25,7 @@ def _unet(poles="reflect", channels=(4, 8, 8), blocks=1):
     return UNet(config, 5, 3)
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", every(2, [2, 3, 4]))
 @pytest.mark.parametrize(("rows", "poles"), [(32, "reflect"), (61, "earth"), (33, "zeros")])
 def test_sharded_equals_whole(ranks, rows, poles):
     on_threads(ranks, assert_same_as_whole_globe, _unet, (poles,), (2, 5, rows, 9), MODEL)
@@ -94,7 +95,7 @@ def _preset(name):
     return OmegaConf.to_container(values)
 
 
-@pytest.mark.parametrize("name", ["unet", "unet_small", "unet_base"])
+@pytest.mark.parametrize("name", every(3, ["unet", "unet_small", "unet_base"]))
 def test_presets_plan_on_their_grids(name):
     rows = {"unet": 32, "unet_small": 181, "unet_base": 721}[name]
     config = UNetConfig(**_preset(name))

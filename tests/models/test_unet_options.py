@@ -122,6 +122,7 @@ def test_computing_again_changes_no_gradient():
     assert all(torch.equal(a, b) for a, b in zip(again, kept, strict=True))
 
 
+@pytest.mark.slow
 def test_computing_again_keeps_less():
     def kept_bytes(**options):
         sizes = {}

@@ -288,6 +288,7 @@ def test_copies_are_models_of_their_own(model, placed, copy_of):
     assert ("forward" in vars(model)) == placed
 
 
+@pytest.mark.slow
 def test_compiles_once_taken_back(model):
     expected = gradients(model, an_input())
     parallelize_pipeline(model, {"": "cpu", "decoder": ("cpu", "cpu")})

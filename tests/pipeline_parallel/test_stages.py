@@ -108,6 +108,7 @@ def assert_stages_are_shards(manager, name, rows):
     assert relative_error(run(stages, x), sharded(x)) < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [n if n in ("unet", "own") else pytest.param(n, marks=SLOW) for n in NAMES]
 )
@@ -121,6 +122,7 @@ def test_stages_keep_single_precision():
     run(stages, batch("unet", 16)[0].float())
 
 
+@pytest.mark.slow
 def test_cutting_leaves_the_model_as_it_was():
     model = build("spectral norm", 16)
     before = {key: x.clone() for key, x in model.state_dict().items()}
@@ -132,6 +134,7 @@ def test_cutting_leaves_the_model_as_it_was():
     assert model.part == slice(None)
 
 
+@pytest.mark.slow
 def test_what_other_stages_use_is_freed():
     model = build("unet", 16)
     first, second = cut_model(model, alone(), [slice(0, 3), slice(3, 5)], shape("unet", 16))

@@ -46,6 +46,7 @@ def numbers_of(manager: DomainParallelManager, config: Config) -> np.ndarray:
     return found
 
 
+@pytest.mark.slow
 def test_numbers_are_close_to_those_without(config):
     plain = replace(config, trainer=replace(config.trainer, autocast=None))
     found, exact = numbers_of(alone(), config), numbers_of(alone(), plain)
@@ -53,6 +54,7 @@ def test_numbers_are_close_to_those_without(config):
     assert (found != exact).all()
 
 
+@pytest.mark.slow
 def test_the_model_returns_what_its_weights_are(config):
     training = built(config, alone())
     now = next(iter(training.trainer.state.parameters.values()))
@@ -62,6 +64,7 @@ def test_the_model_returns_what_its_weights_are(config):
     training.loader.close()
 
 
+@pytest.mark.slow
 def test_blocks_computed_again_are_the_same(config):
     again = replace(config, model=tiny_unet(activation_checkpointing=True))
     assert (numbers_of(alone(), again) == numbers_of(alone(), config)).all()
@@ -81,6 +84,7 @@ MESHES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("model", "mesh"), MESHES, ids=str)
 def test_meshes_agree_within_the_rounding(config, model, mesh):
     config = replace(config, model=MODELS[model])

@@ -258,6 +258,7 @@ def no_space(descriptor: int) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
+@pytest.mark.slow
 def test_shares_of_parameters_are_saved_as_they_were(tmp_path):
     found = on_processes(2, on_the_way, tmp_path, False, domain=1)
     loaded = state_on(DomainParallelManager(1, 1), "unet", 2, False)
@@ -266,6 +267,7 @@ def test_shares_of_parameters_are_saved_as_they_were(tmp_path):
         assert torch.equal(tensor, found[0][name]), name
 
 
+@pytest.mark.slow
 def test_a_rank_whose_disk_is_full_ends_all_alike(tmp_path):
     first, second = on_processes(2, on_the_way, tmp_path, True, domain=1)
     assert first == second

@@ -36,6 +36,7 @@ def test_a_compiled_model_trains_the_same(config, mesh):
     assert_same(run(mesh, compiled, config), run(ONE, plain, config))
 
 
+@pytest.mark.slow
 def test_a_compiler_that_is_not_there_is_told_of(config, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(

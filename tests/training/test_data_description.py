@@ -30,6 +30,7 @@ def refusal(saved: Config, data: DataConfig, path: Path) -> str:
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_the_same_data_go_on(config, tmp_path):
     save_checkpoint(tmp_path / "checkpoint", built(config, alone()).trainer.state, "")
     load_checkpoint(tmp_path / "checkpoint", built(config, alone()).trainer.state)
@@ -85,12 +86,14 @@ def test_checkpoints_that_say_nothing_of_it_had_one_state_and_its_tendency(confi
         check_data(before, {**own, "model.frames": 2})
 
 
+@pytest.mark.slow
 def test_another_grid_is_refused(config, tmp_path):
     data = replace(config.data, store=str(make_store(tmp_path, 14)))
     message = refusal(config, data, tmp_path / "checkpoint")
     assert "data.grid=12x16, the config has 14x16" in message
 
 
+@pytest.mark.slow
 def test_other_dates_are_refused_by_their_statistics(config, tmp_path):
     # As many samples as before, so that nothing but the fields themselves tells the difference.
     dates = replace(config.data.dates, train=["2000-01-01T06", "2000-01-04T00"])
@@ -99,6 +102,7 @@ def test_other_dates_are_refused_by_their_statistics(config, tmp_path):
     assert "data.store or data.dates.train differs" in message
 
 
+@pytest.mark.slow
 def test_another_store_of_the_same_form_is_refused(config, tmp_path):
     fields = xr.open_zarr(config.data.store, chunks=None, consolidated=False).load()
     other = tmp_path / "other.zarr"

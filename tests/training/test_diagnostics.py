@@ -53,6 +53,7 @@ def model_of(name: str, rows: int) -> torch.nn.Module:
     return build_model(MODELS[name], FIELDS, (rows, 16))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(MODELS))
 def test_sharded_equals_whole(name):
     case = (model_of, (name, 19), (1, FIELDS.inputs, 19, 16), MODEL)
@@ -107,6 +108,7 @@ def config(tmp_path_factory):
     return config
 
 
+@pytest.mark.slow
 def test_a_diagnostic_is_the_models_output_and_weighs_in_its_own_spread(config):
     training = built(config, alone())
     loss = training.trainer.gradients.loss
@@ -140,6 +142,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "ranks", "domain", "pipeline"), CASES)
 def test_training_is_the_same_on_any_mesh(config, name, ranks, domain, pipeline):
     chosen = {**MODELS, "next state": tiny_unet(residual=False)}[name]
@@ -205,6 +208,7 @@ def forecast(config: Config, training: Training) -> tuple[tuple[object, ...], to
     return (states, times, solar), dates.physical(made)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["file", "run"])
 def test_a_file_gives_them_as_training_does(exported, source):
     config, training, file = exported

@@ -123,6 +123,7 @@ MESHES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "rank"), MESHES)
 def test_a_weight_names_the_first_module(config, mesh, rank):
     line = line_on(mesh, config, "weight")
@@ -130,6 +131,7 @@ def test_a_weight_names_the_first_module(config, mesh, rank):
     assert "is nan with gradient norm nan" in line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "rank"), MESHES)
 def test_an_input_names_the_variable(config, mesh, rank):
     line = line_on(mesh, config, "input")
@@ -139,6 +141,7 @@ def test_an_input_names_the_variable(config, mesh, rank):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "rank"), MESHES)
 def test_a_target_names_the_variable_and_the_gradient(config, mesh, rank):
     line = line_on(mesh, config, "target")
@@ -146,6 +149,7 @@ def test_a_target_names_the_variable_and_the_gradient(config, mesh, rank):
     assert f" Variable {VARIABLE} is not finite in the target of 2000-01-0" in line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "rank"), MESHES)
 def test_a_loss_that_is_too_large_names_the_variable(config, mesh, rank):
     line = line_on(mesh, config, "overflow")
@@ -153,11 +157,12 @@ def test_a_loss_that_is_too_large_names_the_variable(config, mesh, rank):
     assert f" Variable {VARIABLE} is not finite in the forecast, or in its error. " in line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "words"),
     [
         ("input", "is that of stem.conv, on rank 0 (pipeline 0, data 0, domain 0). Variable"),
-        pytest.param("target", "from the loss backwards, is that of head.", marks=pytest.mark.slow),
+        ("target", "from the loss backwards, is that of head."),
     ],
 )
 def test_stages_of_a_pipeline_end_alike(config, how, words):
@@ -207,6 +212,7 @@ def skipped(
     return everything(training), [record.numbers()["skipped"] for record in records]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [Mesh(1, 1, 1), Mesh(1, 1, 2)], ids=["one", "domain"])
 def test_a_step_that_is_skipped_leaves_no_trace(config, mesh):
     on = skipping(on_mesh(config, mesh))
@@ -221,6 +227,7 @@ def test_a_step_that_is_skipped_leaves_no_trace(config, mesh):
         assert all(torch.equal(value, other[name]) for name, value in left.items())
 
 
+@pytest.mark.slow
 def test_the_first_step_can_be_skipped_and_too_many_in_a_row_can_not(config):
     training = built(skipping(config), alone())
     guard, schedule = training.trainer.guard, training.trainer.state.schedule
@@ -258,6 +265,7 @@ def test_gradients_explode_in_comparison(config):
     assert guard.accepts(loss, torch.tensor(1e9), diagnose)
 
 
+@pytest.mark.slow
 def test_what_was_seen_is_in_checkpoints(config, tmp_path):
     on = replace(config, trainer=replace(skipping(config).trainer, exploding=5.0))
     state = built(on, alone()).trainer.state

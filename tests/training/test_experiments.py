@@ -40,6 +40,7 @@ def losses(config: Config, steps: int | None = None) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fast", "debug", "scaling"])
 def test_few_times_of_any_store_are_used(tmp_path, name):
     """Whatever its grid, and however long it is; of the quickstart it is what it was."""
@@ -65,6 +66,7 @@ def test_few_times_of_any_store_are_used(tmp_path, name):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "more"), [("debug", []), ("overfit_one_batch", []), ("finetune", ["init_from=/run"])]
 )
@@ -73,6 +75,7 @@ def test_it_trains(tmp_path, name, more):
     assert len(losses(config, steps=2)) >= 1
 
 
+@pytest.mark.slow
 def test_one_batch_is_learned_by_heart(tmp_path):
     changes = ["experiment=overfit_one_batch", "optimizer.lr=1e-2"]
     found = losses(config_of(tmp_path / "one", *changes))

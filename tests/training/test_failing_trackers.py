@@ -197,6 +197,7 @@ def test_a_folder_that_cannot_be_made_is_tried_again(tmp_path):
     assert all("\n" not in line for line in warnings)
 
 
+@pytest.mark.slow
 def test_real_trackers_without_a_place_to_write(tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_MODE", raising=False)
     for name in ("wandb", "tensorboard"):

@@ -25,8 +25,9 @@ from tests.training.test_meshes import (
 from tests.training.test_weight_average import whole_tensors
 
 PATTERNS = ["stem.*", "encoder.0.*", "*.norm2.weight"]
-FAST = [Mesh(1, 2, 1, "fsdp2"), Mesh(1, 1, 2, "ddp")]
-SLOW = [
+MESHES = [
+    Mesh(1, 2, 1, "fsdp2"),
+    Mesh(1, 1, 2, "ddp"),
     Mesh(1, 2, 1, "ddp"),
     Mesh(1, 2, 2, "fsdp2"),
     Mesh(2, 1, 1, "ddp"),
@@ -81,6 +82,7 @@ def alone_averaged(config):
     return run(ONE, averaged, config)
 
 
+@pytest.mark.slow
 def test_frozen_weights_stay_and_others_do_not(config):
     training = built(config, alone())
     parameters = training.trainer.state.parameters
@@ -93,11 +95,8 @@ def test_frozen_weights_stay_and_others_do_not(config):
     assert not any(".exp_avg" in n and "stem" in n for n in training.trainer.state.tensors())
 
 
-@pytest.mark.parametrize(
-    "mesh",
-    [*FAST, *(pytest.param(mesh, marks=pytest.mark.slow) for mesh in SLOW)],
-    ids=str,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_averages_and_frozen_weights_are_those_of_one_process(config, alone_averaged, mesh):
     assert_same(run(mesh, averaged, config), alone_averaged)
 
@@ -114,6 +113,7 @@ def test_a_frozen_crossformer_trains_the_same(config):
         assert_same(run(mesh, averaged, other), wanted)
 
 
+@pytest.mark.slow
 def test_what_was_trained_before_may_be_frozen_on_resume_and_the_other_way_round(config, tmp_path):
     free = replace(config, trainer=replace(config.trainer, freeze=[]))
     for first, second in ((free, config), (config, free)):
@@ -128,6 +128,7 @@ def test_what_was_trained_before_may_be_frozen_on_resume_and_the_other_way_round
         assert len(numbers) == config.trainer.steps - HALF_WAY
 
 
+@pytest.mark.slow
 def test_a_frozen_run_resumes_bit_for_bit(config, tmp_path):
     numbers, weights = whole(alone(), config, tmp_path)
     again, found = rest(alone(), config, tmp_path)

@@ -65,6 +65,7 @@ def load(training: Training, config: Config, folder: Path) -> str:
     return load_initial_weights(str(folder), state, config.model, prepare(config.data))
 
 
+@pytest.mark.slow
 def test_all_weights_of_the_same_model_and_nothing_else(config, tmp_path):
     source = save(config, tmp_path)
     other = replace(config, seed=4, trainer=replace(config.trainer, dtype="float32"))
@@ -86,6 +87,7 @@ def common(source: Training, target: Training, kind: str) -> tuple[list[int], li
     return [before.index(name) for name in shared], [after.index(name) for name in shared]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_channels_in_common_are_treated_as_before(config, kind, tmp_path):
     """What is new has weights of zero here, and what is gone is fed with zeros."""
@@ -115,6 +117,7 @@ def test_channels_in_common_are_treated_as_before(config, kind, tmp_path):
         assert old(x).abs().max() > 1e-3
 
 
+@pytest.mark.slow
 def test_new_and_dropped_channels_of_a_unet(config, tmp_path):
     first, second = with_data(config, BEFORE), with_data(config, LESS, seed=9)
     source, target = save(first, tmp_path), built(second, alone())
@@ -137,6 +140,7 @@ def test_new_and_dropped_channels_of_a_unet(config, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_as_many_other_variables_are_not_taken_for_the_same(config, tmp_path):
     first = with_data(config, {**BEFORE, "forcing": ["solar"]})
     second = with_data(config, {**BEFORE, "forcing": ["day_of_year_sin"]}, seed=9)
@@ -159,14 +163,14 @@ def loaded(manager: DomainParallelManager, config: Config, folder: Path):
     return told, whole_tensors(state.parameters)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh",
     [
         Mesh(1, 2, 1, "fsdp2"),
-        *(
-            pytest.param(mesh, marks=pytest.mark.slow)
-            for mesh in (Mesh(1, 1, 2), Mesh(2, 1, 1), Mesh(2, 1, 2, "fsdp2", "interleaved"))
-        ),
+        Mesh(1, 1, 2),
+        Mesh(2, 1, 1),
+        Mesh(2, 1, 2, "fsdp2", "interleaved"),
     ],
     ids=str,
 )

@@ -26,8 +26,8 @@ from credit_dp.training.checkpoint_files import step_of, whole_steps
 from credit_dp.training.run_folder import RunFolder
 from tests.training.runs import alone, built, make_config, make_store
 
-ROWS, STEPS = 12, 160
-KILLS = 50
+ROWS, STEPS = 12, 64
+KILLS = 20
 MOST = 3  # steps that a life may take, so that nothing is finished before the last kill
 RUN = f"{train.__name__}:run"  # imported here, so that no life has to
 LONGEST = 600.0  # seconds until something that does not come is given up
@@ -191,7 +191,7 @@ def killed(config: Config, folder: Path) -> Config:
 
 
 @pytest.mark.slow
-def test_fifty_kills_change_no_bit(undisturbed, tmp_path):
+def test_kills_change_no_bit(undisturbed, tmp_path):
     chance = random.Random(5)
     config = killed(undisturbed, tmp_path)
     loads = Loads(config)

@@ -127,6 +127,7 @@ def scored(manager: DomainParallelManager) -> torch.Tensor:
     return sums.result(manager)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "domain"), [(2, 2), (3, 3), (2, 1)])
 def test_errors_are_averaged_over_the_points_with_values(ranks, domain):
     forecast, target = fields()
@@ -182,6 +183,7 @@ def wanted(config):
     return train_all(alone(), config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_training_is_the_same_on_bands_without_any_values(config, wanted, ranks):
     numbers, vector, rmse, field = wanted
@@ -218,11 +220,13 @@ def poisoned(config: Config, monkeypatch: pytest.MonkeyPatch, value: float) -> t
     return weights(training)
 
 
+@pytest.mark.slow
 def test_what_is_in_the_target_there_does_not_matter(config, wanted, monkeypatch):
     assert torch.equal(poisoned(config, monkeypatch, 1e6), wanted[1])
     assert torch.equal(poisoned(config, monkeypatch, float("nan")), wanted[1])
 
 
+@pytest.mark.slow
 def test_forecasts_have_no_values_there_and_none_below_zero(config):
     training = built(config, alone())
     training.loader.close()
@@ -238,6 +242,7 @@ def test_forecasts_have_no_values_there_and_none_below_zero(config):
     assert np.isfinite(made[names.index("temperature_500")].numpy()).all()
 
 
+@pytest.mark.slow
 def test_scores_are_those_of_the_definition(config, wanted):
     prepared = prepare(config.data)
     store = prepared.store

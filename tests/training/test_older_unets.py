@@ -69,6 +69,7 @@ def same_weights(one: Training, other: Training) -> bool:
     return all(torch.equal(weight, pairs[1][name]) for name, weight in pairs[0].items())
 
 
+@pytest.mark.slow
 def test_it_is_gone_on_with_only_as_it_was(older):
     training, _ = state_with(older, "transpose")
     assert not same_weights(older[1], training)
@@ -116,6 +117,7 @@ def test_loading_and_exporting_give_the_same_model(older, tmp_path, source):
         assert torch.equal(credit_dp.load(place).model(x), whole(x))
 
 
+@pytest.mark.slow
 def test_forecasts_are_made_with_it(older, tmp_path):
     path = older[2]
     out = tmp_path / "forecast.zarr"
@@ -130,6 +132,7 @@ def test_forecasts_are_made_with_it(older, tmp_path):
         make_forecasts(changed, alone(), torch.device("cpu"), Screen(None))
 
 
+@pytest.mark.slow
 def test_the_run_is_done_again_with_it(older):
     composer = Composer("train")
     overrides = overrides_of(older[0].run.dir, [], composer)

@@ -1,11 +1,13 @@
 """The first batch again and again."""
 
+import pytest
 import torch
 
 from credit_dp.training.one_batch import first_batch
 from tests.training.runs import alone, built, make_config, make_store
 
 
+@pytest.mark.slow
 def test_it_is_the_first_batch_in_a_resumed_run_too(tmp_path):
     config = make_config(make_store(tmp_path, 12), tmp_path / "run")
     training = built(config, alone())

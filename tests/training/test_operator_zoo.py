@@ -32,11 +32,13 @@ def _zoo():
         sys.path.remove(str(ZOO))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_the_zoo_equals_itself_on_the_whole_globe(ranks):
     on_threads(ranks, assert_same_as_whole_globe, _zoo, (), (2, 3, *GRID), MODEL)
 
 
+@pytest.mark.slow
 def test_the_zoo_on_gloo_ranks():
     on_processes(3, assert_same_as_whole_globe, _zoo, (), (2, 3, *GRID), MODEL)
 

@@ -27,6 +27,7 @@ def config(tmp_path_factory):
     return make_config(store, tmp_path_factory.mktemp("run"), model, dtype="float32")
 
 
+@pytest.mark.slow
 def test_the_first_change_that_fits_is_the_one_that_is_named(config):
     whole = need(config)
     half = [change for change in changes(config) if change.words == "trainer.autocast=bfloat16"]
@@ -38,6 +39,7 @@ def test_the_first_change_that_fits_is_the_one_that_is_named(config):
     assert "lower data.batch_size" in remedy(config, 1.0)
 
 
+@pytest.mark.slow
 def test_rollouts_keep_all_their_steps_unless_these_are_computed_again(config):
     longer = replace(config, trainer=replace(config.trainer, rollout={0: 1, 5: 4}))
     assert need(longer).activations == 4 * need(config).activations
@@ -48,6 +50,7 @@ def test_rollouts_keep_all_their_steps_unless_these_are_computed_again(config):
     )
 
 
+@pytest.mark.slow
 def test_the_line_says_who_and_how_much(config):
     said = verdict(config, Ranks(), (78 * 10**9, 80 * 10**9), TOLD)
     assert said.startswith(
@@ -66,6 +69,7 @@ def test_a_run_that_can_not_be_planned_is_told_of_the_keys(config):
     assert "parallel.domain" in said
 
 
+@pytest.mark.slow
 def test_other_errors_pass(config):
     with pytest.raises(RuntimeError, match="else"), out_of_memory(config, Ranks()):
         raise RuntimeError("something else")
@@ -97,6 +101,7 @@ def main(folder: str) -> int:
     return launch(replace(config, parallel=parallel), f"{__name__}:run")
 
 
+@pytest.mark.slow
 def test_all_ranks_end_with_one_line(tmp_path):
     code = f"import sys; from {__name__} import main; sys.exit(main(sys.argv[1]))"
     done = subprocess.run(

@@ -44,6 +44,7 @@ def fsdp2(config: Config, **options: object) -> Config:
     return replace(config, parallel=parallel)
 
 
+@pytest.mark.slow
 def test_each_data_rank_holds_its_share(config):
     found = on_processes(2, held, fsdp2(config), domain=1)
     assert sum(own for own, *_ in found) == found[0][1]
@@ -54,6 +55,7 @@ def test_each_data_rank_holds_its_share(config):
         assert modules == 6  # stem, three residual blocks, head, and the rest
 
 
+@pytest.mark.slow
 def test_replicas_over_the_domain_hold_the_same_share(config):
     sharded = replace(config, parallel=ParallelConfig(domain=2, data=2, data_mode="fsdp2"))
     found = on_processes(4, held, sharded, domain=2)
@@ -67,6 +69,7 @@ def offloaded(manager: DomainParallelManager, config: Config):
     return whole(manager, replace(config, parallel=parallel), None)
 
 
+@pytest.mark.slow
 def test_offloaded_parameters_train_the_same(config):
     assert_same(run(FSDP, offloaded, config), run(ONE, whole, config, None))
 
@@ -84,6 +87,7 @@ def in_bfloat16(manager: DomainParallelManager, config: Config):
     return numbers, seen, kept
 
 
+@pytest.mark.slow
 def test_parameters_compute_in_the_dtype_asked_for_and_are_kept_in_their_own(config):
     config = replace(config, trainer=replace(config.trainer, dtype="float32"))
     (numbers, seen, kept), _ = on_processes(

@@ -77,9 +77,10 @@ def leaves(config: Config) -> tuple[list[dict[str, str]], Any]:
     return log, json.loads((folder / "metrics.json").read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "sent"),
-    [(1, signal.SIGTERM), pytest.param(2, signal.SIGUSR1, marks=pytest.mark.slow)],
+    [(1, signal.SIGTERM), (2, signal.SIGUSR1)],
 )
 def test_the_same_run_folder_goes_on(config, capfd, ranks, sent):
     undisturbed = replace(config, run=replace(config.run, dir=f"{config.run.dir}-undisturbed"))
@@ -97,6 +98,7 @@ def test_the_same_run_folder_goes_on(config, capfd, ranks, sent):
     assert leaves(config) == leaves(undisturbed)
 
 
+@pytest.mark.slow
 def test_a_signal_while_the_last_checkpoint_is_written_is_heeded(config, monkeypatch, capfd):
     wait = Checkpoints.wait
 
@@ -127,6 +129,7 @@ def told(manager: DomainParallelManager) -> list[bool]:
     return heard
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_all_ranks_hear_of_a_signal_to_one(ranks):
     found = [told(alone())] if ranks == 1 else on_processes(ranks, told, domain=1)

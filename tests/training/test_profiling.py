@@ -29,6 +29,7 @@ def names(path):
     return Counter(event["name"] for event in events if event.get("cat") == "user_annotation")
 
 
+@pytest.mark.slow
 def test_exchange_and_compute_are_named(tmp_path):
     config = make_config(make_store(tmp_path, 12), tmp_path / "run", steps=6, accumulate=2)
     path = tmp_path / "traces" / "trace.json"
@@ -42,6 +43,7 @@ def test_exchange_and_compute_are_named(tmp_path):
     assert [file.name for file in path.parent.iterdir()] == ["trace.json"]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_too_short_has_no_trace(tmp_path):
     config = make_config(make_store(tmp_path, 12), tmp_path / "run", steps=2)
     assert not traced(alone(), config, tmp_path / "trace.json")

@@ -154,6 +154,7 @@ def test_many_that_differ_are_counted() -> None:
     assert "rank 3 (pipeline 0, data 1, domain 1) and 4 more after step 40" in lines[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "line"),
     [
@@ -188,6 +189,7 @@ def shared_out(manager: DomainParallelManager, bad: int | None) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_shards_are_compared_over_the_domain_only() -> None:
     assert on_processes(4, shared_out, None, domain=2) == [""] * 4
     lines = on_processes(4, shared_out, 3, domain=2)

@@ -119,6 +119,7 @@ def same(one, other):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("frames", [1, 2])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_shared_batches_are_those_of_reading_alone(path, ranks, frames):
@@ -133,6 +134,7 @@ def test_shared_batches_are_those_of_reading_alone(path, ranks, frames):
             assert batch.times.tolist() == wanted.times.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_a_group_reads_each_chunk_once(path, ranks):
     def shared(rank, trade):
@@ -191,6 +193,7 @@ def test_other_rows_than_the_ranks_own_are_refused(path):
         shared.read(channels, slice(0, 1), slice(0, 11))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_an_unreadable_chunk_ends_all_ranks_with_the_same_line(tmp_path, ranks):
     path = stores.write(stores.dataset(), tmp_path / "store.zarr")
@@ -208,6 +211,7 @@ def test_an_unreadable_chunk_ends_all_ranks_with_the_same_line(tmp_path, ranks):
     assert "temperature" in str(found[0])
 
 
+@pytest.mark.slow
 def test_a_gap_in_one_band_ends_all_ranks(tmp_path):
     data = stores.dataset()
     path = stores.write(data, tmp_path / "store.zarr")
@@ -223,6 +227,7 @@ def test_a_gap_in_one_band_ends_all_ranks(tmp_path):
         assert "temperature has NaN" in str(error)
 
 
+@pytest.mark.slow
 def test_no_rank_begins_a_step_that_another_cannot_take(tmp_path):
     data = stores.dataset()
     path = stores.write(data, tmp_path / "store.zarr")
@@ -338,6 +343,7 @@ def test_two_processes_share(path):
     assert 3 * 2 * sample <= sum(read for _, _, read in found) <= most
 
 
+@pytest.mark.slow
 def test_an_error_in_one_process_arrives_in_the_other(tmp_path):
     path = stores.write(stores.dataset(), tmp_path / "store.zarr")
     prepare(stores.config(path))
@@ -357,6 +363,7 @@ def share_on_rank(manager, path):
     return share_reading(prepare(stores.config(path)).store, manager) is not None
 
 
+@pytest.mark.slow
 def test_stores_cut_where_bands_end_are_not_shared(tmp_path):
     path = stores.write(stores.dataset(), tmp_path / "store.zarr", chunks={"latitude": 6})
     prepare(stores.config(path))

@@ -34,6 +34,7 @@ def expected_and_measured(manager, config):
     return (needs.messages, needs.sent, needs.checkpoint), (*sent, saved)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("steps", [1, 2])
 def test_what_is_said_comes_true(config, steps):
     config.trainer.rollout = {0: steps}
@@ -43,6 +44,7 @@ def test_what_is_said_comes_true(config, steps):
     assert measured[0] > 0
 
 
+@pytest.mark.slow
 def test_it_fits_on_a_screen(config):
     training = built(config, alone())
     training.loader.close()
@@ -56,6 +58,7 @@ def test_it_fits_on_a_screen(config):
     assert "activations" in text
 
 
+@pytest.mark.slow
 def test_longer_rollouts_hold_more(config):
     training = built(config, alone())
     training.loader.close()

@@ -100,6 +100,7 @@ def no_wandb_settings(tmp_path, monkeypatch):
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
 
 
+@pytest.mark.slow
 def test_offline_needs_no_account_and_goes_on_under_its_id(
     tmp_path, monkeypatch, no_wandb_settings
 ):
@@ -125,6 +126,7 @@ def test_a_fresh_run_has_an_id_of_its_own(tmp_path):
     assert run_id(path, 0) != first
 
 
+@pytest.mark.slow
 def test_online_without_a_key_is_one_line_and_no_question(tmp_path, no_wandb_settings):
     with pytest.raises(UserError, match=r"logger\.wandb: online needs an API key"):
         open_tracker(LoggerConfig(wandb="online"), tmp_path / "metrics.csv", 0, {}, rank=0)

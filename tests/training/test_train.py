@@ -19,7 +19,7 @@ from credit_dp.data.store import Store
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
 from credit_dp.evaluation import evaluate
-from credit_dp.evaluation.plots import FieldMap
+from credit_dp.evaluation.maps import FieldMap
 from credit_dp.launch import Ranks
 from credit_dp.train import dates_as_in, run, settle_dates
 from credit_dp.training.checkpoint import find_checkpoint
@@ -55,6 +55,7 @@ def test_a_run_leaves_all_its_files_and_says_where(config, capsys):
     assert "persis-" in said
 
 
+@pytest.mark.slow
 def test_numbers_and_config_can_be_read_back(config):
     run(config, Ranks())
     folder = Path(config.run.dir)
@@ -72,6 +73,7 @@ def test_numbers_and_config_can_be_read_back(config):
     assert OmegaConf.create(checkpoint["config"]) == told
 
 
+@pytest.mark.slow
 def test_auto_resumes_where_the_run_stopped(config, capsys):
     run(config, Ranks())
     first = log_of(config)
@@ -83,6 +85,7 @@ def test_auto_resumes_where_the_run_stopped(config, capsys):
     assert [row["step"] for row in log_of(config)] == ["1", "2", "3", "4", "6"]
 
 
+@pytest.mark.slow
 def test_auto_starts_afresh_where_there_is_nothing(config, capsys):
     run(replace(config, resume="auto"), Ranks())
     assert "resumed" not in capsys.readouterr().out
@@ -93,6 +96,7 @@ def with_open_dates(config: Config, **dates: object) -> Config:
     return replace(config, data=replace(config.data, dates=DatesConfig(**dates)))
 
 
+@pytest.mark.slow
 def test_dates_that_are_chosen_stay_when_the_store_grows(config, caplog):
     data, path = stores.dataset(12, 16, 40), Path(config.data.store)
     shutil.rmtree(path)
@@ -119,6 +123,7 @@ def test_dates_that_are_chosen_stay_when_the_store_grows(config, caplog):
     assert settled == DatesConfig([*before.train], [*before.valid], elsewhere)
 
 
+@pytest.mark.slow
 def test_dates_that_are_given_with_a_limit_have_those_of_the_checkpoint(config):
     shutil.rmtree(config.data.store)
     stores.write(stores.dataset(12, 16, 40), Path(config.data.store))
@@ -136,6 +141,7 @@ def dates_of_rank(manager: DomainParallelManager, configs: list[Config]) -> Date
     return settle_dates(config, RunFolder(Path(config.run.dir)), lambda title, share: None)
 
 
+@pytest.mark.slow
 def test_ranks_have_the_dates_of_rank_0_while_the_store_grows(config, tmp_path):
     config = with_open_dates(config)
     configs = [config]
@@ -152,7 +158,8 @@ def contents(folder: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in files if path.parent.name != "logs"}
 
 
-@pytest.mark.parametrize("steps", [pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("steps", [2, 4])
 def test_a_finished_run_is_only_evaluated_again(config, capsys, steps):
     run(config, Ranks())
     before = contents(Path(config.run.dir))
@@ -165,6 +172,7 @@ def test_a_finished_run_is_only_evaluated_again(config, capsys, steps):
     assert "persis-" in said
 
 
+@pytest.mark.slow
 def test_scores_that_are_not_finite_end_a_run(config, monkeypatch):
     """The checkpoint is there, and no file of scores."""
     scores = evaluate.evaluate
@@ -182,6 +190,7 @@ def test_scores_that_are_not_finite_end_a_run(config, monkeypatch):
     assert "metrics.json" not in left
 
 
+@pytest.mark.slow
 def test_a_field_that_never_changes_is_warned_of(config, capsys):
     """Its climatology is exact, which is more likely a mistake than a fact."""
     data = xr.open_zarr(config.data.store, consolidated=False).load()
@@ -193,17 +202,19 @@ def test_a_field_that_never_changes_is_warned_of(config, capsys):
     assert "warning      rain: the RMSE of persistence is exactly 0 at" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_plot_that_fails_costs_no_scores(config, capsys, monkeypatch):
     def fail(field: FieldMap, path: Path) -> None:
         raise UserError("no plot")
 
-    monkeypatch.setattr("credit_dp.train.draw_map", fail)
+    monkeypatch.setattr("credit_dp.evaluation.plots.draw_map", fail)
     with pytest.raises(UserError, match="no plot"):
         run(config, Ranks())
     assert json.loads((Path(config.run.dir) / "metrics.json").read_text())["rmse"]
     assert "persis-" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variable", ["temperature", "solar"])
 @pytest.mark.parametrize("time", ["2000-01-04T00", "2000-01-05T06"])
 def test_a_gap_in_the_held_out_dates_is_refused_before_training(config, variable, time):
@@ -221,7 +232,8 @@ def whole_run(manager: DomainParallelManager, config: Config) -> int:
     return run(replace(config, parallel=parallel), Ranks(manager.rank, manager.world_size))
 
 
-@pytest.mark.parametrize(("ranks", "domain"), [(2, 2), pytest.param(4, 2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "domain"), [(2, 2), (4, 2)])
 def test_any_mesh_leaves_the_same_numbers(config, ranks, domain):
     run(config, Ranks())
     scores = json.loads((Path(config.run.dir) / "metrics.json").read_text())
@@ -234,6 +246,7 @@ def test_any_mesh_leaves_the_same_numbers(config, ranks, domain):
             assert found["rmse"][channel][lead] == pytest.approx(sources, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_a_lead_that_is_no_multiple_of_the_step_is_refused_before_training(config):
     odd = replace(config, trainer=replace(config.trainer, evaluate_hours=[7]))
     with pytest.raises(UserError, match=r"trainer\.evaluate_hours"):
@@ -241,6 +254,7 @@ def test_a_lead_that_is_no_multiple_of_the_step_is_refused_before_training(confi
     assert not Path(config.run.dir).exists()
 
 
+@pytest.mark.slow
 def test_gradients_are_clipped_by_their_global_norm(config):
     clipped = replace(config, trainer=replace(config.trainer, gradient_clip=1e-3))
     trainer = built(clipped, alone()).trainer

@@ -54,6 +54,7 @@ def trained(config: Config, validates: bool) -> tuple[torch.Tensor, torch.Tensor
     return weights(training), torch.get_rng_state(), found
 
 
+@pytest.mark.slow
 def test_training_does_not_notice_it(config):
     without, with_it = trained(config, False), trained(config, True)
     assert torch.equal(without[0], with_it[0])
@@ -61,6 +62,7 @@ def test_training_does_not_notice_it(config):
     assert (len(without[2]), len(set(with_it[2]))) == (0, 3)
 
 
+@pytest.mark.slow
 def test_it_is_the_mean_of_normalised_rmse(config):
     training = built(config, alone())
     training.loader.close()
@@ -84,11 +86,13 @@ def test_it_is_the_mean_of_normalised_rmse(config):
     training.trainer.state.train()
 
 
+@pytest.mark.slow
 def test_bands_find_what_one_rank_finds(config):
     whole = validated(alone(), config)
     assert on_processes(2, validated, config) == pytest.approx([whole] * 2, rel=1e-10)
 
 
+@pytest.mark.slow
 def test_dates_without_room_for_a_forecast_are_refused(config):
     dates = replace(config.data.dates, valid=["2000-01-04T00", "2000-01-04T00"])
     config = replace(config, data=replace(config.data, dates=dates))

@@ -147,6 +147,7 @@ def saved(manager: DomainParallelManager, config, path: Path) -> Trajectory:
         return numbers, whole_tensors(state.trained)
 
 
+@pytest.mark.slow
 def test_forecasts_are_made_with_averages(config, wanted):
     numbers, averages = wanted
     plain, weights = run(ONE, plainly, config)
@@ -158,12 +159,13 @@ def plainly(manager: DomainParallelManager, config) -> Trajectory:
     return train(built(with_ema(config, None), manager))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh",
     [
         Mesh(1, 2, 1, "fsdp2"),
-        pytest.param(Mesh(1, 1, 2, "ddp"), marks=pytest.mark.slow),
-        pytest.param(Mesh(1, 2, 2, "fsdp2"), marks=pytest.mark.slow),
+        Mesh(1, 1, 2, "ddp"),
+        Mesh(1, 2, 2, "fsdp2"),
     ],
     ids=str,
 )
@@ -184,6 +186,7 @@ def offloaded(manager: DomainParallelManager, config) -> Trajectory:
     return of_forecasts(manager, replace(config, parallel=parallel))
 
 
+@pytest.mark.slow
 def test_a_resumed_average_is_the_same_bit_for_bit(config, wanted, tmp_path):
     saved(alone(), config, tmp_path)
     numbers, averages = of_forecasts(alone(), config, tmp_path)
@@ -205,6 +208,7 @@ def test_a_checkpoint_without_averages_starts_them_from_its_weights(config, tmp_
     assert all(torch.equal(average.averages[name], p) for name, p in trained.items())
 
 
+@pytest.mark.slow
 def test_averages_of_a_checkpoint_are_left_out_without_ema(config, tmp_path):
     saved(alone(), config, tmp_path)
     training = built(with_ema(config, None), alone())

@@ -1,0 +1,120 @@
+"""Commands as a user types them, each in a process forked from one that has imported everything.
+
+A new interpreter spends seconds on importing torch, xarray and zarr before it does anything. What
+such an interpreter itself does (imports, signals, its end) is tested in `tests/launch`,
+`tests/docs/test_clean_clone.py` and `tests/training/test_start.py`, with real ones.
+"""
+
+import atexit
+import os
+import runpy
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Mapping, Sequence
+from multiprocessing import forkserver
+from multiprocessing import process as processes
+from pathlib import Path
+
+from tests.ranks import warm_context
+
+SHELL = set("|&;<>$`*?{}~")  # characters that need a shell to mean what they do
+
+
+def run_line(
+    line: str, folder: Path, environment: Mapping[str, str], timeout: float = 240.0
+) -> subprocess.CompletedProcess[str]:
+    """Run a line of a shell: `python ...` and `credit-dp ...` warm, all else by the shell."""
+    words = [] if SHELL & set(line) else shlex.split(line, comments=True)
+    if words[:1] in (["python"], ["credit-dp"]) and words[1:2] not in (["-c"], ["-m"]):
+        return run(words, folder, environment, timeout)
+    return subprocess.run(
+        line, shell=True, cwd=folder, env=dict(environment), capture_output=True, text=True,
+        timeout=timeout, check=False,
+    )  # fmt: skip
+
+
+def run(
+    words: Sequence[str], folder: Path, environment: Mapping[str, str], timeout: float = 240.0
+) -> subprocess.CompletedProcess[str]:
+    """Run `python FILE ...`, `python -W error -c CODE` or `credit-dp ...` in a folder.
+
+    Raises:
+        subprocess.TimeoutExpired: it takes longer than `timeout` seconds.
+    """
+    context = warm_context()
+    forkserver.ensure_running()
+    address = forkserver._forkserver._forkserver_address
+    with tempfile.TemporaryDirectory() as place:
+        out, err = Path(place, "out"), Path(place, "err")
+        arguments = (list(words), folder, dict(environment), out, err, address)
+        process = context.Process(target=_begin, args=arguments)
+        process.start()
+        process.join(timeout)
+        if process.exitcode is None:
+            process.terminate()  # it takes its ranks along
+            process.join(10.0)
+            process.kill()
+            process.join()
+            raise subprocess.TimeoutExpired(words, timeout, out.read_text(), err.read_text())
+        said = (out.read_text(), err.read_text())
+        return subprocess.CompletedProcess(words, process.exitcode, *said)
+
+
+def _begin(
+    words: list[str], folder: Path, environment: dict[str, str], out: Path, err: Path, address: str
+) -> None:
+    """Become the command."""
+    os.setsid()
+    for kind in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(kind, signal.default_int_handler if kind == signal.SIGINT else signal.SIG_DFL)
+    for number, path in ((1, out), (2, err)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    processes.ORIGINAL_DIR = str(folder)
+    # Ranks that it starts are forked from the same server as it is itself.
+    forkserver._forkserver._forkserver_address = address
+    forkserver._forkserver.ensure_running = forkserver.ensure_running = lambda: None
+    code = _become(words)
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
+
+
+def _become(words: list[str]) -> int:
+    """Run the command in this process, and return its exit code."""
+    program, *arguments = words
+    try:
+        if program == "credit-dp":
+            from credit_dp.command import main
+
+            sys.argv = words
+            sys.path.insert(0, os.path.dirname(sys.executable))
+            main()
+        elif arguments[0] == "-W":
+            warnings.simplefilter(arguments[1])
+            sys.argv = ["-c"]
+            sys.path.insert(0, "")
+            with tempfile.NamedTemporaryFile("w", suffix=".py") as file:
+                file.write(arguments[3])
+                file.flush()
+                runpy.run_path(file.name, run_name="__main__")
+        else:
+            sys.argv = arguments
+            sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
+            runpy.run_path(arguments[0], run_name="__main__")
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            sys.stderr.write(f"{end.code}\n")
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:  # noqa: BLE001 - as an interpreter that ends
+        traceback.print_exc()
+        return 1
+    return 0

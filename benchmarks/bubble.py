@@ -15,10 +15,8 @@ from torch import Tensor
 from credit_dp.config import UNetConfig
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.models.unet import UNet
-from credit_dp.pipeline_parallel.bubble import theoretical_bubble
-from credit_dp.pipeline_parallel.costs import cut_points, segment_costs
-from credit_dp.pipeline_parallel.pipeline import Pipeline
-from credit_dp.pipeline_parallel.stages import cut_model
+from credit_dp.pipeline_parallel.pipeline import Pipeline, theoretical_bubble
+from credit_dp.pipeline_parallel.stages import cut_model, cut_points, segment_costs
 
 CHANNELS = 16
 GRID = (91, 180)

@@ -19,7 +19,7 @@ from memory import FIELDS, MIB
 from peak import forget_peak, peak, resident
 from pinned import RANKS, frees_at_once, on_pinned_ranks
 
-from credit_dp.command.compose import Composer
+from credit_dp.cli.compose import Composer
 from credit_dp.config import ModelConfig
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.build import shard_model

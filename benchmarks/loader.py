@@ -24,16 +24,16 @@ from pinned import on_pinned_ranks
 from side_by_side import Row
 from table import show
 
-from credit_dp.command.compose import Composer
+from credit_dp.cli.compose import Composer
 from credit_dp.config import DataConfig, DatesConfig
-from credit_dp.data.gaps import all_finite
+from credit_dp.data.channels import Channel
 from credit_dp.data.loader import Loader
-from credit_dp.data.prepare import prepare
-from credit_dp.data.prepared_form import ATTRIBUTE, EPOCH, PreparedForm
-from credit_dp.data.preparing.chunks import chunk_rows
-from credit_dp.data.preparing.codecs import shard_options
+from credit_dp.data.rechunk.run import chunk_rows
+from credit_dp.data.rechunk.target import shard_options
 from credit_dp.data.sampling import SampleSequence
-from credit_dp.data.schema import Channel
+from credit_dp.data.setup import prepare
+from credit_dp.data.sources.prepared import ATTRIBUTE, EPOCH, PreparedForm
+from credit_dp.data.store import all_finite
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.build import shard_model
 from credit_dp.fields import Fields

@@ -14,11 +14,11 @@ from pinned import frees_at_once, on_pinned_ranks
 from side_by_side import Row
 from table import show
 
-from credit_dp.command.compose import Composer
+from credit_dp.cli.compose import Composer
 from credit_dp.config import ModelConfig
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.build import declared_converters, shard_model
-from credit_dp.domain_parallel.report import plan_report
+from credit_dp.domain_parallel.costs.report import plan_report
 from credit_dp.fields import Fields
 from credit_dp.models import build_model
 

@@ -21,9 +21,9 @@ from peak import forget_peak, peak, resident
 from pinned import on_pinned_ranks
 from sent import Sent
 
-from credit_dp.command.compose import Composer
+from credit_dp.cli.compose import Composer
 from credit_dp.config import Config
-from credit_dp.data.prepare import prepare
+from credit_dp.data.setup import prepare
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.training.build import build_training
 

@@ -21,12 +21,10 @@ import yaml
 from calibrate import machine_figures
 from pinned import RANKS, on_pinned_ranks
 
-from credit_dp.command.compose import Composer
-from credit_dp.command.machine import Machine
-from credit_dp.command.machine_files import read_machine
-from credit_dp.command.predicted import Predictor
+from credit_dp.cli.compose import Composer
 from credit_dp.config import Config
-from credit_dp.data.prepare import prepare
+from credit_dp.costs.prediction import Machine, Predictor, read_machine
+from credit_dp.data.setup import prepare
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.training.build import build_training
 

@@ -48,7 +48,7 @@ def _in_a_process(model: str, work: str) -> dict[str, Any]:
 def _measure(model: str, work: str) -> dict[str, Any]:
     from peak import peak
 
-    from credit_dp.command.compose import Composer
+    from credit_dp.cli.compose import Composer
 
     config = Composer("train").config([f"model={model}", f"data.grid={GRID[0]}x{GRID[1]}"])
     domain = config.model.coarsest_rows(GRID[0])
@@ -70,7 +70,7 @@ def _measure(model: str, work: str) -> dict[str, Any]:
 def _planner(model: str, domain: int, data: int) -> Any:
     import torch  # noqa: F401  # as every command has it by then
 
-    from credit_dp.command.plan import plan
+    from credit_dp.cli.plan import plan
 
     mesh = [f"parallel.domain={domain}", f"parallel.data={data}", f"data.batch_size={data}"]
     arguments = ["--json", f"model={model}", f"data.grid={GRID[0]}x{GRID[1]}", *mesh]
@@ -85,8 +85,7 @@ def _planner(model: str, domain: int, data: int) -> Any:
 def _converter(config: Any, domain: int) -> Any:
     from dataclasses import replace
 
-    from credit_dp.command.pipeline_plan import nobody_else
-    from credit_dp.command.planned import model_and_shape
+    from credit_dp.costs.budget import model_and_shape, nobody_else
     from credit_dp.domain_parallel.build import shard_model
 
     one = replace(config, data=replace(config.data, batch_size=1))

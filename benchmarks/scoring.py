@@ -21,10 +21,10 @@ import xarray as xr
 from side_by_side import Row, ratio
 from table import show
 
-from credit_dp.command.evaluate import opened
+from credit_dp.cli.evaluate import opened
+from credit_dp.evaluation.alignment import match
 from credit_dp.evaluation.blocks import blocks
-from credit_dp.evaluation.matched import match
-from credit_dp.evaluation.score_request import ScoreRequest
+from credit_dp.evaluation.request import ScoreRequest
 
 PEER = os.environ.get("BENCH_WEATHERBENCH2", "")
 ROUNDS = 3

@@ -13,8 +13,8 @@ from pinned import RANKS
 from side_by_side import Row
 from table import show
 
-from credit_dp.command.compose import Composer
-from credit_dp.data.prepare import prepare
+from credit_dp.cli.compose import Composer
+from credit_dp.data.setup import prepare
 
 ROUNDS = 5
 POLL = 0.02

@@ -19,13 +19,13 @@ from side_by_side import Entry, Row, ratio, times
 from table import show
 from torch import nn
 
-from credit_dp.command.compose import Composer
+from credit_dp.cli.compose import Composer
 from credit_dp.config import Config
-from credit_dp.data.prepare import prepare
+from credit_dp.data.setup import prepare
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.training.build import build_training
-from credit_dp.training.csv_log import CsvLog
-from credit_dp.training.passes import ModelPass
+from credit_dp.training.forward_backward import ModelPass
+from credit_dp.training.loggers import CsvLog
 
 MODELS = ("unet", "pangu", "crossformer")
 SMALL = ("experiment=fast", "data.grid=96x192", "data.batch_size=1")

@@ -20,6 +20,6 @@ def load(path: str | os.PathLike[str], device: str = "cpu") -> Forecaster:
     Raises:
         UserError: there is none, it can't be read, or its model is not known.
     """
-    from credit_dp.loading import load as load_model  # torch, which takes seconds
+    from credit_dp.export.load import load as load_model  # torch, which takes seconds
 
     return load_model(os.fspath(path), device)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from credit_dp.export.trained import read_trained
+from credit_dp.export.file import read_trained
 
 # Steps and learning rate of each: without convolutions a model learns more slowly.
 STEPS = {"unet": 450, "pangu": 800, "crossformer": 450}

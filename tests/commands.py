@@ -1,7 +1,7 @@
 """Commands as a user types them, each in a process forked from one that has imported everything.
 
 A new interpreter spends seconds on importing torch, xarray and zarr before it does anything. What
-such an interpreter itself does (imports, signals, its end) is tested in `tests/launch`,
+such an interpreter itself does (imports, signals, its end) is tested in `tests/distributed`,
 `tests/docs/test_clean_clone.py` and `tests/training/test_start.py`, with real ones.
 """
 
@@ -93,7 +93,7 @@ def _become(words: list[str]) -> int:
     program, *arguments = words
     try:
         if program == "credit-dp":
-            from credit_dp.command import main
+            from credit_dp.cli import main
 
             sys.argv = words
             sys.path.insert(0, os.path.dirname(sys.executable))

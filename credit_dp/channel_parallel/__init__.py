@@ -4,11 +4,12 @@ Nothing in here is about models or configs: `credit_dp.domain_parallel` builds o
 """
 
 from credit_dp.channel_parallel.depthwise import DistributedDepthwiseConv2d
-from credit_dp.channel_parallel.shares import channel_shares, share_of
 from credit_dp.channel_parallel.transpose import (
     Transpose,
+    channel_shares,
     channels_to_rows,
     rows_to_channels,
+    share_of,
 )
 
 __all__ = [

@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from credit_dp.channel_parallel.shares import channel_shares, share_of
+from credit_dp.channel_parallel.transpose import channel_shares, share_of
 from credit_dp.errors import UserError
 
 # Samples, channels, rows, columns.

@@ -11,8 +11,20 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from credit_dp.channel_parallel.shares import channel_shares
 from credit_dp.errors import UserError
+
+
+def channel_shares(channels: int, ranks: int) -> tuple[int, ...]:
+    """Return how many channels each rank gets, the larger shares first; some may be 0."""
+    share, surplus = divmod(channels, ranks)
+    return tuple(share + (rank < surplus) for rank in range(ranks))
+
+
+def share_of(shares: Sequence[int], rank: int) -> slice:
+    """Return which channels are those of a rank."""
+    start = sum(shares[:rank])
+    return slice(start, start + shares[rank])
+
 
 CHANNELS, ROWS = -3, -2
 # Of (channels, rows, columns), counted from the end; samples before them are never cut.

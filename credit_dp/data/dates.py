@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from credit_dp.config import DataConfig, DatesConfig
-from credit_dp.data_config import AUTO, SPLITS
+from credit_dp.config.data import AUTO, SPLITS
 from credit_dp.errors import UserError
 
 Interval = tuple[np.datetime64, np.datetime64]

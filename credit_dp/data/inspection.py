@@ -7,10 +7,9 @@ from typing import final
 
 import numpy as np
 
-from credit_dp.data.bands import most_rows_touched, row_amplification
-from credit_dp.data.grid import POLE
-from credit_dp.data.schema import Channel
-from credit_dp.data.sources.source import Source, Times, Variable, names_of
+from credit_dp.data.channels import Channel
+from credit_dp.data.grid import POLE, most_rows_touched, row_amplification
+from credit_dp.data.sources.base import Source, Times, Variable, names_of
 from credit_dp.variable_names import is_long
 
 CELL = 4  # bytes of a value as it is read, float32

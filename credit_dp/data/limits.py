@@ -14,12 +14,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from credit_dp.config import DataConfig
-from credit_dp.data.accumulate import ACCUMULATED
-from credit_dp.data.known_units import KNOWN, Known
-from credit_dp.data.schema import Channel, suggestions
-from credit_dp.data.sources.source import Fields, Source, Variable
-from credit_dp.data.unit_text import canonical
-from credit_dp.data.units import CONVERSIONS, SAYS_NOTHING, unit_after
+from credit_dp.data.channels import Channel, suggestions
+from credit_dp.data.sources.base import Fields, Source, Variable
+from credit_dp.data.units import (
+    ACCUMULATED,
+    CONVERSIONS,
+    KNOWN,
+    SAYS_NOTHING,
+    Known,
+    canonical,
+    unit_after,
+)
 from credit_dp.errors import UserError
 from credit_dp.variable_names import UPPER, long_name, meaning
 

@@ -1,21 +1,133 @@
 """Mean, spread and range of every channel over the training dates."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import final
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import astuple, dataclass, field
+from pathlib import Path
+from typing import Any, final
 
 import numpy as np
+import torch
+from filelock import FileLock, Timeout
 from numpy.typing import NDArray
+from torch import Tensor
 
-from credit_dp.config import DataConfig
+from credit_dp.config import DataConfig, VariableConfig
+from credit_dp.data.cache import fingerprint
+from credit_dp.data.channels import Channel
+from credit_dp.data.dates import split_span
 from credit_dp.data.forcings import COMPUTED, COMPUTED_STATICS
 from credit_dp.data.grid import row_weights
-from credit_dp.data.moments import Moments
-from credit_dp.data.schema import Channel
 from credit_dp.data.store import Store
-from credit_dp.data.streaming import Piece, Window
-from credit_dp.data.transform import transformed
+from credit_dp.data.streaming import (
+    Piece,
+    TrainingDates,
+    Window,
+    Workers,
+    all_pieces,
+    channel_groups,
+    stream,
+)
+from credit_dp.data.units import is_accumulated
 from credit_dp.errors import UserError
+
+
+@final
+@dataclass(frozen=True)
+class Moments:
+    """What is known of the values seen so far; merged with others, never as E[x^2] - E[x]^2.
+
+    Attributes:
+        weight: the sum of all weights.
+        squares: the weighted sum of squared differences from the mean.
+
+    Source: Chan, Golub & LeVeque 1983, eq. 2.1, with weights for counts.
+    """
+
+    weight: float = 0.0
+    mean: float = 0.0
+    squares: float = 0.0
+    minimum: float = float("inf")
+    maximum: float = float("-inf")
+
+    @classmethod
+    def of(cls, values: NDArray[np.float64], rows: NDArray[np.float64]) -> "Moments":
+        """Those of `(T, h, W)` with the weights `(h,)` of its rows; NaN is left out."""
+        if not values.size:
+            return cls()
+        sums = values.sum(axis=(0, 2))
+        # A sum is NaN only if a value is: looking at each costs as much as the moments themselves.
+        if np.isnan(sums).any():
+            return cls._of_some(values, rows)
+        weight = len(values) * values.shape[2] * float(rows.sum())
+        mean = float(sums @ rows) / weight
+        away = values - mean
+        squares = float(np.einsum("thw,thw->h", away, away) @ rows)
+        return cls(weight, mean, squares, float(values.min()), float(values.max()))
+
+    @classmethod
+    def _of_some(cls, values: NDArray[np.float64], rows: NDArray[np.float64]) -> "Moments":
+        """As `of`, where some values are NaN."""
+        valid = ~np.isnan(values)
+        weight = float(valid.sum(axis=(0, 2)) @ rows)
+        if not weight:
+            return cls()
+        mean = float(np.where(valid, values, 0).sum(axis=(0, 2)) @ rows) / weight
+        away = np.where(valid, values - mean, 0)
+        squares = float(np.einsum("thw,thw->h", away, away) @ rows)
+        least, most = float(np.nanmin(values)), float(np.nanmax(values))
+        return cls(weight, mean, squares, least, most)
+
+    def __add__(self, other: "Moments") -> "Moments":
+        """Those of both."""
+        weight = self.weight + other.weight
+        if not (self.weight and other.weight):
+            return self if self.weight else other
+        shift = other.mean - self.mean
+        return Moments(
+            weight,
+            self.mean + shift * other.weight / weight,
+            self.squares + other.squares + shift**2 * self.weight * other.weight / weight,
+            min(self.minimum, other.minimum),
+            max(self.maximum, other.maximum),
+        )
+
+    @property
+    def std(self) -> float:
+        """Standard deviation; 0 if what is there is no more than float32 rounding of the mean."""
+        if not self.weight:
+            return 0.0
+        std = float(np.sqrt(self.squares / self.weight))
+        return std if std > np.finfo(np.float32).eps * abs(self.mean) else 0.0
+
+    def numbers(self) -> list[float]:
+        """All of it, for `Moments(*numbers)`."""
+        return list(astuple(self))
+
+
+def transformed(values: NDArray[np.floating], variable: VariableConfig) -> NDArray[np.floating]:
+    """`log(1 + x / EPS)` where the variable is `log1p(EPS)`, else the values themselves.
+
+    Below zero, where packing may leave a rainless point, it is as at zero.
+    """
+    scale = variable.log1p_scale
+    return values if np.isnan(scale) else np.log1p(np.maximum(values, 0) / scale)
+
+
+def transformed_tensor(values: Tensor, variable: VariableConfig) -> Tensor:
+    """What `transformed` does, of a tensor; a new one, unless nothing is done."""
+    scale = variable.log1p_scale
+    return values if np.isnan(scale) else values.clamp(min=0).div_(scale).log1p_()
+
+
+def restored(values: Tensor, variable: VariableConfig) -> Tensor:
+    """What `transformed` gave, in the store's units again."""
+    scale = variable.log1p_scale
+    return values if np.isnan(scale) else torch.expm1(values) * scale
+
 
 NUMBERS = ("mean", "std", "tendency_std", "minimum", "maximum")
 
@@ -226,3 +338,292 @@ def _refuse_constant(
 
 def _vector(values: list[float]) -> Vector:
     return np.array(values, dtype=np.float64)
+
+
+FORM = "credit_dp statistics 2"  # of the definitions: a new one makes old files unused
+
+
+# What has to be as in the config, and by which key it is changed.
+SETTINGS = {"step": "data.step", "dates": "data.dates.train", "grid": "data.store"}
+
+
+@final
+@dataclass(frozen=True)
+class StatisticsFile:
+    """What a file holds.
+
+    Attributes:
+        made_from: see `made_from`.
+        channels: by the channels' names.
+    """
+
+    made_from: Mapping[str, Any]
+    channels: Table
+
+    @classmethod
+    def load(cls, path: Path) -> "StatisticsFile | None":
+        """Read what `save` wrote; None if it is absent, damaged or something else."""
+        try:
+            found = json.loads(path.read_text())
+            if found["form"] != FORM:
+                return None
+            rows = {
+                name: {number: float(row[number]) for number in NUMBERS}
+                for name, row in found["channels"].items()
+            }
+            made_from = dict(found["made_from"])
+            whole = {"store": str, "every": int, "transforms": dict, "values": dict}
+            if not all(type(made_from[key]) is kind for key, kind in whole.items()):
+                return None
+            return cls(made_from, rows)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None
+
+    def save(self, path: Path) -> None:
+        """Write it, to the last bit; whole or not at all.
+
+        Raises:
+            UserError: it cannot be written.
+        """
+        content = {"form": FORM, "made_from": self.made_from, "channels": self.channels}
+        write_whole(path, json.dumps(content, indent=1) + "\n")
+
+    @property
+    def every(self) -> int:
+        """It is of every N-th training date."""
+        return int(self.made_from["every"])
+
+    def check(self, store: Store, where: str, change: str = "data.statistics") -> None:
+        """Refuse statistics of something else than the config's training dates.
+
+        They may hold more channels.
+
+        Args:
+            where: as messages name the file.
+            change: what they advise to change, apart from the key that differs.
+
+        Raises:
+            UserError: names the first thing that differs.
+        """
+        own = made_from(store, self.every)
+        for what, key in SETTINGS.items():
+            if own[what] != self.made_from.get(what):
+                raise UserError(
+                    f"{where}: is of {what} {_shown(self.made_from.get(what))}, but the config has "
+                    f"{_shown(own[what])}. Change {key} or {change}."
+                )
+        for name, done in own["transforms"].items():
+            before = self.made_from["transforms"].get(name, done)
+            if before != done:
+                raise UserError(
+                    f"{where}: is of {name} {before}, but the config has it {done}. Change "
+                    f"data.variables.{name} or {change}."
+                )
+        for name, digest in own["values"].items():
+            if self.made_from["values"].get(name, digest) != digest:
+                raise UserError(
+                    f"{where}: is of {self.made_from['store']}, in which {name} has other values "
+                    f"than in {store.source.where}. Change data.store or {change}."
+                )
+
+
+def statistics_path(store: Store, folder: Path, every: int = 1) -> Path:
+    """Where the statistics of this store, these variables, dates and step lie in the cache."""
+    return folder / f"statistics-{strict_name(store, every)}.json"
+
+
+def strict_name(store: Store, every: int) -> str:
+    """A name for statistics of this very store, as old as it is now."""
+    config = store.config
+    times = store.times[TrainingDates.of(store, every).chosen]
+    timed = [channel.variable for group in channel_groups(store) for channel in group]
+    description = store.description([*dict.fromkeys(timed), *config.static])
+    lists = [config.prognostic, config.diagnostic, config.forcing, config.static]
+    dates = [str(time) for time in times]
+    transforms = _transforms(store)
+    return fingerprint(FORM, description, lists, dates, every, config.step_hours, transforms)
+
+
+def made_from(store: Store, every: int) -> dict[str, Any]:
+    """What the statistics of a store's training dates are made from, as JSON.
+
+    Paths are not part of it: a copy of the store has the same statistics. Instead there is a digest
+    of a row of each channel at the first training date.
+    """
+    span = split_span(store.config, "train", store.times)
+    times = [str(time) for time in store.times[span].astype("datetime64[s]")]
+    rows, columns = store.grid
+    coordinates = fingerprint(store.latitude.tolist(), store.longitude.tolist())
+    return {
+        "store": store.source.where,
+        "step": f"{store.config.step_hours}h",
+        "dates": [times[0], times[-1], len(times), fingerprint(times)],
+        "every": every,
+        "grid": [rows, columns, coordinates],
+        "transforms": _transforms(store),
+        "values": _values(store, span.start),
+    }
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file under a temporary name, then give it its own.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(text)
+        os.replace(temporary, path)
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot be written ({error.strerror}). Change out, or make room."
+        ) from error
+
+
+def _transforms(store: Store) -> dict[str, str]:
+    """What is done to the values of each variable before their moments are taken."""
+    config = store.config
+    names = [*config.prognostic, *config.diagnostic, *config.forcing, *config.static]
+    found = {}
+    for name in names:
+        variable = config.of(name)
+        done = [] if np.isnan(variable.log1p_scale) else [variable.normalise]
+        if variable.convert:
+            done.append(variable.convert)
+        if is_accumulated(name, config):
+            done.append("accumulated")
+        found[name] = ", ".join(done) or "as it is"
+    return found
+
+
+def _values(store: Store, place: int) -> dict[str, str]:
+    """A digest of the middle row of each channel at one date."""
+    middle = store.grid[0] // 2
+    rows = slice(middle, middle + 1)
+    found = {}
+    for group in channel_groups(store):
+        for _, block in store.blocks(group, slice(place, place + 1), rows):
+            for channel, values in zip(group, block[0], strict=True):
+                found[channel.name] = _digest(values)
+    return found
+
+
+def _digest(values: np.ndarray[Any, Any]) -> str:
+    known = np.where(np.isnan(values), np.float32(np.nan), values).astype("<f4")
+    return hashlib.sha256(known.tobytes()).hexdigest()[:16]
+
+
+def _shown(value: object) -> str:
+    return f"[{', '.join(map(str, value))}]" if isinstance(value, list) else str(value)
+
+
+Done = Callable[[int], None]  # how many fields have been seen
+
+
+@final
+class StatisticsRun:
+    """What is to be read for a file of statistics, and what of it has been.
+
+    Attributes:
+        fields: how many there are to be read, each one channel at one date.
+        done: how many of them an earlier run has read.
+
+    Raises:
+        UserError: the file can't be written, another process is making it, or no date has one a
+            step later.
+    """
+
+    def __init__(self, store: Store, path: Path, every: int = 1) -> None:
+        self.store, self.path, self.every = store, path, every
+        self.dates = TrainingDates.of(store, every)
+        self.pieces = all_pieces(store, self.dates)
+        self._folder = path.with_name(f"{path.name}.parts")
+        self._name = strict_name(store, every)
+        self._lock = FileLock(self._folder / "lock")
+        self._take()
+        self._found = {
+            index: pairs
+            for index, piece in enumerate(self.pieces)
+            if (pairs := self._kept(index, piece)) is not None
+        }
+        self.fields = sum(map(_size, self.pieces))
+        self.done = sum(_size(self.pieces[index]) for index in self._found)
+
+    @property
+    def left(self) -> list[Piece]:
+        """The pieces that are still to be done."""
+        return [piece for index, piece in enumerate(self.pieces) if index not in self._found]
+
+    def run(self, workers: Workers, done: Done) -> StatisticsFile:
+        """Do what is left, write the file and remove what was kept.
+
+        Raises:
+            UserError: a field cannot be read, a channel is constant, or the disk is full.
+        """
+        waiting = [index for index in range(len(self.pieces)) if index not in self._found]
+        seen = self.done
+        done(seen)
+        for index, pairs in zip(waiting, workers.run(moments_of, self.left), strict=True):
+            self._keep(index, pairs)
+            self._found[index] = pairs
+            seen += _size(self.pieces[index])
+            done(seen)
+        table = merged(self.store, self.pieces, [self._found[i] for i in range(len(self.pieces))])
+        Statistics.of(table, self.store, self.store.config.store)
+        result = StatisticsFile(made_from(self.store, self.every), table)
+        result.save(self.path)
+        self._lock.release()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        return result
+
+    def close(self) -> None:
+        """Let another process go on."""
+        self._lock.release()
+
+    def _take(self) -> None:
+        """Make the folder, which tells before hours of reading that it can be written to."""
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._lock.acquire(blocking=False)
+        except Timeout:
+            raise UserError(
+                f"{self.path}: another process is making it. Wait, or change out."
+            ) from None
+        except OSError as error:
+            raise UserError(
+                f"{self._folder}: cannot be made ({error.strerror}). Change out."
+            ) from error
+
+    def _part(self, index: int) -> Path:
+        return self._folder / f"{self._name}-{index:05}.json"
+
+    def _keep(self, index: int, pairs: list[Pair]) -> None:
+        numbers = [[values.numbers(), changes.numbers()] for values, changes in pairs]
+        write_whole(self._part(index), json.dumps(numbers))
+
+    def _kept(self, index: int, piece: Piece) -> list[Pair] | None:
+        """What an earlier run found; None if it did not, or what it wrote is damaged."""
+        try:
+            numbers = json.loads(self._part(index).read_text())
+            pairs = [(Moments(*map(float, v)), Moments(*map(float, c))) for v, c in numbers]
+        except (OSError, ValueError, TypeError):
+            return None
+        return pairs if len(pairs) == len(piece.channels) else None
+
+
+def moments_of(store: Store, dates: TrainingDates, piece: Piece) -> list[Pair]:
+    """The moments of one piece."""
+    return piece_moments(store, piece, stream(store, dates, piece))
+
+
+def first_window(store: Store, dates: TrainingDates, piece: Piece) -> int:
+    """Read and use the first fields of a piece, to see how long it takes: how many."""
+    window = next(stream(store, dates, piece))
+    piece_moments(store, piece, [window])
+    return len(piece.channels) * len(window.fields)
+
+
+def _size(piece: Piece) -> int:
+    return len(piece.channels) * (piece.stop - piece.first)

@@ -1,27 +1,114 @@
 """The fields that a run needs of its store, only the rows that are asked for."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import replace
+from threading import Lock
 from typing import final
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from credit_dp.config import DataConfig
+from credit_dp.config.data import ROLES, SPLITS
+from credit_dp.data.channels import Channel, Channels
 from credit_dp.data.dates import settled_dates, split_span
 from credit_dp.data.forcings import COMPUTED, COMPUTED_STATICS
-from credit_dp.data.gaps import first_gap, gap_error
 from credit_dp.data.limits import Range, ValueLimits, check_limit_keys, extremes
-from credit_dp.data.masks import Masks
-from credit_dp.data.schema import Channel, Channels
+from credit_dp.data.selection import Stepped, wanted_channels
+from credit_dp.data.sources.base import Fields, Source, Times
 from credit_dp.data.sources.opening import open_source
-from credit_dp.data.sources.source import Fields, Source, Times
-from credit_dp.data.stepped import Stepped
 from credit_dp.data.units import check_units, unit_after
-from credit_dp.data.wanted import wanted_channels
-from credit_dp.data_config import ROLES, SPLITS
 from credit_dp.errors import UserError
+
+Valid = NDArray[np.bool_]  # (rows, W), True where there are values
+FirstFields = Callable[[Sequence[Channel], slice], Fields]
+
+
+@final
+class Masks:
+    """The masks of the channels whose variables have a fill; each band is read once.
+
+    Any thread may ask.
+    """
+
+    def __init__(self, channels: Sequence[Channel], first_fields: FirstFields) -> None:
+        """Take what reads `(C, rows, W)` of the first training date, NaN where there is no value.
+
+        What reads raises the errors of reading.
+        """
+        self.channels = tuple(channels)
+        self._first_fields = first_fields
+        self._known: dict[tuple[int, int], Mapping[Channel, Valid]] = {}
+        self._lock = Lock()
+
+    def of(self, band: slice) -> Mapping[Channel, Valid]:
+        """The mask of each channel on rows `band`, whose ends are given."""
+        if not self.channels:
+            return {}
+        key = (band.start, band.stop)
+        with self._lock:
+            if key not in self._known:
+                fields = self._first_fields(self.channels, band)
+                self._known[key] = dict(zip(self.channels, ~np.isnan(fields), strict=True))
+            return self._known[key]
+
+
+def all_finite(fields: Fields) -> bool:
+    """Whether no value is NaN or infinite."""
+    # One sum is faster than isfinite, and is finite only if all values are, unless it overflows:
+    # then the slow check decides.
+    with np.errstate(over="ignore", invalid="ignore"):
+        return bool(np.isfinite(fields.sum()) or np.isfinite(fields).all())
+
+
+def first_gap(field: Fields, valid: Valid | None) -> int | None:
+    """Clear `(T, rows, W)` outside `valid`; the first time with a gap inside it, None if none has.
+
+    Without a mask all points must have values.
+    """
+    if valid is None:
+        if all_finite(field):
+            return None
+        bad = ~np.isfinite(field)
+    else:
+        np.copyto(field, np.nan, where=~valid)
+        bad = ~np.isfinite(field) & valid
+    times = np.flatnonzero(bad.any(axis=(1, 2)))
+    return int(times[0]) if len(times) else None
+
+
+def gap_error(
+    where: str, channel: Channel, role: str, field: Fields, times: tuple[object, object] | None
+) -> UserError:
+    """What is said of a gap in `field`.
+
+    Args:
+        where: the store.
+        role: the list of the data config that has the variable.
+        times: of the field, and of the mask, None if it has none; None for a static.
+    """
+    name = channel.variable
+    there = "" if times is None else f" at {_minute(times[0])}"
+    if channel.level is not None:
+        there += f" on level {channel.level}"
+    other = f"eave it out of data.{role}" + ("" if times is None else ", or choose other dates")
+    if np.isinf(field).any():
+        return UserError(f"{where}: {name} has infinite values{there}. L{other}.")
+    if times is not None and times[1] is not None:
+        return UserError(
+            f"{where}: {name} has NaN{there}, where it has values at {_minute(times[1])}, the "
+            f"first of data.dates.train, which data.variables.{name}.fill goes by. L{other}."
+        )
+    return UserError(
+        f"{where}: {name} has NaN{there}. If it has no values there at any time, set "
+        f"data.variables.{name}.fill=mean, or to a number; else l{other}."
+    )
+
+
+def _minute(time: object) -> str:
+    return str(np.datetime64(time, "m"))  # type: ignore[call-overload]
+
 
 BLOCK_BYTES = 8 * 2**20  # of fields read at once in a pass: more leaves the processor's cache
 

@@ -1,12 +1,17 @@
 """Sharding a model by latitude: every rank holds a band of rows of each field."""
 
-from credit_dp.domain_parallel.constraints import validate_sharding_constraints
 from credit_dp.domain_parallel.convert import (
     convert_from_domain_parallel,
     convert_to_domain_parallel,
     replan,
 )
-from credit_dp.domain_parallel.halo_exchange import HaloExchange
+from credit_dp.domain_parallel.costs.report import PlanReport, plan_report
+from credit_dp.domain_parallel.halo_exchange import (
+    HaloExchange,
+    gather_tensor,
+    shard_batch,
+    shard_tensor,
+)
 from credit_dp.domain_parallel.layers import (
     DomainParallelBatchNorm,
     DomainParallelConv1d,
@@ -28,9 +33,7 @@ from credit_dp.domain_parallel.manager import (
     get_domain_parallel_manager,
     initialize_domain_parallel,
 )
-from credit_dp.domain_parallel.partition import RowPartition
-from credit_dp.domain_parallel.report import PlanReport, plan_report
-from credit_dp.domain_parallel.sharding import gather_tensor, shard_batch, shard_tensor
+from credit_dp.domain_parallel.partition import RowPartition, validate_sharding_constraints
 from credit_dp.domain_parallel.verify import VerifyReport, verify_domain_parallel
 
 __all__ = [

@@ -3,40 +3,40 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from math import prod
+from typing import TYPE_CHECKING, Any, final
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from credit_dp.domain_parallel.constraints import validate_sharding_constraints
-from credit_dp.domain_parallel.conversion import (
-    RECORD,
-    Conversion,
-    Converter,
-    _replace_module,
-    hand_back,
-)
-from credit_dp.domain_parallel.first_forward import (
-    PlanAtFirstForward,
-    check_shard_dim,
-    remove_first_forward,
-)
-from credit_dp.domain_parallel.layers.row_layer import RowLayer
+from credit_dp.domain_parallel.functional import Running, announce, announced, withdraw
+from credit_dp.domain_parallel.halo_exchange import HaloExchange
+from credit_dp.domain_parallel.layers.base import Bands, RowLayer, overridden, torch_layer
+from credit_dp.domain_parallel.layers.depthwise import DepthwiseLayer
 from credit_dp.domain_parallel.manager import DomainParallelManager
-from credit_dp.domain_parallel.plan import Inputs, Shape, as_shapes, plan_calls, plan_model
-from credit_dp.domain_parallel.planner import Planner
+from credit_dp.domain_parallel.partition import FIELD_DIMS, ROW_DIM, validate_sharding_constraints
+from credit_dp.domain_parallel.planning.plan import Inputs, Shape, as_shapes, plan_calls, plan_model
+from credit_dp.domain_parallel.planning.planner import Planner, active_planner
 from credit_dp.domain_parallel.row_tensors import cut_only, cuts
 from credit_dp.domain_parallel.rules import (
+    CONTAINERS,
+    RULES,
     _needs_halo_conv2d,
     _needs_halo_conv3d,
     _needs_halo_conv_transpose2d,
     _needs_halo_conv_transpose3d,
 )
-from credit_dp.domain_parallel.running import announced
 from credit_dp.domain_parallel.shared_exchange import unshare
-from credit_dp.domain_parallel.summary import summary
 from credit_dp.errors import UserError
 
-# Users know these by this module's name.
+if TYPE_CHECKING:
+    from credit_dp.domain_parallel.planning.planner import Planner, Visit
+
 __all__ = [
     "Converter",
     "_needs_halo_conv2d",
@@ -49,6 +49,327 @@ __all__ = [
     "replan",
     "validate_sharding_constraints",
 ]
+
+
+Converter = Callable[[Any], nn.Module]
+# Under this name a converted model holds its conversion.
+RECORD = "_domain_parallel_conversion"
+
+
+class Conversion:
+    """One walk over a module tree.
+
+    Args:
+        manager: this rank's place in the mesh.
+        custom: module type (exact) -> function from the module to its replacement.
+    """
+
+    def __init__(
+        self, manager: DomainParallelManager, custom: Mapping[type[nn.Module], Converter]
+    ) -> None:
+        self.manager = manager
+        self.custom = custom
+        self.running = Running(manager)
+        self.trusted: list[nn.Module] = []
+        self.counts: Counter[str] = Counter()
+        self.own_leaves: Counter[str] = Counter()
+        self._done: dict[nn.Module, nn.Module] = {}
+        self._replaced: list[tuple[nn.Module, str, nn.Module]] = []
+        self._root: nn.Module | None = None
+        self._before: Conversion | None = None
+
+    def apply(self, model: nn.Module) -> nn.Module:
+        """Convert a model; a refused one is left as it was."""
+        self._root = model
+        try:
+            converted = self.convert(model, "")
+        except UserError:
+            self.undo(model)
+            raise
+        announce(converted, self.running)
+        self._before = converted.__dict__.get(RECORD)
+        converted.__dict__[RECORD] = self
+        self._done, self.custom = {}, {}  # which may not be possible to copy or to pickle
+        return converted
+
+    def convert(self, module: nn.Module, path: str) -> nn.Module:
+        """Return what stands for `module`; the same for every place where it is used."""
+        if module not in self._done:
+            self._done[module] = self._convert(module, path)
+        return self._done[module]
+
+    def _convert(self, module: nn.Module, path: str) -> nn.Module:
+        if isinstance(module, RowLayer):
+            return module
+        kind = type_before_parametrizations(module)  # spectral_norm makes a type of its own
+        if kind in self.custom:
+            new = self._adopt(self.custom[kind](module))
+            if not isinstance(new, RowLayer):
+                self.trusted.append(new)
+            return new
+        layer = _acts_as(module, kind)
+        if layer in RULES:
+            try:
+                new = self._adopt(RULES[layer](module))
+            except UserError as error:
+                refused = str(error).rstrip(".")
+                raise UserError(f"{path or 'model'}: {refused}. {_HOW_TO_REGISTER}") from None
+            if new is module and layer is not kind:
+                self.own_leaves[kind.__name__] += 1
+            return new
+        if isinstance(module, CONTAINERS):
+            return self._convert_children(module, path)
+        if kind.__module__.startswith("torch."):
+            raise UserError(
+                f"{path or 'model'}: {kind.__name__} has no rule for bands of rows. "
+                f"{_HOW_TO_REGISTER}"
+            )
+        if not module._modules:
+            self.own_leaves[kind.__name__] += 1
+        return self._convert_children(module, path)
+
+    def _convert_children(self, module: nn.Module, path: str) -> nn.Module:
+        for name, child in module._modules.items():
+            makes_weights = name == "parametrizations" and is_parametrized(module)
+            if child is not None and not makes_weights:
+                new = self.convert(child, f"{path}.{name}" if path else name)
+                self._replaced.append((module, name, child))
+                _replace_module(module, name, child, new)
+        return module
+
+    def undo(self, converted: nn.Module) -> nn.Module:
+        """Put the layers back that were there before, and return the model that was converted."""
+        withdraw(converted, self.running)
+        for parent, name, old in self._replaced:
+            hand_back(parent._modules[name], old)
+            parent._modules[name] = old
+        self._replaced = []
+        if converted.__dict__.pop(RECORD, None) and self._before:
+            converted.__dict__[RECORD] = self._before
+        plain = converted if self._root is None else self._root
+        hand_back(converted, plain)
+        return plain
+
+    def undo_all(self, converted: nn.Module) -> nn.Module:
+        """Undo this conversion and those of the same model before it."""
+        cut_only(converted, [])
+        plain = self.undo(converted)
+        return self._before.undo_all(plain) if self._before else plain
+
+    def _adopt(self, new: nn.Module) -> nn.Module:
+        for layer in new.modules():
+            if isinstance(layer, HaloExchange):
+                layer.adopt_manager(self.manager)
+            if isinstance(layer, RowLayer):
+                layer.adopt_manager(self.manager)
+                self.counts[type(layer).__name__] += 1
+        return new
+
+
+def _acts_as(module: nn.Module, kind: type[nn.Module]) -> type[nn.Module]:
+    """Return the layer of torch that a subclass leaves as it is, else the type itself."""
+    layer = torch_layer(kind)
+    return kind if layer is None or overridden(module) else layer
+
+
+_HOW_TO_REGISTER = (
+    "Pass custom_converters={TYPE: function(module) -> replacement}; what it returns, as "
+    "`lambda module: module` does, is trusted and not checked, so it has to act on every row apart"
+)
+
+
+def _replace_module(
+    parent: nn.Module, name: str, old_module: nn.Module, new_module: nn.Module
+) -> None:
+    """Put `new_module` where `old_module` is in `parent`."""
+    if new_module is not old_module:
+        parent._modules[name] = new_module
+
+
+def hand_back(new: nn.Module | None, old: nn.Module) -> None:
+    """Give a replaced module the parameters, buffers and mode that its replacement has by now.
+
+    A layer of this package shares them; another one may have been moved or loaded on its own.
+    """
+    if new is None or new is old:
+        return
+    if isinstance(new, RowLayer):
+        old._is_full_backward_hook = new._is_full_backward_hook
+        return
+    holders = {name: module for name, module in new.named_modules()}
+    for name, module in old.named_modules():
+        if name in holders:
+            module.training = holders[name].training
+            _copy_held(holders[name]._parameters, module._parameters)
+            _copy_held(holders[name]._buffers, module._buffers)
+
+
+def _copy_held(new: dict[str, Any], old: dict[str, Any]) -> None:
+    for name in old:
+        old[name] = new.get(name, old[name])
+
+
+# Where rows may be, counted from the start; both are the last dimension but one of some input.
+ROWS_FROM_START = (2, 3)
+
+
+@final
+class PlanAtFirstForward:
+    """A forward pre-hook that plans with what the model is called with, and then takes itself away.
+
+    It stays after a refusal, and a copy of the model plans for itself.
+
+    Args:
+        manager: this rank's place in the mesh.
+        shard_dim: the row dimension of what the model is called with.
+        plan: called with the model, the whole-globe shapes and what makes its inputs.
+    """
+
+    def __init__(
+        self,
+        manager: DomainParallelManager,
+        shard_dim: int,
+        plan: Callable[[nn.Module, list[Shape], Inputs], None],
+    ) -> None:
+        self.manager = manager
+        self.shard_dim = shard_dim
+        self.plan = plan
+
+    @_disable_dynamo  # it plans: there is nothing to compile
+    def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Plan, unless this is a call of another plan."""
+        if active_planner() is not None:
+            return
+        fields = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        for x in fields[:1]:
+            check_shard_dim(self.shard_dim, x.ndim)
+        whole = {id(x): self._whole_shape(x) for x in fields}
+        _check_some_have_rows([x for x in fields if x.ndim >= FIELD_DIMS], whole)
+
+        def inputs(wanted: Callable[[Shape], Shape]) -> tuple[list[Any], dict[str, Any]]:
+            def like(x: Tensor) -> Tensor:
+                return torch.empty(wanted(whole[id(x)]), dtype=x.dtype, device=x.device)
+
+            new_args, new_kwargs = tree_map_only(Tensor, like, (args, kwargs))
+            return list(new_args), new_kwargs
+
+        self.plan(model, list(whole.values()), inputs)
+        remove_first_forward(model)
+
+    def _whole_shape(self, x: Tensor) -> Shape:
+        """Gather the globe's shape; a tensor with one row on every rank is taken for replicated."""
+        if x.ndim < FIELD_DIMS:
+            return tuple(x.shape)
+        partition = self.manager.gathered_partition(x.shape[ROW_DIM])
+        if set(partition.sizes) == {1}:
+            return tuple(x.shape)
+        self.manager.bands.adopt(partition)
+        return (*x.shape[:ROW_DIM], partition.height, *x.shape[ROW_DIM + 1 :])
+
+
+def _check_some_have_rows(fields: list[Tensor], whole: dict[int, Shape]) -> None:
+    """Refuse a first field with one row on every rank: it may be the same one, or a band each."""
+    banded = [x for x in fields if whole[id(x)] != tuple(x.shape)]
+    if not fields or any(x is fields[0] for x in banded):
+        return
+    if not banded or fields[0].shape[-1] > 1:
+        raise UserError(
+            f"first forward: every rank was given one row, {tuple(fields[0].shape)}: it can't be "
+            "known whether that is the same row or one band of a globe on each. Convert with "
+            "input_shape, the whole globe's."
+        )
+
+
+def remove_first_forward(model: nn.Module) -> None:
+    """Take away what plans at the first forward, if it is there."""
+    for key, hook in list(model._forward_pre_hooks.items()):
+        if isinstance(hook, PlanAtFirstForward):
+            del model._forward_pre_hooks[key]
+            model._forward_pre_hooks_with_kwargs.pop(key, None)
+
+
+def check_shard_dim(shard_dim: int, ndim: int | None) -> None:
+    """Refuse any dimension but the rows' of an input with `ndim` dimensions, None if unknown."""
+    row_dim = shard_dim if shard_dim < 0 or ndim is None else shard_dim - ndim
+    if row_dim == -1:
+        raise UserError(
+            f"shard_dim: {shard_dim} is longitude, which can't be sharded: only latitude rows can, "
+            "the last dimension but one. Use shard_dim=-2."
+        )
+    if row_dim not in (ROW_DIM, *([] if ndim else ROWS_FROM_START)):
+        raise UserError(
+            f"shard_dim: only latitude rows, the last dimension but one, can be sharded, got "
+            f"{shard_dim}. Use shard_dim=-2."
+        )
+
+
+def summary(conversion: Conversion, planner: Planner | None = None) -> str:
+    """Say what was put in, what was kept, what is trusted, and what this rank sends.
+
+    Without a plan: as far as it is known before.
+    """
+    parts = [_listed(conversion.counts) or "no layer mixes rows"]
+    if conversion.own_leaves:
+        parts.append(f"layers of your own, kept and audited: {_listed(conversion.own_leaves)}")
+    trusted = Counter(type(module).__name__ for module in conversion.trusted)
+    if trusted:
+        parts.append(f"trusted: {_listed(trusted)}")
+    if planner is None:
+        parts.append("planned and audited at the first forward")
+    else:
+        cut = [what.path for _, of_owner in cuts(planner.model) for what in of_owner.values()]
+        parts += [f"cut into bands: {', '.join(cut)}"] if cut else []
+        traded = [name for layer, name in planner.names.items() if _trades(layer)]
+        parts += [f"rows traded for channels: {', '.join(traded)}"] if traded else []
+        parts.append(f"this rank sends at most {_bytes_sent(planner):,} bytes of rows per forward")
+    return "; ".join([*parts, "not verified numerically: credit-dp verify does"])
+
+
+def _listed(counts: Counter[str]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in sorted(counts.items()))
+
+
+def _bytes_sent(planner: Planner) -> int:
+    """Return what this rank sends forward; less where a layer shrinks its rows before they go."""
+    visits = (visit for visit in planner.visits if visit.dim is not None)
+    return sum(_sent(planner, visit) for visit in visits)
+
+
+def _sent(planner: Planner, visit: Visit) -> int:
+    """Return what this rank sends for one call of a layer."""
+    made = next(call.made for call in planner.seen[visit.layer] if call.taken == visit.taken)
+    bands = Bands(planner.bands[visit.taken], planner.bands[made])
+    if isinstance(visit.layer, DepthwiseLayer) and visit.layer.transposes(visit.taken):
+        return _traded(planner, visit, visit.layer, bands)
+    rows = sum(route.length for route in visit.layer.exchange(bands).sends)
+    return rows * _bytes(planner, visit, visit.shapes[0]) // visit.taken
+
+
+def _traded(planner: Planner, visit: Visit, layer: DepthwiseLayer, bands: Bands) -> int:
+    """Return what this rank sends to trade rows for channels, and channels for rows."""
+    sent, shapes = 0, (visit.shapes[0], tuple(visit.made.shape))
+    for to_channels, shape, plan in zip(
+        (True, False), shapes, layer.transposes_of(bands), strict=True
+    ):
+        rows = sum(plan.parcels(to_channels)[layer.manager.domain_rank])
+        sent += rows * _bytes(planner, visit, shape) // (sum(plan.rows) * sum(plan.channels))
+    return sent
+
+
+def _trades(layer: RowLayer) -> bool:
+    """Return whether a layer trades rows for channels, at any height."""
+    return isinstance(layer, DepthwiseLayer) and any(map(layer.transposes, layer.planned))
+
+
+def _bytes(planner: Planner, visit: Visit, shape: tuple[int, ...]) -> int:
+    """Return the bytes of a whole tensor; a plan's batch has a size of its own."""
+    made = next(leaf for leaf in tree_leaves(visit.made) if isinstance(leaf, Tensor))
+    size = prod(shape) * made.element_size()
+    planned, given = planner.batch
+    return size // planned * given if shape[0] == planned else size
+
+
+# Users know these by this module's name.
 
 logger = logging.getLogger(__name__)
 

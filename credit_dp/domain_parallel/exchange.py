@@ -1,7 +1,4 @@
-"""The one communication primitive: every rank names the global rows it needs and gets them.
-
-Halos of any width, pole padding, rebalancing and gathering are all instances of it.
-"""
+"""The one communication primitive: every rank names the global rows it needs and gets them."""
 
 from __future__ import annotations
 
@@ -15,9 +12,21 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from credit_dp.domain_parallel.memory_format import format_of
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.domain_parallel.transport import Transport
+from credit_dp.errors import UserError
+
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def format_of(x: Tensor) -> torch.memory_format:
+    """Channels last where each sample of a tensor has them so, else row by row."""
+    last = CHANNELS_LAST.get(x.ndim)
+    if last is None or x.is_contiguous():
+        return torch.contiguous_format
+    one = x[:1]  # of bands cut from larger ones only single samples are without gaps
+    lies_last = one.is_contiguous(memory_format=last) and not one.is_contiguous()
+    return last if lies_last else torch.contiguous_format
 
 
 class Run(NamedTuple):
@@ -333,3 +342,58 @@ def _collect(total: Tensor, grad: Tensor, pieces: Iterable[Piece], dim: int) -> 
         length = piece.stop - piece.start
         stretch = _pole_view(grad.narrow(dim, piece.at, length), piece.run, dim, -1)
         total.narrow(dim, piece.start, length).add_(stretch)
+
+
+# What each mode shows at rows -2, -1 | 0, 1, ... (0 is the pole's row):
+#   zeros 0, 0     replicate 0, 0     circular H-2, H-1     reflect 2, 1     mirror 1, 0
+#   earth 1, 0 rotated by half the longitudes, as a walk across the pole sees them
+MODES = ("zeros", "replicate", "circular", "reflect", "mirror", "earth")
+
+
+def rows_with_poles(start: int, stop: int, height: int, mode: str) -> tuple[Run, ...]:
+    """Return the rows `start` to `stop - 1`, where those below 0 or from `height` on are padding.
+
+    Raises:
+        UserError: the padding is wider than what the mode can show.
+    """
+    widest = height if mode in ("circular", "mirror", "earth") else height - 1
+    if mode not in ("zeros", "replicate") and max(-start, stop - height) > widest:
+        raise UserError(
+            f"padding: {max(-start, stop - height)} rows beyond a pole need as many on the globe, "
+            f"which has {height}. Use a finer grid or less padding."
+        )
+    runs = (
+        *_north(start, min(stop, 0), height, mode),
+        Run(max(start, 0), min(stop, height)),
+        *_south(max(start, height), stop, height, mode),
+    )
+    return tuple(run for run in runs if run.length > 0)
+
+
+def _north(start: int, stop: int, height: int, mode: str) -> tuple[Run, ...]:
+    match mode:
+        case "zeros":
+            return (Run(0, stop - start, blank=True),)
+        case "replicate":
+            return (Run(0, 1),) * (stop - start)
+        case "circular":
+            return (Run(height + start, height + stop),)
+        case "reflect":
+            return (Run(1 - stop, 1 - start, flipped=True),)
+        case _:
+            return (Run(-stop, -start, flipped=True, turned=mode == "earth"),)
+
+
+def _south(start: int, stop: int, height: int, mode: str) -> tuple[Run, ...]:
+    match mode:
+        case "zeros":
+            return (Run(0, stop - start, blank=True),)
+        case "replicate":
+            return (Run(height - 1, height),) * (stop - start)
+        case "circular":
+            return (Run(start - height, stop - height),)
+        case "reflect":
+            return (Run(2 * height - 1 - stop, 2 * height - 1 - start, flipped=True),)
+        case _:
+            turned = mode == "earth"
+            return (Run(2 * height - stop, 2 * height - start, flipped=True, turned=turned),)

@@ -8,9 +8,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from credit_dp.domain_parallel.gloo_threads import let_senders_finish
 from credit_dp.domain_parallel.partition import BandTable, RowPartition
-from credit_dp.domain_parallel.transport import Alone, GroupTransport, Transport, Unpickled
+from credit_dp.domain_parallel.transport import (
+    Alone,
+    GroupTransport,
+    Transport,
+    Unpickled,
+    let_senders_finish,
+)
 from credit_dp.errors import UserError
 
 

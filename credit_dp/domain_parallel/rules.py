@@ -36,9 +36,9 @@ from credit_dp.domain_parallel.layers import (
     DomainParallelSoftmax,
     DomainParallelUpsample,
 )
-from credit_dp.domain_parallel.layers.conv_layer import is_pointwise, sides_of
-from credit_dp.domain_parallel.layers.global_pool import AvgPool, MaxPool, size_along
+from credit_dp.domain_parallel.layers.conv import is_pointwise, sides_of
 from credit_dp.domain_parallel.layers.pad import PAD_LAYERS
+from credit_dp.domain_parallel.layers.pool import AdaptiveAvgPool, AdaptiveMaxPool, size_along
 from credit_dp.domain_parallel.partition import ROW_DIM
 
 Rule = Callable[[Any], nn.Module]
@@ -104,7 +104,7 @@ def _trailing_norm(wrapper: Rule) -> Rule:
 def _adaptive_pool(to_one_row: Rule, to_rows: Rule, row_dim: int = ROW_DIM) -> Rule:
     """Return the rule of a kind of adaptive pool with rows in `row_dim`."""
 
-    def rule(pool: AvgPool | MaxPool) -> nn.Module:
+    def rule(pool: AdaptiveAvgPool | AdaptiveMaxPool) -> nn.Module:
         wrapper = to_one_row if size_along(pool, row_dim) == 1 else to_rows
         return wrapper(pool)
 

@@ -1,12 +1,16 @@
-"""How ranks of one domain exchange bytes: over a process group, between threads, or not at all."""
+"""How ranks of one domain exchange bytes: over a process group, between threads, or not at all.
+Threads in which gloo waits for messages, and their place among those that compute."""
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, final
 
 import torch
@@ -14,10 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from credit_dp.errors import UserError
-from credit_dp.spans import EXCHANGE, named, span
+from credit_dp.profiling import EXCHANGE, named, span
 
 if TYPE_CHECKING:
     from credit_dp.domain_parallel.exchange import RowExchange
+
 
 # (rank within the domain, contiguous tensor to send or to fill)
 Parcel = tuple[int, Tensor]
@@ -224,3 +229,24 @@ class ThreadTransport(Transport):
         parts = {peer: self.world.take(peer, self.rank) for peer in others}
         parts[self.rank] = x.detach()
         return torch.stack([parts[r] for r in range(self.size)])
+
+
+TASKS = Path("/proc/self/task")
+NAME = "gloo_tcp_loop"
+
+
+def let_senders_finish() -> None:
+    """Keep those of this process from interrupting a thread that computes or sends; on Linux.
+
+    Such a thread tries again and again for a lock that is held while a message is sent. If it
+    interrupts the sender, for a message that comes in meanwhile, it keeps the core for a time slice
+    in vain, which is many times what the message takes.
+
+    Source: gloo's `Pair::handleEvents` (gloo/transport/tcp/pair.cc).
+    """
+    if not TASKS.exists():
+        return
+    for task in TASKS.iterdir():
+        with suppress(OSError):  # it has ended meanwhile
+            if (task / "comm").read_text().strip() == NAME:
+                os.sched_setscheduler(int(task.name), os.SCHED_BATCH, os.sched_param(0))

@@ -20,14 +20,14 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
+from credit_dp.data.channels import Channel
 from credit_dp.data.limits import extremes
-from credit_dp.data.schema import Channel
-from credit_dp.data.sources.source import Times
+from credit_dp.data.sources.base import Times
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
-from credit_dp.evaluation.grid_match import in_columns
-from credit_dp.evaluation.matched import Matched
-from credit_dp.evaluation.score_request import keys_for
+from credit_dp.evaluation.alignment import Matched
+from credit_dp.evaluation.forecast_store import in_columns
+from credit_dp.evaluation.request import keys_for
 
 MOST_BYTES = 2**30
 READ_PARTS = 16  # in which the fields that fill half of the room are read, or chunk by chunk

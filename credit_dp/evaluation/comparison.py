@@ -3,14 +3,171 @@
 import csv
 import io
 import json
+import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
+from pathlib import Path
 from types import MappingProxyType
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
+
+import numpy as np
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError  # type: ignore[import-untyped]
 
 from credit_dp.errors import UserError
-from credit_dp.evaluation.compared_result import RUN, Place, Result
+from credit_dp.evaluation.figure_style import (
+    SERIES,
+    SOURCE_LINES,
+    figure_style,
+    plain,
+    series_colour,
+    with_unit,
+)
+from credit_dp.evaluation.plots import legend, panels
+from credit_dp.evaluation.report import LABELS, STYLE, TITLES, TOLD, picture, table_leads
+from credit_dp.evaluation.scorecard import HEADLINE, SHOWN, three_digits
+
+RUN, CARD = "training run", "scorecard"
+CONFIG, METRICS, SCORES = "config.yaml", "metrics.json", "scores.json"
+OWN = ("run.name", "run.dir")  # keys in which runs always differ
+# What scores depend on besides the forecasts, by how it is called.
+RUN_FACTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "data": ("data.name", "data.store", "data.quickstart"),
+        "dates": ("data.dates.test",),
+        "grid": ("data.grid",),
+    }
+)
+CARD_FACTS: Mapping[str, str] = MappingProxyType(
+    {"truth": "truth", "dates": "initial_times", "grid": "grid", "climatology": "climatology"}
+)
+
+
+class Place(NamedTuple):
+    """Of what a number is a score."""
+
+    score: str
+    channel: str
+    hours: int
+
+
+@final
+@dataclass(frozen=True)
+class Result:
+    """The scores of one run or scorecard.
+
+    Attributes:
+        name: what it is called in tables.
+        kind: `RUN` or `CARD`.
+        units: by channel.
+        scores: by place, then by what they are of: `forecast`, `persistence` and so on. Those that
+            are not defined, or infinite, are left out; so are places without the forecast's.
+        facts: what scores depend on besides the forecasts.
+        config: of a run, flat; without the keys in which runs always differ.
+    """
+
+    name: str
+    kind: str
+    units: Mapping[str, str]
+    scores: Mapping[Place, Mapping[str, float]]
+    facts: Mapping[str, object]
+    config: Mapping[str, object]
+
+
+def read_result(folder: Path, name: str) -> Result:
+    """Read the folder of a training run or of a scorecard.
+
+    Raises:
+        UserError: it is neither, the run has not finished, or a file is damaged.
+    """
+    if (folder / SCORES).is_file():
+        return _card(folder, name)
+    if (folder / METRICS).is_file() and (folder / CONFIG).is_file():
+        return _run(folder, name)
+    if (folder / CONFIG).is_file():
+        raise UserError(
+            f"{folder}: this run has not finished: it has no {METRICS}. Go on with it, or leave it "
+            "out."
+        )
+    what = "has neither" if folder.is_dir() else "is no folder: there is neither"
+    raise UserError(
+        f"{folder}: {what} {METRICS} of a training run nor {SCORES} of credit-dp evaluate. Give "
+        "the folder of one."
+    )
+
+
+def _run(folder: Path, name: str) -> Result:
+    content = _json(folder / METRICS)
+    config = dict(_flat(_yaml(folder / CONFIG)))
+    facts = {
+        fact: [(key, config[key]) for key in config if key.startswith(keys)]
+        for fact, keys in RUN_FACTS.items()
+    }
+    kept = {key: value for key, value in config.items() if key not in OWN}
+    try:
+        nested = {channel: {"rmse": leads} for channel, leads in content["rmse"].items()}
+        facts["dates"].append(("initial_times", content["initial_times"]))
+        return Result(name, RUN, dict(content["units"]), _read_scores(nested), facts, kept)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise _damaged(folder / METRICS, error) from error
+
+
+def _card(folder: Path, name: str) -> Result:
+    content = _json(folder / SCORES)
+    try:
+        facts = {fact: content[key] for fact, key in CARD_FACTS.items()}
+        scores = _read_scores(content["scores"])
+        return Result(name, CARD, dict(content["units"]), scores, facts, {})
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise _damaged(folder / SCORES, error) from error
+
+
+def _read_scores(nested: Mapping[str, Any]) -> dict[Place, dict[str, float]]:
+    """From channel, score, lead time and source."""
+    found: dict[Place, dict[str, float]] = {}
+    for channel, of_channel in nested.items():
+        for score, leads in of_channel.items():
+            for lead, sources in leads.items():
+                values = {
+                    "forecast" if of == "model" else of: float(value)
+                    for of, value in sources.items()
+                    if value is not None and math.isfinite(value)
+                }
+                if "forecast" in values:
+                    found[Place(score, channel, int(lead.removesuffix("h")))] = values
+    return found
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise _damaged(path, error) from error
+
+
+def _yaml(path: Path) -> Any:
+    try:
+        return OmegaConf.to_container(OmegaConf.load(path))
+    except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
+        raise _damaged(path, error) from error
+
+
+def _damaged(path: Path, error: Exception) -> UserError:
+    reason = " ".join(str(error).split())[:80] or type(error).__name__
+    return UserError(f"{path}: can't be read ({reason}). Make it again, or leave it out.")
+
+
+def _flat(config: Any, prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Keys with dots, and what they are set to."""
+    if not isinstance(config, dict) or not config:
+        yield prefix, config
+        return
+    for key, value in config.items():
+        yield from _flat(value, f"{prefix}.{key}" if prefix else str(key))
+
 
 # Of which a smaller number is better, and of which a larger one. Activity is to be the truth's;
 # spread is neither good nor bad alone.
@@ -129,7 +286,9 @@ def compare(results: Sequence[Result]) -> Comparison:
         )
     warnings = [*_facts(results), *_references(results, kept), *_left_out(results, places, odd)]
     rows = tuple(_row(place, results) for place in kept)
-    return Comparison(tuple(results), tuple(warnings), MappingProxyType(_config(results)), rows)
+    return Comparison(
+        tuple(results), tuple(warnings), MappingProxyType(_differing_config(results)), rows
+    )
 
 
 def _row(place: Place, results: Sequence[Result]) -> Row:
@@ -191,7 +350,7 @@ def _left_out(results: Sequence[Result], common: Sequence[Place], odd: set[str])
     return lines
 
 
-def _config(results: Sequence[Result]) -> dict[str, tuple[str, ...]]:
+def _differing_config(results: Sequence[Result]) -> dict[str, tuple[str, ...]]:
     """Keys that are not the same in all runs, and each one's value."""
     if results[0].kind != RUN:
         return {}
@@ -202,3 +361,141 @@ def _config(results: Sequence[Result]) -> dict[str, tuple[str, ...]]:
 
 def _text(config: Mapping[str, object], key: str) -> str:
     return json.dumps(config[key], default=str) if key in config else "-"
+
+
+LINES = ("-", "--", "-.", ":")
+
+
+def comparison_page(found: Comparison) -> str:
+    """The whole page, as text."""
+    parts = [*_head(found), *_config_section(found), *_score_sections(found)]
+    title = escape(f"Comparison of {', '.join(found.names)}")
+    return (
+        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{title}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
+        + "\n".join(parts)
+        + "\n</body>\n</html>\n"
+    )
+
+
+def percent(share: float | None) -> str:
+    """A difference for people."""
+    return "-" if share is None else f"{share:+.1f} %"
+
+
+def share_names(found: Comparison) -> list[str]:
+    """What the percentages are of, for the head of a table."""
+    return [f"{name} - {found.names[0]}" for name in found.names[1:]]
+
+
+def shown_rows(found: Comparison, score: str) -> list[Row]:
+    """Those of a few lead times, for tables."""
+    rows = [row for row in found.rows if row.place.score == score]
+    hours = sorted({row.place.hours for row in rows})
+    few = {hours[place] for place in table_leads(hours)}
+    return [row for row in rows if row.place.hours in few]
+
+
+def _head(found: Comparison) -> Iterable[str]:
+    yield f"<h1>Comparison of {escape(', '.join(found.names))}</h1>"
+    for line in found.warnings:
+        yield f'<p class="note"><b>{escape(line)}</b></p>'
+    yield (
+        f'<p class="note">Percentages are differences from {escape(found.names[0])}; the best is '
+        "bold. All numbers are in comparison.csv and comparison.json beside this page.</p>"
+    )
+
+
+def _config_section(found: Comparison) -> Iterable[str]:
+    if not found.config:
+        return
+    yield "<h2>What differs in the configs</h2>"
+    lines = [(key, *values) for key, values in found.config.items()]
+    yield _table("config", ("key", *found.names), [[(cell, "text") for cell in x] for x in lines])
+
+
+def _score_sections(found: Comparison) -> Iterable[str]:
+    for score in found.scores:
+        title = TITLES[score]
+        yield f"<h2>{title}</h2>"
+        yield f'<p class="note">{TOLD[score]} {escape(wins_told(found, score))}</p>'
+        yield f'<img src="{_curves(found, score)}" alt="{title} by lead time">'
+        names = ("channel", "unit", "hours", *found.names, *share_names(found))
+        lines = [
+            [
+                (row.place.channel, "text"),
+                (row.unit, "text"),
+                (str(row.place.hours), ""),
+                *(
+                    (three_digits(x), "best" if n == row.best else "")
+                    for n, x in enumerate(row.values)
+                ),
+                *((percent(share), "") for share in row.percent[1:]),
+            ]
+            for row in shown_rows(found, score)
+        ]
+        yield _table(score, names, lines)
+
+
+def wins_told(found: Comparison, score: str) -> str:
+    """How often each is best, in words; nothing where none can be."""
+    wins = found.wins(score)
+    if not any(wins):
+        return ""
+    of = sum(row.place.score == score for row in found.rows)
+    each = ", ".join(f"{name} {won}" for name, won in zip(found.names, wins, strict=True))
+    return f"Best of {of}: {each}."
+
+
+def _table(name: str, heads: Sequence[str], lines: Sequence[Sequence[tuple[str, str]]]) -> str:
+    """Cells with their classes."""
+    top = "".join(f"<th>{escape(head)}</th>" for head in heads)
+    body = "".join(
+        "<tr>" + "".join(f'<td class="{kind}">{escape(cell)}</td>' for cell, kind in line) + "</tr>"
+        for line in lines
+    )
+    return (
+        f'<div class="wide"><table id="{name}"><thead><tr>{top}</tr></thead>'
+        f"<tbody>{body}</tbody></table></div>"
+    )
+
+
+@figure_style()
+def _curves(found: Comparison, score: str) -> str:
+    """One score by lead time, all results in each panel, a panel for each channel shown."""
+    rows = [row for row in found.rows if row.place.score == score]
+    channels = shown_channels([row.place.channel for row in rows])
+    figure, axes_of = panels(len(channels))
+    for axes, channel in zip(axes_of, channels, strict=True):
+        own = sorted((row for row in rows if row.place.channel == channel), key=_hours)
+        days = np.array([row.place.hours for row in own]) / 24
+        for n, name in enumerate(found.names):
+            dashes = LINES[n // len(SERIES) % len(LINES)]
+            values = [row.values[n] for row in own]
+            axes.plot(days, values, f".{dashes}", color=series_colour(n), label=plain(name))
+        for of in REFERENCES:
+            values = [_reference(found, row.place, of) for row in own]
+            if np.isfinite(values).any():
+                axes.plot(days, values, label=of, **{**SOURCE_LINES[of], "linewidth": 1.0})
+        axes.set_title(plain(channel))
+        axes.set_xlabel("lead time (days)")
+        axes.set_ylabel(with_unit(LABELS[score], own[0].unit))
+    legend(figure, axes_of[0])
+    return picture(figure, "svg")
+
+
+def shown_channels(channels: Sequence[str]) -> list[str]:
+    """A few channels: those that are known best, then the first others."""
+    there = list(dict.fromkeys(channels))
+    known = [channel.name for channel in HEADLINE if channel.name in there]
+    few = set((known + [name for name in there if name not in known])[:SHOWN])
+    return [name for name in there if name in few]
+
+
+def _reference(found: Comparison, place: Place, of: str) -> float:
+    return found.results[0].scores[place].get(of, np.nan)
+
+
+def _hours(row: Row) -> int:
+    return row.place.hours

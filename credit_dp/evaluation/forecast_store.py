@@ -1,5 +1,6 @@
 """Stored forecasts in the form of WeatherBench 2, whoever made them, read a field at a time."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -9,13 +10,70 @@ import numpy as np
 import xarray as xr
 from numpy.typing import NDArray
 
-from credit_dp.data.layout import check_coordinates, has_model_levels, with_standard_names
+from credit_dp.data.grid import FULL_CIRCLE
 from credit_dp.data.sources.address import reason_of, without_secrets
-from credit_dp.data.sources.netcdf import is_netcdf, open_netcdf
-from credit_dp.data.sources.source import as_slice
-from credit_dp.data.sources.zarr_dataset import open_dataset
+from credit_dp.data.sources.base import (
+    as_slice,
+    check_coordinates,
+    has_model_levels,
+    with_standard_names,
+)
+from credit_dp.data.sources.zarr import is_netcdf, open_dataset, open_netcdf
 from credit_dp.errors import UserError
-from credit_dp.evaluation.summed import LEAD, OTHER_LEADS, decoded, is_sum, span_of_sums
+
+LEAD = "prediction_timedelta"
+OTHER_LEADS = ("lead_time", "step", "leadtime")  # as others call it
+# Source: the CF conventions, section 7.3: dimensions with colons, then the method.
+SUM = re.compile(rf"\b(?:{'|'.join((LEAD, *OTHER_LEADS))}):(?: \w+:)* sum\b")
+
+
+def is_sum(array: xr.DataArray) -> bool:
+    """Whether a variable says that its values are sums over spans of lead time."""
+    return SUM.search(str(array.attrs.get("cell_methods", ""))) is not None
+
+
+def span_of_sums(dataset: xr.Dataset, where: str) -> np.timedelta64 | None:
+    """The span before each lead time, by the bounds of these; None where there are no sums.
+
+    Raises:
+        UserError: spans differ, or do not end at the lead time.
+    """
+    if not any(is_sum(array) for array in dataset.data_vars.values()):
+        return None
+    name = dataset[LEAD].attrs.get("bounds", dataset[LEAD].encoding.get("bounds"))
+    if name not in dataset.variables:
+        return None
+    lead = dataset[LEAD].variable
+    given = dataset[name].variable
+    if "units" not in given.attrs:  # they are those of the lead time
+        units = lead.attrs.get("units", lead.encoding.get("units"))
+        given = given.copy(deep=False)
+        given.attrs |= {"units": units}
+    bounds, leads = decoded(given, where).values, decoded(lead, where).values
+    spans = np.diff(bounds).ravel()
+    pairs = bounds.shape == (len(leads), 2)
+    if not pairs or (bounds[:, 1] != leads).any() or (spans != spans[0]).any() or not spans[0] > 0:
+        raise UserError(
+            f"{where}: sums need to be over one span that ends at the lead time, but {name} has "
+            "others. Leave these variables out with variables=[...]."
+        )
+    span: np.timedelta64 = spans[0].astype("m8[ns]")
+    return span
+
+
+def decoded(variable: xr.Variable, where: str) -> xr.Variable:
+    """Lead times as time spans, which netCDF and older zarr stores have as numbers with a unit.
+
+    Raises:
+        UserError: the unit can't be understood.
+    """
+    if np.issubdtype(variable.dtype, np.timedelta64):
+        return variable
+    try:
+        return xr.conventions.decode_cf_variable(LEAD, variable, decode_timedelta=True)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise UserError(f"{where}: {LEAD} can't be read ({reason_of(error)}).") from error
+
 
 MEMBER = "member"
 ORDER = ("time", LEAD, MEMBER, "level", "latitude", "longitude")
@@ -211,3 +269,48 @@ def _levels(dataset: xr.Dataset, where: str) -> tuple[int, ...]:
             f"{where}: levels must be whole numbers, but are {values.tolist()}. Change forecast."
         )
     return tuple(int(level) for level in values)
+
+
+SAME = 1e-3  # degrees: stores have them as float32, and rounded
+
+Degrees = NDArray[np.float64]
+
+
+def same_rows(wanted: Degrees, found: Degrees, where: str, key: str) -> None:
+    """Refuse rows that are not those wanted; both `(H,)`, falling.
+
+    Raises:
+        UserError: naming the store and the key that gave it.
+    """
+    if len(wanted) != len(found) or not np.abs(wanted - found).max() <= SAME:  # or NaN
+        raise _other("rows", "latitude", wanted, found, where, key)
+
+
+def columns_of(wanted: Degrees, found: Degrees, where: str, key: str) -> NDArray[np.intp]:
+    """Which column of a store lies at each longitude that is wanted: `(W,)`.
+
+    Raises:
+        UserError: the columns are others.
+    """
+    if len(wanted) != len(found):
+        raise _other("columns", "longitude", wanted, found, where, key)
+    apart = (found[None, :] - wanted[:, None] + FULL_CIRCLE / 2) % FULL_CIRCLE - FULL_CIRCLE / 2
+    places: NDArray[np.intp] = np.abs(apart).argmin(axis=1)
+    if not np.abs(apart[np.arange(len(wanted)), places]).max() <= SAME:  # or NaN
+        raise _other("columns", "longitude", wanted, found, where, key)
+    return places
+
+
+def in_columns(fields: NDArray[np.float32], columns: NDArray[np.intp]) -> NDArray[np.float32]:
+    """Return `(..., W)` with its columns in this order; not copied where they are in it."""
+    return fields if np.array_equal(columns, np.arange(len(columns))) else fields[..., columns]
+
+
+def _other(
+    what: str, name: str, wanted: Degrees, found: Degrees, where: str, key: str
+) -> UserError:
+    return UserError(
+        f"{where}: is on another grid than the truth: {len(found)} {what} with {name} from "
+        f"{found[0]:g} to {found[-1]:g}, where the truth has {len(wanted)} from {wanted[0]:g} to "
+        f"{wanted[-1]:g}. Change {key}, or regrid the truth with `credit-dp data prepare`."
+    )

@@ -1,5 +1,6 @@
-"""Held-out dates as a model sees them: normalised fields of the rank's own rows, on its device."""
+"""Forecasts of held-out dates, scored against persistence and climatology, band by band."""
 
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import final
 
@@ -11,11 +12,21 @@ from torch import Tensor
 from credit_dp.config import Config, TrainerConfig
 from credit_dp.data.dates import Dated, Times
 from credit_dp.data.grid import row_weights
-from credit_dp.data.nonnegative import is_nonnegative
-from credit_dp.data.normalise import Normaliser
-from credit_dp.data.prepare import Prepared
+from credit_dp.data.loader import Normaliser
 from credit_dp.data.sampling import frame_steps, initial_times
-from credit_dp.evaluation.valid_points import ValidPoints
+from credit_dp.data.setup import Prepared
+from credit_dp.data.units import is_nonnegative
+from credit_dp.domain_parallel import DomainParallelManager, gather_tensor
+from credit_dp.evaluation.maps import NONE, FieldMap, MapGrid, coasts_of
+from credit_dp.evaluation.metrics import (
+    RootMeanSquare,
+    ValidPoints,
+    ZonalSpectra,
+    band_weights,
+    sum_over_data,
+    unit_of,
+)
+from credit_dp.evaluation.scorecard import SOURCES, Scores, headline
 
 PROBES = 4  # initial times looked at before training, first and last among them
 
@@ -171,3 +182,201 @@ def bent_channels(prepared: Prepared) -> list[int]:
         bent = not np.isnan(variable.log1p_scale) or is_nonnegative(channel.variable, variable)
         found += [place] if bent else []
     return found
+
+
+LAST_LEAD_SOURCES = ("forecast", "truth")
+
+
+@final
+@dataclass(frozen=True)
+class LastLead:
+    """What was found, the same on every rank.
+
+    Attributes:
+        hours: the lead time.
+        shown: the places of the channels with spectra, and `mapped` of the one with a map.
+        spectra: `(2, channels, K, W // 2 + 1)`, of forecast and truth in K bands of latitude.
+        rmse, bias: of the mapped channel on each grid point, `(H, W)`.
+    """
+
+    hours: int
+    shown: tuple[int, ...]
+    mapped: int
+    spectra: np.ndarray
+    rmse: np.ndarray
+    bias: np.ndarray
+
+
+@final
+class LastLeadSums:
+    """Collects it, batch by batch."""
+
+    def __init__(self, dates: HeldOut, manager: DomainParallelManager) -> None:
+        store, rows, like = dates.prepared.store, dates.rows, dates.area_weights
+        self._dates, self._manager = dates, manager
+        self.shown = headline(store.channels.out)
+        self.mapped = mapped_channel(dates)
+        points = dates.points
+        self._spectra = ZonalSpectra(
+            (len(LAST_LEAD_SOURCES), len(self.shown)),
+            band_weights(store.latitude)[:, rows].to(like.device),
+            torch.as_tensor(store.latitude[rows].copy(), device=like.device),
+            store.grid[1],
+            None if points is None else ValidPoints(points.valid[self.shown]),
+        )
+        sizes = (2, len(like), store.grid[1])
+        self._errors = torch.zeros(sizes, dtype=torch.float64, device=like.device)
+        self._count = torch.zeros(1, dtype=torch.float64, device=like.device)
+
+    def add(self, forecast: Tensor, truth: Tensor) -> None:
+        """Add normalised fields `(B, C, h, W)`."""
+        fields = [self._dates.physical(one) for one in (forecast, truth)]
+        for source, field in enumerate(fields):
+            self._spectra.add((source,), field[:, self.shown])
+        error = (fields[0] - fields[1])[:, self.mapped].double()
+        self._errors += torch.stack([error.sum(dim=0), error.square().sum(dim=0)])
+        self._count += len(error)
+
+    def result(self) -> LastLead:
+        """What was found; collective over all axes."""
+        manager = self._manager
+        count = sum_over_data(self._count, manager)
+        mean, square = sum_over_data(self._errors, manager) / count
+        return LastLead(
+            hours=self._dates.hours[-1],
+            shown=tuple(self.shown),
+            mapped=self.mapped,
+            spectra=self._spectra.result(manager).cpu().numpy(),
+            # One after the other: no more than one field is on its way.
+            rmse=gathered(square.sqrt(), manager),
+            bias=gathered(mean, manager),
+        )
+
+
+def mapped_channel(dates: HeldOut) -> int:
+    """The place of the channel that maps show."""
+    names = [channel.name for channel in dates.prepared.store.channels.out]
+    return names.index("geopotential_500") if "geopotential_500" in names else 0
+
+
+def gathered(field: Tensor, manager: DomainParallelManager) -> np.ndarray:
+    """A field `(h, W)` of which each rank has a band, on the whole globe, `(H, W)`."""
+    whole = gather_tensor(field[None].contiguous(), dim=-2, manager=manager)
+    return np.asarray(whole[0].cpu().numpy())
+
+
+# (states, forcing of each step, static) -> the fields after each step, all `(B, channels, h, W)`
+Rollout = Callable[[Tensor, Iterable[Tensor], Tensor], Iterator[Tensor]]
+
+
+@torch.no_grad()
+def evaluate(
+    rollout: Rollout,
+    dates: HeldOut,
+    manager: DomainParallelManager,
+    batch_size: int,
+    progress: Callable[[int], None],
+    last_lead: LastLeadSums | None = None,
+) -> Scores:
+    """Score forecasts from all initial times; the same on every rank.
+
+    Initial times are split over the data axis, see `shares`, rows over the domain axis. `progress`
+    is told how many of this rank's initial times are done. `last_lead` is given the fields at the
+    longest lead time.
+    """
+    store = dates.prepared.store
+    shape = (len(SOURCES), len(dates.leads), store.channels.outputs)
+    errors = RootMeanSquare(shape, dates.area_weights, dates.points)
+    done = 0
+    for times, counts in shares(dates, manager, batch_size):
+        if counts:
+            add_errors(errors, rollout, dates, times, last_lead)
+            done += len(times)
+            progress(done)
+        else:
+            last_forecast(rollout, dates, times)
+    return Scores(
+        channels=tuple(channel.name for channel in store.channels.out),
+        units=tuple(unit_of(store, channel.variable) for channel in store.channels.out),
+        hours=dates.hours,
+        rmse=errors.result(manager).cpu().numpy(),
+        samples=len(dates.initial_times),
+    )
+
+
+def shares(
+    dates: HeldOut, manager: DomainParallelManager, batch_size: int
+) -> Iterator[tuple[Times, bool]]:
+    """This rank's initial times, some at a time, and whether they count.
+
+    All ranks have equally many turns, for those that share parameters out need each other at every
+    step: a rank without times left repeats one that does not count. `batch_size` is that of the
+    whole data axis, as in training.
+    """
+    own = dates.initial_times[manager.dp_rank :: manager.dp_world_size]
+    size = max(1, batch_size // manager.dp_world_size)
+    most = -(-len(dates.initial_times) // manager.dp_world_size)
+    for start in range(0, most, size):
+        times = own[start : start + size]
+        yield (times, True) if len(times) else (dates.initial_times[:1], False)
+
+
+def add_errors(
+    errors: RootMeanSquare,
+    rollout: Rollout,
+    dates: HeldOut,
+    times: Times,
+    last_lead: LastLeadSums | None,
+) -> None:
+    """Forecast from a batch of initial times and add the errors of all sources."""
+    start = dates.starts(times)
+    now = dates.newest(times, start)
+    for lead, forecast in enumerate(forecasts(rollout, dates, times, start), start=1):
+        if lead not in dates.leads:
+            continue
+        place = dates.leads.index(lead)
+        valid = times + lead * dates.step
+        truth = dates.fields(valid)
+        guesses = (forecast, now, dates.climatology(valid))
+        for source, guess in enumerate(guesses):
+            errors.add((source, place), dates.difference(guess, truth))
+        if last_lead is not None and lead == dates.leads[-1]:
+            last_lead.add(forecast, truth)
+
+
+def forecasts(rollout: Rollout, dates: HeldOut, times: Times, start: Tensor) -> Iterator[Tensor]:
+    """Forecasts from `times`, which start from `start`, up to the longest lead time."""
+    forcings = (dates.forcing(times + lead * dates.step) for lead in range(dates.leads[-1]))
+    return rollout(start, forcings, dates.static(len(times)))
+
+
+def last_forecast(rollout: Rollout, dates: HeldOut, times: Times) -> Tensor:
+    """The forecasts from `times` to the longest lead time, normalised, `(B, C, h, W)`."""
+    *_, last = forecasts(rollout, dates, times, dates.starts(times))
+    return last
+
+
+@torch.no_grad()
+def example(rollout: Rollout, dates: HeldOut, manager: DomainParallelManager) -> FieldMap:
+    """One field at the longest lead time from the first initial time, gathered from all bands.
+
+    Collective over all axes. Only for what is drawn are fields of the whole globe on a rank: here
+    those of a single channel. Coasts are on rank 0 alone, which draws.
+    """
+    store = dates.prepared.store
+    index = mapped_channel(dates)
+    channel = store.channels.out[index]
+    times, lead = dates.initial_times[:1], dates.leads[-1]
+    last = last_forecast(rollout, dates, times)
+    truth = dates.fields(times + lead * dates.step)
+    own = dates.physical(torch.cat([last, truth]))[:, index]
+    coasts = coasts_of(store.source) if manager.rank == 0 else NONE
+    start = str(times[0].astype("datetime64[m]")).replace("T", " ")
+    return FieldMap(
+        title=f"{channel.name}, {dates.hours[-1]} h forecast from {start} UTC",
+        unit=unit_of(store, channel.variable),
+        forecast=gathered(own[0], manager),
+        truth=gathered(own[1], manager),
+        grid=MapGrid(store.latitude, store.longitude, coasts),
+        bounds=manager.partition(len(store.latitude)).bounds,
+    )

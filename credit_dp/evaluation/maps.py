@@ -14,9 +14,9 @@ from typing import final
 import numpy as np
 from numpy.typing import NDArray
 
-from credit_dp.data.quickstart.planet import TITLE
-from credit_dp.data.schema import Channel
-from credit_dp.data.sources.source import Source
+from credit_dp.data.channels import Channel
+from credit_dp.data.quickstart.dynamics import TITLE
+from credit_dp.data.sources.base import Source
 
 MASK = "land_sea_mask"
 FULL_CIRCLE = 360.0

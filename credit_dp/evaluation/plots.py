@@ -1,7 +1,8 @@
-"""Maps of one field: forecast, truth and error, with the bands of rows that ranks own."""
+"""Maps and curves of a run's evaluation, in one style."""
 
 import contextlib
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -9,17 +10,25 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
 
 from credit_dp.errors import UserError
 from credit_dp.evaluation.figure_style import (
     DIVERGING,
     SEQUENTIAL,
+    SOURCE_LINES,
     figure_style,
     label_degrees,
     plain,
+    power_label,
+    power_of_ten,
     with_unit,
 )
+from credit_dp.evaluation.held_out import LAST_LEAD_SOURCES as SPECTRA_OF
+from credit_dp.evaluation.held_out import LastLead
 from credit_dp.evaluation.maps import FULL_CIRCLE, FieldMap, Lines, MapGrid
+from credit_dp.evaluation.metrics import BANDS
+from credit_dp.evaluation.scorecard import Scores
 
 Colours = tuple[str, Normalize]
 
@@ -130,3 +139,178 @@ def save(figure: Figure, path: Path) -> None:
             f"{path}: the plot could not be written ({error.strerror}). "
             "Free space there or change run.dir."
         ) from error
+
+
+COLUMNS = 3
+PANEL = (3.6, 2.7)  # inches
+LEGEND = 0.4  # inches: two lines
+LEGEND_COLUMNS = 4
+TITLE = 0.3  # inches
+SPANNED = 99.5  # percent of points whose errors a colour bar spans
+POWERS = 7  # ticks of an axis of powers, at most
+DECADES = 100.0  # of the largest to the smallest power: from here on ticks are powers of ten
+WAVES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
+DAILY = 48  # hours from which on lead times are told in days
+
+
+def panels(count: int, title: str = "") -> tuple[Figure, list[Axes]]:
+    """A figure with room for a legend, and this many panels that are in use."""
+    columns = min(count, COLUMNS)
+    rows = -(-count // columns)
+    top = LEGEND + (TITLE if title else 0.0)
+    width, height = PANEL[0] * columns, PANEL[1] * rows + top
+    figure = Figure(figsize=(width, height))
+    # Margins are given, for to find them takes longer than to draw.
+    figure.subplots_adjust(
+        left=0.75 / width,
+        right=1 - 0.15 / width,
+        bottom=0.5 / height,
+        top=1 - (top + 0.25) / height,
+        wspace=0.32,
+        hspace=0.42,
+    )
+    if title:
+        figure.suptitle(title, y=1 - 0.08 / height, va="top")
+    found = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for axes in found[count:]:
+        axes.set_visible(False)
+    return figure, found[:count]
+
+
+def legend(figure: Figure, axes: Axes, below: float = 0.0) -> None:
+    """What the curves are, above all panels; `below` so many inches."""
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(
+        handles,
+        labels,
+        loc="upper left",
+        ncols=min(len(labels), LEGEND_COLUMNS),
+        bbox_to_anchor=(0, 1 - below / figure.get_figheight()),
+    )
+
+
+def draw_scores(
+    axes: Axes, hours: Sequence[int], values: Mapping[str, np.ndarray], title: str, label: str
+) -> None:
+    """A score `(leads,)` of each source by lead time; `label` says which score, and its unit."""
+    in_days = max(hours) > DAILY
+    leads = np.array(hours) / (24 if in_days else 1)
+    for source, of_source in values.items():
+        axes.plot(
+            leads,
+            of_source,
+            label=source,
+            marker="o" if len(leads) < 12 else "",
+            **SOURCE_LINES[source],
+        )
+    axes.set_title(plain(title))
+    axes.set_ylabel(label)
+    axes.set_xlabel(f"lead time ({'days' if in_days else 'hours'})")
+    if len(leads) < 5:
+        axes.set_xticks(leads)
+
+
+def draw_powers(axes: Axes, powers: Mapping[str, np.ndarray], name: str, unit: str) -> None:
+    """The power `(W // 2 + 1,)` of each source by zonal wavenumber, from 1 on."""
+    for source, of_source in powers.items():
+        power = of_source[1:]
+        waves = np.arange(1, len(power) + 1)
+        shown = np.where(power > 0, power, np.nan)
+        axes.plot(waves, shown, label=source, **SOURCE_LINES[source])
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    # Every tick takes as long to draw as a curve, and a logarithmic axis would have hundreds.
+    axes.xaxis.set_major_locator(FixedLocator([k for k in WAVES if k <= len(waves)]))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_locator(NullLocator())
+    low, high = axes.get_ylim()
+    if high > DECADES * low:  # else the powers of ten are too few
+        axes.yaxis.set_major_locator(LogLocator(numticks=POWERS))
+        axes.yaxis.set_major_formatter(power_of_ten)
+        axes.yaxis.set_minor_locator(NullLocator())
+    axes.set_title(plain(name))
+    axes.set_xlabel("zonal wavenumber")
+    axes.set_ylabel(power_label(unit))
+
+
+def draw_errors(grid: MapGrid, rmse: np.ndarray, bias: np.ndarray, unit: str) -> Figure:
+    """Root-mean-square and mean error on each grid point, side by side."""
+    figure = Figure(figsize=(9.6, 2.7))
+    figure.subplots_adjust(left=0.05, right=0.97, bottom=0.09, top=0.86, wspace=0.14)
+    most, far = _most(rmse), _most(np.abs(bias))
+    parts = (
+        ("root-mean-square error", rmse, "max", (SEQUENTIAL, Normalize(0, most))),
+        ("mean error (forecast - truth)", bias, "both", (DIVERGING, Normalize(-far, far))),
+    )
+    for axes, (name, values, extend, colours) in zip(figure.subplots(1, 2), parts, strict=True):
+        draw_cells(axes, grid, values, colours)
+        axes.set_title(name)
+        bar = figure.colorbar(axes.collections[0], ax=axes, extend=extend, pad=0.02)
+        bar.set_label(with_unit("error", unit))
+    return figure
+
+
+def _most(values: np.ndarray) -> float:
+    finite = values[np.isfinite(values)]
+    return max(float(np.percentile(finite, SPANNED)) if len(finite) else 0.0, 1e-30)
+
+
+SOURCES = ("forecast", "persistence", "climatology")  # as `table.SOURCES`, in the words of plots
+
+
+@figure_style()
+def draw_rmse(scores: Scores, shown: Sequence[int], path: Path) -> None:
+    """Root-mean-square errors by lead time, a panel for each channel that is shown.
+
+    Raises:
+        UserError: the file could not be written.
+    """
+    figure, axes_of = panels(len(shown), f"RMSE over {scores.samples} initial times")
+    for axes, c in zip(axes_of, shown, strict=True):
+        values = {of: scores.rmse[source, :, c] for source, of in enumerate(SOURCES)}
+        label = with_unit("RMSE", scores.units[c])
+        draw_scores(axes, scores.hours, values, scores.channels[c], label)
+        axes.set_ylim(bottom=0)
+    legend(figure, axes_of[0], below=TITLE)
+    save(figure, path)
+
+
+@figure_style()
+def draw_spectra(scores: Scores, last: LastLead, path: Path) -> None:
+    """Power by zonal wavenumber of a few channels, each with a row of bands of latitude.
+
+    Raises:
+        UserError: the file could not be written.
+    """
+    title = f"Zonal power spectra, {last.hours} h forecasts from {scores.samples} initial times"
+    drawn = drawn_of(scores, last)
+    figure, axes_of = panels(len(drawn) * len(BANDS), title)
+    for place, axes in enumerate(axes_of):
+        channel, band = divmod(place, len(BANDS))
+        c = drawn[channel]
+        powers = {of: last.spectra[s, last.shown.index(c), band] for s, of in enumerate(SPECTRA_OF)}
+        name = f"{scores.channels[c]}, {list(BANDS)[band]}"
+        draw_powers(axes, powers, name, scores.units[c])
+    legend(figure, axes_of[0], below=TITLE)
+    save(figure, path)
+
+
+def drawn_of(scores: Scores, last: LastLead) -> list[int]:
+    """The channel with maps if it has spectra, and one of another kind, by its unit."""
+    first = last.mapped if last.mapped in last.shown else last.shown[0]
+    others = [c for c in last.shown if scores.units[c] != scores.units[first]]
+    return [first, *(others or [c for c in last.shown if c != first])[:1]]
+
+
+@figure_style()
+def draw_errors_of(scores: Scores, last: LastLead, grid: MapGrid, path: Path) -> None:
+    """Root-mean-square and mean error of one channel on each grid point.
+
+    Raises:
+        UserError: the file could not be written.
+    """
+    unit, name = scores.units[last.mapped], scores.channels[last.mapped]
+    figure = draw_errors(grid, last.rmse, last.bias, unit)
+    over = f"{last.hours} h forecasts from {scores.samples} initial times"
+    figure.suptitle(f"{plain(name)}, {over}")
+    save(figure, path)

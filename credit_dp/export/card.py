@@ -7,8 +7,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from credit_dp.errors import UserError
-from credit_dp.export.contents import Contents
-from credit_dp.export.trained import Trained
+from credit_dp.export.file import Contents, Trained
 
 LOADING = """\
 ```python

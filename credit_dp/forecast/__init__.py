@@ -10,7 +10,9 @@ __all__ = ["open_sharded"]
 
 
 def open_sharded(path: str | Path) -> "xr.Dataset":
-    """Join the files that the ranks of a forecast wrote; see `credit_dp.forecast.sharded`."""
-    from credit_dp.forecast import sharded  # xarray: not for those who only make steps
+    """Join the files that the ranks of a forecast wrote; see `credit_dp.forecast.open_sharded`."""
+    from credit_dp.forecast import (
+        open_sharded as forecast_open_sharded,  # xarray: not for those who only make steps
+    )
 
-    return sharded.open_sharded(path)
+    return forecast_open_sharded.open_sharded(path)

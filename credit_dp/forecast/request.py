@@ -1,17 +1,18 @@
-"""Which forecasts are wanted, from which model, and where they go. No torch in here."""
+"""Which forecasts are wanted, from which model, where they go, and who makes which."""
 
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import final
+from typing import NamedTuple, final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from credit_dp import checks
 from credit_dp.config import Config
-from credit_dp.data_config import HOURS, STEP
+from credit_dp.config.data import HOURS, STEP
 from credit_dp.errors import UserError
 
 FORMATS = ("zarr", "netcdf", "netcdf_file")
@@ -159,3 +160,26 @@ def _time(text: str) -> np.datetime64:
     if time != time.astype("M8[h]"):
         raise UserError(f"init: needs whole hours, like 2001-02-10T06, got {text!r}")
     return time
+
+
+class Job(NamedTuple):
+    """One forecast, by the places of its member and initial time."""
+
+    member: int
+    time: int
+
+
+def all_jobs(times: int, members: int) -> list[Job]:
+    """All members of the first initial time, then those of the next."""
+    return [Job(member, time) for time in range(times) for member in range(members)]
+
+
+def turns(jobs: Sequence[Job], rank: int, ranks: int) -> Iterator[tuple[Job, bool]]:
+    """The share of a data rank, and whether it counts.
+
+    All ranks have equally many turns, for those that share parameters out need each other at every
+    step: one without a forecast of its own left repeats one that does not count.
+    """
+    for start in range(0, len(jobs), ranks):
+        own = jobs[start + rank : start + rank + 1]
+        yield (own[0], True) if own else (jobs[0], False)

@@ -19,9 +19,8 @@ from numpy.typing import NDArray
 from credit_dp.data.cache import lock_of
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.errors import UserError
-from credit_dp.forecast.form import CONVENTIONS, Form
-from credit_dp.forecast.identity import difference
-from credit_dp.forecast.jobs import Job, all_jobs
+from credit_dp.forecast.format import CONVENTIONS, Form, difference
+from credit_dp.forecast.request import Job, all_jobs
 
 ENDING = ".partial"
 ATTRIBUTE = "credit_dp_forecast"  # what a forecast says of itself, as JSON

@@ -7,15 +7,15 @@ import logging
 import torch
 from torch import nn
 
-from credit_dp.errors import UserError
-from credit_dp.fields import Fields
-from credit_dp.model_config import (
+from credit_dp.config.model import (
     CrossFormerConfig,
     ModelConfig,
     OwnModelConfig,
     PanguConfig,
     UNetConfig,
 )
+from credit_dp.errors import UserError
+from credit_dp.fields import Fields
 from credit_dp.models.crossformer import CrossFormer
 from credit_dp.models.pangu import Pangu
 from credit_dp.models.unet import UNet

@@ -2,25 +2,326 @@
 
 from __future__ import annotations
 
+from abc import ABC
+from collections.abc import Sequence
 from functools import partial
-from itertools import islice
+from itertools import islice, pairwise
 from math import prod
 from typing import ClassVar, cast, final
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
+from credit_dp.config.model import CrossFormerConfig
 from credit_dp.errors import UserError
 from credit_dp.fields import Fields
-from credit_dp.model_config import CrossFormerConfig
-from credit_dp.models.blocks import StochasticDepth, depth_rates, run_block
-from credit_dp.models.cross_attention import LongAttention, ShortAttention
-from credit_dp.models.cross_decoder import SubPixelConv, UpBlock
-from credit_dp.models.cross_level import cross_level
-from credit_dp.models.padding import PolePad
+from credit_dp.models.blocks import PolePad, StochasticDepth, depth_rates, drop_depth, run_block
+from credit_dp.models.row_groups import GroupedRows, RowGroups, dilated, windows
 from credit_dp.models.segments import Segment, SegmentedModel, State
 from credit_dp.models.unet import PeriodicConv2d
+
+
+@final
+class CrossScaleEmbedding(nn.Module):
+    """Convolutions of several kernel sizes with one stride, side by side in the channels.
+
+    The smallest kernel makes half of the channels, the next one a quarter, and so on: large kernels
+    are expensive. The last one makes what is left.
+
+    Args:
+        in_channels: channels of the input.
+        out_channels: channels of the output.
+        kernels: their sizes; each has the parity of the stride.
+        stride: step in rows and columns.
+        poles: what lies beyond the poles, see `PeriodicConv2d`.
+
+    Shapes:
+        `(B, in_channels, H, W)` -> `(B, out_channels, H / stride, W / stride)`.
+
+    Source: Wang et al. 2021, section 3.1.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernels: Sequence[int],
+        stride: int,
+        poles: str,
+    ) -> None:
+        super().__init__()
+        shares = split_in_halves(out_channels, len(kernels))
+        self.branches = nn.ModuleList(
+            PeriodicConv2d(in_channels, share, kernel, stride, poles)
+            for kernel, share in zip(sorted(kernels), shares, strict=True)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the patches of all sizes."""
+        return torch.cat([branch(x) for branch in self.branches], 1)
+
+
+def split_in_halves(channels: int, parts: int) -> list[int]:
+    """Return a half, a quarter, ... of the channels, and in the last part what is left."""
+    shares = [channels // 2 ** (part + 1) for part in range(parts - 1)]
+    return [*shares, channels - sum(shares)]
+
+
+# Where a group's own columns are in `(B, groups, rows, columns, columns, C)`.
+FIRST, SECOND = 3, 4
+
+
+@final
+class PositionBias(nn.Module):
+    """What attention between two points of a group gains from where they are to each other.
+
+    A small network makes it of the offset, in rows and columns of the group, for all heads alike.
+
+    Args:
+        size: rows, and columns, of a group.
+        channels: width of the network.
+
+    Shapes:
+        nothing -> `(size ** 2, size ** 2)`, a row of it for each point that asks.
+
+    Source: Wang et al. 2021, section 3.3.
+    """
+
+    offsets: Tensor
+    index: Tensor
+
+    def __init__(self, size: int, channels: int) -> None:
+        super().__init__()
+        widths = (2, channels, channels, channels)
+        stages = (
+            layer
+            for before, after in pairwise(widths)
+            for layer in (nn.Linear(before, after), nn.LayerNorm(after), nn.ReLU())
+        )
+        self.layers = nn.Sequential(*stages, nn.Linear(channels, 1))
+        steps = torch.arange(1.0 - size, size)
+        self.register_buffer("offsets", torch.cartesian_prod(steps, steps), persistent=False)
+        points = torch.cartesian_prod(torch.arange(size), torch.arange(size))
+        apart = points[:, None] - points[None] + size - 1
+        index = apart[..., 0] * (2 * size - 1) + apart[..., 1]
+        self.register_buffer("index", index, persistent=False)
+
+    def forward(self) -> Tensor:
+        """Return the bias of every pair of points."""
+        biases: Tensor = self.layers(self.offsets)
+        return biases.flatten()[self.index]
+
+
+class CrossAttention(GroupedRows, ABC):
+    """Multi-head attention of every point to the `size` x `size` points of its group.
+
+    Rows and columns are grouped in the same manner. Channels are last, where linear layers and
+    norms want them.
+
+    Args:
+        channels: of the input and the output.
+        size: rows, and columns, of a group; has to divide those of the globe.
+        head_channels: channels of one head.
+        dropout: rate after the projection.
+
+    Shapes:
+        `(B, H, W, channels)` -> the same.
+    """
+
+    row_dim: ClassVar[int] = -3
+    own_columns: ClassVar[int]  # FIRST: a group has every n-th; SECOND: neighbouring ones
+
+    def __init__(self, channels: int, size: int, head_channels: int, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.size, self.heads = size, channels // head_channels
+        self.qkv = nn.Linear(channels, 3 * channels, bias=False)
+        self.position_bias = PositionBias(size, max(1, channels // 4))
+        self.project = nn.Linear(channels, channels)
+        self.dropout = nn.Dropout(dropout)
+
+    def treat(self, x: Tensor, groups: slice, height: int) -> Tensor:
+        """Return what the points of these groups of rows see of each other."""
+        batch, _, columns, channels = x.shape
+        count, size = groups.stop - groups.start, self.size
+        others = columns // size
+        parts = (size, others) if self.own_columns == FIRST else (others, size)
+        # Sizes are written out: of no groups, torch can't tell what -1 stands for.
+        x = x.reshape(batch, count, size, *parts, channels)
+        x = x.movedim((2, self.own_columns), (-3, -2))
+        made = self._attend(x.reshape(batch * count * others, size**2, channels))
+        made = made.reshape(x.shape).movedim((-3, -2), (2, self.own_columns))
+        return made.reshape(batch, count * size, columns, channels)
+
+    def _attend(self, x: Tensor) -> Tensor:
+        """Attend among the points of each group, `(groups, points, channels)`."""
+        qkv = self.qkv(x).unflatten(-1, (3, self.heads, x.shape[-1] // self.heads))
+        query, key, value = qkv.permute(2, 0, 3, 1, 4)
+        bias = self.position_bias().to(query.dtype)
+        seen = F.scaled_dot_product_attention(query, key, value, attn_mask=bias)
+        return self.dropout(self.project(seen.transpose(1, 2).flatten(2)))  # type: ignore[no-any-return]
+
+
+@final
+class ShortAttention(CrossAttention):
+    """Attention among the points of a window of `size` x `size`.
+
+    Source: Wang et al. 2021, section 3.2, short-distance attention.
+    """
+
+    own_columns: ClassVar[int] = SECOND
+
+    def groups(self, height: int) -> RowGroups:
+        """Return windows of neighbouring rows."""
+        return windows(height, self.size)
+
+
+@final
+class LongAttention(CrossAttention):
+    """Attention among `size` x `size` points as far from each other as the globe allows.
+
+    Source: Wang et al. 2021, section 3.2, long-distance attention.
+    """
+
+    own_columns: ClassVar[int] = FIRST
+
+    def groups(self, height: int) -> RowGroups:
+        """Return rows a fixed distance apart."""
+        return dilated(height, self.size)
+
+
+@final
+class Branch(nn.Module):
+    """A normalised branch beside a shortcut.
+
+    Shapes:
+        `(B, H, W, channels)` -> the same.
+    """
+
+    def __init__(self, channels: int, inner: nn.Module, depth_rate: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(channels)
+        self.inner = inner
+        self.depth = drop_depth(depth_rate)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the input plus what the branch adds."""
+        return x + self.depth(self.inner(self.norm(x)))  # type: ignore[no-any-return]
+
+
+def _feed_forward(channels: int, ratio: int, dropout: float) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(channels, ratio * channels),
+        nn.GELU(),
+        nn.Dropout(dropout),
+        nn.Linear(ratio * channels, channels),
+        nn.Dropout(dropout),
+    )
+
+
+def _block(config: CrossFormerConfig, level: int, depth_rate: float) -> nn.Sequential:
+    """Short-distance attention, feed-forward, long-distance attention, feed-forward."""
+    channels, heads, dropout = config.channels[level], config.head_channels, config.dropout
+    short = ShortAttention(channels, config.local_windows[level], heads, dropout)
+    distant = LongAttention(channels, config.global_windows[level], heads, dropout)
+    feeds = [_feed_forward(channels, config.mlp_ratio, dropout) for _ in range(2)]
+    branches = (short, feeds[0], distant, feeds[1])
+    return nn.Sequential(*(Branch(channels, branch, depth_rate) for branch in branches))
+
+
+def cross_level(
+    config: CrossFormerConfig, level: int, in_channels: int, depth_rates: Sequence[float]
+) -> nn.ModuleDict:
+    """Return one level: an `embedding` of patches of several sizes, and `blocks` of attention.
+
+    Args:
+        config: of the model.
+        level: which level, 0 the finest.
+        in_channels: channels of the finer level, or of the model's input.
+        depth_rates: of the blocks, see `StochasticDepth`.
+
+    Shapes:
+        embedding: `(B, in_channels, H, W)` -> `(B, channels, H / stride, W / stride)`. A block has
+        channels last, where linear layers and norms want them: `(B, H, W, channels)` -> the same.
+    """
+    channels, stride = config.channels[level], config.strides[level]
+    embedding = CrossScaleEmbedding(
+        in_channels, channels, config.kernels[level], stride, config.poles
+    )
+    blocks = nn.ModuleList(_block(config, level, rate) for rate in depth_rates)
+    return nn.ModuleDict({"embedding": embedding, "blocks": blocks})
+
+
+@final
+class SubPixelConv(nn.Module):
+    """A convolution whose channels become the `factor` x `factor` finer points of each point.
+
+    At first all finer points of a point are equal, so that no checkerboard has to be unlearnt.
+
+    Args:
+        in_channels: channels of the input.
+        out_channels: channels of the output.
+        factor: how many times finer the output is.
+        poles: what lies beyond the poles, see `PeriodicConv2d`.
+
+    Shapes:
+        `(B, in_channels, H, W)` -> `(B, out_channels, H * factor, W * factor)`.
+
+    Source: Shi et al. 2016; first weights as in Aitken et al. 2017.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int, factor: int, poles: str) -> None:
+        super().__init__()
+        self.conv = PeriodicConv2d(in_channels, out_channels * factor**2, poles=poles)
+        self.shuffle = nn.PixelShuffle(factor)
+        with torch.no_grad():
+            for parameter in self.conv.parameters():
+                first = parameter[:: factor**2].clone()
+                parameter.copy_(first.repeat_interleave(factor**2, 0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the finer field."""
+        return self.shuffle(self.conv(x))  # type: ignore[no-any-return]
+
+
+@final
+class UpBlock(nn.Module):
+    """A finer field, and what two convolutions of it add.
+
+    Args:
+        in_channels: channels of the input.
+        out_channels: channels of the output, a multiple of `groups`.
+        factor: how many times finer the output is.
+        groups: of the norms.
+        poles: what lies beyond the poles, see `PeriodicConv2d`.
+
+    Shapes:
+        `(B, in_channels, H, W)` -> `(B, out_channels, H * factor, W * factor)`.
+
+    Source: Schreck et al. 2024.
+    """
+
+    def __init__(
+        self, in_channels: int, out_channels: int, factor: int, groups: int, poles: str
+    ) -> None:
+        super().__init__()
+        self.up = SubPixelConv(in_channels, out_channels, factor, poles)
+        stages = (
+            layer
+            for _ in range(2)
+            for layer in (
+                PeriodicConv2d(out_channels, out_channels, poles=poles),
+                nn.GroupNorm(groups, out_channels),
+                nn.SiLU(),
+            )
+        )
+        self.residual = nn.Sequential(*stages)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the finer field plus what the convolutions add."""
+        x = self.up(x)
+        return x + self.residual(x)  # type: ignore[no-any-return]
 
 
 @final

@@ -11,12 +11,146 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from credit_dp.model_config import UNetConfig
-from credit_dp.models.blocks import StochasticDepth, depth_rates, run_block
-from credit_dp.models.global_depthwise import GlobalDepthwiseBlock, LongRangeConv2d
-from credit_dp.models.global_means import GlobalConditioning, SqueezeExcite, condition
-from credit_dp.models.padding import pad_poles
+from credit_dp.config.model import UNetConfig
+from credit_dp.models.blocks import StochasticDepth, depth_rates, pad_poles, run_block
 from credit_dp.models.segments import Segment, SegmentedModel, State
+
+REDUCTION = 16
+FEWEST = 4  # hidden channels of a gate
+
+
+@final
+class SqueezeExcite(nn.Module):
+    """Scales each channel by a gate in (0, 1) that all channels' global means decide on.
+
+    Shapes:
+        `(B, channels, H, W)` -> the same.
+
+    Source: Hu et al. 2018.
+    """
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        hidden = max(FEWEST, channels // REDUCTION)
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.reduce = nn.Linear(channels, hidden)
+        self.expand = nn.Linear(hidden, channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the gated channels."""
+        means = self.pool(x)[..., 0, 0]
+        gate = torch.sigmoid(self.expand(F.relu(self.reduce(means))))
+        return x * gate[..., None, None]
+
+
+@final
+class GlobalConditioning(nn.Module):
+    """Turns the global means of one field into a scale and a shift for channels of others.
+
+    Args:
+        channels: of the field that is averaged.
+        conditioned: channels of each field that is to be scaled and shifted.
+
+    Shapes:
+        `(B, channels, H, W)` -> for each of `conditioned`, `(B, 2 * its channels, 1, 1)`; see
+        `condition`.
+
+    Source: Perez et al. 2018, with global means as what conditions.
+    """
+
+    def __init__(self, channels: int, conditioned: Sequence[int]) -> None:
+        super().__init__()
+        self.pool = nn.AdaptiveAvgPool2d(1)
+        self.hidden = nn.Linear(channels, channels)
+        self.heads = nn.ModuleList(nn.Linear(channels, 2 * width) for width in conditioned)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        """Return scales and shifts."""
+        known = F.silu(self.hidden(self.pool(x)[..., 0, 0]))
+        return [head(known)[..., None, None] for head in self.heads]
+
+
+def condition(x: Tensor, scale_and_shift: Tensor) -> Tensor:
+    """Return `x * (1 + scale) + shift`.
+
+    Shapes:
+        `(B, C, H, W)`, `(B, 2 * C, 1, 1)` -> `(B, C, H, W)`.
+    """
+    scale, shift = scale_and_shift.chunk(2, 1)
+    return x * (1 + scale) + shift
+
+
+# Channels between the two pointwise layers, for each that comes out.
+EXPANSION = 4
+
+
+@final
+class LongRangeConv2d(nn.Conv2d):
+    """A depthwise convolution, around the globe in longitude, with zeros beyond the poles.
+
+    Kernels of `2 * H - 1` rows reach from every row to every other; more change nothing.
+
+    Args:
+        channels: of the input.
+        kernel: rows and columns, odd. More columns than the globe has go around several times.
+
+    Shapes:
+        `(B, channels, H, W)` -> the same.
+    """
+
+    def __init__(self, channels: int, kernel: tuple[int, int]) -> None:
+        rows, columns = kernel
+        super().__init__(channels, channels, kernel, padding=(rows // 2, 0), groups=channels)
+        self.reach = columns // 2
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the convolution."""
+        left = self.reach
+        while left:  # by a whole globe at most: what is around it then repeats it, too
+            turn = min(left, x.shape[-1])
+            x = F.pad(x, (turn, turn, 0, 0), mode="circular")
+            left -= turn
+        return super().forward(x)
+
+
+@final
+class GlobalDepthwiseBlock(nn.Module):
+    """A long-range convolution of every channel and two pointwise layers, beside a shortcut.
+
+    Args:
+        in_channels: channels of the input.
+        out_channels: channels of the output.
+        config: size of the kernel, groups of the norm, dropout, and whether there is a gate.
+        rate: of samples that lose all but the shortcut in a training step.
+
+    Shapes:
+        `(B, in_channels, H, W)` -> `(B, out_channels, H, W)`.
+
+    Source: Liu et al. 2022, with kernels as large as those of Ding et al. 2022.
+    """
+
+    def __init__(
+        self, in_channels: int, out_channels: int, config: UNetConfig, rate: float
+    ) -> None:
+        super().__init__()
+        rows, columns = config.kernel
+        hidden = EXPANSION * out_channels
+        self.norm = nn.GroupNorm(config.groups, in_channels)
+        self.mix = LongRangeConv2d(in_channels, (rows, columns))
+        self.expand = nn.Conv2d(in_channels, hidden, 1)
+        self.project = nn.Conv2d(hidden, out_channels, 1)
+        same = in_channels == out_channels
+        self.shortcut = nn.Identity() if same else nn.Conv2d(in_channels, out_channels, 1)
+        self.dropout = nn.Dropout(config.dropout) if config.dropout else None
+        self.gate = SqueezeExcite(out_channels) if config.squeeze_excite else None
+        self.depth = StochasticDepth(rate) if rate else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the shortcut plus what the convolutions add."""
+        y = F.gelu(self.expand(self.mix(self.norm(x))))
+        for layer in (self.dropout, self.project, self.gate, self.depth):
+            y = y if layer is None else layer(y)
+        return self.shortcut(x) + y  # type: ignore[no-any-return]
 
 
 @final

@@ -1,10 +1,12 @@
 """Models on several devices of one process, and in stages across processes."""
 
-from credit_dp.pipeline_parallel.model_layout import home_device, place_model
-from credit_dp.pipeline_parallel.moving import get_device, move_to_device
 from credit_dp.pipeline_parallel.placement import (
+    get_device,
+    home_device,
+    move_to_device,
     parallelize_module,
     parallelize_pipeline,
+    place_model,
     unparallelize_module,
     unparallelize_pipeline,
 )

@@ -2,21 +2,245 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import final
+from typing import Any, NamedTuple, cast, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
 
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.errors import UserError
 from credit_dp.models.segments import State
-from credit_dp.pipeline_parallel.bubble import Stopwatch, theoretical_bubble
-from credit_dp.pipeline_parallel.schedules import Schedule, ScheduledStage, build_schedule
 from credit_dp.pipeline_parallel.stages import Slots, Stage
+from credit_dp.profiling import BACKWARD, FORWARD, span
+
+
+class Work(NamedTuple):
+    """A forward or backward of one of this rank's stages on one micro-batch."""
+
+    forward: bool
+    part: int
+
+
+def work_order(
+    schedule: str, rank: int, pipeline: int, microbatches: int, virtual: int = 1
+) -> list[Work]:
+    """Return what a rank does in a step, in order.
+
+    Args:
+        schedule: gpipe, 1f1b or interleaved.
+        rank: of the pipeline.
+        pipeline: ranks.
+        microbatches: of a step; for interleaved a multiple of the ranks.
+        virtual: stages of each rank.
+
+    Source: Huang et al. 2019, section 2.3; Narayanan et al. 2021, section 2.2.
+    """
+    total = virtual * microbatches
+    # Forwards go through the rank's stages in turn, with one micro-batch for each rank at a time.
+    parts = [number // pipeline % virtual for number in range(total)]
+    if schedule != "interleaved":
+        parts = [0] * total
+    ahead = {
+        "gpipe": total,
+        "1f1b": pipeline - rank,
+        "interleaved": (virtual - 1) * pipeline + 2 * (pipeline - 1 - rank) + 1,
+    }[schedule]
+    forwards = [Work(True, part) for part in parts]
+    backwards = [Work(False, virtual - 1 - part) for part in parts]
+    order = forwards[:ahead]
+    for number, backward in enumerate(backwards):
+        order += [backward, *forwards[ahead + number : ahead + number + 1]]
+    return order
+
+
+def most_kept(order: Iterable[Work], kept: Sequence[int]) -> int:
+    """Return the most bytes that are kept for backward at any time of a step.
+
+    Args:
+        order: this rank's.
+        kept: bytes of each of its stages for one micro-batch.
+    """
+    now = most = 0
+    for work in order:
+        now += kept[work.part] if work.forward else -kept[work.part]
+        most = max(most, now)
+    return most
+
+
+def times_gathered(order: Iterable[Work]) -> Counter[int]:
+    """Return how often the blocks of each part are gathered in a step, if FSDP2 shares them out.
+
+    What is gathered for a backward stays so until after the next forward, for gradients are shared
+    out only once.
+    """
+    gathered: set[int] = set()
+    times: Counter[int] = Counter()
+    for work in order:
+        if work.part not in gathered:
+            times[work.part] += 1
+        (gathered.discard if work.forward else gathered.add)(work.part)
+    return times
+
+
+def theoretical_bubble(pipeline: int, microbatches: int, virtual: int = 1) -> float:
+    """Return the share of a step in which a rank waits, if all stages cost the same.
+
+    The same for GPipe and for 1F1B.
+
+    Args:
+        pipeline: ranks.
+        microbatches: of a step.
+        virtual: stages of each rank.
+
+    Source: Huang et al. 2019, section 2.3; Narayanan et al. 2021, section 2.2.
+    """
+    return (pipeline - 1) / (virtual * microbatches + pipeline - 1)
+
+
+@final
+class Stopwatch:
+    """Which share of a span of time was not spent in its busy stretches.
+
+    On a GPU times are those of its own stream.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._total: tuple[_Mark, _Mark] | None = None
+        self._busy: list[tuple[_Mark, _Mark]] = []
+
+    @contextmanager
+    def span(self) -> Iterator[None]:
+        """Measure a new span; what was measured before is forgotten."""
+        self._busy, self._total = [], None
+        start = self._mark()
+        yield
+        self._total = start, self._mark()
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """Count as busy."""
+        start = self._mark()
+        yield
+        self._busy.append((start, self._mark()))
+
+    def idle(self) -> float:
+        """Return the idle share of the last span; 0 before the first one."""
+        if self._total is None:
+            return 0.0
+        return 1 - sum(_seconds(*pair) for pair in self._busy) / _seconds(*self._total)
+
+    def _mark(self) -> _Mark:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+
+_Mark = float | torch.cuda.Event
+
+
+def _seconds(start: _Mark, end: _Mark) -> float:
+    if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1000
+    return cast(float, end) - cast(float, start)
+
+
+Schedule = ScheduleGPipe | Schedule1F1B | ScheduleInterleaved1F1B
+
+
+@final
+class ScheduledStage(PipelineStage):
+    """A stage as torch's schedules want it: they are told shapes, and so make no trial run.
+
+    Args:
+        stage: of this rank.
+        samples: of a micro-batch.
+        device: where it computes.
+        group: the ranks of the pipeline.
+        watch: what runs counts there as busy.
+        begin: told which micro-batch comes, before its forward.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        samples: int,
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+        *,
+        watch: Stopwatch,
+        begin: Callable[[int], None],
+    ) -> None:
+        super().__init__(
+            stage.module,
+            stage.index,
+            stage.count,
+            device,
+            input_args=_example(stage.takes, samples),
+            output_args=_example(stage.makes, samples),
+            group=group,
+        )
+        self._watch, self._begin = watch, begin
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Run a micro-batch forward."""
+        self._begin(fwd_chunk_id)
+        with self._watch.busy(), span(FORWARD), _Unwrapped(), warnings.catch_warnings():
+            # FSDP2 says so of what a stage hands on untouched; nothing changes it in place.
+            warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
+            return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """Run a micro-batch backward."""
+        with self._watch.busy(), span(BACKWARD), _Unwrapped():
+            return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+
+def build_schedule(
+    name: str,
+    stages: Sequence[ScheduledStage],
+    microbatches: int,
+    loss: Callable[[Tensor, Tensor], Tensor],
+) -> Schedule:
+    """Return the schedule of this rank's stages; gradients are those of the sum of the losses."""
+    if name == "interleaved":
+        return ScheduleInterleaved1F1B(list(stages), microbatches, loss, scale_grads=False)
+    kind = ScheduleGPipe if name == "gpipe" else Schedule1F1B
+    (stage,) = stages
+    return kind(stage, microbatches, loss, scale_grads=False)
+
+
+@final
+class _Unwrapped:
+    """Raises a user's mistake itself, without what torch's schedules say around it."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is not None and isinstance(error.__cause__, UserError):
+            raise error.__cause__ from None
+
+
+def _example(slots: Slots, samples: int) -> tuple[Tensor, ...]:
+    return tuple(slot.empty(samples, "meta") for slot in slots)
+
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 Begin = Callable[[int, int], None]

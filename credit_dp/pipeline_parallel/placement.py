@@ -2,22 +2,282 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+import copy
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence, Set
+from dataclasses import fields, is_dataclass
 from functools import partial
-from typing import TypeVar
+from types import MappingProxyType
+from typing import Any, TypeVar, cast, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
 
 from credit_dp.errors import UserError
-from credit_dp.pipeline_parallel.moving import Device, get_device, move_to_device
-from credit_dp.pipeline_parallel.names import check_names, check_tied, device_of
-from credit_dp.pipeline_parallel.placed import (
-    called_modules,
-    is_placed,
-    restore_methods,
-    set_devices,
-)
+
+Device = torch.device | str
+WITHOUT_NUMBER = ("meta",)  # back ends of torch that no machine lacks and no module describes
+
+
+def get_device(device: Device) -> torch.device:
+    """Return the `torch.device` that is meant.
+
+    Raises:
+        UserError: it is no name of a device, or this machine has no such device.
+    """
+    if not isinstance(device, (str, torch.device)):
+        raise UserError(f"{device!r} is no device, it needs a name like cpu or cuda:0")
+    try:
+        meant = torch.device(device)
+    except RuntimeError:
+        raise UserError(f"{device!r} is no device, it needs a name like cpu or cuda:0") from None
+    there = devices_there(meant.type)
+    if there is not None and (meant.index or 0) >= there:
+        raise UserError(
+            f"{meant} needs a machine that has it, but torch finds {there or 'no'} "
+            f"{'device' if there == 1 else 'devices'} of type {meant.type} here. "
+            "Name another device."
+        )
+    return meant
+
+
+def devices_there(kind: str) -> int | None:
+    """Return how many devices of a type this machine has; None: it needs none to exist."""
+    if kind in WITHOUT_NUMBER:
+        return None
+    try:
+        return int(torch.get_device_module(kind).device_count())
+    except (RuntimeError, AttributeError):  # this torch was built without it
+        return 0
+
+
+def move_to_device(data: Any, device: Device) -> Any:
+    """Return `data` with every tensor in it on `device`.
+
+    Goes into lists, tuples, named tuples, dataclasses and mappings, and keeps their types. What
+    holds nothing to move is returned itself; what occurs twice is moved once and still occurs
+    twice. Modules are moved in place. Of an object that contains itself the outer one is moved.
+
+    Raises:
+        UserError: there is no such device.
+    """
+    return _Move(get_device(device)).of(data)
+
+
+def send(thing: Any, device: torch.device) -> Any:
+    """Move one tensor, module or packed sequence: all moves of this package go through here."""
+    return thing.to(device)
+
+
+class _Move:
+    """One call of `move_to_device`, which remembers what it has met."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.met: dict[int, Any] = {}
+        self.kept: list[Any] = []  # an id is an object's own only as long as it lives
+
+    def of(self, data: Any) -> Any:
+        """Return the object on the device."""
+        if id(data) not in self.met:
+            self.kept.append(data)
+            self.met[id(data)] = data  # ends the way through an object that contains itself
+            self.met[id(data)] = self.moved(data)
+        return self.met[id(data)]
+
+    def moved(self, data: Any) -> Any:
+        """Return an object, met for the first time, on the device."""
+        if isinstance(data, (Tensor, nn.Module, PackedSequence)):
+            return send(data, self.device)
+        if isinstance(data, Mapping):
+            changed = self.changed(data.items())
+            return with_entries(data, changed) if changed else data
+        if isinstance(data, (list, tuple)):
+            changed = self.changed(enumerate(data))
+            return with_items(data, changed) if changed else data
+        if is_dataclass(data) and not isinstance(data, type):
+            names = [field.name for field in fields(data) if hasattr(data, field.name)]
+            changed = self.changed((name, getattr(data, name)) for name in names)
+            return with_fields(data, changed) if changed else data
+        return data
+
+    def changed(self, entries: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
+        """Return those of the entries that are other objects on the device."""
+        on_device = [(key, value, self.of(value)) for key, value in entries]
+        return {key: new for key, old, new in on_device if new is not old}
+
+
+def with_entries(data: Mapping[Any, Any], changed: dict[Any, Any]) -> Mapping[Any, Any]:
+    """Return a mapping of the same type and order with some values replaced."""
+    if isinstance(data, MutableMapping):
+        mapping = copy.copy(data)
+        for key, value in changed.items():
+            mapping[key] = value
+        return mapping
+    kind = cast(type[MappingProxyType[Any, Any]], type(data))
+    return kind({**data, **changed})
+
+
+def with_items(data: Any, changed: dict[int, Any]) -> Any:
+    """Return a list or tuple of the same type with some items replaced."""
+    items = [changed.get(index, item) for index, item in enumerate(data)]
+    if isinstance(data, list):
+        new = copy.copy(data)
+        new[:] = items
+        return new
+    return type(data)._make(items) if hasattr(data, "_make") else type(data)(items)
+
+
+def with_fields(data: Any, changed: dict[str, Any]) -> Any:
+    """Return a dataclass instance with some fields replaced, frozen or not."""
+    new = copy.copy(data)
+    for name, value in changed.items():
+        object.__setattr__(new, name, value)
+    return new
+
+
+@final
+class Method:
+    """A method as a module has it: from its class, or as an attribute of its own.
+
+    Refers to the module and not to a bound method, so that copies of the module call their own.
+    """
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self.module = module
+        self.name = name
+        self.attribute = vars(module).get(name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it."""
+        if self.attribute is not None:
+            return self.attribute(*args, **kwargs)
+        return getattr(type(self.module), self.name)(self.module, *args, **kwargs)
+
+    def restore(self) -> None:
+        """Let the module have it again, where it was."""
+        if self.attribute is None:
+            del vars(self.module)[self.name]
+        else:
+            vars(self.module)[self.name] = self.attribute
+
+
+@final
+class PlacedForward:
+    """The forward of a placed module: input to its device, output to where it is needed."""
+
+    def __init__(
+        self, original: Method, processing: torch.device, output: torch.device | None
+    ) -> None:
+        self.original = original
+        self.processing = processing
+        self.output = output
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the module makes of its input."""
+        args, kwargs = move_to_device((args, kwargs), self.processing)
+        made = self.original(*args, **kwargs)
+        return made if self.output is None else move_to_device(made, self.output)
+
+
+@final
+class PlacedRepr:
+    """The description of a placed module: its own, and its devices."""
+
+    def __init__(
+        self, original: Method, processing: torch.device, output: torch.device | None
+    ) -> None:
+        self.original = original
+        devices = {"processing_device": processing, "output_device": output}
+        self.devices = ", ".join(f"{key}={value}" for key, value in devices.items() if value)
+
+    def __call__(self) -> str:
+        """Return the description."""
+        return ", ".join(text for text in (self.original(), self.devices) if text)
+
+
+def is_placed(module: nn.Module) -> bool:
+    """Return whether the module has devices of its own."""
+    return isinstance(vars(module).get("forward"), PlacedForward)
+
+
+def called_modules(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the module; of a list or table of modules, which is never called, those in it."""
+    if type(module).forward is not nn.Module.forward or "forward" in vars(module):
+        yield module
+        return
+    for child in module.children():
+        yield from called_modules(child)
+
+
+def set_devices(module: nn.Module, processing: torch.device, output: torch.device | None) -> None:
+    """Let a module, which is there already, compute on one device and hand its output on."""
+    forward = PlacedForward(Method(module, "forward"), processing, output)
+    description = PlacedRepr(Method(module, "extra_repr"), processing, output)
+    vars(module).update(forward=forward, extra_repr=description)
+
+
+def restore_methods(module: nn.Module) -> None:
+    """Give the module back the methods it had, if it has been placed; its tensors stay."""
+    for name in ("forward", "extra_repr"):
+        method = vars(module).get(name)
+        if isinstance(method, (PlacedForward, PlacedRepr)):
+            method.original.restore()
+
+
+def check_names(model: nn.Module, names: Sequence[str]) -> None:
+    """Refuse names of modules that are not there, and two names of one module.
+
+    Raises:
+        UserError: with the nearest names that are there.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    kind = type(model).__name__
+    unknown = [name for name in names if name not in modules]
+    if unknown:
+        listed = "; ".join(f"{name!r} ({_nearest(str(name), list(modules))})" for name in unknown)
+        raise UserError(f"{kind}: needs names of its modules, but has no {listed}")
+    seen: dict[nn.Module, str] = {}
+    for name in names:
+        other = seen.setdefault(modules[name], name)
+        if other != name:
+            raise UserError(f"{kind}: {other} and {name} are one module, name it once")
+
+
+def _nearest(name: str, known: list[str]) -> str:
+    close = difflib.get_close_matches(name, known[1:], n=3, cutoff=0.5)
+    if close:
+        return f"nearest: {', '.join(close)}"
+    return f"it has {', '.join(other for other in known[1:] if '.' not in other) or 'none'}"
+
+
+def check_tied(model: nn.Module, devices: Mapping[str, torch.device]) -> None:
+    """Refuse a parameter that two modules share which compute on different devices.
+
+    Raises:
+        UserError: with both names of the parameter.
+    """
+    places: dict[nn.Parameter, tuple[str, torch.device]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        device = device_of(name, devices) or parameter.device
+        other, elsewhere = places.setdefault(parameter, (name, device))
+        if device != elsewhere:
+            raise UserError(
+                f"{type(model).__name__}: {other} and {name} are one parameter and need one "
+                f"device, but got {elsewhere} and {device}. Place both modules on the same device."
+            )
+
+
+def device_of(name: str, devices: Mapping[str, torch.device]) -> torch.device | None:
+    """Return the device of the innermost entry that a tensor is in, by the tensor's name."""
+    while name:
+        name = name.rpartition(".")[0]
+        if name in devices:
+            return devices[name]
+    return None
+
 
 Module = TypeVar("Module", bound=nn.Module)
 Devices = tuple[torch.device, torch.device | None]
@@ -147,3 +407,61 @@ def _pair(name: str, value: Device | Sequence[Device]) -> Devices:
     raise UserError(
         f"{name or 'root'}: needs a device, or two of them (processing, output), got {len(value)}"
     )
+
+
+ROOT = "root"  # in the config; a key cannot be empty there
+
+
+def place_model(model: nn.Module, layout: Mapping[str, Any], first_gpu: int = 0) -> nn.Module:
+    """Place the modules that `parallel.layout` names, and return the model.
+
+    Without an entry `root` the model itself computes where it is, and its output comes back there.
+
+    Args:
+        model: built, and converted if its rows are sharded.
+        layout: names of modules -> a device, or [processing, output].
+        first_gpu: the GPU that `cuda:0` stands for on this rank.
+
+    Raises:
+        UserError: a module or a device does not exist, or a module needs two devices.
+    """
+    if not layout:
+        return model
+    home = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    places: dict[str, Any] = {"": (home, home)}
+    for name, value in layout.items():
+        places["" if name == ROOT else name] = _on_rank(value, first_gpu)
+    try:
+        return parallelize_pipeline(model, places)
+    except UserError as error:
+        raise UserError(f"parallel.layout: {error}") from None
+
+
+def home_device(
+    layout: Mapping[str, Any], device: torch.device, first_gpu: int = 0
+) -> torch.device:
+    """Return where the output of a placed model is, so that targets and loss can be there too.
+
+    Args:
+        layout: as in `parallel.layout`.
+        device: of the run, where the model is built.
+        first_gpu: the GPU that `cuda:0` stands for on this rank.
+
+    Raises:
+        UserError: there is no such device.
+    """
+    if ROOT not in layout:
+        return device
+    value = _on_rank(layout[ROOT], first_gpu)
+    try:
+        return get_device(value if isinstance(value, str) else value[-1])
+    except UserError as error:
+        raise UserError(f"parallel.layout: {ROOT}: {error}") from None
+
+
+def _on_rank(value: Any, first_gpu: int) -> Any:
+    """Return devices with GPUs counted from the rank's first one."""
+    if isinstance(value, (list, tuple)):
+        return [_on_rank(device, first_gpu) for device in value]
+    found = re.fullmatch(r"cuda(?::(\d+))?", str(value))
+    return f"cuda:{first_gpu + int(found[1] or 0)}" if found else value

@@ -1,24 +1,173 @@
-"""This rank's stages of a model: copies of it without what other stages use."""
+"""This rank's stages of a model: where it is cut, and copies without what other stages use."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import final
+from itertools import accumulate, pairwise
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
-from credit_dp.domain_parallel.dry_run import dataless, tensors_of, without_data
+from credit_dp.checks import nearest
+from credit_dp.domain_parallel.costs.report import (
+    Saved,
+    dataless,
+    row_layers,
+    tensors_of,
+    without_data,
+)
+from credit_dp.domain_parallel.count_transport import Sent, Tally
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import ROW_DIM
-from credit_dp.domain_parallel.tally import Tally
 from credit_dp.errors import UserError
 from credit_dp.models.segments import SegmentedModel, State
-from credit_dp.pipeline_parallel.costs import float_type, segmented
-from credit_dp.pipeline_parallel.elsewhere import Elsewhere
+
+
+def segmented(model: nn.Module) -> SegmentedModel:
+    """Return the model, if it says where it may be cut.
+
+    Raises:
+        UserError: it does not.
+    """
+    if not isinstance(model, SegmentedModel):
+        raise UserError(
+            f"parallel.pipeline: a pipeline needs a model in segments, {type(model).__name__} "
+            "declares no segments. Derive it from SegmentedModel, or use parallel.pipeline=1."
+        )
+    return model
+
+
+def float_type(model: nn.Module) -> torch.dtype | None:
+    """Return what a model computes in; None if nothing tells."""
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+
+
+def segment_costs(model: nn.Module, shape: Sequence[int]) -> dict[str, int]:
+    """Return the multiply-adds of each segment's forward, estimated without data.
+
+    Convolutions, matrix products and attention count; what acts on each number alone does not.
+
+    Args:
+        model: for the whole globe, not converted: then all ranks find the same numbers.
+        shape: of the whole globe's input, `(B, C, H, W)`.
+
+    Raises:
+        UserError: the model has no segments, or several of one name.
+    """
+    empty = without_data(segmented(model))
+    state: State = (torch.empty(tuple(shape), dtype=float_type(model), device="meta"),)
+    costs: dict[str, int] = {}
+    with dataless(), torch.no_grad():
+        for segment in segmented(empty).segments():
+            if segment.name in costs:
+                raise UserError(
+                    f"parallel.pipeline: {type(model).__name__} has several segments called "
+                    f"{segment.name}. Name each after a module of its own."
+                )
+            with FlopCounterMode(display=False) as counter:
+                state = segment.run(state)
+            costs[segment.name] = counter.get_total_flops() // 2
+    return costs
+
+
+def cut_points(
+    costs: Mapping[str, int], stages: int, named: Sequence[str] | None = None, *, virtual: int = 1
+) -> list[slice]:
+    """Return the segments of each stage: the dearest stage as cheap as can be, or as named.
+
+    Args:
+        costs: of all segments, in order.
+        stages: of all ranks of the pipeline together.
+        named: the first segment of every stage but the first.
+        virtual: stages of each rank, for the message.
+
+    Raises:
+        UserError: there are fewer segments than stages, or the names do not fit.
+    """
+    names = list(costs)
+    if len(names) < stages:
+        of_each = f" with {virtual} stages of each rank" if virtual > 1 else ""
+        raise UserError(
+            f"parallel.pipeline: {stages} stages need as many segments, the model has "
+            f"{len(names)}. Choose at most {len(names) // virtual}{of_each}."
+        )
+    starts = _balanced(list(costs.values()), stages) if named is None else [0]
+    if named is not None:
+        _check_names(names, stages, named)
+        starts += [names.index(name) for name in named]
+    return [slice(start, stop) for start, stop in pairwise([*starts, len(names)])]
+
+
+def _balanced(costs: Sequence[int], stages: int) -> list[int]:
+    """Return where the stages begin; of equally good cuts, the earliest."""
+    sums = [0, *accumulate(costs)]
+    ends = range(1, len(sums))
+    # Of the segments before each end: what the dearest stage costs, and where stages begin.
+    best = {end: (sums[end], [0]) for end in ends}
+    for stage in range(1, stages):
+        best = {
+            end: min(
+                (max(best[cut][0], sums[end] - sums[cut]), [*best[cut][1], cut])
+                for cut in range(stage, end)
+            )
+            for end in ends[stage:]
+        }
+    return best[len(costs)][1]
+
+
+def _check_names(names: Sequence[str], stages: int, named: Sequence[str]) -> None:
+    every = f"The segments are {', '.join(names)}."
+    unknown = next((name for name in named if name not in names), None)
+    if unknown is not None:
+        raise UserError(
+            f"parallel.stages: the model has no segment {unknown!r}.{nearest(unknown, names)} "
+            f"{every}"
+        )
+    if len(named) != stages - 1:
+        raise UserError(
+            f"parallel.stages: needs the first segment of each of the {stages} stages but the "
+            f"first, {stages - 1} in all, got {len(named)}. {every}"
+        )
+    for before, name in pairwise([names[0], *named]):
+        if names.index(name) <= names.index(before):
+            raise UserError(
+                f"parallel.stages: needs segments in the model's order, the first one not among "
+                f"them, got {', '.join(named)}. {every}"
+            )
+
+
+@final
+class Elsewhere(nn.Module):
+    """Stands for a module that only other stages of the pipeline use.
+
+    Args:
+        path: of the module.
+        stage: this one.
+
+    Raises:
+        UserError: it is called.
+    """
+
+    def __init__(self, path: str, stage: int) -> None:
+        super().__init__()
+        self.path, self.stage = path, stage
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse to run."""
+        raise UserError(
+            f"parallel.pipeline: stage {self.stage} calls {self.path}, which only segments of "
+            f"other stages say they use. Add {self.path} to the modules of the segment that calls "
+            "it, or cut elsewhere with parallel.stages."
+        )
+
+    def extra_repr(self) -> str:
+        """Describe what is missing."""
+        return self.path
 
 
 @final
@@ -182,3 +331,60 @@ def _nothing_sent(manager: DomainParallelManager) -> Iterator[None]:
         yield
     finally:
         manager.transport = transport
+
+
+@final
+@dataclass(frozen=True)
+class StageRun:
+    """What one micro-batch takes on a stage of a pipeline.
+
+    Attributes:
+        kept_bytes: for backward, on one rank: what autograd saves, and what the stage makes. The
+            state that it is given is not in it: `state_bytes` counts that.
+        sent: by each rank of the domain, forward and backward.
+    """
+
+    kept_bytes: int
+    sent: tuple[Sent, ...]
+
+
+def run_stage(stage: Stage, manager: DomainParallelManager, samples: int) -> StageRun:
+    """Run a stage forward and backward on tensors without data, as one rank of the domain.
+
+    Args:
+        stage: its module is left as it is.
+        manager: the one that the model was converted with; its `rank` says whose band it is.
+        samples: of a micro-batch.
+    """
+    transport, size = manager.transport, manager.domain_parallel_size
+    tally = Tally(manager.domain_rank, size, manager.bands.known)
+    manager.transport = tally
+    try:
+        with dataless():
+            return StageRun(_kept(stage, samples), tally.sent)
+    finally:
+        manager.transport = transport
+
+
+def _kept(stage: Stage, samples: int) -> int:
+    model = without_data(stage.module)
+    model.train()
+    for layer in row_layers(model).values():
+        layer.forget_exchanges()
+    given = [slot.empty(samples, "meta") for slot in stage.takes]
+    own = [*model.parameters(), *model.buffers()]
+    saved = Saved(own if stage.is_first else [*own, *given])
+    with torch.autograd.graph.saved_tensors_hooks(saved.add, lambda x: x):
+        made = model(*given)
+    made = made if isinstance(made, tuple) else (made,)
+    for x in made:
+        saved.add(x)
+    ends = [x for x in made if x.requires_grad]
+    torch.autograd.backward(ends, [torch.empty_like(x) for x in ends])
+    return saved.bytes
+
+
+def state_bytes(slots: Slots, samples: int, *, gradients: bool = False) -> int:
+    """Return the bytes of a state that is handed on, or of the gradients that come back for it."""
+    tensors = [slot.empty(samples, "meta") for slot in slots if slot.has_gradient or not gradients]
+    return sum(tensor.nbytes for tensor in tensors)

@@ -3,7 +3,6 @@
 Files alone are read, also of runs that are under way, failed or half-written. No torch in here.
 """
 
-from credit_dp.sweeps.job import Job
-from credit_dp.sweeps.sweep import Sweep, read_sweep
+from credit_dp.sweeps.read import Job, Sweep, read_sweep
 
 __all__ = ["Job", "Sweep", "read_sweep"]

@@ -1,17 +1,24 @@
-"""Speed-up and efficiency over numbers of ranks, from the runs of a sweep."""
+"""Speed-up and efficiency over numbers of ranks, as numbers and as pictures."""
 
+import csv
+import io
 import json
+import os
+import socket
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal, final
 
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import LogLocator, NullFormatter
+
 from credit_dp.errors import UserError
-from credit_dp.sweeps.files import as_table, at, count_at
-from credit_dp.sweeps.job import AXES, Job
-from credit_dp.sweeps.run_log import column, settled
-from credit_dp.sweeps.sweep import Sweep
+from credit_dp.evaluation.figure_style import REFERENCE, figure_style, series_colour
+from credit_dp.sweeps.read import AXES, Job, Sweep, as_table, at, column, count_at, settled
 
 Kind = Literal["strong", "weak"]
 # A longer pipeline has no more work to do, unless the model is another one.
@@ -187,3 +194,128 @@ def series_of(kind: Kind, axis: str, timings: list[Timing], keys: Sequence[str])
             named = f"{grid}, batch {first.batch / size:g} of each rank"
     others = [f"{key}={first.job.value(key)}" for key in keys if not key.startswith(FREE)]
     return Series(kind, axis, ", ".join([named, *others]), tuple(timings))
+
+
+ROW_NAMES = (
+    *("kind", "axis", "series", "job", "mesh", "ranks", "grid", "batch", "steps", "seconds"),
+    *("waited", "samples_per_second", "speed_up", "efficiency", "peak_memory_bytes"),
+    *("sent_bytes", "more_ranks_than_cores"),
+)
+
+
+def rows_of(found: Sequence[Series]) -> list[dict[str, Any]]:
+    """All numbers by name; None where one is not known."""
+    return [row_of(series, timing) for series in found for timing in series.timings]
+
+
+def row_of(series: Series, timing: Timing) -> dict[str, Any]:
+    """The numbers of one run in its series."""
+    values = (
+        *(series.kind, series.axis, series.title, timing.job.name),
+        *("x".join(map(str, timing.mesh)), timing.ranks, timing.grid, timing.batch, timing.steps),
+        *(timing.seconds, timing.waited, timing.samples_per_second),
+        *(series.speed_up(timing), series.efficiency(timing), timing.memory, timing.sent),
+        crowded(timing),
+    )
+    return dict(zip(ROW_NAMES, values, strict=True))
+
+
+def crowded(timing: Timing) -> bool | None:
+    """Whether ranks had to share cores; None if they ran on another machine than this."""
+    if timing.job.config.get("device") != "cpu" or timing.ranks == 1:
+        return False
+    if timing.job.hosts != {socket.gethostname()}:
+        return None
+    return timing.ranks > cores()
+
+
+def cores() -> int:
+    """Those that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def as_csv(found: Sequence[Series]) -> str:
+    """A line for each run of each series."""
+    held = io.StringIO()
+    writer = csv.DictWriter(held, ROW_NAMES, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows_of(found))
+    return held.getvalue()
+
+
+def as_json(found: Sequence[Series]) -> str:
+    """The same as JSON, with how a mesh is written."""
+    content = {"mesh": " x ".join(AXES), "runs": rows_of(found)}
+    return json.dumps(content, indent=2) + "\n"
+
+
+DASHES: Mapping[Kind, Literal["-", "--"]] = {"strong": "-", "weak": "--"}
+Height = Callable[[Series, Timing], float]
+
+
+@figure_style()
+def draw_scaling(found: Sequence[Series]) -> Figure:
+    """Three panels over the number of ranks; hollow marks where ranks had to share cores."""
+    figure = Figure(figsize=(12.5, 5.0), layout="constrained")
+    left, middle, right = figure.subplots(1, 3)
+    draw(left, found, lambda series, timing: timing.seconds, ideal_seconds)
+    left.set_title("time per step (s)")
+    left.set_yscale("log")
+    left.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
+    left.yaxis.set_major_formatter("{x:g}")
+    left.yaxis.set_minor_formatter(NullFormatter())
+    draw(middle, found, lambda series, timing: series.speed_up(timing), ideal_speed_up)
+    middle.set_title("speed-up")
+    middle.set_yscale("log", base=2)
+    middle.yaxis.set_major_formatter("{x:g}")
+    draw(right, found, lambda series, timing: series.efficiency(timing), lambda series, timing: 1.0)
+    right.set_title("efficiency")
+    right.set_ylim(bottom=0)
+    legend(figure, found)
+    return figure
+
+
+def draw(axes: Axes, found: Sequence[Series], height: Height, ideal: Height) -> None:
+    """One number of all series against ranks, each above its ideal line."""
+    for place, series in enumerate(found):
+        ranks = [timing.ranks for timing in series.timings]
+        values = [height(series, timing) for timing in series.timings]
+        axes.plot(ranks, [ideal(series, timing) for timing in series.timings], ":", color=REFERENCE)
+        colour = series_colour(place)
+        axes.plot(ranks, values, color=colour, linestyle=DASHES[series.kind])
+        for timing, value in zip(series.timings, values, strict=True):
+            face = "white" if crowded(timing) else colour
+            axes.plot(timing.ranks, value, "o", color=colour, markerfacecolor=face)
+    ticks = sorted({timing.ranks for series in found for timing in series.timings})
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [str(tick) for tick in ticks], minor=False)
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.set_xlabel("ranks")
+
+
+def ideal_seconds(series: Series, timing: Timing) -> float:
+    """What a step would take if nothing were lost."""
+    first = series.timings[0]
+    return first.seconds * (first.ranks / timing.ranks if series.kind == "strong" else 1.0)
+
+
+def ideal_speed_up(series: Series, timing: Timing) -> float:
+    """The growth in ranks."""
+    return timing.ranks / series.timings[0].ranks
+
+
+def legend(figure: Figure, found: Sequence[Series]) -> None:
+    """What the lines and marks of all panels mean, below them."""
+    lines = [
+        Line2D([], [], color=series_colour(place), linestyle=DASHES[series.kind], marker="o")
+        for place, series in enumerate(found)
+    ]
+    names = [f"{series.kind}, {series.axis} ranks: {series.title}" for series in found]
+    lines.append(Line2D([], [], color=REFERENCE, linestyle=":"))
+    names.append("ideal")
+    if any(crowded(timing) for series in found for timing in series.timings):
+        lines.append(Line2D([], [], color="black", linestyle="", marker="o", markerfacecolor="w"))
+        names.append("more ranks than cores")
+    figure.legend(lines, names, loc="outside lower center", ncols=2)

@@ -1,37 +1,272 @@
-"""Puts a training run together: model, shards, optimiser, loss and loader, from the config."""
+"""Puts a training run together: model, shards, optimizer, loss and loader, from the config."""
 
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import warnings
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import partial
-from typing import final
+from typing import TYPE_CHECKING, Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
 
-from credit_dp.config import Config, OwnLossConfig
-from credit_dp.data.loader import Loader, Reads
-from credit_dp.data.normalise import Normaliser
-from credit_dp.data.prepare import Prepared
+from credit_dp import checks
+from credit_dp.config import Config, OwnLossConfig, OwnModelConfig, ParallelConfig, microbatches
+from credit_dp.data.loader import Loader, Normaliser, Reads
 from credit_dp.data.sampling import Lengths, SampleSequence, sample_times
+from credit_dp.data.setup import Prepared
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.domain_parallel.gloo_threads import let_senders_finish
-from credit_dp.evaluation.valid_points import ValidPoints
-from credit_dp.forecast.step import ForecastStep, Model
-from credit_dp.pipeline_parallel.model_layout import home_device
+from credit_dp.domain_parallel.build import shard_model
+from credit_dp.domain_parallel.planning.plan import check_model
+from credit_dp.domain_parallel.transport import let_senders_finish
+from credit_dp.errors import UserError
+from credit_dp.evaluation.metrics import ValidPoints
+from credit_dp.models import build_model
+from credit_dp.models.blocks import number_depths
+from credit_dp.pipeline_parallel.placement import home_device, place_model
+from credit_dp.pipeline_parallel.stages import Stage, cut_model, cut_points, segment_costs
 from credit_dp.training.checkpoint import TrainingState
 from credit_dp.training.data_description import describe_data
+from credit_dp.training.forecast_step import ForecastStep, Model
+from credit_dp.training.forward_backward import ModelPass, Pass, PipelinePass, Recomputed, replicas
 from credit_dp.training.loss import WeightedLoss, build_loss, of_plugin
-from credit_dp.training.loss_names import LossNames
-from credit_dp.training.model_parts import build_parts
-from credit_dp.training.optimisation import (
+from credit_dp.training.optim import (
+    WeightAverage,
     build_optimiser,
     build_schedule,
     state_layout,
     try_schedule,
 )
+from credit_dp.training.parameter_shards import replicas_and_shards, shard_parameters
 from credit_dp.training.shared_reading import share_reading
 from credit_dp.training.state import named_parameters, saved_parameters
-from credit_dp.training.trainer import Trainer
-from credit_dp.training.weight_average import WeightAverage
+from credit_dp.training.trainer import LossNames, Trainer
+
+if TYPE_CHECKING:
+    from credit_dp.pipeline_parallel.pipeline import Pipeline
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Let nothing train whose name one of the patterns matches, in the whole model, in place.
+
+    Args:
+        model: all of it, so that every rank of a mesh freezes, or refuses, the same.
+        patterns: of full names of parameters, with the wildcards of file names.
+
+    Raises:
+        UserError: a pattern matches no parameter, or none is left to train.
+    """
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    for pattern in patterns:
+        matched = [name for name in parameters if fnmatchcase(name, pattern)]
+        if not matched:
+            raise UserError(
+                f"trainer.freeze: needs patterns of parameters' names, but {pattern!r} matches "
+                f"none of {len(parameters)}.{_advice(pattern, parameters)}"
+            )
+        for name in matched:
+            parameters[name].requires_grad_(False)
+    if patterns and not any(parameter.requires_grad for parameter in parameters.values()):
+        raise UserError(
+            f"trainer.freeze: leaves no parameter to train, it matches all {len(parameters)}. "
+            "Take patterns out of trainer.freeze."
+        )
+
+
+def _advice(pattern: str, names: Collection[str]) -> str:
+    """What may have been meant: a module's name lacks the wildcard."""
+    if any(name.startswith(f"{pattern}.") for name in names):
+        return f" Did you mean {pattern}.*?"
+    return checks.nearest(pattern, names) or f" Names are like {next(iter(names), '')}."
+
+
+def compile_model(model: nn.Module, device: torch.device) -> None:
+    """Let a model be compiled at its first call, in place: names of parameters stay.
+
+    Args:
+        model: converted and shared out already.
+        device: on which it computes.
+
+    Raises:
+        UserError: the CPU's code needs a C++ compiler, and there is none.
+    """
+    if device.type == "cpu":
+        # Where torch's compiler looks for it.
+        name = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
+        if shutil.which(name) is None:
+            raise UserError(
+                f"compile: needs a C++ compiler on the CPU, but {name} is not found. Install one, "
+                "name it in the environment variable CXX, or set compile=false."
+            )
+    model.compile()
+
+
+def compute_in(part: nn.Module, dtype: torch.dtype, like: Tensor) -> None:
+    """Let a model, or a stage of one, run under autocast, in place.
+
+    Weights, their gradients and updates keep their dtype. What it returns has that of `like`: the
+    loss is computed in that, and stages of a pipeline hand it on.
+
+    Args:
+        part: ready to be called; whatever calls it, it computes so.
+        dtype: of the layers for which torch's autocast takes it to be safe.
+        like: has the device it computes on, and the dtype of what it returns.
+    """
+    forward, device = part.forward, like.device.type
+
+    def restored(x: Tensor) -> Tensor:
+        return x.to(like.dtype) if x.is_floating_point() else x
+
+    def forward_in(*inputs: Any) -> Any:
+        with torch.autocast(device, dtype):
+            made = forward(*inputs)
+        return tree_map_only(Tensor, restored, made)
+
+    part.forward = forward_in
+
+
+@final
+@dataclass(frozen=True)
+class ModelParts:
+    """What this rank has of the model.
+
+    Attributes:
+        parts: its stretches of it, converted to this rank's rows; see `TrainingState`.
+        pipeline: of which they are the stages, if there is one.
+    """
+
+    parts: tuple[nn.Module, ...]
+    pipeline: Pipeline | None = None
+
+    @property
+    def forecasting(self) -> Model:
+        """The whole model outside of training, on all ranks of a pipeline together."""
+        return self.parts[0] if self.pipeline is None else self.pipeline.forward
+
+    def gradients(
+        self,
+        config: Config,
+        manager: DomainParallelManager,
+        forecast: ForecastStep,
+        loss: WeightedLoss,
+    ) -> Pass:
+        """How gradients come about: `forecast` says what is made of the model's output."""
+        micros = microbatches(config)
+        ddp = config.parallel.data_mode == "ddp"
+        if self.pipeline is not None:
+            group = replicas(manager) if ddp else None
+            return PipelinePass(self.pipeline, forecast, loss, micros, manager, group)
+        model = self.parts[0]
+        if config.trainer.checkpoint_activations:
+            model = Recomputed(model)
+        if ddp and manager.world_size > 1:
+            model = averaging(model, config.parallel)
+        return ModelPass(model, forecast.of(model), loss, micros, manager.domain_world_size)
+
+
+def build_parts(
+    config: Config,
+    prepared: Prepared,
+    manager: DomainParallelManager,
+    like: Tensor,
+    first_gpu: int = 0,
+) -> ModelParts:
+    """Build the model and what this rank holds of it, with the same parameters on every mesh.
+
+    Args:
+        config: of the run.
+        prepared: says which fields there are, on which grid.
+        manager: this rank's place in the mesh.
+        like: has the dtype of the model, and the device of its output.
+        first_gpu: the GPU that `cuda:0` of a layout stands for on this rank.
+
+    Raises:
+        UserError: the model or the mesh does not fit the grid, or the model can't be cut or placed.
+    """
+    store, parallel = prepared.store, config.parallel
+    # Every rank draws the whole model from the same seed: no weights need to be sent.
+    torch.manual_seed(config.seed)
+    fields = store.channels.fields(config.model.frames)
+    model = build_model(config.model, fields, store.grid)
+    if isinstance(config.model, OwnModelConfig):
+        check_model(model, fields.inputs, fields.outputs, store.grid)
+    number_depths(model)
+    freeze(model, config.trainer.freeze)
+    shares = replicas_and_shards(manager) if parallel.data_mode == "fsdp2" else None
+    batch = config.data.batch_size // manager.dp_world_size // microbatches(config)
+    shape = (batch, fields.inputs, *store.grid)
+    if parallel.pipeline > 1:
+        # Here, for torch's schedules bring its compiler, which takes a second: for pipelines alone.
+        from credit_dp.pipeline_parallel.pipeline import Pipeline
+
+        model = model.to(like.dtype)
+        stages = _stages(model, parallel, manager, shape)
+        for stage in stages:
+            _share_out(stage.module, shares, parallel, like)
+            _autocast(stage.module, config, like)
+        pipeline = Pipeline(stages, manager, parallel.schedule, microbatches(config))
+        return ModelParts(pipeline.parts, pipeline)
+    model = shard_model(model.to(like.dtype), manager, shape)
+    _share_out(model, shares, parallel, like)
+    model = place_model(model, parallel.layout, first_gpu)
+    _autocast(model, config, like)
+    if config.compile:
+        compile_model(model, like.device)
+    return ModelParts((model,))
+
+
+def _stages(
+    model: nn.Module,
+    parallel: ParallelConfig,
+    manager: DomainParallelManager,
+    shape: Sequence[int],
+) -> list[Stage]:
+    """This rank's stages, cut after conversion, at places that are the same on every rank."""
+    costs = segment_costs(model, shape)  # of the whole globe, for bands differ
+    virtual = parallel.virtual_stages
+    cuts = cut_points(costs, parallel.pipeline * virtual, parallel.stages, virtual=virtual)
+    return cut_model(shard_model(model, manager, shape), manager, cuts, shape)
+
+
+def _share_out(
+    part: nn.Module, shares: DeviceMesh | None, parallel: ParallelConfig, like: Tensor
+) -> None:
+    """Bring a part to its device, and its parameters to the data ranks, if they share them."""
+    if shares is None or not parallel.cpu_offload:
+        part.to(like.device)
+    if shares is not None:
+        shard_parameters(part, shares, parallel, like.dtype)
+
+
+def _autocast(part: nn.Module, config: Config, like: Tensor) -> None:
+    """Let a part compute in the dtype that the config asks for, if it does."""
+    if config.trainer.autocast is not None:
+        compute_in(part, getattr(torch, config.trainer.autocast), like)
+
+
+def averaging(model: nn.Module, parallel: ParallelConfig) -> nn.Module:
+    """The model, its gradients averaged over all ranks of the run."""
+    device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    on_one_gpu = device.type == "cuda" and not parallel.layout
+    with warnings.catch_warnings():
+        # torch 2.13 renames broadcast_buffers; the new name still sends buffers once, and 2.11
+        # does not know it.
+        warnings.simplefilter("ignore", FutureWarning)
+        return DistributedDataParallel(
+            model,
+            device_ids=[device] if on_one_gpu else None,
+            broadcast_buffers=False,  # they follow from the config, and may be of own rows
+            gradient_as_bucket_view=True,
+        )
+
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64}
 

@@ -1,18 +1,31 @@
-"""The folder of a checkpoint: `checkpoint/step-00000200` with shards of tensors and `state.json`.
+"""The folder of checkpoints: its files, sharded tensors, and which of them are kept."""
 
-It is written under another name and renamed when whole. Nothing in it is ever executed: the shards
-are safetensors, the rest is JSON.
-"""
+from __future__ import annotations
 
+import contextlib
 import json
+import math
 import os
 import re
 import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, final
+
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import Tensor
 
 from credit_dp import checks
+from credit_dp.distributed.collectives import grouped
 from credit_dp.errors import UserError
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
 
 FORMAT = 4
 FOLDER = "checkpoint"  # of a run, its checkpoints are in
@@ -172,3 +185,202 @@ def run_of(path: Path) -> Path:
     """The folder of the run that wrote a checkpoint, or else the one that it is in."""
     folder = path.resolve().parent
     return folder.parent if folder.name == FOLDER else folder
+
+
+VALIDATION = "validation"  # in `state.json`: the error that was found at this step, or null
+BEST = "best"  # a link beside the checkpoints
+
+
+@final
+@dataclass(frozen=True)
+class Kept:
+    """How many of the newest stay, and whether the one with the lowest validation error does."""
+
+    newest: int = 1
+    best: bool = False
+
+
+def tidy(path: Path, kept: Kept) -> None:
+    """Remove what does not stay now that `path` is whole, and say which one is the best.
+
+    Later steps than that of `path` are of a training that was gone back on: they go, too. What
+    can't be removed is left to the next time.
+    """
+    folder = path.parent
+    steps = [other for other in whole_steps(folder) if step_of(other) <= step_of(path)]
+    best = best_of(steps) if kept.best else None
+    with contextlib.suppress(OSError):  # a file system may have no links
+        link(folder / BEST, best)
+    stay = {*steps[-kept.newest :], best}
+    for other in whole_steps(folder):
+        if other not in stay:
+            remove(other)
+    for leftover in folder.glob(".step-*.part"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def best_of(steps: list[Path]) -> Path | None:
+    """The one with the lowest validation error, of equal ones the first; None if none has one."""
+    errors = {path: error for path in steps if (error := validation_of(path)) is not None}
+    return min(errors, key=errors.__getitem__, default=None)
+
+
+def validation_of(path: Path) -> float | None:
+    """The error that a checkpoint was saved with."""
+    try:
+        numbers = json.loads((path / STATE).read_text())
+    except (OSError, ValueError, RecursionError):
+        return None
+    return as_error(numbers.get(VALIDATION)) if isinstance(numbers, dict) else None
+
+
+def as_error(value: Any) -> float | None:
+    """A number that can be compared, or None."""
+    return value if type(value) in (int, float) and math.isfinite(value) else None
+
+
+def link(name: Path, target: Path | None) -> None:
+    """Have `name` lead to a checkpoint beside it, in one go, or not be there.
+
+    Raises:
+        OSError: it can't.
+    """
+    if target is None:
+        name.unlink(missing_ok=True)
+        return
+    if name.is_symlink() and os.readlink(name) == target.name:
+        return
+    temporary = name.with_name(f".{name.name}.part")
+    temporary.unlink(missing_ok=True)
+    temporary.symlink_to(target.name)
+    os.replace(temporary, name)
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint so that half of one never bears its name."""
+    aside = unfinished_folder(path.with_name(f"{path.name}-old"))
+    with contextlib.suppress(OSError):
+        os.replace(path, aside)
+        shutil.rmtree(aside)
+
+
+# `torch.distributed.checkpoint` takes a second to import: only where something is saved or read.
+
+Shape = tuple[int, ...]
+
+# What damaged content ends in, in torch's reader or ours.
+UNREADABLE = (
+    AssertionError,
+    AttributeError,
+    LookupError,
+    OSError,
+    RuntimeError,
+    SafetensorError,
+    TypeError,
+    ValueError,
+)
+
+
+def write_shards(
+    folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None = None
+) -> None:
+    """Write this rank's share of tensors, sharded or replicated; collective.
+
+    Call it inside `alone_or_not`, which a thread beside training must not enter itself.
+
+    Raises:
+        OSError: on all ranks, if one could not write.
+    """
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    # Of what several ranks have, the lowest one's is saved, whatever the mesh.
+    planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
+    with first_failure():
+        save(
+            whole,
+            storage_writer=writer,
+            planner=planner,
+            process_group=group,
+            no_dist=not grouped(),
+        )
+
+
+def check_shards(key: str, folder: Path, wanted: dict[str, Shape]) -> None:
+    """Refuse shards that are damaged or do not hold the tensors that they should."""
+    held = tensors_in(key, folder)
+    for name, shape in wanted.items():
+        if name not in held or tuple(held[name].size) != shape:
+            raise UserError(
+                f"{key}: {folder} is not a readable checkpoint (its shards do not hold {name})."
+            )
+    if len(held) > len(wanted):
+        extra = min(held.keys() - wanted.keys())
+        raise UserError(
+            f"{key}: {folder} is not a readable checkpoint (its shards hold {extra} besides)."
+        )
+
+
+def tensors_in(key: str, folder: Path) -> dict[str, TensorStorageMetadata]:
+    """Shape and dtype of all tensors in a folder, by name.
+
+    Raises:
+        UserError: the files can't be read.
+    """
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    with readable(key, folder):
+        found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    return {name: held for name, held in found.items() if isinstance(held, TensorStorageMetadata)}
+
+
+def read_shards(key: str, folder: Path, room: dict[str, Tensor], *, together: bool = True) -> None:
+    """Fill tensors, sharded in any way; each rank reads what it needs, which is collective.
+
+    Raises:
+        UserError: on all ranks, if one could not read.
+    """
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    alone = not together or not grouped()
+    with readable(key, folder), alone_or_not(), first_failure():
+        reader = HuggingFaceStorageReader(str(folder))
+        load(dict(room), storage_reader=reader, no_dist=alone)
+
+
+@contextmanager
+def readable(key: str, folder: Path) -> Iterator[None]:
+    """Say in one line that a checkpoint can't be read."""
+    try:
+        yield
+    except UNREADABLE as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"{key}: {folder} is not a readable checkpoint ({reason}).") from error
+
+
+@contextmanager
+def first_failure() -> Iterator[None]:
+    """Raise what the first rank that failed has raised, on every rank."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    except CheckpointException as error:
+        _, (cause, _) = min(error.failures.items())
+        raise cause from None
+
+
+@contextmanager
+def alone_or_not() -> Iterator[None]:
+    """One process without a process group is as good as several ranks: no warning.
+
+    Which warnings are shown is a matter of the whole process: for its main thread only.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        yield

@@ -1,12 +1,4 @@
-"""The training loss: an error weighted by area, pressure level and variable.
-
-To the error point by point may be added that of the spectrum of each row, weighted alike.
-
-Each rank sums over its own rows and divides by the weight of the whole globe. The domain's ranks
-thus add up to the loss of the whole globe, and no rank needs another's rows to know its share.
-Points that a field has no values on count neither in the sum nor in the weight, so that a channel
-weighs the same whatever it covers.
-"""
+"""The training loss: an error weighted by area, pressure level and variable."""
 
 from collections.abc import Callable
 from functools import partial
@@ -19,12 +11,53 @@ from torch import Tensor
 from torch.nn import functional
 
 from credit_dp.config import LossConfig, OwnLossConfig, StandardLossConfig
+from credit_dp.data.channels import Channel, Channels, suggestions
 from credit_dp.data.grid import row_weights
-from credit_dp.data.schema import Channel, Channels, suggestions
 from credit_dp.errors import UserError
-from credit_dp.evaluation.valid_points import ValidPoints
+from credit_dp.evaluation.metrics import ValidPoints
 from credit_dp.plugins import code_of_a_plugin
-from credit_dp.training.spectrum import spectrum_error
+
+# Added to the power of a wavenumber, which makes the amplitude smooth where there is none: its
+# gradient is 0 there, and nowhere above 1.
+FLOOR = 1e-8
+
+
+def amplitudes(rows: Tensor) -> Tensor:
+    """How strong each zonal wavenumber is: `A_k = sqrt(n_k |F_k|^2 / W^2 + FLOOR)`.
+
+    `F_k = sum over j of x_j exp(-2 pi i j k / W)`. `n_k` is 2 where the wavenumber -k is another
+    one, 1 for k = 0 and k = W / 2. The powers, without their floor, thus add up to the mean of
+    `x_j^2` (Parseval's theorem).
+
+    Shapes:
+        `(..., W)` -> `(..., W // 2 + 1)`.
+
+    Units:
+        Those of `rows`.
+    """
+    width = rows.shape[-1]
+    waves = torch.view_as_real(torch.fft.rfft(rows, norm="forward"))
+    power = waves.square().sum(dim=-1)
+    times = power.new_full(power.shape[-1:], 2.0)
+    times[0] = 1.0
+    if width % 2 == 0:
+        times[-1] = 1.0
+    return (power * times + FLOOR).sqrt()
+
+
+def spectrum_error(forecast: Tensor, target: Tensor) -> Tensor:
+    """Squared difference of amplitudes, added up over all zonal wavenumbers.
+
+    It is never more than the mean squared difference of the rows themselves, and equals it where
+    the waves of both lie at the same places and differ in strength alone.
+
+    Shapes:
+        `(..., W)` -> `(...)`.
+
+    Source: Subich et al. 2025 (arXiv:2501.19374), the part of their loss that amplitudes have,
+    here with one spectrum for each row in place of one for the sphere.
+    """
+    return (amplitudes(forecast) - amplitudes(target)).square().sum(dim=-1)
 
 
 def huber(difference: Tensor, delta: float) -> Tensor:

@@ -10,7 +10,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
 from credit_dp.evaluation.figure_style import PALE, SERIES, figure_style
 from credit_dp.evaluation.plots import save
-from credit_dp.training.csv_log import Row, read_rows
+from credit_dp.training.loggers import Row, read_rows
 
 CURVES = {"loss": "training loss", "validation_rmse": "validation RMSE\n(standard deviations)"}
 SMOOTHED = 100  # rows from which on a running mean is drawn as well

@@ -10,14 +10,14 @@ import torch
 from rich.filesize import decimal
 
 from credit_dp.config import Config
-from credit_dp.data.expected import expected_grid
+from credit_dp.data.channel_preview import expected_grid
+from credit_dp.distributed import Ranks
+from credit_dp.distributed.report import name_of
 from credit_dp.errors import UserError
-from credit_dp.launch import Ranks
-from credit_dp.launch.place import name_of
 
 MARGIN = 0.9  # of the memory; what operations need while they run comes on top of the plan
 MOST = 64  # domain ranks that are tried
-PLAN = "credit_dp.command.planned", "plan_of"  # by name: commands are built on top of training
+PLAN = "credit_dp.costs.budget", "plan_of"  # by name: commands are built on top of training
 
 
 class Change(NamedTuple):

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from credit_dp.config import ParallelConfig
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.domain_parallel.layers.row_layer import RowLayer
+from credit_dp.domain_parallel.layers.base import RowLayer
 from credit_dp.domain_parallel.row_tensors import cuts
 from credit_dp.errors import UserError
 from credit_dp.models.segments import SegmentedModel

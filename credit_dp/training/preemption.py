@@ -9,9 +9,8 @@ from typing import Self, final
 import torch
 import torch.distributed as dist
 
+from credit_dp.distributed.signals import TimeLimit, heeding, time_limit
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.launch.signals import heeding
-from credit_dp.launch.time_limit import TimeLimit, time_limit
 
 
 @final

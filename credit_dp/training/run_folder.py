@@ -1,15 +1,24 @@
-"""The folder of one run: which file is what, and writes that are whole or not there at all."""
+"""The folder of one run: its files, its log files, and which code it is made with."""
 
 import contextlib
+import logging
 import os
+import platform
 import shlex
-from collections.abc import Iterator
+import socket
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import final
+from typing import TextIO, final
 
+import torch
 from omegaconf import OmegaConf
 
+import credit_dp
 from credit_dp.config import Config
 from credit_dp.errors import UserError
 from credit_dp.training.checkpoint_files import FOLDER
@@ -150,3 +159,205 @@ def discard(path: Path) -> None:
     """Remove a file where possible."""
     with contextlib.suppress(OSError):
         path.unlink()
+
+
+PACKAGE = Path(__file__).resolve().parents[1]
+PATIENCE = 10.0  # seconds for an answer of git, which may sit on a slow file system
+LONGEST = 2**20  # characters of a difference that are kept
+# What a user's settings may change about a difference so that it is no patch of the whole checkout.
+AS_A_PATCH = (
+    "--binary",
+    "--no-color",
+    "--no-ext-diff",
+    "--no-textconv",
+    "--no-relative",
+    "--submodule=short",
+    "--unified=3",
+    "--src-prefix=a/",
+    "--dst-prefix=b/",
+)
+MOST = 50  # names of files that git does not know
+
+
+@cache
+def provenance() -> dict[str, str]:
+    """Versions, and the commit if the package is run from a git checkout; small enough to repeat.
+
+    `changed` says whether the checkout differs from its commit. Asked for once in a process, as
+    what is imported does not change with the files either.
+    """
+    found = {
+        "credit_dp": credit_dp.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    commit = git("rev-parse", "HEAD") if in_checkout() else None
+    if commit is not None:
+        found["commit"] = commit.strip()
+        found["changed"] = "yes" if difference() or unknown_files() else "no"
+    return found
+
+
+def code_text() -> str:
+    """`provenance`, and the difference to the commit as a patch that `git apply` takes."""
+    lines = [f"{name}: {value}" for name, value in provenance().items()]
+    if "commit" not in provenance():
+        return "\n".join([*lines, ""])
+    names = unknown_files()
+    lines += [f"not in git: {name}" for name in names[:MOST]]
+    lines += [f"not in git: {len(names) - MOST} more files"] if len(names) > MOST else []
+    patch = difference()
+    if len(patch) > LONGEST:
+        lines.append(f"the difference has {len(patch)} characters; the first {LONGEST} follow")
+    return "\n".join([*lines, "", patch[:LONGEST]])
+
+
+def in_checkout() -> bool:
+    """Whether git knows the package; an installed one may lie in a folder of another project."""
+    return git("ls-files", "--error-unmatch", "__init__.py") is not None
+
+
+def difference() -> str:
+    """What differs from the commit in files that git knows, whatever form the user likes best."""
+    return git("diff", "HEAD", *AS_A_PATCH) or ""
+
+
+def unknown_files() -> list[str]:
+    """Files of the package that git does not know."""
+    return (git("ls-files", "--others", "--exclude-standard") or "").splitlines()
+
+
+def git(*arguments: str) -> str | None:
+    """What git answers about the checkout; None if it can't, for whatever reason."""
+    # A hook of git sets variables that point to its own repository.
+    own = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    command = ["git", "-C", str(PACKAGE), "-c", "core.fsmonitor=false", *arguments]
+    try:
+        done = subprocess.run(
+            command,
+            env={**own, "GIT_OPTIONAL_LOCKS": "0"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            timeout=PATIENCE,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.decode(errors="replace")
+
+
+logger = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def log_to_file(folder: Path, rank: int, early: Iterable[logging.LogRecord] = ()) -> Iterator[None]:
+    """Write `logs/rank-RANK.log` in a run's folder meanwhile, after what it has from earlier.
+
+    The terminal shows what it showed before. The error that ends a run is in the file, too. That
+    the file can't be written is one warning, and nothing else happens.
+
+    Args:
+        folder: of the run.
+        rank: of this process.
+        early: what was logged before there was a file.
+    """
+    path = folder / "logs" / f"rank-{rank}.log"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = LogFile(path, rank)
+    except OSError as error:
+        logger.warning("%s: no log is kept there (%s).", path, error.strerror or error)
+        yield
+        return
+    with contextlib.ExitStack() as stack:
+        stack.callback(file.close)
+        stack.enter_context(listening(file))
+        stack.enter_context(warnings_too(file))
+        file.note(logging.INFO, "started as process %s on %s", os.getpid(), socket.gethostname())
+        for record in early:
+            file.handle(record)
+        try:
+            yield
+        except BaseException:
+            file.note(logging.ERROR, "ended by an error", error=True)
+            raise
+        file.note(logging.INFO, "ended")
+
+
+@final
+class LogFile(logging.FileHandler):
+    """Lines with a time and a rank; a disk that is full is told once."""
+
+    def __init__(self, path: Path, rank: int) -> None:
+        super().__init__(path, encoding="utf-8")
+        line = f"%(asctime)s [rank {rank}] %(levelname)s %(name)s: %(message)s"
+        self.setFormatter(logging.Formatter(line))
+        self.told = False
+
+    def note(self, level: int, message: str, *args: object, error: bool = False) -> None:
+        """Write a line that nobody else is to see; with the error that is under way."""
+        trace = sys.exc_info() if error else None
+        self.handle(logging.LogRecord(__name__, level, "", 0, message, args, trace))
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - as it is called
+        """Warn the others instead of showing a traceback for each line."""
+        if not self.told:
+            self.told = True
+            logger.warning("%s: could not be written (%s).", self.baseFilename, sys.exc_info()[1])
+
+    def close(self) -> None:
+        """Write what waits, if that is possible."""
+        with contextlib.suppress(OSError):
+            super().close()
+
+
+@contextlib.contextmanager
+def listening(file: LogFile) -> Iterator[None]:
+    """Hear this package's loggers from INFO on, and all others; what else hears them stays so."""
+    ours, root = logging.getLogger("credit_dp"), logging.getLogger()
+    heard_by = [(handler, handler.level) for handler in ours.handlers]
+    level = ours.level
+    added: list[tuple[logging.Logger, logging.Handler]] = [(root, file)]
+    if not ours.propagate:
+        added.append((ours, file))
+        for handler, own in heard_by:
+            handler.setLevel(max(own, level))
+        ours.setLevel(min(ours.getEffectiveLevel(), logging.INFO))
+    if not root.handlers and logging.lastResort is not None:
+        added.append((root, logging.lastResort))  # it shows what has no handler: now there is one
+    for source, handler in added:
+        source.addHandler(handler)
+    try:
+        yield
+    finally:
+        for source, handler in added:
+            source.removeHandler(handler)
+        for handler, own in heard_by:
+            handler.setLevel(own)
+        ours.setLevel(level)
+
+
+@contextlib.contextmanager
+def warnings_too(log: LogFile) -> Iterator[None]:
+    """Write warnings that are shown into the file as well."""
+    shown = warnings.showwarning
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        shown(message, category, filename, lineno, file, line)
+        text = warnings.formatwarning(message, category, filename, lineno, line)
+        log.note(logging.WARNING, "%s", text.rstrip())
+
+    warnings.showwarning = show
+    try:
+        yield
+    finally:
+        if warnings.showwarning is show:
+            warnings.showwarning = shown

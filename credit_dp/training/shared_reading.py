@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from credit_dp.data.channels import Channel
 from credit_dp.data.forcings import COMPUTED
-from credit_dp.data.schema import Channel
+from credit_dp.data.sources.base import Fields
 from credit_dp.data.sources.shared import WORTHWHILE, TradeStoppedError, amplification
-from credit_dp.data.sources.source import Fields
 from credit_dp.data.store import Store
 from credit_dp.domain_parallel import DomainParallelManager
 

@@ -14,12 +14,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from credit_dp.errors import UserError
+from credit_dp.training.checkpoint_files import Shape
 from credit_dp.training.data_description import Description
-from credit_dp.training.optimisation import move_schedule
+from credit_dp.training.optim import WeightAverage, move_schedule
 from credit_dp.training.own_optimizer import ADAMW, StateLayout
 from credit_dp.training.parameter_shards import shares_parameters
-from credit_dp.training.shards import Shape
-from credit_dp.training.weight_average import WeightAverage
 
 MODEL, OPTIMISER, GENERATOR, STATIC = "model.", "optimiser.", "random.generator", "static"
 VALID = "valid"

@@ -1,4 +1,4 @@
-"""The training loop: one optimiser step after another, the same on every mesh."""
+"""The training loop: one optimizer step after another, the same on every mesh."""
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,18 +12,46 @@ from torch import Tensor, nn
 from credit_dp.config import TrainerConfig
 from credit_dp.data.loader import Batch
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.evaluation.area_mean import sum_over_ranks
+from credit_dp.evaluation.metrics import sum_over_ranks
 from credit_dp.models.blocks import draw_depths
-from credit_dp.spans import OPTIMISER, span
+from credit_dp.profiling import OPTIMISER, span
 from credit_dp.training.checkpoint import TrainingState
-from credit_dp.training.diagnosis import diagnose
-from credit_dp.training.divergence import Guard
-from credit_dp.training.gradients import clip_gradients
-from credit_dp.training.loss_names import LossNames
-from credit_dp.training.measures import Measures
-from credit_dp.training.optimisation import seed_step
-from credit_dp.training.passes import Pass, Prepare
+from credit_dp.training.diagnostics import Guard, diagnose
+from credit_dp.training.forward_backward import Pass, Prepare, clip_gradients
+from credit_dp.training.optim import seed_step
 from credit_dp.training.replicas import check_replicas
+from credit_dp.training.throughput import Measures
+
+
+@final
+@dataclass(frozen=True)
+class LossNames:
+    """Of the channels that come out, and the hours of a forecast step.
+
+    Attributes:
+        variables: of each channel.
+        step_hours: of one forecast step.
+    """
+
+    variables: tuple[str, ...]
+    step_hours: int
+
+    def named(self, losses: Tensor) -> dict[str, float]:
+        """`loss/VARIABLE`, its mean over the steps, and `loss/+HOURSh` if there are several steps.
+
+        Either kind adds up to, or has the mean of, the loss.
+
+        Shapes:
+            `(steps, channels)`, what each channel adds to the loss of each step.
+        """
+        found = dict.fromkeys((f"loss/{variable}" for variable in self.variables), 0.0)
+        for variable, part in zip(self.variables, losses.mean(0).tolist(), strict=True):
+            found[f"loss/{variable}"] += part
+        steps = losses.sum(1).tolist()
+        if len(steps) > 1:
+            hours = (self.step_hours * step for step in range(1, len(steps) + 1))
+            found |= {f"loss/+{h}h": part for h, part in zip(hours, steps, strict=True)}
+        return found
 
 
 @final

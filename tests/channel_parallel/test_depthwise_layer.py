@@ -19,13 +19,13 @@ from credit_dp.domain_parallel import (
     convert_to_domain_parallel,
     plan_report,
 )
+from credit_dp.domain_parallel.count_transport import Tally
 from credit_dp.domain_parallel.layers import (
     DomainParallelConv2d,
     DomainParallelDepthwiseConv2d,
     DomainParallelDistributedDepthwiseConv2d,
 )
-from credit_dp.domain_parallel.layers.depthwise_layer import DepthwiseLayer
-from credit_dp.domain_parallel.tally import Tally
+from credit_dp.domain_parallel.layers.depthwise import DepthwiseLayer
 from credit_dp.errors import UserError
 from tests.domain_parallel.equality import _RANDOM, assert_same_as_whole_globe
 from tests.ranks import PROCESSES, on_processes, on_threads

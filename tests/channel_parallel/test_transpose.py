@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from credit_dp.channel_parallel import channel_shares, channels_to_rows, rows_to_channels, share_of
-from credit_dp.domain_parallel.tally import Tally
+from credit_dp.domain_parallel.count_transport import Tally
 from credit_dp.errors import UserError
 from tests.ranks import on_processes, on_threads
 

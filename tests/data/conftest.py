@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from credit_dp.data.preparing import codecs
+from credit_dp.data.rechunk import target
 from tests.data import stores
 
 
@@ -15,5 +15,5 @@ def small(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def _small_disk_test(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codecs, "DISK_BYTES", 2**16)
-    monkeypatch.setattr(codecs, "REPEATS", 1)
+    monkeypatch.setattr(target, "DISK_BYTES", 2**16)
+    monkeypatch.setattr(target, "REPEATS", 1)

@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from credit_dp.data.preparing.preparation import Preparation
+from credit_dp.data.rechunk.run import Preparation
 from tests.data.preparing import request, run, tree
 
 

@@ -8,8 +8,8 @@ import xarray as xr
 import zarr
 from zarr.codecs import Crc32cCodec
 
-from credit_dp.data.prepared_form import ATTRIBUTE, EPOCH, TIME_UNITS, PreparedForm
-from credit_dp.data.schema import Channel
+from credit_dp.data.channels import Channel
+from credit_dp.data.sources.prepared import ATTRIBUTE, EPOCH, TIME_UNITS, PreparedForm
 
 STATIC = ("geopotential_at_surface", "land_sea_mask")
 

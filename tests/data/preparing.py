@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from credit_dp.config import DataConfig
-from credit_dp.data.preparing import preparation
-from credit_dp.data.preparing.asked import Question
-from credit_dp.data.preparing.preparation import Preparation, Request
-from credit_dp.data_config import VariableConfig
+from credit_dp.config.data import VariableConfig
+from credit_dp.data.rechunk import run as rechunk_run
+from credit_dp.data.rechunk.request import Question
+from credit_dp.data.rechunk.run import Preparation, Request
 from tests.data import stores
 
 ROOT = Path(__file__).parents[2]
@@ -88,4 +88,4 @@ def after(calls: int, work: Callable[..., Any], then: bool) -> Callable[..., Any
 
 
 def before_the_end(patch: pytest.MonkeyPatch, number: int) -> None:
-    patch.setattr(preparation, "verify", after(1, lambda *given: 0, then=False))
+    patch.setattr(rechunk_run, "verify", after(1, lambda *given: 0, then=False))

@@ -9,7 +9,7 @@ import xarray as xr
 from zarr.storage import MemoryStore
 
 from credit_dp.config import DataConfig, DatesConfig
-from credit_dp.data_config import SPLITS
+from credit_dp.config.data import SPLITS
 
 LEVELS = (500, 850, 1000)
 START = np.datetime64("2000-01-01", "ns")

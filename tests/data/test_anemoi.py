@@ -1,12 +1,11 @@
 import numpy as np
 import pytest
 
-from credit_dp.data.schema import Channel
-from credit_dp.data.sources.anemoi import AnemoiSource
-from credit_dp.data.sources.anemoi_names import AnemoiNames
+from credit_dp.data.channels import Channel
+from credit_dp.data.sources.anemoi import AnemoiNames, AnemoiSource
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
-from credit_dp.evaluation.units import unit_of
+from credit_dp.evaluation.metrics import unit_of
 from tests.data import anemoi_stores, prepared_stores, stores
 
 DATA = stores.dataset(rows=11)

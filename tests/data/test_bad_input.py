@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from credit_dp.data.prepare import prepare
 from credit_dp.data.sampling import sample_times
+from credit_dp.data.setup import prepare
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 from tests.data import stores

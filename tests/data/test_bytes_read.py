@@ -8,17 +8,17 @@ import pytest
 import zarr
 from zarr.codecs import BytesCodec
 
-from credit_dp.data.bands import balanced_bounds
+from credit_dp.data.channels import Channel
+from credit_dp.data.grid import balanced_bounds
 from credit_dp.data.loader import Loader
-from credit_dp.data.prepare import prepare
-from credit_dp.data.preparing import codecs
-from credit_dp.data.preparing.chunks import chunk_rows
+from credit_dp.data.rechunk import target
+from credit_dp.data.rechunk.run import chunk_rows
 from credit_dp.data.sampling import SampleSequence
-from credit_dp.data.schema import Channel
-from credit_dp.data.sources import prepared as prepared_source
-from credit_dp.data.sources import quick
-from credit_dp.data.sources.plain import is_plain
+from credit_dp.data.setup import prepare
+from credit_dp.data.sources import prepared as sources_prepared
+from credit_dp.data.sources import stacked
 from credit_dp.data.sources.prepared import PreparedSource
+from credit_dp.data.sources.stacked import is_plain
 from credit_dp.errors import UserError
 from tests.data import prepared_stores, stores
 
@@ -52,11 +52,11 @@ def prepared(path):
 def reader(request, monkeypatch):
     """Reads through one of them only."""
     if request.param == "zarr":
-        monkeypatch.setattr(prepared_source, "quick_array", lambda *_, **__: None)
+        monkeypatch.setattr(sources_prepared, "quick_array", lambda *_, **__: None)
         return
     if request.param == "tensorstore":
-        monkeypatch.setattr(quick, "is_plain", lambda _: False)
-    kind = quick.PlainArray if request.param == "plain" else quick.DecodedArray
+        monkeypatch.setattr(stacked, "is_plain", lambda _: False)
+    kind = stacked.PlainArray if request.param == "plain" else stacked.DecodedArray
     read = kind.read
 
     def read_all(*args):
@@ -100,7 +100,7 @@ quick_readers = pytest.mark.parametrize("plain", [True, False])
 @quick_readers
 @pytest.mark.parametrize("damage", ["missing", "short", "changed", "index"])
 def test_what_a_quick_reader_cannot_read_is_named(tmp_path, monkeypatch, plain, damage):
-    monkeypatch.setattr(quick, "is_plain", lambda _: plain)
+    monkeypatch.setattr(stacked, "is_plain", lambda _: plain)
     path = prepared_stores.write(stores.dataset(), tmp_path / "store.zarr")
     file = path / "fields" / "c.1.0.0.0"
     content = bytearray(file.read_bytes())
@@ -122,7 +122,7 @@ def test_what_a_quick_reader_cannot_read_is_named(tmp_path, monkeypatch, plain, 
 
 @quick_readers
 def test_quick_readers_give_what_zarr_does(tmp_path, monkeypatch, plain):
-    monkeypatch.setattr(quick, "is_plain", lambda _: plain)
+    monkeypatch.setattr(stacked, "is_plain", lambda _: plain)
     path = prepared_stores.write(stores.dataset(), tmp_path / "store.zarr")
     source = PreparedSource.open(str(path))
     one = source._fields
@@ -141,8 +141,8 @@ def test_quick_readers_give_what_zarr_does(tmp_path, monkeypatch, plain):
 
 
 def test_only_what_is_not_compressed_is_plain(tmp_path):
-    for codec in codecs.CODECS:
-        options = codecs.shard_options((2, 3, 10, 4), 4, codec)
+    for codec in target.CODECS:
+        options = target.shard_options((2, 3, 10, 4), 4, codec)
         array = zarr.create_array(tmp_path / codec, shape=(2, 3, 10, 4), **options)
         assert is_plain(array) == (codec == "none")
         others = {**options, "serializer": BytesCodec(endian="big")}

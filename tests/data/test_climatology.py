@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 import xarray as xr
 
+from credit_dp.config.data import VariableConfig
 from credit_dp.data.climatology import (
     fitted_hours,
     hour_of_day,
@@ -9,8 +10,7 @@ from credit_dp.data.climatology import (
     resolved_harmonics,
     seasonal_basis,
 )
-from credit_dp.data.prepare import prepare
-from credit_dp.data_config import VariableConfig
+from credit_dp.data.setup import prepare
 from tests.data import stores
 
 DAY = np.timedelta64(1, "D")

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from credit_dp.config import DataConfig, DatesConfig
+from credit_dp.config.data import SPLITS
 from credit_dp.data.dates import settled_dates, split_span
 from credit_dp.data.store import Store
-from credit_dp.data_config import SPLITS
 from credit_dp.errors import UserError
 from tests.data import stores
 

@@ -14,11 +14,10 @@ import xarray as xr
 import zarr
 from zarr.storage import LocalStore
 
-from credit_dp.data.disk import CountingStore
-from credit_dp.data.schema import Channel
-from credit_dp.data.sources.faults import READS_BETWEEN_CHECKS
-from credit_dp.data.sources.gridded import GriddedSource
+from credit_dp.data.channels import Channel
 from credit_dp.data.sources.opening import open_one
+from credit_dp.data.sources.storage import READS_BETWEEN_CHECKS, CountingStore
+from credit_dp.data.sources.zarr import GriddedSource
 from credit_dp.errors import UserError
 from tests.data import stores
 

@@ -5,8 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from credit_dp.data.forcings import COMPUTED, COMPUTED_STATICS
-from credit_dp.data.sun import SOLAR_CONSTANT, Sun, insolation
+from credit_dp.data.forcings import COMPUTED, COMPUTED_STATICS, SOLAR_CONSTANT, Sun, insolation
 
 HOUR = np.timedelta64(1, "h")
 EVERYWHERE = np.linspace(90, -90, 19)

@@ -17,15 +17,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from credit_dp.config import DataConfig
-from credit_dp.data.known_units import KNOWN
+from credit_dp.config.data import VariableConfig
+from credit_dp.data.channels import Channel
 from credit_dp.data.limits import Range, ValueLimits, extremes, physical_range, sampled_ranges
 from credit_dp.data.loader import Loader
-from credit_dp.data.prepare import prepare
 from credit_dp.data.sampling import SampleSequence
-from credit_dp.data.schema import Channel
-from credit_dp.data.sources.source import Variable
+from credit_dp.data.setup import prepare
+from credit_dp.data.sources.base import Variable
 from credit_dp.data.store import Store
-from credit_dp.data_config import VariableConfig
+from credit_dp.data.units import KNOWN
 from credit_dp.errors import UserError
 from tests.data import anemoi_stores, prepared_stores, preparing, stores
 

@@ -6,12 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from credit_dp.data import reading_threads
-from credit_dp.data.loader import Loader, Reads, spanning_gaps
-from credit_dp.data.normalise import Normaliser
-from credit_dp.data.prepare import prepare
-from credit_dp.data.reading import BatchReader
+from credit_dp.data import loader as data_loader
+from credit_dp.data.loader import BatchReader, Loader, Normaliser, Reads, spanning_gaps
 from credit_dp.data.sampling import Lengths, SampleSequence
+from credit_dp.data.setup import prepare
 from credit_dp.errors import UserError
 from tests.data import stores
 
@@ -175,7 +173,7 @@ def test_closing_ends_the_thread(ready):
 
 
 def test_a_store_that_does_not_answer_delays_closing_by_seconds_only(ready, monkeypatch):
-    monkeypatch.setattr(reading_threads, "PATIENCE", 0.05)
+    monkeypatch.setattr(data_loader, "PATIENCE", 0.05)
     asked, answer = threading.Event(), threading.Event()
     read = ready.store.source.read
 

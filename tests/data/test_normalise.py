@@ -7,11 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from credit_dp.config import VariableConfig
-from credit_dp.data.nonnegative import is_nonnegative
-from credit_dp.data.normalise import Normaliser
-from credit_dp.data.schema import Channel, Channels
-from credit_dp.data.statistics import Statistics
-from credit_dp.data.transform import restored, transformed
+from credit_dp.data.channels import Channel, Channels
+from credit_dp.data.loader import Normaliser
+from credit_dp.data.statistics import Statistics, restored, transformed
+from credit_dp.data.units import is_nonnegative
 from credit_dp.errors import UserError
 
 EPS = 1e-3

@@ -9,8 +9,8 @@ import zarr
 from omegaconf import OmegaConf
 
 from credit_dp.config import DataConfig
-from credit_dp.data import prepare as module
-from credit_dp.data.prepare import prepare
+from credit_dp.data import setup
+from credit_dp.data.setup import prepare
 from tests.data import stores
 
 
@@ -138,7 +138,7 @@ class FakeQuickstart:
 @pytest.mark.slow
 def test_quickstart_is_built_once_under_the_cache(tmp_path, monkeypatch):
     fake = FakeQuickstart()
-    monkeypatch.setattr(module, "quickstart", fake)
+    monkeypatch.setattr(setup, "quickstart", fake)
     config = stores.config(tmp_path / "unused", name="quickstart", grid="12x8")
     config.store = None
     first, titles = titles_of(config)

@@ -6,11 +6,10 @@ import pytest
 import zarr
 from zarr.codecs import Crc32cCodec
 
-from credit_dp.data.prepared_form import ATTRIBUTE
-from credit_dp.data.schema import Channel
-from credit_dp.data.sources.faults import Watch
-from credit_dp.data.sources.prepared import PreparedSource
+from credit_dp.data.channels import Channel
+from credit_dp.data.sources.prepared import ATTRIBUTE, PreparedSource
 from credit_dp.data.sources.stacked import StackedArray
+from credit_dp.data.sources.storage import Watch
 from credit_dp.errors import UserError
 from tests.data import prepared_stores, stores
 

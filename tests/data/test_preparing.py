@@ -8,14 +8,11 @@ import pytest
 import xarray as xr
 import zarr
 
-from credit_dp.data.bands import balanced_bounds, row_amplification, rows_touched
-from credit_dp.data.preparing import codecs, preparation
-from credit_dp.data.preparing.asked import Question
-from credit_dp.data.preparing.chunks import chunk_rows, worst_excess
-from credit_dp.data.preparing.preparation import Preparation
-from credit_dp.data.preparing.regrid import Regridder, regular_grid
-from credit_dp.data.preparing.work import batches
-from credit_dp.data.schema import Channel
+from credit_dp.data.channels import Channel
+from credit_dp.data.grid import balanced_bounds, row_amplification, rows_touched
+from credit_dp.data.rechunk import run, target
+from credit_dp.data.rechunk.request import Question, Regridder, regular_grid
+from credit_dp.data.rechunk.run import Preparation, batches, chunk_rows, worst_excess
 from credit_dp.data.sources.opening import open_source
 from credit_dp.data.sources.prepared import PreparedSource
 from credit_dp.domain_parallel.partition import RowPartition
@@ -70,7 +67,7 @@ def test_chunks_are_not_countless() -> None:
 # What is written
 
 
-@pytest.mark.parametrize("codec", codecs.CODECS)
+@pytest.mark.parametrize("codec", target.CODECS)
 def test_layout_of_the_prepared_form(small: Path, tmp_path: Path, codec: str) -> None:
     out = prepared(small, tmp_path / "out.zarr", codec=codec, domains=(1, 3))
     group = zarr.open_group(out, mode="r")
@@ -244,7 +241,7 @@ def test_regridded_on_the_way(small: Path, tmp_path: Path, grid: str) -> None:
 
 def test_a_store_of_any_chunks_is_cut_at_their_ends(tmp_path: Path) -> None:
     store = stores.write(stores.dataset(9, 4, 20), tmp_path / "in.zarr", chunks={"time": 6})
-    asked = preparation.Asked.open(Question(config(store), ("2000-01-02", "2000-01-05")))
+    asked = run.Asked.open(Question(config(store), ("2000-01-02", "2000-01-05")))
     assert asked.blocks(100) == [(0, 16)]
     assert asked.blocks(7) == [(0, 2), (2, 8), (8, 14), (14, 16)]
     assert asked.blocks(4) == [(0, 2), (2, 6), (6, 8), (8, 12), (12, 16)]
@@ -263,20 +260,20 @@ def test_batches_hold_all_blocks_once() -> None:
 
 
 def test_all_codecs_are_measured_and_the_fastest_taken() -> None:
-    measured = codecs.measure(
-        np.random.default_rng(0).normal(size=(3, 9, 8)).astype("f4"), 3, list(codecs.CODECS), 1e9
+    measured = target.measure(
+        np.random.default_rng(0).normal(size=(3, 9, 8)).astype("f4"), 3, list(target.CODECS), 1e9
     )
-    assert list(measured) == list(codecs.CODECS)
+    assert list(measured) == list(target.CODECS)
     assert all(one.read > one.decode > 0 for one in measured.values())
     assert measured["none"].ratio == pytest.approx(1, abs=0.2)
 
 
 def test_the_smaller_of_two_that_are_about_as_fast() -> None:
-    one = codecs.Measured("none", 1.0, 1.0, 1.0, read=1.00)
-    other = codecs.Measured("lz4", 1.5, 1.0, 1.0, read=1.04)
-    slow = codecs.Measured("zstd", 2.0, 1.0, 1.0, read=1.20)
-    assert codecs.fastest({"a": one, "b": other, "c": slow}) is other
-    assert codecs.fastest({"a": one, "c": slow}) is one
+    one = target.Measured("none", 1.0, 1.0, 1.0, read=1.00)
+    other = target.Measured("lz4", 1.5, 1.0, 1.0, read=1.04)
+    slow = target.Measured("zstd", 2.0, 1.0, 1.0, read=1.20)
+    assert target.fastest({"a": one, "b": other, "c": slow}) is other
+    assert target.fastest({"a": one, "c": slow}) is one
 
 
 # Verified

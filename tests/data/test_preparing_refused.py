@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from credit_dp.data.preparing import files, preparation, work
-from credit_dp.data.preparing.asked import Question
-from credit_dp.data.preparing.preparation import Preparation, Request
-from credit_dp.data.preparing.work import Workers
+from credit_dp.data.rechunk import run, target
+from credit_dp.data.rechunk.request import Question
+from credit_dp.data.rechunk.run import Preparation, Request, Workers
 from credit_dp.errors import UserError
 from tests.data.preparing import (
     StoppedError,
@@ -117,7 +116,7 @@ def test_a_full_disk_is_told_before(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = shutil.disk_usage(tmp_path)._replace(free=100)
-    monkeypatch.setattr(preparation.shutil, "disk_usage", lambda folder: free)
+    monkeypatch.setattr(run.shutil, "disk_usage", lambda folder: free)
     with pytest.raises(UserError, match=r"GB are needed, 0.0 GB are free. Change out"):
         prepared(small, tmp_path / "out.zarr")
 
@@ -131,7 +130,7 @@ def test_a_disk_that_fills_up_is_one_line(
     of = Preparation(request(small, tmp_path / "out.zarr"))
     with of.alone():
         of.begin("none")
-        monkeypatch.setattr(files.os, "fsync", full)
+        monkeypatch.setattr(target.os, "fsync", full)
         with pytest.raises(UserError, match=r"No space left.*goes on where it stopped"):
             of.work(lambda times: None)
     assert not list((tmp_path / "out.zarr.partial" / "fields").glob(".*"))
@@ -157,6 +156,6 @@ def test_a_scheduler_needs_whole_paths(tmp_path: Path) -> None:
 def test_a_scheduler_that_is_not_there(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(work, "PATIENCE", "1s")
+    monkeypatch.setattr(run, "PATIENCE", "1s")
     with pytest.raises(UserError, match=r"no dask scheduler answers at tcp://127.0.0.1:9"):
         prepared(small, tmp_path / "x.zarr", workers=Workers(scheduler="tcp://127.0.0.1:9"))

@@ -12,9 +12,8 @@ from pathlib import Path
 import pytest
 import zarr
 
-from credit_dp.data.preparing import target
-from credit_dp.data.preparing.preparation import Preparation
-from credit_dp.data.preparing.work import Workers
+from credit_dp.data.rechunk import target
+from credit_dp.data.rechunk.run import Preparation, Workers
 from credit_dp.errors import UserError
 from tests.data import stores
 from tests.data.preparing import (

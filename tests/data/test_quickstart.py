@@ -13,26 +13,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from credit_dp.config import QuickstartConfig
-from credit_dp.data.quickstart import build, generate, store_name
-from credit_dp.data.quickstart.integrate import first_state, six_hourly
-from credit_dp.data.quickstart.model import STREAM, Physics, QuasiGeostrophic
-from credit_dp.data.quickstart.planet import DRY_AIR, RADIUS, land_fraction, terrain
-from credit_dp.data.quickstart.realism import measure
-from credit_dp.data.quickstart.spans import GAP_DAYS, resolve_grid, runs, shard_steps
-from credit_dp.data.quickstart.spectral import (
+from credit_dp.data.quickstart import build, dataset, store_name
+from credit_dp.data.quickstart.dataset import GAP_DAYS, resolve_grid, runs, shard_steps
+from credit_dp.data.quickstart.dynamics import (
+    DRY_AIR,
+    RADIUS,
+    STREAM,
     GaussianGrid,
+    Physics,
+    QuasiGeostrophic,
     along_longitude,
     degrees_squared,
+    first_state,
     fourier,
+    land_fraction,
     legendre,
     legendre_slope,
+    six_hourly,
+    terrain,
     to_grid,
 )
-from credit_dp.data.quickstart.synthesis import (
+from credit_dp.data.quickstart.fields import (
     LEVELS,
     Synthesis,
     balanced_geopotential,
     latitudes,
+    measure,
     parabola,
     temperature,
 )
@@ -280,7 +286,7 @@ def test_bands_of_two_and_four_ranks_end_on_chunk_edges(tiny):
 
 @pytest.mark.slow
 def test_same_bytes_whatever_the_number_of_cores(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(generate, "_cores", lambda: 1)
+    monkeypatch.setattr(dataset, "_cores", lambda: 1)
     build(TINY, None, tmp_path / "again.zarr")
     assert content(tmp_path / "again.zarr") == content(tiny)
     assert [p.name for p in tmp_path.iterdir()] == ["again.zarr"]
@@ -333,7 +339,7 @@ def test_nonsense_is_one_line_with_its_key(config, grid, key, tmp_path):
 
 
 def test_a_failing_run_is_one_line_and_leaves_nothing(tmp_path, monkeypatch):
-    monkeypatch.setattr(generate, "WORKER", "credit_dp.no_such_module")
+    monkeypatch.setattr(dataset, "WORKER", "credit_dp.no_such_module")
     with pytest.raises(UserError, match=r"run \d failed.*data\.cache") as caught:
         build(TINY, None, tmp_path / "a.zarr")
     assert "\n" not in str(caught.value)
@@ -343,7 +349,7 @@ def test_a_failing_run_is_one_line_and_leaves_nothing(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_a_worker_ends_with_its_parent():
     worker = subprocess.Popen(
-        [sys.executable, "-m", generate.WORKER],
+        [sys.executable, "-m", dataset.WORKER],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from credit_dp.data.gaps import all_finite
-from credit_dp.data.reading import roomy
+from credit_dp.data.loader import roomy
+from credit_dp.data.store import all_finite
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

@@ -1,15 +1,13 @@
 import numpy as np
 import pytest
 
+from credit_dp.config.data import VariableConfig
 from credit_dp.data import streaming
 from credit_dp.data.grid import row_weights
-from credit_dp.data.moments import Moments
-from credit_dp.data.piece_workers import Threads
-from credit_dp.data.prepare import prepare
-from credit_dp.data.statistics import Statistics, merged
-from credit_dp.data.statistics_run import moments_of
+from credit_dp.data.setup import prepare
+from credit_dp.data.statistics import Moments, Statistics, merged, moments_of
 from credit_dp.data.store import Store
-from credit_dp.data_config import VariableConfig
+from credit_dp.data.streaming import Threads
 from credit_dp.errors import UserError
 from tests.data import stores
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 import xarray as xr
 
-from credit_dp.data.normalise import Normaliser
-from credit_dp.data.prepare import prepare
-from credit_dp.data.statistics_file import StatisticsFile, made_from, statistics_path
+from credit_dp.config.data import VariableConfig
+from credit_dp.data.loader import Normaliser
+from credit_dp.data.setup import prepare
+from credit_dp.data.statistics import StatisticsFile, made_from, statistics_path
 from credit_dp.data.statistics_given import check_given, computed_statistics, meets_all_hours
 from credit_dp.data.store import Store
-from credit_dp.data_config import VariableConfig
 from credit_dp.errors import UserError
 from tests.data import stores
 

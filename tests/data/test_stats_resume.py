@@ -4,10 +4,10 @@ import time
 
 import pytest
 
-from credit_dp.data import statistics_run, streaming
-from credit_dp.data.piece_workers import Threads
-from credit_dp.data.statistics_run import StatisticsRun
+from credit_dp.data import statistics, streaming
+from credit_dp.data.statistics import StatisticsRun
 from credit_dp.data.store import Store
+from credit_dp.data.streaming import Threads
 from credit_dp.errors import UserError
 from tests.data import stores
 
@@ -70,7 +70,7 @@ def test_a_piece_that_was_done_is_not_read_again(path, tmp_path, monkeypatch):
     store = opened(path)
     whole = computed(store, tmp_path / "whole.json")
     read = []
-    honest = statistics_run.moments_of
+    honest = statistics.moments_of
 
     def counted(store, dates, piece):
         read.append(piece)
@@ -78,7 +78,7 @@ def test_a_piece_that_was_done_is_not_read_again(path, tmp_path, monkeypatch):
             raise PulledPlugError
         return honest(store, dates, piece)
 
-    monkeypatch.setattr(statistics_run, "moments_of", counted)
+    monkeypatch.setattr(statistics, "moments_of", counted)
     with pytest.raises(PulledPlugError):
         computed(store, tmp_path / "stats.json")
     assert computed(store, tmp_path / "stats.json") == whole
@@ -119,7 +119,7 @@ def test_full_disk_is_told_in_one_line(path, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     store = opened(path)
-    monkeypatch.setattr("credit_dp.data.statistics_file.os.replace", full)
+    monkeypatch.setattr("credit_dp.data.statistics.os.replace", full)
     with pytest.raises(UserError, match=r"parts/.*: cannot be written \(No space left on device\)"):
         computed(store, tmp_path / "stats.json")
 

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from credit_dp.config import VariableConfig
-from credit_dp.data.accumulate import on_step, spacing, windows
-from credit_dp.data.schema import Channel
+from credit_dp.data.channels import Channel
 from credit_dp.data.store import Store
+from credit_dp.data.units import on_step, spacing, windows
 from credit_dp.errors import UserError
 from tests.data import stores
 

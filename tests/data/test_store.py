@@ -7,7 +7,7 @@ import xarray as xr
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from credit_dp.data.schema import Channel
+from credit_dp.data.channels import Channel
 from credit_dp.data.store import Store
 from tests.data import stores
 
@@ -168,7 +168,7 @@ def test_a_busy_reading_thread_leaves_no_traceback_at_exit() -> None:
 import asyncio
 import time
 import zarr.core.sync
-import credit_dp.data.disk
+import credit_dp.data.sources.storage
 
 zarr.core.sync.sync(asyncio.sleep(0))
 zarr.core.sync.loop[0].call_soon_threadsafe(time.sleep, 0.6)

@@ -11,7 +11,7 @@ import pytest
 import xarray as xr
 
 from credit_dp.config import DataConfig, DatesConfig
-from credit_dp.data.schema import Channel
+from credit_dp.data.channels import Channel
 from credit_dp.data.sources.opening import open_source
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError

@@ -4,18 +4,23 @@ from types import SimpleNamespace
 
 import pytest
 
-from credit_dp.command.compose import Composer
-from credit_dp.command.overrides import parse_overrides
+from credit_dp.cli.compose import Composer
+from credit_dp.cli.overrides import parse_overrides
 from credit_dp.config import DataConfig, VariableConfig
-from credit_dp.data.accumulate import is_accumulated
-from credit_dp.data.known_units import KNOWN
-from credit_dp.data.nonnegative import is_nonnegative
-from credit_dp.data.quickstart import layout
-from credit_dp.data.sources.source import Variable
-from credit_dp.data.unit_text import canonical
-from credit_dp.data.units import CONVERSIONS, check_units, conversion, unit_after
+from credit_dp.data.quickstart import dataset
+from credit_dp.data.sources.base import Variable
+from credit_dp.data.units import (
+    CONVERSIONS,
+    KNOWN,
+    canonical,
+    check_units,
+    conversion,
+    is_accumulated,
+    is_nonnegative,
+    unit_after,
+)
 from credit_dp.errors import UserError
-from credit_dp.evaluation.units import unit_of
+from credit_dp.evaluation.metrics import unit_of
 from credit_dp.variable_names import (
     CONSTANTS,
     SURFACE,
@@ -137,7 +142,7 @@ def test_what_is_needed_passes(name):
 
 def test_the_quickstart_passes():
     for name, (standard_name, units) in (
-        layout.ON_LEVELS | layout.AT_SURFACE | layout.STATICS
+        dataset.ON_LEVELS | dataset.AT_SURFACE | dataset.STATICS
     ).items():
         check(name, units, standard_name)
 

@@ -47,7 +47,7 @@ def test_the_wheel_works_outside_a_checkout(tmp_path):
     subprocess.run([*pip, "wheel", "--no-deps", "-w", tmp_path, ROOT], check=True, timeout=300)
     (wheel,) = tmp_path.glob("*.whl")
     subprocess.run([*pip, "install", "--no-deps", "--target", tmp_path / "site", wheel], check=True)
-    entry = "from credit_dp.command import main; main()"
+    entry = "from credit_dp.cli import main; main()"
     done = subprocess.run(
         [sys.executable, "-c", entry, "train", "--cfg", "job"], cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(tmp_path / "site")}, capture_output=True, text=True,

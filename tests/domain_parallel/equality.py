@@ -14,10 +14,10 @@ from torch.utils._pytree import tree_leaves
 
 from credit_dp.domain_parallel import DomainParallelManager, gather_tensor, shard_tensor
 from credit_dp.domain_parallel.build import NAMED_RULES
-from credit_dp.domain_parallel.comparison import relative_error as error
 from credit_dp.domain_parallel.convert import convert_to_domain_parallel
-from credit_dp.domain_parallel.dry_run import row_layers
+from credit_dp.domain_parallel.costs.report import row_layers
 from credit_dp.domain_parallel.transport import ThreadTransport, ThreadWorld
+from credit_dp.domain_parallel.verify import relative_error as error
 
 # Thread ranks share one global random state: what is drawn from it is drawn by one at a time.
 _RANDOM = threading.Lock()

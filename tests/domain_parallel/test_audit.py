@@ -177,7 +177,7 @@ def test_mixing_code_is_refused(code):
 @pytest.mark.parametrize("code", MIXING.values(), ids=MIXING)
 def test_what_is_refused_would_have_been_wrong(code, monkeypatch):
     """The cases above are no false alarms: without the audit they raise or give another result."""
-    monkeypatch.setattr("credit_dp.domain_parallel.plan.audit", lambda *_: None)
+    monkeypatch.setattr("credit_dp.domain_parallel.planning.plan.audit", lambda *_: None)
     with pytest.raises(RankError, match=r"output|gradient|size|rows|length|dimension"):
         on_threads(3, assert_same_as_whole_globe, Model, (code,), SHAPE, 1e-11)
 

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from credit_dp.domain_parallel import convert_to_domain_parallel
+from credit_dp.domain_parallel.exchange import CHANNELS_LAST
 from credit_dp.domain_parallel.halo_exchange import HaloExchange
-from credit_dp.domain_parallel.memory_format import CHANNELS_LAST
 from tests.ranks import on_threads
 
 

@@ -19,7 +19,7 @@ from credit_dp.domain_parallel import (
     replan,
     shard_tensor,
 )
-from credit_dp.domain_parallel.layers.row_layer import RowLayer
+from credit_dp.domain_parallel.layers.base import RowLayer
 from credit_dp.errors import UserError
 from credit_dp.models.unet import PeriodicConv2d
 from tests.ranks import on_processes, on_threads

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from credit_dp.domain_parallel import DomainParallelConv2d, exchange, shard_tensor
-from credit_dp.domain_parallel.layers import band_conv, conv, edges
+from credit_dp.domain_parallel.layers import conv
 from tests.domain_parallel.equality import assert_same_as_whole_globe
 from tests.ranks import PROCESSES, RankError, on_processes, on_threads
 
@@ -58,7 +58,7 @@ def test_exact(case):
 
     def convolve_band(*args):
         calls.append(args)
-        return band_conv.convolve_band(*args)
+        return conv.convolve_band(*args)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(conv, "convolve_band", convolve_band)
@@ -99,7 +99,7 @@ def _nothing(*args):
 
 
 def _south_is_as_far_as_north(kernel, rows, taps):
-    north, _ = edges.edges_of(kernel, rows, taps)
+    north, _ = conv.edges_of(kernel, rows, taps)
     return north, north
 
 
@@ -107,11 +107,11 @@ def _south_is_as_far_as_north(kernel, rows, taps):
     ("where", "name", "mutant", "found"),
     [
         (exchange, "_unpack_add", _nothing, "input gradient"),
-        (edges.Edge, "add", _nothing, "output"),
-        (edges.Edge, "add_halo_grad", _nothing, "input gradient"),
-        (edges.Edge, "add_weight_grad", _nothing, "weight"),
-        (band_conv, "edges_of", _south_is_as_far_as_north, "output"),
-        (band_conv.Halo, "is_blank", lambda halo, edge: edge.halo[0] == 0, "output"),
+        (conv.Edge, "add", _nothing, "output"),
+        (conv.Edge, "add_halo_grad", _nothing, "input gradient"),
+        (conv.Edge, "add_weight_grad", _nothing, "weight"),
+        (conv, "edges_of", _south_is_as_far_as_north, "output"),
+        (conv.Halo, "is_blank", lambda halo, edge: edge.halo[0] == 0, "output"),
     ],
 )
 def test_a_broken_edge_is_found(monkeypatch, where, name, mutant, found):

@@ -7,9 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from credit_dp.domain_parallel.exchange import RowExchange, Run
+from credit_dp.domain_parallel.exchange import MODES, RowExchange, Run, rows_with_poles
 from credit_dp.domain_parallel.partition import RowPartition
-from credit_dp.domain_parallel.poles import MODES, rows_with_poles
 from credit_dp.errors import UserError
 from tests.ranks import PROCESSES, on_processes, on_threads
 

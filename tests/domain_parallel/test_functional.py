@@ -21,7 +21,7 @@ from credit_dp.domain_parallel import (
     replan,
     shard_tensor,
 )
-from credit_dp.domain_parallel.running import running
+from credit_dp.domain_parallel.functional import running
 from credit_dp.errors import UserError
 from tests.domain_parallel.equality import MODEL, assert_same_as_whole_globe
 from tests.ranks import on_processes, on_threads

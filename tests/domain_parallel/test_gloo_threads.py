@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from credit_dp.domain_parallel.gloo_threads import NAME, TASKS
+from credit_dp.domain_parallel.transport import NAME, TASKS
 from tests.ranks import on_processes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="of Linux's scheduler")

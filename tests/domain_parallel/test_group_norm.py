@@ -15,8 +15,8 @@ from credit_dp.domain_parallel import (
     gather_tensor,
     shard_tensor,
 )
+from credit_dp.domain_parallel.exchange import CHANNELS_LAST
 from credit_dp.domain_parallel.layers import group_norm
-from credit_dp.domain_parallel.memory_format import CHANNELS_LAST
 from tests.domain_parallel.equality import assert_same_as_whole_globe
 from tests.ranks import on_threads
 

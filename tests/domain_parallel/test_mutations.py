@@ -7,15 +7,8 @@ from dataclasses import replace
 import pytest
 from torch import nn
 
-from credit_dp.domain_parallel import exchange, poles
-from credit_dp.domain_parallel.layers import (
-    band_conv,
-    conv,
-    edges,
-    group_norm,
-    row_groups,
-    window_layer,
-)
+from credit_dp.domain_parallel import exchange
+from credit_dp.domain_parallel.layers import base, conv, group_norm, row_groups
 from tests.domain_parallel.equality import assert_same_as_whole_globe
 from tests.domain_parallel.test_row_groups import Model as Attention
 from tests.ranks import RankError, on_threads
@@ -32,7 +25,7 @@ def _no_neighbours_share(total, rows, plan, route, dim):
 
 
 def _band_edges_are_poles(start, stop, height, mode):
-    runs = poles.rows_with_poles(start, stop, height, mode)
+    runs = exchange.rows_with_poles(start, stop, height, mode)
     return (exchange.Run(0, 1, blank=True), *runs[1:]) if start > 0 else runs
 
 
@@ -47,7 +40,7 @@ def _phase_of_the_band(self, out, height):
 
 
 def _poles_are_neighbours(start, stop, height, mode):
-    return poles.rows_with_poles(start, stop, height, "circular")
+    return exchange.rows_with_poles(start, stop, height, "circular")
 
 
 def _one_row_off(self, out, height):
@@ -56,7 +49,7 @@ def _one_row_off(self, out, height):
 
 
 def _halo_on_the_wrong_side(kernel, rows, taps):
-    north, south = edges.edges_of(kernel, rows, taps)
+    north, south = conv.edges_of(kernel, rows, taps)
     return replace(north, halo=south.halo), replace(south, halo=north.halo)
 
 
@@ -71,13 +64,13 @@ _span = conv._RowConv.span
     ("where", "name", "mutant", "found"),
     [
         (exchange, "_unpack_add", _no_neighbours_share, "input gradient"),
-        (window_layer, "rows_with_poles", _band_edges_are_poles, "output|sizes|size"),
+        (base, "rows_with_poles", _band_edges_are_poles, "output|sizes|size"),
         (group_norm, "_global_moments", _moments_of_the_band, "output"),
         (conv._RowConv, "span", _phase_of_the_band, "output|size"),
         (conv._RowConv, "span", _one_row_off, "output"),
-        (window_layer, "rows_with_poles", _poles_are_neighbours, "output"),
-        (band_conv, "edges_of", _halo_on_the_wrong_side, "output"),
-        (edges.Edge, "add_weight_grad", _no_halo_in_the_weight_gradient, "weight"),
+        (base, "rows_with_poles", _poles_are_neighbours, "output"),
+        (conv, "edges_of", _halo_on_the_wrong_side, "output"),
+        (conv.Edge, "add_weight_grad", _no_halo_in_the_weight_gradient, "weight"),
     ],
 )
 def test_a_broken_core_is_found(monkeypatch, where, name, mutant, found):

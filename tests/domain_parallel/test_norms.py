@@ -12,18 +12,14 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
-from credit_dp.domain_parallel import (
-    convert_to_domain_parallel,
-    plan_report,
-    shard_tensor,
-)
+from credit_dp.domain_parallel import convert_to_domain_parallel, plan_report, shard_tensor
 from credit_dp.domain_parallel.layers import (
     DomainParallelBatchNorm,
     DomainParallelInstanceNorm,
     DomainParallelLayerNorm,
     DomainParallelRMSNorm,
 )
-from credit_dp.domain_parallel.layers.statistics_layer import as_autocast_takes
+from credit_dp.domain_parallel.layers.norm import as_autocast_takes
 from credit_dp.errors import UserError
 from tests.domain_parallel.equality import OPERATOR, assert_same_as_whole_globe
 from tests.ranks import on_processes, on_threads

@@ -12,11 +12,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from credit_dp.data.bands import balanced_bounds
+from credit_dp.data.grid import balanced_bounds
 from credit_dp.domain_parallel.build import NAMED_RULES, declared_converters, shard_model
+from credit_dp.domain_parallel.costs.report import plan_report
 from credit_dp.domain_parallel.layers.row_groups import deal
 from credit_dp.domain_parallel.partition import RowPartition
-from credit_dp.domain_parallel.report import plan_report
 from credit_dp.errors import UserError
 from credit_dp.models.blocks import StochasticDepth, draw_depths
 from credit_dp.models.row_groups import GroupedRows, dilated, windows

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from credit_dp.domain_parallel.shape_memo import ShapeMemo
+from credit_dp.domain_parallel.planning.trace import ShapeMemo
 
 aten = torch.ops.aten
 

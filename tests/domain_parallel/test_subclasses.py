@@ -14,8 +14,8 @@ from credit_dp.domain_parallel import (
     DomainParallelPeriodicConv2d,
     convert_to_domain_parallel,
 )
+from credit_dp.domain_parallel.layers.base import RowLayer
 from credit_dp.domain_parallel.layers.pad import DomainParallelPadLayer
-from credit_dp.domain_parallel.layers.row_layer import RowLayer
 from credit_dp.errors import UserError
 from tests.domain_parallel.equality import assert_same_as_whole_globe
 from tests.ranks import on_threads

@@ -10,10 +10,10 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from credit_dp.config import ParallelConfig, UNetConfig
+from credit_dp.config.model import UPSAMPLE
 from credit_dp.domain_parallel.build import shard_model
-from credit_dp.model_config import UPSAMPLE
 from credit_dp.models.unet import MatchRows, PeriodicConv2d, PeriodicUpsample, UNet
-from credit_dp.training.model_parts import averaging
+from credit_dp.training.build import averaging
 from tests.domain_parallel.equality import _RANDOM
 from tests.ranks import PROCESSES, on_processes, on_threads
 

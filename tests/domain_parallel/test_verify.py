@@ -12,13 +12,12 @@ import torch.nn.functional as F
 from torch import nn
 
 from credit_dp.config import UNetConfig
-from credit_dp.domain_parallel import verify as verify_module
-from credit_dp.domain_parallel import verify_domain_parallel
+from credit_dp.domain_parallel import verify, verify_domain_parallel
 from credit_dp.domain_parallel.build import NAMED_RULES
-from credit_dp.domain_parallel.comparison import joined, relative_error
-from credit_dp.domain_parallel.layers.row_layer import RowLayer
+from credit_dp.domain_parallel.layers.base import RowLayer
 from credit_dp.domain_parallel.thread_ranks import RankError, ThreadRanks
 from credit_dp.domain_parallel.transport import ThreadWorld
+from credit_dp.domain_parallel.verify import joined, relative_error
 from credit_dp.errors import UserError
 from credit_dp.models.unet import UNet
 
@@ -208,7 +207,7 @@ def test_a_rank_that_fails_is_named_and_nobody_waits():
 
 
 def test_a_rank_that_hangs_is_named(monkeypatch):
-    monkeypatch.setattr(verify_module, "TIMEOUT", 0.5)
+    monkeypatch.setattr(verify, "TIMEOUT", 0.5)
     forever = threading.Event()
 
     def hang(x):

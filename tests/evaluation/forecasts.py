@@ -8,9 +8,9 @@ import xarray as xr
 
 from credit_dp.errors import UserError
 from credit_dp.evaluation.forecast_store import ForecastStore
-from credit_dp.evaluation.score_request import ScoreRequest
+from credit_dp.evaluation.request import ScoreRequest
+from credit_dp.evaluation.score import score
 from credit_dp.evaluation.scorecard import Scorecard
-from credit_dp.evaluation.scoring import score
 from tests.data import stores
 
 LEADS = np.array([0, 6, 24]) * np.timedelta64(1, "h").astype("m8[ns]")

@@ -10,16 +10,16 @@ import torch
 import xarray as xr
 from zarr.storage import LocalStore
 
-from credit_dp.data.disk import CountingStore
-from credit_dp.data.schema import Channel
-from credit_dp.data.sources.source import Times
-from credit_dp.evaluation import blocks, scoring
+from credit_dp.data.channels import Channel
+from credit_dp.data.sources.base import Times
+from credit_dp.data.sources.storage import CountingStore
+from credit_dp.evaluation import blocks, score
+from credit_dp.evaluation.alignment import match
 from credit_dp.evaluation.blocks import Fields, TimeWindow
+from credit_dp.evaluation.climatology import GivenClimatology
 from credit_dp.evaluation.forecast_store import ForecastStore
-from credit_dp.evaluation.given_climatology import GivenClimatology
-from credit_dp.evaluation.matched import match
+from credit_dp.evaluation.score import SMALL, threads_for
 from credit_dp.evaluation.scorecard import Scorecard
-from credit_dp.evaluation.scoring import SMALL, threads_for
 from tests.data import prepared_stores, stores
 from tests.evaluation import forecasts
 
@@ -134,7 +134,7 @@ def test_little_room_changes_no_score(
 
     monkeypatch.setattr(TimeWindow, "load", watched)
     monkeypatch.setattr(blocks, "MOST_BYTES", room * FIELD_BYTES)
-    monkeypatch.setattr(scoring, "STEP_BYTES", 1)
+    monkeypatch.setattr(score, "STEP_BYTES", 1)
     (tmp_path / "narrow").mkdir()
     same(scored(tmp_path / "narrow", CHUNKS["few"]), wanted)
     assert max(reads.values()) > 1

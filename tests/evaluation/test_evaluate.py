@@ -13,14 +13,13 @@ from rich.console import Console
 
 from credit_dp.config import Config
 from credit_dp.data.grid import row_weights
-from credit_dp.data.prepare import prepare
+from credit_dp.data.setup import prepare
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
-from credit_dp.evaluation.evaluate import evaluate, example
-from credit_dp.evaluation.held_out import HeldOut
+from credit_dp.evaluation.held_out import HeldOut, evaluate, example
 from credit_dp.evaluation.maps import FieldMap
-from credit_dp.evaluation.table import Scores, three_digits
-from credit_dp.forecast.step import ForecastStep
+from credit_dp.evaluation.scorecard import Scores, three_digits
+from credit_dp.training.forecast_step import ForecastStep
 from tests.ranks import on_processes
 from tests.training.runs import alone, make_config, make_store, tiny_unet
 

@@ -14,12 +14,9 @@ import pytest
 from matplotlib.figure import Figure
 
 import credit_dp
-from credit_dp.command.sweep_files import png
-from credit_dp.data.schema import Channel
-from credit_dp.evaluation.compared_result import read_result
-from credit_dp.evaluation.comparison import compare
-from credit_dp.evaluation.comparison_page import comparison_page
-from credit_dp.evaluation.error_maps import ErrorMap
+from credit_dp.cli.sweep import png
+from credit_dp.data.channels import Channel
+from credit_dp.evaluation.comparison import compare, comparison_page, read_result
 from credit_dp.evaluation.figure_style import (
     SERIES,
     SOURCE_LINES,
@@ -32,18 +29,15 @@ from credit_dp.evaluation.figure_style import (
     use_figure_style,
     with_unit,
 )
-from credit_dp.evaluation.last_lead import LastLead
+from credit_dp.evaluation.held_out import LastLead
 from credit_dp.evaluation.maps import FieldMap, MapGrid, earth
-from credit_dp.evaluation.plots import draw_map
-from credit_dp.evaluation.run_plots import draw_errors_of, draw_rmse, draw_spectra
-from credit_dp.evaluation.score_page import page
-from credit_dp.evaluation.scorecard import Scorecard
-from credit_dp.evaluation.table import Scores
+from credit_dp.evaluation.metrics import ErrorMap
+from credit_dp.evaluation.plots import draw_errors_of, draw_map, draw_rmse, draw_spectra
+from credit_dp.evaluation.report import page
+from credit_dp.evaluation.scorecard import Scorecard, Scores
 from credit_dp.sweeps import read_sweep
-from credit_dp.sweeps.scaling import Series, Timing
-from credit_dp.sweeps.scaling_plot import draw_scaling
-from credit_dp.sweeps.sweep_table import SweepTable
-from credit_dp.sweeps.swept_plot import draw_metric
+from credit_dp.sweeps.scaling import Series, Timing, draw_scaling
+from credit_dp.sweeps.tables import SweepTable, draw_metric
 from credit_dp.training.loss_curve import draw_loss
 from tests.sweeps.folders import write_done, write_sweep
 

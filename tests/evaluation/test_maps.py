@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from credit_dp.config import DataConfig, QuickstartConfig
 from credit_dp.data import quickstart
-from credit_dp.data.quickstart.planet import TITLE
+from credit_dp.data.quickstart.dynamics import TITLE
 from credit_dp.data.sources.opening import open_source
 from credit_dp.evaluation.maps import NONE, MapGrid, coasts_of, earth, outline
 from credit_dp.evaluation.plots import draw_cells, draw_coasts

@@ -11,12 +11,7 @@ from matplotlib.image import imread
 from credit_dp.errors import UserError
 from credit_dp.evaluation.figure_style import unit_label
 from credit_dp.evaluation.maps import NONE, FieldMap, MapGrid
-from credit_dp.evaluation.plots import (
-    cell_edges,
-    draw_map,
-    draw_panel,
-    row_edges,
-)
+from credit_dp.evaluation.plots import cell_edges, draw_map, draw_panel, row_edges
 
 
 def field(bounds: tuple[int, ...]) -> FieldMap:

@@ -9,16 +9,14 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from credit_dp.config import Config
-from credit_dp.data.prepare import prepare
+from credit_dp.data.setup import prepare
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.evaluation.evaluate import evaluate
-from credit_dp.evaluation.held_out import HeldOut
-from credit_dp.evaluation.last_lead import LastLead, LastLeadSums
-from credit_dp.evaluation.run_plots import drawn_of
-from credit_dp.evaluation.table import Scores
-from credit_dp.evaluation.zonal_spectra import RADIUS, band_weights
-from credit_dp.forecast.step import ForecastStep
-from credit_dp.training.csv_log import COLUMNS
+from credit_dp.evaluation.held_out import HeldOut, LastLead, LastLeadSums, evaluate
+from credit_dp.evaluation.metrics import RADIUS, band_weights
+from credit_dp.evaluation.plots import drawn_of
+from credit_dp.evaluation.scorecard import Scores
+from credit_dp.training.forecast_step import ForecastStep
+from credit_dp.training.loggers import COLUMNS
 from credit_dp.training.loss_curve import draw_curve, draw_loss, numbers
 from tests.ranks import on_processes, on_threads
 from tests.training.runs import alone, make_config, make_store

@@ -6,13 +6,12 @@ import re
 import numpy as np
 import pytest
 
-from credit_dp.data.schema import Channel
+from credit_dp.data.channels import Channel
 from credit_dp.evaluation.figure_style import superscript
 from credit_dp.evaluation.maps import NONE
-from credit_dp.evaluation.score_page import page
-from credit_dp.evaluation.score_plots import curves
+from credit_dp.evaluation.metrics import SCORE_SOURCES
+from credit_dp.evaluation.report import curves, page
 from credit_dp.evaluation.scorecard import SHOWN, Scorecard
-from credit_dp.evaluation.variable_scores import SOURCES
 
 
 def card(scores: dict[str, list[float]], channels: int = 1) -> Scorecard:
@@ -54,7 +53,9 @@ def test_the_best_is_bold_where_better_has_a_meaning(
 ) -> None:
     text = page(card({name: values}))
     assert re.findall(r'<td class="(\w+) best">', text) == best
-    assert len(re.findall(r"<td class=\"(?:\w+)(?: best)?\">", text)) == len(SOURCES[name]) + 1
+    assert (
+        len(re.findall(r"<td class=\"(?:\w+)(?: best)?\">", text)) == len(SCORE_SOURCES[name]) + 1
+    )
 
 
 @pytest.mark.parametrize("unit", ["m2 s-2", "m**2 s**-2", "m^2 s^-2"])

@@ -11,12 +11,20 @@ from torch import Tensor
 
 from credit_dp.data.grid import row_weights
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.evaluation.anomalies import Activity, AnomalyCorrelation
-from credit_dp.evaluation.bias import Bias
-from credit_dp.evaluation.ensemble import FairCRPS, Skill, Spread
-from credit_dp.evaluation.metrics import RootMeanSquare
-from credit_dp.evaluation.valid_points import ValidPoints
-from credit_dp.evaluation.zonal_spectra import BANDS, RADIUS, ZonalSpectra, band_weights
+from credit_dp.evaluation.metrics import (
+    BANDS,
+    RADIUS,
+    Activity,
+    AnomalyCorrelation,
+    Bias,
+    FairCRPS,
+    RootMeanSquare,
+    Skill,
+    Spread,
+    ValidPoints,
+    ZonalSpectra,
+    band_weights,
+)
 from tests.ranks import on_processes, on_threads
 
 ROWS, COLUMNS, TIMES, MEMBERS = 17, 8, 5, 4

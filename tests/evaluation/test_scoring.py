@@ -7,14 +7,12 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from credit_dp.data.schema import Channel
-from credit_dp.evaluation import scoring
-from credit_dp.evaluation.error_maps import ErrorMap
+from credit_dp.data.channels import Channel
+from credit_dp.evaluation import score as evaluation_score
 from credit_dp.evaluation.maps import NONE
-from credit_dp.evaluation.score_page import page
-from credit_dp.evaluation.score_plots import curves
+from credit_dp.evaluation.metrics import SCORE_SOURCES, ErrorMap
+from credit_dp.evaluation.report import curves, page
 from credit_dp.evaluation.scorecard import Scorecard
-from credit_dp.evaluation.variable_scores import SOURCES
 from tests.evaluation import forecasts
 from tests.evaluation.forecasts import refusal, scored, without_members
 
@@ -43,7 +41,7 @@ def by_definition(
     fields = {"forecast": mean, "persistence": start, "climatology": normal, "truth": truth}
     count = made.sizes["number"]
     pairs = abs(made - made.rename(number="other")).sum(["number", "other"])
-    found: dict[str, dict[str, xr.DataArray]] = {name: {} for name in SOURCES}
+    found: dict[str, dict[str, xr.DataArray]] = {name: {} for name in SCORE_SOURCES}
     for of, field in fields.items():
         found["rmse"][of] = np.sqrt(globe((field - truth) ** 2).mean("time"))
         found["bias"][of] = globe(field - truth).mean("time")
@@ -75,7 +73,7 @@ def check(card: Scorecard, made: xr.Dataset) -> None:
             if channel.variable != name:
                 continue
             for score_name, values in card.scores.items():
-                for source, of in enumerate(SOURCES[score_name]):
+                for source, of in enumerate(SCORE_SOURCES[score_name]):
                     one = wanted[score_name][of]
                     if channel.level is not None:
                         one = one.sel(level=channel.level)
@@ -84,14 +82,14 @@ def check(card: Scorecard, made: xr.Dataset) -> None:
                     found, where = values[source, :, c], (channel, score_name, of)
                     assert found == pytest.approx(one, rel=1e-12, abs=rounding(score_name)), where
                     seen += 1
-    assert seen == len(card.channels) * sum(len(SOURCES[name]) for name in card.scores)
+    assert seen == len(card.channels) * sum(len(SCORE_SOURCES[name]) for name in card.scores)
 
 
 @pytest.mark.slow
 def test_an_ensemble_is_scored_by_the_definitions(folder: Path) -> None:
     made = forecasts.forecast(forecasts.truth(), members=3)
     card = scored(folder, forecasts.write(made, folder / "of_three.zarr"))
-    assert set(card.scores) == set(SOURCES)
+    assert set(card.scores) == set(SCORE_SOURCES)
     assert card.members == 3
     assert card.hours == (0, 6, 24)
     check(card, made)
@@ -191,18 +189,18 @@ def test_points_without_values_are_left_out(tmp_path: Path) -> None:
         normals["2m_temperature"],
     )
     for name in ("rmse", "acc", "bias", "activity"):
-        for source, of in enumerate(SOURCES[name]):
+        for source, of in enumerate(SCORE_SOURCES[name]):
             one = wanted[name][of].values
             assert card.scores[name][source, :, 0] == pytest.approx(one, rel=1e-12, abs=1e-9)
     assert "masked=[2m_temperature]" in refusal(tmp_path, path)
 
 
-@pytest.mark.parametrize("step", [1, scoring.STEP_BYTES])
+@pytest.mark.parametrize("step", [1, evaluation_score.STEP_BYTES])
 def test_each_level_has_a_mask_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
     """Also where levels are too large to be scored together."""
-    monkeypatch.setattr(scoring, "STEP_BYTES", step)
+    monkeypatch.setattr(evaluation_score, "STEP_BYTES", step)
     whole = forecasts.truth()
     made = forecasts.forecast(whole, members=1)
     name = "temperature"

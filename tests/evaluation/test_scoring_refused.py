@@ -7,7 +7,7 @@ import pytest
 import xarray as xr
 
 from credit_dp.errors import UserError
-from credit_dp.evaluation.grid_match import columns_of, same_rows
+from credit_dp.evaluation.forecast_store import columns_of, same_rows
 from tests.evaluation import forecasts
 from tests.evaluation.forecasts import refusal, scored, without_members
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from credit_dp.forecast.step import ForecastStep
+from credit_dp.training.forecast_step import ForecastStep
 
 
 def test_the_tendency_is_added_in_normalised_units():

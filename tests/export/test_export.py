@@ -16,17 +16,17 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import credit_dp
-from credit_dp.command.checkpoint import checkpoint
+from credit_dp.cli.export import checkpoint
 from credit_dp.config import Config, ModelConfig, OwnModelConfig, PanguConfig
-from credit_dp.data.prepare import prepare
 from credit_dp.data.sampling import frame_steps
+from credit_dp.data.setup import prepare
 from credit_dp.errors import UserError
 from credit_dp.evaluation.held_out import HeldOut
 from credit_dp.plugins import VARIABLE, registered
 from credit_dp.training.build import Training
 from credit_dp.training.checkpoint import save_checkpoint
 from credit_dp.training.run_folder import RunFolder, resolved_yaml
-from tests.command.answers import answer
+from tests.cli.answers import answer
 from tests.training.disk import full_disk
 from tests.training.runs import alone, built, make_config, make_store, tiny_unet, train_on
 

@@ -9,11 +9,11 @@ import torch
 from credit_dp.config import AdamWConfig, Config, ModelConfig
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.forecast.request import ForecastConfig, Request
-from credit_dp.forecasting import make_forecasts
+from credit_dp.forecast.run import make_forecasts
 from credit_dp.training.build import Training
 from credit_dp.training.checkpoint import save_checkpoint
+from credit_dp.training.console import Screen
 from credit_dp.training.run_folder import RunFolder, resolved_yaml
-from credit_dp.training.screen import Screen
 from tests.ranks import on_threads
 from tests.training.runs import alone, built, make_config, make_store, train_on
 

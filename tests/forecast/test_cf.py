@@ -11,14 +11,12 @@ import pytest
 import xarray as xr
 
 from credit_dp.config import VariableConfig
-from credit_dp.data.accumulate import ACCUMULATED
-from credit_dp.data.known_units import KNOWN
-from credit_dp.data.schema import Channel
-from credit_dp.data.unit_text import canonical
+from credit_dp.data.channels import Channel
+from credit_dp.data.units import ACCUMULATED, KNOWN, canonical
 from credit_dp.evaluation.forecast_store import ForecastStore
 from credit_dp.forecast import open_sharded
-from credit_dp.forecast.form import Form
-from credit_dp.forecast.netcdf_file import create
+from credit_dp.forecast.format import Form
+from credit_dp.forecast.netcdf import create
 from tests.forecast.runs import asking, forecast, leave_checkpoint
 from tests.training.seas import RAIN, sea_config
 

@@ -9,7 +9,7 @@ import pytest
 import zarr
 from zarr.storage import LocalStore
 
-from credit_dp.forecast.checking import look_at
+from credit_dp.forecast.check import look_at
 from tests.forecast.runs import asking, forecast, leave_checkpoint
 from tests.training.seas import SEA, sea_config
 

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from credit_dp.forecast.checking import look_at
+from credit_dp.forecast.check import look_at
 
 pytestmark = pytest.mark.slow
 # Every process of a run executes this; the rank that has the south fails at its second lead time.
 SCRIPT = """
 import errno, os, sys
-from credit_dp.command.entry import main
-from credit_dp.forecast.zarr_writer import ZarrWriter
+from credit_dp.cli.entry import main
+from credit_dp.forecast.zarr import ZarrWriter
 write = ZarrWriter.write
 def some(self, job, lead, rows, fields):
     if rows.start > 0 and lead == 1:

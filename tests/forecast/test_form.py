@@ -13,9 +13,9 @@ import zarr
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.errors import UserError
 from credit_dp.forecast import open_sharded
-from credit_dp.forecast.identity import form_of
+from credit_dp.forecast.format import form_of
 from credit_dp.forecast.writer import ATTRIBUTE, stores_of_origin
-from credit_dp.forecast.zarr_writer import ZarrWriter
+from credit_dp.forecast.zarr import ZarrWriter
 from tests.forecast.runs import asking, forecast, leave_checkpoint
 from tests.training.seas import RAIN, SEA, SOIL, sea, sea_config
 

@@ -11,11 +11,10 @@ import torch
 import xarray as xr
 
 from credit_dp.config import ParallelConfig
-from credit_dp.data.prepare import prepare
-from credit_dp.evaluation.evaluate import forecasts
-from credit_dp.evaluation.held_out import Dates, HeldOut
-from credit_dp.forecast import open_sharded, rolling
-from credit_dp.forecast.zarr_writer import ZarrWriter
+from credit_dp.data.setup import prepare
+from credit_dp.evaluation.held_out import Dates, HeldOut, forecasts
+from credit_dp.forecast import open_sharded, run
+from credit_dp.forecast.zarr import ZarrWriter
 from credit_dp.training.checkpoint import load_checkpoint
 from tests.forecast.runs import asking, forecast, on_rank, train
 from tests.ranks import on_processes
@@ -129,7 +128,7 @@ def test_members_are_the_same_on_any_mesh(config, tmp_path, bands):
 def test_only_one_lead_time_is_on_its_way_to_the_disk(config, tmp_path, monkeypatch):
     on_the_way = threading.Semaphore(1)
     counted: list[int] = []
-    gather_parts, write = rolling.by_variable, ZarrWriter.write
+    gather_parts, write = run.by_variable, ZarrWriter.write
 
     def begin(*args):
         # A lead time is taken to memory only when the last one is on the disk.
@@ -142,7 +141,7 @@ def test_only_one_lead_time_is_on_its_way_to_the_disk(config, tmp_path, monkeypa
         write(*args)
         on_the_way.release()
 
-    monkeypatch.setattr(rolling, "by_variable", begin)
+    monkeypatch.setattr(run, "by_variable", begin)
     monkeypatch.setattr(ZarrWriter, "write", end)
     forecast(asking(config, tmp_path / "f.zarr"))
     assert len(counted) == 8

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import xarray as xr
 
-from credit_dp.data.sources.gridded import GriddedSource
+from credit_dp.data.sources.zarr import GriddedSource
 from tests.data import stores
 from tests.forecast.runs import asking, forecast, leave_checkpoint
 from tests.training.runs import make_config

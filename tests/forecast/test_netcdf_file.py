@@ -9,8 +9,8 @@ import xarray as xr
 
 from credit_dp.errors import UserError
 from credit_dp.evaluation.forecast_store import ForecastStore
-from credit_dp.forecast import netcdf_file_writer
-from credit_dp.forecast.checking import look_at
+from credit_dp.forecast import netcdf
+from credit_dp.forecast.check import look_at
 from tests.forecast.runs import asking, forecast
 
 # Ranks are threads here.
@@ -44,7 +44,7 @@ def test_evaluation_reads_it(config, whole, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("full", [False, True])
 def test_what_ends_while_it_is_put_together_goes_on(config, tmp_path, monkeypatch, full):
-    read, pieces = netcdf_file_writer.read_field, []
+    read, pieces = netcdf.read_field, []
 
     def some(*args):
         pieces.append(1)
@@ -54,7 +54,7 @@ def test_what_ends_while_it_is_put_together_goes_on(config, tmp_path, monkeypatc
 
     asked = asking(config, tmp_path / "f.nc", **ONE)
     with monkeypatch.context() as patch:
-        patch.setattr(netcdf_file_writer, "read_field", some)
+        patch.setattr(netcdf, "read_field", some)
         with pytest.raises(UserError if full else KeyboardInterrupt):
             forecast(asked)
     there = {path.name for path in tmp_path.iterdir()}
@@ -69,7 +69,7 @@ def test_what_ends_while_it_is_put_together_goes_on(config, tmp_path, monkeypatc
 def test_a_damaged_chunk_does_not_get_into_the_file(config, tmp_path, monkeypatch):
     asked = asking(config, tmp_path / "f.nc", **ONE, lead="6h")
     with monkeypatch.context() as patch:
-        patch.setattr(netcdf_file_writer, "read_field", lambda *args: 1 / 0)
+        patch.setattr(netcdf, "read_field", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             forecast(asked)
     chunk = tmp_path / "f.nc.partial/temperature/c.1.0.0.0.0"
@@ -82,7 +82,7 @@ def test_a_damaged_chunk_does_not_get_into_the_file(config, tmp_path, monkeypatc
 
 
 def test_what_is_lost_while_it_is_put_together_is_missed(config, tmp_path, monkeypatch):
-    put = netcdf_file_writer.NetcdfFileWriter.put_together
+    put = netcdf.NetcdfFileWriter.put_together
 
     def losing(self, piece):
         put(self, piece)
@@ -91,7 +91,7 @@ def test_what_is_lost_while_it_is_put_together_is_missed(config, tmp_path, monke
         ]:
             chunk.unlink()
 
-    monkeypatch.setattr(netcdf_file_writer.NetcdfFileWriter, "put_together", losing)
+    monkeypatch.setattr(netcdf.NetcdfFileWriter, "put_together", losing)
     asked = asking(config, tmp_path / "f.nc", **ONE, lead="6h", init="2000-01-04")
     with pytest.raises(UserError, match="is missing"):
         forecast(asked)

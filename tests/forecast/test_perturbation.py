@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from credit_dp.forecast.jobs import Job
-from credit_dp.forecast.perturbation import LENGTH, Perturbations
+from credit_dp.forecast.initial_states import LENGTH, Perturbations
+from credit_dp.forecast.request import Job
 
 LATITUDE, LONGITUDE = np.linspace(90, -90, 31), np.arange(60) * 6.0
 TIME = np.datetime64("2000-01-01", "ns")

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from credit_dp.errors import UserError
-from credit_dp.forecast.jobs import Job, all_jobs, turns
-from credit_dp.forecast.request import Request, initial_times
+from credit_dp.forecast.request import Job, Request, all_jobs, initial_times, turns
 
 BEGINNING = {"checkpoint": "run", "out": "f.zarr", "init": "2000-01-01", "lead": "24h"}
 

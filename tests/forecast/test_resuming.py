@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 import xarray as xr
 
-from credit_dp.data.preparing import files as preparing
+from credit_dp.data.rechunk import target
 from credit_dp.errors import UserError
-from credit_dp.forecast.checking import look_at
-from credit_dp.forecast.netcdf_writer import NetcdfWriter
-from credit_dp.forecast.step import ForecastStep
-from credit_dp.forecast.zarr_writer import ZarrWriter
+from credit_dp.forecast.check import look_at
+from credit_dp.forecast.netcdf import NetcdfWriter
+from credit_dp.forecast.zarr import ZarrWriter
+from credit_dp.training.forecast_step import ForecastStep
 from tests.forecast.runs import asking, files, forecast
 from tests.training.disk import full_disk
 
@@ -129,7 +129,7 @@ def test_other_forecasts_are_not_mixed(config, tmp_path, monkeypatch):
 
 
 def test_a_full_disk_is_one_line(config, whole, tmp_path, monkeypatch):
-    write, written = preparing.write_whole, []
+    write, written = target.write_whole, []
 
     def until_full(path, content):
         written.append(path)
@@ -139,7 +139,7 @@ def test_a_full_disk_is_one_line(config, whole, tmp_path, monkeypatch):
 
     asked = asking(config, tmp_path / "f")
     with monkeypatch.context() as patch:
-        patch.setattr(preparing, "write_whole", until_full)
+        patch.setattr(target, "write_whole", until_full)
         with pytest.raises(UserError, match="can't be written") as refused:
             forecast(asked)
     assert "(No space left on device)" in str(refused.value)
@@ -161,8 +161,8 @@ def test_a_disk_that_is_really_full(config, tmp_path, form, limit):
 
 KILLED = """
 import os, signal, sys
-from credit_dp.command.entry import dispatch, guarded
-from credit_dp.forecast.zarr_writer import ZarrWriter
+from credit_dp.cli.entry import dispatch, guarded
+from credit_dp.forecast.zarr import ZarrWriter
 write, done = ZarrWriter.write, []
 def some(*args):
     done.append(1)
@@ -183,6 +183,6 @@ def test_a_killed_process_is_gone_on_from(config, whole, tmp_path):
     assert killed.returncode == -signal.SIGKILL
     assert not out.exists()
     assert Path(f"{out}.partial").is_dir()
-    script = "from credit_dp.command.entry import main; main()"
+    script = "from credit_dp.cli.entry import main; main()"
     subprocess.run([sys.executable, "-c", script, *words], check=True, timeout=120)
     assert files(out) == files(whole)

@@ -9,7 +9,7 @@ import xarray as xr
 
 from credit_dp.errors import UserError
 from credit_dp.forecast import open_sharded
-from credit_dp.forecast.checking import look_at
+from credit_dp.forecast.check import look_at
 
 # Ranks are threads here.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

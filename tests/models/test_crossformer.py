@@ -9,17 +9,22 @@ import torch
 from omegaconf import OmegaConf
 from torch import nn
 
+from credit_dp.config.model import CrossFormerConfig
 from credit_dp.domain_parallel import DomainParallelManager, shard_tensor
 from credit_dp.domain_parallel.build import shard_model
 from credit_dp.domain_parallel.transport import ThreadTransport, ThreadWorld
 from credit_dp.errors import UserError
 from credit_dp.fields import Fields
-from credit_dp.model_config import CrossFormerConfig
 from credit_dp.models import build_model
-from credit_dp.models.cross_attention import LongAttention, PositionBias, ShortAttention
-from credit_dp.models.cross_decoder import SubPixelConv
-from credit_dp.models.cross_embedding import CrossScaleEmbedding, split_in_halves
-from credit_dp.models.crossformer import CrossFormer
+from credit_dp.models.crossformer import (
+    CrossFormer,
+    CrossScaleEmbedding,
+    LongAttention,
+    PositionBias,
+    ShortAttention,
+    SubPixelConv,
+    split_in_halves,
+)
 from tests.domain_parallel.equality import _RANDOM, MODEL, assert_same_as_whole_globe
 from tests.ranks import on_processes, on_threads
 from tests.tiers import every

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from credit_dp.command.compose import Composer
+from credit_dp.cli.compose import Composer
 from credit_dp.domain_parallel.build import shard_model
 from credit_dp.fields import Fields
 from credit_dp.models import build_model

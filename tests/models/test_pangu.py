@@ -9,14 +9,20 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from credit_dp.config.model import PanguConfig
 from credit_dp.domain_parallel.build import shard_model
 from credit_dp.errors import UserError
 from credit_dp.fields import Fields
-from credit_dp.model_config import PanguConfig
 from credit_dp.models import build_model
-from credit_dp.models.cube_embedding import CubeEmbedding, CubeRecovery
-from credit_dp.models.earth_attention import EarthAttention, bias_index, window_columns
-from credit_dp.models.pangu import EarthBlock, Pangu
+from credit_dp.models.pangu import (
+    CubeEmbedding,
+    CubeRecovery,
+    EarthAttention,
+    EarthBlock,
+    Pangu,
+    bias_index,
+    window_columns,
+)
 from tests.domain_parallel.equality import _RANDOM, MODEL, assert_same_as_whole_globe
 from tests.ranks import on_processes, on_threads
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from credit_dp.command.compose import Composer
+from credit_dp.cli.compose import Composer
 from credit_dp.config import UNetConfig
 from credit_dp.domain_parallel.build import declared_converters
-from credit_dp.domain_parallel.report import plan_report
+from credit_dp.domain_parallel.costs.report import plan_report
 from credit_dp.fields import Fields
 from credit_dp.models import build_model
 from tests.domain_parallel.equality import MODEL, assert_same_as_whole_globe

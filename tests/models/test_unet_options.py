@@ -7,13 +7,18 @@ import torch
 import torch.nn.functional as F
 
 from credit_dp.config import UNetConfig
+from credit_dp.config.model import UPSAMPLE
 from credit_dp.domain_parallel.build import shard_model
 from credit_dp.errors import UserError
-from credit_dp.model_config import UPSAMPLE
 from credit_dp.models.blocks import StochasticDepth, draw_depths
-from credit_dp.models.global_depthwise import LongRangeConv2d
-from credit_dp.models.global_means import GlobalConditioning, SqueezeExcite, condition
-from credit_dp.models.unet import PeriodicUpsample, UNet
+from credit_dp.models.unet import (
+    GlobalConditioning,
+    LongRangeConv2d,
+    PeriodicUpsample,
+    SqueezeExcite,
+    UNet,
+    condition,
+)
 from tests.domain_parallel.equality import MODEL, assert_same_as_whole_globe
 from tests.ranks import on_processes, on_threads
 

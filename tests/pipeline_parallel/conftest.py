@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from credit_dp.pipeline_parallel import moving
+from credit_dp.pipeline_parallel import placement
 from tests.pipeline_parallel.coders import Model
 
 
@@ -17,6 +17,8 @@ def model():
 def sent(monkeypatch):
     """What is moved where, on a machine that seems to have four GPUs; nothing really moves."""
     moves = []
-    monkeypatch.setattr(moving, "devices_there", lambda kind: 4)
-    monkeypatch.setattr(moving, "send", lambda thing, to: moves.append((thing, str(to))) or thing)
+    monkeypatch.setattr(placement, "devices_there", lambda kind: 4)
+    monkeypatch.setattr(
+        placement, "send", lambda thing, to: moves.append((thing, str(to))) or thing
+    )
     return moves

@@ -10,13 +10,12 @@ from torch import Tensor, nn
 from credit_dp.config import PanguConfig
 from credit_dp.domain_parallel import DomainParallelManager, functional, shard_tensor
 from credit_dp.domain_parallel.build import shard_model
-from credit_dp.domain_parallel.comparison import relative_error
+from credit_dp.domain_parallel.verify import relative_error
 from credit_dp.fields import Fields
 from credit_dp.models import build_model
 from credit_dp.models.segments import Segment, SegmentedModel, State
-from credit_dp.pipeline_parallel.costs import cut_points, segment_costs
 from credit_dp.pipeline_parallel.pipeline import Pipeline
-from credit_dp.pipeline_parallel.stages import Stage, cut_model
+from credit_dp.pipeline_parallel.stages import Stage, cut_model, cut_points, segment_costs
 from tests.training.runs import tiny_crossformer, tiny_unet
 
 COLUMNS = 16

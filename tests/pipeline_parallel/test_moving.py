@@ -11,10 +11,7 @@ import torch
 from torch import nn
 
 from credit_dp.errors import UserError
-from credit_dp.pipeline_parallel import (
-    get_device,
-    move_to_device,
-)
+from credit_dp.pipeline_parallel import get_device, move_to_device
 from tests.pipeline_parallel.coders import Model, an_input
 
 CPU = torch.device("cpu")

@@ -10,10 +10,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.domain_parallel.comparison import relative_error
+from credit_dp.domain_parallel.verify import relative_error
 from credit_dp.errors import UserError
-from credit_dp.pipeline_parallel.bubble import Stopwatch, theoretical_bubble
-from credit_dp.pipeline_parallel.pipeline import Pipeline
+from credit_dp.pipeline_parallel.pipeline import Pipeline, Stopwatch, theoretical_bubble
 from tests.pipeline_parallel.models import (
     NAMES,
     SAMPLES,

@@ -19,13 +19,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.build import shard_model
-from credit_dp.domain_parallel.comparison import relative_error
+from credit_dp.domain_parallel.verify import relative_error
 from credit_dp.errors import UserError
 from credit_dp.models import build_model
 from credit_dp.models.segments import Segment, SegmentedModel
-from credit_dp.pipeline_parallel.costs import cut_points, segment_costs
-from credit_dp.pipeline_parallel.elsewhere import Elsewhere
-from credit_dp.pipeline_parallel.stages import cut_model
+from credit_dp.pipeline_parallel.stages import Elsewhere, cut_model, cut_points, segment_costs
 from tests.domain_parallel.equality import _RANDOM
 from tests.pipeline_parallel.models import (
     COLUMNS,

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from credit_dp.launch.witness import gone
+from credit_dp.distributed.peer_monitor import gone
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scontrol", "scancel")
 HOST = socket.gethostname()

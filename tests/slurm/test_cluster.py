@@ -21,8 +21,8 @@ from nbclient import NotebookClient
 from safetensors import safe_open
 
 from credit_dp.sweeps import read_sweep
-from credit_dp.sweeps.metric import best
-from tests.command.answers import answer
+from credit_dp.sweeps.read import best
+from tests.cli.answers import answer
 from tests.slurm.cluster import CORES
 
 pytestmark = pytest.mark.slow

@@ -9,11 +9,11 @@ import yaml
 
 COLUMNS = "step,loss,lr,grad_norm,seconds,samples_per_second,sent_bytes,peak_memory_bytes"
 STARTED = (
-    "2026-11-22 03:07:45,554 [rank 0] INFO credit_dp.training.log_files: started as process 5 on"
+    "2026-11-22 03:07:45,554 [rank 0] INFO credit_dp.training.run_folder: started as process 5 on"
 )
-ENDED = "2026-11-22 03:07:51,639 [rank 0] INFO credit_dp.training.log_files: ended\n"
+ENDED = "2026-11-22 03:07:51,639 [rank 0] INFO credit_dp.training.run_folder: ended\n"
 CRASHED = (
-    "2026-11-22 03:07:51,639 [rank 0] ERROR credit_dp.training.log_files: ended by an error\n"
+    "2026-11-22 03:07:51,639 [rank 0] ERROR credit_dp.training.run_folder: ended by an error\n"
     "Traceback (most recent call last):\n"
     '  File "train.py", line 3, in <module>\n'
     "credit_dp.errors.UserError: trainer: the loss has to stay finite\n"

@@ -10,8 +10,7 @@ import pytest
 
 from credit_dp.errors import UserError
 from credit_dp.sweeps import read_sweep
-from credit_dp.sweeps.job_state import Standing
-from credit_dp.sweeps.metric import best, choose_metric, known, metric_of, relative_rmse
+from credit_dp.sweeps.read import Standing, best, choose_metric, known, metric_of, relative_rmse
 from tests.sweeps.folders import (
     CRASHED,
     ENDED,

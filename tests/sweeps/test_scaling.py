@@ -10,10 +10,8 @@ from pathlib import Path
 import pytest
 
 from credit_dp.sweeps import read_sweep
-from credit_dp.sweeps.scaling import Series, find_series
-from credit_dp.sweeps.scaling_plot import draw_scaling
-from credit_dp.sweeps.scaling_table import crowded
-from tests.command.answers import answer
+from credit_dp.sweeps.scaling import Series, crowded, draw_scaling, find_series
+from tests.cli.answers import answer
 from tests.sweeps.folders import (
     ENDED,
     write_config,
@@ -116,7 +114,7 @@ def test_more_ranks_than_cores_are_marked(sweep: Path) -> None:
 def test_the_table_the_files_and_the_picture(sweep: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("credit_dp.sweeps.scaling_table.cores", lambda: 2)
+        patch.setattr("credit_dp.sweeps.scaling.cores", lambda: 2)
         code, text, err = scaling_of(sweep, f"out={out}")
     assert (code, err) == (0, "")
     assert "strong scaling over domain ranks: 48x48, batch 4\n" in text

@@ -11,11 +11,10 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
-from credit_dp.command.sweep_show import show
+from credit_dp.cli.sweep import show
 from credit_dp.sweeps import read_sweep
-from credit_dp.sweeps.sweep_table import SweepTable
-from credit_dp.sweeps.swept_plot import draw_metric
-from tests.command.answers import answer
+from credit_dp.sweeps.tables import SweepTable, draw_metric
+from tests.cli.answers import answer
 from tests.sweeps.folders import (
     CRASHED,
     write_config,

@@ -17,7 +17,7 @@ from credit_dp.config import (
     TrainerConfig,
     UNetConfig,
 )
-from credit_dp.data.prepare import prepare
+from credit_dp.data.setup import prepare
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.training.build import Training, build_training
 from tests.data import stores

@@ -19,7 +19,7 @@ from credit_dp.training.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from credit_dp.training.optimisation import build_optimiser, build_schedule, state_layout
+from credit_dp.training.optim import build_optimiser, build_schedule, state_layout
 from tests.training.disk import full_disk
 
 

@@ -23,7 +23,7 @@ from credit_dp.training.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from credit_dp.training.optimisation import build_optimiser, build_schedule
+from credit_dp.training.optim import build_optimiser, build_schedule
 from credit_dp.training.parameter_shards import replicas_and_shards, shard_parameters
 from tests.ranks import on_processes
 from tests.training.runs import alone, tiny_crossformer, tiny_unet

@@ -15,9 +15,13 @@ import torch
 from credit_dp.config import TrainerConfig
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
-from credit_dp.training.checkpoint import TrainingState, find_checkpoint, load_checkpoint
+from credit_dp.training.checkpoint import (
+    Checkpoints,
+    TrainingState,
+    find_checkpoint,
+    load_checkpoint,
+)
 from credit_dp.training.checkpoint_files import whole_steps
-from credit_dp.training.checkpoints import Checkpoints
 from tests.ranks import on_processes
 from tests.training.disk import full_disk
 from tests.training.test_checkpoint import names, same, state_of, step
@@ -213,7 +217,7 @@ def test_the_error_of_training_is_told_and_not_that_of_the_disk(tmp_path):
 
 
 def test_an_interrupt_does_not_wait_for_a_disk_that_hangs(tmp_path, monkeypatch):
-    monkeypatch.setattr("credit_dp.training.checkpoints.LAST_WAIT", 0.05)
+    monkeypatch.setattr("credit_dp.training.checkpoint.LAST_WAIT", 0.05)
     with slow_disk():
         with pytest.raises(KeyboardInterrupt):
             fail_after_a_save(tmp_path, KeyboardInterrupt(), lambda: None)

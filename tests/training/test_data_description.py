@@ -8,7 +8,7 @@ import pytest
 import xarray as xr
 
 from credit_dp.config import Config, DataConfig
-from credit_dp.data.prepare import prepare
+from credit_dp.data.setup import prepare
 from credit_dp.errors import UserError
 from credit_dp.training.checkpoint import load_checkpoint, save_checkpoint
 from credit_dp.training.data_description import check_data, describe_data

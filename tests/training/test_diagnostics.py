@@ -8,19 +8,19 @@ import torch
 from safetensors import safe_open
 
 import credit_dp
-from credit_dp.command.checkpoint import checkpoint
+from credit_dp.cli.export import checkpoint
 from credit_dp.config import Config, ModelConfig, PanguConfig, StandardLossConfig
-from credit_dp.data.prepare import prepare
-from credit_dp.data.schema import Channel
+from credit_dp.data.channels import Channel
+from credit_dp.data.setup import prepare
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
 from credit_dp.evaluation.held_out import HeldOut
 from credit_dp.fields import Fields
-from credit_dp.forecast.step import ForecastStep
 from credit_dp.models import build_model
 from credit_dp.training.build import Training
 from credit_dp.training.checkpoint import save_checkpoint
 from credit_dp.training.data_description import check_data, describe_data
+from credit_dp.training.forecast_step import ForecastStep
 from credit_dp.training.loss import channel_weights
 from credit_dp.training.run_folder import resolved_yaml
 from tests.domain_parallel.equality import MODEL, assert_same_as_whole_globe

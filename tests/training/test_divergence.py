@@ -11,12 +11,12 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from credit_dp.config import Config, TrainerConfig
-from credit_dp.data.batch import Batch
+from credit_dp.data.loader import Batch
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
 from credit_dp.training.build import Training
 from credit_dp.training.checkpoint import load_checkpoint, save_checkpoint
-from credit_dp.training.divergence import ENOUGH, IN_A_ROW
+from credit_dp.training.diagnostics import ENOUGH, IN_A_ROW
 from tests.ranks import on_processes
 from tests.training.runs import alone, built, make_config, make_store, weights
 from tests.training.test_meshes import Mesh, on_mesh

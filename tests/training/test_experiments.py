@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from credit_dp.command.compose import Composer
-from credit_dp.command.overrides import parse_overrides
+from credit_dp.cli.compose import Composer
+from credit_dp.cli.overrides import parse_overrides
 from credit_dp.config import Config, DatesConfig
 from credit_dp.data.store import Store
-from credit_dp.training.screen import Screen
-from credit_dp.training.watch import Watch
+from credit_dp.training.console import Screen
+from credit_dp.training.monitoring import Watch
 from tests.training.runs import alone, built, make_store
 
 

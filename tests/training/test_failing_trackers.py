@@ -8,8 +8,7 @@ import pytest
 from torch.utils import tensorboard
 
 from credit_dp.config import LoggerConfig
-from credit_dp.training.background import Background
-from credit_dp.training.tracking import Tracker, open_tracker
+from credit_dp.training.loggers import Background, Tracker, open_tracker
 from tests.training.disk import full_disk
 from tests.training.heard import heard_from
 
@@ -154,7 +153,7 @@ def test_the_end_waits_for_a_while_only():
 
 
 def test_an_interrupt_waits_for_a_shorter_while(monkeypatch):
-    monkeypatch.setattr("credit_dp.training.tracking.LAST_WAIT", 0.01)
+    monkeypatch.setattr("credit_dp.training.loggers.LAST_WAIT", 0.01)
     sink = Hanging()
     tracker = Tracker([Background("Slow", lambda: sink, patience=60.0)])
     tracker.log(1, {})

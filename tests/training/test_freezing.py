@@ -9,8 +9,8 @@ from torch import nn
 
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
+from credit_dp.training.build import freeze
 from credit_dp.training.checkpoint import load_checkpoint
-from credit_dp.training.freezing import freeze
 from tests.training.runs import alone, built, make_config, make_store, tiny_crossformer
 from tests.training.test_meshes import (
     HALF_WAY,

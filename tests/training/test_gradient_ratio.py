@@ -15,12 +15,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from credit_dp.config import Config, StandardLossConfig
-from credit_dp.data.prepare import prepare
-from credit_dp.data.schema import Channel, Channels
+from credit_dp.config.training import LOSSES
+from credit_dp.data.channels import Channel, Channels
+from credit_dp.data.setup import prepare
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.evaluation.valid_points import ValidPoints
+from credit_dp.evaluation.metrics import ValidPoints
 from credit_dp.training.loss import build_loss
-from credit_dp.training_config import LOSSES
 from tests.ranks import on_processes, on_threads
 from tests.training.own import LogCoshConfig
 from tests.training.runs import alone, built, make_config, make_store

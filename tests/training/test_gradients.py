@@ -8,12 +8,16 @@ from torch import nn
 from credit_dp.config import ParallelConfig, StandardLossConfig
 from credit_dp.data.loader import Batch
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.forecast.step import ForecastStep
-from credit_dp.training import gradients
-from credit_dp.training.gradients import average_gradients, clip_gradients, replicas
+from credit_dp.training import forward_backward
+from credit_dp.training.build import averaging
+from credit_dp.training.forecast_step import ForecastStep
+from credit_dp.training.forward_backward import (
+    ModelPass,
+    average_gradients,
+    clip_gradients,
+    replicas,
+)
 from credit_dp.training.loss import WeightedLoss
-from credit_dp.training.model_parts import averaging
-from credit_dp.training.passes import ModelPass
 from tests.ranks import RankError, on_processes
 
 SHAPES = [(3, 2), (5,), (), (2, 2, 2), (7,), (4,)]
@@ -33,7 +37,7 @@ def parameters_of(rank: int) -> list[nn.Parameter]:
 
 
 def mean(manager: DomainParallelManager, bucket: int) -> list[torch.Tensor | None]:
-    gradients.BUCKET = bucket
+    forward_backward.BUCKET = bucket
     parameters = parameters_of(manager.rank)
     group = replicas(manager)
     assert group is not None

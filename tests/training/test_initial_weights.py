@@ -8,16 +8,15 @@ import pytest
 import torch
 
 from credit_dp.config import Config
-from credit_dp.data.prepare import prepare
-from credit_dp.data_config import DataConfig
+from credit_dp.config.data import DataConfig
+from credit_dp.data.setup import prepare
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
 from credit_dp.training.build import Training
-from credit_dp.training.channel_dims import channel_names
 from credit_dp.training.checkpoint import save_checkpoint
-from credit_dp.training.initial_weights import load_initial_weights
 from credit_dp.training.replicas import shard
 from credit_dp.training.state import named_tensors
+from credit_dp.training.transfer import channel_names, load_initial_weights
 from tests.ranks import on_processes
 from tests.training.runs import alone, built, make_config, make_store, tiny_crossformer, tiny_unet
 from tests.training.test_meshes import MODELS, Mesh, on_mesh

@@ -15,11 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from credit_dp import train
-from credit_dp.command.folders import claim
+from credit_dp.cli.compose import claim
 from credit_dp.config import Config, ParallelConfig
-from credit_dp.launch import Ranks
-from credit_dp.launch.worker import run_rank
+from credit_dp.distributed import Ranks
+from credit_dp.distributed.worker import run_rank
+from credit_dp.training import run
 from credit_dp.training.build import Training
 from credit_dp.training.checkpoint import find_checkpoint, load_checkpoint
 from credit_dp.training.checkpoint_files import step_of, whole_steps
@@ -29,7 +29,7 @@ from tests.training.runs import alone, built, make_config, make_store
 ROWS, STEPS = 12, 64
 KILLS = 20
 MOST = 3  # steps that a life may take, so that nothing is finished before the last kill
-RUN = f"{train.__name__}:run"  # imported here, so that no life has to
+RUN = f"{run.__name__}:run"  # imported here, so that no life has to
 LONGEST = 600.0  # seconds until something that does not come is given up
 COLUMNS = ("step", "loss", "lr", "grad_norm")
 SEEN = "seen"  # in what an earlier life has left unfinished

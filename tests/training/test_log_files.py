@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 import pytest
 
-from credit_dp.launch import Ranks
-from credit_dp.launch.worker import early_records, set_logging
-from credit_dp.training.log_files import log_to_file
-from credit_dp.training.screen import notes_of
+from credit_dp.distributed import Ranks
+from credit_dp.distributed.worker import early_records, set_logging
+from credit_dp.training.console import notes_of
+from credit_dp.training.run_folder import log_to_file
 from tests.training.disk import full_disk
 
 OURS = logging.getLogger("credit_dp")

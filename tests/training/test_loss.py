@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from credit_dp.config import LossConfig, OwnLossConfig, StandardLossConfig
+from credit_dp.config.training import LOSSES
+from credit_dp.data.channels import Channel, Channels
 from credit_dp.data.grid import row_weights
-from credit_dp.data.schema import Channel, Channels
 from credit_dp.errors import UserError
-from credit_dp.evaluation.valid_points import ValidPoints
+from credit_dp.evaluation.metrics import ValidPoints
 from credit_dp.training.loss import WeightedLoss, build_loss, channel_weights
-from credit_dp.training_config import LOSSES
 
 LATITUDE = np.linspace(90, -90, 13)
 CHANNELS = Channels(

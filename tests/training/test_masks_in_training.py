@@ -7,16 +7,14 @@ import pytest
 import torch
 
 from credit_dp.config import Config, StandardLossConfig
+from credit_dp.data.channels import Channel, Channels
 from credit_dp.data.grid import row_weights
-from credit_dp.data.prepare import prepare
-from credit_dp.data.schema import Channel, Channels
+from credit_dp.data.setup import prepare
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
-from credit_dp.evaluation.evaluate import evaluate, example
-from credit_dp.evaluation.held_out import HeldOut
-from credit_dp.evaluation.metrics import RootMeanSquare
-from credit_dp.evaluation.valid_points import ValidPoints
-from credit_dp.forecast.step import ForecastStep
+from credit_dp.evaluation.held_out import HeldOut, evaluate, example
+from credit_dp.evaluation.metrics import RootMeanSquare, ValidPoints
+from credit_dp.training.forecast_step import ForecastStep
 from credit_dp.training.loss import build_loss
 from tests.ranks import on_processes, on_threads
 from tests.training.runs import alone, built, train_on, weights

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from credit_dp.config import ParallelConfig
-from credit_dp.data.prepare import prepare
+from credit_dp.data.setup import prepare
 from credit_dp.domain_parallel import plan_report
 from credit_dp.domain_parallel.build import NAMED_RULES
 from credit_dp.models import build_model
-from credit_dp.training.measures import Measures, peak_memory
+from credit_dp.training.throughput import Measures, peak_memory
 from tests.ranks import on_processes, on_threads
 from tests.training.runs import alone, built, make_config, make_store
 

@@ -10,22 +10,22 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import credit_dp
-from credit_dp.command.again import overrides_of
-from credit_dp.command.checkpoint import checkpoint
-from credit_dp.command.compose import Composer
-from credit_dp.command.forecast import forecast_config
-from credit_dp.command.overrides import parse_overrides
+from credit_dp.cli.compose import Composer
+from credit_dp.cli.export import checkpoint
+from credit_dp.cli.forecast import forecast_config
+from credit_dp.cli.overrides import parse_overrides
+from credit_dp.cli.saved_config import overrides_of
 from credit_dp.config import Config
-from credit_dp.data.prepare import prepare
+from credit_dp.config.model import UPSAMPLE
+from credit_dp.data.setup import prepare
 from credit_dp.errors import UserError
-from credit_dp.forecasting import make_forecasts
-from credit_dp.model_config import UPSAMPLE
+from credit_dp.forecast.run import make_forecasts
 from credit_dp.training.build import Training
 from credit_dp.training.checkpoint import load_checkpoint
 from credit_dp.training.checkpoint_files import STATE
-from credit_dp.training.initial_weights import load_initial_weights
+from credit_dp.training.console import Screen
 from credit_dp.training.run_folder import RunFolder, resolved_yaml
-from credit_dp.training.screen import Screen
+from credit_dp.training.transfer import load_initial_weights
 from tests.forecast.runs import INIT, leave_checkpoint
 from tests.training.runs import alone, built, make_config, make_store, tiny_unet
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from credit_dp.training.one_batch import first_batch
+from credit_dp.training.monitoring import first_batch
 from tests.training.runs import alone, built, make_config, make_store
 
 

@@ -13,7 +13,7 @@ import torch
 
 from credit_dp import plugins
 from credit_dp.config import OwnModelConfig
-from credit_dp.export.trained import read_trained
+from credit_dp.export.file import read_trained
 from tests.domain_parallel.equality import MODEL, assert_same_as_whole_globe
 from tests.ranks import on_processes, on_threads
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from credit_dp.config import AdamWConfig
-from credit_dp.training.optimisation import build_optimiser, build_schedule, seed_step
+from credit_dp.training.optim import build_optimiser, build_schedule, seed_step
 
 
 def small_model() -> nn.Module:

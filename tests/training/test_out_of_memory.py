@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from credit_dp.config import Config
+from credit_dp.distributed import Ranks, launch
 from credit_dp.errors import UserError
-from credit_dp.launch import Ranks, launch
 from credit_dp.training.out_of_memory import changes, need, out_of_memory, remedy, verdict
 from tests.training.runs import make_config, make_store, tiny_unet
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from credit_dp.config import AdamWConfig, OwnOptimizerConfig, ParallelConfig
 from credit_dp.errors import UserError
 from credit_dp.training.checkpoint import load_checkpoint, save_checkpoint
-from credit_dp.training.optimisation import build_optimiser, state_layout
+from credit_dp.training.optim import build_optimiser, state_layout
 from tests.training.own import TorchOptimizerConfig
 from tests.training.test_checkpoint import Odd, same, state_of, state_with, step
 

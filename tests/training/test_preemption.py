@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from credit_dp.config import Config
+from credit_dp.distributed import Ranks, signals
+from credit_dp.distributed.signals import PREEMPTED, heeding
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.launch import Ranks, signals
-from credit_dp.launch.signals import PREEMPTED, heeding
-from credit_dp.train import run
-from credit_dp.training.checkpoints import Checkpoints
+from credit_dp.training.checkpoint import Checkpoints
 from credit_dp.training.preemption import Preemption
+from credit_dp.training.run import run
 from credit_dp.training.trainer import Trainer
 from tests.ranks import on_processes
 from tests.training.runs import alone, make_config, make_store

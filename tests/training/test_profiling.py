@@ -5,11 +5,10 @@ from collections import Counter
 
 import pytest
 
-from credit_dp import spans
+from credit_dp import profiling
 from credit_dp.errors import UserError
-from credit_dp.training.profiling import Trace
-from credit_dp.training.screen import Screen
-from credit_dp.training.watch import Watch
+from credit_dp.training.console import Screen
+from credit_dp.training.monitoring import Trace, Watch
 from tests.ranks import on_processes
 from tests.training.runs import alone, built, make_config, make_store
 
@@ -63,6 +62,6 @@ def test_without_a_profiler_nothing_is_named():
     def call() -> None:
         done.append(1)
 
-    assert spans.named("exchange", call) is call
-    with spans.span("forward"):
+    assert profiling.named("exchange", call) is call
+    with profiling.span("forward"):
         assert done == []

@@ -4,8 +4,8 @@ import subprocess
 
 import pytest
 
-from credit_dp.training import provenance as module
-from credit_dp.training.provenance import code_text, provenance
+from credit_dp.training import run_folder
+from credit_dp.training.run_folder import code_text, provenance
 
 
 def git(folder, *arguments):
@@ -20,7 +20,7 @@ def package(tmp_path, monkeypatch):
     folder = tmp_path / "project" / "package"
     folder.mkdir(parents=True)
     (folder / "__init__.py").write_text("one = 1\n")
-    monkeypatch.setattr(module, "PACKAGE", folder)
+    monkeypatch.setattr(run_folder, "PACKAGE", folder)
     provenance.cache_clear()
     yield folder
     provenance.cache_clear()
@@ -73,7 +73,7 @@ def test_a_patch_whatever_the_user_has_set(checkout, tmp_path, setting):
 
 
 def test_a_long_difference_is_cut(checkout, monkeypatch):
-    monkeypatch.setattr(module, "LONGEST", 200)
+    monkeypatch.setattr(run_folder, "LONGEST", 200)
     (checkout / "__init__.py").write_text("two = 2\n" * 1000)
     text = code_text()
     assert "the first 200 follow" in text

@@ -10,8 +10,7 @@ from torch.distributed.fsdp import fully_shard
 
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
-from credit_dp.training.checksum import PIECE, checksum
-from credit_dp.training.replicas import check_replicas
+from credit_dp.training.replicas import PIECE, check_replicas, checksum
 from tests.ranks import on_processes
 
 Parameters = dict[str, Tensor]

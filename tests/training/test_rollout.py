@@ -10,12 +10,12 @@ from torch.distributed.tensor import DTensor
 
 from credit_dp.config import Config, ParallelConfig
 from credit_dp.data.grid import row_weights
-from credit_dp.data.normalise import Normaliser
-from credit_dp.data.prepare import Prepared, prepare
+from credit_dp.data.loader import Normaliser
+from credit_dp.data.setup import Prepared, prepare
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
+from credit_dp.training.forward_backward import Recomputed
 from credit_dp.training.loss import channel_weights
-from credit_dp.training.recomputed import Recomputed
 from tests.ranks import on_processes
 from tests.training.runs import (
     alone,

@@ -13,13 +13,8 @@ from credit_dp.config import AdamWConfig, OwnScheduleConfig
 from credit_dp.errors import UserError
 from credit_dp.fields import Fields
 from credit_dp.models import build_model
-from credit_dp.training import optimisation
-from credit_dp.training.optimisation import (
-    build_optimiser,
-    build_schedule,
-    decays,
-    move_schedule,
-)
+from credit_dp.training import optim
+from credit_dp.training.optim import build_optimiser, build_schedule, decays, move_schedule
 from tests.training.test_meshes import MODELS
 
 CONFIG = AdamWConfig(lr=0.1, final_lr=0.02, warmup_steps=2, decay_every=3, decay_factor=0.5)
@@ -112,7 +107,7 @@ class Own(OwnScheduleConfig):
 
 
 def scheduled(monkeypatch: pytest.MonkeyPatch, own: OwnScheduleConfig, steps: int = 12) -> LambdaLR:
-    monkeypatch.setattr(optimisation, "own_schedule", lambda config: own)
+    monkeypatch.setattr(optim, "own_schedule", lambda config: own)
     optimiser = build_optimiser({"a": nn.Parameter(torch.ones(2))}, CONFIG)
     return build_schedule(optimiser, CONFIG, steps)
 

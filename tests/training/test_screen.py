@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from credit_dp.training.screen import Screen
+from credit_dp.training.console import Screen
 
 
 def shown(terminal: bool) -> tuple[Screen, io.StringIO]:

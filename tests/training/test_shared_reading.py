@@ -5,10 +5,10 @@ import pytest
 import torch
 
 from credit_dp.data.loader import Loader, Reads
-from credit_dp.data.prepare import prepare
 from credit_dp.data.sampling import SampleSequence
-from credit_dp.data.sources.gridded import GriddedSource
+from credit_dp.data.setup import prepare
 from credit_dp.data.sources.shared import SharedSource, TradeStoppedError, amplification
+from credit_dp.data.sources.zarr import GriddedSource
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 from credit_dp.training.shared_reading import share_reading

@@ -7,10 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from credit_dp.config import StandardLossConfig
-from credit_dp.data.schema import Channel, Channels
-from credit_dp.evaluation.valid_points import ValidPoints
-from credit_dp.training.loss import build_loss
-from credit_dp.training.spectrum import FLOOR, amplitudes, spectrum_error
+from credit_dp.data.channels import Channel, Channels
+from credit_dp.evaluation.metrics import ValidPoints
+from credit_dp.training.loss import FLOOR, amplitudes, build_loss, spectrum_error
 
 WIDTHS = st.integers(1, 24)
 SEEDS = st.integers(0, 2**31)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from credit_dp import train
 from credit_dp.config import Config
-from credit_dp.launch import Ranks, launch
+from credit_dp.distributed import Ranks, launch
+from credit_dp.training import run as training_run
 from tests.training.runs import make_config, make_store
 
 # Those that a run needs late, on some ranks, or never.
@@ -28,7 +28,7 @@ LATE = [
 
 def run(config: Config, ranks: Ranks) -> int:
     """Train, and note which modules this rank has then."""
-    code = train.run(config, ranks)
+    code = training_run.run(config, ranks)
     Path(config.run.dir, f"modules{ranks.rank}").write_text(json.dumps(sorted(sys.modules)))
     return code
 
@@ -50,7 +50,7 @@ def alone(code: str, *arguments: str) -> str:
 
 
 def test_what_is_needed_late_is_imported_late():
-    code = "import json, sys, credit_dp.train; print(json.dumps(sorted(sys.modules)))"
+    code = "import json, sys, credit_dp.training.run; print(json.dumps(sorted(sys.modules)))"
     modules = json.loads(alone(code))
     assert [name for name in LATE if name in modules] == []
     own = [name for name in modules if name.startswith("credit_dp")]

@@ -2,12 +2,11 @@
 
 import pytest
 
-from credit_dp.data.prepare import prepare
-from credit_dp.training import outlook
-from credit_dp.training.needs import needs_of
-from credit_dp.training.outlook import Outlook, duration
+from credit_dp.data.setup import prepare
+from credit_dp.training import console
+from credit_dp.training.console import Outlook, duration
 from credit_dp.training.state import MODEL, OPTIMISER
-from credit_dp.training.summary import summary
+from credit_dp.training.summary import needs_of, summary
 from tests.ranks import on_processes
 from tests.training.runs import alone, built, make_config, make_store
 
@@ -71,7 +70,7 @@ def test_longer_rollouts_hold_more(config):
 
 def test_the_pace_is_told_once(monkeypatch):
     clock = iter(range(0, 10_000, 3))  # three seconds for each step
-    monkeypatch.setattr(outlook.time, "monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr(console.time, "monotonic", lambda: float(next(clock)))
     told = Outlook(step=5, total=105, per_epoch=40)
     lines = {step: line for step in range(6, 106) if (line := told(step)) is not None}
     assert lines == {25: "about 2 min for an epoch, done in about 4 min"}

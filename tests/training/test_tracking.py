@@ -8,9 +8,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from credit_dp.config import LoggerConfig
 from credit_dp.errors import UserError
-from credit_dp.training import background
-from credit_dp.training.tracking import open_tracker
-from credit_dp.training.wandb_log import run_id
+from credit_dp.training import loggers
+from credit_dp.training.loggers import open_tracker, run_id
 from tests.training.heard import heard_from
 
 OFF = LoggerConfig(wandb="disabled")
@@ -105,7 +104,7 @@ def test_offline_needs_no_account_and_goes_on_under_its_id(
     tmp_path, monkeypatch, no_wandb_settings
 ):
     monkeypatch.setenv("WANDB_SILENT", "")  # crashes wandb as it is
-    monkeypatch.setattr(background, "PATIENCE", 100.0)  # of a busy machine
+    monkeypatch.setattr(loggers, "PATIENCE", 100.0)  # of a busy machine
     log = tmp_path / "run" / "metrics.csv"
     with heard_from() as warnings:
         for step in (0, 1):

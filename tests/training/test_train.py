@@ -13,16 +13,16 @@ import torch
 import xarray as xr
 from omegaconf import OmegaConf
 
-from credit_dp import train
 from credit_dp.config import Config, DatesConfig, VariableConfig
 from credit_dp.data.store import Store
+from credit_dp.distributed import Ranks
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
-from credit_dp.evaluation import evaluate
+from credit_dp.evaluation import held_out
 from credit_dp.evaluation.maps import FieldMap
-from credit_dp.launch import Ranks
-from credit_dp.train import dates_as_in, run, settle_dates
+from credit_dp.training import run as training_run
 from credit_dp.training.checkpoint import find_checkpoint
+from credit_dp.training.run import dates_as_in, run, settle_dates
 from credit_dp.training.run_folder import RunFolder
 from tests.data import stores
 from tests.ranks import on_processes
@@ -175,14 +175,14 @@ def test_a_finished_run_is_only_evaluated_again(config, capsys, steps):
 @pytest.mark.slow
 def test_scores_that_are_not_finite_end_a_run(config, monkeypatch):
     """The checkpoint is there, and no file of scores."""
-    scores = evaluate.evaluate
+    scores = held_out.evaluate
 
     def diverged(*arguments):
         found = scores(*arguments)
         found.rmse[0] = np.nan
         return found
 
-    monkeypatch.setattr(train, "evaluate", diverged)
+    monkeypatch.setattr(training_run, "evaluate", diverged)
     with pytest.raises(UserError, match="geopotential_500: the RMSE of the model at 6 h is nan"):
         run(config, Ranks())
     left = {path.name for path in Path(config.run.dir).iterdir()}

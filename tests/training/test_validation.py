@@ -7,13 +7,12 @@ import pytest
 import torch
 
 from credit_dp.config import Config
-from credit_dp.data.prepare import prepare
+from credit_dp.data.setup import prepare
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
 from credit_dp.evaluation.held_out import spread
-from credit_dp.training.screen import Screen
-from credit_dp.training.validation import MOST, Validation
-from credit_dp.training.watch import Watch
+from credit_dp.training.console import Screen
+from credit_dp.training.monitoring import MOST, Validation, Watch
 from tests.ranks import on_processes
 from tests.training.runs import alone, built, make_config, make_store, tiny_crossformer, weights
 

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import credit_dp
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.training.checkpoint import load_checkpoint, save_checkpoint
+from credit_dp.training.optim import WeightAverage
 from credit_dp.training.run_folder import resolved_yaml
-from credit_dp.training.weight_average import WeightAverage
 from tests.training.runs import alone, built, make_config, make_store
 from tests.training.test_meshes import (
     HALF_WAY,

@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from credit_dp.domain_parallel import functional
-from credit_dp.models.padding import PolePad
+from credit_dp.models.blocks import PolePad
 
 
 class Block(nn.Module):

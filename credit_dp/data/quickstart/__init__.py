@@ -3,7 +3,6 @@
 `build` writes a store like those of WeatherBench 2; `store_name` is its name in the cache.
 """
 
-from credit_dp.data.quickstart.generate import build
-from credit_dp.data.quickstart.spans import store_name
+from credit_dp.data.quickstart.dataset import build, store_name
 
 __all__ = ["build", "store_name"]

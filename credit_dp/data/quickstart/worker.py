@@ -16,12 +16,10 @@ from pathlib import Path
 import numpy as np
 
 from credit_dp.config import QuickstartConfig
-from credit_dp.data.quickstart import layout
-from credit_dp.data.quickstart.integrate import first_state, six_hourly
-from credit_dp.data.quickstart.model import QuasiGeostrophic
-from credit_dp.data.quickstart.spans import STEPS_PER_DAY, Run, day_of_year, runs, shard_steps
-from credit_dp.data.quickstart.spectral import Array
-from credit_dp.data.quickstart.synthesis import Synthesis
+from credit_dp.data.quickstart import dataset
+from credit_dp.data.quickstart.dataset import STEPS_PER_DAY, Run, day_of_year, runs, shard_steps
+from credit_dp.data.quickstart.dynamics import Array, QuasiGeostrophic, first_state, six_hourly
+from credit_dp.data.quickstart.fields import Synthesis
 
 
 def streamfunctions(config: QuickstartConfig, run: Run) -> Iterator[Array]:
@@ -55,7 +53,7 @@ def main() -> None:
     run = runs(config)[job["run"]]
     first = run.first
     for fields in blocks(config, grid, run):
-        layout.write(Path(job["path"]), first, fields)
+        dataset.write(Path(job["path"]), first, fields)
         count = len(fields["geopotential"])
         first += count
         sys.stdout.write(f"{count}\n")

@@ -1,35 +1,137 @@
-"""Datasets of anemoi: all variables of a time in one array, the globe's cells in one row.
-
-A zarr group with `data` (time, variable, ensemble, cell), `dates`, and `latitudes` and `longitudes`
-of the cells; names and the shape of the grid are in its attributes.
-
-Source: anemoi-datasets documentation.
-"""
+"""Datasets of anemoi: all variables of a time in one array, the globe's cells in one row."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, final
 
 import numpy as np
 import zarr
 from numpy.typing import NDArray
 
-from credit_dp.data.disk import CountingStore
-from credit_dp.data.layout import check_coordinates
-from credit_dp.data.schema import Channel
+from credit_dp.data.channels import Channel
 from credit_dp.data.sources.address import without_secrets
-from credit_dp.data.sources.anemoi_grid import regular_grid
-from credit_dp.data.sources.anemoi_names import AnemoiNames
-from credit_dp.data.sources.faults import Watch
-from credit_dp.data.sources.source import Fields, Places, Source, Times, Variable, as_slice
-from credit_dp.data.sources.stacked import StackedArray
-from credit_dp.data.sources.stacked_group import (
+from credit_dp.data.sources.base import (
+    Aliased,
+    Fields,
+    Places,
+    Source,
+    Times,
+    Variable,
+    as_slice,
+    check_coordinates,
+)
+from credit_dp.data.sources.stacked import (
+    StackedArray,
     array_of,
     coordinates,
     description_of,
     open_stacked,
     values_of,
 )
+from credit_dp.data.sources.storage import CountingStore, Watch
+from credit_dp.data.sources.stored_names import StoredNames
 from credit_dp.errors import UserError
+from credit_dp.variable_names import CONSTANTS, long_name
+
+Degrees = NDArray[np.float64]
+SAME = 1e-3  # degrees by which cells of one row may differ: they are often kept as float32
+N320 = 542080  # cells; of ERA5's own grid
+COARSEST = 16  # of octahedral grids that anybody uses
+
+
+def regular_grid(
+    group: zarr.Group, attributes: Mapping[str, Any], where: str
+) -> tuple[Degrees, Degrees]:
+    """`(H,)` latitudes and `(W,)` longitudes, in the order of the cells.
+
+    Raises:
+        UserError: the cells are not the points of rows and columns, row after row.
+    """
+    latitudes = values_of(group, "latitudes", where).astype(np.float64)
+    longitudes = values_of(group, "longitudes", where).astype(np.float64)
+    cells = group["data"].shape[3]  # type: ignore[union-attr]
+    if latitudes.shape != (cells,) or longitudes.shape != (cells,):
+        raise UserError(
+            f"{where}: needs a latitude and a longitude for each of {cells} cells, but has "
+            f"{latitudes.shape} and {longitudes.shape}. Change data.store."
+        )
+    shape = attributes.get("field_shape") or []
+    if len(shape) == 2 and int(shape[0]) * int(shape[1]) == cells:
+        rows, columns = latitudes.reshape(*shape), longitudes.reshape(*shape)
+        if np.ptp(rows, axis=1).max() < SAME and np.ptp(columns, axis=0).max() < SAME:
+            return rows[:, 0], columns[0]
+    raise UserError(
+        f"{where}: is on {_name(cells, attributes)}, but a regular grid is needed: rows of one "
+        "latitude with the same longitudes, and field_shape [rows, columns]. Make the dataset on a "
+        "regular grid such as 1.0/1.0 degrees, or change data.store."
+    )
+
+
+def _name(cells: int, attributes: Mapping[str, Any]) -> str:
+    """The grid as people call it."""
+    said = str(attributes.get("resolution") or _reduced(cells))
+    reduced = said[:1].lower() in ("n", "o") and said[1:].isdecimal()
+    kind = "the reduced Gaussian grid " if reduced else "the grid "
+    return (
+        f"{kind}{said.upper()} of {cells} cells" if said else f"an irregular grid of {cells} cells"
+    )
+
+
+def _reduced(cells: int) -> str:
+    """The octahedral reduced Gaussian grid of so many cells, or N320; empty if it is neither.
+
+    Row n from the pole of an octahedral grid has 4 n + 16 cells, so ON has 4 N (N + 9).
+
+    Source: ECMWF, octahedral reduced Gaussian grid.
+    """
+    if cells == N320:
+        return "N320"
+    number = round((81 + cells) ** 0.5 / 2 - 4.5)
+    return f"O{number}" if 4 * number * (number + 9) == cells and number >= COARSEST else ""
+
+
+@final
+@dataclass(frozen=True)
+class AnemoiNames:
+    """What a dataset has.
+
+    Attributes:
+        variables: by long names; each is found by the dataset's own name and others too.
+        places: of each channel along the variables of the array, under all its names.
+    """
+
+    variables: Aliased
+    places: Mapping[Channel, int]
+
+    @classmethod
+    def of(cls, names: list[str], attributes: Mapping[str, Any]) -> "AnemoiNames":
+        """From the names in the array's order, and what the attributes say of them.
+
+        Constant in time is what the attributes say is, and what is known to be.
+        """
+        about = attributes.get("variables_metadata") or {}
+        constants = {*CONSTANTS, *(attributes.get("constant_fields") or ())}
+        constants |= {name for name in names if _of(about, name).get("constant_in_time") is True}
+        long: dict[str, Variable] = {}
+        own: dict[str, Variable] = {}
+        places: dict[Channel, int] = {}
+        for place, name in enumerate(names):
+            timed = name not in constants
+            unit = str(_of(about, name).get("units") or "")
+            own[name] = Variable(timed, (), unit)
+            places[Channel(name)] = place
+            variable, level = long_name(name)
+            levels = long[variable].levels if variable in long else ()
+            long[variable] = Variable(timed, levels if level is None else (*levels, level), unit)
+            places[Channel(variable, level)] = place
+        found = StoredNames.of({**own, **long})
+        aliases = {**found.variables.aliases, **own}
+        return cls(Aliased(long, aliases), found.under_all_names(places))
+
+
+def _of(about: Any, name: str) -> Mapping[str, Any]:
+    found = about.get(name) if isinstance(about, Mapping) else None
+    return found if isinstance(found, Mapping) else {}
 
 
 @final

@@ -8,8 +8,6 @@ import numpy as np
 import zarr
 
 from credit_dp.config import DataConfig
-from credit_dp.data.disk import open_disk
-from credit_dp.data.prepared_form import ATTRIBUTE
 from credit_dp.data.sources.address import (
     check_address,
     expanded,
@@ -19,12 +17,11 @@ from credit_dp.data.sources.address import (
     without_secrets,
 )
 from credit_dp.data.sources.anemoi import AnemoiSource
-from credit_dp.data.sources.files import FilesSource
-from credit_dp.data.sources.gridded import GriddedSource
-from credit_dp.data.sources.joined import JoinedSource
-from credit_dp.data.sources.netcdf import is_netcdf
-from credit_dp.data.sources.prepared import PreparedSource
-from credit_dp.data.sources.source import Source
+from credit_dp.data.sources.base import Source
+from credit_dp.data.sources.multi import FilesSource, JoinedSource
+from credit_dp.data.sources.prepared import ATTRIBUTE, PreparedSource
+from credit_dp.data.sources.storage import open_disk
+from credit_dp.data.sources.zarr import GriddedSource, is_netcdf
 from credit_dp.errors import UserError
 from credit_dp.variable_names import CONSTANTS, meaning
 

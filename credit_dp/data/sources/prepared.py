@@ -1,31 +1,87 @@
-"""Stores that `credit-dp data prepare` wrote; see `prepared_form`."""
+"""Stores that `credit-dp data prepare` wrote: all channels stacked, cut by latitude."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
-from typing import final
+from typing import Any, final
 
 import numpy as np
 import zarr
 from numpy.typing import NDArray
 
-from credit_dp.data.disk import CountingStore
-from credit_dp.data.layout import check_coordinates
-from credit_dp.data.prepared_form import ATTRIBUTE, EPOCH, PreparedForm
-from credit_dp.data.schema import Channel
+from credit_dp.data.channels import Channel
 from credit_dp.data.sources.address import without_secrets
-from credit_dp.data.sources.faults import Watch
-from credit_dp.data.sources.quick import quick_array
-from credit_dp.data.sources.source import Fields, Places, Source, Times, Variable
-from credit_dp.data.sources.stacked import StackedArray
-from credit_dp.data.sources.stacked_group import (
+from credit_dp.data.sources.base import Fields, Places, Source, Times, Variable, check_coordinates
+from credit_dp.data.sources.stacked import (
+    StackedArray,
     array_of,
     coordinates,
     description_of,
     open_stacked,
+    quick_array,
     values_of,
 )
+from credit_dp.data.sources.storage import CountingStore, Watch
 from credit_dp.data.sources.stored_names import StoredNames
 from credit_dp.errors import UserError
+
+ATTRIBUTE = "credit_dp"
+FORM = 1
+TIME_UNITS = "hours since 1900-01-01"
+EPOCH = np.datetime64("1900-01-01", "h")
+
+
+@final
+@dataclass(frozen=True)
+class PreparedForm:
+    """What the attributes of a prepared store say.
+
+    Attributes:
+        channels: of `fields`, in order.
+        static: of `static`, in order.
+        units, standard_names: by variable; empty where the source gave none.
+        origin: where the fields came from, for people.
+        model_levels: levels are those of a model, by number, not of pressure.
+        title: what the source said that it is.
+    """
+
+    channels: tuple[Channel, ...]
+    static: tuple[str, ...]
+    units: dict[str, str]
+    standard_names: dict[str, str]
+    origin: str
+    model_levels: bool = False
+    title: str = ""
+
+    def attributes(self) -> dict[str, Any]:
+        """As JSON."""
+        return {"form": FORM, **asdict(self)}
+
+    @classmethod
+    def of(cls, attributes: Any, where: str) -> "PreparedForm":
+        """What `attributes` made.
+
+        Raises:
+            UserError: they are of another form, or damaged.
+        """
+        try:
+            if attributes["form"] != FORM:
+                raise ValueError
+            return cls(
+                tuple(Channel(**channel) for channel in attributes["channels"]),
+                tuple(attributes["static"]),
+                dict(attributes["units"]),
+                dict(attributes["standard_names"]),
+                str(attributes["origin"]),
+                bool(attributes.get("model_levels", False)),  # earlier versions did not say
+                str(attributes.get("title", "")),  # stores of before don't have it
+            )
+        except (KeyError, TypeError, ValueError):
+            raise UserError(
+                f"{where}: is not a store that this version prepared (form {FORM}). "
+                "Prepare it again with `credit-dp data prepare`."
+            ) from None
+
 
 ARRAYS = ("fields", "static")
 

@@ -13,8 +13,8 @@ from typing import Protocol, final
 import numpy as np
 from numpy.typing import NDArray
 
-from credit_dp.data.schema import Channel
-from credit_dp.data.sources.source import Fields, Places, Source, Times, Variable, as_slice
+from credit_dp.data.channels import Channel
+from credit_dp.data.sources.base import Fields, Places, Source, Times, Variable, as_slice
 from credit_dp.errors import UserError
 
 WORTHWHILE = 1.05  # times the rows of all bands, from which on reading is shared

@@ -1,18 +1,225 @@
-"""An array that holds all channels of a time together, read with errors that say which file."""
+"""Arrays with all channels of a time together, and readers of them that are faster than zarr."""
 
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from importlib.util import find_spec
+from typing import Any, Protocol, final
 
 import numpy as np
+import xarray as xr
 import zarr
 from numpy.typing import NDArray
+from zarr.codecs import BytesCodec, Crc32cCodec, ShardingCodec
+from zarr.storage import LocalStore
 
-from credit_dp.data.sources.faults import Watch, unreadable
-from credit_dp.data.sources.quick import QuickArray
-from credit_dp.data.sources.source import Fields, Places, Times, as_slice
+from credit_dp.data.sources.address import is_remote, local_path, reason_of, without_secrets
+from credit_dp.data.sources.base import Fields, Places, Source, Times, as_slice
+from credit_dp.data.sources.storage import (
+    CHECKSUM,
+    CompleteStore,
+    CountingStore,
+    IntactStore,
+    Shards,
+    Watch,
+    is_intact,
+    open_disk,
+    place,
+    stamp,
+    unreadable,
+)
 from credit_dp.errors import UserError
+
+
+def open_stacked(where: str, arrays: Sequence[str]) -> tuple[zarr.Group, CountingStore]:
+    """The zarr group at a path or address, and its counter. All chunks of `arrays` must be there.
+
+    Raises:
+        UserError: there is nothing, or nothing that zarr can read.
+    """
+    disk = open_disk(where)
+    try:
+        blosc = [name for name, array in zarr.open_group(disk, mode="r").arrays() if _blosc(array)]
+        group = zarr.open_group(CompleteStore(IntactStore(disk, blosc), arrays), mode="r")
+    except Exception as error:
+        raise UserError(
+            f"{without_secrets(where)}: not a zarr group that can be read ({reason_of(error)}). "
+            "Set data.store to one."
+        ) from error
+    return group, disk
+
+
+def array_of(group: zarr.Group, name: str, where: str) -> "zarr.Array[Any]":
+    """One array of the group.
+
+    Raises:
+        UserError: it is missing.
+    """
+    found = group.get(name)
+    if not isinstance(found, zarr.Array):
+        raise UserError(f"{where}: has no array {name}. Change data.store.")
+    return found
+
+
+def values_of(group: zarr.Group, name: str, where: str) -> NDArray[Any]:
+    """All values of a small array.
+
+    Raises:
+        UserError: it is missing, or can't be read.
+    """
+    array = array_of(group, name, where)
+    try:
+        return np.asarray(array[...])
+    except Exception as error:
+        raise UserError(
+            f"{where}: its array {name} can't be read ({reason_of(error)}). Change data.store."
+        ) from error
+
+
+def coordinates(source: Source) -> xr.Dataset:
+    """What `check_coordinates` looks at."""
+    return xr.Dataset(
+        coords={"time": source.times, "latitude": source.latitude, "longitude": source.longitude}
+    )
+
+
+def description_of(source: Source, address: str, variables: Sequence[str]) -> list[object]:
+    """See `Source.description`."""
+    described: list[object] = [place(address), stamp(address)]
+    described += [source.latitude.tolist(), source.longitude.tolist()]
+    for name in variables:
+        variable = source.variables[name]
+        described.append([name, variable.timed, list(variable.levels), variable.units])
+    return described
+
+
+def _blosc(array: "zarr.Array[Any]") -> bool:
+    """Whether a chunk's file is a Blosc buffer."""
+    codecs = array.compressors
+    return array.shards is None and bool(codecs) and "Blosc" in type(codecs[-1]).__name__
+
+
+DTYPE = np.dtype("<f4")
+
+
+def is_plain(array: "zarr.Array[Any]") -> bool:
+    """Whether an array is of shards whose chunks are little-endian float32 with a checksum."""
+    codecs: Any = getattr(array.metadata, "codecs", ())
+    if array.dtype != DTYPE or len(codecs) != 1 or not isinstance(codecs[0], ShardingCodec):
+        return False
+    little, checked = BytesCodec(endian="little"), Crc32cCodec()
+    one = codecs[0]
+    at_the_end = one.index_location.value == "end"
+    return at_the_end and (*one.codecs, *one.index_codecs) == (little, checked) * 2
+
+
+@final
+class PlainArray:
+    """One array in a folder on this machine, for which `is_plain`, and of which slices are read."""
+
+    def __init__(self, shards: Shards, disk: CountingStore) -> None:
+        self._shards, self._disk = shards, disk
+
+    def read(self, selection: tuple[slice, ...]) -> Fields | None:
+        """The values; None if a file is missing or is not as it should be."""
+        first, *others = selection
+        if any(part.step is not None and part.step < 1 for part in selection):
+            return None
+        if first.step not in (None, 1):
+            places = range(*first.indices(self._shards.shape[0]))
+            parts = [self.read((slice(place, place + 1), *others)) for place in places]
+            found = [part for part in parts if part is not None]
+            return np.concatenate(found) if len(found) == len(parts) > 0 else None
+        try:
+            made = self._read(self._shards.spans(selection))
+            return made[tuple(slice(None, None, part.step) for part in selection)]
+        except (OSError, ValueError):
+            return None
+
+    def _read(self, spans: list[tuple[int, int]]) -> Fields:
+        made = np.empty([stop - first for first, stop in spans], DTYPE)
+        room = np.empty(int(np.prod(self._shards.chunks)) * DTYPE.itemsize + CHECKSUM, np.uint8)
+        values = room[:-CHECKSUM].view(DTYPE).reshape(self._shards.chunks)
+        chunks = 0
+        for path, shard in self._shards.files(spans):
+            with path.open("rb", buffering=0) as file:
+                for part in self._shards.parts(file, shard, spans):
+                    if part.size != len(room):
+                        raise ValueError(f"{path}: a chunk is not as long as it should be")
+                    file.seek(part.begin)
+                    if file.readinto(room.data) != len(room) or not is_intact(room):
+                        raise ValueError(f"{path}: a chunk is damaged")
+                    made[part.place] = values[part.inside]
+                    chunks += 1
+        self._disk.add(chunks * len(room), chunks)
+        return made
+
+
+# Of all readers of an array: threads that decode, and files that are read at once.
+DECODING, READING = 4, 8
+
+
+class QuickArray(Protocol):
+    """One array of shards in a folder on this machine, of which slices are read."""
+
+    def read(self, selection: tuple[slice, ...]) -> Fields | None:
+        """The values, float32; None if a file is missing or is not as it should be."""
+
+
+@final
+class DecodedArray:
+    """What tensorstore decodes, where it is installed."""
+
+    def __init__(self, shards: Shards, disk: CountingStore) -> None:
+        import tensorstore
+
+        self._shards, self._disk = shards, disk
+        context = {
+            "cache_pool": {"total_bytes_limit": 0},  # each chunk is wanted once
+            "data_copy_concurrency": {"limit": DECODING},
+            "file_io_concurrency": {"limit": READING},
+        }
+        self._quick = tensorstore.open(
+            {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{shards.folder}/"}},
+            context=tensorstore.Context(context),
+            read=True,
+        ).result()
+
+    def read(self, selection: tuple[slice, ...]) -> Fields | None:
+        """See `QuickArray`."""
+        try:
+            sizes = self._sizes(self._shards.spans(selection))
+            fields = np.asarray(self._quick[selection].read().result(), dtype=np.float32)
+        except Exception:  # noqa: BLE001 - whatever it was, zarr will meet it again and name it
+            return None
+        self._disk.add(sum(sizes), len(sizes))
+        return fields
+
+    def _sizes(self, spans: list[tuple[int, int]]) -> list[int]:
+        """Bytes of the chunks that have some of it."""
+        sizes = []
+        for path, shard in self._shards.files(spans):
+            with path.open("rb") as file:
+                sizes += [part.size for part in self._shards.parts(file, shard, spans)]
+        return sizes
+
+
+def quick_array(address: str, name: str, disk: CountingStore) -> QuickArray | None:
+    """Another reader than zarr of an array; None if there is none for it here.
+
+    At addresses elsewhere zarr waits for the network, not for the processor.
+    """
+    if is_remote(address):
+        return None
+    try:
+        folder = local_path(address)
+        array = zarr.open_array(LocalStore(folder, read_only=True), path=name, mode="r")
+        shards = Shards(folder / name, array)
+        if is_plain(array):
+            return PlainArray(shards, disk)
+        return DecodedArray(shards, disk) if find_spec("tensorstore") is not None else None
+    except Exception:  # noqa: BLE001 - zarr reads it, or says why it can't be read
+        return None
 
 
 @final

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import final
 
-from credit_dp.data.schema import Channel
-from credit_dp.data.sources.source import Aliased, Variable
+from credit_dp.data.channels import Channel
+from credit_dp.data.sources.base import Aliased, Variable
 from credit_dp.variable_names import CONSTANTS, UPPER, long_name, meaning, names_of_meaning
 
 

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
-from credit_dp.domain_parallel.layers.conv_layer import ConvLayer, sides_of
-from credit_dp.domain_parallel.layers.row_layer import Bands
+from credit_dp.domain_parallel.layers.base import Bands
+from credit_dp.domain_parallel.layers.conv import ConvLayer, sides_of
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.errors import UserError
 

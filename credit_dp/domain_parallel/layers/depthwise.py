@@ -1,17 +1,119 @@
-"""The kinds of depthwise convolution on one band of rows."""
+"""Depthwise convolutions on one band of rows, with kernels up to the whole globe and beyond."""
 
 from __future__ import annotations
 
 from typing import Any, final
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from credit_dp.channel_parallel import DistributedDepthwiseConv2d
-from credit_dp.domain_parallel.layers.band_conv import Columns
-from credit_dp.domain_parallel.layers.depthwise_layer import DepthwiseLayer
+from credit_dp.channel_parallel import (
+    DistributedDepthwiseConv2d,
+    Transpose,
+    channel_shares,
+    channels_to_rows,
+    rows_to_channels,
+    share_of,
+)
+from credit_dp.domain_parallel.count_transport import routes_of
+from credit_dp.domain_parallel.layers.base import Bands
+from credit_dp.domain_parallel.layers.conv import Columns, _PaddedConv
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import ROW_DIM
+from credit_dp.domain_parallel.planning.planner import active_planner
 from credit_dp.errors import UserError
+
+CHANNELS = -3
+
+
+class DepthwiseLayer(_PaddedConv):
+    """Fetches the rows under its kernel or trades rows for channels, whichever moves less.
+
+    The plan decides, by the bytes that all ranks together send in a forward, and so alike on every
+    rank; without a plan rows are fetched. Gradients of weights and biases are those of this rank's
+    rows or of its channels: either way their sum over the ranks is the gradient.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._transposed: frozenset[int] = frozenset()
+        # By global height: columns of the input and of the output.
+        self._columns: dict[int, tuple[int, int]] = {}
+
+    def whole(self, x: Tensor, *others: Tensor) -> Any:
+        """Return what the layer makes of the whole globe, and note its columns while planning."""
+        made = super().whole(x, *others)
+        if active_planner() is not None:
+            self._columns[x.shape[ROW_DIM]] = x.shape[-1], made.shape[-1]
+        return made
+
+    def set_plan(self, dim: int, planned: dict[int, int]) -> None:
+        """Adopt where the plan found rows, and decide for each global height."""
+        super().set_plan(dim, planned)
+        table = self.manager.bands
+        bands = (Bands(table[taken], table[made]) for taken, made in planned.items())
+        self._transposed = frozenset(its.taken.height for its in bands if self._saves(its))
+
+    def transposes(self, height: int) -> bool:
+        """Return whether rows of this global height are traded for channels."""
+        return height in self._transposed
+
+    def fetches(self, height: int) -> bool:
+        """Return whether the rows under the kernel are fetched."""
+        return not self.transposes(height)
+
+    def transposes_of(self, bands: Bands) -> tuple[Transpose, Transpose]:
+        """Return how the input goes there and how the output comes back."""
+        conv, ranks = self.conv, bands.taken.ranks
+        taken = channel_shares(conv.in_channels, ranks)
+        made = tuple(share * (conv.out_channels // conv.in_channels) for share in taken)
+        return Transpose(bands.taken.sizes, taken), Transpose(bands.made.sizes, made)
+
+    def _saves(self, bands: Bands) -> bool:
+        """Return whether trading moves no more than fetching: then each row is convolved once."""
+        taken, made = self._columns.get(bands.taken.height, (1, 1))
+        routes = routes_of(bands.taken, self.exchange(bands).needs)
+        rows = sum(rows for of_rank in routes for _, rows in of_rank)
+        there, back = self.transposes_of(bands)
+        traded = there.moved(to_channels=True) * taken + back.moved(to_channels=False) * made
+        fetched: int = rows * self.conv.in_channels * taken
+        return 0 < traded <= fetched
+
+    @property
+    def title(self) -> str:
+        """The type, and what the plan has chosen."""
+        chosen = {"transpose" if self.transposes(height) else "halo" for height in self.planned}
+        return f"{super().title} ({' and '.join(sorted(chosen)) or 'halo'})"
+
+    def compute(self, x: Tensor, bands: Bands) -> Tensor:
+        """Return this rank's output rows."""
+        if not self.transposes(bands.taken.height):
+            return super().compute(x, bands)
+        there, back = self.transposes_of(bands)
+        transport = self.manager.transport
+        globe = rows_to_channels(x, there.rows, transport, there.channels)
+        made = self._convolve_globe(globe, share_of(back.channels, self.manager.domain_rank))
+        return channels_to_rows(made, back.rows, transport, back.channels)
+
+    def _convolve_globe(self, globe: Tensor, made: slice) -> Tensor:
+        """Convolve all rows of this rank's channels, which make the output channels `made`."""
+        conv, channels = self.conv, globe.shape[CHANNELS]
+        if not channels:
+            # It convolves one channel of zeros: what is saved for backward has to be as many
+            # tensors on every rank, for activation checkpointing.
+            globe = F.pad(globe, (0, 0, 0, 0, 0, 1))
+            made = slice(0, conv.out_channels // conv.in_channels)
+        globe, zeros = self.columns.pad(globe), (0, self.zeros[-1])
+        if self.pole_mode == "zeros" and self.north == self.south:
+            zeros = (self.north, zeros[-1])
+        else:
+            mode = "constant" if self.pole_mode == "zeros" else self.pole_mode
+            globe = F.pad(globe, (0, 0, self.north, self.south), mode=mode)
+        weight, bias = self.weight[made], self.bias
+        bias = None if bias is None else bias[made]
+        groups = globe.shape[CHANNELS]
+        y = F.conv2d(globe, weight, bias, conv.stride, zeros, conv.dilation, groups)
+        return y if channels else y.narrow(CHANNELS, 0, 0)
 
 
 @final

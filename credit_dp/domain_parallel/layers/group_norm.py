@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from credit_dp.constants import constant
-from credit_dp.domain_parallel.layers.row_layer import Bands
-from credit_dp.domain_parallel.layers.statistics_layer import StatisticsLayer, wide_dtype
+from credit_dp.domain_parallel.exchange import format_of
+from credit_dp.domain_parallel.layers.base import Bands
+from credit_dp.domain_parallel.layers.norm import StatisticsLayer, wide_dtype
 from credit_dp.domain_parallel.manager import DomainParallelManager
-from credit_dp.domain_parallel.memory_format import format_of
 from credit_dp.domain_parallel.transport import Transport
 from credit_dp.errors import UserError
 

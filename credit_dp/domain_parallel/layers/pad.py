@@ -1,20 +1,24 @@
-"""Padding and cropping on one band of rows."""
+"""Padding, cropping and rolling on one band of rows."""
 
 from __future__ import annotations
 
 from abc import ABC
 from typing import Any, final
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from credit_dp.domain_parallel.exchange import Run
-from credit_dp.domain_parallel.layers.filled_layer import FilledLayer
-from credit_dp.domain_parallel.layers.row_layer import Bands
-from credit_dp.domain_parallel.layers.torch_layer import torch_layer
+from credit_dp.domain_parallel.exchange import Run, rows_with_poles
+from credit_dp.domain_parallel.layers.base import (
+    Bands,
+    FilledLayer,
+    RowLayer,
+    WindowLayer,
+    torch_layer,
+)
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import ROW_DIM
-from credit_dp.domain_parallel.poles import rows_with_poles
 from credit_dp.errors import UserError
 
 MODES = ("constant", "reflect", "replicate", "circular")
@@ -170,3 +174,163 @@ class _Pad(nn.Module):
     def extra_repr(self) -> str:
         """Describe the widths and the mode."""
         return f"pad={self.pad}, mode={self.mode}"
+
+
+@final
+class DomainParallelPolePad(WindowLayer):
+    """A padding of the globe on one band of rows, equal to it on the whole globe.
+
+    Any width up to the globe's height, also wider than a band.
+
+    Args:
+        pad: a module that adds `width` rows beyond each pole, which hold what `poles` says
+            (`zeros`, `replicate`, `reflect`, `mirror`, `earth`), and then `columns` circular ones
+            on both sides, as `credit_dp.models.blocks.PolePad` does.
+        shard_dim: the row dimension of the input.
+        manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
+
+    Shapes:
+        `(B, C, H_local, W)` -> `(B, C, H_out_local, W + 2 * columns)`, with
+        `H_out = H + 2 * width`.
+    """
+
+    def __init__(
+        self, pad: Any, shard_dim: int = ROW_DIM, *, manager: DomainParallelManager | None = None
+    ) -> None:
+        super().__init__(pad, shard_dim, manager, halo_width=pad.width)
+        self.pole_mode = pad.poles
+
+    def out_height(self, height: int, *others: Tensor) -> int:
+        """Return the rows of the padded globe."""
+        return int(height + 2 * self.width)
+
+    def span(self, out: slice, height: int) -> tuple[int, int]:
+        """Return the same rows, counted from the globe's first one."""
+        return out.start - self.width, out.stop - self.width
+
+    def compute(self, x: Tensor, bands: Bands) -> Tensor:
+        """Return this rank's rows of the padded globe."""
+        rows = self.fetch(x, bands)
+        return F.pad(rows, (self.columns, self.columns, 0, 0), mode="circular")
+
+
+@final
+class DomainParallelMatchRows(RowLayer):
+    """Crops the southernmost rows and easternmost columns of a globe to those of a reference.
+
+    Args:
+        crop: a module whose `forward(x, reference)` returns
+            `x[..., :reference.shape[-2], :reference.shape[-1]]`.
+        shard_dim: the row dimension of the input.
+        manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
+
+    Shapes:
+        `(B, C, H_local, W)` and `(B, D, H_reference_local, W_reference)` ->
+        `(B, C, H_reference_local, W_reference)`.
+    """
+
+    def __init__(
+        self, crop: nn.Module, shard_dim: int = -2, *, manager: DomainParallelManager | None = None
+    ) -> None:
+        super().__init__(crop, shard_dim, manager)
+
+    def forward(self, x: Tensor, reference: Tensor) -> Tensor:  # type: ignore[override]
+        """Return this rank's rows of the cropped globe."""
+        rows: Tensor = super().forward(x, reference)
+        return rows[..., : reference.shape[-1]]
+
+    def out_height(self, height: int, *others: Tensor) -> int:
+        """Return the reference's global rows; a collective."""
+        return self.manager.gathered_partition(others[0].shape[self.dim]).height
+
+    def needs(self, out: slice, height: int) -> tuple[Run, ...]:
+        """Return the rows as they are."""
+        return (Run(out.start, out.stop),)
+
+    def compute(self, x: Tensor, bands: Bands) -> Tensor:
+        """Return the rows that this rank owns of the cropped globe."""
+        return self.fetch(x, bands)
+
+
+@final
+class DomainParallelRoll(RowLayer):
+    """`torch.roll` on one band of rows, equal to it on the whole globe.
+
+    Args:
+        shifts: places to move by, one for each of `dims`.
+        dims: dimensions to roll, counted from the start or the end.
+        shard_dim: the row dimension of the input.
+        manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
+
+    Shapes:
+        `(..., H_local, W)` -> the same.
+
+    Raises:
+        UserError: there are more shifts than dimensions, or no dimensions.
+    """
+
+    def __init__(
+        self,
+        shifts: int | tuple[int, ...],
+        dims: int | tuple[int, ...],
+        shard_dim: int = ROW_DIM,
+        *,
+        manager: DomainParallelManager | None = None,
+    ) -> None:
+        roll = _Roll(
+            (shifts,) if isinstance(shifts, int) else tuple(shifts),
+            (dims,) if isinstance(dims, int) else tuple(dims),
+        )
+        if not roll.dims or len(roll.shifts) != len(roll.dims):
+            raise UserError(
+                f"DomainParallelRoll: needs one shift for each dimension, got shifts {roll.shifts} "
+                f"and dims {roll.dims}. Name the dimensions."
+            )
+        super().__init__(roll, shard_dim, manager)
+        self._row_shift = 0
+
+    def _check_dim(self) -> None:
+        """Accept rows in any dimension."""
+
+    def mixes(self, dim: int, ndim: int) -> bool:
+        """Return whether the dimension is rolled."""
+        return dim % ndim in {d % ndim for d in self.dims}
+
+    def out_height(self, height: int, *others: Tensor) -> int:
+        """Return the same height."""
+        return height
+
+    def needs(self, out: slice, height: int) -> tuple[Run, ...]:
+        """Return the rows that come to lie here: around a pole they are two runs."""
+        start = (out.start - self._row_shift) % height
+        stop = start + out.stop - out.start
+        runs = (Run(start, min(stop, height)), Run(0, stop - height))
+        return tuple(run for run in runs if run.length > 0)
+
+    def compute(self, x: Tensor, bands: Bands) -> Tensor:
+        """Return this rank's rows of the rolled globe."""
+        moves = [(s, d % x.ndim) for s, d in zip(self.shifts, self.dims, strict=True)]
+        rows = self.dim % x.ndim
+        row_shift = sum(shift for shift, dim in moves if dim == rows)
+        if row_shift != self._row_shift:
+            self._row_shift, self._exchanges = row_shift, {}
+        others = [(shift, dim) for shift, dim in moves if dim != rows]
+        x = self.fetch(x, bands)
+        return x.roll(*zip(*others, strict=True)) if others else x
+
+
+@final
+class _Roll(nn.Module):
+    """`torch.roll` as a module."""
+
+    def __init__(self, shifts: tuple[int, ...], dims: tuple[int, ...]) -> None:
+        super().__init__()
+        self.shifts, self.dims = shifts, dims
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the rolled tensor."""
+        return torch.roll(x, self.shifts, self.dims)
+
+    def extra_repr(self) -> str:
+        """Describe the shifts."""
+        return f"shifts={self.shifts}, dims={self.dims}"

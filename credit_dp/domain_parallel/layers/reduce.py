@@ -1,4 +1,4 @@
-"""Mean, sum and maximum over dimensions that may hold the globe's rows."""
+"""Reductions and softmax over dimensions that may hold the globe's rows, and stochastic depth."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from credit_dp.domain_parallel.layers.row_layer import Bands
-from credit_dp.domain_parallel.layers.statistics_layer import (
+from credit_dp.domain_parallel.exchange import Run
+from credit_dp.domain_parallel.layers.base import Bands, RowLayer
+from credit_dp.domain_parallel.layers.norm import (
     StatisticsLayer,
     as_autocast_takes,
     sum_of_bands,
     wide_dtype,
 )
 from credit_dp.domain_parallel.manager import DomainParallelManager
+from credit_dp.domain_parallel.partition import ROW_DIM
 from credit_dp.domain_parallel.transport import Transport
+from credit_dp.errors import UserError
 
 
 @final
@@ -156,3 +159,123 @@ class _MaxOfBands(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         (share,) = ctx.saved_tensors
         return ctx.transport.sum(grad.contiguous()) * share.to(grad.dtype), None, None
+
+
+@final
+class DomainParallelSoftmax(StatisticsLayer):
+    """A `Softmax`, `LogSoftmax` or `Softmin` over rows, equal to that layer on the whole globe.
+
+    One collective forward and one backward, each of one slice or two of the band; none where the
+    rows are in another dimension than the layer's.
+
+    Args:
+        layer: the layer to shard.
+        shard_dim: the input's row dimension, until the plan finds it elsewhere.
+        manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
+
+    Shapes:
+        `(..., H_local, ...)` -> the same.
+    """
+
+    def __init__(
+        self,
+        layer: nn.Softmax | nn.LogSoftmax | nn.Softmin,
+        shard_dim: int = -2,
+        *,
+        manager: DomainParallelManager | None = None,
+    ) -> None:
+        super().__init__(layer, shard_dim, manager)
+        self.logarithm = isinstance(layer, nn.LogSoftmax)
+        self.sign = -1 if isinstance(layer, nn.Softmin) else 1
+
+    def mixes(self, dim: int, ndim: int) -> bool:
+        """Return whether `dim` is the layer's; without one torch takes the first or second."""
+        own = self.__dict__["wrapped"].dim
+        if own is None:
+            own = 0 if ndim in (0, 1, 3) else 1
+        return bool(dim % ndim == own % ndim)
+
+    def reduce(self, x: Tensor, bands: Bands) -> Tensor:
+        """Return the band's share of the globe's softmax."""
+        x = as_autocast_takes(x)
+        wide = self.sign * x.to(wide_dtype(x))
+        y: Tensor = _Softmax.apply(wide, self.dim, self.logarithm, self.manager.transport)  # type: ignore[no-untyped-call]
+        return y.to(x.dtype)
+
+
+@final
+class _Softmax(torch.autograd.Function):
+    """Exponentials relative to the globe's maximum; backward sums over all bands once."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dim: int, logarithm: bool, transport: Transport) -> Tensor:
+        top = x.amax(dim, True)
+        # A band without any finite entry adds nothing.
+        y = (x - torch.where(top.isneginf(), 0.0, top)).exp_()
+        tops, sums = transport.gather(torch.stack([top, y.sum(dim, True)])).unbind(1)
+        highest = tops.amax(0)
+        total = (sums * (tops - highest).exp()).sum(0)
+        if logarithm:
+            y = (x - highest).sub_(total.log())
+        else:
+            y.mul_((top - highest).exp_().div_(total))
+        ctx.save_for_backward(y)
+        ctx.dim, ctx.logarithm, ctx.transport = dim, logarithm, transport
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        (y,) = ctx.saved_tensors
+        share = grad if ctx.logarithm else grad * y
+        total = ctx.transport.sum(share.sum(ctx.dim, True))
+        grad_x = grad - y.exp() * total if ctx.logarithm else share.sub_(y * total)
+        return grad_x, None, None, None
+
+
+@final
+class DomainParallelStochasticDepth(RowLayer):
+    """Drops branches of samples as the layer on the whole globe does.
+
+    Args:
+        layer: has a `rate` and `draws`, one number for each sample, None until they are set.
+        manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
+
+    Shapes:
+        `(B, ...)`, rows in any dimension but the first -> the same.
+
+    Raises:
+        UserError: in training, nobody has set the numbers: each rank would draw its own.
+    """
+
+    def __init__(self, layer: Any, *, manager: DomainParallelManager | None = None) -> None:
+        super().__init__(layer, ROW_DIM, manager)
+
+    def mixes(self, dim: int, ndim: int) -> bool:
+        """All ranks have to draw alike wherever rows are, but among the samples.
+
+        Raises:
+            UserError: rows are in the samples' dimension.
+        """
+        if dim == -ndim:
+            raise UserError(
+                f"{type(self).__name__}: rows are in the samples' dimension. Move them elsewhere."
+            )
+        return True
+
+    def out_height(self, height: int, *others: Tensor) -> int:
+        """Return the same height."""
+        return height
+
+    def needs(self, out: slice, height: int) -> tuple[Run, ...]:
+        """Return the same rows."""
+        return (Run(out.start, out.stop),)
+
+    def compute(self, x: Tensor, bands: Bands) -> Tensor:
+        """Return the branches that stay."""
+        if self.training and self.rate and self.draws is None and not x.is_meta:
+            raise UserError(
+                f"{type(self).__name__}: the ranks of a globe have to drop the same branches. "
+                "Call credit_dp.models.blocks.draw_depths before each training step."
+            )
+        return self.whole(x)  # type: ignore[no-any-return]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from credit_dp.constants import constant
 from credit_dp.domain_parallel.exchange import RowExchange, Run
-from credit_dp.domain_parallel.layers.row_layer import Bands, RowLayer
+from credit_dp.domain_parallel.layers.base import Bands, RowLayer
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import RowPartition
 

@@ -1,0 +1,142 @@
+"""The train command: `python train.py`, `credit-dp train`, and what its options ask for."""
+
+import argparse
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from hydra.core.override_parser.types import Override
+
+from credit_dp.cli.arguments import OneLineParser, parse, parser, train_parser
+from credit_dp.cli.check import check_and_tell, check_sweep
+from credit_dp.cli.compose import Composer, check_overrides, check_plan, without_hydra
+from credit_dp.cli.overrides import explained, parse_overrides
+from credit_dp.cli.run import run_once
+from credit_dp.cli.saved_config import overrides_of
+from credit_dp.cli.sweep import check_all, sweep
+from credit_dp.cli.sweep_launchers import check_launcher
+from credit_dp.config import Config
+from credit_dp.errors import UserError
+
+HELP = """\
+{program} KEY=VALUE ...: trains a model.
+
+What is in the config is KEY=VALUE, dashes only change the command:
+  --cfg job         show the config that these overrides give, and stop (--resolve, --package)
+  --check           check the config, open the data and check them, plan the model and estimate its
+                    memory, and stop; of a sweep, check all configs and their data
+  --again RUN       what the run in this folder did once more; KEY=VALUE changes it
+  --multirun, -m    one run for each combination: model=unet,unet_small seed=0,1,2
+  --config-dir DIR  one more folder of config files; ./conf is one already
+  --help, -h        this text
+
+Exit code of --check: 0 if the run would start, 1 if the model can't be sharded so, 2 for a mistake,
+3 if the config is right but the data, at an address elsewhere, can't be reached from here.
+
+Groups and their choices (GROUP=CHOICE):
+{groups}
+
+Keys, with the values that these overrides give (KEY=VALUE):
+{config}
+"""
+
+
+def train(arguments: Sequence[str], program: str) -> int:
+    """Compose, check, and run once or sweep; the exit code.
+
+    Raises:
+        UserError: anything that is wrong before the first process starts.
+    """
+    args = parse(train_parser(), arguments)
+    composer = Composer("train", args.config_dir, args.config_name)
+    if args.shell_completion:
+        composer.hydra.shell_completion(args.config_name, args.overrides)
+        return 0
+    earlier = [] if args.again is None else overrides_of(args.again, args.overrides, composer)
+    overrides = parse_overrides([*earlier, *args.overrides])
+    texts = [str(override.input_line) for override in overrides]
+    check_overrides(overrides, composer.groups)
+    multirun = args.multirun or "hydra.mode=MULTIRUN" in args.overrides
+    check_launcher(overrides, multirun or bool(args.help or args.cfg))
+    if args.help or args.cfg:
+        show(composer, args, texts, program)
+        return 0
+    if multirun:
+        if args.check:
+            return check_sweep(check_all(composer, overrides))
+        return sweep(composer, overrides, dashes_of_a_run(args))
+    config = check_run(composer, overrides)
+    check_plan(config)
+    if args.check:
+        return check_and_tell(config)
+    return run_once(composer, texts, config)
+
+
+def dashes_of_a_run(args: Namespace) -> list[str]:
+    """The dashes that tell where config files are, for a run that is another program."""
+    folder = [] if args.config_dir is None else ["--config-dir", str(args.config_dir)]
+    return [*folder, "--config-name", args.config_name]
+
+
+def show(composer: Composer, args: Namespace, texts: Sequence[str], program: str) -> None:
+    """Print the help or the composed config."""
+    composed = composer.compose(texts)
+    if args.cfg:
+        composer.hydra.show_cfg(args.config_name, list(texts), args.cfg, args.package, args.resolve)
+        return
+    groups = composer.groups.items()
+    lines = [f"  {name}: {', '.join(choices)}" for name, choices in groups if "/" not in name]
+    config = "\n".join(explained(without_hydra(composed)))
+    text = HELP.format(program=program, groups="\n".join(lines), config=f"{config}\n")
+    sys.stdout.write(text)
+
+
+def check_run(composer: Composer, overrides: Sequence[Override]) -> Config:
+    """The checked config of a single run.
+
+    Raises:
+        UserError: a value is not allowed, or there are several values where one is needed.
+    """
+    several = next((override for override in overrides if override.is_sweep_override()), None)
+    if several is not None:
+        key, _, value = str(several.input_line).partition("=")
+        raise UserError(
+            f"{key}: several values need --multirun; a list is {key}=[{value}], "
+            f"one text with a comma '{key}=\"{value}\"'"
+        )
+    return composer.config([str(override.input_line) for override in overrides])
+
+
+class Question(NamedTuple):
+    """A checked config, whether the answer is wanted as JSON, and all that began with a dash."""
+
+    config: Config
+    json: bool
+    dashes: argparse.Namespace
+
+
+def read_question(
+    arguments: Sequence[str],
+    program: str,
+    help_text: str,
+    add_dashes: Callable[[OneLineParser], None] = lambda using: None,
+) -> Question | None:
+    """Understand a command line; None if it asked for help, which has been shown.
+
+    `add_dashes` declares what else the command understands.
+
+    Raises:
+        UserError: a key or a value does not exist, or is not allowed.
+    """
+    using = parser()
+    using.add_argument("--json", action="store_true")
+    add_dashes(using)
+    args = parse(using, arguments)
+    if args.help:
+        sys.stdout.write(help_text.format(program=program))
+        return None
+    composer = Composer(program.rpartition(" ")[2])  # from here on the user's models are known
+    overrides = parse_overrides(args.overrides)
+    check_overrides(overrides, composer.groups)
+    return Question(check_run(composer, overrides), args.json, args)

@@ -1,0 +1,241 @@
+"""The whole configuration as dataclasses: what every key means and which values it may have.
+
+Each dataclass checks its own values when it is made and raises a `UserError` that names the key.
+What is still `MISSING` is left for OmegaConf to report.
+
+No torch in here: `--help` and `--cfg job` must answer in under a second.
+"""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+from credit_dp import checks
+from credit_dp.config.data import DataConfig, DatesConfig, QuickstartConfig, VariableConfig
+from credit_dp.config.model import (
+    CrossFormerConfig,
+    ModelConfig,
+    OwnModelConfig,
+    PanguConfig,
+    UNetConfig,
+)
+from credit_dp.config.training import (
+    AdamWConfig,
+    LoggerConfig,
+    LossConfig,
+    OptimizerConfig,
+    OwnLossConfig,
+    OwnOptimizerConfig,
+    OwnScheduleConfig,
+    StandardLossConfig,
+    TrainerConfig,
+)
+from credit_dp.errors import UserError
+
+__all__ = [
+    "AdamWConfig",
+    "Config",
+    "CrossFormerConfig",
+    "DataConfig",
+    "DatesConfig",
+    "LoggerConfig",
+    "LossConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "OwnLossConfig",
+    "OwnModelConfig",
+    "OwnOptimizerConfig",
+    "OwnScheduleConfig",
+    "PanguConfig",
+    "ParallelConfig",
+    "QuickstartConfig",
+    "RunConfig",
+    "StandardLossConfig",
+    "TrainerConfig",
+    "UNetConfig",
+    "VariableConfig",
+    "as_dict",
+    "microbatches",
+]
+
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved")
+INTERLEAVED_STAGES = 2  # of each rank
+FSDP_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass
+class RunConfig:
+    """Where a run writes. A fixed name is what `resume=auto` finds again."""
+
+    name: str | None = None  # outputs/NAME, where resume=auto looks; null: a folder of its own
+    dir: str = ""  # any other folder
+    scaling: bool = False  # a sweep ends in a table and a picture of what more ranks bring
+
+    def __post_init__(self) -> None:
+        checks.folder_name("run.name", self.name)
+
+
+@dataclass
+class ParallelConfig:
+    """The mesh of pipeline x data x domain ranks, and how each of its axes works."""
+
+    domain: int = 1  # ranks that share one globe, each with a band of latitude rows
+    # globes at once; null: what is left of the visible GPUs or of the launcher's ranks
+    data: int | None = None
+    pipeline: int = 1  # ranks that share one model, each with some of its layers
+    threads: int | None = None  # CPU threads of each rank; null: this machine's cores shared out
+    # ddp: every rank has all parameters | fsdp2: the data ranks share them out
+    data_mode: str = "ddp"
+    # fsdp2: float32 | bfloat16 | float16: of parameters while they compute; null: trainer.dtype
+    param_dtype: str | None = None
+    reduce_dtype: str | None = None  # fsdp2: the same for gradients while they are added up
+    cpu_offload: bool = False  # fsdp2: parameters, gradients and moments stay in the host's memory
+    schedule: str = "1f1b"  # of the pipeline: gpipe | 1f1b | interleaved
+    # of the pipeline, for each accumulated part of the batch; null: one for each of its ranks
+    microbatches: int | None = None
+    # segments of the model that later stages begin with, by name; null: balanced by cost
+    stages: list[str] | None = None
+    # devices of modules in one process, e.g. {root: cuda:0, decoder: cuda:1}
+    layout: dict[str, Any] = field(default_factory=dict)
+    # steps between checks that ranks hold equal parameters; 0: at the start only
+    check_replicas_every: int = 0
+
+    def __post_init__(self) -> None:
+        checks.at_least("parallel.domain", self.domain, 1)
+        checks.at_least("parallel.data", self.data, 1)
+        checks.at_least("parallel.pipeline", self.pipeline, 1)
+        checks.at_least("parallel.threads", self.threads, 1)
+        checks.at_least("parallel.microbatches", self.microbatches, 1)
+        checks.at_least("parallel.check_replicas_every", self.check_replicas_every, 0)
+        checks.one_of("parallel.data_mode", self.data_mode, ("ddp", "fsdp2"))
+        checks.one_of("parallel.schedule", self.schedule, SCHEDULES)
+        self._check_fsdp()
+        self._check_pipeline()
+        self._check_layout()
+
+    def _check_fsdp(self) -> None:
+        for key in ("param_dtype", "reduce_dtype"):
+            if getattr(self, key) is not None:
+                checks.one_of(f"parallel.{key}", getattr(self, key), FSDP_DTYPES)
+        given = [k for k in ("param_dtype", "reduce_dtype", "cpu_offload") if getattr(self, k)]
+        if given and self.data_mode != "fsdp2":
+            raise UserError(
+                f"parallel.{given[0]}: needs parallel.data_mode=fsdp2, got {self.data_mode}"
+            )
+
+    def _check_pipeline(self) -> None:
+        if self.stages is not None:
+            checks.no_repeats("parallel.stages", self.stages)
+        if self.pipeline > 1 and self.layout:
+            raise UserError(
+                f"parallel.layout: needs parallel.pipeline=1, got {self.pipeline}. A pipeline is "
+                "cut by parallel.stages; leave parallel.layout empty."
+            )
+        hints = {"microbatches": " or use trainer.accumulate", "stages": ""}
+        for key, hint in hints.items():
+            if getattr(self, key) is not None and self.pipeline == 1:
+                raise UserError(
+                    f"parallel.{key}: needs parallel.pipeline of at least 2, got 1. Raise it{hint}."
+                )
+        later = self.pipeline * self.virtual_stages - 1
+        if self.stages is not None and len(self.stages) != later:
+            raise UserError(
+                f"parallel.stages: needs a name for each of the {later} stages after the first, "
+                f"got {len(self.stages)}. Change it, or leave it null to balance them."
+            )
+        few = self.schedule == "1f1b" and self.microbatches_or_default < self.pipeline
+        odd = self.schedule == "interleaved" and self.microbatches_or_default % self.pipeline
+        if few or odd:
+            needed = "a multiple of" if odd else "at least"
+            raise UserError(
+                f"parallel.microbatches: parallel.schedule={self.schedule} needs {needed} "
+                f"parallel.pipeline ({self.pipeline}), got {self.microbatches}. Change one of them."
+            )
+
+    def _check_layout(self) -> None:
+        for name, value in self.layout.items():
+            checks.devices(f"parallel.layout.{name}", value)
+        if self.layout and self.data_mode != "ddp":
+            raise UserError(
+                f"parallel.layout: needs parallel.data_mode=ddp, got {self.data_mode}. "
+                "Change either."
+            )
+
+    @property
+    def gpus_of_rank(self) -> int:
+        """GPUs that each rank drives: one, or as many as the layout counts."""
+        devices = [d for v in self.layout.values() for d in ([v] if isinstance(v, str) else v)]
+        numbers = [int(d.removeprefix("cuda:")) for d in devices if d.startswith("cuda:")]
+        return 1 + max(numbers, default=0)
+
+    @property
+    def microbatches_or_default(self) -> int:
+        """Micro-batches of the pipeline for each part of the batch that is accumulated."""
+        return self.microbatches or self.pipeline
+
+    @property
+    def virtual_stages(self) -> int:
+        """Stages of the pipeline that each rank has."""
+        return INTERLEAVED_STAGES if self.schedule == "interleaved" and self.pipeline > 1 else 1
+
+
+@dataclass
+class Config:
+    """Everything a run is made of."""
+
+    model: ModelConfig = MISSING
+    data: DataConfig = MISSING
+    parallel: ParallelConfig = MISSING
+    trainer: TrainerConfig = MISSING
+    loss: LossConfig = MISSING
+    optimizer: OptimizerConfig = MISSING
+    logger: LoggerConfig = MISSING
+    run: RunConfig = field(default_factory=RunConfig)
+    seed: int = 0  # of the weights and of the order of samples
+    device: str = "auto"  # auto | cpu | cuda
+    resume: str | None = None  # auto | PATH of a checkpoint or of a run's folder
+    init_from: str | None = None  # PATH of a checkpoint or run: only its weights, by name
+    compile: bool = False  # compile the model by torch.compile
+
+    def __post_init__(self) -> None:
+        checks.integer_in("seed", self.seed, 0, 2**63 - 1)  # what torch and numpy both take
+        checks.one_of("device", self.device, ("auto", "cpu", "cuda"))
+        if self.init_from == "":
+            raise UserError("init_from: needs a run's folder or a checkpoint, got none. Give one.")
+        if self.resume == "auto" and not (self.run.name or self.run.dir):
+            raise UserError("resume: auto needs run.name, which fixes the folder to look in")
+        if self.compile and self.parallel.pipeline > 1:
+            raise UserError(
+                f"compile: needs parallel.pipeline=1, got {self.parallel.pipeline}. Change either."
+            )
+        if self.compile and self.parallel.layout:
+            raise UserError(
+                "compile: needs parallel.layout to be empty: what moves between devices is not "
+                "compiled. Change either."
+            )
+        if self.trainer.checkpoint_activations and self.parallel.pipeline > 1:
+            raise UserError(
+                "trainer.checkpoint_activations: needs parallel.pipeline=1, got "
+                f"{self.parallel.pipeline}. Use model.activation_checkpointing=true instead, which "
+                "computes each block of a stage again."
+            )
+        if self.trainer.longest_rollout > 1 and self.parallel.pipeline > 1:
+            raise UserError(
+                "trainer.rollout: several steps need parallel.pipeline=1, got "
+                f"{self.parallel.pipeline}: a pipeline's stages can't feed the first one again "
+                "within a pass. Raise parallel.domain instead."
+            )
+
+
+def microbatches(config: Config) -> int:
+    """Into how many parts a data rank's share of a batch is cut: one forward and backward each."""
+    parallel = config.parallel
+    pipelined = parallel.microbatches_or_default if parallel.pipeline > 1 else 1
+    return config.trainer.accumulate * pipelined
+
+
+def as_dict(config: Config) -> dict[str, Any]:
+    """Plain lists, dicts, numbers and text: what can be written or sent elsewhere."""
+    return asdict(config)

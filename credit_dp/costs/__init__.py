@@ -1,0 +1,1 @@
+"""What a step of a configured model takes on any mesh, without ranks or data."""

@@ -1,0 +1,100 @@
+"""What samples will look like, as far as that is known before there are any."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import final
+
+import numpy as np
+
+from credit_dp.config import DataConfig
+from credit_dp.config.data import SPLITS
+from credit_dp.data.channels import Channels, expand, suggestions
+from credit_dp.data.dates import settled_dates, split_span
+from credit_dp.data.forcings import COMPUTED, COMPUTED_STATICS
+from credit_dp.data.grid import parse_grid
+from credit_dp.data.quickstart.dataset import AT_SURFACE, ON_LEVELS, STATICS, resolve_grid, runs
+from credit_dp.data.quickstart.dynamics import LEVELS
+from credit_dp.data.selection import check_keys, places_on_step
+from credit_dp.data.sources.base import Times
+from credit_dp.data.store import Store
+from credit_dp.errors import UserError
+
+
+def expected_channels(config: DataConfig) -> Channels:
+    """The channels of a data config: a store of one's own is opened, the quickstart's is not.
+
+    Levels are taken as given, so that the quickstart's variables may have as many as ERA5's.
+
+    Raises:
+        UserError: a variable does not exist, or the store is not as needed.
+    """
+    if config.name != "quickstart":
+        return Store.open(replace(config, grid=None)).channels  # on whatever grid
+    timed = {**ON_LEVELS, **AT_SURFACE}
+    _check_names("prognostic", config.prognostic, timed)
+    _check_names("diagnostic", config.diagnostic, timed)
+    _check_names("forcing", config.forcing, COMPUTED)
+    _check_names("static", config.static, {*STATICS, *COMPUTED_STATICS})
+    check_keys(config)
+    levels = LEVELS if config.levels is None else config.levels
+    return Channels(
+        prognostic=tuple(expand(config.prognostic, set(ON_LEVELS), levels)),
+        forcing=tuple(config.forcing),
+        static=tuple(config.static),
+        diagnostic=tuple(expand(config.diagnostic, set(ON_LEVELS), levels)),
+    )
+
+
+@final
+@dataclass
+class QuickstartTimes:
+    """The times of a quickstart's store on the config's step, known before it is made."""
+
+    config: DataConfig
+    times: Times
+
+
+def quickstart_times(config: DataConfig) -> QuickstartTimes:
+    """The times, and a config whose dates are among them.
+
+    Raises:
+        UserError: dates are outside, or no two times are a step apart.
+    """
+    times = np.concatenate([run.times for run in runs(config.quickstart)]).astype("M8[ns]")
+    times = times[places_on_step(times, config, config.name)]
+    config = replace(config, store=config.name)  # as messages name it
+    if config.dates.open:
+        config = replace(config, dates=settled_dates(config, times).dates)
+    for split in SPLITS:
+        split_span(config, split, times)
+    return QuickstartTimes(config, times)
+
+
+def expected_grid(config: DataConfig) -> tuple[int, int]:
+    """Rows and columns: those of `data.grid`, else the store's, else the quickstart's.
+
+    Raises:
+        UserError: the store is not as needed, or the grid is too small.
+    """
+    if config.name != "quickstart":
+        return Store.open(config).grid if config.grid is None else parse_grid(config.grid)
+    return small_grid(config)
+
+
+def small_grid(config: DataConfig) -> tuple[int, int]:
+    """Rows and columns of `data.grid`, else those of the quickstart.
+
+    Raises:
+        UserError: the grid is too small.
+    """
+    wanted = None if config.grid is None else parse_grid(config.grid)
+    return resolve_grid(config.quickstart, wanted)
+
+
+def _check_names(kind: str, names: Sequence[str], known: Collection[str]) -> None:
+    for name in names:
+        if name not in known:
+            raise UserError(
+                f"data.{kind}: the quickstart climate has no variable {name}. "
+                f"{suggestions(name, known)}"
+            )

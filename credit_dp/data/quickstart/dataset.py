@@ -1,0 +1,308 @@
+"""Makes a quickstart store: runs of the climate, one process each, laid end to end."""
+
+import json
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from json import dumps
+from pathlib import Path
+from typing import Any, final
+
+import numpy as np
+import zarr
+from numpy.typing import NDArray
+
+from credit_dp.config import QuickstartConfig
+from credit_dp.data.cache import Report
+from credit_dp.data.quickstart.dynamics import LEVELS, TITLE, Array, Physics
+from credit_dp.data.quickstart.fields import Synthesis
+from credit_dp.errors import UserError
+
+VERSION = 2  # raise it when code changes what a store holds
+GAP_DAYS = 10
+STEPS_PER_DAY = 4
+BYTES_AT_ONCE = 64 * 2**20  # of fields in memory per process
+LONGEST_SHARD = 40  # time steps: keeps the index that a read fetches small
+FIELDS = 14  # two-dimensional fields in one time step
+
+Times = NDArray[np.datetime64]
+
+
+def resolve_grid(config: QuickstartConfig, grid: tuple[int, int] | None) -> tuple[int, int]:
+    """The grid asked for, or the one that resolves products of fields at this truncation."""
+    if not 5 <= config.truncation <= 255:
+        raise UserError(
+            f"data.quickstart.truncation: needs a number from 5 to 255, but it is "
+            f"{config.truncation}. Take 21 (the default) or 42."
+        )
+    if grid is None:
+        rows = 8 * -(-(3 * config.truncation + 1) // 16)
+        return rows, 2 * rows
+    if min(grid) < 4:
+        raise UserError(
+            f"data.grid: the quickstart climate needs at least 4 rows and 4 columns, but the grid "
+            f"is {grid[0]}x{grid[1]}. Set data.grid to something like 32x64."
+        )
+    return grid
+
+
+def store_name(config: QuickstartConfig, grid: tuple[int, int] | None) -> str:
+    """A folder name that differs whenever the store's content would."""
+    rows, columns = resolve_grid(config, grid)
+    content = [asdict(config), asdict(Physics()), rows, columns, VERSION]
+    fingerprint = sha256(dumps(content, sort_keys=True).encode()).hexdigest()[:12]
+    return f"quickstart-T{config.truncation}-{rows}x{columns}-{fingerprint}.zarr"
+
+
+@final
+@dataclass(frozen=True)
+class Run:
+    """One independent integration. Its time steps `first:first + steps` are its own."""
+
+    index: int
+    start: np.datetime64
+    first: int
+    steps: int
+
+    @property
+    def times(self) -> Times:
+        """Six-hourly, `(steps,)`."""
+        hours = 24 // STEPS_PER_DAY
+        return np.asarray(self.start + np.arange(self.steps) * np.timedelta64(hours, "h"))
+
+
+def runs(config: QuickstartConfig) -> list[Run]:
+    """The runs of a store in order of time."""
+    try:
+        start = np.datetime64(config.start, "h")
+    except ValueError:
+        raise UserError(
+            f"data.quickstart.start: needs a date like 2001-01-01, but it is {config.start!r}."
+        ) from None
+    period = np.timedelta64(config.run_days + GAP_DAYS, "D")
+    steps = config.run_days * STEPS_PER_DAY
+    return [Run(i, start + i * period, i * steps, steps) for i in range(config.runs)]
+
+
+def shard_steps(steps: int, grid: tuple[int, int]) -> int:
+    """Time steps per file: the most that memory allows and that divide a run."""
+    per_step = FIELDS * 4 * grid[0] * grid[1]
+    most = max(1, min(LONGEST_SHARD, BYTES_AT_ONCE // per_step))
+    return max(n for n in range(1, most + 1) if steps % n == 0)
+
+
+def day_of_year(time: np.datetime64) -> float:
+    """Days since the year's first midnight."""
+    return float((time - time.astype("datetime64[Y]")) / np.timedelta64(1, "D"))
+
+
+ON_LEVELS = {
+    "geopotential": ("geopotential", "m**2 s**-2"),
+    "temperature": ("air_temperature", "K"),
+    "u_component_of_wind": ("eastward_wind", "m s**-1"),
+    "v_component_of_wind": ("northward_wind", "m s**-1"),
+}
+AT_SURFACE = {
+    "mean_sea_level_pressure": ("air_pressure_at_mean_sea_level", "Pa"),
+    "2m_temperature": ("air_temperature", "K"),
+}
+STATICS = {
+    "geopotential_at_surface": ("surface_geopotential", "m**2 s**-2"),
+    "land_sea_mask": ("land_area_fraction", "1"),
+}
+BANDS = 4
+
+
+def create(path: Path, synthesis: Synthesis, members: list[Run], title: str) -> None:
+    """Makes the store at `path`: coordinates and statics written, the rest empty."""
+    group = zarr.create_group(
+        path, zarr_format=3, attributes={"title": title, "Conventions": "CF-1.11"}
+    )
+    _coordinates(group, synthesis, np.concatenate([run.times for run in members]))
+    grid = (len(synthesis.latitude), len(synthesis.longitude))
+    band = -(-grid[0] // BANDS)
+    for name, values in synthesis.statics().items():
+        standard_name, units = STATICS[name]
+        _whole(group, name, values, ("latitude", "longitude"), standard_name, units)
+    times = sum(run.steps for run in members)
+    together = shard_steps(members[0].steps, grid)
+    for name, (standard_name, units) in (ON_LEVELS | AT_SURFACE).items():
+        levels = (len(LEVELS),) if name in ON_LEVELS else ()
+        group.create_array(
+            name,
+            shape=(times, *levels, *grid),
+            chunks=(1, *levels, band, grid[1]),
+            shards=(together, *levels, band * -(-grid[0] // band), grid[1]),
+            dtype=np.float32,
+            fill_value=np.nan,
+            compressors=None,
+            dimension_names=("time", *(("level",) if levels else ()), "latitude", "longitude"),
+            attributes={"standard_name": standard_name, "long_name": name, "units": units},
+        )
+
+
+def write(path: Path, first: int, fields: dict[str, Array]) -> None:
+    """Writes whole shards: `fields` begin at time step `first`."""
+    group = zarr.open_group(path, mode="r+", zarr_format=3, use_consolidated=False)
+    for name, values in fields.items():
+        array = group[name]
+        if not isinstance(array, zarr.Array):
+            raise TypeError(f"{path / name} is no array")
+        array[first : first + len(values)] = values
+
+
+def finish(path: Path) -> None:
+    """Gathers all metadata in one file, so that opening reads one."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Consolidated metadata")
+        zarr.consolidate_metadata(path, zarr_format=3)
+
+
+def _coordinates(group: zarr.Group, synthesis: Synthesis, times: Times) -> None:
+    hours = (times - times[0]) // np.timedelta64(1, "h")
+    since = f"hours since {np.datetime_as_string(times[0], unit='D')}"
+    time = _whole(group, "time", hours.astype(np.int64), ("time",), "time", since)
+    time.attrs["calendar"] = "proleptic_gregorian"
+    level = np.array(LEVELS, np.int64)
+    _whole(group, "level", level, ("level",), "air_pressure", "hPa").attrs["positive"] = "down"
+    for name, units in (("latitude", "degrees_north"), ("longitude", "degrees_east")):
+        _whole(group, name, getattr(synthesis, name), (name,), name, units)
+
+
+def _whole(
+    group: zarr.Group,
+    name: str,
+    values: NDArray[Any],
+    dims: tuple[str, ...],
+    standard_name: str,
+    units: str,
+) -> zarr.Array[Any]:
+    attributes: dict[str, Any] = {"standard_name": standard_name, "long_name": name, "units": units}
+    array = group.create_array(
+        name,
+        shape=values.shape,
+        chunks=values.shape,
+        dtype=values.dtype,
+        compressors=None,
+        dimension_names=dims,
+        attributes=attributes,
+    )
+    array[...] = values
+    return array
+
+
+WORKER = "credit_dp.data.quickstart.worker"
+THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
+
+
+def build(
+    config: QuickstartConfig,
+    grid: tuple[int, int] | None,
+    path: Path,
+    report: Report | None = None,
+) -> None:
+    """Integrates the climate and writes it to `path`, which appears whole or not at all.
+
+    The bytes depend on `config` and `grid` only, not on the number of cores. One build of a path at
+    a time: the caller holds a lock.
+
+    Raises:
+        UserError: a setting makes no sense, or a run failed (a full disk, say).
+    """
+    shape = resolve_grid(config, grid)
+    members = runs(config)
+    title = f"{TITLE}, T{config.truncation}, seed {config.seed}"
+    partial = path.with_name(f".{path.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # what a killed build left
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        create(partial, Synthesis(config.truncation, shape), members, title)
+        _integrate(config, shape, partial, members, report or (lambda _message, _share: None))
+        finish(partial)
+        partial.rename(path)
+    except OSError as error:
+        raise UserError(
+            f"quickstart climate: {path} could not be written ({error.strerror or error}). "
+            f"Free some space or point data.cache at another folder."
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _integrate(
+    config: QuickstartConfig,
+    grid: tuple[int, int],
+    path: Path,
+    members: list[Run],
+    report: Report,
+) -> None:
+    total, done = sum(run.steps for run in members), 0
+    ticks: queue.Queue[int] = queue.Queue()
+    started: list[subprocess.Popen[str]] = []
+    report("making the quickstart climate", 0.0)
+    with ThreadPoolExecutor(min(_cores(), len(members))) as pool:
+        try:
+            shared = {"config": asdict(config), "grid": grid, "path": str(path)}
+            jobs = [shared | {"run": run.index} for run in members]
+            futures = [pool.submit(_one_run, job, ticks, started) for job in jobs]
+            while done < total:
+                with suppress(queue.Empty):
+                    done += ticks.get(timeout=0.2)
+                    report("making the quickstart climate", done / total)
+                _raise_first(futures)
+            for future in futures:
+                future.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in started:
+                process.kill()
+
+
+def _raise_first(futures: list[Future[None]]) -> None:
+    for future in futures:
+        if future.done():
+            future.result()
+
+
+def _one_run(
+    job: Mapping[str, object], ticks: "queue.Queue[int]", started: list[subprocess.Popen[str]]
+) -> None:
+    environment = os.environ | dict.fromkeys(THREADS, "1")
+    environment["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
+    with subprocess.Popen(
+        [sys.executable, "-P", "-m", WORKER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    ) as process:
+        started.append(process)
+        if process.stdin is None or process.stdout is None or process.stderr is None:
+            raise RuntimeError("a worker without pipes")
+        # Its input stays open while it works: closing it is what ends a worker.
+        process.stdin.write(json.dumps(job) + "\n")
+        process.stdin.flush()
+        for line in process.stdout:
+            ticks.put(int(line))
+        complaint = process.stderr.read().strip().splitlines()
+        if process.wait() != 0:
+            last = complaint[-1] if complaint else f"exit code {process.returncode}"
+            raise UserError(
+                f"quickstart climate: run {job['run']} failed: {last}. "
+                f"If the disk is full, point data.cache at another folder."
+            )
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

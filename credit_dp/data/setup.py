@@ -1,0 +1,193 @@
+"""What must be on disk before the first batch: store, statistics and climatology."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import final
+
+from filelock import FileLock
+
+from credit_dp.config import DataConfig
+from credit_dp.data import quickstart
+from credit_dp.data.cache import Report, cache_folder, claim, fingerprint, lock_of
+from credit_dp.data.climatology import Climatology, ClimatologyFit, climatology_path
+from credit_dp.data.grid import parse_grid
+from credit_dp.data.limits import Range, sampled_ranges
+from credit_dp.data.statistics import (
+    Pair,
+    Statistics,
+    StatisticsFile,
+    Table,
+    add_window,
+    made_from,
+    merged,
+    nothing_seen,
+    refuse_out_of_range,
+    statistics_path,
+)
+from credit_dp.data.statistics_given import computed_statistics, given_statistics
+from credit_dp.data.store import Store
+from credit_dp.data.streaming import TrainingDates, all_pieces, stream
+
+TITLE = "statistics and climatology"
+
+
+def run_training_pass(
+    store: Store, dates: TrainingDates, fit: ClimatologyFit, measured: bool, report: Report
+) -> Table | None:
+    """Fit the climatology; also the statistics of the same dates if they are to be `measured`.
+
+    Raises:
+        UserError: a field cannot be read, or is not as needed.
+    """
+    work = all_pieces(store, dates, fit.bands)
+    total = sum(len(piece.channels) * (piece.stop - piece.first) for piece in work)
+    done = 0
+    found: list[list[Pair]] = []
+    for piece in work:
+        if piece.first == 0:
+            fit.begin(piece.channels, piece.rows)
+        pairs = nothing_seen(piece)
+        for window in stream(store, dates, piece):
+            fit.add(window)
+            if measured:
+                pairs = add_window(store, piece, window, pairs)
+            done += len(piece.channels) * len(window.dates)
+            report(TITLE, done / total)
+        if piece.stop == len(dates.chosen):
+            fit.end()
+        found.append(pairs)
+    return merged(store, work, found) if measured else None
+
+
+RANGES = "credit_dp ranges 1"  # of the definitions: a new one makes old files unused
+SAMPLED_DATES = 16  # from which the ranges of unknown variables are taken
+
+
+@final
+@dataclasses.dataclass(frozen=True)
+class Prepared:
+    """An open store and what is known of its training dates."""
+
+    store: Store
+    statistics: Statistics
+    climatology: Climatology
+
+
+def prepare(config: DataConfig, report: Report | None = None) -> Prepared:
+    """Make what is missing under `config.cache`, then open it. All ranks may call this at once.
+
+    One process makes each part and the others wait for it; a second call finds all of it there.
+
+    Args:
+        report: called with what is being made and the fraction done, in the process that makes it.
+
+    Raises:
+        UserError: the store or the statistics are not as needed; see `Store.open`, `Statistics.of`
+            and `given_statistics`.
+    """
+    tell = report or _silent
+    folder = cache_folder(config.cache)
+    store = Store.open(with_quickstart(config, tell))
+    store = store.with_ranges(ranges_of(store, folder))
+    if config.statistics_files:
+        statistics, every = given_statistics(store, folder, tell)
+        return Prepared(store, statistics, _climatology(store, folder, every, tell))
+    climatology = _climatology(store, folder, 1, tell, with_statistics=True)
+    found = computed_statistics(store, folder, 1, tell)
+    files = f"{statistics_path(store, folder)} and {climatology_path(store, folder)}"
+    refuse_out_of_range(found.channels, store, store.source.where, f"Remove {files}")
+    statistics = Statistics.of(found.channels, store, config.store)
+    return Prepared(store, statistics, climatology)
+
+
+def ranges_of(store: Store, folder: Path) -> dict[str, Range]:
+    """The ranges of values that are sampled from the training dates, from the cache or made now.
+
+    Args:
+        folder: the cache.
+
+    Raises:
+        UserError: a field cannot be read.
+    """
+    channels = store.without_range
+    if not channels:
+        return {}
+    variables = list(dict.fromkeys(channel.variable for channel in channels))
+    dates = store.config.dates.train
+    name = fingerprint(RANGES, store.description(variables), store.config.step, dates)
+    path = folder / f"ranges-{name}.json"
+    with claim(path, lambda file: _read_ranges(file) is not None) as file:
+        if file is not None:
+            found: dict[str, Range] = {}
+            for group in store.source.together(channels):
+                found |= sampled_ranges(store.sample(group, SAMPLED_DATES), group)
+            file.write_text(json.dumps(found))
+    return _read_ranges(path) or {}
+
+
+def _read_ranges(path: Path) -> dict[str, Range] | None:
+    """What `ranges_of` wrote; None if it is absent or damaged."""
+    try:
+        found = json.loads(path.read_text())
+        return {name: Range(float(low), float(high)) for name, (low, high) in found.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return None
+
+
+def with_quickstart(config: DataConfig, report: Report | None = None) -> DataConfig:
+    """The config with the store that it is about: that of the quickstart is made if need be.
+
+    Raises:
+        UserError: the cache cannot be written.
+    """
+    if config.name != "quickstart":
+        return config
+    path = _quickstart(config, cache_folder(config.cache), report or _silent)
+    return dataclasses.replace(config, store=str(path))
+
+
+def _climatology(
+    store: Store, folder: Path, every: int, report: Report, with_statistics: bool = False
+) -> Climatology:
+    """From the cache, or fitted to every N-th training date.
+
+    `with_statistics`: those that are missing are computed in the same pass.
+    """
+    path = climatology_path(store, folder, every)
+    found = Climatology.load(path, store.channels)
+    if found is None:
+        with claim(path, lambda x: Climatology.load(x, store.channels) is not None) as fit_folder:
+            if fit_folder is not None:
+                _fit(store, folder, fit_folder, every, report, with_statistics)
+        found = Climatology.load(path, store.channels)
+    if found is None:
+        raise OSError(f"{path}: what was just written cannot be read back")
+    return found
+
+
+def _fit(
+    store: Store, folder: Path, fit_folder: Path, every: int, report: Report, measured: bool
+) -> None:
+    dates = TrainingDates.of(store, every)
+    fit = ClimatologyFit(store, dates, fit_folder)
+    file = statistics_path(store, folder, every)
+    measured = measured and StatisticsFile.load(file) is None
+    table = run_training_pass(store, dates, fit, measured, report)
+    if table is not None:
+        Statistics.of(table, store, store.config.store)
+        StatisticsFile(made_from(store, every), table).save(file)
+
+
+def _quickstart(config: DataConfig, folder: Path, report: Report) -> Path:
+    grid = parse_grid(config.grid) if config.grid is not None else None
+    path = folder / quickstart.store_name(config.quickstart, grid)
+    if not path.exists():
+        with FileLock(lock_of(path)):
+            if not path.exists():
+                quickstart.build(config.quickstart, grid, path, report)
+    return path
+
+
+def _silent(title: str, fraction: float) -> None:
+    """Nobody wants to know."""

@@ -1,0 +1,330 @@
+"""Forward and backward of a batch: its micro-batches, on the model or its stages."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from credit_dp.constants import constant
+from credit_dp.data.loader import Batch
+from credit_dp.domain_parallel import DomainParallelManager
+from credit_dp.errors import UserError
+from credit_dp.profiling import BACKWARD, FORWARD, span
+from credit_dp.training.forecast_step import ForecastStep
+from credit_dp.training.loss import WeightedLoss
+from credit_dp.training.parameter_shards import is_share
+
+if TYPE_CHECKING:
+    from credit_dp.pipeline_parallel.pipeline import Pipeline
+
+
+BUCKET = 2**25  # bytes of gradients that are sent at once
+
+
+def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Replace each gradient by its mean over the ranks of a group, as DDP does in backward.
+
+    Collective. A missing gradient counts as zeros, and stays missing where no rank has one.
+    """
+    size = dist.get_world_size(group)
+    for bucket in _buckets(parameters):
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
+        there = [p.grad is not None for p in bucket]
+        marks = constant(there, gradients[0].device, gradients[0].dtype)
+        total = torch.cat([marks, *(gradient.flatten() for gradient in gradients)]) / size
+        dist.all_reduce(total, group=group)
+        sizes = [len(bucket), *(gradient.numel() for gradient in gradients)]
+        marks, *parts = torch.split(total, sizes)
+        for at, (parameter, part) in enumerate(zip(bucket, parts, strict=True)):
+            if parameter.grad is not None or marks[at]:
+                parameter.grad = gradients[at].copy_(part.view_as(parameter))
+
+
+def replicas(manager: DomainParallelManager) -> dist.ProcessGroup | None:
+    """Return the group of all ranks that hold the same stages; None if this rank is alone there.
+
+    A collective of all ranks: each of these groups is made by everyone.
+    """
+    size = manager.dp_world_size * manager.domain_world_size
+    if size == 1:
+        return None
+    starts = range(0, manager.world_size, size)
+    groups: list[dist.ProcessGroup] = [
+        dist.new_group(list(range(start, start + size))) for start in starts
+    ]
+    return groups[manager.pipeline_rank]
+
+
+def _buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """Yield parameters that learn, in groups of one dtype and of about `BUCKET` bytes."""
+    bucket: list[nn.Parameter] = []
+    for parameter in parameters:
+        if not parameter.requires_grad:
+            continue
+        full = sum(p.nbytes for p in bucket) >= BUCKET
+        if bucket and (full or parameter.dtype != bucket[0].dtype):
+            yield bucket
+            bucket = []
+        bucket.append(parameter)
+    if bucket:
+        yield bucket
+
+
+def clip_gradients(
+    parameters: Iterable[nn.Parameter], limit: float | None, manager: DomainParallelManager
+) -> Tensor:
+    """Scale all gradients down to a global norm of `limit`, and return the norm before.
+
+    Gradients are those of the whole globe and batch already: alike on all ranks of the domain and
+    data axes, or a share of them with fsdp2; other ranks of the pipeline have other parameters.
+    The norm is the same on every rank. Collective over the pipeline, and the shares' ranks.
+    """
+    learning = [p for p in parameters if p.grad is not None]
+    norm = get_total_norm([p.grad for p in learning if p.grad is not None])
+    if is_share(norm):
+        norm = norm.full_tensor()
+    if manager.pipeline_parallel_size > 1:
+        # In one dtype: a stage in which nothing learns has a norm of another.
+        squares = norm.double().square().to(_device(manager))
+        dist.all_reduce(squares, group=manager.pipeline_group)
+        norm = squares.sqrt()
+    if limit is not None and not math.isinf(limit):
+        clip_grads_with_norm_(learning, limit, norm)
+    return norm
+
+
+def _device(manager: DomainParallelManager) -> torch.device:
+    """Return where tensors have to be for the pipeline's process group."""
+    cuda = "nccl" in dist.get_backend(manager.pipeline_group)
+    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+
+
+@final
+class Recomputed(nn.Module):
+    """Keeps of each forward the input only while the model trains.
+
+    What DDP wraps, rather than what is wrapped around DDP: its own forward must not run again in
+    backward.
+
+    Args:
+        model: whole, on its device, its parameters shared out already if they are to be.
+
+    Raises:
+        UserError: at the first forward, if it changes the model: the second one would again.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self._checked = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The model's output."""
+        if not (self.model.training and torch.is_grad_enabled()):
+            return self.model(x)  # type: ignore[no-any-return]
+        before = {} if self._checked else self._versions()
+        # All of it is computed again, so that ranks send each other all that they sent before.
+        with set_checkpoint_early_stop(False):
+            made: Tensor = checkpoint(self.model, x, use_reentrant=False)
+        if not self._checked:
+            self._refuse_changed(before)
+        return made
+
+    def _versions(self) -> dict[str, tuple[int, int]]:
+        """Tells of each buffer whether another took its place, or it was written to."""
+        return {name: (id(b), b._version) for name, b in self.model.named_buffers()}
+
+    def _refuse_changed(self, before: dict[str, tuple[int, int]]) -> None:
+        for name, version in self._versions().items():
+            if before.get(name) != version:
+                raise UserError(
+                    "trainer.checkpoint_activations: needs a model that a forward leaves as it is, "
+                    f"but one changes {name}, and would again in backward. Set "
+                    "trainer.checkpoint_activations=false, or use a layer without such a buffer."
+                )
+        self._checked = True
+
+
+# Prepares a part of the model for a micro-batch, given by its number.
+Prepare = Callable[[nn.Module, int], None]
+
+
+class Pass(ABC):
+    """Leaves the gradients of the global batch in `.grad`, as one process would have them.
+
+    Ranks of a domain have the loss of their own rows only, so that gradients are summed over the
+    domain; over the data axis they are averaged. What averages over both (DDP, FSDP2) therefore
+    gets a loss that is multiplied by the ranks of a domain.
+
+    Args:
+        loss: of a forecast step, of a micro-batch.
+        micros: into how many micro-batches a batch is cut.
+        domain: ranks of a domain.
+
+    Attributes:
+        detail: this rank's share of the last batch's loss, by forecast step and channel,
+            `(steps, C)`; the loss is the mean over steps of the sum over channels.
+    """
+
+    def __init__(self, loss: WeightedLoss, micros: int, domain: int) -> None:
+        self.loss = loss
+        self.micros = micros
+        self.domain = domain
+        self.detail = self.no_loss()
+
+    def no_loss(self, steps: int = 1) -> Tensor:
+        """Zeros like `detail`."""
+        return self.loss.weight.new_zeros(steps, self.channels)
+
+    @property
+    def channels(self) -> int:
+        """How many come out of a forecast step."""
+        return len(self.loss.scale)
+
+    @abstractmethod
+    def __call__(self, batch: Batch, prepare: Prepare) -> Tensor:
+        """Add to the gradients, and return this rank's share of the batch's loss."""
+
+    def waited(self) -> str:
+        """How long ranks waited for each other in the last pass, for people; collective."""
+        return ""
+
+
+@final
+class ModelPass(Pass):
+    """Over a model that this rank holds whole, in rollouts of as many steps as targets.
+
+    The gradient goes back through all steps, each of which starts from the rank's own rows of the
+    one before. A sample loses the same branches to stochastic depth in all of them.
+
+    Args:
+        model: what `forecast` calls: in DDP, sharded by FSDP2, or alone.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        forecast: ForecastStep,
+        loss: WeightedLoss,
+        micros: int,
+        domain: int,
+    ) -> None:
+        super().__init__(loss, micros, domain)
+        self.model = model
+        self.forecast = forecast
+
+    def __call__(self, batch: Batch, prepare: Prepare) -> Tensor:
+        """See `Pass`. Gradients are sent once, after the last micro-batch, by DDP; FSDP2 adds up
+        shares, and sends at each.
+
+        Raises:
+            UserError: the loss does not depend on a parameter, which DDP would wait for.
+        """
+        self.detail = self.no_loss(self._steps(batch))
+        for micro, part in enumerate(batch.split(self.micros)):
+            prepare(self.model, micro)
+            with self._sending(micro == self.micros - 1):
+                with span(FORWARD):
+                    losses = self._losses(part) / self.micros
+                with span(BACKWARD):
+                    torch.autograd.backward(losses.mean(0).sum() * self.domain)
+            self.detail += losses.detach()
+        self._refuse_unused()
+        return self.detail.mean(0).sum()
+
+    def _losses(self, part: Batch) -> Tensor:
+        """What each channel adds to the loss of each step: `(steps, C)`."""
+        steps = self._steps(part)
+        targets = part.target.tensor_split(steps, dim=1)
+        forcings = part.forcing.tensor_split(steps, dim=1)
+        forecasts = self.forecast.rollout(part.now, forcings, part.static)
+        # Targets first: a rollout that is asked for no more makes no further state.
+        pairs = zip(targets, forecasts, strict=False)
+        return torch.stack([self.loss.by_channel(made, target) for target, made in pairs])
+
+    def _steps(self, batch: Batch) -> int:
+        return batch.target.shape[1] // self.channels
+
+    def _refuse_unused(self) -> None:
+        if not isinstance(self.model, DistributedDataParallel):
+            return
+        model = self.model.module
+        plain = model.model if isinstance(model, Recomputed) else model
+        for name, parameter in plain.named_parameters():
+            if parameter.requires_grad and parameter.grad is None:
+                raise UserError(
+                    f"parallel.data_mode: ddp needs every parameter in the loss, {name} is not. "
+                    "Take it out of the model, set its requires_grad to False, or use "
+                    "parallel.data_mode=fsdp2."
+                )
+
+    def _sending(self, last: bool) -> contextlib.AbstractContextManager[None]:
+        if last or not isinstance(self.model, DistributedDataParallel):
+            return contextlib.nullcontext()
+        return self.model.no_sync()
+
+
+@final
+class PipelinePass(Pass):
+    """Over the stages of a model that this rank holds.
+
+    Args:
+        pipeline: all ranks' stages.
+        forecast: knows how an output becomes fields.
+        group: over which gradients are averaged after the last micro-batch; None where that is
+            done by FSDP2, or there is nobody else.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        forecast: ForecastStep,
+        loss: WeightedLoss,
+        micros: int,
+        manager: DomainParallelManager,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        super().__init__(loss, micros, manager.domain_world_size)
+        self.pipeline = pipeline
+        self.forecast = forecast
+        self.group = group
+
+    def __call__(self, batch: Batch, prepare: Prepare) -> Tensor:
+        """See `Pass`; the share is zero on ranks that have not the last stage."""
+        inputs = torch.cat([batch.now, batch.forcing, batch.static], dim=1)
+        channels, self.detail = self.channels, self.no_loss()
+        # The state that the output is added to goes with the target, as more channels of it.
+        wanted = torch.cat([batch.target, batch.now[:, -self.forecast.states :]], dim=1)
+
+        def loss(output: Tensor, wanted: Tensor) -> Tensor:
+            target, last = wanted[:, :channels], wanted[:, channels:]
+            losses = self.loss.by_channel(self.forecast.fields(output, last), target) / self.micros
+            self.detail += losses.detach()
+            return losses.sum() * self.domain
+
+        def begin(part: int, micro: int) -> None:
+            prepare(self.pipeline.parts[part], micro)
+
+        total = self.pipeline.backward(inputs, wanted, loss, begin)
+        if self.group is not None:
+            parameters = (p for part in self.pipeline.parts for p in part.parameters())
+            average_gradients(parameters, self.group)
+        return total / self.domain
+
+    def waited(self) -> str:
+        """See `Pass`: the mean over the pipeline, beside what equal stages would take."""
+        measured, theory = self.pipeline.bubble(), self.pipeline.bubble_of_equal_stages()
+        return (
+            f"pipeline: ranks waited {measured:.1%} of the last step's forwards and backwards, "
+            f"{theory:.1%} in theory"
+        )

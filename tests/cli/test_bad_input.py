@@ -1,0 +1,228 @@
+"""Whatever is wrong on the command line is one line that names the key, before anything starts."""
+
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from credit_dp.cli.compose import Composer, check_plan
+from credit_dp.cli.overrides import explain
+from tests.cli.answers import answer, refusal
+from tests.tiers import every
+
+ROOT = Path(__file__).parents[2]
+
+CASES = {
+    "misspelt group": (["paralel.domain=2"], "paralel.domain: no such key.*parallel.domain?"),
+    "misspelt key": (["data.batchsize=2"], "data.batchsize: no such key.*data.batch_size?"),
+    "right key, wrong group": (["model.batch_size=2"], "mean data.batch_size?"),
+    "what is allowed": (["logger.foo=1"], "Allowed in logger: trackers, wandb, project."),
+    "too deep": (["seed.a=1"], "seed takes a value"),
+    "plus": (["+foo=1"], "foo: no such key"),
+    "two pluses": (["++trainer.stepz=1"], "trainer.stepz: no such key.*trainer.steps?"),
+    "minus": (["~seed"], "seed: keys cannot be removed"),
+    "unknown model": (["model=unett"], "model: needs one of .*, unet, .*got 'unett'.*mean unet?"),
+    "unknown model of one's own": (["model=mine"], "'mine'.* set CREDIT_DP_PLUGINS=my_model.py"),
+    "no model": (["model=null"], "model: needs one of"),
+    "unknown experiment": (["experiment=fasst"], "mean fast?"),
+    "plus before a group": (["+model=unet"], "write model=unet, without the"),
+    "unknown group": (["hydra/lancher=basic"], "mean hydra/launcher?"),
+    "unknown launcher": (["hydra/launcher=basik"], "mean basic?"),
+    "unknown hydra key": (["hydra.foo=1"], "hydra.foo"),
+    "text for integer": (["parallel.domain=two"], "parallel.domain: needs an integer, got 'two'"),
+    "null for integer": (["seed=null"], "seed: needs an integer"),
+    "integer or null": (["parallel.data=x"], "parallel.data: needs an integer or null, got 'x'"),
+    "list for integer": (["seed=[1]"], "seed: needs an integer"),
+    "integer for list": (["model.channels=3"], "model.channels: needs a list of integers"),
+    "text in list": (["model.channels=[a]"], "model.channels: needs a list of integers.*got 'a'"),
+    "text for truth": (["loss.latitude_weight=2x"], "needs true or false"),
+    "too small": (["parallel.domain=0"], "parallel.domain: needs an integer of at least 1, got 0"),
+    "not a choice": (["device=gpu"], "device: needs one of auto, cpu, cuda, got 'gpu'"),
+    "not finite": (["optimizer.lr=nan"], "optimizer.lr: needs a number above 0, got nan"),
+    "one beta": (["optimizer.betas=[0.9]"], "optimizer.betas: needs 2 numbers"),
+    "channels and groups": (["model.channels=[12]"], "multiples of model.groups"),
+    "list in a list": (["model.channels=[[8],16]"], "model.channels: needs a list of integers, "),
+    "no list in a list": (
+        ["model=crossformer", "model.kernels=[2,4]"],
+        r"model.kernels: needs a list of lists of integers, like \[\[a, b\], \[c\]\]",
+    ),
+    "more kernels than halves": (
+        ["model=crossformer", "model.kernels=[[2,4,6,8,10,12,14,16],[2]]"],
+        "model.kernels: 8 kernels halve the channels .* model.channels has 48",
+    ),
+    "weights that change": (
+        ["model=crossformer", "model.spectral_norm=true", "model.activation_checkpointing=true"],
+        "model.spectral_norm: needs model.activation_checkpointing=false",
+    ),
+    "one date": (["data.dates.train=[2000-01-01]"], "data.dates.train: needs .first, last."),
+    "no date": (["data.dates.train=[a,b]"], "data.dates.train: needs .first, last."),
+    "dates backwards": (
+        ["data.dates.test=[2001-01-02,2001-01-01]"],
+        "data.dates.test: .*after the last",
+    ),
+    "repeated variable": (["data.prognostic=[t,t]"], "data.prognostic: .*more than once"),
+    "grid": (["data.grid=121"], "data.grid: needs ROWSxCOLUMNS"),
+    "dates that are neither a span nor auto": (
+        ["data.dates.valid=atuo"],
+        "^data.dates.valid: needs .first, last. in ISO format, .* or auto, got 'atuo'$",
+    ),
+    "dates for all splits": (
+        ["data.dates=[2000-01-01,2000-12-31]"],
+        r"^data.dates: needs a group of keys \(train, valid, test, ",
+    ),
+    "resume without a name": (["resume=auto"], "resume: auto needs run.name"),
+    "a path for a name": (["run.name=a/b"], "run.name: needs letters"),
+    "interpolation": (["data.store=${nope}"], "data.store: Interpolation key 'nope' not found"),
+    "several values": (["seed=1,2"], "seed: several values need --multirun"),
+    "no value": (["seed"], "seed: needs the form KEY=VALUE"),
+    "no key": (["a b=1=2"], "does not parse"),
+    "unknown dash": (["--frobnicate"], "--frobnicate"),
+    "no such folder": (["--config-dir", "/nope"], "--config-dir: no folder /nope"),
+    "no such config": (["--config-name", "nope"], "nope"),
+    "sweep of an unknown model": (["-m", "model=unet,unett"], "mean unet?"),
+    "sweep of wrong types": (["-m", "seed=0,1", "parallel.domain=2,x"], "needs an integer"),
+    "sweep of names": (["-m", "run.name=a,b"], "run.name: names the whole sweep"),
+    "sweep checked": (["-m", "--check", "seed=0,1", "model.channels=[8],[9]"], "model.groups"),
+    "sweep checked in all combinations": (
+        ["-m", "--check", "parallel.domain=2,16", "model.channels=[8],[8,8,8]"],
+        "parallel.domain: the model's coarsest level has 8 .* 16 ranks",
+    ),
+    "ranks without rows": (
+        ["parallel.domain=9"],
+        "parallel.domain: the model's coarsest level has 8 of the grid's 32 rows, too few for 9 "
+        "ranks. Lower parallel.domain to 8 or less.",
+    ),
+    "ranks without rows of a grid": (
+        ["parallel.domain=4", "data.grid=11x22"],
+        "parallel.domain: the model's coarsest level has 3 of the grid's 11 rows",
+    ),
+    "leads between steps": (
+        ["trainer.evaluate_hours=[6,9]"],
+        "trainer.evaluate_hours: needs multiples of data.step=6h, but got 9",
+    ),
+    "resume from nothing": (["resume=/nope/x.pt"], "resume: .* /nope/x.pt does not exist"),
+    "seed beyond 63 bits": (["seed=99999999999999999999"], "seed: needs an integer from 0 to 9223"),
+    "no start": (["data.quickstart.start=NaT"], "data.quickstart.start: needs a date .*'NaT'"),
+    "a year as start": (["data.quickstart.start=20010101"], "data.quickstart.start: needs a date"),
+    "bracket left open": (["seed=[1"], "^seed: needs an integer, got '.1'$"),
+    "list left open": (["model.channels=[8"], "^model.channels: needs a list of integers"),
+    "not a choice, nor parsed": (["device=a=b"], "^device: needs one of auto, cpu, cuda, got"),
+    "not a name, nor parsed": (["run.name=[x"], r"^run.name: needs letters.*got '.x'$"),
+    "equals in a number": (["optimizer.lr=a=b"], "^optimizer.lr: needs a number, got 'a=b'$"),
+    "weight that is text": (
+        ["loss.variable_weight={geopotential: x}"],
+        "loss.variable_weight.geopotential: needs a number, got 'x'",
+    ),
+    "negative weight": (
+        ["loss.variable_weight={2m_temperature: -1}"],
+        "loss.variable_weight.2m_temperature: needs a number of at least 0",
+    ),
+    "name that no key can have": (
+        ["loss.variable_weight.2m_temperature=2"],
+        "write 'loss.variable_weight={2m_temperature: 2}'$",
+    ),
+    "dots in the name of an entry": (
+        ["parallel.layout.encoder.0=cuda:0"],
+        "write 'parallel.layout={encoder.0: cuda:0}'$",
+    ),
+    "three devices": (
+        ["parallel.layout={root:[cpu,cpu,cpu]}"],
+        r"^parallel.layout.root: needs a device like cuda:0, or two",
+    ),
+    "list for a table": (["parallel.layout=[cpu]"], "^parallel.layout: needs a table from text"),
+    "folder in a file": (["run.dir=/proc/nope"], "run.dir: cannot write to /proc/nope"),
+    "file for a folder": (["run.dir=/dev/null"], "run.dir: cannot write to /dev/null"),
+    "sweep in a file": (["-m", "run.dir=/proc/nope", "seed=0,1"], "run.dir: cannot write to /proc"),
+    "sweep of a bad value": (["-m", "model.channels=[8,16],[8,9]"], "model.groups"),
+}
+
+
+@pytest.mark.slow
+def test_grids_and_checkpoints_that_are_there_pass(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for arguments in (
+        ["parallel.domain=8"],
+        ["parallel.domain=3", "data.grid=11x22"],
+        ["parallel.domain=11", "data.grid=11x22", "model.channels=[8]"],
+    ):
+        assert answer(monkeypatch, "--check", *arguments)[0] == 0
+    check_plan(Composer("train").config([f"resume={tmp_path}"]))  # what is in it is seen later
+
+
+@pytest.mark.parametrize("name", every(3, CASES))
+def test_one_line(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    arguments, needed = CASES[name]
+    with pytest.raises(AssertionError, match=needed):
+        raise AssertionError(refusal(monkeypatch, *arguments))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", [["train.py"], ["-c", "import credit_dp.cli as c; c.main()"]])
+def test_as_a_program(program: list[str]) -> None:
+    first = [] if program == ["train.py"] else ["train"]
+    done = subprocess.run(
+        [sys.executable, *program, *first, "model=unett"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: model: needs one of")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_ranks_without_rows_are_refused_before_torch_is_imported() -> None:
+    code = (
+        "import sys; from credit_dp.cli.entry import guarded; "
+        "from credit_dp.cli.train import train\n"
+        "assert guarded(train, ['parallel.domain=9'], 'train') == 2\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (0, "")
+    assert done.stderr.startswith("error: parallel.domain: the model's coarsest")
+
+
+def test_a_key_of_another_model_is_told_so() -> None:
+    @dataclass
+    class Mine:
+        width: int = 3
+
+    config = OmegaConf.create({"model": OmegaConf.structured(Mine)})
+    with pytest.raises(OmegaConfBaseException) as error:
+        OmegaConf.update(config, "model.channels", [8])
+    told = "model.channels: no such key of this model. Allowed in model: width."
+    assert explain(error.value) == told
+
+
+@pytest.mark.slow
+def test_a_users_file_is_checked_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    own = tmp_path / "conf" / "model"
+    own.mkdir(parents=True)
+    (own / "mine.yaml").write_text("defaults: [schema_unet, _self_]\nchanels: [8]\n")
+    (own / "typed.yaml").write_text("defaults: [schema_unet, _self_]\nchannels: eight\n")
+    (own / "broken.yaml").write_text("channels: [8\n")
+    monkeypatch.chdir(tmp_path)
+    line = refusal(monkeypatch, "model=mine")
+    monkeypatch.chdir(tmp_path)
+    assert line.startswith(
+        "conf/model/mine.yaml: model.chanels: no such key. Did you mean model.ch"
+    )
+    assert "model.channels: needs a list of integers" in refusal(monkeypatch, "model=typed")
+    monkeypatch.chdir(tmp_path)
+    assert refusal(monkeypatch, "model=broken")

@@ -1,0 +1,272 @@
+"""`--check`: what a run would find of its data, and how it exits where they can't be reached."""
+
+import socket
+from collections.abc import Iterator
+from functools import partial
+from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import numpy as np
+import pytest
+import xarray as xr
+
+from credit_dp.cli import check
+from credit_dp.cli.compose import Composer
+from credit_dp.cli.overrides import parse_overrides
+from credit_dp.data.store import Store
+from credit_dp.training.checkpoint import save_checkpoint
+from credit_dp.training.run_folder import resolved_yaml
+from tests.cli.answers import answer, refusal
+from tests.data import stores
+from tests.training.runs import alone, built
+
+# A run on `stores.dataset` with 40 times.
+RUN = (
+    "data=zarr",
+    "model=unet_tiny",
+    "data.prognostic=[geopotential,temperature]",
+    "data.dates.train=[2000-01-01,2000-01-07]",
+    "data.dates.valid=[2000-01-08,2000-01-08]",
+    "data.dates.test=[2000-01-09,2000-01-10]",
+    "data.batch_size=4",
+    "trainer.evaluate_stride_hours=6",
+)
+
+
+def data_with(present: list[int] | None = None) -> xr.Dataset:
+    data = stores.dataset(16, 32, steps=40)
+    return data if present is None else data.isel(time=present)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return stores.write(data_with(), tmp_path_factory.mktemp("data") / "s.zarr", zarr_format=2)
+
+
+def run_on(where: object, *more: str) -> list[str]:
+    """The command line of a run; later keys win."""
+    keys = {text.partition("=")[0]: text for text in (*RUN, f"data.store='{where}'", *more)}
+    return ["--check", *keys.values()]
+
+
+@pytest.mark.slow
+def test_it_says_what_is_there(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, store: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    code, out, err = answer(monkeypatch, *run_on(store))
+    assert (code, err) == (0, "")
+    assert out.splitlines()[:3] == [
+        "The config is valid.",
+        f"data    {store}: 40 times, 2000-01-01T00:00 to 2000-01-10T18:00, "
+        "6 fields on 16 x 32 points",
+        "samples 27 to train on, 6 steps of 4 in an epoch; 4 forecasts to 24 h to test with",
+    ]
+    assert "\nmodel   unet, " in out
+    assert "\nmemory  each rank: about " in out
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_it_says_which_dates_are_chosen(monkeypatch: pytest.MonkeyPatch, store: Path) -> None:
+    out = answer(monkeypatch, *run_on(store), "data.dates=auto", "trainer.evaluate_hours=[6]")[1]
+    assert "dates   auto: train 2000-01-01T00 to 2000-01-08T18 (32 times), valid" in out
+
+
+@pytest.mark.slow
+def test_it_says_what_gaps_cost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    present = [i for i in range(40) if i not in (3, 10, 11)]
+    path = stores.write(data_with(present), tmp_path / "s.zarr")
+    out = answer(monkeypatch, *run_on(path))[1]
+    assert "samples 22 to train on" in out
+    assert "2 in the times, 3 are missing; 2 samples to train on span one and are skipped" in out
+
+
+@pytest.mark.slow
+def test_it_says_which_sums_are_not_whole(monkeypatch: pytest.MonkeyPatch, store: Path) -> None:
+    sums = ("data.variables.solar.accumulated=true", "data.forcing=[solar]", "data.step=12h")
+    out = answer(monkeypatch, *run_on(store, *sums, "trainer.evaluate_hours=[12]"))[1]
+    assert "sums    1 times lack some of the hours that are added up, and are left out" in out
+
+
+def with_gap(data: xr.Dataset) -> xr.Dataset:
+    values = data["temperature"].values.copy()
+    values[0, 1, 5, 2] = np.nan
+    return data.assign(temperature=(stores.DIMS, values))
+
+
+def in_celsius(data: xr.Dataset) -> xr.Dataset:
+    return data.assign(temperature=data["temperature"].assign_attrs(units="degC"))
+
+
+REFUSED = {
+    "a misspelt variable": (["data.prognostic=[temprature]"], "no variable temprature. Nearest"),
+    "a misspelt key": (
+        ["data.variables.tempurature.fill=0"],
+        "data.variables.tempurature: no list",
+    ),
+    "dates outside": (
+        ["data.dates.test=[2000-01-09,2000-01-20]"],
+        "holds 2000-01-01T00:00 to 2000-01-10T18:00, but data.dates.test asks for",
+    ),
+    "a step that the times don't have": (["data.step=9h"], "data.step"),
+    "few samples": (["data.batch_size=28"], "one batch needs 28 samples, but .* has 27"),
+    "long leads": (["trainer.evaluate_hours=[48]"], "no forecast of 48 hours fits into"),
+    "long leads of a validation": (
+        ["trainer.validate_every=1", "data.dates.valid=[2000-01-08T00,2000-01-08T00]"],
+        "fits into data.dates.valid",
+    ),
+    "more ranks than rows": (["parallel.domain=9"], "parallel.domain: the model's coarsest level"),
+    "another grid": (["data.grid=8x16"], "has 16x32 rows and columns, but data.grid asks for 8x16"),
+    "no statistics": (["data.statistics=/nope.json"], "/nope.json: no such file"),
+    "no checkpoint": (["resume=tests"], "resume: tests holds no checkpoint of a run"),
+    "no weights": (["init_from=/nope"], "init_from: needs the path of a checkpoint"),
+    "no store": (["data.store=/nope.zarr"], "/nope.zarr: no such zarr store"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED.keys())
+def test_what_a_run_would_refuse(
+    monkeypatch: pytest.MonkeyPatch, store: Path, case: tuple[list[str], str]
+) -> None:
+    more, needed = case
+    with pytest.raises(AssertionError, match=needed):
+        raise AssertionError(refusal(monkeypatch, *run_on(store, *more)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("change", "needed"), [(with_gap, "temperature"), (in_celsius, "degC")])
+def test_the_first_fields_and_their_units_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, change: object, needed: str
+) -> None:
+    path = stores.write(change(data_with()), tmp_path / "s.zarr")  # type: ignore[operator]
+    assert needed in refusal(monkeypatch, *run_on(path))
+    monkeypatch.setattr(check, "CHEAP_BYTES", 0)
+    if change is with_gap:
+        assert "values  not looked at" in answer(monkeypatch, *run_on(path))[1]
+
+
+@pytest.mark.slow
+def test_the_quickstart_is_checked_without_making_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CREDIT_DP_CACHE", str(tmp_path))
+    line = refusal(monkeypatch, "--check", "data.quickstart.runs=2")
+    assert "but data.dates.train asks for 2001-01-01T00 to 2003-03-01T18" in line
+    chosen = ("data.quickstart.runs=2", "data.dates=auto")
+    assert "dates" not in answer(monkeypatch, "--check", *chosen)[2]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_checkpoint_has_to_fit(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, store: Path
+) -> None:
+    texts = [*run_on(store)[1:], f"run.dir={tmp_path}", f"data.cache={tmp_path / 'cache'}"]
+    parsed = [str(override.input_line) for override in parse_overrides(texts)]
+    config = Composer("train").config(parsed)
+    training = built(config, alone())
+    with training.loader:
+        save_checkpoint(tmp_path / "checkpoint", training.trainer.state, resolved_yaml(config))
+    assert "holds the checkpoint of an earlier run" in refusal(monkeypatch, "--check", *texts)
+    on = [*texts, "resume=auto"]
+    code, out, err = answer(monkeypatch, "--check", *on)
+    assert (code, err) == (0, "")
+    assert f"resume  after step 0 from {tmp_path}/checkpoint/step-00000000\n" in out
+    for change, needed in {
+        "data.prognostic=[temperature,geopotential]": "was trained with data.prognostic=",
+        "model.channels=[8,24]": "which is (24,) in the model",
+        "data.dates.train=[2000-01-01,2000-01-06]": "the checkpoint was made with count=27",
+        "seed=5": "seed=0, but this run has 5",
+    }.items():
+        assert needed in refusal(monkeypatch, "--check", *on, change)
+
+
+@pytest.mark.slow
+def test_a_sweep_opens_each_store_once(monkeypatch: pytest.MonkeyPatch, store: Path) -> None:
+    opened = []
+
+    def open_and_count(config: object) -> Store:
+        opened.append(config)
+        return original(config)  # type: ignore[arg-type]
+
+    original = Store.open
+    monkeypatch.setattr(Store, "open", open_and_count)
+    line = refusal(monkeypatch, "-m", *run_on(store), "seed=1,2", "trainer.evaluate_hours=[6],[72]")
+    assert "no forecast of 72 hours" in line
+    assert len(opened) == 1
+    out = answer(monkeypatch, "-m", *run_on(store), "seed=1,2")[1]
+    assert out.startswith("The configs of all 2 runs are valid.\ndata    ")
+
+
+class Refusing(BaseHTTPRequestHandler):
+    """Nobody may read."""
+
+    def do_GET(self) -> None:
+        self.send_error(403)
+
+    do_HEAD = do_GET  # noqa: N815
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def address(store: Path, request: pytest.FixtureRequest) -> Iterator[str]:
+    handlers = {"files": partial(Quiet, directory=str(store.parent)), "refusing": Refusing}
+    with ThreadingHTTPServer(("127.0.0.1", 0), handlers[request.param]) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("address", ["files"], indirect=True)
+def test_a_store_elsewhere_is_opened(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    code, out, _ = answer(monkeypatch, *run_on(f"{address}/s.zarr"))
+    assert (code, "values" in out) == (0, False)
+    monkeypatch.setattr(check, "CHEAP_ELSEWHERE", 0)
+    out = answer(monkeypatch, *run_on(f"{address}/s.zarr"))[1]
+    assert "values  not looked at: those of 2000-01-01T00:00 take" in out
+    line = refusal(monkeypatch, *run_on(f"{address}/t.zarr"))
+    assert f"{address}/t.zarr: not a zarr group" in line
+    assert "no variable x" in refusal(monkeypatch, *run_on(f"{address}/s.zarr", "data.static=[x]"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("address", ["refusing"], indirect=True)
+@pytest.mark.parametrize("sweep", [[], ["-m", "seed=1,2"]], ids=["run", "sweep"])
+def test_a_store_that_nobody_may_read_has_an_exit_code(
+    monkeypatch: pytest.MonkeyPatch, address: str, sweep: list[str]
+) -> None:
+    code, out, err = answer(monkeypatch, *sweep, *run_on(f"{address}/s.zarr"))
+    assert (code, err) == (3, "")
+    assert f"{address}/s.zarr: can't be reached from here (403" in out
+
+
+def test_a_host_that_is_not_known_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "https_proxy", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    code, out, err = answer(monkeypatch, *run_on("https://nobody.invalid/s.zarr"))
+    assert (code, err) == (3, "")
+    assert out.startswith("The config is valid.\nThere is no plan, for the data are not known: ")
+    assert "nobody.invalid/s.zarr: can't be reached from here (nobody.invalid: " in out
+    assert out.count("\n") == 2
+
+
+@pytest.mark.slow
+def test_who_never_answers_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(check, "ANSWER_SECONDS", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        where = f"http://127.0.0.1:{server.getsockname()[1]}/s.zarr"
+        code, out, _ = answer(monkeypatch, *run_on(where))
+    assert code == 3
+    assert "can't be reached from here (no answer within 0.5 seconds)" in out

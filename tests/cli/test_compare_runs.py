@@ -1,0 +1,175 @@
+"""`credit-dp compare`: what differs between runs, and which is better."""
+
+import copy
+import csv
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.cli.answers import answer
+
+CONFIG = (
+    "run:\n  name: {name}\n  dir: x\noptimizer:\n  lr: {lr}\ndata:\n  name: zarr\n  store: {s}\n"
+)
+METRICS = {
+    "step": 5,
+    "initial_times": 4,
+    "units": {"z_500": "m2 s-2", "t2m": "K"},
+    "rmse": {
+        "z_500": {
+            "24h": {"model": 100.0, "persistence": 300.0, "climatology": 500.0},
+            "48h": {"model": 200.0, "persistence": 400.0, "climatology": 500.0},
+        },
+        "t2m": {"24h": {"model": 2.0, "persistence": 3.0, "climatology": 4.0}},
+    },
+}
+
+
+def run(folder: Path, name: str, factor: float = 1.0, lr: float = 1e-3, store: str = "a") -> Path:
+    """The folder of a run whose errors are so many times those above."""
+    found = copy.deepcopy(METRICS)
+    for leads in found["rmse"].values():
+        for of in leads.values():
+            of["model"] *= factor
+    (folder / name).mkdir()
+    (folder / name / "metrics.json").write_text(json.dumps(found))
+    (folder / name / "config.yaml").write_text(CONFIG.format(name=name, lr=lr, s=store))
+    return folder / name
+
+
+def card(folder: Path, name: str, truth: str = "era5", **scores: tuple[float, float]) -> Path:
+    """The folder of a scorecard with a score and its reference of one channel and lead time."""
+    nested = {
+        score: {"24h": {"forecast": a, "truth" if score == "activity" else "persistence": b}}
+        for score, (a, b) in scores.items()
+    }
+    content = {
+        "truth": truth,
+        "climatology": "c",
+        "initial_times": ["2000-01-01T00:00"],
+        "grid": [9, 8],
+        "units": {"z_500": "m2 s-2"},
+        "scores": {"z_500": nested},
+    }
+    (folder / name).mkdir()
+    (folder / name / "scores.json").write_text(json.dumps(content))
+    return folder / name
+
+
+def told(monkeypatch, *words: object) -> tuple[int, str, str]:
+    return answer(monkeypatch, "compare", *map(str, words), program="credit-dp")
+
+
+def test_runs_beside_each_other(tmp_path, monkeypatch):
+    a, b = run(tmp_path, "a"), run(tmp_path, "b", 0.9, lr=2e-3)
+    code, said, complaints = told(monkeypatch, a, b, f"out={tmp_path / 'both'}")
+    assert (code, complaints) == (0, "")
+    assert re.search(r"^optimizer.lr +0.001 +0.002$", said, re.MULTILINE)
+    assert "run.name" not in said
+    assert "not comparable" not in said
+    assert re.search(r"^z_500 +m2 s-2 +24 +100 +90 +-10.0 % +b$", said, re.MULTILINE)
+    assert "Best of 3: a 0, b 3." in said
+    rows = list(csv.DictReader((tmp_path / "both/comparison.csv").read_text().splitlines()))
+    assert [(row["channel"], row["lead_hours"]) for row in rows] == [
+        ("z_500", "24"),
+        ("z_500", "48"),
+        ("t2m", "24"),
+    ]
+    assert float(rows[1]["b percent"]) == pytest.approx(-10)
+    content = json.loads((tmp_path / "both/comparison.json").read_text())
+    assert content["config"] == {"optimizer.lr": {"a": "0.001", "b": "0.002"}}
+    assert content["scores"][2]["values"] == {"a": 2.0, "b": 1.8}
+    page = (tmp_path / "both/comparison.html").read_text()
+    assert '<td class="best">90</td>' in page
+    assert page.count('src="data:image/svg') == 1
+
+
+@pytest.mark.parametrize(
+    ("score", "one", "other", "best"),
+    [
+        ("rmse", (2.0, 9.0), (1.0, 9.0), "b"),
+        ("acc", (0.8, 0.1), (0.9, 0.1), "b"),
+        ("crps", (1.0, 9.0), (2.0, 9.0), "a"),
+        ("bias", (-3.0, 1.0), (1.0, 1.0), "b"),
+        ("activity", (4.0, 5.0), (7.0, 5.0), "a"),
+        ("spread", (1.0, 1.0), (2.0, 1.0), None),
+        ("rmse", (1.0, 9.0), (1.0, 9.0), None),
+    ],
+)
+def test_which_is_better(tmp_path, monkeypatch, score, one, other, best):
+    folders = card(tmp_path, "a", **{score: one}), card(tmp_path, "b", **{score: other})
+    assert told(monkeypatch, *folders, f"out={tmp_path / 'both'}")[0] == 0
+    (row,) = json.loads((tmp_path / "both/comparison.json").read_text())["scores"]
+    assert row["better"] == best
+
+
+def test_what_is_not_comparable_is_said(tmp_path, monkeypatch):
+    a, b, c = run(tmp_path, "a"), run(tmp_path, "b", store="other"), run(tmp_path, "c")
+    content = json.loads((c / "metrics.json").read_text())
+    content["rmse"]["t2m"]["24h"]["persistence"] = 3.1
+    content["units"]["z_500"] = "m"
+    (c / "metrics.json").write_text(json.dumps(content))
+    _, said, _ = told(monkeypatch, a, b, c)
+    assert said.splitlines()[:3] == [
+        "not comparable: b has other data than a",
+        "not comparable: persistence scores otherwise for c than for a: truth, dates or grid are "
+        "others",
+        "left out: z_500 has different units",
+    ]
+    cards = card(tmp_path, "d", rmse=(1, 2)), card(tmp_path, "e", "mine", rmse=(1, 2))
+    assert told(monkeypatch, *cards)[1].startswith("not comparable: e has other truth than d\n")
+
+
+def test_keys_of_older_scorecards_do_not_matter(tmp_path, monkeypatch):
+    old, new = card(tmp_path, "old", rmse=(2.0, 9.0)), card(tmp_path, "new", rmse=(1.0, 9.0))
+    content = json.loads((old / "scores.json").read_text())
+    (old / "scores.json").write_text(json.dumps({**content, "band_edges": [4], "bands": "1.00"}))
+    code, said, complaints = told(monkeypatch, old, new)
+    assert (code, complaints) == (0, "")
+    assert "Best of 1: old 0, new 1." in said
+
+
+def test_runs_of_one_name_are_told_apart(tmp_path, monkeypatch):
+    for folder in ("x", "y"):
+        (tmp_path / folder).mkdir()
+    both = run(tmp_path / "x", "a"), run(tmp_path / "y", "a", 2.0)
+    assert re.search(r"hours +x/a +y/a", told(monkeypatch, *both)[1])
+
+
+def test_scores_that_are_no_numbers_are_left_out(tmp_path, monkeypatch):
+    one, two = run(tmp_path, "one"), run(tmp_path, "two")
+    text = (two / "metrics.json").read_text()
+    (two / "metrics.json").write_text(text.replace('"model": 2.0', '"model": NaN'))
+    code, out, _ = told(monkeypatch, one, two, f"out={tmp_path / 'o'}")
+    assert code == 0
+    assert "left out: two has no t2m" in out
+    assert "t2m" not in (tmp_path / "o" / "comparison.csv").read_text()
+
+
+def test_refused_in_one_line(tmp_path, monkeypatch):
+    a = run(tmp_path, "a")
+    unfinished, damaged = run(tmp_path, "unfinished"), run(tmp_path, "damaged")
+    (unfinished / "metrics.json").unlink()
+    (damaged / "metrics.json").write_text("{")
+    scores = card(tmp_path, "card", rmse=(1, 2))
+    other = run(tmp_path, "other")
+    (other / "metrics.json").write_text(json.dumps({**METRICS, "rmse": {}}))
+    for words, part in (
+        ([a], "needs the folders of two runs or more, got 1"),
+        ([a, a], "comes twice"),
+        ([a, tmp_path], "has neither metrics.json"),
+        ([a, tmp_path / "nowhere"], "is no folder: there is neither metrics.json"),
+        ([a, unfinished], "unfinished: this run has not finished: it has no metrics.json"),
+        ([a, damaged], "damaged/metrics.json: can't be read"),
+        ([a, scores], "card: is a scorecard, but a is a training run"),
+        ([a, other], "have no score of the same channel, unit and lead time in common"),
+        ([a, "~nobody-has-this/b"], "RUN: there is no home folder as in ~nobody-has-this/b"),
+        ([a, unfinished, "oot=x"], "Did you mean out?"),
+    ):
+        code, said, complaints = told(monkeypatch, *words)
+        assert (code, said, complaints.count("\n")) == (2, "", 1), words
+        assert part in complaints
+    b = run(tmp_path, "b")
+    assert f"{a}: exists already" in told(monkeypatch, a, b, f"out={a}")[2]

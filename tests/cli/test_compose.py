@@ -1,0 +1,333 @@
+"""Every file in conf/ composes to a checked config; a user's own files are found."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from omegaconf import DictConfig, OmegaConf
+
+from credit_dp.cli.compose import OWN_GROUPS, Composer, conf_folder, without_hydra
+from credit_dp.cli.overrides import parse_overrides
+from credit_dp.cli.saved_config import flat
+from credit_dp.config import Config, DataConfig, DatesConfig
+from credit_dp.fields import Fields
+from credit_dp.models import build_model
+from tests.cli.answers import answer, refusal
+from tests.tiers import every
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted(conf_folder().glob("*/*.yaml"))
+NEEDS = {
+    "data=zarr": ["data.store=/x.zarr"],
+    "data=anemoi": ["data.store=/x.zarr"],
+    "data=prepared": ["data.store=/x.zarr"],
+    "experiment=finetune": ["init_from=/run"],
+}
+
+
+def choice_of(path: Path) -> str:
+    return f"{path.parent.name}={path.stem}"
+
+
+@pytest.mark.parametrize("path", every(4, FILES), ids=choice_of)
+def test_every_file_composes(path: Path) -> None:
+    choice = choice_of(path)
+    config = Composer("train").config([choice, *NEEDS.get(choice, [])])
+    assert isinstance(config, Config)
+
+
+def test_no_file_names_a_class_to_import() -> None:
+    assert [path for path in conf_folder().rglob("*.yaml") if "_target_" in path.read_text()] == []
+
+
+@pytest.mark.parametrize("path", sorted(conf_folder().glob("model/*.yaml")), ids=choice_of)
+def test_every_model_builds(path: Path) -> None:
+    import torch
+
+    config = Composer("train").config([choice_of(path)])
+    with torch.device("meta"):
+        model = build_model(config.model, Fields(((0, 1), (2, 3)), (4,), 2), (64, 128))
+    assert sum(parameter.numel() for parameter in model.parameters()) > 0
+
+
+def test_every_file_names_its_schema() -> None:
+    for path in FILES:
+        first = yaml.safe_load(path.read_text())["defaults"][0]
+        assert path.parent.name == "experiment" or str(first).startswith("schema"), path
+
+
+# The schemas of our default choices, and the keys in which these differ from them on purpose.
+DEFAULTS = {
+    "model=unet": ("schema_unet", set()),
+    "model=pangu": ("schema_pangu", set()),
+    "model=crossformer": ("schema_crossformer", set()),
+    "data=quickstart": (
+        "schema",
+        {"name", "prognostic", "forcing", "static", "batch_size"}
+        | {f"dates.{split}" for split in ("train", "valid", "test")},
+    ),
+    "parallel=default": ("schema", set()),
+    "trainer=default": ("schema", set()),
+    "loss=mse": ("schema", set()),
+    "optimizer=adamw": ("schema", set()),
+    "logger=wandb": ("schema", set()),
+}
+
+
+def keys_of(composed: DictConfig, group: str) -> dict[str, Any]:
+    table = OmegaConf.to_container(composed[group])
+    assert isinstance(table, dict)
+    return {".".join(map(str, key)): value for key, value in flat(table)}
+
+
+@pytest.mark.parametrize("choice", DEFAULTS)
+def test_schemas_and_files_have_the_same_defaults(choice: str) -> None:
+    group, _, name = choice.partition("=")
+    schema, differ = DEFAULTS[choice]
+    # The quickstart's roles and dates have no default: OmegaConf writes ??? for them.
+    ours, bare = (
+        keys_of(Composer("train").compose([f"{group}={each}"]), group) for each in (name, schema)
+    )
+    assert ours.keys() == bare.keys()
+    assert {key for key, value in ours.items() if value != bare[key]} == differ
+
+
+def test_every_group_has_its_defaults_compared() -> None:
+    first = yaml.safe_load((conf_folder() / "config.yaml").read_text())["defaults"]
+    chosen = {f"{k}={v}" for entry in first if isinstance(entry, dict) for k, v in entry.items()}
+    ours = {choice for choice in chosen if choice.partition("=")[0] in OWN_GROUPS}
+    assert ours - {"experiment=None"} <= DEFAULTS.keys()
+
+
+def test_keys_outside_of_groups_have_their_defaults_in_the_schema() -> None:
+    composed, schema = Composer("train").compose([]), OmegaConf.structured(Config)
+    single = [key for key in schema if key not in OWN_GROUPS]
+    assert {key: composed[key] for key in single} == {key: schema[key] for key in single}
+
+
+def test_the_tables_of_the_docs_have_the_defaults() -> None:
+    row = re.compile(r"^\| `([\w.]+)` \| `?(.*?)`? \|", re.MULTILINE)
+    table = re.compile(r"^\| [Kk]ey \| [Dd]efault \|.*\n(?:\|.*\n)+", re.MULTILINE)
+    text = (ROOT / "docs/training.md").read_text()
+    said = {k: v for found in table.findall(text) for k, v in row.findall(found)}
+    composed = Composer("train").compose([])
+    assert {"optimizer.lr", "loss.spectrum", "trainer.exploding", "logger.wandb"} <= said.keys()
+    assert {k: OmegaConf.create(f"x: {v}").x for k, v in said.items()} == {
+        key: OmegaConf.select(composed, key) for key in said
+    }
+
+
+def test_a_users_loss_has_our_numbers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    own = tmp_path / "conf" / "loss"
+    own.mkdir(parents=True)
+    (own / "mine.yaml").write_text("defaults: [schema, _self_]\nname: mae\n")
+    monkeypatch.chdir(tmp_path)
+    composer = Composer("train")
+    assert composer.config(["loss=mine"]).loss == composer.config(["loss=mae"]).loss
+
+
+@pytest.mark.slow
+def test_cfg_job_is_the_config_without_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    code, out, err = answer(monkeypatch, "--cfg", "job", "parallel.domain=3", "seed=5")
+    assert (code, err) == (0, "")
+    shown = OmegaConf.create(out)
+    assert (shown.parallel.domain, shown.seed, "hydra" in shown) == (3, 5, False)
+
+
+@pytest.mark.slow
+def test_check_starts_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert answer(monkeypatch, "--check", "experiment=fast")[0] == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_the_fast_experiment_is_for_every_model() -> None:
+    config = Composer("train").config(["experiment=fast"])
+    assert (config.model.channels, config.trainer.steps) == ([8, 16], 5)
+    for path in conf_folder().glob("model/*.yaml"):
+        chosen = Composer("train").config([choice_of(path)]).model
+        config = Composer("train").config([choice_of(path), "experiment=fast"])
+        assert (config.model, config.trainer.steps) == (chosen, 5)
+
+
+def test_fine_tuning_needs_a_run_to_start_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = refusal(monkeypatch, "--check", "experiment=finetune")
+    assert line == "init_from: needs a run's folder or a checkpoint, got none. Give one."
+
+
+@pytest.mark.slow
+def test_check_plans_and_estimates(monkeypatch: pytest.MonkeyPatch) -> None:
+    code, out, _ = answer(monkeypatch, "--check", "experiment=fast", "parallel.domain=2")
+    assert code == 0
+    assert out.startswith("The config is valid.\n")
+    assert "mesh    pipeline 1 x data 1 x domain 2" in out
+    assert "memory  each rank: about 2." in out
+    assert "activations 2.0 MB" in out
+    longer = answer(
+        monkeypatch, "--check", "experiment=fast", "parallel.domain=2", "trainer.rollout={0: 3}"
+    )[1]
+    assert "activations 5.9 MB" in longer
+    half = answer(
+        monkeypatch, "--check", "experiment=fast", "parallel.domain=2", "trainer.autocast=bfloat16"
+    )[1]
+    assert "activations 99" in half  # kB
+    assert "weights in bfloat16" in half
+
+
+@pytest.mark.slow
+def test_help_names_groups_and_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    code, out, _ = answer(monkeypatch, "--help")
+    assert code == 0
+    models = sorted(path.stem for path in conf_folder().glob("model/*.yaml"))
+    assert {"crossformer", "pangu", "unet", "unet_base"} <= set(models)
+    assert f"  model: {', '.join(models)}\n" in out
+    assert "schema" not in out
+    assert f"{'  batch_size: 4':<36}  # global: the mesh never changes it\n" in out
+    keys = out[out.index("\nmodel:\n") :].strip()
+    assert OmegaConf.create(keys) == without_hydra(Composer("train").compose([]))
+    lines = keys.splitlines()
+    assert [line for line in lines if not line.endswith(":") and "  # " not in line] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [([], "credit-dp doctor"), (["--help"], "credit-dp train"), (["doctor", "--help"], "--json")],
+)
+def test_help_of_the_console_script(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], expected: str
+) -> None:
+    code, out, _ = answer(monkeypatch, *arguments, program="credit-dp")
+    assert code == 0
+    assert expected in out
+
+
+def test_an_unknown_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    code, _, err = answer(monkeypatch, "trian", program="credit-dp")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "Did you mean train?" in err
+
+
+def test_a_users_model_is_found_in_the_working_directory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    own = tmp_path / "conf" / "model"
+    own.mkdir(parents=True)
+    (own / "mine.yaml").write_text("defaults: [unet, _self_]\nchannels: [8, 24]\n")
+    monkeypatch.chdir(tmp_path)
+    assert Composer("train").config(["model=mine"]).model.channels == [8, 24]
+
+
+@pytest.mark.slow
+def test_a_users_choice_goes_before_ours_of_that_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    own = tmp_path / "conf" / "experiment"
+    own.mkdir(parents=True)
+    (own / "fast.yaml").write_text("# @package _global_\ntrainer: {steps: 77}\n")
+    (tmp_path / "conf" / "config.yaml").write_text("of: another program\n")
+    (tmp_path / "conf" / "mine.yaml").write_text("defaults: [config, _self_]\nseed: 5\n")
+    monkeypatch.chdir(tmp_path)
+    config = Composer("train").config(["experiment=fast"])
+    assert (config.trainer.steps, config.data.grid, config.seed) == (77, None, 0)
+    assert Composer("train", config_name="mine").config([]).seed == 5
+
+
+def test_a_users_file_that_includes_itself_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    own = tmp_path / "conf" / "model"
+    own.mkdir(parents=True)
+    (own / "unet.yaml").write_text("defaults: [unet, _self_]\n")
+    monkeypatch.chdir(tmp_path)
+    assert refusal(monkeypatch).startswith("defaults: a config file includes itself")
+
+
+def data_of(*texts: str) -> DataConfig:
+    overrides = [str(override.input_line) for override in parse_overrides(texts)]
+    return Composer("train").config(overrides).data
+
+
+@pytest.mark.slow
+def test_dates_of_a_preset_are_told_from_those_that_are_given(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Those of a preset give way where a store lacks them, so that they have to be known."""
+    own = tmp_path / "conf" / "data"
+    own.mkdir(parents=True)
+    changed = "dates: {test: ['2021-01-01', '2021-12-31']}\n"
+    (own / "mine.yaml").write_text(f"defaults: [weatherbench2, _self_]\n{changed}")
+    monkeypatch.chdir(tmp_path)
+    train = ["1979-01-01", "2017-12-31"]
+    assert data_of("data=weatherbench2").dates.preset == ["train", "valid", "test"]
+    assert data_of("data=mine").dates.preset == ["train", "valid"]
+    given = data_of("data=weatherbench2", f"data.dates.train=[{','.join(train)}]").dates
+    assert (given.train, given.preset) == (train, ["valid", "test"])
+    assert data_of("data=quickstart").dates.preset == []
+
+
+@pytest.mark.slow
+def test_dates_can_be_left_to_the_store() -> None:
+    every = data_of("data=weatherbench2", "data.dates=auto").dates
+    assert every == DatesConfig("auto", "auto", "auto")
+    assert data_of("data=zarr", "data.store=x").dates == every
+    some = data_of("data=zarr", "data.store=x", "data.dates.train=[19790101,20171231]").dates
+    assert (some.train, some.valid) == (["19790101", "20171231"], "auto")
+
+
+def test_overrides_of_hydra_work() -> None:
+    composed = Composer("train").compose(["hydra.run.dir=/tmp/elsewhere"])
+    assert composed.hydra.run.dir == "/tmp/elsewhere"
+
+
+@pytest.mark.slow
+def test_answers_import_nothing_heavy() -> None:
+    """What makes `--help` fast, whatever machine this runs on."""
+    code = (
+        "import sys; from credit_dp.cli.entry import guarded; "
+        "from credit_dp.cli.train import train\n"
+        "assert guarded(train, ['--cfg', 'job'], 'train') == 0\n"
+        "assert guarded(train, ['--help'], 'train') == 0\n"
+        "heavy = {'torch', 'xarray', 'zarr', 'wandb', 'matplotlib', 'numpy'} & set(sys.modules)\n"
+        "sys.exit(', '.join(heavy) or 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("texts", "kept"),
+    [
+        (["data=weatherbench2", "data.diagnostic=[]"], []),
+        (["data=arco", "data.diagnostic=[]"], []),
+        (["data=anemoi", "data.store=x", "data.diagnostic=[]"], []),
+        (["data=anemoi", "data.store=x", "data.diagnostic=[tp]"], ["tp"]),
+        # What is said under another name takes the preset's place.
+        (
+            ["data=anemoi", "data.store=x", "data.variables.tp.normalise=std"],
+            ["total_precipitation"],
+        ),
+        # The sum over six hours is another variable.
+        (["data=weatherbench2", "data.diagnostic=[tp]"], []),
+        (["data=weatherbench2"], ["total_precipitation_6hr"]),
+        (
+            [
+                "data=weatherbench2",
+                "data.diagnostic=[]",
+                "data.variables.total_precipitation_6hr.normalise=std",
+                "data.variables.2m_temprature.fill=0",
+            ],
+            ["2m_temprature"],
+        ),
+    ],
+)
+def test_what_a_preset_does_to_variables_of_no_list_is_dropped(
+    texts: list[str], kept: list[str]
+) -> None:
+    assert list(data_of(*texts).variables) == kept

@@ -1,0 +1,188 @@
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from credit_dp.cli.data import as_text
+from credit_dp.data.channels import Channel
+from credit_dp.data.inspection import amplification, dates_of, inspected
+from credit_dp.data.sources.opening import open_source
+from credit_dp.domain_parallel.partition import RowPartition
+from tests.cli.answers import answer
+from tests.data import prepared_stores, stores
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Path:
+    data = stores.dataset(rows=12, columns=8, steps=12).isel(time=[0, 1, 2, 5, 6, 7, 8, 10, 11])
+    data["temperature"].attrs = {"units": "K", "standard_name": "air_temperature"}
+    return stores.write(data, tmp_path / "in.zarr")
+
+
+def ask(monkeypatch: pytest.MonkeyPatch, *keys: str) -> Any:
+    code, said, complaints = answer(monkeypatch, "data", "inspect", *keys, "--json", program="")
+    assert (code, complaints) == (0, "")
+    return json.loads(said)
+
+
+def test_everything_is_told(monkeypatch: pytest.MonkeyPatch, store: Path) -> None:
+    code, said, complaints = answer(monkeypatch, "data", "inspect", f"store={store}", program="")
+    assert (code, complaints) == (0, "")
+    assert "12 x 8 with rows on the poles, latitude 90 to -90, longitude 0 to 315" in said
+    assert "9, from 2000-01-01T00:00 to 2000-01-03T18:00, every 6 hours, 2 gaps, 3 times" in said
+    assert "2 missing between 2000-01-01T12:00 and 2000-01-02T06:00" in said
+    assert "3: 500 to 1000" in said
+    assert "1x3x12x8" in said
+    assert "air_temperature" in said
+    assert "share the reading" in said
+    assert f"credit-dp data prepare store={store} out=prepared.zarr 'domains=[1,2,4,8]'" in said
+
+
+def test_json_has_it_all(monkeypatch: pytest.MonkeyPatch, store: Path) -> None:
+    told = ask(monkeypatch, f"store={store}", "domain=3")
+    assert told["grid"] == [12, 8]
+    assert told["poles"] is True
+    assert told["dates"]["missing"] == 3
+    assert told["dates"]["gaps"][1] == {
+        "after": "2000-01-03T00:00",
+        "before": "2000-01-03T12:00",
+        "missing": 1,
+    }
+    [temperature] = [v for v in told["variables"] if v["name"] == "temperature"]
+    assert temperature["units"] == "K"
+    assert temperature["levels"] == list(stores.LEVELS)
+    assert temperature["chunks"]["shape"] == [1, 3, 12, 8]
+    assert told["sample_bytes"] == 8 * 12 * 8 * 4
+    assert told["amplification"] == {"3": 3.0}
+    assert told["decoded_bytes"] == {"3": told["sample_bytes"]}
+
+
+@pytest.mark.parametrize("ranks", [2, 5])
+@pytest.mark.parametrize("chunk", [3, 5, 12])
+@pytest.mark.parametrize(("times", "flipped"), [(1, False), (4, False), (1, True)])
+def test_what_is_told_is_what_is_read(
+    tmp_path: Path, ranks: int, chunk: int, times: int, flipped: bool
+) -> None:
+    """The store counts the bytes of the chunks that each band of one time touches."""
+    data = stores.dataset(rows=12, columns=8, steps=8)[["geopotential", "2m_temperature"]]
+    if flipped:
+        data = data.isel(latitude=slice(None, None, -1))
+    sizes = {"time": times, "latitude": chunk}
+    path = stores.write(data, tmp_path / "in.zarr", chunks=sizes)
+    source = open_source(stores.config(path))
+    report = inspected(source, (ranks,))
+    channels = [*(Channel("geopotential", level) for level in stores.LEVELS)]
+    channels.append(Channel("2m_temperature"))
+    worst, most = 0.0, 0
+    bands = RowPartition.balanced(12, ranks)
+    for rank in range(ranks):
+        before = source.bytes_read
+        source.read(channels, slice(1, 2), bands.rows(rank))
+        read = source.bytes_read - before
+        worst = max(worst, read / (4 * 4 * bands.sizes[rank] * 8))
+        most = max(most, read)
+    # It is told for whichever pole comes first, as that is not known of every store.
+    told = report.amplification[ranks]
+    assert told == pytest.approx(worst) if chunk in (3, 12) else told >= worst - 1e-9
+    assert report.decoded_bytes[ranks] >= most
+
+
+def test_levels_in_one_chunk_count(tmp_path: Path) -> None:
+    assert amplification((1, 13, 10, 4), 13, 10, 1) == 1
+    assert amplification((1, 13, 10, 4), 3, 10, 1) == pytest.approx(13 / 3)
+    assert amplification((5, 1, 10, 4), 3, 10, 2) == 10
+
+
+@pytest.mark.slow
+def test_a_prepared_store_needs_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = prepared_stores.write(stores.dataset(), tmp_path / "in.zarr", chunk_rows=3)
+    told = ask(monkeypatch, f"store={path}", "domain=4")
+    assert told["form"] == "prepared"
+    assert told["amplification"] == {"4": 1.0}
+    assert told["advice"] == ["Every rank reads little but its own rows: nothing to do."]
+
+
+def test_the_long_names_of_short_ones_are_said(tmp_path: Path) -> None:
+    short = {"geopotential": "z", "2m_temperature": "t2m", "land_sea_mask": "lsm"}
+    path = stores.write(stores.dataset().rename(short), tmp_path / "in.zarr")
+    report = inspected(open_source(stores.config(path)), (1,))
+    assert report.long_names == short
+    assert {variable.name for variable in report.variables} >= {"z", "t2m", "temperature"}
+    said = as_text(report, [str(path)])
+    assert "A config finds them by these names too: " in said
+    assert "geopotential (z)" in said
+
+
+def test_chunks_of_several_times_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    path = stores.write(stores.dataset(), tmp_path / "in.zarr", chunks={"time": 4})
+    told = ask(monkeypatch, f"store={path}", "domain=1")
+    assert told["amplification"] == {"1": 4.0}
+    assert any("up to 4 times" in line for line in told["advice"])
+    assert not any("share the reading" in line for line in told["advice"])
+
+
+def test_the_advice_can_be_pasted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = tmp_path / "my era5"
+    folder.mkdir()
+    path = stores.write(stores.dataset(), folder / "in.zarr")
+    told = ask(monkeypatch, f"store={path}")
+    words = shlex.split(told["advice"][-1])
+    assert words[:3] == ["credit-dp", "data", "prepare"]
+    assert f"store={path}" in words
+    assert "domains=[1,2,4,8]" in words
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["year=2000", "a b=[1]", "x(1)", "it's #1", "a,b"])
+def test_any_path_is_taken_and_its_advice_too(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    path = str(stores.write(stores.dataset(), tmp_path / name))
+    told = ask(monkeypatch, f'store="{path}"' if "," in name else f"store={path}")
+    assert told["where"] == path
+    again = shlex.split(told["advice"][-1])[3]
+    assert ask(monkeypatch, again)["where"] == path
+
+
+def test_a_comma_needs_brackets_or_quotes(monkeypatch: pytest.MonkeyPatch) -> None:
+    code, said, err = answer(monkeypatch, "data", "inspect", "store=a,b", program="")
+    assert (code, said, err.count("\n")) == (2, "", 1)
+    assert "store=[a,b]" in err
+    assert "'store=\"a,b\"'" in err
+
+
+def test_one_time_has_no_gaps() -> None:
+    told = dates_of(stores.times(1).astype("M8[ns]"))
+    assert (told.count, told.gaps, told.spacing_hours) == (1, (), 0)
+
+
+def test_no_more_ranks_than_rows(tmp_path: Path) -> None:
+    path = stores.write(stores.dataset(rows=6), tmp_path / "in.zarr")
+    assert list(inspected(open_source(stores.config(path)), (1, 4, 8)).amplification) == [1, 4]
+
+
+@pytest.mark.parametrize(
+    ("key", "message"),
+    [
+        ("domain=13", "domain: needs a number of ranks from 1 to 12"),
+        ("domian=2", "Did you mean domain?"),
+    ],
+)
+def test_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, store: Path, key: str, message: str
+) -> None:
+    code, said, err = answer(monkeypatch, "data", "inspect", f"store={store}", key, program="")
+    assert (code, said, err.count("\n")) == (2, "", 1)
+    assert message in err
+
+
+def test_gaps_are_counted_by_the_usual_spacing() -> None:
+    times = stores.times(10)[[0, 1, 2, 6, 7, 9]].astype("M8[ns]")
+    told = dates_of(times)
+    assert told.spacing_hours == 6
+    assert [gap.missing for gap in told.gaps] == [3, 1]
+    assert told.missing == 4
+    assert np.diff(times).min() == np.timedelta64(6, "h")

@@ -1,0 +1,141 @@
+import json
+
+import numpy as np
+import pytest
+
+from credit_dp.cli.data import stats as command
+from credit_dp.data.setup import prepare
+from credit_dp.errors import UserError
+from tests.data import stores
+
+NAMES = "[geopotential,2m_temperature,temperature]"
+
+
+@pytest.fixture
+def keys(tmp_path):
+    path = stores.write(stores.dataset(), tmp_path / "store.zarr")
+    return [
+        f"store={path}",
+        f"data.prognostic={NAMES}",
+        "data.forcing=[day_of_year_sin,solar]",
+        "data.dates.train=[2000-01-01,2000-01-02]",
+        f"data.cache={tmp_path / 'cache'}",
+    ]
+
+
+def stats(*arguments):
+    return command(arguments, "credit-dp data stats")
+
+
+def refused(*arguments):
+    with pytest.raises(UserError) as caught:
+        stats(*arguments)
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+@pytest.mark.slow
+def test_it_says_what_it_reads_and_how_long_then_writes_the_file(keys, tmp_path, capsys):
+    out = tmp_path / "stats.json"
+    assert stats(*keys, f"out={out}") == 0
+    told = capsys.readouterr().out.splitlines()
+    assert "8 dates, 2000-01-01T00:00 to 2000-01-02T18:00; 24.6 kB of fields" in told[0]
+    assert told[1] == "variables: geopotential, 2m_temperature, temperature, solar"
+    assert told[2].startswith("expected: ")
+    assert "64/64" in told[-2]
+    assert told[-1] == f"{out}: train with data.statistics={out}"
+    assert set(json.loads(out.read_text())["channels"]) >= {"temperature_850", "land_sea_mask"}
+    config = stores.config(tmp_path / "store.zarr", statistics=str(out))
+    given, computed = prepare(config), prepare(stores.config(tmp_path / "store.zarr"))
+    assert np.array_equal(given.statistics.std, computed.statistics.std)
+
+
+@pytest.mark.slow
+def test_without_out_training_finds_it(keys, tmp_path, monkeypatch):
+    assert stats(*keys) == 0
+    (file,) = (tmp_path / "cache").glob("statistics-*.json")
+    before = file.stat().st_mtime_ns
+    prepare(stores.config(tmp_path / "store.zarr"))
+    assert file.stat().st_mtime_ns == before
+    assert len(list((tmp_path / "cache").glob("statistics-*.json"))) == 1
+
+
+@pytest.mark.slow
+def test_what_is_there_is_not_made_again_and_nothing_else_is_replaced(keys, tmp_path, capsys):
+    out = tmp_path / "stats.json"
+    assert stats(*keys, f"out={out}", "every=3") == 0
+    written = out.read_text()
+    capsys.readouterr()
+    assert stats(*keys, f"out={out}", "every=3", "workers=1") == 0
+    assert capsys.readouterr().out.splitlines() == [f"{out}: train with data.statistics={out}"]
+    assert "is there, of every=3, not 1. Change out" in refused(*keys, f"out={out}")
+    keys[3] = "data.dates.train=[2000-01-01,2000-01-01]"
+    assert "is of dates" in refused(*keys, f"out={out}", "every=3")
+    assert out.read_text() == written
+    other = tmp_path / "notes.txt"
+    other.write_text("mine")
+    assert "no file of statistics" in refused(*keys, f"out={other}")
+    assert other.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["out=/proc/nowhere/stats.json"], "cannot be made"),
+        (["every=0"], "every: needs a whole number of at least 1"),
+        (["workers=x"], "workers: needs a whole number"),
+        (["evry=2"], "Did you mean every?"),
+        (["data.dates.train=[2000-01-01T00,2000-01-01T00]"], "no two dates of data.dates.train"),
+        (["scheduler=tcp://127.0.0.1:9"], "can't be reached"),
+        (["data.prognostic=[wind]"], "no variable wind"),
+        (['data.variables.temperature.convert="hPa->Pa"'], "temperature needs data.variables"),
+    ],
+)
+def test_bad_input_is_one_line(keys, monkeypatch, given, told):
+    monkeypatch.setattr("credit_dp.data.streaming.CONNECT_SECONDS", 0.2)
+    assert told in refused(*keys, *given)
+
+
+def test_dates_are_chosen_among_those_with_a_whole_sum(keys, tmp_path, capsys):
+    without = [key for key in keys if not key.startswith("data.dates")]
+    summed = ["data.variables.solar.accumulated=true", "data.step=12h"]
+    assert stats(*without, *summed, f"out={tmp_path / 'all.json'}") == 0
+    assert "3 dates, 2000-01-01T12:00 to 2000-01-02T12:00" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "said", ["data.variables.solar.normalise=std", "data.variables={solar: {normalise: std}}"]
+)
+def test_variables_can_be_set(keys, tmp_path, said):
+    assert stats(*keys, said, f"out={tmp_path / 'std.json'}") == 0
+    assert "no list of the data config has a variable wind" in refused(
+        *keys, said.replace("solar", "wind")
+    )
+
+
+@pytest.mark.slow
+def test_without_dates_it_takes_those_that_training_would(keys, tmp_path, capsys):
+    del keys[3]
+    assert stats(*keys, f"out={tmp_path / 'stats.json'}", "every=2") == 0
+    told = capsys.readouterr().out
+    assert "5 dates, 2000-01-01T00:00 to 2000-01-03T00:00, every=2" in told
+    assert "data.dates: auto: train 2000-01-01T00 to 2000-01-03T06 (10 times), valid" in told
+    assert "every=3 is better" in told
+    every = "data.dates.train=[2000-01-01,2000-01-03]"
+    assert stats(*keys, every, f"out={tmp_path / 'every.json'}") == 0
+    assert "12 dates, 2000-01-01T00:00 to 2000-01-03T18:00" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_a_cluster_gives_the_same_bits(keys, tmp_path):
+    from distributed import LocalCluster
+
+    with LocalCluster(
+        n_workers=1, threads_per_worker=2, processes=False, dashboard_address=None
+    ) as cluster:
+        address = cluster.scheduler_address
+        assert stats(*keys, f"out={tmp_path / 'a.json'}", f"scheduler={address}") == 0
+    assert stats(*keys, f"out={tmp_path / 'b.json'}") == 0
+    assert (tmp_path / "a.json").read_text() == (tmp_path / "b.json").read_text()

@@ -1,0 +1,246 @@
+"""`credit-dp evaluate`: what it prints, what it writes, and that it writes all or nothing."""
+
+import base64
+import csv
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from credit_dp.forecast.writer import ATTRIBUTE
+from tests.cli.answers import answer
+from tests.evaluation import forecasts
+
+FILES = ["scorecard.html", "scores.csv", "scores.json", "spectra.csv"]
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with truth, climatology and an ensemble."""
+    path = tmp_path_factory.mktemp("stores")
+    observed = forecasts.truth()
+    forecasts.write(observed, path / "truth.zarr")
+    forecasts.write(forecasts.climatology(observed), path / "climatology.zarr")
+    forecasts.write(forecasts.forecast(observed, members=2), path / "forecast.zarr")
+    return path
+
+
+def ask(monkeypatch: pytest.MonkeyPatch, stores: Path, *keys: str) -> tuple[int, str, str]:
+    given = {"forecast": "forecast.zarr", "truth": "truth.zarr", "out": "new"}
+    given |= {"climatology": "climatology.zarr"}
+    given |= dict(key.split("=", 1) for key in keys)
+    monkeypatch.chdir(stores)
+    monkeypatch.setenv("CREDIT_DP_CACHE", str(stores / "cache"))
+    texts = [f"{key}={value}" for key, value in given.items()]
+    with monkeypatch.context() as inner:
+        return answer(inner, "evaluate", *texts, program="credit-dp")
+
+
+class Page(HTMLParser):
+    """What a page has: rows of cells by table, the pictures, and every address."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tables: dict[str, list[list[str]]] = {}
+        self.addresses: list[str] = []
+        self.open: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        self.addresses += [given[key] or "" for key in ("src", "href") if key in given]
+        if tag == "table":
+            self.tables[given["id"] or ""] = []
+        if tag == "tr":
+            list(self.tables.values())[-1].append([])
+        if tag in ("td", "th"):
+            list(self.tables.values())[-1][-1].append("")
+        if tag not in ("meta", "img", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self.open and self.open[-1] in ("td", "th"):
+            list(self.tables.values())[-1][-1][-1] += data
+
+
+def test_everything_is_written(monkeypatch: pytest.MonkeyPatch, stores: Path) -> None:
+    few = ("variables=[2m_temperature,temperature]", "levels=[850]")
+    code, said, complaints = ask(monkeypatch, stores, *few, "out=out")
+    assert (code, complaints) == (0, "")
+    assert "2 initial times, 2 members" in said
+    assert re.search(r"^24 h +unit +RMSE +RMSE persist. +RMSE climat. +ACC", said, re.MULTILINE)
+    assert said.endswith("out/scorecard.html\n")
+    assert sorted(path.name for path in (stores / "out").iterdir()) == FILES
+    rows = list(csv.DictReader((stores / "out" / "scores.csv").read_text().splitlines()))
+    told = json.loads((stores / "out" / "scores.json").read_text())
+    assert told["lead_hours"] == [0, 6, 24]
+    for row in rows:
+        level = f"_{row['level']}" if row["level"] else ""
+        scores = told["scores"][f"{row['variable']}{level}"][row["score"]]
+        value = scores[f"{row['lead_hours']}h"][row["of"]]
+        assert value is None if row["value"] == "" else float(row["value"]) == value
+    assert {row["of"] for row in rows} == {"forecast", "persistence", "climatology", "truth"}
+    assert len(rows) == 2 * 3 * (3 + 2 + 3 + 2 + 3 + 1)
+    check_page((stores / "out" / "scorecard.html").read_text(), told)
+
+
+def check_page(text: str, told: dict[str, object]) -> None:
+    """Whole, self-contained, and with the numbers of the JSON to three digits."""
+    page = Page(text)
+    assert page.open == []
+    assert list(page.tables) == ["rmse", "acc", "bias", "activity", "crps", "spread"]
+    pictures = [address.split(",")[1] for address in page.addresses]
+    assert all(address.startswith("data:image/") for address in page.addresses)
+    assert len(pictures) == 6 + 3 + 2  # scores, bands of latitude, maps
+    for address, picture in zip(page.addresses, pictures, strict=True):
+        content = base64.b64decode(picture)
+        if address.startswith("data:image/svg"):
+            assert ElementTree.fromstring(content).tag.endswith("svg")
+        else:
+            assert content.startswith(b"\x89PNG")
+    assert not re.search(r"(src|href|url)\s*[=(]\s*[\"']?(?!data:)\w", text)
+    head, names, *lines = page.tables["rmse"]
+    assert head[2:] == ["24 h"]
+    assert names == ["variable", "unit", "forecast", "persistence", "climatology"]
+    scores = told["scores"]
+    assert isinstance(scores, dict)
+    for line in lines:
+        wanted = scores[line[0]]["rmse"]["24h"].values()
+        assert [float(cell) for cell in line[2:]] == pytest.approx(list(wanted), rel=6e-3)
+
+
+@pytest.mark.slow
+def test_bands_in_files_of_their_own_are_joined(
+    monkeypatch: pytest.MonkeyPatch, stores: Path
+) -> None:
+    made = forecasts.forecast(forecasts.truth(), members=2)
+    monkeypatch.setattr("credit_dp.evaluation.report.page", lambda card: "")
+    (stores / "bands").mkdir()
+    for number, rows in enumerate((slice(0, 4), slice(4, 6), slice(6, None))):
+        forecasts.write(made.isel(latitude=rows), stores / "bands" / f"{number}.nc")
+    assert ask(monkeypatch, stores, "hours=[24]", "levels=[850]", "out=one")[0] == 0
+    assert (
+        ask(monkeypatch, stores, "hours=[24]", "levels=[850]", "forecast=bands", "out=two")[0] == 0
+    )
+    one, two = ((stores / name / "scores.csv").read_text() for name in ("one", "two"))
+    assert one == two
+
+
+def test_the_truth_is_by_default_what_a_forecast_started_from(
+    monkeypatch: pytest.MonkeyPatch, stores: Path
+) -> None:
+    made = forecasts.forecast(forecasts.truth(), members=2)
+    monkeypatch.setattr("credit_dp.evaluation.report.page", lambda card: "")
+    made.attrs[ATTRIBUTE] = json.dumps({"stores": ["truth.zarr"]})
+    forecasts.write(made, stores / "ours.zarr")
+    for key in (
+        ("hours=[24]", "out=given"),
+        ("forecast=ours.zarr", "truth=", "hours=[24]", "out=own"),
+    ):
+        assert ask(monkeypatch, stores, "levels=[850]", *key)[0] == 0
+    given, own = ((stores / name / "scores.csv").read_text() for name in ("given", "own"))
+    assert given == own
+
+
+@pytest.mark.slow
+def test_the_truth_may_be_several_stores(monkeypatch: pytest.MonkeyPatch, stores: Path) -> None:
+    """Given, or said by the forecast."""
+    observed = forecasts.truth()
+    monkeypatch.setattr("credit_dp.evaluation.report.page", lambda card: "")
+    forecasts.write(observed[["2m_temperature"]], stores / "surface.zarr")
+    forecasts.write(observed.drop_vars("2m_temperature"), stores / "upper.zarr")
+    made = forecasts.forecast(observed, members=2)
+    made.attrs[ATTRIBUTE] = json.dumps({"stores": ["upper.zarr", "surface.zarr"]})
+    forecasts.write(made, stores / "apart.zarr")
+    for keys in (
+        ("out=one_store",),
+        ("truth=[upper.zarr,surface.zarr]", "out=two_stores"),
+        ("forecast=apart.zarr", "truth=", "out=two_own_stores"),
+    ):
+        assert ask(monkeypatch, stores, "hours=[24]", "levels=[850]", *keys)[0] == 0
+    outs = ("one_store", "two_stores", "two_own_stores")
+    one, *others = ((stores / out / "scores.csv").read_text() for out in outs)
+    assert others == [one, one]
+
+
+@pytest.mark.parametrize(
+    ("keys", "part"),
+    [
+        (["forecast=nowhere.zarr"], "nowhere.zarr: no such zarr store. Set forecast"),
+        (["forecast=truth.zarr"], "forecasts need the dims time (initial time)"),
+        (["forecast=~nobody-has-this/x"], "forecast: there is no home folder as in ~nobody-has-"),
+        (["truth=~nobody-has-this/x"], "truth: there is no home folder as in ~nobody-has-this/x"),
+        (["climatology=~nobody-has-this/x"], "climatology: there is no home folder as in"),
+        (["out=~nobody-has-this/x"], "out: there is no home folder as in ~nobody-has-this/x"),
+        (["truth=forecast.zarr"], "2m_temperature has the dims number, time, prediction_timedelta"),
+        (["levels=[700]"], "has no level 700"),
+        (["levels=[low]"], "levels: needs a list of whole numbers, like [24,72], got ['low']"),
+        (["dates=[2000-01-02]"], "dates: needs [first, last] in ISO format"),
+        (["variables=[wind]"], "no forecast of wind"),
+        (["climatology_dates=[2000-01-01,2000-01-02]"], "no use beside climatology="),
+        (["truht=x"], "Did you mean truth?"),
+        (["truth="], "forecast.zarr does not say what it started from"),
+        (["out="], "out: needs the folder to write, like out=scores"),
+        (["out=truth.zarr"], "truth.zarr: exists already"),
+        (["out=."], ".: exists already"),
+        (["out=deep/er/new", "truth=nowhere.zarr"], "nowhere.zarr: no such zarr store. Set truth"),
+        (["variables=[temperature,temperature]"], "error: variables: needs each entry once"),
+        (["limits=3"], "limits: needs entries in braces, like {NAME:[A,B]}, got '3'"),
+        (["limits={temperature:[9,1]}"], "limits.temperature: needs [low, high]"),
+        (
+            ["limits={temprature:null}"],
+            "limits.temprature: what is scored has no variable temprature. Nearest: temp",
+        ),
+        (["limits={t:[300,400]}"], "its limits are 300 to 400"),
+        (["out=truth.zarr/zarr.json/x"], "can't be made (Not a directory). Change out"),
+    ],
+)
+def test_refused_in_one_line_and_nothing_written(
+    monkeypatch: pytest.MonkeyPatch, stores: Path, keys: list[str], part: str
+) -> None:
+    before = sorted(stores.rglob("*"))
+    code, _, complaints = ask(monkeypatch, stores, *keys)
+    assert code == 2
+    assert complaints.count("\n") == 1
+    assert part in complaints
+    assert sorted(stores.rglob("*")) == before
+
+
+def test_nothing_is_left_of_what_fails_on_the_way(
+    monkeypatch: pytest.MonkeyPatch, stores: Path
+) -> None:
+    """A field that is only read at the end has NaN."""
+    made = forecasts.forecast(forecasts.truth(), members=2)
+    values = made["2m_temperature"].values.copy()
+    values[-1, -1, -1, 0, 0] = float("nan")
+    broken = made.assign({"2m_temperature": (made["2m_temperature"].dims, values)})
+    forecasts.write(broken, stores / "broken.zarr")
+    before = sorted(stores.rglob("*"))
+    code, _, complaints = ask(monkeypatch, stores, "forecast=broken.zarr")
+    assert (code, complaints.count("\n")) == (2, 1)
+    assert "2m_temperature from 2000-01-02T12:00 at 24 h has NaN" in complaints
+    assert sorted(stores.rglob("*")) == before
+
+
+def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch, stores: Path) -> None:
+    def full(*_: object, **__: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("credit_dp.evaluation.report.page", lambda card: "")
+    monkeypatch.setattr(Path, "write_text", full)
+    code, _, complaints = ask(monkeypatch, stores, "hours=[6]", "out=full")
+    assert (code, complaints.count("\n")) == (2, 1)
+    assert "full: can't be written (No space left on device)" in complaints
+    assert not list(stores.glob("*full*"))
+
+
+def test_help_needs_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    code, said, complaints = answer(monkeypatch, "evaluate", "--help", program="credit-dp")
+    assert (code, complaints) == (0, "")
+    assert said.startswith("credit-dp evaluate forecast=STORE [truth=STORE] out=FOLDER")

@@ -1,0 +1,215 @@
+"""`credit-dp forecast`: keys, meshes, and one line for each mistake."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xarray as xr
+
+from credit_dp.cli.forecast import forecast_config
+from tests.cli.answers import answer
+from tests.data import stores
+from tests.forecast.runs import ROWS, train
+
+TIMES = ("init=2000-01-04/2000-01-04T12/12h", "lead=12h", "device=cpu")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The folder of a run."""
+    return Path(train(tmp_path_factory.mktemp("trained")).run.dir)
+
+
+def told(monkeypatch, *words: object) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr."""
+    return answer(monkeypatch, "forecast", *map(str, words), program="credit-dp")
+
+
+def refused(monkeypatch, *words: object) -> str:
+    """The one line that refuses a forecast."""
+    code, _, line = told(monkeypatch, *words)
+    assert code == 2
+    assert line.startswith("error: ")
+    assert line.count("\n") == 1
+    return line.removeprefix("error: ").rstrip()
+
+
+def test_it_forecasts_into_the_folder_of_the_run(run, monkeypatch):
+    code, out, err = told(monkeypatch, f"checkpoint={run}", *TIMES)
+    assert (code, err) == (0, "")
+    found = run / "forecast.zarr"
+    assert str(found) in out
+    with xr.open_zarr(found) as data:
+        assert dict(data.sizes)["time"] == 2
+    code, out, _ = told(monkeypatch, "check", found)
+    assert code == 0
+    assert out == f"{found}: complete (2 initial times, 2 lead times)\n"
+    assert f"{found}: is there already. Change out." in refused(
+        monkeypatch, f"checkpoint={run}", *TIMES
+    )
+    (found / "geopotential/c.0.0.0.0.0").unlink()
+    code, out, _ = told(monkeypatch, "check", found)
+    assert code == 1
+    assert "missing: 2000-01-04T00 +6h, rows 0 to 16" in out
+    shutil.rmtree(found)
+
+
+def test_checks_of_what_is_no_forecast(run, tmp_path, monkeypatch):
+    assert "there is no forecast" in refused(monkeypatch, "check", tmp_path / "f.zarr")
+    assert "is no forecast that credit-dp forecast wrote" in refused(monkeypatch, "check", run)
+    assert "needs the path of one forecast, got 0" in refused(monkeypatch, "check")
+    for path in ("/", "~nobody-has-this/f.zarr"):
+        assert f"{path}: can't be a forecast" in refused(monkeypatch, "check", path)
+
+
+def changed_store(run: Path, folder: Path, change: str) -> Path:
+    """The run's store with something else about it."""
+    data = stores.dataset(ROWS, 16, 20)
+    if change == "variable":
+        data = data.drop_vars("2m_temperature")
+    elif change == "level":
+        data = data.sel(level=[500, 1000])
+    elif change == "grid":
+        data = stores.dataset(12, 16, 20)
+    elif change == "latitudes":
+        data["latitude"] = np.linspace(85, -85, ROWS)
+    elif change == "longitudes":
+        data["longitude"] = data["longitude"] + 0.5
+    elif change == "gap":
+        data["temperature"][14] = np.nan
+    elif change == "short":
+        data = data.isel(time=slice(0, 14))
+    return stores.write(data, folder / f"{change}.zarr")
+
+
+NOTHING_WRITTEN = {
+    "init in no data": (["init=2010-01-01"], "init: needs a state at 2010-01-01T00:00, but"),
+    "init off the step": (["init=2000-01-04T03"], "init: needs a state at 2000-01-04T03:00, but"),
+    "forcing ends": (["lead=30d"], "init: needs the forcing at 2000-01-06T00:00, but"),
+    "lead": (["lead=7h"], "lead: needs a multiple of the model's step of 6h"),
+    "init": (["init=never"], "init: needs a date"),
+    "no such key": (["lede=12h"], "needs keys like checkpoint"),
+    "no such config": (["data.stroe=x"], "data.stroe"),
+    "members": (["members=x"], "members: needs a whole number, got 'x'"),
+    "checkpoint": (["checkpoint=nowhere"], "checkpoint: needs the folder of a run or of a"),
+    "model": (
+        ["model.channels=[8,32]"],
+        "trained with model.channels=[8,16], the config has [8,32]",
+    ),
+    "same shapes": (["model.groups=2"], "trained with model.groups=4, the config has 2. Leave"),
+    "normalised": (
+        ["data.variables={temperature:{normalise:minmax}}"],
+        "trained with data.variables.temperature.normalise=standard, the config has minmax",
+    ),
+    "home": (["out=~nobody-has-this/f.zarr"], "out: there is no home folder as in ~nobody"),
+    "frames": (["model.frames=2"], "trained with model.frames=1, the config has 2"),
+    "fields": (["data.prognostic=[temperature]"], "which the data here lack"),
+    "more fields": (["data.diagnostic=[solar]"], "solar"),
+    "ranks": (["parallel.domain=40"], "parallel.domain: the model's coarsest level has 9 of the"),
+    "store variable": (["data.store=VARIABLE"], "2m_temperature"),
+    "store level": (["data.store=LEVEL"], "and needs geopotential_850, which the data here lack"),
+    "store grid": (["data.store=GRID"], "was trained on a grid of 17x16, but"),
+    "store latitudes": (["data.store=LATITUDES"], "was trained with latitude 90 at place 0, but"),
+    "store longitudes": (["data.store=LONGITUDES"], "was trained with longitude 0 at place 0"),
+    "store short": (["data.store=SHORT"], "init: needs a state at 2000-01-04T12:00, but"),
+    "no store": (["data.store=nowhere.zarr"], "nowhere.zarr: no such zarr store"),
+    "out": (["out=gs://b/f.zarr"], "out: needs a path of this machine"),
+}
+
+
+SLOW = [  # like others, or seldom
+    "more fields",
+    "members",
+    "init",
+    "frames",
+    "no store",
+    "no such config",
+    "store variable",
+    "store longitudes",
+    "init off the step",
+]
+CASES = [pytest.param(c, marks=pytest.mark.slow) if c in SLOW else c for c in NOTHING_WRITTEN]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_a_mistake_is_one_line_and_nothing_is_written(run, tmp_path, monkeypatch, case):
+    words, line = NOTHING_WRITTEN[case]
+    key, _, value = words[0].partition("=")
+    if value.isalpha() and value.isupper():
+        words = [f"{key}={changed_store(run, tmp_path, value.lower())}"]
+    out = tmp_path / "there"
+    out.mkdir()
+    given = {w.partition("=")[0]: w for w in (*TIMES, f"checkpoint={run}", f"out={out}/f.zarr")}
+    given |= {key: words[0]}
+    monkeypatch.chdir(tmp_path)
+    assert line in refused(monkeypatch, *given.values())
+    assert list(out.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_a_gap_in_the_initial_state_is_one_line(run, tmp_path, monkeypatch):
+    store = changed_store(run, tmp_path, "gap")
+    words = [f"checkpoint={run}", *TIMES, f"data.store={store}", f"out={tmp_path}/f.zarr"]
+    line = refused(monkeypatch, *words)
+    assert "2000-01-04T12" in line
+    assert not (tmp_path / "f.zarr").exists()
+    assert told(monkeypatch, "check", tmp_path / "f.zarr")[0] == 1
+
+
+@pytest.mark.slow
+def test_what_is_needed(run, monkeypatch):
+    for missing, words in (
+        ("checkpoint", ["init=2000-01-04", "lead=6h"]),
+        ("init", [f"checkpoint={run}", "lead=6h"]),
+        ("lead", [f"checkpoint={run}", "init=2000-01-04"]),
+    ):
+        assert refused(monkeypatch, *words).startswith(f"{missing}: needs ")
+    assert "--nothing" in refused(monkeypatch, "--nothing")
+    assert "lead=240h" in told(monkeypatch, "--help")[1]
+
+
+@pytest.mark.slow
+def test_a_damaged_checkpoint_is_one_line(run, tmp_path, monkeypatch):
+    there = shutil.copytree(run / "checkpoint", tmp_path / "checkpoint")
+    step = there / "step-00000002"
+    words = [f"checkpoint={step}", *TIMES, f"out={tmp_path}/f.zarr"]
+    text = json.loads((step / "state.json").read_text())
+    (step / "state.json").write_text(json.dumps({**text, "config": "a: ["}))
+    assert "the config in" in refused(monkeypatch, *words)
+    (step / "state.json").write_text(json.dumps({**text, "data": {}}))
+    assert "is not a readable checkpoint" in refused(monkeypatch, *words)
+    (step / "state.json").write_text(json.dumps(text))
+    shard = next(step.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:200])
+    assert "is not a readable checkpoint" in refused(monkeypatch, *words)
+    assert not list(tmp_path.glob("f.zarr*.partial"))
+
+
+def test_the_mesh_is_ones_own_and_the_rest_is_the_runs(run):
+    words = [f"checkpoint={run}", "init=2000-01-04", "lead=12h", "parallel.domain=2"]
+    config = forecast_config([*words, "parallel.data=3", "device=cpu"], "credit-dp forecast")
+    assert (config.parallel.domain, config.parallel.data, config.data.batch_size) == (2, 3, 3)
+    assert config.model.channels == [8, 16]
+    assert config.trainer.dtype == "float64"
+    assert config.request.out == str(run / "forecast.zarr")
+    assert config.request.checkpoint == str(run / "checkpoint/step-00000002")
+
+
+@pytest.mark.slow
+def test_torchrun_starts_it_too(run, tmp_path):
+    words = [f"checkpoint={run}", *TIMES, "parallel.domain=2", f"out={tmp_path}/f.zarr"]
+    script = tmp_path / "start.py"
+    script.write_text("from credit_dp.cli.entry import main\nmain()\n")
+    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", str(script)]
+    subprocess.run([*start, "forecast", *words], check=True, timeout=200)
+    with xr.open_zarr(tmp_path / "f.zarr") as data:
+        assert np.isfinite(data["geopotential"].values).all()
+    done = subprocess.run(
+        [*start, "forecast", *words], check=False, timeout=200, capture_output=True, text=True
+    )
+    assert done.stderr.count("is there already. Change out.") == 1

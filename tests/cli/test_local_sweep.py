@@ -1,0 +1,152 @@
+"""`hydra/launcher=local`: jobs share the machine, fail alone, end together, and are not repeated.
+
+Jobs are small programs in place of trainings.
+"""
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from credit_dp.cli import sweep_launchers
+from credit_dp.distributed.peer_monitor import gone
+from credit_dp.sweeps import read_sweep
+from credit_dp.sweeps.read import planned_jobs
+from tests.cli.answers import answer, refusal
+
+LOCAL = ("-m", "hydra/launcher=local", "device=cpu", "run.name=many")
+# What a job does: say when it ran, and what its seed asks for.
+PROGRAM = """
+import os, signal, sys, time
+folder, keys = sys.argv[1], dict(k.split("=", 1) for k in sys.argv if "=" in k)
+seed = int(keys.get("seed", 0))
+asked = []
+signal.signal(signal.SIGUSR1, lambda number, frame: asked.append(number))
+open(folder + "/config.yaml", "w").write("{}")
+open(folder + "/began", "w").write(f"{time.monotonic()} {os.getpid()}")
+if seed >= 8:
+    os.kill(os.getppid(), {8: signal.SIGINT, 9: signal.SIGUSR1}[seed])
+    while not asked:
+        time.sleep(0.02)
+    sys.exit(75)
+time.sleep(0.3)
+open(folder + "/ended", "w").write(str(time.monotonic()))
+if seed == 3:
+    sys.exit("error: three is not allowed")
+"""
+
+
+@pytest.fixture
+def sweep(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The folder of a sweep, whose jobs are such programs."""
+
+    def command(folder: Path, texts: Sequence[str]) -> list[str]:
+        return [sys.executable, "-S", "-c", PROGRAM, str(folder), *texts]
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sweep_launchers, "train_command", command)
+    return tmp_path / "outputs/many"
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    return answer(pytest.MonkeyPatch(), *LOCAL, "hydra.launcher.cores=2", *arguments)
+
+
+def states(sweep: Path) -> list[str]:
+    paths = sorted(sweep.glob("*/job.json"))
+    return [str(json.loads(path.read_text())["state"]) for path in paths]
+
+
+@pytest.mark.slow
+def test_jobs_start_as_cores_come_free(sweep: Path) -> None:
+    code, out, err = run("parallel.domain=1,2", "seed=1,2")
+    assert (code, err) == (0, "")
+    assert states(sweep) == ["done"] * 4
+    assert "#2 started with 2 ranks: device=cpu parallel.domain=2 seed=1\n" in out
+    folders = [sweep / number for number in "0123"]
+    began = [float((folder / "began").read_text().split()[0]) for folder in folders]
+    times = [(a, float((f / "ended").read_text())) for a, f in zip(began, folders, strict=True)]
+    assert times[1][0] < times[0][1]  # two of one rank at once
+    assert [job["seed"] for job in planned_jobs(sweep)] == ["1", "2"] * 2
+    for large in times[2:]:  # those of two ranks alone
+        assert all(end < large[0] or large[1] < begin for begin, end in times if begin != large[0])
+
+
+@pytest.mark.slow
+def test_a_job_that_fails_does_not_stop_the_others(sweep: Path) -> None:
+    code, out, _ = run("seed=3,1,2")
+    assert code == 1
+    assert states(sweep) == ["failed", "done", "done"]
+    assert json.loads((sweep / "0/job.json").read_text())["cause"] == "three is not allowed"
+    assert "#0 ended with exit code 1 (three is not allowed)" in out
+    assert "3 jobs ended, 1 of them failed" in out
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_all_jobs(sweep: Path) -> None:
+    code, _, err = run("seed=8,1,2")
+    assert (code, err) == (130, "\ninterrupted\n")
+    pids = [int(path.read_text().split()[1]) for path in sweep.glob("*/began")]
+    assert pids
+    assert all(gone(pid) for pid in pids)
+    assert not (sweep / "2/began").exists()
+
+
+@pytest.mark.slow
+def test_a_signal_has_all_jobs_save_and_starts_no_more(sweep: Path) -> None:
+    code, _, _ = run("seed=9,1,2")
+    assert code == 75
+    jobs = [(job.value("seed"), job.standing.state) for job in read_sweep(sweep).jobs]
+    assert (jobs[0], jobs[2]) == (("9", "preempted"), ("2", "not started"))
+    assert not (sweep / "2/began").exists()
+
+
+@pytest.mark.slow
+def test_a_signal_between_two_starts_prevents_the_second(
+    sweep: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job that started after it would never hear of it."""
+
+    def interrupt(text: str) -> None:
+        if "started" in text:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    monkeypatch.setattr(sweep_launchers, "tell", interrupt)
+    assert run("seed=1,2")[0] == 75
+    assert len(list(sweep.glob("*/job.json"))) == 1
+
+
+@pytest.mark.slow
+def test_what_is_larger_than_the_machine_is_refused(sweep: Path) -> None:
+    line = refusal(
+        pytest.MonkeyPatch(), *LOCAL, "hydra.launcher.cores=2", "seed=1,2", "parallel.domain=3"
+    )
+    assert "3 ranks on one node need 3 cores, but nodes have 2" in line
+    assert list(sweep.glob("*/job.json")) == []
+
+
+def test_the_launchers_are_for_sweeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "add --multirun" in refusal(monkeypatch, "hydra/launcher=local")
+
+
+def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("credit_dp.cli.sweep_launchers.PLUGIN", "hydra_plugins.not_there")
+        line = refusal(monkeypatch, "-m", "hydra/launcher=slurm", "seed=1,2")
+    assert "pip install 'credit_dp[slurm]'" in line
+
+
+@pytest.mark.slow
+def test_without_slurm_nothing_is_submitted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path)
+        patch.setenv("PATH", os.path.dirname(sys.executable))
+        line = refusal(monkeypatch, "-m", "hydra/launcher=slurm", "seed=1,2")
+    assert "needs sbatch, which is not here" in line
+    assert list(tmp_path.iterdir()) == []

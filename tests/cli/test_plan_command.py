@@ -1,0 +1,196 @@
+"""`credit-dp plan`: a table or JSON; what can't be sharded is listed, with exit code 1."""
+
+import json
+import re
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from credit_dp.cli.plan import alike
+from credit_dp.data.store import Store
+from credit_dp.domain_parallel.costs.report import LayerTraffic
+from credit_dp.domain_parallel.count_transport import Sent
+from tests.cli.answers import answer
+from tests.cli.test_bad_stores import arguments as of_store
+from tests.data import stores
+
+ROOT = Path(__file__).parents[2]
+SMALL = ("model.channels=[8,16]", "model.groups=4", "data.grid=24x48")
+
+
+def plan(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, str, str]:
+    return answer(monkeypatch, "plan", *arguments, program="credit-dp")
+
+
+@pytest.mark.slow
+def test_json_holds_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    code, out, err = plan(monkeypatch, "--json", *SMALL, "parallel.domain=5", "data.batch_size=2")
+    assert (code, err) == (0, "")
+    report = json.loads(out)
+    assert report["input_shapes"] == [[2, 18, 24, 48]]
+    assert (report["model"], report["dtype"], report["ranks"]) == ("unet", "float32", 5)
+    level = next(level for level in report["levels"] if level["rows"] == 12)
+    assert (level["bands"], level["imbalance"], level["excess"]) == ([3, 3, 2, 2, 2], 1.25, 1.0)
+    assert level["sent_bytes"] == level["least_bytes"] > 0
+    exchanged = sum(sent["bytes"] for way in ("forward", "backward") for sent in report[way])
+    assert sum(level["sent_bytes"] for level in report["levels"]) == exchanged
+    assert report["problems"] == []
+    for way in ("forward", "backward"):
+        assert len(report[way]) == 5
+        for rank, sent in enumerate(report[way]):
+            for kind in ("messages", "bytes", "collectives", "collective_bytes"):
+                assert sent[kind] == sum(layer[way][rank][kind] for layer in report["layers"])
+    assert report["forward"][0]["bytes"] < report["forward"][1]["bytes"]
+    assert len(report["saved_bytes"]) == 5
+    assert report["parameter_bytes"] == 4 * report["parameters"]
+
+
+@pytest.mark.slow
+def test_the_table_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    code, out, err = plan(monkeypatch, *SMALL, "parallel.domain=3", "trainer.dtype=float64")
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert "input   4 x 18 x 24 x 48, float64" in lines
+    assert "ranks   3" in lines
+    bands = next(line.split() for line in lines if line.startswith("  24 "))
+    assert bands[:4] == ["24", "8", "8", "1.000"]
+    assert bands[4:6] == bands[6:8]
+    assert bands[8] == "1.00"
+    stem = next(line.split() for line in lines if line.startswith("stem "))
+    row = 4 * 18 * 48 * 8 / 1000
+    assert stem[1:] == [
+        *("DomainParallelPeriodicConv2d", "1", "2", f"{2 * row:.1f}", "kB"),
+        *("0", "B", f"{4 * row:.0f}", "kB", "-"),
+    ]
+    assert "\nkept for backward: " in out
+    assert " on the fullest rank, " in out
+
+
+@pytest.mark.slow
+def test_layers_that_send_the_same_share_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, out, _ = plan(monkeypatch, *SMALL, "model.blocks=3", "parallel.domain=3")
+    lines = out[out.index("\nlayers ") :].splitlines()[2:]
+    table = [line.split() for line in lines[: lines.index("")] if "DomainParallel" in line]
+    shown = {path: int(count) for path, _, count, *_ in table}
+    assert shown["encoder.*.*.conv2"] == 6
+    assert len(shown) < 15
+    everything = next(line.split() for line in lines if line.startswith("all "))
+    assert int(everything[1]) == sum(shown.values()) > 20
+
+
+def test_one_path_for_each_line() -> None:
+    few, many = (Sent(1, 8),), (Sent(1, 16),)
+    at = {"a.0.x": few, "a.1.x": many, "a.2.x": few, "a.3.x": many, "b.0": few, "b.1": few}
+    layers = [LayerTraffic(path, "Conv", sent, sent) for path, sent in at.items()]
+    found = {path: len(group) for path, group in alike(layers).items()}
+    assert found == {"a.0.x": 1, "a.1.x": 1, "a.2.x": 1, "a.3.x": 1, "b.*": 2}
+
+
+@pytest.mark.slow
+def test_one_rank_is_the_plain_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    code, out, err = plan(monkeypatch, *SMALL)
+    assert (code, err) == (0, "")
+    assert re.search(r"\n\nkept for backward: [0-9.]+ MB\n$", out)
+    assert "layer" not in out
+
+
+@pytest.mark.slow
+def test_data_ranks_share_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    code, out, _ = plan(monkeypatch, *SMALL, "parallel.domain=2", "parallel.data=4")
+    assert code == 0
+    assert "input   1 x 18 x 24 x 48" in out
+
+
+@pytest.mark.slow
+def test_levels_may_be_as_many_as_era5_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    code, out, _ = plan(monkeypatch, *SMALL, "parallel.domain=2", "data.levels=[50,250,500,850]")
+    assert code == 0
+    assert "input   4 x 22 x 24 x 48" in out
+
+
+@pytest.mark.slow
+def test_a_store_of_ones_own_gives_channels_and_grid(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    store = stores.write(stores.dataset(), tmp_path / "store.zarr")
+    arguments = (*of_store(store), "parallel.domain=3", "parallel.data=1")
+    code, out, err = plan(monkeypatch, *arguments)
+    assert (code, err) == (0, "")
+    config = stores.config(store)
+    inputs = Store.open(config).channels.fields().inputs
+    assert f"input   {config.batch_size} x {inputs} x 12 x 8" in out
+    code, out, _ = plan(monkeypatch, *arguments, "data.grid=24x48")
+    assert code == 0
+    assert f" x {inputs} x 24 x 48" in out
+
+
+@pytest.mark.slow
+def test_too_many_ranks_are_listed_at_every_level(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ("data.grid=24x48", "parallel.domain=16")
+    code, out, err = plan(monkeypatch, *arguments)
+    assert (code, err) == (1, "")
+    reason = "rows can't be shared by 16 ranks. Lower parallel.domain to 6 or less."
+    assert f"  down.0: 12 {reason}\n" in out
+    assert f"  down.1: 6 {reason}\n" in out
+    code, out, err = plan(monkeypatch, "--json", *arguments)
+    assert (code, err) == (1, "")
+    assert json.loads(out)["problems"] == [f"down.0: 12 {reason}", f"down.1: 6 {reason}"]
+
+
+REFUSED = {
+    "unknown model": (["model=unett"], "model: needs one of .*mean unet?"),
+    "no grid": (["data.grid=721"], "data.grid: needs ROWSxCOLUMNS"),
+    "a small grid": (["data.grid=3x6"], "data.grid: the quickstart climate needs at least 4"),
+    "a small grid for the model": (["data.grid=4x8"], "model.channels: 3 levels need at least"),
+    "no ranks": (["parallel.domain=0"], "parallel.domain: needs an integer of at least 1"),
+    "a batch that does not divide": (["parallel.data=3"], "data.batch_size: needs a multiple of"),
+    "unknown variable": (
+        ["data.prognostic=[temprature]"],
+        "data.prognostic: the quickstart climate has no variable temprature. Nearest: temperature",
+    ),
+    "unknown forcing": (["data.forcing=[x]"], "data.forcing: the quickstart climate has no"),
+    "no store": (["data=zarr", "data.store=/nope"], "/nope: no such zarr store"),
+    "several values": (["parallel.domain=2,3"], "parallel.domain: several values need"),
+    "unknown dash": (["--yaml"], "--yaml"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED.keys())
+def test_one_line(monkeypatch: pytest.MonkeyPatch, case: tuple[list[str], str]) -> None:
+    arguments, needed = case
+    code, out, err = plan(monkeypatch, *arguments)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    with pytest.raises(AssertionError, match=f"^error: .*{needed}"):
+        raise AssertionError(err)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["plan", "verify"])
+def test_help_imports_no_torch(command: str) -> None:
+    code = (
+        "import sys; from credit_dp.cli.entry import dispatch, guarded\n"
+        f"assert guarded(dispatch, ['{command}', '--help'], 'credit-dp') == 0\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"credit-dp {command} KEY=VALUE ...: ")
+
+
+@pytest.mark.slow
+def test_era5_on_64_ranks_in_seconds_without_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    began, before = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    code, out, _ = plan(
+        monkeypatch, "model=unet_base", "data.grid=721x1440", "parallel.domain=64", "--json"
+    )
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert code == 0
+    assert time.process_time() - began < 30
+    assert grown < 300e3  # kB; its parameters alone are 300 MB, its activations 100 GB
+    assert sum(json.loads(out)["saved_bytes"]) > 100e9

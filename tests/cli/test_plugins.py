@@ -1,0 +1,585 @@
+"""Plug-ins in files that CREDIT_DP_PLUGINS names: chosen, checked, sent to ranks, and trained."""
+
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import pytest
+from hydra.core.config_store import ConfigStore
+
+from credit_dp import plugins
+from credit_dp.cli import saved_config
+from credit_dp.cli.compose import Composer
+from credit_dp.cli.overrides import parse_overrides
+from credit_dp.cli.saved_config import config_of_checkpoint, overrides_of
+from credit_dp.config import (
+    OwnLossConfig,
+    OwnModelConfig,
+    OwnOptimizerConfig,
+    OwnScheduleConfig,
+    as_dict,
+)
+from credit_dp.config.training import own_schedule
+from credit_dp.errors import UserError
+from credit_dp.fields import Fields
+from credit_dp.models import build_model
+from credit_dp.plugins import FORMER, VARIABLE, registered
+from credit_dp.training.run_folder import resolved_yaml
+from tests.cli.answers import answer, refusal
+
+ROOT = Path(__file__).parents[2]
+HEAD = """\
+from dataclasses import dataclass, field
+from credit_dp.config import OwnModelConfig
+"""
+MODEL = (
+    HEAD
+    + """
+@dataclass
+class Layer:
+    kernel: int = 3
+
+@dataclass
+class MyModelConfig(OwnModelConfig):
+    name: str = "custom"
+    width: int = 8
+    layer: Layer = field(default_factory=Layer)
+    weights: dict[str, float] = field(default_factory=dict)
+
+    def build(self, in_channels, out_channels, grid):
+        from torch import nn
+
+        conv = nn.Conv2d(in_channels, self.width, self.layer.kernel, padding=1)
+        return nn.Sequential(conv, nn.GroupNorm(2, self.width), nn.SiLU(),
+                             nn.Conv2d(self.width, out_channels, 3, padding=1))
+"""
+)
+TRAINING = """\
+from dataclasses import dataclass
+from credit_dp.config import OwnLossConfig, OwnOptimizerConfig, OwnScheduleConfig
+
+@dataclass
+class LogCosh(OwnLossConfig):
+    name: str = "logcosh"
+    scale: float = 1.0  # where it turns
+
+    def build(self):
+        from torch.nn.functional import softplus
+
+        return lambda forecast, truth: (forecast - truth) / self.scale + softplus(
+            -2 * (forecast - truth) / self.scale
+        )
+
+@dataclass
+class SGD(OwnOptimizerConfig):
+    name: str = "sgd"
+    momentum: float = 0.9
+
+    def build(self, groups):
+        from torch import optim
+
+        return optim.SGD(groups, momentum=self.momentum)
+
+@dataclass
+class Power(OwnScheduleConfig):
+    name: str = "power"
+    power: float = 1.0
+
+    def factor(self, step, steps):
+        return (1 - step / steps) ** self.power
+"""
+MEAN = """\
+from dataclasses import dataclass
+from credit_dp.config import OwnLossConfig
+
+@dataclass
+class Mean(OwnLossConfig):
+    name: str = "mean"
+"""
+ALL = ["loss=logcosh", "optimizer=sgd", "optimizer.schedule=power"]
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> Iterator[None]:
+    """What a test registers is gone after it."""
+    repo, modules = ConfigStore.instance().repo, set(sys.modules)
+    groups = {group: repo.setdefault(group, {}) for group in ("model", "loss", "optimizer")}
+    known = {group: dict(nodes) for group, nodes in groups.items()}
+    yield
+    for group, nodes in groups.items():
+        nodes.clear()
+        nodes.update(known[group])
+    for name in set(sys.modules) - modules:
+        if name.startswith("credit_dp.plugins."):
+            del sys.modules[name]
+
+
+def told(monkeypatch: pytest.MonkeyPatch, variable: object, *arguments: str) -> str:
+    """The refusal of a command line, with the variable set."""
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv(VARIABLE, str(variable))
+        return refusal(monkeypatch, "--check", *arguments)
+
+
+def written(folder: Path, text: str, name: str = "my_model.py") -> Path:
+    file = folder / name
+    file.write_text(text)
+    return file
+
+
+@pytest.mark.slow
+def test_the_variable_makes_the_model_a_choice(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    two = [
+        written(tmp_path, MODEL),
+        written(tmp_path, MODEL.replace('"custom"', '"other"'), "my.2nd-model"),
+    ]
+    monkeypatch.setenv(VARIABLE, os.pathsep.join(map(str, two)))
+    composer = Composer("train")
+    assert {"custom", "other", "unet"} <= set(composer.groups["model"])
+    config = composer.config(["model=custom", "model.width=4", "model.layer.kernel=5"])
+    assert isinstance(config.model, OwnModelConfig)
+    assert vars(config.model) | {"layer": None} == {
+        **{"name": "custom", "frames": 1, "residual": True},
+        **{"width": 4, "layer": None, "weights": {}},
+    }
+    assert config.model.layer.kernel == 5
+    assert composer.config(["model=other"]).model.name == "other"
+    model = config.model.build(3, 2, (8, 16))
+    assert model[0].weight.shape == (4, 3, 5, 5)
+
+
+def test_a_process_with_the_variable_unpickles_the_config(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(VARIABLE, str(written(tmp_path, MODEL)))
+    config = Composer("train").config(["model=custom", "model.layer.kernel=5"])
+    sent = tmp_path / "config.pickle"
+    sent.write_bytes(pickle.dumps(config))
+    code = (
+        "import pickle, sys; config = pickle.load(open(sys.argv[1], 'rb'))\n"
+        "assert (config.model.name, config.model.layer.kernel) == ('custom', 5)\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code, sent], cwd=ROOT, check=True, timeout=60)
+
+
+@pytest.mark.slow
+def test_a_file_may_have_plugins_of_every_kind(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(VARIABLE, str(written(tmp_path, TRAINING, "training.py")))
+    monkeypatch.setenv(FORMER, str(written(tmp_path, MODEL)))  # both variables name files
+    composer = Composer("train")
+    options = ["loss.scale=2", "optimizer.momentum=0.5", "++optimizer.schedule_options.power=2"]
+    config = composer.config(["model=custom", *ALL, *options, "loss.level_weight=true"])
+    assert isinstance(config.loss, OwnLossConfig)
+    assert vars(config.loss) == {
+        **{"name": "logcosh", "latitude_weight": True, "level_weight": True, "scale": 2.0},
+        **{"variable_weight": {}, "tendency": True, "spectrum": 0.0},
+    }
+    assert isinstance(config.optimizer, OwnOptimizerConfig)
+    assert vars(config.optimizer)["momentum"] == 0.5
+    assert (config.optimizer.lr, config.optimizer.weight_decay) == (3e-3, 0.01)
+    schedule = own_schedule(config.optimizer)
+    assert schedule is not None
+    assert schedule.factor(1, 2) == 0.25
+    assert composer.config(["model=custom"]).loss.name == "mse"
+
+
+def test_ranks_get_the_configs_of_all_kinds(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(VARIABLE, str(written(tmp_path, TRAINING)))
+    sent = tmp_path / "config.pickle"
+    sent.write_bytes(pickle.dumps(Composer("train").config(ALL)))
+    code = (
+        "import pickle, sys; config = pickle.load(open(sys.argv[1], 'rb'))\n"
+        "from credit_dp.config.training import own_schedule\n"
+        "assert (config.loss.scale, config.optimizer.momentum) == (1.0, 0.9)\n"
+        "assert own_schedule(config.optimizer).factor(1, 2) == 0.5"
+    )
+    subprocess.run([sys.executable, "-c", code, sent], cwd=ROOT, check=True, timeout=60)
+
+
+@pytest.mark.slow
+def test_keys_of_other_kinds_are_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = written(tmp_path, TRAINING)
+    options = "optimizer.schedule_options"
+    for arguments, needed in {
+        ("loss=logcsh",): "loss: needs one of huber, logcosh, mae, mse, got 'logcsh'. Did you mea",
+        ("loss=logcosh", "loss.scael=2"): "loss.scael: no such key. Did you mean loss.scale? Allo",
+        ("loss=logcosh", "loss.huber_delta=2"): "loss.huber_delta: no such key of this loss. Allo",
+        ("loss=logcosh", "loss.spectrum=-1"): "loss.spectrum: needs a number",
+        ("optimizer=sgd", "optimizer.betas=[0,0]"): "optimizer.betas: no such key of this optimize",
+        ("optimizer=sgd", "optimizer.momentum=much"): "optimizer.momentum: needs a number, got 'm",
+        ("optimizer=sgd", "optimizer.lr=0"): "optimizer.lr: needs a number above 0",
+        ("optimizer.schedule=pwoer",): "optimizer.schedule: needs one of cosine, constant, step, p",
+        ("optimizer.schedule=power", f"{options}.powr=2"): f"{options}.powr: power has no such key"
+        ". Did you mean power? Allowed: power.",
+        ("optimizer.schedule=power", f"{options}.power=two"): f"{options}: Value 'two' of type 'st",
+        (f"{options}.power=2",): f"{options}: is for a schedule of your own, but optimizer.schedul",
+    }.items():  # fmt: skip
+        assert told(monkeypatch, file, *arguments).startswith(needed), arguments
+
+
+def test_help_shows_the_keys_of_a_plugin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv(VARIABLE, str(written(tmp_path, TRAINING)))
+        code, out, _ = answer(monkeypatch, "loss=logcosh", "--help")
+    assert code == 0
+    assert "  loss: huber, logcosh, mae, mse\n" in out
+    assert f"{'  scale: 1.0':<36}  # where it turns\n" in out
+
+
+@pytest.mark.slow
+def test_its_keys_are_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = written(tmp_path, MODEL)
+    for arguments, needed in {
+        ("model.widht=4",): "model.widht: no such key. Did you mean model.width?",
+        ("model.width=wide",): "model.width: needs an integer, got 'wide'",
+        ("model.channels=[8]",): "model.channels: no such key of this model.",
+        ("model.layer.kernle=3",): "model.layer.kernle: no such key. Did you mean model.layer.k",
+        ("model.frames=0",): "model.frames: needs an integer of at least 1, got 0",
+    }.items():
+        assert told(monkeypatch, file, "model=custom", *arguments).startswith(needed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ["train", "credit-dp"])
+def test_a_sweep_and_tables_of_new_entries(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, program: str
+) -> None:
+    arguments = ["model=custom", "model.weights.a=2", "--check", "--multirun", "model.width=4,8"]
+    if program == "credit-dp":
+        arguments = ["plan", "--json", *arguments[:2], "data.grid=8x16", "parallel.domain=2"]
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv(VARIABLE, str(written(tmp_path, MODEL)))
+        code, out, err = answer(monkeypatch, *arguments, program=program)
+    assert (code, err) == (0, "")
+    assert ("of all 2 runs" if program == "train" else '"model": "custom"') in out
+
+
+@pytest.mark.parametrize("choice", ALL)
+def test_without_the_file_every_kind_says_how_to_register(
+    monkeypatch: pytest.MonkeyPatch, choice: str
+) -> None:
+    key, _, name = choice.partition("=")
+    word = key.rpartition(".")[2]
+    one = f"An {word}" if word == "optimizer" else f"A {word}"
+    line = told(monkeypatch, "", choice)
+    assert line.startswith(f"{key}: needs one of ")
+    assert line.endswith(
+        f"got {name!r}. {one} of your own is known by its file: set {VARIABLE}=my_{word}.py."
+    )
+
+
+def test_a_users_file_may_change_a_plugin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "conf/loss").mkdir(parents=True)
+    (tmp_path / "conf/loss/wide.yaml").write_text("defaults: [logcosh, _self_]\nscale: 3\n")
+    with pytest.MonkeyPatch.context() as environment:
+        environment.chdir(tmp_path)
+        environment.setenv(VARIABLE, str(written(tmp_path, TRAINING)))
+        assert vars(Composer("train").config(["loss=wide"]).loss)["scale"] == 3
+        environment.delenv(VARIABLE)
+        ConfigStore.instance().repo["loss"].clear()
+        line = refusal(environment, "loss=wide")
+    assert line.startswith("In 'loss/wide': Could not load 'loss/logcosh'. A loss of your own is")
+
+
+@pytest.mark.slow
+def test_the_run_again_says_which_variable_is_missing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv(VARIABLE, str(written(tmp_path, TRAINING)))
+        config = Composer("train").config([*ALL, "++optimizer.schedule_options.power=2"])
+        (tmp_path / "config.yaml").write_text(resolved_yaml(config))
+        composer = Composer("train")
+        earlier = parse_overrides(overrides_of(str(tmp_path), [], composer))
+        assert composer.config([str(override.input_line) for override in earlier]) == config
+    for group in ("loss", "optimizer"):
+        ConfigStore.instance().repo[group].clear()
+    line = refusal(monkeypatch, "--again", str(tmp_path), "--check")
+    assert line.startswith("loss: needs one of huber, mae, mse, got 'logcosh'.")
+    assert f"set {VARIABLE}=my_loss.py." in line
+
+
+def test_a_batch_script_names_the_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    written(tmp_path, TRAINING, "my training.py")
+    written(tmp_path, MODEL)
+    with pytest.MonkeyPatch.context() as environment:
+        environment.chdir(tmp_path)
+        environment.setenv(VARIABLE, "my training.py")
+        environment.setenv(FORMER, "my_model.py")
+        words = "slurm", "script", *ALL, "model=custom", "device=cpu"
+        code, out, err = answer(monkeypatch, *words, program="credit-dp")
+    assert (code, err) == (0, "")
+    assert f"\nexport {VARIABLE}='{tmp_path}/my training.py:{tmp_path}/my_model.py'\n" in out
+
+
+@pytest.mark.slow
+def test_a_forecast_needs_the_model_of_a_run_only(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv(VARIABLE, str(written(tmp_path, TRAINING)))
+        saved = as_dict(Composer("train").config(ALL))
+    monkeypatch.setattr(saved_config, "read", lambda path: saved)
+    for group in ("loss", "optimizer"):
+        ConfigStore.instance().repo[group].clear()
+    config = config_of_checkpoint(tmp_path, ["parallel.domain=2"], Composer("forecast"))
+    assert (config.model.name, config.loss.name, config.parallel.domain) == ("unet", "mse", 2)
+
+
+def test_packages_name_plugins_of_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = {
+        "credit_dp.losses": "tests.training.own:LogCoshConfig",
+        "credit_dp.optimizers": "tests.training.own:TorchOptimizerConfig",
+        "credit_dp.schedules": "tests.training.own:LogCoshConfig",  # of another kind
+    }
+    monkeypatch.setattr(
+        plugins,
+        "entry_points",
+        lambda group: [EntryPoint("mine", entries[group], group)] if group in entries else [],
+    )
+    config = Composer("train").config(["loss=mine", "optimizer=mine", "loss.above=3"])
+    assert (config.loss.name, config.optimizer.name) == ("mine", "mine")
+    assert vars(config.loss)["above"] == 3
+    assert registered(OwnScheduleConfig, ()) == {}
+
+
+def test_without_the_variable_the_line_says_how_to_register(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    line = told(monkeypatch, "", "model=custom")
+    assert line.startswith("model: needs one of crossformer, ")
+    assert line.endswith(f"got 'custom'. A model of your own is known by its file: set {VARIABLE}="
+                         "my_model.py.")  # fmt: skip
+
+
+def _named(name: str, of: str = "MyModelConfig") -> str:
+    return MODEL.replace('"custom"', f'"{name}"').replace("MyModelConfig", of)
+
+
+def _training(old: str, new: str) -> str:
+    assert old in TRAINING
+    return TRAINING.replace(old, new)
+
+
+BAD = {
+    "syntax": ("import os\ndef f(:\n", r"my_model.py, line 2: SyntaxError: invalid syntax"),
+    "import": ("\n\nimport nope", r"my_model.py, line 3: ModuleNotFoundError: No module named"),
+    "failure": ("def f():\n    1 / 0\n\nf()", r"my_model.py, line 2: ZeroDivisionError: division"),
+    "no plug-in": ("import torch.nn", r"my_model.py has no plug-in. It needs a dataclass that"),
+    "imported only": (HEAD, r"no plug-in. It needs a .*: OwnModelConfig, OwnLossConfig, OwnOpti"),
+    "two of one name": (MODEL + _named("custom", "B"), r"MyModelConfig and B are both named 'cust"),
+    "name of ours": (_named("pangu"), r"named 'pangu', as a model of this package is. Give it an"),
+    "name of a preset": (_named("unet_base"), r"named 'unet_base', as a model of this package is"),
+    "no name": (MODEL.replace('    name: str = "custom"\n', ""), r"a field `name: str = .*None"),
+    "name without a type": (MODEL.replace("name: str", "name"), r"needs a field `name: str = ...`"),
+    "name with a space": (_named("my model"), r"letters, digits, _ and -, got 'my model'"),
+    "hidden name": (_named("schema_mine"), r"needs a field `name: str"),
+    "not a dataclass": (
+        f"{HEAD}\nclass Mine(OwnModelConfig):\n    name: str = 'mine'\n",
+        r"Mine in .*my_model.py is no dataclass. Write @dataclass above it.",
+    ),
+    "a type that YAML has not": (
+        MODEL.replace("width: int = 8", "width: object = object()"),
+        r"model=custom: the fields of MyModelConfig need types that YAML has \(Unexpected type",
+    ),
+    "loss of ours": (_training('"logcosh"', '"mae"'), r"LogCosh is named 'mae', as a loss of th"),
+    "optimizer of ours": (_training('"sgd"', '"adamw"'), r"named 'adamw', as an optimizer of thi"),
+    "schedule of ours": (_training('"power"', '"step"'), r"named 'step', as a schedule of th"),
+    "nameless loss": (
+        _training('    name: str = "logcosh"\n', ""), r"which loss=NAME chooses it by, .* got None",
+    ),
+    "nameless schedule": (
+        _training('    name: str = "power"\n', ""), r"which optimizer\.schedule=NAME chooses",
+    ),
+    "no dataclass of a schedule": (
+        _training("@dataclass\nclass Power", "class Power"), r"Power in .* is no dataclass\. ",
+    ),
+    "a type of a schedule": (
+        _training("power: float = 1.0", "power: object = object()"),
+        r"optimizer\.schedule=power: the fields of Power need types that YAML has \(Unexpected ty",
+    ),
+    "a type of an optimizer": (
+        _training("momentum: float = 0.9", "momentum: object = object()"),
+        r"optimizer=sgd: the fields of SGD need types that YAML has",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD.values(), ids=BAD.keys())
+def test_a_bad_file_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, case: tuple[str, str]
+) -> None:
+    text, needed = case
+    with pytest.raises(AssertionError, match=needed):
+        raise AssertionError(told(monkeypatch, written(tmp_path, text)))
+
+
+def test_no_file_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    line = told(monkeypatch, "nowhere.py")
+    assert line == f"{VARIABLE}: there is no file nowhere.py. Give the path of a Python file."
+    assert "there is no file" in told(monkeypatch, tmp_path)
+
+
+def test_a_name_of_an_installed_package_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            plugins,
+            "in_packages",
+            lambda base: {"custom": OwnModelConfig} if base is OwnModelConfig else {},
+        )
+        line = told(monkeypatch, written(tmp_path, MODEL))
+    assert "named 'custom', as a model of the entry point of OwnModelConfig is." in line
+
+
+def test_a_check_tries_the_loss(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    mixing = "lambda f, t: (f - t) ** 2 - (f - t).mean((2, 3), keepdim=True)"
+    text = f"{MEAN}\n    def build(self):\n        return {mixing}\n"
+    line = told(monkeypatch, written(tmp_path, text), "loss=mean")
+    assert line.startswith("loss: Mean.build: its function needs errors that depend on their own")
+
+
+def test_a_check_tries_the_schedule(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    text = TRAINING.replace("return (1", "return -1 or (1")
+    line = told(monkeypatch, written(tmp_path, text), "optimizer.schedule=power")
+    assert line.startswith("optimizer.schedule: Power.factor has to return a finite number")
+
+
+def test_kinds_have_names_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    text = MODEL.replace('"custom"', '"power"') + TRAINING.replace('"logcosh"', '"power"')
+    monkeypatch.setenv(VARIABLE, str(written(tmp_path, text)))
+    config = Composer("train").config(
+        ["model=power", "loss=power", "optimizer=sgd", "optimizer.schedule=power"]
+    )
+    assert (config.model.name, config.loss.name) == ("power", "power")
+
+
+def test_one_model_may_derive_from_another(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    wide = "\n@dataclass\nclass Wide(MyModelConfig):\n    name: str = 'wide'\n    width: int = 64\n"
+    base = MODEL.replace('    name: str = "custom"\n', "")
+    for text, names in ((MODEL + wide, {"custom", "wide"}), (base + wide, {"wide"})):
+        monkeypatch.setenv(VARIABLE, str(written(tmp_path, text, f"{len(names)}.py")))
+        assert set(registered(OwnModelConfig, ())) == names
+    assert Composer("train").config(["model=wide"]).model.width == 64
+
+
+def _train(folder: Path, *overrides: str) -> str:
+    command = [sys.executable, ROOT / "train.py", "model=custom", "experiment=fast", *overrides]
+    environment = {**os.environ, VARIABLE: "my_model.py", "WANDB_MODE": "disabled"}
+    done = subprocess.run(
+        [*map(str, command), *ALL, "trainer.dtype=float64", "data.grid=25x48"],
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def _forecast_without_its_loss(folder: Path, run: Path) -> None:
+    """Export and forecast where only the model's file is there."""
+    written(folder, MODEL, "only_model.py")
+    environment = {**os.environ, VARIABLE: "only_model.py"}
+    for words in (
+        ["checkpoint", "export", str(run)],
+        ["forecast", f"checkpoint={run}", "init=2001-02-10", "lead=6h"],
+    ):
+        done = subprocess.run(
+            [sys.executable, "-m", "credit_dp", *words],
+            cwd=folder, env=environment, capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_train_py_is_exact_on_two_ranks_resumes_and_sweeps(tmp_path: Path) -> None:
+    import torch
+
+    from credit_dp.export.file import read_trained
+    from credit_dp.training.checkpoint_files import whole_steps
+
+    written(tmp_path, MODEL + TRAINING)
+    states = []
+    for ranks in (1, 2):
+        name = f"run.name=on{ranks}", f"parallel.domain={ranks}"
+        _train(tmp_path, *name, "trainer.steps=3")
+        weights = read_trained(str(tmp_path / f"outputs/on{ranks}")).weights
+        states.append(torch.cat([weights[name].flatten() for name in sorted(weights)]))
+    alone, sharded = states
+    assert (sharded - alone).norm() <= 1e-10 * alone.norm()
+    _train(tmp_path, "run.name=on2", "parallel.domain=2", "trainer.steps=4", "resume=auto")
+    log = (tmp_path / "outputs/on2/metrics.csv").read_text().splitlines()
+    assert [line.split(",")[0] for line in log[1:]] == ["1", "2", "3", "4"]
+    _forecast_without_its_loss(tmp_path, tmp_path / "outputs/on2")
+    sweep = "-m", "run.name=many", "model.width=2,4", "trainer.steps=1", "parallel.domain=2"
+    _train(tmp_path, *sweep)
+    assert whole_steps(tmp_path / "outputs/many/1/checkpoint")
+
+
+BROKEN = """
+from torch import nn
+
+@dataclass
+class Broken(OwnModelConfig):
+    name: str = "custom"
+
+    def build(self, in_channels, out_channels, grid):
+        {build}
+"""
+
+
+@pytest.mark.parametrize(
+    ("build", "expected"),
+    [
+        ("return 3", r"model: Broken\.build has to return a torch\.nn\.Module, got int\."),
+        ("return 1 // 0", r"model: Broken\.build fails at .*my_model\.py:\d+ \(ZeroDivisionError"),
+        ("return nn.Linear(3)", r"model: Broken\.build fails at .* \(TypeError: .*out_features"),
+    ],
+)
+def test_a_build_that_fails_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, build: str, expected: str
+) -> None:
+    monkeypatch.setenv(VARIABLE, str(written(tmp_path, HEAD + BROKEN.format(build=build))))
+    config = Composer("train").config(["model=custom"]).model
+    with pytest.raises(UserError, match=expected):
+        build_model(config, Fields.flat(2), (4, 6))
+
+
+def test_a_config_without_build_is_one_line() -> None:
+    with pytest.raises(UserError, match=r"OwnModelConfig has no build\. It needs a method"):
+        build_model(OwnModelConfig("custom"), Fields.flat(2), (4, 6))
+
+
+@pytest.mark.slow
+def test_a_check_of_another_kind_names_its_group(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    check = "\n    def __post_init__(self):\n        raise ValueError('too much')\n"
+    text = TRAINING.replace("    momentum: float = 0.9\n", f"    momentum: float = 0.9\n{check}")
+    found = told(monkeypatch, written(tmp_path, text), "optimizer=sgd")
+    assert found == "optimizer: ValueError: too much"
+    found = told(monkeypatch, written(tmp_path, TRAINING + check, "b.py"), ALL[2])
+    assert found == "optimizer.schedule_options: ValueError: too much"
+
+
+def test_a_check_of_the_users_own_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    text = MODEL + "\n    def __post_init__(self):\n        raise ValueError('eight is too wide')\n"
+    found = told(monkeypatch, written(tmp_path, text), "model=custom")
+    assert found.startswith("model: ValueError: eight is too wide")
+
+
+def test_a_file_that_exits_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    found = told(monkeypatch, written(tmp_path, "import sys\nsys.exit(3)\n"), "model=custom")
+    assert found.endswith("line 2: SystemExit: 3")

@@ -1,0 +1,44 @@
+"""What a job of an array does when its ranks have ended; small programs stand in for SLURM's."""
+
+from pathlib import Path
+
+import pytest
+
+from credit_dp.cli.sweep_launchers import run_job
+
+SCONTROL = """\
+#!/bin/sh
+echo "$@" >> "$ASKED"
+echo "JobId=5 JobState=$STATE Reason=None"
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "state", "restarts", "again"),
+    [
+        (75, "RUNNING", 0, True),
+        (75, "CANCELLED", 0, False),
+        (75, "RUNNING", 2, False),
+        (1, "RUNNING", 0, False),
+    ],
+)
+def test_a_job_that_was_stopped_is_queued_again_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: int, state: str, restarts: int,
+    again: bool,
+) -> None:  # fmt: skip
+    """The last job of an array: its `SLURM_JOB_ID` is the number of all of them."""
+    for name, text in (("srun", f"#!/bin/sh\nexit {code}\n"), ("scontrol", SCONTROL)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    asked = tmp_path / "asked"
+    asked.touch()
+    array = {"SLURM_JOB_ID": "5", "SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2"}
+    more = {"SLURM_RESTART_COUNT": str(restarts), "STATE": state, "ASKED": str(asked)}
+    for key, value in {**array, **more, "PATH": f"{tmp_path}:/usr/bin:/bin"}.items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(SystemExit) as ended:
+        run_job(str(tmp_path / "0"), ["seed=1"], [], [], requeues=2)
+    assert ended.value.code == code
+    told = asked.read_text().splitlines()
+    assert ("requeue 5_2" in told) == again
+    assert [line.split()[-1] for line in told] == ["5_2"] * len(told)

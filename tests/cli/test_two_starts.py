@@ -1,0 +1,76 @@
+"""One folder, one run: a second start refuses, and a run that was killed blocks nobody."""
+
+import multiprocessing as mp
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.context import ForkServerProcess
+from multiprocessing.synchronize import Event
+from pathlib import Path
+
+import pytest
+
+from credit_dp.cli.compose import claim
+from credit_dp.errors import UserError
+from tests.cli.answers import answer, refusal
+from tests.cli.test_runs import launched, saved_step
+
+LONGEST = 120.0  # seconds until a process that does not answer is given up
+
+
+def hold(folder: Path, ready: Event) -> None:
+    """Be a run that writes to a folder."""
+    with claim(folder):
+        ready.set()
+        time.sleep(LONGEST)
+
+
+@contextmanager
+def held(folder: Path) -> Iterator[ForkServerProcess]:
+    """Another process writes to the folder, until it is killed."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch._dynamo", "tests.training.runs", "tests.ranks"])
+    ready = context.Event()
+    process = context.Process(target=hold, args=(folder, ready), daemon=True)
+    process.start()
+    try:
+        assert ready.wait(LONGEST)
+        yield process
+    finally:
+        process.kill()
+        process.join()
+
+
+@pytest.mark.slow
+def test_a_second_start_refuses_in_one_line_and_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    saved_step(tmp_path)
+    with held(tmp_path), launched(monkeypatch, tmp_path.parent) as configs:
+        before = sorted(tmp_path.rglob("*"))
+        line = refusal(monkeypatch, f"run.dir={tmp_path}", "resume=auto")
+        assert sorted(tmp_path.rglob("*")) == before
+    assert line.startswith(f"run.dir: another run is writing to {tmp_path}.")
+    assert configs == []
+
+
+@pytest.mark.slow
+def test_a_run_of_a_sweep_refuses_the_folder_of_another(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with held(tmp_path / "outputs" / "many" / "0"), launched(monkeypatch, tmp_path) as configs:
+        code, _, err = answer(monkeypatch, "-m", "seed=1,2", "run.name=many", "resume=auto")
+    assert code == 2
+    assert err.startswith("error: run.name: another run is writing to ")
+    assert "Traceback" not in err
+    assert [Path(config.run.dir).name for config in configs] == ["1"]
+
+
+def test_a_folder_is_free_once_its_run_was_killed(tmp_path: Path) -> None:
+    with held(tmp_path) as process:
+        with pytest.raises(UserError, match="another run is writing"), claim(tmp_path):
+            pass
+        process.kill()
+        process.join()
+        with claim(tmp_path):
+            pass

@@ -1,0 +1,240 @@
+"""One rank of a 2 x 2 x 2 mesh fails: all others end soon, and one voice says which it was."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from credit_dp.distributed.signals import PREEMPTED
+from tests.distributed.test_local import ROOT, begin, until
+
+RANKS = 8
+SOON = 15.0  # seconds; the promise is 30
+VICTIMS = [
+    pytest.param(4, "rank 4 (pipeline 1, data 0, domain 0)", id="pipeline"),
+    pytest.param(2, "rank 2 (pipeline 0, data 1, domain 0)", id="data"),
+    pytest.param(1, "rank 1 (pipeline 0, data 0, domain 1)", id="domain"),
+]
+ONE_QUICKLY = [
+    VICTIMS[0],
+    *(pytest.param(*v.values, id=v.id, marks=pytest.mark.slow) for v in VICTIMS[1:]),
+]
+TORCHRUN = ["-m", "torch.distributed.run"]
+
+Programs = list[subprocess.Popen[str]]
+
+
+@contextmanager
+def failing(folder: Path, victim: int, way: str) -> Iterator[dict[str, str]]:
+    """The environment of a run in which one rank fails; checks afterwards how soon all ended."""
+    seen = folder / "seen"
+    yield {
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "VICTIM": str(victim),
+        "WAY": way,
+        "SEEN": str(seen),
+    }
+    assert time.time() - float(seen.read_text()) < SOON
+
+
+def ends(programs: Programs, timeout: float = 180.0) -> list[tuple[int, str]]:
+    """Exit code and stderr of each, once all have ended."""
+    errors = [program.communicate(timeout=timeout)[1] for program in programs]
+    return [(program.returncode, text) for program, text in zip(programs, errors, strict=True)]
+
+
+def start(
+    arguments: list[str],
+    folder: Path,
+    environment: dict[str, str],
+    function: Sequence[str],
+) -> subprocess.Popen[str]:
+    """A program whose output is read at its end."""
+    return subprocess.Popen(
+        [sys.executable, *arguments, "-m", "tests.distributed.start", *function, str(folder)],
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+FAILING = ("step_until_one_fails", "2", "2", "2")
+
+
+def one_machine(
+    folder: Path, environment: dict[str, str], function: Sequence[str] = FAILING
+) -> Programs:
+    arguments = [*TORCHRUN, "--standalone", "--nproc-per-node", str(RANKS)]
+    return [start(arguments, folder, environment, function)]
+
+
+def two_machines(
+    folder: Path, environment: dict[str, str], function: Sequence[str] = FAILING
+) -> Programs:
+    meeting = ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
+    sizes = ["--nnodes", "2", "--nproc-per-node", str(RANKS // 2)]
+    return [
+        start(
+            [*TORCHRUN, *sizes, *meeting, "--node-rank", str(node)], folder, environment, function
+        )
+        for node in (0, 1)
+    ]
+
+
+def srun(folder: Path, environment: dict[str, str], function: Sequence[str] = FAILING) -> Programs:
+    """Tasks as srun starts them, with nobody to end those that are left."""
+    step = {
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_STEP_ID": "0",
+        "SLURM_STEP_NUM_TASKS": str(RANKS),
+        "SLURM_STEP_TASKS_PER_NODE": str(RANKS),
+        "SLURM_NODEID": "0",
+        "MASTER_PORT": str(free_port()),
+    }
+    places = [{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(RANKS)]
+    return [start([], folder, {**environment, **step, **place}, function) for place in places]
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    import socket
+
+    with socket.socket() as door:
+        door.bind(("127.0.0.1", 0))
+        return int(door.getsockname()[1])
+
+
+def voices(text: str) -> list[str]:
+    """First lines of what our own program says about a failure, without those of the launcher."""
+    return re.findall(r"^(?:error: .*|rank \d+ \(.*\) failed:)$", text, re.MULTILINE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("victim", "name"), ONE_QUICKLY)
+def test_a_killed_rank_ends_all_that_we_started(tmp_path: Path, victim: int, name: str) -> None:
+    with failing(tmp_path, victim, "kill") as environment:
+        program = begin("step_until_one_fails", tmp_path, 2, 2, 2, **environment)
+        [(code, said)] = ends([program])
+    line = f"error: {name} was killed by SIGKILL (out of memory?); the other ranks were ended\n"
+    assert (code, said) == (1, line)
+
+
+@pytest.mark.slow
+def test_a_rank_that_raises_shows_one_traceback(tmp_path: Path) -> None:
+    with failing(tmp_path, 5, "raise") as environment:
+        program = begin("step_until_one_fails", tmp_path, 2, 2, 2, **environment)
+        [(code, said)] = ends([program])
+    assert code == 1
+    assert said.startswith("rank 5 (pipeline 1, data 0, domain 1) failed:\nTraceback")
+    assert said.endswith("RuntimeError: a mistake of ours\n")
+    assert said.count("Traceback") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "victim"),
+    [(one_machine, 1), (one_machine, 2), (one_machine, 4), (two_machines, 4), (srun, 0)],
+)
+def test_a_killed_rank_ends_a_launchers_ranks(
+    tmp_path: Path, launcher: Callable[[Path, dict[str, str]], Programs], victim: int
+) -> None:
+    """The ranks agree on who says it, also where the one that kept the store was killed."""
+    with failing(tmp_path, victim, "kill") as environment:
+        results = ends(launcher(tmp_path, environment))
+    assert all(code != 0 for code, _ in results)
+    place = f"pipeline {victim // 4}, data {victim // 2 % 2}, domain {victim % 2}"
+    [said] = voices("\n".join(text for _, text in results))
+    assert said.startswith(f"error: rank {victim} ({place}) is gone without a word")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "victim", "place"),
+    [
+        (two_machines, 6, "pipeline 1, data 1, domain 0"),
+        pytest.param(srun, 0, "pipeline 0, data 0, domain 0", id="the rank that keeps the store"),
+    ],
+)
+def test_a_rank_that_raises_speaks_for_a_launchers_ranks(
+    tmp_path: Path, launcher: Callable[[Path, dict[str, str]], Programs], victim: int, place: str
+) -> None:
+    with failing(tmp_path, victim, "raise") as environment:
+        results = ends(launcher(tmp_path, environment))
+    assert all(code != 0 for code, _ in results)
+    said = "\n".join(text for _, text in results)
+    assert voices(said) == [f"rank {victim} ({place}) failed:"]
+    assert said.count("RuntimeError: a mistake of ours") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("sent", "said"), [(signal.SIGTERM, 0), (signal.SIGINT, 1)])
+def test_a_stopped_launcher_ends_ranks_that_wait_in_a_collective(
+    tmp_path: Path, sent: signal.Signals, said: int
+) -> None:
+    """Nobody is blamed for ranks that were told to end."""
+    environment = {"PYTHONPATH": str(ROOT), "SEEN": str(tmp_path / "waiting")}
+    arguments = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
+    program = start(arguments, tmp_path, environment, ["wait_for_rank_0", "2", "0", "1"])
+    until(lambda: (tmp_path / "waiting").exists())
+    began = time.monotonic()
+    program.send_signal(sent)
+    [(code, text)] = ends([program])
+    assert time.monotonic() - began < SOON
+    assert code != 0
+    assert voices(text) == []
+    assert text.count("interrupted") == said, text
+
+
+def training(folder: Path, begin: Callable[[Path, dict[str, str]], Programs]) -> Programs:
+    """Programs whose ranks train on 2 x 2 x 2 until they are asked to stop."""
+    seen = folder / "seen"
+    seen.mkdir()
+    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "SEEN": str(seen)}
+    programs = begin(folder, environment)
+    until(lambda: len(list(seen.glob("pid*"))) == RANKS)
+    return programs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "sent", "to"),
+    [
+        pytest.param(one_machine, signal.SIGTERM, "launcher", id="torchrun"),
+        pytest.param(one_machine, signal.SIGUSR1, "rank", id="a rank of torchrun"),
+        pytest.param(two_machines, signal.SIGUSR1, "rank", id="a rank of two agents"),
+        pytest.param(srun, signal.SIGTERM, "launcher", id="srun"),
+        pytest.param(srun, signal.SIGUSR1, "rank", id="a rank of srun"),
+    ],
+)
+def test_a_launchers_ranks_that_train_stop_after_the_same_step(
+    tmp_path: Path,
+    launcher: Callable[..., Programs],
+    sent: signal.Signals,
+    to: str,
+) -> None:
+    programs = training(tmp_path, partial(launcher, function=("train", "2", "2", "2")))
+    seen = tmp_path / "seen"
+    if to == "rank":
+        os.kill(int((seen / "pid5").read_text()), sent)
+    else:
+        for program in programs:
+            program.send_signal(sent)
+    results = ends(programs)
+    assert all(code != 0 for code, _ in results)
+    if launcher is srun:
+        assert {code for code, _ in results} == {PREEMPTED}
+    told = [path.read_text() for path in seen.glob("steps*")]
+    assert len(told) == RANKS
+    assert len(set(told)) == 1
+    assert voices("\n".join(text for _, text in results)) == []

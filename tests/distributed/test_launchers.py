@@ -1,0 +1,139 @@
+"""Ranks that somebody else starts: found in the environment, joined, given one folder."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from credit_dp.distributed import Ranks
+from credit_dp.distributed.launcher import Launcher, expand_counts, find_launcher, first_host
+from credit_dp.errors import UserError
+
+ROOT = Path(__file__).parents[2]
+SRUN = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_NTASKS": "4",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_STEP_NODELIST": "gpu[003-004]",
+}
+
+
+def found(environment: dict[str, str]) -> Launcher:
+    launcher = find_launcher(environment)
+    assert launcher is not None
+    return launcher
+
+
+def test_no_launcher() -> None:
+    assert find_launcher({}) is None
+
+
+def test_torchrun() -> None:
+    env = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+    launcher = found({**env, "MASTER_ADDR": "node1", "MASTER_PORT": "4000"})
+    assert launcher == Launcher("torchrun", Ranks(5, 8, 1, 4, node=1), "node1", 4000)
+
+
+def test_srun_on_two_nodes() -> None:
+    launcher = found(SRUN)
+    assert (launcher.name, launcher.ranks) == ("srun", Ranks(3, 4, 1, 2, node=1))
+    assert launcher.address == "gpu003"
+    assert launcher.port == found({**SRUN, "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}).port
+    assert launcher.port != found({**SRUN, "SLURM_JOB_ID": "8"}).port
+
+
+def test_srun_on_one_node_meets_on_loopback() -> None:
+    one = {"SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_NODEID": "0", "SLURM_STEP_NODELIST": "laptop"}
+    assert found({**SRUN, **one}).address == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param({"SLURM_STEP_ID": None}, id="inside sbatch or salloc, no step"),
+        pytest.param({"SLURM_STEP_NUM_TASKS": "1"}, id="an interactive shell"),
+    ],
+)
+def test_slurm_without_srun_tasks_is_no_launcher(change: dict[str, str | None]) -> None:
+    env = {k: v for k, v in {**SRUN, **change}.items() if v is not None}
+    assert find_launcher(env) is None
+
+
+def test_submitit_on_this_machine() -> None:
+    env = {
+        "SUBMITIT_LOCAL_NTASKS": "2",
+        "SUBMITIT_LOCAL_GLOBALRANK": "1",
+        "SUBMITIT_LOCAL_LOCALID": "1",
+        "SUBMITIT_LOCAL_JOB_ID": "11",
+    }
+    assert found(env).ranks == Ranks(1, 2, 1, 2)
+
+
+def test_a_broken_environment_is_one_line() -> None:
+    with pytest.raises(UserError, match="SLURM_PROCID"):
+        find_launcher({k: v for k, v in SRUN.items() if k != "SLURM_PROCID"})
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [
+        ("a1", "a1"),
+        ("a1,b2", "a1"),
+        ("gpu[003-005,9],x", "gpu003"),
+        ("n[7]", "n7"),
+        ("r[1-2]-ib,z", "r1-ib"),
+    ],
+)
+def test_first_host(nodes: str, host: str) -> None:
+    assert first_host(nodes) == host
+
+
+def test_expand_counts() -> None:
+    assert expand_counts("2(x3),1") == [2, 2, 2, 1]
+
+
+def under_torchrun(ranks: int, function: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a function of `tests.distributed.runs` on ranks of torchrun, in bands of two."""
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    program = ["-m", "tests.distributed.start", function, "2", "0", "1", str(folder)]
+    return subprocess.run(
+        [sys.executable, *command, *program],
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "SEEN": str(folder / "seen"),
+        },
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+def test_torchrun_starts_the_ranks(tmp_path: Path) -> None:
+    """Four ranks join; each was given another folder, and all use that of rank 0."""
+    (tmp_path / "seen").mkdir()
+    done = under_torchrun(4, "share_folder", tmp_path)
+    assert done.returncode == 0, done.stderr
+    seen = {path.read_text() for path in (tmp_path / "seen").iterdir()}
+    assert seen == {str(tmp_path / "of-rank-0")}
+    assert len(list((tmp_path / "seen").iterdir())) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("function", ["refuse", "refuse_everywhere"])
+def test_one_rank_speaks_for_all(tmp_path: Path, function: str) -> None:
+    """Rank 0 if it has failed too, else the one that has."""
+    done = under_torchrun(2, function, tmp_path)
+    assert done.returncode != 0
+    assert done.stderr.count("error: data.store: needs a store, got none\n") == 1, done.stderr

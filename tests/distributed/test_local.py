@@ -1,0 +1,184 @@
+"""Ranks that this program starts itself: they end together, and say once why."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from credit_dp.distributed.signals import PREEMPTED, TOGETHER
+
+ROOT = Path(__file__).parents[2]
+PATIENCE = 120.0
+
+
+def begin(
+    function: str,
+    folder: Path,
+    domain: int = 2,
+    data: int = 0,
+    pipeline: int = 1,
+    **environment: str,
+) -> subprocess.Popen[str]:
+    """Start a program that launches, as a terminal would: in a process group of its own."""
+    sizes = [str(domain), str(data), str(pipeline)]
+    names = ["-m", "tests.distributed.start", function, *sizes, str(folder)]
+    inherited = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+    return subprocess.Popen(
+        [sys.executable, *names],
+        cwd=ROOT,
+        env={**inherited, "PYTHONPATH": str(ROOT), **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=PATIENCE)
+    return process.returncode, out, err
+
+
+def until(condition: Callable[[], bool], patience: float = PATIENCE) -> None:
+    deadline = time.monotonic() + patience
+    while not condition():
+        assert time.monotonic() < deadline, "this never came about"
+        time.sleep(0.02)
+
+
+def hanging(
+    folder: Path, function: str = "hang", ranks: int = 2
+) -> tuple[subprocess.Popen[str], list[int]]:
+    """A program with ranks that wait for ever, or for a signal, and the ids of those."""
+    process = begin(function, folder, ranks)
+    files = [folder / f"pid{rank}" for rank in range(ranks)]
+    until(lambda: all(file.exists() and file.read_text() for file in files))
+    return process, [int(file.read_text()) for file in files]
+
+
+def gone(pid: int) -> bool:
+    """Whether no such process runs; one that nobody has buried yet does not."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return state == "Z"
+
+
+@pytest.mark.parametrize(("domain", "data"), [(1, 0), (2, 2)])
+def test_all_ranks_meet(tmp_path: Path, domain: int, data: int) -> None:
+    code, _, err = finish(begin("meet", tmp_path, domain, data))
+    assert (code, err) == (0, "")
+    world = domain * max(data, 1)
+    threads = max(1, len(os.sched_getaffinity(0)) // world)
+    expected = f"{world * (world + 1) // 2} {world} {threads} {max(data, 1)} {world > 1}"
+    assert [p.read_text() for p in sorted(tmp_path.iterdir())] == [expected] * world
+
+
+def test_a_crash_is_one_traceback(tmp_path: Path) -> None:
+    code, _, err = finish(begin("crash", tmp_path))
+    assert code == 1
+    assert err.count("Traceback") == 1
+    assert err.startswith("rank 1 (pipeline 0, data 0, domain 1) failed:")
+    assert err.rstrip().endswith("RuntimeError: a mistake of ours")
+
+
+@pytest.mark.slow
+def test_a_mistake_of_the_user_is_one_line(tmp_path: Path) -> None:
+    code, _, err = finish(begin("refuse", tmp_path))
+    assert (code, err) == (2, "error: data.store: needs a store, got none\n")
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_named(tmp_path: Path) -> None:
+    code, _, err = finish(begin("be_killed", tmp_path))
+    assert code == 1
+    assert err.startswith("error: rank 1 (pipeline 0, data 0, domain 1) was killed by SIGKILL")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_a_rank_killed_from_outside_ends_the_run(tmp_path: Path) -> None:
+    process, pids = hanging(tmp_path)
+    os.kill(pids[0], signal.SIGKILL)
+    code, _, err = finish(process)
+    assert code == 1
+    assert err.startswith("error: rank 0 (pipeline 0, data 0, domain 0) was killed by SIGKILL")
+    assert all(gone(pid) for pid in pids)
+
+
+@pytest.mark.slow
+def test_an_exit_code_of_its_own_is_passed_on(tmp_path: Path) -> None:
+    assert finish(begin("fail_check", tmp_path)) == (1, "", "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("sent", "code", "said"),
+    [
+        (signal.SIGINT, 130, "\ninterrupted\n"),
+        (signal.SIGTERM, 143, ""),
+        (signal.SIGUSR1, PREEMPTED, ""),
+    ],
+)
+def test_signals_end_all_ranks_that_do_not_train(
+    tmp_path: Path, sent: signal.Signals, code: int, said: str
+) -> None:
+    process, pids = hanging(tmp_path)
+    os.killpg(process.pid, sent)
+    assert finish(process) == (code, "", said)
+    assert all(gone(pid) for pid in pids)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGUSR1])
+def test_ranks_that_train_stop_after_the_same_step(
+    tmp_path: Path, sent: signal.Signals, ranks: int
+) -> None:
+    process, pids = hanging(tmp_path, "train", ranks)
+    process.send_signal(sent)
+    assert finish(process) == (PREEMPTED, "", "")
+    assert all(gone(pid) for pid in pids)
+    told = {(tmp_path / f"steps{rank}").read_text() for rank in range(ranks)}
+    assert len(told) == 1, told
+    name = "SIGUSR1" if ranks > 1 else sent.name  # that which the program hands on
+    assert re.match(rf"{name}: stopped after step \d+, which is saved in here; ", told.pop())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_to_all_processes_at_once_is_one(tmp_path: Path, sent: signal.Signals) -> None:
+    """Job queues send it so: the program that started the ranks hands it on besides."""
+    process, pids = hanging(tmp_path, "train")
+    [nursery] = {int(Path(f"/proc/{pid}/stat").read_text().split()[3]) for pid in pids}
+    for pid in (*pids, nursery, process.pid, process.pid):
+        os.kill(pid, sent)
+    assert finish(process) == (PREEMPTED, "", "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sigterm_again_ends_ranks_that_train(tmp_path: Path, ranks: int) -> None:
+    process, pids = hanging(tmp_path, "train_for_ever", ranks)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(TOGETHER + 0.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGUSR1)
+    process.send_signal(signal.SIGTERM)
+    assert finish(process) == (143, "", "")
+    assert all(gone(pid) for pid in pids)
+
+
+@pytest.mark.slow
+def test_ranks_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:
+    process, pids = hanging(tmp_path)
+    process.kill()
+    finish(process)
+    until(lambda: all(gone(pid) for pid in pids))

@@ -1,0 +1,109 @@
+"""Whole training runs: on two machines, and with a rank killed in the middle of its steps."""
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.test_failures import TORCHRUN, VICTIMS, ends, free_port
+from tests.distributed.test_local import ROOT, gone, until
+
+pytestmark = pytest.mark.slow
+
+KEYS = ["experiment=fast", "device=cpu", "trainer.dtype=float64", "trainer.evaluate_hours=[6]"]
+TRAIN = [str(ROOT / "train.py"), *KEYS]
+SOON = 15.0
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+def begin(
+    arguments: list[str], keys: list[str], folder: Path, cache: Path
+) -> subprocess.Popen[str]:
+    """A training program in a folder, begun under whatever `arguments` start."""
+    return subprocess.Popen(
+        [sys.executable, *arguments, *TRAIN, f"run.dir={folder / 'run'}", *keys],
+        cwd=folder,
+        env={**os.environ, "CREDIT_DP_CACHE": str(cache), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def losses(folder: Path) -> list[float]:
+    """Of each step that the log has whole."""
+    log = folder / "run" / "metrics.csv"
+    if not log.exists():
+        return []
+    with log.open() as file:
+        return [float(row["loss"]) for row in csv.DictReader(file) if row["seconds"]]
+
+
+def on_two_machines(folder: Path, cache: Path, *keys: str) -> tuple[list[float], str]:
+    """Losses of four ranks under two torchrun agents, and all that they said on stderr."""
+    folder.mkdir()
+    sizes = ["--nnodes", "2", "--nproc-per-node", "2"]
+    meeting = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
+    agents = [
+        begin([*TORCHRUN, *sizes, *meeting, "--node-rank", str(node)], list(keys), folder, cache)
+        for node in (0, 1)
+    ]
+    results = ends(agents, 200)
+    said = "\n".join(text for _, text in results)
+    assert [code for code, _ in results] == [0, 0], said
+    return losses(folder), said
+
+
+def test_two_machines_train_as_one_process_does(tmp_path: Path, cache: Path) -> None:
+    """Two globes of two bands, each on one machine; then one globe of four bands on both."""
+    (tmp_path / "alone").mkdir()
+    assert ends([begin([], ["parallel.domain=1"], tmp_path / "alone", cache)], 200)[0][0] == 0
+    expected = pytest.approx(losses(tmp_path / "alone"), rel=1e-10)
+    quiet = on_two_machines(tmp_path / "within", cache, "parallel.domain=2", "parallel.data=2")
+    told = on_two_machines(tmp_path / "across", cache, "parallel.domain=4")
+    assert quiet[0] == expected
+    assert told[0] == expected
+    assert "network" not in quiet[1]
+    line = "1 of 1 domain groups reach over several nodes, the first is ranks 0 to 3 on nodes 0 and"
+    assert told[1].count(line) == 1
+
+
+def children(parent: int, word: str = "") -> list[int]:
+    """Ids of a process's children whose command has the word, in the order of their birth."""
+    found = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    return [int(pid) for pid in found if word in Path(f"/proc/{pid}/cmdline").read_text()]
+
+
+def rank_processes(program: subprocess.Popen[str]) -> list[int]:
+    """Ids of the ranks that a program started, in rank order."""
+    [nursery] = children(program.pid, "forkserver")
+    return children(nursery)
+
+
+@pytest.mark.parametrize(("victim", "name"), VICTIMS)
+def test_a_rank_killed_while_training_ends_all(
+    tmp_path: Path, cache: Path, victim: int, name: str
+) -> None:
+    mesh = ["parallel.pipeline=2", "parallel.data=2", "parallel.domain=2"]
+    program = begin([], [*mesh, "trainer.steps=100000"], tmp_path, cache)
+    until(lambda: len(losses(tmp_path)) > 1 or program.poll() is not None, 150)
+    ranks = rank_processes(program)
+    assert len(ranks) == 8
+    os.kill(ranks[victim], signal.SIGKILL)
+    died = time.monotonic()
+    [(code, said)] = ends([program])
+    assert time.monotonic() - died < SOON
+    assert code == 1
+    line = f"error: {name} was killed by SIGKILL (out of memory?); the other ranks were ended"
+    assert said.splitlines()[-1] == line
+    assert "Traceback" not in said
+    assert all(gone(pid) for pid in ranks)

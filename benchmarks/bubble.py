@@ -16,7 +16,7 @@ from credit_dp.config import UNetConfig
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.models.unet import UNet
 from credit_dp.pipeline_parallel.pipeline import Pipeline, theoretical_bubble
-from credit_dp.pipeline_parallel.stages import cut_model, cut_points, segment_costs
+from credit_dp.pipeline_parallel.stages import cut_model, segment_costs, stage_slices
 
 CHANNELS = 16
 GRID = (91, 180)
@@ -38,7 +38,7 @@ def measured(_: DomainParallelManager, schedule: str, microbatches: int) -> tupl
     model = UNet(MODEL, CHANNELS, CHANNELS)
     shape = (microbatches, CHANNELS, *GRID)
     costs = segment_costs(model, shape)
-    cuts = cut_points(costs, SCHEDULES[schedule] * RANKS)
+    cuts = stage_slices(costs, SCHEDULES[schedule] * RANKS)
     pipeline = Pipeline(cut_model(model, manager, cuts, shape), manager, schedule, microbatches)
     x = torch.randn(shape)
     found = []

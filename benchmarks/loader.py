@@ -28,11 +28,11 @@ from credit_dp.cli.compose import Composer
 from credit_dp.config import DataConfig, DatesConfig
 from credit_dp.data.channels import Channel
 from credit_dp.data.loader import Loader
-from credit_dp.data.rechunk.run import chunk_rows
+from credit_dp.data.rechunk.run import choose_chunk_rows
 from credit_dp.data.rechunk.target import shard_options
 from credit_dp.data.sampling import SampleSequence
-from credit_dp.data.setup import prepare
-from credit_dp.data.sources.prepared import ATTRIBUTE, EPOCH, PreparedForm
+from credit_dp.data.setup import prepare_training_data
+from credit_dp.data.sources.prepared import EPOCH, METADATA_ATTRIBUTE, PreparedMetadata
 from credit_dp.data.store import all_finite
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.build import shard_model
@@ -56,10 +56,10 @@ def write_store(path: Path, grid: tuple[int, int], times: int, codec: str) -> Da
     random = np.random.default_rng(0)
     base = np.cumsum(random.normal(size=(CHANNELS, *grid)), axis=-1, dtype=np.float32)
     channels = tuple(Channel(f"field{number}") for number in range(CHANNELS))
-    form = PreparedForm(channels, (), {}, {}, "benchmark")
-    group = zarr.create_group(path, attributes={ATTRIBUTE: form.attributes()})
+    form = PreparedMetadata(channels, (), {}, {}, "benchmark")
+    group = zarr.create_group(path, attributes={METADATA_ATTRIBUTE: form.attributes()})
     shape = (times, CHANNELS, *grid)
-    options = shard_options(shape, chunk_rows(height, DOMAINS), codec)
+    options = shard_options(shape, choose_chunk_rows(height, DOMAINS), codec)
     fields = group.create_array("fields", shape=shape, **options)
     with raw_file(path).open("wb") as raw:
         for time_ in range(times):
@@ -95,7 +95,7 @@ def speeds(
     manager: DomainParallelManager, config: DataConfig, grid: tuple[int, int], domain: int
 ) -> dict[str, float]:
     """Seconds that one band of a sample takes in every way: the fastest of the rounds."""
-    ready = prepare(config)
+    ready = prepare_training_data(config)
     samples = len(ready.store.times) - 1
     rows = slice(0, -(-grid[0] // domain))
     with Loader(ready, "train", rows, SampleSequence(samples, 1), prefetch=0) as loader:
@@ -111,7 +111,9 @@ def limits_cost(manager: DomainParallelManager, config: DataConfig, grid: tuple[
     found = []
     with ExitStack() as stack:
         loaders = [
-            stack.enter_context(Loader(prepare(one), "train", rows, sequence, prefetch=0))
+            stack.enter_context(
+                Loader(prepare_training_data(one), "train", rows, sequence, prefetch=0)
+            )
             for one in (config, free)
         ]
         for _ in range(LIMIT_ROUNDS):
@@ -159,7 +161,7 @@ def fastest(ways: Mapping[str, Callable[[int], object]], samples: int) -> dict[s
 
 def waiting(manager: DomainParallelManager, config: DataConfig, grid: tuple[int, int]) -> float:
     """The share of some steps of the tiny U-Net that they wait for the next batch."""
-    ready = prepare(config)
+    ready = prepare_training_data(config)
     model_config = Composer("train").config(["model=unet_tiny"]).model
     fields = Fields((), tuple(range(CHANNELS)), others=0)
     model = build_model(model_config, fields, grid)
@@ -175,7 +177,7 @@ def waiting(manager: DomainParallelManager, config: DataConfig, grid: tuple[int,
                 waited, began = 0.0, asked
             batch = next(loader)
             waited += time.perf_counter() - asked
-            loss = (model(batch.now) - batch.target).square().mean()
+            loss = (model(batch.state) - batch.target).square().mean()
             loss.backward()
             optimiser.step()
             optimiser.zero_grad()
@@ -190,7 +192,7 @@ def rows(codec: str = "none") -> list[Row]:
         for grid in GRIDS:
             path = Path(folder) / f"{grid[0]}x{grid[1]}.zarr"
             configs[grid] = write_store(path, grid, TIMES, codec)
-            prepare(configs[grid])
+            prepare_training_data(configs[grid])
         for grid, config in configs.items():
             made += [throughput_row(grid, config, domain) for domain in DOMAINS]
             (cost,) = on_pinned_ranks(limits_cost, config, grid, ranks=1)

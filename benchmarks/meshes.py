@@ -23,7 +23,7 @@ from sent import Sent
 
 from credit_dp.cli.compose import Composer
 from credit_dp.config import Config
-from credit_dp.data.setup import prepare
+from credit_dp.data.setup import prepare_training_data
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.training.build import build_training
 
@@ -58,7 +58,7 @@ class Found(NamedTuple):
 
 def measure(manager: DomainParallelManager, config: Config) -> Found:
     """Train some steps."""
-    prepared = prepare(config.data)
+    prepared = prepare_training_data(config.data)
     before = resident()
     forget_peak()
     training = build_training(config, prepared, manager, torch.device("cpu"))
@@ -88,7 +88,7 @@ def main() -> None:
         config = replace(config, parallel=parallel)
         domain, pipeline = parallel.domain, parallel.pipeline
         ranks = pipeline * (parallel.data or 1) * domain
-        prepare(config.data)
+        prepare_training_data(config.data)
         each = on_pinned_ranks(measure, config, ranks=ranks, domain=domain, pipeline=pipeline)
         found = Found(*(max(of_rank) for of_rank in zip(*each, strict=True)))
         alone = alone or found

@@ -24,7 +24,7 @@ from pinned import RANKS, on_pinned_ranks
 from credit_dp.cli.compose import Composer
 from credit_dp.config import Config
 from credit_dp.costs.prediction import Machine, Predictor, read_machine
-from credit_dp.data.setup import prepare
+from credit_dp.data.setup import prepare_training_data
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.training.build import build_training
 
@@ -60,7 +60,7 @@ def _rows(kept: Path | None) -> Iterator[dict[str, Any]]:
 def _row(model: str, data: int, domain: int, machine: Machine) -> dict[str, Any]:
     config = _config(model, data, domain)
     predicted = Predictor(config, _shared(machine, data * domain)).predict(data, domain).time
-    prepare(config.data)
+    prepare_training_data(config.data)
     each = on_pinned_ranks(_measure, config, ranks=data * domain, domain=domain)
     measured = max(each)
     return {
@@ -93,7 +93,9 @@ def _shared(machine: Machine, ranks: int) -> Machine:
 
 def _measure(manager: DomainParallelManager, config: Config) -> float:
     """Train some steps; the seconds of the fastest."""
-    training = build_training(config, prepare(config.data), manager, torch.device("cpu"))
+    training = build_training(
+        config, prepare_training_data(config.data), manager, torch.device("cpu")
+    )
     seconds = []
     with training.loader:
         steps = training.trainer.steps(training.loader)

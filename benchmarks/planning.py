@@ -85,12 +85,12 @@ def _planner(model: str, domain: int, data: int) -> Any:
 def _converter(config: Any, domain: int) -> Any:
     from dataclasses import replace
 
-    from credit_dp.costs.budget import model_and_shape, nobody_else
+    from credit_dp.costs.budget import dry_run_manager, model_and_shape
     from credit_dp.domain_parallel.build import shard_model
 
     one = replace(config, data=replace(config.data, batch_size=1))
     model, shape = model_and_shape(one, 1)
-    return lambda: shard_model(model, nobody_else(domain), shape)
+    return lambda: shard_model(model, dry_run_manager(domain), shape)
 
 
 def rows() -> list[Row]:

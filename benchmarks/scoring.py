@@ -21,9 +21,9 @@ import xarray as xr
 from side_by_side import Row, ratio
 from table import show
 
-from credit_dp.cli.evaluate import opened
-from credit_dp.evaluation.alignment import match
-from credit_dp.evaluation.blocks import blocks
+from credit_dp.cli.evaluate import open_forecast
+from credit_dp.evaluation.alignment import align
+from credit_dp.evaluation.blocks import read_blocks
 from credit_dp.evaluation.request import ScoreRequest
 
 PEER = os.environ.get("BENCH_WEATHERBENCH2", "")
@@ -96,8 +96,8 @@ def chunk_reads(folder: Path) -> int:
         cache=str(folder),
         climatology=str(folder / "climatology.zarr"),
     )
-    matched = match(request, opened(request.forecast), lambda what, part: None)
-    for _ in blocks(matched, None):
+    matched = align(request, open_forecast(request.forecast), lambda what, part: None)
+    for _ in read_blocks(matched, None):
         pass
     return matched.truth.chunk_reads
 

@@ -14,7 +14,7 @@ from side_by_side import Row
 from table import show
 
 from credit_dp.cli.compose import Composer
-from credit_dp.data.setup import prepare
+from credit_dp.data.setup import prepare_training_data
 
 ROUNDS = 5
 POLL = 0.02
@@ -42,7 +42,7 @@ def seconds(folder: Path) -> float:
 
 def rows() -> list[Row]:
     """The fastest of some starts, and the middle one."""
-    prepare(Composer("train").config([]).data)
+    prepare_training_data(Composer("train").config([]).data)
     with tempfile.TemporaryDirectory() as folder:
         found = sorted(seconds(Path(folder) / str(number)) for number in range(ROUNDS))
     what = f"start of the quickstart, {RANKS} ranks: command to first optimiser step"

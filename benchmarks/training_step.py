@@ -21,10 +21,10 @@ from torch import nn
 
 from credit_dp.cli.compose import Composer
 from credit_dp.config import Config
-from credit_dp.data.setup import prepare
+from credit_dp.data.setup import prepare_training_data
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.training.build import build_training
-from credit_dp.training.forward_backward import ModelPass
+from credit_dp.training.forward_backward import ModelForwardBackward
 from credit_dp.training.loggers import CsvLog
 
 MODELS = ("unet", "pangu", "crossformer")
@@ -49,7 +49,7 @@ def contestants(manager: DomainParallelManager, config: Config) -> Contestants:
     backward alone, and the sum of gradients over ranks; `plain`: a loop by hand around the model,
     as a script would have it.
     """
-    training = build_training(config, prepare(config.data), manager, device_of_rank())
+    training = build_training(config, prepare_training_data(config.data), manager, device_of_rank())
     trainer = training.trainer
     batch = next(iter(training.loader))
     training.loader.__enter__()
@@ -57,17 +57,19 @@ def contestants(manager: DomainParallelManager, config: Config) -> Contestants:
         next(training.loader)
     steps = trainer.steps(training.loader)
     log = CsvLog(Path(str(config.data.store)).parent / f"{manager.rank}.csv", 0)
-    if not isinstance(trainer.gradients, ModelPass):
-        raise TypeError(f"the benchmark needs a model, got {type(trainer.gradients).__name__}")
-    model = trainer.gradients.model
-    x = torch.cat([batch.now, batch.forcing, batch.static], dim=1)
+    if not isinstance(trainer.forward_backward, ModelForwardBackward):
+        raise TypeError(
+            f"the benchmark needs a model, got {type(trainer.forward_backward).__name__}"
+        )
+    model = trainer.forward_backward.model
+    x = torch.cat([batch.state, batch.forcing, batch.static], dim=1)
     target = torch.zeros_like(batch.target)
     optimiser = torch.optim.AdamW(model.parameters(), lr=0.0)
 
     def framework() -> None:
         record = next(steps)
         if record.loss is not None:
-            log.log(record.step, record.numbers())
+            log.log(record.step, record.metrics())
 
     def forward_and_backward() -> None:
         model.zero_grad(set_to_none=True)
@@ -90,7 +92,9 @@ def whole_steps(manager: DomainParallelManager, configs: Mapping[str, Config]) -
     """One step of each model, without data."""
     steps = {}
     for name, config in configs.items():
-        training = build_training(config, prepare(config.data), manager, device_of_rank())
+        training = build_training(
+            config, prepare_training_data(config.data), manager, device_of_rank()
+        )
         steps[name] = partial(training.trainer.update, next(iter(training.loader)))
     return steps
 
@@ -117,7 +121,7 @@ def sharded_rows(rounds: int) -> Iterator[Row]:
     small = {f"{name}_small": configured([f"model={name}_small", *SMALL]) for name in MODELS}
     configs = {**small, **{name: configured([f"model={name}"]) for name in MODELS}}
     for config in configs.values():
-        prepare(config.data)
+        prepare_training_data(config.data)
     with (
         team(whole_steps, configs, mesh=Mesh(1, 1, threads=RANKS)) as whole,
         team(whole_steps, configs) as ranks,
@@ -149,7 +153,7 @@ def framework_rows(rounds: int) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         data = write_store(Path(folder) / "fields.zarr", GRID, TIMES, "none")
         config = replace(configured(["model=unet"]), data=data)
-        prepare(config.data)
+        prepare_training_data(config.data)
         return [row for mesh in (ALONE, TWO) for row in framework_rows_on(mesh, config, rounds)]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from credit_dp.errors import UserError
 
 
-def nearest(word: str, allowed: Iterable[str]) -> str:
+def did_you_mean(word: str, allowed: Iterable[str]) -> str:
     """The end of an error line: the closest of the allowed words, if one is close at all."""
     close = difflib.get_close_matches(word, list(allowed), n=1, cutoff=0.5)
     return f" Did you mean {close[0]}?" if close else ""
@@ -20,7 +20,8 @@ def one_of(key: str, value: str, allowed: Sequence[str]) -> None:
     """Refuse a word that is not in the table of this key."""
     if value not in allowed:
         raise UserError(
-            f"{key}: needs one of {', '.join(allowed)}, got {value!r}.{nearest(value, allowed)}"
+            f"{key}: needs one of {', '.join(allowed)}, got "
+            f"{value!r}.{did_you_mean(value, allowed)}"
         )
 
 
@@ -80,7 +81,7 @@ def no_repeats(key: str, values: Sequence[object]) -> None:
         raise UserError(f"{key}: needs each entry once, got {twice} more than once")
 
 
-def span(key: str, dates: Sequence[str]) -> None:
+def date_range(key: str, dates: Sequence[str]) -> None:
     """Refuse what is not `[first, last]` in ISO format, in that order."""
     needs = f"{key}: needs [first, last] in ISO format, like [2000-01-01, 2000-12-31]"
     if len(dates) != 2:
@@ -106,7 +107,7 @@ def date(key: str, value: str) -> None:
     raise UserError(f"{key}: needs a date like 2001-01-01, got {value}")
 
 
-def leads(hours: Iterable[int], step: int) -> None:
+def lead_times(hours: Iterable[int], step: int) -> None:
     """Refuse lead times that no whole number of model steps reaches."""
     odd = next((lead for lead in hours if lead < step or lead % step), None)
     if odd is not None:
@@ -118,7 +119,7 @@ def leads(hours: Iterable[int], step: int) -> None:
 
 def checkpoint_path(key: str, value: str) -> Path:
     """Refuse the path of a checkpoint, or of a run's folder, that is not there; return it."""
-    path = existing(value)
+    path = existing_path(value)
     if path is None:
         raise UserError(
             f"{key}: needs `auto` or the path of a checkpoint, but {value} does not exist. "
@@ -127,7 +128,7 @@ def checkpoint_path(key: str, value: str) -> Path:
     return path
 
 
-def existing(value: str) -> Path | None:
+def existing_path(value: str) -> Path | None:
     """The path, with `~` replaced, if something is there; too long a name, for one, never is."""
     try:
         path = Path(value).expanduser()
@@ -136,7 +137,7 @@ def existing(value: str) -> Path | None:
         return None
 
 
-def home_replaced(key: str, value: str) -> Path:
+def expand_home(key: str, value: str) -> Path:
     """The path, with `~` replaced; refuse the home folder of nobody."""
     try:
         return Path(value).expanduser()

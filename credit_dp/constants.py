@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 
-def constant(
+def constant_tensor(
     values: Sequence[Any], device: torch.device, dtype: torch.dtype | None = None
 ) -> Tensor:
     """Numbers on a device. The host doesn't wait until a GPU has them."""

@@ -30,18 +30,18 @@ from typing import Any, ClassVar, NamedTuple, TypeVar, final
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from credit_dp.checks import home_replaced, nearest
+from credit_dp.checks import did_you_mean, expand_home
 from credit_dp.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-VARIABLE = "CREDIT_DP_PLUGINS"
-FORMER = "CREDIT_DP_MODELS"  # the same, from when files held models only
+PLUGINS_VARIABLE = "CREDIT_DP_PLUGINS"
+LEGACY_VARIABLE = "CREDIT_DP_MODELS"  # the same, from when files held models only
 
 __path__: list[str] = []  # lets modules be below this one; _Finder knows their files
 
 
-class Kind(NamedTuple):
+class PluginKind(NamedTuple):
     """One kind of plug-in.
 
     Attributes:
@@ -53,20 +53,20 @@ class Kind(NamedTuple):
     group: str
 
     @property
-    def word(self) -> str:
+    def label(self) -> str:
         """What one is called: `model`, `schedule`."""
         return self.key.rpartition(".")[2]
 
     @property
-    def one(self) -> str:
+    def with_article(self) -> str:
         """`a model`, `an optimizer`."""
-        return f"{'an' if self.word[0] in 'aeiou' else 'a'} {self.word}"
+        return f"{'an' if self.label[0] in 'aeiou' else 'a'} {self.label}"
 
 
 class Plugin:
     """Marks the base of the config classes of one kind of plug-in."""
 
-    plugin_kind: ClassVar[Kind]
+    plugin_kind: ClassVar[PluginKind]
 
 
 P = TypeVar("P", bound=Plugin)
@@ -79,7 +79,7 @@ class PluginFile(NamedTuple):
     path: Path
 
 
-def registered(base: type[P], ours: Container[str]) -> dict[str, type[P]]:
+def find_plugins(base: type[P], ours: Container[str]) -> dict[str, type[P]]:
     """Return the config class of every plug-in of a kind, by name.
 
     Args:
@@ -89,13 +89,13 @@ def registered(base: type[P], ours: Container[str]) -> dict[str, type[P]]:
     Raises:
         UserError: a file can't be used, or has a plug-in with a name that is taken.
     """
-    packaged = in_packages(base)
+    packaged = find_packaged_plugins(base)
     found: dict[str, type[P]] = {}
-    for file in named_files():
-        for config in configs_in(file, load(file)):
+    for file in plugin_files():
+        for config in configs_in(file, import_plugin_file(file)):
             if not issubclass(config, base):
                 continue
-            name = name_of(file, config)
+            name = plugin_name(file, config)
             if name in found:
                 raise UserError(
                     f"{file.variable}: {found[name].__name__} and {config.__name__} are both named "
@@ -105,13 +105,14 @@ def registered(base: type[P], ours: Container[str]) -> dict[str, type[P]]:
                 owner = f"the entry point of {packaged[name].__name__}" if name in packaged else ""
                 raise UserError(
                     f"{file.variable}: {config.__name__} is named {name!r}, as "
-                    f"{base.plugin_kind.one} of {owner or 'this package'} is. Give it another name."
+                    f"{base.plugin_kind.with_article} of {owner or 'this package'} is. Give it "
+                    "another name."
                 )
             found[name] = config
     return packaged | found
 
 
-def in_packages(base: type[P]) -> dict[str, type[P]]:
+def find_packaged_plugins(base: type[P]) -> dict[str, type[P]]:
     """Return the plug-ins of installed packages; one that fails to load is logged and left out."""
     kind, found = base.plugin_kind, {}
     for entry in entry_points(group=kind.group):
@@ -119,25 +120,25 @@ def in_packages(base: type[P]) -> dict[str, type[P]]:
             config = entry.load()
         except Exception as error:  # noqa: BLE001 - it is another's code
             logger.warning(
-                "%s %s: %s can't be imported (%s)", kind.word, entry.name, entry.value, error
+                "%s %s: %s can't be imported (%s)", kind.label, entry.name, entry.value, error
             )
             continue
         if isinstance(config, type) and issubclass(config, base):
             found[entry.name] = config
         else:
-            logger.warning("%s %s: %s is no %s", kind.word, entry.name, entry.value, base.__name__)
+            logger.warning("%s %s: %s is no %s", kind.label, entry.name, entry.value, base.__name__)
     return found
 
 
-def how_to_register(kind: Kind) -> str:
+def registration_hint(kind: PluginKind) -> str:
     """Return the end of an error line: what to do if the unknown name is that of a plug-in."""
-    if named_files():
+    if plugin_files():
         return ""
-    one = f"A{kind.one[1:]}"
-    return f" {one} of your own is known by its file: set {VARIABLE}=my_{kind.word}.py."
+    one = f"A{kind.with_article[1:]}"
+    return f" {one} of your own is known by its file: set {PLUGINS_VARIABLE}=my_{kind.label}.py."
 
 
-def node_of(name: str, config: type[Plugin]) -> DictConfig:
+def schema_node(name: str, config: type[Plugin]) -> DictConfig:
     """Return the keys of a plug-in with their types and defaults, as Hydra takes them.
 
     Raises:
@@ -154,31 +155,31 @@ def node_of(name: str, config: type[Plugin]) -> DictConfig:
     return node
 
 
-def configured(name: str, config: type[P], key: str, values: Mapping[str, Any]) -> P:
+def build_plugin_config(name: str, config: type[P], key: str, values: Mapping[str, Any]) -> P:
     """Return a plug-in with these values of its keys, which stand in `key` of the config.
 
     Raises:
         UserError: it has no such key, or a value is not allowed.
     """
-    node = node_of(name, config)
+    node = schema_node(name, config)
     own = [str(known) for known in node if known != "name"]
     for value in values:
         if value not in own:
             allowed = f"Allowed: {', '.join(own)}." if own else "It has no keys."
             raise UserError(
-                f"{key}.{value}: {name} has no such key.{nearest(value, own)} {allowed}"
+                f"{key}.{value}: {name} has no such key.{did_you_mean(value, own)} {allowed}"
             )
     try:
         made: P = OmegaConf.to_object(OmegaConf.merge(node, dict(values)))  # type: ignore[assignment]
     except OmegaConfBaseException as error:
         raise UserError(f"{key}: {first_line(error)}") from error
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-        raise UserError(f"{key}: {type(error).__name__}: {in_one_line(error)}") from error
+        raise UserError(f"{key}: {type(error).__name__}: {one_line_message(error)}") from error
     return made
 
 
 @contextmanager
-def code_of_a_plugin(what: str) -> Iterator[None]:
+def report_plugin_errors(what: str) -> Iterator[None]:
     """Report what goes wrong in a plug-in's code in one line; `what` is like `loss: Mine.build`.
 
     Raises:
@@ -192,11 +193,11 @@ def code_of_a_plugin(what: str) -> Iterator[None]:
         place = traceback.extract_tb(error.__traceback__)[-1]
         raise UserError(
             f"{what} fails at {place.filename}:{place.lineno} "
-            f"({type(error).__name__}: {in_one_line(error)})."
+            f"({type(error).__name__}: {one_line_message(error)})."
         ) from error
 
 
-def in_one_line(error: BaseException) -> str:
+def one_line_message(error: BaseException) -> str:
     """Return the message of an error without line breaks."""
     return " ".join(str(error).split())
 
@@ -209,12 +210,12 @@ def first_line(error: BaseException) -> str:
 # Files
 
 
-def named_files() -> list[PluginFile]:
+def plugin_files() -> list[PluginFile]:
     """Return the files that the variables name, each once."""
     found: dict[str, PluginFile] = {}
-    for variable in (VARIABLE, FORMER):
+    for variable in (PLUGINS_VARIABLE, LEGACY_VARIABLE):
         for text in filter(None, os.environ.get(variable, "").split(os.pathsep)):
-            path = home_replaced(variable, text)
+            path = expand_home(variable, text)
             found.setdefault(module_name(path), PluginFile(variable, path))
     return list(found.values())
 
@@ -225,7 +226,7 @@ def module_name(path: Path) -> str:
     return f"{__name__}.{re.sub(r'[^A-Za-z0-9_]', '_', path.stem)}_{zlib.crc32(place):08x}"
 
 
-def load(file: PluginFile) -> ModuleType:
+def import_plugin_file(file: PluginFile) -> ModuleType:
     """Return the module of a file, which is run if it has not been.
 
     Raises:
@@ -242,12 +243,12 @@ def load(file: PluginFile) -> ModuleType:
     except UserError:
         raise
     except (Exception, SystemExit) as error:  # it is the user's code
-        reason = error.msg if isinstance(error, SyntaxError) else in_one_line(error)
+        reason = error.msg if isinstance(error, SyntaxError) else one_line_message(error)
         kind = type(error).__name__
-        raise UserError(f"{variable}: {path}{line_of(error, path)}: {kind}: {reason}") from error
+        raise UserError(f"{variable}: {path}{error_line(error, path)}: {kind}: {reason}") from error
 
 
-def line_of(error: BaseException, path: Path) -> str:
+def error_line(error: BaseException, path: Path) -> str:
     """Return where in the file an error came up."""
     frames = traceback.extract_tb(error.__traceback__)
     places = [(frame.filename, frame.lineno) for frame in frames]
@@ -295,7 +296,7 @@ def default_name(config: type) -> object:
     return next((field.default for field in known if field.name == "name"), None)
 
 
-def name_of(file: PluginFile, config: type[Plugin]) -> str:
+def plugin_name(file: PluginFile, config: type[Plugin]) -> str:
     """Return the name by which a config chooses a plug-in.
 
     Raises:
@@ -321,7 +322,7 @@ class _Finder(MetaPathFinder):
         """Return how to load a module; None if no variable names its file."""
         if not fullname.startswith(f"{__name__}."):
             return None
-        paths = (file.path for file in named_files())
+        paths = (file.path for file in plugin_files())
         found = next((file for file in paths if module_name(file) == fullname), None)
         if found is None:
             return None

@@ -12,19 +12,19 @@ EXCHANGE, DATA = "exchange", "data"
 FORWARD, BACKWARD, OPTIMISER = "forward", "backward", "optimiser"
 
 
-def span(name: str) -> AbstractContextManager[object]:
+def profile_region(name: str) -> AbstractContextManager[object]:
     """A context whose time the trace shows under `name`."""
     # Asked first: code that torch compiles or traces meets no operation that it would keep.
     return profiler.record_function(name) if profiler._is_profiler_enabled else nullcontext()
 
 
-def named(name: str, call: Callable[[], None]) -> Callable[[], None]:
+def profiled_call(name: str, call: Callable[[], None]) -> Callable[[], None]:
     """The call, whose time the trace shows under `name`."""
     if not profiler._is_profiler_enabled:
         return call
 
     def call_in_span() -> None:
-        with span(name):
+        with profile_region(name):
             call()
 
     return call_in_span

@@ -15,14 +15,14 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 
-def _with_capitals(names: Mapping[str, str], **others: str) -> Mapping[str, str]:
+def _with_ncar_names(names: Mapping[str, str], **others: str) -> Mapping[str, str]:
     """`others` too, and each of `names` as NCAR has it: `SP` and, of `2t`, `VAR_2T`."""
     capitals = {("VAR_" if x[0].isdigit() else "") + x.upper(): names[x] for x in names}
     return MappingProxyType({**names, **capitals, **others})
 
 
 # On levels.
-UPPER = _with_capitals(
+UPPER_AIR_NAMES = _with_ncar_names(
     {
         "z": "geopotential",
         "t": "temperature",
@@ -43,7 +43,7 @@ UPPER = _with_capitals(
     }
 )
 # Without levels, the same at all times.
-CONSTANTS = _with_capitals(
+STATIC_NAMES = _with_ncar_names(
     {
         "z": "geopotential_at_surface",
         "lsm": "land_sea_mask",
@@ -67,7 +67,7 @@ CONSTANTS = _with_capitals(
     Z_GDS4_SFC="geopotential_at_surface",
 )
 # Without levels, changing in time.
-SURFACE = _with_capitals(
+SURFACE_NAMES = _with_ncar_names(
     {
         "2t": "2m_temperature",
         "2d": "2m_dewpoint_temperature",
@@ -125,9 +125,9 @@ SURFACE = _with_capitals(
     tsi="toa_incident_solar_radiation",
 )
 
-FLAT: Mapping[str, str] = MappingProxyType({**SURFACE, **CONSTANTS})
+SINGLE_LEVEL_NAMES: Mapping[str, str] = MappingProxyType({**SURFACE_NAMES, **STATIC_NAMES})
 # `z_500`, or from 100 hPa on `Z500`: `t2` and `u10` are no levels, but heights.
-ON_ONE_LEVEL = re.compile(r"(.+)_(\d+)|(\D+)(\d{3,})")
+NAME_WITH_LEVEL = re.compile(r"(.+)_(\d+)|(\D+)(\d{3,})")
 
 
 def long_name(name: str, level: int | None = None) -> tuple[str, int | None]:
@@ -141,47 +141,47 @@ def long_name(name: str, level: int | None = None) -> tuple[str, int | None]:
         level: of a field that has a dim of levels, where `z` is the geopotential.
     """
     if level is not None:
-        return UPPER.get(name, name), level
-    found = None if name in FLAT else ON_ONE_LEVEL.fullmatch(name)
+        return UPPER_AIR_NAMES.get(name, name), level
+    found = None if name in SINGLE_LEVEL_NAMES else NAME_WITH_LEVEL.fullmatch(name)
     if found:
         variable = found[1] or found[3]
-        long = UPPER.get(variable, variable)
-        if long in UPPER.values():
+        long = UPPER_AIR_NAMES.get(variable, variable)
+        if long in UPPER_AIR_NAMES.values():
             return long, int(found[2] or found[4])
-    return FLAT.get(name, name), None
+    return SINGLE_LEVEL_NAMES.get(name, name), None
 
 
-def meaning(name: str) -> str:
+def canonical_name(name: str) -> str:
     """The long name of a variable by whatever name a store has it: `t`, `t_500`, `2t`, `t2m`.
 
     `z`, at the surface or on levels, is `geopotential_at_surface`.
     """
     long, _ = long_name(name)
-    return UPPER.get(long, long)
+    return UPPER_AIR_NAMES.get(long, long)
 
 
-def meanings(name: str) -> set[str]:
+def possible_canonical_names(name: str) -> set[str]:
     """All long names that a variable of this name may have: of `z` both, on levels and without."""
-    return {meaning(name), UPPER.get(name, meaning(name))}
+    return {canonical_name(name), UPPER_AIR_NAMES.get(name, canonical_name(name))}
 
 
-def is_long(name: str) -> bool:
+def has_short_names(name: str) -> bool:
     """Whether it is the long name of a variable that has others."""
-    return name in _NAMES
+    return name in _SHORT_NAMES
 
 
-def names_of_meaning(long: str) -> tuple[str, ...]:
+def all_names_of(long: str) -> tuple[str, ...]:
     """All names of a variable, the long one first."""
-    return (long, *_NAMES.get(long, ()))
+    return (long, *_SHORT_NAMES.get(long, ()))
 
 
-def _by_meaning() -> dict[str, tuple[str, ...]]:
+def _short_names_by_long_name() -> dict[str, tuple[str, ...]]:
     found: dict[str, tuple[str, ...]] = {}
-    for table in (UPPER, SURFACE, CONSTANTS):
+    for table in (UPPER_AIR_NAMES, SURFACE_NAMES, STATIC_NAMES):
         for name, long in table.items():
             if name != long:
                 found[long] = (*found.get(long, ()), name)
     return found
 
 
-_NAMES = _by_meaning()
+_SHORT_NAMES = _short_names_by_long_name()

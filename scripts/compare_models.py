@@ -29,7 +29,7 @@ LEADS = ("6h", "24h")
 class Result:
     """What one run took and reached.
 
-    `rmse`: of `SHOWN` at each of `LEADS`; `worst`: the largest ratio to persistence of all
+    `rmse`: of `MAX_HEADLINES` at each of `LEADS`; `worst`: the largest ratio to persistence of all
     variables at each of them.
     """
 

@@ -14,8 +14,8 @@ from matplotlib.figure import Figure
 
 from credit_dp.evaluation.figure_style import (
     SOURCE_LINES,
+    escape_mathtext,
     figure_style,
-    plain,
     power_label,
     series_colour,
 )
@@ -56,7 +56,7 @@ def draw(axes: Axes, cards: dict[str, pd.DataFrame], variable: str, level: int |
     axes.set_xlabel("zonal wavenumber")
     axes.set_ylabel(power_label(UNITS[variable]))
     on_level = "" if level is None else f" at {level} hPa"
-    axes.set_title(f"{plain(variable)}{on_level}, {BAND}, {hours} h")
+    axes.set_title(f"{escape_mathtext(variable)}{on_level}, {BAND}, {hours} h")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from credit_dp.config import DataConfig
 from credit_dp.data.grid import parse_grid
 from credit_dp.data.quickstart import build
-from credit_dp.data.quickstart.fields import Realism, measure
+from credit_dp.data.quickstart.fields import Realism, measure_realism
 
 ERA5 = {"climatology": 816.0, 3: 936.0, 5: 1033.0}  # m2 s-2, WeatherBench
 SETTINGS = Path(__file__).parents[1] / "conf" / "data" / "quickstart.yaml"
@@ -33,7 +33,7 @@ def main() -> None:
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
         dates = config.dates
         held_out = (dates.valid[0], dates.test[1])
-        show(measure(store, (dates.train[0], dates.train[1]), held_out))
+        show(measure_realism(store, (dates.train[0], dates.train[1]), held_out))
     print(f"| time to make it | {wall:.0f} s, {used.ru_utime + used.ru_stime:.0f} s of CPU | |")
 
 

@@ -5,18 +5,18 @@ Nothing in here is about models or configs: `credit_dp.domain_parallel` builds o
 
 from credit_dp.channel_parallel.depthwise import DistributedDepthwiseConv2d
 from credit_dp.channel_parallel.transpose import (
-    Transpose,
-    channel_shares,
+    TransposePlan,
+    channel_slice,
+    channels_per_rank,
     channels_to_rows,
     rows_to_channels,
-    share_of,
 )
 
 __all__ = [
     "DistributedDepthwiseConv2d",
-    "Transpose",
-    "channel_shares",
+    "TransposePlan",
+    "channels_per_rank",
     "channels_to_rows",
     "rows_to_channels",
-    "share_of",
+    "channel_slice",
 ]

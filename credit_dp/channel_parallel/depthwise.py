@@ -9,11 +9,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from credit_dp.channel_parallel.transpose import channel_shares, share_of
+from credit_dp.channel_parallel.transpose import channel_slice, channels_per_rank
 from credit_dp.errors import UserError
 
 # Samples, channels, rows, columns.
-FIELD_DIMS = 4
+INPUT_DIMS = 4
 
 
 @final
@@ -77,7 +77,7 @@ class DistributedDepthwiseConv2d(nn.Module):
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -bound, bound)
 
-    def expanded(self, x: Tensor) -> Tensor:
+    def expand_to_channels(self, x: Tensor) -> Tensor:
         """Return a parameter with an entry for each channel instead of for each group."""
         return x.repeat_interleave(self.group_dim, 0)
 
@@ -92,22 +92,22 @@ class DistributedDepthwiseConv2d(nn.Module):
             UserError: the ranks of the group can't share the channels evenly.
             RuntimeError: `x` has other channels than this rank's.
         """
-        if x.ndim != FIELD_DIMS:
+        if x.ndim != INPUT_DIMS:
             raise AssertionError(
                 f"DistributedDepthwiseConv2d: needs (B, C, H, W), got {tuple(x.shape)}"
             )
-        mine = self._channels(cp_group)
+        mine = self._channel_slice(cp_group)
         expected = mine.stop - mine.start
         if x.shape[1] != expected:
             raise RuntimeError(
                 f"DistributedDepthwiseConv2d: needs {expected} of {self.hidden_dim} channels "
                 f"({mine.start} to {mine.stop - 1}), got {x.shape[1]}"
             )
-        weight = self.expanded(self.weight)[mine, None]
-        bias = None if self.bias is None else self.expanded(self.bias)[mine]
+        weight = self.expand_to_channels(self.weight)[mine, None]
+        bias = None if self.bias is None else self.expand_to_channels(self.bias)[mine]
         return F.conv2d(x, weight, bias, padding="same", groups=expected)
 
-    def _channels(self, cp_group: dist.ProcessGroup | None) -> slice:
+    def _channel_slice(self, cp_group: dist.ProcessGroup | None) -> slice:
         ranks = 1 if cp_group is None else dist.get_world_size(cp_group)
         if self.hidden_dim % ranks:
             raise UserError(
@@ -115,7 +115,7 @@ class DistributedDepthwiseConv2d(nn.Module):
                 f"evenly. Make hidden_dim a multiple of {ranks}, or give a smaller cp_group."
             )
         rank = 0 if cp_group is None else dist.get_rank(cp_group)
-        return share_of(channel_shares(self.hidden_dim, ranks), rank)
+        return channel_slice(channels_per_rank(self.hidden_dim, ranks), rank)
 
     def extra_repr(self) -> str:
         """Describe the sizes."""

@@ -14,22 +14,22 @@ from torch.autograd.function import once_differentiable
 from credit_dp.errors import UserError
 
 
-def channel_shares(channels: int, ranks: int) -> tuple[int, ...]:
+def channels_per_rank(channels: int, ranks: int) -> tuple[int, ...]:
     """Return how many channels each rank gets, the larger shares first; some may be 0."""
     share, surplus = divmod(channels, ranks)
     return tuple(share + (rank < surplus) for rank in range(ranks))
 
 
-def share_of(shares: Sequence[int], rank: int) -> slice:
+def channel_slice(shares: Sequence[int], rank: int) -> slice:
     """Return which channels are those of a rank."""
     start = sum(shares[:rank])
     return slice(start, start + shares[rank])
 
 
-CHANNELS, ROWS = -3, -2
+CHANNEL_DIM, ROW_DIM = -3, -2
 # Of (channels, rows, columns), counted from the end; samples before them are never cut.
 FIELD_DIMS = 3
-Parcel = tuple[int, Tensor]
+PeerTensor = tuple[int, Tensor]
 
 
 class Messenger(Protocol):
@@ -38,30 +38,32 @@ class Messenger(Protocol):
     rank: int
     size: int
 
-    def start(self, send: Sequence[Parcel], receive: Sequence[Parcel]) -> Callable[[], None]:
+    def start(
+        self, send: Sequence[PeerTensor], receive: Sequence[PeerTensor]
+    ) -> Callable[[], None]:
         """Begin an exchange; the result waits until it is over."""
 
-    def announce_parcels(self, sizes: Sequence[Sequence[int]]) -> None:
+    def announce_sizes(self, sizes: Sequence[Sequence[int]]) -> None:
         """Hear how many bytes each rank is about to send to each."""
 
 
 @final
 @dataclass(frozen=True)
-class Transpose:
+class TransposePlan:
     """How a globe is cut by rows and by channels: how many of each every rank has."""
 
     rows: tuple[int, ...]
     channels: tuple[int, ...]
 
-    def parcels(self, to_channels: bool) -> list[list[int]]:
+    def rows_sent(self, to_channels: bool) -> list[list[int]]:
         """Return how many rows of one channel each rank sends to each; to itself none."""
         ranks = range(len(self.rows))
         kept, given = (self.rows, self.channels) if to_channels else (self.channels, self.rows)
         return [[kept[a] * given[b] if a != b else 0 for b in ranks] for a in ranks]
 
-    def moved(self, to_channels: bool) -> int:
+    def total_rows_sent(self, to_channels: bool) -> int:
         """Return how many rows of one channel all ranks send together."""
-        return sum(map(sum, self.parcels(to_channels)))
+        return sum(map(sum, self.rows_sent(to_channels)))
 
 
 def rows_to_channels(
@@ -79,7 +81,7 @@ def rows_to_channels(
         x: this rank's band.
         rows: how many rows each rank has, north to south.
         messenger: how the ranks talk, the `transport` of a manager.
-        channels: how many channels each rank is to have; by default those of `channel_shares`.
+        channels: how many channels each rank is to have; by default those of `channels_per_rank`.
 
     Shapes:
         `(..., C, H_local, W)` -> `(..., C_local, H, W)`.
@@ -88,11 +90,11 @@ def rows_to_channels(
         UserError: rows or channels are not as many as said.
     """
     if channels is None:
-        channels = channel_shares(x.shape[CHANNELS], messenger.size)
-    plan = _plan(rows, channels, messenger)
-    _check(x, ROWS, "rows", plan.rows[messenger.rank], messenger)
-    _check(x, CHANNELS, "channels", sum(plan.channels), messenger)
-    return _Move.apply(x, plan, messenger, True)  # type: ignore[no-any-return, no-untyped-call]
+        channels = channels_per_rank(x.shape[CHANNEL_DIM], messenger.size)
+    plan = _transpose_plan(rows, channels, messenger)
+    _check_size(x, ROW_DIM, "rows", plan.rows[messenger.rank], messenger)
+    _check_size(x, CHANNEL_DIM, "channels", sum(plan.channels), messenger)
+    return _TransposeFunction.apply(x, plan, messenger, True)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def channels_to_rows(
@@ -114,23 +116,25 @@ def channels_to_rows(
     Raises:
         UserError: rows or channels are not as many as said.
     """
-    plan = _plan(rows, channels, messenger)
-    _check(x, ROWS, "rows", sum(plan.rows), messenger)
-    _check(x, CHANNELS, "channels", plan.channels[messenger.rank], messenger)
-    return _Move.apply(x, plan, messenger, False)  # type: ignore[no-any-return, no-untyped-call]
+    plan = _transpose_plan(rows, channels, messenger)
+    _check_size(x, ROW_DIM, "rows", sum(plan.rows), messenger)
+    _check_size(x, CHANNEL_DIM, "channels", plan.channels[messenger.rank], messenger)
+    return _TransposeFunction.apply(x, plan, messenger, False)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _plan(rows: Sequence[int], channels: Sequence[int], messenger: Messenger) -> Transpose:
+def _transpose_plan(
+    rows: Sequence[int], channels: Sequence[int], messenger: Messenger
+) -> TransposePlan:
     for what, sizes in (("rows", rows), ("channels", channels)):
         if len(sizes) != messenger.size:
             raise UserError(
                 f"{what}: needs a number for each of {messenger.size} ranks, got {len(sizes)}. "
                 "Give every rank's, in rank order."
             )
-    return Transpose(tuple(rows), tuple(channels))
+    return TransposePlan(tuple(rows), tuple(channels))
 
 
-def _check(x: Tensor, dim: int, what: str, expected: int, messenger: Messenger) -> None:
+def _check_size(x: Tensor, dim: int, what: str, expected: int, messenger: Messenger) -> None:
     if x.shape[dim] != expected:
         raise UserError(
             f"transpose of rows and channels: rank {messenger.rank} needs {expected} {what}, got "
@@ -139,26 +143,26 @@ def _check(x: Tensor, dim: int, what: str, expected: int, messenger: Messenger) 
 
 
 @final
-class _Move(torch.autograd.Function):
+class _TransposeFunction(torch.autograd.Function):
     """A permutation of entries over all ranks, so its inverse is its adjoint. Saves no tensor."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, plan: Transpose, messenger: Messenger, to_channels: bool
+        ctx: Any, x: Tensor, plan: TransposePlan, messenger: Messenger, to_channels: bool
     ) -> Tensor:
         ctx.plan, ctx.messenger, ctx.to_channels = plan, messenger, to_channels
-        return _moved(x, plan, messenger, to_channels)
+        return _transpose(x, plan, messenger, to_channels)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        home = _moved(grad, ctx.plan, ctx.messenger, not ctx.to_channels)
+        home = _transpose(grad, ctx.plan, ctx.messenger, not ctx.to_channels)
         return home, None, None, None
 
 
-def _moved(x: Tensor, plan: Transpose, messenger: Messenger, to_channels: bool) -> Tensor:
+def _transpose(x: Tensor, plan: TransposePlan, messenger: Messenger, to_channels: bool) -> Tensor:
     """Send every rank its part of `x` and glue what comes; empty parcels are not sent."""
-    cut, glue = (CHANNELS, ROWS) if to_channels else (ROWS, CHANNELS)
+    cut, glue = (CHANNEL_DIM, ROW_DIM) if to_channels else (ROW_DIM, CHANNEL_DIM)
     cuts, glued = (plan.channels, plan.rows) if to_channels else (plan.rows, plan.channels)
     rank = messenger.rank
     parts = torch.split(x, list(cuts), cut)
@@ -169,16 +173,16 @@ def _moved(x: Tensor, plan: Transpose, messenger: Messenger, to_channels: bool) 
         shape[glue] = size
         came.append(parts[rank] if peer == rank else x.new_empty(shape))
     receive = [(peer, part) for peer, part in enumerate(came) if peer != rank]
-    messenger.announce_parcels(_bytes(x, plan, to_channels))
+    messenger.announce_sizes(_message_bytes(x, plan, to_channels))
     messenger.start(_not_empty(send), _not_empty(receive))()
     return torch.cat(came, glue)
 
 
-def _not_empty(parcels: list[Parcel]) -> list[Parcel]:
+def _not_empty(parcels: list[PeerTensor]) -> list[PeerTensor]:
     return [(peer, part) for peer, part in parcels if part.numel()]
 
 
-def _bytes(x: Tensor, plan: Transpose, to_channels: bool) -> list[list[int]]:
+def _message_bytes(x: Tensor, plan: TransposePlan, to_channels: bool) -> list[list[int]]:
     others = (*x.shape[:-FIELD_DIMS], x.shape[-1])
     unit = prod(others) * x.element_size()
-    return [[unit * number for number in row] for row in plan.parcels(to_channels)]
+    return [[unit * number for number in row] for row in plan.rows_sent(to_channels)]

@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from credit_dp.checks import nearest
+from credit_dp.checks import did_you_mean
 from credit_dp.errors import UserError
 
 Command = Callable[[Sequence[str], str], int]
@@ -25,7 +25,7 @@ class OneLineParser(argparse.ArgumentParser):
         raise UserError(f"{message}. Dashes only change the command: see --help.")
 
 
-def parser() -> OneLineParser:
+def common_parser() -> OneLineParser:
     """What every command understands."""
     result = OneLineParser(add_help=False, allow_abbrev=False)
     result.add_argument("overrides", nargs="*")
@@ -35,7 +35,7 @@ def parser() -> OneLineParser:
 
 def train_parser() -> OneLineParser:
     """The dashes of the train command; those that Hydra has too mean the same."""
-    result = parser()
+    result = common_parser()
     result.add_argument("--check", action="store_true")
     result.add_argument("--again")
     result.add_argument("--cfg", "-c", choices=("job", "hydra", "all"))
@@ -48,7 +48,7 @@ def train_parser() -> OneLineParser:
     return result
 
 
-def run_named(
+def run_subcommand(
     commands: Mapping[str, Command], arguments: Sequence[str], program: str, help_text: str
 ) -> int:
     """Run the command that the first argument names, or show what there is; the exit code.
@@ -63,12 +63,12 @@ def run_named(
     if name not in commands:
         raise UserError(
             f"{program}: needs a command ({', '.join(commands)}), got {name!r}."
-            f"{nearest(name, commands)}"
+            f"{did_you_mean(name, commands)}"
         )
     return commands[name](rest, f"{program} {name}")
 
 
-def parse(using: OneLineParser, arguments: Sequence[str]) -> argparse.Namespace:
+def parse_arguments(using: OneLineParser, arguments: Sequence[str]) -> argparse.Namespace:
     """The arguments, dashes and overrides in any order.
 
     Raises:
@@ -77,7 +77,7 @@ def parse(using: OneLineParser, arguments: Sequence[str]) -> argparse.Namespace:
     return using.parse_intermixed_args(list(arguments))
 
 
-def read_plain_keys(
+def read_keys(
     arguments: Sequence[str], program: str, help_text: str, defaults: Mapping[str, Any]
 ) -> Mapping[str, Any] | None:
     """Understand a command line; None if it asked for help, which has been shown.
@@ -92,7 +92,7 @@ def read_plain_keys(
     Raises:
         UserError: a key does not exist or is missing, or its value is of another kind.
     """
-    args = parse(parser(), arguments)
+    args = parse_arguments(common_parser(), arguments)
     if args.help:
         sys.stdout.write(help_text.format(program=program))
         return None
@@ -102,13 +102,13 @@ def read_plain_keys(
         if not equals or key not in defaults:
             raise UserError(
                 f"{program}: needs keys like {', '.join(f'{name}=' for name in defaults)}, got "
-                f"{text!r}.{nearest(key, defaults)}"
+                f"{text!r}.{did_you_mean(key, defaults)}"
             )
-        given[key] = _value(key, value, defaults[key])
+        given[key] = _parse_value(key, value, defaults[key])
     return given
 
 
-def texts(key: str, values: Sequence[Any]) -> tuple[str, ...]:
+def to_texts(key: str, values: Sequence[Any]) -> tuple[str, ...]:
     """The entries as texts.
 
     Raises:
@@ -119,7 +119,7 @@ def texts(key: str, values: Sequence[Any]) -> tuple[str, ...]:
     return tuple(map(str, values))
 
 
-def numbers(key: str, values: Sequence[Any]) -> tuple[int, ...]:
+def to_whole_numbers(key: str, values: Sequence[Any]) -> tuple[int, ...]:
     """The entries as whole numbers.
 
     Raises:
@@ -130,14 +130,14 @@ def numbers(key: str, values: Sequence[Any]) -> tuple[int, ...]:
     return tuple(values)
 
 
-def _value(key: str, text: str, default: Any) -> Any:
+def _parse_value(key: str, text: str, default: Any) -> Any:
     """A value of the kind of the default."""
     if isinstance(default, str):
         return text
-    return _table(key, text) if isinstance(default, dict) else listed(key, text)
+    return _parse_table(key, text) if isinstance(default, dict) else parse_list(key, text)
 
 
-def _table(key: str, text: str) -> dict[str, Any]:
+def _parse_table(key: str, text: str) -> dict[str, Any]:
     """Entries in braces, written as in the overrides of a run."""
     try:
         found: Any = OverridesParser.create().parse_override(f"{key}={text}").value()
@@ -148,7 +148,7 @@ def _table(key: str, text: str) -> dict[str, Any]:
     return {str(name): value for name, value in found.items()}
 
 
-def listed(key: str, text: str) -> list[Any]:
+def parse_list(key: str, text: str) -> list[Any]:
     """A list in brackets, or one entry without.
 
     Raises:

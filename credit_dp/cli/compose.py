@@ -30,8 +30,8 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 
 from credit_dp import checks
 from credit_dp import config as credit_dp_config
-from credit_dp.checks import nearest
-from credit_dp.cli.overrides import check_key, check_lists, explain
+from credit_dp.checks import did_you_mean
+from credit_dp.cli.overrides import check_key, check_lists, explain_error
 from credit_dp.config import (
     Config,
     DataConfig,
@@ -42,15 +42,15 @@ from credit_dp.config import (
     RunConfig,
 )
 from credit_dp.config.data import AUTO, ROLES, SPLITS
-from credit_dp.config.training import SCHEDULES
+from credit_dp.config.training import LR_SCHEDULES
 from credit_dp.errors import UserError
-from credit_dp.plugins import Plugin, how_to_register, in_one_line, node_of, registered
-from credit_dp.training.checkpoint_files import whole_steps
+from credit_dp.plugins import Plugin, find_plugins, one_line_message, registration_hint, schema_node
+from credit_dp.training.checkpoint_files import list_checkpoints
 from credit_dp.training.run_folder import RunFolder
-from credit_dp.variable_names import meaning
+from credit_dp.variable_names import canonical_name
 
 
-class UserFiles(FileConfigSource):
+class UserConfigSource(FileConfigSource):
     """A folder whose groups go before the package's; the primary config stays the package's.
 
     A `config.yaml` in the working directory is often that of another program.
@@ -68,7 +68,7 @@ class UserFiles(FileConfigSource):
         )
 
 
-LOCK = ".run.lock"
+LOCK_FILE = ".run.lock"
 
 
 def register_resolvers() -> None:
@@ -77,7 +77,7 @@ def register_resolvers() -> None:
     OmegaConf.register_new_resolver("run_folder", run_folder, use_cache=True, replace=True)
     OmegaConf.register_new_resolver("sweep_folder", sweep_folder, use_cache=True, replace=True)
     OmegaConf.register_new_resolver("rows_per_rank", rows_per_rank, replace=True)
-    OmegaConf.register_new_resolver("of_quickstart", of_quickstart, replace=True)
+    OmegaConf.register_new_resolver("of_quickstart", if_quickstart, replace=True)
     OmegaConf.register_new_resolver("hours_of_steps", hours_of_steps, replace=True)
 
 
@@ -104,7 +104,7 @@ def rows_per_rank(grid: str, *, _root_: DictConfig) -> str:
     return f"{int(rows) * int(OmegaConf.select(_root_, 'parallel.domain'))}x{columns}"
 
 
-def of_quickstart(value: object, other: object = None, *, _root_: DictConfig) -> object:
+def if_quickstart(value: object, other: object = None, *, _root_: DictConfig) -> object:
     """The value where the data are the quickstart's, whose store is made as the config says."""
     return value if OmegaConf.select(_root_, "data.name") == "quickstart" else other
 
@@ -131,7 +131,7 @@ def folder_key(run: RunConfig) -> str:
 
 
 @contextlib.contextmanager
-def folder_made_by_hydra(run: RunConfig, default: str) -> Iterator[None]:
+def explain_folder_errors(run: RunConfig, default: str) -> Iterator[None]:
     """Tell in one line if the folder, which Hydra makes before anything of ours runs, can't be.
 
     Raises:
@@ -147,14 +147,14 @@ def folder_made_by_hydra(run: RunConfig, default: str) -> Iterator[None]:
         ) from error
 
 
-def check_folder(folder: Path, config: Config, key: str = "run.name") -> None:
+def check_run_folder(folder: Path, config: Config, key: str = "run.name") -> None:
     """Refuse to start a fresh run over the checkpoint of another.
 
     Raises:
         UserError: there is one, and `resume` does not go on from it.
     """
     checkpoints = RunFolder(folder).checkpoint
-    steps = whole_steps(checkpoints)
+    steps = list_checkpoints(checkpoints)
     if not steps or config.resume == "auto":
         return
     own = {path.resolve() for path in (folder, checkpoints, *steps)}
@@ -166,25 +166,25 @@ def check_folder(folder: Path, config: Config, key: str = "run.name") -> None:
     )
 
 
-def check_free(folder: Path, key: str = "run.name") -> None:
+def check_unlocked(folder: Path, key: str = "run.name") -> None:
     """Refuse a folder that another run is writing to, before anything is written there.
 
     Raises:
         UserError: see `claim`.
     """
-    if (folder / LOCK).exists():
-        with claim(folder, key):
+    if (folder / LOCK_FILE).exists():
+        with lock_folder(folder, key):
             pass
 
 
 @contextlib.contextmanager
-def claim(folder: Path, key: str = "run.name") -> Iterator[None]:
+def lock_folder(folder: Path, key: str = "run.name") -> Iterator[None]:
     """Hold the folder while a run writes to it; the system lets go of it when the process ends.
 
     Raises:
         UserError: another run does, or the folder cannot be written to.
     """
-    lock = FileLock(folder / LOCK, timeout=0)
+    lock = FileLock(folder / LOCK_FILE, timeout=0)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire()
@@ -198,7 +198,7 @@ def claim(folder: Path, key: str = "run.name") -> Iterator[None]:
         lock.release()
 
 
-PACKAGE = Path(__file__).resolve().parents[1]
+PACKAGE_FOLDER = Path(__file__).resolve().parents[1]
 
 # The first line of every file of these groups names its schema: `defaults: [schema, _self_]`.
 SCHEMAS: Mapping[tuple[str | None, str], type] = {
@@ -215,18 +215,18 @@ SCHEMAS: Mapping[tuple[str | None, str], type] = {
 }
 
 # Whose choices may be plug-ins.
-PLUGINS: Mapping[str, type[Plugin]] = {
+PLUGIN_BASES: Mapping[str, type[Plugin]] = {
     "model": OwnModelConfig,
     "loss": OwnLossConfig,
     "optimizer": OwnOptimizerConfig,
 }
-OWN_GROUPS = {group for group, _ in SCHEMAS if group is not None} | {"experiment"}
+CONFIG_GROUPS = {group for group, _ in SCHEMAS if group is not None} | {"experiment"}
 
 
 def conf_folder() -> Path:
     """`conf/` of the checkout, or the copy that an installed package carries."""
-    checkout = PACKAGE.parent / "conf"
-    return checkout if (checkout / "config.yaml").exists() else PACKAGE / "conf"
+    checkout = PACKAGE_FOLDER.parent / "conf"
+    return checkout if (checkout / "config.yaml").exists() else PACKAGE_FOLDER / "conf"
 
 
 @final
@@ -240,7 +240,7 @@ class Composer:
         version.setbase("1.3")
         register_schemas()
         register_resolvers()
-        SourcesRegistry.instance().register(UserFiles)
+        SourcesRegistry.instance().register(UserConfigSource)
         GlobalHydra.instance().clear()
         self.config_name = config_name
         self.hydra = Hydra.create_main_hydra2(job, search_path(extra))
@@ -278,10 +278,10 @@ class Composer:
                 "ours replaces it, so that it cannot include it; give yours another name."
             ) from None
         except (HydraException, OmegaConfBaseException, YAMLError) as error:
-            line = explain(error)
+            line = explain_error(error)
             # A user's file may be one of a plug-in.
-            unknown = re.search(rf"Could not load '({'|'.join(PLUGINS)})/", line)
-            hint = how_to_register(PLUGINS[unknown[1]].plugin_kind) if unknown else ""
+            unknown = re.search(rf"Could not load '({'|'.join(PLUGIN_BASES)})/", line)
+            hint = registration_hint(PLUGIN_BASES[unknown[1]].plugin_kind) if unknown else ""
             raise UserError(f"{line}{hint}") from error
         return composed
 
@@ -316,11 +316,11 @@ def to_config(composed: DictConfig) -> Config:
         if missing:
             raise UserError(f"{', '.join(missing)}: need a value, and none is given")
         check_lists(ours)
-        keep_of_preset(ours, given_keys(composed))
+        reconcile_preset(ours, given_keys(composed))
         check_groups(ours)
         config = OmegaConf.to_object(ours)
     except OmegaConfBaseException as error:
-        raise UserError(explain(error)) from error
+        raise UserError(explain_error(error)) from error
     if not isinstance(config, Config):
         raise UserError("config.yaml: needs `schema` as the first entry of its defaults")
     return config
@@ -337,7 +337,7 @@ def is_given(key: str, given: set[str]) -> bool:
     return any(other == key or other.startswith(f"{key}.") for other in given)
 
 
-def keep_of_preset(ours: DictConfig, given: set[str]) -> None:
+def reconcile_preset(ours: DictConfig, given: set[str]) -> None:
     """Keep of the package's own file of this data what the config uses, and note which dates are.
 
     An entry of the file's `data.variables` is dropped where no list has the variable, by whatever
@@ -347,12 +347,14 @@ def keep_of_preset(ours: DictConfig, given: set[str]) -> None:
     data = ours.data
     file = conf_folder() / "data" / f"{data.name}.yaml"
     preset = OmegaConf.load(file) if file.exists() else OmegaConf.create()
-    used = {meaning(name) for role in ROLES for name in data[role]}
+    used = {canonical_name(name) for role in ROLES for name in data[role]}
     with open_dict(data.variables):
         for name in OmegaConf.select(preset, "variables") or {}:
-            others = {meaning(other) for other in data.variables if other != name}
-            replaced = meaning(name) in others and not is_given(f"data.variables.{name}", given)
-            if meaning(name) not in used or replaced:
+            others = {canonical_name(other) for other in data.variables if other != name}
+            replaced = canonical_name(name) in others and not is_given(
+                f"data.variables.{name}", given
+            )
+            if canonical_name(name) not in used or replaced:
                 data.variables.pop(name, None)
     dates = OmegaConf.select(preset, "dates") or {}
     for split in SPLITS:
@@ -375,13 +377,15 @@ def check_groups(config: DictConfig) -> None:
     Raises:
         UserError: naming the group.
     """
-    for group in sorted(OWN_GROUPS - {"experiment"}):
+    for group in sorted(CONFIG_GROUPS - {"experiment"}):
         try:
             OmegaConf.to_object(config[group])
         except OmegaConfBaseException:
             raise
         except (ArithmeticError, AttributeError, LookupError, ValueError) as error:
-            raise UserError(f"{group}: {type(error).__name__}: {in_one_line(error)}") from error
+            raise UserError(
+                f"{group}: {type(error).__name__}: {one_line_message(error)}"
+            ) from error
 
 
 def check_overrides(overrides: Sequence[Override], groups: Mapping[str, list[str]]) -> None:
@@ -395,7 +399,7 @@ def check_overrides(overrides: Sequence[Override], groups: Mapping[str, list[str
         if key in groups:
             check_choice(key, override, groups[key])
         elif "/" in key:
-            raise UserError(f"{key}: no such group.{nearest(key, groups)}")
+            raise UserError(f"{key}: no such group.{did_you_mean(key, groups)}")
         elif override.is_hydra_override():
             continue  # Hydra's own schema answers for its keys
         else:
@@ -408,7 +412,7 @@ def check_choice(group: str, override: Override, choices: list[str]) -> None:
     """Refuse a choice of a group that has no file."""
     if override.is_delete() or override.is_interval_sweep():
         return
-    if override.is_add() and group in OWN_GROUPS:
+    if override.is_add() and group in CONFIG_GROUPS:
         text = str(override.input_line).lstrip("+")
         raise UserError(f"{group}: is in the config already; write {text}, without the +")
     if override.is_sweep_override():
@@ -416,12 +420,12 @@ def check_choice(group: str, override: Override, choices: list[str]) -> None:
     else:
         value = override.value()
         chosen = [str(value)] if value is None or isinstance(value, str) else []
-    hint = how_to_register(PLUGINS[group].plugin_kind) if group in PLUGINS else ""
+    hint = registration_hint(PLUGIN_BASES[group].plugin_kind) if group in PLUGIN_BASES else ""
     for choice in chosen:
         if choice not in choices:
             raise UserError(
                 f"{group}: needs one of {', '.join(choices)}, got {choice!r}."
-                f"{nearest(choice, choices)}{hint}"
+                f"{did_you_mean(choice, choices)}{hint}"
             )
 
 
@@ -434,12 +438,14 @@ def register_schemas() -> None:
     store = ConfigStore.instance()
     for (group, name), schema in SCHEMAS.items():
         store.store(group=group, name=name, node=schema, provider="credit_dp")
-    for group, base in PLUGINS.items():
+    for group, base in PLUGIN_BASES.items():
         ours = {path.stem for path in (conf_folder() / group).glob("*.yaml")}
-        for name, plugin in registered(base, ours).items():
-            store.store(group=group, name=name, node=node_of(name, plugin), provider="credit_dp")
-    for name, plugin in registered(OwnScheduleConfig, SCHEDULES).items():
-        node_of(name, plugin)  # a schedule is not a group, but refused as early as the others
+        for name, plugin in find_plugins(base, ours).items():
+            store.store(
+                group=group, name=name, node=schema_node(name, plugin), provider="credit_dp"
+            )
+    for name, plugin in find_plugins(OwnScheduleConfig, LR_SCHEDULES).items():
+        schema_node(name, plugin)  # a schedule is not a group, but refused as early as the others
 
 
 def search_path(extra: str | None) -> ConfigSearchPath:
@@ -447,7 +453,7 @@ def search_path(extra: str | None) -> ConfigSearchPath:
     path = create_config_search_path(f"file://{conf_folder()}")
     own = Path.cwd() / "conf"
     if own.is_dir() and own.resolve() != conf_folder().resolve():
-        path.prepend("user", f"{UserFiles.scheme()}://{own}", anchor="main")
+        path.prepend("user", f"{UserConfigSource.scheme()}://{own}", anchor="main")
     if extra is not None:
         if not Path(extra).is_dir():
             raise UserError(f"--config-dir: no folder {extra}")
@@ -455,7 +461,7 @@ def search_path(extra: str | None) -> ConfigSearchPath:
     return path
 
 
-def check_plan(config: Config) -> None:
+def check_run_config(config: Config) -> None:
     """Refuse a training run that is bound to fail, without torch and without opening any data.
 
     Raises:
@@ -465,7 +471,7 @@ def check_plan(config: Config) -> None:
     if config.data.name == "quickstart":
         checks.date("data.quickstart.start", config.data.quickstart.start)
     check_rows(config)
-    checks.leads(config.trainer.evaluate_hours, config.data.step_hours)
+    checks.lead_times(config.trainer.evaluate_hours, config.data.step_hours)
     if config.resume not in (None, "auto"):
         checks.checkpoint_path("resume", str(config.resume))
 
@@ -473,7 +479,7 @@ def check_plan(config: Config) -> None:
 def check_rows(config: Config) -> None:
     """Refuse more bands than the model's coarsest level has rows, if the grid is known yet."""
     domain = config.parallel.domain
-    rows = known_rows(config.data) if domain > 1 else None
+    rows = grid_rows(config.data) if domain > 1 else None
     if rows is None:
         return
     coarsest = config.model.coarsest_rows(rows)
@@ -485,7 +491,7 @@ def check_rows(config: Config) -> None:
         )
 
 
-def known_rows(data: DataConfig) -> int | None:
+def grid_rows(data: DataConfig) -> int | None:
     """Rows of the grid; None if only the store can tell."""
     if data.grid is not None:
         return int(data.grid.partition("x")[0])

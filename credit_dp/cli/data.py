@@ -21,21 +21,21 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from credit_dp import checks
-from credit_dp.checks import nearest
-from credit_dp.cli.arguments import Command, parse, parser, run_named
+from credit_dp.checks import did_you_mean
+from credit_dp.cli.arguments import Command, common_parser, parse_arguments, run_subcommand
 from credit_dp.cli.compose import Composer, check_overrides
-from credit_dp.cli.output import amount, table
-from credit_dp.cli.overrides import parse_overrides, quoted, ready, try_parse
+from credit_dp.cli.output import format_bytes, format_table
+from credit_dp.cli.overrides import parse_overrides, quoted_forms, shell_argument, try_parse
 from credit_dp.config import DataConfig
 from credit_dp.config.data import AUTO, DatesConfig
 from credit_dp.errors import UserError
 
 if TYPE_CHECKING:
-    from credit_dp.data.inspection import Report
-    from credit_dp.data.rechunk.run import Estimate, Preparation, Request
+    from credit_dp.data.inspection import StoreReport
+    from credit_dp.data.rechunk.run import RechunkEstimate, RechunkJob, RechunkRequest
     from credit_dp.data.statistics import StatisticsRun
     from credit_dp.data.store import Store
-    from credit_dp.data.streaming import Workers
+    from credit_dp.data.streaming import PieceWorkers
     from credit_dp.training.console import Screen
 
 
@@ -43,7 +43,7 @@ class DataArguments(NamedTuple):
     """A checked data config, the command's own keys, and whether JSON is wanted."""
 
     config: DataConfig
-    own: Mapping[str, Any]
+    command_keys: Mapping[str, Any]
     json: bool
 
 
@@ -64,9 +64,9 @@ def read_data_arguments(
     Raises:
         UserError: a key or a value does not exist, or is not allowed.
     """
-    using = parser()
+    using = common_parser()
     using.add_argument("--json", action="store_true")
-    args = parse(using, arguments)
+    args = parse_arguments(using, arguments)
     if args.help:
         sys.stdout.write(help_text.format(program=program))
         return None
@@ -74,25 +74,25 @@ def read_data_arguments(
     for text in args.overrides:
         key, equals, value = text.partition("=")
         if equals and key in own:
-            given[key] = _value(key, value, own[key])
+            given[key] = _parse_value(key, value, own[key])
         elif key == "store":
-            rest.append(f"data.store={_as_text(value)}")
+            rest.append(f"data.store={_quote_store(value)}")
         elif "." not in key and key != "data":
             known = [*own, "store", "data"]
             raise UserError(
                 f"{program}: needs keys like {', '.join(known)} or data.NAME, got {text!r}."
-                f"{nearest(key, known)}"
+                f"{did_you_mean(key, known)}"
             )
         else:
             rest.append(text)
     composer = Composer(program.rpartition(" ")[2])
-    parsed = parse_overrides([*_defaults(rest), *rest])
+    parsed = parse_overrides([*_default_overrides(rest), *rest])
     check_overrides(parsed, composer.groups)
     overrides = [str(override.input_line) for override in parsed]
     return DataArguments(composer.config(overrides).data, given, args.json)
 
 
-def _value(key: str, text: str, default: Any) -> Any:
+def _parse_value(key: str, text: str, default: Any) -> Any:
     if isinstance(default, str) and text[:1] not in ("'", '"'):
         return text  # a path may look like a number, a list or a comment
     try:
@@ -100,11 +100,11 @@ def _value(key: str, text: str, default: Any) -> Any:
     except (OmegaConfBaseException, YAMLError):
         raise UserError(f"{key}: can't be read, got {text!r}") from None
     if default is not None and type(value) is not type(default):
-        raise UserError(f"{key}: needs {_kind(default)}, got {text!r}")
+        raise UserError(f"{key}: needs {_type_name(default)}, got {text!r}")
     return value
 
 
-def _as_text(store: str) -> str:
+def _quote_store(store: str) -> str:
     """A path that Hydra can't read as it is, in quotes; a list that it can't, entry by entry.
 
     Raises:
@@ -114,17 +114,17 @@ def _as_text(store: str) -> str:
     if parsed is not None and parsed.is_sweep_override():
         raise UserError(
             f"store: needs brackets for several stores, store=[{store}], or quotes for one with a "
-            f"comma, {ready('store', store)}"
+            f"comma, {shell_argument('store', store)}"
         )
-    return store if parsed is not None else next(quoted(store), store)
+    return store if parsed is not None else next(quoted_forms(store), store)
 
 
-def _kind(default: Any) -> str:
+def _type_name(default: Any) -> str:
     kinds = {bool: "true or false", int: "a whole number", list: "a list", str: "a text"}
     return kinds[type(default)]
 
 
-def _defaults(given: Sequence[str]) -> list[str]:
+def _default_overrides(given: Sequence[str]) -> list[str]:
     return [] if any(text.startswith("data=") for text in given) else ["data=zarr"]
 
 
@@ -141,8 +141,8 @@ data.store= understands: a path, an address, a pattern or a list of them.
 """
 
 INSPECT_KEYS: Mapping[str, Any] = {"domain": None}
-DOMAINS = (1, 2, 4, 8)
-GAPS = 8  # shown of a long list
+DEFAULT_DOMAINS = (1, 2, 4, 8)
+GAPS_SHOWN = 8  # shown of a long list
 # A band that makes its rank decode no more than this many times its share is well served.
 WELL_SERVED = 1.05
 
@@ -156,31 +156,33 @@ def inspect(arguments: Sequence[str], program: str) -> int:
     read = read_data_arguments(arguments, program, INSPECT_HELP, INSPECT_KEYS)
     if read is None:
         return 0
-    from credit_dp.data.inspection import inspected
+    from credit_dp.data.inspection import inspect_source
     from credit_dp.data.sources.opening import open_source
 
-    domain = read.own["domain"]
+    domain = read.command_keys["domain"]
     source = open_source(read.config)
-    report = inspected(source, DOMAINS if domain is None else _checked(domain, source.grid[0]))
+    report = inspect_source(
+        source, DEFAULT_DOMAINS if domain is None else _parse_domain(domain, source.grid[0])
+    )
     stores = read.config.stores
     sys.stdout.write(as_json(report, stores) if read.json else as_text(report, stores))
     return 0
 
 
-def as_json(report: "Report", stores: Sequence[str]) -> str:
+def as_json(report: "StoreReport", stores: Sequence[str]) -> str:
     """Everything, with the advice."""
     content = {**dataclasses.asdict(report), "advice": advice(report, stores)}
     return json.dumps(content, indent=2) + "\n"
 
 
-def as_text(report: "Report", stores: Sequence[str]) -> str:
+def as_text(report: "StoreReport", stores: Sequence[str]) -> str:
     """Grid, dates, a table of variables, and what to do."""
     lines = [*_grid(report), *_dates(report), "", *_variables(report), *_names(report), ""]
     lines += _reading(report)
     return "\n".join([*lines, *advice(report, stores), ""])
 
 
-def advice(report: "Report", stores: Sequence[str]) -> list[str]:
+def advice(report: "StoreReport", stores: Sequence[str]) -> list[str]:
     """What to do about the read amplification, in lines."""
     bad = [ranks for ranks, times in report.amplification.items() if times > WELL_SERVED]
     if not bad:
@@ -188,7 +190,9 @@ def advice(report: "Report", stores: Sequence[str]) -> list[str]:
     together = max(v.chunks.shape[0] for v in report.variables if v.chunks is not None)
     domains = ",".join(map(str, report.amplification))
     several = f"[{','.join(stores)}]"
-    store = ready("store", stores[0]) if len(stores) == 1 else shlex.quote(f"store={several}")
+    store = (
+        shell_argument("store", stores[0]) if len(stores) == 1 else shlex.quote(f"store={several}")
+    )
     lines = []
     if any(ranks > 1 for ranks in bad):
         lines.append(
@@ -207,7 +211,7 @@ def advice(report: "Report", stores: Sequence[str]) -> list[str]:
     return lines
 
 
-def _grid(report: "Report") -> list[str]:
+def _grid(report: "StoreReport") -> list[str]:
     rows, columns = report.grid
     kind = "with rows on the poles" if report.poles else "without rows on the poles"
     north, south = report.latitude
@@ -219,7 +223,7 @@ def _grid(report: "Report") -> list[str]:
     ]
 
 
-def _dates(report: "Report") -> list[str]:
+def _dates(report: "StoreReport") -> list[str]:
     dates = report.dates
     lines = [
         f"dates   {dates.count}, from {dates.first} to {dates.last}, every "
@@ -227,10 +231,10 @@ def _dates(report: "Report") -> list[str]:
     ]
     lines += [
         f"        {gap.missing} missing between {gap.after} and {gap.before}"
-        for gap in dates.gaps[:GAPS]
+        for gap in dates.gaps[:GAPS_SHOWN]
     ]
-    if len(dates.gaps) > GAPS:
-        lines.append(f"        and {len(dates.gaps) - GAPS} other gaps: see --json")
+    if len(dates.gaps) > GAPS_SHOWN:
+        lines.append(f"        and {len(dates.gaps) - GAPS_SHOWN} other gaps: see --json")
     return lines
 
 
@@ -238,7 +242,7 @@ def _gaps(count: int, missing: int) -> str:
     return f"{count} gaps, {missing} times missing" if count else "no gaps"
 
 
-def _variables(report: "Report") -> list[str]:
+def _variables(report: "StoreReport") -> list[str]:
     rows = []
     for variable in report.variables:
         chunks = variable.chunks
@@ -255,10 +259,10 @@ def _variables(report: "Report") -> list[str]:
         )
     chunk = "chunk (time, channel, row, column)"
     names = ("variable", "units", "levels", "in time", chunk, "times in a file", "standard name")
-    return table(names, rows, left=len(names))
+    return format_table(names, rows, left=len(names))
 
 
-def _names(report: "Report") -> list[str]:
+def _names(report: "StoreReport") -> list[str]:
     if not report.long_names:
         return []
     found = ", ".join(f"{name} ({stored})" for name, stored in report.long_names.items())
@@ -269,16 +273,20 @@ def _levels(levels: Sequence[int]) -> str:
     return f"{len(levels)}: {levels[0]} to {levels[-1]}" if levels else "-"
 
 
-def _reading(report: "Report") -> list[str]:
+def _reading(report: "StoreReport") -> list[str]:
     rows = [
-        (str(ranks), f"{times:.2f}", amount(report.decoded_bytes[ranks]))
+        (str(ranks), f"{times:.2f}", format_bytes(report.decoded_bytes[ranks]))
         for ranks, times in report.amplification.items()
     ]
     names = ("parallel.domain", "read amplification", "decoded by a rank")
-    return [f"A sample of all of it has {amount(report.sample_bytes)}.", *table(names, rows), ""]
+    return [
+        f"A sample of all of it has {format_bytes(report.sample_bytes)}.",
+        *format_table(names, rows),
+        "",
+    ]
 
 
-def _checked(domain: Any, rows: int) -> tuple[int, ...]:
+def _parse_domain(domain: Any, rows: int) -> tuple[int, ...]:
     if not isinstance(domain, int) or isinstance(domain, bool) or not 1 <= domain <= rows:
         raise UserError(
             f"domain: needs a number of ranks from 1 to {rows}, the rows of the grid, "
@@ -331,24 +339,24 @@ def prepare(arguments: Sequence[str], program: str) -> int:
         return 0
     if read.json:
         raise UserError(f"{program}: has no --json. Leave it out.")
-    from credit_dp.data.rechunk.run import Preparation
+    from credit_dp.data.rechunk.run import RechunkJob
 
-    preparation = Preparation(_request(read))
-    with preparation.alone():
-        _run(preparation)
+    preparation = RechunkJob(_request(read))
+    with preparation.locked():
+        _run_preparation(preparation)
     return 0
 
 
-def _run(preparation: "Preparation") -> None:
+def _run_preparation(preparation: "RechunkJob") -> None:
     from rich.console import Console
 
     from credit_dp.training.console import Screen
 
     screen = Screen(Console(file=sys.stdout))
     estimate = preparation.estimate()
-    screen.say(told(preparation, estimate))
+    screen.show(describe_preparation(preparation, estimate))
     preparation.begin(estimate.codec)
-    times = preparation.asked.shape[0]
+    times = preparation.selected.shape[0]
     count = 0
     with screen.bar("preparing", times) as bar:
 
@@ -357,19 +365,19 @@ def _run(preparation: "Preparation") -> None:
             count += more
             bar(count)
 
-        preparation.work(done)
+        preparation.write_missing(done)
     samples = preparation.verify()
     preparation.finish()
-    screen.say(
+    screen.show(
         f"{preparation.target.out}: {times} times, {samples} random samples equal to the store's. "
-        f"Train with data=prepared {ready('data.store', str(preparation.target.out))}"
+        f"Train with data=prepared {shell_argument('data.store', str(preparation.target.out))}"
     )
 
 
-def told(preparation: "Preparation", estimate: "Estimate") -> str:
+def describe_preparation(preparation: "RechunkJob", estimate: "RechunkEstimate") -> str:
     """What will be done, what it takes, and how the codecs did."""
-    times, channels, height, columns = preparation.asked.shape
-    asked = preparation.asked
+    times, channels, height, columns = preparation.selected.shape
+    asked = preparation.selected
     rows = [
         (
             one.name,
@@ -384,24 +392,24 @@ def told(preparation: "Preparation", estimate: "Estimate") -> str:
     lines = [
         f"{asked.form.origin}: {times} times ({asked.times[0].astype('M8[h]')} to "
         f"{asked.times[-1].astype('M8[h]')}), {channels} channels, {height} x {columns}",
-        f"the disk gives {amount(estimate.disk_speed)} in a second",
-        *table(names, rows, left=1),
-        f"codec {estimate.codec}, {preparation.rows} rows in a chunk: {amount(estimate.raw)} "
-        f"become about {amount(estimate.stored)}, in about {span(estimate.hours)}",
+        f"the disk gives {format_bytes(estimate.disk_bandwidth)} in a second",
+        *format_table(names, rows, left=1),
+        f"codec {estimate.codec}, {preparation.rows} rows in a chunk: {format_bytes(estimate.raw)} "
+        f"become about {format_bytes(estimate.stored)}, in about {format_duration(estimate.hours)}",
     ]
     if preparation.resumed:
         lines.append(f"going on: {preparation.done} of {times} times are done")
     return "\n".join(lines)
 
 
-def span(hours: float) -> str:
+def format_duration(hours: float) -> str:
     """A duration with one unit."""
     if hours >= 1:
         return f"{hours:.1f} hours"
     return f"{hours * 60:.1f} minutes" if hours * 60 >= 1 else f"{hours * 3600:.1f} seconds"
 
 
-def start_worker(parent: int) -> None:
+def initialise_worker(parent: int) -> None:
     """In a worker process: Ctrl-C is the parent's to handle, and its end is the worker's too."""
     from credit_dp.distributed.forkserver import die_with_parent
 
@@ -409,32 +417,32 @@ def start_worker(parent: int) -> None:
     die_with_parent(parent)
 
 
-def _request(read: DataArguments) -> "Request":
-    from credit_dp.data.rechunk.request import Question
-    from credit_dp.data.rechunk.run import Request, Workers
+def _request(read: DataArguments) -> "RechunkRequest":
+    from credit_dp.data.rechunk.request import FieldSelection
+    from credit_dp.data.rechunk.run import RechunkRequest, WorkerConfig
 
-    own = read.own
+    own = read.command_keys
     if not own["out"]:
         raise UserError("out: needs the path of the store to write. Give it, like out=era5.zarr.")
-    return Request(
-        Question(
+    return RechunkRequest(
+        FieldSelection(
             read.config,
-            _given_dates(own["dates"]),
+            _parse_dates(own["dates"]),
             None if own["grid"] is None else str(own["grid"]),
         ),
         own["out"],
         tuple(own["domains"]),
         own["codec"],
         own["overwrite"],
-        Workers(
-            own["workers"] or _processors(),
+        WorkerConfig(
+            own["workers"] or _count_cpus(),
             own["scheduler"],
-            functools.partial(start_worker, os.getpid()),
+            functools.partial(initialise_worker, os.getpid()),
         ),
     )
 
 
-def _given_dates(given: Any) -> tuple[str, ...]:
+def _parse_dates(given: Any) -> tuple[str, ...]:
     if given is None:
         return ()
     if not isinstance(given, list):
@@ -442,7 +450,7 @@ def _given_dates(given: Any) -> tuple[str, ...]:
     return tuple(map(str, given))
 
 
-def _processors() -> int:
+def _count_cpus() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -483,8 +491,10 @@ def stats(arguments: Sequence[str], program: str) -> int:
     if read.json:
         raise UserError(f"{program}: has no --json. Leave it out.")
     for key in ("every", "workers"):
-        if read.own[key] < 1:
-            raise UserError(f"{key}: needs a whole number of at least 1, got {read.own[key]}")
+        if read.command_keys[key] < 1:
+            raise UserError(
+                f"{key}: needs a whole number of at least 1, got {read.command_keys[key]}"
+            )
     if read.config.name == "quickstart":
         raise UserError(
             f"{program}: needs a store: the quickstart's is made by training. Set store."
@@ -492,23 +502,23 @@ def stats(arguments: Sequence[str], program: str) -> int:
     from rich.console import Console
 
     from credit_dp.data.cache import cache_folder
-    from credit_dp.data.setup import ranges_of
-    from credit_dp.training.console import Screen, data_notes
+    from credit_dp.data.setup import load_or_sample_ranges
+    from credit_dp.training.console import Screen, collect_data_notes
 
     screen = Screen(Console(file=sys.stdout))
-    with data_notes() as notes:
-        store = _opened(read.config)
+    with collect_data_notes() as notes:
+        store = _open_store(read.config)
     for note in notes:
-        screen.say(f"note: {note}")
-    store = store.with_ranges(ranges_of(store, cache_folder(store.config.cache)))
-    path = _path(store, read.own)
-    if not _is_there(store, path, read.own["every"]):
-        _compute(store, path, read.own, screen)
-    screen.say(_how_to_use(path, read.own["out"]))
+        screen.show(f"note: {note}")
+    store = store.with_ranges(load_or_sample_ranges(store, cache_folder(store.config.cache)))
+    path = _statistics_path(store, read.command_keys)
+    if not _is_computed(store, path, read.command_keys["every"]):
+        _compute(store, path, read.command_keys, screen)
+    screen.show(_usage_hint(path, read.command_keys["out"]))
     return 0
 
 
-def _opened(config: DataConfig) -> "Store":
+def _open_store(config: DataConfig) -> "Store":
     """The store; of the dates that are given, it only has to have those to train on."""
     from credit_dp.data.sources.opening import open_source
     from credit_dp.data.store import Store
@@ -520,20 +530,20 @@ def _opened(config: DataConfig) -> "Store":
     source = open_source(config)
     check_units(source, config)
     store = Store(source, config)
-    store.settle_dates()
+    store.resolve_dates()
     return store
 
 
-def _path(store: "Store", own: Mapping[str, Any]) -> Path:
+def _statistics_path(store: "Store", own: Mapping[str, Any]) -> Path:
     from credit_dp.data.cache import cache_folder
     from credit_dp.data.statistics import statistics_path
 
     if own["out"]:
-        return checks.home_replaced("out", own["out"])
+        return checks.expand_home("out", own["out"])
     return statistics_path(store, cache_folder(store.config.cache), own["every"])
 
 
-def _is_there(store: "Store", path: Path, every: int) -> bool:
+def _is_computed(store: "Store", path: Path, every: int) -> bool:
     """Whether the file is there and of the same.
 
     Raises:
@@ -557,41 +567,41 @@ def _is_there(store: "Store", path: Path, every: int) -> bool:
 
 def _compute(store: "Store", path: Path, own: Mapping[str, Any], screen: "Screen") -> None:
     from credit_dp.data.statistics import StatisticsRun
-    from credit_dp.data.streaming import Cluster, Threads
+    from credit_dp.data.streaming import DaskWorkers, ThreadWorkers
 
     with closing(StatisticsRun(store, path, own["every"])) as run:
-        screen.say(_told(run))
-        workers: Workers
+        screen.show(_describe_run(run))
+        workers: PieceWorkers
         if own["scheduler"]:
-            workers = Cluster(store, run.dates, own["scheduler"])
+            workers = DaskWorkers(store, run.dates, own["scheduler"])
         else:
-            workers = Threads(store, run.dates, own["workers"])
+            workers = ThreadWorkers(store, run.dates, own["workers"])
         with closing(workers):
             if run.left:
-                screen.say(_expected(run, workers))
+                screen.show(_estimate_duration(run, workers))
             with screen.bar("statistics (fields)", run.fields, run.done) as bar:
                 run.run(workers, bar)
 
 
-def _told(run: "StatisticsRun") -> str:
+def _describe_run(run: "StatisticsRun") -> str:
     """What will be read."""
-    from credit_dp.data.statistics_given import meets_all_hours
+    from credit_dp.data.statistics_given import covers_all_hours
 
-    store, dates = run.store, run.store.times[run.dates.chosen].astype("M8[m]")
+    store, dates = run.store, run.store.times[run.dates.indices].astype("M8[m]")
     nth = f", every={run.every} of the training dates" if run.every > 1 else ""
     variables = dict.fromkeys(c.variable for piece in run.pieces for c in piece.channels)
     lines = [
         f"{store.source.where}: {len(dates)} dates, {dates[0]} to {dates[-1]}{nth}; "
-        f"{_size(run, run.fields)} of fields of {store.grid[0]} x {store.grid[1]}",
+        f"{_format_fields(run, run.fields)} of fields of {store.grid[0]} x {store.grid[1]}",
         f"variables: {', '.join(variables)}",
     ]
-    if store.chosen_dates:
-        lines.append(f"data.dates: {store.chosen_dates}")
+    if store.dates_note:
+        lines.append(f"data.dates: {store.dates_note}")
     if run.done:
-        lines.append(f"going on: {_size(run, run.done)} of it are done")
+        lines.append(f"going on: {_format_fields(run, run.done)} of it are done")
     step = store.config.step_hours
-    if not meets_all_hours(run.every, step):
-        better = next(n for n in count(run.every) if meets_all_hours(n, step))
+    if not covers_all_hours(run.every, step):
+        better = next(n for n in count(run.every) if covers_all_hours(n, step))
         lines.append(
             f"every={run.every} does not meet all hours of the day: means will be those of a few. "
             f"every={better} is better."
@@ -599,30 +609,31 @@ def _told(run: "StatisticsRun") -> str:
     return "\n".join(lines)
 
 
-def _expected(run: "StatisticsRun", workers: "Workers") -> str:
+def _estimate_duration(run: "StatisticsRun", workers: "PieceWorkers") -> str:
     """How long it will take, from a try with the first fields of as many pieces as there are
     workers."""
-    from credit_dp.data.statistics import first_window
+    from credit_dp.data.statistics import process_first_window
 
     some = run.left[: workers.count]
     started = time.perf_counter()
-    fields = sum(workers.run(first_window, some))
+    fields = sum(workers.run(process_first_window, some))
     speed = fields / max(time.perf_counter() - started, 1e-9)
     left = run.fields - run.done
     return (
-        f"expected: {span(left / speed / 3600)}, at {_size(run, int(speed))} in a second, as "
-        f"the first {_size(run, fields)} were read"
+        f"expected: {format_duration(left / speed / 3600)}, at "
+        f"{_format_fields(run, int(speed))} in a second, as "
+        f"the first {_format_fields(run, fields)} were read"
     )
 
 
-def _size(run: "StatisticsRun", fields: int) -> str:
+def _format_fields(run: "StatisticsRun", fields: int) -> str:
     rows, columns = run.store.grid
-    return amount(4 * fields * rows * columns)
+    return format_bytes(4 * fields * rows * columns)
 
 
-def _how_to_use(path: Path, out: str) -> str:
+def _usage_hint(path: Path, out: str) -> str:
     if out:
-        return f"{path}: train with {ready('data.statistics', str(path))}"
+        return f"{path}: train with {shell_argument('data.statistics', str(path))}"
     return f"{path}: training with the same data and data.cache finds it there"
 
 
@@ -651,4 +662,4 @@ def data(arguments: Sequence[str], program: str) -> int:
     Raises:
         UserError: there is none of this name, or what it raises.
     """
-    return run_named(COMMANDS, arguments, program, DATA_HELP)
+    return run_subcommand(COMMANDS, arguments, program, DATA_HELP)

@@ -2,7 +2,8 @@
 
 Exit codes: 0 done; 1 crashed, or a check failed; 2 a mistake in what was given, told in one line;
 3 `--check` finds the config right, but can't reach the data, at an address elsewhere, from here;
-75 told to stop, and can go on (`PREEMPTED`); 130 interrupted (Ctrl-C); 143 terminated (SIGTERM).
+75 told to stop, and can go on (`EXIT_PREEMPTED`); 130 interrupted (Ctrl-C); 143 terminated
+(SIGTERM).
 """
 
 import os
@@ -10,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from credit_dp.cli.arguments import Command, run_named
+from credit_dp.cli.arguments import Command, run_subcommand
 from credit_dp.cli.data import data
 from credit_dp.cli.evaluate import compare_runs, evaluate
 from credit_dp.cli.export import checkpoint
@@ -21,7 +22,7 @@ from credit_dp.cli.sweep import sweeps
 from credit_dp.cli.train import train
 from credit_dp.cli.verify import doctor, verify
 from credit_dp.distributed.launcher import find_launcher
-from credit_dp.distributed.report import after_first_rank, report_refusal
+from credit_dp.distributed.report import report_error, wait_for_first_rank
 from credit_dp.distributed.signals import Terminated
 from credit_dp.errors import UserError
 
@@ -60,36 +61,36 @@ credit-dp trains global weather models sharded by latitude.
 
 def train_main() -> NoReturn:
     """What `train.py` does."""
-    sys.exit(guarded(train, sys.argv[1:], "python train.py"))
+    sys.exit(run_command(train, sys.argv[1:], "python train.py"))
 
 
 def main() -> NoReturn:
     """The console script `credit-dp`."""
-    sys.exit(guarded(dispatch, sys.argv[1:], "credit-dp"))
+    sys.exit(run_command(dispatch, sys.argv[1:], "credit-dp"))
 
 
 def dispatch(arguments: Sequence[str], program: str) -> int:
     """Run the command that the first argument names."""
-    return run_named(COMMANDS, arguments, program, HELP)
+    return run_subcommand(COMMANDS, arguments, program, HELP)
 
 
-def guarded(command: Command, arguments: Sequence[str], program: str) -> int:
+def run_command(command: Command, arguments: Sequence[str], program: str) -> int:
     """Run a command; whatever ends it early is one line (or none) and an exit code."""
     try:
         return command(arguments, program)
     except UserError as error:
-        after_first_rank(own_rank())
-        report_refusal(str(error))
+        wait_for_first_rank(launcher_rank())
+        report_error(str(error))
         return 2
     except KeyboardInterrupt:
-        if own_rank() == 0:
+        if launcher_rank() == 0:
             sys.stderr.write("\ninterrupted\n")
         return 130
     except Terminated as stop:
         return stop.code
 
 
-def own_rank() -> int:
+def launcher_rank() -> int:
     """Which of a launcher's ranks this process is; 0 if nobody launched it."""
     try:
         launcher = find_launcher(os.environ)

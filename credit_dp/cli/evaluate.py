@@ -9,9 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from credit_dp import checks
-from credit_dp.checks import nearest
-from credit_dp.cli.arguments import listed, numbers, parse, parser, read_plain_keys, texts
-from credit_dp.cli.output import table
+from credit_dp.checks import did_you_mean
+from credit_dp.cli.arguments import (
+    common_parser,
+    parse_arguments,
+    parse_list,
+    read_keys,
+    to_texts,
+    to_whole_numbers,
+)
+from credit_dp.cli.output import format_table
 from credit_dp.errors import UserError
 
 if TYPE_CHECKING:
@@ -47,7 +54,7 @@ no other file.
 Exit code: 0 if it is scored, 2 if a key or a store is not as needed; then nothing is written.
 """
 
-KEYS: Mapping[str, Any] = {
+EVALUATE_KEYS: Mapping[str, Any] = {
     "forecast": "",
     "truth": "",
     "out": "",
@@ -60,7 +67,7 @@ KEYS: Mapping[str, Any] = {
     "masked": [],
     "limits": {},
 }
-NEEDED = {
+REQUIRED_KEYS = {
     "forecast": "the store of forecasts, like forecast=forecast.zarr",
     "out": "the folder to write, like out=scores",
 }
@@ -73,31 +80,33 @@ def evaluate(arguments: Sequence[str], program: str) -> int:
     Raises:
         UserError: a key or a store is not as needed.
     """
-    keys = read_plain_keys(arguments, program, EVALUATE_HELP, KEYS)
+    keys = read_keys(arguments, program, EVALUATE_HELP, EVALUATE_KEYS)
     if keys is None:
         return 0
-    request = request_of(keys)
+    request = build_request(keys)
     # Here, for torch takes seconds: not for --help.
     from rich.console import Console
 
     from credit_dp.evaluation.report import ScoreFolder
     from credit_dp.evaluation.score import score
-    from credit_dp.training.console import Screen, data_notes
+    from credit_dp.training.console import Screen, collect_data_notes
 
     screen = Screen(Console(file=sys.stdout))
-    forecast = opened(request.forecast)
-    request = replace(request, truth=request.truth or truth_of(forecast))
-    folder = ScoreFolder(checks.home_replaced("out", keys["out"]))
-    with folder.held():
-        with screen.report() as report, data_notes() as notes:
+    forecast = open_forecast(request.forecast)
+    request = replace(request, truth=request.truth or truth_stores(forecast))
+    folder = ScoreFolder(checks.expand_home("out", keys["out"]))
+    with folder.cleanup_on_failure():
+        with screen.report() as report, collect_data_notes() as notes:
             card = score(request, forecast, report)
         folder.write(card)
     notes = [f"note: {note}" for note in notes]
-    sys.stdout.write("\n".join([*notes, *summary(card), f"{folder.out / 'scorecard.html'}", ""]))
+    sys.stdout.write(
+        "\n".join([*notes, *summary_lines(card), f"{folder.out / 'scorecard.html'}", ""])
+    )
     return 0
 
 
-def opened(where: str) -> "ForecastStore":
+def open_forecast(where: str) -> "ForecastStore":
     """The forecasts at a path or address; bands in files of their own are joined.
 
     Raises:
@@ -105,25 +114,25 @@ def opened(where: str) -> "ForecastStore":
     """
     from credit_dp.data.sources.address import is_remote, local_path
     from credit_dp.evaluation.forecast_store import ForecastStore
-    from credit_dp.evaluation.request import keys_for
+    from credit_dp.evaluation.request import translate_error_keys
     from credit_dp.forecast import open_sharded
 
-    with keys_for("forecast"):
+    with translate_error_keys("forecast"):
         path = local_path(where)
         if not is_remote(where) and (has_magic(where) or any(path.glob("*.nc"))):
             return ForecastStore(open_sharded(path), where)
         return ForecastStore.open(where)
 
 
-def truth_of(forecast: "ForecastStore") -> tuple[str, ...]:
+def truth_stores(forecast: "ForecastStore") -> tuple[str, ...]:
     """The stores that forecasts start from, which have what becomes of them as well.
 
     Raises:
         UserError: they do not say which these are.
     """
-    from credit_dp.forecast.writer import stores_of_origin
+    from credit_dp.forecast.writer import source_stores
 
-    stores = stores_of_origin(forecast.attributes)
+    stores = source_stores(forecast.attributes)
     if not stores:
         raise UserError(
             "truth: needs the store that forecasts are compared with, like truth=era5.zarr, for "
@@ -132,7 +141,7 @@ def truth_of(forecast: "ForecastStore") -> tuple[str, ...]:
     return stores
 
 
-def request_of(keys: Mapping[str, Any]) -> "ScoreRequest":
+def build_request(keys: Mapping[str, Any]) -> "ScoreRequest":
     """What the keys ask for.
 
     Raises:
@@ -140,13 +149,13 @@ def request_of(keys: Mapping[str, Any]) -> "ScoreRequest":
     """
     from credit_dp.evaluation.request import ScoreRequest
 
-    for key, what in NEEDED.items():
+    for key, what in REQUIRED_KEYS.items():
         if not keys[key]:
             raise UserError(f"{key}: needs {what}.")
-    dates = {key: texts(key, keys[key]) for key in ("dates", "climatology_dates")}
+    dates = {key: to_texts(key, keys[key]) for key in ("dates", "climatology_dates")}
     for key, span in dates.items():
         if span:
-            checks.span(key, span)
+            checks.date_range(key, span)
     if keys["climatology"] and dates["climatology_dates"]:
         raise UserError("climatology_dates: has no use beside climatology=. Leave one out.")
     for name, limits in keys["limits"].items():
@@ -154,33 +163,33 @@ def request_of(keys: Mapping[str, Any]) -> "ScoreRequest":
     home = os.environ.get("HOME", ".")
     return ScoreRequest(
         forecast=keys["forecast"],
-        truth=stores_of(keys["truth"]),
+        truth=parse_stores(keys["truth"]),
         cache=os.environ.get("CREDIT_DP_CACHE", f"{home}/.cache/credit_dp"),
-        variables=texts("variables", keys["variables"]),
-        levels=numbers("levels", keys["levels"]),
-        hours=numbers("hours", keys["hours"]),
+        variables=to_texts("variables", keys["variables"]),
+        levels=to_whole_numbers("levels", keys["levels"]),
+        hours=to_whole_numbers("hours", keys["hours"]),
         climatology=keys["climatology"],
-        masked=texts("masked", keys["masked"]),
+        masked=to_texts("masked", keys["masked"]),
         limits=keys["limits"],
         **dates,
     )
 
 
-def stores_of(text: str) -> tuple[str, ...]:
+def parse_stores(text: str) -> tuple[str, ...]:
     """The stores of a key, of which several are in brackets; none if it is empty.
 
     Raises:
         UserError: they can't be read.
     """
     if text.startswith("["):
-        return texts("truth", listed("truth", text))
+        return to_texts("truth", parse_list("truth", text))
     return (text,) if text else ()
 
 
-def summary(card: "Scorecard") -> list[str]:
+def summary_lines(card: "Scorecard") -> list[str]:
     """The scores that matter most, a table for each lead time that is shown."""
     from credit_dp.evaluation.metrics import SCORE_SOURCES
-    from credit_dp.evaluation.report import table_leads
+    from credit_dp.evaluation.report import table_lead_indices
     from credit_dp.evaluation.scorecard import three_digits
 
     lines = [
@@ -191,7 +200,7 @@ def summary(card: "Scorecard") -> list[str]:
     of_scores = [(name, of) for name in SCORES_SHOWN for of in range(len(SCORE_SOURCES[name]))]
     short = {"forecast": "", "persistence": " persist.", "climatology": " climat."}
     names = [f"{name.upper()}{short[SCORE_SOURCES[name][of]]}" for name, of in of_scores]
-    for lead in table_leads(card.hours):
+    for lead in table_lead_indices(card.hours):
         rows = [
             (
                 channel.name,
@@ -200,7 +209,7 @@ def summary(card: "Scorecard") -> list[str]:
             )
             for c, channel in enumerate(card.channels)
         ]
-        lines += ["", *table((f"{card.hours[lead]} h", "unit", *names), rows, left=2)]
+        lines += ["", *format_table((f"{card.hours[lead]} h", "unit", *names), rows, left=2)]
     return [*lines, "", *(f"warning: {line}" for line in card.warnings())]
 
 
@@ -226,23 +235,23 @@ def compare_runs(arguments: Sequence[str], program: str) -> int:
     Raises:
         UserError: one is no run, has not finished, or they have no score in common.
     """
-    args = parse(parser(), arguments)
+    args = parse_arguments(common_parser(), arguments)
     if args.help:
         sys.stdout.write(COMPARE_HELP.format(program=program))
         return 0
-    folders, out = split(args.overrides, program)
+    folders, out = split_arguments(args.overrides, program)
     from credit_dp.evaluation.comparison import compare, read_result
 
-    names = names_of(folders)
+    names = distinct_names(folders)
     found = compare([read_result(*pair) for pair in zip(folders, names, strict=True)])
-    lines = told(found)
+    lines = comparison_lines(found)
     if out:
-        lines += ["", str(written(found, out))]
+        lines += ["", str(write_comparison(found, out))]
     sys.stdout.write("\n".join([*lines, ""]))
     return 0
 
 
-def split(given: Sequence[str], program: str) -> tuple[list[Path], str]:
+def split_arguments(given: Sequence[str], program: str) -> tuple[list[Path], str]:
     """The folders, and where to write.
 
     Raises:
@@ -252,13 +261,13 @@ def split(given: Sequence[str], program: str) -> tuple[list[Path], str]:
     for text in given:
         key, equals, value = text.partition("=")
         if not equals:
-            folders.append(checks.home_replaced("RUN", text))
+            folders.append(checks.expand_home("RUN", text))
         elif key == "out" and value:
             out = value
         else:
             raise UserError(
                 f"{program}: needs the folders of runs, and perhaps out=FOLDER, got {text!r}."
-                f"{nearest(key, ['out'])}"
+                f"{did_you_mean(key, ['out'])}"
             )
     if len(folders) < 2:
         raise UserError(f"{program}: needs the folders of two runs or more, got {len(folders)}.")
@@ -269,7 +278,7 @@ def split(given: Sequence[str], program: str) -> tuple[list[Path], str]:
     return folders, out
 
 
-def names_of(folders: Sequence[Path]) -> list[str]:
+def distinct_names(folders: Sequence[Path]) -> list[str]:
     """The last parts of the paths, as many as it takes to tell them from each other."""
     parts = [folder.absolute().parts[1:] for folder in folders]
     for count in range(1, max(map(len, parts)) + 2):  # the root has no parts
@@ -279,7 +288,7 @@ def names_of(folders: Sequence[Path]) -> list[str]:
     return names
 
 
-def written(found: "Comparison", out: str) -> Path:
+def write_comparison(found: "Comparison", out: str) -> Path:
     """Write all files of a comparison; where the page is.
 
     Raises:
@@ -288,39 +297,51 @@ def written(found: "Comparison", out: str) -> Path:
     from credit_dp.evaluation.comparison import comparison_page
     from credit_dp.evaluation.report import ScoreFolder
 
-    folder = ScoreFolder(checks.home_replaced("out", out))
-    with folder.held():
+    folder = ScoreFolder(checks.expand_home("out", out))
+    with folder.cleanup_on_failure():
         folder.write_files(
             {
-                "comparison.csv": found.csv(),
-                "comparison.json": found.json(),
+                "comparison.csv": found.to_csv(),
+                "comparison.json": found.to_json(),
                 "comparison.html": comparison_page(found),
             }
         )
     return folder.out / "comparison.html"
 
 
-def told(found: "Comparison") -> list[str]:
+def comparison_lines(found: "Comparison") -> list[str]:
     """What matters most: what differs, and the scores of a few lead times."""
-    from credit_dp.evaluation.comparison import percent, share_names, shown_rows, wins_told
+    from credit_dp.evaluation.comparison import (
+        describe_wins,
+        difference_headings,
+        percent,
+        rows_for_table,
+    )
     from credit_dp.evaluation.scorecard import three_digits
 
     lines = list(found.warnings)
     if found.config:
         rows = [(key, *values) for key, values in found.config.items()]
-        lines += ["", *table(("config", *found.names), rows, left=1 + len(found.names))]
+        lines += ["", *format_table(("config", *found.names), rows, left=1 + len(found.names))]
     for score in (name for name in SCORES_SHOWN if name in found.scores):
         cells = [
             (
-                row.place.channel,
+                row.key.channel,
                 row.unit or "-",
-                str(row.place.hours),
+                str(row.key.hours),
                 *map(three_digits, row.values),
                 *map(percent, row.percent[1:]),
-                "-" if row.best is None else found.names[row.best],
+                "-" if row.best_index is None else found.names[row.best_index],
             )
-            for row in shown_rows(found, score)
+            for row in rows_for_table(found, score)
         ]
-        heads = (score.upper(), "unit", "hours", *found.names, *share_names(found), "better")
-        lines += ["", *table(heads, cells, left=2), wins_told(found, score)]
+        heads = (
+            score.upper(),
+            "unit",
+            "hours",
+            *found.names,
+            *difference_headings(found),
+            "better",
+        )
+        lines += ["", *format_table(heads, cells, left=2), describe_wins(found, score)]
     return lines[1:] if lines[:1] == [""] else lines

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from credit_dp import checks
-from credit_dp.cli.arguments import OneLineParser, parse
+from credit_dp.cli.arguments import OneLineParser, parse_arguments
 from credit_dp.errors import UserError
 
 HELP = """\
@@ -35,7 +35,7 @@ def checkpoint(arguments: Sequence[str], program: str) -> int:
     using.add_argument("words", nargs="*")
     using.add_argument("--output")
     using.add_argument("--help", "-h", action="store_true")
-    args = parse(using, arguments)
+    args = parse_arguments(using, arguments)
     if args.help:
         sys.stdout.write(HELP.format(program=program))
         return 0
@@ -56,41 +56,41 @@ def export(source: str, output: str | None) -> tuple[Path, Path]:
         UserError: there is no checkpoint, it can't be read, or nothing can be written there.
     """
     # Here, for torch takes seconds: not for --help.
-    from credit_dp.export.card import card_of, card_path
-    from credit_dp.export.file import checkpoint_at, read_checkpoint, write_bytes, write_file
-    from credit_dp.training.checkpoint_files import run_of
+    from credit_dp.export.card import build_card, card_path
+    from credit_dp.export.file import checkpoint_at, read_checkpoint, write_bytes, write_safetensors
+    from credit_dp.training.checkpoint_files import run_folder_of
 
     checkpoint = checkpoint_at(source)
-    run = run_of(checkpoint)
-    path = place_of(output) if output else run / "model.safetensors"
+    run = run_folder_of(checkpoint)
+    path = output_path(output) if output else run / "model.safetensors"
     trained = read_checkpoint(checkpoint)
-    card, text = card_path(path), card_of(trained, path, run)
+    card, text = card_path(path), build_card(trained, path, run)
     for file in (path, card):
-        check_place(file)
-    write_file(trained, path)
+        check_output_path(file)
+    write_safetensors(trained, path)
     write_bytes(card, text.encode())
     return path, card
 
 
-def place_of(output: str) -> Path:
+def output_path(output: str) -> Path:
     """Where the user wants the file, with `~` replaced."""
-    return checks.home_replaced("--output", output)
+    return checks.expand_home("--output", output)
 
 
-def check_place(path: Path) -> None:
+def check_output_path(path: Path) -> None:
     """Refuse to replace what is no file, or to add to a checkpoint, which would be damaged by it.
 
     Raises:
         UserError: it is such a place.
     """
-    from credit_dp.training.checkpoint_files import STATE
+    from credit_dp.training.checkpoint_files import METADATA_FILE
 
     try:
         if path.exists() and not path.is_file():
             raise UserError(
                 f"--output: needs the name of a file, but {path} is a folder or a device."
             )
-        if (path.parent / STATE).exists():
+        if (path.parent / METADATA_FILE).exists():
             raise UserError(f"--output: {path} would be part of a checkpoint. Give another folder.")
     except OSError as error:
         raise UserError(f"--output: {path} can't be written ({error.strerror}).") from error

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from credit_dp import checks
-from credit_dp.checks import nearest
-from credit_dp.cli.arguments import parse, parser
+from credit_dp.checks import did_you_mean
+from credit_dp.cli.arguments import common_parser, parse_arguments
 from credit_dp.cli.compose import Composer, check_overrides, check_rows
 from credit_dp.cli.overrides import parse_overrides
 from credit_dp.cli.saved_config import config_of_checkpoint
@@ -50,7 +50,7 @@ Exit code: 0 if it is done, or complete; 1 if a check says that it is not; 2 if 
 given is wrong.
 """
 
-OWN: Mapping[str, Any] = {
+FORECAST_KEYS: Mapping[str, Any] = {
     "checkpoint": "",
     "init": "",
     "lead": "",
@@ -61,13 +61,13 @@ OWN: Mapping[str, Any] = {
     "perturb": 0.0,
     "perturb_seed": 0,
 }
-NEEDED = {
+REQUIRED_KEYS = {
     "checkpoint": "the folder of a run or of a checkpoint",
     "init": "initial times, like init=2001-02-10",
     "lead": "how far, like lead=240h",
 }
-CONFIG = ("parallel.", "data.", "trainer.", "model.")  # what keys of the config begin with
-ALONE = ("device", "compile")  # keys of it that stand alone
+CONFIG_PREFIXES = ("parallel.", "data.", "trainer.", "model.")  # what keys of the config begin with
+TOP_LEVEL_KEYS = ("device", "compile")  # keys of it that stand alone
 
 
 def forecast(arguments: Sequence[str], program: str) -> int:
@@ -76,19 +76,19 @@ def forecast(arguments: Sequence[str], program: str) -> int:
     Raises:
         UserError: a key is wrong, or something is not as needed.
     """
-    args = parse(parser(), arguments)
+    args = parse_arguments(common_parser(), arguments)
     if args.help:
         sys.stdout.write(HELP.format(program=program))
         return 0
     if args.overrides[:1] == ["check"]:
-        return check(args.overrides[1:], program)
+        return report_completeness(args.overrides[1:], program)
     config = forecast_config(args.overrides, program)
     from credit_dp.distributed import launch
 
     return launch(config, "credit_dp.forecast.run:run")
 
 
-def check(paths: Sequence[str], program: str) -> int:
+def report_completeness(paths: Sequence[str], program: str) -> int:
     """Say whether a forecast is complete; 1 if not.
 
     Raises:
@@ -96,9 +96,9 @@ def check(paths: Sequence[str], program: str) -> int:
     """
     if len(paths) != 1:
         raise UserError(f"{program} check: needs the path of one forecast, got {len(paths)}.")
-    from credit_dp.forecast.check import look_at
+    from credit_dp.forecast.check import check_forecast
 
-    finding = look_at(paths[0])
+    finding = check_forecast(paths[0])
     sys.stdout.write("\n".join([*finding.lines(), ""]))
     return 0 if finding.complete else 1
 
@@ -109,66 +109,66 @@ def forecast_config(given: Sequence[str], program: str) -> "ForecastConfig":
     Raises:
         UserError: a key or a value does not exist, is not allowed, or there is no checkpoint.
     """
-    own, rest = split(given, program)
-    for key, what in NEEDED.items():
+    own, rest = split_arguments(given, program)
+    for key, what in REQUIRED_KEYS.items():
         if not own[key]:
             raise UserError(f"{key}: needs {what}, got nothing. Give it.")
-    path, run = located(own["checkpoint"])
+    path, run = find_checkpoint_and_run(own["checkpoint"])
     composer = Composer(program.rpartition(" ")[2])
     check_overrides(parse_overrides(rest), composer.groups)
     config = config_of_checkpoint(path, rest, composer)
-    from credit_dp.forecast.request import ForecastConfig, Request
+    from credit_dp.forecast.request import ForecastConfig, ForecastRequest
 
     endings = {"netcdf": "forecast-netcdf", "netcdf_file": "forecast.nc"}
     out = own["out"] or str(run / endings.get(own["format"], "forecast.zarr"))
-    request = Request(**{**own, "checkpoint": str(path), "out": out})
+    request = ForecastRequest(**{**own, "checkpoint": str(path), "out": out})
     request.check(config.data.step_hours)
     request.initial_times()
     target = request.target
-    if checks.existing(str(target)) is not None:
+    if checks.existing_path(str(target)) is not None:
         raise UserError(f"{target}: is there already. Change out.")
-    config = for_forecasts(config)
-    check_rows(replace(config, data=replace(config.data, grid=grid_of(path))))
+    config = without_training_settings(config)
+    check_rows(replace(config, data=replace(config.data, grid=checkpoint_grid(path))))
     values = {field.name: getattr(config, field.name) for field in fields(Config)}
     return ForecastConfig(**values, request=request)
 
 
-def located(value: str) -> tuple[Path, Path]:
+def find_checkpoint_and_run(value: str) -> tuple[Path, Path]:
     """A checkpoint, and the folder of its run.
 
     Raises:
         UserError: there is none.
     """
-    from credit_dp.training.checkpoint_files import locate, run_of
+    from credit_dp.training.checkpoint_files import locate_checkpoint, run_folder_of
 
-    if checks.existing(value) is None:
+    if checks.existing_path(value) is None:
         raise UserError(
             f"checkpoint: needs the folder of a run or of a checkpoint, but {value} does not "
             "exist. Change checkpoint."
         )
-    path = locate("checkpoint", value).absolute()
-    return path, run_of(path)
+    path = locate_checkpoint("checkpoint", value).absolute()
+    return path, run_folder_of(path)
 
 
-def grid_of(path: Path) -> str | None:
+def checkpoint_grid(path: Path) -> str | None:
     """`ROWSxCOLUMNS` that a checkpoint was trained on, if it says."""
-    from credit_dp.training.checkpoint_files import read_numbers
+    from credit_dp.training.checkpoint_files import read_metadata
 
-    grid = read_numbers("checkpoint", path)["data"].get("data.grid")
+    grid = read_metadata("checkpoint", path)["data"].get("data.grid")
     return grid if isinstance(grid, str) else None
 
 
-def for_forecasts(config: Config) -> Config:
+def without_training_settings(config: Config) -> Config:
     """The config without what only training needs, with a sample for each copy of the model."""
-    from credit_dp.config import microbatches
+    from credit_dp.config import microbatches_per_step
 
     trainer = replace(config.trainer, accumulate=1, checkpoint_activations=False, freeze=[])
     config = replace(config, trainer=trainer, resume=None, init_from=None)
-    batch = data_ranks(config) * microbatches(config)
+    batch = count_data_ranks(config) * microbatches_per_step(config)
     return replace(config, data=replace(config.data, batch_size=batch))
 
 
-def data_ranks(config: Config) -> int:
+def count_data_ranks(config: Config) -> int:
     """How many copies of the model there will be, as the launcher counts them.
 
     Raises:
@@ -179,39 +179,40 @@ def data_ranks(config: Config) -> int:
 
     launcher = find_launcher(os.environ)
     if launcher is not None:
-        return placement.data_ranks_under(config.parallel, launcher)
-    gpus = 0 if config.device == "cpu" or config.parallel.data else placement.visible_gpus()
-    return placement.data_ranks(config.parallel, gpus // config.parallel.gpus_of_rank)
+        return placement.data_ranks_of_launcher(config.parallel, launcher)
+    gpus = 0 if config.device == "cpu" or config.parallel.data else placement.count_visible_gpus()
+    return placement.data_ranks_on_gpus(config.parallel, gpus // config.parallel.gpus_per_rank)
 
 
-def split(given: Sequence[str], program: str) -> tuple[dict[str, Any], list[str]]:
+def split_arguments(given: Sequence[str], program: str) -> tuple[dict[str, Any], list[str]]:
     """The command's own keys with their values, and the overrides of the config.
 
     Raises:
         UserError: a key that is neither, or a value of another type.
     """
-    own, rest = dict(OWN), []
+    own, rest = dict(FORECAST_KEYS), []
     for text in given:
         key, equals, value = text.partition("=")
-        if equals and key in OWN:
-            own[key] = _value(key, value)
-        elif equals and (key.startswith(CONFIG) or key in ALONE):
+        if equals and key in FORECAST_KEYS:
+            own[key] = _parse_value(key, value)
+        elif equals and (key.startswith(CONFIG_PREFIXES) or key in TOP_LEVEL_KEYS):
             rest.append(text)
         else:
             raise UserError(
-                f"{program}: needs keys like {', '.join(OWN)}, or parallel.NAME and data.NAME, got "
-                f"{text!r}.{nearest(key, OWN)}"
+                f"{program}: needs keys like {', '.join(FORECAST_KEYS)}, or parallel.NAME and "
+                "data.NAME, got "
+                f"{text!r}.{did_you_mean(key, FORECAST_KEYS)}"
             )
     return own, rest
 
 
-def _value(key: str, text: str) -> Any:
+def _parse_value(key: str, text: str) -> Any:
     """The text as the type of the key's default.
 
     Raises:
         UserError: it is not of that type.
     """
-    kind = type(OWN[key])
+    kind = type(FORECAST_KEYS[key])
     if kind is str:
         return text[1:-1] if text[:1] in "'\"" and text[:1] == text[-1:] and len(text) > 1 else text
     try:

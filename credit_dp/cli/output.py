@@ -3,10 +3,10 @@
 import sys
 from collections.abc import Sequence
 
-UNITS = ("B", "kB", "MB", "GB", "TB")
+BYTE_UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
-def table(names: Sequence[str], rows: Sequence[Sequence[str]], left: int = 0) -> list[str]:
+def format_table(names: Sequence[str], rows: Sequence[Sequence[str]], left: int = 0) -> list[str]:
     """Lines with columns of equal width: the first `left` flush left, numbers flush right."""
     widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
     lines = []
@@ -19,15 +19,15 @@ def table(names: Sequence[str], rows: Sequence[Sequence[str]], left: int = 0) ->
     return lines
 
 
-def amount(count: float) -> str:
+def format_bytes(count: float) -> str:
     """Bytes with a unit of thousands: `1.5 GB`."""
     unit = 0
-    while count >= 999.5 and unit < len(UNITS) - 1:
+    while count >= 999.5 and unit < len(BYTE_UNITS) - 1:
         count, unit = count / 1000, unit + 1
-    return f"{count:.{0 if unit == 0 or count >= 99.95 else 1}f} {UNITS[unit]}"
+    return f"{count:.{0 if unit == 0 or count >= 99.95 else 1}f} {BYTE_UNITS[unit]}"
 
 
-def tell(line: str) -> None:
+def print_line(line: str) -> None:
     """Write a line."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()

@@ -24,27 +24,32 @@ from omegaconf.errors import (
     ValidationError,
 )
 
-from credit_dp.checks import nearest
+from credit_dp.checks import did_you_mean
 from credit_dp.config import Config, LossConfig, ModelConfig, OptimizerConfig
 from credit_dp.config.data import AUTO, SPLITS
 from credit_dp.errors import UserError
 
 # Groups of which each choice has keys of its own.
-VARIED = (ModelConfig, LossConfig, OptimizerConfig)
-WORDS: dict[Any, str] = {
+GROUPS_WITH_VARIANTS = (ModelConfig, LossConfig, OptimizerConfig)
+TYPE_NAMES: dict[Any, str] = {
     int: "an integer",
     float: "a number",
     bool: "true or false",
     str: "text",
     type(None): "null",
 }
-PLURALS: dict[Any, str] = {int: "integers", float: "numbers", str: "texts", bool: "true or false"}
+PLURAL_TYPE_NAMES: dict[Any, str] = {
+    int: "integers",
+    float: "numbers",
+    str: "texts",
+    bool: "true or false",
+}
 
 
 def all_keys(schema: Any = Config, prefix: str = "") -> list[str]:
     """Every dotted key of the config, groups before what is in them."""
     keys: list[str] = []
-    for name, kind in hints_of(schema).items():
+    for name, kind in key_types(schema).items():
         keys.append(prefix + name)
         if is_dataclass(kind):
             keys += all_keys(kind, f"{prefix}{name}.")
@@ -66,16 +71,16 @@ def check_key(key: str) -> None:
             continue
         if get_origin(schema) in (dict, list, tuple):
             return  # entries of lists and tables are checked by value
-        names = list(hints_of(schema))
+        names = list(key_types(schema))
         if name not in names:
-            raise UserError(unknown_key(key, ".".join(walked), names))
+            raise UserError(unknown_key_message(key, ".".join(walked), names))
         walked.append(name)
-        schema = hints_of(schema)[name]
+        schema = key_types(schema)[name]
 
 
-def hints_of(schema: Any) -> dict[str, Any]:
+def key_types(schema: Any) -> dict[str, Any]:
     """The keys of a group and their types; of the model group, those of all models."""
-    kinds = [schema, *variants(schema)] if schema in VARIED else [schema]
+    kinds = [schema, *variant_classes(schema)] if schema in GROUPS_WITH_VARIANTS else [schema]
     hints: dict[str, Any] = {}
     for kind in kinds:
         known = get_type_hints(kind) if is_dataclass(kind) else {}
@@ -83,15 +88,16 @@ def hints_of(schema: Any) -> dict[str, Any]:
     return hints
 
 
-def variants(schema: type) -> list[type]:
-    """The classes that derive from one of `VARIED`: those of every model that is known."""
+def variant_classes(schema: type) -> list[type]:
+    """The classes that derive from one of `GROUPS_WITH_VARIANTS`: those of every model that is
+    known."""
     kinds: list[type] = schema.__subclasses__()
     for kind in kinds:  # which grows on the way: a model may derive from another one
         kinds += kind.__subclasses__()
     return kinds
 
 
-def unknown_key(key: str, place: str, names: list[str]) -> str:
+def unknown_key_message(key: str, place: str, names: list[str]) -> str:
     """One line for a key that is not there."""
     allowed = f"Allowed {f'in {place}' if place else 'here'}: {', '.join(names)}."
     if not names:
@@ -99,16 +105,16 @@ def unknown_key(key: str, place: str, names: list[str]) -> str:
     known = all_keys()
     if key in known:  # of another model
         return f"{key}: no such key of this {key.partition('.')[0]}. {allowed}"
-    close = nearest(key, known)
+    close = did_you_mean(key, known)
     if not close:  # the right word in the wrong group
         last = key.rpartition(".")[2]
-        close = nearest(key, [other for other in known if other.endswith(f".{last}")])
+        close = did_you_mean(key, [other for other in known if other.endswith(f".{last}")])
     return f"{key}: no such key.{close} {allowed}"
 
 
 def is_table(key: str) -> bool:
     """Whether the key takes a table, whose entries may be new: `loss.variable_weight`."""
-    return get_origin(kind_of(key)) is dict
+    return get_origin(type_of_key(key)) is dict
 
 
 def is_table_entry(key: str) -> bool:
@@ -119,24 +125,24 @@ def is_table_entry(key: str) -> bool:
 def is_table_entry_key(key: str) -> bool:
     """Whether the key is one of a table's entry: `data.variables.geopotential.normalise`."""
     entry = key.rpartition(".")[0]
-    return is_table_entry(entry) and is_dataclass(kind_of(entry))
+    return is_table_entry(entry) and is_dataclass(type_of_key(entry))
 
 
-def kind_of(key: str) -> Any:
+def type_of_key(key: str) -> Any:
     """The type of a dotted key; None if there is no such key."""
     schema: Any = Config
     for name in key.split("."):
         if get_origin(schema) is dict:
             schema = get_args(schema)[1]
             continue
-        hints = hints_of(schema)
+        hints = key_types(schema)
         if name not in hints:
             return None
         schema = hints[name]
     return schema
 
 
-def meanings(schema: type) -> dict[str, str]:
+def key_comments(schema: type) -> dict[str, str]:
     """What the keys of a dataclass mean: the comment beside each field, or that above it."""
     found: dict[str, str] = {}
     for kind in reversed(schema.__mro__):
@@ -154,10 +160,10 @@ def meanings(schema: type) -> dict[str, str]:
     return found
 
 
-def explained(config: DictConfig, indent: str = "") -> Iterator[str]:
+def annotated_yaml(config: DictConfig, indent: str = "") -> Iterator[str]:
     """Lines of YAML that show a composed config, each key with its meaning."""
     schema = OmegaConf.get_type(config)
-    known = meanings(schema) if is_dataclass(schema) else {}
+    known = key_comments(schema) if is_dataclass(schema) else {}
     values = OmegaConf.to_container(config, enum_to_str=True)
     for key, value in values.items() if isinstance(values, dict) else ():
         name, node = str(key), config._get_node(key)
@@ -165,7 +171,7 @@ def explained(config: DictConfig, indent: str = "") -> Iterator[str]:
         row = f"{indent}{name}:" if group else f"{indent}{name}: {as_yaml(value)}"
         yield f"{row:<36}  # {known[name]}" if name in known else row
         if isinstance(node, DictConfig) and group:
-            yield from explained(node, f"{indent}  ")
+            yield from annotated_yaml(node, f"{indent}  ")
 
 
 def as_yaml(value: object) -> str:
@@ -182,9 +188,11 @@ def check_value(key: str, value: object) -> None:
         UserError: as when the config is made.
     """
     group, _, name = key.rpartition(".")
-    owner = kind_of(group) if group else Config
-    if owner in VARIED and name not in {each.name for each in fields(owner)}:
-        owners = [kind for kind in variants(owner) if name in {each.name for each in fields(kind)}]
+    owner = type_of_key(group) if group else Config
+    if owner in GROUPS_WITH_VARIANTS and name not in {each.name for each in fields(owner)}:
+        owners = [
+            kind for kind in variant_classes(owner) if name in {each.name for each in fields(kind)}
+        ]
         owner = owners[0] if len(owners) == 1 else None  # what a key may be depends on the model
     if is_dataclass(owner) and isinstance(owner, type):
         owner(**{name: value})
@@ -197,36 +205,38 @@ def check_lists(config: DictConfig) -> None:
         UserError: with the key and what it needs.
     """
     for key in all_keys():
-        value, kind = OmegaConf.select(config, key), kind_of(key)
+        value, kind = OmegaConf.select(config, key), type_of_key(key)
         kinds = [k for k in (kind, *get_args(kind)) if get_origin(k) is list]
         if not isinstance(value, ListConfig) or not kinds:
             continue
         nested = get_origin(get_args(kinds[0])[0]) is list
         if any(isinstance(entry, ListConfig) != nested for entry in value):
-            raise UserError(f"{key}: needs {describe(kind)}, got {value}")
+            raise UserError(f"{key}: needs {describe_type(kind)}, got {value}")
 
 
-def describe(kind: Any) -> str:
+def describe_type(kind: Any) -> str:
     """What a type takes, in words: `list[int] | None` is `a list of integers or null`."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
-        return " or ".join(describe(argument) for argument in arguments)
+        return " or ".join(describe_type(argument) for argument in arguments)
     if origin is list and get_origin(arguments[0]) is list:
-        inside = PLURALS.get(get_args(arguments[0])[0], "values")
+        inside = PLURAL_TYPE_NAMES.get(get_args(arguments[0])[0], "values")
         return f"a list of lists of {inside}, like [[a, b], [c]]"
     if origin is list:
-        return f"a list of {PLURALS.get(arguments[0], 'values')}, like [a, b]"
+        return f"a list of {PLURAL_TYPE_NAMES.get(arguments[0], 'values')}, like [a, b]"
     if origin is tuple:
-        return f"{len(arguments)} {PLURALS.get(arguments[0], 'values')}, like [a, b]"
+        return f"{len(arguments)} {PLURAL_TYPE_NAMES.get(arguments[0], 'values')}, like [a, b]"
     if origin is dict:
-        return f"a table from text to {PLURALS.get(arguments[1], 'values')}, like {{a: b}}"
+        return (
+            f"a table from text to {PLURAL_TYPE_NAMES.get(arguments[1], 'values')}, like {{a: b}}"
+        )
     if is_dataclass(kind):
-        return f"a group of keys ({', '.join(hints_of(kind))})"
-    return WORDS.get(kind, "a value")
+        return f"a group of keys ({', '.join(key_types(kind))})"
+    return TYPE_NAMES.get(kind, "a value")
 
 
 # Keys of any type that are a text or a list of texts.
-TEXTS = ("data.store", "data.statistics", *(f"data.dates.{split}" for split in SPLITS))
+TEXT_KEYS = ("data.store", "data.statistics", *(f"data.dates.{split}" for split in SPLITS))
 
 
 def parse_overrides(texts: Sequence[str]) -> list[Override]:
@@ -235,19 +245,19 @@ def parse_overrides(texts: Sequence[str]) -> list[Override]:
     Raises:
         UserError: one does not parse; the line gives a form that does, ready for the shell.
     """
-    parsed = [_parse(_whole_entry(text)) for given in texts for text in _of_each_split(given)]
+    parsed = [_parse(_as_table_entry(text)) for given in texts for text in _expand_dates(given)]
     for override in parsed:
         refuse_dotted_entry(override)
     # Hydra would ask for a plus before a new entry of a table; here KEY=VALUE is all there is.
     return [
         _parse(f"++{override.input_line}")
-        if override.type == OverrideType.CHANGE and adds_entries(override.key_or_group)
+        if override.type == OverrideType.CHANGE and may_add_entries(override.key_or_group)
         else override
         for override in parsed
     ]
 
 
-def _of_each_split(text: str) -> list[str]:
+def _expand_dates(text: str) -> list[str]:
     """`data.dates=auto` as the keys that it stands for; anything else as it is."""
     key, _, value = text.lstrip("+").partition("=")
     if key == "data.dates" and value.strip("'\"") == AUTO:
@@ -255,12 +265,12 @@ def _of_each_split(text: str) -> list[str]:
     return [text]
 
 
-def adds_entries(key: str) -> bool:
+def may_add_entries(key: str) -> bool:
     """Whether a value given to this key may bring entries that its table does not have yet."""
     return is_table(key) or is_table_entry(key)
 
 
-def _whole_entry(text: str) -> str:
+def _as_table_entry(text: str) -> str:
     """`table={entry: {key: value}}` for a key of a table's entry, which need not be there yet."""
     key, equals, value = text.lstrip("+").partition("=")
     alone = try_parse(f"x={value}")
@@ -297,8 +307,8 @@ def _parse(text: str) -> Override:
     if not equals:
         raise UserError(f"{text}: needs the form KEY=VALUE")
     quoted = table_form(key, value) or quoted_form(key, value)
-    if quoted is None and kind_of(key) is not None:
-        raise UserError(f"{key}: needs {describe(kind_of(key))}, got {value!r}")
+    if quoted is None and type_of_key(key) is not None:
+        raise UserError(f"{key}: needs {describe_type(type_of_key(key))}, got {value!r}")
     if quoted is None:
         raise UserError(f"{text}: does not parse, because {key!r} is no key or the brackets differ")
     if not quoted.startswith(f"{key}="):
@@ -328,12 +338,12 @@ def table_form(key: str, value: str) -> str | None:
     return form
 
 
-def takes_quotes(key: str, value: object) -> bool:
+def accepts_text(key: str, value: object) -> bool:
     """Whether text, or a list of texts, is of the type that the key needs; Hydra knows its own."""
     if key.startswith("hydra."):
         return True
-    kind = kind_of(key.lstrip("+"))
-    if key.lstrip("+") in TEXTS:
+    kind = type_of_key(key.lstrip("+"))
+    if key.lstrip("+") in TEXT_KEYS:
         return True
     if isinstance(value, list):
         return list[str] in (kind, *get_args(kind))
@@ -346,9 +356,9 @@ def quoted_form(key: str, value: str) -> str | None:
     Raises:
         UserError: the value is not allowed, quoted or not.
     """
-    for candidate in _candidates(value):
+    for candidate in _quoted_candidates(value):
         parsed = try_parse(f"{key}={candidate}")
-        if parsed is None or parsed.is_sweep_override() or not takes_quotes(key, parsed.value()):
+        if parsed is None or parsed.is_sweep_override() or not accepts_text(key, parsed.value()):
             continue
         if isinstance(parsed.value(), list) or parsed.value() == value:
             check_value(key.lstrip("+"), parsed.value())
@@ -356,19 +366,19 @@ def quoted_form(key: str, value: str) -> str | None:
     return None
 
 
-def ready(key: str, value: str) -> str:
+def shell_argument(key: str, value: str) -> str:
     """`key=value` for a command line, with the quotes that Hydra and the shell need for a text."""
     parsed = try_parse(f"{key}={value}")
     plain = parsed is not None and not parsed.is_sweep_override() and parsed.value() == value
     return shlex.quote(f"{key}={value if plain else quote(value)}")
 
 
-def quoted(value: str) -> Iterator[str]:
+def quoted_forms(value: str) -> Iterator[str]:
     """Forms of a value with quotes that parse, a list of texts first if it looks like one."""
-    return (form for form in _candidates(value) if try_parse(f"x={form}") is not None)
+    return (form for form in _quoted_candidates(value) if try_parse(f"x={form}") is not None)
 
 
-def _candidates(value: str) -> Iterator[str]:
+def _quoted_candidates(value: str) -> Iterator[str]:
     if value.startswith("[") and value.endswith("]"):
         entries = [entry.strip() for entry in value[1:-1].split(",")]
         yield "[" + ",".join(e if try_parse(f"x={e}") else quote(e) for e in entries) + "]"
@@ -388,21 +398,20 @@ def quote(value: str) -> str:
     return '"' + "".join(result)[:-2] + '"'
 
 
-def explain(error: BaseException) -> str:
+def explain_error(error: BaseException) -> str:
     """One line: the key and the file, what is needed, what came."""
-    chain = causes(error)
-    place = next((found for e in chain if (found := file_of(e))), "")
-    override = next((found for e in chain if (found := override_of(e))), "")
+    chain = error_chain(error)
+    place = next((found for e in chain if (found := config_file_of(e))), "")
+    override = next((found for e in chain if (found := override_key_of(e))), "")
     for cause in chain:
         if isinstance(cause, OmegaConfBaseException):
-            return (
-                f"{f'conf/{place}.yaml: ' if place else ''}{of_omegaconf(cause, place, override)}"
-            )
+            where = f"conf/{place}.yaml: " if place else ""
+            return f"{where}{explain_omegaconf(cause, place, override)}"
     message = next((str(e) for e in chain if str(e).strip()), type(error).__name__)
     return " ".join(re.split(r"\n(?:Config )?[Ss]earch path:", message)[0].split())
 
 
-def causes(error: BaseException) -> list[BaseException]:
+def error_chain(error: BaseException) -> list[BaseException]:
     """The error and all that led to it, outermost first."""
     chain: list[BaseException] = []
     current: BaseException | None = error
@@ -412,33 +421,33 @@ def causes(error: BaseException) -> list[BaseException]:
     return chain
 
 
-def file_of(error: BaseException) -> str:
+def config_file_of(error: BaseException) -> str:
     """The config file that Hydra says it was merging, without `.yaml`."""
     found = re.match(r"In '([^']+)':", str(error))
     return found[1] if found and isinstance(error, ConfigCompositionException) else ""
 
 
-def override_of(error: BaseException) -> str:
+def override_key_of(error: BaseException) -> str:
     """The key of the override that Hydra says it was merging."""
     found = re.match(r"Error merging override \+*([\w.]+)=", str(error))
     return found[1] if found and isinstance(error, ConfigCompositionException) else ""
 
 
-def of_omegaconf(error: OmegaConfBaseException, place: str, override: str) -> str:
+def explain_omegaconf(error: OmegaConfBaseException, place: str, override: str) -> str:
     """One line for a value of the wrong type, a key that is unknown, or one that is missing."""
     key = full_key(error, place)
     if re.fullmatch(r"[\d.]*", key):  # of an entry, and not in which list
         key = override
     key = re.sub(r"\[\d+\]$", "", key)  # what is said of an entry is true of its list
-    needed = describe(kind_of(key)) if kind_of(key) is not None else "another type"
+    needed = describe_type(type_of_key(key)) if type_of_key(key) is not None else "another type"
     if isinstance(error, MissingMandatoryValue):
         return f"{key}: needs a value ({needed}), and none is given"
     if isinstance(error, (ConfigAttributeError, ConfigKeyError)):
         parent = key.rpartition(".")[0]
-        return unknown_key(key, parent, _names(error))
+        return unknown_key_message(key, parent, _sibling_keys(error))
     if isinstance(error, (ValidationError, ConfigTypeError)):
         key = key_of_group(str(error)) or key
-        needed = describe(kind_of(key)) if kind_of(key) is not None else needed
+        needed = describe_type(type_of_key(key)) if type_of_key(key) is not None else needed
         value = re.search(r"[Vv]alue(?:: | ')(.*?)(?:'|$)", str(error), re.MULTILINE)
         came = f", got {value[1]!r}" if value else ""
         return f"{key}: needs {needed}{came}"
@@ -449,7 +458,7 @@ def of_omegaconf(error: OmegaConfBaseException, place: str, override: str) -> st
 def key_of_group(message: str) -> str:
     """The key of the group that OmegaConf misses; its message may only have the dataclass."""
     schema = re.search(r"is not a subclass of (\w+)", message)
-    kinds = {key: kind_of(key) for key in all_keys()} if schema else {}
+    kinds = {key: type_of_key(key) for key in all_keys()} if schema else {}
     groups = (key for key, kind in kinds.items() if is_dataclass(kind))
     return next((key for key in groups if schema and kinds[key].__name__ == schema[1]), "")
 
@@ -462,7 +471,7 @@ def full_key(error: OmegaConfBaseException, place: str) -> str:
     return key if inside else f"{group}.{key}"
 
 
-def _names(error: OmegaConfBaseException) -> list[str]:
+def _sibling_keys(error: OmegaConfBaseException) -> list[str]:
     """The keys of the node in which another one was asked for."""
     node = error.parent_node
     schema = None if node is None else node._metadata.object_type

@@ -9,23 +9,38 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from credit_dp.cli.arguments import OneLineParser
-from credit_dp.cli.output import amount, table
-from credit_dp.cli.train import read_question
-from credit_dp.config import Config, microbatches
-from credit_dp.costs.budget import Plan, model_and_shape, plan_of
+from credit_dp.cli.output import format_bytes, format_table
+from credit_dp.cli.train import read_config_arguments
+from credit_dp.config import Config, microbatches_per_step
+from credit_dp.costs.budget import StepPlan, model_and_shape, plan_step
 from credit_dp.costs.prediction import Machine, machine_names, read_machine
 from credit_dp.errors import UserError
 
 if TYPE_CHECKING:
-    from credit_dp.costs.budget import Meshes, MeshLine, PipelinePlan, Plan, RankBudget
+    from credit_dp.costs.budget import (
+        MeshBudget,
+        MeshComparison,
+        PipelinePlan,
+        RankBudget,
+        StepPlan,
+    )
     from credit_dp.costs.prediction import Prediction, Predictions
     from credit_dp.domain_parallel.costs.report import LayerTraffic, PlanReport
-    from credit_dp.domain_parallel.count_transport import Sent
+    from credit_dp.domain_parallel.count_transport import RankTraffic
 
 
-BANDS = ("rows", "largest band", "smallest", "largest / mean")
-EXCHANGED = ("all ranks send", "at least", "sent / least")
-LAYERS = ("layers", "type", "count", "messages", "forward", "backward", "all ranks", "collectives")
+BAND_HEADINGS = ("rows", "largest band", "smallest", "largest / mean")
+EXCHANGE_HEADINGS = ("all ranks send", "at least", "sent / least")
+LAYER_HEADINGS = (
+    "layers",
+    "type",
+    "count",
+    "messages",
+    "forward",
+    "backward",
+    "all ranks",
+    "collectives",
+)
 
 
 def levels_table(report: "PlanReport") -> list[str]:
@@ -34,13 +49,13 @@ def levels_table(report: "PlanReport") -> list[str]:
     for level in report.levels:
         bands = str(level.rows), str(max(level.bands)), str(min(level.bands))
         excess = "-" if level.excess is None else f"{level.excess:.2f}"
-        exchanged = amount(level.sent_bytes), amount(level.least_bytes), excess
+        exchanged = format_bytes(level.sent_bytes), format_bytes(level.least_bytes), excess
         cells = (*bands, f"{level.imbalance:.3f}", *exchanged)
-        rows.append(cells if report.layers else cells[: len(BANDS)])
+        rows.append(cells if report.layers else cells[: len(BAND_HEADINGS)])
     if not report.layers:
-        return table(BANDS, rows)
+        return format_table(BAND_HEADINGS, rows)
     return [
-        *table((*BANDS, *EXCHANGED), rows),
+        *format_table((*BAND_HEADINGS, *EXCHANGE_HEADINGS), rows),
         "all ranks send: rows, forward and backward, for layers with this many rows of input",
         "at least: if each row that a rank needs and doesn't own crosses once in each direction;",
         "where rows are traded for channels, each row of each channel",
@@ -49,19 +64,21 @@ def levels_table(report: "PlanReport") -> list[str]:
 
 def traffic_table(report: "PlanReport") -> list[str]:
     """What is sent in a step: by the rank that sends most, and by all."""
-    layers = [layer for layer in report.layers if any(map(sends, layer.forward + layer.backward))]
+    layers = [
+        layer for layer in report.layers if any(map(sends_anything, layer.forward + layer.backward))
+    ]
     rows = [
         (
             path,
             of_path[0].type,
             str(len(of_path)),
-            *volumes(of_path[0].forward, of_path[0].backward),
+            *traffic_cells(of_path[0].forward, of_path[0].backward),
         )
-        for path, of_path in alike(layers).items()
+        for path, of_path in group_identical_layers(layers).items()
     ]
-    rows.append(("all", "", str(len(layers)), *volumes(report.forward, report.backward)))
+    rows.append(("all", "", str(len(layers)), *traffic_cells(report.forward, report.backward)))
     silent = len(report.layers) - len(layers)
-    lines = table(LAYERS, rows, left=2)
+    lines = format_table(LAYER_HEADINGS, rows, left=2)
     lines.append("messages, forward, backward, collectives: of the rank that sends most")
     if any("*" in row[0] for row in rows):
         lines.append("*: several layers, whose paths differ here, and each of which sends as much")
@@ -70,7 +87,7 @@ def traffic_table(report: "PlanReport") -> list[str]:
     return lines
 
 
-def alike(layers: Sequence["LayerTraffic"]) -> dict[str, list["LayerTraffic"]]:
+def group_identical_layers(layers: Sequence["LayerTraffic"]) -> dict[str, list["LayerTraffic"]]:
     """Layers by path; those that send the same, and whose paths differ in numbers, together."""
     by_kind: dict[object, list[LayerTraffic]] = defaultdict(list)
     for layer in layers:
@@ -83,7 +100,7 @@ def alike(layers: Sequence["LayerTraffic"]) -> dict[str, list["LayerTraffic"]]:
         if len(uses) == len(groups):
             return dict(zip(paths, groups, strict=True))
         parts = (
-            [group] if uses[path] == 1 else split(group, path.split("."))
+            [group] if uses[path] == 1 else split_by_name(group, path.split("."))
             for path, group in zip(paths, groups, strict=True)
         )
         groups = [part for of_group in parts for part in of_group]
@@ -95,7 +112,7 @@ def common_path(layers: Sequence["LayerTraffic"]) -> str:
     return ".".join(of_place[0] if len(set(of_place)) == 1 else "*" for of_place in names)
 
 
-def split(layers: Sequence["LayerTraffic"], path: list[str]) -> list[list["LayerTraffic"]]:
+def split_by_name(layers: Sequence["LayerTraffic"], path: list[str]) -> list[list["LayerTraffic"]]:
     """The layers by the first name in which their paths differ."""
     parts: dict[str, list[LayerTraffic]] = defaultdict(list)
     for layer in layers:
@@ -103,38 +120,44 @@ def split(layers: Sequence["LayerTraffic"], path: list[str]) -> list[list["Layer
     return list(parts.values())
 
 
-def sends(sent: "Sent") -> bool:
+def sends_anything(sent: "RankTraffic") -> bool:
     """Whether there is anything at all."""
     return sent.messages + sent.collectives > 0
 
 
-def volumes(forward: Sequence["Sent"], backward: Sequence["Sent"]) -> tuple[str, ...]:
+def traffic_cells(
+    forward: Sequence["RankTraffic"], backward: Sequence["RankTraffic"]
+) -> tuple[str, ...]:
     """Cells of one row of the table."""
     both = [a + b for a, b in zip(forward, backward, strict=True)]
-    collectives = f"{both[0].collectives} ({amount(both[0].collective_bytes)})"
+    collectives = f"{both[0].collectives} ({format_bytes(both[0].collective_bytes)})"
     messages = max(sent.messages for sent in both)
     return (
         str(messages or "-"),
         *(
-            amount(max(sent.bytes for sent in way)) if messages else "-"
+            format_bytes(max(sent.bytes for sent in way)) if messages else "-"
             for way in (forward, backward)
         ),
-        amount(sum(sent.bytes for sent in both)) if messages else "-",
+        format_bytes(sum(sent.bytes for sent in both)) if messages else "-",
         collectives if both[0].collectives else "-",
     )
 
 
-LARGE = ("domain", "data", "rows", "imbalance")
+MESH_HEADINGS = ("domain", "data", "rows", "imbalance")
 
 
 def held_table(budgets: Sequence["RankBudget"]) -> list[str]:
     """What the fullest rank of each place on the pipeline axis holds."""
     columns = [name for name in budgets[0].held if any(b.held[name] for b in budgets)]
     rows = [
-        (*_place(budget), *(amount(budget.held[name]) for name in columns), amount(budget.all_held))
+        (
+            *_budget_cells(budget),
+            *(format_bytes(budget.held[name]) for name in columns),
+            format_bytes(budget.total_held),
+        )
         for budget in budgets
     ]
-    lines = table(("a rank holds", "pipeline", *columns, "all"), rows, left=1)
+    lines = format_table(("a rank holds", "pipeline", *columns, "all"), rows, left=1)
     if "gathered" in columns:
         lines.append("gathered: weights of other ranks, while a block of segments computes")
     if "states" in columns:
@@ -151,12 +174,16 @@ def sent_table(budgets: Sequence["RankBudget"]) -> list[str]:
     if not columns:
         return []
     rows = [
-        (*_place(budget), *(amount(budget.sent[name]) for name in columns), amount(budget.all_sent))
+        (
+            *_budget_cells(budget),
+            *(format_bytes(budget.sent[name]) for name in columns),
+            format_bytes(budget.total_sent),
+        )
         for budget in budgets
     ]
     return [
         "",
-        *table(("a rank sends", "pipeline", *columns, "all"), rows, left=1),
+        *format_table(("a rank sends", "pipeline", *columns, "all"), rows, left=1),
         "in a step; rows and states are counted, gradients and weights go round in rings",
     ]
 
@@ -169,18 +196,18 @@ def cuts_table(plan: "PipelinePlan") -> list[str]:
             str(cut.stage),
             str(cut.pipeline_rank),
             f"{cut.cost:.1%}",
-            amount(cut.state_bytes) if cut.stage else "-",
+            format_bytes(cut.state_bytes) if cut.stage else "-",
         )
         for cut in plan.cuts
     ]
     return [
-        *table(("first segment", "stage", "pipeline", "cost", "state"), rows, left=1),
+        *format_table(("first segment", "stage", "pipeline", "cost", "state"), rows, left=1),
         "cost: share of the multiply-adds; state: bytes that a rank is handed for a micro-batch",
         f"bubble: a rank waits {plan.bubble:.1%} of a step, if all stages cost the same",
     ]
 
 
-def meshes_table(meshes: "Meshes", config: Config, memory: float) -> str:
+def meshes_table(meshes: "MeshComparison", config: Config, memory: float) -> str:
     """Lines for people: one for each number of domain ranks."""
     if not meshes.lines:
         return f"It can't be sharded:\n  {meshes.refused}\n"
@@ -192,24 +219,27 @@ def meshes_table(meshes: "Meshes", config: Config, memory: float) -> str:
         rows.append(
             (
                 *(str(line.domain), str(line.data), str(line.rows), f"{line.imbalance:.3f}"),
-                amount(ddp.held["activations"]),
-                amount(ddp.all_held),
-                amount(shared.all_held) if shared else "-",
-                amount(ddp.sent["rows"]),
-                amount(ddp.sent["gradients"]),
-                amount(shared.sent["gradients"] + shared.sent["weights"]) if shared else "-",
+                format_bytes(ddp.held["activations"]),
+                format_bytes(ddp.total_held),
+                format_bytes(shared.total_held) if shared else "-",
+                format_bytes(ddp.sent["rows"]),
+                format_bytes(ddp.sent["gradients"]),
+                format_bytes(shared.sent["gradients"] + shared.sent["weights"]) if shared else "-",
                 ", ".join(fits) or "-",
             )
         )
     names = ("activations", "with ddp", "with fsdp2", "rows", "for ddp", "for fsdp2")
     lines = [f"model   {config.model.name}, {config.trainer.dtype}", ""]
-    lines += [*table((*LARGE, *names, f"fits {memory:g} GiB"), rows), *_legend(meshes)]
+    lines += [
+        *format_table((*MESH_HEADINGS, *names, f"fits {memory:g} GiB"), rows),
+        *_legend(meshes),
+    ]
     return "\n".join(lines) + "\n"
 
 
-def _legend(meshes: "Meshes") -> list[str]:
+def _legend(meshes: "MeshComparison") -> list[str]:
     alone = meshes.lines[0].budgets[0].held
-    weights, moments = amount(alone["weights"]), amount(alone["moments"])
+    weights, moments = format_bytes(alone["weights"]), format_bytes(alone["moments"])
     lines = [
         "",
         f"Meshes of at most {meshes.up_to} ranks; every data rank works on one sample at a time.",
@@ -222,25 +252,35 @@ def _legend(meshes: "Meshes") -> list[str]:
     return [*lines, f"No larger domain: {meshes.refused}"] if meshes.refused else lines
 
 
-def _place(budget: "RankBudget") -> tuple[str, str]:
+def _budget_cells(budget: "RankBudget") -> tuple[str, str]:
     return budget.mode, str(budget.pipeline_rank)
 
 
-NAMES = ("ranks", "domain", "data", "GiB", "fits", "compute", "exchange", "reduction", "step")
+PREDICTION_HEADINGS = (
+    "ranks",
+    "domain",
+    "data",
+    "GiB",
+    "fits",
+    "compute",
+    "exchange",
+    "reduction",
+    "step",
+)
 
 
 def predictions_table(predictions: "Predictions", config: Config, machine: Machine) -> str:
     """Lines for people: one for each mesh."""
     if not predictions.lines:
         return f"It can't be sharded:\n  {predictions.refused}\n"
-    rows = [_cells(line, machine) for line in predictions.lines]
+    rows = [_prediction_cells(line, machine) for line in predictions.lines]
     dtype = config.trainer.autocast or config.trainer.dtype
     lines = [
         f"model    {config.model.name}, {dtype}",
         f"machine  {machine.name}",
         f"source   {machine.source}",
         "",
-        *table((*NAMES, "samples/s", "efficiency"), rows),
+        *format_table((*PREDICTION_HEADINGS, "samples/s", "efficiency"), rows),
         "",
         "Predicted, not measured. Every data rank has one sample; times are seconds of a step.",
         f"GiB: of the fullest rank; fits: in the {machine.memory_gib:g} GiB of a rank",
@@ -253,7 +293,7 @@ def predictions_table(predictions: "Predictions", config: Config, machine: Machi
     return "\n".join(lines) + "\n"
 
 
-def _cells(line: "Prediction", machine: Machine) -> tuple[str, ...]:
+def _prediction_cells(line: "Prediction", machine: Machine) -> tuple[str, ...]:
     time = line.time
     return (
         *(str(line.ranks), str(line.domain), str(line.data)),
@@ -293,7 +333,7 @@ def predictions_json(predictions: "Predictions", config: Config, machine: Machin
     return json.dumps(content, indent=2) + "\n"
 
 
-def plan_json(plan: "Plan", config: Config) -> str:
+def plan_json(plan: "StepPlan", config: Config) -> str:
     """The whole report, every rank's numbers in lists in the order of the ranks."""
     report = plan.report
     content: dict[str, Any] = {
@@ -312,7 +352,7 @@ def plan_json(plan: "Plan", config: Config) -> str:
     return json.dumps(content, indent=2) + "\n"
 
 
-def meshes_json(meshes: "Meshes", config: Config, memory: float) -> str:
+def meshes_json(meshes: "MeshComparison", config: Config, memory: float) -> str:
     """One entry for each number of domain ranks."""
     content = {
         "model": config.model.name,
@@ -320,17 +360,17 @@ def meshes_json(meshes: "Meshes", config: Config, memory: float) -> str:
         "up_to": meshes.up_to,
         "memory_gib": memory,
         "refused": meshes.refused,
-        "meshes": [_line(line, memory) for line in meshes.lines],
+        "meshes": [_mesh_json(line, memory) for line in meshes.lines],
     }
     return json.dumps(content, indent=2) + "\n"
 
 
-def _line(line: "MeshLine", memory: float) -> dict[str, Any]:
+def _mesh_json(line: "MeshBudget", memory: float) -> dict[str, Any]:
     fits: Sequence[str] = [b.mode for b in line.budgets if b.fits(memory)]
     return {**asdict(line), "fits": fits}
 
 
-MEMORY = 80.0  # GiB of a rank
+DEFAULT_MEMORY_GIB = 80.0  # GiB of a rank
 MOST_RANKS = 1024  # of predictions
 
 HELP = """\
@@ -368,10 +408,10 @@ def plan(arguments: Sequence[str], program: str) -> int:
         UserError: the config is not as needed.
     """
     help_text = HELP.replace("{machines}", ", ".join(machine_names()))
-    question = read_question(arguments, program, help_text, _add_dashes)
+    question = read_config_arguments(arguments, program, help_text, _add_options)
     if question is None:
         return 0
-    config, dashes = question.config, question.dashes
+    config, dashes = question.config, question.options
     if dashes.memory is not None and dashes.machine is not None:
         raise UserError("--memory: --machine has the GiB of a rank: change memory_gib of the file.")
     if dashes.memory is not None and (dashes.up_to is None or not dashes.memory > 0):
@@ -382,18 +422,18 @@ def plan(arguments: Sequence[str], program: str) -> int:
         return _predict(config, dashes)
     if dashes.up_to is not None:
         return _compare(config, dashes)
-    found = plan_of(config)
+    found = plan_step(config)
     show = plan_json if question.json else as_text
     sys.stdout.write(show(found, config))
     return 1 if found.report.problems else 0
 
 
 def _compare(config: Config, dashes: Namespace) -> int:
-    from credit_dp.costs.budget import find_meshes  # torch
+    from credit_dp.costs.budget import compare_meshes  # torch
 
-    memory = MEMORY if dashes.memory is None else dashes.memory
+    memory = DEFAULT_MEMORY_GIB if dashes.memory is None else dashes.memory
     model, (_, *field) = model_and_shape(config, config.data.batch_size)
-    meshes = find_meshes(model, (1, *field), config, dashes.up_to)
+    meshes = compare_meshes(model, (1, *field), config, dashes.up_to)
     show = meshes_json if dashes.json else meshes_table
     sys.stdout.write(show(meshes, config, memory))
     return 0 if meshes.lines else 1
@@ -412,13 +452,13 @@ def _predict(config: Config, dashes: Namespace) -> int:
     return 0 if predictions.lines else 1
 
 
-def _add_dashes(using: OneLineParser) -> None:
+def _add_options(using: OneLineParser) -> None:
     using.add_argument("--up-to", type=int)
     using.add_argument("--memory", type=float)
     using.add_argument("--machine")
 
 
-def as_text(plan: Plan, config: Config) -> str:
+def as_text(plan: StepPlan, config: Config) -> str:
     """Tables for people."""
     report = plan.report
     lines = _head(report, config)
@@ -439,8 +479,8 @@ def as_text(plan: Plan, config: Config) -> str:
 
 
 def _head(report: "PlanReport", config: Config) -> list[str]:
-    parallel, micros = config.parallel, microbatches(config)
-    size = amount(report.parameter_bytes)
+    parallel, micros = config.parallel, microbatches_per_step(config)
+    size = format_bytes(report.parameter_bytes)
     shape = " x ".join(map(str, report.input_shapes[0]))
     lines = [
         f"model   {config.model.name}, {report.parameters:,} parameters ({size})",
@@ -457,7 +497,7 @@ def _head(report: "PlanReport", config: Config) -> list[str]:
 
 def memory_line(report: "PlanReport") -> str:
     """What the ranks keep for backward."""
-    most, least = amount(max(report.saved_bytes)), amount(min(report.saved_bytes))
+    most, least = format_bytes(max(report.saved_bytes)), format_bytes(min(report.saved_bytes))
     if report.ranks == 1:
         return f"kept for backward: {most}"
     return f"kept for backward: {most} on the fullest rank, {least} on the emptiest"

@@ -11,21 +11,26 @@ from omegaconf import DictConfig
 
 from credit_dp.cli.compose import (
     Composer,
-    check_folder,
-    check_free,
-    check_plan,
-    claim,
+    check_run_config,
+    check_run_folder,
+    check_unlocked,
+    explain_folder_errors,
     folder_key,
-    folder_made_by_hydra,
+    lock_folder,
     run_folder,
     to_config,
 )
-from credit_dp.cli.output import tell
-from credit_dp.cli.sweep_jobs import cause_of, earlier_state, recorded
+from credit_dp.cli.output import print_line
+from credit_dp.cli.sweep_jobs import earlier_state, failure_cause, record_job
 from credit_dp.config import Config
 from credit_dp.distributed import launch
 from credit_dp.distributed.launcher import find_launcher
-from credit_dp.distributed.report import after_first_rank, heard, report_crash, report_refusal
+from credit_dp.distributed.report import (
+    capture_reports,
+    report_crash,
+    report_error,
+    wait_for_first_rank,
+)
 from credit_dp.errors import UserError
 
 
@@ -39,12 +44,12 @@ def run_once(composer: Composer, overrides: Sequence[str], config: Config) -> in
     if config.run.name or config.run.dir:
         # Seen by every rank, so that none waits for one that has left.
         folder = Path(run_folder(config.run.name, config.run.dir))
-        check_folder(folder, config, folder_key(config.run))
+        check_run_folder(folder, config, folder_key(config.run))
         if launcher is None:
-            check_free(folder, folder_key(config.run))
+            check_unlocked(folder, folder_key(config.run))
     if launcher is not None and launcher.ranks.rank > 0:
         return launch(config)
-    with folder_made_by_hydra(config.run, "outputs"):
+    with explain_folder_errors(config.run, "outputs"):
         result = composer.hydra.run(composer.config_name, run_in_folder, list(overrides))
     return int(result.return_value)
 
@@ -68,16 +73,16 @@ def run_in_folder(composed: DictConfig, of_sweep: bool = False) -> int:
             return check_and_launch(config)  # of a sweep: the first has claimed it
         state = earlier_state(folder, task_overrides(), config) if of_sweep else "new"
         if state == "finished":
-            tell(f"{folder}: done already")
+            print_line(f"{folder}: done already")
             return 0
         if state == "unfinished" and config.resume is None:
             config = replace(config, resume="auto")
-        check_folder(folder, config, key)
-        with claim(folder, key):
+        check_run_folder(folder, config, key)
+        with lock_folder(folder, key):
             return record_run(config) if of_sweep else check_and_launch(config)
     except UserError as error:
-        after_first_rank(0 if launcher is None else launcher.ranks.rank)
-        report_refusal(str(error))
+        wait_for_first_rank(0 if launcher is None else launcher.ranks.rank)
+        report_error(str(error))
         return 2
     except OSError:
         report_crash(traceback.format_exc())
@@ -90,13 +95,13 @@ def record_run(config: Config) -> int:
     Raises:
         UserError: the run can't be started.
     """
-    with heard() as told, recorded(Path(config.run.dir), task_overrides()) as ending:
+    with capture_reports() as told, record_job(Path(config.run.dir), task_overrides()) as ending:
         try:
             ending.code = check_and_launch(config)
         except UserError as error:
             ending.code, ending.cause = 2, str(error)
             raise
-        ending.cause = cause_of("".join(told))
+        ending.cause = failure_cause("".join(told))
     return ending.code
 
 
@@ -111,5 +116,5 @@ def check_and_launch(config: Config) -> int:
     Raises:
         UserError: the run can't be started.
     """
-    check_plan(config)
+    check_run_config(config)
     return launch(config)

@@ -7,26 +7,32 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import final
 
-from credit_dp.checks import nearest
-from credit_dp.cli.arguments import parse, parser, run_named
+from credit_dp.checks import did_you_mean
+from credit_dp.cli.arguments import common_parser, parse_arguments, run_subcommand
 from credit_dp.cli.compose import Composer, check_overrides
 from credit_dp.cli.overrides import parse_overrides
-from credit_dp.cli.sweep_jobs import choices_of, combinations
-from credit_dp.cli.sweep_launchers import check_config
+from credit_dp.cli.sweep_jobs import all_combinations, override_choices
+from credit_dp.cli.sweep_launchers import check_job_config
 from credit_dp.config import Config
-from credit_dp.distributed.placement import Nodes, Placement, Wish, place, slurm_nodes
-from credit_dp.distributed.signals import read_duration
+from credit_dp.distributed.placement import (
+    ClusterNodes,
+    Placement,
+    PlacementRequest,
+    place_ranks,
+    slurm_nodes,
+)
+from credit_dp.distributed.signals import parse_duration
 from credit_dp.errors import UserError
-from credit_dp.plugins import VARIABLE, named_files
+from credit_dp.plugins import PLUGINS_VARIABLE, plugin_files
 
-NOTICE = 180  # seconds before the end, more than a run keeps for itself
-SHARE = 5  # the notice of a short job is the fifth part of its time
+NOTICE_SECONDS = 180  # seconds before the end, more than a run keeps for itself
+NOTICE_DIVISOR = 5  # the notice of a short job is the fifth part of its time
 REQUEUES = 20  # then a job that gets nowhere is not queued again
 
 
 @final
 @dataclass(frozen=True)
-class Script:
+class BatchScript:
     """What a batch script is made of; of several runs each is a job of an array."""
 
     runs: Sequence[Sequence[str]]
@@ -41,7 +47,10 @@ class Script:
     @property
     def notice(self) -> int:
         """Seconds before its end at which the job hears of it."""
-        return min(NOTICE, int(read_duration(self.time) or NOTICE * SHARE) // SHARE)
+        return min(
+            NOTICE_SECONDS,
+            int(parse_duration(self.time) or NOTICE_SECONDS * NOTICE_DIVISOR) // NOTICE_DIVISOR,
+        )
 
     @property
     def is_array(self) -> bool:
@@ -49,15 +58,16 @@ class Script:
         return len(self.runs) > 1
 
 
-def text_of(script: Script) -> str:
+def script_text(script: BatchScript) -> str:
     """The whole script."""
     parts = [
-        header(script), SITE, plugins(), choice_of_run(script), start_of(script), end_of(script),
+        header(script), SITE_SETUP, export_plugins(), select_run(script), start_ranks(script),
+        wait_and_requeue(script),
     ]  # fmt: skip
     return "\n".join(part for part in parts if part)
 
 
-def header(script: Script) -> str:
+def header(script: BatchScript) -> str:
     """What the job asks for."""
     place, parallel = script.placement, script.config.parallel
     number = "%A_%a" if script.is_array else "%j"
@@ -89,7 +99,7 @@ def header(script: Script) -> str:
 """
 
 
-SITE = """\
+SITE_SETUP = """\
 # What your site needs: modules, the environment, the network of the ranks.
 # module load cuda
 # source .venv/bin/activate
@@ -98,13 +108,13 @@ export PYTHONUNBUFFERED=1    # the log is written at once
 """
 
 
-def plugins() -> str:
+def export_plugins() -> str:
     """What names the files of plug-ins to the job, wherever it starts; or nothing."""
-    files = os.pathsep.join(str(file.path.absolute()) for file in named_files())
-    return f"export {VARIABLE}={shlex.quote(files)}\n" if files else ""
+    files = os.pathsep.join(str(file.path.absolute()) for file in plugin_files())
+    return f"export {PLUGINS_VARIABLE}={shlex.quote(files)}\n" if files else ""
 
 
-def choice_of_run(script: Script) -> str:
+def select_run(script: BatchScript) -> str:
     """What is trained, and the number of the job: of the array's, if it is one."""
     if not script.is_array:
         return f"keys=({shlex.join(script.runs[0])})\njob=$SLURM_JOB_ID\n"
@@ -119,12 +129,12 @@ job=${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID  # the last one's SLURM_JOB_ID 
 """
 
 
-def start_of(script: Script) -> str:
+def start_ranks(script: BatchScript) -> str:
     """How the ranks start, behind traps that tell them of the end."""
     place = script.placement
-    keys = f'"${{keys[@]}}"{name_of(script)} resume=auto'
+    keys = f'"${{keys[@]}}"{run_name_key(script)} resume=auto'
     if script.start == "torchrun":
-        return torchrun(place, keys)
+        return start_with_torchrun(place, keys)
     return f"""\
 # The ranks save after the step that they are in, and end with exit code 75. SIGTERM, which comes
 # with scancel and with preemption, reaches them without this script, which waits for them.
@@ -138,7 +148,7 @@ ranks=$!
 """
 
 
-def name_of(script: Script) -> str:
+def run_name_key(script: BatchScript) -> str:
     """A key for the run's folder that stays the same when the job is queued again; or nothing."""
     run = script.config.run
     if script.is_array:
@@ -147,7 +157,7 @@ def name_of(script: Script) -> str:
     return "" if run.name or run.dir else ' run.name=slurm-"$SLURM_JOB_ID"'
 
 
-def torchrun(place: Placement, keys: str) -> str:
+def start_with_torchrun(place: Placement, keys: str) -> str:
     """The same with an agent of torchrun on each node, which takes SIGTERM only."""
     return f"""\
 # torchrun hands SIGTERM on to the ranks, which save after the step that they are in.
@@ -166,7 +176,7 @@ ranks=$!
 """
 
 
-def end_of(script: Script) -> str:
+def wait_and_requeue(script: BatchScript) -> str:
     """Wait for the ranks, and have the job queued again if they were stopped."""
     stopped = '{ [ "$code" = 75 ] || [ "$code" = 138 ]; }'
     if script.start == "torchrun":  # it has exit codes of its own
@@ -221,7 +231,7 @@ TEXTS = {"partition": "", "account": "", "time": "24:00:00"}
 
 def slurm(arguments: Sequence[str], program: str) -> int:
     """Run the command that the first argument names."""
-    return run_named({"script": script}, arguments, program, HELP)
+    return run_subcommand({"script": script}, arguments, program, HELP)
 
 
 def script(arguments: Sequence[str], program: str) -> int:
@@ -230,43 +240,43 @@ def script(arguments: Sequence[str], program: str) -> int:
     Raises:
         UserError: a key or a value is not allowed, or the ranks don't fit on the nodes.
     """
-    args = parse(parser(), arguments)
+    args = parse_arguments(common_parser(), arguments)
     if args.help:
         sys.stdout.write(SCRIPT_HELP.format(program=program))
         return 0
-    own = {k: v for k, _, v in (text.partition("=") for text in args.overrides) if is_own(k)}
-    given = [text for text in args.overrides if not is_own(text.partition("=")[0])]
-    numbers, texts = read_numbers(own), {**TEXTS, **read_choices(own), **own}
-    if read_duration(texts["time"]) is None:
+    own = {k: v for k, _, v in (text.partition("=") for text in args.overrides) if is_script_key(k)}
+    given = [text for text in args.overrides if not is_script_key(text.partition("=")[0])]
+    numbers, texts = read_number_keys(own), {**TEXTS, **read_choice_keys(own), **own}
+    if parse_duration(texts["time"]) is None:
         raise UserError(f"time: needs HH:MM:SS or DAYS-HH:MM:SS, got {texts['time']!r}")
     composer = Composer("train")
     overrides = parse_overrides(given)
     check_overrides(overrides, composer.groups)
-    runs = combinations(choices_of(overrides, composer))
+    runs = all_combinations(override_choices(overrides, composer))
     configs = [composer.config(run) for run in runs]
     for config in configs:
-        check_config(config)
+        check_job_config(config)
     if len(runs) > 1 and configs[0].run.dir:
         raise UserError("run.dir: the jobs of an array need folders of their own. Give run.name.")
-    wish = Wish(
+    wish = PlacementRequest(
         numbers["nodes"], numbers["tasks_per_node"], numbers["cpus_per_task"],
         texts["spread"] == "true",
     )  # fmt: skip
-    placement = place_all(configs, nodes_of(numbers, texts["partition"]), wish)
-    made = Script(
+    placement = place_runs(configs, cluster_nodes(numbers, texts["partition"]), wish)
+    made = BatchScript(
         runs, configs[0], placement, texts["start"], texts["time"], texts["partition"],
         texts["account"], f"{program} {shlex.join(arguments)}",
     )  # fmt: skip
-    sys.stdout.write(text_of(made))
+    sys.stdout.write(script_text(made))
     return 0
 
 
-def is_own(key: str) -> bool:
+def is_script_key(key: str) -> bool:
     """Whether a key is of this command, and not of the config."""
     return key in (*NUMBERS, *CHOICES, *TEXTS)
 
 
-def read_numbers(own: dict[str, str]) -> dict[str, int | None]:
+def read_number_keys(own: dict[str, str]) -> dict[str, int | None]:
     """The keys that are numbers; None where none is given.
 
     Raises:
@@ -279,7 +289,7 @@ def read_numbers(own: dict[str, str]) -> dict[str, int | None]:
     return {key: int(own[key]) if key in own else None for key in NUMBERS}
 
 
-def read_choices(own: dict[str, str]) -> dict[str, str]:
+def read_choice_keys(own: dict[str, str]) -> dict[str, str]:
     """The keys with few values, the first of which is the default.
 
     Raises:
@@ -289,20 +299,20 @@ def read_choices(own: dict[str, str]) -> dict[str, str]:
         if own.get(key, allowed[0]) not in allowed:
             raise UserError(
                 f"{key}: needs one of {', '.join(allowed)}, got {own[key]!r}."
-                f"{nearest(own[key], allowed)}"
+                f"{did_you_mean(own[key], allowed)}"
             )
     return {key: own.get(key, allowed[0]) for key, allowed in CHOICES.items()}
 
 
-def nodes_of(numbers: dict[str, int | None], partition: str) -> Nodes:
+def cluster_nodes(numbers: dict[str, int | None], partition: str) -> ClusterNodes:
     """What nodes have: as given, else as SLURM says."""
     cores, gpus = numbers["cpus_per_node"], numbers["gpus_per_node"]
     if cores is not None or gpus is not None:
-        return Nodes(None, cores, gpus)
+        return ClusterNodes(None, cores, gpus)
     return slurm_nodes(partition or None)
 
 
-def place_all(configs: Sequence[Config], has: Nodes, wish: Wish) -> Placement:
+def place_runs(configs: Sequence[Config], has: ClusterNodes, wish: PlacementRequest) -> Placement:
     """The placement that all jobs of a script share.
 
     Raises:
@@ -314,6 +324,6 @@ def place_all(configs: Sequence[Config], has: Nodes, wish: Wish) -> Placement:
             "parallel.domain: the jobs of a script need one mesh. Make a script for each, or use "
             "`credit-dp train --multirun hydra/launcher=slurm`."
         )
-    placements = [place(config, has, wish) for config in configs]
+    placements = [place_ranks(config, has, wish) for config in configs]
     cpus = max(placement.cpus_per_task for placement in placements)
     return replace(placements[0], cpus_per_task=cpus)

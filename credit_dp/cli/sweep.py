@@ -17,27 +17,33 @@ from hydra.core.override_parser.types import Override
 from hydra.core.utils import JobReturn
 from omegaconf import DictConfig, OmegaConf
 
-from credit_dp.cli.arguments import Command, read_plain_keys, run_named
-from credit_dp.cli.compose import Composer, check_plan, folder_made_by_hydra
-from credit_dp.cli.output import amount, table
+from credit_dp.cli.arguments import Command, read_keys, run_subcommand
+from credit_dp.cli.compose import Composer, check_run_config, explain_folder_errors
+from credit_dp.cli.output import format_bytes, format_table
 from credit_dp.cli.overrides import parse_overrides
 from credit_dp.cli.run import run_in_folder
-from credit_dp.cli.sweep_launchers import launcher_of, sweep_as_jobs
+from credit_dp.cli.sweep_launchers import chosen_launcher, sweep_as_jobs
 from credit_dp.config import Config
 from credit_dp.distributed.launcher import find_launcher
-from credit_dp.distributed.report import report_refusal
-from credit_dp.distributed.signals import PREEMPTED, Terminated
+from credit_dp.distributed.report import report_error
+from credit_dp.distributed.signals import EXIT_PREEMPTED, Terminated
 from credit_dp.errors import UserError
 from credit_dp.sweeps import read_sweep
 from credit_dp.sweeps.read import choose_metric
-from credit_dp.sweeps.scaling import Series, as_csv, as_json, find_series, rows_of
+from credit_dp.sweeps.scaling import (
+    ScalingSeries,
+    find_series,
+    series_to_csv,
+    series_to_json,
+    table_rows,
+)
 from credit_dp.sweeps.tables import SweepTable, sorted_jobs
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-def read_words(
+def read_folder_and_keys(
     arguments: Sequence[str], program: str, help_text: str, defaults: Mapping[str, Any]
 ) -> tuple[Path, Mapping[str, Any]] | None:
     """The folder and the keys; None if help was asked for, which has been shown.
@@ -46,7 +52,7 @@ def read_words(
         UserError: there is not one folder, or a key does not exist.
     """
     words = [text for text in arguments if not text.startswith("-") and not is_key(text, defaults)]
-    keys = read_plain_keys(
+    keys = read_keys(
         [text for text in arguments if text not in words], program, help_text, defaults
     )
     if keys is None:
@@ -65,7 +71,7 @@ def is_key(text: str, defaults: Mapping[str, Any]) -> bool:
     return bool(equals) and (key in defaults or not Path(text).exists())
 
 
-def png(figure: "Figure") -> bytes:
+def png_bytes(figure: "Figure") -> bytes:
     """The figure as a PNG file's content."""
     from credit_dp.evaluation.figure_style import figure_style  # matplotlib: not for --help
 
@@ -121,18 +127,18 @@ Exit code: 0 if it is shown, 2 if there is no sweep or no such column.
 """
 
 ABSENT = "-"
-LONGEST = 160  # characters
+MAX_CAUSE_LENGTH = 160  # characters
 SHOW_HEADINGS = {"seconds": "s/step", "samples_per_second": "samples/s"}
 SHOW_KEYS: Mapping[str, str] = {"metric": "", "sort": "metric", "out": ""}
 
 
-def show(arguments: Sequence[str], program: str) -> int:
+def show_sweep(arguments: Sequence[str], program: str) -> int:
     """Show a sweep's runs; the exit code.
 
     Raises:
         UserError: there is no sweep, no such metric or column, or nothing can be written.
     """
-    words = read_words(arguments, program, SHOW_HELP, SHOW_KEYS)
+    words = read_folder_and_keys(arguments, program, SHOW_HELP, SHOW_KEYS)
     if words is None:
         return 0
     folder, keys = words
@@ -143,10 +149,10 @@ def show(arguments: Sequence[str], program: str) -> int:
     if keys["out"]:
         from credit_dp.sweeps.tables import draw_metric  # matplotlib: not for --help
 
-        files = {"sweep.csv": shown.csv().encode(), "sweep.json": shown.json().encode()}
+        files = {"sweep.csv": shown.to_csv().encode(), "sweep.json": shown.to_json().encode()}
         figure = draw_metric(shown)
         if figure is not None:
-            files["metric.png"] = png(figure)
+            files["metric.png"] = png_bytes(figure)
         written = write_files(Path(os.path.expanduser(keys["out"])), files)
         sys.stdout.write("\n".join(["", *map(str, written), ""]))
     return 0
@@ -162,21 +168,31 @@ def table_lines(shown: SweepTable) -> list[str]:
         steps = f"{row['steps']}/{row['all_steps'] or '?'}" if row["mesh"] else ABSENT
         texts = [str(row[name] or ABSENT) for name in ("job", *keys, "state", "mesh")]
         rows.append(
-            (*texts, digits(row[shown.metric]), steps, *(digits(row[name]) for name in numbers))
+            (
+                *texts,
+                format_number(row[shown.metric]),
+                steps,
+                *(format_number(row[name]) for name in numbers),
+            )
         )
-    states = Counter(job.standing.state for job in shown.jobs)
+    states = Counter(job.status.state for job in shown.jobs)
     counts = ", ".join(f"{count} {state}" for state, count in states.items())
-    causes = [f"{job.name}: {cut(job.standing.cause)}" for job in shown.jobs if job.standing.cause]
+    causes = [f"{job.name}: {shorten(job.status.cause)}" for job in shown.jobs if job.status.cause]
     names = (*headings, *(SHOW_HEADINGS[name] for name in numbers))
-    return [*table(names, rows, left=len(keys) + 3), "", f"{len(rows)} runs: {counts}", *causes]
+    return [
+        *format_table(names, rows, left=len(keys) + 3),
+        "",
+        f"{len(rows)} runs: {counts}",
+        *causes,
+    ]
 
 
-def cut(cause: str) -> str:
+def shorten(cause: str) -> str:
     """As much of a cause as two lines of a screen hold; the files have all of it."""
-    return cause if len(cause) <= LONGEST else f"{cause[: LONGEST - 4]} ..."
+    return cause if len(cause) <= MAX_CAUSE_LENGTH else f"{cause[: MAX_CAUSE_LENGTH - 4]} ..."
 
 
-def digits(value: float | None) -> str:
+def format_number(value: float | None) -> str:
     """A number to four significant digits."""
     return ABSENT if value is None else f"{value:.4g}"
 
@@ -206,8 +222,10 @@ LEGEND = (
     "mesh: pipeline x data x domain; s/step: median after the warm-up; waiting: for data",
     "memory: peak of the rank with the most; sent/step: rows between bands, by all ranks together",
 )
-CROWDED = "*: more ranks than cores, so that ranks waited for each other's computing"
-UNKNOWN = "?: ran on another machine; whether each rank had a core of its own is not known"
+CROWDED_NOTE = "*: more ranks than cores, so that ranks waited for each other's computing"
+UNKNOWN_CORES_NOTE = (
+    "?: ran on another machine; whether each rank had a core of its own is not known"
+)
 
 
 def scaling(arguments: Sequence[str], program: str) -> int:
@@ -216,28 +234,28 @@ def scaling(arguments: Sequence[str], program: str) -> int:
     Raises:
         UserError: there is no sweep or no series in it, or nothing can be written.
     """
-    words = read_words(arguments, program, SCALING_HELP, SCALING_KEYS)
+    words = read_folder_and_keys(arguments, program, SCALING_HELP, SCALING_KEYS)
     if words is None:
         return 0
     folder, keys = words
     found = find_series(read_sweep(folder))
     sys.stdout.write("\n".join([*scaling_lines(found), ""]))
     if keys["out"]:
-        write(Path(os.path.expanduser(keys["out"])), found)
+        write_scaling(Path(os.path.expanduser(keys["out"])), found)
     return 0
 
 
-def show_at_the_end(folder: Path) -> None:
+def report_scaling(folder: Path) -> None:
     """Show the scaling of a sweep that has ended, and write it into the sweep's folder."""
     try:
         found = find_series(read_sweep(folder))
         sys.stdout.write("\n".join(["", *scaling_lines(found), ""]))
-        write(folder, found)
+        write_scaling(folder, found)
     except UserError as error:
-        report_refusal(str(error))
+        report_error(str(error))
 
 
-def write(folder: Path, found: Sequence[Series]) -> None:
+def write_scaling(folder: Path, found: Sequence[ScalingSeries]) -> None:
     """Write the numbers and the picture, and say where.
 
     Raises:
@@ -246,28 +264,31 @@ def write(folder: Path, found: Sequence[Series]) -> None:
     from credit_dp.sweeps.scaling import draw_scaling  # matplotlib: not for --help
 
     files = {
-        "scaling.csv": as_csv(found).encode(),
-        "scaling.json": as_json(found).encode(),
-        "scaling.png": png(draw_scaling(found)),
+        "scaling.csv": series_to_csv(found).encode(),
+        "scaling.json": series_to_json(found).encode(),
+        "scaling.png": png_bytes(draw_scaling(found)),
     }
     sys.stdout.write("\n".join(["", *map(str, write_files(folder, files)), ""]))
 
 
-def scaling_lines(found: Sequence[Series]) -> list[str]:
+def scaling_lines(found: Sequence[ScalingSeries]) -> list[str]:
     """A table for each series, and what its columns are."""
     told: list[str] = []
-    rows = rows_of(found)
+    rows = table_rows(found)
     for (kind, axis, title), members in groupby(
         rows, lambda row: (row["kind"], row["axis"], row["series"])
     ):
         told += [f"{kind} scaling over {axis} ranks: {title}"]
-        told += [*table(SCALING_HEADINGS, [cells(row) for row in members]), ""]
+        told += [*format_table(SCALING_HEADINGS, [scaling_cells(row) for row in members]), ""]
     marks = {row["more_ranks_than_cores"] for row in rows}
-    notes = [*([CROWDED] if True in marks else []), *([UNKNOWN] if None in marks else [])]
+    notes = [
+        *([CROWDED_NOTE] if True in marks else []),
+        *([UNKNOWN_CORES_NOTE] if None in marks else []),
+    ]
     return [*told, *LEGEND, *notes]
 
 
-def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+def scaling_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     """A row as texts, its mesh marked where ranks may have shared cores."""
     mark = {True: " *", None: " ?", False: ""}[row["more_ranks_than_cores"]]
     memory, sent = row["peak_memory_bytes"], row["sent_bytes"]
@@ -275,7 +296,7 @@ def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
         *(row["job"], row["mesh"] + mark, row["grid"] or "-", str(row["batch"])),
         *(f"{row['seconds']:.4g}", f"{row['waited'] / row['seconds']:.0%}"),
         *(f"{row['samples_per_second']:.4g}", f"{row['speed_up']:.2f}", f"{row['efficiency']:.0%}"),
-        *("-" if value is None else amount(value) for value in (memory, sent)),
+        *("-" if value is None else format_bytes(value) for value in (memory, sent)),
     )
 
 
@@ -295,61 +316,61 @@ def sweep(composer: Composer, overrides: Sequence[Override], dashes: Sequence[st
     Raises:
         UserError: a value is not allowed, or this is one of several ranks already.
     """
-    check_place(overrides)
-    overrides = with_params(composer, overrides)
-    launcher = launcher_of(overrides)
+    check_may_sweep(overrides)
+    overrides = with_experiment_params(composer, overrides)
+    launcher = chosen_launcher(overrides)
     if launcher is not None:
         return sweep_as_jobs(composer, overrides, dashes, launcher)
-    for texts in samples(composer, overrides):
+    for texts in covering_combinations(composer, overrides):
         config = composer.config(texts)
-        check_plan(config)
+        check_run_config(config)
     texts = [str(override.input_line) for override in overrides]
     try:
-        with folder_made_by_hydra(config.run, "multirun"):
-            batches = composer.hydra.multirun(composer.config_name, run_one, texts)
+        with explain_folder_errors(config.run, "multirun"):
+            batches = composer.hydra.multirun(composer.config_name, run_sweep_job, texts)
     except RunError as failure:
         return failure.code
     jobs = [job for batch in batches or () for job in batch]
     if config.run.scaling and jobs:
-        show_at_the_end(folder_of(jobs[0]).parent)
-    return end_of(jobs)
+        report_scaling(job_folder(jobs[0]).parent)
+    return report_failed_runs(jobs)
 
 
-def end_of(jobs: Sequence[JobReturn]) -> int:
+def report_failed_runs(jobs: Sequence[JobReturn]) -> int:
     """Name the runs that failed, in one line; the exit code of the first of them, or 0."""
     failed = [job for job in jobs if job.return_value]
     if failed:
-        folders = [folder_of(job) for job in failed]
+        folders = [job_folder(job) for job in failed]
         names = ", ".join(folder.name for folder in folders)
-        report_refusal(
+        report_error(
             f"--multirun: {len(failed)} of {len(jobs)} runs failed: {names}. "
             f"See `credit-dp sweep show {folders[0].parent}`."
         )
     return int(failed[0].return_value) if failed else 0
 
 
-def folder_of(job: JobReturn) -> Path:
+def job_folder(job: JobReturn) -> Path:
     """Where a run that Hydra started has written."""
     found = job.hydra_cfg or OmegaConf.create()
     return Path(str(OmegaConf.select(found, "hydra.runtime.output_dir")))
 
 
-def check_all(composer: Composer, overrides: Sequence[Override]) -> list[Config]:
+def check_combinations(composer: Composer, overrides: Sequence[Override]) -> list[Config]:
     """Check every combination and start none; their configs.
 
     Raises:
         UserError: a value is not allowed, or this is one of several ranks already.
     """
-    check_place(overrides)
-    overrides = with_params(composer, overrides)
-    choices = [choice for override in overrides if (choice := values(composer, override))]
+    check_may_sweep(overrides)
+    overrides = with_experiment_params(composer, overrides)
+    choices = [choice for override in overrides if (choice := override_values(composer, override))]
     configs = [composer.config(texts) for texts in product(*choices)]
     for config in configs:
-        check_plan(config)
+        check_run_config(config)
     return configs
 
 
-def check_place(overrides: Sequence[Override]) -> None:
+def check_may_sweep(overrides: Sequence[Override]) -> None:
     """Refuse a sweep inside a rank, and runs that would each want to name the sweep's folder."""
     launcher = find_launcher(os.environ)
     if launcher is not None:
@@ -362,21 +383,21 @@ def check_place(overrides: Sequence[Override]) -> None:
             )
 
 
-def with_params(composer: Composer, overrides: Sequence[Override]) -> list[Override]:
+def with_experiment_params(composer: Composer, overrides: Sequence[Override]) -> list[Override]:
     """With what an experiment has the sweeper vary, where no value of it is given.
 
     Given like this, interpolations in them are resolved in each run, and not by the sweeper.
     """
     given = {override.key_or_group for override in overrides}
-    composed = composer.compose(samples(composer, overrides)[0])
+    composed = composer.compose(covering_combinations(composer, overrides)[0])
     params = composed.hydra.sweeper.get("params") or {}
     texts = [f"{key}={value}" for key, value in params.items() if key not in given]
     return [*parse_overrides(texts), *overrides]
 
 
-def samples(composer: Composer, overrides: Sequence[Override]) -> list[list[str]]:
+def covering_combinations(composer: Composer, overrides: Sequence[Override]) -> list[list[str]]:
     """Enough combinations to see each value once: their number is a sum and not a product."""
-    choices = [values(composer, override) for override in overrides]
+    choices = [override_values(composer, override) for override in overrides]
     first = [choice[0] for choice in choices if choice]
     result = [first]
     for position, choice in enumerate(choices):
@@ -385,7 +406,7 @@ def samples(composer: Composer, overrides: Sequence[Override]) -> list[list[str]
     return result
 
 
-def values(composer: Composer, override: Override) -> list[str]:
+def override_values(composer: Composer, override: Override) -> list[str]:
     """The override, or one for each value of its sweep; none if they cannot be counted."""
     if not override.is_sweep_override():
         return [str(override.input_line)]
@@ -395,7 +416,7 @@ def values(composer: Composer, override: Override) -> list[str]:
     return [f"{override.get_key_element()}={text}" for text in override.sweep_string_iterator()]
 
 
-def run_one(composed: DictConfig) -> int:
+def run_sweep_job(composed: DictConfig) -> int:
     """What Hydra calls for each run of a sweep, here or inside a job.
 
     Here, the runs after one that failed are still to be made. One that was told to stop ends the
@@ -408,7 +429,7 @@ def run_one(composed: DictConfig) -> int:
     code = run_in_folder(composed, of_sweep=True)
     choices = HydraConfig.get().runtime.choices
     here = all(choices[f"hydra/{name}"] == "basic" for name in ("launcher", "sweeper"))
-    if here and code == PREEMPTED:
+    if here and code == EXIT_PREEMPTED:
         raise Terminated(signal.SIGUSR1)
     if code and not here:
         raise RunError(code)
@@ -424,7 +445,7 @@ credit-dp sweep reads the folder of a sweep (`python train.py --multirun ...`), 
 `credit-dp sweep COMMAND --help` says more.
 """
 
-COMMANDS: Mapping[str, Command] = MappingProxyType({"show": show, "scaling": scaling})
+COMMANDS: Mapping[str, Command] = MappingProxyType({"show": show_sweep, "scaling": scaling})
 
 
 def sweeps(arguments: Sequence[str], program: str) -> int:
@@ -433,4 +454,4 @@ def sweeps(arguments: Sequence[str], program: str) -> int:
     Raises:
         UserError: there is none of this name, or what it raises.
     """
-    return run_named(COMMANDS, arguments, program, SWEEP_HELP)
+    return run_subcommand(COMMANDS, arguments, program, SWEEP_HELP)

@@ -20,16 +20,16 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 
 from credit_dp.cli.compose import Composer
 from credit_dp.cli.overrides import quote
-from credit_dp.cli.saved_config import flat, plain
+from credit_dp.cli.saved_config import flatten_keys, tuples_to_lists
 from credit_dp.config import Config, as_dict
 from credit_dp.distributed.forkserver import die_with_parent
-from credit_dp.distributed.signals import ASKING, PREEMPTED, Terminated, job_number
+from credit_dp.distributed.signals import EXIT_PREEMPTED, STOP_SIGNALS, Terminated, slurm_job_id
 from credit_dp.errors import UserError
-from credit_dp.training.run_folder import RunFolder, write_whole
+from credit_dp.training.run_folder import RunFolder, write_text_atomic
 
 JobState = Literal["running", "done", "failed", "preempted"]
-FILE = "job.json"
-SLURM_SAYS = ("srun: ", "slurmstepd: ")  # what follows from the cause
+RECORD_FILE = "job.json"
+SLURM_PREFIXES = ("srun: ", "slurmstepd: ")  # what follows from the cause
 
 
 @final
@@ -47,7 +47,7 @@ class JobRecord:
 
 
 @final
-class Ending:
+class JobResult:
     """How a job ends, to be told by whoever runs it; it counts as failed until then."""
 
     def __init__(self) -> None:
@@ -56,13 +56,13 @@ class Ending:
 
 
 @contextlib.contextmanager
-def recorded(folder: Path, overrides: Sequence[str]) -> Iterator[Ending]:
+def record_job(folder: Path, overrides: Sequence[str]) -> Iterator[JobResult]:
     """Keep the record of a job while it runs, and note how it ended.
 
     Raises:
         UserError: the folder cannot be written to.
     """
-    record, ending = begin_record(folder, overrides), Ending()
+    record, ending = begin_record(folder, overrides), JobResult()
     try:
         yield ending
     except KeyboardInterrupt:
@@ -81,7 +81,7 @@ def begin_record(folder: Path, overrides: Sequence[str]) -> JobRecord:
     Raises:
         UserError: the folder cannot be written to.
     """
-    record = JobRecord(tuple(overrides), "running", now(), slurm_job=job_number(os.environ))
+    record = JobRecord(tuple(overrides), "running", utc_now(), slurm_job=slurm_job_id(os.environ))
     write_record(folder, record)
     return record
 
@@ -93,10 +93,10 @@ def end_record(folder: Path, record: JobRecord, code: int, cause: str | None) ->
         UserError: the folder cannot be written to.
     """
     state: JobState = "failed"
-    if code in (0, PREEMPTED):
+    if code in (0, EXIT_PREEMPTED):
         state = "preempted" if code else "done"
     cause = (cause or f"exit code {code}") if state == "failed" else None
-    write_record(folder, replace(record, state=state, exit_code=code, cause=cause, ended=now()))
+    write_record(folder, replace(record, state=state, exit_code=code, cause=cause, ended=utc_now()))
 
 
 def write_record(folder: Path, record: JobRecord) -> None:
@@ -105,7 +105,7 @@ def write_record(folder: Path, record: JobRecord) -> None:
     Raises:
         UserError: the folder cannot be written to.
     """
-    write_whole(folder / FILE, json.dumps(asdict(record), indent=2) + "\n")
+    write_text_atomic(folder / RECORD_FILE, json.dumps(asdict(record), indent=2) + "\n")
 
 
 def read_overrides(path: Path) -> list[str] | None:
@@ -117,28 +117,28 @@ def read_overrides(path: Path) -> list[str] | None:
     return [str(text) for text in told] if isinstance(told, list) else None
 
 
-def cause_of(told: str) -> str | None:
+def failure_cause(told: str) -> str | None:
     """The line of what a program said that names the cause: `error: ...`, or its last one."""
     lines = [line.strip() for line in told.splitlines() if line.strip()]
     named = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    own = [line for line in lines if not line.startswith(SLURM_SAYS)]
+    own = [line for line in lines if not line.startswith(SLURM_PREFIXES)]
     return next((found[-1] for found in (named, own, lines) if found), None)
 
 
-def now() -> str:
+def utc_now() -> str:
     """This moment, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-SUBMITTED = "submitted.json"  # beside FILE: what is to be done there
-OF_THE_SWEEP = (
+SUBMISSION_FILE = "submitted.json"  # beside FILE: what is to be done there
+SWEEP_KEY_PREFIXES = (
     "run.",
     "hydra.",
     "hydra/",
     "resume",
 )  # not of what a job computes
 # What a run makes definite, depending on where it runs: key and value that leave it open.
-LEFT_OPEN = (("device", "auto"), ("parallel.data", None))
+UNRESOLVED_VALUES = (("device", "auto"), ("parallel.data", None))
 
 EarlierState = Literal["finished", "unfinished", "new"]
 
@@ -166,54 +166,56 @@ def plan_jobs(composer: Composer, choices: Sequence[Sequence[str]], sweep: Path)
     Raises:
         UserError: a combination is not allowed, or a job was run before with another config.
     """
-    known, jobs = known_folders(sweep), []
-    free = max((int(folder.name) for folder in numbered(sweep)), default=-1) + 1
-    for texts in combinations(choices):
+    known, jobs = folders_by_identity(sweep), []
+    free = max((int(folder.name) for folder in job_folders(sweep)), default=-1) + 1
+    for texts in all_combinations(choices):
         config = composer.config(texts)
-        overrides = tuple(text for text in texts if not text.lstrip("+").startswith(OF_THE_SWEEP))
-        folder = known.get(identity(overrides))
+        overrides = tuple(
+            text for text in texts if not text.lstrip("+").startswith(SWEEP_KEY_PREFIXES)
+        )
+        folder = known.get(job_identity(overrides))
         if folder is None:
             folder, free = sweep / str(free), free + 1
-        jobs.append(Job(int(folder.name), folder, overrides, config, state_of(folder, config)))
+        jobs.append(Job(int(folder.name), folder, overrides, config, folder_state(folder, config)))
     return jobs
 
 
-def combinations(choices: Sequence[Sequence[str]]) -> list[list[str]]:
+def all_combinations(choices: Sequence[Sequence[str]]) -> list[list[str]]:
     """One override of each key, in every way, the last key's values changing fastest."""
     return [list(texts) for texts in product(*choices)]
 
 
-def identity(overrides: Sequence[str]) -> tuple[str, ...]:
+def job_identity(overrides: Sequence[str]) -> tuple[str, ...]:
     """What two jobs have in common if they are the same."""
     texts = (text.lstrip("+") for text in overrides)
-    return tuple(sorted(text for text in texts if not text.startswith(OF_THE_SWEEP)))
+    return tuple(sorted(text for text in texts if not text.startswith(SWEEP_KEY_PREFIXES)))
 
 
-def note_job(job: Job, slurm_job: str | None = None) -> None:
+def write_submission(job: Job, slurm_job: str | None = None) -> None:
     """Leave in a job's folder what it is, before it starts, and its number in a queue.
 
     Raises:
         UserError: the folder cannot be written to.
     """
     told = {"overrides": job.overrides, "slurm_job": slurm_job}
-    write_whole(job.folder / SUBMITTED, json.dumps(told, indent=2) + "\n")
+    write_text_atomic(job.folder / SUBMISSION_FILE, json.dumps(told, indent=2) + "\n")
 
 
-def numbered(sweep: Path) -> list[Path]:
+def job_folders(sweep: Path) -> list[Path]:
     """The folders of jobs in a sweep."""
     if not sweep.is_dir():
         return []
     return [folder for folder in sweep.iterdir() if folder.name.isdecimal() and folder.is_dir()]
 
 
-def known_folders(sweep: Path) -> dict[tuple[str, ...], Path]:
+def folders_by_identity(sweep: Path) -> dict[tuple[str, ...], Path]:
     """The folder of each job that was started or submitted before."""
     found = {}
-    for folder in numbered(sweep):
-        for name in (SUBMITTED, FILE):
+    for folder in job_folders(sweep):
+        for name in (SUBMISSION_FILE, RECORD_FILE):
             overrides = read_overrides(folder / name)
             if overrides is not None:
-                found[identity(overrides)] = folder
+                found[job_identity(overrides)] = folder
     return found
 
 
@@ -223,12 +225,12 @@ def earlier_state(folder: Path, overrides: Sequence[str], config: Config) -> Ear
     Raises:
         UserError: it was, with another config.
     """
-    before = read_overrides(folder / FILE)
-    same = before is not None and identity(before) == identity(overrides)
-    return state_of(folder, config) if same else "new"
+    before = read_overrides(folder / RECORD_FILE)
+    same = before is not None and job_identity(before) == job_identity(overrides)
+    return folder_state(folder, config) if same else "new"
 
 
-def state_of(folder: Path, config: Config) -> EarlierState:
+def folder_state(folder: Path, config: Config) -> EarlierState:
     """How far the job in a folder has come; one has finished that has its scores.
 
     Raises:
@@ -252,21 +254,25 @@ def first_difference(path: Path, config: Config) -> str | None:
         saved = OmegaConf.to_container(OmegaConf.load(path))
     except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException):
         return f"{path.name} can't be read"
-    before = values_of(saved if isinstance(saved, dict) else {})
-    for key, value in values_of(as_dict(config)).items():
+    before = values_by_key(saved if isinstance(saved, dict) else {})
+    for key, value in values_by_key(as_dict(config)).items():
         dates = config.data.dates.open and key.startswith("data.dates.")
-        open_here = dates or (key, value) in LEFT_OPEN
-        if not open_here and not key.startswith(OF_THE_SWEEP) and before.get(key, ...) != value:
+        open_here = dates or (key, value) in UNRESOLVED_VALUES
+        if (
+            not open_here
+            and not key.startswith(SWEEP_KEY_PREFIXES)
+            and before.get(key, ...) != value
+        ):
             return f"{key}: {before.get(key, 'nothing')}, now {value}"
     return None
 
 
-def values_of(table: Mapping[Any, Any]) -> dict[str, object]:
+def values_by_key(table: Mapping[Any, Any]) -> dict[str, object]:
     """All values by dotted key, tuples as lists."""
-    return {".".join(map(str, key)): plain(value) for key, value in flat(table)}
+    return {".".join(map(str, key)): tuples_to_lists(value) for key, value in flatten_keys(table)}
 
 
-def choices_of(overrides: Sequence[Override], composer: Composer) -> list[list[str]]:
+def override_choices(overrides: Sequence[Override], composer: Composer) -> list[list[str]]:
     """For each key of a command line the overrides to choose from.
 
     Raises:
@@ -285,7 +291,7 @@ def choices_of(overrides: Sequence[Override], composer: Composer) -> list[list[s
     return choices
 
 
-LOG = "job.log"  # what the job says, in its folder
+LOG_FILE = "job.log"  # what the job says, in its folder
 
 
 @final
@@ -306,10 +312,10 @@ class JobProcess:
         environment: Mapping[str, str],
     ) -> None:
         self.folder = folder
-        self.asked: set[int] = set()
+        self.sent_signals: set[int] = set()
         self.record = begin_record(folder, overrides)
-        self.log = folder / LOG
-        self.said_before = self.log.stat().st_size if self.log.exists() else 0
+        self.log = folder / LOG_FILE
+        self.log_offset = self.log.stat().st_size if self.log.exists() else 0
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 command,
@@ -318,19 +324,19 @@ class JobProcess:
                 stderr=subprocess.STDOUT,
                 env=environment,
                 start_new_session=True,
-                preexec_fn=begin,
+                preexec_fn=prepare_job_process,
             )
 
     def poll(self) -> int | None:
         """The exit code if the job has ended, which is noted then, else None."""
         code = self.process.poll()
-        return None if code is None else self.note_end(code)
+        return None if code is None else self.record_end(code)
 
     def wait(self) -> int:
         """Wait for the end of the job, and note it; the exit code."""
-        return self.note_end(self.process.wait())
+        return self.record_end(self.process.wait())
 
-    def note_end(self, code: int) -> int:
+    def record_end(self, code: int) -> int:
         """Write down how the job ended, and return the exit code that a shell gives.
 
         A job that is asked to stop before it trains, or when it is through, ends at once with
@@ -338,21 +344,21 @@ class JobProcess:
         which a queue sends, while it had no ear for it.
         """
         code = code if code >= 0 else 128 - code
-        if code - 128 in (*self.asked, signal.SIGUSR1):
-            code = PREEMPTED
+        if code - 128 in (*self.sent_signals, signal.SIGUSR1):
+            code = EXIT_PREEMPTED
         end_record(self.folder, self.record, code, self.cause())
         return code
 
     def cause(self) -> str | None:
         """The line of what the job has said this time that names a cause."""
         with self.log.open("rb") as log:
-            log.seek(self.said_before)
-            return cause_of(log.read().decode(errors="replace"))
+            log.seek(self.log_offset)
+            return failure_cause(log.read().decode(errors="replace"))
 
     def send(self, number: int) -> None:
         """Send the job a signal, which it hands on to its ranks."""
-        if number in ASKING:
-            self.asked.add(number)
+        if number in STOP_SIGNALS:
+            self.sent_signals.add(number)
         with contextlib.suppress(ProcessLookupError):
             self.process.send_signal(number)
 
@@ -362,7 +368,7 @@ class JobProcess:
             os.killpg(self.process.pid, signal.SIGKILL)
 
 
-def begin() -> None:
+def prepare_job_process() -> None:
     """What the job's process does before it becomes the job."""
     die_with_parent()
     signal.pthread_sigmask(signal.SIG_SETMASK, [])  # it hears all signals, whoever started it

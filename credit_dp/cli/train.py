@@ -8,13 +8,13 @@ from typing import NamedTuple
 
 from hydra.core.override_parser.types import Override
 
-from credit_dp.cli.arguments import OneLineParser, parse, parser, train_parser
-from credit_dp.cli.check import check_and_tell, check_sweep
-from credit_dp.cli.compose import Composer, check_overrides, check_plan, without_hydra
-from credit_dp.cli.overrides import explained, parse_overrides
+from credit_dp.cli.arguments import OneLineParser, common_parser, parse_arguments, train_parser
+from credit_dp.cli.check import check_and_report, check_sweep
+from credit_dp.cli.compose import Composer, check_overrides, check_run_config, without_hydra
+from credit_dp.cli.overrides import annotated_yaml, parse_overrides
 from credit_dp.cli.run import run_once
-from credit_dp.cli.saved_config import overrides_of
-from credit_dp.cli.sweep import check_all, sweep
+from credit_dp.cli.saved_config import overrides_of_run
+from credit_dp.cli.sweep import check_combinations, sweep
 from credit_dp.cli.sweep_launchers import check_launcher
 from credit_dp.config import Config
 from credit_dp.errors import UserError
@@ -48,38 +48,40 @@ def train(arguments: Sequence[str], program: str) -> int:
     Raises:
         UserError: anything that is wrong before the first process starts.
     """
-    args = parse(train_parser(), arguments)
+    args = parse_arguments(train_parser(), arguments)
     composer = Composer("train", args.config_dir, args.config_name)
     if args.shell_completion:
         composer.hydra.shell_completion(args.config_name, args.overrides)
         return 0
-    earlier = [] if args.again is None else overrides_of(args.again, args.overrides, composer)
+    earlier = [] if args.again is None else overrides_of_run(args.again, args.overrides, composer)
     overrides = parse_overrides([*earlier, *args.overrides])
     texts = [str(override.input_line) for override in overrides]
     check_overrides(overrides, composer.groups)
     multirun = args.multirun or "hydra.mode=MULTIRUN" in args.overrides
     check_launcher(overrides, multirun or bool(args.help or args.cfg))
     if args.help or args.cfg:
-        show(composer, args, texts, program)
+        print_help_or_config(composer, args, texts, program)
         return 0
     if multirun:
         if args.check:
-            return check_sweep(check_all(composer, overrides))
-        return sweep(composer, overrides, dashes_of_a_run(args))
-    config = check_run(composer, overrides)
-    check_plan(config)
+            return check_sweep(check_combinations(composer, overrides))
+        return sweep(composer, overrides, config_folder_options(args))
+    config = compose_run(composer, overrides)
+    check_run_config(config)
     if args.check:
-        return check_and_tell(config)
+        return check_and_report(config)
     return run_once(composer, texts, config)
 
 
-def dashes_of_a_run(args: Namespace) -> list[str]:
+def config_folder_options(args: Namespace) -> list[str]:
     """The dashes that tell where config files are, for a run that is another program."""
     folder = [] if args.config_dir is None else ["--config-dir", str(args.config_dir)]
     return [*folder, "--config-name", args.config_name]
 
 
-def show(composer: Composer, args: Namespace, texts: Sequence[str], program: str) -> None:
+def print_help_or_config(
+    composer: Composer, args: Namespace, texts: Sequence[str], program: str
+) -> None:
     """Print the help or the composed config."""
     composed = composer.compose(texts)
     if args.cfg:
@@ -87,12 +89,12 @@ def show(composer: Composer, args: Namespace, texts: Sequence[str], program: str
         return
     groups = composer.groups.items()
     lines = [f"  {name}: {', '.join(choices)}" for name, choices in groups if "/" not in name]
-    config = "\n".join(explained(without_hydra(composed)))
+    config = "\n".join(annotated_yaml(without_hydra(composed)))
     text = HELP.format(program=program, groups="\n".join(lines), config=f"{config}\n")
     sys.stdout.write(text)
 
 
-def check_run(composer: Composer, overrides: Sequence[Override]) -> Config:
+def compose_run(composer: Composer, overrides: Sequence[Override]) -> Config:
     """The checked config of a single run.
 
     Raises:
@@ -108,20 +110,20 @@ def check_run(composer: Composer, overrides: Sequence[Override]) -> Config:
     return composer.config([str(override.input_line) for override in overrides])
 
 
-class Question(NamedTuple):
+class ConfigArguments(NamedTuple):
     """A checked config, whether the answer is wanted as JSON, and all that began with a dash."""
 
     config: Config
     json: bool
-    dashes: argparse.Namespace
+    options: argparse.Namespace
 
 
-def read_question(
+def read_config_arguments(
     arguments: Sequence[str],
     program: str,
     help_text: str,
     add_dashes: Callable[[OneLineParser], None] = lambda using: None,
-) -> Question | None:
+) -> ConfigArguments | None:
     """Understand a command line; None if it asked for help, which has been shown.
 
     `add_dashes` declares what else the command understands.
@@ -129,14 +131,14 @@ def read_question(
     Raises:
         UserError: a key or a value does not exist, or is not allowed.
     """
-    using = parser()
+    using = common_parser()
     using.add_argument("--json", action="store_true")
     add_dashes(using)
-    args = parse(using, arguments)
+    args = parse_arguments(using, arguments)
     if args.help:
         sys.stdout.write(help_text.format(program=program))
         return None
     composer = Composer(program.rpartition(" ")[2])  # from here on the user's models are known
     overrides = parse_overrides(args.overrides)
     check_overrides(overrides, composer.groups)
-    return Question(check_run(composer, overrides), args.json, args)
+    return ConfigArguments(compose_run(composer, overrides), args.json, args)

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from credit_dp.cli.compose import check_rows
-from credit_dp.cli.output import table
-from credit_dp.cli.train import read_question
+from credit_dp.cli.output import format_table
+from credit_dp.cli.train import read_config_arguments
 from credit_dp.config import Config
 from credit_dp.distributed import launch
 from credit_dp.errors import UserError
@@ -41,16 +41,16 @@ def verify(arguments: Sequence[str], program: str) -> int:
     Raises:
         UserError: the config is not as needed, or the model can't be sharded so.
     """
-    question = read_question(arguments, program, VERIFY_HELP)
+    question = read_config_arguments(arguments, program, VERIFY_HELP)
     if question is None:
         return 0
-    report = report_of(question.config)
+    report = verify_model(question.config)
     show = as_json if question.json else as_text
     sys.stdout.write(show(report, question.config))
     return 0 if report.passed else 1
 
 
-def report_of(config: Config) -> "VerifyReport":
+def verify_model(config: Config) -> "VerifyReport":
     """Build the model on a small grid, and compare.
 
     Raises:
@@ -65,17 +65,17 @@ def report_of(config: Config) -> "VerifyReport":
     check_rows(config)
     import torch  # takes seconds: not for --help
 
-    from credit_dp.data.channel_preview import expected_channels, small_grid
+    from credit_dp.data.channel_preview import expected_channels, quickstart_grid
     from credit_dp.domain_parallel.build import declared_converters
     from credit_dp.domain_parallel.verify import verify_domain_parallel
     from credit_dp.models import build_model
-    from credit_dp.models.blocks import draw_depths
+    from credit_dp.models.blocks import draw_stochastic_depths
 
-    grid = small_grid(config.data)
+    grid = quickstart_grid(config.data)
     fields = expected_channels(config.data).fields(config.model.frames)
     torch.manual_seed(config.seed)
     model = build_model(config.model, fields, grid)
-    draw_depths(model, config.seed, 0, range(BATCH))
+    draw_stochastic_depths(model, config.seed, 0, range(BATCH))
     shape, rules = (BATCH, fields.inputs, *grid), declared_converters(model)
     return verify_domain_parallel(
         lambda: model, shape, ranks, custom_converters=rules, seed=config.seed
@@ -93,7 +93,7 @@ def as_text(report: "VerifyReport", config: Config) -> str:
     verdict = "ok" if report.passed else "FAILED"
     lines = [
         f"{config.model.name} on {report.ranks} ranks against one, input {shape}, float64",
-        *table(("", "relative error"), rows, left=1),
+        *format_table(("", "relative error"), rows, left=1),
         *([f"and {len(rest) - SHOWN} others that are no larger"] if len(rest) > SHOWN else []),
         f"{verdict}: the largest error is {error:.1e} ({name}), {report.tolerance:.0e} passes",
     ]
@@ -109,13 +109,13 @@ def as_json(report: "VerifyReport", config: Config) -> str:
         "worst": {"name": name, "error": error},
         "passed": report.passed,
     }
-    return json.dumps(as_numbers(content), indent=2) + "\n"
+    return json.dumps(json_safe(content), indent=2) + "\n"
 
 
-def as_numbers(content: Any) -> Any:
+def json_safe(content: Any) -> Any:
     """JSON has no NaN or infinity: these become text."""
     if isinstance(content, Mapping):
-        return {key: as_numbers(value) for key, value in content.items()}
+        return {key: json_safe(value) for key, value in content.items()}
     if isinstance(content, float) and not math.isfinite(content):
         return str(content)
     return content
@@ -142,7 +142,7 @@ def doctor(arguments: Sequence[str], program: str) -> int:
     Raises:
         UserError: anything that is wrong before the first process starts.
     """
-    question = read_question(arguments, program, DOCTOR_HELP)
+    question = read_config_arguments(arguments, program, DOCTOR_HELP)
     if question is None:
         return 0
     function = "check_json" if question.json else "check"

@@ -56,12 +56,12 @@ __all__ = [
     "UNetConfig",
     "VariableConfig",
     "as_dict",
-    "microbatches",
+    "microbatches_per_step",
 ]
 
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved")
-INTERLEAVED_STAGES = 2  # of each rank
+PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved")
+STAGES_PER_INTERLEAVED_RANK = 2  # of each rank
 FSDP_DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -110,7 +110,7 @@ class ParallelConfig:
         checks.at_least("parallel.microbatches", self.microbatches, 1)
         checks.at_least("parallel.check_replicas_every", self.check_replicas_every, 0)
         checks.one_of("parallel.data_mode", self.data_mode, ("ddp", "fsdp2"))
-        checks.one_of("parallel.schedule", self.schedule, SCHEDULES)
+        checks.one_of("parallel.schedule", self.schedule, PIPELINE_SCHEDULES)
         self._check_fsdp()
         self._check_pipeline()
         self._check_layout()
@@ -145,8 +145,8 @@ class ParallelConfig:
                 f"parallel.stages: needs a name for each of the {later} stages after the first, "
                 f"got {len(self.stages)}. Change it, or leave it null to balance them."
             )
-        few = self.schedule == "1f1b" and self.microbatches_or_default < self.pipeline
-        odd = self.schedule == "interleaved" and self.microbatches_or_default % self.pipeline
+        few = self.schedule == "1f1b" and self.pipeline_microbatches < self.pipeline
+        odd = self.schedule == "interleaved" and self.pipeline_microbatches % self.pipeline
         if few or odd:
             needed = "a multiple of" if odd else "at least"
             raise UserError(
@@ -164,21 +164,25 @@ class ParallelConfig:
             )
 
     @property
-    def gpus_of_rank(self) -> int:
+    def gpus_per_rank(self) -> int:
         """GPUs that each rank drives: one, or as many as the layout counts."""
         devices = [d for v in self.layout.values() for d in ([v] if isinstance(v, str) else v)]
         numbers = [int(d.removeprefix("cuda:")) for d in devices if d.startswith("cuda:")]
         return 1 + max(numbers, default=0)
 
     @property
-    def microbatches_or_default(self) -> int:
+    def pipeline_microbatches(self) -> int:
         """Micro-batches of the pipeline for each part of the batch that is accumulated."""
         return self.microbatches or self.pipeline
 
     @property
     def virtual_stages(self) -> int:
         """Stages of the pipeline that each rank has."""
-        return INTERLEAVED_STAGES if self.schedule == "interleaved" and self.pipeline > 1 else 1
+        return (
+            STAGES_PER_INTERLEAVED_RANK
+            if self.schedule == "interleaved" and self.pipeline > 1
+            else 1
+        )
 
 
 @dataclass
@@ -229,10 +233,10 @@ class Config:
             )
 
 
-def microbatches(config: Config) -> int:
+def microbatches_per_step(config: Config) -> int:
     """Into how many parts a data rank's share of a batch is cut: one forward and backward each."""
     parallel = config.parallel
-    pipelined = parallel.microbatches_or_default if parallel.pipeline > 1 else 1
+    pipelined = parallel.pipeline_microbatches if parallel.pipeline > 1 else 1
     return config.trainer.accumulate * pipelined
 
 

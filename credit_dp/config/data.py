@@ -11,18 +11,18 @@ from omegaconf import MISSING
 
 from credit_dp import checks
 from credit_dp.errors import UserError
-from credit_dp.variable_names import long_name, meaning, meanings
+from credit_dp.variable_names import canonical_name, long_name, possible_canonical_names
 
 Entry = TypeVar("Entry")
 
-FORMS = ("quickstart", "zarr", "weatherbench2", "arco", "anemoi", "prepared")
+STORE_FORMATS = ("quickstart", "zarr", "weatherbench2", "arco", "anemoi", "prepared")
 ROLES = ("prognostic", "diagnostic", "forcing", "static")  # of variables
 SPLITS = ("train", "valid", "test")
 AUTO = "auto"  # dates of a split that are chosen among the times of the store
 NORMALISERS = ("standard", "std", "minmax", "none", "log1p")
-LOG1P = re.compile(r"log1p\(([^()]+)\)")
-STEP = re.compile(r"([1-9]\d{0,5})([hd])")
-HOURS = {"h": 1, "d": 24}
+LOG1P_PATTERN = re.compile(r"log1p\(([^()]+)\)")
+STEP_PATTERN = re.compile(r"([1-9]\d{0,5})([hd])")
+HOURS_PER_UNIT = {"h": 1, "d": 24}
 
 
 @dataclass
@@ -73,7 +73,7 @@ class DatesConfig:
                     f"{AUTO}, got {dates!r}"
                 )
             dates = [str(date) for date in dates]  # 20000101 comes as a number
-            checks.span(key, dates)
+            checks.date_range(key, dates)
             setattr(self, split, dates)
         checks.at_least("data.dates.limit", self.limit, 1)
         for split in self.preset:
@@ -113,7 +113,7 @@ class VariableConfig:
         Raises:
             UserError: naming the key.
         """
-        if not LOG1P.fullmatch(self.normalise):
+        if not LOG1P_PATTERN.fullmatch(self.normalise):
             checks.one_of(f"{key}.normalise", self.normalise, NORMALISERS[:-1])
         elif not self.log1p_scale > 0:
             raise UserError(f"{key}.normalise: needs log1p of a number above 0")
@@ -128,7 +128,7 @@ class VariableConfig:
     @property
     def log1p_scale(self) -> float:
         """EPS of `log1p(EPS)`; NaN if that is no number, or not the normalisation."""
-        found = LOG1P.fullmatch(self.normalise)
+        found = LOG1P_PATTERN.fullmatch(self.normalise)
         try:
             return float(found[1]) if found else float("nan")
         except ValueError:
@@ -162,7 +162,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         if self.name != MISSING:
-            checks.one_of("data.name", self.name, FORMS)
+            checks.one_of("data.name", self.name, STORE_FORMATS)
         self._check_store()
         self._check_statistics()
         checks.grid("data.grid", self.grid)
@@ -174,9 +174,9 @@ class DataConfig:
             variable.check(f"data.variables.{name}")
         for name, limits in self.limits.items():
             checks.limits(f"data.limits.{name}", limits)
-        self.variables = self._under_listed_names("variables", self.variables)
-        self.limits = self._under_listed_names("limits", self.limits)
-        if not STEP.fullmatch(self.step):
+        self.variables = self._by_listed_name("variables", self.variables)
+        self.limits = self._by_listed_name("limits", self.limits)
+        if not STEP_PATTERN.fullmatch(self.step):
             raise UserError(f"data.step: needs hours or days, like 6h or 1d, got {self.step!r}")
         checks.at_least("data.batch_size", self.batch_size, 1)
         checks.at_least("data.prefetch", self.prefetch, 0)
@@ -196,7 +196,7 @@ class DataConfig:
                 f"{self.statistics!r}"
             )
 
-    def _under_listed_names(self, key: str, entries: dict[str, Entry]) -> dict[str, Entry]:
+    def _by_listed_name(self, key: str, entries: dict[str, Entry]) -> dict[str, Entry]:
         """Entries by variables, of which a name may be another name of one in the lists.
 
         Raises:
@@ -207,13 +207,17 @@ class DataConfig:
         found: dict[str, Entry] = {}
         for given, entry in entries.items():
             level = long_name(given)[1]
-            alike = [name for name in listed if meanings(name) & meanings(given)]
+            alike = [
+                name
+                for name in listed
+                if possible_canonical_names(name) & possible_canonical_names(given)
+            ]
             names = [name for name in alike if level in (None, long_name(name)[1])]
             if key == "limits" and not names:  # of one level
                 names = [f"{name}_{level}" for name in alike if long_name(name)[1] is None]
             if given in listed or not names:
                 names = [given]
-            if len({meaning(name) for name in names}) > 1:
+            if len({canonical_name(name) for name in names}) > 1:
                 raise UserError(
                     f"data.{key}.{given}: stands for {' and '.join(names)} here. Give it by one "
                     "of these names."
@@ -242,8 +246,8 @@ class DataConfig:
     @property
     def step_hours(self) -> int:
         """`step` in hours."""
-        number, unit = STEP.fullmatch(self.step).groups()  # type: ignore[union-attr]
-        return int(number) * HOURS[unit]
+        number, unit = STEP_PATTERN.fullmatch(self.step).groups()  # type: ignore[union-attr]
+        return int(number) * HOURS_PER_UNIT[unit]
 
     def of(self, variable: str) -> VariableConfig:
         """What the config says of a variable, or the default."""

@@ -12,20 +12,20 @@ from omegaconf import MISSING
 
 from credit_dp import checks
 from credit_dp.errors import UserError
-from credit_dp.plugins import Kind, Plugin
+from credit_dp.plugins import Plugin, PluginKind
 
-POLES = ("reflect", "zeros", "mirror", "earth")
-BLOCKS = ("residual", "global_depthwise")
-UPSAMPLE = ("transpose", "nearest", "bilinear")
+UNET_POLES = ("reflect", "zeros", "mirror", "earth")
+UNET_BLOCKS = ("residual", "global_depthwise")
+UNET_UPSAMPLING = ("transpose", "nearest", "bilinear")
 
 # By `model.name`: what configs and checkpoints from before a key existed were made with, where that
 # is not the key's default. Whoever reads a model's keys that were saved completes them by it.
-FORMER_DEFAULTS: dict[str, dict[str, Any]] = {"unet": {"upsample": "transpose"}}
+LEGACY_DEFAULTS: dict[str, dict[str, Any]] = {"unet": {"upsample": "transpose"}}
 
 
-def with_former_defaults(name: str, keys: Mapping[str, Any]) -> dict[str, Any]:
+def with_legacy_defaults(name: str, keys: Mapping[str, Any]) -> dict[str, Any]:
     """Return the saved keys of a model, and those that did not exist when they were saved."""
-    return {**FORMER_DEFAULTS.get(name, {}), **keys}
+    return {**LEGACY_DEFAULTS.get(name, {}), **keys}
 
 
 @dataclass
@@ -52,7 +52,7 @@ class OwnModelConfig(ModelConfig, Plugin):
     module's imports: `--help` imports it.
     """
 
-    plugin_kind = Kind("model", "credit_dp.models")
+    plugin_kind = PluginKind("model", "credit_dp.models")
 
     def build(self, in_channels: int, out_channels: int, grid: tuple[int, int]) -> Any:
         """Build the `nn.Module` for a grid of (rows, columns).
@@ -108,9 +108,9 @@ class UNetConfig(BlocksConfig):
         checks.at_least("model.channels", min(self.channels), 1)
         checks.at_least("model.blocks", self.blocks, 1)
         checks.at_least("model.groups", self.groups, 1)
-        checks.one_of("model.poles", self.poles, POLES)
-        checks.one_of("model.upsample", self.upsample, UPSAMPLE)
-        checks.one_of("model.block", self.block, BLOCKS)
+        checks.one_of("model.poles", self.poles, UNET_POLES)
+        checks.one_of("model.upsample", self.upsample, UNET_UPSAMPLING)
+        checks.one_of("model.block", self.block, UNET_BLOCKS)
         checks.of_length("model.kernel", self.kernel, 2)
         even = next((size for size in self.kernel if size < 1 or size % 2 == 0), None)
         if even is not None:
@@ -237,7 +237,7 @@ class CrossFormerConfig(BlocksConfig):
                 )
 
     @property
-    def multiple(self) -> int:
+    def grid_multiple(self) -> int:
         """Rows and columns are padded to a multiple of this: whole windows at every level."""
         return lcm(
             *(
@@ -250,4 +250,4 @@ class CrossFormerConfig(BlocksConfig):
 
     def coarsest_rows(self, height: int) -> int:
         """Rows of the coarsest level, of the padded globe."""
-        return -(-height // self.multiple) * self.multiple // prod(self.strides)
+        return -(-height // self.grid_multiple) * self.grid_multiple // prod(self.strides)

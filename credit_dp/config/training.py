@@ -8,10 +8,16 @@ from omegaconf import MISSING
 
 from credit_dp import checks
 from credit_dp.errors import UserError
-from credit_dp.plugins import Kind, Plugin, configured, how_to_register, registered
+from credit_dp.plugins import (
+    Plugin,
+    PluginKind,
+    build_plugin_config,
+    find_plugins,
+    registration_hint,
+)
 
 LOSSES = ("mse", "mae", "huber")
-SCHEDULES = ("cosine", "constant", "step")
+LR_SCHEDULES = ("cosine", "constant", "step")
 TRACKERS = ("wandb", "tensorboard")
 
 
@@ -138,7 +144,7 @@ class OwnLossConfig(LossConfig, Plugin):
     Derive from it and register the class, and `loss=NAME` chooses it.
     """
 
-    plugin_kind = Kind("loss", "credit_dp.losses")
+    plugin_kind = PluginKind("loss", "credit_dp.losses")
 
     def build(self) -> Callable[[Any, Any], Any]:
         """Return the error at each point as a function of the tensors (forecast, truth).
@@ -177,7 +183,7 @@ class OptimizerConfig:
         checks.above_zero("optimizer.lr", self.lr)
         checks.number_in("optimizer.weight_decay", self.weight_decay, 0)
         checks.at_least("optimizer.warmup_steps", self.warmup_steps, 0)
-        own_schedule(self)
+        plugin_schedule(self)
         checks.number_in("optimizer.final_lr", self.final_lr, 0, self.lr)
         checks.at_least("optimizer.decay_every", self.decay_every, 1)
         checks.number_in("optimizer.decay_factor", self.decay_factor, 0, 1)
@@ -210,7 +216,7 @@ class OwnOptimizerConfig(OptimizerConfig, Plugin):
     module's imports: `--help` imports it.
     """
 
-    plugin_kind = Kind("optimizer", "credit_dp.optimizers")
+    plugin_kind = PluginKind("optimizer", "credit_dp.optimizers")
 
     def build(self, groups: Sequence[dict[str, Any]]) -> Any:
         """Return the `torch.optim.Optimizer` of these parameter groups.
@@ -230,7 +236,7 @@ class OwnScheduleConfig(Plugin):
     keys are given as `optimizer.schedule_options.KEY=VALUE`.
     """
 
-    plugin_kind = Kind("optimizer.schedule", "credit_dp.schedules")
+    plugin_kind = PluginKind("optimizer.schedule", "credit_dp.schedules")
 
     name: str = MISSING
 
@@ -244,28 +250,28 @@ class OwnScheduleConfig(Plugin):
         raise NotImplementedError
 
 
-def own_schedule(config: OptimizerConfig) -> OwnScheduleConfig | None:
+def plugin_schedule(config: OptimizerConfig) -> OwnScheduleConfig | None:
     """Return the schedule of the user's own that the config names; None if it is one of ours.
 
     Raises:
         UserError: there is none of this name, or not with these options.
     """
     name, key = config.schedule, "optimizer.schedule_options"
-    if name in SCHEDULES:
+    if name in LR_SCHEDULES:
         if config.schedule_options:
             raise UserError(
                 f"{key}: is for a schedule of your own, but optimizer.schedule is {name}. Leave "
                 "it out."
             )
         return None
-    known = registered(OwnScheduleConfig, SCHEDULES)
+    known = find_plugins(OwnScheduleConfig, LR_SCHEDULES)
     if name not in known:
-        names = [*SCHEDULES, *known]
+        names = [*LR_SCHEDULES, *known]
         raise UserError(
             f"optimizer.schedule: needs one of {', '.join(names)}, got {name!r}."
-            f"{checks.nearest(name, names)}{how_to_register(OwnScheduleConfig.plugin_kind)}"
+            f"{checks.did_you_mean(name, names)}{registration_hint(OwnScheduleConfig.plugin_kind)}"
         )
-    return configured(name, known[name], key, config.schedule_options)
+    return build_plugin_config(name, known[name], key, config.schedule_options)
 
 
 @dataclass

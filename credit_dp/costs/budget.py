@@ -9,32 +9,32 @@ from typing import TYPE_CHECKING, NamedTuple, final
 import torch
 from torch import nn
 
-from credit_dp.config import Config, ParallelConfig, microbatches
+from credit_dp.config import Config, ParallelConfig, microbatches_per_step
 from credit_dp.distributed.placement import check_batch
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.build import declared_converters, shard_model
 from credit_dp.domain_parallel.convert import convert_to_domain_parallel
 from credit_dp.domain_parallel.costs.report import plan_report
-from credit_dp.domain_parallel.count_transport import Sent, Tally
-from credit_dp.domain_parallel.planning.trace import copied
+from credit_dp.domain_parallel.count_transport import CountingTransport, RankTraffic
+from credit_dp.domain_parallel.planning.trace import copy_model
 from credit_dp.domain_parallel.row_tensors import cuts
 from credit_dp.errors import UserError
 from credit_dp.pipeline_parallel.pipeline import (
-    most_kept,
+    count_gathers,
+    peak_saved_bytes,
+    schedule_actions,
     theoretical_bubble,
-    times_gathered,
-    work_order,
 )
 from credit_dp.pipeline_parallel.stages import (
     Stage,
     cut_model,
-    cut_points,
-    run_stage,
+    measure_stage,
     segment_costs,
+    stage_slices,
     state_bytes,
 )
-from credit_dp.training.optim import moments_of
-from credit_dp.training.parameter_shards import shared_blocks
+from credit_dp.training.optim import moments_per_parameter
+from credit_dp.training.parameter_shards import fsdp_blocks
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from credit_dp.domain_parallel.costs.report import PlanReport
 
 
-class Plan(NamedTuple):
+class StepPlan(NamedTuple):
     """What the command found; no budgets if the model can't be sharded so."""
 
     report: PlanReport
@@ -52,7 +52,7 @@ class Plan(NamedTuple):
     pipeline: PipelinePlan | None
 
 
-def plan_of(config: Config) -> Plan:
+def plan_step(config: Config) -> StepPlan:
     """Plan a micro-batch of the configured model, and from it what a step takes.
 
     Raises:
@@ -60,14 +60,14 @@ def plan_of(config: Config) -> Plan:
     """
     report, model = _report_and_model(config)
     if report.problems:
-        return Plan(report, (), None)
+        return StepPlan(report, (), None)
     # torch
 
     if config.parallel.pipeline == 1:
-        return Plan(report, model_budget(model, report, config), None)
+        return StepPlan(report, model_budget(model, report, config), None)
     pipeline = plan_pipeline(model, report, config)
     samples = report.input_shapes[0][0]
-    return Plan(report, pipeline_budget(pipeline, samples, config), pipeline)
+    return StepPlan(report, pipeline_budget(pipeline, samples, config), pipeline)
 
 
 def _report_and_model(config: Config) -> tuple[PlanReport, nn.Module]:
@@ -76,7 +76,7 @@ def _report_and_model(config: Config) -> tuple[PlanReport, nn.Module]:
 
     data = config.parallel.data or 1
     check_batch(config, data)
-    model, shape = model_and_shape(config, data * microbatches(config))
+    model, shape = model_and_shape(config, data * microbatches_per_step(config))
     converters = declared_converters(model)
     return plan_report(model, shape, config.parallel.domain, custom_converters=converters), model
 
@@ -129,7 +129,7 @@ class ParameterBudget:
         return ParameterBudget(*(a + b for a, b in pairs))
 
 
-def of_all(part: nn.Module, replicas: int, moments: int) -> ParameterBudget:
+def replicated_budget(part: nn.Module, replicas: int, moments: int) -> ParameterBudget:
     """Return what it takes if each rank has all of a part (ddp).
 
     Args:
@@ -138,12 +138,12 @@ def of_all(part: nn.Module, replicas: int, moments: int) -> ParameterBudget:
         moments: of the optimizer, for each parameter.
     """
     weights = sum(p.nbytes for p in part.parameters())
-    learning = sum(p.nbytes for p in _learning(part.parameters()))
-    sent = all_reduced(learning, replicas)
+    learning = sum(p.nbytes for p in _trainable(part.parameters()))
+    sent = ring_all_reduce_bytes(learning, replicas)
     return ParameterBudget(weights, learning, moments * learning, 0, sent)
 
 
-def of_shares(
+def sharded_budget(
     part: nn.Module,
     parallel: ParallelConfig,
     data: int,
@@ -165,40 +165,42 @@ def of_shares(
         gathers: how often a block is gathered in a step of a pipeline, whose stages keep gradients
             whole until its end; None without a pipeline.
     """
-    blocks = [list(block.parameters()) for block in shared_blocks(part)]
+    blocks = [list(block.parameters()) for block in fsdp_blocks(part)]
     in_blocks = {id(p) for block in blocks for p in block}
     rest = [p for p in part.parameters() if id(p) not in in_blocks]
     whole = [*(p for block in blocks for p in block), *rest]
-    learning = list(_learning(whole))
+    learning = list(_trainable(whole))
     compute, reduce = parallel.param_dtype, parallel.reduce_dtype or parallel.param_dtype
     # Without a pipeline for forward and for backward; what belongs to no block stays in between.
     times = 2 * micros if gathers is None else gathers
     once = micros if gathers is None else 1
-    padded = data * _shares(learning, data, reduce)
-    in_block = [data * _shares(block, data, compute) for block in blocks]
-    of_rest = data * _shares(rest, data, compute)
+    padded = data * _shard_bytes(learning, data, reduce)
+    in_block = [data * _shard_bytes(block, data, compute) for block in blocks]
+    of_rest = data * _shard_bytes(rest, data, compute)
     total = times * sum(in_block) + once * of_rest
-    reduced = (data - 1) * padded // data + all_reduced(padded // data, domain)
+    reduced = (data - 1) * padded // data + ring_all_reduce_bytes(padded // data, domain)
     return ParameterBudget(
-        _shares(whole, data),
-        _shares(learning, data) if gathers is None else max(padded, _shares(learning, data)),
-        moments * _shares(learning, data),
+        _shard_bytes(whole, data),
+        _shard_bytes(learning, data)
+        if gathers is None
+        else max(padded, _shard_bytes(learning, data)),
+        moments * _shard_bytes(learning, data),
         of_rest + (max(in_block, default=0) if gathers is None else sum(in_block)),
         once * reduced,
         (data - 1) * total // data,
     )
 
 
-def all_reduced(size: int, ranks: int) -> int:
+def ring_all_reduce_bytes(size: int, ranks: int) -> int:
     """Return the bytes that each rank sends to add up `size` bytes in a ring."""
     return 2 * (ranks - 1) * size // ranks
 
 
-def _learning(parameters: Iterable[nn.Parameter]) -> Iterable[nn.Parameter]:
+def _trainable(parameters: Iterable[nn.Parameter]) -> Iterable[nn.Parameter]:
     return (p for p in parameters if p.requires_grad)
 
 
-def _shares(parameters: Sequence[nn.Parameter], ranks: int, dtype: str | None = None) -> int:
+def _shard_bytes(parameters: Sequence[nn.Parameter], ranks: int, dtype: str | None = None) -> int:
     """Return the bytes of the first rank's shares, which are the largest: rows of dimension 0."""
     total = 0
     for p in parameters:
@@ -254,13 +256,13 @@ def plan_pipeline(model: nn.Module, report: PlanReport, config: Config) -> Pipel
     Raises:
         UserError: the model can't be cut so.
     """
-    parallel, micros = config.parallel, microbatches(config)
+    parallel, micros = config.parallel, microbatches_per_step(config)
     shape, virtual = report.input_shapes[0], parallel.virtual_stages
     costs = segment_costs(model, shape)
-    slices = cut_points(costs, parallel.pipeline * virtual, parallel.stages, virtual=virtual)
-    manager = nobody_else(report.ranks)
+    slices = stage_slices(costs, parallel.pipeline * virtual, parallel.stages, virtual=virtual)
+    manager = dry_run_manager(report.ranks)
     manager.rank = report.saved_bytes.index(max(report.saved_bytes))
-    stages = cut_model(shard_model(copied(model), manager, shape), manager, slices, shape)
+    stages = cut_model(shard_model(copy_model(model), manager, shape), manager, slices, shape)
     shares = [sum(list(costs.values())[cut]) / sum(costs.values()) for cut in slices]
     cuts = [
         Cut(
@@ -268,7 +270,7 @@ def plan_pipeline(model: nn.Module, report: PlanReport, config: Config) -> Pipel
             stage.index % parallel.pipeline,
             list(costs)[cut.start],
             share,
-            0 if stage.is_first else state_bytes(stage.takes, shape[0]),
+            0 if stage.is_first else state_bytes(stage.input_specs, shape[0]),
         )
         for stage, cut, share in zip(stages, slices, shares, strict=True)
     ]
@@ -276,9 +278,9 @@ def plan_pipeline(model: nn.Module, report: PlanReport, config: Config) -> Pipel
     return PipelinePlan(tuple(stages), tuple(cuts), manager, idle)
 
 
-def nobody_else(domain: int) -> DomainParallelManager:
+def dry_run_manager(domain: int) -> DomainParallelManager:
     """Return the manager of one rank of a domain, which sends nothing."""
-    return DomainParallelManager(domain, domain, transport=Tally(0, domain))
+    return DomainParallelManager(domain, domain, transport=CountingTransport(0, domain))
 
 
 @final
@@ -298,18 +300,18 @@ class RankBudget:
     sent: dict[str, int]
 
     @property
-    def all_held(self) -> int:
+    def total_held(self) -> int:
         """Return the sum of what is held."""
         return sum(self.held.values())
 
     @property
-    def all_sent(self) -> int:
+    def total_sent(self) -> int:
         """Return the sum of what is sent."""
         return sum(self.sent.values())
 
     def fits(self, memory: float) -> bool:
         """Return whether what is held fits in so many GiB."""
-        return self.all_held <= memory * 2**30
+        return self.total_held <= memory * 2**30
 
 
 def model_budget(model: nn.Module, report: PlanReport, config: Config) -> list[RankBudget]:
@@ -319,17 +321,19 @@ def model_budget(model: nn.Module, report: PlanReport, config: Config) -> list[R
         model: not converted; left as it is.
         report: for one micro-batch.
     """
-    micros, data = microbatches(config), config.parallel.data or 1
-    moments = moments_of(model, config)
+    micros, data = microbatches_per_step(config), config.parallel.data or 1
+    moments = moments_per_parameter(model, config)
     both = [a + b for a, b in zip(report.forward, report.backward, strict=True)]
-    budgets = {"ddp": of_all(model, data * report.ranks, moments)}
-    sharded = _converted(model, report)
-    if _can_share(sharded, data * report.ranks):
-        budgets["fsdp2"] = of_shares(
+    budgets = {"ddp": replicated_budget(model, data * report.ranks, moments)}
+    sharded = _converted_copy(model, report)
+    if _can_shard(sharded, data * report.ranks):
+        budgets["fsdp2"] = sharded_budget(
             sharded, config.parallel, data, report.ranks, micros, moments=moments
         )
-    kept, rows = max(report.saved_bytes), _most_sent(both)
-    return [_budget(mode, 0, of, (kept, 0), (rows * micros, 0)) for mode, of in budgets.items()]
+    kept, rows = max(report.saved_bytes), _max_bytes_sent(both)
+    return [
+        _rank_budget(mode, 0, of, (kept, 0), (rows * micros, 0)) for mode, of in budgets.items()
+    ]
 
 
 def pipeline_budget(plan: PipelinePlan, samples: int, config: Config) -> list[RankBudget]:
@@ -342,25 +346,32 @@ def pipeline_budget(plan: PipelinePlan, samples: int, config: Config) -> list[Ra
     return [
         budget
         for rank in range(ranks)
-        for budget in _of_stages(plan.stages[rank::ranks], rank, plan, samples, config)
+        for budget in _stage_budgets(plan.stages[rank::ranks], rank, plan, samples, config)
     ]
 
 
-def _of_stages(
+def _stage_budgets(
     stages: Sequence[Stage], rank: int, plan: PipelinePlan, samples: int, config: Config
 ) -> list[RankBudget]:
-    parallel, micros, data = config.parallel, microbatches(config), config.parallel.data or 1
+    parallel, micros, data = (
+        config.parallel,
+        microbatches_per_step(config),
+        config.parallel.data or 1,
+    )
     domain = plan.manager.domain_parallel_size
-    order = work_order(parallel.schedule, rank, parallel.pipeline, micros, parallel.virtual_stages)
-    moments = [moments_of(stage.module, config) for stage in stages]
+    order = schedule_actions(
+        parallel.schedule, rank, parallel.pipeline, micros, parallel.virtual_stages
+    )
+    moments = [moments_per_parameter(stage.module, config) for stage in stages]
     whole = [
-        of_all(stage.module, data * domain, of) for stage, of in zip(stages, moments, strict=True)
+        replicated_budget(stage.module, data * domain, of)
+        for stage, of in zip(stages, moments, strict=True)
     ]
-    budgets = {"ddp": _total(whole)}
-    if all(_can_share(stage.module, data * domain) for stage in stages):
-        times = times_gathered(order)
+    budgets = {"ddp": _sum_budgets(whole)}
+    if all(_can_shard(stage.module, data * domain) for stage in stages):
+        times = count_gathers(order)
         shares = [
-            of_shares(
+            sharded_budget(
                 stage.module,
                 parallel,
                 data,
@@ -371,24 +382,24 @@ def _of_stages(
             )
             for part, stage in enumerate(stages)
         ]
-        budgets["fsdp2"] = _total(shares)
-    runs = [run_stage(stage, plan.manager, samples) for stage in stages]
-    received, handed = _states(stages, samples)
-    held = most_kept(order, [run.kept_bytes for run in runs]), received * micros
-    sent = sum(_most_sent(run.sent) for run in runs) * micros, handed * micros
-    return [_budget(mode, rank, of, held, sent) for mode, of in budgets.items()]
+        budgets["fsdp2"] = _sum_budgets(shares)
+    runs = [measure_stage(stage, plan.manager, samples) for stage in stages]
+    received, handed = _state_traffic(stages, samples)
+    held = peak_saved_bytes(order, [run.saved_bytes for run in runs]), received * micros
+    sent = sum(_max_bytes_sent(run.sent) for run in runs) * micros, handed * micros
+    return [_rank_budget(mode, rank, of, held, sent) for mode, of in budgets.items()]
 
 
-def _states(stages: Sequence[Stage], samples: int) -> tuple[int, int]:
+def _state_traffic(stages: Sequence[Stage], samples: int) -> tuple[int, int]:
     """Return the bytes that these stages receive and send with each micro-batch, both ways."""
-    later = [s.takes for s in stages if not s.is_first]
-    earlier = [s.makes for s in stages if not s.is_last]
+    later = [s.input_specs for s in stages if not s.is_first]
+    earlier = [s.output_specs for s in stages if not s.is_last]
     taken, home = (sum(state_bytes(s, samples, gradients=g) for s in later) for g in (False, True))
     made, back = (sum(state_bytes(s, samples, gradients=g) for s in earlier) for g in (False, True))
     return taken + back, made + home
 
 
-def _budget(
+def _rank_budget(
     mode: str, rank: int, of: ParameterBudget, held: tuple[int, int], sent: tuple[int, int]
 ) -> RankBudget:
     return RankBudget(
@@ -411,27 +422,27 @@ def _budget(
     )
 
 
-def _total(budgets: Sequence[ParameterBudget]) -> ParameterBudget:
+def _sum_budgets(budgets: Sequence[ParameterBudget]) -> ParameterBudget:
     return sum(budgets[1:], budgets[0])
 
 
-def _most_sent(sent: Sequence[Sent]) -> int:
+def _max_bytes_sent(sent: Sequence[RankTraffic]) -> int:
     """Return the bytes of the rank that sends most; collectives as rings."""
-    return max(of.bytes + all_reduced(of.collective_bytes, len(sent)) for of in sent)
+    return max(of.bytes + ring_all_reduce_bytes(of.collective_bytes, len(sent)) for of in sent)
 
 
-def _can_share(part: nn.Module, replicas: int) -> bool:
+def _can_shard(part: nn.Module, replicas: int) -> bool:
     return replicas > 1 and not any(of_owner for _, of_owner in cuts(part))
 
 
-def _converted(model: nn.Module, report: PlanReport) -> nn.Module:
+def _converted_copy(model: nn.Module, report: PlanReport) -> nn.Module:
     """Return a converted copy, planned only if a parameter may have rows, for that takes long."""
     heights = {level.rows for level in report.levels}
-    manager = nobody_else(report.ranks)
+    manager = dry_run_manager(report.ranks)
     if any(heights & {*p.shape} for p in model.parameters()):
-        return shard_model(copied(model), manager, report.input_shapes[0])
+        return shard_model(copy_model(model), manager, report.input_shapes[0])
     converters = declared_converters(model)
-    return convert_to_domain_parallel(copied(model), manager, custom_converters=converters)
+    return convert_to_domain_parallel(copy_model(model), manager, custom_converters=converters)
 
 
 POWERS = 7  # domains of 1, 2, 4 ... 64 ranks, and of as many as the model allows
@@ -439,7 +450,7 @@ POWERS = 7  # domains of 1, 2, 4 ... 64 ranks, and of as many as the model allow
 
 @final
 @dataclass(frozen=True)
-class MeshLine:
+class MeshBudget:
     """A mesh of `data` x `domain` ranks, each data rank with one sample at a time.
 
     Attributes:
@@ -457,15 +468,17 @@ class MeshLine:
 
 @final
 @dataclass(frozen=True)
-class Meshes:
+class MeshComparison:
     """All lines, and why the domain can't be larger than that of the last one."""
 
     up_to: int
-    lines: tuple[MeshLine, ...]
+    lines: tuple[MeshBudget, ...]
     refused: str
 
 
-def find_meshes(model: nn.Module, shape: tuple[int, ...], config: Config, up_to: int) -> Meshes:
+def compare_meshes(
+    model: nn.Module, shape: tuple[int, ...], config: Config, up_to: int
+) -> MeshComparison:
     """Plan a sample on domains of growing size, with as many data ranks as there are ranks for.
 
     Args:
@@ -476,18 +489,18 @@ def find_meshes(model: nn.Module, shape: tuple[int, ...], config: Config, up_to:
     Raises:
         UserError: the config has a mesh already.
     """
-    _check(config, up_to)
+    _check_up_to(config, up_to)
     most = config.model.coarsest_rows(shape[-2])
-    lines: list[MeshLine] = []
+    lines: list[MeshBudget] = []
     for domain in domain_sizes(min(most, up_to)):
         report = _report(model, shape, domain)
         if report.problems:
-            return Meshes(up_to, tuple(lines), report.problems[0])
-        lines.append(_line(model, report, config, up_to // domain))
+            return MeshComparison(up_to, tuple(lines), report.problems[0])
+        lines.append(_mesh_budget(model, report, config, up_to // domain))
     refused = ""
     if most < up_to:
         refused = next(iter(_report(model, shape, most + 1).problems), "")
-    return Meshes(up_to, tuple(lines), refused)
+    return MeshComparison(up_to, tuple(lines), refused)
 
 
 def domain_sizes(most: int, powers: int = POWERS) -> Iterator[int]:
@@ -500,12 +513,12 @@ def _report(model: nn.Module, shape: tuple[int, ...], domain: int) -> PlanReport
     return plan_report(model, shape, domain, custom_converters=declared_converters(model))
 
 
-def _line(model: nn.Module, report: PlanReport, config: Config, data: int) -> MeshLine:
+def _mesh_budget(model: nn.Module, report: PlanReport, config: Config, data: int) -> MeshBudget:
     parallel = replace(config.parallel, domain=report.ranks, data=data)
     trainer = replace(config.trainer, accumulate=1)
     of_mesh = replace(config, parallel=parallel, trainer=trainer)
     coarsest = report.levels[-1]
-    return MeshLine(
+    return MeshBudget(
         report.ranks,
         data,
         min(coarsest.bands),
@@ -514,7 +527,7 @@ def _line(model: nn.Module, report: PlanReport, config: Config, data: int) -> Me
     )
 
 
-def _check(config: Config, up_to: int) -> None:
+def _check_up_to(config: Config, up_to: int) -> None:
     parallel = config.parallel
     if up_to < 1:
         raise UserError(f"--up-to: needs at least 1 rank, got {up_to}.")

@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Any, final
 
 import yaml  # type: ignore[import-untyped]
 
-from credit_dp.checks import existing, nearest
+from credit_dp.checks import did_you_mean, existing_path
 from credit_dp.config import Config
-from credit_dp.costs.budget import ParameterBudget, domain_sizes, model_and_shape, of_all
-from credit_dp.domain_parallel.costs.work import StepWork, step_work, update_work
+from credit_dp.costs.budget import ParameterBudget, domain_sizes, model_and_shape, replicated_budget
+from credit_dp.domain_parallel.costs.work import StepWork, optimiser_step_work, step_work
 from credit_dp.errors import UserError
-from credit_dp.training.optim import moments_of
+from credit_dp.training.optim import moments_per_parameter
 
 if TYPE_CHECKING:
-    from credit_dp.domain_parallel.costs.work import Operation, StepWork
-    from credit_dp.domain_parallel.count_transport import Message
+    from credit_dp.domain_parallel.costs.work import OperationCost, StepWork
+    from credit_dp.domain_parallel.count_transport import MessageSize
 
 
 # In what is computed; tf32: convolutions of float32 on a GPU that has it, as torch's default is.
-LEAST, MOST = 1e-9, 1e15  # so that no product is 0 or infinite
+MIN_FIGURE, MAX_FIGURE = 1e-9, 1e15  # so that no product is 0 or infinite
 DTYPES = ("float64", "float32", "tf32", "bfloat16")
 
 
@@ -102,7 +102,7 @@ class Machine:
         return Link(found.latency_us, found.gb_per_s * self.links_reached)
 
 
-def machine_of(content: Any, where: str) -> Machine:
+def parse_machine(content: Any, where: str) -> Machine:
     """Return the machine that a YAML file describes.
 
     Args:
@@ -128,7 +128,7 @@ def machine_of(content: Any, where: str) -> Machine:
         _number(*at("memory_gb_per_s")),
         _share(*at("memory_reached")),
         _number(*at("overhead_us")),
-        _truth(*at("runs_ahead")),
+        _boolean(*at("runs_ahead")),
         _link(*at("within_node")),
         _link(*at("between_nodes")),
         _share(*at("links_reached")),
@@ -139,12 +139,14 @@ def _table(
     where: str, value: Any, allowed: tuple[str, ...], needed: tuple[str, ...] = ()
 ) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise UserError(f"{where}: needs the keys {', '.join(allowed)}, got {_told(value)}.")
+        raise UserError(
+            f"{where}: needs the keys {', '.join(allowed)}, got {_describe_value(value)}."
+        )
     for key in value:
         if key not in allowed:
             raise UserError(
                 f"{where}: unknown key {key!r}. It may have {', '.join(allowed)}."
-                f"{nearest(str(key), allowed)}"
+                f"{did_you_mean(str(key), allowed)}"
             )
     missing = [key for key in needed if key not in value]
     if missing:
@@ -167,8 +169,11 @@ def _link(where: str, value: Any) -> Link:
 
 def _number(where: str, value: Any) -> float:
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not LEAST <= value <= MOST:
-        raise UserError(f"{where}: needs a number from {LEAST:g} to {MOST:g}, got {_told(value)}.")
+    if not number or not MIN_FIGURE <= value <= MAX_FIGURE:
+        raise UserError(
+            f"{where}: needs a number from {MIN_FIGURE:g} to {MAX_FIGURE:g}, got "
+            f"{_describe_value(value)}."
+        )
     return float(value)
 
 
@@ -181,24 +186,24 @@ def _share(where: str, value: Any) -> float:
 
 def _count(where: str, value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise UserError(f"{where}: needs an integer of at least 1, got {_told(value)}.")
+        raise UserError(f"{where}: needs an integer of at least 1, got {_describe_value(value)}.")
     return value
 
 
-def _truth(where: str, value: Any) -> bool:
+def _boolean(where: str, value: Any) -> bool:
     if not isinstance(value, bool):
-        raise UserError(f"{where}: needs true or false, got {_told(value)}.")
+        raise UserError(f"{where}: needs true or false, got {_describe_value(value)}.")
     return value
 
 
 def _text(where: str, value: Any) -> str:
     if not isinstance(value, str) or not value.strip():
-        raise UserError(f"{where}: needs a text, got {_told(value)}.")
+        raise UserError(f"{where}: needs a text, got {_describe_value(value)}.")
     return value
 
 
-def _told(value: Any) -> str:
-    if isinstance(value, int) and not -MOST <= value <= MOST:
+def _describe_value(value: Any) -> str:
+    if isinstance(value, int) and not -MAX_FIGURE <= value <= MAX_FIGURE:
         return "a huge number"  # Python refuses to write some of them
     kinds = {dict: "a table", list: "a list", type(None): "nothing"}
     return kinds.get(type(value)) or " ".join(repr(value).split())[:60]
@@ -249,11 +254,11 @@ class StepTime:
         return self.compute + self.exchange + self.reduction
 
 
-def compute_seconds(operations: Counter[Operation], machine: Machine, dtype: str) -> float:
+def compute_seconds(operations: Counter[OperationCost], machine: Machine, dtype: str) -> float:
     """Return what operations take on one rank, their multiplications in a dtype of `tflops`."""
     busy = 0.0
     for operation, times in operations.items():
-        arithmetic = operation.flops / machine.flops_per_s(dtype, operation.convolves)
+        arithmetic = operation.flops / machine.flops_per_s(dtype, operation.is_convolution)
         busy += times * max(arithmetic, operation.bytes / machine.bytes_per_s)
     starting = operations.total() * machine.overhead_us * 1e-6
     return max(busy, starting) if machine.runs_ahead else busy + starting
@@ -274,7 +279,7 @@ def exchange_seconds(work: StepWork, machine: Machine, data: int) -> float:
     )
 
 
-def round_seconds(messages: Iterable[Message], machine: Machine, first: int) -> float:
+def round_seconds(messages: Iterable[MessageSize], machine: Machine, first: int) -> float:
     """Return what messages that are under way at once take.
 
     Args:
@@ -392,10 +397,10 @@ class Predictor:
         self.dtype = config.trainer.autocast or config.trainer.dtype
         self.model, (_, *field) = model_and_shape(config, config.data.batch_size)
         self.shape = (1, *field)
-        self._moments = moments_of(self.model, config)
+        self._moments = moments_per_parameter(self.model, config)
         self._work: dict[int, StepWork] = {}
-        self._update = compute_seconds(update_work(self.model), machine, self.dtype)
-        self._alone = self._time(1, 1).step
+        self._update = compute_seconds(optimiser_step_work(self.model), machine, self.dtype)
+        self._single_rank_seconds = self._time(1, 1).step
 
     def predict(self, data: int, domain: int) -> Prediction:
         """Predict a mesh.
@@ -405,25 +410,29 @@ class Predictor:
         """
         time = self._time(data, domain)
         return Prediction(
-            data, domain, self.held_bytes(domain), time, self._alone / (domain * time.step)
+            data,
+            domain,
+            self.held_bytes(domain),
+            time,
+            self._single_rank_seconds / (domain * time.step),
         )
 
     def held_bytes(self, domain: int) -> int:
         """Return what the fullest rank of a domain holds; all data ranks hold as much."""
         budget = self._budget(domain)
-        kept = self._of(domain).kept_bytes
+        kept = self._step_work(domain).saved_bytes
         return budget.weights + budget.gradients + budget.moments + kept
 
     def _budget(self, ranks: int) -> ParameterBudget:
-        return of_all(self.model, ranks, self._moments)
+        return replicated_budget(self.model, ranks, self._moments)
 
-    def _of(self, domain: int) -> StepWork:
+    def _step_work(self, domain: int) -> StepWork:
         if domain not in self._work:
             self._work[domain] = step_work(self.model, self.shape, domain)
         return self._work[domain]
 
     def _time(self, data: int, domain: int) -> StepTime:
-        work, machine = self._of(domain), self.machine
+        work, machine = self._step_work(domain), self.machine
         computing = (compute_seconds(of, machine, self.dtype) for of in work.operations)
         return StepTime(
             max(computing) + self._update,
@@ -446,7 +455,7 @@ def predict_meshes(config: Config, machine: Machine, up_to: int) -> Predictions:
             f"{up_to}."
         )
     predictor = Predictor(config, machine)
-    domains, refused = _usable(predictor, config, up_to // (parallel.data or 1))
+    domains, refused = _usable_domains(predictor, config, up_to // (parallel.data or 1))
     if not domains:
         return Predictions(up_to, (), refused)
     if parallel.data is not None:
@@ -461,7 +470,7 @@ def predict_meshes(config: Config, machine: Machine, up_to: int) -> Predictions:
     return Predictions(up_to, tuple(lines), refused)
 
 
-def _usable(predictor: Predictor, config: Config, most: int) -> tuple[list[int], str]:
+def _usable_domains(predictor: Predictor, config: Config, most: int) -> tuple[list[int], str]:
     """Return the domains to compare, or the one that is configured, and what refuses more."""
     allowed = config.model.coarsest_rows(predictor.shape[-2])
     given = config.parallel.domain
@@ -475,12 +484,12 @@ def _usable(predictor: Predictor, config: Config, most: int) -> tuple[list[int],
     return found, ""
 
 
-FOLDER = Path(__file__).resolve().parents[1] / "machines"
+MACHINES_FOLDER = Path(__file__).resolve().parents[1] / "machines"
 
 
 def machine_names() -> list[str]:
     """The machines that this package knows."""
-    return sorted(path.stem for path in FOLDER.glob("*.yaml"))
+    return sorted(path.stem for path in MACHINES_FOLDER.glob("*.yaml"))
 
 
 def read_machine(name: str) -> Machine:
@@ -490,11 +499,11 @@ def read_machine(name: str) -> Machine:
         UserError: there is none, or it is not as needed.
     """
     names = machine_names()
-    path = FOLDER / f"{name}.yaml" if name in names else existing(name)
+    path = MACHINES_FOLDER / f"{name}.yaml" if name in names else existing_path(name)
     if path is None or not path.is_file():
         raise UserError(
             f"--machine: needs a YAML file, or one of {', '.join(names)}, but {name!r} is neither."
-            f"{nearest(name, names)}"
+            f"{did_you_mean(name, names)}"
         )
     where = f"--machine {name}"
     try:
@@ -506,4 +515,4 @@ def read_machine(name: str) -> Machine:
         line = f" at line {mark.line + 1}" if mark is not None else ""
         problem = getattr(error, "problem", None) or type(error).__name__
         raise UserError(f"{where}: is no YAML{line} ({problem}).") from None
-    return machine_of(content, where)
+    return parse_machine(content, where)

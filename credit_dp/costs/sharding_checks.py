@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from credit_dp.config import Config, UNetConfig
-from credit_dp.distributed import Ranks
-from credit_dp.distributed.mesh import build_manager, device_of
+from credit_dp.distributed import RankInfo
+from credit_dp.distributed.mesh import build_manager, rank_device
 from credit_dp.domain_parallel import (
     DomainParallelManager,
     HaloExchange,
@@ -51,38 +51,38 @@ class Check:
         return self.error <= self.tolerance
 
 
-def check(config: Config, ranks: Ranks) -> int:
+def check(config: Config, ranks: RankInfo) -> int:
     """Print a report for people; 1 if a check failed."""
-    return examine(config, ranks, as_text)
+    return run_checks(config, ranks, as_text)
 
 
-def check_json(config: Config, ranks: Ranks) -> int:
+def check_json(config: Config, ranks: RankInfo) -> int:
     """Print the report as JSON; 1 if a check failed."""
-    return examine(config, ranks, as_json)
+    return run_checks(config, ranks, as_json)
 
 
-def examine(
-    config: Config, ranks: Ranks, show: Callable[[dict[str, str], list[Check]], str]
+def run_checks(
+    config: Config, ranks: RankInfo, show: Callable[[dict[str, str], list[Check]], str]
 ) -> int:
     """Run all checks on all ranks; rank 0 prints."""
-    device = device_of(config, ranks)
+    device = rank_device(config, ranks)
     manager = build_manager(config.parallel, ranks)
     checks = [
-        measure("exchange", exchange_error, 0.0, manager, device),
-        measure("reduction", reduction_error, 1e-12, manager, device),
-        measure("converted step", step_error, 1e-11, manager, device),
+        run_check("exchange", exchange_error, 0.0, manager, device),
+        run_check("reduction", reduction_error, 1e-12, manager, device),
+        run_check("converted step", step_error, 1e-11, manager, device),
     ]
     if manager.dp_world_size > 1:
-        checks.append(measure("data reduction", data_error, 0.0, manager, device))
+        checks.append(run_check("data reduction", data_error, 0.0, manager, device))
     if manager.pipeline_parallel_size > 1:
-        checks.append(measure("pipeline message", pipeline_error, 0.0, manager, device))
+        checks.append(run_check("pipeline message", pipeline_error, 0.0, manager, device))
     if ranks.rank == 0:
-        sys.stdout.write(show(facts(device, ranks, manager), checks))
+        sys.stdout.write(show(describe_environment(device, ranks, manager), checks))
         sys.stdout.flush()
     return 0 if all(item.passed for item in checks) else 1
 
 
-def measure(
+def run_check(
     name: str,
     error_of: Callable[[DomainParallelManager, torch.device], float],
     tolerance: float,
@@ -100,7 +100,7 @@ def measure(
     return Check(name, worst.item(), tolerance, seconds)
 
 
-def globe(manager: DomainParallelManager, device: torch.device) -> Tensor:
+def random_globe(manager: DomainParallelManager, device: torch.device) -> Tensor:
     """The same field on every rank, with bands of different height: `(1, CHANNELS, H, COLUMNS)`."""
     rows = 8 * manager.domain_parallel_size + 5
     generator = torch.Generator().manual_seed(0)
@@ -110,22 +110,22 @@ def globe(manager: DomainParallelManager, device: torch.device) -> Tensor:
 
 def exchange_error(manager: DomainParallelManager, device: torch.device) -> float:
     """Fetch two rows from each neighbour, and the whole globe, and compare with the field."""
-    field, width = globe(manager, device), 2
+    field, width = random_globe(manager, device), 2
     band = shard_tensor(field, manager=manager)
     padded = torch.nn.functional.pad(field, (0, 0, width, width))
     rows = manager.rows(field.shape[-2])
     expected = padded[..., rows.start : rows.stop + 2 * width, :]
     fetched = HaloExchange(width, manager=manager)(band)
     whole = gather_tensor(band, manager=manager)
-    return max(difference(fetched, expected), difference(whole, field))
+    return max(max_difference(fetched, expected), max_difference(whole, field))
 
 
 def reduction_error(manager: DomainParallelManager, device: torch.device) -> float:
     """Add up the bands and compare with the field's sum."""
-    field = globe(manager, device)
+    field = random_globe(manager, device)
     band = shard_tensor(field, manager=manager)
     total = manager.transport.sum(band.sum(dim=(-2, -1)))
-    return difference(total, field.sum(dim=(-2, -1)))
+    return max_difference(total, field.sum(dim=(-2, -1)))
 
 
 def data_error(manager: DomainParallelManager, device: torch.device) -> float:
@@ -138,18 +138,22 @@ def data_error(manager: DomainParallelManager, device: torch.device) -> float:
 
 def pipeline_error(manager: DomainParallelManager, device: torch.device) -> float:
     """Send a field from the first to the last place of the pipeline, and compare it there."""
-    field, place, group = globe(manager, device), manager.pipeline_rank, manager.pipeline_group
+    field, place, group = (
+        random_globe(manager, device),
+        manager.pipeline_rank,
+        manager.pipeline_group,
+    )
     passed = field if place == 0 else torch.full_like(field, torch.nan)
     if place > 0:
         torch.distributed.recv(passed, group=group, group_src=place - 1)
     if place < manager.pipeline_parallel_size - 1:
         torch.distributed.send(passed, group=group, group_dst=place + 1)
-    return difference(passed, field)
+    return max_difference(passed, field)
 
 
 def step_error(manager: DomainParallelManager, device: torch.device) -> float:
     """Forward and backward through a sharded U-Net and its unsharded twin: output and gradients."""
-    field = globe(manager, device)
+    field = random_globe(manager, device)
     torch.manual_seed(0)
     config = UNetConfig(channels=[8, 16], blocks=1, groups=4)
     grid = (field.shape[-2], COLUMNS)
@@ -159,11 +163,11 @@ def step_error(manager: DomainParallelManager, device: torch.device) -> float:
     output.square().sum().backward()
     band = sharded(shard_tensor(field, manager=manager))
     band.square().sum().backward()
-    errors = [relative(gather_tensor(band, manager=manager), output)]
+    errors = [relative_difference(gather_tensor(band, manager=manager), output)]
     largest = max(grad_of(parameter).abs().max().item() for parameter in plain.parameters())
     for ours, theirs in zip(sharded.parameters(), plain.parameters(), strict=True):
         summed = manager.transport.sum(grad_of(ours))
-        errors.append(relative(summed, grad_of(theirs), 1e-3 * largest))
+        errors.append(relative_difference(summed, grad_of(theirs), 1e-3 * largest))
     return max(errors)
 
 
@@ -172,17 +176,19 @@ def grad_of(parameter: Tensor) -> Tensor:
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
-def difference(ours: Tensor, theirs: Tensor) -> float:
+def max_difference(ours: Tensor, theirs: Tensor) -> float:
     """The largest absolute difference; infinite if the shapes differ."""
     return (ours - theirs).abs().max().item() if ours.shape == theirs.shape else float("inf")
 
 
-def relative(ours: Tensor, theirs: Tensor, floor: float = 0.0) -> float:
+def relative_difference(ours: Tensor, theirs: Tensor, floor: float = 0.0) -> float:
     """The largest difference relative to the largest entry, or to `floor` if that is larger."""
-    return difference(ours, theirs) / max(theirs.abs().max().item(), floor)
+    return max_difference(ours, theirs) / max(theirs.abs().max().item(), floor)
 
 
-def facts(device: torch.device, ranks: Ranks, manager: DomainParallelManager) -> dict[str, str]:
+def describe_environment(
+    device: torch.device, ranks: RankInfo, manager: DomainParallelManager
+) -> dict[str, str]:
     """Versions and hardware, as a bug report needs them."""
     cuda = device.type == "cuda"
     result = {"python": platform.python_version()}

@@ -10,10 +10,10 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from credit_dp.checks import home_replaced
+from credit_dp.checks import expand_home
 from credit_dp.errors import UserError
 
-Report = Callable[[str, float], None]  # what is being made, and the fraction done
+ProgressCallback = Callable[[str, float], None]  # what is being made, and the fraction done
 
 
 def cache_folder(path: str) -> Path:
@@ -22,7 +22,7 @@ def cache_folder(path: str) -> Path:
     Raises:
         UserError: it cannot be made or written in.
     """
-    folder = home_replaced("data.cache", path)
+    folder = expand_home("data.cache", path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -39,7 +39,7 @@ def fingerprint(*parts: object) -> str:
 
 
 @contextmanager
-def claim(path: Path, is_whole: Callable[[Path], bool]) -> Iterator[Path | None]:
+def create_once(path: Path, is_whole: Callable[[Path], bool]) -> Iterator[Path | None]:
     """Hold the sole right to make `path`: yields a temporary name to write, or None if it is there.
 
     However many processes claim it at once, one makes it and the others wait. The temporary name
@@ -50,7 +50,7 @@ def claim(path: Path, is_whole: Callable[[Path], bool]) -> Iterator[Path | None]
         path: the file or folder, as it is called when whole.
         is_whole: whether it is there and undamaged; what is damaged is removed.
     """
-    with FileLock(lock_of(path)):
+    with FileLock(lock_path(path)):
         if is_whole(path):
             yield None
             return
@@ -61,7 +61,7 @@ def claim(path: Path, is_whole: Callable[[Path], bool]) -> Iterator[Path | None]
         os.replace(temporary, path)
 
 
-def lock_of(path: Path) -> Path:
+def lock_path(path: Path) -> Path:
     """The file whose lock whoever makes `path` must hold."""
     return path.with_name(f"{path.name}.lock")
 

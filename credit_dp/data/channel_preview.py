@@ -8,13 +8,19 @@ import numpy as np
 
 from credit_dp.config import DataConfig
 from credit_dp.config.data import SPLITS
-from credit_dp.data.channels import Channels, expand, suggestions
-from credit_dp.data.dates import settled_dates, split_span
-from credit_dp.data.forcings import COMPUTED, COMPUTED_STATICS
+from credit_dp.data.channels import Channels, expand_channels, suggest_names
+from credit_dp.data.dates import resolve_dates, split_slice
+from credit_dp.data.forcings import COMPUTED_FORCINGS, COMPUTED_STATICS
 from credit_dp.data.grid import parse_grid
-from credit_dp.data.quickstart.dataset import AT_SURFACE, ON_LEVELS, STATICS, resolve_grid, runs
+from credit_dp.data.quickstart.dataset import (
+    LEVEL_VARIABLES,
+    STATIC_VARIABLES,
+    SURFACE_VARIABLES,
+    plan_runs,
+    resolve_grid,
+)
 from credit_dp.data.quickstart.dynamics import LEVELS
-from credit_dp.data.selection import check_keys, places_on_step
+from credit_dp.data.selection import check_variable_keys, data_step_indices
 from credit_dp.data.sources.base import Times
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
@@ -30,18 +36,18 @@ def expected_channels(config: DataConfig) -> Channels:
     """
     if config.name != "quickstart":
         return Store.open(replace(config, grid=None)).channels  # on whatever grid
-    timed = {**ON_LEVELS, **AT_SURFACE}
+    timed = {**LEVEL_VARIABLES, **SURFACE_VARIABLES}
     _check_names("prognostic", config.prognostic, timed)
     _check_names("diagnostic", config.diagnostic, timed)
-    _check_names("forcing", config.forcing, COMPUTED)
-    _check_names("static", config.static, {*STATICS, *COMPUTED_STATICS})
-    check_keys(config)
+    _check_names("forcing", config.forcing, COMPUTED_FORCINGS)
+    _check_names("static", config.static, {*STATIC_VARIABLES, *COMPUTED_STATICS})
+    check_variable_keys(config)
     levels = LEVELS if config.levels is None else config.levels
     return Channels(
-        prognostic=tuple(expand(config.prognostic, set(ON_LEVELS), levels)),
+        prognostic=tuple(expand_channels(config.prognostic, set(LEVEL_VARIABLES), levels)),
         forcing=tuple(config.forcing),
         static=tuple(config.static),
-        diagnostic=tuple(expand(config.diagnostic, set(ON_LEVELS), levels)),
+        diagnostic=tuple(expand_channels(config.diagnostic, set(LEVEL_VARIABLES), levels)),
     )
 
 
@@ -60,13 +66,13 @@ def quickstart_times(config: DataConfig) -> QuickstartTimes:
     Raises:
         UserError: dates are outside, or no two times are a step apart.
     """
-    times = np.concatenate([run.times for run in runs(config.quickstart)]).astype("M8[ns]")
-    times = times[places_on_step(times, config, config.name)]
+    times = np.concatenate([run.times for run in plan_runs(config.quickstart)]).astype("M8[ns]")
+    times = times[data_step_indices(times, config, config.name)]
     config = replace(config, store=config.name)  # as messages name it
     if config.dates.open:
-        config = replace(config, dates=settled_dates(config, times).dates)
+        config = replace(config, dates=resolve_dates(config, times).dates)
     for split in SPLITS:
-        split_span(config, split, times)
+        split_slice(config, split, times)
     return QuickstartTimes(config, times)
 
 
@@ -78,10 +84,10 @@ def expected_grid(config: DataConfig) -> tuple[int, int]:
     """
     if config.name != "quickstart":
         return Store.open(config).grid if config.grid is None else parse_grid(config.grid)
-    return small_grid(config)
+    return quickstart_grid(config)
 
 
-def small_grid(config: DataConfig) -> tuple[int, int]:
+def quickstart_grid(config: DataConfig) -> tuple[int, int]:
     """Rows and columns of `data.grid`, else those of the quickstart.
 
     Raises:
@@ -96,5 +102,5 @@ def _check_names(kind: str, names: Sequence[str], known: Collection[str]) -> Non
         if name not in known:
             raise UserError(
                 f"data.{kind}: the quickstart climate has no variable {name}. "
-                f"{suggestions(name, known)}"
+                f"{suggest_names(name, known)}"
             )

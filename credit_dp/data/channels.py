@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from credit_dp.fields import Fields
-from credit_dp.variable_names import meanings
+from credit_dp.variable_names import possible_canonical_names
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Channels:
         return Fields(on_levels, at_surface, others, frames, diagnostic=len(self.diagnostic))
 
     @property
-    def out(self) -> tuple[Channel, ...]:
+    def output_channels(self) -> tuple[Channel, ...]:
         """What comes out: the prognostic channels, then the diagnostic ones."""
         return self.prognostic + self.diagnostic
 
@@ -70,11 +70,15 @@ class Channels:
 
     def of(self, variable: str) -> slice:
         """Where the levels of one variable that comes out lie among the channels of `out`."""
-        places = [i for i, channel in enumerate(self.out) if channel.variable == variable]
+        places = [
+            i for i, channel in enumerate(self.output_channels) if channel.variable == variable
+        ]
         return slice(places[0], places[-1] + 1)
 
 
-def expand(variables: Sequence[str], on_levels: set[str], levels: Sequence[int]) -> list[Channel]:
+def expand_channels(
+    variables: Sequence[str], on_levels: set[str], levels: Sequence[int]
+) -> list[Channel]:
     """One channel per level of each variable in `on_levels`, one for any other, in config order."""
     channels = []
     for variable in variables:
@@ -83,16 +87,18 @@ def expand(variables: Sequence[str], on_levels: set[str], levels: Sequence[int])
     return channels
 
 
-def suggestions(wanted: str, available: Iterable[str]) -> str:
+def suggest_names(wanted: str, available: Iterable[str]) -> str:
     """What a message offers instead of an unknown name: close matches, or else what there is.
 
     Names are close by themselves or by what they mean, which is said of short ones.
     """
     labels = {}
     for name in sorted(available):
-        others = sorted(meanings(name) - {name})
+        others = sorted(possible_canonical_names(name) - {name})
         labels[name] = f"{name} ({' or '.join(others)})" if others else name
-    by_meaning = {long: text for name, text in labels.items() for long in meanings(name)} | labels
+    by_meaning = {
+        long: text for name, text in labels.items() for long in possible_canonical_names(name)
+    } | labels
     close = difflib.get_close_matches(wanted, by_meaning, n=3, cutoff=0.5)
     if close:
         return f"Nearest: {', '.join(dict.fromkeys(by_meaning[name] for name in close))}"

@@ -20,7 +20,7 @@ from credit_dp.data.channels import Channel, Channels
 from credit_dp.data.forcings import year_fraction
 from credit_dp.data.sources.base import Times
 from credit_dp.data.store import Store
-from credit_dp.data.streaming import TrainingDates, Window, bands
+from credit_dp.data.streaming import TrainingDates, Window, split_rows
 
 VERSION = 2  # of the definitions below: a new one makes old files unused
 HARMONICS = 2
@@ -47,7 +47,7 @@ class Climatology:
         self.hours = hours
         self.harmonics = (arrays[0].shape[2] - 1) // 2 if arrays else HARMONICS
         self._selected: tuple[slice, slice] | None = None
-        self._held: dict[int, NDArray[np.float32]] = {}
+        self._cached: dict[int, NDArray[np.float32]] = {}
 
     @classmethod
     def load(cls, path: Path, channels: Channels) -> "Climatology | None":
@@ -56,7 +56,7 @@ class Climatology:
             group = zarr.open_group(path, mode="r")
             said: Any = group.attrs[HOURS]
             hours = [int(hour) for hour in said]
-            names = variables_of(channels)
+            names = output_variables(channels)
             return cls([zarr.open_array(path / name, mode="r") for name in names], hours)
         except (OSError, ValueError, KeyError, TypeError):
             return None
@@ -69,9 +69,9 @@ class Climatology:
         NaN where there are no values. Between the hours that have a fit it is interpolated.
         """
         if self._selected != (rows, channels):
-            self._selected, self._held = (rows, channels), {}
+            self._selected, self._cached = (rows, channels), {}
         basis = seasonal_basis(np.array([time]), self.harmonics)[0].astype(np.float32)
-        before, after, part = neighbours(self.hours, float(hour_of_day(np.array([time]))[0]))
+        before, after, part = bracketing_hours(self.hours, float(hour_of_day(np.array([time]))[0]))
         found = np.einsum("k,ckhw->chw", basis, self._coefficients(before, rows, channels))
         if part:
             later = np.einsum("k,ckhw->chw", basis, self._coefficients(after, rows, channels))
@@ -87,12 +87,12 @@ class Climatology:
         return np.arange(len(times))
 
     def _coefficients(self, slot: int, rows: slice, channels: slice) -> NDArray[np.float32]:
-        if slot not in self._held:
+        if slot not in self._cached:
             fields = self._read(slot, rows, channels)
-            while self._held and (len(self._held) + 1) * fields.nbytes > HELD_BYTES:
-                self._held.pop(next(iter(self._held)))
-            self._held[slot] = fields
-        return self._held[slot]
+            while self._cached and (len(self._cached) + 1) * fields.nbytes > HELD_BYTES:
+                self._cached.pop(next(iter(self._cached)))
+            self._cached[slot] = fields
+        return self._cached[slot]
 
     def _read(self, slot: int, rows: slice, channels: slice) -> NDArray[np.float32]:
         """Read the coefficients of an hour of the day: `(C, K, rows, W)`."""
@@ -107,9 +107,9 @@ class Climatology:
         return np.concatenate(parts)
 
 
-def variables_of(channels: Channels) -> list[str]:
+def output_variables(channels: Channels) -> list[str]:
     """The variables that come out, each once, in order."""
-    return list(dict.fromkeys(channel.variable for channel in channels.out))
+    return list(dict.fromkeys(channel.variable for channel in channels.output_channels))
 
 
 def seasonal_basis(times: Times, harmonics: int) -> Matrix:
@@ -134,7 +134,7 @@ def fitted_hours(times: Times) -> list[int]:
     return third if len(present) > MOST_HOURS and third else present
 
 
-def neighbours(hours: list[int], hour: float) -> tuple[int, int, float]:
+def bracketing_hours(hours: list[int], hour: float) -> tuple[int, int, float]:
     """Between which places of `hours` an hour of the day lies, and how far on the way.
 
     The day goes round: after the last comes the first.
@@ -146,7 +146,7 @@ def neighbours(hours: list[int], hour: float) -> tuple[int, int, float]:
     return before, after, part if len(hours) > 1 else 0.0
 
 
-def resolved_harmonics(times: Times) -> int:
+def choose_harmonics(times: Times) -> int:
     """How many harmonics the dates determine: fewer than two where they leave out seasons.
 
     The variance of the fitted field, on the day on which it is greatest, is 5 times the residual
@@ -167,8 +167,8 @@ def resolved_harmonics(times: Times) -> int:
 
 def climatology_path(store: Store, folder: Path, every: int = 1) -> Path:
     """Where the climatology of this store, these variables and dates lies."""
-    times = store.times[TrainingDates.of(store, every).chosen]
-    description = store.description(variables_of(store.channels))
+    times = store.times[TrainingDates.of(store, every).indices]
+    description = store.description(output_variables(store.channels))
     name = fingerprint(VERSION, description, [str(time) for time in times])
     return folder / f"climatology-{name}.zarr"
 
@@ -183,13 +183,13 @@ class ClimatologyFit:
 
     def __init__(self, store: Store, dates: TrainingDates, path: Path) -> None:
         self._store = store
-        times = store.times[dates.chosen]
+        times = store.times[dates.indices]
         hours = fitted_hours(times)
         hour = hour_of_day(times).astype(int)
         # Each date's place among the hours that get a fit; -1 if it has none.
         self._slots = np.array([hours.index(h) if h in hours else -1 for h in hour])
         of_slot = [times[self._slots == slot] for slot in range(len(hours))]
-        harmonics = min(resolved_harmonics(some) for some in of_slot)
+        harmonics = min(choose_harmonics(some) for some in of_slot)
         self._basis = seasonal_basis(times, harmonics)
         self._inverse = [
             np.linalg.inv(b.T @ b) for b in (seasonal_basis(t, harmonics) for t in of_slot)
@@ -202,11 +202,11 @@ class ClimatologyFit:
     def bands(self, channels: tuple[Channel, ...]) -> list[slice]:
         """The rows that can be fitted at once."""
         per_point = 8 * len(self._inverse) * self._basis.shape[1]
-        return bands(self._store, channels, SUM_BYTES, per_point)
+        return split_rows(self._store, channels, SUM_BYTES, per_point)
 
     def begin(self, channels: tuple[Channel, ...], rows: slice) -> None:
         """Expect other channels or rows."""
-        out = set(self._store.channels.out)
+        out = set(self._store.channels.output_channels)
         self._channels = [(place, c) for place, c in enumerate(channels) if c in out]
         self._rows = rows
         points = (rows.stop - rows.start) * self._store.grid[1]
@@ -232,7 +232,9 @@ class ClimatologyFit:
         for slot, inverse in enumerate(self._inverse):
             for index, (_, channel) in enumerate(self._channels):
                 fitted = (inverse @ self._sums[slot, index]).reshape(-1, rows, columns)
-                level = channels.out.index(channel) - channels.of(channel.variable).start
+                level = (
+                    channels.output_channels.index(channel) - channels.of(channel.variable).start
+                )
                 array = self._arrays[channel.variable]
                 array[slot, level, :, self._rows] = fitted.astype(np.float32)
         self._sums = np.empty((0, 0, 0, 0))
@@ -243,7 +245,7 @@ class ClimatologyFit:
         height, width = self._store.grid
         count = self._basis.shape[1]
         arrays = {}
-        for variable in variables_of(self._store.channels):
+        for variable in output_variables(self._store.channels):
             span = self._store.channels.of(variable)
             levels = span.stop - span.start
             arrays[variable] = group.create_array(

@@ -90,22 +90,22 @@ def insolation(times: NDArray[np.datetime64], latitude: Array, longitude: Array)
     # Where the sun neither rises nor sets, the day is a whole turn or nothing.
     with np.errstate(divide="ignore", invalid="ignore"):
         half_day = np.arccos(np.clip(-constant / swing, -1, 1))
-    mean = _in_daylight(start, constant, swing, half_day)
+    mean = _mean_sun_height(start, constant, swing, half_day)
     # An hour that runs over midnight may meet the next day's sunrise.
     over = start + HOUR_ANGLE > np.pi
     for time in np.flatnonzero(over.any(axis=1)):
         part = slice(time, time + 1)
         columns = over[time]
         later = start[part, columns] - 2 * np.pi
-        mean[time][:, columns] += _in_daylight(later, constant[part], swing[part], half_day[part])[
-            0
-        ]
+        mean[time][:, columns] += _mean_sun_height(
+            later, constant[part], swing[part], half_day[part]
+        )[0]
     flux = SOLAR_CONSTANT / sun.distance**2
     mean *= flux[:, None, None]
     return np.maximum(mean, 0, out=mean)
 
 
-def _in_daylight(start: Array, constant: Array, swing: Array, half_day: Array) -> Array:
+def _mean_sun_height(start: Array, constant: Array, swing: Array, half_day: Array) -> Array:
     """The mean over an hour of the sine of the sun's height, as long as it is up.
 
     That is `constant + swing cos(h)` at hour angle `h`; it is up for `-half_day < h < half_day`.
@@ -196,7 +196,7 @@ def _of_longitude(function: Callable[[Values], Values]) -> Static:
     return static
 
 
-COMPUTED: Mapping[str, Forcing] = MappingProxyType(
+COMPUTED_FORCINGS: Mapping[str, Forcing] = MappingProxyType(
     {
         "day_of_year_sin": _of_season(np.sin),
         "day_of_year_cos": _of_season(np.cos),

@@ -64,7 +64,7 @@ def rows_touched(height: int, ranks: int, chunk: int, from_south: bool = False) 
     ]
 
 
-def most_rows_touched(height: int, ranks: int, chunk: int) -> int:
+def max_rows_touched(height: int, ranks: int, chunk: int) -> int:
     """Of all ranks; chunks begin at the pole where that is worse."""
     return max(max(rows_touched(height, ranks, chunk, south)) for south in (False, True))
 

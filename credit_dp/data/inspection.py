@@ -8,9 +8,9 @@ from typing import final
 import numpy as np
 
 from credit_dp.data.channels import Channel
-from credit_dp.data.grid import POLE, most_rows_touched, row_amplification
-from credit_dp.data.sources.base import Source, Times, Variable, names_of
-from credit_dp.variable_names import is_long
+from credit_dp.data.grid import POLE, max_rows_touched, row_amplification
+from credit_dp.data.sources.base import Source, Times, VariableInfo, all_names
+from credit_dp.variable_names import has_short_names
 
 CELL = 4  # bytes of a value as it is read, float32
 AT_POLE = 1e-3  # degrees
@@ -18,7 +18,7 @@ AT_POLE = 1e-3  # degrees
 
 @final
 @dataclass(frozen=True)
-class Gap:
+class TimeGap:
     """Times that are not there, between two that are."""
 
     after: str
@@ -28,7 +28,7 @@ class Gap:
 
 @final
 @dataclass(frozen=True)
-class Dates:
+class TimeAxisReport:
     """The time axis.
 
     Attributes:
@@ -43,13 +43,13 @@ class Dates:
     last: str
     count: int
     spacing_hours: float
-    gaps: tuple[Gap, ...]
+    gaps: tuple[TimeGap, ...]
     missing: int
 
 
 @final
 @dataclass(frozen=True)
-class Chunks:
+class ChunkReport:
     """What is read at once of one variable, and what that costs a band.
 
     Attributes:
@@ -77,12 +77,12 @@ class VariableReport:
     units: str
     standard_name: str
     problem: str
-    chunks: Chunks | None
+    chunks: ChunkReport | None
 
 
 @final
 @dataclass(frozen=True)
-class Report:
+class StoreReport:
     """A whole store.
 
     Attributes:
@@ -100,7 +100,7 @@ class Report:
     latitude: tuple[float, float]
     longitude: tuple[float, float]
     poles: bool
-    dates: Dates
+    dates: TimeAxisReport
     variables: tuple[VariableReport, ...]
     long_names: dict[str, str]
     sample_bytes: int
@@ -108,7 +108,7 @@ class Report:
     decoded_bytes: dict[int, int]
 
 
-def inspected(source: Source, domains: Sequence[int]) -> Report:
+def inspect_source(source: Source, domains: Sequence[int]) -> StoreReport:
     """Look at a store, reading no fields.
 
     Args:
@@ -116,23 +116,23 @@ def inspected(source: Source, domains: Sequence[int]) -> Report:
             are left out.
     """
     possible = [ranks for ranks in domains if ranks <= source.grid[0]]
-    variables = tuple(_variable(source, name, possible) for name in source.variables)
+    variables = tuple(_report_variable(source, name, possible) for name in source.variables)
     timed = [variable for variable in variables if variable.chunks is not None]
     cells = {v.name: max(1, len(v.levels)) * math.prod(source.grid) for v in timed}
     total = sum(cells.values())
-    return Report(
+    return StoreReport(
         where=source.where,
         form=type(source).__name__.removesuffix("Source").lower(),
         grid=source.grid,
         latitude=(float(source.latitude[0]), float(source.latitude[-1])),
         longitude=(float(source.longitude[0]), float(source.longitude[-1])),
         poles=bool(POLE - np.abs(source.latitude).max() < AT_POLE),
-        dates=dates_of(source.times),
+        dates=report_time_axis(source.times),
         variables=variables,
         long_names={
             name: source.variables[name].stored
-            for name in names_of(source.variables)
-            if is_long(name) and source.variables[name].stored
+            for name in all_names(source.variables)
+            if has_short_names(name) and source.variables[name].stored
         },
         sample_bytes=CELL * total,
         amplification={
@@ -147,18 +147,22 @@ def inspected(source: Source, domains: Sequence[int]) -> Report:
     )
 
 
-def dates_of(times: Times) -> Dates:
+def report_time_axis(times: Times) -> TimeAxisReport:
     """The times, and where some are missing."""
     steps = np.diff(times)
     values, counts = np.unique(steps, return_counts=True)
     spacing = values[np.argmax(counts)] if len(values) else np.timedelta64(0, "ns")
     gaps = tuple(
-        Gap(_iso(times[place]), _iso(times[place + 1]), int(steps[place] / spacing) - 1)
+        TimeGap(
+            _format_minute(times[place]),
+            _format_minute(times[place + 1]),
+            int(steps[place] / spacing) - 1,
+        )
         for place in np.flatnonzero(steps > spacing)
     )
-    return Dates(
-        first=_iso(times[0]),
-        last=_iso(times[-1]),
+    return TimeAxisReport(
+        first=_format_minute(times[0]),
+        last=_format_minute(times[-1]),
         count=len(times),
         spacing_hours=float(spacing / np.timedelta64(1, "h")),
         gaps=gaps,
@@ -184,11 +188,11 @@ def _fields_decoded(chunk: tuple[int, int, int, int], channels: int) -> float:
     return chunk[0] * touched / channels
 
 
-def _variable(source: Source, name: str, domains: Sequence[int]) -> VariableReport:
+def _report_variable(source: Source, name: str, domains: Sequence[int]) -> VariableReport:
     variable = source.variables[name]
     chunks = None
     if variable.timed and not variable.problem:
-        chunks = _chunks(source, name, variable, domains)
+        chunks = _report_chunks(source, name, variable, domains)
     return VariableReport(
         name,
         variable.timed,
@@ -200,7 +204,9 @@ def _variable(source: Source, name: str, domains: Sequence[int]) -> VariableRepo
     )
 
 
-def _chunks(source: Source, name: str, variable: Variable, domains: Sequence[int]) -> Chunks:
+def _report_chunks(
+    source: Source, name: str, variable: VariableInfo, domains: Sequence[int]
+) -> ChunkReport:
     channels = [Channel(name, level) for level in variable.levels or (None,)]
     chunk = source.chunk_shape(channels[0])
     # Chunks may hold other variables too: those count as wanted, for a sample has them all.
@@ -210,15 +216,15 @@ def _chunks(source: Source, name: str, variable: Variable, domains: Sequence[int
         if found.timed and not found.problem
         for level in found.levels or (None,)
     ]
-    group = next(x for x in source.together(everything) if channels[0] in x)
+    group = next(x for x in source.group_by_chunk(everything) if channels[0] in x)
     height, width = source.grid
     found = {ranks: amplification(chunk, len(group), height, ranks) for ranks in domains}
     row_bytes = CELL * len(channels) * width * _fields_decoded(chunk, len(group))
     decoded = {
-        ranks: round(row_bytes * most_rows_touched(height, ranks, chunk[2])) for ranks in domains
+        ranks: round(row_bytes * max_rows_touched(height, ranks, chunk[2])) for ranks in domains
     }
-    return Chunks(chunk, source.times_together(channels[0]), found, decoded)
+    return ChunkReport(chunk, source.times_together(channels[0]), found, decoded)
 
 
-def _iso(time: np.datetime64) -> str:
+def _format_minute(time: np.datetime64) -> str:
     return str(time.astype("M8[m]"))

@@ -14,21 +14,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from credit_dp.config import DataConfig
-from credit_dp.data.channels import Channel, suggestions
-from credit_dp.data.sources.base import Fields, Source, Variable
+from credit_dp.data.channels import Channel, suggest_names
+from credit_dp.data.sources.base import Fields, Source, VariableInfo
 from credit_dp.data.units import (
     ACCUMULATED,
     CONVERSIONS,
-    KNOWN,
-    SAYS_NOTHING,
-    Known,
-    canonical,
-    unit_after,
+    KNOWN_VARIABLES,
+    UNSPECIFIED_UNITS,
+    KnownVariable,
+    canonical_unit,
+    converted_unit,
 )
 from credit_dp.errors import UserError
-from credit_dp.variable_names import UPPER, long_name, meaning
+from credit_dp.variable_names import UPPER_AIR_NAMES, canonical_name, long_name
 
-FACTOR = 1e3  # times the spread of the training dates, for variables that are not known
+SPREAD_FACTOR = 1e3  # times the spread of the training dates, for variables that are not known
 SAMPLED_POINTS = 20_000  # of each field, from which percentiles are taken
 CACHED = 2**22  # values; fewer are in the processor's cache when they are looked at once more
 LARGEST = float(np.finfo(np.float32).max)
@@ -39,7 +39,7 @@ SMALL_FILLS = (-999, -999.9, -9999, -99999, 9999, 99999, -32767, -32768, 32767, 
 FILL_VALUES = np.array([*LARGE_FILLS, *SMALL_FILLS])
 
 
-class Range(NamedTuple):
+class ValueRange(NamedTuple):
     """The smallest and the largest value that is believed."""
 
     low: float
@@ -51,70 +51,70 @@ class Range(NamedTuple):
 # Sources: WMO World Weather and Climate Extremes Archive (2 m temperature -89.2 to 56.7 degC, mean
 # sea level pressure 870 to 1084.8 hPa, rain of a day 1.825 m); ERA5 on its 137 model levels, up to
 # 0.01 hPa; solar constant 1361 W m-2 (Kopp & Lean 2011), which bounds energies of a day.
-_FRACTION = Range(-0.5, 1.5)
-_WIND = Range(-300.0, 300.0)
-_SURFACE_WIND = Range(-150.0, 150.0)
-_WATER_CONTENT = Range(-0.01, 0.1)
-_TEMPERATURE_NEAR_SURFACE = Range(150.0, 350.0)
-PHYSICAL: Mapping[str, Range] = {
-    "geopotential": Range(-2e4, 2e6),  # on pressure levels see `_geopotential`
-    "temperature": Range(100.0, 400.0),
+_FRACTION = ValueRange(-0.5, 1.5)
+_WIND = ValueRange(-300.0, 300.0)
+_SURFACE_WIND = ValueRange(-150.0, 150.0)
+_WATER_CONTENT = ValueRange(-0.01, 0.1)
+_TEMPERATURE_NEAR_SURFACE = ValueRange(150.0, 350.0)
+PHYSICAL_RANGES: Mapping[str, ValueRange] = {
+    "geopotential": ValueRange(-2e4, 2e6),  # on pressure levels see `_geopotential_range`
+    "temperature": ValueRange(100.0, 400.0),
     "u_component_of_wind": _WIND,
     "v_component_of_wind": _WIND,
-    "wind_speed": Range(-1.0, 300.0),
-    "vertical_velocity": Range(-100.0, 100.0),
+    "wind_speed": ValueRange(-1.0, 300.0),
+    "vertical_velocity": ValueRange(-100.0, 100.0),
     "specific_humidity": _WATER_CONTENT,
-    "relative_humidity": Range(-50.0, 250.0),
-    "vorticity": Range(-0.1, 0.1),
-    "divergence": Range(-0.1, 0.1),
-    "potential_vorticity": Range(-100.0, 100.0),
-    "ozone_mass_mixing_ratio": Range(-1e-4, 1e-3),
+    "relative_humidity": ValueRange(-50.0, 250.0),
+    "vorticity": ValueRange(-0.1, 0.1),
+    "divergence": ValueRange(-0.1, 0.1),
+    "potential_vorticity": ValueRange(-100.0, 100.0),
+    "ozone_mass_mixing_ratio": ValueRange(-1e-4, 1e-3),
     "fraction_of_cloud_cover": _FRACTION,
     "specific_cloud_liquid_water_content": _WATER_CONTENT,
     "specific_cloud_ice_water_content": _WATER_CONTENT,
     "specific_rain_water_content": _WATER_CONTENT,
     "specific_snow_water_content": _WATER_CONTENT,
     "2m_temperature": _TEMPERATURE_NEAR_SURFACE,
-    "2m_dewpoint_temperature": Range(100.0, 350.0),
+    "2m_dewpoint_temperature": ValueRange(100.0, 350.0),
     "10m_u_component_of_wind": _SURFACE_WIND,
     "10m_v_component_of_wind": _SURFACE_WIND,
     "100m_u_component_of_wind": _SURFACE_WIND,
     "100m_v_component_of_wind": _SURFACE_WIND,
-    "10m_wind_speed": Range(-1.0, 150.0),
-    "instantaneous_10m_wind_gust": Range(-1.0, 200.0),
-    "mean_sea_level_pressure": Range(8e4, 1.2e5),
-    "surface_pressure": Range(2.5e4, 1.2e5),
-    "skin_temperature": Range(150.0, 400.0),
-    "sea_surface_temperature": Range(250.0, 350.0),
+    "10m_wind_speed": ValueRange(-1.0, 150.0),
+    "instantaneous_10m_wind_gust": ValueRange(-1.0, 200.0),
+    "mean_sea_level_pressure": ValueRange(8e4, 1.2e5),
+    "surface_pressure": ValueRange(2.5e4, 1.2e5),
+    "skin_temperature": ValueRange(150.0, 400.0),
+    "sea_surface_temperature": ValueRange(250.0, 350.0),
     "sea_ice_cover": _FRACTION,
     "ice_temperature_layer_1": _TEMPERATURE_NEAR_SURFACE,
     "temperature_of_snow_layer": _TEMPERATURE_NEAR_SURFACE,
-    "snow_depth": Range(-1.0, 100.0),
-    "snow_density": Range(-1.0, 1500.0),
+    "snow_depth": ValueRange(-1.0, 100.0),
+    "snow_density": ValueRange(-1.0, 1500.0),
     "total_cloud_cover": _FRACTION,
     "low_cloud_cover": _FRACTION,
     "medium_cloud_cover": _FRACTION,
     "high_cloud_cover": _FRACTION,
-    "total_column_water": Range(-10.0, 200.0),
-    "total_column_water_vapour": Range(-10.0, 200.0),
-    "boundary_layer_height": Range(-100.0, 2e4),
-    "convective_available_potential_energy": Range(-100.0, 5e4),
-    "geopotential_at_surface": Range(-1e4, 1e5),
+    "total_column_water": ValueRange(-10.0, 200.0),
+    "total_column_water_vapour": ValueRange(-10.0, 200.0),
+    "boundary_layer_height": ValueRange(-100.0, 2e4),
+    "convective_available_potential_energy": ValueRange(-100.0, 5e4),
+    "geopotential_at_surface": ValueRange(-1e4, 1e5),
     "land_sea_mask": _FRACTION,
     "lake_cover": _FRACTION,
-    "lake_depth": Range(-100.0, 1.2e4),
+    "lake_depth": ValueRange(-100.0, 1.2e4),
     "high_vegetation_cover": _FRACTION,
     "low_vegetation_cover": _FRACTION,
-    "standard_deviation_of_orography": Range(-10.0, 5e3),
-    "standard_deviation_of_filtered_subgrid_orography": Range(-10.0, 5e3),
+    "standard_deviation_of_orography": ValueRange(-10.0, 5e3),
+    "standard_deviation_of_filtered_subgrid_orography": ValueRange(-10.0, 5e3),
     "slope_of_sub_gridscale_orography": _FRACTION,
     "anisotropy_of_sub_gridscale_orography": _FRACTION,
-    "angle_of_sub_gridscale_orography": Range(-7.0, 7.0),
-    **{f"soil_temperature_level_{layer}": Range(150.0, 400.0) for layer in "1234"},
+    "angle_of_sub_gridscale_orography": ValueRange(-7.0, 7.0),
+    **{f"soil_temperature_level_{layer}": ValueRange(150.0, 400.0) for layer in "1234"},
     **{f"volumetric_soil_water_layer_{layer}": _FRACTION for layer in "1234"},
 }
 # Of sums, over whatever span up to a day: depths of water in m, energies in J m-2.
-_OF_SUMS = {"m": Range(-1.0, 2.0), "J m-2": Range(-3e8, 3e8)}
+_OF_SUMS = {"m": ValueRange(-1.0, 2.0), "J m-2": ValueRange(-3e8, 3e8)}
 
 # The height of a pressure level lies between those in two isothermal atmospheres, one colder, one
 # warmer than any: Phi = R T ln(p_msl / p).
@@ -123,14 +123,16 @@ _COLDEST, _WARMEST = 180.0, 320.0  # K, mean over the layer
 _DEEPEST, _HIGHEST = 800.0, 1200.0  # hPa, mean sea level pressure
 
 
-def _geopotential(level: int) -> Range:
+def _geopotential_range(level: int) -> ValueRange:
     """The physical limits of geopotential on a level in hPa, in m2 s-2."""
     least, most = np.log(_DEEPEST / level), np.log(_HIGHEST / level)
     low = min(_GAS_CONSTANT * temperature * least for temperature in (_COLDEST, _WARMEST))
-    return Range(float(low), float(_GAS_CONSTANT * _WARMEST * most))
+    return ValueRange(float(low), float(_GAS_CONSTANT * _WARMEST * most))
 
 
-def physical_range(name: str, variable: Variable, level: int | None, unit: str) -> Range | None:
+def physical_range(
+    name: str, variable: VariableInfo, level: int | None, unit: str
+) -> ValueRange | None:
     """The physical limits of a known variable, in the unit that its values have.
 
     Args:
@@ -142,36 +144,41 @@ def physical_range(name: str, variable: Variable, level: int | None, unit: str) 
         None for a variable or a unit of which nothing is known.
     """
     long, level = long_name(name, level)
-    names = [UPPER.get(long, long)]
-    if names[0] not in KNOWN:
+    names = [UPPER_AIR_NAMES.get(long, long)]
+    if names[0] not in KNOWN_VARIABLES:
         standard = variable.standard_name
-        names = [known for known, entry in KNOWN.items() if standard in entry.standard_names]
-    found = [_in_unit(_limits(known, variable, level), KNOWN[known], unit) for known in names]
+        names = [
+            known for known, entry in KNOWN_VARIABLES.items() if standard in entry.standard_names
+        ]
+    found = [
+        _convert_range(_range_in_known_unit(known, variable, level), KNOWN_VARIABLES[known], unit)
+        for known in names
+    ]
     ranges = [one for one in found if one is not None]
     if not ranges or len(ranges) < len(found):
         return None
-    return Range(min(one.low for one in ranges), max(one.high for one in ranges))
+    return ValueRange(min(one.low for one in ranges), max(one.high for one in ranges))
 
 
-def _limits(name: str, variable: Variable, level: int | None) -> Range | None:
+def _range_in_known_unit(name: str, variable: VariableInfo, level: int | None) -> ValueRange | None:
     """The physical limits of a known variable in its known unit."""
     if name == "geopotential" and level is not None and not variable.model_levels:
-        return _geopotential(level)
-    return PHYSICAL.get(name) or _OF_SUMS.get(KNOWN[name].unit)
+        return _geopotential_range(level)
+    return PHYSICAL_RANGES.get(name) or _OF_SUMS.get(KNOWN_VARIABLES[name].unit)
 
 
-def _in_unit(limits: Range | None, known: Known, unit: str) -> Range | None:
+def _convert_range(limits: ValueRange | None, known: KnownVariable, unit: str) -> ValueRange | None:
     """Limits in the known unit as limits in another one; None where no conversion is known."""
-    own, needed = canonical(unit), canonical(known.unit)
-    if limits is None or own in (*SAYS_NOTHING, needed):
+    own, needed = canonical_unit(unit), canonical_unit(known.unit)
+    if limits is None or own in (*UNSPECIFIED_UNITS, needed):
         return limits
     if (own, needed) not in CONVERSIONS:
         return None
     scale, offset = CONVERSIONS[own, needed]
-    return Range((limits.low - offset) / scale, (limits.high - offset) / scale)
+    return ValueRange((limits.low - offset) / scale, (limits.high - offset) / scale)
 
 
-def sampled_ranges(fields: Iterable[Fields], channels: Sequence[Channel]) -> dict[str, Range]:
+def sampled_ranges(fields: Iterable[Fields], channels: Sequence[Channel]) -> dict[str, ValueRange]:
     """The ranges of channels of which nothing is known, from fields `(C, H, W)` of some dates.
 
     Damaged fields among them do no harm: percentiles are those of each date by itself, of which the
@@ -186,9 +193,9 @@ def sampled_ranges(fields: Iterable[Fields], channels: Sequence[Channel]) -> dic
         if not len(of_dates):
             continue
         low, middle, high = np.median(of_dates, axis=0)
-        reach = FACTOR * (high - low)
+        reach = SPREAD_FACTOR * (high - low)
         if reach > 0:
-            found[channel.name] = Range(float(middle - reach), float(middle + reach))
+            found[channel.name] = ValueRange(float(middle - reach), float(middle + reach))
     return found
 
 
@@ -242,32 +249,32 @@ class ValueLimits:
     """
 
     def __init__(
-        self, source: Source, config: DataConfig, sampled: Mapping[str, Range] | None = None
+        self, source: Source, config: DataConfig, sampled: Mapping[str, ValueRange] | None = None
     ) -> None:
         self._source, self._config = source, config
-        self.sampled = dict(sampled or {})
-        self._ranges: dict[Channel, Range | None] = {}
+        self.sampled_ranges = dict(sampled or {})
+        self._ranges: dict[Channel, ValueRange | None] = {}
 
-    def of(self, channel: Channel) -> Range | None:
+    def of(self, channel: Channel) -> ValueRange | None:
         """The range of a channel; None if it has none."""
         if channel not in self._ranges:
             self._ranges[channel] = self._range(channel)
         return self._ranges[channel]
 
-    def unknown(self, channels: Iterable[Channel]) -> list[Channel]:
+    def channels_without_range(self, channels: Iterable[Channel]) -> list[Channel]:
         """The channels whose range has to be sampled."""
-        return [c for c in channels if not self._is_given(c) and self._known(c) is None]
+        return [c for c in channels if not self._is_given(c) and self._known_range(c) is None]
 
-    def within(
+    def in_range(
         self, channels: Sequence[Channel], lowest: Fields, highest: Fields
     ) -> NDArray[np.bool_]:
         """Which fields have values everywhere, all within the range: `(T, C)`, as `extremes`."""
-        unlimited = Range(-LARGEST, LARGEST)
+        unlimited = ValueRange(-LARGEST, LARGEST)
         low, high = np.array([self.of(channel) or unlimited for channel in channels]).T
         found: NDArray[np.bool_] = (lowest >= low) & (highest <= high)
         return found
 
-    def farthest(self, channel: Channel, field: Fields) -> tuple[int, ...] | None:
+    def farthest_outlier(self, channel: Channel, field: Fields) -> tuple[int, ...] | None:
         """Where in `field`, of any shape, the value farthest out of range is; None if none is.
 
         NaN is not looked at.
@@ -286,7 +293,7 @@ class ValueLimits:
         at = np.unravel_index(int(beyond.argmax()), beyond.shape)
         return tuple(map(int, at)) if beyond[at] > 0 else None
 
-    def implausible(self, channel: Channel, field: Fields) -> bool:
+    def is_implausible(self, channel: Channel, field: Fields) -> bool:
         """Whether a field is too far out of range to be the forecast of a poor model.
 
         It is if most values are out of range, or one by more than the width of the range.
@@ -316,7 +323,7 @@ class ValueLimits:
         Raises:
             UserError: names the value that is farthest away, where it is, and what it looks like.
         """
-        found = self.farthest(channel, field)
+        found = self.farthest_outlier(channel, field)
         if found is None:
             return
         time, row, column = found[0], found[1] + first_row, found[2]
@@ -324,10 +331,10 @@ class ValueLimits:
         at = f"{date}row {row}, column {column}"
         raise UserError(
             f"{self._source.location(channel, place, row, column)}: "
-            f"{self.message(channel, field[time], found, at)}"
+            f"{self.out_of_range_message(channel, field[time], found, at)}"
         )
 
-    def message(
+    def out_of_range_message(
         self, channel: Channel, field: Fields, at: tuple[int, ...], when: str, other: str = ""
     ) -> str:
         """What is said of a value out of range; where it was read from comes before it.
@@ -344,7 +351,7 @@ class ValueLimits:
         name, value, unit = channel.variable, float(field[at[-2:]]), self._unit(channel)
         level = "" if channel.level is None else f" on level {channel.level}"
         why = " (1000 times the spread of the training dates)" if self._is_sampled(channel) else ""
-        cause = self._cause(channel, field, limits, value) + other
+        cause = self._likely_cause(channel, field, limits, value) + other
         many = int(np.count_nonzero((field < limits.low) | (field > limits.high)))
         return (
             f"{name}{level} is {value:.6g} at {when}, but its limits are {limits.low:.6g} to "
@@ -353,7 +360,9 @@ class ValueLimits:
             f"'data.limits={{{name}:[LOW,HIGH]}}', or {{{name}:null}} for no limits."
         )
 
-    def _cause(self, channel: Channel, field: Fields, limits: Range, value: float) -> str:
+    def _likely_cause(
+        self, channel: Channel, field: Fields, limits: ValueRange, value: float
+    ) -> str:
         """What values outside of the limits look like."""
         fills = np.isclose(FILL_VALUES, value, rtol=1e-5).any()
         same = int(np.count_nonzero(field == np.float32(value)))
@@ -362,7 +371,7 @@ class ValueLimits:
             return f"a fill value that no attribute of the store declares{points}"
         values = field[np.isfinite(field)].astype(np.float64)
         most = np.mean((values < limits.low) | (values > limits.high)) > 0.5
-        unit = canonical(self._unit(channel)) or self._needs(channel)
+        unit = canonical_unit(self._unit(channel)) or self._known_unit(channel)
         damaged = "a damaged chunk"
         for (old, new), (scale, offset) in CONVERSIONS.items():
             converted = values * scale + offset
@@ -379,11 +388,11 @@ class ValueLimits:
         key = f"data.variables.{channel.variable}.convert"
         return f"{old}, and the store gives no unit: set {key}='{old}->{new}'"
 
-    def _range(self, channel: Channel) -> Range | None:
+    def _range(self, channel: Channel) -> ValueRange | None:
         if self._is_given(channel):
             given = self._given(channel)
-            return None if given is None else Range(float(given[0]), float(given[1]))
-        return self._known(channel) or self.sampled.get(channel.name)
+            return None if given is None else ValueRange(float(given[0]), float(given[1]))
+        return self._known_range(channel) or self.sampled_ranges.get(channel.name)
 
     def _is_given(self, channel: Channel) -> bool:
         return channel.name in self._config.limits or channel.variable in self._config.limits
@@ -394,9 +403,9 @@ class ValueLimits:
         return found
 
     def _is_sampled(self, channel: Channel) -> bool:
-        return not self._is_given(channel) and self._known(channel) is None
+        return not self._is_given(channel) and self._known_range(channel) is None
 
-    def _known(self, channel: Channel) -> Range | None:
+    def _known_range(self, channel: Channel) -> ValueRange | None:
         summed = self._config.of(channel.variable).accumulated
         if summed and long_name(channel.variable)[0] not in ACCUMULATED:
             return None  # a sum over time of what is no sum elsewhere is another quantity
@@ -405,15 +414,17 @@ class ValueLimits:
         days = self._config.step_hours / 24
         if found is None or days <= 1 or long_name(channel.variable)[0] not in ACCUMULATED:
             return found
-        return Range(found.low * days, found.high * days)
+        return ValueRange(found.low * days, found.high * days)
 
     def _unit(self, channel: Channel) -> str:
-        return unit_after(self._source, channel.variable, self._config)
+        return converted_unit(self._source, channel.variable, self._config)
 
-    def _needs(self, channel: Channel) -> str:
+    def _known_unit(self, channel: Channel) -> str:
         """The known unit of a variable; empty if it is not known."""
-        known = KNOWN.get(channel.variable) or KNOWN.get(meaning(channel.variable))
-        return canonical(known.unit) if known else ""
+        known = KNOWN_VARIABLES.get(channel.variable) or KNOWN_VARIABLES.get(
+            canonical_name(channel.variable)
+        )
+        return canonical_unit(known.unit) if known else ""
 
 
 def check_limit_keys(config: DataConfig, channels: Iterable[Channel]) -> None:
@@ -427,5 +438,5 @@ def check_limit_keys(config: DataConfig, channels: Iterable[Channel]) -> None:
         if key not in names:
             raise UserError(
                 f"data.limits.{key}: no list of the data config has a variable {key}. "
-                f"{suggestions(key, names)}. Change data.limits, or add it to a list."
+                f"{suggest_names(key, names)}. Change data.limits, or add it to a list."
             )

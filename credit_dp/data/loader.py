@@ -19,27 +19,33 @@ from torch import Tensor
 
 from credit_dp.config import VariableConfig
 from credit_dp.data.channels import Channels
-from credit_dp.data.dates import Dated, Times, split_span
-from credit_dp.data.forcings import COMPUTED, COMPUTED_STATICS
-from credit_dp.data.sampling import ONE_STEP, Lengths, SampleSequence, frame_steps, sample_times
-from credit_dp.data.scaling import ChannelScales, Extent
-from credit_dp.data.setup import Prepared
+from credit_dp.data.dates import HasTimes, Times, split_slice
+from credit_dp.data.forcings import COMPUTED_FORCINGS, COMPUTED_STATICS
+from credit_dp.data.sampling import (
+    ONE_STEP,
+    RolloutLengths,
+    SampleSequence,
+    frame_offsets,
+    sample_times,
+)
+from credit_dp.data.scaling import ChannelScaler, ChannelStatistics
+from credit_dp.data.setup import TrainingData
 from credit_dp.data.sources.base import Fields
-from credit_dp.data.sources.shared import SharedSource, Trade
+from credit_dp.data.sources.shared import ChunkExchange, SharedSource
 from credit_dp.data.statistics import Statistics
 from credit_dp.data.store import Store
 
-__all__ = ["Batch", "Loader", "Reads", "spanning_gaps"]
+__all__ = ["Batch", "Loader", "BatchSelection", "count_samples_across_gaps"]
 
 
 T = TypeVar("T")
 Tasks = SimpleQueue[Callable[[], None] | None]
 
-PATIENCE = 5.0  # seconds for what is being read when reading is closed
+CLOSE_TIMEOUT = 5.0  # seconds for what is being read when reading is closed
 
 
 @final
-class ReadingThreads:
+class ReaderThreadPool:
     """Some threads that begin tasks in the order in which they came.
 
     They end with the process, unlike those of `concurrent.futures`, which a process waits for: a
@@ -62,11 +68,13 @@ class ReadingThreads:
             raise RuntimeError("reading was closed")
         for number in range(len(self._threads), self._count):
             name = f"loader-{number}"
-            thread = threading.Thread(target=_work, args=(self._tasks,), name=name, daemon=True)
+            thread = threading.Thread(
+                target=_run_tasks, args=(self._tasks,), name=name, daemon=True
+            )
             thread.start()
             self._threads.append(thread)
         future: Future[T] = Future()
-        self._tasks.put(partial(_run, future, task))
+        self._tasks.put(partial(_run_task, future, task))
         return future
 
     def close(self) -> None:
@@ -74,7 +82,7 @@ class ReadingThreads:
         if self._closed:
             return
         self._closed = True
-        patience = PATIENCE
+        patience = CLOSE_TIMEOUT
         for _ in self._threads:
             self._tasks.put(None)
         for thread in self._threads:
@@ -82,13 +90,13 @@ class ReadingThreads:
             patience = 0.0 if thread.is_alive() else patience
 
 
-def _work(tasks: Tasks) -> None:
+def _run_tasks(tasks: Tasks) -> None:
     while (task := tasks.get()) is not None:
         task()
         del task  # a batch lives no longer than somebody wants it
 
 
-def _run(future: Future[T], task: Callable[[], T]) -> None:
+def _run_task(future: Future[T], task: Callable[[], T]) -> None:
     if not future.set_running_or_notify_cancel():
         return
     try:
@@ -104,14 +112,14 @@ class Batch:
     """Samples on one band of rows, normalised.
 
     Shapes:
-        `now`: `(B, frames * C, h, W)`, the states of so many steps, the newest last; `target`, of
+        `state`: `(B, frames * C, h, W)`, the states of so many steps, the newest last; `target`, of
         the steps after that: `(B, steps * outputs, h, W)`, in each prognostic channels then
         diagnostic ones; `forcing`, at the newest one's time and the steps after it:
         `(B, steps * F, h, W)`; `static`: `(B, S, h, W)`; `times`, of the newest: `(B,)`
         datetime64[ns].
     """
 
-    now: Tensor
+    state: Tensor
     forcing: Tensor
     static: Tensor
     target: Tensor
@@ -121,7 +129,7 @@ class Batch:
         """The same batch on another device."""
         moved = {
             name: getattr(self, name).to(device, non_blocking=True)
-            for name in ("now", "forcing", "target")
+            for name in ("state", "forcing", "target")
         }
         static = self.static[:1].to(device, non_blocking=True)  # the same for all samples
         return replace(self, **moved, static=static.expand(len(self.times), -1, -1, -1))
@@ -138,7 +146,7 @@ class Batch:
 
 @final
 @dataclass(frozen=True)
-class Reads:
+class BatchSelection:
     """What of a batch is read; the rest has no channels.
 
     `inputs`: all that goes into the model. `last`: the newest state, which is among them. `target`:
@@ -154,10 +162,10 @@ class Reads:
         return frames if self.inputs else int(self.last)
 
 
-EVERYTHING = Reads()
+FULL_BATCH = BatchSelection()
 
 
-AS_IT_IS = VariableConfig(normalise="none")
+NOT_NORMALISED = VariableConfig(normalise="none")
 
 
 @final
@@ -170,7 +178,7 @@ class Normaliser:
         dtype: of what it makes.
         tendency_scale: `(outputs, 1, 1)`, std of one-step changes in normalised units. A model's
             output times this is what one step adds to the normalised state.
-        scale, fills: of what comes out, see `ChannelScales`.
+        scale, fills: of what comes out, see `ChannelScaler`.
     """
 
     def __init__(
@@ -183,24 +191,26 @@ class Normaliser:
     ) -> None:
         """Without `variables` and `channels`, every channel is standardised."""
         self.dtype = dtype
-        computed = dict.fromkeys([*COMPUTED, *COMPUTED_STATICS], AS_IT_IS)
+        computed = dict.fromkeys([*COMPUTED_FORCINGS, *COMPUTED_STATICS], NOT_NORMALISED)
         known = {**(variables or {}), **computed} if channels is not None else {}
 
-        def scales(prefix: str, names: Sequence[str] | None) -> ChannelScales:
-            extent = Extent.of(statistics, prefix)
+        def scales(prefix: str, names: Sequence[str] | None) -> ChannelScaler:
+            extent = ChannelStatistics.of(statistics, prefix)
             named = [""] * len(extent.mean) if names is None else names
-            return ChannelScales(named, known, extent, dtype, device)
+            return ChannelScaler(named, known, extent, dtype, device)
 
-        outputs = None if channels is None else [channel.variable for channel in channels.out]
+        outputs = (
+            None if channels is None else [channel.variable for channel in channels.output_channels]
+        )
         self._outputs = scales("", outputs)
         self.scale, self.fills = self._outputs.scale, self._outputs.fills
         self._forcing = scales("forcing_", None if channels is None else channels.forcing)
         self._static = scales("static_", None if channels is None else channels.static)
-        self.tendency_scale = self._outputs.scaled(statistics.tendency_std)
+        self.tendency_scale = self._outputs.divide_by_scale(statistics.tendency_std)
 
     @classmethod
     def of(
-        cls, prepared: Prepared, dtype: torch.dtype, device: torch.device | None = None
+        cls, prepared: TrainingData, dtype: torch.dtype, device: torch.device | None = None
     ) -> "Normaliser":
         """The one of a store and its statistics, as the config wants each variable."""
         store = prepared.store
@@ -211,21 +221,21 @@ class Normaliser:
 
         Made on the spot if there is an `out` of that shape, which is returned.
         """
-        return self._outputs.normalised(fields, out)
+        return self._outputs.normalise(fields, out)
 
     def outputs(self, fields: NDArray[np.float32], out: Tensor | None = None) -> Tensor:
         """All that come out, normalised: `(..., outputs, h, W)`."""
-        return self._outputs.normalised(fields, out)
+        return self._outputs.normalise(fields, out)
 
     def forcing(self, fields: NDArray[np.float32], out: Tensor | None = None) -> Tensor:
         """Forcing fields -> normalised: `(..., F, h, W)`."""
-        return self._forcing.normalised(fields, out)
+        return self._forcing.normalise(fields, out)
 
     def static(self, fields: NDArray[np.float32], out: Tensor | None = None) -> Tensor:
         """Static fields -> normalised: `(..., S, h, W)`."""
-        return self._static.normalised(fields, out)
+        return self._static.normalise(fields, out)
 
-    def physical(self, state: Tensor, mask: Tensor | None = None) -> Tensor:
+    def denormalise(self, state: Tensor, mask: Tensor | None = None) -> Tensor:
         """Normalised prognostic fields, or all that come out, in the store's units.
 
         Variables that can't be negative are clamped at zero; outside the mask all is NaN.
@@ -233,10 +243,12 @@ class Normaliser:
         Shapes:
             `(..., C, h, W)`; `mask`: `(outputs, h, W)`, True where there are values.
         """
-        return self._outputs.physical(state, mask)
+        return self._outputs.denormalise(state, mask)
 
 
-def roomy(shape: Sequence[int], dtype: torch.dtype, pinned: bool = False) -> Tensor:
+def empty_with_large_pages(
+    shape: Sequence[int], dtype: torch.dtype, pinned: bool = False
+) -> Tensor:
     """An empty tensor on the CPU that is quick to fill for the first time.
 
     Numpy asks the system for large pages, torch does not: of the time in which a globe was
@@ -266,7 +278,7 @@ class BatchReader:
         dtype: torch.dtype,
         rows: slice,
         frames: int = 1,
-        reads: Reads = EVERYTHING,
+        reads: BatchSelection = FULL_BATCH,
         pinned: bool = False,
     ) -> None:
         self._store, self._normaliser, self._rows = store, normaliser, rows
@@ -275,7 +287,7 @@ class BatchReader:
         self._pinned = pinned
         self._states = reads.frames(frames)
         north, south, _ = rows.indices(store.grid[0])
-        self._band = (south - north, store.grid[1])
+        self._band_shape = (south - north, store.grid[1])
         # Where a sample's times may lie in one chunk, and where nothing else is read at one of them
         # that could lie in a chunk with the states.
         first = store.channels.prognostic[0]
@@ -287,17 +299,19 @@ class BatchReader:
         channels, count = self._store.channels, len(times)
 
         def room(channels: int) -> Tensor:
-            return roomy((count, channels, *self._band), self._dtype, self._pinned)
+            return empty_with_large_pages(
+                (count, channels, *self._band_shape), self._dtype, self._pinned
+            )
 
         return Batch(
-            now=room(self._states * channels.states),
+            state=room(self._states * channels.states),
             forcing=room(length * len(channels.forcing) if self._reads.inputs else 0),
             static=room(0),
             target=room(length * channels.outputs if self._reads.target else 0),
             times=times,
         )
 
-    def fill(self, batch: Batch, place: int, length: int = 1) -> None:
+    def read_sample(self, batch: Batch, place: int, length: int = 1) -> None:
         """Read one sample of a batch, which has room for `length` steps.
 
         Raises:
@@ -306,7 +320,7 @@ class BatchReader:
         time = batch.times[place]
         states, forcings, outputs = self._read(time, length)
         if states is not None:
-            self._normaliser.state(states, batch.now[place].view(states.shape))
+            self._normaliser.state(states, batch.state[place].view(states.shape))
         if forcings is not None:
             self._normaliser.forcing(forcings, batch.forcing[place].view(forcings.shape))
         if outputs is not None:
@@ -317,9 +331,9 @@ class BatchReader:
 
         To be called first: it also reads the masks, so that all ranks read them at the same point.
         """
-        self._store.masks(self._rows)
+        self._store.valid_mask(self._rows)
         if not self._reads.inputs:
-            return torch.empty(1, 0, *self._band, dtype=self._dtype)
+            return torch.empty(1, 0, *self._band_shape, dtype=self._dtype)
         return self._normaliser.static(self._store.static(self._rows))[None]
 
     def _read(
@@ -332,19 +346,19 @@ class BatchReader:
         together, and times too where a chunk holds several.
         """
         frames = max(1, self._states)
-        times = time + frame_steps(frames, self._store.config.step_hours, later=length)
+        times = time + frame_offsets(frames, self._store.config.step_hours, later=length)
         now, later, forced = times[:frames], times[frames:], times[frames - 1 : -1]
         if not self._states:
             return None, None, self._outputs(later)
         if self._times_together and self._reads.target:
             fields = self._store.read_outputs(times, self._rows)
-            forcings = self._store.forcing_times(forced, self._rows) if self._forced else None
+            forcings = self._store.read_forcing(forced, self._rows) if self._forced else None
             return fields[:frames, : self._store.channels.states], forcings, fields[frames:]
         if not self._forced:
-            return self._store.read_times(now, self._rows), None, self._outputs(later)
+            return self._store.read_states(now, self._rows), None, self._outputs(later)
         states, forcings = self._store.read_inputs(now[-1:], self._rows)
         if frames > 1:
-            states = np.concatenate([self._store.read_times(now[:-1], self._rows), states])
+            states = np.concatenate([self._store.read_states(now[:-1], self._rows), states])
         if length == 1:
             return states, forcings, self._outputs(later)
         return states, *self._rollout(forcings, later)
@@ -352,8 +366,8 @@ class BatchReader:
     def _rollout(self, first: Fields, later: Times) -> tuple[Fields, Fields | None]:
         """The forcings of all steps, of which the first have been read, and their outputs."""
         if not self._reads.target:
-            return np.concatenate([first, self._store.forcing_times(later[:-1], self._rows)]), None
-        outputs, forcings = self._store.read_steps(later[:-1], self._rows)
+            return np.concatenate([first, self._store.read_forcing(later[:-1], self._rows)]), None
+        outputs, forcings = self._store.read_outputs_and_forcing(later[:-1], self._rows)
         last = self._store.read_outputs(later[-1:], self._rows)
         return np.concatenate([first, forcings]), np.concatenate([outputs, last])
 
@@ -372,7 +386,7 @@ logger = logging.getLogger(__name__)
 
 @final
 @dataclass(frozen=True)
-class _Coming:
+class _PendingBatch:
     """A batch and what fills it."""
 
     batch: Batch
@@ -398,7 +412,7 @@ class Loader:
 
     def __init__(
         self,
-        prepared: Prepared,
+        prepared: TrainingData,
         split: str,
         rows: slice,
         sequence: SampleSequence,
@@ -406,9 +420,9 @@ class Loader:
         prefetch: int = 2,
         device: torch.device | None = None,
         frames: int = 1,
-        reads: Reads = EVERYTHING,
-        trade: Trade | None = None,
-        lengths: Lengths = ONE_STEP,
+        reads: BatchSelection = FULL_BATCH,
+        trade: ChunkExchange | None = None,
+        lengths: RolloutLengths = ONE_STEP,
     ) -> None:
         """Read `rows` of the samples of `split`, of `frames` states; `prefetch=0` reads when asked.
 
@@ -425,28 +439,28 @@ class Loader:
         self._times = sample_times(store, split, frames, lengths.longest)
         if len(self._times) != sequence.count:
             raise ValueError(f"{split} has {len(self._times)} samples, not {sequence.count}")
-        _tell_of_gaps(store, split, frames, len(self._times), lengths.longest)
+        _log_gaps(store, split, frames, len(self._times), lengths.longest)
         self._sequence = sequence
         self._lengths = lengths
         self._prefetch = prefetch
         self._device = device
         self._shared = SharedSource(store.source, trade) if trade is not None else None
         if self._shared is not None:
-            store = Store(self._shared, store.config, store.limits.sampled)
+            store = Store(self._shared, store.config, store.limits.sampled_ranges)
         cuda = device is not None and device.type == "cuda"
         normaliser = Normaliser.of(prepared, dtype)
         self._reader = BatchReader(store, normaliser, dtype, rows, frames, reads, pinned=cuda)
-        self._threads = ReadingThreads(1 if trade is not None else store.config.workers)
+        self._threads = ReaderThreadPool(1 if trade is not None else store.config.workers)
         self._static: Future[Tensor] | None = None
-        self._ahead: deque[_Coming] = deque()
+        self._prefetched: deque[_PendingBatch] = deque()
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
         self._read_ahead(max(1, self._prefetch))
-        batch = self._ahead[0].result()  # one that failed stays first, and fails again
-        self._ahead.popleft()
+        batch = self._prefetched[0].result()  # one that failed stays first, and fails again
+        self._prefetched.popleft()
         self._sequence.position += 1
         self._read_ahead(self._prefetch)
         return batch if self._device is None else batch.to(self._device)
@@ -468,20 +482,20 @@ class Loader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was taken; what was read ahead is dropped."""
-        self._drop()
+        self._drop_prefetched()
         self._sequence.load_state_dict(state)
 
     def close(self) -> None:
         """Stop reading; what is being read is given a few seconds. Closing twice is fine."""
         if self._shared is not None:
             self._shared.stop()
-        self._drop()
+        self._drop_prefetched()
         self._threads.close()
 
-    def _drop(self) -> None:
+    def _drop_prefetched(self) -> None:
         """Forget what was read ahead. Ranks that share reading finish it, to stay in step."""
-        while self._ahead:
-            for sample in self._ahead.popleft().samples:
+        while self._prefetched:
+            for sample in self._prefetched.popleft().samples:
                 if self._shared is None or self._shared.stopped:
                     sample.cancel()
                 else:
@@ -490,20 +504,20 @@ class Loader:
     def _read_ahead(self, batches: int) -> None:
         """Have so many batches read, or on their way; the static fields before any."""
         if self._static is None:
-            self._static = self._threads.submit(partial(self._try, self._reader.static))
-        while len(self._ahead) < batches:
-            number = self._sequence.position + len(self._ahead)
+            self._static = self._threads.submit(partial(self._run_and_agree, self._reader.static))
+        while len(self._prefetched) < batches:
+            number = self._sequence.position + len(self._prefetched)
             times, length = self._times[self._sequence.indices(number)], self._lengths.at(number)
-            batch, fill = self._reader.empty(times, length), self._reader.fill
+            batch, fill = self._reader.empty(times, length), self._reader.read_sample
             tasks = [partial(fill, batch, place, length) for place in range(len(times))]
-            samples = [self._threads.submit(partial(self._try, task)) for task in tasks]
-            self._ahead.append(_Coming(batch, self._static, samples))
+            samples = [self._threads.submit(partial(self._run_and_agree, task)) for task in tasks]
+            self._prefetched.append(_PendingBatch(batch, self._static, samples))
 
-    def _try(self, read: Callable[[], T]) -> T:
+    def _run_and_agree(self, read: Callable[[], T]) -> T:
         try:
             found = read()
             if self._shared is not None:
-                self._shared.agree()
+                self._shared.check_all_ranks()
             return found
         except Exception as error:
             if self._shared is not None:
@@ -511,25 +525,27 @@ class Loader:
             raise
 
 
-def spanning_gaps(store: Dated, split: str, frames: int, samples: int, ahead: int = 1) -> int:
+def count_samples_across_gaps(
+    store: HasTimes, split: str, frames: int, samples: int, ahead: int = 1
+) -> int:
     """How many samples are missing from a split's `samples`, for a time of theirs is missing.
 
     Those that would reach out of the split are not counted.
     """
-    times = store.times[split_span(store.config, split, store.times)]
-    steps = frame_steps(frames, store.config.step_hours, later=ahead)
+    times = store.times[split_slice(store.config, split, store.times)]
+    steps = frame_offsets(frames, store.config.step_hours, later=ahead)
     inside = (times + steps[0] >= times[0]) & (times + steps[-1] <= times[-1])
     return int(np.count_nonzero(inside)) - samples
 
 
-def _tell_of_gaps(store: Store, split: str, frames: int, samples: int, ahead: int) -> None:
-    skipped = spanning_gaps(store, split, frames, samples, ahead)
+def _log_gaps(store: Store, split: str, frames: int, samples: int, ahead: int) -> None:
+    skipped = count_samples_across_gaps(store, split, frames, samples, ahead)
     if skipped:
         logger.info(
             "data.dates.%s: %d samples; %d more span a gap in time and are skipped",
             *(split, samples, skipped),
         )
-    if store.skipped:
+    if store.num_skipped:
         logger.info(
-            "%d times lack some of the hours that are added up, and are left out", store.skipped
+            "%d times lack some of the hours that are added up, and are left out", store.num_skipped
         )

@@ -8,13 +8,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from credit_dp import checks
-from credit_dp.data.dates import Dated, Times, split_span, with_steps
+from credit_dp.data.dates import HasTimes, Times, split_slice, times_with_steps
 from credit_dp.errors import UserError
 
 
 @final
 @dataclass(frozen=True)
-class Lengths:
+class RolloutLengths:
     """How many forecast steps the rollouts of training have: `at` the number of a batch.
 
     `longest` of them says which samples there are, so that these stay the same all along.
@@ -24,15 +24,15 @@ class Lengths:
     at: Callable[[int], int] = lambda batch: 1
 
 
-ONE_STEP = Lengths()
+ONE_STEP = RolloutLengths()
 
 
-def frame_steps(frames: int, step_hours: int, later: int = 0) -> NDArray[np.timedelta64]:
+def frame_offsets(frames: int, step_hours: int, later: int = 0) -> NDArray[np.timedelta64]:
     """What is added to a time to get those of its states, oldest first, and of `later` steps."""
     return np.arange(1 - frames, later + 1) * np.timedelta64(step_hours, "h")
 
 
-def sample_times(store: Dated, split: str, frames: int = 1, ahead: int = 1) -> Times:
+def sample_times(store: HasTimes, split: str, frames: int = 1, ahead: int = 1) -> Times:
     """All times of a split whose states and next steps lie in the split too: `(N,)`, rising.
 
     A sample has the states of `frames` times, each one step after the other, the last one at its
@@ -43,8 +43,8 @@ def sample_times(store: Dated, split: str, frames: int = 1, ahead: int = 1) -> T
         UserError: the dates are outside the store, or no time has its steps.
     """
     config = store.config
-    times = store.times[split_span(config, split, store.times)]
-    found = with_steps(times, config.step_hours, frames - 1, ahead)
+    times = store.times[split_slice(config, split, store.times)]
+    found = times_with_steps(times, config.step_hours, frames - 1, ahead)
     if not len(found) and frames == ahead == 1:
         raise UserError(
             f"{config.store}: no two dates of data.dates.{split} are {config.step_hours} "
@@ -62,7 +62,7 @@ def sample_times(store: Dated, split: str, frames: int = 1, ahead: int = 1) -> T
 
 
 def initial_times(
-    store: Dated,
+    store: HasTimes,
     split: str,
     lead_hours: Sequence[int],
     stride_hours: int,
@@ -78,10 +78,10 @@ def initial_times(
     """
     config = store.config
     step = config.step_hours
-    checks.leads(lead_hours, step)
-    times = store.times[split_span(config, split, store.times)]
+    checks.lead_times(lead_hours, step)
+    times = store.times[split_slice(config, split, store.times)]
     chosen: list[np.datetime64] = []
-    for time in with_steps(times, step, frames - 1, max(lead_hours) // step):
+    for time in times_with_steps(times, step, frames - 1, max(lead_hours) // step):
         if not chosen or time - chosen[-1] >= np.timedelta64(stride_hours, "h"):
             chosen.append(time)
     if not chosen:

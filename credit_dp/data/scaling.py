@@ -10,7 +10,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from credit_dp.config import VariableConfig
-from credit_dp.data.statistics import Statistics, restored, transformed, transformed_tensor
+from credit_dp.data.statistics import (
+    Statistics,
+    apply_transform,
+    apply_transform_tensor,
+    invert_transform,
+)
 from credit_dp.data.units import is_nonnegative
 from credit_dp.errors import UserError
 
@@ -19,7 +24,7 @@ Vector = NDArray[np.float64]
 
 @final
 @dataclass(frozen=True)
-class Extent:
+class ChannelStatistics:
     """The statistics of some channels, `(C,)` each; the last two NaN where they are not known."""
 
     mean: Vector
@@ -28,7 +33,7 @@ class Extent:
     maximum: Vector
 
     @classmethod
-    def of(cls, statistics: Statistics, prefix: str = "") -> "Extent":
+    def of(cls, statistics: Statistics, prefix: str = "") -> "ChannelStatistics":
         """Those of the channels that come out, or of `forcing_` or `static_` ones."""
         names = ("mean", "std", "minimum", "maximum")
         mean, std, *bounds = (getattr(statistics, prefix + name) for name in names)
@@ -37,7 +42,7 @@ class Extent:
 
 
 @final
-class ChannelScales:
+class ChannelScaler:
     """`(x - shift) / scale` per channel, after the variable's transform.
 
     Attributes:
@@ -49,7 +54,7 @@ class ChannelScales:
         self,
         names: Sequence[str],
         variables: Mapping[str, VariableConfig],
-        extent: Extent,
+        extent: ChannelStatistics,
         dtype: torch.dtype,
         device: torch.device | None,
     ) -> None:
@@ -69,7 +74,7 @@ class ChannelScales:
         self._divisors = columns[:, 1]
         self.means = self.column((extent.mean - columns[:, 0]) / columns[:, 1])
         self._fills = {
-            c: _fill(config, float(extent.mean[c]), *pairs[c])
+            c: _normalised_fill(config, float(extent.mean[c]), *pairs[c])
             for c, config in enumerate(configs)
             if config.fill is not None
         }
@@ -81,7 +86,7 @@ class ChannelScales:
         }
         self._nonnegative = [c for c, name in enumerate(names) if is_nonnegative(name, configs[c])]
 
-    def normalised(self, fields: NDArray[np.float32], out: Tensor | None = None) -> Tensor:
+    def normalise(self, fields: NDArray[np.float32], out: Tensor | None = None) -> Tensor:
         """`(..., c, h, W)` of the first c channels, in the store's units; NaN becomes the fill.
 
         Written to `out` if there is one.
@@ -93,27 +98,27 @@ class ChannelScales:
         if out is None:
             out = torch.empty(values.shape, dtype=self._dtype, device=self._device)
         torch.sub(values, shift, out=out).div_(scale)
-        for channel in _below(channels, self._transformed):
+        for channel in _indices_below(channels, self._transformed):
             config = self._transformed[channel]
             part = values[..., channel, :, :].to(self._dtype)
-            part = transformed_tensor(part, config).sub_(shift[channel]).div_(scale[channel])
+            part = apply_transform_tensor(part, config).sub_(shift[channel]).div_(scale[channel])
             out[..., channel, :, :] = part
-        for channel in _below(channels, self._fills):
+        for channel in _indices_below(channels, self._fills):
             out[..., channel, :, :].nan_to_num_(nan=self._fills[channel])
         return out
 
-    def physical(self, values: Tensor, mask: Tensor | None) -> Tensor:
+    def denormalise(self, values: Tensor, mask: Tensor | None) -> Tensor:
         """What was normalised, in the store's units: `(..., c, h, W)`; NaN outside the mask."""
         channels = values.shape[-3]
         out = (values * self.scale[:channels]).add_(self.shift[:channels])
-        for channel in _below(channels, self._transformed):
+        for channel in _indices_below(channels, self._transformed):
             part = out[..., channel, :, :]
-            out[..., channel, :, :] = restored(part, self._transformed[channel])
-        for channel in _below(channels, self._nonnegative):
+            out[..., channel, :, :] = invert_transform(part, self._transformed[channel])
+        for channel in _indices_below(channels, self._nonnegative):
             out[..., channel, :, :].clamp_(min=0)
         return out if mask is None else out.masked_fill_(~mask[:channels], float("nan"))
 
-    def scaled(self, values: Vector) -> Tensor:
+    def divide_by_scale(self, values: Vector) -> Tensor:
         """Numbers per channel over its scale, `(C, 1, 1)`: rounded after the division."""
         return self.column(values / self._divisors)
 
@@ -123,11 +128,13 @@ class ChannelScales:
         return column[:, None, None]
 
 
-def _below(channels: int, some: Iterable[int]) -> list[int]:
+def _indices_below(channels: int, some: Iterable[int]) -> list[int]:
     return [channel for channel in some if channel < channels]
 
 
-def _check_range(name: str, config: VariableConfig, extent: Extent, channel: int) -> None:
+def _check_range(
+    name: str, config: VariableConfig, extent: ChannelStatistics, channel: int
+) -> None:
     if config.normalise == "minmax" and np.isnan(extent.maximum[channel]):
         raise UserError(
             f"data.variables.{name}.normalise: minmax needs the minimum and maximum of the "
@@ -136,7 +143,9 @@ def _check_range(name: str, config: VariableConfig, extent: Extent, channel: int
         )
 
 
-def _shift_and_scale(config: VariableConfig, extent: Extent, channel: int) -> tuple[float, float]:
+def _shift_and_scale(
+    config: VariableConfig, extent: ChannelStatistics, channel: int
+) -> tuple[float, float]:
     mean, std = float(extent.mean[channel]), float(extent.std[channel])
     if config.normalise == "minmax":
         minimum, maximum = float(extent.minimum[channel]), float(extent.maximum[channel])
@@ -145,11 +154,11 @@ def _shift_and_scale(config: VariableConfig, extent: Extent, channel: int) -> tu
     return shifts_and_scales.get(config.normalise, (mean, std))
 
 
-def _fill(config: VariableConfig, mean: float, shift: float, scale: float) -> float:
+def _normalised_fill(config: VariableConfig, mean: float, shift: float, scale: float) -> float:
     """What stands for NaN, as a network sees it."""
     if config.fill == "mean":
         return (mean - shift) / scale
-    value = transformed(np.array(float(config.fill)), config)
+    value = apply_transform(np.array(float(config.fill)), config)
     return (float(value) - shift) / scale
 
 

@@ -8,18 +8,27 @@ from numpy.typing import NDArray
 
 from credit_dp.config import DataConfig
 from credit_dp.config.data import ROLES
-from credit_dp.data.channels import Channel, Channels, expand, suggestions
-from credit_dp.data.forcings import COMPUTED, COMPUTED_STATICS
+from credit_dp.data.channels import Channel, Channels, expand_channels, suggest_names
+from credit_dp.data.forcings import COMPUTED_FORCINGS, COMPUTED_STATICS
 from credit_dp.data.grid import parse_grid
 from credit_dp.data.sources.base import Fields, Source, Times, as_slice, is_listed
-from credit_dp.data.units import conversion, is_accumulated, on_step, spacing, windows
+from credit_dp.data.units import (
+    accumulation_windows,
+    indices_on_step,
+    is_accumulated,
+    parse_conversion,
+    time_spacing,
+)
 from credit_dp.errors import UserError
 from credit_dp.variable_names import long_name
 
-NOT_READ: Mapping[str, Collection[str]] = {"forcing": COMPUTED, "static": COMPUTED_STATICS}
+COMPUTED_BY_ROLE: Mapping[str, Collection[str]] = {
+    "forcing": COMPUTED_FORCINGS,
+    "static": COMPUTED_STATICS,
+}
 
 
-def wanted_channels(source: Source, config: DataConfig) -> Channels:
+def select_channels(source: Source, config: DataConfig) -> Channels:
     """The channels of the config, in its order.
 
     Raises:
@@ -27,21 +36,21 @@ def wanted_channels(source: Source, config: DataConfig) -> Channels:
     """
     _check_grid(source, config)
     _check_variables(source, config)
-    check_keys(config)
-    levels = _wanted_levels(source, config)
+    check_variable_keys(config)
+    levels = _select_levels(source, config)
     outputs = (*config.prognostic, *config.diagnostic)
     on_levels = {name for name in outputs if source.variables[name].levels}
     channels = Channels(
-        prognostic=tuple(expand(config.prognostic, on_levels, levels)),
+        prognostic=tuple(expand_channels(config.prognostic, on_levels, levels)),
         forcing=tuple(config.forcing),
         static=tuple(config.static),
-        diagnostic=tuple(expand(config.diagnostic, on_levels, levels)),
+        diagnostic=tuple(expand_channels(config.diagnostic, on_levels, levels)),
     )
-    _check_different(source, [*channels.out, *map(Channel, config.forcing)])
+    _check_no_duplicates(source, [*channels.output_channels, *map(Channel, config.forcing)])
     return channels
 
 
-def _check_different(source: Source, channels: Iterable[Channel]) -> None:
+def _check_no_duplicates(source: Source, channels: Iterable[Channel]) -> None:
     """Refuse one field under two names, unless the store has both names."""
     known: dict[tuple[str, int | None], Channel] = {}
     for channel in channels:
@@ -54,7 +63,7 @@ def _check_different(source: Source, channels: Iterable[Channel]) -> None:
             )
 
 
-def check_keys(config: DataConfig) -> None:
+def check_variable_keys(config: DataConfig) -> None:
     """Refuse entries of `data.variables` that say something of no variable that is read.
 
     Raises:
@@ -65,9 +74,9 @@ def check_keys(config: DataConfig) -> None:
         if key not in names:
             raise UserError(
                 f"data.variables.{key}: no list of the data config has a variable {key}. "
-                f"{suggestions(key, names)}. Change data.variables, or add it to a list."
+                f"{suggest_names(key, names)}. Change data.variables, or add it to a list."
             )
-        if key in NOT_READ.get(names.get(key, ""), ()):
+        if key in COMPUTED_BY_ROLE.get(names.get(key, ""), ()):
             raise UserError(
                 f"data.variables.{key}: {key} is computed, not read: nothing can be set for it. "
                 "Take it out of data.variables."
@@ -95,7 +104,7 @@ def _check_variables(source: Source, config: DataConfig) -> None:
                     "Take it out of one."
                 )
             seen.add(name)
-            if name not in NOT_READ.get(role, ()):
+            if name not in COMPUTED_BY_ROLE.get(role, ()):
                 _check_present(source, name, role)
                 _check_kind(source, name, role)
 
@@ -103,9 +112,9 @@ def _check_variables(source: Source, config: DataConfig) -> None:
 def _check_present(source: Source, name: str, role: str) -> None:
     if name in source.variables:
         return
-    available = [*source.variables, *NOT_READ.get(role, ())]
+    available = [*source.variables, *COMPUTED_BY_ROLE.get(role, ())]
     raise UserError(
-        f"{source.where}: no variable {name}. {suggestions(name, available)}. Change data.{role}."
+        f"{source.where}: no variable {name}. {suggest_names(name, available)}. Change data.{role}."
     )
 
 
@@ -124,7 +133,7 @@ def _check_kind(source: Source, name: str, role: str) -> None:
     raise UserError(f"{source.where}: {name} {problem}. Change data.{role} or data.store.")
 
 
-def _wanted_levels(source: Source, config: DataConfig) -> Sequence[int]:
+def _select_levels(source: Source, config: DataConfig) -> Sequence[int]:
     """The levels of the config, or all of the store's in rising order. Empty if it has none."""
     if config.levels is None:
         return _common_levels(source, config)
@@ -167,7 +176,7 @@ def _common_levels(source: Source, config: DataConfig) -> Sequence[int]:
 
 
 @final
-class Stepped:
+class StepReader:
     """The fields of a source at whole steps.
 
     Attributes:
@@ -187,25 +196,25 @@ class Stepped:
         self._source = source
         named = list(variables)
         step = np.timedelta64(config.step_hours, "h").astype("m8[ns]")
-        places = places_on_step(source.times, config, source.where)
-        finer = np.timedelta64(0) < spacing(source.times) < step
+        places = data_step_indices(source.times, config, source.where)
+        finer = np.timedelta64(0) < time_spacing(source.times) < step
         self.summed = frozenset(n for n in named if finer and is_accumulated(n, config))
         self._windows = places[:, None]
         if self.summed:
-            self._windows = windows(source.times, places, step)
+            self._windows = accumulation_windows(source.times, places, step)
         complete = (self._windows >= 0).all(axis=1)
         self._windows = self._windows[complete]
-        self._places = places[complete]
-        if not len(self._places):
+        self._indices = places[complete]
+        if not len(self._indices):
             raise UserError(
                 f"{source.where}: no time has all of the {config.step} before it, which "
                 f"{min(self.summed)} is summed over. Change data.step, or "
                 f"data.variables.{min(self.summed)}.accumulated to false."
             )
-        self.times: Times = source.times[self._places]
-        self.skipped = int(np.count_nonzero(~complete))
+        self.times: Times = source.times[self._indices]
+        self.num_skipped = int(np.count_nonzero(~complete))
         texts = {name: config.of(name).convert for name in named}
-        self._conversions = {name: conversion(text) for name, text in texts.items() if text}
+        self._conversions = {name: parse_conversion(text) for name, text in texts.items() if text}
 
     def read(self, channels: Sequence[Channel], places: NDArray[np.intp], rows: slice) -> Fields:
         """Channels that change in time at some places of `times`: `(T, C, rows, W)`.
@@ -215,24 +224,24 @@ class Stepped:
         summed = [channel for channel in channels if channel.variable in self.summed]
         plain = [channel for channel in channels if channel.variable not in self.summed]
         if not summed:
-            fields = self._source.read(channels, as_slice(self._places[places]), rows)
+            fields = self._source.read(channels, as_slice(self._indices[places]), rows)
         elif not plain:
             fields = self._sums(channels, places, rows)
         else:
-            fields = self._both(channels, plain, summed, places, rows)
+            fields = self._read_mixed(channels, plain, summed, places, rows)
         self.convert(channels, fields)
         return fields
 
-    def source_place(self, place: int) -> int:
+    def source_index(self, place: int) -> int:
         """Where one of `times` is among the source's times."""
-        return int(self._places[place])
+        return int(self._indices[place])
 
     def chunk_numbers(self, channel: Channel, places: NDArray[np.intp]) -> NDArray[np.intp]:
         """Return for each of some places of `times` the number of the source's chunk; see `Source`.
 
         Of a channel that is summed, the chunk of the last time of the sum.
         """
-        return self._source.chunk_numbers(channel, self._places[places])
+        return self._source.chunk_numbers(channel, self._indices[places])
 
     def blocks(self, channels: Sequence[Channel], span: slice, size: int) -> list[NDArray[np.intp]]:
         """The places of `span` in turn, about `size` at once, cut at chunk edges where they can be.
@@ -242,10 +251,10 @@ class Stepped:
         places = np.arange(span.start, span.stop)
         if any(channel.variable in self.summed for channel in channels):
             size = max(1, size // self._windows.shape[1])
-        stride = int(np.diff(self._places).min()) if len(self._places) > 1 else 1
+        stride = int(np.diff(self._indices).min()) if len(self._indices) > 1 else 1
         chunk = self._source.times_together(channels[0])
         length = -(-size * stride // chunk) * chunk
-        parts = self._places[places] // length
+        parts = self._indices[places] // length
         return np.split(places, np.flatnonzero(np.diff(parts)) + 1)
 
     def convert(self, channels: Sequence[Channel], fields: Fields) -> None:
@@ -267,7 +276,7 @@ class Stepped:
             sums += fields[column]
         return sums
 
-    def _both(
+    def _read_mixed(
         self,
         channels: Sequence[Channel],
         plain: Sequence[Channel],
@@ -275,7 +284,7 @@ class Stepped:
         places: NDArray[np.intp],
         rows: slice,
     ) -> Fields:
-        first = self._source.read(plain, as_slice(self._places[places]), rows)
+        first = self._source.read(plain, as_slice(self._indices[places]), rows)
         shape = (len(places), len(channels), *first.shape[2:])
         fields = np.empty(shape, dtype=np.float32)
         is_sum = np.array([channel.variable in self.summed for channel in channels])
@@ -284,17 +293,17 @@ class Stepped:
         return fields
 
 
-def places_on_step(times: Times, config: DataConfig, where: str) -> NDArray[np.intp]:
-    """The places of the times on `data.step`; see `on_step`.
+def data_step_indices(times: Times, config: DataConfig, where: str) -> NDArray[np.intp]:
+    """The places of the times on `data.step`; see `indices_on_step`.
 
     Raises:
         UserError: no two times in a row are a step apart; `where` names them.
     """
-    apart = int(spacing(times) / np.timedelta64(1, "s"))
+    apart = int(time_spacing(times) / np.timedelta64(1, "s"))
     step = 3600 * config.step_hours
     if apart and apart % step and step % apart:
         raise UserError(
             f"{where}: its times are {apart / 3600:g} hours apart, so no two of them in a "
             f"row are {config.step} apart. Set data.step to a multiple of {apart / 3600:g}h."
         )
-    return on_step(times, np.timedelta64(config.step_hours, "h").astype("m8[ns]"))
+    return indices_on_step(times, np.timedelta64(config.step_hours, "h").astype("m8[ns]"))

@@ -18,18 +18,18 @@ from torch import Tensor
 from credit_dp.config import DataConfig, VariableConfig
 from credit_dp.data.cache import fingerprint
 from credit_dp.data.channels import Channel
-from credit_dp.data.dates import split_span
-from credit_dp.data.forcings import COMPUTED, COMPUTED_STATICS
+from credit_dp.data.dates import split_slice
+from credit_dp.data.forcings import COMPUTED_FORCINGS, COMPUTED_STATICS
 from credit_dp.data.grid import row_weights
 from credit_dp.data.store import Store
 from credit_dp.data.streaming import (
     Piece,
+    PieceWorkers,
     TrainingDates,
     Window,
-    Workers,
     all_pieces,
     channel_groups,
-    stream,
+    stream_windows,
 )
 from credit_dp.data.units import is_accumulated
 from credit_dp.errors import UserError
@@ -103,12 +103,12 @@ class Moments:
         std = float(np.sqrt(self.squares / self.weight))
         return std if std > np.finfo(np.float32).eps * abs(self.mean) else 0.0
 
-    def numbers(self) -> list[float]:
+    def as_list(self) -> list[float]:
         """All of it, for `Moments(*numbers)`."""
         return list(astuple(self))
 
 
-def transformed(values: NDArray[np.floating], variable: VariableConfig) -> NDArray[np.floating]:
+def apply_transform(values: NDArray[np.floating], variable: VariableConfig) -> NDArray[np.floating]:
     """`log(1 + x / EPS)` where the variable is `log1p(EPS)`, else the values themselves.
 
     Below zero, where packing may leave a rainless point, it is as at zero.
@@ -117,27 +117,29 @@ def transformed(values: NDArray[np.floating], variable: VariableConfig) -> NDArr
     return values if np.isnan(scale) else np.log1p(np.maximum(values, 0) / scale)
 
 
-def transformed_tensor(values: Tensor, variable: VariableConfig) -> Tensor:
+def apply_transform_tensor(values: Tensor, variable: VariableConfig) -> Tensor:
     """What `transformed` does, of a tensor; a new one, unless nothing is done."""
     scale = variable.log1p_scale
     return values if np.isnan(scale) else values.clamp(min=0).div_(scale).log1p_()
 
 
-def restored(values: Tensor, variable: VariableConfig) -> Tensor:
+def invert_transform(values: Tensor, variable: VariableConfig) -> Tensor:
     """What `transformed` gave, in the store's units again."""
     scale = variable.log1p_scale
     return values if np.isnan(scale) else torch.expm1(values) * scale
 
 
-NUMBERS = ("mean", "std", "tendency_std", "minimum", "maximum")
+STATISTIC_NAMES = ("mean", "std", "tendency_std", "minimum", "maximum")
 
 Vector = NDArray[np.float64]
-Table = Mapping[str, Mapping[str, float]]  # by the channel's name, then by those of NUMBERS
+StatisticsTable = Mapping[
+    str, Mapping[str, float]
+]  # by the channel's name, then by those of NUMBERS
 Pair = tuple[Moments, Moments]  # of the values and of their changes over one step
 
 # Computed forcings and statics are of the size that a network likes: whichever way they are
 # normalised, these numbers leave them as they are.
-UNCHANGED = {"mean": 0.0, "std": 1.0, "minimum": 0.0, "maximum": 1.0}
+IDENTITY_STATISTICS = {"mean": 0.0, "std": 1.0, "minimum": 0.0, "maximum": 1.0}
 
 
 def _none() -> Vector:
@@ -175,7 +177,7 @@ class Statistics:
     static_maximum: Vector = field(default_factory=_none)
 
     @classmethod
-    def of(cls, table: Table, store: Store, where: str) -> "Statistics":
+    def of(cls, table: StatisticsTable, store: Store, where: str) -> "Statistics":
         """Those of the store's channels, in order.
 
         Args:
@@ -184,12 +186,16 @@ class Statistics:
         Raises:
             UserError: a channel is missing, or is constant, so that it cannot be normalised.
         """
-        out = [_row(table, channel.name, where) for channel in store.channels.out]
-        for place, (channel, row) in enumerate(zip(store.channels.out, out, strict=True)):
-            _refuse_constant(channel, row, place < store.channels.states, store.config, where)
+        out = [_find_row(table, channel.name, where) for channel in store.channels.output_channels]
+        for place, (channel, row) in enumerate(
+            zip(store.channels.output_channels, out, strict=True)
+        ):
+            _check_not_constant(channel, row, place < store.channels.states, store.config, where)
         groups = {
             "": out,
-            "forcing_": [_input(table, name, COMPUTED, where) for name in store.channels.forcing],
+            "forcing_": [
+                _input(table, name, COMPUTED_FORCINGS, where) for name in store.channels.forcing
+            ],
             "static_": [
                 _input(table, name, COMPUTED_STATICS, where) for name in store.channels.static
             ],
@@ -198,13 +204,13 @@ class Statistics:
             **{
                 prefix + number: _vector([row[number] for row in rows])
                 for prefix, rows in groups.items()
-                for number in NUMBERS
+                for number in STATISTIC_NAMES
                 if number != "tendency_std" or not prefix
             }
         )
 
 
-def refuse_out_of_range(table: Table, store: Store, where: str, cure: str) -> None:
+def check_statistics_range(table: StatisticsTable, store: Store, where: str, cure: str) -> None:
     """Refuse statistics of values that would be refused: by others, or from before limits were set.
 
     Args:
@@ -214,7 +220,7 @@ def refuse_out_of_range(table: Table, store: Store, where: str, cure: str) -> No
     Raises:
         UserError: names the first channel whose mean or range is out of the channel's limits.
     """
-    for channel in store.channels.out:
+    for channel in store.channels.output_channels:
         limits = store.limits.of(channel)
         if limits is None or not np.isnan(store.config.of(channel.variable).log1p_scale):
             continue
@@ -228,14 +234,14 @@ def refuse_out_of_range(table: Table, store: Store, where: str, cure: str) -> No
                 )
 
 
-def nothing_seen(piece: Piece) -> list[Pair]:
+def empty_moments(piece: Piece) -> list[Pair]:
     """The moments of a piece before its first window."""
     return [(Moments(), Moments()) for _ in piece.channels]
 
 
-def piece_moments(store: Store, piece: Piece, windows: Iterable[Window]) -> list[Pair]:
+def accumulate_moments(store: Store, piece: Piece, windows: Iterable[Window]) -> list[Pair]:
     """The moments of one piece, channel by channel."""
-    found = nothing_seen(piece)
+    found = empty_moments(piece)
     for window in windows:
         found = add_window(store, piece, window, found)
     return found
@@ -246,14 +252,16 @@ def add_window(store: Store, piece: Piece, window: Window, found: Sequence[Pair]
     weights = row_weights(store.latitude)[piece.rows]
     more = []
     for place, (channel, (values, changes)) in enumerate(zip(piece.channels, found, strict=True)):
-        fields = _transformed(store, channel, window.fields[:, place].astype(np.float64))
+        fields = _transform_fields(store, channel, window.fields[:, place].astype(np.float64))
         steps = fields[window.after] - fields[window.before]
         fresh = fields if len(window.fresh) == len(fields) else fields[window.fresh]
         more.append((values + Moments.of(fresh, weights), changes + Moments.of(steps, weights)))
     return more
 
 
-def merged(store: Store, pieces: Sequence[Piece], found: Sequence[Sequence[Pair]]) -> Table:
+def merge_moments(
+    store: Store, pieces: Sequence[Piece], found: Sequence[Sequence[Pair]]
+) -> StatisticsTable:
     """The statistics of all pieces, merged in their order, and those of the statics.
 
     Raises:
@@ -264,7 +272,9 @@ def merged(store: Store, pieces: Sequence[Piece], found: Sequence[Sequence[Pair]
         for channel, (values, changes) in zip(piece.channels, pairs, strict=True):
             before = total.get(channel.name, (Moments(), Moments()))
             total[channel.name] = (before[0] + values, before[1] + changes)
-    table = {name: _numbers(*pair) for name, pair in total.items()} | static_table(store)
+    table = {name: _statistics_row(*pair) for name, pair in total.items()} | static_statistics(
+        store
+    )
     empty = [name for name, pair in total.items() if not pair[0].weight]
     if empty:
         raise UserError(
@@ -274,27 +284,27 @@ def merged(store: Store, pieces: Sequence[Piece], found: Sequence[Sequence[Pair]
     return table
 
 
-def static_table(store: Store) -> dict[str, dict[str, float]]:
+def static_statistics(store: Store) -> dict[str, dict[str, float]]:
     """The statistics of the static fields, which change on no date."""
     weights = row_weights(store.latitude)
     table = {}
     fields = store.static(slice(None))
     for name, values in zip(store.channels.static, fields, strict=True):
-        values = _transformed(store, Channel(name), values[None].astype(np.float64))
-        table[name] = _numbers(Moments.of(values, weights), Moments())
+        values = _transform_fields(store, Channel(name), values[None].astype(np.float64))
+        table[name] = _statistics_row(Moments.of(values, weights), Moments())
     return table
 
 
-def _transformed(
+def _transform_fields(
     store: Store, channel: Channel, values: NDArray[np.float64]
 ) -> NDArray[np.float64]:
     config = store.config.of(channel.variable)
-    return np.asarray(transformed(values, config), dtype=np.float64)
+    return np.asarray(apply_transform(values, config), dtype=np.float64)
 
 
-def _numbers(values: Moments, changes: Moments) -> dict[str, float]:
+def _statistics_row(values: Moments, changes: Moments) -> dict[str, float]:
     if not values.weight:  # a static field without any value
-        return UNCHANGED | {"tendency_std": 0.0}
+        return IDENTITY_STATISTICS | {"tendency_std": 0.0}
     return {
         "mean": values.mean,
         "std": values.std,
@@ -304,7 +314,7 @@ def _numbers(values: Moments, changes: Moments) -> dict[str, float]:
     }
 
 
-def _row(table: Table, name: str, where: str) -> Mapping[str, float]:
+def _find_row(table: StatisticsTable, name: str, where: str) -> Mapping[str, float]:
     if name not in table:
         raise UserError(
             f"{where}: has no statistics of {name}. Change data.statistics, to null for those of "
@@ -313,15 +323,17 @@ def _row(table: Table, name: str, where: str) -> Mapping[str, float]:
     return table[name]
 
 
-def _input(table: Table, name: str, computed: Iterable[str], where: str) -> Mapping[str, float]:
+def _input(
+    table: StatisticsTable, name: str, computed: Iterable[str], where: str
+) -> Mapping[str, float]:
     if name in computed:
-        return UNCHANGED
-    row = dict(_row(table, name, where))
+        return IDENTITY_STATISTICS
+    row = dict(_find_row(table, name, where))
     row["std"] = row["std"] or 1.0
     return row
 
 
-def _refuse_constant(
+def _check_not_constant(
     channel: Channel, row: Mapping[str, float], prognostic: bool, config: DataConfig, where: str
 ) -> None:
     # A prognostic channel that never changes leaves nothing to predict. A diagnostic one may be
@@ -340,7 +352,7 @@ def _vector(values: list[float]) -> Vector:
     return np.array(values, dtype=np.float64)
 
 
-FORM = "credit_dp statistics 2"  # of the definitions: a new one makes old files unused
+FILE_FORMAT = "credit_dp statistics 2"  # of the definitions: a new one makes old files unused
 
 
 # What has to be as in the config, and by which key it is changed.
@@ -353,22 +365,22 @@ class StatisticsFile:
     """What a file holds.
 
     Attributes:
-        made_from: see `made_from`.
+        input_description: see the function of this name.
         channels: by the channels' names.
     """
 
-    made_from: Mapping[str, Any]
-    channels: Table
+    input_description: Mapping[str, Any]
+    channels: StatisticsTable
 
     @classmethod
     def load(cls, path: Path) -> "StatisticsFile | None":
         """Read what `save` wrote; None if it is absent, damaged or something else."""
         try:
             found = json.loads(path.read_text())
-            if found["form"] != FORM:
+            if found["form"] != FILE_FORMAT:
                 return None
             rows = {
-                name: {number: float(row[number]) for number in NUMBERS}
+                name: {number: float(row[number]) for number in STATISTIC_NAMES}
                 for name, row in found["channels"].items()
             }
             made_from = dict(found["made_from"])
@@ -385,13 +397,17 @@ class StatisticsFile:
         Raises:
             UserError: it cannot be written.
         """
-        content = {"form": FORM, "made_from": self.made_from, "channels": self.channels}
-        write_whole(path, json.dumps(content, indent=1) + "\n")
+        content = {
+            "form": FILE_FORMAT,
+            "made_from": self.input_description,
+            "channels": self.channels,
+        }
+        write_text_atomic(path, json.dumps(content, indent=1) + "\n")
 
     @property
     def every(self) -> int:
         """It is of every N-th training date."""
-        return int(self.made_from["every"])
+        return int(self.input_description["every"])
 
     def check(self, store: Store, where: str, change: str = "data.statistics") -> None:
         """Refuse statistics of something else than the config's training dates.
@@ -405,52 +421,54 @@ class StatisticsFile:
         Raises:
             UserError: names the first thing that differs.
         """
-        own = made_from(store, self.every)
+        own = input_description(store, self.every)
         for what, key in SETTINGS.items():
-            if own[what] != self.made_from.get(what):
+            if own[what] != self.input_description.get(what):
                 raise UserError(
-                    f"{where}: is of {what} {_shown(self.made_from.get(what))}, but the config has "
-                    f"{_shown(own[what])}. Change {key} or {change}."
+                    f"{where}: is of {what} {_format_value(self.input_description.get(what))}, "
+                    "but the config has "
+                    f"{_format_value(own[what])}. Change {key} or {change}."
                 )
         for name, done in own["transforms"].items():
-            before = self.made_from["transforms"].get(name, done)
+            before = self.input_description["transforms"].get(name, done)
             if before != done:
                 raise UserError(
                     f"{where}: is of {name} {before}, but the config has it {done}. Change "
                     f"data.variables.{name} or {change}."
                 )
         for name, digest in own["values"].items():
-            if self.made_from["values"].get(name, digest) != digest:
+            if self.input_description["values"].get(name, digest) != digest:
                 raise UserError(
-                    f"{where}: is of {self.made_from['store']}, in which {name} has other values "
+                    f"{where}: is of {self.input_description['store']}, in which {name} has "
+                    "other values "
                     f"than in {store.source.where}. Change data.store or {change}."
                 )
 
 
 def statistics_path(store: Store, folder: Path, every: int = 1) -> Path:
     """Where the statistics of this store, these variables, dates and step lie in the cache."""
-    return folder / f"statistics-{strict_name(store, every)}.json"
+    return folder / f"statistics-{statistics_cache_key(store, every)}.json"
 
 
-def strict_name(store: Store, every: int) -> str:
+def statistics_cache_key(store: Store, every: int) -> str:
     """A name for statistics of this very store, as old as it is now."""
     config = store.config
-    times = store.times[TrainingDates.of(store, every).chosen]
+    times = store.times[TrainingDates.of(store, every).indices]
     timed = [channel.variable for group in channel_groups(store) for channel in group]
     description = store.description([*dict.fromkeys(timed), *config.static])
     lists = [config.prognostic, config.diagnostic, config.forcing, config.static]
     dates = [str(time) for time in times]
-    transforms = _transforms(store)
-    return fingerprint(FORM, description, lists, dates, every, config.step_hours, transforms)
+    transforms = _describe_transforms(store)
+    return fingerprint(FILE_FORMAT, description, lists, dates, every, config.step_hours, transforms)
 
 
-def made_from(store: Store, every: int) -> dict[str, Any]:
+def input_description(store: Store, every: int) -> dict[str, Any]:
     """What the statistics of a store's training dates are made from, as JSON.
 
     Paths are not part of it: a copy of the store has the same statistics. Instead there is a digest
     of a row of each channel at the first training date.
     """
-    span = split_span(store.config, "train", store.times)
+    span = split_slice(store.config, "train", store.times)
     times = [str(time) for time in store.times[span].astype("datetime64[s]")]
     rows, columns = store.grid
     coordinates = fingerprint(store.latitude.tolist(), store.longitude.tolist())
@@ -460,12 +478,12 @@ def made_from(store: Store, every: int) -> dict[str, Any]:
         "dates": [times[0], times[-1], len(times), fingerprint(times)],
         "every": every,
         "grid": [rows, columns, coordinates],
-        "transforms": _transforms(store),
-        "values": _values(store, span.start),
+        "transforms": _describe_transforms(store),
+        "values": _value_digests(store, span.start),
     }
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_text_atomic(path: Path, text: str) -> None:
     """Write a file under a temporary name, then give it its own.
 
     Raises:
@@ -482,7 +500,7 @@ def write_whole(path: Path, text: str) -> None:
         ) from error
 
 
-def _transforms(store: Store) -> dict[str, str]:
+def _describe_transforms(store: Store) -> dict[str, str]:
     """What is done to the values of each variable before their moments are taken."""
     config = store.config
     names = [*config.prognostic, *config.diagnostic, *config.forcing, *config.static]
@@ -498,7 +516,7 @@ def _transforms(store: Store) -> dict[str, str]:
     return found
 
 
-def _values(store: Store, place: int) -> dict[str, str]:
+def _value_digests(store: Store, place: int) -> dict[str, str]:
     """A digest of the middle row of each channel at one date."""
     middle = store.grid[0] // 2
     rows = slice(middle, middle + 1)
@@ -515,11 +533,11 @@ def _digest(values: np.ndarray[Any, Any]) -> str:
     return hashlib.sha256(known.tobytes()).hexdigest()[:16]
 
 
-def _shown(value: object) -> str:
+def _format_value(value: object) -> str:
     return f"[{', '.join(map(str, value))}]" if isinstance(value, list) else str(value)
 
 
-Done = Callable[[int], None]  # how many fields have been seen
+CountCallback = Callable[[int], None]  # how many fields have been seen
 
 
 @final
@@ -540,39 +558,41 @@ class StatisticsRun:
         self.dates = TrainingDates.of(store, every)
         self.pieces = all_pieces(store, self.dates)
         self._folder = path.with_name(f"{path.name}.parts")
-        self._name = strict_name(store, every)
+        self._name = statistics_cache_key(store, every)
         self._lock = FileLock(self._folder / "lock")
-        self._take()
-        self._found = {
+        self._lock_folder()
+        self._results = {
             index: pairs
             for index, piece in enumerate(self.pieces)
-            if (pairs := self._kept(index, piece)) is not None
+            if (pairs := self._load_part(index, piece)) is not None
         }
-        self.fields = sum(map(_size, self.pieces))
-        self.done = sum(_size(self.pieces[index]) for index in self._found)
+        self.fields = sum(map(_field_count, self.pieces))
+        self.done = sum(_field_count(self.pieces[index]) for index in self._results)
 
     @property
     def left(self) -> list[Piece]:
         """The pieces that are still to be done."""
-        return [piece for index, piece in enumerate(self.pieces) if index not in self._found]
+        return [piece for index, piece in enumerate(self.pieces) if index not in self._results]
 
-    def run(self, workers: Workers, done: Done) -> StatisticsFile:
+    def run(self, workers: PieceWorkers, done: CountCallback) -> StatisticsFile:
         """Do what is left, write the file and remove what was kept.
 
         Raises:
             UserError: a field cannot be read, a channel is constant, or the disk is full.
         """
-        waiting = [index for index in range(len(self.pieces)) if index not in self._found]
+        waiting = [index for index in range(len(self.pieces)) if index not in self._results]
         seen = self.done
         done(seen)
         for index, pairs in zip(waiting, workers.run(moments_of, self.left), strict=True):
-            self._keep(index, pairs)
-            self._found[index] = pairs
-            seen += _size(self.pieces[index])
+            self._save_part(index, pairs)
+            self._results[index] = pairs
+            seen += _field_count(self.pieces[index])
             done(seen)
-        table = merged(self.store, self.pieces, [self._found[i] for i in range(len(self.pieces))])
+        table = merge_moments(
+            self.store, self.pieces, [self._results[i] for i in range(len(self.pieces))]
+        )
         Statistics.of(table, self.store, self.store.config.store)
-        result = StatisticsFile(made_from(self.store, self.every), table)
+        result = StatisticsFile(input_description(self.store, self.every), table)
         result.save(self.path)
         self._lock.release()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -582,7 +602,7 @@ class StatisticsRun:
         """Let another process go on."""
         self._lock.release()
 
-    def _take(self) -> None:
+    def _lock_folder(self) -> None:
         """Make the folder, which tells before hours of reading that it can be written to."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -596,17 +616,17 @@ class StatisticsRun:
                 f"{self._folder}: cannot be made ({error.strerror}). Change out."
             ) from error
 
-    def _part(self, index: int) -> Path:
+    def _part_path(self, index: int) -> Path:
         return self._folder / f"{self._name}-{index:05}.json"
 
-    def _keep(self, index: int, pairs: list[Pair]) -> None:
-        numbers = [[values.numbers(), changes.numbers()] for values, changes in pairs]
-        write_whole(self._part(index), json.dumps(numbers))
+    def _save_part(self, index: int, pairs: list[Pair]) -> None:
+        numbers = [[values.as_list(), changes.as_list()] for values, changes in pairs]
+        write_text_atomic(self._part_path(index), json.dumps(numbers))
 
-    def _kept(self, index: int, piece: Piece) -> list[Pair] | None:
+    def _load_part(self, index: int, piece: Piece) -> list[Pair] | None:
         """What an earlier run found; None if it did not, or what it wrote is damaged."""
         try:
-            numbers = json.loads(self._part(index).read_text())
+            numbers = json.loads(self._part_path(index).read_text())
             pairs = [(Moments(*map(float, v)), Moments(*map(float, c))) for v, c in numbers]
         except (OSError, ValueError, TypeError):
             return None
@@ -615,15 +635,15 @@ class StatisticsRun:
 
 def moments_of(store: Store, dates: TrainingDates, piece: Piece) -> list[Pair]:
     """The moments of one piece."""
-    return piece_moments(store, piece, stream(store, dates, piece))
+    return accumulate_moments(store, piece, stream_windows(store, dates, piece))
 
 
-def first_window(store: Store, dates: TrainingDates, piece: Piece) -> int:
+def process_first_window(store: Store, dates: TrainingDates, piece: Piece) -> int:
     """Read and use the first fields of a piece, to see how long it takes: how many."""
-    window = next(stream(store, dates, piece))
-    piece_moments(store, piece, [window])
+    window = next(stream_windows(store, dates, piece))
+    accumulate_moments(store, piece, [window])
     return len(piece.channels) * len(window.fields)
 
 
-def _size(piece: Piece) -> int:
+def _field_count(piece: Piece) -> int:
     return len(piece.channels) * (piece.stop - piece.first)

@@ -12,38 +12,38 @@ import numpy as np
 import xarray as xr
 import zarr
 
-from credit_dp.data.cache import Report, claim
+from credit_dp.data.cache import ProgressCallback, create_once
 from credit_dp.data.channels import Channel
-from credit_dp.data.forcings import COMPUTED, COMPUTED_STATICS
+from credit_dp.data.forcings import COMPUTED_FORCINGS, COMPUTED_STATICS
 from credit_dp.data.sources.address import (
     check_address,
     is_remote,
     local_path,
     reason_of,
-    without_secrets,
+    redact_secrets,
 )
-from credit_dp.data.sources.storage import open_disk
+from credit_dp.data.sources.storage import open_zarr_store
 from credit_dp.data.sources.zarr import no_garbage_collection
 from credit_dp.data.statistics import (
-    UNCHANGED,
+    IDENTITY_STATISTICS,
     Statistics,
     StatisticsFile,
     StatisticsRun,
-    refuse_out_of_range,
-    static_table,
+    check_statistics_range,
+    static_statistics,
     statistics_path,
 )
 from credit_dp.data.store import Store
-from credit_dp.data.streaming import Threads, TrainingDates
+from credit_dp.data.streaming import ThreadWorkers, TrainingDates
 from credit_dp.errors import UserError
-from credit_dp.variable_names import long_name, names_of_meaning
+from credit_dp.variable_names import all_names_of, long_name
 
 SUFFIXES = {"mean": ("_mean", ""), "std": ("_std",), "tendency_std": ("_tendency_std",)}
 # What a dataset has to have of a channel that comes out, by `normalise`; all of it for any other.
 NEEDED: Mapping[str, tuple[str, ...]] = MappingProxyType({"none": (), "std": ("std",)})
 
 
-def read_foreign(entries: Sequence[str], store: Store) -> dict[str, dict[str, float]]:
+def read_external_statistics(entries: Sequence[str], store: Store) -> dict[str, dict[str, float]]:
     """The statistics of the store's stored channels, as far as the datasets have them.
 
     A row lacks what no dataset says of its channel; a range, which none of them has, is NaN.
@@ -57,17 +57,17 @@ def read_foreign(entries: Sequence[str], store: Store) -> dict[str, dict[str, fl
             "data.statistics: needs one file, or those of mean, std and tendency std, got "
             f"{len(entries)}"
         )
-    datasets = [_opened(entry) for entry in entries]
-    out = store.channels.out
+    datasets = [_open_dataset(entry) for entry in entries]
+    out = store.channels.output_channels
     names = (*store.channels.forcing, *store.channels.static)
-    inputs = [Channel(x) for x in names if x not in COMPUTED and x not in COMPUTED_STATICS]
+    inputs = [Channel(x) for x in names if x not in COMPUTED_FORCINGS and x not in COMPUTED_STATICS]
     table = {}
     for channel in (*out, *inputs):
         normalise = store.config.of(channel.variable).normalise
         needed = NEEDED.get(normalise, ("mean", "std", "tendency_std")) if channel in out else ()
         row = table[channel.name] = {"minimum": float("nan"), "maximum": float("nan")}
         for place, number in enumerate(SUFFIXES):
-            value = _number(entries, datasets, channel, number, place)
+            value = _find_statistic(entries, datasets, channel, number, place)
             if value is not None:
                 row[number] = value
             elif number in needed and (number != "tendency_std" or len(entries) == len(SUFFIXES)):
@@ -79,7 +79,7 @@ def read_foreign(entries: Sequence[str], store: Store) -> dict[str, dict[str, fl
     return table
 
 
-def _number(
+def _find_statistic(
     entries: Sequence[str],
     datasets: Sequence[xr.Dataset],
     channel: Channel,
@@ -95,18 +95,18 @@ def _number(
     suffixes = SUFFIXES[number] if alone else ("",)
     long, level = long_name(channel.variable, channel.level)
     one = Channel(channel.variable, level)
-    for name in dict.fromkeys([channel.variable, *names_of_meaning(long)]):
+    for name in dict.fromkeys([channel.variable, *all_names_of(long)]):
         for suffix in suffixes:
             flat = {f"{name}{level}{suffix}", f"{name}_{level}{suffix}"}
             for found in sorted(flat & set(map(str, dataset))):
-                return _value(dataset[found], Channel(channel.variable), where)
+                return _value_on_level(dataset[found], Channel(channel.variable), where)
             array = dataset.get(name + suffix)
-            if array is not None and not _is_another(array, name, one):
-                return _value(array, channel if name == channel.variable else one, where)
+            if array is not None and not _is_other_variable(array, name, one):
+                return _value_on_level(array, channel if name == channel.variable else one, where)
     return None
 
 
-def _is_another(array: xr.DataArray, name: str, channel: Channel) -> bool:
+def _is_other_variable(array: xr.DataArray, name: str, channel: Channel) -> bool:
     """Whether a short name stands for a variable on levels, where one off them is asked for.
 
     `z` is the geopotential, or that at the surface.
@@ -115,11 +115,11 @@ def _is_another(array: xr.DataArray, name: str, channel: Channel) -> bool:
     return name != channel.variable and channel.level is None and on_levels
 
 
-def _value(array: xr.DataArray, channel: Channel, where: str) -> float | None:
+def _value_on_level(array: xr.DataArray, channel: Channel, where: str) -> float | None:
     """The number of the channel's level; None if that level is not there."""
     array = array.squeeze()
     if channel.level is None and not array.ndim:
-        return _finite(float(array.values), channel, where)
+        return _check_finite(float(array.values), channel, where)
     dim = str(array.dims[0]) if array.ndim == 1 else ""
     if channel.level is None or array.ndim > 1 or (dim and dim not in array.coords):
         raise UserError(
@@ -134,7 +134,7 @@ def _value(array: xr.DataArray, channel: Channel, where: str) -> float | None:
     places = np.flatnonzero(levels == channel.level)
     if not len(places):
         return None
-    return _finite(float(np.atleast_1d(array.values)[places[0]]), channel, where)
+    return _check_finite(float(np.atleast_1d(array.values)[places[0]]), channel, where)
 
 
 def _scalar_level(array: xr.DataArray, where: str) -> np.ndarray[Any, Any]:
@@ -147,13 +147,13 @@ def _scalar_level(array: xr.DataArray, where: str) -> np.ndarray[Any, Any]:
     )
 
 
-def _finite(value: float, channel: Channel, where: str) -> float:
+def _check_finite(value: float, channel: Channel, where: str) -> float:
     if not np.isfinite(value):
         raise UserError(f"{where}: {channel.name} is {value}. Change data.statistics.")
     return value
 
 
-def _opened(where: str) -> xr.Dataset:
+def _open_dataset(where: str) -> xr.Dataset:
     """The dataset at a path or address.
 
     Raises:
@@ -165,7 +165,7 @@ def _opened(where: str) -> xr.Dataset:
             with no_garbage_collection():
                 dataset = xr.open_dataset(local_path(where), engine="netcdf4")
         else:
-            disk = open_disk(where)
+            disk = open_zarr_store(where)
             metadata = zarr.open_group(disk, mode="r").metadata
             consolidated = metadata.consolidated_metadata is not None
             dataset = xr.open_zarr(disk, chunks=None, consolidated=consolidated)
@@ -174,24 +174,24 @@ def _opened(where: str) -> xr.Dataset:
         return loaded
     except Exception as error:
         raise UserError(
-            f"{without_secrets(where)}: no statistics that can be read ({reason_of(error)}). "
+            f"{redact_secrets(where)}: no statistics that can be read ({reason_of(error)}). "
             "Change data.statistics."
         ) from error
 
 
-SAMPLED = 500  # dates that determine the tendency std to better than a percent
+SAMPLED_DATES = 500  # dates that determine the tendency std to better than a percent
 
 logger = logging.getLogger(__name__)
 
 
-class Given(NamedTuple):
+class GivenStatistics(NamedTuple):
     """Statistics, and of which training dates they are: every N-th."""
 
     statistics: Statistics
     every: int
 
 
-def given_statistics(store: Store, folder: Path, report: Report) -> Given:
+def load_given_statistics(store: Store, folder: Path, report: ProgressCallback) -> GivenStatistics:
     """Read the files of `data.statistics`; what those of others do not say is computed.
 
     Of static fields on the spot, of others from a sample of the training dates: changes over a
@@ -205,17 +205,19 @@ def given_statistics(store: Store, folder: Path, report: Report) -> Given:
     """
     entries = store.config.statistics_files
     where = ", ".join(entries)
-    own = _own_file(entries)
+    own = _load_native_file(entries)
     if own is not None:
-        return _own(own, store, where)
-    _refuse_transforms(store, where)
-    table = read_foreign(entries, store)
-    refuse_out_of_range(table, store, where, "Change data.statistics")
-    _complete(table, store, where, lambda every: computed_statistics(store, folder, every, report))
-    return Given(Statistics.of(table, store, where), 1)
+        return _native_statistics(own, store, where)
+    _check_untransformed(store, where)
+    table = read_external_statistics(entries, store)
+    check_statistics_range(table, store, where, "Change data.statistics")
+    _add_missing(
+        table, store, where, lambda every: load_or_compute_statistics(store, folder, every, report)
+    )
+    return GivenStatistics(Statistics.of(table, store, where), 1)
 
 
-def _complete(
+def _add_missing(
     table: dict[str, dict[str, float]],
     store: Store,
     where: str,
@@ -228,19 +230,19 @@ def _complete(
         where: the files.
         compute: gives the statistics of every N-th training date.
     """
-    for name, row in static_table(store).items():
+    for name, row in static_statistics(store).items():
         if not {"mean", "std"} <= table.get(name, {}).keys():
             table[name] = row
     for name in (*store.channels.forcing, *store.channels.static):
         if name in table:
             table[name]["tendency_std"] = 0.0  # nobody uses that of an input
             if store.config.of(name).normalise == "none":
-                table[name] = {**UNCHANGED, **table[name]}
+                table[name] = {**IDENTITY_STATISTICS, **table[name]}
     values = [name for name, row in table.items() if not {"mean", "std"} <= row.keys()]
     changes = [name for name, row in table.items() if "tendency_std" not in row]
     if not values and not changes:
         return
-    every = sampled(store)
+    every = sampling_stride(store)
     what = ["no tendency std"] if changes else []
     what += [f"no mean or std of {', '.join(values)}"] if values else []
     lacking = " and ".join(what)
@@ -254,23 +256,25 @@ def _complete(
         table[name] = {**computed[name], **given}
 
 
-def check_given(store: Store) -> None:
+def check_given_statistics(store: Store) -> None:
     """Refuse files of `data.statistics` that don't fit; what they lack is not computed.
 
     Raises:
-        UserError: see `given_statistics`.
+        UserError: see `load_given_statistics`.
     """
     entries = store.config.statistics_files
-    own = _own_file(entries)
+    own = _load_native_file(entries)
     if own is not None:
-        _own(own, store, ", ".join(entries))
+        _native_statistics(own, store, ", ".join(entries))
     else:
         where = ", ".join(entries)
-        _refuse_transforms(store, where)
-        refuse_out_of_range(read_foreign(entries, store), store, where, "Change data.statistics")
+        _check_untransformed(store, where)
+        check_statistics_range(
+            read_external_statistics(entries, store), store, where, "Change data.statistics"
+        )
 
 
-def _own_file(entries: Sequence[str]) -> StatisticsFile | None:
+def _load_native_file(entries: Sequence[str]) -> StatisticsFile | None:
     """The file that `credit-dp data stats` wrote, if it is one.
 
     Raises:
@@ -284,47 +288,49 @@ def _own_file(entries: Sequence[str]) -> StatisticsFile | None:
     return StatisticsFile.load(path)
 
 
-def computed_statistics(store: Store, folder: Path, every: int, report: Report) -> StatisticsFile:
+def load_or_compute_statistics(
+    store: Store, folder: Path, every: int, report: ProgressCallback
+) -> StatisticsFile:
     """Those of every N-th training date, from the cache or computed now."""
     path = statistics_path(store, folder, every)
-    with claim(path, lambda file: StatisticsFile.load(file) is not None) as file:
+    with create_once(path, lambda file: StatisticsFile.load(file) is not None) as file:
         if file is not None:
             with closing(StatisticsRun(store, file, every)) as run:
-                done = _share(run.fields, report)
-                run.run(Threads(store, run.dates, store.config.workers), done)
+                done = _fraction_callback(run.fields, report)
+                run.run(ThreadWorkers(store, run.dates, store.config.workers), done)
     found = StatisticsFile.load(path)
     if found is None:
         raise OSError(f"{path}: what was just written cannot be read back")
     return found
 
 
-def sampled(store: Store) -> int:
+def sampling_stride(store: Store) -> int:
     """Of which N every N-th date is enough for the tendency std, and meets all hours of the day."""
-    dates = len(TrainingDates.of(store).chosen)
-    every = max(1, dates // SAMPLED)
-    while not meets_all_hours(every, store.config.step_hours):
+    dates = len(TrainingDates.of(store).indices)
+    every = max(1, dates // SAMPLED_DATES)
+    while not covers_all_hours(every, store.config.step_hours):
         every -= 1
     return every
 
 
-def meets_all_hours(every: int, step_hours: int) -> bool:
+def covers_all_hours(every: int, step_hours: int) -> bool:
     """Whether every N-th date meets all hours of the day that the dates have."""
     return gcd(every * step_hours, 24) == gcd(step_hours, 24)
 
 
-def _own(found: StatisticsFile, store: Store, where: str) -> Given:
+def _native_statistics(found: StatisticsFile, store: Store, where: str) -> GivenStatistics:
     found.check(store, where)
-    refuse_out_of_range(found.channels, store, where, "Change data.statistics")
+    check_statistics_range(found.channels, store, where, "Change data.statistics")
     if found.every > 1:
         logger.info(
             "%s is of one in %d training dates, and so is the climatology", where, found.every
         )
-    return Given(Statistics.of(found.channels, store, where), found.every)
+    return GivenStatistics(Statistics.of(found.channels, store, where), found.every)
 
 
-def _refuse_transforms(store: Store, where: str) -> None:
+def _check_untransformed(store: Store, where: str) -> None:
     """Statistics by others are of values as they are."""
-    out = [channel.variable for channel in store.channels.out]
+    out = [channel.variable for channel in store.channels.output_channels]
     for name in dict.fromkeys([*out, *store.channels.forcing, *store.channels.static]):
         normalise = store.config.of(name).normalise
         if normalise.startswith("log1p"):
@@ -334,5 +340,5 @@ def _refuse_transforms(store: Store, where: str) -> None:
             )
 
 
-def _share(total: int, report: Report) -> Callable[[int], None]:
+def _fraction_callback(total: int, report: ProgressCallback) -> Callable[[int], None]:
     return lambda done: report("statistics", done / total)

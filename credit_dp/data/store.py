@@ -12,37 +12,37 @@ from numpy.typing import ArrayLike, NDArray
 from credit_dp.config import DataConfig
 from credit_dp.config.data import ROLES, SPLITS
 from credit_dp.data.channels import Channel, Channels
-from credit_dp.data.dates import settled_dates, split_span
-from credit_dp.data.forcings import COMPUTED, COMPUTED_STATICS
-from credit_dp.data.limits import Range, ValueLimits, check_limit_keys, extremes
-from credit_dp.data.selection import Stepped, wanted_channels
+from credit_dp.data.dates import resolve_dates, split_slice
+from credit_dp.data.forcings import COMPUTED_FORCINGS, COMPUTED_STATICS
+from credit_dp.data.limits import ValueLimits, ValueRange, check_limit_keys, extremes
+from credit_dp.data.selection import StepReader, select_channels
 from credit_dp.data.sources.base import Fields, Source, Times
 from credit_dp.data.sources.opening import open_source
-from credit_dp.data.units import check_units, unit_after
+from credit_dp.data.units import check_units, converted_unit
 from credit_dp.errors import UserError
 
-Valid = NDArray[np.bool_]  # (rows, W), True where there are values
-FirstFields = Callable[[Sequence[Channel], slice], Fields]
+ValidMask = NDArray[np.bool_]  # (rows, W), True where there are values
+ReadFirstFields = Callable[[Sequence[Channel], slice], Fields]
 
 
 @final
-class Masks:
+class ValidMasks:
     """The masks of the channels whose variables have a fill; each band is read once.
 
     Any thread may ask.
     """
 
-    def __init__(self, channels: Sequence[Channel], first_fields: FirstFields) -> None:
+    def __init__(self, channels: Sequence[Channel], first_fields: ReadFirstFields) -> None:
         """Take what reads `(C, rows, W)` of the first training date, NaN where there is no value.
 
         What reads raises the errors of reading.
         """
         self.channels = tuple(channels)
         self._first_fields = first_fields
-        self._known: dict[tuple[int, int], Mapping[Channel, Valid]] = {}
+        self._known: dict[tuple[int, int], Mapping[Channel, ValidMask]] = {}
         self._lock = Lock()
 
-    def of(self, band: slice) -> Mapping[Channel, Valid]:
+    def of(self, band: slice) -> Mapping[Channel, ValidMask]:
         """The mask of each channel on rows `band`, whose ends are given."""
         if not self.channels:
             return {}
@@ -62,7 +62,7 @@ def all_finite(fields: Fields) -> bool:
         return bool(np.isfinite(fields.sum()) or np.isfinite(fields).all())
 
 
-def first_gap(field: Fields, valid: Valid | None) -> int | None:
+def mask_and_find_missing(field: Fields, valid: ValidMask | None) -> int | None:
     """Clear `(T, rows, W)` outside `valid`; the first time with a gap inside it, None if none has.
 
     Without a mask all points must have values.
@@ -78,7 +78,7 @@ def first_gap(field: Fields, valid: Valid | None) -> int | None:
     return int(times[0]) if len(times) else None
 
 
-def gap_error(
+def missing_value_error(
     where: str, channel: Channel, role: str, field: Fields, times: tuple[object, object] | None
 ) -> UserError:
     """What is said of a gap in `field`.
@@ -89,7 +89,7 @@ def gap_error(
         times: of the field, and of the mask, None if it has none; None for a static.
     """
     name = channel.variable
-    there = "" if times is None else f" at {_minute(times[0])}"
+    there = "" if times is None else f" at {_format_minute(times[0])}"
     if channel.level is not None:
         there += f" on level {channel.level}"
     other = f"eave it out of data.{role}" + ("" if times is None else ", or choose other dates")
@@ -97,7 +97,8 @@ def gap_error(
         return UserError(f"{where}: {name} has infinite values{there}. L{other}.")
     if times is not None and times[1] is not None:
         return UserError(
-            f"{where}: {name} has NaN{there}, where it has values at {_minute(times[1])}, the "
+            f"{where}: {name} has NaN{there}, where it has values at "
+            f"{_format_minute(times[1])}, the "
             f"first of data.dates.train, which data.variables.{name}.fill goes by. L{other}."
         )
     return UserError(
@@ -106,7 +107,7 @@ def gap_error(
     )
 
 
-def _minute(time: object) -> str:
+def _format_minute(time: object) -> str:
     return str(np.datetime64(time, "m"))  # type: ignore[call-overload]
 
 
@@ -133,7 +134,7 @@ class Store:
     """
 
     def __init__(
-        self, source: Source, config: DataConfig, ranges: Mapping[str, Range] | None = None
+        self, source: Source, config: DataConfig, ranges: Mapping[str, ValueRange] | None = None
     ) -> None:
         """Take what the config names.
 
@@ -144,22 +145,22 @@ class Store:
             UserError: a variable or a level is not as needed.
         """
         self.config = config
-        self.chosen_dates = ""
+        self.dates_note = ""
         self.source = source
-        self.channels = wanted_channels(source, config)
+        self.channels = select_channels(source, config)
         self.levels = _levels(self.channels)
         self.latitude, self.longitude = source.latitude, source.longitude
         self.grid = source.grid
-        self._forcing = [Channel(name) for name in config.forcing if name not in COMPUTED]
+        self._forcing = [Channel(name) for name in config.forcing if name not in COMPUTED_FORCINGS]
         self._static = [Channel(name) for name in config.static if name not in COMPUTED_STATICS]
-        timed = [*self.channels.out, *self._forcing]
+        timed = [*self.channels.output_channels, *self._forcing]
         variables = dict.fromkeys(channel.variable for channel in [*timed, *self._static])
-        self._stepped = Stepped(source, config, variables)
+        self._step_reader = StepReader(source, config, variables)
         check_limit_keys(config, [*timed, *self._static])
         self.limits = ValueLimits(source, config, ranges)
-        self.times: Times = self._stepped.times
-        self.skipped = self._stepped.skipped
-        self._masks = Masks([c for c in timed if self._has_fill(c)], self._first_fields)
+        self.times: Times = self._step_reader.times
+        self.num_skipped = self._step_reader.num_skipped
+        self._masks = ValidMasks([c for c in timed if self._has_fill(c)], self._first_fields)
 
     @classmethod
     def open(cls, config: DataConfig) -> "Store":
@@ -170,37 +171,37 @@ class Store:
         """
         store = cls(open_source(config), config)
         check_units(store.source, config)
-        store.settle_dates()
+        store.resolve_dates()
         for split in SPLITS:
-            split_span(store.config, split, store.times)
+            split_slice(store.config, split, store.times)
         return store
 
-    def with_ranges(self, ranges: Mapping[str, Range]) -> "Store":
+    def with_ranges(self, ranges: Mapping[str, ValueRange]) -> "Store":
         """The same store, with ranges for the channels that are not known; see `sampled_ranges`."""
         store = copy(self)
         store.limits = ValueLimits(self.source, self.config, ranges)
         return store
 
     @property
-    def without_range(self) -> list[Channel]:
+    def channels_without_range(self) -> list[Channel]:
         """The channels that change in time whose range of values has to be sampled."""
-        return self.limits.unknown([*self.channels.out, *self._forcing])
+        return self.limits.channels_without_range([*self.channels.output_channels, *self._forcing])
 
     def sample(self, channels: Sequence[Channel], most: int) -> Iterator[Fields]:
         """The channels at some training dates, evenly spread, gaps and all: `(C, H, W)` each."""
-        span = split_span(self.config, "train", self.times)
+        span = split_slice(self.config, "train", self.times)
         places = np.linspace(span.start, span.stop - 1, most).round().astype(np.intp)
         for place in np.unique(places):
-            yield self._stepped.read(channels, np.array([place]), slice(0, self.grid[0]))[0]
+            yield self._step_reader.read(channels, np.array([place]), slice(0, self.grid[0]))[0]
 
-    def settle_dates(self) -> None:
+    def resolve_dates(self) -> None:
         """Choose the dates that the config leaves open; from then on `config` has them all.
 
         Raises:
-            UserError: see `settled_dates`.
+            UserError: see `resolve_dates`.
         """
         if self.config.dates.open:
-            dates, self.chosen_dates = settled_dates(self.config, self.times)
+            dates, self.dates_note = resolve_dates(self.config, self.times)
             self.config = replace(self.config, dates=dates)
 
     @property
@@ -224,33 +225,33 @@ class Store:
         Raises:
             UserError: the time is not in the store, or a value is missing.
         """
-        fields: Fields = self.read_times(np.array([time]), rows)[0]
+        fields: Fields = self.read_states(np.array([time]), rows)[0]
         return fields
 
-    def read_times(self, times: Times, rows: slice) -> Fields:
+    def read_states(self, times: Times, rows: slice) -> Fields:
         """The prognostic channels at several times: `(T, C, rows, W)`.
 
         A chunk that holds several of the times is read once.
         """
-        return self._read(self.channels.prognostic, self._places(times), rows)
+        return self._read(self.channels.prognostic, self._time_indices(times), rows)
 
     def read_outputs(self, times: Times, rows: slice) -> Fields:
         """The prognostic channels, then the diagnostic ones: `(T, outputs, rows, W)`."""
-        return self._read(self.channels.out, self._places(times), rows)
+        return self._read(self.channels.output_channels, self._time_indices(times), rows)
 
     def read_channels(self, channels: Sequence[Channel], times: Times, rows: slice) -> Fields:
         """Some of the channels that change in time, at several times: `(T, C, rows, W)`.
 
         A chunk that holds several of the times is read once.
         """
-        return self._read(channels, self._places(times), rows)
+        return self._read(channels, self._time_indices(times), rows)
 
     def chunk_numbers(self, channel: Channel, times: Times) -> NDArray[np.intp]:
         """Return for each time the number of its chunk, rising: times of one are decoded at once.
 
         A sum over a step may also need some of the chunk before.
         """
-        return self._stepped.chunk_numbers(channel, self._places(times))
+        return self._step_reader.chunk_numbers(channel, self._time_indices(times))
 
     def read_inputs(self, times: Times, rows: slice) -> tuple[Fields, Fields]:
         """The prognostic and the forcing channels: `(T, C, rows, W)` and `(T, F, rows, W)`.
@@ -259,29 +260,29 @@ class Store:
         """
         return self._with_forcing(self.channels.prognostic, times, rows)
 
-    def read_steps(self, times: Times, rows: slice) -> tuple[Fields, Fields]:
+    def read_outputs_and_forcing(self, times: Times, rows: slice) -> tuple[Fields, Fields]:
         """All that comes out and the forcing channels: `(T, outputs or F, rows, W)`.
 
         What lies in one chunk is read once.
         """
-        return self._with_forcing(self.channels.out, times, rows)
+        return self._with_forcing(self.channels.output_channels, times, rows)
 
     def forcing(self, time: np.datetime64, rows: slice) -> Fields:
         """The forcing channels at one time, computed ones included: `(F, rows, W)`."""
-        fields: Fields = self.forcing_times(np.array([time]), rows)[0]
+        fields: Fields = self.read_forcing(np.array([time]), rows)[0]
         return fields
 
-    def forcing_times(self, times: Times, rows: slice) -> Fields:
+    def read_forcing(self, times: Times, rows: slice) -> Fields:
         """The forcing channels at several times: `(T, F, rows, W)`."""
-        band = self._band(rows)
+        band = self._bounded_rows(rows)
         stored = np.empty((len(times), 0, band.stop - band.start, self.grid[1]), dtype=np.float32)
         if self._forcing:
-            stored = self._read(self._forcing, self._places(times), rows)
+            stored = self._read(self._forcing, self._time_indices(times), rows)
         return self._with_computed(stored, times, rows)
 
     def static(self, rows: slice) -> Fields:
         """The static channels, computed ones included: `(S, rows, W)`."""
-        band = self._band(rows)
+        band = self._bounded_rows(rows)
         names = self.channels.static
         fields = np.empty((len(names), band.stop - band.start, self.grid[1]), dtype=np.float32)
         stored = self._read_static(band) if self._static else fields[:0]
@@ -293,18 +294,18 @@ class Store:
                 fields[channel] = COMPUTED_STATICS[name](self.latitude[band], self.longitude)
         return fields
 
-    def masks(self, rows: slice) -> NDArray[np.bool_] | None:
+    def valid_mask(self, rows: slice) -> NDArray[np.bool_] | None:
         """Where the channels that come out have values: `(outputs, rows, W)`; None: everywhere.
 
         That it is None depends on the config alone: it is so on all ranks or on none. The first
         call for a band reads the first training date, with the forcings that have a mask.
         """
-        band = self._band(rows)
+        band = self._bounded_rows(rows)
         known = self._masks.of(band)
-        if not any(self._has_fill(channel) for channel in self.channels.out):
+        if not any(self._has_fill(channel) for channel in self.channels.output_channels):
             return None
         masks = np.ones((self.channels.outputs, band.stop - band.start, self.grid[1]), dtype=bool)
-        for place, channel in enumerate(self.channels.out):
+        for place, channel in enumerate(self.channels.output_channels):
             if channel in known:
                 masks[place] = known[channel]
         return masks
@@ -316,10 +317,10 @@ class Store:
 
         Blocks are of bounded size and end on the store's own chunk edges where they can.
         """
-        band = self._band(rows)
+        band = self._bounded_rows(rows)
         time_bytes = 4 * len(channels) * (band.stop - band.start) * self.grid[1]
         size = max(1, BLOCK_BYTES // max(1, time_bytes))
-        for places in self._stepped.blocks(channels, span, size):
+        for places in self._step_reader.blocks(channels, span, size):
             yield int(places[0]), self._read(channels, places, band)
 
     def units(self, variable: str) -> str:
@@ -327,20 +328,20 @@ class Store:
 
         What is computed has none.
         """
-        if variable in COMPUTED or variable in COMPUTED_STATICS:
+        if variable in COMPUTED_FORCINGS or variable in COMPUTED_STATICS:
             return "1"
-        return unit_after(self.source, variable, self.config)
+        return converted_unit(self.source, variable, self.config)
 
     def description(self, variables: list[str]) -> list[object]:
         """What a cached result depends on, as JSON: the source, the levels, what is done to values.
 
         How values are normalised is not part of it.
         """
-        stored = [v for v in variables if v not in COMPUTED and v not in COMPUTED_STATICS]
+        stored = [v for v in variables if v not in COMPUTED_FORCINGS and v not in COMPUTED_STATICS]
         described = [*self.source.description(stored), list(self.levels)]
         for name in stored:
             config = self.config.of(name)
-            done = (config.convert, config.fill is not None, name in self._stepped.summed)
+            done = (config.convert, config.fill is not None, name in self._step_reader.summed)
             if any(done):
                 described.append([name, *done])
         return described
@@ -349,26 +350,29 @@ class Store:
         self, channels: Sequence[Channel], times: Times, rows: slice
     ) -> tuple[Fields, Fields]:
         """Any channels that change in time, and the forcing ones."""
-        fields = self._read([*channels, *self._forcing], self._places(times), rows)
+        fields = self._read([*channels, *self._forcing], self._time_indices(times), rows)
         stored = fields[:, len(channels) :]
         return fields[:, : len(channels)], self._with_computed(stored, times, rows)
 
     def _read(self, channels: Sequence[Channel], places: NDArray[np.intp], rows: slice) -> Fields:
         """Any channels that change in time, their gaps checked: `(T, C, rows, W)`."""
-        band = self._band(rows)
-        fields = self._stepped.read(channels, places, band)
+        band = self._bounded_rows(rows)
+        fields = self._step_reader.read(channels, places, band)
         filled = any(map(self._has_fill, channels))
         # One pass over the values answers both questions: is one missing, is one out of range?
-        good = self.limits.within(channels, *extremes(fields))
+        good = self.limits.in_range(channels, *extremes(fields))
         # Never read for what the data hold: ranks that share reading must all do it, or none.
         masks = self._masks.of(band) if filled else {}
         for place in np.flatnonzero(~good.all(axis=0)).tolist():
             channel = channels[place]
             mask = masks.get(channel)
-            gap = first_gap(fields[:, place], mask)
+            gap = mask_and_find_missing(fields[:, place], mask)
             if gap is not None:
-                times = (self.times[places[gap]], None if mask is None else self._first_time)
-                raise self._gap(channel, fields[gap, place], times)
+                times = (
+                    self.times[places[gap]],
+                    None if mask is None else self._first_training_time,
+                )
+                raise self._missing_value_error(channel, fields[gap, place], times)
             self._check_limits(channel, fields[:, place], places, band)
         return fields
 
@@ -385,45 +389,47 @@ class Store:
             if places is None:
                 return 0, ""
             place = int(places[time])
-            return self._stepped.source_place(place), f"{self.times[place].astype('M8[m]')}, "
+            return self._step_reader.source_index(place), f"{self.times[place].astype('M8[m]')}, "
 
         self.limits.check(channel, field, when, band.start)
 
     @property
-    def _first_time(self) -> np.datetime64:
+    def _first_training_time(self) -> np.datetime64:
         """The first training date."""
-        first: np.datetime64 = self.times[split_span(self.config, "train", self.times).start]
+        first: np.datetime64 = self.times[split_slice(self.config, "train", self.times).start]
         return first
 
     def _first_fields(self, channels: Sequence[Channel], band: slice) -> Fields:
         """The first training date, gaps and all: `(C, rows, W)`."""
-        fields: Fields = self._stepped.read(channels, self._places([self._first_time]), band)[0]
+        fields: Fields = self._step_reader.read(
+            channels, self._time_indices([self._first_training_time]), band
+        )[0]
         return fields
 
     def _read_static(self, band: slice) -> Fields:
         fields = self.source.read(self._static, slice(0, 1), band)
-        self._stepped.convert(self._static, fields)
+        self._step_reader.convert(self._static, fields)
         for place, channel in enumerate(self._static):
             field = fields[:, place]
             mask = ~np.isnan(field[0]) if self._has_fill(channel) else None
-            if first_gap(field, mask) is not None:
-                raise self._gap(channel, field, None)
+            if mask_and_find_missing(field, mask) is not None:
+                raise self._missing_value_error(channel, field, None)
             self._check_limits(channel, field, None, band)
         found: Fields = fields[0]
         return found
 
-    def _gap(
+    def _missing_value_error(
         self, channel: Channel, field: Fields, times: tuple[object, object] | None
     ) -> UserError:
         role = next(role for role in ROLES if channel.variable in getattr(self.config, role))
-        return gap_error(self.source.where, channel, role, field, times)
+        return missing_value_error(self.source.where, channel, role, field, times)
 
     def _with_computed(self, stored: Fields, times: Times, rows: slice) -> Fields:
         """All forcing channels, of which `(T, stored ones, rows, W)` have been read."""
         names = self.channels.forcing
         if len(self._forcing) == len(names):
             return stored
-        band = self._band(rows)
+        band = self._bounded_rows(rows)
         fields = np.empty((len(stored), len(names), *stored.shape[2:]), dtype=np.float32)
         places = {channel.variable: place for place, channel in enumerate(self._forcing)}
         when = np.asarray(times, dtype="datetime64[ns]")
@@ -431,18 +437,20 @@ class Store:
             if name in places:
                 fields[:, channel] = stored[:, places[name]]
             else:
-                fields[:, channel] = COMPUTED[name](when, self.latitude[band], self.longitude)
+                fields[:, channel] = COMPUTED_FORCINGS[name](
+                    when, self.latitude[band], self.longitude
+                )
         return fields
 
     def _has_fill(self, channel: Channel) -> bool:
         return self.config.of(channel.variable).fill is not None
 
-    def _band(self, rows: slice) -> slice:
+    def _bounded_rows(self, rows: slice) -> slice:
         """The same rows with both ends given."""
         north, south, _ = rows.indices(self.grid[0])
         return slice(north, south)
 
-    def _places(self, times: ArrayLike) -> NDArray[np.intp]:
+    def _time_indices(self, times: ArrayLike) -> NDArray[np.intp]:
         """Where the times lie among `times`."""
         wanted = np.asarray(times, dtype="datetime64[ns]")
         places = np.minimum(np.searchsorted(self.times, wanted), len(self.times) - 1)
@@ -458,5 +466,5 @@ class Store:
 
 def _levels(channels: Channels) -> list[int]:
     """The levels in channel order."""
-    found = (channel.level for channel in channels.out)
+    found = (channel.level for channel in channels.output_channels)
     return list(dict.fromkeys(level for level in found if level is not None))

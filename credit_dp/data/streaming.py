@@ -13,15 +13,15 @@ from numpy.typing import NDArray
 
 from credit_dp.config import DataConfig
 from credit_dp.data.channels import Channel
-from credit_dp.data.dates import one_step_pairs, split_span
-from credit_dp.data.forcings import COMPUTED
-from credit_dp.data.limits import Range
+from credit_dp.data.dates import one_step_pairs, split_slice
+from credit_dp.data.forcings import COMPUTED_FORCINGS
+from credit_dp.data.limits import ValueRange
 from credit_dp.data.sources.base import Fields
 from credit_dp.data.sources.opening import open_source
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 
-Places = NDArray[np.intp]
+Indices = NDArray[np.intp]
 Cut = Callable[[tuple[Channel, ...]], list[slice]]
 
 PIECE_CHUNKS = 64  # of times in a piece: the one pair that reaches beyond it is read twice
@@ -38,8 +38,8 @@ class TrainingDates:
         later: `(T,)`, the places of the dates one step later; -1 where there is none in training.
     """
 
-    chosen: Places
-    later: Places
+    indices: Indices
+    next_indices: Indices
 
     @classmethod
     def of(cls, store: Store, every: int = 1) -> "TrainingDates":
@@ -48,12 +48,12 @@ class TrainingDates:
         Raises:
             UserError: of none of them the date one step later is there.
         """
-        span = split_span(store.config, "train", store.times)
+        span = split_slice(store.config, "train", store.times)
         now, after = one_step_pairs(store.times[span], store.config.step_hours)
         later = np.full(span.stop - span.start, -1)
         later[now] = after + span.start
         found = cls(np.arange(span.start, span.stop)[::every], later[::every])
-        if (found.later < 0).all():
+        if (found.next_indices < 0).all():
             nth = f"every={every}: " if every > 1 else ""
             raise UserError(
                 f"{store.config.store}: {nth}no two dates of data.dates.train are "
@@ -85,20 +85,20 @@ class Window:
     """
 
     fields: Fields
-    dates: Places
-    fresh: Places
-    before: Places
-    after: Places
+    dates: Indices
+    fresh: Indices
+    before: Indices
+    after: Indices
 
 
 def channel_groups(store: Store) -> list[tuple[Channel, ...]]:
     """All channels that change in time and are stored, in groups that share chunks."""
-    stored = [Channel(name) for name in store.channels.forcing if name not in COMPUTED]
-    together = store.source.together([*store.channels.out, *stored])
+    stored = [Channel(name) for name in store.channels.forcing if name not in COMPUTED_FORCINGS]
+    together = store.source.group_by_chunk([*store.channels.output_channels, *stored])
     return [tuple(group) for group in together]
 
 
-def bands(store: Store, channels: Sequence[Channel], most: int, per_point: int) -> list[slice]:
+def split_rows(store: Store, channels: Sequence[Channel], most: int, per_point: int) -> list[slice]:
     """The globe as bands of rows of which no more than `most` bytes are held at once.
 
     Where chunks span the globe, each band reads them anew: there is one band if possible.
@@ -109,13 +109,13 @@ def bands(store: Store, channels: Sequence[Channel], most: int, per_point: int) 
     return [slice(int(a), int(b)) for a, b in pairwise(edges)]
 
 
-def pieces(
+def split_dates(
     store: Store, dates: TrainingDates, channels: tuple[Channel, ...], rows: slice
 ) -> list[Piece]:
     """The dates of some channels and rows, as pieces in order."""
-    length = PIECE_CHUNKS * _chunk(store, channels)
-    edges = range(0, len(dates.chosen), length)
-    return [Piece(channels, rows, x, min(x + length, len(dates.chosen))) for x in edges]
+    length = PIECE_CHUNKS * _dates_per_chunk(store, channels)
+    edges = range(0, len(dates.indices), length)
+    return [Piece(channels, rows, x, min(x + length, len(dates.indices))) for x in edges]
 
 
 def all_pieces(store: Store, dates: TrainingDates, cut: Cut | None = None) -> list[Piece]:
@@ -127,21 +127,24 @@ def all_pieces(store: Store, dates: TrainingDates, cut: Cut | None = None) -> li
     return [
         piece
         for channels in channel_groups(store)
-        for rows in (cut(channels) if cut else bands(store, channels, TIME_BYTES, 4))
-        for piece in pieces(store, dates, channels, rows)
+        for rows in (cut(channels) if cut else split_rows(store, channels, TIME_BYTES, 4))
+        for piece in split_dates(store, dates, channels, rows)
     ]
 
 
-def stream(store: Store, dates: TrainingDates, piece: Piece) -> Iterator[Window]:
+def stream_windows(store: Store, dates: TrainingDates, piece: Piece) -> Iterator[Window]:
     """Each date of the piece once, and each pair whose first date is in the piece once.
 
     Raises:
         UserError: a field cannot be read, or has NaN where it may not.
     """
-    chosen, later = dates.chosen[piece.first : piece.stop], dates.later[piece.first : piece.stop]
-    places: Places = np.empty(0, dtype=np.intp)
+    chosen, later = (
+        dates.indices[piece.first : piece.stop],
+        dates.next_indices[piece.first : piece.stop],
+    )
+    places: Indices = np.empty(0, dtype=np.intp)
     fields: Fields | None = None
-    for found, block in _blocks(store, piece, np.union1d(chosen, later[later >= 0])):
+    for found, block in _read_blocks(store, piece, np.union1d(chosen, later[later >= 0])):
         # Dates whose second one is still to come stay, so that no pair is lost between blocks.
         waiting = np.isin(places, chosen[later >= found[0]])
         kept = block[:0] if fields is None else fields[waiting]
@@ -157,9 +160,9 @@ def stream(store: Store, dates: TrainingDates, piece: Piece) -> Iterator[Window]
         )
 
 
-def _blocks(store: Store, piece: Piece, wanted: Places) -> Iterator[tuple[Places, Fields]]:
+def _read_blocks(store: Store, piece: Piece, wanted: Indices) -> Iterator[tuple[Indices, Fields]]:
     """The fields at these places, and no others, with their places."""
-    for span in _spans(wanted, _chunk(store, piece.channels)):
+    for span in _contiguous_slices(wanted, _dates_per_chunk(store, piece.channels)):
         for first, block in store.blocks(piece.channels, span, piece.rows):
             found = wanted[(wanted >= first) & (wanted < first + len(block))]
             if len(found) == len(block):
@@ -168,25 +171,25 @@ def _blocks(store: Store, piece: Piece, wanted: Places) -> Iterator[tuple[Places
                 yield found, block[found - first]
 
 
-def _spans(wanted: Places, chunk: int) -> Iterator[slice]:
+def _contiguous_slices(wanted: Indices, chunk: int) -> Iterator[slice]:
     """Where the places lie, without the gaps between them that hold a whole chunk or more."""
     for part in np.split(wanted, np.flatnonzero(np.diff(wanted) > chunk) + 1):
         yield slice(int(part[0]), int(part[-1]) + 1)
 
 
-def _chunk(store: Store, channels: Sequence[Channel]) -> int:
+def _dates_per_chunk(store: Store, channels: Sequence[Channel]) -> int:
     """Dates that lie in one chunk of the store."""
     skipped = max(1, len(store.source.times) // len(store.times))
     return max(1, store.source.times_together(channels[0]) // skipped)
 
 
 T = TypeVar("T")
-Work = Callable[[Store, TrainingDates, Piece], T]
+PieceFunction = Callable[[Store, TrainingDates, Piece], T]
 
 CONNECT_SECONDS = 30
 
 
-class Workers(ABC):
+class PieceWorkers(ABC):
     """Does pieces at once, as many as there are workers, and hands the results out in order.
 
     Attributes:
@@ -196,7 +199,7 @@ class Workers(ABC):
     count: int
 
     @abstractmethod
-    def run(self, work: Work[T], pieces: Sequence[Piece]) -> Iterator[T]:
+    def run(self, work: PieceFunction[T], pieces: Sequence[Piece]) -> Iterator[T]:
         """The result of each piece, in order."""
 
     def close(self) -> None:  # noqa: B027
@@ -204,15 +207,15 @@ class Workers(ABC):
 
 
 @final
-class Threads(Workers):
+class ThreadWorkers(PieceWorkers):
     """Threads of this process, that share the open store."""
 
     def __init__(self, store: Store, dates: TrainingDates, count: int) -> None:
         self.count = count
         self._store, self._dates = store, dates
 
-    def run(self, work: Work[T], pieces: Sequence[Piece]) -> Iterator[T]:
-        """See `Workers`."""
+    def run(self, work: PieceFunction[T], pieces: Sequence[Piece]) -> Iterator[T]:
+        """See `PieceWorkers`."""
         with ThreadPoolExecutor(self.count) as threads:
             one = partial(work, self._store, self._dates)
             for start in range(0, len(pieces), self.count):  # few results at once wait to be taken
@@ -220,7 +223,7 @@ class Threads(Workers):
 
 
 @final
-class Cluster(Workers):
+class DaskWorkers(PieceWorkers):
     """The workers of a running `dask.distributed` scheduler; each opens the store itself."""
 
     def __init__(self, store: Store, dates: TrainingDates, address: str) -> None:
@@ -229,8 +232,8 @@ class Cluster(Workers):
         Raises:
             UserError: nobody answers there, it has no workers, or `distributed` is not installed.
         """
-        self._config, self._ranges, self._dates = store.config, store.limits.sampled, dates
-        self._client = _connect(address)
+        self._config, self._ranges, self._dates = store.config, store.limits.sampled_ranges, dates
+        self._client = _connect_client(address)
         self.count = sum(self._client.nthreads().values())
         if not self.count:
             self.close()
@@ -238,11 +241,11 @@ class Cluster(Workers):
                 f"{address}: the scheduler has no workers. Start some, or drop scheduler."
             )
 
-    def run(self, work: Work[T], pieces: Sequence[Piece]) -> Iterator[T]:
-        """See `Workers`."""
+    def run(self, work: PieceFunction[T], pieces: Sequence[Piece]) -> Iterator[T]:
+        """See `PieceWorkers`."""
         for start in range(0, len(pieces), self.count):
             tasks = [
-                _task(_opening, work, self._config, self._ranges, self._dates, piece)
+                _delayed_call(_open_and_run, work, self._config, self._ranges, self._dates, piece)
                 for piece in pieces[start : start + self.count]
             ]
             yield from self._client.gather(self._client.compute(tasks))
@@ -252,24 +255,24 @@ class Cluster(Workers):
         self._client.close()
 
 
-def _task(function: Callable[..., Any], *arguments: Any) -> Any:
+def _delayed_call(function: Callable[..., Any], *arguments: Any) -> Any:
     from dask.delayed import delayed
 
     # Bound and not traversed: dask would take a piece apart to look for tasks in it.
     return delayed(partial(function, *arguments), pure=False, traverse=False)()
 
 
-def _opening(
-    work: Work[T],
+def _open_and_run(
+    work: PieceFunction[T],
     config: DataConfig,
-    ranges: Mapping[str, Range],
+    ranges: Mapping[str, ValueRange],
     dates: TrainingDates,
     piece: Piece,
 ) -> T:
     return work(Store(open_source(config), config, ranges), dates, piece)
 
 
-def _connect(address: str) -> Any:
+def _connect_client(address: str) -> Any:
     try:
         from distributed import Client
     except ImportError as error:

@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from credit_dp.config import DataConfig, VariableConfig
-from credit_dp.data.sources.base import Source, Times, Variable
+from credit_dp.data.sources.base import Source, Times, VariableInfo
 from credit_dp.errors import UserError
-from credit_dp.variable_names import meaning
+from credit_dp.variable_names import canonical_name
 
 DIMENSIONLESS = "1"
 # Whole texts that are no product of units; "~" is ECMWF's for a type or an index.
@@ -83,7 +83,7 @@ SYMBOLS = {
 FACTOR = re.compile(r"(/?)([A-Za-z°%_]+|1(?![\d.]))(?:\^?\(?([+-]?\d+)\)?)?")
 
 
-def canonical(text: str) -> str:
+def canonical_unit(text: str) -> str:
     """`m**2 s**-2`, `m2 s-2` and `m^2/s^2` -> `m2 s-2`; `(0 - 1)` and `kg/kg` -> `1`; K -> `K`.
 
     A text that is no product of powers comes back as it is, without spaces around it.
@@ -104,10 +104,10 @@ def canonical(text: str) -> str:
         slash, symbol, power = found.groups()
         if symbol != DIMENSIONLESS:
             powers[SYMBOLS.get(symbol.lower(), symbol)] += int(power or 1) * (-1 if slash else 1)
-    return _written(powers) if factors.split() else ""
+    return _format_powers(powers) if factors.split() else ""
 
 
-def _written(powers: Counter[str]) -> str:
+def _format_powers(powers: Counter[str]) -> str:
     """Positive powers first, then by name; `1` if all cancel."""
     order = sorted((power < 0, symbol) for symbol, power in powers.items() if power)
     parts = [symbol if powers[symbol] == 1 else f"{symbol}{powers[symbol]}" for _, symbol in order]
@@ -116,23 +116,23 @@ def _written(powers: Counter[str]) -> str:
 
 @final
 @dataclass(frozen=True)
-class Known:
+class KnownVariable:
     """Of one variable: its unit, and the standard names under which stores have it."""
 
     unit: str
     standard_names: tuple[str, ...] = ()
 
 
-def _known(table: Mapping[str, str]) -> dict[str, Known]:
+def _parse_known(table: Mapping[str, str]) -> dict[str, KnownVariable]:
     """From `name: "unit: standard names"`."""
     found = {}
     for name, text in table.items():
         unit, _, names = text.partition(":")
-        found[name] = Known(unit.strip(), tuple(names.split()))
+        found[name] = KnownVariable(unit.strip(), tuple(names.split()))
     return found
 
 
-UPPER = _known(
+UPPER = _parse_known(
     {
         "geopotential": "m2 s-2: geopotential",
         "temperature": "K: air_temperature",
@@ -154,7 +154,7 @@ UPPER = _known(
         "wind_speed": "m s-1: wind_speed",
     }
 )
-SURFACE = _known(
+SURFACE = _parse_known(
     {
         "2m_temperature": "K: air_temperature",
         "2m_dewpoint_temperature": "K: dew_point_temperature",
@@ -188,7 +188,7 @@ SURFACE = _known(
     }
 )
 SOIL = {
-    name: Known(unit, (standard_name,))
+    name: KnownVariable(unit, (standard_name,))
     for layer in "1234"
     for name, unit, standard_name in (
         (f"soil_temperature_level_{layer}", "K", "soil_temperature"),
@@ -223,9 +223,9 @@ ENERGIES = (
     "surface_latent_heat_flux",
 )
 SPANS = ("", "_6hr", "_12hr", "_24hr")
-SUMS = {name + span: Known("m") for name in DEPTHS for span in SPANS}
-SUMS |= {name + span: Known("J m-2") for name in ENERGIES for span in SPANS}
-STATICS = _known(
+SUMS = {name + span: KnownVariable("m") for name in DEPTHS for span in SPANS}
+SUMS |= {name + span: KnownVariable("J m-2") for name in ENERGIES for span in SPANS}
+STATICS = _parse_known(
     {
         "geopotential_at_surface": "m2 s-2: surface_geopotential geopotential",
         "land_sea_mask": "1: land_binary_mask land_area_fraction",
@@ -241,7 +241,9 @@ STATICS = _known(
     }
 )
 
-KNOWN: Mapping[str, Known] = MappingProxyType(UPPER | SURFACE | SOIL | SUMS | STATICS)
+KNOWN_VARIABLES: Mapping[str, KnownVariable] = MappingProxyType(
+    UPPER | SURFACE | SOIL | SUMS | STATICS
+)
 # Standard names of things that are taken for one of the above.
 MISTAKABLE = frozenset(
     {
@@ -253,12 +255,14 @@ MISTAKABLE = frozenset(
         "upward_air_velocity",
     }
 )
-STANDARD_NAMES = MISTAKABLE | {name for known in KNOWN.values() for name in known.standard_names}
+STANDARD_NAMES = MISTAKABLE | {
+    name for known in KNOWN_VARIABLES.values() for name in known.standard_names
+}
 
 
 GRAVITY = 9.80665  # m s-2, standard acceleration of free fall (CGPM 1901)
 WATER = 1000.0  # kg m-3
-SAYS_NOTHING = ("", "unknown", "undefined")
+UNSPECIFIED_UNITS = ("", "unknown", "undefined")
 # What is needed of a field under such a standard name, where no unit says more.
 HEIGHTS = ("geopotential_height", "surface_altitude")
 
@@ -289,21 +293,21 @@ CONVERSIONS: dict[tuple[str, str], tuple[float, float]] = {
 }
 
 
-def conversion(text: str) -> tuple[float, float]:
+def parse_conversion(text: str) -> tuple[float, float]:
     """`FROM->TO` as `(scale, offset)`: new = old * scale + offset. FROM may be TO: nothing changes.
 
     Raises:
         UserError: no such conversion is known.
     """
-    old, new = _sides(text)
+    old, new = _split_conversion(text)
     if old == new:
         return 1.0, 0.0
     if (old, new) not in CONVERSIONS:
-        raise _unknown("data.variables.NAME.convert", text)
+        raise _unknown_conversion_error("data.variables.NAME.convert", text)
     return CONVERSIONS[old, new]
 
 
-def unit_after(source: Source, name: str, config: DataConfig) -> str:
+def converted_unit(source: Source, name: str, config: DataConfig) -> str:
     """The unit that a model sees: what the store is converted to, or else the store's."""
     convert = config.of(name).convert
     if convert is not None:
@@ -313,7 +317,7 @@ def unit_after(source: Source, name: str, config: DataConfig) -> str:
 
 @final
 @dataclass(frozen=True)
-class _Wrong:
+class _UnitMismatch:
     """A variable that a model can't take as it is.
 
     Attributes:
@@ -338,60 +342,62 @@ def check_units(source: Source, config: DataConfig) -> None:
     """
     wrong = []
     for name in (*config.prognostic, *config.diagnostic, *config.forcing, *config.static):
-        known = KNOWN.get(name) or KNOWN.get(meaning(name))
+        known = KNOWN_VARIABLES.get(name) or KNOWN_VARIABLES.get(canonical_name(name))
         if known is None or name not in source.variables:
             continue
         convert = config.of(name).convert
         if convert is None:
-            found = _given(name, source.variables[name], known)
+            found = _check_unconverted(name, source.variables[name], known)
         else:
-            found = _converted(source.where, name, source.variables[name], known, convert)
+            found = _check_converted(source.where, name, source.variables[name], known, convert)
         wrong += [found] if found is not None else []
     if wrong:
         whats = "; ".join(one.what for one in wrong)
         raise UserError(f"{source.where}: {whats}. {_advice(wrong)}")
 
 
-def _given(name: str, variable: Variable, known: Known) -> _Wrong | None:
+def _check_unconverted(
+    name: str, variable: VariableInfo, known: KnownVariable
+) -> _UnitMismatch | None:
     """What is wrong with a variable that is taken as it is."""
-    unit = canonical(variable.units)
-    if unit not in (*SAYS_NOTHING, canonical(known.unit)):
-        return _wrong(name, f"is in {variable.units}, but {known.unit} is needed", unit, known)
+    unit = canonical_unit(variable.units)
+    if unit not in (*UNSPECIFIED_UNITS, canonical_unit(known.unit)):
+        return _mismatch(name, f"is in {variable.units}, but {known.unit} is needed", unit, known)
     other = variable.standard_name
     if other in STANDARD_NAMES and known.standard_names and other not in known.standard_names:
         what = f"has the standard name {other}, but {known.standard_names[0]} is needed"
-        return _wrong(name, what, "gpm" if other in HEIGHTS else known.unit, known)
+        return _mismatch(name, what, "gpm" if other in HEIGHTS else known.unit, known)
     return None
 
 
-def _converted(
-    where: str, name: str, variable: Variable, known: Known, convert: str
-) -> _Wrong | None:
+def _check_converted(
+    where: str, name: str, variable: VariableInfo, known: KnownVariable, convert: str
+) -> _UnitMismatch | None:
     """What is wrong with a variable that is converted: from what it is in, to what is needed."""
     key = f"data.variables.{name}.convert"
-    old, new = _sides(convert)
-    unit, needed = canonical(variable.units), canonical(known.unit)
+    old, new = _split_conversion(convert)
+    unit, needed = canonical_unit(variable.units), canonical_unit(known.unit)
     if new != needed:
         raise UserError(f"{where}: {name} needs {key} to {known.unit}, got {convert!r}.")
     if old != new and (old, new) not in CONVERSIONS:
-        raise _unknown(f"{where}: {key}", convert)
+        raise _unknown_conversion_error(f"{where}: {key}", convert)
     says = unit == needed or (unit, needed) in CONVERSIONS
     if not says or unit == old:
         return None
     what = f"is in {variable.units}, but {key} is {convert!r}"
     if unit == needed:
-        return _Wrong(name, f"{name} {what}", None)
-    return _wrong(name, what, unit, known)
+        return _UnitMismatch(name, f"{name} {what}", None)
+    return _mismatch(name, what, unit, known)
 
 
-def _wrong(name: str, what: str, unit: str, known: Known) -> _Wrong:
+def _mismatch(name: str, what: str, unit: str, known: KnownVariable) -> _UnitMismatch:
     """It is converted from `unit`; if that can't be done, from the needed unit itself."""
-    vouches = (unit, canonical(known.unit)) not in CONVERSIONS
+    vouches = (unit, canonical_unit(known.unit)) not in CONVERSIONS
     convert = f"{known.unit if vouches else unit}->{known.unit}"
-    return _Wrong(name, f"{name} {what}", convert, vouches)
+    return _UnitMismatch(name, f"{name} {what}", convert, vouches)
 
 
-def _advice(wrong: Sequence[_Wrong]) -> str:
+def _advice(wrong: Sequence[_UnitMismatch]) -> str:
     """What to put on the command line; other entries of `data.variables` stay as they are."""
     sure = [one for one in wrong if not one.vouches]
     unsure = [one for one in wrong if one.vouches]
@@ -403,7 +409,7 @@ def _advice(wrong: Sequence[_Wrong]) -> str:
     return "; ".join(parts) + "."
 
 
-def _override(wrong: Sequence[_Wrong]) -> str:
+def _override(wrong: Sequence[_UnitMismatch]) -> str:
     """`data.variables={...}` for a shell: the braces take any name, the quotes any unit."""
     entries = (
         f"{one.name}:{{convert:{'null' if one.convert is None else json.dumps(one.convert)}}}"
@@ -412,16 +418,16 @@ def _override(wrong: Sequence[_Wrong]) -> str:
     return shlex.quote(f"data.variables={{{','.join(entries)}}}")
 
 
-def _unknown(key: str, text: str) -> UserError:
+def _unknown_conversion_error(key: str, text: str) -> UserError:
     known = ", ".join(f"{old}->{new}" for old, new in CONVERSIONS)
     return UserError(
         f"{key}: needs one of {known}, got {text!r}. A dimensionless unit is 1, like kg kg-1."
     )
 
 
-def _sides(text: str) -> tuple[str, str]:
+def _split_conversion(text: str) -> tuple[str, str]:
     old, _, new = text.partition("->")
-    return canonical(old), canonical(new)
+    return canonical_unit(old), canonical_unit(new)
 
 
 # Source: the accumulated parameters of ERA5's hourly data, by their names in the Climate Data Store
@@ -470,10 +476,10 @@ ACCUMULATED = frozenset(
 def is_accumulated(name: str, config: DataConfig) -> bool:
     """Whether a variable's values are sums since the time before: as the config says, or known."""
     given = config.of(name).accumulated
-    return meaning(name) in ACCUMULATED if given is None else given
+    return canonical_name(name) in ACCUMULATED if given is None else given
 
 
-def spacing(times: Times) -> np.timedelta64:
+def time_spacing(times: Times) -> np.timedelta64:
     """The most common distance of neighbouring times; of a single time, none."""
     if len(times) < 2:
         return np.timedelta64(0, "ns")
@@ -482,7 +488,7 @@ def spacing(times: Times) -> np.timedelta64:
     return common
 
 
-def on_step(times: Times, step: np.timedelta64) -> NDArray[np.intp]:
+def indices_on_step(times: Times, step: np.timedelta64) -> NDArray[np.intp]:
     """Places of the times that are whole steps after midnight 1970-01-01.
 
     If there are none, of those that are whole steps after the first time.
@@ -492,13 +498,15 @@ def on_step(times: Times, step: np.timedelta64) -> NDArray[np.intp]:
     return places if len(places) else np.flatnonzero((times - times[0]) % step == np.timedelta64(0))
 
 
-def windows(times: Times, places: NDArray[np.intp], step: np.timedelta64) -> NDArray[np.intp]:
+def accumulation_windows(
+    times: Times, places: NDArray[np.intp], step: np.timedelta64
+) -> NDArray[np.intp]:
     """Places of all times in `(t - step, t]`, the earliest first: `(T, N)`, -1 where one is absent.
 
     Shapes:
         `times`: all of the store's; `places`: `(T,)`, those of the times `t`.
     """
-    back = np.arange(np.timedelta64(0, "ns"), step, spacing(times))[::-1]
+    back = np.arange(np.timedelta64(0, "ns"), step, time_spacing(times))[::-1]
     wanted = times[places][:, None] - back
     found = np.minimum(np.searchsorted(times, wanted), len(times) - 1)
     return np.where(times[found] == wanted, found, -1)
@@ -546,4 +554,4 @@ def is_nonnegative(name: str, variable: VariableConfig) -> bool:
         return variable.nonnegative
     if not math.isnan(variable.log1p_scale):
         return True
-    return any(fnmatchcase(meaning(name), pattern) for pattern in NONNEGATIVE)
+    return any(fnmatchcase(canonical_name(name), pattern) for pattern in NONNEGATIVE)

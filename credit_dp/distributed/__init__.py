@@ -5,6 +5,6 @@ ranks, and runs one function on every rank. No torch at module level.
 """
 
 from credit_dp.distributed.launch import launch
-from credit_dp.distributed.launcher import Ranks
+from credit_dp.distributed.launcher import RankInfo
 
-__all__ = ["Ranks", "launch"]
+__all__ = ["RankInfo", "launch"]

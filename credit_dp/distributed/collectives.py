@@ -10,29 +10,29 @@ from credit_dp.errors import UserError
 T = TypeVar("T")
 
 
-def own_rank() -> int:
+def global_rank() -> int:
     """This process among all of the run; 0 without a process group."""
-    return dist.get_rank() if grouped() else 0
+    return dist.get_rank() if has_process_group() else 0
 
 
-def grouped() -> bool:
+def has_process_group() -> bool:
     """Whether this process is one of several ranks, or could be."""
     return dist.is_available() and dist.is_initialized()
 
 
-def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+def all_gather_object(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """What each rank gives, in the order of the ranks, on every rank; collective.
 
     `group` has all ranks, too: a thread beside training has one of its own.
     """
-    if not grouped() or dist.get_world_size() == 1:
+    if not has_process_group() or dist.get_world_size() == 1:
         return [value]
     found: list[T | None] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value, group=group)
     return found  # type: ignore[return-value]  # every place has been filled
 
 
-def together(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+def run_on_all_ranks(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
     """Do something on every rank, or refuse it on every rank with the same line; see `gather`.
 
     Raises:
@@ -43,7 +43,7 @@ def together(action: Callable[[], T], group: dist.ProcessGroup | None = None) ->
         result = action()
     except UserError as error:
         refusal = str(error)
-    refusals = [line for line in gather(refusal, group) if line is not None]
+    refusals = [line for line in all_gather_object(refusal, group) if line is not None]
     if refusals:
         raise UserError(refusals[0])
     return result  # type: ignore[return-value]  # nothing was refused, so there is one

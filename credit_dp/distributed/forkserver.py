@@ -25,11 +25,11 @@ def die_with_parent(parent: int | None = None) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def is_nursery() -> bool:
+def is_fork_server() -> bool:
     """Whether this is multiprocessing's fork server and not a program that imports the package."""
     return "multiprocessing.forkserver" in " ".join(sys.orig_argv)
 
 
-if is_nursery():
+if is_fork_server():
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent()

@@ -11,7 +11,7 @@ from credit_dp.errors import UserError
 
 @final
 @dataclass(frozen=True)
-class Ranks:
+class RankInfo:
     """The place of one process in its run; `local_*` counts those on the same machine, the
     `node`-th of the run."""
 
@@ -22,8 +22,8 @@ class Ranks:
     node: int = 0
 
 
-FIRST_PORT, PORTS = 20_000, 20_000  # below the range that Linux hands out on its own
-STEPS = 8  # of a job, that have ports of their own
+FIRST_PORT, PORT_COUNT = 20_000, 20_000  # below the range that Linux hands out on its own
+STEPS_PER_JOB = 8  # of a job, that have ports of their own
 
 
 @final
@@ -32,7 +32,7 @@ class Launcher:
     """Who started the ranks, which of them this is, and where they meet."""
 
     name: str
-    ranks: Ranks
+    ranks: RankInfo
     address: str
     port: int
 
@@ -44,19 +44,19 @@ def find_launcher(environment: Mapping[str, str]) -> Launcher | None:
         UserError: a variable that the launcher sets is missing or not a number.
     """
     try:
-        return _torchrun(environment) or _srun(environment) or _submitit_local(environment)
+        return _from_torchrun(environment) or _from_srun(environment) or _from_submitit(environment)
     except (KeyError, ValueError) as error:
         raise UserError(
             f"the environment is that of a launcher, but one of its variables is unusable ({error})"
         ) from error
 
 
-def _torchrun(env: Mapping[str, str]) -> Launcher | None:
+def _from_torchrun(env: Mapping[str, str]) -> Launcher | None:
     if "RANK" not in env or "WORLD_SIZE" not in env:
         return None
     rank, world = int(env["RANK"]), int(env["WORLD_SIZE"])
     per_node = int(env.get("LOCAL_WORLD_SIZE", world))
-    ranks = Ranks(
+    ranks = RankInfo(
         rank=rank,
         world_size=world,
         local_rank=int(env.get("LOCAL_RANK", rank)),
@@ -67,7 +67,7 @@ def _torchrun(env: Mapping[str, str]) -> Launcher | None:
     return Launcher("torchrun", ranks, address, int(env.get("MASTER_PORT", 29500)))
 
 
-def _srun(env: Mapping[str, str]) -> Launcher | None:
+def _from_srun(env: Mapping[str, str]) -> Launcher | None:
     # sbatch and salloc set SLURM_NTASKS too, for a script that is no task of any step; and one task
     # alone (an interactive shell, a batch step) is no launcher: it starts its own ranks.
     tasks = int(env.get("SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS", 1)))
@@ -75,7 +75,7 @@ def _srun(env: Mapping[str, str]) -> Launcher | None:
         return None
     per_node = env.get("SLURM_STEP_TASKS_PER_NODE", env.get("SLURM_TASKS_PER_NODE", str(tasks)))
     node = int(env.get("SLURM_NODEID", 0))
-    ranks = Ranks(
+    ranks = RankInfo(
         rank=int(env["SLURM_PROCID"]),
         world_size=tasks,
         local_rank=int(env["SLURM_LOCALID"]),
@@ -86,15 +86,17 @@ def _srun(env: Mapping[str, str]) -> Launcher | None:
     alone = ranks.local_world_size == tasks
     address = "127.0.0.1" if alone else first_host(nodes)
     # The jobs of an array have numbers in a row, so that those on one node never share a port.
-    step = int(env.get("SLURM_JOB_ID", 0)) * STEPS + int(env["SLURM_STEP_ID"]) % STEPS
+    step = (
+        int(env.get("SLURM_JOB_ID", 0)) * STEPS_PER_JOB + int(env["SLURM_STEP_ID"]) % STEPS_PER_JOB
+    )
     return Launcher("srun", ranks, env.get("MASTER_ADDR", address), _port(env, step))
 
 
-def _submitit_local(env: Mapping[str, str]) -> Launcher | None:
+def _from_submitit(env: Mapping[str, str]) -> Launcher | None:
     tasks = int(env.get("SUBMITIT_LOCAL_NTASKS", 1))
     if tasks == 1:
         return None
-    ranks = Ranks(
+    ranks = RankInfo(
         rank=int(env["SUBMITIT_LOCAL_GLOBALRANK"]),
         world_size=tasks,
         local_rank=int(env["SUBMITIT_LOCAL_LOCALID"]),
@@ -106,7 +108,7 @@ def _submitit_local(env: Mapping[str, str]) -> Launcher | None:
 
 def _port(env: Mapping[str, str], job: int) -> int:
     """A port that all ranks of a job work out alike; MASTER_PORT if the user gave one."""
-    return int(env.get("MASTER_PORT", FIRST_PORT + job % PORTS))
+    return int(env.get("MASTER_PORT", FIRST_PORT + job % PORT_COUNT))
 
 
 def first_host(nodes: str) -> str:

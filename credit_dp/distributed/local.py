@@ -20,38 +20,40 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 from credit_dp.config import Config, ParallelConfig
-from credit_dp.distributed.launcher import Ranks
+from credit_dp.distributed.launcher import RankInfo
 from credit_dp.distributed.report import (
-    Outcome,
-    name_of,
+    RankOutcome,
+    rank_name,
     read_outcome,
     report_crash,
-    report_refusal,
+    report_error,
 )
-from credit_dp.distributed.signals import ASKING, Terminated, heeding, held
-from credit_dp.distributed.worker import started_rank
+from credit_dp.distributed.signals import STOP_SIGNALS, Terminated, block_signals, handle_stop
+from credit_dp.distributed.worker import rank_main
 
 # What torch imports only when an optimizer is made, and a checkpoint saved: once for all ranks.
-IMPORTED_LATE = {"credit_dp.training.run": ["torch._dynamo", "torch.distributed.checkpoint"]}
-LAST_WORDS = 0.5  # seconds in which ranks that fail of the same cause are still listened to
+EXTRA_PRELOADS = {"credit_dp.training.run": ["torch._dynamo", "torch.distributed.checkpoint"]}
+FAILURE_GRACE_SECONDS = (
+    0.5  # seconds in which ranks that fail of the same cause are still listened to
+)
 
 
-def start_nursery(run: str) -> None:
+def start_fork_server(run: str) -> None:
     """Start the server process that ranks are forked from; it imports torch meanwhile."""
     module = run.partition(":")[0]
     preload = ["credit_dp.distributed.forkserver", "torch", module, "credit_dp.distributed.worker"]
-    preload += IMPORTED_LATE.get(module, [])
+    preload += EXTRA_PRELOADS.get(module, [])
     multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
     # A job queue may send its signals to all processes at once: those that help with starting keep
     # them waiting, and what reaches a rank that is just being forked waits until it can act.
-    with held(), without_warnings():
+    with block_signals(), silence_resource_tracker():
         resource_tracker.ensure_running()  # unblocks SIGTERM when it is through
-    with held():
+    with block_signals():
         forkserver.ensure_running()
 
 
 @contextlib.contextmanager
-def without_warnings() -> Iterator[None]:
+def silence_resource_tracker() -> Iterator[None]:
     """Have the process that cleans up behind ranks say nothing of what it cleans up.
 
     Ranks that are ended can't release the semaphores of their libraries (numcodecs' blosc has one).
@@ -74,27 +76,29 @@ def run_processes(config: Config, world: int, run: str) -> int:
     Raises:
         Terminated: a signal came before the ranks trained or afterwards, or SIGTERM came again.
     """
-    start_nursery(run)
+    start_fork_server(run)
     with tempfile.TemporaryDirectory(prefix="credit_dp-", ignore_cleanup_errors=True) as folder:
         processes: list[ForkServerProcess] = []
         try:
             for rank in range(world):
-                processes.append(start_rank(Ranks(rank, world, rank, world), folder, run, config))
+                processes.append(
+                    start_rank(RankInfo(rank, world, rank, world), folder, run, config)
+                )
             asked: list[int] = []
-            with heeding(partial(ask, processes, asked)):
+            with handle_stop(partial(forward_signal, processes, asked)):
                 failed = wait_for_all(processes, Path(folder))
             deaths = [(rank, process.exitcode) for rank, process in enumerate(processes)]
         finally:
             kill(processes)
         outcomes = [read_outcome(Path(folder), rank) for rank in range(world)]
         if failed:
-            if asked and any(-(code or 0) in ASKING for _, code in deaths):
+            if asked and any(-(code or 0) in STOP_SIGNALS for _, code in deaths):
                 raise Terminated(asked[0])  # a rank had nothing to save yet, or any more
-            return report(outcomes, deaths, config.parallel)
+            return report_failure(outcomes, deaths, config.parallel)
         return max(outcome.code for outcome in outcomes if outcome is not None)
 
 
-def ask(processes: list[ForkServerProcess], asked: list[int], number: int) -> None:
+def forward_signal(processes: list[ForkServerProcess], asked: list[int], number: int) -> None:
     """Hand a signal on to all ranks, as one that they may get several times, and note it."""
     asked.append(number)
     for process in processes:
@@ -103,11 +107,11 @@ def ask(processes: list[ForkServerProcess], asked: list[int], number: int) -> No
                 os.kill(process.pid, signal.SIGUSR1)
 
 
-def start_rank(ranks: Ranks, folder: str, run: str, config: Config) -> ForkServerProcess:
+def start_rank(ranks: RankInfo, folder: str, run: str, config: Config) -> ForkServerProcess:
     """One process, started; the server forks it, so it gets this process's environment as data."""
     context = multiprocessing.get_context("forkserver")
     arguments = (ranks, folder, run, config, dict(os.environ))
-    process = context.Process(target=started_rank, args=arguments, name=f"rank {ranks.rank}")
+    process = context.Process(target=rank_main, args=arguments, name=f"rank {ranks.rank}")
     process.start()
     return process
 
@@ -126,14 +130,14 @@ def wait_for_all(processes: list[ForkServerProcess], folder: Path) -> bool:
             del waiting[rank]
             outcome = read_outcome(folder, rank)
             if outcome is None or outcome.kind != "returned":
-                listen(list(waiting.values()))
+                wait_briefly(list(waiting.values()))
                 return True
     return False
 
 
-def listen(processes: list[ForkServerProcess]) -> None:
+def wait_briefly(processes: list[ForkServerProcess]) -> None:
     """Wait a moment for these processes to end as well."""
-    deadline = time.monotonic() + LAST_WORDS
+    deadline = time.monotonic() + FAILURE_GRACE_SECONDS
     while processes and (left := deadline - time.monotonic()) > 0:
         wait([process.sentinel for process in processes], timeout=left)
         processes = [process for process in processes if process.is_alive()]
@@ -150,8 +154,10 @@ def kill(processes: list[ForkServerProcess]) -> None:
         process.join()
 
 
-def report(
-    outcomes: list[Outcome | None], deaths: list[tuple[int, int | None]], parallel: ParallelConfig
+def report_failure(
+    outcomes: list[RankOutcome | None],
+    deaths: list[tuple[int, int | None]],
+    parallel: ParallelConfig,
 ) -> int:
     """Say once why the run failed: the cause, not what followed from it."""
     silent = [(r, code) for r, code in deaths if outcomes[r] is None and code is not None]
@@ -160,22 +166,22 @@ def report(
     causes = [(r, code) for r, code in silent if code != -signal.SIGABRT or not told]
     if causes:
         rank, code = causes[0]
-        report_refusal(obituary(named(rank, parallel), code))
+        report_error(death_message(mesh_rank_name(rank, parallel), code))
         return 1
     first = min(told, key=lambda outcome: outcome.time)
     if first.kind == "refused":
-        report_refusal(first.text)
+        report_error(first.text)
     else:
-        report_crash(f"{named(first.rank, parallel)} failed:\n{first.text}")
+        report_crash(f"{mesh_rank_name(first.rank, parallel)} failed:\n{first.text}")
     return first.code
 
 
-def named(rank: int, parallel: ParallelConfig) -> str:
+def mesh_rank_name(rank: int, parallel: ParallelConfig) -> str:
     """A rank and its place on the mesh."""
-    return name_of(rank, parallel.data or 1, parallel.domain)
+    return rank_name(rank, parallel.data or 1, parallel.domain)
 
 
-def obituary(who: str, code: int) -> str:
+def death_message(who: str, code: int) -> str:
     """One line on a rank that died without a word."""
     if code >= 0:
         return f"{who} ended with exit code {code} and without a message"

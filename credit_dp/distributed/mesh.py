@@ -6,8 +6,8 @@ import logging
 from typing import TYPE_CHECKING
 
 from credit_dp.config import Config, ParallelConfig
-from credit_dp.distributed import Ranks
-from credit_dp.distributed.placement import own_gpu, spread_domains
+from credit_dp.distributed import RankInfo
+from credit_dp.distributed.placement import gpu_index, spread_warning
 from credit_dp.errors import UserError
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def build_manager(parallel: ParallelConfig, ranks: Ranks) -> DomainParallelManager:
+def build_manager(parallel: ParallelConfig, ranks: RankInfo) -> DomainParallelManager:
     """The pipeline x data x domain mesh, domain innermost so that neighbours share a node.
 
     Collective: every rank calls it, after the process group is there. Rank 0 warns of domain groups
@@ -42,13 +42,13 @@ def build_manager(parallel: ParallelConfig, ranks: Ranks) -> DomainParallelManag
         ranks.world_size, parallel.domain, pipeline_parallel_size=parallel.pipeline
     )
     if ranks.local_world_size < ranks.world_size:
-        line = spread_domains(nodes_of_ranks(ranks), parallel.domain)
+        line = spread_warning(nodes_of_ranks(ranks), parallel.domain)
         if line is not None and ranks.rank == 0:
             logger.warning(line)
     return manager
 
 
-def nodes_of_ranks(ranks: Ranks) -> list[int]:
+def nodes_of_ranks(ranks: RankInfo) -> list[int]:
     """On which node each rank runs, in rank order; collective."""
     import torch
     from torch import distributed
@@ -60,10 +60,10 @@ def nodes_of_ranks(ranks: Ranks) -> list[int]:
     return [int(node) for node in found]
 
 
-def device_of(config: Config, ranks: Ranks) -> torch.device:
+def rank_device(config: Config, ranks: RankInfo) -> torch.device:
     """Where this rank computes: its own GPU, or the CPU. `auto` takes GPUs if there are any."""
     import torch
 
     if config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available()):
-        return torch.device("cuda", own_gpu(config.parallel, ranks))
+        return torch.device("cuda", gpu_index(config.parallel, ranks))
     return torch.device("cpu")

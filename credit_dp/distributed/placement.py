@@ -10,31 +10,31 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import final
 
-from credit_dp.config import Config, ParallelConfig, microbatches
-from credit_dp.distributed.launcher import Launcher, Ranks
+from credit_dp.config import Config, ParallelConfig, microbatches_per_step
+from credit_dp.distributed.launcher import Launcher, RankInfo
 from credit_dp.errors import UserError
 
 # Without any of these Linux has no GPU: of NVIDIA's driver, the same under WSL, and of AMD's.
 GPU_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 
 
-def lay_out(config: Config, launcher: Launcher | None) -> Config:
+def resolve_ranks(config: Config, launcher: Launcher | None) -> Config:
     """The config with `device` and `parallel.data` made definite.
 
     Raises:
         UserError: the ranks or GPUs that there are do not make up this mesh, or the batch cannot
             be dealt to its data ranks.
     """
-    gpus = visible_gpus() if config.device != "cpu" else 0
+    gpus = count_visible_gpus() if config.device != "cpu" else 0
     if config.device == "cuda" and gpus == 0:
         raise UserError("device: needs a GPU for cuda, but torch sees none here. Use device=cpu.")
     device = "cuda" if gpus else "cpu"
-    each = config.parallel.gpus_of_rank
+    each = config.parallel.gpus_per_rank
     if launcher is None:
-        data = data_ranks(config.parallel, gpus // each)
-        here = data * per_model(config.parallel)
+        data = data_ranks_on_gpus(config.parallel, gpus // each)
+        here = data * ranks_per_model(config.parallel)
     else:
-        data = data_ranks_under(config.parallel, launcher)
+        data = data_ranks_of_launcher(config.parallel, launcher)
         here = launcher.ranks.local_world_size
     if device == "cuda" and here * each > gpus and each > 1:
         raise UserError(
@@ -48,13 +48,13 @@ def lay_out(config: Config, launcher: Launcher | None) -> Config:
             "device=cpu."
         )
     check_batch(config, data)
-    check_shares(config.parallel, data)
+    check_fsdp(config.parallel, data)
     return replace(config, device=device, parallel=replace(config.parallel, data=data))
 
 
 def check_batch(config: Config, data: int) -> None:
     """Refuse a batch that is no whole number of samples for each data rank and micro-batch."""
-    size, parts = config.data.batch_size, microbatches(config)
+    size, parts = config.data.batch_size, microbatches_per_step(config)
     if size % data:
         raise UserError(
             f"data.batch_size: needs a multiple of the {data} data ranks, "
@@ -68,7 +68,7 @@ def check_batch(config: Config, data: int) -> None:
         )
 
 
-def check_shares(parallel: ParallelConfig, data: int) -> None:
+def check_fsdp(parallel: ParallelConfig, data: int) -> None:
     """Refuse settings of fsdp2 on a mesh on which there is nobody to share parameters with."""
     keys = ("param_dtype", "reduce_dtype", "cpu_offload")
     key = next((key for key in keys if getattr(parallel, key)), None)
@@ -79,24 +79,24 @@ def check_shares(parallel: ParallelConfig, data: int) -> None:
         )
 
 
-def own_gpu(parallel: ParallelConfig, ranks: Ranks) -> int:
+def gpu_index(parallel: ParallelConfig, ranks: RankInfo) -> int:
     """The number of the GPU that a rank computes on, the first one if it drives several."""
-    return ranks.local_rank * parallel.gpus_of_rank
+    return ranks.local_rank * parallel.gpus_per_rank
 
 
-def per_model(parallel: ParallelConfig) -> int:
+def ranks_per_model(parallel: ParallelConfig) -> int:
     """Ranks that one copy of the model takes."""
     return parallel.pipeline * parallel.domain
 
 
-def data_ranks(parallel: ParallelConfig, gpus: int) -> int:
+def data_ranks_on_gpus(parallel: ParallelConfig, gpus: int) -> int:
     """How many globes are trained on at once when this process starts the ranks itself."""
-    return parallel.data or max(1, gpus // per_model(parallel))
+    return parallel.data or max(1, gpus // ranks_per_model(parallel))
 
 
-def data_ranks_under(parallel: ParallelConfig, launcher: Launcher) -> int:
+def data_ranks_of_launcher(parallel: ParallelConfig, launcher: Launcher) -> int:
     """How many globes the launcher's ranks can hold; all ranks must be used."""
-    world, needed = launcher.ranks.world_size, per_model(parallel)
+    world, needed = launcher.ranks.world_size, ranks_per_model(parallel)
     if world % needed:
         fewer, more = world // needed * needed, (world // needed + 1) * needed
         counts = f"{fewer} or {more}" if fewer else f"{more}"
@@ -117,7 +117,7 @@ def data_ranks_under(parallel: ParallelConfig, launcher: Launcher) -> int:
     return data
 
 
-def visible_gpus() -> int:
+def count_visible_gpus() -> int:
     """GPUs that torch sees; looking starts no CUDA context."""
     if sys.platform == "linux" and not any(map(os.path.exists, GPU_FILES)):
         return 0
@@ -126,7 +126,9 @@ def visible_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def threads_per_rank(parallel: ParallelConfig, ranks: Ranks, environment: Mapping[str, str]) -> int:
+def threads_per_rank(
+    parallel: ParallelConfig, ranks: RankInfo, environment: Mapping[str, str]
+) -> int:
     """CPU threads of one rank: the config's, else the user's, else this machine's shared out."""
     if parallel.threads is not None:
         return parallel.threads
@@ -142,7 +144,7 @@ def threads_per_rank(parallel: ParallelConfig, ranks: Ranks, environment: Mappin
 
 @final
 @dataclass(frozen=True)
-class Nodes:
+class ClusterNodes:
     """What a cluster has: its nodes, and the cores and GPUs of each; None if that is not known."""
 
     count: int | None = None
@@ -152,17 +154,17 @@ class Nodes:
 
 @final
 @dataclass(frozen=True)
-class Wish:
+class PlacementRequest:
     """What the user decides about the placement; None leaves it to the mesh.
 
-    `spread` lets a domain group reach over several nodes; messages say `how_to_spread`.
+    `spread` lets a domain group reach over several nodes; messages say `spread_hint`.
     """
 
     nodes: int | None = None
     tasks_per_node: int | None = None
     cpus_per_task: int | None = None
     spread: bool = False
-    how_to_spread: str = "spread=true"
+    spread_hint: str = "spread=true"
 
 
 @final
@@ -182,7 +184,7 @@ class Placement:
         return self.nodes * self.tasks_per_node
 
 
-def place(config: Config, has: Nodes, wish: Wish) -> Placement:
+def place_ranks(config: Config, has: ClusterNodes, wish: PlacementRequest) -> Placement:
     """The fewest nodes that hold the mesh, or as many as are wished for.
 
     A domain group is kept on one node: its ranks exchange rows in every layer that mixes them.
@@ -191,16 +193,16 @@ def place(config: Config, has: Nodes, wish: Wish) -> Placement:
         UserError: the ranks don't fit on the nodes that there are.
     """
     parallel = config.parallel
-    gpus_each = parallel.gpus_of_rank if uses_gpus(config, has) else 0
-    cpus = wish.cpus_per_task or cpus_of_rank(config, has, gpus_each)
-    room = ranks_that_fit(has, cpus, gpus_each)
+    gpus_each = parallel.gpus_per_rank if uses_gpus(config, has) else 0
+    cpus = wish.cpus_per_task or cpus_per_rank(config, has, gpus_each)
+    room = rank_capacity(has, cpus, gpus_each)
     unit = 1 if wish.spread else parallel.domain
     if room is not None and unit > room:
-        raise UserError(too_small(config, has, wish, unit, cpus, gpus_each))
-    ranks = ranks_of(config, wish, unit, room if gpus_each else None)
+        raise UserError(too_small_message(config, has, wish, unit, cpus, gpus_each))
+    ranks = total_ranks(config, wish, unit, room if gpus_each else None)
     tasks = tasks_per_node(ranks, wish, unit, room)
     if room is not None and tasks > room:
-        raise UserError(too_small(config, has, wish, tasks, cpus, gpus_each))
+        raise UserError(too_small_message(config, has, wish, tasks, cpus, gpus_each))
     nodes = ranks // tasks
     if has.count is not None and nodes > has.count:
         raise UserError(
@@ -208,15 +210,15 @@ def place(config: Config, has: Nodes, wish: Wish) -> Placement:
             f"partition has {has.count} of that size. Lower parallel.data, parallel.domain or "
             "parallel.pipeline."
         )
-    return Placement(nodes, tasks, cpus, tasks * gpus_each, ranks // per_model(parallel))
+    return Placement(nodes, tasks, cpus, tasks * gpus_each, ranks // ranks_per_model(parallel))
 
 
-def uses_gpus(config: Config, has: Nodes) -> bool:
+def uses_gpus(config: Config, has: ClusterNodes) -> bool:
     """Whether ranks compute on GPUs; where nodes are not known, `device=auto` takes them to."""
     return config.device == "cuda" or (config.device == "auto" and has.gpus != 0)
 
 
-def cpus_of_rank(config: Config, has: Nodes, gpus_each: int) -> int:
+def cpus_per_rank(config: Config, has: ClusterNodes, gpus_each: int) -> int:
     """Cores of one rank: its threads, or beside a GPU its share of the node or its readers."""
     if config.parallel.threads is not None:
         return config.parallel.threads
@@ -227,7 +229,7 @@ def cpus_of_rank(config: Config, has: Nodes, gpus_each: int) -> int:
     return config.data.workers + 1
 
 
-def ranks_that_fit(has: Nodes, cpus: int, gpus_each: int) -> int | None:
+def rank_capacity(has: ClusterNodes, cpus: int, gpus_each: int) -> int | None:
     """How many ranks a node has room for; None if that is not known."""
     rooms = []
     if has.cores is not None:
@@ -237,18 +239,18 @@ def ranks_that_fit(has: Nodes, cpus: int, gpus_each: int) -> int | None:
     return min(rooms) if rooms else None
 
 
-def ranks_of(config: Config, wish: Wish, unit: int, room: int | None) -> int:
+def total_ranks(config: Config, wish: PlacementRequest, unit: int, room: int | None) -> int:
     """All ranks: of the mesh, or with `parallel.data=null` as many globes as the nodes hold."""
     parallel = config.parallel
     if parallel.data is not None:
-        return per_model(parallel) * parallel.data
+        return ranks_per_model(parallel) * parallel.data
     if wish.nodes is None:
-        return per_model(parallel)
+        return ranks_per_model(parallel)
     each = wish.tasks_per_node or (unit if room is None else room // unit * unit)
-    return per_model(parallel) * max(1, wish.nodes * each // per_model(parallel))
+    return ranks_per_model(parallel) * max(1, wish.nodes * each // ranks_per_model(parallel))
 
 
-def tasks_per_node(ranks: int, wish: Wish, unit: int, room: int | None) -> int:
+def tasks_per_node(ranks: int, wish: PlacementRequest, unit: int, room: int | None) -> int:
     """The same number for each node, whole domain groups.
 
     Raises:
@@ -268,12 +270,14 @@ def tasks_per_node(ranks: int, wish: Wish, unit: int, room: int | None) -> int:
         raise UserError(
             f"nodes: {tasks} ranks on each of {nodes} nodes would part domain groups of {unit} "
             f"ranks. Take {max(1, ranks // unit)} nodes or fewer, or let them reach over nodes "
-            f"with {wish.how_to_spread}."
+            f"with {wish.spread_hint}."
         )
     return tasks
 
 
-def too_small(config: Config, has: Nodes, wish: Wish, tasks: int, cpus: int, gpus_each: int) -> str:
+def too_small_message(
+    config: Config, has: ClusterNodes, wish: PlacementRequest, tasks: int, cpus: int, gpus_each: int
+) -> str:
     """Why a node can't hold so many ranks."""
     few_gpus = gpus_each and has.gpus is not None and tasks * gpus_each > has.gpus
     needed, there, what = tasks * cpus, has.cores, "cores"
@@ -282,14 +286,14 @@ def too_small(config: Config, has: Nodes, wish: Wish, tasks: int, cpus: int, gpu
     domain = config.parallel.domain
     of = ""
     if tasks == domain > 1:
-        of = f" (a domain group stays on one node, unless {wish.how_to_spread} is given)"
+        of = f" (a domain group stays on one node, unless {wish.spread_hint} is given)"
     return (
         f"parallel.domain: {tasks} ranks on one node need {needed} {what}, but nodes have {there}"
         f"{of}. Lower parallel.domain, or take more nodes."
     )
 
 
-def spread_domains(nodes: Sequence[int], domain: int) -> str | None:
+def spread_warning(nodes: Sequence[int], domain: int) -> str | None:
     """One line on domain groups that no single node holds; None if there are none.
 
     `nodes` tells of every rank on which node it runs. Such a mesh computes the same and may be what
@@ -304,19 +308,19 @@ def spread_domains(nodes: Sequence[int], domain: int) -> str | None:
     sizes = sorted({nodes.count(node) for node in set(nodes)})
     return (
         f"parallel.domain: {len(spread)} of {len(groups)} domain groups reach over several nodes, "
-        f"the first is ranks {group[0]} to {group[-1]} on nodes {listed(nodes, group)}: "
+        f"the first is ranks {group[0]} to {group[-1]} on nodes {join_node_names(nodes, group)}: "
         f"{edges} of the {domain - 1} edges between its bands cross the network at every exchange "
-        f"of rows. {remedy(nodes, domain, sizes)}"
+        f"of rows. {spread_advice(nodes, domain, sizes)}"
     )
 
 
-def listed(nodes: Sequence[int], group: Sequence[int]) -> str:
+def join_node_names(nodes: Sequence[int], group: Sequence[int]) -> str:
     """The nodes of a group, each once: `0, 1 and 2`."""
     names = [str(node) for node in dict.fromkeys(nodes[rank] for rank in group)]
     return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
-def remedy(nodes: Sequence[int], domain: int, sizes: Sequence[int]) -> str:
+def spread_advice(nodes: Sequence[int], domain: int, sizes: Sequence[int]) -> str:
     """What keeps each group on one node, as far as anything does."""
     per_node = " or ".join(map(str, sizes))
     if sum(one != other for one, other in pairwise(nodes)) >= len(set(nodes)):
@@ -332,25 +336,25 @@ def remedy(nodes: Sequence[int], domain: int, sizes: Sequence[int]) -> str:
     )
 
 
-PATIENCE = 30.0  # seconds for a command of SLURM's
+SLURM_TIMEOUT = 30.0  # seconds for a command of SLURM's
 
 
-def slurm_nodes(partition: str | None) -> Nodes:
+def slurm_nodes(partition: str | None) -> ClusterNodes:
     """The largest nodes of a partition, by default of the default one; unknown without SLURM."""
     if shutil.which("sinfo") is None:
-        return Nodes()
+        return ClusterNodes()
     command = ["sinfo", "--noheader", "--Node", "--format", "%P|%c|%G"]
     command += ["--partition", partition] if partition else []
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=PATIENCE, check=False
+            command, capture_output=True, text=True, timeout=SLURM_TIMEOUT, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
-        return Nodes()
-    return largest(done.stdout, partition is not None)
+        return ClusterNodes()
+    return largest_nodes(done.stdout, partition is not None)
 
 
-def largest(told: str, of_partition: bool) -> Nodes:
+def largest_nodes(told: str, of_partition: bool) -> ClusterNodes:
     """The size of the nodes with most GPUs, then most cores, and how many there are."""
     sizes: list[tuple[int, int]] = []
     for line in told.splitlines():
@@ -358,9 +362,9 @@ def largest(told: str, of_partition: bool) -> Nodes:
         if of_partition or name.endswith("*"):  # a star marks the default partition
             sizes.append((count_gpus(gres), int(cores.rstrip("+"))))
     if not sizes:
-        return Nodes()
+        return ClusterNodes()
     gpus, cores_each = max(sizes)
-    return Nodes(sizes.count((gpus, cores_each)), cores_each, gpus)
+    return ClusterNodes(sizes.count((gpus, cores_each)), cores_each, gpus)
 
 
 def count_gpus(gres: str) -> int:

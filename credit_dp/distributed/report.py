@@ -10,44 +10,44 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, final
 
-FIRST_WORD = 3.0  # seconds that other ranks leave to rank 0
+FIRST_RANK_SECONDS = 3.0  # seconds that other ranks leave to rank 0
 
-_listening: list[list[str]] = []
+_captures: list[list[str]] = []
 
 
 @contextlib.contextmanager
-def heard() -> Iterator[list[str]]:
+def capture_reports() -> Iterator[list[str]]:
     """Collect what this process says meanwhile about runs that fail; it is said nevertheless."""
     told: list[str] = []
-    _listening.append(told)
+    _captures.append(told)
     try:
         yield told
     finally:
-        _listening.remove(told)
+        _captures.remove(told)
 
 
-def after_first_rank(rank: int) -> None:
+def wait_for_first_rank(rank: int) -> None:
     """Let rank 0 speak first, which knows most of what the others do.
 
     When it has failed as well, the launcher ends this process during the wait, and one voice is
     heard instead of all. When it has not, what this rank has to say is the only cause there is.
     """
     if rank > 0:
-        time.sleep(FIRST_WORD)
+        time.sleep(FIRST_RANK_SECONDS)
 
 
-def report_refusal(message: str) -> None:
+def report_error(message: str) -> None:
     """`error:` and the message, on one line whatever the message holds."""
-    _say(f"error: {' '.join(message.split())}\n")
+    _write(f"error: {' '.join(message.split())}\n")
 
 
 def report_crash(text: str) -> None:
     """A traceback or a sentence, as it is."""
-    _say(text if text.endswith("\n") else f"{text}\n")
+    _write(text if text.endswith("\n") else f"{text}\n")
 
 
-def _say(text: str) -> None:
-    for told in _listening:
+def _write(text: str) -> None:
+    for told in _captures:
         told.append(text)
     sys.stderr.write(text)
     sys.stderr.flush()
@@ -55,7 +55,7 @@ def _say(text: str) -> None:
 
 @final
 @dataclass(frozen=True)
-class Outcome:
+class RankOutcome:
     """The end of one rank.
 
     `kind`: `returned` (`code` is the exit code), `refused` (`text` is a UserError's line) or
@@ -69,7 +69,7 @@ class Outcome:
     time: int = 0
 
 
-def write_outcome(folder: Path, outcome: Outcome) -> None:
+def write_outcome(folder: Path, outcome: RankOutcome) -> None:
     """Leave the outcome where the parent looks; it appears whole or not at all."""
     path = folder / f"{outcome.rank}.json"
     temporary = path.with_suffix(".part")
@@ -77,13 +77,13 @@ def write_outcome(folder: Path, outcome: Outcome) -> None:
     os.replace(temporary, path)
 
 
-def read_outcome(folder: Path, rank: int) -> Outcome | None:
+def read_outcome(folder: Path, rank: int) -> RankOutcome | None:
     """What the rank left; None if it died without a word."""
     path = folder / f"{rank}.json"
-    return Outcome(**json.loads(path.read_text())) if path.exists() else None
+    return RankOutcome(**json.loads(path.read_text())) if path.exists() else None
 
 
-def name_of(rank: int, data: int, domain: int) -> str:
+def rank_name(rank: int, data: int, domain: int) -> str:
     """`rank 5 (pipeline 1, data 0, domain 1)` on a mesh of so many data and domain ranks."""
     stage, rest = divmod(rank, data * domain)
     return f"rank {rank} (pipeline {stage}, data {rest // domain}, domain {rest % domain})"

@@ -21,10 +21,10 @@ from typing import Any, Protocol, cast
 
 from credit_dp.config import Config
 from credit_dp.distributed.forkserver import die_with_parent
-from credit_dp.distributed.launcher import Ranks
-from credit_dp.distributed.placement import own_gpu, threads_per_rank
-from credit_dp.distributed.report import Outcome, write_outcome
-from credit_dp.distributed.signals import ASKING
+from credit_dp.distributed.launcher import RankInfo
+from credit_dp.distributed.placement import gpu_index, threads_per_rank
+from credit_dp.distributed.report import RankOutcome, write_outcome
+from credit_dp.distributed.signals import STOP_SIGNALS
 from credit_dp.errors import UserError
 
 
@@ -50,33 +50,33 @@ class Store(Protocol):
         """The same store over a connection of its own, for another thread."""
 
 
-Run = Callable[[Config, Ranks], int]
+RunFunction = Callable[[Config, RankInfo], int]
 
-PATIENCE = timedelta(minutes=10)  # until a rank that waits for another gives up
+GROUP_TIMEOUT = timedelta(minutes=10)  # until a rank that waits for another gives up
 
 
-def started_rank(
-    ranks: Ranks, folder: str, run: str, config: Config, environment: dict[str, str]
+def rank_main(
+    ranks: RankInfo, folder: str, run: str, config: Config, environment: dict[str, str]
 ) -> None:
     """The main function of a process that `credit_dp.distributed.local` starts."""
     die_with_parent()
     os.setpgid(0, 0)  # so that the parent can end this rank together with what it started
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to every process: the parent decides
-    for kind in ASKING:  # until there is something to save
+    for kind in STOP_SIGNALS:  # until there is something to save
         signal.signal(kind, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKING)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     os.environ.update(environment)
     try:
         code = run_rank(config, ranks, run, f"file://{folder}/store")
     except UserError as error:
-        end(folder, Outcome(ranks.rank, "refused", 2, str(error)))
+        exit_rank(folder, RankOutcome(ranks.rank, "refused", 2, str(error)))
     except BaseException:  # noqa: BLE001 - whatever it was, the parent has to show it
-        end(folder, Outcome(ranks.rank, "crashed", 1, traceback.format_exc()))
+        exit_rank(folder, RankOutcome(ranks.rank, "crashed", 1, traceback.format_exc()))
     else:
-        end(folder, Outcome(ranks.rank, "returned", code))
+        exit_rank(folder, RankOutcome(ranks.rank, "returned", code))
 
 
-def end(folder: str, outcome: Outcome) -> None:
+def exit_rank(folder: str, outcome: RankOutcome) -> None:
     """Leave word and go at once: threads and process groups may be stuck after a failure."""
     write_outcome(Path(folder), outcome)
     if outcome.kind == "returned":
@@ -89,7 +89,7 @@ def end(folder: str, outcome: Outcome) -> None:
 
 def run_rank(
     config: Config,
-    ranks: Ranks,
+    ranks: RankInfo,
     run: str,
     meeting_point: str = "",
     attend: Callable[[Store], None] | None = None,
@@ -98,23 +98,23 @@ def run_rank(
     if signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:  # job launchers may use it themselves
         with contextlib.suppress(ValueError, OSError, AttributeError):  # stderr may be no real file
             faulthandler.register(signal.SIGUSR2)  # stacks of a run that hangs: kill -USR2
-    with threads(threads_per_rank(config.parallel, ranks, os.environ)):
-        set_logging(ranks)
-        function = find_function(run)
+    with limit_threads(threads_per_rank(config.parallel, ranks, os.environ)):
+        configure_logging(ranks)
+        function = import_function(run)
         if ranks.world_size == 1:
             return function(config, ranks)
         with process_group(config, ranks, meeting_point, attend):
-            return function(share_folder(config, ranks), ranks)
+            return function(broadcast_run_folder(config, ranks), ranks)
 
 
-def find_function(run: str) -> Run:
+def import_function(run: str) -> RunFunction:
     """`package.module:function`. Only our own code passes such names, never a config."""
     module, _, name = run.partition(":")
-    return cast(Run, getattr(importlib.import_module(module), name))
+    return cast(RunFunction, getattr(importlib.import_module(module), name))
 
 
 @contextlib.contextmanager
-def threads(count: int) -> Iterator[None]:
+def limit_threads(count: int) -> Iterator[None]:
     """Share out the cores: ranks that all use every core slow each other down several times.
 
     The environment is as before afterwards: the next run of a sweep, in this same process, would
@@ -145,13 +145,13 @@ class EarlyRecords(logging.Handler):
         """Keep a record."""
         self._records.append(record)
 
-    def take(self) -> list[logging.LogRecord]:
+    def pop_all(self) -> list[logging.LogRecord]:
         """The records so far, which are not kept any longer."""
         records, self._records = self._records, []
         return records
 
 
-def set_logging(ranks: Ranks) -> None:
+def configure_logging(ranks: RankInfo) -> None:
     """Show warnings, of ranks with their number; what is below belongs in the log file."""
     sender = "" if ranks.world_size == 1 else f"[rank {ranks.rank}] "
     handler = logging.StreamHandler()
@@ -163,28 +163,28 @@ def set_logging(ranks: Ranks) -> None:
     ours.setLevel(logging.INFO)
 
 
-def early_records() -> list[logging.LogRecord]:
+def pop_early_records() -> list[logging.LogRecord]:
     """What has been logged so far, for a log file or the screen; each record is given once."""
     handlers = logging.getLogger("credit_dp").handlers
     early = [handler for handler in handlers if isinstance(handler, EarlyRecords)]
     for handler in early:
         logging.getLogger("credit_dp").removeHandler(handler)
-    return [record for handler in early for record in handler.take()]
+    return [record for handler in early for record in handler.pop_all()]
 
 
-def meet(meeting_point: str, ranks: Ranks) -> Store:
+def join_rendezvous(meeting_point: str, ranks: RankInfo) -> Store:
     """The store where the ranks find each other; waits for the one that keeps it."""
     from torch.distributed.rendezvous import rendezvous
 
-    meeting = rendezvous(meeting_point, ranks.rank, ranks.world_size, timeout=PATIENCE)
+    meeting = rendezvous(meeting_point, ranks.rank, ranks.world_size, timeout=GROUP_TIMEOUT)
     store = cast(Store, next(meeting)[0])
-    store.set_timeout(PATIENCE)
+    store.set_timeout(GROUP_TIMEOUT)
     return store
 
 
 @contextlib.contextmanager
 def process_group(
-    config: Config, ranks: Ranks, meeting_point: str, attend: Callable[[Store], None] | None
+    config: Config, ranks: RankInfo, meeting_point: str, attend: Callable[[Store], None] | None
 ) -> Iterator[None]:
     """All ranks in one group, over nccl or gloo; left in order, as some back ends abort else.
 
@@ -198,11 +198,11 @@ def process_group(
     both = cuda and config.parallel.cpu_offload
     backend = "cpu:gloo,cuda:nccl" if both else "nccl" if cuda else "gloo"
     if cuda:
-        torch.cuda.set_device(own_gpu(config.parallel, ranks))
+        torch.cuda.set_device(gpu_index(config.parallel, ranks))
     elif ranks.local_world_size == ranks.world_size:
         # A laptop's host name may resolve to nothing, or to an address that is not its own.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback())
-    store = meet(meeting_point, ranks)
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
+    store = join_rendezvous(meeting_point, ranks)
     if attend is not None:
         attend(store)
     distributed.init_process_group(
@@ -210,26 +210,26 @@ def process_group(
         store=cast(Any, store),
         rank=ranks.rank,
         world_size=ranks.world_size,
-        timeout=PATIENCE,
-        device_id=torch.device("cuda", own_gpu(config.parallel, ranks)) if cuda else None,
+        timeout=GROUP_TIMEOUT,
+        device_id=torch.device("cuda", gpu_index(config.parallel, ranks)) if cuda else None,
     )
     yield
     # Not in a `finally`: after a failure the others may never come, and the process ends anyway.
     distributed.destroy_process_group()
 
 
-def loopback() -> str:
+def loopback_interface() -> str:
     """The name of the interface that connects this machine to itself."""
     names = [name for _, name in socket.if_nameindex()]
     return next((name for name in ("lo", "lo0") if name in names), names[0])
 
 
-def share_folder(config: Config, ranks: Ranks) -> Config:
+def broadcast_run_folder(config: Config, ranks: RankInfo) -> Config:
     """The config with rank 0's run folder: ranks that a launcher started can't agree on one."""
     import torch
     from torch import distributed
 
-    gpu = own_gpu(config.parallel, ranks)
+    gpu = gpu_index(config.parallel, ranks)
     device = torch.device("cuda", gpu) if config.device == "cuda" else None
     text = torch.zeros(4096, dtype=torch.uint8, device=device)
     folder = config.run.dir.encode()

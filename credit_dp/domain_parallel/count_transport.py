@@ -11,15 +11,15 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from credit_dp.domain_parallel.exchange import RowExchange, Run
+from credit_dp.domain_parallel.exchange import RowExchange, RowRange
 from credit_dp.domain_parallel.partition import RowPartition
-from credit_dp.domain_parallel.transport import Parcel, Transport
+from credit_dp.domain_parallel.transport import PeerTensor, Transport
 from credit_dp.errors import UserError
 
 
 @final
 @dataclass(frozen=True)
-class Sent:
+class RankTraffic:
     """What one rank sends; a collective counts its payload once."""
 
     messages: int = 0
@@ -27,16 +27,16 @@ class Sent:
     collectives: int = 0
     collective_bytes: int = 0
 
-    def __add__(self, other: Sent) -> Sent:
-        return Sent(
+    def __add__(self, other: RankTraffic) -> RankTraffic:
+        return RankTraffic(
             self.messages + other.messages,
             self.bytes + other.bytes,
             self.collectives + other.collectives,
             self.collective_bytes + other.collective_bytes,
         )
 
-    def __sub__(self, other: Sent) -> Sent:
-        return Sent(
+    def __sub__(self, other: RankTraffic) -> RankTraffic:
+        return RankTraffic(
             self.messages - other.messages,
             self.bytes - other.bytes,
             self.collectives - other.collectives,
@@ -45,7 +45,7 @@ class Sent:
 
 
 @final
-class Tally(Transport):
+class CountingTransport(Transport):
     """Sends nothing, and counts what every rank would send: exchanges know all ranks' needs.
 
     Args:
@@ -57,32 +57,36 @@ class Tally(Transport):
     def __init__(self, rank: int, size: int, partitions: Sequence[RowPartition] = ()) -> None:
         super().__init__(rank, size)
         self.partitions = partitions
-        self._moved = [[0, 0] for _ in range(size)]
+        self._sent_by_rank = [[0, 0] for _ in range(size)]
 
-    def announce(self, exchange: RowExchange, row_bytes: int, back: bool) -> None:
+    def announce_exchange(self, exchange: RowExchange, row_bytes: int, back: bool) -> None:
         """Count every rank's messages of an exchange, or of its way back."""
-        for receiver, routes in enumerate(routes_of(exchange.partition, exchange.needs)):
+        for receiver, routes in enumerate(
+            received_row_counts(exchange.partition, exchange.required_rows)
+        ):
             for owner, rows in routes:
-                moved = self._moved[receiver if back else owner]
+                moved = self._sent_by_rank[receiver if back else owner]
                 moved[0] += 1
                 moved[1] += rows * row_bytes
 
-    def announce_parcels(self, sizes: Sequence[Sequence[int]]) -> None:
+    def announce_sizes(self, sizes: Sequence[Sequence[int]]) -> None:
         """Count every rank's parcels."""
-        for moved, parcels in zip(self._moved, sizes, strict=True):
+        for moved, parcels in zip(self._sent_by_rank, sizes, strict=True):
             moved[0] += sum(size > 0 for size in parcels)
             moved[1] += sum(parcels)
 
     @property
-    def sent(self) -> tuple[Sent, ...]:
+    def sent(self) -> tuple[RankTraffic, ...]:
         """What each rank has sent; all reach the same collectives."""
         together = (self.traffic.collectives, self.traffic.collective_bytes)
-        return tuple(Sent(messages, size, *together) for messages, size in self._moved)
+        return tuple(
+            RankTraffic(messages, size, *together) for messages, size in self._sent_by_rank
+        )
 
-    def _start(self, send: Sequence[Parcel], receive: Sequence[Parcel]) -> Any:
+    def _start(self, send: Sequence[PeerTensor], receive: Sequence[PeerTensor]) -> Any:
         return lambda: None
 
-    def _gather(self, x: Tensor) -> Tensor:
+    def _all_gather(self, x: Tensor) -> Tensor:
         if x.is_meta:
             return x.new_empty((self.size, *x.shape))
         alike = [p for p in self.partitions if p.sizes[self.rank] == x.item()]
@@ -98,8 +102,8 @@ class Tally(Transport):
 
 
 @cache
-def routes_of(
-    partition: RowPartition, needs: tuple[tuple[Run, ...], ...]
+def received_row_counts(
+    partition: RowPartition, needs: tuple[tuple[RowRange, ...], ...]
 ) -> tuple[tuple[tuple[int, int], ...], ...]:
     """For every rank, from whom it gets how many rows."""
     return tuple(
@@ -108,7 +112,7 @@ def routes_of(
     )
 
 
-class Message(NamedTuple):
+class MessageSize(NamedTuple):
     """Bytes from one rank of a domain to another one."""
 
     sender: int
@@ -117,7 +121,7 @@ class Message(NamedTuple):
 
 
 @final
-class Rounds(Transport):
+class RecordingTransport(Transport):
     """Sends nothing, and notes the messages of all ranks that are under way at once.
 
     Args:
@@ -133,41 +137,45 @@ class Rounds(Transport):
 
     def __init__(self, rank: int, size: int, partitions: Sequence[RowPartition] = ()) -> None:
         super().__init__(rank, size)
-        self.exchanges: Counter[tuple[Message, ...]] = Counter()
+        self.exchanges: Counter[tuple[MessageSize, ...]] = Counter()
         self.collectives: Counter[int] = Counter()
-        self._answers = Tally(rank, size, partitions)
+        self._counting = CountingTransport(rank, size, partitions)
 
-    def announce(self, exchange: RowExchange, row_bytes: int, back: bool) -> None:
+    def announce_exchange(self, exchange: RowExchange, row_bytes: int, back: bool) -> None:
         """Note every rank's messages of an exchange, or of its way back."""
         messages = []
-        for receiver, routes in enumerate(routes_of(exchange.partition, exchange.needs)):
+        for receiver, routes in enumerate(
+            received_row_counts(exchange.partition, exchange.required_rows)
+        ):
             for owner, rows in routes:
                 way = (receiver, owner) if back else (owner, receiver)
-                messages.append(Message(*way, rows * row_bytes))
-        self._note(messages)
+                messages.append(MessageSize(*way, rows * row_bytes))
+        self._record(messages)
 
-    def announce_parcels(self, sizes: Sequence[Sequence[int]]) -> None:
+    def announce_sizes(self, sizes: Sequence[Sequence[int]]) -> None:
         """Note every rank's parcels."""
-        self._note(
+        self._record(
             [
-                Message(sender, receiver, size)
+                MessageSize(sender, receiver, size)
                 for sender, parcels in enumerate(sizes)
                 for receiver, size in enumerate(parcels)
                 if size > 0 and sender != receiver
             ]
         )
 
-    def _note(self, messages: Sequence[Message]) -> None:
+    def _record(self, messages: Sequence[MessageSize]) -> None:
         if messages:
             self.exchanges[tuple(messages)] += 1
 
-    def _start(self, send: Sequence[Parcel], receive: Sequence[Parcel]) -> Callable[[], None]:
+    def _start(
+        self, send: Sequence[PeerTensor], receive: Sequence[PeerTensor]
+    ) -> Callable[[], None]:
         return lambda: None
 
-    def _gather(self, x: Tensor) -> Any:
+    def _all_gather(self, x: Tensor) -> Any:
         self.collectives[(self.size - 1) * x.nbytes] += 1
-        return self._answers.gather(x)
+        return self._counting.all_gather(x)
 
     def _sum(self, x: Tensor) -> Tensor:
         self.collectives[2 * (self.size - 1) * x.nbytes // self.size] += 1
-        return self._answers.sum(x)
+        return self._counting.sum(x)

@@ -16,12 +16,12 @@ from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.domain_parallel.transport import Transport
 from credit_dp.errors import UserError
 
-CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+CHANNELS_LAST_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
-def format_of(x: Tensor) -> torch.memory_format:
+def memory_format_of(x: Tensor) -> torch.memory_format:
     """Channels last where each sample of a tensor has them so, else row by row."""
-    last = CHANNELS_LAST.get(x.ndim)
+    last = CHANNELS_LAST_FORMATS.get(x.ndim)
     if last is None or x.is_contiguous():
         return torch.contiguous_format
     one = x[:1]  # of bands cut from larger ones only single samples are without gaps
@@ -29,7 +29,7 @@ def format_of(x: Tensor) -> torch.memory_format:
     return last if lies_last else torch.contiguous_format
 
 
-class Run(NamedTuple):
+class RowRange(NamedTuple):
     """Consecutive rows `start` to `stop - 1` of the globe, as a layer wants to see them.
 
     `flipped`: south to north. `turned`: rotated by half the longitudes (`W // 2` columns), as rows
@@ -39,8 +39,8 @@ class Run(NamedTuple):
     start: int
     stop: int
     flipped: bool = False
-    turned: bool = False
-    blank: bool = False
+    rotated: bool = False
+    zero_filled: bool = False
 
     @property
     def length(self) -> int:
@@ -48,17 +48,17 @@ class Run(NamedTuple):
         return self.stop - self.start
 
 
-class Piece(NamedTuple):
+class RowCopy(NamedTuple):
     """Rows `start` to `stop - 1` of what came from `source`, placed at row `at` of the result."""
 
-    source: int
+    source_rank: int
     start: int
     stop: int
-    at: int
-    run: Run
+    result_start: int
+    row_range: RowRange
 
 
-class Route(NamedTuple):
+class RowMessage(NamedTuple):
     """The rows of one message between this rank and a peer, as ranges of global rows."""
 
     peer: int
@@ -80,66 +80,68 @@ class RowExchange:
     """
 
     partition: RowPartition
-    needs: tuple[tuple[Run, ...], ...]
+    required_rows: tuple[tuple[RowRange, ...], ...]
     rank: int
 
     @property
-    def moves_nothing(self) -> bool:
+    def is_identity(self) -> bool:
         """Whether every rank needs exactly the rows it owns."""
         bands = (self.partition.rows(r) for r in range(self.partition.ranks))
-        return self.needs == tuple((Run(band.start, band.stop),) for band in bands)
+        return self.required_rows == tuple((RowRange(band.start, band.stop),) for band in bands)
 
     @property
     def length(self) -> int:
         """Number of rows that this rank ends up with."""
-        return sum(run.length for run in self.needs[self.rank])
+        return sum(run.length for run in self.required_rows[self.rank])
 
     @cached_property
-    def receives(self) -> tuple[Route, ...]:
+    def receives(self) -> tuple[RowMessage, ...]:
         """What this rank gets from others."""
         owner = self.partition.owner
-        needed = (run for run in self.needs[self.rank] if not run.blank and run.length)
+        needed = (
+            run for run in self.required_rows[self.rank] if not run.zero_filled and run.length
+        )
         owners = {r for run in needed for r in range(owner(run.start), owner(run.stop - 1) + 1)}
         others = sorted(owners - {self.rank})
-        routes = (Route(other, self._overlap(self.rank, other)) for other in others)
+        routes = (RowMessage(other, self._rows_needed_from(self.rank, other)) for other in others)
         return tuple(route for route in routes if route.ranges)
 
     @cached_property
-    def sends(self) -> tuple[Route, ...]:
+    def sends(self) -> tuple[RowMessage, ...]:
         """What others get from this rank."""
         peers = (r for r in range(self.partition.ranks) if r != self.rank)
-        routes = (Route(peer, self._overlap(peer, self.rank)) for peer in peers)
+        routes = (RowMessage(peer, self._rows_needed_from(peer, self.rank)) for peer in peers)
         return tuple(route for route in routes if route.ranges)
 
     @cached_property
-    def pieces(self) -> tuple[Piece, ...]:
+    def copies(self) -> tuple[RowCopy, ...]:
         """How the result is put together, blank rows left out."""
-        pieces: list[Piece] = []
+        pieces: list[RowCopy] = []
         at = 0
-        for run in self.needs[self.rank]:
-            if not run.blank:
-                pieces += self._cut(run, at)
+        for run in self.required_rows[self.rank]:
+            if not run.zero_filled:
+                pieces += self._split_by_owner(run, at)
             at += run.length
         return tuple(pieces)
 
     @cached_property
-    def blanks(self) -> tuple[tuple[int, int], ...]:
+    def zero_ranges(self) -> tuple[tuple[int, int], ...]:
         """Where the result is zero: first row and number of rows."""
         blanks: list[tuple[int, int]] = []
         at = 0
-        for run in self.needs[self.rank]:
-            if run.blank:
+        for run in self.required_rows[self.rank]:
+            if run.zero_filled:
                 blanks.append((at, run.length))
             at += run.length
         return tuple(blanks)
 
-    def _overlap(self, rank: int, owner: int) -> tuple[tuple[int, int], ...]:
+    def _rows_needed_from(self, rank: int, owner: int) -> tuple[tuple[int, int], ...]:
         """Rows that `rank` needs of `owner`, each once, from north to south."""
         band = self.partition.rows(owner)
         clipped = (
             (max(run.start, band.start), min(run.stop, band.stop))
-            for run in self.needs[rank]
-            if not run.blank
+            for run in self.required_rows[rank]
+            if not run.zero_filled
         )
         wanted = sorted((start, stop) for start, stop in clipped if start < stop)
         merged: list[tuple[int, int]] = []
@@ -150,40 +152,44 @@ class RowExchange:
                 merged.append((start, stop))
         return tuple(merged)
 
-    def _cut(self, run: Run, at: int) -> list[Piece]:
+    def _split_by_owner(self, run: RowRange, at: int) -> list[RowCopy]:
         """Split a run where its rows change owner."""
         pieces = []
         for owner, group in groupby(range(run.start, run.stop), key=self.partition.owner):
             rows = list(group)
             offset = run.stop - 1 - rows[-1] if run.flipped else rows[0] - run.start
-            start = self._position(owner, rows[0])
-            pieces.append(Piece(owner, start, start + len(rows), at + offset, run))
+            start = self._source_index(owner, rows[0])
+            pieces.append(RowCopy(owner, start, start + len(rows), at + offset, run))
         return pieces
 
-    def _position(self, owner: int, row: int) -> int:
+    def _source_index(self, owner: int, row: int) -> int:
         """Return where a global row lies in what came from its owner."""
         if owner == self.rank:
             return row - self.partition.bounds[owner]
         ranges = next(route.ranges for route in self.receives if route.peer == owner)
         return sum(min(stop, row) - start for start, stop in ranges if start <= row)
 
-    def of(self, source: int) -> list[Piece]:
+    def copies_from(self, source: int) -> list[RowCopy]:
         """The pieces that come from one rank."""
-        return self._by_source.get(source, [])
+        return self._copies_by_source.get(source, [])
 
     @cached_property
-    def _by_source(self) -> dict[int, list[Piece]]:
-        found: dict[int, list[Piece]] = {}
-        for piece in self.pieces:
-            found.setdefault(piece.source, []).append(piece)
+    def _copies_by_source(self) -> dict[int, list[RowCopy]]:
+        found: dict[int, list[RowCopy]] = {}
+        for piece in self.copies:
+            found.setdefault(piece.source_rank, []).append(piece)
         return found
 
-    def is_own_band(self, piece: Piece) -> bool:
+    def is_local_band(self, piece: RowCopy) -> bool:
         """Whether a piece is this rank's whole band as it is."""
-        own = piece.source == self.rank and not piece.run.flipped and not piece.run.turned
+        own = (
+            piece.source_rank == self.rank
+            and not piece.row_range.flipped
+            and not piece.row_range.rotated
+        )
         return own and piece.stop - piece.start == self.partition.sizes[self.rank]
 
-    def local_ranges(self, route: Route) -> list[tuple[int, int]]:
+    def local_ranges(self, route: RowMessage) -> list[tuple[int, int]]:
         """Return the rows that a route takes from this rank's band: first local row and number."""
         first = self.partition.bounds[self.rank]
         return [(start - first, stop - start) for start, stop in route.ranges]
@@ -195,9 +201,9 @@ class RowExchange:
             `x` has this rank's rows of the partition along the negative `dim`; the result has
             `length` rows there. `turned` runs rotate the last dimension.
         """
-        if self.moves_nothing:
+        if self.is_identity:
             return x
-        return _Exchange.apply(x, self, transport, dim)  # type: ignore[no-any-return, no-untyped-call]
+        return _RowExchangeFunction.apply(x, self, transport, dim)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _row_bytes(x: Tensor, dim: int) -> int:
@@ -206,7 +212,7 @@ def _row_bytes(x: Tensor, dim: int) -> int:
     return x.shape[:dim].numel() * x.shape[dim:][1:].numel() * x.element_size()
 
 
-def _message(
+def _empty_rows(
     x: Tensor, dim: int, rows: int, lie: torch.memory_format = torch.contiguous_format
 ) -> Tensor:
     """Room for rows that travel, which lie alike on all ranks."""
@@ -215,19 +221,19 @@ def _message(
     return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=lie)
 
 
-def field_like(x: Tensor, dim: int, rows: int) -> Tensor:
+def empty_rows_like(x: Tensor, dim: int, rows: int) -> Tensor:
     """Room for rows that a layer gets, which lie as `x` does."""
-    return _message(x, dim, rows, format_of(x))
+    return _empty_rows(x, dim, rows, memory_format_of(x))
 
 
-def _pole_view(rows: Tensor, run: Run, dim: int, turn: int) -> Tensor:
+def _flip_and_rotate(rows: Tensor, run: RowRange, dim: int, turn: int) -> Tensor:
     """Flip and rotate rows as a run asks for; `turn` is 1 to do and -1 to undo."""
     if run.flipped:
         rows = rows.flip(dim)
-    return rows.roll(turn * (rows.shape[-1] // 2), -1) if run.turned else rows
+    return rows.roll(turn * (rows.shape[-1] // 2), -1) if run.rotated else rows
 
 
-class _Exchange(torch.autograd.Function):
+class _RowExchangeFunction(torch.autograd.Function):
     """Forward: owners send the rows that others need. Backward: their cotangents travel home.
 
     Saves no tensor, so that activation checkpointing counts the same on every rank.
@@ -241,7 +247,7 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
-        return return_rows(grad, ctx.plan, ctx.transport, ctx.dim), None, None, None
+        return return_gradients(grad, ctx.plan, ctx.transport, ctx.dim), None, None, None
 
 
 def start_fetching(
@@ -250,65 +256,69 @@ def start_fetching(
     """Send what others need; the result waits for what this rank needs and returns it.
 
     What is called in between overlaps with the messages. Not differentiable: see
-    `start_returning`.
+    `start_returning_gradients`.
     """
-    came = {route.peer: _message(x, dim, route.length) for route in plan.receives}
-    send = [(route.peer, _packed(x, plan, route, dim)) for route in plan.sends]
-    transport.announce(plan, _row_bytes(x, dim), back=False)
+    came = {route.peer: _empty_rows(x, dim, route.length) for route in plan.receives}
+    send = [(route.peer, _pack_rows(x, plan, route, dim)) for route in plan.sends]
+    transport.announce_exchange(plan, _row_bytes(x, dim), back=False)
     wait = transport.start(send, list(came.items()))
-    result = field_like(x, dim, plan.length)
-    for at, length in plan.blanks:
+    result = empty_rows_like(x, dim, plan.length)
+    for at, length in plan.zero_ranges:
         result.narrow(dim, at, length).zero_()
-    _place(result, x, plan, plan.rank, dim)
+    _copy_rows_from(result, x, plan, plan.rank, dim)
 
     def finish() -> Tensor:
         wait()
         for peer, rows in came.items():
-            _place(result, rows, plan, peer, dim)
+            _copy_rows_from(result, rows, plan, peer, dim)
         return result
 
     return finish
 
 
-def return_rows(grad: Tensor, plan: RowExchange, transport: Transport, dim: int) -> Tensor:
+def return_gradients(grad: Tensor, plan: RowExchange, transport: Transport, dim: int) -> Tensor:
     """Send home the cotangents of fetched rows, and return those of this rank's rows.
 
     The adjoint of `start_fetching`.
     """
-    finish = start_returning(grad, plan, transport, dim)
-    whole = next((piece for piece in plan.pieces if plan.is_own_band(piece)), None)
+    finish = start_returning_gradients(grad, plan, transport, dim)
+    whole = next((piece for piece in plan.copies if plan.is_local_band(piece)), None)
     if whole is None:
-        total = field_like(grad, dim, plan.partition.sizes[plan.rank]).zero_()
+        total = empty_rows_like(grad, dim, plan.partition.sizes[plan.rank]).zero_()
     else:  # most of it: copied once instead of added to zeros
-        band = grad.narrow(dim, whole.at, whole.stop - whole.start)
-        total = band.clone(memory_format=format_of(grad))
+        band = grad.narrow(dim, whole.result_start, whole.stop - whole.start)
+        total = band.clone(memory_format=memory_format_of(grad))
     finish(total, whole)
     return total
 
 
-class Returning(Protocol):
+class GradientAccumulator(Protocol):
     """Adds to the cotangents of a rank's rows those that are on their way."""
 
-    def __call__(self, total: Tensor, done: Piece | None = None) -> None:
+    def __call__(self, total: Tensor, done: RowCopy | None = None) -> None:
         """Add to `total` all but those of the piece that is `done`."""
 
 
-def start_returning(grad: Tensor, plan: RowExchange, transport: Transport, dim: int) -> Returning:
+def start_returning_gradients(
+    grad: Tensor, plan: RowExchange, transport: Transport, dim: int
+) -> GradientAccumulator:
     """Send home the cotangents of fetched rows; the result adds all ranks' to this rank's rows.
 
     What is called in between overlaps with the messages.
     """
     send = []
     for route in plan.receives:
-        home = _message(grad, dim, route.length).zero_()
-        _collect(home, grad, plan.of(route.peer), dim)
+        home = _empty_rows(grad, dim, route.length).zero_()
+        _accumulate_rows(home, grad, plan.copies_from(route.peer), dim)
         send.append((route.peer, home))
-    came = [(route.peer, _message(grad, dim, route.length)) for route in plan.sends]
-    transport.announce(plan, _row_bytes(grad, dim), back=True)
+    came = [(route.peer, _empty_rows(grad, dim, route.length)) for route in plan.sends]
+    transport.announce_exchange(plan, _row_bytes(grad, dim), back=True)
     wait = transport.start(send, came)
 
-    def finish(total: Tensor, done: Piece | None = None) -> None:
-        _collect(total, grad, [piece for piece in plan.of(plan.rank) if piece != done], dim)
+    def finish(total: Tensor, done: RowCopy | None = None) -> None:
+        _accumulate_rows(
+            total, grad, [piece for piece in plan.copies_from(plan.rank) if piece != done], dim
+        )
         wait()
         for route, (_, rows) in zip(plan.sends, came, strict=True):
             _unpack_add(total, rows, plan, route, dim)
@@ -316,41 +326,45 @@ def start_returning(grad: Tensor, plan: RowExchange, transport: Transport, dim: 
     return finish
 
 
-def _packed(x: Tensor, plan: RowExchange, route: Route, dim: int) -> Tensor:
+def _pack_rows(x: Tensor, plan: RowExchange, route: RowMessage, dim: int) -> Tensor:
     strips = [x.narrow(dim, *at) for at in plan.local_ranges(route)]
     return (torch.cat(strips, dim) if len(strips) > 1 else strips[0]).contiguous()
 
 
-def _unpack_add(total: Tensor, rows: Tensor, plan: RowExchange, route: Route, dim: int) -> None:
+def _unpack_add(
+    total: Tensor, rows: Tensor, plan: RowExchange, route: RowMessage, dim: int
+) -> None:
     at = 0
     for start, length in plan.local_ranges(route):
         total.narrow(dim, start, length).add_(rows.narrow(dim, at, length))
         at += length
 
 
-def _place(result: Tensor, rows: Tensor, plan: RowExchange, source: int, dim: int) -> None:
+def _copy_rows_from(result: Tensor, rows: Tensor, plan: RowExchange, source: int, dim: int) -> None:
     """Copy every piece of one source to where the result wants it."""
-    for piece in plan.of(source):
+    for piece in plan.copies_from(source):
         length = piece.stop - piece.start
-        stretch = _pole_view(rows.narrow(dim, piece.start, length), piece.run, dim, 1)
-        result.narrow(dim, piece.at, length).copy_(stretch)
+        stretch = _flip_and_rotate(rows.narrow(dim, piece.start, length), piece.row_range, dim, 1)
+        result.narrow(dim, piece.result_start, length).copy_(stretch)
 
 
-def _collect(total: Tensor, grad: Tensor, pieces: Iterable[Piece], dim: int) -> None:
+def _accumulate_rows(total: Tensor, grad: Tensor, pieces: Iterable[RowCopy], dim: int) -> None:
     """Add the cotangents of pieces of one source to those of the rows they came from."""
     for piece in pieces:
         length = piece.stop - piece.start
-        stretch = _pole_view(grad.narrow(dim, piece.at, length), piece.run, dim, -1)
+        stretch = _flip_and_rotate(
+            grad.narrow(dim, piece.result_start, length), piece.row_range, dim, -1
+        )
         total.narrow(dim, piece.start, length).add_(stretch)
 
 
 # What each mode shows at rows -2, -1 | 0, 1, ... (0 is the pole's row):
 #   zeros 0, 0     replicate 0, 0     circular H-2, H-1     reflect 2, 1     mirror 1, 0
 #   earth 1, 0 rotated by half the longitudes, as a walk across the pole sees them
-MODES = ("zeros", "replicate", "circular", "reflect", "mirror", "earth")
+POLE_MODES = ("zeros", "replicate", "circular", "reflect", "mirror", "earth")
 
 
-def rows_with_poles(start: int, stop: int, height: int, mode: str) -> tuple[Run, ...]:
+def rows_with_poles(start: int, stop: int, height: int, mode: str) -> tuple[RowRange, ...]:
     """Return the rows `start` to `stop - 1`, where those below 0 or from `height` on are padding.
 
     Raises:
@@ -363,37 +377,37 @@ def rows_with_poles(start: int, stop: int, height: int, mode: str) -> tuple[Run,
             f"which has {height}. Use a finer grid or less padding."
         )
     runs = (
-        *_north(start, min(stop, 0), height, mode),
-        Run(max(start, 0), min(stop, height)),
-        *_south(max(start, height), stop, height, mode),
+        *_beyond_north_pole(start, min(stop, 0), height, mode),
+        RowRange(max(start, 0), min(stop, height)),
+        *_beyond_south_pole(max(start, height), stop, height, mode),
     )
     return tuple(run for run in runs if run.length > 0)
 
 
-def _north(start: int, stop: int, height: int, mode: str) -> tuple[Run, ...]:
+def _beyond_north_pole(start: int, stop: int, height: int, mode: str) -> tuple[RowRange, ...]:
     match mode:
         case "zeros":
-            return (Run(0, stop - start, blank=True),)
+            return (RowRange(0, stop - start, zero_filled=True),)
         case "replicate":
-            return (Run(0, 1),) * (stop - start)
+            return (RowRange(0, 1),) * (stop - start)
         case "circular":
-            return (Run(height + start, height + stop),)
+            return (RowRange(height + start, height + stop),)
         case "reflect":
-            return (Run(1 - stop, 1 - start, flipped=True),)
+            return (RowRange(1 - stop, 1 - start, flipped=True),)
         case _:
-            return (Run(-stop, -start, flipped=True, turned=mode == "earth"),)
+            return (RowRange(-stop, -start, flipped=True, rotated=mode == "earth"),)
 
 
-def _south(start: int, stop: int, height: int, mode: str) -> tuple[Run, ...]:
+def _beyond_south_pole(start: int, stop: int, height: int, mode: str) -> tuple[RowRange, ...]:
     match mode:
         case "zeros":
-            return (Run(0, stop - start, blank=True),)
+            return (RowRange(0, stop - start, zero_filled=True),)
         case "replicate":
-            return (Run(height - 1, height),) * (stop - start)
+            return (RowRange(height - 1, height),) * (stop - start)
         case "circular":
-            return (Run(start - height, stop - height),)
+            return (RowRange(start - height, stop - height),)
         case "reflect":
-            return (Run(2 * height - 1 - stop, 2 * height - 1 - start, flipped=True),)
+            return (RowRange(2 * height - 1 - stop, 2 * height - 1 - start, flipped=True),)
         case _:
             turned = mode == "earth"
-            return (Run(2 * height - stop, 2 * height - start, flipped=True, turned=turned),)
+            return (RowRange(2 * height - stop, 2 * height - start, flipped=True, rotated=turned),)

@@ -30,12 +30,14 @@ if TYPE_CHECKING:
 __all__ = ["interpolate", "mean", "pad", "roll"]
 
 
-_stack: ContextVar[tuple[Running, ...]] = ContextVar("converted models that run", default=())
-_alive: WeakSet[Running] = WeakSet()
+_context_stack: ContextVar[tuple[ShardingContext, ...]] = ContextVar(
+    "converted models that run", default=()
+)
+_live_contexts: WeakSet[ShardingContext] = WeakSet()
 
 
 @final
-class Running:
+class ShardingContext:
     """One converted model, as the code of its modules finds it.
 
     `layers` are those that `functional` made for its calls, by call; `planned` says whether these
@@ -48,9 +50,9 @@ class Running:
         self.planned = False
 
 
-def running() -> Running | None:
+def active_context() -> ShardingContext | None:
     """Return the converted model whose code runs in this thread, the innermost one."""
-    stack = _stack.get()
+    stack = _context_stack.get()
     return stack[-1] if stack else None
 
 
@@ -59,12 +61,12 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def any_converted() -> bool:
+def has_live_contexts() -> bool:
     """Return whether this process has run a converted model that is still there."""
-    return bool(_alive)
+    return bool(_live_contexts)
 
 
-def recomputed() -> nn.Module | None:
+def recomputing_module() -> nn.Module | None:
     """Return the module whose code a backward pass computes again, as far as its calls tell.
 
     A checkpointed function, unlike a module, runs none of the hooks that `running` relies on.
@@ -72,68 +74,68 @@ def recomputed() -> nn.Module | None:
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_name != "_engine_run_backward":
         module = frame.f_locals.get("self")
-        if isinstance(module, nn.Module) and is_own(module):
+        if isinstance(module, nn.Module) and is_user_module(module):
             return module
         frame = frame.f_back
     return None
 
 
-class _Hook:
-    def __init__(self, model: Running) -> None:
-        self.model = model
+class _ContextHook:
+    def __init__(self, model: ShardingContext) -> None:
+        self.context = model
 
 
 @final
-class _Enter(_Hook):
+class _EnterContext(_ContextHook):
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        _alive.add(self.model)
-        _stack.set((*_stack.get(), self.model))
+        _live_contexts.add(self.context)
+        _context_stack.set((*_context_stack.get(), self.context))
 
 
 @final
-class _Leave(_Hook):
+class _LeaveContext(_ContextHook):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], made: Any) -> None:
-        _stack.set(_stack.get()[:-1])
+        _context_stack.set(_context_stack.get()[:-1])
 
 
-def is_own(module: nn.Module) -> bool:
+def is_user_module(module: nn.Module) -> bool:
     """Return whether a module has code that is neither torch's nor a sharded layer's."""
     return not type(module).__module__.startswith(("torch.", f"{__package__}.layers."))
 
 
-def announce(model: nn.Module, current: Running) -> None:
+def attach_context(model: nn.Module, current: ShardingContext) -> None:
     """Make `running()` return `current` while any module of the model with code of its own runs.
 
     Every such module says so itself, because a checkpointed one is run again without the model.
     """
     for module in model.modules():
-        if is_own(module) and not announced(module, inside=False):
-            module.register_forward_pre_hook(_Enter(current), prepend=True)
-            module.register_forward_hook(_Leave(current), always_call=True)
+        if is_user_module(module) and not attached_contexts(module, inside=False):
+            module.register_forward_pre_hook(_EnterContext(current), prepend=True)
+            module.register_forward_hook(_LeaveContext(current), always_call=True)
 
 
-def announced(model: nn.Module, inside: bool = True) -> list[Running]:
+def attached_contexts(model: nn.Module, inside: bool = True) -> list[ShardingContext]:
     """Return what `announce` has put on a module, and on those inside."""
     hooks: list[Any] = [
         hook
         for module in (model.modules() if inside else [model])
         for hook in module._forward_pre_hooks.values()
     ]
-    return list(dict.fromkeys(hook.model for hook in hooks if isinstance(hook, _Enter)))
+    return list(dict.fromkeys(hook.context for hook in hooks if isinstance(hook, _EnterContext)))
 
 
-def withdraw(model: nn.Module, current: Running) -> None:
+def detach_context(model: nn.Module, current: ShardingContext) -> None:
     """Undo `announce`."""
     for module in model.modules():
         holders: tuple[dict[int, Any], ...] = (module._forward_pre_hooks, module._forward_hooks)
         for hooks in holders:
             for key, hook in list(hooks.items()):
-                if isinstance(hook, _Hook) and hook.model is current:
+                if isinstance(hook, _ContextHook) and hook.context is current:
                     del hooks[key]
                     module._forward_hooks_always_called.pop(key, None)
 
 
-Make = Callable[[DomainParallelManager], RowLayer]
+LayerFactory = Callable[[DomainParallelManager], RowLayer]
 
 
 def mean(
@@ -156,7 +158,7 @@ def mean(
     def make(manager: DomainParallelManager) -> RowLayer:
         return DomainParallelMean(dims, keepdim, manager=manager)
 
-    layer = _layer(f"functional.mean(dim={dim}, keepdim={keepdim})", x, make, manager)
+    layer = _layer_for_call(f"functional.mean(dim={dim}, keepdim={keepdim})", x, make, manager)
     made: Tensor = torch.mean(x, dims, keepdim) if layer is None else layer(x)
     return made
 
@@ -190,7 +192,7 @@ def interpolate(
         )
 
     settings = f"size={size}, scale_factor={scale_factor}, mode={mode}, align={align_corners}"
-    layer = _layer(f"functional.interpolate({settings})", x, make, manager)
+    layer = _layer_for_call(f"functional.interpolate({settings})", x, make, manager)
     if layer is None:
         return F.interpolate(x, size, scale_factor, mode, align_corners)
     made: Tensor = layer(x)
@@ -219,7 +221,9 @@ def pad(
     def make(manager: DomainParallelManager) -> RowLayer:
         return DomainParallelPad(widths, mode, value, manager=manager)
 
-    layer = _layer(f"functional.pad(pad={widths}, mode={mode}, value={value})", x, make, manager)
+    layer = _layer_for_call(
+        f"functional.pad(pad={widths}, mode={mode}, value={value})", x, make, manager
+    )
     made: Tensor = F.pad(x, widths, mode, value) if layer is None else layer(x)
     return made
 
@@ -243,23 +247,23 @@ def roll(
     def make(manager: DomainParallelManager) -> RowLayer:
         return DomainParallelRoll(shifts, dims, manager=manager)
 
-    layer = _layer(f"functional.roll(shifts={shifts}, dims={dims})", x, make, manager)
+    layer = _layer_for_call(f"functional.roll(shifts={shifts}, dims={dims})", x, make, manager)
     made: Tensor = torch.roll(x, shifts, dims) if layer is None else layer(x)
     return made
 
 
 def _is_planned() -> bool:
-    current = running()
+    current = active_context()
     return active_planner() is not None or (current is not None and current.planned)
 
 
-def _layer(
-    call: str, x: Tensor, make: Make, manager: DomainParallelManager | None
+def _layer_for_call(
+    call: str, x: Tensor, make: LayerFactory, manager: DomainParallelManager | None
 ) -> RowLayer | None:
     """Return the layer that does a call; None where it is torch's own."""
-    current, planner = running(), active_planner()
-    if current is None and manager is None and in_backward() and any_converted():
-        current = _recomputing(call)
+    current, planner = active_context(), active_planner()
+    if current is None and manager is None and in_backward() and has_live_contexts():
+        current = _recomputing_context(call)
     if current is not None and manager in (None, current.manager):
         key = (call, x.ndim)
         if key not in current.layers:
@@ -277,17 +281,17 @@ def _layer(
         return None
     if planner is not None:
         planner.names[layer] = call
-    elif not layer.is_planned and (x.ndim < FIELD_DIMS or not layer.mixes(ROW_DIM, x.ndim)):
-        layer.set_apart()
+    elif not layer.is_planned and (x.ndim < FIELD_DIMS or not layer.couples_rows(ROW_DIM, x.ndim)):
+        layer.set_rowwise()
     return layer
 
 
-def _recomputing(call: str) -> Running | None:
+def _recomputing_context(call: str) -> ShardingContext | None:
     """Return the converted model whose code is computed again in backward; None for a plain one."""
-    module = recomputed()
+    module = recomputing_module()
     if module is None:
         raise UserError(
             f"{call}: is computed again in a backward pass, where it can't be known whether its "
             "model is sharded. Pass manager=, or checkpoint a module instead of a function."
         )
-    return next(iter(announced(module, inside=False)), None)
+    return next(iter(attached_contexts(module, inside=False)), None)

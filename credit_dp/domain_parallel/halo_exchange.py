@@ -12,8 +12,8 @@ from torch.autograd.function import once_differentiable
 
 from credit_dp.domain_parallel.exchange import (
     RowExchange,
-    Run,
-    return_rows,
+    RowRange,
+    return_gradients,
     rows_with_poles,
     start_fetching,
 )
@@ -62,7 +62,7 @@ class HaloExchange(nn.Module):
         """Return the band between its halos. Every rank's row count is gathered first."""
         if active_planner() is not None:  # nothing is sent while planning: the shape will do
             return F.pad(x.movedim(self.dim, -1), (self.halo_width,) * 2).movedim(-1, self.dim)
-        return self.fetch(x, _halos(x.shape[self.dim], self.halo_width, self.manager))
+        return self.fetch(x, _halo_row_exchange(x.shape[self.dim], self.halo_width, self.manager))
 
     def fetch(self, x: Tensor, exchange: RowExchange) -> Tensor:
         """Return the rows that `exchange` brings to this rank."""
@@ -75,9 +75,9 @@ class HaloExchange(nn.Module):
         return x.narrow(dim, halo_before, x.shape[dim] - halo_before - halo_after)
 
 
-def _halos(rows: int, width: int, manager: DomainParallelManager) -> RowExchange:
+def _halo_row_exchange(rows: int, width: int, manager: DomainParallelManager) -> RowExchange:
     """Return the exchange for a band of `rows` rows; a collective."""
-    partition = manager.gathered_partition(rows)
+    partition = manager.gather_partition(rows)
     if partition.ranks > 1 and min(partition.sizes) < width:
         raise UserError(
             f"HaloExchange: halo_width {width} needs as many rows in every band, "
@@ -100,13 +100,13 @@ class _HaloExchangeFunction(torch.autograd.Function):
         ctx: Any, x: Tensor, halo_width: int, dim: int, manager: DomainParallelManager
     ) -> Tensor:
         ctx.dim, ctx.transport = dim % x.ndim - x.ndim, manager.transport
-        ctx.exchange = _halos(x.shape[dim], halo_width, manager)
+        ctx.exchange = _halo_row_exchange(x.shape[dim], halo_width, manager)
         return start_fetching(x, ctx.exchange, ctx.transport, ctx.dim)()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
-        return return_rows(grad, ctx.exchange, ctx.transport, ctx.dim), None, None, None
+        return return_gradients(grad, ctx.exchange, ctx.transport, ctx.dim), None, None, None
 
 
 def shard_tensor(x: Tensor, dim: int = -2, manager: DomainParallelManager | None = None) -> Tensor:
@@ -140,8 +140,8 @@ def gather_tensor(x: Tensor, dim: int = -2, manager: DomainParallelManager | Non
     manager = manager or get_domain_parallel_manager()
     if manager.domain_parallel_size == 1:
         return x
-    partition = manager.gathered_partition(x.shape[dim])
-    whole = (Run(0, partition.height),)
+    partition = manager.gather_partition(x.shape[dim])
+    whole = (RowRange(0, partition.height),)
     exchange = RowExchange(partition, (whole,) * partition.ranks, manager.domain_rank)
     return exchange.apply(x, manager.transport, dim if dim < 0 else dim - x.ndim)
 

@@ -10,11 +10,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from credit_dp.domain_parallel.partition import BandTable, RowPartition
 from credit_dp.domain_parallel.transport import (
-    Alone,
+    DetachedTransport,
     GroupTransport,
+    SingleRankTransport,
     Transport,
-    Unpickled,
-    let_senders_finish,
+    use_batch_scheduling_for_gloo,
 )
 from credit_dp.errors import UserError
 
@@ -95,11 +95,11 @@ class DomainParallelManager:
         self.pipeline_group = self.mesh.get_group("pipeline")
         self.data_parallel_group = self.mesh.get_group("data")
         self.domain_group = self.mesh.get_group("domain")
-        let_senders_finish()
+        use_batch_scheduling_for_gloo()
 
     def _group_transport(self) -> Transport:
         if self.domain_group is None or self.domain_parallel_size == 1:
-            return Alone()
+            return SingleRankTransport()
         transport = GroupTransport(self.domain_group)
         # Under nccl all ranks of a group must have met before its first point-to-point message.
         device = "cuda" if "nccl" in dist.get_backend(self.domain_group) else "cpu"
@@ -132,7 +132,7 @@ class DomainParallelManager:
         return self.rank // (self.domain_parallel_size * self.data_parallel_size)
 
     @property
-    def place(self) -> str:
+    def mesh_coordinates(self) -> str:
         """This rank's coordinates, for people: `pipeline 0, data 1, domain 2`."""
         return f"pipeline {self.pipeline_rank}, data {self.dp_rank}, domain {self.domain_rank}"
 
@@ -160,25 +160,27 @@ class DomainParallelManager:
         """Return the rows of a global height that this rank owns."""
         return self.partition(height).rows(self.domain_rank)
 
-    def gathered_partition(self, rows: int) -> RowPartition:
+    def gather_partition(self, rows: int) -> RowPartition:
         """Return the bands that all ranks have now, from their numbers of rows; a collective."""
         nccl = self.domain_group is not None and "nccl" in dist.get_backend(self.domain_group)
         local = torch.tensor(rows, device="cuda" if nccl else "cpu")
-        return RowPartition.of_sizes(self.transport.gather(local).tolist())
+        return RowPartition.from_sizes(self.transport.all_gather(local).tolist())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DomainParallelManager:
         return self
 
     def __getstate__(self) -> dict[str, Any]:
         # Process groups can't be pickled: a copy in another process knows its place and no more.
-        unpickled = Unpickled(self.domain_rank, self.domain_parallel_size)
+        unpickled = DetachedTransport(self.domain_rank, self.domain_parallel_size)
         return {
             **self.__dict__,
             "domain_group": None,
             "data_parallel_group": None,
             "pipeline_group": None,
             "mesh": None,
-            "transport": self.transport if isinstance(self.transport, Alone) else unpickled,
+            "transport": self.transport
+            if isinstance(self.transport, SingleRankTransport)
+            else unpickled,
         }
 
 

@@ -46,13 +46,13 @@ class RowPartition:
         return cls(tuple(r * share + min(r, surplus) for r in range(ranks + 1)))
 
     @classmethod
-    def of_units(cls, height: int, ranks: int, unit: int) -> RowPartition:
+    def in_multiples_of(cls, height: int, ranks: int, unit: int) -> RowPartition:
         """Balanced bands of whole units of rows; what is less than a unit comes last."""
         units = cls.balanced(-(-height // unit), ranks)
         return cls(tuple(min(bound * unit, height) for bound in units.bounds))
 
     @classmethod
-    def of_sizes(cls, sizes: list[int]) -> RowPartition:
+    def from_sizes(cls, sizes: list[int]) -> RowPartition:
         """Bands of these numbers of rows, north to south."""
         return cls(tuple(sum(sizes[:r]) for r in range(len(sizes) + 1)))
 
@@ -87,12 +87,12 @@ class RowPartition:
         scaled = (min(-(-b * ratio_up // ratio_down), height) for b in self.bounds[:-1])
         return RowPartition((*scaled, height))
 
-    def is_of_units(self, unit: int) -> bool:
+    def bounds_are_multiples_of(self, unit: int) -> bool:
         """Whether bands end where units of rows do."""
         return all(bound % unit == 0 for bound in self.bounds[:-1])
 
     @property
-    def well_balanced(self) -> bool:
+    def is_well_balanced(self) -> bool:
         """Whether no band is empty and the largest is near the mean."""
         mean = self.height / self.ranks
         return min(self.sizes) > 0 and max(self.sizes) <= LARGEST_IMBALANCE * mean
@@ -114,11 +114,11 @@ class BandTable:
         return self._by_height.get(height) or RowPartition.balanced(height, self.ranks)
 
     @property
-    def known(self) -> tuple[RowPartition, ...]:
+    def planned_partitions(self) -> tuple[RowPartition, ...]:
         """The partitions of all heights that a plan or tensors have."""
         return tuple(self._by_height.values())
 
-    def adopt(self, partition: RowPartition) -> RowPartition:
+    def register(self, partition: RowPartition) -> RowPartition:
         """Make the bands that tensors already have those of their height.
 
         Raises:
@@ -132,15 +132,15 @@ class BandTable:
             )
         return known
 
-    def follow(self, height: int, other: RowPartition, unit: int = 1) -> RowPartition:
+    def aligned_partition(self, height: int, other: RowPartition, unit: int = 1) -> RowPartition:
         """Return the bands of a height; if new, the first of these that is well balanced.
 
         Lined up with `other` and of whole units; of whole units; lined up; whatever is balanced.
         """
         aligned = other.scaled_to(height)
-        of_units = RowPartition.of_units(height, self.ranks, unit)
-        choices = [aligned] if aligned.is_of_units(unit) else [of_units, aligned]
-        new = next((bands for bands in choices if bands.well_balanced), self[height])
+        of_units = RowPartition.in_multiples_of(height, self.ranks, unit)
+        choices = [aligned] if aligned.bounds_are_multiples_of(unit) else [of_units, aligned]
+        new = next((bands for bands in choices if bands.is_well_balanced), self[height])
         return self._by_height.setdefault(height, new)
 
     def plan(
@@ -163,12 +163,12 @@ class BandTable:
             fits = [p for p in coarser if -(-height // -(-height // p.height)) == p.height]
             alone = RowPartition.balanced(height, self.ranks)
             lined_up = fits[-1] if fits else alone
-            coarser.append(self.follow(height, lined_up, units.get(height, 1)))
+            coarser.append(self.aligned_partition(height, lined_up, units.get(height, 1)))
 
 
 # Attributes that hold an attention's window.
-WINDOWS = ("window_size", "window")
-STRIDED = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+WINDOW_ATTRIBUTES = ("window_size", "window")
+STRIDED_CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def validate_sharding_constraints(
@@ -214,18 +214,20 @@ def _levels(model: nn.Module) -> list[_Level]:
     levels = [_Level(1, set())]
     for module in model.modules():
         layer = module.__dict__.get("wrapped", module)
-        for size in map(_rows_of, (getattr(layer, name, None) for name in WINDOWS)):
+        for size in map(_window_rows, (getattr(layer, name, None) for name in WINDOW_ATTRIBUTES)):
             if size is not None and size > 1:
                 levels[-1].windows.add(size)
         # Rows are the last dimension but one; those of one-dimensional layers are the last.
-        stride = layer.stride[max(-2, -len(layer.stride))] if isinstance(layer, STRIDED) else 1
+        stride = (
+            layer.stride[max(-2, -len(layer.stride))] if isinstance(layer, STRIDED_CONVS) else 1
+        )
         if stride > 1:
             levels[-1] = levels[-1]._replace(stride=stride)
             levels.append(_Level(1, set()))
     return levels
 
 
-def _rows_of(window: object) -> int | None:
+def _window_rows(window: object) -> int | None:
     """Return the rows of a window: a number, or the last but one of (levels,) rows, columns."""
     if isinstance(window, (list, tuple)) and len(window) > 1:
         window = window[-2]

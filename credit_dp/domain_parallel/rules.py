@@ -36,9 +36,13 @@ from credit_dp.domain_parallel.layers import (
     DomainParallelSoftmax,
     DomainParallelUpsample,
 )
-from credit_dp.domain_parallel.layers.conv import is_pointwise, sides_of
+from credit_dp.domain_parallel.layers.conv import is_pointwise, padding_widths
 from credit_dp.domain_parallel.layers.pad import PAD_LAYERS
-from credit_dp.domain_parallel.layers.pool import AdaptiveAvgPool, AdaptiveMaxPool, size_along
+from credit_dp.domain_parallel.layers.pool import (
+    AdaptiveAvgPool,
+    AdaptiveMaxPool,
+    output_size_along,
+)
 from credit_dp.domain_parallel.partition import ROW_DIM
 
 Rule = Callable[[Any], nn.Module]
@@ -64,26 +68,26 @@ def _needs_halo_conv_transpose3d(conv: nn.ConvTranspose3d) -> bool:
     return conv.kernel_size[1] > conv.stride[1]
 
 
-def _conv(wrapper: Rule, row_dim: int = ROW_DIM) -> Rule:
+def _conv_rule(wrapper: Rule, row_dim: int = ROW_DIM) -> Rule:
     """Return the rule for a kind of convolution, transposed or not, with rows in `row_dim`.
 
     Kernel = stride sends nothing where bands line up; the wrapper makes them line up elsewhere.
     """
 
     def rule(conv: _ConvNd) -> nn.Module:
-        if is_pointwise(conv, sides_of(conv), row_dim):
+        if is_pointwise(conv, padding_widths(conv), row_dim):
             return conv  # the audit sees whether rows are in another dimension and meet there
         return wrapper(conv)
 
     return rule
 
 
-def _conv2d(conv: nn.Conv2d) -> nn.Module:
+def _shard_conv2d(conv: nn.Conv2d) -> nn.Module:
     depthwise = conv.groups == conv.in_channels > 1
     return DomainParallelDepthwiseConv2d(conv) if depthwise else DomainParallelConv2d(conv)
 
 
-def _distributed_depthwise(layer: DistributedDepthwiseConv2d) -> nn.Module:
+def _shard_distributed_depthwise(layer: DistributedDepthwiseConv2d) -> nn.Module:
     """One row of a kernel meets no other row: the audit sees whether rows are elsewhere."""
     return DomainParallelDistributedDepthwiseConv2d(layer) if layer.kernel_size[0] > 1 else layer
 
@@ -92,7 +96,7 @@ def _keep(module: nn.Module) -> nn.Module:
     return module
 
 
-def _trailing_norm(wrapper: Rule) -> Rule:
+def _trailing_norm_rule(wrapper: Rule) -> Rule:
     """Return the rule of a norm over the last dimensions: one alone holds channels."""
 
     def rule(norm: nn.LayerNorm | nn.RMSNorm) -> nn.Module:
@@ -101,37 +105,41 @@ def _trailing_norm(wrapper: Rule) -> Rule:
     return rule
 
 
-def _adaptive_pool(to_one_row: Rule, to_rows: Rule, row_dim: int = ROW_DIM) -> Rule:
+def _adaptive_pool_rule(to_one_row: Rule, to_rows: Rule, row_dim: int = ROW_DIM) -> Rule:
     """Return the rule of a kind of adaptive pool with rows in `row_dim`."""
 
     def rule(pool: AdaptiveAvgPool | AdaptiveMaxPool) -> nn.Module:
-        wrapper = to_one_row if size_along(pool, row_dim) == 1 else to_rows
+        wrapper = to_one_row if output_size_along(pool, row_dim) == 1 else to_rows
         return wrapper(pool)
 
     return rule
 
 
-_TO_AVG = _adaptive_pool(DomainParallelGlobalAvgPool, DomainParallelAdaptiveAvgPool)
-_TO_AVG_1D = _adaptive_pool(DomainParallelGlobalAvgPool, DomainParallelAdaptiveAvgPool, -1)
-_TO_MAX = _adaptive_pool(DomainParallelGlobalMaxPool, DomainParallelAdaptiveMaxPool)
-_TO_MAX_1D = _adaptive_pool(DomainParallelGlobalMaxPool, DomainParallelAdaptiveMaxPool, -1)
+_AVG_POOL_RULE = _adaptive_pool_rule(DomainParallelGlobalAvgPool, DomainParallelAdaptiveAvgPool)
+_AVG_POOL_1D_RULE = _adaptive_pool_rule(
+    DomainParallelGlobalAvgPool, DomainParallelAdaptiveAvgPool, -1
+)
+_MAX_POOL_RULE = _adaptive_pool_rule(DomainParallelGlobalMaxPool, DomainParallelAdaptiveMaxPool)
+_MAX_POOL_1D_RULE = _adaptive_pool_rule(
+    DomainParallelGlobalMaxPool, DomainParallelAdaptiveMaxPool, -1
+)
 # A subclass has the rule of its layer unless it replaces some of what that one does. What is
 # wrapped and turns out to be where no rows meet does as the plain layer does.
 RULES: dict[type[nn.Module], Rule] = {
-    nn.Conv1d: _conv(DomainParallelConv1d, -1),  # fetch rows when kernels reach over an edge
-    nn.Conv2d: _conv(_conv2d),
-    nn.Conv3d: _conv(DomainParallelConv3d),
-    nn.ConvTranspose1d: _conv(DomainParallelConvTranspose1d, -1),
-    nn.ConvTranspose2d: _conv(DomainParallelConvTranspose2d),
-    nn.ConvTranspose3d: _conv(DomainParallelConvTranspose3d),
-    DistributedDepthwiseConv2d: _distributed_depthwise,
+    nn.Conv1d: _conv_rule(DomainParallelConv1d, -1),  # fetch rows when kernels reach over an edge
+    nn.Conv2d: _conv_rule(_shard_conv2d),
+    nn.Conv3d: _conv_rule(DomainParallelConv3d),
+    nn.ConvTranspose1d: _conv_rule(DomainParallelConvTranspose1d, -1),
+    nn.ConvTranspose2d: _conv_rule(DomainParallelConvTranspose2d),
+    nn.ConvTranspose3d: _conv_rule(DomainParallelConvTranspose3d),
+    DistributedDepthwiseConv2d: _shard_distributed_depthwise,
     nn.GroupNorm: DomainParallelGroupNorm,  # statistics over all bands
     **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), DomainParallelBatchNorm),
     **dict.fromkeys(
         (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d), DomainParallelInstanceNorm
     ),
-    nn.LayerNorm: _trailing_norm(DomainParallelLayerNorm),
-    nn.RMSNorm: _trailing_norm(DomainParallelRMSNorm),
+    nn.LayerNorm: _trailing_norm_rule(DomainParallelLayerNorm),
+    nn.RMSNorm: _trailing_norm_rule(DomainParallelRMSNorm),
     **dict.fromkeys((nn.LogSoftmax, nn.Softmax, nn.Softmin), DomainParallelSoftmax),
     **dict.fromkeys(
         (nn.Upsample, nn.UpsamplingBilinear2d, nn.UpsamplingNearest2d), DomainParallelUpsample
@@ -142,10 +150,10 @@ RULES: dict[type[nn.Module], Rule] = {
     **dict.fromkeys((nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d), DomainParallelAvgPool),
     **dict.fromkeys((nn.LPPool1d, nn.LPPool2d, nn.LPPool3d), DomainParallelPowerPool),
     **dict.fromkeys(PAD_LAYERS, DomainParallelPadLayer),
-    nn.AdaptiveAvgPool1d: _TO_AVG_1D,
-    **dict.fromkeys((nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d), _TO_AVG),
-    nn.AdaptiveMaxPool1d: _TO_MAX_1D,
-    **dict.fromkeys((nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d), _TO_MAX),
+    nn.AdaptiveAvgPool1d: _AVG_POOL_1D_RULE,
+    **dict.fromkeys((nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d), _AVG_POOL_RULE),
+    nn.AdaptiveMaxPool1d: _MAX_POOL_1D_RULE,
+    **dict.fromkeys((nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d), _MAX_POOL_RULE),
     **dict.fromkeys(  # act on channels or single values: rows never meet
         (
             nn.CELU, nn.Dropout, nn.ELU, nn.GELU, nn.Hardswish, nn.Hardtanh, nn.Identity,

@@ -13,18 +13,18 @@ from torch.autograd.function import once_differentiable
 
 from credit_dp.domain_parallel.exchange import (
     RowExchange,
-    field_like,
-    return_rows,
+    empty_rows_like,
+    return_gradients,
     rows_with_poles,
     start_fetching,
 )
-from credit_dp.domain_parallel.layers.base import WindowLayer
+from credit_dp.domain_parallel.layers.base import StencilLayer
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.domain_parallel.planning.trace import Trace
 from credit_dp.domain_parallel.transport import Transport
 
 if TYPE_CHECKING:
-    from credit_dp.domain_parallel.layers.base import WindowLayer
+    from credit_dp.domain_parallel.layers.base import StencilLayer
 
 
 # The rows of one reader within those fetched: the first and how many.
@@ -33,19 +33,23 @@ Window = tuple[int, int]
 
 @final
 @dataclass
-class _Held:
+class _FetchedRows:
     """What was fetched of a tensor, and how often each reader has still to take it."""
 
     x: Tensor
     version: int
-    with_gradients: bool
+    grad_enabled: bool
     rows: tuple[Tensor, ...]
-    left: list[int]
+    remaining_uses: list[int]
 
-    def is_of(self, x: Tensor, reader: int) -> bool:
+    def is_valid_for(self, x: Tensor, reader: int) -> bool:
         """Return whether these rows are what a reader of `x` needs now."""
         same = self.x is x and self.version == x._version
-        return same and self.with_gradients == torch.is_grad_enabled() and self.left[reader] > 0
+        return (
+            same
+            and self.grad_enabled == torch.is_grad_enabled()
+            and self.remaining_uses[reader] > 0
+        )
 
 
 @final
@@ -61,55 +65,57 @@ class SharedExchange:
         uses: how often each reads one tensor.
     """
 
-    def __init__(self, readers: tuple[WindowLayer, ...], uses: tuple[int, ...]) -> None:
+    def __init__(self, readers: tuple[StencilLayer, ...], uses: tuple[int, ...]) -> None:
         self.readers = readers
         self.uses = uses
-        self._open = 0
-        self._held: _Held | None = None
+        self._open_count = 0
+        self._fetched: _FetchedRows | None = None
         self._plans: dict[tuple[RowPartition, int], tuple[RowExchange, tuple[Window, ...]]] = {}
 
     def open(self) -> None:
         """Fetch for all from now on."""
-        self._open, self._held = self._open + 1, None
+        self._open_count, self._fetched = self._open_count + 1, None
 
     def close(self) -> None:
         """Undo one `open`, if there was one, and hold nothing.
 
         A plan made in the module's first forward comes too late to open.
         """
-        self._open, self._held = max(0, self._open - 1), None
+        self._open_count, self._fetched = max(0, self._open_count - 1), None
 
-    def fetch(self, layer: WindowLayer, x: Tensor) -> Tensor | None:
+    def fetch(self, layer: StencilLayer, x: Tensor) -> Tensor | None:
         """Return the rows that one of the readers needs; None if it has to fetch them itself."""
-        if not self._open or x.is_inference():  # which does not tell if it was written to since
+        if (
+            not self._open_count or x.is_inference()
+        ):  # which does not tell if it was written to since
             return None
         reader = next(i for i, other in enumerate(self.readers) if other is layer)
-        held = self._held
-        if held is None or not held.is_of(x, reader):
+        held = self._fetched
+        if held is None or not held.is_valid_for(x, reader):
             rows = self._fetch_for_all(layer, x)
-            held = _Held(x, x._version, torch.is_grad_enabled(), rows, list(self.uses))
-        held.left[reader] -= 1
-        self._held = held if any(held.left) else None
+            held = _FetchedRows(x, x._version, torch.is_grad_enabled(), rows, list(self.uses))
+        held.remaining_uses[reader] -= 1
+        self._fetched = held if any(held.remaining_uses) else None
         return held.rows[reader]
 
-    def _fetch_for_all(self, layer: WindowLayer, x: Tensor) -> tuple[Tensor, ...]:
-        plan = layer.bands(x).taken, layer.manager.domain_rank
+    def _fetch_for_all(self, layer: StencilLayer, x: Tensor) -> tuple[Tensor, ...]:
+        plan = layer.bands(x).input, layer.manager.domain_rank
         if plan not in self._plans:
-            self._plans[plan] = self._planned(x)
+            self._plans[plan] = self._make_plan(x)
         exchange, windows = self._plans[plan]
         transport = layer.manager.transport
-        rows: tuple[Tensor, ...] = _FetchForAll.apply(  # type: ignore[no-untyped-call]
+        rows: tuple[Tensor, ...] = _SharedExchangeFunction.apply(  # type: ignore[no-untyped-call]
             x, exchange, transport, layer.dim, windows
         )
         return rows
 
-    def _planned(self, x: Tensor) -> tuple[RowExchange, tuple[Window, ...]]:
+    def _make_plan(self, x: Tensor) -> tuple[RowExchange, tuple[Window, ...]]:
         bands = [reader.bands(x) for reader in self.readers]
-        taken, manager, mode = bands[0].taken, self.readers[0].manager, self.readers[0].pole_mode
+        taken, manager, mode = bands[0].input, self.readers[0].manager, self.readers[0].pole_mode
         needs, windows = [], []
         for rank in range(taken.ranks):
             spans = [
-                reader.span(its.made.rows(rank), taken.height)
+                reader.input_span(its.output.rows(rank), taken.height)
                 for reader, its in zip(self.readers, bands, strict=True)
             ]
             first, stop = min(span[0] for span in spans), max(span[1] for span in spans)
@@ -120,7 +126,7 @@ class SharedExchange:
 
 
 @final
-class _FetchForAll(torch.autograd.Function):
+class _SharedExchangeFunction(torch.autograd.Function):
     """Forward: each reader's rows, as views of those of all. Backward: one exchange for all."""
 
     @staticmethod
@@ -143,16 +149,16 @@ class _FetchForAll(torch.autograd.Function):
         given = [(g, at) for g, at in zip(grads, ctx.windows, strict=True) if g is not None]
         if not given:
             return (None,) * 5
-        rows = field_like(given[0][0], ctx.dim, ctx.plan.length).zero_()
+        rows = empty_rows_like(given[0][0], ctx.dim, ctx.plan.length).zero_()
         for grad, window in given:
             rows.narrow(ctx.dim, *window).add_(grad)
-        home = return_rows(rows, ctx.plan, ctx.transport, ctx.dim)
+        home = return_gradients(rows, ctx.plan, ctx.transport, ctx.dim)
         return home, None, None, None, None
 
 
 @final
 @dataclass(frozen=True)
-class _Opens:
+class _OpenHook:
     shared: SharedExchange
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -161,28 +167,28 @@ class _Opens:
 
 @final
 @dataclass(frozen=True)
-class _Closes:
+class _CloseHook:
     shared: SharedExchange
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], made: Any) -> None:
         self.shared.close()
 
 
-def share(scope: nn.Module, shared: SharedExchange) -> None:
+def attach_shared_exchange(scope: nn.Module, shared: SharedExchange) -> None:
     """Let layers fetch together while `scope`, a module around them, runs."""
     for reader in shared.readers:
         reader.shared_exchange = shared
-    scope.register_forward_pre_hook(_Opens(shared))
-    scope.register_forward_hook(_Closes(shared), always_call=True)
+    scope.register_forward_pre_hook(_OpenHook(shared))
+    scope.register_forward_hook(_CloseHook(shared), always_call=True)
 
 
-def unshare(model: nn.Module) -> None:
+def detach_shared_exchanges(model: nn.Module) -> None:
     """Let every layer of a model fetch for itself."""
     for module in model.modules():
         holders: tuple[dict[int, Any], ...] = (module._forward_pre_hooks, module._forward_hooks)
         for hooks in holders:
             for key, hook in list(hooks.items()):
-                if isinstance(hook, _Opens | _Closes):
+                if isinstance(hook, _OpenHook | _CloseHook):
                     del hooks[key]
                     module._forward_hooks_always_called.pop(key, None)
                     for reader in hook.shared.readers:
@@ -190,42 +196,51 @@ def unshare(model: nn.Module) -> None:
 
 
 # The names of layers that were called with one tensor, once per call.
-Reading = tuple[str, ...]
+ReaderGroup = tuple[str, ...]
 
 
-def readings(trace: Trace) -> frozenset[Reading]:
+def reader_groups(trace: Trace) -> frozenset[ReaderGroup]:
     """Return what was called with each tensor in the run of the whole globe."""
     by_tensor: dict[int, list[str]] = defaultdict(list)
     for step in trace.steps:
-        place = step.given.get("place")
-        if step.op is None and isinstance(place, str) and step.given["taken"]:
-            by_tensor[step.given["taken"][0].number].append(place)
+        place = step.arguments.get("label")
+        if step.op is None and isinstance(place, str) and step.arguments["inputs"]:
+            by_tensor[step.arguments["inputs"][0].number].append(place)
     return frozenset(tuple(sorted(names)) for names in by_tensor.values())
 
 
-def share_exchanges(model: nn.Module, runs: Iterable[frozenset[Reading]]) -> None:
+def share_exchanges(model: nn.Module, runs: Iterable[frozenset[ReaderGroup]]) -> None:
     """Let layers that always read the same tensors together fetch together.
 
     `runs` are the readings of each planned run: a model may do other things while training.
     """
-    unshare(model)
+    detach_shared_exchanges(model)
     modules = dict(model.named_modules())
-    layers = {name: m for name, m in modules.items() if isinstance(m, WindowLayer) and _fetches(m)}
-    found = [_alike(readings, layers) for readings in runs]
+    layers = {
+        name: m
+        for name, m in modules.items()
+        if isinstance(m, StencilLayer) and _fetches_windows(m)
+    }
+    found = [_shareable_groups(readings, layers) for readings in runs]
     for names in frozenset.intersection(*found):
         uses = Counter(names)
         readers = tuple(layers[name] for name in uses)
-        share(_around(list(uses), modules), SharedExchange(readers, tuple(uses.values())))
+        attach_shared_exchange(
+            _innermost_common_module(list(uses), modules),
+            SharedExchange(readers, tuple(uses.values())),
+        )
 
 
-def _alike(readings: frozenset[Reading], layers: dict[str, WindowLayer]) -> frozenset[Reading]:
+def _shareable_groups(
+    readings: frozenset[ReaderGroup], layers: dict[str, StencilLayer]
+) -> frozenset[ReaderGroup]:
     """Return readings by several layers that could fetch together and never read otherwise."""
-    groups: set[Reading] = set()
+    groups: set[ReaderGroup] = set()
     for names in readings:
         by_setting: dict[object, list[str]] = defaultdict(list)
         for name in names:
             if name in layers:
-                by_setting[_setting(layers[name])].append(name)
+                by_setting[_sharing_key(layers[name])].append(name)
         groups.update(map(tuple, by_setting.values()))
     membership = Counter(name for group in groups for name in set(group))
     return frozenset(
@@ -233,29 +248,32 @@ def _alike(readings: frozenset[Reading], layers: dict[str, WindowLayer]) -> froz
         for group in groups
         if len(set(group)) > 1
         and all(membership[name] == 1 for name in group)
-        and _overlap([layers[name] for name in set(group)])
+        and _windows_leave_no_gap([layers[name] for name in set(group)])
     )
 
 
-def _setting(layer: WindowLayer) -> object:
-    return layer.pole_mode, layer.dim, tuple(sorted(layer.planned))
+def _sharing_key(layer: StencilLayer) -> object:
+    return layer.pole_mode, layer.dim, tuple(sorted(layer.planned_heights))
 
 
-def _fetches(layer: WindowLayer) -> bool:
+def _fetches_windows(layer: StencilLayer) -> bool:
     """Return whether a layer gets its rows as window layers do, and gets any from others."""
-    plain = type(layer).needs is WindowLayer.needs and type(layer).fetch is WindowLayer.fetch
-    plain = plain and all(map(layer.fetches, layer.planned))
-    bands = (layer.planned_bands(height) for height in layer.planned)
-    return plain and any(not layer.exchange(its).moves_nothing for its in bands)
+    plain = (
+        type(layer).required_rows is StencilLayer.required_rows
+        and type(layer).fetch is StencilLayer.fetch
+    )
+    plain = plain and all(map(layer.fetches_halo, layer.planned_heights))
+    bands = (layer.planned_bands(height) for height in layer.planned_heights)
+    return plain and any(not layer.exchange(its).is_identity for its in bands)
 
 
-def _overlap(layers: list[WindowLayer]) -> bool:
+def _windows_leave_no_gap(layers: list[StencilLayer]) -> bool:
     """Return whether every rank's windows leave no gap, whose rows would be sent for nothing."""
-    for height in layers[0].planned:
+    for height in layers[0].planned_heights:
         bands = [layer.planned_bands(height) for layer in layers]
-        for rank in range(bands[0].taken.ranks):
+        for rank in range(bands[0].input.ranks):
             spans = sorted(
-                layer.span(its.made.rows(rank), height)
+                layer.input_span(its.output.rows(rank), height)
                 for layer, its in zip(layers, bands, strict=True)
             )
             reached = spans[0][1]
@@ -266,7 +284,7 @@ def _overlap(layers: list[WindowLayer]) -> bool:
     return True
 
 
-def _around(names: list[str], modules: dict[str, nn.Module]) -> nn.Module:
+def _innermost_common_module(names: list[str], modules: dict[str, nn.Module]) -> nn.Module:
     """Return the innermost module around all of these that is called itself."""
     shared = []
     for parts in zip(*(name.split(".")[:-1] for name in names), strict=False):

@@ -41,7 +41,7 @@ class ThreadRanks(Generic[Result]):
             RankError: some rank failed, and the first that did says why; or one is stuck.
         """
         threads = [
-            threading.Thread(target=self._one, args=(work, rank), daemon=True)
+            threading.Thread(target=self._run_rank, args=(work, rank), daemon=True)
             for rank in range(self.world.size)
         ]
         for thread in threads:
@@ -49,7 +49,7 @@ class ThreadRanks(Generic[Result]):
         deadline = time.monotonic() + self.timeout
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        stuck = {rank: place_of(t) for rank, t in enumerate(threads) if t.is_alive()}
+        stuck = {rank: current_line(t) for rank, t in enumerate(threads) if t.is_alive()}
         self.world.fail()  # wakes the ranks that wait for a message
         if self._errors:
             rank, error = self._errors[0]
@@ -60,7 +60,7 @@ class ThreadRanks(Generic[Result]):
             raise RankError(f"not finished after {self.timeout:g} s: {places}")
         return [self._results[rank] for rank in range(self.world.size)]
 
-    def _one(self, work: Callable[[int], Result], rank: int) -> None:
+    def _run_rank(self, work: Callable[[int], Result], rank: int) -> None:
         try:
             self._results[rank] = work(rank)
         except Exception as error:  # noqa: BLE001 - whatever it is, the caller is told
@@ -68,7 +68,7 @@ class ThreadRanks(Generic[Result]):
             self.world.fail()
 
 
-def place_of(thread: threading.Thread) -> str:
+def current_line(thread: threading.Thread) -> str:
     """The line that a thread is at, as `file:line (function)`."""
     frame = sys._current_frames().get(thread.ident or 0)
     if frame is None:

@@ -18,14 +18,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from credit_dp.errors import UserError
-from credit_dp.profiling import EXCHANGE, named, span
+from credit_dp.profiling import EXCHANGE, profile_region, profiled_call
 
 if TYPE_CHECKING:
     from credit_dp.domain_parallel.exchange import RowExchange
 
 
 # (rank within the domain, contiguous tensor to send or to fill)
-Parcel = tuple[int, Tensor]
+PeerTensor = tuple[int, Tensor]
 
 
 @dataclass
@@ -46,29 +46,31 @@ class Transport(ABC):
         self.size = size
         self.traffic = Traffic()
 
-    def announce(self, exchange: RowExchange, row_bytes: int, back: bool) -> None:  # noqa: B027
+    def announce_exchange(self, exchange: RowExchange, row_bytes: int, back: bool) -> None:  # noqa: B027
         """Hear what all ranks are about to exchange; of use to one that only counts."""
 
-    def announce_parcels(self, sizes: Sequence[Sequence[int]]) -> None:  # noqa: B027
+    def announce_sizes(self, sizes: Sequence[Sequence[int]]) -> None:  # noqa: B027
         """Hear how many bytes each rank is about to send to each; no parcel where it is none."""
 
-    def start(self, send: Sequence[Parcel], receive: Sequence[Parcel]) -> Callable[[], None]:
+    def start(
+        self, send: Sequence[PeerTensor], receive: Sequence[PeerTensor]
+    ) -> Callable[[], None]:
         """Begin an exchange; the result waits until `receive` is filled and `send` is free."""
         self.traffic.messages += len(send)
         self.traffic.bytes += sum(t.numel() * t.element_size() for _, t in send)
-        with span(EXCHANGE):
-            return named(EXCHANGE, self._start(send, receive))
+        with profile_region(EXCHANGE):
+            return profiled_call(EXCHANGE, self._start(send, receive))
 
-    def gather(self, x: Tensor) -> Tensor:
+    def all_gather(self, x: Tensor) -> Tensor:
         """Return every rank's `x`, stacked along a new first dimension in rank order."""
         self._count_collective(x)
-        with span(EXCHANGE):
-            return self._gather(x.contiguous())
+        with profile_region(EXCHANGE):
+            return self._all_gather(x.contiguous())
 
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum of every rank's `x`, the same bits on all ranks."""
         self._count_collective(x)
-        with span(EXCHANGE):
+        with profile_region(EXCHANGE):
             return self._sum(x)
 
     def _count_collective(self, x: Tensor) -> None:
@@ -76,40 +78,46 @@ class Transport(ABC):
         self.traffic.collective_bytes += x.numel() * x.element_size()
 
     @abstractmethod
-    def _start(self, send: Sequence[Parcel], receive: Sequence[Parcel]) -> Callable[[], None]: ...
+    def _start(
+        self, send: Sequence[PeerTensor], receive: Sequence[PeerTensor]
+    ) -> Callable[[], None]: ...
 
     @abstractmethod
-    def _gather(self, x: Tensor) -> Tensor: ...
+    def _all_gather(self, x: Tensor) -> Tensor: ...
 
     def _sum(self, x: Tensor) -> Tensor:
-        return self._gather(x.contiguous()).sum(0)
+        return self._all_gather(x.contiguous()).sum(0)
 
 
 @final
-class Alone(Transport):
+class SingleRankTransport(Transport):
     """One rank that owns the whole globe: nothing is sent."""
 
     def __init__(self) -> None:
         super().__init__(0, 1)
 
-    def _start(self, send: Sequence[Parcel], receive: Sequence[Parcel]) -> Callable[[], None]:
+    def _start(
+        self, send: Sequence[PeerTensor], receive: Sequence[PeerTensor]
+    ) -> Callable[[], None]:
         return lambda: None
 
-    def _gather(self, x: Tensor) -> Tensor:
+    def _all_gather(self, x: Tensor) -> Tensor:
         return x[None]
 
 
 @final
-class Unpickled(Transport):
+class DetachedTransport(Transport):
     """What a manager from another process has: nobody to talk to."""
 
-    def _start(self, send: Sequence[Parcel], receive: Sequence[Parcel]) -> Callable[[], None]:
-        raise self._refusal()
+    def _start(
+        self, send: Sequence[PeerTensor], receive: Sequence[PeerTensor]
+    ) -> Callable[[], None]:
+        raise self._error()
 
-    def _gather(self, x: Tensor) -> Tensor:
-        raise self._refusal()
+    def _all_gather(self, x: Tensor) -> Tensor:
+        raise self._error()
 
-    def _refusal(self) -> UserError:
+    def _error(self) -> UserError:
         return UserError(
             f"DomainParallelManager: rank {self.rank} of {self.size} was unpickled and has no "
             "other ranks to talk to. Convert the model again with a manager of this process, after "
@@ -127,7 +135,9 @@ class GroupTransport(Transport):
         # Point-to-point peers are global ranks, whatever the group.
         self._global_ranks = dist.get_process_group_ranks(group)
 
-    def _start(self, send: Sequence[Parcel], receive: Sequence[Parcel]) -> Callable[[], None]:
+    def _start(
+        self, send: Sequence[PeerTensor], receive: Sequence[PeerTensor]
+    ) -> Callable[[], None]:
         transfers = [
             dist.P2POp(action, tensor, self._global_ranks[peer], self.group)
             for action, parcels in ((dist.isend, send), (dist.irecv, receive))
@@ -142,7 +152,7 @@ class GroupTransport(Transport):
 
         return finish
 
-    def _gather(self, x: Tensor) -> Tensor:
+    def _all_gather(self, x: Tensor) -> Tensor:
         gathered = x.new_empty((self.size, *x.shape))
         dist.all_gather(list(gathered.unbind(0)), x, group=self.group)
         return gathered
@@ -165,16 +175,16 @@ class ThreadWorld:
     def __init__(self, size: int, timeout: float = 60.0) -> None:
         self.size = size
         self.timeout = timeout
-        self._boxes: dict[tuple[int, int], queue.SimpleQueue[Tensor | None]] = {
+        self._mailboxes: dict[tuple[int, int], queue.SimpleQueue[Tensor | None]] = {
             (a, b): queue.SimpleQueue() for a in range(size) for b in range(size)
         }
         self.failed = threading.Event()
 
-    def post(self, sender: int, receiver: int, message: Tensor) -> None:
+    def send(self, sender: int, receiver: int, message: Tensor) -> None:
         """Leave a message; the sender may change its tensor afterwards."""
-        self._boxes[sender, receiver].put(message.detach().clone())
+        self._mailboxes[sender, receiver].put(message.detach().clone())
 
-    def take(self, sender: int, receiver: int) -> Tensor:
+    def receive(self, sender: int, receiver: int) -> Tensor:
         """Wait for the next message of one sender.
 
         Raises:
@@ -184,7 +194,7 @@ class ThreadWorld:
         if self.failed.is_set():
             raise ConnectionError(f"rank {receiver}: another rank failed")
         try:
-            message = self._boxes[sender, receiver].get(timeout=self.timeout)
+            message = self._mailboxes[sender, receiver].get(timeout=self.timeout)
         except queue.Empty:
             raise TimeoutError(f"rank {receiver} waits for a message of rank {sender}") from None
         if message is None:
@@ -194,7 +204,7 @@ class ThreadWorld:
     def fail(self) -> None:
         """Wake every waiting rank with an error."""
         self.failed.set()
-        for box in self._boxes.values():
+        for box in self._mailboxes.values():
             box.put(None)
 
 
@@ -206,13 +216,15 @@ class ThreadTransport(Transport):
         super().__init__(rank, world.size)
         self.world = world
 
-    def _start(self, send: Sequence[Parcel], receive: Sequence[Parcel]) -> Callable[[], None]:
+    def _start(
+        self, send: Sequence[PeerTensor], receive: Sequence[PeerTensor]
+    ) -> Callable[[], None]:
         for peer, tensor in send:
-            self.world.post(self.rank, peer, tensor)
+            self.world.send(self.rank, peer, tensor)
 
         def finish() -> None:
             for peer, tensor in receive:
-                message = self.world.take(peer, self.rank)
+                message = self.world.receive(peer, self.rank)
                 if message.shape != tensor.shape:
                     raise ConnectionError(
                         f"rank {self.rank} expects {tuple(tensor.shape)} of rank {peer}, "
@@ -222,20 +234,20 @@ class ThreadTransport(Transport):
 
         return finish
 
-    def _gather(self, x: Tensor) -> Tensor:
+    def _all_gather(self, x: Tensor) -> Tensor:
         others = [r for r in range(self.size) if r != self.rank]
         for peer in others:
-            self.world.post(self.rank, peer, x)
-        parts = {peer: self.world.take(peer, self.rank) for peer in others}
+            self.world.send(self.rank, peer, x)
+        parts = {peer: self.world.receive(peer, self.rank) for peer in others}
         parts[self.rank] = x.detach()
         return torch.stack([parts[r] for r in range(self.size)])
 
 
-TASKS = Path("/proc/self/task")
+TASK_FOLDER = Path("/proc/self/task")
 NAME = "gloo_tcp_loop"
 
 
-def let_senders_finish() -> None:
+def use_batch_scheduling_for_gloo() -> None:
     """Keep those of this process from interrupting a thread that computes or sends; on Linux.
 
     Such a thread tries again and again for a lock that is held while a message is sent. If it
@@ -244,9 +256,9 @@ def let_senders_finish() -> None:
 
     Source: gloo's `Pair::handleEvents` (gloo/transport/tcp/pair.cc).
     """
-    if not TASKS.exists():
+    if not TASK_FOLDER.exists():
         return
-    for task in TASKS.iterdir():
+    for task in TASK_FOLDER.iterdir():
         with suppress(OSError):  # it has ended meanwhile
             if (task / "comm").read_text().strip() == NAME:
                 os.sched_setscheduler(int(task.name), os.SCHED_BATCH, os.sched_param(0))

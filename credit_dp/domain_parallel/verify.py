@@ -16,31 +16,33 @@ from credit_dp.domain_parallel.convert import Converter, convert_to_domain_paral
 from credit_dp.domain_parallel.halo_exchange import shard_tensor
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.planning.plan import Shape, as_shapes, is_banded
-from credit_dp.domain_parallel.planning.trace import copied
+from credit_dp.domain_parallel.planning.trace import copy_model
 from credit_dp.domain_parallel.thread_ranks import ThreadRanks
 from credit_dp.domain_parallel.transport import ThreadTransport, ThreadWorld
 from credit_dp.errors import UserError
 
 # A tensor whose entries are all below this share of the largest one of its kind is zero by theory
 # and noise in practice: its errors are taken relative to that share.
-NOISE = 1e-3
-SMALLEST = 1e-300  # divides where everything is zero
-Tensors = dict[str, Tensor]
-Cotangents = Callable[[list[Tensor]], list[Tensor]]
+NOISE_FLOOR = 1e-3
+SMALLEST_DIVISOR = 1e-300  # divides where everything is zero
+NamedTensors = dict[str, Tensor]
+CotangentFunction = Callable[[list[Tensor]], list[Tensor]]
 
 
 @final
 @dataclass(frozen=True)
-class Step:
+class StepResult:
     """What a model makes of one input and its outputs' cotangents, by name."""
 
-    outputs: Tensors
-    input_gradients: Tensors
-    gradients: Tensors
-    buffers: Tensors
+    outputs: NamedTensors
+    input_gradients: NamedTensors
+    gradients: NamedTensors
+    buffers: NamedTensors
 
 
-def run_step(model: nn.Module, inputs: Sequence[Tensor], cotangents: Cotangents) -> Step:
+def run_step(
+    model: nn.Module, inputs: Sequence[Tensor], cotangents: CotangentFunction
+) -> StepResult:
     """Run a model forward and backward on copies of `inputs`.
 
     `cotangents` gets the outputs that have gradients, and returns as many tensors of their shapes.
@@ -50,34 +52,36 @@ def run_step(model: nn.Module, inputs: Sequence[Tensor], cotangents: Cotangents)
     differentiable = [y for y in outputs.values() if y.requires_grad]
     if differentiable:
         torch.autograd.backward(differentiable, cotangents(differentiable))
-    of_parameters = {n: _gradient(p) for n, p in model.named_parameters() if p.requires_grad}
-    return Step(
+    of_parameters = {
+        n: _gradient_or_zeros(p) for n, p in model.named_parameters() if p.requires_grad
+    }
+    return StepResult(
         {name: y.detach() for name, y in outputs.items()},
-        {f"input {i}": _gradient(x) for i, x in enumerate(fields)},
+        {f"input {i}": _gradient_or_zeros(x) for i, x in enumerate(fields)},
         of_parameters,
         {name: buffer.detach().clone() for name, buffer in model.named_buffers()},
     )
 
 
-def named_tensors(made: object) -> Tensors:
+def named_tensors(made: object) -> NamedTensors:
     """The tensors of an output, by where they are in it: `output`, `output[1]`, `output['u']`."""
     leaves, _ = tree_flatten_with_path(made)
     return {f"output{keystr(path)}": leaf for path, leaf in leaves if isinstance(leaf, Tensor)}
 
 
-def _gradient(x: Tensor) -> Tensor:
+def _gradient_or_zeros(x: Tensor) -> Tensor:
     """The gradient; zeros where none came."""
     return torch.zeros_like(x) if x.grad is None else x.grad
 
 
-def step_errors(whole: Step, bands: Sequence[Step]) -> dict[str, dict[str, float]]:
-    """The relative error of every tensor, by the field of `Step` that it is in and by name.
+def step_errors(whole: StepResult, bands: Sequence[StepResult]) -> dict[str, dict[str, float]]:
+    """The relative error of every tensor, by the field of `StepResult` that it is in and by name.
 
     An output or buffer without rows is the same on all ranks, and the worst one counts; gradients
     of what all ranks share add up.
     """
     largest = {**whole.input_gradients, **whole.gradients}
-    kinds: list[tuple[str, bool, Tensors]] = [
+    kinds: list[tuple[str, bool, NamedTensors]] = [
         ("outputs", False, whole.outputs),
         ("input_gradients", True, largest),
         ("gradients", True, largest),
@@ -85,14 +89,14 @@ def step_errors(whole: Step, bands: Sequence[Step]) -> dict[str, dict[str, float
     ]
     errors = {}
     for kind, summed, scale in kinds:
-        floor = NOISE * max((_largest(x) for x in scale.values()), default=0.0)
+        floor = NOISE_FLOOR * max((_max_abs(x) for x in scale.values()), default=0.0)
         parts = [getattr(band, kind) for band in bands]
-        errors[kind] = _errors(getattr(whole, kind), parts, summed, floor)
+        errors[kind] = _tensor_errors(getattr(whole, kind), parts, summed, floor)
     return errors
 
 
-def _errors(
-    whole: Tensors, bands: Sequence[Mapping[str, Tensor]], summed: bool, floor: float
+def _tensor_errors(
+    whole: NamedTensors, bands: Sequence[Mapping[str, Tensor]], summed: bool, floor: float
 ) -> dict[str, float]:
     names = dict.fromkeys([*whole, *(name for band in bands for name in band)])
     errors = {}
@@ -100,13 +104,13 @@ def _errors(
         if name not in whole or any(name not in band for band in bands):
             errors[name] = math.inf
             continue
-        candidates = joined([band[name] for band in bands], whole[name].shape, summed)
+        candidates = join_bands([band[name] for band in bands], whole[name].shape, summed)
         found = (relative_error(x, whole[name], floor) for x in candidates)
         errors[name] = max(found, key=severity)
     return errors
 
 
-def joined(parts: Sequence[Tensor], shape: Sequence[int], summed: bool) -> list[Tensor]:
+def join_bands(parts: Sequence[Tensor], shape: Sequence[int], summed: bool) -> list[Tensor]:
     """The whole tensor made of what the ranks have; several where each of them has a whole one."""
     differing = [d for d, (a, b) in enumerate(zip(parts[0].shape, shape, strict=False)) if a != b]
     if len(differing) == 1:
@@ -121,9 +125,9 @@ def relative_error(a: Tensor, b: Tensor, floor: float = 0.0) -> float:
     """
     if a.shape != b.shape:
         return math.inf
-    a, b = _wide(a), _wide(b)
+    a, b = _to_double(a), _to_double(b)
     difference = torch.where(a == b, 0.0, (a - b).abs())
-    return _largest(difference) / max(_largest(b[b.isfinite()]), floor, SMALLEST)
+    return _max_abs(difference) / max(_max_abs(b[b.isfinite()]), floor, SMALLEST_DIVISOR)
 
 
 def severity(error: float) -> float:
@@ -131,12 +135,12 @@ def severity(error: float) -> float:
     return math.inf if math.isnan(error) else error
 
 
-def _wide(x: Tensor) -> Tensor:
+def _to_double(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float64))
 
 
-def _largest(x: Tensor) -> float:
-    return _wide(x).abs().max().item() if x.numel() else 0.0
+def _max_abs(x: Tensor) -> float:
+    return _to_double(x).abs().max().item() if x.numel() else 0.0
 
 
 MODEL_TOLERANCE = 1e-11
@@ -214,28 +218,28 @@ def verify_domain_parallel(
     globes = as_shapes(input_shape)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = prepared(copied(build_model()).to("cpu", torch.float64))
+        model = train_without_dropout(copy_model(build_model()).to("cpu", torch.float64))
         inputs = [torch.randn(shape, dtype=torch.float64) for shape in globes]
-        check_outputs_are_not_random(model, inputs)
+        check_outputs_are_deterministic(model, inputs)
         cotangents: list[Tensor] = []
 
         def draw(outputs: list[Tensor]) -> list[Tensor]:
             cotangents.extend(torch.randn_like(y) for y in outputs)
             return cotangents
 
-        globe = run_step(copied(model), inputs, draw)
+        globe = run_step(copy_model(model), inputs, draw)
         world = ThreadWorld(
             ranks, timeout=2 * TIMEOUT
         )  # before that ThreadRanks tells who is stuck
         bands = [
-            _Band(model, world, rank, globes, custom_converters or {}) for rank in range(ranks)
+            _BandModel(model, world, rank, globes, custom_converters or {}) for rank in range(ranks)
         ]
-        work = ThreadRanks[Step](world, TIMEOUT)
+        work = ThreadRanks[StepResult](world, TIMEOUT)
         steps = work.run(lambda rank: bands[rank].step(inputs, cotangents))
     return VerifyReport(ranks, globes, tolerance, **step_errors(globe, steps))
 
 
-def prepared(model: nn.Module) -> nn.Module:
+def train_without_dropout(model: nn.Module) -> nn.Module:
     """Put a model into training mode, and its dropout layers out of it."""
     model.train()
     for module in model.modules():
@@ -245,7 +249,7 @@ def prepared(model: nn.Module) -> nn.Module:
 
 
 @final
-class _Band:
+class _BandModel:
     """One rank's copy of the model. Made before the threads start: planning is not for threads."""
 
     def __init__(
@@ -259,16 +263,16 @@ class _Band:
         transport = ThreadTransport(world, rank)
         self.manager = DomainParallelManager(world.size, world.size, transport=transport)
         converted = convert_to_domain_parallel(
-            copied(model), self.manager, custom_converters=converters, input_shape=input_shapes
+            copy_model(model), self.manager, custom_converters=converters, input_shape=input_shapes
         )
-        self.model = prepared(converted)
+        self.model = train_without_dropout(converted)
 
-    def step(self, inputs: list[Tensor], cotangents: list[Tensor]) -> Step:
+    def step(self, inputs: list[Tensor], cotangents: list[Tensor]) -> StepResult:
         """Run this rank's band of the globe's step."""
 
         def share(outputs: list[Tensor]) -> list[Tensor]:
             pairs = zip(outputs, cotangents, strict=True)
-            return [cotangent_share(y, whole, self.manager) for y, whole in pairs]
+            return [local_cotangent(y, whole, self.manager) for y, whole in pairs]
 
         bands = [
             shard_tensor(x, manager=self.manager) if is_banded(tuple(x.shape)) else x
@@ -277,17 +281,17 @@ class _Band:
         return run_step(self.model, bands, share)
 
 
-def cotangent_share(output: Tensor, cotangent: Tensor, manager: DomainParallelManager) -> Tensor:
+def local_cotangent(output: Tensor, cotangent: Tensor, manager: DomainParallelManager) -> Tensor:
     """This rank's rows of a cotangent, or an equal share of it for an output without rows."""
     pairs = zip(output.shape, cotangent.shape, strict=True)
     dim = next((d for d, (mine, whole) in enumerate(pairs) if mine != whole), None)
     if dim is None:
         return cotangent / manager.domain_parallel_size
-    rows = manager.gathered_partition(output.shape[dim]).rows(manager.domain_rank)
+    rows = manager.gather_partition(output.shape[dim]).rows(manager.domain_rank)
     return cotangent[(slice(None),) * dim + (rows,)]
 
 
-def check_outputs_are_not_random(model: nn.Module, inputs: list[Tensor]) -> None:
+def check_outputs_are_deterministic(model: nn.Module, inputs: list[Tensor]) -> None:
     """Refuse a model that makes something else of the same input every time.
 
     Raises:
@@ -295,10 +299,10 @@ def check_outputs_are_not_random(model: nn.Module, inputs: list[Tensor]) -> None
     """
     state = torch.get_rng_state()
     with torch.no_grad():
-        first = named_tensors(copied(model)(*inputs))
+        first = named_tensors(copy_model(model)(*inputs))
         if torch.equal(torch.get_rng_state(), state):
             return
-        again = named_tensors(copied(model)(*inputs))
+        again = named_tensors(copy_model(model)(*inputs))
     if any(not torch.equal(first[name], again[name]) for name in first):
         raise UserError(
             f"{type(model).__name__}: draws random numbers in training mode, other ones on every "

@@ -9,35 +9,35 @@ from numpy.typing import NDArray
 
 from credit_dp.config import DataConfig, DatesConfig
 from credit_dp.config.data import VariableConfig
-from credit_dp.data.cache import Report, cache_folder
-from credit_dp.data.setup import ranges_of
-from credit_dp.data.sources.address import without_secrets
+from credit_dp.data.cache import ProgressCallback, cache_folder
+from credit_dp.data.setup import load_or_sample_ranges
+from credit_dp.data.sources.address import redact_secrets
 from credit_dp.data.sources.base import Source
 from credit_dp.data.sources.opening import open_source
 from credit_dp.data.store import Store
-from credit_dp.data.units import canonical, is_accumulated
+from credit_dp.data.units import canonical_unit, is_accumulated
 from credit_dp.errors import UserError
 from credit_dp.evaluation.climatology import (
-    Expected,
-    FittedTo,
-    GivenClimatology,
-    fitted_climatology,
+    ClimatologyPeriod,
+    ClimatologySource,
+    StoredClimatology,
+    load_or_fit_climatology,
 )
-from credit_dp.evaluation.forecast_store import ForecastStore, columns_of, same_rows
+from credit_dp.evaluation.forecast_store import ForecastStore, check_same_rows, column_indices
 from credit_dp.evaluation.request import (
     HOUR,
     ScoreRequest,
-    chosen_initials,
-    chosen_leads,
-    chosen_variables,
-    common_step,
-    keys_for,
+    common_step_hours,
+    initial_time_indices,
+    lead_time_indices,
+    scored_variables,
+    translate_error_keys,
 )
 
 
 @final
 @dataclass(frozen=True)
-class Matched:
+class AlignedForecast:
     """What a score needs, open and of one kind.
 
     Attributes:
@@ -49,9 +49,9 @@ class Matched:
 
     forecast: ForecastStore
     truth: Store
-    climatology: Expected
+    climatology: ClimatologySource
     climatology_description: str
-    initials: NDArray[np.intp]
+    initial_indices: NDArray[np.intp]
     leads: NDArray[np.intp]
     columns: NDArray[np.intp]
 
@@ -61,7 +61,9 @@ class Matched:
         return tuple(int(lead / HOUR) for lead in self.forecast.leads[self.leads])
 
 
-def match(request: ScoreRequest, forecast: ForecastStore, report: Report) -> Matched:
+def align(
+    request: ScoreRequest, forecast: ForecastStore, report: ProgressCallback
+) -> AlignedForecast:
     """Open the truth and the climatology and check that they fit the forecast.
 
     Args:
@@ -70,44 +72,46 @@ def match(request: ScoreRequest, forecast: ForecastStore, report: Report) -> Mat
     Raises:
         UserError: a store is not as needed, or truth or climatology lack something.
     """
-    initials, leads = chosen_initials(request, forecast), chosen_leads(request, forecast)
+    initials, leads = initial_time_indices(request, forecast), lead_time_indices(request, forecast)
     times = forecast.initial_times[initials]
-    names = chosen_variables(request, forecast)
-    with keys_for("truth"):
+    names = scored_variables(request, forecast)
+    with translate_error_keys("truth"):
         config = DataConfig(
             name="zarr",
             store=list(request.truth),
             cache=request.cache,
             prognostic=names,
-            step=f"{step_of_truth(forecast, names, times, leads)}h",
+            step=f"{truth_step_hours(forecast, names, times, leads)}h",
             variables={x: VariableConfig(fill="mean") for x in request.masked if x in names},
             limits=dict(request.limits),
         )
         source = open_source(config)
-        config = dataclasses.replace(config, levels=_check_variables(request, forecast, source))
+        config = dataclasses.replace(config, levels=_validated_levels(request, forecast, source))
         there = Store(source, config).times  # without those that lack what they are a sum of
-        fitted = FittedTo(request.climatology_dates, there, times[0])
+        fitted = ClimatologyPeriod(request.climatology_dates, there, times[0])
         config = dataclasses.replace(
             config, dates=DatesConfig(fitted.span, fitted.span, fitted.span)
         )
         truth = Store(source, config)
-        truth = truth.with_ranges(ranges_of(truth, cache_folder(request.cache)))
-    same_rows(truth.latitude, forecast.latitude, forecast.where, "forecast")
-    columns = columns_of(truth.longitude, forecast.longitude, forecast.where, "forecast")
+        truth = truth.with_ranges(load_or_sample_ranges(truth, cache_folder(request.cache)))
+    check_same_rows(truth.latitude, forecast.latitude, forecast.where, "forecast")
+    columns = column_indices(truth.longitude, forecast.longitude, forecast.where, "forecast")
     _check_times(truth, forecast, initials, leads)
-    climatology: Expected
+    climatology: ClimatologySource
     if request.climatology:
-        description, grid = without_secrets(request.climatology), (truth.latitude, truth.longitude)
-        with keys_for("climatology"):
-            climatology = GivenClimatology(request.climatology, truth.channels.out, *grid)
+        description, grid = redact_secrets(request.climatology), (truth.latitude, truth.longitude)
+        with translate_error_keys("climatology"):
+            climatology = StoredClimatology(
+                request.climatology, truth.channels.output_channels, *grid
+            )
     else:
         description = fitted.description
-        with keys_for("truth"):
-            climatology = fitted_climatology(truth, request.cache, report)
-    return Matched(forecast, truth, climatology, description, initials, leads, columns)
+        with translate_error_keys("truth"):
+            climatology = load_or_fit_climatology(truth, request.cache, report)
+    return AlignedForecast(forecast, truth, climatology, description, initials, leads, columns)
 
 
-def step_of_truth(
+def truth_step_hours(
     forecast: ForecastStore,
     names: list[str],
     times: NDArray[np.datetime64],
@@ -122,7 +126,7 @@ def step_of_truth(
         UserError: initial and lead times are no multiples of the span.
     """
     summed = [name for name in names if is_accumulated(name, DataConfig())]
-    step = common_step(forecast, times, forecast.leads if summed else forecast.leads[leads])
+    step = common_step_hours(forecast, times, forecast.leads if summed else forecast.leads[leads])
     said = [name for name in summed if forecast.variables[name].summed]
     if forecast.span is None or not said:
         return step
@@ -137,11 +141,11 @@ def step_of_truth(
     return span
 
 
-def _check_variables(
+def _validated_levels(
     request: ScoreRequest, forecast: ForecastStore, source: Source
 ) -> list[int] | None:
     """Refuse variables, levels or units that the truth has not; the levels that are scored."""
-    names = chosen_variables(request, forecast)
+    names = scored_variables(request, forecast)
     levels = list(request.levels) or list(
         next((v.levels for n, v in forecast.variables.items() if n in names and v.levels), ())
     )
@@ -173,7 +177,7 @@ def _check_variables(
                     f"{where}: {name} has no level {lacking[0]}. There are: "
                     f"{', '.join(map(str, sorted(there)))}. Change levels."
                 )
-        one, two = canonical(mine.units), canonical(truth.units)
+        one, two = canonical_unit(mine.units), canonical_unit(truth.units)
         if one and two and one != two:
             raise UserError(
                 f"{forecast.where}: {name} is in {mine.units}, but in {truth.units} in the truth "
@@ -192,12 +196,14 @@ def _check_times(
     if absent.any():
         time = valid[absent].min()
         raise UserError(
-            f"{truth.source.where}: the truth has no {_minute(time)}, which forecasts start from "
+            f"{truth.source.where}: the truth has no {_format_minute(time)}, which forecasts "
+            "start from "
             f"or are for ({np.count_nonzero(absent.any(axis=1))} of {len(times)} initial times "
-            f"lack some; it has {_minute(truth.times[0])} to {_minute(truth.times[-1])}). Choose "
+            f"lack some; it has {_format_minute(truth.times[0])} to "
+            f"{_format_minute(truth.times[-1])}). Choose "
             "initial times with dates=[first,last] or lead times with hours=[...]."
         )
 
 
-def _minute(time: np.datetime64) -> str:
+def _format_minute(time: np.datetime64) -> str:
     return str(time.astype("datetime64[m]"))

@@ -8,28 +8,28 @@ import numpy as np
 import xarray as xr
 from numpy.typing import NDArray
 
-from credit_dp.data.cache import Report, cache_folder, claim
-from credit_dp.data.channels import Channel, suggestions
+from credit_dp.data.cache import ProgressCallback, cache_folder, create_once
+from credit_dp.data.channels import Channel, suggest_names
 from credit_dp.data.climatology import Climatology, ClimatologyFit, climatology_path
-from credit_dp.data.dates import whole
+from credit_dp.data.dates import date_interval
 from credit_dp.data.setup import run_training_pass
-from credit_dp.data.sources.address import reason_of, without_secrets
-from credit_dp.data.sources.base import Times, as_slice, with_standard_names
-from credit_dp.data.sources.zarr import is_netcdf, open_dataset, open_netcdf
+from credit_dp.data.sources.address import reason_of, redact_secrets
+from credit_dp.data.sources.base import Times, as_slice, standardise_dims
+from credit_dp.data.sources.zarr import is_netcdf, open_netcdf, open_zarr_dataset
 from credit_dp.data.store import Store
 from credit_dp.data.streaming import TrainingDates
 from credit_dp.errors import UserError
-from credit_dp.evaluation.forecast_store import columns_of, in_columns, same_rows
-from credit_dp.variable_names import long_name, names_of_meaning
+from credit_dp.evaluation.forecast_store import check_same_rows, column_indices, reorder_columns
+from credit_dp.variable_names import all_names_of, long_name
 
 HORIZONTAL = ("latitude", "longitude")
-ORDER = ("hour", "dayofyear", "level", *HORIZONTAL)
-DAYS = 366
+DIM_ORDER = ("hour", "dayofyear", "level", *HORIZONTAL)
+DAYS_PER_YEAR = 366
 
 Indices = NDArray[np.intp]
 
 
-class Expected(Protocol):
+class ClimatologySource(Protocol):
     """What a date's fields are on average."""
 
     def fields(self, times: Times, channels: slice, rows: slice) -> NDArray[np.float32]:
@@ -40,7 +40,7 @@ class Expected(Protocol):
 
 
 @final
-class GivenClimatology:
+class StoredClimatology:
     """The expected field on any date, from a store with dims `hour`, `dayofyear` and the grid's.
 
     Args:
@@ -61,9 +61,9 @@ class GivenClimatology:
         latitude: NDArray[np.float64],
         longitude: NDArray[np.float64],
     ) -> None:
-        self.where = without_secrets(where)
-        dataset = open_netcdf(where)[0] if is_netcdf(where) else open_dataset(where)[0]
-        dataset = with_standard_names(dataset, self.where)
+        self.where = redact_secrets(where)
+        dataset = open_netcdf(where)[0] if is_netcdf(where) else open_zarr_dataset(where)[0]
+        dataset = standardise_dims(dataset, self.where)
         hour = ["hour"] if "hour" in dataset.dims else []
         for dim in ("dayofyear", *HORIZONTAL, *hour):
             if dim not in dataset.dims or dim not in dataset.coords:
@@ -75,11 +75,13 @@ class GivenClimatology:
         self._dataset = dataset
         self._channels = tuple(channels)
         self._stored = {c: self._stored_channel(c) for c in channels}
-        self._levels = {c: self._level(stored) for c, stored in self._stored.items()}
+        self._level_indices = {c: self._level_index(stored) for c, stored in self._stored.items()}
         stored = dataset["latitude"].values.astype(np.float64)
         self._flipped = bool(stored[0] < stored[-1])
-        same_rows(latitude, stored[::-1] if self._flipped else stored, self.where, "climatology")
-        self._columns = columns_of(
+        check_same_rows(
+            latitude, stored[::-1] if self._flipped else stored, self.where, "climatology"
+        )
+        self._columns = column_indices(
             longitude, dataset["longitude"].values.astype(np.float64), self.where, "climatology"
         )
         self._days = [int(day) for day in dataset["dayofyear"].values]
@@ -93,14 +95,14 @@ class GivenClimatology:
         Raises:
             UserError: it has not one of the hours or days, or can't be read.
         """
-        days, hours = self._days_and_hours(times)
+        days, hours = self._day_and_hour_indices(times)
         of_variables = groupby(
             self._channels[channels], lambda channel: self._stored[channel].variable
         )
         parts = [self._read(name, list(of_name), days, hours) for name, of_name in of_variables]
         values = np.concatenate(parts, axis=1)
         values = values[:, :, ::-1] if self._flipped else values
-        return in_columns(values[:, :, rows], self._columns)
+        return reorder_columns(values[:, :, rows], self._columns)
 
     def chunk_numbers(self, times: Times) -> NDArray[np.intp]:
         """Return the number of the chunk of days that each time lies in, another one each year."""
@@ -108,7 +110,7 @@ class GivenClimatology:
         chunks = array.encoding.get("chunks") or array.encoding.get("chunksizes")
         length = int(chunks[array.dims.index("dayofyear")]) if chunks else 1
         years = times.astype("M8[Y]").astype(np.intp)
-        return years * DAYS + self._days_and_hours(times)[0] // length
+        return years * DAYS_PER_YEAR + self._day_and_hour_indices(times)[0] // length
 
     def _read(
         self, name: str, channels: Sequence[Channel], days: Indices, hours: Indices
@@ -117,7 +119,7 @@ class GivenClimatology:
         array = self._dataset[name].variable
         day, of_day = np.unique(days, return_inverse=True)
         hour, of_hour = np.unique(hours, return_inverse=True)
-        levels = np.array([self._levels[channel] for channel in channels])
+        levels = np.array([self._level_indices[channel] for channel in channels])
         selection = {"dayofyear": day, "hour": hour, "level": levels}
         # Every hour on every day, which costs no more than a few fields where chunks hold one.
         chosen = {dim: as_slice(x) for dim, x in selection.items() if dim in array.dims}
@@ -129,12 +131,12 @@ class GivenClimatology:
                 f"{self._days[day[-1]]} ({reason_of(error)}). Change climatology."
             ) from error
         dims = [str(dim) for dim in array.dims]
-        absent = [dim for dim in ORDER if dim not in dims]
+        absent = [dim for dim in DIM_ORDER if dim not in dims]
         values = values.reshape((1,) * len(absent) + values.shape)
-        values = values.transpose([[*absent, *dims].index(dim) for dim in ORDER])
+        values = values.transpose([[*absent, *dims].index(dim) for dim in DIM_ORDER])
         return np.asarray(values[of_hour, of_day], dtype=np.float32)
 
-    def _days_and_hours(self, times: Times) -> tuple[Indices, Indices]:
+    def _day_and_hour_indices(self, times: Times) -> tuple[Indices, Indices]:
         """Return the indices of the days and of the hours of some times.
 
         Raises:
@@ -155,15 +157,15 @@ class GivenClimatology:
                 + ". Change climatology, or leave it out."
             )
         if not self._hours:
-            return _indices(self._days, days), np.zeros(len(times), np.intp)
-        return _indices(self._days, days), _indices(self._hours, hours)
+            return _find_indices(self._days, days), np.zeros(len(times), np.intp)
+        return _find_indices(self._days, days), _find_indices(self._hours, hours)
 
     def _stored_channel(self, channel: Channel) -> Channel:
         """The channel as the store calls its mean: by its name, or by another of its meaning."""
         dims = {"dayofyear", "hour", "level", *HORIZONTAL}
         variable = channel.variable
         long, level = long_name(variable, channel.level)
-        others = [Channel(name, level) for name in names_of_meaning(long)]
+        others = [Channel(name, level) for name in all_names_of(long)]
         for wanted in (channel, *others):
             for name in (wanted.variable, f"{wanted.variable}_mean"):
                 array: xr.DataArray | None = self._dataset.get(name)
@@ -171,11 +173,11 @@ class GivenClimatology:
                     return Channel(name, wanted.level)
         raise UserError(
             f"{self.where}: no climatology of {variable}. "
-            f"{suggestions(variable, map(str, self._dataset.data_vars))}. "
+            f"{suggest_names(variable, map(str, self._dataset.data_vars))}. "
             "Change climatology, or variables."
         )
 
-    def _level(self, channel: Channel) -> int:
+    def _level_index(self, channel: Channel) -> int:
         """Where the level of a stored channel is; 0 if it is on none."""
         dims = self._dataset[channel.variable].dims
         if ("level" in dims) != (channel.level is not None):
@@ -196,7 +198,7 @@ class GivenClimatology:
         return int(levels.index(channel.level))
 
 
-def _indices(there: Sequence[int], wanted: NDArray[np.int64]) -> Indices:
+def _find_indices(there: Sequence[int], wanted: NDArray[np.int64]) -> Indices:
     """Return where the numbers that are wanted are among those that are there."""
     order = np.argsort(there)
     return np.asarray(order[np.searchsorted(there, wanted, sorter=order)])
@@ -206,7 +208,7 @@ YEAR = np.timedelta64(365, "D")
 
 
 @final
-class FittedTo:
+class ClimatologyPeriod:
     """The dates of the truth that a climatology is fitted to, and their description.
 
     Those that were asked for; else those before the first forecast if they are a year or more, so
@@ -218,16 +220,16 @@ class FittedTo:
         if asked:
             self.span = list(asked)
         elif len(earlier) and first_init - earlier[0] >= YEAR:
-            self.span = [_minute(earlier[0]), _minute(earlier[-1])]
+            self.span = [_format_minute(earlier[0]), _format_minute(earlier[-1])]
         else:
-            self.span = [_minute(times[0]), _minute(times[-1])]
-        known = whole(self.span[1])[1] >= first_init
+            self.span = [_format_minute(times[0]), _format_minute(times[-1])]
+        known = date_interval(self.span[1])[1] >= first_init
         self.description = f"fitted to the truth from {self.span[0]} to {self.span[1]}" + (
             ", which the forecasts' own dates are among" if known else ""
         )
 
 
-def fitted_climatology(store: Store, cache: str, report: Report) -> Climatology:
+def load_or_fit_climatology(store: Store, cache: str, report: ProgressCallback) -> Climatology:
     """The climatology of the store's training dates, from the cache or fitted now.
 
     Raises:
@@ -236,7 +238,7 @@ def fitted_climatology(store: Store, cache: str, report: Report) -> Climatology:
     path = climatology_path(store, cache_folder(cache))
     found = Climatology.load(path, store.channels)
     if found is None:
-        with claim(path, lambda x: Climatology.load(x, store.channels) is not None) as folder:
+        with create_once(path, lambda x: Climatology.load(x, store.channels) is not None) as folder:
             if folder is not None:
                 dates = TrainingDates.of(store)
                 run_training_pass(store, dates, ClimatologyFit(store, dates, folder), False, report)
@@ -246,5 +248,5 @@ def fitted_climatology(store: Store, cache: str, report: Report) -> Climatology:
     return found
 
 
-def _minute(time: np.datetime64) -> str:
+def _format_minute(time: np.datetime64) -> str:
     return str(time.astype("datetime64[m]"))

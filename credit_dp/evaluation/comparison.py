@@ -21,32 +21,39 @@ from credit_dp.errors import UserError
 from credit_dp.evaluation.figure_style import (
     SERIES,
     SOURCE_LINES,
+    escape_mathtext,
     figure_style,
-    plain,
     series_colour,
     with_unit,
 )
-from credit_dp.evaluation.plots import legend, panels
-from credit_dp.evaluation.report import LABELS, STYLE, TITLES, TOLD, picture, table_leads
-from credit_dp.evaluation.scorecard import HEADLINE, SHOWN, three_digits
+from credit_dp.evaluation.plots import add_legend, create_panels
+from credit_dp.evaluation.report import (
+    EXPLANATIONS,
+    LABELS,
+    PAGE_CSS,
+    TITLES,
+    figure_data_uri,
+    table_lead_indices,
+)
+from credit_dp.evaluation.scorecard import HEADLINE_CHANNELS, MAX_HEADLINES, three_digits
 
 RUN, CARD = "training run", "scorecard"
 CONFIG, METRICS, SCORES = "config.yaml", "metrics.json", "scores.json"
-OWN = ("run.name", "run.dir")  # keys in which runs always differ
+IDENTITY_KEYS = ("run.name", "run.dir")  # keys in which runs always differ
 # What scores depend on besides the forecasts, by how it is called.
-RUN_FACTS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+RUN_SETUP_KEYS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "data": ("data.name", "data.store", "data.quickstart"),
         "dates": ("data.dates.test",),
         "grid": ("data.grid",),
     }
 )
-CARD_FACTS: Mapping[str, str] = MappingProxyType(
+CARD_SETUP_KEYS: Mapping[str, str] = MappingProxyType(
     {"truth": "truth", "dates": "initial_times", "grid": "grid", "climatology": "climatology"}
 )
 
 
-class Place(NamedTuple):
+class ScoreKey(NamedTuple):
     """Of what a number is a score."""
 
     score: str
@@ -56,7 +63,7 @@ class Place(NamedTuple):
 
 @final
 @dataclass(frozen=True)
-class Result:
+class EvaluationResult:
     """The scores of one run or scorecard.
 
     Attributes:
@@ -72,21 +79,21 @@ class Result:
     name: str
     kind: str
     units: Mapping[str, str]
-    scores: Mapping[Place, Mapping[str, float]]
-    facts: Mapping[str, object]
+    scores: Mapping[ScoreKey, Mapping[str, float]]
+    setup: Mapping[str, object]
     config: Mapping[str, object]
 
 
-def read_result(folder: Path, name: str) -> Result:
+def read_result(folder: Path, name: str) -> EvaluationResult:
     """Read the folder of a training run or of a scorecard.
 
     Raises:
         UserError: it is neither, the run has not finished, or a file is damaged.
     """
     if (folder / SCORES).is_file():
-        return _card(folder, name)
+        return _read_scorecard(folder, name)
     if (folder / METRICS).is_file() and (folder / CONFIG).is_file():
-        return _run(folder, name)
+        return _read_run(folder, name)
     if (folder / CONFIG).is_file():
         raise UserError(
             f"{folder}: this run has not finished: it has no {METRICS}. Go on with it, or leave it "
@@ -99,35 +106,37 @@ def read_result(folder: Path, name: str) -> Result:
     )
 
 
-def _run(folder: Path, name: str) -> Result:
-    content = _json(folder / METRICS)
-    config = dict(_flat(_yaml(folder / CONFIG)))
+def _read_run(folder: Path, name: str) -> EvaluationResult:
+    content = _read_json(folder / METRICS)
+    config = dict(_flatten_config(_read_yaml(folder / CONFIG)))
     facts = {
         fact: [(key, config[key]) for key in config if key.startswith(keys)]
-        for fact, keys in RUN_FACTS.items()
+        for fact, keys in RUN_SETUP_KEYS.items()
     }
-    kept = {key: value for key, value in config.items() if key not in OWN}
+    kept = {key: value for key, value in config.items() if key not in IDENTITY_KEYS}
     try:
         nested = {channel: {"rmse": leads} for channel, leads in content["rmse"].items()}
         facts["dates"].append(("initial_times", content["initial_times"]))
-        return Result(name, RUN, dict(content["units"]), _read_scores(nested), facts, kept)
+        return EvaluationResult(
+            name, RUN, dict(content["units"]), _flatten_scores(nested), facts, kept
+        )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise _damaged(folder / METRICS, error) from error
+        raise _damaged_error(folder / METRICS, error) from error
 
 
-def _card(folder: Path, name: str) -> Result:
-    content = _json(folder / SCORES)
+def _read_scorecard(folder: Path, name: str) -> EvaluationResult:
+    content = _read_json(folder / SCORES)
     try:
-        facts = {fact: content[key] for fact, key in CARD_FACTS.items()}
-        scores = _read_scores(content["scores"])
-        return Result(name, CARD, dict(content["units"]), scores, facts, {})
+        facts = {fact: content[key] for fact, key in CARD_SETUP_KEYS.items()}
+        scores = _flatten_scores(content["scores"])
+        return EvaluationResult(name, CARD, dict(content["units"]), scores, facts, {})
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise _damaged(folder / SCORES, error) from error
+        raise _damaged_error(folder / SCORES, error) from error
 
 
-def _read_scores(nested: Mapping[str, Any]) -> dict[Place, dict[str, float]]:
+def _flatten_scores(nested: Mapping[str, Any]) -> dict[ScoreKey, dict[str, float]]:
     """From channel, score, lead time and source."""
-    found: dict[Place, dict[str, float]] = {}
+    found: dict[ScoreKey, dict[str, float]] = {}
     for channel, of_channel in nested.items():
         for score, leads in of_channel.items():
             for lead, sources in leads.items():
@@ -137,48 +146,50 @@ def _read_scores(nested: Mapping[str, Any]) -> dict[Place, dict[str, float]]:
                     if value is not None and math.isfinite(value)
                 }
                 if "forecast" in values:
-                    found[Place(score, channel, int(lead.removesuffix("h")))] = values
+                    found[ScoreKey(score, channel, int(lead.removesuffix("h")))] = values
     return found
 
 
-def _json(path: Path) -> Any:
+def _read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise _damaged(path, error) from error
+        raise _damaged_error(path, error) from error
 
 
-def _yaml(path: Path) -> Any:
+def _read_yaml(path: Path) -> Any:
     try:
         return OmegaConf.to_container(OmegaConf.load(path))
     except (OSError, ValueError, YAMLError, OmegaConfBaseException) as error:
-        raise _damaged(path, error) from error
+        raise _damaged_error(path, error) from error
 
 
-def _damaged(path: Path, error: Exception) -> UserError:
+def _damaged_error(path: Path, error: Exception) -> UserError:
     reason = " ".join(str(error).split())[:80] or type(error).__name__
     return UserError(f"{path}: can't be read ({reason}). Make it again, or leave it out.")
 
 
-def _flat(config: Any, prefix: str = "") -> Iterator[tuple[str, object]]:
+def _flatten_config(config: Any, prefix: str = "") -> Iterator[tuple[str, object]]:
     """Keys with dots, and what they are set to."""
     if not isinstance(config, dict) or not config:
         yield prefix, config
         return
     for key, value in config.items():
-        yield from _flat(value, f"{prefix}.{key}" if prefix else str(key))
+        yield from _flatten_config(value, f"{prefix}.{key}" if prefix else str(key))
 
 
 # Of which a smaller number is better, and of which a larger one. Activity is to be the truth's;
 # spread is neither good nor bad alone.
-SMALLER = ("rmse", "crps")
-LARGER = ("acc",)
-ORDER = ("rmse", "acc", "crps", "bias", "activity", "spread")
-REFERENCES = ("persistence", "climatology")
-SAME = 1e-6  # relative: scores of persistence that differ by more are of other truths or dates
+SMALLER_IS_BETTER = ("rmse", "crps")
+LARGER_IS_BETTER = ("acc",)
+SCORE_ORDER = ("rmse", "acc", "crps", "bias", "activity", "spread")
+BASELINES = ("persistence", "climatology")
+BASELINE_TOLERANCE = (
+    1e-6  # relative: scores of persistence that differ by more are of other truths or dates
+)
 
 
-class Row(NamedTuple):
+class ComparisonRow(NamedTuple):
     """One score of all results.
 
     Attributes:
@@ -187,11 +198,11 @@ class Row(NamedTuple):
         best: the place of the best; None if none is.
     """
 
-    place: Place
+    key: ScoreKey
     unit: str
     values: tuple[float, ...]
     percent: tuple[float | None, ...]
-    best: int | None
+    best_index: int | None
 
 
 @final
@@ -205,10 +216,10 @@ class Comparison:
         rows: of every score that all have, by score, channel and lead time.
     """
 
-    results: tuple[Result, ...]
+    results: tuple[EvaluationResult, ...]
     warnings: tuple[str, ...]
     config: Mapping[str, tuple[str, ...]]
-    rows: tuple[Row, ...]
+    rows: tuple[ComparisonRow, ...]
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -218,14 +229,14 @@ class Comparison:
     @property
     def scores(self) -> tuple[str, ...]:
         """The scores that all have."""
-        return tuple(dict.fromkeys(row.place.score for row in self.rows))
+        return tuple(dict.fromkeys(row.key.score for row in self.rows))
 
     def wins(self, score: str) -> tuple[int, ...]:
         """How often each is best."""
-        count = Counter(row.best for row in self.rows if row.place.score == score)
+        count = Counter(row.best_index for row in self.rows if row.key.score == score)
         return tuple(count[place] for place in range(len(self.results)))
 
-    def csv(self) -> str:
+    def to_csv(self) -> str:
         """One line for each score, channel and lead time."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
@@ -234,21 +245,21 @@ class Comparison:
             ("score", "channel", "unit", "lead_hours", *self.names, *percents, "better")
         )
         for row in self.rows:
-            of, better = row.place, "" if row.best is None else self.names[row.best]
+            of, better = row.key, "" if row.best_index is None else self.names[row.best_index]
             shares = ["" if share is None else repr(share) for share in row.percent[1:]]
             values = map(repr, row.values)
             writer.writerow((of.score, of.channel, row.unit, of.hours, *values, *shares, better))
         return text.getvalue()
 
-    def json(self) -> str:
+    def to_json(self) -> str:
         """The same, with what differs in the configs."""
         rows = [
             {
-                **row.place._asdict(),
+                **row.key._asdict(),
                 "unit": row.unit,
                 "values": dict(zip(self.names, row.values, strict=True)),
                 "percent": dict(zip(self.names[1:], row.percent[1:], strict=True)),
-                "better": None if row.best is None else self.names[row.best],
+                "better": None if row.best_index is None else self.names[row.best_index],
             }
             for row in self.rows
         ]
@@ -257,7 +268,7 @@ class Comparison:
         return json.dumps(content, indent=2, allow_nan=False) + "\n"
 
 
-def compare(results: Sequence[Result]) -> Comparison:
+def compare(results: Sequence[EvaluationResult]) -> Comparison:
     """Put results beside each other.
 
     Raises:
@@ -274,7 +285,7 @@ def compare(results: Sequence[Result]) -> Comparison:
     odd = {p.channel for p in places if len({x.units.get(p.channel) for x in results}) > 1}
     kept = [
         place
-        for score in ORDER
+        for score in SCORE_ORDER
         for place in places
         if place.score == score and place.channel not in odd
     ]
@@ -284,22 +295,26 @@ def compare(results: Sequence[Result]) -> Comparison:
             f"{names}: have no score of the same channel, unit and lead time in common. Score "
             "the same variables at the same lead times."
         )
-    warnings = [*_facts(results), *_references(results, kept), *_left_out(results, places, odd)]
-    rows = tuple(_row(place, results) for place in kept)
+    warnings = [
+        *_setup_warnings(results),
+        *_baseline_warnings(results, kept),
+        *_omission_warnings(results, places, odd),
+    ]
+    rows = tuple(_compare_score(place, results) for place in kept)
     return Comparison(
         tuple(results), tuple(warnings), MappingProxyType(_differing_config(results)), rows
     )
 
 
-def _row(place: Place, results: Sequence[Result]) -> Row:
+def _compare_score(place: ScoreKey, results: Sequence[EvaluationResult]) -> ComparisonRow:
     found = [result.scores[place] for result in results]
     values = tuple(of["forecast"] for of in found)
     sizes = [abs(value) for value in values] if place.score == "bias" else values
     percent = tuple(100 * (x - sizes[0]) / abs(sizes[0]) if sizes[0] else None for x in sizes)
     costs: list[float] = []
-    if place.score in SMALLER:
+    if place.score in SMALLER_IS_BETTER:
         costs = list(values)
-    elif place.score in LARGER:
+    elif place.score in LARGER_IS_BETTER:
         costs = [-value for value in values]
     elif place.score == "bias":
         costs = list(sizes)
@@ -307,30 +322,32 @@ def _row(place: Place, results: Sequence[Result]) -> Row:
         costs = [abs(of["forecast"] - of["truth"]) for of in found]
     least = [n for n, cost in enumerate(costs) if cost == min(costs)]
     unit = "1" if place.score == "acc" else results[0].units.get(place.channel, "")
-    return Row(place, unit, values, percent, least[0] if len(least) == 1 else None)
+    return ComparisonRow(place, unit, values, percent, least[0] if len(least) == 1 else None)
 
 
-def _facts(results: Sequence[Result]) -> list[str]:
+def _setup_warnings(results: Sequence[EvaluationResult]) -> list[str]:
     """What scores depend on, and is not the same."""
     return [
         f"not comparable: {other.name} has other {fact} than {results[0].name}"
-        for fact in results[0].facts
+        for fact in results[0].setup
         for other in results[1:]
-        if other.facts[fact] != results[0].facts[fact]
+        if other.setup[fact] != results[0].setup[fact]
     ]
 
 
-def _references(results: Sequence[Result], places: Sequence[Place]) -> list[str]:
+def _baseline_warnings(
+    results: Sequence[EvaluationResult], places: Sequence[ScoreKey]
+) -> list[str]:
     """Persistence and climatology score the same where truth and dates are the same."""
     first, lines = results[0], []
     for other in results[1:]:
-        for of in REFERENCES:
+        for of in BASELINES:
             pairs = [
                 (first.scores[p][of], other.scores[p][of])
                 for p in places
                 if of in first.scores[p] and of in other.scores[p]
             ]
-            if any(abs(a - b) > SAME * max(abs(a), abs(b)) for a, b in pairs):
+            if any(abs(a - b) > BASELINE_TOLERANCE * max(abs(a), abs(b)) for a, b in pairs):
                 lines.append(
                     f"not comparable: {of} scores otherwise for {other.name} than for "
                     f"{first.name}: truth, dates or grid are others"
@@ -338,7 +355,9 @@ def _references(results: Sequence[Result], places: Sequence[Place]) -> list[str]
     return lines
 
 
-def _left_out(results: Sequence[Result], common: Sequence[Place], odd: set[str]) -> list[str]:
+def _omission_warnings(
+    results: Sequence[EvaluationResult], common: Sequence[ScoreKey], odd: set[str]
+) -> list[str]:
     lines = [f"left out: {channel} has different units" for channel in sorted(odd)]
     for result in results:
         lacking = {place.channel for other in results for place in other.scores} - {
@@ -350,30 +369,30 @@ def _left_out(results: Sequence[Result], common: Sequence[Place], odd: set[str])
     return lines
 
 
-def _differing_config(results: Sequence[Result]) -> dict[str, tuple[str, ...]]:
+def _differing_config(results: Sequence[EvaluationResult]) -> dict[str, tuple[str, ...]]:
     """Keys that are not the same in all runs, and each one's value."""
     if results[0].kind != RUN:
         return {}
     keys = sorted({key for result in results for key in result.config})
-    found = {key: tuple(_text(result.config, key) for result in results) for key in keys}
+    found = {key: tuple(_config_text(result.config, key) for result in results) for key in keys}
     return {key: values for key, values in found.items() if len(set(values)) > 1}
 
 
-def _text(config: Mapping[str, object], key: str) -> str:
+def _config_text(config: Mapping[str, object], key: str) -> str:
     return json.dumps(config[key], default=str) if key in config else "-"
 
 
-LINES = ("-", "--", "-.", ":")
+LINE_STYLES = ("-", "--", "-.", ":")
 
 
 def comparison_page(found: Comparison) -> str:
     """The whole page, as text."""
-    parts = [*_head(found), *_config_section(found), *_score_sections(found)]
+    parts = [*_page_header(found), *_config_section(found), *_score_sections(found)]
     title = escape(f"Comparison of {', '.join(found.names)}")
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{title}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
+        f"<title>{title}</title>\n<style>{PAGE_CSS}</style>\n</head>\n<body>\n"
         + "\n".join(parts)
         + "\n</body>\n</html>\n"
     )
@@ -384,20 +403,20 @@ def percent(share: float | None) -> str:
     return "-" if share is None else f"{share:+.1f} %"
 
 
-def share_names(found: Comparison) -> list[str]:
+def difference_headings(found: Comparison) -> list[str]:
     """What the percentages are of, for the head of a table."""
     return [f"{name} - {found.names[0]}" for name in found.names[1:]]
 
 
-def shown_rows(found: Comparison, score: str) -> list[Row]:
+def rows_for_table(found: Comparison, score: str) -> list[ComparisonRow]:
     """Those of a few lead times, for tables."""
-    rows = [row for row in found.rows if row.place.score == score]
-    hours = sorted({row.place.hours for row in rows})
-    few = {hours[place] for place in table_leads(hours)}
-    return [row for row in rows if row.place.hours in few]
+    rows = [row for row in found.rows if row.key.score == score]
+    hours = sorted({row.key.hours for row in rows})
+    few = {hours[place] for place in table_lead_indices(hours)}
+    return [row for row in rows if row.key.hours in few]
 
 
-def _head(found: Comparison) -> Iterable[str]:
+def _page_header(found: Comparison) -> Iterable[str]:
     yield f"<h1>Comparison of {escape(', '.join(found.names))}</h1>"
     for line in found.warnings:
         yield f'<p class="note"><b>{escape(line)}</b></p>'
@@ -412,43 +431,45 @@ def _config_section(found: Comparison) -> Iterable[str]:
         return
     yield "<h2>What differs in the configs</h2>"
     lines = [(key, *values) for key, values in found.config.items()]
-    yield _table("config", ("key", *found.names), [[(cell, "text") for cell in x] for x in lines])
+    yield _html_table(
+        "config", ("key", *found.names), [[(cell, "text") for cell in x] for x in lines]
+    )
 
 
 def _score_sections(found: Comparison) -> Iterable[str]:
     for score in found.scores:
         title = TITLES[score]
         yield f"<h2>{title}</h2>"
-        yield f'<p class="note">{TOLD[score]} {escape(wins_told(found, score))}</p>'
-        yield f'<img src="{_curves(found, score)}" alt="{title} by lead time">'
-        names = ("channel", "unit", "hours", *found.names, *share_names(found))
+        yield f'<p class="note">{EXPLANATIONS[score]} {escape(describe_wins(found, score))}</p>'
+        yield f'<img src="{_curves_image(found, score)}" alt="{title} by lead time">'
+        names = ("channel", "unit", "hours", *found.names, *difference_headings(found))
         lines = [
             [
-                (row.place.channel, "text"),
+                (row.key.channel, "text"),
                 (row.unit, "text"),
-                (str(row.place.hours), ""),
+                (str(row.key.hours), ""),
                 *(
-                    (three_digits(x), "best" if n == row.best else "")
+                    (three_digits(x), "best" if n == row.best_index else "")
                     for n, x in enumerate(row.values)
                 ),
                 *((percent(share), "") for share in row.percent[1:]),
             ]
-            for row in shown_rows(found, score)
+            for row in rows_for_table(found, score)
         ]
-        yield _table(score, names, lines)
+        yield _html_table(score, names, lines)
 
 
-def wins_told(found: Comparison, score: str) -> str:
+def describe_wins(found: Comparison, score: str) -> str:
     """How often each is best, in words; nothing where none can be."""
     wins = found.wins(score)
     if not any(wins):
         return ""
-    of = sum(row.place.score == score for row in found.rows)
+    of = sum(row.key.score == score for row in found.rows)
     each = ", ".join(f"{name} {won}" for name, won in zip(found.names, wins, strict=True))
     return f"Best of {of}: {each}."
 
 
-def _table(name: str, heads: Sequence[str], lines: Sequence[Sequence[tuple[str, str]]]) -> str:
+def _html_table(name: str, heads: Sequence[str], lines: Sequence[Sequence[tuple[str, str]]]) -> str:
     """Cells with their classes."""
     top = "".join(f"<th>{escape(head)}</th>" for head in heads)
     body = "".join(
@@ -462,40 +483,42 @@ def _table(name: str, heads: Sequence[str], lines: Sequence[Sequence[tuple[str, 
 
 
 @figure_style()
-def _curves(found: Comparison, score: str) -> str:
+def _curves_image(found: Comparison, score: str) -> str:
     """One score by lead time, all results in each panel, a panel for each channel shown."""
-    rows = [row for row in found.rows if row.place.score == score]
-    channels = shown_channels([row.place.channel for row in rows])
-    figure, axes_of = panels(len(channels))
+    rows = [row for row in found.rows if row.key.score == score]
+    channels = headline_channels([row.key.channel for row in rows])
+    figure, axes_of = create_panels(len(channels))
     for axes, channel in zip(axes_of, channels, strict=True):
-        own = sorted((row for row in rows if row.place.channel == channel), key=_hours)
-        days = np.array([row.place.hours for row in own]) / 24
+        own = sorted((row for row in rows if row.key.channel == channel), key=_lead_hours)
+        days = np.array([row.key.hours for row in own]) / 24
         for n, name in enumerate(found.names):
-            dashes = LINES[n // len(SERIES) % len(LINES)]
+            dashes = LINE_STYLES[n // len(SERIES) % len(LINE_STYLES)]
             values = [row.values[n] for row in own]
-            axes.plot(days, values, f".{dashes}", color=series_colour(n), label=plain(name))
-        for of in REFERENCES:
-            values = [_reference(found, row.place, of) for row in own]
+            axes.plot(
+                days, values, f".{dashes}", color=series_colour(n), label=escape_mathtext(name)
+            )
+        for of in BASELINES:
+            values = [_baseline_score(found, row.key, of) for row in own]
             if np.isfinite(values).any():
                 axes.plot(days, values, label=of, **{**SOURCE_LINES[of], "linewidth": 1.0})
-        axes.set_title(plain(channel))
+        axes.set_title(escape_mathtext(channel))
         axes.set_xlabel("lead time (days)")
         axes.set_ylabel(with_unit(LABELS[score], own[0].unit))
-    legend(figure, axes_of[0])
-    return picture(figure, "svg")
+    add_legend(figure, axes_of[0])
+    return figure_data_uri(figure, "svg")
 
 
-def shown_channels(channels: Sequence[str]) -> list[str]:
+def headline_channels(channels: Sequence[str]) -> list[str]:
     """A few channels: those that are known best, then the first others."""
     there = list(dict.fromkeys(channels))
-    known = [channel.name for channel in HEADLINE if channel.name in there]
-    few = set((known + [name for name in there if name not in known])[:SHOWN])
+    known = [channel.name for channel in HEADLINE_CHANNELS if channel.name in there]
+    few = set((known + [name for name in there if name not in known])[:MAX_HEADLINES])
     return [name for name in there if name in few]
 
 
-def _reference(found: Comparison, place: Place, of: str) -> float:
+def _baseline_score(found: Comparison, place: ScoreKey, of: str) -> float:
     return found.results[0].scores[place].get(of, np.nan)
 
 
-def _hours(row: Row) -> int:
-    return row.place.hours
+def _lead_hours(row: ComparisonRow) -> int:
+    return row.key.hours

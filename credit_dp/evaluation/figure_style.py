@@ -39,7 +39,7 @@ REFERENCE = "#888888"  # of zero, of what would be ideal, of a tolerance
 SEQUENTIAL = "viridis"  # colour map of fields
 DIVERGING = "RdBu_r"  # colour map of differences, white at zero
 
-STYLE: "dict[RcKeyType, Any]" = {
+RC_PARAMS: "dict[RcKeyType, Any]" = {
     "font.family": ["sans-serif"],
     "font.sans-serif": ["DejaVu Sans"],  # comes with matplotlib: figures are the same everywhere
     "font.size": 8,
@@ -70,19 +70,19 @@ STYLE: "dict[RcKeyType, Any]" = {
 
 # The exponent in a unit: m2 s-2, m**2 s**-2, m^2 s^-2.
 EXPONENT = re.compile(r"(?<=[A-Za-z])(?:\*\*|\^)?(-?\d+)")
-RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 @contextmanager
 def figure_style() -> Iterator[None]:
     """Draw in the package's style, within a `with` block or, as a decorator, within a function."""
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context(RC_PARAMS):
         yield
 
 
 def use_figure_style() -> None:
     """Draw in the package's style from now on, in a notebook, where figures lay themselves out."""
-    matplotlib.rcParams.update({**STYLE, "figure.constrained_layout.use": True})
+    matplotlib.rcParams.update({**RC_PARAMS, "figure.constrained_layout.use": True})
 
 
 def series_colour(place: int) -> str:
@@ -107,14 +107,18 @@ def longitude_label(degrees: float) -> str:
     return f"{abs(east):g}°{'' if east in (0.0, -180.0) else 'E' if east > 0 else 'W'}"
 
 
-def plain(text: str) -> str:
+def escape_mathtext(text: str) -> str:
     """A text as it is, where what is between dollars would be read as a formula."""
     return text.replace("$", r"\$")
 
 
 def with_unit(name: str, unit: str) -> str:
     """What an axis or a colour bar shows, with its unit in brackets if it has one."""
-    return plain(name) if unit in ("", "1") else f"{plain(name)} ({unit_label(unit)})"
+    return (
+        escape_mathtext(name)
+        if unit in ("", "1")
+        else f"{escape_mathtext(name)} ({unit_label(unit)})"
+    )
 
 
 def power_label(unit: str) -> str:
@@ -126,14 +130,14 @@ def power_label(unit: str) -> str:
 
 def unit_label(unit: str) -> str:
     """A unit for a plot, with raised exponents, however they are written."""
-    return plain(superscript(unit))
+    return escape_mathtext(superscript(unit))
 
 
 def superscript(unit: str) -> str:
     """A unit as plain text, with raised exponents, however they are written."""
-    return EXPONENT.sub(lambda found: found[1].translate(RAISED), unit)
+    return EXPONENT.sub(lambda found: found[1].translate(SUPERSCRIPTS), unit)
 
 
-def power_of_ten(value: float, _: float) -> str:
+def power_of_ten_label(value: float, _: float) -> str:
     """The label of a tick at a power of ten, such as 10⁻³."""
-    return "10" + str(round(math.log10(value))).translate(RAISED)
+    return "10" + str(round(math.log10(value))).translate(SUPERSCRIPTS)

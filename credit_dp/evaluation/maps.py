@@ -18,11 +18,11 @@ from credit_dp.data.channels import Channel
 from credit_dp.data.quickstart.dynamics import TITLE
 from credit_dp.data.sources.base import Source
 
-MASK = "land_sea_mask"
+LAND_MASK = "land_sea_mask"
 FULL_CIRCLE = 360.0
 
 Lines = NDArray[np.floating]  # (N, 2) longitude and latitude in degrees, NaN between lines
-NONE: Lines = np.empty((0, 2))
+NO_LINES: Lines = np.empty((0, 2))
 
 
 @final
@@ -63,15 +63,15 @@ def coasts_of(source: Source) -> Lines:
         UserError: the mask can't be read.
     """
     if not source.title.startswith(TITLE):
-        return earth()
-    if MASK not in source.variables or source.variables[MASK].problem:
-        return NONE
-    land = source.read([Channel(MASK)], slice(0, 1), slice(0, source.grid[0]))[0, 0]
+        return earth_coasts()
+    if LAND_MASK not in source.variables or source.variables[LAND_MASK].problem:
+        return NO_LINES
+    land = source.read([Channel(LAND_MASK)], slice(0, 1), slice(0, source.grid[0]))[0, 0]
     return outline(land, source.latitude, source.longitude)
 
 
 @cache
-def earth() -> Lines:
+def earth_coasts() -> Lines:
     """The Earth's coasts; longitudes run on where a line crosses 180 degrees."""
     with files(__package__).joinpath("coastlines.npz").open("rb") as file:
         points: Lines = np.load(file, allow_pickle=False)["points"]
@@ -83,7 +83,7 @@ def outline(land: NDArray[np.float32], latitude: Lines, longitude: Lines) -> Lin
     from matplotlib.figure import Figure  # not on ranks that draw nothing
 
     if not land.min() < 0.5 < land.max():
-        return NONE
+        return NO_LINES
     turns = np.append(np.unwrap(longitude, period=FULL_CIRCLE), np.nan)
     turns[-1] = turns[0] + np.sign(turns[1] - turns[0]) * FULL_CIRCLE
     closed = np.concatenate([land, land[:, :1]], axis=1)

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from credit_dp.data.grid import row_weights
 from credit_dp.data.store import Store
-from credit_dp.data.units import KNOWN, Known
+from credit_dp.data.units import KNOWN_VARIABLES, KnownVariable
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.variable_names import meaning
+from credit_dp.variable_names import canonical_name
 
 
-def of_one_rank(sums: Tensor) -> Tensor:
+def sum_over_one_rank(sums: Tensor) -> Tensor:
     """The globe's sums where one rank has all rows."""
     return sums
 
@@ -32,17 +32,19 @@ class ValidPoints:
         over_globe: sums a tensor over the ranks that share the globe; collective.
     """
 
-    def __init__(self, valid: Tensor, over_globe: Callable[[Tensor], Tensor] = of_one_rank) -> None:
+    def __init__(
+        self, valid: Tensor, over_globe: Callable[[Tensor], Tensor] = sum_over_one_rank
+    ) -> None:
         self.valid, self.missing = valid, ~valid
         self.columns = valid.shape[-1]
-        self._over_globe = over_globe
+        self._sum_over_globe = over_globe
 
     @classmethod
     def of(
         cls,
         valid: NDArray[np.bool_] | None,
         like: Tensor,
-        over_globe: Callable[[Tensor], Tensor] = of_one_rank,
+        over_globe: Callable[[Tensor], Tensor] = sum_over_one_rank,
     ) -> "ValidPoints | None":
         """Those of a store's mask, on the device of `like`; None where all points have values."""
         return None if valid is None else cls(torch.from_numpy(valid).to(like.device), over_globe)
@@ -53,13 +55,13 @@ class ValidPoints:
 
     def globe_weight(self, rows: Tensor) -> Tensor:
         """`weight`, summed over all rows of the globe; collective."""
-        return self._over_globe(self.weight(rows))
+        return self._sum_over_globe(self.weight(rows))
 
-    def only(self, values: Tensor) -> Tensor:
+    def zero_invalid(self, values: Tensor) -> Tensor:
         """`(..., C, h, W)` with 0, and no gradient, where there are no values."""
         return values.masked_fill(self.missing, 0)
 
-    def filled(self, values: Tensor, fills: Tensor) -> Tensor:
+    def fill_invalid(self, values: Tensor, fills: Tensor) -> Tensor:
         """`(B, C, h, W)` with the channel's fill, of `(C, 1, 1)`, where there are no values."""
         return torch.where(self.valid, values, fills)
 
@@ -108,16 +110,16 @@ class AreaMean:
 def weighted_sums(values: Tensor, rows: Tensor, points: ValidPoints | None) -> Tensor:
     """`(..., C, h, W)` times the weights `(h,)` of its rows, summed: `(..., C)`, float64."""
     if points is not None:
-        values = points.only(values)
+        values = points.zero_invalid(values)
     return values.double().sum(dim=-1) @ rows
 
 
 def sum_over_ranks(tensor: Tensor, manager: DomainParallelManager) -> Tensor:
     """The sum of a detached tensor over the domain and the data axis; a collective."""
-    return sum_over_data(manager.transport.sum(tensor.detach()), manager)
+    return sum_over_data_ranks(manager.transport.sum(tensor.detach()), manager)
 
 
-def sum_over_data(tensor: Tensor, manager: DomainParallelManager) -> Tensor:
+def sum_over_data_ranks(tensor: Tensor, manager: DomainParallelManager) -> Tensor:
     """The sum of a tensor, which is changed, over the data axis alone; a collective."""
     if manager.data_parallel_size > 1:
         dist.all_reduce(tensor, group=manager.data_parallel_group)
@@ -259,7 +261,7 @@ class Activity:
         return self._squares.result(manager)
 
 
-MEMBERS = 1  # the dim of an ensemble's members: (B, M, ..., C, h, W)
+MEMBER_DIM = 1  # the dim of an ensemble's members: (B, M, ..., C, h, W)
 
 
 @final
@@ -278,29 +280,29 @@ class FairCRPS:
     def add(self, index: Index, members: Tensor, truth: Tensor) -> None:
         """Add members `(B, M, ..., C, h, W)` and truth without M to the place `index`."""
         # Away from the truth they are small numbers, of which sums lose less.
-        away = members.double() - truth.double().unsqueeze(MEMBERS)
-        self._scores.add(index, away.abs().mean(dim=MEMBERS) - half_distance(away))
+        away = members.double() - truth.double().unsqueeze(MEMBER_DIM)
+        self._scores.add(index, away.abs().mean(dim=MEMBER_DIM) - half_pairwise_distance(away))
 
     def result(self, manager: DomainParallelManager) -> Tensor:
         """The scores of the whole globe, of `shape`, on every rank; collective."""
         return self._scores.result(manager)
 
 
-def half_distance(members: Tensor) -> Tensor:
+def half_pairwise_distance(members: Tensor) -> Tensor:
     """Half the mean distance of two different members: `(B, M, ...)` -> `(B, ...)`.
 
     Sorted, member i (from 1) is above i - 1 others and below M - i.
     """
-    count = members.shape[MEMBERS]
+    count = members.shape[MEMBER_DIM]
     if count == 1:
         return torch.zeros_like(members[:, 0])
     above = 2 * torch.arange(1, count + 1, dtype=members.dtype, device=members.device) - count - 1
-    ordered = members.sort(dim=MEMBERS).values
+    ordered = members.sort(dim=MEMBER_DIM).values
     return torch.einsum("m,bm...->b...", above, ordered) / (count * (count - 1))
 
 
 @final
-class Spread:
+class EnsembleSpread:
     """Collects the unbiased variance of the members; the arguments are those of `AreaMean`."""
 
     def __init__(
@@ -311,8 +313,8 @@ class Spread:
     def add(self, index: Index, members: Tensor) -> None:
         """Add members `(B, M, ..., C, h, W)` to the place `index`."""
         several = members.double()
-        if several.shape[MEMBERS] > 1:
-            variance = several.var(dim=MEMBERS, correction=1)
+        if several.shape[MEMBER_DIM] > 1:
+            variance = several.var(dim=MEMBER_DIM, correction=1)
         else:
             variance = torch.zeros_like(several[:, 0])
         self._variances.add(index, variance)
@@ -323,7 +325,7 @@ class Spread:
 
 
 @final
-class Skill:
+class EnsembleMeanRMSE:
     """Collects squared errors of the ensemble's mean; see `RootMeanSquare`."""
 
     def __init__(
@@ -333,22 +335,22 @@ class Skill:
 
     def add(self, index: Index, members: Tensor, truth: Tensor) -> None:
         """Add members `(B, M, ..., C, h, W)` and truth without M to the place `index`."""
-        self._errors.add(index, members.double().mean(dim=MEMBERS) - truth.double())
+        self._errors.add(index, members.double().mean(dim=MEMBER_DIM) - truth.double())
 
     def result(self, manager: DomainParallelManager) -> Tensor:
         """The root-mean-square errors, of `shape`, on every rank; collective."""
         return self._errors.result(manager)
 
 
-RADIUS = 6_367_500.0  # m, the mean of the polar and the equatorial one, as in WeatherBench 2
+EARTH_RADIUS = 6_367_500.0  # m, the mean of the polar and the equatorial one, as in WeatherBench 2
 # From and to which latitude, in degrees north.
-BANDS: Mapping[str, tuple[float, float]] = MappingProxyType(
+LATITUDE_BANDS: Mapping[str, tuple[float, float]] = MappingProxyType(
     {"30N to 60N": (30.0, 60.0), "20S to 20N": (-20.0, 20.0), "60S to 30S": (-60.0, -30.0)}
 )
 
 
-def band_weights(
-    latitude: NDArray[np.float64], bands: Mapping[str, tuple[float, float]] = BANDS
+def latitude_band_weights(
+    latitude: NDArray[np.float64], bands: Mapping[str, tuple[float, float]] = LATITUDE_BANDS
 ) -> Tensor:
     """Area weights of all rows, zero outside of each band: `(H,)` -> `(K, H)`, float64."""
     weights = row_weights(latitude)
@@ -380,8 +382,8 @@ class ZonalSpectra:
     ) -> None:
         self.bands = bands.double()
         whole = None if points is None else points.valid.all(dim=-1)
-        self._whole = whole  # (C, h)
-        circles = 2 * torch.pi * RADIUS * torch.deg2rad(latitude.double()).cos().abs()
+        self._complete_rows = whole  # (C, h)
+        circles = 2 * torch.pi * EARTH_RADIUS * torch.deg2rad(latitude.double()).cos().abs()
         times = torch.full((columns // 2 + 1,), 2.0, dtype=torch.float64, device=bands.device)
         times[0] = 1.0
         self._lengths = circles[:, None] * times
@@ -393,9 +395,9 @@ class ZonalSpectra:
         """Add the spectra of fields `(B, ..., C, h, W)` of all channels to the place `index`."""
         channels, height = fields.shape[-3:-1]
         rows = self.bands.expand(channels, -1, height)
-        if self._whole is not None:
-            rows = rows * self._whole[:, None]
-            fields = fields.masked_fill(~self._whole[:, :, None], 0)
+        if self._complete_rows is not None:
+            rows = rows * self._complete_rows[:, None]
+            fields = fields.masked_fill(~self._complete_rows[:, :, None], 0)
         waves = torch.fft.rfft(fields.double(), norm="forward")
         # Part by part: to sum pairs of numbers takes torch fifteen times as long.
         power = (waves.real.square() + waves.imag.square()).sum(dim=0) * self._lengths
@@ -434,7 +436,7 @@ class ErrorMap:
 
 
 @final
-class ErrorMaps:
+class ErrorMapAccumulator:
     """Sums errors of a few channels, so that memory does not grow with the forecasts.
 
     Args:
@@ -490,13 +492,13 @@ SCORE_SOURCES: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "spread": ("forecast",),
     }
 )
-OF_ENSEMBLES = ("crps", "spread")
-SPECTRA_OF = ("forecast", "truth")
+ENSEMBLE_SCORES = ("crps", "spread")
+SPECTRA_SOURCES = ("forecast", "truth")
 
 
 @final
 @dataclass(frozen=True)
-class Globe:
+class GridGeometry:
     """The rows that fields have, and what they weigh.
 
     Shapes:
@@ -523,7 +525,7 @@ class VariableScores:
     """
 
     def __init__(
-        self, sizes: tuple[int, int], members: int, globe: Globe, points: ValidPoints | None
+        self, sizes: tuple[int, int], members: int, globe: GridGeometry, points: ValidPoints | None
     ) -> None:
         leads, channels = sizes
         shapes = {name: (len(of), leads, channels) for name, of in SCORE_SOURCES.items()}
@@ -532,9 +534,13 @@ class VariableScores:
         self._bias = Bias(shapes["bias"], globe.rows, points)
         self._activity = Activity(shapes["activity"], globe.rows, points)
         self._crps = FairCRPS(shapes["crps"], globe.rows, points)
-        self._spread = Spread(shapes["spread"], globe.rows, points)
+        self._spread = EnsembleSpread(shapes["spread"], globe.rows, points)
         self._spectra = ZonalSpectra(
-            (len(SPECTRA_OF), leads, channels), globe.bands, globe.latitude, globe.columns, points
+            (len(SPECTRA_SOURCES), leads, channels),
+            globe.bands,
+            globe.latitude,
+            globe.columns,
+            points,
         )
         self._ensemble = members > 1
 
@@ -588,5 +594,7 @@ class VariableScores:
 
 def unit_of(store: Store, variable: str) -> str:
     """What the store says, else the unit of the variable; nothing where neither is known."""
-    known = KNOWN.get(variable) or KNOWN.get(meaning(variable), Known(""))
+    known = KNOWN_VARIABLES.get(variable) or KNOWN_VARIABLES.get(
+        canonical_name(variable), KnownVariable("")
+    )
     return store.units(variable).strip() or known.unit

@@ -17,20 +17,20 @@ from credit_dp.evaluation.figure_style import (
     DIVERGING,
     SEQUENTIAL,
     SOURCE_LINES,
+    escape_mathtext,
     figure_style,
     label_degrees,
-    plain,
     power_label,
-    power_of_ten,
+    power_of_ten_label,
     with_unit,
 )
 from credit_dp.evaluation.held_out import LAST_LEAD_SOURCES as SPECTRA_OF
-from credit_dp.evaluation.held_out import LastLead
+from credit_dp.evaluation.held_out import LastLeadDiagnostics
 from credit_dp.evaluation.maps import FULL_CIRCLE, FieldMap, Lines, MapGrid
-from credit_dp.evaluation.metrics import BANDS
-from credit_dp.evaluation.scorecard import Scores
+from credit_dp.evaluation.metrics import LATITUDE_BANDS
+from credit_dp.evaluation.scorecard import HeldOutScores
 
-Colours = tuple[str, Normalize]
+ColourScale = tuple[str, Normalize]
 
 
 @figure_style()
@@ -51,12 +51,12 @@ def draw_map(field: FieldMap, path: Path) -> None:
     draw_panel(panels[2], field, error, "forecast - truth", (DIVERGING, Normalize(-far, far)))
     bands = len(field.bounds) - 1
     dashed = "" if bands == 1 else f"\n{bands} bands of latitude, one per rank; edges dashed"
-    figure.suptitle(plain(field.title) + dashed)
-    save(figure, path)
+    figure.suptitle(escape_mathtext(field.title) + dashed)
+    save_figure(figure, path)
 
 
 def draw_panel(
-    axes: Axes, field: FieldMap, values: np.ndarray, name: str, colours: Colours
+    axes: Axes, field: FieldMap, values: np.ndarray, name: str, colours: ColourScale
 ) -> None:
     """One map with its colour bar and the edges between bands."""
     draw_cells(axes, field.grid, values, colours)
@@ -66,12 +66,12 @@ def draw_panel(
     axes.set_title(name)
 
 
-def draw_cells(axes: Axes, grid: MapGrid, values: np.ndarray, colours: Colours) -> None:
+def draw_cells(axes: Axes, grid: MapGrid, values: np.ndarray, colours: ColourScale) -> None:
     """The cells of a map `(H, W)` in colours, with coasts, and with ticks on round degrees."""
     cmap, norm = colours
     axes.grid(visible=False)
     axes.spines[:].set_visible(True)
-    longitudes = cell_edges(grid.longitude)
+    longitudes = column_edges(grid.longitude)
     axes.pcolormesh(
         longitudes,
         row_edges(grid.latitude),
@@ -114,7 +114,7 @@ def row_edges(latitude: np.ndarray) -> np.ndarray:
     return np.concatenate([[90.0], (latitude[:-1] + latitude[1:]) / 2, [-90.0]])
 
 
-def cell_edges(longitude: np.ndarray) -> np.ndarray:
+def column_edges(longitude: np.ndarray) -> np.ndarray:
     """Edges of columns that go once round the globe evenly, `(W + 1,)`, from the first on."""
     turn = (longitude[1] - longitude[0] + 180.0) % 360.0 - 180.0 if len(longitude) > 1 else 1.0
     columns = np.arange(len(longitude) + 1) - 0.5
@@ -122,7 +122,7 @@ def cell_edges(longitude: np.ndarray) -> np.ndarray:
 
 
 @figure_style()
-def save(figure: Figure, path: Path) -> None:
+def save_figure(figure: Figure, path: Path) -> None:
     """Write a PNG, whole or not at all.
 
     Raises:
@@ -141,24 +141,26 @@ def save(figure: Figure, path: Path) -> None:
         ) from error
 
 
-COLUMNS = 3
-PANEL = (3.6, 2.7)  # inches
-LEGEND = 0.4  # inches: two lines
+PANEL_COLUMNS = 3
+PANEL_INCHES = (3.6, 2.7)  # inches
+LEGEND_INCHES = 0.4  # inches: two lines
 LEGEND_COLUMNS = 4
-TITLE = 0.3  # inches
-SPANNED = 99.5  # percent of points whose errors a colour bar spans
-POWERS = 7  # ticks of an axis of powers, at most
-DECADES = 100.0  # of the largest to the smallest power: from here on ticks are powers of ten
-WAVES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
-DAILY = 48  # hours from which on lead times are told in days
+TITLE_INCHES = 0.3  # inches
+COLOUR_PERCENTILE = 99.5  # percent of points whose errors a colour bar spans
+MAX_POWER_TICKS = 7  # ticks of an axis of powers, at most
+MIN_POWER_RATIO = (
+    100.0  # of the largest to the smallest power: from here on ticks are powers of ten
+)
+WAVENUMBER_TICKS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
+MAX_AXIS_HOURS = 48  # hours from which on lead times are told in days
 
 
-def panels(count: int, title: str = "") -> tuple[Figure, list[Axes]]:
+def create_panels(count: int, title: str = "") -> tuple[Figure, list[Axes]]:
     """A figure with room for a legend, and this many panels that are in use."""
-    columns = min(count, COLUMNS)
+    columns = min(count, PANEL_COLUMNS)
     rows = -(-count // columns)
-    top = LEGEND + (TITLE if title else 0.0)
-    width, height = PANEL[0] * columns, PANEL[1] * rows + top
+    top = LEGEND_INCHES + (TITLE_INCHES if title else 0.0)
+    width, height = PANEL_INCHES[0] * columns, PANEL_INCHES[1] * rows + top
     figure = Figure(figsize=(width, height))
     # Margins are given, for to find them takes longer than to draw.
     figure.subplots_adjust(
@@ -177,7 +179,7 @@ def panels(count: int, title: str = "") -> tuple[Figure, list[Axes]]:
     return figure, found[:count]
 
 
-def legend(figure: Figure, axes: Axes, below: float = 0.0) -> None:
+def add_legend(figure: Figure, axes: Axes, below: float = 0.0) -> None:
     """What the curves are, above all panels; `below` so many inches."""
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(
@@ -193,7 +195,7 @@ def draw_scores(
     axes: Axes, hours: Sequence[int], values: Mapping[str, np.ndarray], title: str, label: str
 ) -> None:
     """A score `(leads,)` of each source by lead time; `label` says which score, and its unit."""
-    in_days = max(hours) > DAILY
+    in_days = max(hours) > MAX_AXIS_HOURS
     leads = np.array(hours) / (24 if in_days else 1)
     for source, of_source in values.items():
         axes.plot(
@@ -203,14 +205,14 @@ def draw_scores(
             marker="o" if len(leads) < 12 else "",
             **SOURCE_LINES[source],
         )
-    axes.set_title(plain(title))
+    axes.set_title(escape_mathtext(title))
     axes.set_ylabel(label)
     axes.set_xlabel(f"lead time ({'days' if in_days else 'hours'})")
     if len(leads) < 5:
         axes.set_xticks(leads)
 
 
-def draw_powers(axes: Axes, powers: Mapping[str, np.ndarray], name: str, unit: str) -> None:
+def draw_spectrum(axes: Axes, powers: Mapping[str, np.ndarray], name: str, unit: str) -> None:
     """The power `(W // 2 + 1,)` of each source by zonal wavenumber, from 1 on."""
     for source, of_source in powers.items():
         power = of_source[1:]
@@ -220,24 +222,24 @@ def draw_powers(axes: Axes, powers: Mapping[str, np.ndarray], name: str, unit: s
     axes.set_xscale("log")
     axes.set_yscale("log")
     # Every tick takes as long to draw as a curve, and a logarithmic axis would have hundreds.
-    axes.xaxis.set_major_locator(FixedLocator([k for k in WAVES if k <= len(waves)]))
+    axes.xaxis.set_major_locator(FixedLocator([k for k in WAVENUMBER_TICKS if k <= len(waves)]))
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_locator(NullLocator())
     low, high = axes.get_ylim()
-    if high > DECADES * low:  # else the powers of ten are too few
-        axes.yaxis.set_major_locator(LogLocator(numticks=POWERS))
-        axes.yaxis.set_major_formatter(power_of_ten)
+    if high > MIN_POWER_RATIO * low:  # else the powers of ten are too few
+        axes.yaxis.set_major_locator(LogLocator(numticks=MAX_POWER_TICKS))
+        axes.yaxis.set_major_formatter(power_of_ten_label)
         axes.yaxis.set_minor_locator(NullLocator())
-    axes.set_title(plain(name))
+    axes.set_title(escape_mathtext(name))
     axes.set_xlabel("zonal wavenumber")
     axes.set_ylabel(power_label(unit))
 
 
-def draw_errors(grid: MapGrid, rmse: np.ndarray, bias: np.ndarray, unit: str) -> Figure:
+def draw_error_maps(grid: MapGrid, rmse: np.ndarray, bias: np.ndarray, unit: str) -> Figure:
     """Root-mean-square and mean error on each grid point, side by side."""
     figure = Figure(figsize=(9.6, 2.7))
     figure.subplots_adjust(left=0.05, right=0.97, bottom=0.09, top=0.86, wspace=0.14)
-    most, far = _most(rmse), _most(np.abs(bias))
+    most, far = _colour_limit(rmse), _colour_limit(np.abs(bias))
     parts = (
         ("root-mean-square error", rmse, "max", (SEQUENTIAL, Normalize(0, most))),
         ("mean error (forecast - truth)", bias, "both", (DIVERGING, Normalize(-far, far))),
@@ -250,67 +252,69 @@ def draw_errors(grid: MapGrid, rmse: np.ndarray, bias: np.ndarray, unit: str) ->
     return figure
 
 
-def _most(values: np.ndarray) -> float:
+def _colour_limit(values: np.ndarray) -> float:
     finite = values[np.isfinite(values)]
-    return max(float(np.percentile(finite, SPANNED)) if len(finite) else 0.0, 1e-30)
+    return max(float(np.percentile(finite, COLOUR_PERCENTILE)) if len(finite) else 0.0, 1e-30)
 
 
 SOURCES = ("forecast", "persistence", "climatology")  # as `table.SOURCES`, in the words of plots
 
 
 @figure_style()
-def draw_rmse(scores: Scores, shown: Sequence[int], path: Path) -> None:
+def draw_rmse(scores: HeldOutScores, shown: Sequence[int], path: Path) -> None:
     """Root-mean-square errors by lead time, a panel for each channel that is shown.
 
     Raises:
         UserError: the file could not be written.
     """
-    figure, axes_of = panels(len(shown), f"RMSE over {scores.samples} initial times")
+    figure, axes_of = create_panels(len(shown), f"RMSE over {scores.samples} initial times")
     for axes, c in zip(axes_of, shown, strict=True):
         values = {of: scores.rmse[source, :, c] for source, of in enumerate(SOURCES)}
         label = with_unit("RMSE", scores.units[c])
         draw_scores(axes, scores.hours, values, scores.channels[c], label)
         axes.set_ylim(bottom=0)
-    legend(figure, axes_of[0], below=TITLE)
-    save(figure, path)
+    add_legend(figure, axes_of[0], below=TITLE_INCHES)
+    save_figure(figure, path)
 
 
 @figure_style()
-def draw_spectra(scores: Scores, last: LastLead, path: Path) -> None:
+def draw_spectra(scores: HeldOutScores, last: LastLeadDiagnostics, path: Path) -> None:
     """Power by zonal wavenumber of a few channels, each with a row of bands of latitude.
 
     Raises:
         UserError: the file could not be written.
     """
     title = f"Zonal power spectra, {last.hours} h forecasts from {scores.samples} initial times"
-    drawn = drawn_of(scores, last)
-    figure, axes_of = panels(len(drawn) * len(BANDS), title)
+    drawn = channels_to_draw(scores, last)
+    figure, axes_of = create_panels(len(drawn) * len(LATITUDE_BANDS), title)
     for place, axes in enumerate(axes_of):
-        channel, band = divmod(place, len(BANDS))
+        channel, band = divmod(place, len(LATITUDE_BANDS))
         c = drawn[channel]
         powers = {of: last.spectra[s, last.shown.index(c), band] for s, of in enumerate(SPECTRA_OF)}
-        name = f"{scores.channels[c]}, {list(BANDS)[band]}"
-        draw_powers(axes, powers, name, scores.units[c])
-    legend(figure, axes_of[0], below=TITLE)
-    save(figure, path)
+        name = f"{scores.channels[c]}, {list(LATITUDE_BANDS)[band]}"
+        draw_spectrum(axes, powers, name, scores.units[c])
+    add_legend(figure, axes_of[0], below=TITLE_INCHES)
+    save_figure(figure, path)
 
 
-def drawn_of(scores: Scores, last: LastLead) -> list[int]:
+def channels_to_draw(scores: HeldOutScores, last: LastLeadDiagnostics) -> list[int]:
     """The channel with maps if it has spectra, and one of another kind, by its unit."""
-    first = last.mapped if last.mapped in last.shown else last.shown[0]
+    first = last.map_channel if last.map_channel in last.shown else last.shown[0]
     others = [c for c in last.shown if scores.units[c] != scores.units[first]]
     return [first, *(others or [c for c in last.shown if c != first])[:1]]
 
 
 @figure_style()
-def draw_errors_of(scores: Scores, last: LastLead, grid: MapGrid, path: Path) -> None:
+def draw_last_lead_errors(
+    scores: HeldOutScores, last: LastLeadDiagnostics, grid: MapGrid, path: Path
+) -> None:
     """Root-mean-square and mean error of one channel on each grid point.
 
     Raises:
         UserError: the file could not be written.
     """
-    unit, name = scores.units[last.mapped], scores.channels[last.mapped]
-    figure = draw_errors(grid, last.rmse, last.bias, unit)
+    unit, name = scores.units[last.map_channel], scores.channels[last.map_channel]
+    figure = draw_error_maps(grid, last.rmse, last.bias, unit)
     over = f"{last.hours} h forecasts from {scores.samples} initial times"
-    figure.suptitle(f"{plain(name)}, {over}")
-    save(figure, path)
+    figure.suptitle(f"{escape_mathtext(name)}, {over}")
+    save_figure(figure, path)

@@ -16,9 +16,15 @@ from matplotlib.figure import Figure
 
 from credit_dp.errors import UserError
 from credit_dp.evaluation.figure_style import REFERENCE, figure_style, superscript, with_unit
-from credit_dp.evaluation.metrics import SCORE_SOURCES, SPECTRA_OF, ErrorMap
-from credit_dp.evaluation.plots import draw_errors, draw_powers, draw_scores, legend, panels
-from credit_dp.evaluation.scorecard import Array, Scorecard, headline, three_digits
+from credit_dp.evaluation.metrics import SCORE_SOURCES, SPECTRA_SOURCES, ErrorMap
+from credit_dp.evaluation.plots import (
+    add_legend,
+    create_panels,
+    draw_error_maps,
+    draw_scores,
+    draw_spectrum,
+)
+from credit_dp.evaluation.scorecard import Array, Scorecard, headline_indices, three_digits
 
 # What an axis says of each score.
 LABELS = {
@@ -32,10 +38,10 @@ LABELS = {
 
 
 @figure_style()
-def curves(card: Scorecard, name: str) -> str:
+def score_image(card: Scorecard, name: str) -> str:
     """One score by lead time, a panel for each channel that is shown."""
-    shown = headline(card.channels)
-    figure, axes_of = panels(len(shown))
+    shown = headline_indices(card.channels)
+    figure, axes_of = create_panels(len(shown))
     for axes, c in zip(axes_of, shown, strict=True):
         values = {
             of: card.scores[name][source, :, c] for source, of in enumerate(SCORE_SOURCES[name])
@@ -49,31 +55,33 @@ def curves(card: Scorecard, name: str) -> str:
             axes.axhline(0, color=REFERENCE, linewidth=0.8)
         elif name != "acc":
             axes.set_ylim(bottom=0)
-    legend(figure, axes_of[0])
-    return picture(figure, "svg")
+    add_legend(figure, axes_of[0])
+    return figure_data_uri(figure, "svg")
 
 
 @figure_style()
-def spectra(card: Scorecard, band: int) -> str:
+def spectra_image(card: Scorecard, band: int) -> str:
     """Power by zonal wavenumber at the longest lead time, a panel for each channel shown."""
-    shown = headline(card.channels)
-    figure, axes_of = panels(len(shown))
+    shown = headline_indices(card.channels)
+    figure, axes_of = create_panels(len(shown))
     for axes, c in zip(axes_of, shown, strict=True):
-        powers = {of: card.spectra[source, -1, c, band] for source, of in enumerate(SPECTRA_OF)}
-        draw_powers(axes, powers, card.channels[c].name, card.units[c])
-    legend(figure, axes_of[0])
-    return picture(figure, "svg")
+        powers = {
+            of: card.spectra[source, -1, c, band] for source, of in enumerate(SPECTRA_SOURCES)
+        }
+        draw_spectrum(axes, powers, card.channels[c].name, card.units[c])
+    add_legend(figure, axes_of[0])
+    return figure_data_uri(figure, "svg")
 
 
 @figure_style()
-def error_map(card: Scorecard, found: ErrorMap) -> str:
+def error_map_image(card: Scorecard, found: ErrorMap) -> str:
     """Root-mean-square and mean error of one channel on each grid point."""
     unit = card.units[found.channel]
-    return picture(draw_errors(card.grid, found.rmse, found.bias, unit), "png")
+    return figure_data_uri(draw_error_maps(card.grid, found.rmse, found.bias, unit), "png")
 
 
 @figure_style()
-def picture(figure: Figure, form: str) -> str:
+def figure_data_uri(figure: Figure, form: str) -> str:
     """The figure as a `data:` address, so that a page needs no other file."""
     held = io.BytesIO()
     metadata = {"Date": None} if form == "svg" else {}
@@ -84,7 +92,7 @@ def picture(figure: Figure, form: str) -> str:
 
 TABLE_HOURS = (24, 72, 120, 240)  # in tables, as far as there are these
 # In which scores one source is better than another.
-BEST: Mapping[str, Callable[[Array], np.intp]] = MappingProxyType(
+BEST_INDEX: Mapping[str, Callable[[Array], np.intp]] = MappingProxyType(
     {"rmse": np.nanargmin, "crps": np.nanargmin, "acc": np.nanargmax}
 )
 TITLES = {
@@ -95,7 +103,7 @@ TITLES = {
     "crps": "Continuous ranked probability score (fair)",
     "spread": "Ensemble spread",
 }
-TOLD = {
+EXPLANATIONS = {
     "rmse": "Weighted by area; the root is taken after the mean over initial times. Smaller is "
     "better; the best of each lead time is bold.",
     "acc": "Of forecast and true anomaly over the globe, averaged over initial times. 1 is "
@@ -108,7 +116,7 @@ TOLD = {
     "spread": "Of members about their mean. If the ensemble is reliable, the root-mean-square "
     "error of the mean is this times the root of 1 + 1 / members.",
 }
-STYLE = """
+PAGE_CSS = """
 :root { color-scheme: light; background: #fff; }
 body { font: 15px/1.45 system-ui, sans-serif; color: #1b1f23; max-width: 1180px;
        margin: 2rem auto; padding: 0 1rem; }
@@ -127,20 +135,25 @@ dt { float: left; clear: left; width: 9rem; color: #555; } dd { margin-left: 9.5
 """
 
 
-def page(card: Scorecard) -> str:
+def scorecard_page(card: Scorecard) -> str:
     """The whole page, as text."""
-    parts = [*_head(card), *_scores(card), *_spectra(card), *_maps(card)]
+    parts = [
+        *_page_header(card),
+        *_score_sections(card),
+        *_spectra_sections(card),
+        *_map_sections(card),
+    ]
     title = escape(f"Scorecard of {card.forecast}")
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{title}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n"
+        f"<title>{title}</title>\n<style>{PAGE_CSS}</style>\n</head>\n<body>\n"
         + "\n".join(parts)
         + "\n</body>\n</html>\n"
     )
 
 
-def table_leads(hours: Sequence[int]) -> list[int]:
+def table_lead_indices(hours: Sequence[int]) -> list[int]:
     """The places of a few lead times for tables."""
     known = [hours.index(hour) for hour in TABLE_HOURS if hour in hours]
     if known:
@@ -149,7 +162,7 @@ def table_leads(hours: Sequence[int]) -> list[int]:
     return sorted({int(place) for place in spread})
 
 
-def _head(card: Scorecard) -> list[str]:
+def _page_header(card: Scorecard) -> list[str]:
     first, last = (str(card.initial_times[x].astype("M8[m]")) for x in (0, -1))
     count = len(card.initial_times)
     facts = {
@@ -165,28 +178,28 @@ def _head(card: Scorecard) -> list[str]:
         "<h1>Scorecard</h1>",
         f"<dl>{listed}</dl>",
         '<p class="note">Scores as WeatherBench 2 defines them (Rasp et al. 2024). All numbers are '
-        f"in scores.csv and scores.json beside this page.{_left_out(card)}</p>",
+        f"in scores.csv and scores.json beside this page.{_omission_note(card)}</p>",
     ]
 
 
-def _left_out(card: Scorecard) -> str:
-    drawn, count = len(headline(card.channels)), len(card.channels)
+def _omission_note(card: Scorecard) -> str:
+    drawn, count = len(headline_indices(card.channels)), len(card.channels)
     return (
         f" Plots are of {drawn} of the {count} variables, tables of all." if drawn < count else ""
     )
 
 
-def _scores(card: Scorecard) -> Iterable[str]:
+def _score_sections(card: Scorecard) -> Iterable[str]:
     for name in card.scores:
         yield f"<h2>{TITLES[name]}</h2>"
-        yield f'<p class="note">{TOLD[name]}</p>'
-        yield _image(curves(card, name), f"{TITLES[name]} by lead time")
-        yield f'<div class="wide">{_table(card, name)}</div>'
+        yield f'<p class="note">{EXPLANATIONS[name]}</p>'
+        yield _image_tag(score_image(card, name), f"{TITLES[name]} by lead time")
+        yield f'<div class="wide">{_score_table(card, name)}</div>'
 
 
-def _table(card: Scorecard, name: str) -> str:
+def _score_table(card: Scorecard, name: str) -> str:
     """Channels below each other; for each lead time the forecast beside the others."""
-    leads, sources = table_leads(card.hours), SCORE_SOURCES[name]
+    leads, sources = table_lead_indices(card.hours), SCORE_SOURCES[name]
     spans = "".join(
         f'<th colspan="{len(sources)}" class="forecast">{card.hours[lead]} h</th>' for lead in leads
     )
@@ -194,7 +207,7 @@ def _table(card: Scorecard, name: str) -> str:
     lines = []
     for c, channel in enumerate(card.channels):
         unit = "1" if name == "acc" else card.units[c]
-        cells = [_cells(name, card.scores[name][:, lead, c]) for lead in leads]
+        cells = [_score_cells(name, card.scores[name][:, lead, c]) for lead in leads]
         lines.append(
             f'<tr><td>{escape(channel.name)}</td><td class="text">{escape(superscript(unit))}</td>'
             f"{''.join(cells)}</tr>"
@@ -206,16 +219,16 @@ def _table(card: Scorecard, name: str) -> str:
     )
 
 
-def _cells(name: str, values: Array) -> str:
+def _score_cells(name: str, values: Array) -> str:
     """The cells of one lead time; the best of them marked, where better has a meaning."""
-    best = BEST[name](values) if name in BEST and np.isfinite(values).any() else None
+    best = BEST_INDEX[name](values) if name in BEST_INDEX and np.isfinite(values).any() else None
     return "".join(
-        f'<td class="{of}{" best" if place == best else ""}">{_number(value)}</td>'
+        f'<td class="{of}{" best" if place == best else ""}">{_format_value(value)}</td>'
         for place, (of, value) in enumerate(zip(SCORE_SOURCES[name], values, strict=True))
     )
 
 
-def _spectra(card: Scorecard) -> Iterable[str]:
+def _spectra_sections(card: Scorecard) -> Iterable[str]:
     yield f"<h2>Zonal power spectra at {card.hours[-1]} h</h2>"
     yield (
         '<p class="note">What lies below the truth at high wavenumbers is smoothed away; what lies '
@@ -224,21 +237,21 @@ def _spectra(card: Scorecard) -> Iterable[str]:
     for band, name in enumerate(card.bands):
         if np.isfinite(card.spectra[:, -1, :, band]).any():
             yield f"<h3>{escape(name)}</h3>"
-            yield _image(spectra(card, band), f"power spectra, {name}")
+            yield _image_tag(spectra_image(card, band), f"power spectra, {name}")
 
 
-def _maps(card: Scorecard) -> Iterable[str]:
+def _map_sections(card: Scorecard) -> Iterable[str]:
     for found in card.maps:
         title = f"Errors of {card.channels[found.channel].name} at {found.hours} h"
         yield f"<h2>{escape(title)}</h2>"
-        yield _image(error_map(card, found), title)
+        yield _image_tag(error_map_image(card, found), title)
 
 
-def _image(address: str, told: str) -> str:
+def _image_tag(address: str, told: str) -> str:
     return f'<div class="wide"><img src="{address}" alt="{escape(told, quote=True)}"></div>'
 
 
-def _number(value: float) -> str:
+def _format_value(value: float) -> str:
     return three_digits(float(value)) if np.isfinite(value) else "-"
 
 
@@ -252,7 +265,7 @@ class ScoreFolder:
 
     def __init__(self, out: Path) -> None:
         self.out = out
-        self._made: list[Path] = []
+        self._created_parents: list[Path] = []
         try:
             if os.path.lexists(out):
                 raise UserError(
@@ -260,24 +273,24 @@ class ScoreFolder:
                     "or remove it."
                 )
             self._temporary = out.with_name(f".{out.name}.{os.getpid()}.part")
-            self._made = [path for path in out.parents if not path.exists()]
+            self._created_parents = [path for path in out.parents if not path.exists()]
             self._temporary.mkdir(parents=True)
         except OSError as error:
-            self._remove_made()
+            self._remove_created()
             raise UserError(f"{out}: can't be made ({error.strerror}). Change out.") from error
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
+    def cleanup_on_failure(self) -> Iterator[None]:
         """Leave nothing behind if what is done inside fails."""
         try:
             yield
         finally:
             shutil.rmtree(self._temporary, ignore_errors=True)
-            self._remove_made()
+            self._remove_created()
 
-    def _remove_made(self) -> None:
+    def _remove_created(self) -> None:
         """Remove the folders made for it that hold nothing, innermost first."""
-        for path in self._made:
+        for path in self._created_parents:
             with contextlib.suppress(OSError):
                 path.rmdir()
 
@@ -285,10 +298,10 @@ class ScoreFolder:
         """Write all files of a scorecard; see `write_files`."""
         self.write_files(
             {
-                "scores.csv": card.csv(),
-                "scores.json": card.json(),
+                "scores.csv": card.to_csv(),
+                "scores.json": card.to_json(),
                 "spectra.csv": card.spectra_csv(),
-                "scorecard.html": page(card),
+                "scorecard.html": scorecard_page(card),
             }
         )
 

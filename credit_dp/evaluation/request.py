@@ -10,13 +10,13 @@ from typing import Any, final
 import numpy as np
 from numpy.typing import NDArray
 
-from credit_dp.data.channels import suggestions
-from credit_dp.data.dates import whole
+from credit_dp.data.channels import suggest_names
+from credit_dp.data.dates import date_interval
 from credit_dp.errors import UserError
 from credit_dp.evaluation.forecast_store import ForecastStore
 
 # Keys of a run's config, and those that stand for them here.
-KEYS = {
+MESSAGE_REPLACEMENTS = {
     "data.prognostic": "variables",
     "data.levels": "levels",
     "data.limits": "limits",
@@ -25,9 +25,9 @@ KEYS = {
     "data.dates.train": "climatology_dates",
     "data.cache": "the environment variable CREDIT_DP_CACHE",
 }
-FILL = re.compile(r"set data\.variables\.(\w+)\.fill=mean, or to a number")
-CONVERT = re.compile(r"set data\.variables\.\S+\.convert='[^']*'")
-FILLED = re.compile(r", which data\.variables\.\w+\.fill goes by")
+FILL_HINT = re.compile(r"set data\.variables\.(\w+)\.fill=mean, or to a number")
+CONVERT_HINT = re.compile(r"set data\.variables\.\S+\.convert='[^']*'")
+FILL_CLAUSE = re.compile(r", which data\.variables\.\w+\.fill goes by")
 
 
 @final
@@ -60,7 +60,7 @@ class ScoreRequest:
 
 
 @contextmanager
-def keys_for(store: str) -> Iterator[None]:
+def translate_error_keys(store: str) -> Iterator[None]:
     """Errors of the data in terms of the request: `store` is the key that gave the store.
 
     Raises:
@@ -69,18 +69,18 @@ def keys_for(store: str) -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        text = FILLED.sub("", FILL.sub(r"give masked=[\1]", str(error)))
-        text = CONVERT.sub("convert it, or leave it out of variables=", text)
-        for old, new in {"data.store": store, **KEYS}.items():
+        text = FILL_CLAUSE.sub("", FILL_HINT.sub(r"give masked=[\1]", str(error)))
+        text = CONVERT_HINT.sub("convert it, or leave it out of variables=", text)
+        for old, new in {"data.store": store, **MESSAGE_REPLACEMENTS}.items():
             text = text.replace(old, new)
         raise UserError(text) from error
 
 
 HOUR = np.timedelta64(1, "h")
-DAY = 24
+HOURS_PER_DAY = 24
 
 
-def chosen_initials(request: ScoreRequest, forecast: ForecastStore) -> NDArray[np.intp]:
+def initial_time_indices(request: ScoreRequest, forecast: ForecastStore) -> NDArray[np.intp]:
     """The places of the initial times.
 
     Raises:
@@ -89,7 +89,7 @@ def chosen_initials(request: ScoreRequest, forecast: ForecastStore) -> NDArray[n
     times = forecast.initial_times
     if not request.dates:
         return np.arange(len(times))
-    first, last = whole(request.dates[0])[0], whole(request.dates[1])[1]
+    first, last = date_interval(request.dates[0])[0], date_interval(request.dates[1])[1]
     found = np.flatnonzero((times >= first) & (times <= last))
     if not len(found):
         raise UserError(
@@ -99,7 +99,7 @@ def chosen_initials(request: ScoreRequest, forecast: ForecastStore) -> NDArray[n
     return found
 
 
-def chosen_leads(request: ScoreRequest, forecast: ForecastStore) -> NDArray[np.intp]:
+def lead_time_indices(request: ScoreRequest, forecast: ForecastStore) -> NDArray[np.intp]:
     """The places of the lead times.
 
     Raises:
@@ -116,7 +116,7 @@ def chosen_leads(request: ScoreRequest, forecast: ForecastStore) -> NDArray[np.i
     return np.flatnonzero(np.isin(hours, request.hours or hours))
 
 
-def common_step(
+def common_step_hours(
     forecast: ForecastStore, times: NDArray[np.datetime64], leads: NDArray[np.generic]
 ) -> int:
     """The hours that all initial and lead times are multiples of, a day at most.
@@ -133,10 +133,10 @@ def common_step(
             f"{forecast.where}: initial and lead times need to be whole hours, but one is "
             f"{uneven.astype('m8[m]')} off. Change forecast."
         )
-    return math.gcd(DAY, *(int(span / HOUR) for span in spans))
+    return math.gcd(HOURS_PER_DAY, *(int(span / HOUR) for span in spans))
 
 
-def chosen_variables(request: ScoreRequest, forecast: ForecastStore) -> list[str]:
+def scored_variables(request: ScoreRequest, forecast: ForecastStore) -> list[str]:
     """The variables.
 
     Raises:
@@ -147,7 +147,7 @@ def chosen_variables(request: ScoreRequest, forecast: ForecastStore) -> list[str
             key = "variables" if name in request.variables else "masked"
             raise UserError(
                 f"{forecast.where}: no forecast of {name}. "
-                f"{suggestions(name, forecast.variables)}. Change {key}."
+                f"{suggest_names(name, forecast.variables)}. Change {key}."
             )
     if not forecast.variables:
         raise UserError(

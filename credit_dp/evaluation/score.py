@@ -11,34 +11,34 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from credit_dp.data.cache import Report
+from credit_dp.data.cache import ProgressCallback
 from credit_dp.data.grid import row_weights
-from credit_dp.data.sources.address import without_secrets
+from credit_dp.data.sources.address import redact_secrets
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.evaluation.alignment import Matched, match
-from credit_dp.evaluation.blocks import Block, Fields, blocks, variables_of
+from credit_dp.evaluation.alignment import AlignedForecast, align
+from credit_dp.evaluation.blocks import Block, Fields, read_blocks, variable_slices
 from credit_dp.evaluation.forecast_store import ForecastStore
 from credit_dp.evaluation.maps import coasts_of
 from credit_dp.evaluation.metrics import (
-    BANDS,
-    ErrorMaps,
-    Globe,
+    LATITUDE_BANDS,
+    ErrorMapAccumulator,
+    GridGeometry,
     ValidPoints,
     VariableScores,
-    band_weights,
+    latitude_band_weights,
     unit_of,
 )
-from credit_dp.evaluation.request import ScoreRequest, keys_for
-from credit_dp.evaluation.scorecard import Scorecard, headline
+from credit_dp.evaluation.request import ScoreRequest, translate_error_keys
+from credit_dp.evaluation.scorecard import Scorecard, headline_indices
 
-MAPPED = 3  # channels with a map
+MAP_COUNT = 3  # channels with a map
 MAP_HOURS = 72  # at the lead time next to this one
-TITLE = "scoring"
+PROGRESS_TITLE = "scoring"
 STEP_BYTES = 4 * 2**20  # of float64 fields at once, or one: more leaves the processor's cache
-SMALL = 2**17  # points of a globe that are too few for several threads
+SMALL_GRID_POINTS = 2**17  # points of a globe that are too few for several threads
 
 
-def score(request: ScoreRequest, forecast: ForecastStore, report: Report) -> Scorecard:
+def score(request: ScoreRequest, forecast: ForecastStore, report: ProgressCallback) -> Scorecard:
     """Score a forecast store.
 
     Args:
@@ -47,24 +47,24 @@ def score(request: ScoreRequest, forecast: ForecastStore, report: Report) -> Sco
     Raises:
         UserError: a store is not as needed, or a value is missing.
     """
-    matched = match(request, forecast, report)
-    total = len(matched.initials) * len(matched.leads) * matched.truth.channels.outputs
+    matched = align(request, forecast, report)
+    total = len(matched.initial_indices) * len(matched.leads) * matched.truth.channels.outputs
     scorer, done = Scorer(matched), 0
-    with threads_for(matched.truth.grid):
-        for block in blocks(matched, scorer.valid):
+    with limit_threads(matched.truth.grid):
+        for block in read_blocks(matched, scorer.valid):
             scorer.add(block)
             leads, channels = block.truth.shape[:2]
             done += leads * channels
-            report(TITLE, done / total)
+            report(PROGRESS_TITLE, done / total)
             del block  # before the next is read
     return scorer.result(request)
 
 
 @contextmanager
-def threads_for(grid: tuple[int, int]) -> Iterator[None]:
+def limit_threads(grid: tuple[int, int]) -> Iterator[None]:
     """Compute on one thread where fields are so small that others would mostly wait for it."""
     before = torch.get_num_threads()
-    torch.set_num_threads(1 if grid[0] * grid[1] <= SMALL else before)
+    torch.set_num_threads(1 if grid[0] * grid[1] <= SMALL_GRID_POINTS else before)
     try:
         yield
     finally:
@@ -75,22 +75,22 @@ def threads_for(grid: tuple[int, int]) -> Iterator[None]:
 class Scorer:
     """Adds forecasts block by block to the scores of their variables."""
 
-    def __init__(self, matched: Matched) -> None:
-        self._matched, self._alone = matched, DomainParallelManager(1, 1)
+    def __init__(self, matched: AlignedForecast) -> None:
+        self._aligned, self._manager = matched, DomainParallelManager(1, 1)
         truth = matched.truth
-        with keys_for("truth"):
-            self.valid = truth.masks(slice(0, truth.grid[0]))
+        with translate_error_keys("truth"):
+            self.valid = truth.valid_mask(slice(0, truth.grid[0]))
         leads = len(matched.leads)
-        globe = Globe(
+        globe = GridGeometry(
             torch.from_numpy(row_weights(truth.latitude)),
-            band_weights(truth.latitude),
+            latitude_band_weights(truth.latitude),
             torch.from_numpy(truth.latitude.copy()),
             truth.grid[1],
         )
         # Of each variable, the scores of some of its channels, in their order.
         self._scores: dict[str, list[tuple[slice, VariableScores]]] = {}
         most = max(1, STEP_BYTES // (8 * matched.forecast.members * truth.grid[0] * truth.grid[1]))
-        for name, span in variables_of(truth.channels.out).items():
+        for name, span in variable_slices(truth.channels.output_channels).items():
             self._scores[name] = []
             for first in range(span.start, span.stop, most):
                 own = slice(first, min(first + most, span.stop))
@@ -101,8 +101,8 @@ class Scorer:
                 self._scores[name].append((within, scores))
         hours = np.array(matched.hours)
         lead = int(np.abs(hours - MAP_HOURS).argmin())
-        shown = headline(truth.channels.out)[:MAPPED]
-        self._maps = ErrorMaps(shown, lead, int(hours[lead]), truth.grid)
+        shown = headline_indices(truth.channels.output_channels)[:MAP_COUNT]
+        self._maps = ErrorMapAccumulator(shown, lead, int(hours[lead]), truth.grid)
 
     def add(self, block: Block) -> None:
         """Score the forecasts of a block, some lead times and channels at once."""
@@ -115,11 +115,14 @@ class Scorer:
                 place = slice(block.leads.start + own.start, block.leads.start + own.stop)
                 scores.add(
                     place,
-                    tensor(forecast[own].swapaxes(0, 1)),
-                    tensor(block.truth[own, channels]),
-                    (tensor(block.start[:, channels]), tensor(block.normal[own, channels])),
+                    to_tensor(forecast[own].swapaxes(0, 1)),
+                    to_tensor(block.truth[own, channels]),
+                    (
+                        to_tensor(block.start[:, channels]),
+                        to_tensor(block.climatology[own, channels]),
+                    ),
                 )
-                scores.end_initial_time(place, self._alone)
+                scores.end_initial_time(place, self._manager)
         self._maps.add(block.leads, block.channels.start, block.forecast, block.truth)
 
     def result(self, request: ScoreRequest) -> Scorecard:
@@ -128,34 +131,36 @@ class Scorer:
         Raises:
             UserError: a score is not finite.
         """
-        matched, truth = self._matched, self._matched.truth
+        matched, truth = self._aligned, self._aligned.truth
         found = [
-            scores.result(self._alone) for parts in self._scores.values() for _, scores in parts
+            scores.result(self._manager) for parts in self._scores.values() for _, scores in parts
         ]
         scores = {
             name: torch.cat([one[name] for one, _ in found], dim=-1).numpy() for name in found[0][0]
         }
         card = Scorecard(
-            forecast=without_secrets(request.forecast),
-            truth=", ".join(map(without_secrets, request.truth)),
-            climatology=without_secrets(matched.climatology_description),
+            forecast=redact_secrets(request.forecast),
+            truth=", ".join(map(redact_secrets, request.truth)),
+            climatology=redact_secrets(matched.climatology_description),
             members=matched.forecast.members,
-            initial_times=matched.forecast.initial_times[matched.initials],
+            initial_times=matched.forecast.initial_times[matched.initial_indices],
             hours=matched.hours,
-            channels=truth.channels.out,
-            units=tuple(unit_of(truth, channel.variable) for channel in truth.channels.out),
+            channels=truth.channels.output_channels,
+            units=tuple(
+                unit_of(truth, channel.variable) for channel in truth.channels.output_channels
+            ),
             latitude=truth.latitude,
             longitude=truth.longitude,
             coasts=coasts_of(truth.source),
             scores=scores,
             spectra=torch.cat([spectra for _, spectra in found], dim=2).numpy(),
-            bands=tuple(BANDS),
+            bands=tuple(LATITUDE_BANDS),
             maps=tuple(self._maps.result()),
         )
         card.check()
         return card
 
 
-def tensor(fields: Fields) -> Tensor:
+def to_tensor(fields: Fields) -> Tensor:
     """On the CPU, in this order of dims."""
     return torch.from_numpy(np.ascontiguousarray(fields))

@@ -17,21 +17,21 @@ from rich.table import Table
 from credit_dp.data.channels import Channel
 from credit_dp.errors import UserError
 from credit_dp.evaluation.maps import Lines, MapGrid
-from credit_dp.evaluation.metrics import SCORE_SOURCES, SPECTRA_OF, ErrorMap
+from credit_dp.evaluation.metrics import SCORE_SOURCES, SPECTRA_SOURCES, ErrorMap
 
-HEADINGS = {
+SOURCE_HEADINGS = {
     "model": "model\n",
     "persistence": "persis-\ntence",
     "climatology": "clima-\ntology",
 }
-SOURCES = tuple(HEADINGS)
-NOT_FINITE = {
+SOURCES = tuple(SOURCE_HEADINGS)
+NOT_FINITE_ADVICE = {
     "model": "Its forecasts grew without bounds: train longer or with trainer.rollout, or lower "
     "trainer.evaluate_hours; the checkpoint is kept",
     "persistence": "Look at the held-out dates of the store, or change data.dates.test",
     "climatology": "Look at the training dates of the store, or change data.dates.train",
 }
-ZERO = {
+ZERO_ERROR_QUESTIONS = {
     "persistence": "Does this field change in time?",
     "climatology": "Is this field the same on all its dates?",
 }
@@ -40,7 +40,7 @@ UNLIMITED = 10_000  # columns: more than any table has
 
 @final
 @dataclass(frozen=True)
-class Scores:
+class HeldOutScores:
     """Errors of the model and of what it has to beat.
 
     Shapes:
@@ -63,20 +63,21 @@ class Scores:
             source = SOURCES[s]
             raise UserError(
                 f"{self.channels[c]}: the RMSE of the {source} at {self.hours[h]} h is "
-                f"{self.rmse[s, h, c]}. {NOT_FINITE[source]}."
+                f"{self.rmse[s, h, c]}. {NOT_FINITE_ADVICE[source]}."
             )
 
     def warnings(self) -> list[str]:
         """A line for each variable of which persistence or climatology has no error at all."""
         return [
-            f"{channel}: the RMSE of {source} is exactly 0 at {self.hours[h]} h. {ZERO[source]}"
+            f"{channel}: the RMSE of {source} is exactly 0 at {self.hours[h]} h. "
+            f"{ZERO_ERROR_QUESTIONS[source]}"
             for c, channel in enumerate(self.channels)
             for s, source in enumerate(SOURCES)
             for h in np.flatnonzero(self.rmse[s, :, c] == 0)[:1]
-            if source in ZERO
+            if source in ZERO_ERROR_QUESTIONS
         ]
 
-    def numbers(self) -> dict[str, float]:
+    def scalars(self) -> dict[str, float]:
         """Flat names for a tracker: `rmse/geopotential_500/24h/model`."""
         return {
             f"rmse/{channel}/{hours}h/{source}": float(self.rmse[s, h, c])
@@ -85,7 +86,7 @@ class Scores:
             for s, source in enumerate(SOURCES)
         }
 
-    def json(self, step: int) -> str:
+    def to_json(self, step: int) -> str:
         """The same numbers, nested by channel, lead time and source; `step` is the model's."""
         rmse = {
             channel: {
@@ -117,7 +118,7 @@ class Scores:
         table.add_column("variable", no_wrap=True)
         table.add_column("unit", overflow="fold")
         for hours in (self.hours[lead] for lead in leads):
-            for source, heading in HEADINGS.items():
+            for source, heading in SOURCE_HEADINGS.items():
                 style = "bold" if source == "model" else None
                 label = f"{hours} h\n{heading}"
                 table.add_column(label, justify="right", style=style, no_wrap=True)
@@ -133,9 +134,9 @@ def three_digits(value: float) -> str:
 
 
 Array = NDArray[np.float64]
-COLUMNS = ("variable", "level", "unit", "lead_hours", "score", "of", "value")
+CSV_COLUMNS = ("variable", "level", "unit", "lead_hours", "score", "of", "value")
 # What a reader looks at first. Source: Rasp et al. 2024, "WeatherBench 2", its headline scores.
-HEADLINE = (
+HEADLINE_CHANNELS = (
     Channel("geopotential", 500),
     Channel("temperature", 850),
     Channel("2m_temperature"),
@@ -145,7 +146,7 @@ HEADLINE = (
     Channel("10m_u_component_of_wind"),
     Channel("total_precipitation_24hr"),
 )
-SHOWN = 6  # channels with curves and spectra
+MAX_HEADLINES = 6  # channels with curves and spectra
 
 
 @final
@@ -194,7 +195,7 @@ class Scorecard:
         Raises:
             UserError: names the first variable of which one is NaN or infinite.
         """
-        for c, lead, name, of, value in self.rows():
+        for c, lead, name, of, value in self.iter_scores():
             if not math.isfinite(value) and not (name == "acc" and math.isnan(value)):
                 where = {"persistence": self.truth, "truth": self.truth}
                 where |= {"forecast": self.forecast, "climatology": self.climatology}
@@ -206,13 +207,16 @@ class Scorecard:
     def warnings(self) -> list[str]:
         """A line for each channel of which persistence or climatology has no error at all."""
         zero = {
-            (c, of): f"{self.channels[c].name}: the RMSE of {of} is exactly 0. {ZERO[of]}"
-            for c, lead, name, of, value in self.rows()
-            if name == "rmse" and value == 0 and of in ZERO and self.hours[lead] > 0
+            (
+                c,
+                of,
+            ): f"{self.channels[c].name}: the RMSE of {of} is exactly 0. {ZERO_ERROR_QUESTIONS[of]}"
+            for c, lead, name, of, value in self.iter_scores()
+            if name == "rmse" and value == 0 and of in ZERO_ERROR_QUESTIONS and self.hours[lead] > 0
         }
         return list(zero.values())
 
-    def rows(self) -> Iterator[tuple[int, int, str, str, float]]:
+    def iter_scores(self) -> Iterator[tuple[int, int, str, str, float]]:
         """Channel, lead, score, source and value of each number."""
         for c in range(len(self.channels)):
             for lead in range(len(self.hours)):
@@ -220,12 +224,12 @@ class Scorecard:
                     for source, of in enumerate(SCORE_SOURCES[name]):
                         yield c, lead, name, of, float(values[source, lead, c])
 
-    def csv(self) -> str:
+    def to_csv(self) -> str:
         """One line for each number; no value where it is not defined."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(COLUMNS)
-        for c, lead, name, of, value in self.rows():
+        writer.writerow(CSV_COLUMNS)
+        for c, lead, name, of, value in self.iter_scores():
             channel = self.channels[c]
             level = "" if channel.level is None else channel.level
             number = repr(value) if math.isfinite(value) else ""
@@ -233,17 +237,17 @@ class Scorecard:
             writer.writerow((channel.variable, level, unit, self.hours[lead], name, of, number))
         return text.getvalue()
 
-    def json(self) -> str:
+    def to_json(self) -> str:
         """The same, nested by channel, score, lead time and source, with what was scored."""
         nested: dict[str, dict[str, dict[str, dict[str, float | None]]]] = {}
-        for c, lead, name, of, value in self.rows():
+        for c, lead, name, of, value in self.iter_scores():
             of_channel = nested.setdefault(self.channels[c].name, {})
             of_lead = of_channel.setdefault(name, {}).setdefault(f"{self.hours[lead]}h", {})
             of_lead[of] = value if math.isfinite(value) else None
-        content = {**self.facts(), "scores": nested}
+        content = {**self.metadata(), "scores": nested}
         return json.dumps(content, indent=2, allow_nan=False) + "\n"
 
-    def facts(self) -> dict[str, object]:
+    def metadata(self) -> dict[str, object]:
         """What was scored."""
         names = [channel.name for channel in self.channels]
         return {
@@ -261,8 +265,8 @@ class Scorecard:
         """The spectra of the channels that are shown, one line for each wavenumber."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
-        writer.writerow(("variable", "level", "lead_hours", "band", "wavenumber", *SPECTRA_OF))
-        for c in headline(self.channels):
+        writer.writerow(("variable", "level", "lead_hours", "band", "wavenumber", *SPECTRA_SOURCES))
+        for c in headline_indices(self.channels):
             channel = self.channels[c]
             level = "" if channel.level is None else channel.level
             for lead, hours in enumerate(self.hours):
@@ -273,8 +277,8 @@ class Scorecard:
         return text.getvalue()
 
 
-def headline(channels: tuple[Channel, ...]) -> list[int]:
+def headline_indices(channels: tuple[Channel, ...]) -> list[int]:
     """The places of a few channels to show: those that are known best, then the first others."""
-    known = [channels.index(channel) for channel in HEADLINE if channel in channels]
+    known = [channels.index(channel) for channel in HEADLINE_CHANNELS if channel in channels]
     others = [place for place in range(len(channels)) if place not in known]
-    return sorted((known + others)[:SHOWN])
+    return sorted((known + others)[:MAX_HEADLINES])

@@ -7,9 +7,9 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from credit_dp.errors import UserError
-from credit_dp.export.file import Contents, Trained
+from credit_dp.export.file import ModelMetadata, TrainedModel
 
-LOADING = """\
+USAGE_TEMPLATE = """\
 ```python
 import numpy as np
 import torch
@@ -31,14 +31,14 @@ def card_path(path: Path) -> Path:
     return path.with_name(f"{stem}.md")
 
 
-def card_of(trained: Trained, path: Path, run: Path) -> str:
+def build_card(trained: TrainedModel, path: Path, run: Path) -> str:
     """The card of a model that is exported to `path`, in Markdown; scores are those of its run.
 
     Raises:
         UserError: the run's config or its scores are not what a run writes.
     """
     try:
-        return written(trained, path, run / "metrics.json")
+        return render_card(trained, path, run / "metrics.json")
     except (AttributeError, LookupError, TypeError, ValueError, yaml.YAMLError) as error:
         told = " ".join(str(error).split())
         raise UserError(
@@ -47,34 +47,34 @@ def card_of(trained: Trained, path: Path, run: Path) -> str:
         ) from error
 
 
-def written(trained: Trained, path: Path, scores_file: Path) -> str:
+def render_card(trained: TrainedModel, path: Path, scores_file: Path) -> str:
     """All parts of the card."""
-    contents = trained.contents
-    config, found = config_of(contents), scores_of(contents, scores_file)
+    contents = trained.metadata
+    config, found = run_config(contents), read_scores(contents, scores_file)
     parts = [
         f"# {path.stem}",
-        summary(trained),
+        summary_text(trained),
         "## Use",
-        usage(contents, path),
+        usage_text(contents, path),
         "## Channels",
-        channels(contents),
+        channels_table(contents),
         "## Training",
-        training(contents, config),
+        training_text(contents, config),
         "## Scores",
-        scores(found),
+        scores_table(found),
         "## Limits",
-        limits(found, config),
+        limits_text(found, config),
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def config_of(contents: Contents) -> dict[str, Any]:
+def run_config(contents: ModelMetadata) -> dict[str, Any]:
     """The run's config; empty if it has none."""
     read = yaml.safe_load(contents.config)
     return read if isinstance(read, dict) else {}
 
 
-def scores_of(contents: Contents, file: Path) -> dict[str, Any] | None:
+def read_scores(contents: ModelMetadata, file: Path) -> dict[str, Any] | None:
     """What a run was scored with these weights, if it was."""
     if not file.is_file():
         return None
@@ -82,34 +82,34 @@ def scores_of(contents: Contents, file: Path) -> dict[str, Any] | None:
     return dict(found) if found.get("step") == contents.step else None
 
 
-def summary(trained: Trained) -> str:
+def summary_text(trained: TrainedModel) -> str:
     """What it is, in a sentence or two."""
-    contents = trained.contents
+    contents = trained.metadata
     rows, columns = contents.grid
     name = contents.keys.get("name", contents.kind)
     size = sum(tensor.numel() for tensor in trained.weights.values())
     predicts = "the change over one step" if contents.residual else "the next state"
     return (
         f"A global weather model (`{name}`, {size:,} weights) that takes the state of the "
-        f"atmosphere{several(contents)} on a grid of {rows} x {columns} points one step of "
+        f"atmosphere{frames_text(contents)} on a grid of {rows} x {columns} points one step of "
         f"{contents.step_hours} hours on. The network predicts {predicts}; fields go in and come "
         f"out in the units below. Made with credit_dp {contents.versions.get('credit_dp', '')}."
     )
 
 
-def several(contents: Contents) -> str:
+def frames_text(contents: ModelMetadata) -> str:
     """How many states go in, if it is not one."""
     return "" if contents.frames == 1 else f" at {contents.frames} times, a step apart,"
 
 
-def usage(contents: Contents, path: Path) -> str:
+def usage_text(contents: ModelMetadata, path: Path) -> str:
     """How to load it."""
     rows, columns = contents.grid
     shape = f"1, {contents.frames * contents.states}, {rows}, {columns}"
     what = "(time, channel, latitude, longitude)"
-    given = contents.given_forcing
+    given = contents.external_forcing
     forcing = f", torch.zeros(1, {len(given)}, {rows}, {columns})" if given else ""
-    block = LOADING.format(
+    block = USAGE_TEMPLATE.format(
         path=path.name, shape=shape, what=what, forcing=forcing, step=contents.step_hours
     )
     needed = f" The last argument is {', '.join(given)} at that time." if given else ""
@@ -121,10 +121,10 @@ def usage(contents: Contents, path: Path) -> str:
     )
 
 
-def channels(contents: Contents) -> str:
+def channels_table(contents: ModelMetadata) -> str:
     """What goes in and comes out, in order, with units and statistics."""
     lines = ["| | channel | unit | mean | standard deviation |", "|---|---|---|---|---|"]
-    moments = contents.moments
+    moments = contents.statistics_arrays
     for place, name in enumerate(contents.outputs):
         unit = contents.units[place] or "-"
         channel = name if place < contents.states else f"{name} (comes out only)"
@@ -135,9 +135,9 @@ def channels(contents: Contents) -> str:
         for kind, names in (
             (
                 "computed from the time",
-                [n for n in contents.forcing if n not in contents.given_forcing],
+                [n for n in contents.forcing if n not in contents.external_forcing],
             ),
-            ("given besides", contents.given_forcing),
+            ("given besides", contents.external_forcing),
             ("in the file", contents.static),
         )
         if names
@@ -146,7 +146,7 @@ def channels(contents: Contents) -> str:
     return "\n".join(lines) + also
 
 
-def training(contents: Contents, config: dict[str, Any]) -> str:
+def training_text(contents: ModelMetadata, config: dict[str, Any]) -> str:
     """On what and for how long."""
     data = config.get("data", {})
     dates = data.get("dates", {}).get("train")
@@ -159,7 +159,7 @@ def training(contents: Contents, config: dict[str, Any]) -> str:
     )
 
 
-def scores(found: dict[str, Any] | None) -> str:
+def scores_table(found: dict[str, Any] | None) -> str:
     """Errors on held-out dates."""
     if found is None:
         return "None: the run was not scored with these weights."
@@ -177,7 +177,7 @@ def scores(found: dict[str, Any] | None) -> str:
     return "\n".join(lines)
 
 
-def limits(found: dict[str, Any] | None, config: dict[str, Any]) -> str:
+def limits_text(found: dict[str, Any] | None, config: dict[str, Any]) -> str:
     """What is not known of it."""
     lines = ["Nothing is known of its errors on other data, dates, grids or steps than the above."]
     if found is not None:

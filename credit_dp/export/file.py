@@ -14,32 +14,32 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from credit_dp.checks import existing
+from credit_dp.checks import existing_path
 from credit_dp.config import VariableConfig
 from credit_dp.data.channels import Channel
-from credit_dp.data.forcings import COMPUTED
+from credit_dp.data.forcings import COMPUTED_FORCINGS
 from credit_dp.data.statistics import Statistics
 from credit_dp.errors import UserError
 from credit_dp.training.checkpoint_files import (
     check_shards,
-    locate,
-    read_numbers,
+    locate_checkpoint,
+    read_metadata,
     read_shards,
-    tensors_in,
+    read_tensor_metadata,
 )
-from credit_dp.training.run_folder import discard, unfinished
-from credit_dp.training.state import AVERAGE, MODEL, STATIC, VALID
+from credit_dp.training.run_folder import remove_if_possible, temporary_file
+from credit_dp.training.state import AVERAGE_PREFIX, MODEL_PREFIX, STATIC_KEY, VALID_KEY
 
 FORMAT = "credit_dp model 1"
-LATER = ("diagnostic", "variables")  # not in all files of this format
-LONGEST = 10**6  # hours: a step that any clock can add
+OPTIONAL_FIELDS = ("diagnostic", "variables")  # not in all files of this format
+MAX_STEP_HOURS = 10**6  # hours: a step that any clock can add
 # What text or numbers that are not what they should be end in.
-UNFIT = (AttributeError, KeyError, TypeError, ValueError, RecursionError, UserError)
+METADATA_ERRORS = (AttributeError, KeyError, TypeError, ValueError, RecursionError, UserError)
 
 
 @final
 @dataclass(frozen=True)
-class Contents:
+class ModelMetadata:
     """Which model it is, and what its channels mean.
 
     Attributes:
@@ -95,17 +95,17 @@ class Contents:
         return [*states, *self.forcing, *self.static]
 
     @property
-    def given_forcing(self) -> list[str]:
+    def external_forcing(self) -> list[str]:
         """The forcings that can't be computed from the time."""
-        return [name for name in self.forcing if name not in COMPUTED]
+        return [name for name in self.forcing if name not in COMPUTED_FORCINGS]
 
     @property
-    def treated(self) -> dict[str, VariableConfig]:
+    def variable_configs(self) -> dict[str, VariableConfig]:
         """What is done to the values of the variables that are not as by default."""
         return {name: VariableConfig(**keys) for name, keys in self.variables.items()}
 
     @property
-    def moments(self) -> Statistics:
+    def statistics_arrays(self) -> Statistics:
         """The statistics as arrays."""
         arrays = {name: np.array(values, float) for name, values in self.statistics.items()}
         return Statistics(**arrays)
@@ -125,25 +125,25 @@ class Contents:
             raise TypeError("a name or a unit is no text")
         if not np.isfinite(np.array([*self.latitude, *self.longitude], float)).all():
             raise ValueError("a latitude or longitude is no number")
-        for name, variable in self.treated.items():
+        for name, variable in self.variable_configs.items():
             variable.check(f"data.variables.{name}")
         if not 0 <= self.diagnostic < max(1, len(self.channels)):
             raise ValueError("diagnostic is out of range")
-        if self.frames < 1 or not 1 <= self.step_hours <= LONGEST:
+        if self.frames < 1 or not 1 <= self.step_hours <= MAX_STEP_HOURS:
             raise ValueError("frames or step_hours is out of range")
         lengths = {len(self.channels), len(self.units), *map(len, self._of_channels())}
         if len(lengths) > 1:
             raise ValueError("channels, units and statistics are not equally many")
-        if len(self.forcing) != len(self.moments.forcing_mean):
+        if len(self.forcing) != len(self.statistics_arrays.forcing_mean):
             raise ValueError("forcing and its statistics are not equally many")
-        if len(self.static) != len(self.moments.static_mean):
+        if len(self.static) != len(self.statistics_arrays.static_mean):
             raise ValueError("static fields and their statistics are not equally many")
 
     def _of_channels(self) -> list[NDArray[np.float64]]:
-        moments = self.moments
+        moments = self.statistics_arrays
         return [moments.mean, moments.std, moments.tendency_std]
 
-    def texts(self) -> dict[str, str]:
+    def to_texts(self) -> dict[str, str]:
         """All of it as the text that a safetensors file may carry; JSON where it is no text."""
         known = {
             "format": FORMAT,
@@ -158,7 +158,7 @@ class Contents:
         }
 
     @classmethod
-    def of_texts(cls, where: str, texts: Mapping[str, str]) -> "Contents":
+    def from_texts(cls, where: str, texts: Mapping[str, str]) -> "ModelMetadata":
         """Read what `texts` made.
 
         Raises:
@@ -170,14 +170,14 @@ class Contents:
             read: dict[str, Any] = {
                 each.name: texts[each.name] if each.type is str else json.loads(texts[each.name])
                 for each in fields(cls)
-                if each.name in texts or each.name not in LATER
+                if each.name in texts or each.name not in OPTIONAL_FIELDS
             }
             return cls(**read)
-        except UNFIT as error:
+        except METADATA_ERRORS as error:
             raise UserError(f"{where}: has metadata that can't be read ({error!r}).") from error
 
     @classmethod
-    def of_checkpoint(cls, where: str, numbers: Mapping[str, Any]) -> "Contents":
+    def from_checkpoint(cls, where: str, numbers: Mapping[str, Any]) -> "ModelMetadata":
         """What a checkpoint's `state.json` says.
 
         Raises:
@@ -200,7 +200,7 @@ class Contents:
                 seed=numbers["seed"],
                 versions=numbers["versions"],
             )
-        except UNFIT as error:
+        except METADATA_ERRORS as error:
             raise UserError(
                 f"{where}: does not say what its use without the data needs ({error!r}). "
                 "Go on with it for a step, with resume, to have it written anew."
@@ -209,13 +209,13 @@ class Contents:
 
 KEY = "checkpoint"  # what lines about one begin with
 # No module or parameter has names like these.
-STATIC_FIELDS = "credit_dp.static"
-VALID_POINTS = "credit_dp.valid"
+STATIC_TENSOR = "credit_dp.static"
+VALID_TENSOR = "credit_dp.valid"
 
 
 @final
 @dataclass(frozen=True)
-class Trained:
+class TrainedModel:
     """A trained model.
 
     Shapes:
@@ -223,21 +223,21 @@ class Trained:
         are values, or None: everywhere.
     """
 
-    contents: Contents
+    metadata: ModelMetadata
     weights: dict[str, Tensor]
     static: Tensor
     valid: Tensor | None = None
 
 
-def read_trained(path: str) -> Trained:
+def read_trained(path: str) -> TrainedModel:
     """Read an exported file, a checkpoint, or the newest checkpoint of a run; needs no ranks.
 
     Raises:
         UserError: there is none, or it can't be read.
     """
-    place = existing(path)
+    place = existing_path(path)
     if place is not None and place.is_file():
-        return read_file(place)
+        return read_safetensors(place)
     return read_checkpoint(checkpoint_at(path))
 
 
@@ -247,44 +247,48 @@ def checkpoint_at(path: str) -> Path:
     Raises:
         UserError: there is none.
     """
-    if existing(path) is None:
+    if existing_path(path) is None:
         raise UserError(
             f"{path}: does not exist. Give the folder of a run or of a checkpoint, or the file of "
             "an exported model."
         )
-    return locate(KEY, path)
+    return locate_checkpoint(KEY, path)
 
 
-def read_checkpoint(path: Path) -> Trained:
+def read_checkpoint(path: Path) -> TrainedModel:
     """Read what all ranks of a run have written.
 
     Raises:
         UserError: it can't be read, or says too little.
     """
-    numbers = read_numbers(KEY, path)
-    contents = Contents.of_checkpoint(str(path), numbers)
+    numbers = read_metadata(KEY, path)
+    contents = ModelMetadata.from_checkpoint(str(path), numbers)
     shapes = {name: tuple(shape) for name, shape in numbers["tensors"].items()}
     check_shards(KEY, path, shapes)
-    held = tensors_in(KEY, path)
+    held = read_tensor_metadata(KEY, path)
     room = {
         name: torch.empty(shape, dtype=held[name].properties.dtype)
         for name, shape in shapes.items()
-        if name.startswith((MODEL, AVERAGE)) or name in (STATIC, VALID)
+        if name.startswith((MODEL_PREFIX, AVERAGE_PREFIX)) or name in (STATIC_KEY, VALID_KEY)
     }
     read_shards(KEY, path, room, together=False)
-    if contents.static and STATIC not in room:
+    if contents.static and STATIC_KEY not in room:
         raise UserError(f"{path}: has no static fields, which the model needs.")
-    static = room.pop(STATIC, torch.empty(0, *contents.grid))
-    valid = room.pop(VALID, None)
+    static = room.pop(STATIC_KEY, torch.empty(0, *contents.grid))
+    valid = room.pop(VALID_KEY, None)
     check_fields(str(path), contents, static, valid)
-    weights = {n.removeprefix(MODEL): x for n, x in room.items() if n.startswith(MODEL)}
+    weights = {
+        n.removeprefix(MODEL_PREFIX): x for n, x in room.items() if n.startswith(MODEL_PREFIX)
+    }
     # Where weights were averaged, the averages are what forecasts are made with.
-    weights |= {n.removeprefix(AVERAGE): x for n, x in room.items() if n.startswith(AVERAGE)}
-    return Trained(contents, weights, static, valid)
+    weights |= {
+        n.removeprefix(AVERAGE_PREFIX): x for n, x in room.items() if n.startswith(AVERAGE_PREFIX)
+    }
+    return TrainedModel(contents, weights, static, valid)
 
 
-def read_file(path: Path) -> Trained:
-    """Read what `write_file` wrote.
+def read_safetensors(path: Path) -> TrainedModel:
+    """Read what `write_safetensors` wrote.
 
     Raises:
         UserError: it can't be read, or is of something else.
@@ -295,14 +299,14 @@ def read_file(path: Path) -> Trained:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: is not a readable safetensors file ({error}).") from error
-    contents = Contents.of_texts(str(path), texts)
-    static = tensors.pop(STATIC_FIELDS, torch.empty(0, *contents.grid))
-    valid = tensors.pop(VALID_POINTS, None)
+    contents = ModelMetadata.from_texts(str(path), texts)
+    static = tensors.pop(STATIC_TENSOR, torch.empty(0, *contents.grid))
+    valid = tensors.pop(VALID_TENSOR, None)
     check_fields(str(path), contents, static, valid)
-    return Trained(contents, tensors, static, valid)
+    return TrainedModel(contents, tensors, static, valid)
 
 
-def check_fields(where: str, contents: Contents, static: Tensor, valid: Tensor | None) -> None:
+def check_fields(where: str, contents: ModelMetadata, static: Tensor, valid: Tensor | None) -> None:
     """Refuse static fields that are not those which the model needs, or points of another grid."""
     wanted = (len(contents.static), *contents.grid)
     if tuple(static.shape) != wanted:
@@ -318,16 +322,16 @@ def check_fields(where: str, contents: Contents, static: Tensor, valid: Tensor |
         )
 
 
-def write_file(trained: Trained, path: Path) -> None:
+def write_safetensors(trained: TrainedModel, path: Path) -> None:
     """Write one plain safetensors file, whole or not at all.
 
     Raises:
         UserError: it could not be written.
     """
-    tensors = {**trained.weights, STATIC_FIELDS: trained.static}
+    tensors = {**trained.weights, STATIC_TENSOR: trained.static}
     if trained.valid is not None:
-        tensors[VALID_POINTS] = trained.valid
-    content = save(tensors, trained.contents.texts())
+        tensors[VALID_TENSOR] = trained.valid
+    content = save(tensors, trained.metadata.to_texts())
     write_bytes(path, content)
 
 
@@ -337,7 +341,7 @@ def write_bytes(path: Path, content: bytes) -> None:
     Raises:
         UserError: it could not be written.
     """
-    temporary = unfinished(path)
+    temporary = temporary_file(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with temporary.open("wb") as file:
@@ -346,7 +350,7 @@ def write_bytes(path: Path, content: bytes) -> None:
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except OSError as error:
-        discard(temporary)
+        remove_if_possible(temporary)
         raise UserError(
             f"{path}: could not be written ({error.strerror or error}). "
             "Free space there or change --output."

@@ -9,21 +9,21 @@ from torch import Tensor, nn
 
 from credit_dp.config import ModelConfig, VariableConfig
 from credit_dp.data.channels import Channel, Channels
-from credit_dp.data.forcings import COMPUTED, COMPUTED_STATICS
-from credit_dp.data.scaling import ChannelScales, Extent
-from credit_dp.data.statistics import Statistics, transformed_tensor
+from credit_dp.data.forcings import COMPUTED_FORCINGS, COMPUTED_STATICS
+from credit_dp.data.scaling import ChannelScaler, ChannelStatistics
+from credit_dp.data.statistics import Statistics, apply_transform_tensor
 from credit_dp.errors import UserError
-from credit_dp.export.file import Trained
+from credit_dp.export.file import TrainedModel
 from credit_dp.models import build_model
-from credit_dp.training.checkpoint import check_fit
+from credit_dp.training.checkpoint import check_model_shapes
 from credit_dp.training.forecast_step import ForecastStep
-from credit_dp.training.state import MODEL, model_tensors
+from credit_dp.training.state import MODEL_PREFIX, model_tensors
 
-AS_IT_IS = VariableConfig(normalise="none")
+UNNORMALISED = VariableConfig(normalise="none")
 
 
 @final
-class ChannelUnits:
+class ChannelNormaliser:
     """Normalises some channels and undoes it, as for training; gradients go through both.
 
     Args:
@@ -41,20 +41,20 @@ class ChannelUnits:
         statistics: Statistics,
         prefix: str = "",
     ) -> None:
-        computed = dict.fromkeys([*COMPUTED, *COMPUTED_STATICS], AS_IT_IS)
+        computed = dict.fromkeys([*COMPUTED_FORCINGS, *COMPUTED_STATICS], UNNORMALISED)
         self._names = names
         self._variables = {**variables, **computed}
-        self._extent = Extent.of(statistics, prefix)
-        self._scales: dict[tuple[torch.dtype, torch.device], ChannelScales] = {}
+        self._extent = ChannelStatistics.of(statistics, prefix)
+        self._scales: dict[tuple[torch.dtype, torch.device], ChannelScaler] = {}
 
-    def scales(self, like: Tensor) -> ChannelScales:
+    def scales(self, like: Tensor) -> ChannelScaler:
         """Shift, scale and fill of each channel, with the dtype and on the device of `like`."""
         key = (like.dtype, like.device)
         if key not in self._scales:
-            self._scales[key] = ChannelScales(self._names, self._variables, self._extent, *key)
+            self._scales[key] = ChannelScaler(self._names, self._variables, self._extent, *key)
         return self._scales[key]
 
-    def normalised(self, values: Tensor, like: Tensor, valid: Tensor | None = None) -> Tensor:
+    def normalise(self, values: Tensor, like: Tensor, valid: Tensor | None = None) -> Tensor:
         """The first channels in the data's units -> normalised, as `like`.
 
         What is NaN, or not valid, becomes the variable's fill, if it has one.
@@ -67,7 +67,7 @@ class ChannelUnits:
         configs = [self._variables.get(name) or VariableConfig() for name in self._names[:count]]
         if any(config.log1p_scale > 0 for config in configs):
             parts = zip(values.unbind(-3), configs, strict=True)
-            values = torch.stack([transformed_tensor(*part) for part in parts], dim=-3)
+            values = torch.stack([apply_transform_tensor(*part) for part in parts], dim=-3)
         values = (values - scales.shift[:count]) / scales.scale[:count]
         filled = torch.tensor([config.fill is not None for config in configs]).to(values.device)
         if not filled.any():
@@ -77,9 +77,9 @@ class ChannelUnits:
             there = there & valid[:count].to(values.device)
         return torch.where(there | ~filled[:, None, None], values, scales.fills[:count])
 
-    def physical(self, values: Tensor, valid: Tensor | None = None) -> Tensor:
+    def denormalise(self, values: Tensor, valid: Tensor | None = None) -> Tensor:
         """The first channels, normalised -> in the data's units, NaN where not valid."""
-        return self.scales(values).physical(values, valid)
+        return self.scales(values).denormalise(values, valid)
 
 
 Times = Sequence[np.datetime64] | np.ndarray
@@ -114,9 +114,9 @@ class Forecaster(nn.Module):
     static: Tensor
     valid: Tensor | None
 
-    def __init__(self, model: nn.Module, trained: Trained) -> None:
+    def __init__(self, model: nn.Module, trained: TrainedModel) -> None:
         super().__init__()
-        contents = trained.contents
+        contents = trained.metadata
         self.model = model
         self.variables = tuple(contents.outputs)
         self.states = contents.states
@@ -125,22 +125,24 @@ class Forecaster(nn.Module):
         self.longitude = np.array(contents.longitude)
         self.step = np.timedelta64(contents.step_hours, "h")
         self.frames = contents.frames
-        self.forcing = tuple(contents.given_forcing)
+        self.forcing = tuple(contents.external_forcing)
         self.config = contents.config
-        self.contents = contents
-        self._keep(trained)
+        self.metadata = contents
+        self._register_normalisation(trained)
 
-    def _keep(self, trained: Trained) -> None:
+    def _register_normalisation(self, trained: TrainedModel) -> None:
         """Hold what normalises, in the model's type, where it moves with the model."""
-        contents, like = trained.contents, torch.zeros((), dtype=_dtype(trained))
-        moments, treated = contents.moments, contents.treated
+        contents, like = trained.metadata, torch.zeros((), dtype=_compute_dtype(trained))
+        moments, treated = contents.statistics_arrays, contents.variable_configs
         out = [variable for variable, _ in contents.channels]
-        self._out = ChannelUnits(out, treated, moments)
-        self._given = ChannelUnits(contents.forcing, treated, moments, "forcing_")
-        scale = self._out.scales(like).scaled(moments.tendency_std)[: contents.states]
+        self._output_normaliser = ChannelNormaliser(out, treated, moments)
+        self._forcing_normaliser = ChannelNormaliser(contents.forcing, treated, moments, "forcing_")
+        scale = self._output_normaliser.scales(like).divide_by_scale(moments.tendency_std)[
+            : contents.states
+        ]
         self.register_buffer("tendency_scale", scale, persistent=False)
-        units = ChannelUnits(contents.static, treated, moments, "static_")
-        self.register_buffer("static", units.normalised(trained.static, like), persistent=False)
+        units = ChannelNormaliser(contents.static, treated, moments, "static_")
+        self.register_buffer("static", units.normalise(trained.static, like), persistent=False)
         valid = None if trained.valid is None else trained.valid.bool()
         self.register_buffer("valid", valid, persistent=False)
 
@@ -153,8 +155,8 @@ class Forecaster(nn.Module):
         Shapes:
             `(states, 1, 1)`.
         """
-        scales = self._out.scales(self.tendency_scale)
-        return scales.physical(scales.means[: self.states], None)
+        scales = self._output_normaliser.scales(self.tendency_scale)
+        return scales.denormalise(scales.means[: self.states], None)
 
     def rollout(
         self,
@@ -176,7 +178,7 @@ class Forecaster(nn.Module):
         Raises:
             UserError: as in `forward`.
         """
-        moments = _dates(times)
+        moments = _to_datetime64(times)
         for _ in range(steps):
             later = self(fields, moments, None if forcing is None else forcing(moments))
             yield later
@@ -189,36 +191,40 @@ class Forecaster(nn.Module):
         Raises:
             UserError: a shape or a type is not as needed.
         """
-        moments = _dates(times)
-        given = self._checked(fields, moments, forcing)
-        shape = (len(moments), self.frames, self.states, *self.contents.grid)
-        now = self._out.normalised(fields.reshape(shape), self.static, self.valid).flatten(1, 2)
-        step = ForecastStep(self.model, self.tendency_scale, self.contents.residual)
+        moments = _to_datetime64(times)
+        given = self._checked_forcing(fields, moments, forcing)
+        shape = (len(moments), self.frames, self.states, *self.metadata.grid)
+        now = self._output_normaliser.normalise(
+            fields.reshape(shape), self.static, self.valid
+        ).flatten(1, 2)
+        step = ForecastStep(self.model, self.tendency_scale, self.metadata.residual)
         static = self.static.expand(len(now), -1, -1, -1)
-        later = step(now, self._forcing(moments, given), static)
-        return self._out.physical(later, self.valid)
+        later = step(now, self._normalised_forcing(moments, given), static)
+        return self._output_normaliser.denormalise(later, self.valid)
 
-    def _forcing(self, times: np.ndarray, given: Tensor) -> Tensor:
+    def _normalised_forcing(self, times: np.ndarray, given: Tensor) -> Tensor:
         """Normalised forcings, in the model's order."""
         found = []
-        for name in self.contents.forcing:
-            if name in COMPUTED:
+        for name in self.metadata.forcing:
+            if name in COMPUTED_FORCINGS:
                 # As the store gives them: rounded to single precision.
-                values = COMPUTED[name](times, self.latitude, self.longitude).astype(np.float32)
+                values = COMPUTED_FORCINGS[name](times, self.latitude, self.longitude).astype(
+                    np.float32
+                )
                 field = torch.from_numpy(values).to(self.static)
             else:
                 field = given[:, self.forcing.index(name)].to(self.static)
             found.append(field)
         if not found:
-            return self.static.new_empty(len(times), 0, *self.contents.grid)
-        return self._given.normalised(torch.stack(found, dim=1), self.static)
+            return self.static.new_empty(len(times), 0, *self.metadata.grid)
+        return self._forcing_normaliser.normalise(torch.stack(found, dim=1), self.static)
 
-    def _checked(self, fields: Tensor, times: np.ndarray, forcing: Tensor | None) -> Tensor:
+    def _checked_forcing(self, fields: Tensor, times: np.ndarray, forcing: Tensor | None) -> Tensor:
         """The forcing, empty if there is none; refuse what does not fit."""
-        states, out, grid = self.frames * self.states, len(self.variables), self.contents.grid
+        states, out, grid = self.frames * self.states, len(self.variables), self.metadata.grid
         each = "the states" if self.frames == 1 else f"{self.frames} x {self.states} states"
         hint = ""
-        if states != _channels(fields) in (out, states - self.states + out):
+        if states != _channel_count(fields) in (out, states - self.states + out):
             hint = (
                 f" The last {out - self.states} of what comes out do not go in again: leave them "
                 "out, with fields[:, : model.states], or use model.rollout."
@@ -238,7 +244,7 @@ class Forecaster(nn.Module):
         return given
 
 
-def _dates(times: Times) -> np.ndarray:
+def _to_datetime64(times: Times) -> np.ndarray:
     """`(B,)` datetime64[ns].
 
     Raises:
@@ -254,7 +260,7 @@ def _dates(times: Times) -> np.ndarray:
     return dates
 
 
-def _channels(fields: object) -> int | None:
+def _channel_count(fields: object) -> int | None:
     """How many channels a tensor has, if it is one of fields."""
     return fields.shape[1] if isinstance(fields, Tensor) and fields.ndim == 4 else None
 
@@ -285,13 +291,13 @@ def _check_tensor(
     raise UserError(f"{name}: needs {needs} x {rows} rows x {columns} columns, got {got}.{hint}")
 
 
-def build_forecaster(where: str, trained: Trained, config: ModelConfig) -> Forecaster:
+def build_forecaster(where: str, trained: TrainedModel, config: ModelConfig) -> Forecaster:
     """Build the model of `config` and give it the weights.
 
     Raises:
         UserError: the weights are not those of this model.
     """
-    contents = trained.contents
+    contents = trained.metadata
     out = tuple(Channel(variable, level) for variable, level in contents.channels)
     channels = Channels(
         prognostic=out[: contents.states],
@@ -301,9 +307,9 @@ def build_forecaster(where: str, trained: Trained, config: ModelConfig) -> Forec
     )
     with torch.random.fork_rng(devices=[]):
         model = build_model(config, channels.fields(contents.frames), contents.grid)
-    model.to(_dtype(trained))
-    room = {name.removeprefix(MODEL): held for name, held in model_tensors((model,)).items()}
-    check_fit(
+    model.to(_compute_dtype(trained))
+    room = {name.removeprefix(MODEL_PREFIX): held for name, held in model_tensors((model,)).items()}
+    check_model_shapes(
         f"{where}:",
         {name: tuple(tensor.shape) for name, tensor in trained.weights.items()},
         {name: tuple(tensor.shape) for name, tensor in room.items()},
@@ -314,7 +320,7 @@ def build_forecaster(where: str, trained: Trained, config: ModelConfig) -> Forec
     return Forecaster(model, trained).eval()
 
 
-def _dtype(trained: Trained) -> torch.dtype:
+def _compute_dtype(trained: TrainedModel) -> torch.dtype:
     """What the model computes in."""
     floats = (x.dtype for x in trained.weights.values() if x.is_floating_point())
     return next(floats, torch.float32)

@@ -4,12 +4,12 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from credit_dp.config import ModelConfig, OwnModelConfig
-from credit_dp.config.model import with_former_defaults
+from credit_dp.config.model import with_legacy_defaults
 from credit_dp.errors import UserError
-from credit_dp.export.file import Contents, read_trained
+from credit_dp.export.file import ModelMetadata, read_trained
 from credit_dp.export.forecaster import Forecaster, build_forecaster
-from credit_dp.plugins import first_line, how_to_register, registered
-from credit_dp.training.data_description import KINDS
+from credit_dp.plugins import find_plugins, first_line, registration_hint
+from credit_dp.training.data_description import MODEL_KINDS
 
 
 def load(path: str, device: str = "cpu") -> Forecaster:
@@ -22,23 +22,23 @@ def load(path: str, device: str = "cpu") -> Forecaster:
         UserError: there is none, it can't be read, or its model is not known.
     """
     trained = read_trained(path)
-    config = config_of(path, trained.contents)
+    config = build_model_config(path, trained.metadata)
     return build_forecaster(path, trained, config).to(device)
 
 
-def config_of(where: str, contents: Contents) -> ModelConfig:
+def build_model_config(where: str, contents: ModelMetadata) -> ModelConfig:
     """The model's config, checked as on the command line.
 
     Raises:
         UserError: nobody knows a model of this kind, or not with these keys.
     """
-    known = KINDS | registered(OwnModelConfig, KINDS)
+    known = MODEL_KINDS | find_plugins(OwnModelConfig, MODEL_KINDS)
     if contents.kind not in known:
         raise UserError(
             f"{where}: needs the model {contents.kind!r}, but only {', '.join(known)} are known."
-            f"{how_to_register(OwnModelConfig.plugin_kind)}"
+            f"{registration_hint(OwnModelConfig.plugin_kind)}"
         )
-    keys = with_former_defaults(contents.kind, contents.keys)
+    keys = with_legacy_defaults(contents.kind, contents.keys)
     if any("${" in str(value) for value in keys.values()):
         raise UserError(f"{where}: a key of its model holds an interpolation, which is not read.")
     try:

@@ -10,17 +10,17 @@ from numpy.typing import NDArray
 
 from credit_dp.data.channels import Channel
 from credit_dp.data.store import Store
-from credit_dp.data.units import KNOWN, canonical, is_accumulated
+from credit_dp.data.units import KNOWN_VARIABLES, canonical_unit, is_accumulated
 from credit_dp.errors import UserError
-from credit_dp.forecast.request import ForecastConfig, Job, Request, Times
+from credit_dp.forecast.request import ForecastConfig, ForecastJob, ForecastRequest, Times
 
 CONVENTIONS = "CF-1.11"
 EPOCH = np.datetime64("1900-01-01", "h")
 CALENDAR = {"units": "hours since 1900-01-01", "calendar": "proleptic_gregorian"}
-LEAD = "prediction_timedelta"
-LEAD_BOUNDS = f"{LEAD}_bounds"
-HOURS = {"units": "hours", "dtype": "timedelta64[ns]"}  # by which xarray knows a time span
-PRESSURE = ("air_pressure", "pressure level", "hPa")
+LEAD_DIM = "prediction_timedelta"
+LEAD_BOUNDS = f"{LEAD_DIM}_bounds"
+LEAD_ENCODING = {"units": "hours", "dtype": "timedelta64[ns]"}  # by which xarray knows a time span
+PRESSURE_LEVEL = ("air_pressure", "pressure level", "hPa")
 MODEL_LEVEL = ("model_level_number", "model level, from the top", "1")
 
 Attributes = dict[str, Any]
@@ -57,7 +57,7 @@ class Variable(NamedTuple):
 
 @final
 @dataclass(frozen=True)
-class Form:
+class ForecastFormat:
     """What a forecast consists of.
 
     Attributes:
@@ -81,12 +81,14 @@ class Form:
     model_levels: bool = False
 
     @classmethod
-    def of(cls, store: Store, units: Mapping[str, str], request: Request) -> "Form":
+    def of(
+        cls, store: Store, units: Mapping[str, str], request: ForecastRequest
+    ) -> "ForecastFormat":
         """The one of a request, on the grid of a store."""
-        names = dict.fromkeys(channel.variable for channel in store.channels.out)
+        names = dict.fromkeys(channel.variable for channel in store.channels.output_channels)
         summed = tuple(name for name in names if is_accumulated(name, store.config))
         return cls(
-            channels=store.channels.out,
+            channels=store.channels.output_channels,
             units=units,
             times=request.initial_times(),
             hours=request.lead_hours(store.config.step_hours),
@@ -115,15 +117,15 @@ class Form:
         for name in dict.fromkeys(channel.variable for channel in self.channels):
             places = [i for i, channel in enumerate(self.channels) if channel.variable == name]
             level = ("level",) if self.channels[places[0]].level is not None else ()
-            dims = (*self.leading, *level, "latitude", "longitude")
+            dims = (*self.leading_dims, *level, "latitude", "longitude")
             span = slice(places[0], places[-1] + 1)
-            found.append(Variable(name, span, dims, self._described(name)))
+            found.append(Variable(name, span, dims, self._variable_attributes(name)))
         return found
 
     @property
-    def leading(self) -> tuple[str, ...]:
+    def leading_dims(self) -> tuple[str, ...]:
         """The dimensions that every variable begins with: a field on disk is one place of them."""
-        return (*(("number",) if self.members else ()), "time", LEAD)
+        return (*(("number",) if self.members else ()), "time", LEAD_DIM)
 
     @property
     def coordinates(self) -> dict[str, Coordinate]:
@@ -131,25 +133,29 @@ class Form:
         known = {
             "number": Coordinate(
                 np.arange(self.members),
-                _named("realization", "member of the ensemble", {"units": "1"}),
+                _coordinate_attributes("realization", "member of the ensemble", {"units": "1"}),
             ),
             "time": Coordinate(
                 (self.times.astype("M8[h]") - EPOCH).astype(np.int64),
-                _named("forecast_reference_time", "initial time", CALENDAR),
+                _coordinate_attributes("forecast_reference_time", "initial time", CALENDAR),
             ),
-            LEAD: Coordinate(
+            LEAD_DIM: Coordinate(
                 np.array(self.hours, np.int64),
-                _named("forecast_period", "lead time", HOURS)
+                _coordinate_attributes("forecast_period", "lead time", LEAD_ENCODING)
                 | ({"bounds": LEAD_BOUNDS} if self.summed else {}),
             ),
-            "level": Coordinate(np.array(self.levels, np.int64), self._level_described()),
+            "level": Coordinate(np.array(self.levels, np.int64), self._level_attributes()),
             "latitude": Coordinate(
                 self.latitude,
-                _named("latitude", "latitude", {"units": "degrees_north", "axis": "Y"}),
+                _coordinate_attributes(
+                    "latitude", "latitude", {"units": "degrees_north", "axis": "Y"}
+                ),
             ),
             "longitude": Coordinate(
                 self.longitude,
-                _named("longitude", "longitude", {"units": "degrees_east", "axis": "X"}),
+                _coordinate_attributes(
+                    "longitude", "longitude", {"units": "degrees_east", "axis": "X"}
+                ),
             ),
         }
         return {name: found for name, found in known.items() if len(found.values)}
@@ -161,7 +167,7 @@ class Form:
             return ()
         hours = np.array(self.hours, np.int64)
         values = np.stack([hours - self.span, hours], axis=1)
-        return (Bounds(LEAD_BOUNDS, (LEAD, "bounds"), values),)
+        return (Bounds(LEAD_BOUNDS, (LEAD_DIM, "bounds"), values),)
 
     def shape(self, variable: Variable) -> tuple[int, ...]:
         """Sizes of all dimensions of a variable."""
@@ -171,14 +177,14 @@ class Form:
         """Where a field lies in the `leading` dimensions."""
         return (*((member,) if self.members else ()), time, lead)
 
-    def told(self, job: Job, lead: int) -> str:
+    def describe_field(self, job: ForecastJob, lead: int) -> str:
         """Which forecast and lead time, for people."""
         member = f", member {job.member}" if self.members else ""
         return f"{self.times[job.time].astype('M8[h]')} +{self.hours[lead]}h{member}"
 
-    def _described(self, name: str) -> Attributes:
-        unit = canonical(self.units.get(name, ""))
-        known = KNOWN.get(name)
+    def _variable_attributes(self, name: str) -> Attributes:
+        unit = canonical_unit(self.units.get(name, ""))
+        known = KNOWN_VARIABLES.get(name)
         names = known.standard_names if known is not None else ()
         return {
             **({"standard_name": names[0]} if names else {}),
@@ -192,19 +198,23 @@ class Form:
     def _cell_methods(self, name: str) -> Attributes:
         if not self.summed:
             return {}
-        return {"cell_methods": f"{LEAD}: {'sum' if name in self.summed else 'point'}"}
+        return {"cell_methods": f"{LEAD_DIM}: {'sum' if name in self.summed else 'point'}"}
 
-    def _level_described(self) -> Attributes:
-        standard_name, long_name, units = MODEL_LEVEL if self.model_levels else PRESSURE
-        return _named(standard_name, long_name, {"units": units, "positive": "down", "axis": "Z"})
+    def _level_attributes(self) -> Attributes:
+        standard_name, long_name, units = MODEL_LEVEL if self.model_levels else PRESSURE_LEVEL
+        return _coordinate_attributes(
+            standard_name, long_name, {"units": units, "positive": "down", "axis": "Z"}
+        )
 
 
-def _named(standard_name: str, long_name: str, others: Mapping[str, Any]) -> Attributes:
+def _coordinate_attributes(
+    standard_name: str, long_name: str, others: Mapping[str, Any]
+) -> Attributes:
     return {"standard_name": standard_name, "long_name": long_name, **others}
 
 
-SHOWN = 60  # characters of a value in a message
-KEYS = {
+MAX_VALUE_LENGTH = 60  # characters of a value in a message
+SETTING_KEYS = {
     "dtype": "trainer.dtype",
     "hours": "lead or every",
     "stores": "data.store",
@@ -217,7 +227,7 @@ Settings = dict[str, Any]
 
 
 def settings_of(
-    config: ForecastConfig, form: Form, weights: str, stores: Sequence[str]
+    config: ForecastConfig, form: ForecastFormat, weights: str, stores: Sequence[str]
 ) -> Settings:
     """All that a forecast depends on but for the mesh, which only rounds differently.
 
@@ -233,22 +243,22 @@ def settings_of(
         "variables": {name: asdict(variables[name]) for name in sorted(variables)},
         "perturb": request.perturb,
         "perturb_seed": request.perturb_seed,
-        **describe(form),
+        **format_to_json(form),
     }
 
 
-def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+def describe_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     """What was another one, for people; empty if all is the same."""
     for key in sorted({*before, *now}):
         if before.get(key) != now.get(key):
             values = (before.get(key), now.get(key))
-            if max(len(str(value)) for value in values) > SHOWN:
-                return f"another {KEYS.get(key, key)}"
-            return f"{KEYS.get(key, key)}={values[0]}, not {values[1]}"
+            if max(len(str(value)) for value in values) > MAX_VALUE_LENGTH:
+                return f"another {SETTING_KEYS.get(key, key)}"
+            return f"{SETTING_KEYS.get(key, key)}={values[0]}, not {values[1]}"
     return ""
 
 
-def describe(form: Form) -> Settings:
+def format_to_json(form: ForecastFormat) -> Settings:
     """A form as JSON."""
     return {
         "channels": [[channel.variable, channel.level] for channel in form.channels],
@@ -264,14 +274,14 @@ def describe(form: Form) -> Settings:
     }
 
 
-def form_of(place: Path, said: Mapping[str, Any]) -> Form:
+def format_from_json(place: Path, said: Mapping[str, Any]) -> ForecastFormat:
     """What `describe` made.
 
     Raises:
         UserError: it is damaged.
     """
     try:
-        return Form(
+        return ForecastFormat(
             tuple(Channel(variable, level) for variable, level in said["channels"]),
             dict(said["units"]),
             np.array(said["times"], "M8[ns]"),

@@ -8,16 +8,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from credit_dp.data.forcings import COMPUTED
+from credit_dp.data.forcings import COMPUTED_FORCINGS
 from credit_dp.data.loader import Normaliser
-from credit_dp.data.sampling import frame_steps
-from credit_dp.data.setup import Prepared
+from credit_dp.data.sampling import frame_offsets
+from credit_dp.data.setup import TrainingData
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
-from credit_dp.forecast.request import Job, Request, Times
+from credit_dp.forecast.request import ForecastJob, ForecastRequest, Times
 
-LENGTH = 0.16  # of the earth's radius: about 1000 km
-WAVES = 256
+CORRELATION_LENGTH = 0.16  # of the earth's radius: about 1000 km
+WAVE_COUNT = 256
 
 Matrix = NDArray[np.float64]
 
@@ -38,16 +38,16 @@ class Perturbations:
         self._latitude, self._longitude = np.deg2rad(latitude), np.deg2rad(longitude)
         self._channels = channels
 
-    def draw(self, time: np.datetime64, job: Job) -> Matrix:
+    def draw(self, time: np.datetime64, job: ForecastJob) -> Matrix:
         """Fields of mean 0 and variance 1: `(C, h, W)`, the same whatever the other rows are."""
         hours = int(time.astype("M8[h]").astype(np.int64)) + 2**40  # none is negative
         random = np.random.default_rng([self._seed, hours, job.member])
-        waves = random.standard_normal((WAVES, 3)) / LENGTH
-        amplitudes = random.standard_normal((self._channels, 2 * WAVES)) / np.sqrt(WAVES)
-        rows = [amplitudes @ self._waves(waves, latitude) for latitude in self._latitude]
+        waves = random.standard_normal((WAVE_COUNT, 3)) / CORRELATION_LENGTH
+        amplitudes = random.standard_normal((self._channels, 2 * WAVE_COUNT)) / np.sqrt(WAVE_COUNT)
+        rows = [amplitudes @ self._wave_basis(waves, latitude) for latitude in self._latitude]
         return np.stack(rows, axis=1)
 
-    def _waves(self, waves: Matrix, latitude: float) -> Matrix:
+    def _wave_basis(self, waves: Matrix, latitude: float) -> Matrix:
         """Cosines and sines on one row: `(2 WAVES, W)`."""
         around = np.cos(latitude)
         points = np.stack(
@@ -75,8 +75,8 @@ class InitialStates:
 
     def __init__(
         self,
-        prepared: Prepared,
-        request: Request,
+        prepared: TrainingData,
+        request: ForecastRequest,
         frames: int,
         rows: slice,
         like: Tensor,
@@ -86,47 +86,47 @@ class InitialStates:
         self.normaliser = Normaliser.of(prepared, like.dtype, like.device)
         step_hours = self.store.config.step_hours
         self._step = np.timedelta64(step_hours, "h")
-        self._frames = frame_steps(frames, step_hours)
+        self._frames = frame_offsets(frames, step_hours)
         self.steps = request.lead_hours(step_hours)[-1] // step_hours
         self._static = self.normaliser.static(self.store.static(rows))
-        masks = self.store.masks(rows)
+        masks = self.store.valid_mask(rows)
         self._valid = None if masks is None else torch.from_numpy(masks).to(like.device)
-        self._size = request.perturb
+        self._amplitude = request.perturb
         states = self.store.channels.states
-        self._deviations = self._in_deviations(prepared)[:states]
+        self._std = self._normalised_std(prepared)[:states]
         latitude, longitude = self.store.latitude[rows], self.store.longitude
-        self._noise = Perturbations(request.perturb_seed, latitude, longitude, states)
+        self._perturbations = Perturbations(request.perturb_seed, latitude, longitude, states)
 
-    def _in_deviations(self, prepared: Prepared) -> Tensor:
+    def _normalised_std(self, prepared: TrainingData) -> Tensor:
         """A standard deviation of each channel in normalised units, `(outputs, 1, 1)`."""
         statistics = prepared.statistics
         changes = np.where(statistics.tendency_std > 0, statistics.tendency_std, 1.0)
         ratio = torch.from_numpy(statistics.std / changes)[:, None, None]
         return self.normaliser.tendency_scale * ratio.to(self.normaliser.tendency_scale)
 
-    def start(self, job: Job) -> Tensor:
+    def start(self, job: ForecastJob) -> Tensor:
         """What one forecast starts from, `(1, frames * C, h, W)`, the newest state last."""
         times = self.times[job.time] + self._frames
-        states = self.normaliser.state(self.store.read_times(times, self.rows))
-        if self._size:
-            noise = torch.from_numpy(self._noise.draw(self.times[job.time], job)).to(states)
+        states = self.normaliser.state(self.store.read_states(times, self.rows))
+        if self._amplitude:
+            noise = torch.from_numpy(self._perturbations.draw(self.times[job.time], job)).to(states)
             # The same on all states: the tendency between them stays as it was.
-            states = states + self._size * self._deviations * noise
+            states = states + self._amplitude * self._std * noise
             if self._valid is not None:
                 count = states.shape[1]
                 fills = self.normaliser.fills[:count]
                 states = torch.where(self._valid[:count], states, fills)
         return states.flatten(0, 1)[None]
 
-    def forcings(self, job: Job) -> Iterator[Tensor]:
+    def forcings(self, job: ForecastJob) -> Iterator[Tensor]:
         """Those of each step, `(1, F, h, W)`, read as they are needed."""
         for step in range(self.steps):
             time = self.times[[job.time]] + step * self._step
-            yield self.normaliser.forcing(self.store.forcing_times(time, self.rows))
+            yield self.normaliser.forcing(self.store.read_forcing(time, self.rows))
 
-    def physical(self, fields: Tensor) -> Tensor:
+    def denormalise(self, fields: Tensor) -> Tensor:
         """Normalised fields in the store's units: `(B, C + D, h, W)`; NaN where there are none."""
-        return self.normaliser.physical(fields, self._valid)
+        return self.normaliser.denormalise(fields, self._valid)
 
     @property
     def static(self) -> Tensor:
@@ -134,17 +134,17 @@ class InitialStates:
         return self._static[None]
 
 
-def check_times(store: Store, request: Request, frames: int) -> None:
+def check_times(store: Store, request: ForecastRequest, frames: int) -> None:
     """Refuse initial times that the store can't serve, before anything is built or written.
 
     Raises:
         UserError: a time that a forecast starts from or is driven by is not in the store.
     """
     hours, times = store.config.step_hours, request.initial_times()
-    _refuse_absent(store, times[:, None] + frame_steps(frames, hours), "a state")
-    if any(name not in COMPUTED for name in store.channels.forcing):
+    _refuse_absent(store, times[:, None] + frame_offsets(frames, hours), "a state")
+    if any(name not in COMPUTED_FORCINGS for name in store.channels.forcing):
         steps = request.lead_hours(hours)[-1] // hours
-        _refuse_absent(store, times[:, None] + frame_steps(1, hours, steps - 1), "the forcing")
+        _refuse_absent(store, times[:, None] + frame_offsets(1, hours, steps - 1), "the forcing")
 
 
 def _refuse_absent(store: Store, wanted: Times, what: str) -> None:

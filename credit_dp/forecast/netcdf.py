@@ -17,34 +17,34 @@ from numpy.typing import NDArray
 from xarray.backends.locks import HDF5_LOCK, NETCDFC_LOCK, combine_locks
 from zarr.storage import LocalStore
 
-from credit_dp.data.rechunk.target import write_whole
+from credit_dp.data.rechunk.target import write_bytes_atomic
 from credit_dp.data.sources.address import reason_of
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.errors import UserError
-from credit_dp.forecast.format import Form, Variable
-from credit_dp.forecast.request import Job
+from credit_dp.forecast.format import ForecastFormat, Variable
+from credit_dp.forecast.request import ForecastJob
 from credit_dp.forecast.writer import (
-    ATTRIBUTE,
-    ENDING,
+    PARTIAL_SUFFIX,
+    SETTINGS_ATTRIBUTE,
     Fields,
-    Missing,
-    Part,
-    Writer,
-    disk,
+    ForecastPart,
+    ForecastWriter,
+    MissingField,
+    disk_errors,
+    fsync_path,
     global_attributes,
-    sync,
 )
 from credit_dp.forecast.zarr import ZarrWriter
 
-ROWS = "credit_dp_rows"  # of a file: first row, the row after the last, rows of the globe
-LEVEL: Final = 1  # of compression
+ROWS_ATTRIBUTE = "credit_dp_rows"  # of a file: first row, the row after the last, rows of the globe
+COMPRESSION_LEVEL: Final = 1  # of compression
 # The libraries are not safe among threads, and stores may be netCDF, too.
-LIBRARY = combine_locks([NETCDFC_LOCK, HDF5_LOCK])
+LIBRARY_LOCK = combine_locks([NETCDFC_LOCK, HDF5_LOCK])
 
 
-def create(
+def create_file(
     path: Path,
-    form: Form,
+    form: ForecastFormat,
     settings: Mapping[str, Any],
     parts: Mapping[str, slice],
     levels_apart: bool = False,
@@ -59,7 +59,7 @@ def create(
     file = netCDF4.Dataset(path, "w", format="NETCDF4")
     rows = parts.get("latitude", slice(0, form.height))
     file.setncatts(global_attributes(settings))
-    file.setncattr(ROWS, np.array([rows.start, rows.stop, form.height], np.int32))
+    file.setncattr(ROWS_ATTRIBUTE, np.array([rows.start, rows.stop, form.height], np.int32))
     for name, coordinate in form.coordinates.items():
         values = coordinate.values[parts.get(name, slice(None))]
         file.createDimension(name, len(values))
@@ -71,11 +71,13 @@ def create(
         made = file.createVariable(bounds.name, bounds.values.dtype, bounds.dims)
         made[:] = bounds.values
     for variable in form.variables:
-        _make(file, variable, len(form.leading) + (levels_apart and variable.on_levels))
+        _create_variable(
+            file, variable, len(form.leading_dims) + (levels_apart and variable.on_levels)
+        )
     return file
 
 
-def _make(file: netCDF4.Dataset, variable: Variable, ones: int) -> None:
+def _create_variable(file: netCDF4.Dataset, variable: Variable, ones: int) -> None:
     """A variable with chunks of one place along the first `ones` dimensions."""
     sizes = [len(file.dimensions[dim]) for dim in variable.dims]
     made = file.createVariable(
@@ -83,7 +85,7 @@ def _make(file: netCDF4.Dataset, variable: Variable, ones: int) -> None:
         "f4",
         variable.dims,
         compression="zlib",
-        complevel=LEVEL,
+        complevel=COMPRESSION_LEVEL,
         shuffle=True,
         fletcher32=True,
         chunksizes=[1] * ones + sizes[ones:],
@@ -92,17 +94,17 @@ def _make(file: netCDF4.Dataset, variable: Variable, ones: int) -> None:
     made.setncatts(variable.attributes)
 
 
-def settle(growing: Path, path: Path) -> None:
+def publish_file(growing: Path, path: Path) -> None:
     """Give a file that has been closed its name, once it is on the disk."""
-    sync(growing)
+    fsync_path(growing)
     os.replace(growing, path)
 
 
-def said_in(path: Path) -> Mapping[str, Any] | None:
+def read_file_settings(path: Path) -> Mapping[str, Any] | None:
     """What the file says of itself; None if it is none of ours, or can't be read."""
     try:
-        with LIBRARY, as_os_error(), netCDF4.Dataset(path) as file:
-            said: Mapping[str, Any] = json.loads(file.getncattr(ATTRIBUTE))
+        with LIBRARY_LOCK, as_os_error(), netCDF4.Dataset(path) as file:
+            said: Mapping[str, Any] = json.loads(file.getncattr(SETTINGS_ATTRIBUTE))
     except (OSError, AttributeError, ValueError, TypeError):
         return None
     return said
@@ -118,22 +120,22 @@ def as_os_error() -> Iterator[None]:
 
 
 MANIFEST = "forecast.json"
-BOUNDS = "bounds"
+BOUNDS_KEY = "bounds"
 
 
 @final
-class NetcdfWriter(Writer):
+class NetcdfWriter(ForecastWriter):
     """See above. `forecast.json` in the folder says what there is to be."""
 
-    def __init__(self, out: Path, form: Form, settings: Mapping[str, Any]) -> None:
+    def __init__(self, out: Path, form: ForecastFormat, settings: Mapping[str, Any]) -> None:
         super().__init__(out, form, settings)
-        self._open: dict[Job, tuple[netCDF4.Dataset, Path]] = {}
+        self._open_files: dict[ForecastJob, tuple[netCDF4.Dataset, Path]] = {}
 
     @classmethod
-    def said(cls, place: Path) -> Mapping[str, Any] | None:
-        """See `Writer`."""
+    def read_settings(cls, place: Path) -> Mapping[str, Any] | None:
+        """See `ForecastWriter`."""
         try:
-            said: Mapping[str, Any] = json.loads((place / MANIFEST).read_text())[ATTRIBUTE]
+            said: Mapping[str, Any] = json.loads((place / MANIFEST).read_text())[SETTINGS_ATTRIBUTE]
         except (OSError, ValueError, KeyError, TypeError):
             return None
         return said
@@ -149,80 +151,80 @@ class NetcdfWriter(Writer):
             )
         return bands
 
-    def write(self, job: Job, lead: int, rows: slice, fields: Sequence[Fields]) -> None:
-        """See `Writer`; a file that is whole is left as it is."""
-        final_path = self.partial / self._name(job, rows)
+    def write(self, job: ForecastJob, lead: int, rows: slice, fields: Sequence[Fields]) -> None:
+        """See `ForecastWriter`; a file that is whole is left as it is."""
+        final_path = self.partial / self._file_name(job, rows)
         if final_path.exists():
             return
-        with LIBRARY, as_os_error():
-            if job not in self._open:
-                self._open[job] = self._begun(job, rows), final_path
-            file, _ = self._open[job]
+        with LIBRARY_LOCK, as_os_error():
+            if job not in self._open_files:
+                self._open_files[job] = self._create_file(job, rows), final_path
+            file, _ = self._open_files[job]
             place = self.form.place(0, 0, lead)
             for variable, values in zip(self.form.variables, fields, strict=True):
                 file[variable.name][place] = values
 
-    def close(self, job: Job) -> None:
-        """See `Writer`."""
-        if job not in self._open:
+    def close(self, job: ForecastJob) -> None:
+        """See `ForecastWriter`."""
+        if job not in self._open_files:
             return
-        file, path = self._open.pop(job)
-        with LIBRARY, as_os_error():
+        file, path = self._open_files.pop(job)
+        with LIBRARY_LOCK, as_os_error():
             file.close()
-        growing = path.with_name(path.name + ENDING)
-        settle(growing, path)
+        growing = path.with_name(path.name + PARTIAL_SUFFIX)
+        publish_file(growing, path)
 
     def bands(self, place: Path) -> list[slice]:
-        """See `Writer`."""
+        """See `ForecastWriter`."""
         return [slice(*pair) for pair in pairwise(self._bounds(place))]
 
-    def missing(self, place: Path) -> list[Missing]:
-        """See `Writer`; of a file that is not there all lead times are missing."""
+    def missing(self, place: Path) -> list[MissingField]:
+        """See `ForecastWriter`; of a file that is not there all lead times are missing."""
         bands = self.bands(place)
         return [
-            Missing(job, lead, rows)
+            MissingField(job, lead, rows)
             for job in self.jobs
             for rows in bands
-            if not (place / self._name(job, rows)).exists()
+            if not (place / self._file_name(job, rows)).exists()
             for lead in range(len(self.form.hours))
         ]
 
-    def parts(self, place: Path) -> Iterator[Part]:
-        """See `Writer`: the files that are there."""
+    def parts(self, place: Path) -> Iterator[ForecastPart]:
+        """See `ForecastWriter`: the files that are there."""
         for job in self.jobs:
             for rows in self.bands(place):
-                path = place / self._name(job, rows)
+                path = place / self._file_name(job, rows)
                 if path.exists():
-                    yield Part(path, _slices(job, rows), [job], [rows])
+                    yield ForecastPart(path, _file_slices(job, rows), [job], [rows])
 
-    def make(self, place: Path, bands: RowPartition) -> None:
-        """See `Writer`."""
-        content = {ATTRIBUTE: self._settings, BOUNDS: list(bands.bounds)}
-        write_whole(place / MANIFEST, json.dumps(content).encode())
+    def create(self, place: Path, bands: RowPartition) -> None:
+        """See `ForecastWriter`."""
+        content = {SETTINGS_ATTRIBUTE: self._settings, BOUNDS_KEY: list(bands.bounds)}
+        write_bytes_atomic(place / MANIFEST, json.dumps(content).encode())
 
     def clean_up(self) -> None:
-        """See `Writer`."""
-        for leftover in self.partial.glob(f"*{ENDING}"):
+        """See `ForecastWriter`."""
+        for leftover in self.partial.glob(f"*{PARTIAL_SUFFIX}"):
             leftover.unlink()
 
     def _bounds(self, place: Path) -> tuple[int, ...]:
         try:
-            return tuple(map(int, json.loads((place / MANIFEST).read_text())[BOUNDS]))
+            return tuple(map(int, json.loads((place / MANIFEST).read_text())[BOUNDS_KEY]))
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{place}: {MANIFEST} can't be read. Remove {place}.") from error
 
-    def _name(self, job: Job, rows: slice) -> str:
+    def _file_name(self, job: ForecastJob, rows: slice) -> str:
         member = f"_member-{job.member:03d}" if self.form.members else ""
         time = str(self.form.times[job.time].astype("M8[h]"))
         return f"{time}{member}_rows-{rows.start:04d}-{rows.stop - 1:04d}.nc"
 
-    def _begun(self, job: Job, rows: slice) -> netCDF4.Dataset:
+    def _create_file(self, job: ForecastJob, rows: slice) -> netCDF4.Dataset:
         """A new file with all but its fields."""
-        path = self.partial / (self._name(job, rows) + ENDING)
-        return create(path, self.form, self._settings, _slices(job, rows))
+        path = self.partial / (self._file_name(job, rows) + PARTIAL_SUFFIX)
+        return create_file(path, self.form, self._settings, _file_slices(job, rows))
 
 
-def _slices(job: Job, rows: slice) -> dict[str, slice]:
+def _file_slices(job: ForecastJob, rows: slice) -> dict[str, slice]:
     """What a file has of each dimension of which it has not all."""
     member, time = slice(job.member, job.member + 1), slice(job.time, job.time + 1)
     return {"number": member, "time": time, "latitude": rows}
@@ -240,16 +242,16 @@ class StoredArray:
 
 
 @contextmanager
-def stored_in(place: Path) -> Iterator[Mapping[str, StoredArray]]:
+def open_arrays(place: Path) -> Iterator[Mapping[str, StoredArray]]:
     """The arrays of a zarr store or a netCDF file, by name.
 
     Raises:
         UserError: it can't be opened.
     """
     if place.is_dir():
-        yield _of_zarr(place)
+        yield _open_zarr_arrays(place)
         return
-    with LIBRARY:
+    with LIBRARY_LOCK:
         try:
             file = netCDF4.Dataset(place)
         except (OSError, RuntimeError) as error:
@@ -261,7 +263,7 @@ def stored_in(place: Path) -> Iterator[Mapping[str, StoredArray]]:
             for name, found in file.variables.items()
         }
     finally:
-        with LIBRARY:
+        with LIBRARY_LOCK:
             file.close()
 
 
@@ -275,7 +277,7 @@ def read_field(array: StoredArray, place: tuple[Any, ...], where: str) -> NDArra
         UserError: they can't be decoded.
     """
     try:
-        with LIBRARY if isinstance(array.values, netCDF4.Variable) else nullcontext():
+        with LIBRARY_LOCK if isinstance(array.values, netCDF4.Variable) else nullcontext():
             return np.asarray(array.values[place])
     except MemoryError:
         raise
@@ -283,7 +285,7 @@ def read_field(array: StoredArray, place: tuple[Any, ...], where: str) -> NDArra
         raise UserError(f"{where}: can't be decoded ({reason_of(error)}).") from error
 
 
-def _of_zarr(place: Path) -> dict[str, StoredArray]:
+def _open_zarr_arrays(place: Path) -> dict[str, StoredArray]:
     found = {}
     for folder in sorted(path for path in place.iterdir() if path.is_dir()):
         try:
@@ -299,83 +301,88 @@ def _of_zarr(place: Path) -> dict[str, StoredArray]:
 
 
 @final
-class NetcdfFileWriter(Writer):
+class NetcdfFileWriter(ForecastWriter):
     """See above."""
 
-    def __init__(self, out: Path, form: Form, settings: Mapping[str, Any]) -> None:
+    def __init__(self, out: Path, form: ForecastFormat, settings: Mapping[str, Any]) -> None:
         super().__init__(out, form, settings)
-        self._store = ZarrWriter(out, form, settings)
-        self._growing = out.with_name(f"{out.name}.file{ENDING}")
+        self._zarr_writer = ZarrWriter(out, form, settings)
+        self._temporary_file = out.with_name(f"{out.name}.file{PARTIAL_SUFFIX}")
 
     @classmethod
-    def said(cls, place: Path) -> Mapping[str, Any] | None:
-        """See `Writer`."""
-        return ZarrWriter.said(place) if place.is_dir() else said_in(place)
+    def read_settings(cls, place: Path) -> Mapping[str, Any] | None:
+        """See `ForecastWriter`."""
+        return ZarrWriter.read_settings(place) if place.is_dir() else read_file_settings(place)
 
     def bands_to_write(self, bands: RowPartition) -> RowPartition:
-        """See `Writer`."""
-        return self._store.bands_to_write(bands)
+        """See `ForecastWriter`."""
+        return self._zarr_writer.bands_to_write(bands)
 
-    def write(self, job: Job, lead: int, rows: slice, fields: Sequence[Fields]) -> None:
-        """See `Writer`."""
-        self._store.write(job, lead, rows, fields)
+    def write(self, job: ForecastJob, lead: int, rows: slice, fields: Sequence[Fields]) -> None:
+        """See `ForecastWriter`."""
+        self._zarr_writer.write(job, lead, rows, fields)
 
-    def close(self, job: Job) -> None:
+    def close(self, job: ForecastJob) -> None:
         """Nothing is left to do: see `ZarrWriter`."""
 
     @property
-    def pieces(self) -> int:
-        """See `Writer`: the lead times of all forecasts."""
+    def piece_count(self) -> int:
+        """See `ForecastWriter`: the lead times of all forecasts."""
         return len(self.jobs) * len(self.form.hours)
 
-    def put_together(self, piece: int) -> None:
-        """See `Writer`: copy one lead time. The first piece begins the file anew."""
+    def assemble_piece(self, piece: int) -> None:
+        """See `ForecastWriter`: copy one lead time. The first piece begins the file anew."""
         job, lead = self.jobs[piece // len(self.form.hours)], piece % len(self.form.hours)
-        with disk(self.out):
+        with disk_errors(self.out):
             try:
-                with LIBRARY, as_os_error():
+                with LIBRARY_LOCK, as_os_error():
                     self._copy(job, lead, anew=piece == 0)
             except OSError:  # room for the store, which is needed more
-                self._growing.unlink(missing_ok=True)
+                self._temporary_file.unlink(missing_ok=True)
                 raise
 
-    def _copy(self, job: Job, lead: int, anew: bool) -> None:
+    def _copy(self, job: ForecastJob, lead: int, anew: bool) -> None:
         if anew:
-            create(self._growing, self.form, self._settings, {}, levels_apart=True).close()
+            create_file(
+                self._temporary_file, self.form, self._settings, {}, levels_apart=True
+            ).close()
         place = self.form.place(job.member, job.time, lead)
-        with stored_in(self.partial) as stored, netCDF4.Dataset(self._growing, "a") as file:
+        with (
+            open_arrays(self.partial) as stored,
+            netCDF4.Dataset(self._temporary_file, "a") as file,
+        ):
             for variable in self.form.variables:
-                where = f"{self.partial}: {variable.name} {self.form.told(job, lead)}"
+                where = f"{self.partial}: {variable.name} {self.form.describe_field(job, lead)}"
                 file[variable.name][place] = read_field(stored[variable.name], place, where)
 
     def finish(self) -> None:
-        """See `Writer`."""
+        """See `ForecastWriter`."""
         self.check_complete()
-        with disk(self.out):
-            settle(self._growing, self.out)
-            sync(self.out.parent)
+        with disk_errors(self.out):
+            publish_file(self._temporary_file, self.out)
+            fsync_path(self.out.parent)
             shutil.rmtree(self.partial)
 
     def bands(self, place: Path) -> list[slice]:
-        """See `Writer`."""
-        return self._store.bands(place) if place.is_dir() else [slice(0, self.form.height)]
+        """See `ForecastWriter`."""
+        return self._zarr_writer.bands(place) if place.is_dir() else [slice(0, self.form.height)]
 
-    def missing(self, place: Path) -> list[Missing]:
-        """See `Writer`: a file is whole, for it has its name last."""
-        return self._store.missing(place) if place.is_dir() else []
+    def missing(self, place: Path) -> list[MissingField]:
+        """See `ForecastWriter`: a file is whole, for it has its name last."""
+        return self._zarr_writer.missing(place) if place.is_dir() else []
 
-    def make(self, place: Path, bands: RowPartition) -> None:
-        """See `Writer`."""
-        self._store.make(place, bands)
+    def create(self, place: Path, bands: RowPartition) -> None:
+        """See `ForecastWriter`."""
+        self._zarr_writer.create(place, bands)
 
     def clean_up(self) -> None:
-        """See `Writer`."""
-        self._growing.unlink(missing_ok=True)
-        self._store.clean_up()
+        """See `ForecastWriter`."""
+        self._temporary_file.unlink(missing_ok=True)
+        self._zarr_writer.clean_up()
 
-    def parts(self, place: Path) -> Iterator[Part]:
-        """See `Writer`."""
+    def parts(self, place: Path) -> Iterator[ForecastPart]:
+        """See `ForecastWriter`."""
         if place.is_dir():
-            yield from self._store.parts(place)
+            yield from self._zarr_writer.parts(place)
         else:
-            yield Part(place, {}, self.jobs, self.bands(place))
+            yield ForecastPart(place, {}, self.jobs, self.bands(place))

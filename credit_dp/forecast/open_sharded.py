@@ -9,13 +9,13 @@ import numpy as np
 import xarray as xr
 from numpy.typing import NDArray
 
-from credit_dp.checks import home_replaced
+from credit_dp.checks import expand_home
 from credit_dp.errors import UserError
-from credit_dp.forecast.netcdf import ROWS
-from credit_dp.forecast.writer import ENDING
+from credit_dp.forecast.netcdf import ROWS_ATTRIBUTE
+from credit_dp.forecast.writer import PARTIAL_SUFFIX
 
-LATITUDES = ("latitude", "lat")
-TOLERANCE = 1.5  # of the distance between rows: where it is larger, some are missing
+LATITUDE_NAMES = ("latitude", "lat")
+GAP_TOLERANCE = 1.5  # of the distance between rows: where it is larger, some are missing
 
 
 @final
@@ -38,20 +38,20 @@ def open_sharded(path: str | Path) -> xr.Dataset:
         UserError: there are none; bands overlap or lack rows; or anything that is not joined
             differs, if only in the last digit: other coordinates, bounds, units.
     """
-    files = _files(home_replaced("path", str(path)))
+    files = _find_files(expand_home("path", str(path)))
     groups: dict[tuple[Any, ...], list[Band]] = {}
     for file in files:
-        band = _opened(file)
-        groups.setdefault(_key(band.data), []).append(band)
-    joined = {key: _joined(bands) for key, bands in sorted(groups.items())}
+        band = _open_band(file)
+        groups.setdefault(_globe_key(band.data), []).append(band)
+    joined = {key: _join_bands(bands) for key, bands in sorted(groups.items())}
     first = next(iter(joined.values()))
     for key, data in list(joined.items())[1:]:
-        _check_same(groups[key][0].path, data, first)
-    return _along_others(joined)
+        _check_consistent(groups[key][0].path, data, first)
+    return _join_times_and_members(joined)
 
 
-def _files(path: Path) -> list[Path]:
-    if path.name.endswith(ENDING):
+def _find_files(path: Path) -> list[Path]:
+    if path.name.endswith(PARTIAL_SUFFIX):
         raise UserError(f"{path}: is not complete. Start the forecast again: it goes on.")
     found = sorted(path.glob("*.nc") if path.is_dir() else path.parent.glob(path.name))
     if not found:
@@ -59,13 +59,13 @@ def _files(path: Path) -> list[Path]:
     return found
 
 
-def _opened(path: Path) -> Band:
+def _open_band(path: Path) -> Band:
     try:
         data = xr.open_dataset(path, engine="netcdf4", chunks={})
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"{path}: is no netCDF file that can be read ({reason}).") from error
-    dim = next((name for name in LATITUDES if name in data.dims and name in data.coords), None)
+    dim = next((name for name in LATITUDE_NAMES if name in data.dims and name in data.coords), None)
     if dim is None:
         raise UserError(f"{path}: has no coordinate latitude to join it by.")
     latitude = data[dim].values
@@ -74,7 +74,7 @@ def _opened(path: Path) -> Band:
     return Band(path, data, latitude, dim)
 
 
-def _key(data: xr.Dataset) -> tuple[Any, ...]:
+def _globe_key(data: xr.Dataset) -> tuple[Any, ...]:
     """Which files are bands of one globe: those of the same times and members."""
     return tuple(
         tuple(np.atleast_1d(data[name].values).tolist()) if name in data.coords else ()
@@ -82,14 +82,14 @@ def _key(data: xr.Dataset) -> tuple[Any, ...]:
     )
 
 
-def _joined(bands: Sequence[Band]) -> xr.Dataset:
+def _join_bands(bands: Sequence[Band]) -> xr.Dataset:
     """The bands of one globe, northernmost or southernmost first, as the rows of a band are."""
     falling = all(band.latitude[0] >= band.latitude[-1] for band in bands)
     ordered = sorted(bands, key=lambda band: band.latitude[0], reverse=falling)
     for band in ordered[1:]:
-        _check_same(band.path, band.data, ordered[0].data, ordered[0].dim)
+        _check_consistent(band.path, band.data, ordered[0].data, ordered[0].dim)
     _check_edges(ordered, -1 if falling else 1)
-    _check_whole(ordered)
+    _check_all_rows(ordered)
     data = xr.concat(
         [band.data for band in ordered],
         dim=ordered[0].dim,
@@ -99,7 +99,7 @@ def _joined(bands: Sequence[Band]) -> xr.Dataset:
         join="exact",
         combine_attrs="drop_conflicts",
     )
-    data.attrs.pop(ROWS, None)
+    data.attrs.pop(ROWS_ATTRIBUTE, None)
     return data
 
 
@@ -116,18 +116,18 @@ def _check_edges(bands: Sequence[Band], sign: int) -> None:
                 f"{south.latitude[0]:g}, which the other, up to {north.latitude[-1]:g}, has "
                 "passed. Remove one of them."
             )
-        if step > TOLERANCE * usual:
+        if step > GAP_TOLERANCE * usual:
             raise UserError(
                 f"{south.path}: there is a gap before it, from latitude {north.latitude[-1]:g} to "
                 f"{south.latitude[0]:g}. Add the file of the rows between them."
             )
 
 
-def _check_whole(bands: Sequence[Band]) -> None:
+def _check_all_rows(bands: Sequence[Band]) -> None:
     """Refuse bands that, by what they say of their rows, do not make up the globe."""
-    if not all(ROWS in band.data.attrs for band in bands):
+    if not all(ROWS_ATTRIBUTE in band.data.attrs for band in bands):
         return  # somebody else's
-    said = [tuple(map(int, band.data.attrs[ROWS])) for band in bands]
+    said = [tuple(map(int, band.data.attrs[ROWS_ATTRIBUTE])) for band in bands]
     at = 0
     for band, (first, stop, height) in zip(bands, said, strict=True):
         if first != at:
@@ -145,16 +145,16 @@ def _check_whole(bands: Sequence[Band]) -> None:
         )
 
 
-def _check_same(path: Path, data: xr.Dataset, other: xr.Dataset, dim: str = "") -> None:
+def _check_consistent(path: Path, data: xr.Dataset, other: xr.Dataset, dim: str = "") -> None:
     """Refuse other variables or units, and other values of anything that is not joined."""
     odd = sorted({*map(str, data.data_vars)} ^ {*map(str, other.data_vars)})
     if odd:
         raise UserError(f"{path}: has other variables than the other files ({odd[0]}).")
     along = {dim} if dim else {"time", "number"}
-    for name in sorted(_not_joined(data, along) | _not_joined(other, along)):
+    for name in sorted(_unjoined_variables(data, along) | _unjoined_variables(other, along)):
         a, b = (x.variables.get(name) for x in (data, other))
         if a is None or b is None or not a.equals(b):  # type: ignore[no-untyped-call]
-            far = "" if a is None or b is None else _how_far(a.values, b.values)
+            far = "" if a is None or b is None else _describe_difference(a.values, b.values)
             raise UserError(
                 f"{path}: has another {name} than the other files{far}. Files are only joined "
                 "where all that is not joined is the same, to the last digit."
@@ -165,7 +165,7 @@ def _check_same(path: Path, data: xr.Dataset, other: xr.Dataset, dim: str = "") 
             raise UserError(f"{path}: has {name} in {units[0]}, the other files in {units[1]}.")
 
 
-def _not_joined(data: xr.Dataset, along: set[str]) -> set[str]:
+def _unjoined_variables(data: xr.Dataset, along: set[str]) -> set[str]:
     """Variables that a joined dataset has from one file alone."""
     # Where a file has a time as a mere number, that becomes a dim of all its variables.
     scalar = any(dim in data.coords and dim not in data.dims for dim in along)
@@ -173,13 +173,13 @@ def _not_joined(data: xr.Dataset, along: set[str]) -> set[str]:
     return {str(name) for name, of in variables.items() if not along & {name, *of.dims}}
 
 
-def _how_far(a: NDArray[Any], b: NDArray[Any]) -> str:
+def _describe_difference(a: NDArray[Any], b: NDArray[Any]) -> str:
     if a.shape != b.shape or a.dtype.kind != "f":
         return ""
     return f", by up to {np.abs(a - b).max():.3g}"
 
 
-def _along_others(joined: dict[tuple[Any, ...], xr.Dataset]) -> xr.Dataset:
+def _join_times_and_members(joined: dict[tuple[Any, ...], xr.Dataset]) -> xr.Dataset:
     """Globes of several times and members as one dataset.
 
     Raises:
@@ -195,11 +195,11 @@ def _along_others(joined: dict[tuple[Any, ...], xr.Dataset]) -> xr.Dataset:
                 f"number={list(member)}: there is no file of time "
                 f"{np.array(lacks, 'M8[ns]').astype('M8[h]')[0]}, which other members have. Add it."
             )
-        rows.append(_concatenated([joined[time, member] for time in times], "time"))
-    return _concatenated(rows, "number")
+        rows.append(_concatenate([joined[time, member] for time in times], "time"))
+    return _concatenate(rows, "number")
 
 
-def _concatenated(parts: list[xr.Dataset], dim: str) -> xr.Dataset:
+def _concatenate(parts: list[xr.Dataset], dim: str) -> xr.Dataset:
     if len(parts) == 1:
         return parts[0]
     return xr.concat(

@@ -12,18 +12,18 @@ from numpy.typing import NDArray
 
 from credit_dp import checks
 from credit_dp.config import Config
-from credit_dp.config.data import HOURS, STEP
+from credit_dp.config.data import HOURS_PER_UNIT, STEP_PATTERN
 from credit_dp.errors import UserError
 
 FORMATS = ("zarr", "netcdf", "netcdf_file")
-MOST = 10**6  # initial times: more are a mistake in the stride
+MAX_INITIAL_TIMES = 10**6  # initial times: more are a mistake in the stride
 
 Times = NDArray[np.datetime64]
 
 
 @final
 @dataclass(frozen=True)
-class Request:
+class ForecastRequest:
     """What the keys of the command say.
 
     Attributes:
@@ -79,8 +79,8 @@ class Request:
         Raises:
             UserError: one is no multiple of the model's step.
         """
-        last = hours_of("lead", self.lead)
-        every = hours_of("every", self.every) if self.every else step_hours
+        last = parse_hours("lead", self.lead)
+        every = parse_hours("every", self.every) if self.every else step_hours
         for key, hours in (("lead", last), ("every", every)):
             if hours % step_hours:
                 raise UserError(
@@ -100,7 +100,7 @@ class Request:
         """
         if not self.out or "://" in self.out:
             raise UserError(f"out: needs a path of this machine, got {self.out!r}. Change out.")
-        return checks.home_replaced("out", self.out).absolute()
+        return checks.expand_home("out", self.out).absolute()
 
 
 @final
@@ -108,7 +108,7 @@ class Request:
 class ForecastConfig(Config):
     """The config of the run that trained the model, and what to forecast with it."""
 
-    request: Request = Request("", "", "", "")
+    request: ForecastRequest = ForecastRequest("", "", "", "")
 
 
 def initial_times(text: str) -> Times:
@@ -118,41 +118,45 @@ def initial_times(text: str) -> Times:
         UserError: it is none of these.
     """
     if "/" in text:
-        return _series(text)
+        return _parse_series(text)
     entries = text[1:-1].split(",") if text.startswith("[") and text.endswith("]") else [text]
-    times = np.array([_time(entry.strip().strip("'\"")) for entry in entries], "M8[ns]")
+    times = np.array([_parse_time(entry.strip().strip("'\"")) for entry in entries], "M8[ns]")
     if len(np.unique(times)) < len(times):
         raise UserError(f"init: needs each time once, got {text}")
     return np.sort(times)
 
 
-def hours_of(key: str, text: str) -> int:
+def parse_hours(key: str, text: str) -> int:
     """`240h` -> 240, `10d` -> 240.
 
     Raises:
         UserError: it is not of that form.
     """
-    found = STEP.fullmatch(text)
+    found = STEP_PATTERN.fullmatch(text)
     if found is None:
         raise UserError(f"{key}: needs hours or days, like 240h or 10d, got {text or 'nothing'!r}")
-    return int(found[1]) * HOURS[found[2]]
+    return int(found[1]) * HOURS_PER_UNIT[found[2]]
 
 
-def _series(text: str) -> Times:
+def _parse_series(text: str) -> Times:
     parts = [part.strip() for part in text.strip("'\"").split("/")]
     if len(parts) != 3:
         raise UserError(
             f"init: needs FIRST/LAST/STRIDE, like 2001-02-10/2001-02-12/24h, got {text!r}"
         )
-    first, last = _time(parts[0]), _time(parts[1])
-    stride = np.timedelta64(hours_of("init", parts[2]), "h")
-    if not first <= last or (last - first) // stride >= MOST:
-        problem = "after the last" if first > last else f"more than {MOST} strides before the last"
+    first, last = _parse_time(parts[0]), _parse_time(parts[1])
+    stride = np.timedelta64(parse_hours("init", parts[2]), "h")
+    if not first <= last or (last - first) // stride >= MAX_INITIAL_TIMES:
+        problem = (
+            "after the last"
+            if first > last
+            else f"more than {MAX_INITIAL_TIMES} strides before the last"
+        )
         raise UserError(f"init: the first time is {problem}, in {text}. Change init.")
     return np.arange(first, last + np.timedelta64(1, "ns"), stride)
 
 
-def _time(text: str) -> np.datetime64:
+def _parse_time(text: str) -> np.datetime64:
     checks.date("init", text)
     if not re.fullmatch(r"[-\d:T. ]+", text):
         raise UserError(f"init: needs a time like 2001-02-10T06, got {text!r}")
@@ -162,19 +166,21 @@ def _time(text: str) -> np.datetime64:
     return time
 
 
-class Job(NamedTuple):
+class ForecastJob(NamedTuple):
     """One forecast, by the places of its member and initial time."""
 
     member: int
     time: int
 
 
-def all_jobs(times: int, members: int) -> list[Job]:
+def all_jobs(times: int, members: int) -> list[ForecastJob]:
     """All members of the first initial time, then those of the next."""
-    return [Job(member, time) for time in range(times) for member in range(members)]
+    return [ForecastJob(member, time) for time in range(times) for member in range(members)]
 
 
-def turns(jobs: Sequence[Job], rank: int, ranks: int) -> Iterator[tuple[Job, bool]]:
+def rank_jobs(
+    jobs: Sequence[ForecastJob], rank: int, ranks: int
+) -> Iterator[tuple[ForecastJob, bool]]:
     """The share of a data rank, and whether it counts.
 
     All ranks have equally many turns, for those that share parameters out need each other at every

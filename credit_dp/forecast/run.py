@@ -15,40 +15,45 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from credit_dp.config import Config, DatesConfig, microbatches
-from credit_dp.data.cache import Report, fingerprint
+from credit_dp.config import Config, DatesConfig, microbatches_per_step
+from credit_dp.data.cache import ProgressCallback, fingerprint
 from credit_dp.data.climatology import Climatology
-from credit_dp.data.limits import Range
-from credit_dp.data.setup import Prepared, with_quickstart
-from credit_dp.data.sources.address import from_anywhere
+from credit_dp.data.limits import ValueRange
+from credit_dp.data.setup import TrainingData, with_quickstart_store
+from credit_dp.data.sources.address import absolute_address
 from credit_dp.data.sources.opening import open_source
 from credit_dp.data.statistics import Statistics
 from credit_dp.data.store import Store
 from credit_dp.data.units import check_units
-from credit_dp.distributed import Ranks
-from credit_dp.distributed.collectives import gather, together
-from credit_dp.distributed.mesh import build_manager, device_of
-from credit_dp.distributed.worker import early_records
+from credit_dp.distributed import RankInfo
+from credit_dp.distributed.collectives import all_gather_object, run_on_all_ranks
+from credit_dp.distributed.mesh import build_manager, rank_device
+from credit_dp.distributed.worker import pop_early_records
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.domain_parallel.exchange import RowExchange, Run
+from credit_dp.domain_parallel.exchange import RowExchange, RowRange
 from credit_dp.errors import UserError
 from credit_dp.evaluation.metrics import ValidPoints, unit_of
 from credit_dp.forecast.check import WRITERS
-from credit_dp.forecast.format import Form, settings_of
+from credit_dp.forecast.format import ForecastFormat, settings_of
 from credit_dp.forecast.initial_states import InitialStates, check_times
-from credit_dp.forecast.request import ForecastConfig, Job, turns
-from credit_dp.forecast.writer import Fields, Writer, disk
-from credit_dp.pipeline_parallel.placement import home_device
-from credit_dp.training.build import DTYPES, build_parts
-from credit_dp.training.checkpoint_files import STATE, Numbers, read_numbers, readable
+from credit_dp.forecast.request import ForecastConfig, ForecastJob, rank_jobs
+from credit_dp.forecast.writer import Fields, ForecastWriter, disk_errors
+from credit_dp.pipeline_parallel.placement import model_output_device
+from credit_dp.training.build import DTYPES, build_model_parts
+from credit_dp.training.checkpoint_files import (
+    METADATA_FILE,
+    Metadata,
+    read_metadata,
+    translate_read_errors,
+)
 from credit_dp.training.console import Screen, notes_of, screen_for
 from credit_dp.training.data_description import check_fields
 from credit_dp.training.forecast_step import ForecastStep
-from credit_dp.training.transfer import load_valid, load_weights
+from credit_dp.training.transfer import load_valid_mask, load_weights
 
 
 @final
-class Streaming:
+class SingleTaskExecutor:
     """One thread, and one task at a time: never is more than one lead time in its hands.
 
     An error of a task is raised where the next one is given, or at the end.
@@ -58,7 +63,7 @@ class Streaming:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="forecast")
         self._last: Future[None] | None = None
 
-    def give(self, task: Callable[[], None]) -> None:
+    def submit(self, task: Callable[[], None]) -> None:
         """Wait until the last task is done, then start this one."""
         self.wait()
         self._last = self._thread.submit(task)
@@ -86,7 +91,7 @@ class Streaming:
 
 
 @final
-class Rolling:
+class ForecastRunner:
     """Makes forecasts of this rank's share of initial times and members, on its rows.
 
     In memory are the state of one forecast, and one lead time of it on its way to the disk.
@@ -101,7 +106,7 @@ class Rolling:
         self,
         step: ForecastStep,
         states: InitialStates,
-        writer: Writer,
+        writer: ForecastWriter,
         manager: DomainParallelManager,
     ) -> None:
         self._step = step
@@ -110,14 +115,14 @@ class Rolling:
         self._manager = manager
         own = manager.partition(writer.form.height)
         written = writer.bands_to_write(own)
-        runs = tuple((Run(*band),) for band in pairwise(written.bounds))
+        runs = tuple((RowRange(*band),) for band in pairwise(written.bounds))
         self._exchange = RowExchange(own, runs, manager.domain_rank)
         self._rows = written.rows(manager.domain_rank)
         step_hours = states.store.config.step_hours
         self._leads = {hour // step_hours: place for place, hour in enumerate(writer.form.hours)}
 
     @torch.no_grad()
-    def run(self, jobs: Sequence[Job], progress: Callable[[int], None]) -> None:
+    def run(self, jobs: Sequence[ForecastJob], progress: Callable[[int], None]) -> None:
         """Make these forecasts, which are the same on all ranks; collective.
 
         `progress` is told how many of this rank's lead times are done.
@@ -126,37 +131,39 @@ class Rolling:
             UserError: the disk is full, or a state has gaps.
         """
         done, ranks = 0, self._manager.dp_world_size
-        with Streaming() as streaming:
-            for job, counts in turns(jobs, self._manager.dp_rank, ranks):
+        with SingleTaskExecutor() as streaming:
+            for job, counts in rank_jobs(jobs, self._manager.dp_rank, ranks):
                 states = self._states
                 rollout = self._step.rollout(states.start(job), states.forcings(job), states.static)
                 for number, fields in enumerate(rollout, start=1):
                     lead = self._leads.get(number)
                     if counts and lead is not None:
-                        self._pass_on(streaming, job, lead, fields)
+                        self._write_lead(streaming, job, lead, fields)
                         progress(done := done + 1)
                 if counts:
-                    streaming.give(partial(self._on_disk, self._writer.close, job))
+                    streaming.submit(partial(self._write_to_disk, self._writer.close, job))
 
-    def _pass_on(self, streaming: Streaming, job: Job, lead: int, fields: Tensor) -> None:
+    def _write_lead(
+        self, streaming: SingleTaskExecutor, job: ForecastJob, lead: int, fields: Tensor
+    ) -> None:
         """Hand one lead time to the disk; of a pipeline's ranks, which all have it, the first's."""
         if self._manager.pipeline_rank > 0:
             return
         streaming.wait()  # for the lead time before, while this one was computed
-        physical = self._states.physical(fields)
+        physical = self._states.denormalise(fields)
         rows = self._exchange.apply(physical.contiguous(), self._manager.transport)[0]
         values = rows.to(device="cpu", dtype=torch.float32).numpy()
-        parts = by_variable(self._writer.form, values)
+        parts = split_by_variable(self._writer.form, values)
         write = self._writer.write
-        streaming.give(partial(self._on_disk, write, job, lead, self._rows, parts))
+        streaming.submit(partial(self._write_to_disk, write, job, lead, self._rows, parts))
 
-    def _on_disk(self, act: Callable[..., None], *args: object) -> None:
+    def _write_to_disk(self, act: Callable[..., None], *args: object) -> None:
         """Do what may find the disk full, and say so then."""
-        with disk(self._writer.out):
+        with disk_errors(self._writer.out):
             act(*args)
 
 
-def by_variable(form: Form, values: Fields) -> list[Fields]:
+def split_by_variable(form: ForecastFormat, values: Fields) -> list[Fields]:
     """`(channels, rows, W)` -> of each variable `(rows, W)` or `(levels, rows, W)`."""
     return [
         values[variable.channels] if variable.on_levels else values[variable.channels.start]
@@ -167,7 +174,7 @@ def by_variable(form: Form, values: Fields) -> list[Fields]:
 KEY = "checkpoint"
 
 
-def run(config: Config, ranks: Ranks) -> int:
+def run(config: Config, ranks: RankInfo) -> int:
     """Make the forecasts of a `ForecastConfig`, and say where they are; the exit code.
 
     Every rank calls this; only rank 0 shows anything.
@@ -179,7 +186,7 @@ def run(config: Config, ranks: Ranks) -> int:
         raise TypeError(f"needs a ForecastConfig, got {type(config).__name__}")
     manager = build_manager(config.parallel, ranks)
     screen = screen_for(ranks.rank)
-    make_forecasts(config, manager, device_of(config, ranks), screen)
+    make_forecasts(config, manager, rank_device(config, ranks), screen)
     return 0
 
 
@@ -192,31 +199,31 @@ def make_forecasts(
         UserError: see `run`.
     """
     forecasting = Forecasting.prepare(config, manager, device, screen)
-    for note in notes_of(early_records()):
-        screen.say(f"{'note':<13}{note}")
+    for note in notes_of(pop_early_records()):
+        screen.show(f"{'note':<13}{note}")
     writer, first = forecasting.writer, manager.rank == 0
     with ExitStack() as held:
-        together(lambda: held.enter_context(writer.alone()) if first else None)
+        run_on_all_ranks(lambda: held.enter_context(writer.lock()) if first else None)
         # The model before the folder: a forecast that is refused leaves none.
         step, states = forecasting.model()
         bands = manager.partition(writer.form.height)
-        together(lambda: writer.begin(bands) if first else None)
-        forecasting.meet()
-        jobs = gather(writer.unfinished())[0]
-        forecasting.meet()
-        rolling = Rolling(step, states, writer, manager)
+        run_on_all_ranks(lambda: writer.begin(bands) if first else None)
+        forecasting.barrier()
+        jobs = all_gather_object(writer.unfinished_jobs())[0]
+        forecasting.barrier()
+        rolling = ForecastRunner(step, states, writer, manager)
         own = len(jobs[manager.dp_rank :: manager.dp_world_size]) * len(writer.form.hours)
         there = len(writer.jobs) - len(jobs)
         if there:
-            screen.say(f"going on: {there} of {len(writer.jobs)} forecasts are there")
+            screen.show(f"going on: {there} of {len(writer.jobs)} forecasts are there")
         with screen.bar("forecasting", own) as bar:
             rolling.run(jobs, bar)
-        forecasting.meet()
-        for piece in range(writer.pieces):
-            together(partial(writer.put_together, piece) if first else lambda: None)
-        together(lambda: writer.finish() if first else None)
-        forecasting.meet()
-    screen.say(f"{'forecast':<13}{writer.out}")
+        forecasting.barrier()
+        for piece in range(writer.piece_count):
+            run_on_all_ranks(partial(writer.assemble_piece, piece) if first else lambda: None)
+        run_on_all_ranks(lambda: writer.finish() if first else None)
+        forecasting.barrier()
+    screen.show(f"{'forecast':<13}{writer.out}")
 
 
 @final
@@ -226,10 +233,10 @@ class Forecasting:
 
     config: ForecastConfig
     manager: DomainParallelManager
-    prepared: Prepared
+    prepared: TrainingData
     path: Path
-    numbers: Numbers
-    writer: Writer
+    numbers: Metadata
+    writer: ForecastWriter
     like: torch.Tensor
     first_gpu: int
 
@@ -247,21 +254,21 @@ class Forecasting:
             UserError: see `run`; nothing has been written.
         """
         request, path = config.request, Path(config.request.checkpoint)
-        numbers = together(lambda: read_numbers(KEY, path))
+        numbers = run_on_all_ranks(lambda: read_metadata(KEY, path))
         with screen.report() as report:
-            store = together(lambda: open_store(config, numbers, report))
-        with readable(KEY, path):
+            store = run_on_all_ranks(lambda: open_store(config, numbers, report))
+        with translate_read_errors(KEY, path):
             check_fields(path, numbers["data"], store, config.model)
             statistics = statistics_of(numbers)
-        prepared = Prepared(store, statistics, Climatology([], []))
-        together(lambda: check_times(store, request, config.model.frames))
-        units = {c.variable: unit_of(store, c.variable) for c in store.channels.out}
-        form = Form.of(store, units, request)
-        settings = settings_of(config, form, mark_of(path), addresses(store))
+        prepared = TrainingData(store, statistics, Climatology([], []))
+        run_on_all_ranks(lambda: check_times(store, request, config.model.frames))
+        units = {c.variable: unit_of(store, c.variable) for c in store.channels.output_channels}
+        form = ForecastFormat.of(store, units, request)
+        settings = settings_of(config, form, checkpoint_fingerprint(path), store_addresses(store))
         writer = WRITERS[request.format](request.target, form, settings)
-        together(writer.check)
+        run_on_all_ranks(writer.check)
         first_gpu = device.index or 0  # before the layout says where the output goes
-        device = home_device(config.parallel.layout, device, first_gpu)
+        device = model_output_device(config.parallel.layout, device, first_gpu)
         like = torch.zeros((), device=device, dtype=DTYPES[config.trainer.dtype])
         return cls(config, manager, prepared, path, numbers, writer, like, first_gpu)
 
@@ -272,8 +279,10 @@ class Forecasting:
             UserError: the weights are those of another model, or the mesh does not fit.
         """
         config, manager, store = self.config, self.manager, self.prepared.store
-        config = replace(config, data=replace(config.data, batch_size=batch(config, manager)))
-        parts = build_parts(config, self.prepared, manager, self.like, self.first_gpu)
+        config = replace(
+            config, data=replace(config.data, batch_size=forecast_batch_size(config, manager))
+        )
+        parts = build_model_parts(config, self.prepared, manager, self.like, self.first_gpu)
         load_weights(KEY, self.path, self.numbers, parts.parts)
         for part in parts.parts:
             part.eval()
@@ -281,12 +290,12 @@ class Forecasting:
         frames = config.model.frames
         states = InitialStates(self.prepared, config.request, frames, rows, self.like)
         tendency = states.normaliser.tendency_scale[: store.channels.states]
-        valid = load_valid(KEY, self.path, self.numbers)
-        together(lambda: self._check_valid(store.masks(rows), valid, rows))
-        points = ValidPoints.of(store.masks(rows), self.like)
+        valid = load_valid_mask(KEY, self.path, self.numbers)
+        run_on_all_ranks(lambda: self._check_valid(store.valid_mask(rows), valid, rows))
+        points = ValidPoints.of(store.valid_mask(rows), self.like)
         fills = states.normaliser.fills
-        fill = None if points is None else lambda fields: points.filled(fields, fills)
-        return ForecastStep(parts.forecasting, tendency, config.model.residual, fill), states
+        fill = None if points is None else lambda fields: points.fill_invalid(fields, fills)
+        return ForecastStep(parts.forecast_model, tendency, config.model.residual, fill), states
 
     def _check_valid(
         self, own: NDArray[np.bool_] | None, trained: torch.Tensor | None, rows: slice
@@ -299,17 +308,18 @@ class Forecasting:
         if differs.any():
             first = self.config.request.initial_times()[0].astype("M8[m]")
             raise UserError(
-                f"{store.source.where}: {store.channels.out[differs.argmax()].name} has values at "
+                f"{store.source.where}: "
+                f"{store.channels.output_channels[differs.argmax()].name} has values at "
                 f"other points at {first} than in training. Change init or data.store."
             )
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait for all ranks of the mesh."""
         self.manager.transport.sum(self.like.new_zeros(1))
-        gather(None)
+        all_gather_object(None)
 
 
-def open_store(config: ForecastConfig, numbers: Numbers, report: Report) -> Store:
+def open_store(config: ForecastConfig, numbers: Metadata, report: ProgressCallback) -> Store:
     """The store of initial states; which dates were trained on, does not matter.
 
     Values are held against the limits that they had in training, as far as the checkpoint's
@@ -318,32 +328,34 @@ def open_store(config: ForecastConfig, numbers: Numbers, report: Report) -> Stor
     Raises:
         UserError: it is not as needed.
     """
-    data = with_quickstart(config.data, report)
+    data = with_quickstart_store(config.data, report)
     # Points without values are those of the first date of a split.
     span = [str(t.astype("M8[s]")) for t in config.request.initial_times()[[0, -1]]]
     data = replace(data, dates=DatesConfig(span, span, span))
-    ranges = {name: Range(*limits) for name, limits in numbers["data"].get("ranges", {}).items()}
+    ranges = {
+        name: ValueRange(*limits) for name, limits in numbers["data"].get("ranges", {}).items()
+    }
     store = Store(open_source(data), data, ranges)
     check_units(store.source, data)
     return store
 
 
-def statistics_of(numbers: Numbers) -> Statistics:
+def statistics_of(numbers: Metadata) -> Statistics:
     """Those that the model was trained with, whatever the store."""
     said: dict[str, Any] = numbers["data"]["statistics"]
     return Statistics(**{name: np.array(values, float) for name, values in said.items()})
 
 
-def mark_of(path: Path) -> str:
+def checkpoint_fingerprint(path: Path) -> str:
     """Differs between any two checkpoints, also of the same name."""
-    return fingerprint((path / STATE).read_text())
+    return fingerprint((path / METADATA_FILE).read_text())
 
 
-def batch(config: Config, manager: DomainParallelManager) -> int:
+def forecast_batch_size(config: Config, manager: DomainParallelManager) -> int:
     """The global batch of which each model has one sample at a time."""
-    return manager.dp_world_size * microbatches(config)
+    return manager.dp_world_size * microbatches_per_step(config)
 
 
-def addresses(store: Store) -> list[str]:
+def store_addresses(store: Store) -> list[str]:
     """Where the initial states are, as a forecast says it."""
-    return [from_anywhere(where) for where in store.config.stores or [store.source.where]]
+    return [absolute_address(where) for where in store.config.stores or [store.source.where]]

@@ -16,14 +16,14 @@ import numpy as np
 from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
-from credit_dp.data.cache import lock_of
+from credit_dp.data.cache import lock_path
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.errors import UserError
-from credit_dp.forecast.format import CONVENTIONS, Form, difference
-from credit_dp.forecast.request import Job, all_jobs
+from credit_dp.forecast.format import CONVENTIONS, ForecastFormat, describe_difference
+from credit_dp.forecast.request import ForecastJob, all_jobs
 
-ENDING = ".partial"
-ATTRIBUTE = "credit_dp_forecast"  # what a forecast says of itself, as JSON
+PARTIAL_SUFFIX = ".partial"
+SETTINGS_ATTRIBUTE = "credit_dp_forecast"  # what a forecast says of itself, as JSON
 
 Fields = NDArray[np.float32]
 
@@ -34,19 +34,19 @@ def global_attributes(settings: Mapping[str, Any]) -> dict[str, str]:
         "Conventions": CONVENTIONS,
         "title": "forecast of a model that credit_dp trained",
         "history": f"credit-dp forecast checkpoint={settings.get('checkpoint', '')}",
-        ATTRIBUTE: json.dumps(settings),
+        SETTINGS_ATTRIBUTE: json.dumps(settings),
     }
 
 
-class Missing(NamedTuple):
+class MissingField(NamedTuple):
     """A field that is not there: by the places of its job and lead time, and its rows."""
 
-    job: Job
+    job: ForecastJob
     lead: int
     rows: slice
 
 
-class Part(NamedTuple):
+class ForecastPart(NamedTuple):
     """A zarr store or netCDF file of a forecast.
 
     Attributes:
@@ -56,11 +56,11 @@ class Part(NamedTuple):
 
     path: Path
     slices: Mapping[str, slice]
-    jobs: Sequence[Job]
+    jobs: Sequence[ForecastJob]
     bands: Sequence[slice]
 
 
-class Writer(ABC):
+class ForecastWriter(ABC):
     """Writes the bands of a forecast, each rank its own; all ranks of a run have one each.
 
     Args:
@@ -69,11 +69,11 @@ class Writer(ABC):
         settings: what its values depend on, as JSON: it is gone on with only for the same.
     """
 
-    def __init__(self, out: Path, form: Form, settings: Mapping[str, Any]) -> None:
+    def __init__(self, out: Path, form: ForecastFormat, settings: Mapping[str, Any]) -> None:
         self.out = out
         self.form = form
-        self.partial = out.with_name(out.name + ENDING)
-        self._new = out.with_name(f"{out.name}.new{ENDING}")
+        self.partial = out.with_name(out.name + PARTIAL_SUFFIX)
+        self._new_folder = out.with_name(f"{out.name}.new{PARTIAL_SUFFIX}")
         self._settings = json.loads(json.dumps(settings))
 
     # What rank 0 does while the others wait.
@@ -92,12 +92,12 @@ class Writer(ABC):
             raise UserError(f"{near}: can't be written in. Change out.")
         if not self.partial.exists():
             return
-        begun = self.said(self.partial)
+        begun = self.read_settings(self.partial)
         if begun is None:
             raise UserError(
                 f"{self.partial}: is no forecast that was begun. Move it, or change out."
             )
-        odd = difference(begun, self._settings)
+        odd = describe_difference(begun, self._settings)
         if odd:
             raise UserError(
                 f"{self.partial}: was begun with {odd}. Give the same to go on, remove it to begin "
@@ -105,14 +105,14 @@ class Writer(ABC):
             )
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
+    def lock(self) -> Iterator[None]:
         """Keep other runs from writing the same forecast meanwhile.
 
         Raises:
             UserError: another one does.
         """
-        lock = FileLock(lock_of(self.out), timeout=0)
-        with disk(self.out):
+        lock = FileLock(lock_path(self.out), timeout=0)
+        with disk_errors(self.out):
             self.out.parent.mkdir(parents=True, exist_ok=True)
             try:
                 lock.acquire()
@@ -124,7 +124,7 @@ class Writer(ABC):
             yield
         finally:
             with suppress(OSError):
-                lock_of(self.out).unlink(missing_ok=True)
+                lock_path(self.out).unlink(missing_ok=True)
             lock.release()
 
     def begin(self, bands: RowPartition) -> None:
@@ -134,27 +134,27 @@ class Writer(ABC):
             UserError: it can't be written, or another process has made it since `check`.
         """
         self.check()
-        with disk(self.out):
+        with disk_errors(self.out):
             if self.partial.exists():
                 self.clean_up()
                 return
-            shutil.rmtree(self._new, ignore_errors=True)
+            shutil.rmtree(self._new_folder, ignore_errors=True)
             try:
-                self._new.mkdir()
-                self.make(self._new, bands)
-                sync_tree(self._new)
-                os.replace(self._new, self.partial)
-                sync(self.out.parent)
+                self._new_folder.mkdir()
+                self.create(self._new_folder, bands)
+                fsync_tree(self._new_folder)
+                os.replace(self._new_folder, self.partial)
+                fsync_path(self.out.parent)
             except OSError:
-                shutil.rmtree(self._new, ignore_errors=True)
+                shutil.rmtree(self._new_folder, ignore_errors=True)
                 raise
 
     @property
-    def pieces(self) -> int:
+    def piece_count(self) -> int:
         """How many turns it takes to put the forecast together, once every field is written."""
         return 0
 
-    def put_together(self, piece: int) -> None:
+    def assemble_piece(self, piece: int) -> None:
         """Do one of the `pieces`, in order; the other ranks wait no longer than for one.
 
         Raises:
@@ -169,10 +169,10 @@ class Writer(ABC):
             UserError: not all of it is there.
         """
         self.check_complete()
-        with disk(self.out):
-            sync_folders(self.partial)  # the files are on the disk, but perhaps not their names
+        with disk_errors(self.out):
+            fsync_folders(self.partial)  # the files are on the disk, but perhaps not their names
             os.replace(self.partial, self.out)
-            sync(self.out.parent)
+            fsync_path(self.out.parent)
 
     def check_complete(self) -> None:
         """Refuse to go on with a forecast of which something has not been written, or is gone.
@@ -183,23 +183,24 @@ class Writer(ABC):
         missing = self.missing(self.partial)
         if missing:
             raise UserError(
-                f"{self.partial}: {told(self.form, missing[0])} is missing. Start again: it will "
+                f"{self.partial}: {describe_missing(self.form, missing[0])} is missing. Start "
+                "again: it will "
                 "be written."
             )
 
-    def unfinished(self) -> list[Job]:
+    def unfinished_jobs(self) -> list[ForecastJob]:
         """The forecasts of which something is missing."""
         left = {missing.job for missing in self.missing(self.partial)}
         return [job for job in self.jobs if job in left]
 
     @property
-    def with_gaps(self) -> frozenset[str]:
+    def masked_variables(self) -> frozenset[str]:
         """Variables that have no values on some points at any time."""
         said = self._settings.get("variables", {})
         return frozenset(name for name, of in said.items() if of.get("fill") is not None)
 
     @property
-    def jobs(self) -> list[Job]:
+    def jobs(self) -> list[ForecastJob]:
         """All forecasts."""
         return all_jobs(len(self.form.times), max(1, self.form.members))
 
@@ -214,7 +215,7 @@ class Writer(ABC):
         """
 
     @abstractmethod
-    def write(self, job: Job, lead: int, rows: slice, fields: Sequence[Fields]) -> None:
+    def write(self, job: ForecastJob, lead: int, rows: slice, fields: Sequence[Fields]) -> None:
         """Write the fields of one lead time, as the `variables` of the form have them.
 
         Args:
@@ -228,7 +229,7 @@ class Writer(ABC):
         """
 
     @abstractmethod
-    def close(self, job: Job) -> None:
+    def close(self, job: ForecastJob) -> None:
         """Complete a forecast, of which all lead times have been written.
 
         Raises:
@@ -239,7 +240,7 @@ class Writer(ABC):
 
     @classmethod
     @abstractmethod
-    def said(cls, place: Path) -> Mapping[str, Any] | None:
+    def read_settings(cls, place: Path) -> Mapping[str, Any] | None:
         """What a forecast there depends on; None if there is none of this form."""
 
     @abstractmethod
@@ -247,15 +248,15 @@ class Writer(ABC):
         """The rows that are written together."""
 
     @abstractmethod
-    def missing(self, place: Path) -> list[Missing]:
+    def missing(self, place: Path) -> list[MissingField]:
         """All that is not there yet, or any more."""
 
     @abstractmethod
-    def parts(self, place: Path) -> Iterator[Part]:
+    def parts(self, place: Path) -> Iterator[ForecastPart]:
         """The stores or files that it consists of, one after the other."""
 
     @abstractmethod
-    def make(self, place: Path, bands: RowPartition) -> None:
+    def create(self, place: Path, bands: RowPartition) -> None:
         """Make everything in a new folder but the fields."""
 
     @abstractmethod
@@ -264,7 +265,7 @@ class Writer(ABC):
 
 
 @contextmanager
-def disk(out: Path) -> Iterator[None]:
+def disk_errors(out: Path) -> Iterator[None]:
     """Say in one line that a disk is full, or gone.
 
     Raises:
@@ -279,21 +280,21 @@ def disk(out: Path) -> Iterator[None]:
         ) from error
 
 
-def told(form: Form, missing: Missing) -> str:
+def describe_missing(form: ForecastFormat, missing: MissingField) -> str:
     """A missing field, for people."""
     rows = missing.rows
-    return f"{form.told(missing.job, missing.lead)}, rows {rows.start} to {rows.stop - 1}"
+    return f"{form.describe_field(missing.job, missing.lead)}, rows {rows.start} to {rows.stop - 1}"
 
 
-def stores_of_origin(attributes: Mapping[Any, Any]) -> tuple[str, ...]:
+def source_stores(attributes: Mapping[Any, Any]) -> tuple[str, ...]:
     """The stores that a forecast with these attributes started from; empty if they name none."""
     try:
-        return tuple(map(str, json.loads(attributes[ATTRIBUTE])["stores"]))
+        return tuple(map(str, json.loads(attributes[SETTINGS_ATTRIBUTE])["stores"]))
     except (KeyError, TypeError, ValueError):
         return ()
 
 
-def sync_tree(folder: Path) -> None:
+def fsync_tree(folder: Path) -> None:
     """Make sure that a folder with all that is in it is on the disk.
 
     Raises:
@@ -301,21 +302,21 @@ def sync_tree(folder: Path) -> None:
     """
     for root, _, names in os.walk(folder):
         for name in names:
-            sync(Path(root) / name)
-        sync(Path(root))
+            fsync_path(Path(root) / name)
+        fsync_path(Path(root))
 
 
-def sync_folders(folder: Path) -> None:
+def fsync_folders(folder: Path) -> None:
     """Make sure that the names of all files in a folder, and in folders in it, are on the disk.
 
     Raises:
         OSError: it could not be written.
     """
     for root, _, _ in os.walk(folder):
-        sync(Path(root))
+        fsync_path(Path(root))
 
 
-def sync(path: Path) -> None:
+def fsync_path(path: Path) -> None:
     """Make sure that a file, or the names in a folder, are on the disk.
 
     Raises:

@@ -25,98 +25,107 @@ from zarr.codecs import Crc32cCodec
 from zarr.errors import ZarrUserWarning
 from zarr.storage import LocalStore
 
-from credit_dp.data.rechunk.target import CODECS, WholeFiles, remove_leftovers
+from credit_dp.data.rechunk.target import CODECS, AtomicFileStore, remove_leftovers
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.errors import UserError
-from credit_dp.forecast.format import Form, Variable
-from credit_dp.forecast.request import Job
-from credit_dp.forecast.writer import ATTRIBUTE, Fields, Missing, Part, Writer, global_attributes
+from credit_dp.forecast.format import ForecastFormat, Variable
+from credit_dp.forecast.request import ForecastJob
+from credit_dp.forecast.writer import (
+    SETTINGS_ATTRIBUTE,
+    Fields,
+    ForecastPart,
+    ForecastWriter,
+    MissingField,
+    global_attributes,
+)
 
 CODEC = "zstd"
 
 
 @final
-class ZarrWriter(Writer):
+class ZarrWriter(ForecastWriter):
     """See above."""
 
-    def __init__(self, out: Path, form: Form, settings: Mapping[str, Any]) -> None:
+    def __init__(self, out: Path, form: ForecastFormat, settings: Mapping[str, Any]) -> None:
         super().__init__(out, form, settings)
         self._arrays: dict[str, zarr.Array[Any]] = {}
 
     @classmethod
-    def said(cls, place: Path) -> Mapping[str, Any] | None:
-        """See `Writer`."""
+    def read_settings(cls, place: Path) -> Mapping[str, Any] | None:
+        """See `ForecastWriter`."""
         try:
             metadata = json.loads((place / "zarr.json").read_text())
-            said: Mapping[str, Any] = json.loads(metadata["attributes"][ATTRIBUTE])
+            said: Mapping[str, Any] = json.loads(metadata["attributes"][SETTINGS_ATTRIBUTE])
         except (OSError, ValueError, KeyError, TypeError):
             return None
         return said
 
     def bands_to_write(self, bands: RowPartition) -> RowPartition:
         """Whole chunks, dealt to the ranks from north to south."""
-        return RowPartition.of_units(bands.height, bands.ranks, self._chunk_rows(self.partial))
+        return RowPartition.in_multiples_of(
+            bands.height, bands.ranks, self._chunk_rows(self.partial)
+        )
 
-    def write(self, job: Job, lead: int, rows: slice, fields: Sequence[Fields]) -> None:
-        """See `Writer`; what is there is left as it is."""
+    def write(self, job: ForecastJob, lead: int, rows: slice, fields: Sequence[Fields]) -> None:
+        """See `ForecastWriter`; what is there is left as it is."""
         if rows.start == rows.stop:
             return
         place = self.form.place(job.member, job.time, lead)
         for variable, values in zip(self.form.variables, fields, strict=True):
-            array = self._array(variable.name)
-            names = self._names(variable, place, _chunks(rows, array.chunks[-2]))
+            array = self._open_array(variable.name)
+            names = self._chunk_names(variable, place, _chunk_range(rows, array.chunks[-2]))
             folder = self.partial / variable.name
             if not all((folder / name).exists() for name in names):
                 where: tuple[int | slice | EllipsisType, ...] = (*place, ..., rows, slice(None))
                 array[where] = values
 
-    def close(self, job: Job) -> None:
+    def close(self, job: ForecastJob) -> None:
         """Nothing is left to do: chunks are files of their own."""
 
     def bands(self, place: Path) -> list[slice]:
-        """See `Writer`."""
+        """See `ForecastWriter`."""
         high, height = self._chunk_rows(place), self.form.height
         return [slice(row, min(row + high, height)) for row in range(0, height, high)]
 
-    def missing(self, place: Path) -> list[Missing]:
-        """See `Writer`."""
+    def missing(self, place: Path) -> list[MissingField]:
+        """See `ForecastWriter`."""
         bands = list(enumerate(self.bands(place)))
-        there = {v.name: set(_names_in(place / v.name)) for v in self.form.variables}
+        there = {v.name: set(_nonempty_files(place / v.name)) for v in self.form.variables}
         return [
-            Missing(job, lead, rows)
+            MissingField(job, lead, rows)
             for job in self.jobs
             for lead in range(len(self.form.hours))
             for band, rows in bands
             if any(
                 name not in there[variable.name]
                 for variable in self.form.variables
-                for name in self._names(
+                for name in self._chunk_names(
                     variable, self.form.place(job.member, job.time, lead), range(band, band + 1)
                 )
             )
         ]
 
-    def parts(self, place: Path) -> Iterator[Part]:
-        """See `Writer`: it is one."""
-        yield Part(place, {}, self.jobs, self.bands(place))
+    def parts(self, place: Path) -> Iterator[ForecastPart]:
+        """See `ForecastWriter`: it is one."""
+        yield ForecastPart(place, {}, self.jobs, self.bands(place))
 
-    def make(self, place: Path, bands: RowPartition) -> None:
-        """See `Writer`."""
+    def create(self, place: Path, bands: RowPartition) -> None:
+        """See `ForecastWriter`."""
         group = zarr.create_group(LocalStore(place), attributes=global_attributes(self._settings))
         rows = -(-bands.height // bands.ranks)
         for variable in self.form.variables:
             self._create_array(group, variable, rows)
         for name, coordinate in self.form.coordinates.items():
-            _create_whole(group, name, (name,), *coordinate)
+            _create_unchunked(group, name, (name,), *coordinate)
         for bounds in self.form.bounds:
-            _create_whole(group, *bounds, {})
+            _create_unchunked(group, *bounds, {})
         with warnings.catch_warnings():  # readers know it, if it is not in zarr's specification yet
             warnings.simplefilter("ignore", ZarrUserWarning)
             zarr.consolidate_metadata(LocalStore(place))
 
     def _create_array(self, group: zarr.Group, variable: Variable, rows: int) -> None:
         shape = self.form.shape(variable)
-        leading = len(self.form.leading)
+        leading = len(self.form.leading_dims)
         group.create_array(
             variable.name,
             shape=shape,
@@ -131,15 +140,15 @@ class ZarrWriter(Writer):
         )
 
     def clean_up(self) -> None:
-        """See `Writer`."""
+        """See `ForecastWriter`."""
         for variable in self.form.variables:
             remove_leftovers(self.partial / variable.name)
 
-    def _array(self, name: str) -> "zarr.Array[Any]":
+    def _open_array(self, name: str) -> "zarr.Array[Any]":
         """To write whole chunks to; those that are NaN throughout are files, too."""
         if name not in self._arrays:
             array = zarr.open_array(
-                WholeFiles(LocalStore(self.partial)), path=name, mode="r+", zarr_format=3
+                AtomicFileStore(LocalStore(self.partial)), path=name, mode="r+", zarr_format=3
             )
             # Opening ignores a config.
             self._arrays[name] = array.with_config({"write_empty_chunks": True})
@@ -155,13 +164,13 @@ class ZarrWriter(Writer):
                 f"{place}: {name} can't be read. Remove it, and start again."
             ) from error
 
-    def _names(self, variable: Variable, place: tuple[int, ...], bands: range) -> list[str]:
+    def _chunk_names(self, variable: Variable, place: tuple[int, ...], bands: range) -> list[str]:
         """The files of some bands of one field, which has all levels in one chunk."""
         leading = [*place, *([0] if variable.on_levels else [])]
         return [".".join(map(str, ["c", *leading, band, 0])) for band in bands]
 
 
-def _create_whole(
+def _create_unchunked(
     group: zarr.Group,
     name: str,
     dims: tuple[str, ...],
@@ -179,12 +188,12 @@ def _create_whole(
     )
 
 
-def _chunks(rows: slice, high: int) -> range:
+def _chunk_range(rows: slice, high: int) -> range:
     """The chunks that these rows are, which begin where one begins."""
     return range(rows.start // high, -(-rows.stop // high))
 
 
-def _names_in(folder: Path) -> list[str]:
+def _nonempty_files(folder: Path) -> list[str]:
     """The files in a folder that are not empty; none if it is not there."""
     if not folder.is_dir():
         return []

@@ -19,7 +19,7 @@ from credit_dp.fields import Fields
 from credit_dp.models.crossformer import CrossFormer
 from credit_dp.models.pangu import Pangu
 from credit_dp.models.unet import UNet
-from credit_dp.plugins import code_of_a_plugin
+from credit_dp.plugins import report_plugin_errors
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,9 @@ def build_model(config: ModelConfig, fields: Fields, grid: tuple[int, int]) -> n
         return Pangu(config, fields, grid)
     if isinstance(config, CrossFormerConfig):
         return CrossFormer(config, fields, grid)
-    model = _build_own(config, fields, grid) if isinstance(config, OwnModelConfig) else None
+    model = (
+        _build_plugin_model(config, fields, grid) if isinstance(config, OwnModelConfig) else None
+    )
     if not isinstance(model, nn.Module):
         raise UserError(
             f"model: {type(config).__name__}.build has to return a torch.nn.Module, got "
@@ -53,7 +55,7 @@ def build_model(config: ModelConfig, fields: Fields, grid: tuple[int, int]) -> n
     return model
 
 
-def _build_own(config: OwnModelConfig, fields: Fields, grid: tuple[int, int]) -> object:
+def _build_plugin_model(config: OwnModelConfig, fields: Fields, grid: tuple[int, int]) -> object:
     """Call the user's code; what goes wrong there is told in one line."""
     kind = type(config)
     if kind.build is OwnModelConfig.build:
@@ -63,7 +65,7 @@ def _build_own(config: OwnModelConfig, fields: Fields, grid: tuple[int, int]) ->
         )
     if torch.get_default_device().type == "meta":  # who asked for no data may ask again with
         return config.build(fields.inputs, fields.outputs, grid)
-    with code_of_a_plugin(f"model: {kind.__name__}.build"):
+    with report_plugin_errors(f"model: {kind.__name__}.build"):
         return config.build(fields.inputs, fields.outputs, grid)
 
 

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from credit_dp.constants import constant
+from credit_dp.constants import constant_tensor
 
 
 @final
@@ -26,10 +26,10 @@ class StochasticDepth(nn.Module):
         rate: of samples that lose the branch.
 
     Attributes:
-        draws: a number from [0, 1) for each sample, `(B,)`, set by `draw_depths`; None: drawn from
-            torch's random numbers at each forward.
+        draws: a number from [0, 1) for each sample, `(B,)`, set by `draw_stochastic_depths`;
+        None: drawn from torch's random numbers at each forward.
 
-        place: its number in the model, if `number_depths` has set it.
+        place: its number in the model, if `number_stochastic_depths` has set it.
 
     Shapes:
         `(B, ...)` -> the same.
@@ -43,7 +43,7 @@ class StochasticDepth(nn.Module):
     def __init__(self, rate: float) -> None:
         super().__init__()
         self.rate = rate
-        self.place: int | None = None
+        self.number: int | None = None
         self.draws: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -61,35 +61,35 @@ class StochasticDepth(nn.Module):
         return f"rate={self.rate}"
 
 
-def number_depths(model: nn.Module) -> None:
+def number_stochastic_depths(model: nn.Module) -> None:
     """Number the layers that drop branches, so that a stretch of the model draws as the whole."""
-    for place, layer in enumerate(_dropping(model)):
-        layer.place = place
+    for place, layer in enumerate(_stochastic_depths(model)):
+        layer.number = place
 
 
-def draw_depths(model: nn.Module, seed: int, step: int, samples: Sequence[int]) -> None:
+def draw_stochastic_depths(model: nn.Module, seed: int, step: int, samples: Sequence[int]) -> None:
     """Decide which samples of a training step lose which branches, sharded or not.
 
     The same for a sample wherever it is computed. `samples` are their numbers in the global batch.
     """
-    for number, layer in enumerate(_dropping(model)):
-        place = number if layer.place is None else layer.place
+    for number, layer in enumerate(_stochastic_depths(model)):
+        place = number if layer.number is None else layer.number
         keys = ([seed, step, sample, place] for sample in samples)
         drawn = [np.random.default_rng(key).random() for key in keys]
-        layer.draws = constant(drawn, next(model.parameters()).device)
+        layer.draws = constant_tensor(drawn, next(model.parameters()).device)
 
 
-def _dropping(model: nn.Module) -> list[StochasticDepth]:
+def _stochastic_depths(model: nn.Module) -> list[StochasticDepth]:
     layers = (m.__dict__.get("wrapped", m) for m in model.modules())
     return [layer for layer in layers if isinstance(layer, StochasticDepth)]
 
 
-def drop_depth(rate: float) -> nn.Module:
+def stochastic_depth_or_identity(rate: float) -> nn.Module:
     """Return stochastic depth, or a layer that costs nothing where nothing is dropped."""
     return StochasticDepth(rate) if rate else nn.Identity()
 
 
-def depth_rates(last: float, blocks: int) -> list[float]:
+def stochastic_depth_rates(last: float, blocks: int) -> list[float]:
     """Return the rates of blocks in a row: from 0 to that of the last one, linearly."""
     return [last * block / max(1, blocks - 1) for block in range(blocks)]
 
@@ -98,20 +98,20 @@ def run_block(block: nn.Module, x: Tensor, again: bool) -> Tensor:
     """Call a block; with `again` keep its input only, and compute the rest again in backward."""
     if not (again and block.training and torch.is_grad_enabled()):
         return block(x)  # type: ignore[no-any-return]
-    if not _dropping(block):
+    if not _stochastic_depths(block):
         return checkpoint(block, x, use_reentrant=False)  # type: ignore[no-any-return]
-    return checkpoint(block, x, use_reentrant=False, context_fn=partial(_same_draws, block))  # type: ignore[no-any-return]
+    return checkpoint(block, x, use_reentrant=False, context_fn=partial(_draw_contexts, block))  # type: ignore[no-any-return]
 
 
-def _same_draws(
+def _draw_contexts(
     block: nn.Module,
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """What surrounds a block's forward, and its second one: by then others may have been drawn."""
-    return nullcontext(), _drawn([(layer, layer.draws) for layer in _dropping(block)])
+    return nullcontext(), _with_draws([(layer, layer.draws) for layer in _stochastic_depths(block)])
 
 
 @contextmanager
-def _drawn(draws: list[tuple[StochasticDepth, Tensor | None]]) -> Iterator[None]:
+def _with_draws(draws: list[tuple[StochasticDepth, Tensor | None]]) -> Iterator[None]:
     now = [(layer, layer.draws) for layer, _ in draws]
     for layer, of_layer in draws:
         layer.draws = of_layer
@@ -120,7 +120,7 @@ def _drawn(draws: list[tuple[StochasticDepth, Tensor | None]]) -> Iterator[None]
         layer.draws = of_layer
 
 
-POLES = ("zeros", "replicate", "reflect", "mirror", "earth")
+POLE_PADDINGS = ("zeros", "replicate", "reflect", "mirror", "earth")
 
 
 def pad_poles(x: Tensor, width: int, poles: str) -> Tensor:
@@ -179,8 +179,10 @@ class PolePad(nn.Module):
 
     def __init__(self, width: int, poles: str = "mirror", columns: int | None = None) -> None:
         super().__init__()
-        if poles not in POLES:
-            raise ValueError(f"PolePad: poles has to be one of {', '.join(POLES)}, got {poles}")
+        if poles not in POLE_PADDINGS:
+            raise ValueError(
+                f"PolePad: poles has to be one of {', '.join(POLE_PADDINGS)}, got {poles}"
+            )
         self.width = width
         self.poles = poles
         self.columns = width if columns is None else columns

@@ -17,9 +17,15 @@ from torch.nn.utils.parametrizations import spectral_norm
 from credit_dp.config.model import CrossFormerConfig
 from credit_dp.errors import UserError
 from credit_dp.fields import Fields
-from credit_dp.models.blocks import PolePad, StochasticDepth, depth_rates, drop_depth, run_block
+from credit_dp.models.blocks import (
+    PolePad,
+    StochasticDepth,
+    run_block,
+    stochastic_depth_or_identity,
+    stochastic_depth_rates,
+)
 from credit_dp.models.row_groups import GroupedRows, RowGroups, dilated, windows
-from credit_dp.models.segments import Segment, SegmentedModel, State
+from credit_dp.models.segments import Segment, SegmentedModel, SegmentState
 from credit_dp.models.unet import PeriodicConv2d
 
 
@@ -131,7 +137,7 @@ class CrossAttention(GroupedRows, ABC):
     """
 
     row_dim: ClassVar[int] = -3
-    own_columns: ClassVar[int]  # FIRST: a group has every n-th; SECOND: neighbouring ones
+    group_columns_dim: ClassVar[int]  # FIRST: a group has every n-th; SECOND: neighbouring ones
 
     def __init__(self, channels: int, size: int, head_channels: int, dropout: float = 0.0) -> None:
         super().__init__()
@@ -146,12 +152,12 @@ class CrossAttention(GroupedRows, ABC):
         batch, _, columns, channels = x.shape
         count, size = groups.stop - groups.start, self.size
         others = columns // size
-        parts = (size, others) if self.own_columns == FIRST else (others, size)
+        parts = (size, others) if self.group_columns_dim == FIRST else (others, size)
         # Sizes are written out: of no groups, torch can't tell what -1 stands for.
         x = x.reshape(batch, count, size, *parts, channels)
-        x = x.movedim((2, self.own_columns), (-3, -2))
+        x = x.movedim((2, self.group_columns_dim), (-3, -2))
         made = self._attend(x.reshape(batch * count * others, size**2, channels))
-        made = made.reshape(x.shape).movedim((-3, -2), (2, self.own_columns))
+        made = made.reshape(x.shape).movedim((-3, -2), (2, self.group_columns_dim))
         return made.reshape(batch, count * size, columns, channels)
 
     def _attend(self, x: Tensor) -> Tensor:
@@ -164,13 +170,13 @@ class CrossAttention(GroupedRows, ABC):
 
 
 @final
-class ShortAttention(CrossAttention):
+class ShortDistanceAttention(CrossAttention):
     """Attention among the points of a window of `size` x `size`.
 
     Source: Wang et al. 2021, section 3.2, short-distance attention.
     """
 
-    own_columns: ClassVar[int] = SECOND
+    group_columns_dim: ClassVar[int] = SECOND
 
     def groups(self, height: int) -> RowGroups:
         """Return windows of neighbouring rows."""
@@ -178,13 +184,13 @@ class ShortAttention(CrossAttention):
 
 
 @final
-class LongAttention(CrossAttention):
+class LongDistanceAttention(CrossAttention):
     """Attention among `size` x `size` points as far from each other as the globe allows.
 
     Source: Wang et al. 2021, section 3.2, long-distance attention.
     """
 
-    own_columns: ClassVar[int] = FIRST
+    group_columns_dim: ClassVar[int] = FIRST
 
     def groups(self, height: int) -> RowGroups:
         """Return rows a fixed distance apart."""
@@ -192,7 +198,7 @@ class LongAttention(CrossAttention):
 
 
 @final
-class Branch(nn.Module):
+class ResidualBranch(nn.Module):
     """A normalised branch beside a shortcut.
 
     Shapes:
@@ -203,7 +209,7 @@ class Branch(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(channels)
         self.inner = inner
-        self.depth = drop_depth(depth_rate)
+        self.depth = stochastic_depth_or_identity(depth_rate)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the input plus what the branch adds."""
@@ -220,17 +226,17 @@ def _feed_forward(channels: int, ratio: int, dropout: float) -> nn.Sequential:
     )
 
 
-def _block(config: CrossFormerConfig, level: int, depth_rate: float) -> nn.Sequential:
+def _build_block(config: CrossFormerConfig, level: int, depth_rate: float) -> nn.Sequential:
     """Short-distance attention, feed-forward, long-distance attention, feed-forward."""
     channels, heads, dropout = config.channels[level], config.head_channels, config.dropout
-    short = ShortAttention(channels, config.local_windows[level], heads, dropout)
-    distant = LongAttention(channels, config.global_windows[level], heads, dropout)
+    short = ShortDistanceAttention(channels, config.local_windows[level], heads, dropout)
+    distant = LongDistanceAttention(channels, config.global_windows[level], heads, dropout)
     feeds = [_feed_forward(channels, config.mlp_ratio, dropout) for _ in range(2)]
     branches = (short, feeds[0], distant, feeds[1])
-    return nn.Sequential(*(Branch(channels, branch, depth_rate) for branch in branches))
+    return nn.Sequential(*(ResidualBranch(channels, branch, depth_rate) for branch in branches))
 
 
-def cross_level(
+def build_level(
     config: CrossFormerConfig, level: int, in_channels: int, depth_rates: Sequence[float]
 ) -> nn.ModuleDict:
     """Return one level: an `embedding` of patches of several sizes, and `blocks` of attention.
@@ -249,7 +255,7 @@ def cross_level(
     embedding = CrossScaleEmbedding(
         in_channels, channels, config.kernels[level], stride, config.poles
     )
-    blocks = nn.ModuleList(_block(config, level, rate) for rate in depth_rates)
+    blocks = nn.ModuleList(_build_block(config, level, rate) for rate in depth_rates)
     return nn.ModuleDict({"embedding": embedding, "blocks": blocks})
 
 
@@ -347,21 +353,21 @@ class CrossFormer(SegmentedModel):
     row_rules: ClassVar[dict[type[nn.Module], str]] = {
         PeriodicConv2d: "periodic_conv",
         PolePad: "pole_pad",
-        ShortAttention: "row_groups",
-        LongAttention: "row_groups",
+        ShortDistanceAttention: "row_groups",
+        LongDistanceAttention: "row_groups",
         StochasticDepth: "stochastic_depth",
     }
 
     def __init__(self, config: CrossFormerConfig, fields: Fields, grid: tuple[int, int]) -> None:
         super().__init__()
-        self.again = config.activation_checkpointing
+        self.checkpointing = config.activation_checkpointing
         padded = _padded_grid(config, grid)
         _check_kernels(config, padded)
         widths, steps, poles = config.channels, config.strides, config.poles
-        rates = iter(depth_rates(config.stochastic_depth, sum(config.depths)))
-        self.enlarge, self.crop = _enlarge(grid, padded, poles), _crop(grid, padded)
+        rates = iter(stochastic_depth_rates(config.stochastic_depth, sum(config.depths)))
+        self.enlarge, self.crop = _build_padding(grid, padded, poles), _build_crop(grid, padded)
         self.levels = nn.ModuleList(
-            cross_level(config, level, first, list(islice(rates, config.depths[level])))
+            build_level(config, level, first, list(islice(rates, config.depths[level])))
             for level, first in enumerate([fields.inputs, *widths[:-1]])
         )
         finer = list(zip(widths[1:], widths[:-1], steps[1:], strict=True))  # finest first
@@ -405,31 +411,32 @@ class CrossFormer(SegmentedModel):
         first = ("enlarge",) if not level and not block else ()
         return Segment(name, partial(self._encode, level, block), (*first, *before, name))
 
-    def _encode(self, level: int, block: int, state: State) -> State:
+    def _encode(self, level: int, block: int, state: SegmentState) -> SegmentState:
         x, *skips = state
         parts = cast(nn.ModuleDict, self.levels[level])
         if not block:
             skips += [x] if level else []
             x = parts["embedding"](x if level else self.enlarge(x)).permute(0, 2, 3, 1)
-        x = run_block(cast(nn.ModuleList, parts["blocks"])[block], x, self.again)
+        x = run_block(cast(nn.ModuleList, parts["blocks"])[block], x, self.checkpointing)
         if block == self._depth(level) - 1:
             x = x.permute(0, 3, 1, 2)
         return x, *skips
 
-    def _decode(self, step: int, state: State) -> State:
+    def _decode(self, step: int, state: SegmentState) -> SegmentState:
         x, *skips = state
         return torch.cat([self.decoder[step](x), skips[-1]], 1), *skips[:-1]
 
-    def _finish(self, state: State) -> State:
+    def _finish(self, state: SegmentState) -> SegmentState:
         return (self.crop(self.head(state[0])),)
 
 
 def _padded_grid(config: CrossFormerConfig, grid: tuple[int, int]) -> tuple[int, int]:
-    rows, columns = (-(-size // config.multiple) * config.multiple for size in grid)
+    rows, columns = (-(-size // config.grid_multiple) * config.grid_multiple for size in grid)
     if any(-(-(wide - size) // 2) > size for wide, size in zip((rows, columns), grid, strict=True)):
         raise UserError(
             f"model.local_windows: with model.global_windows and model.strides, whole windows need "
-            f"a multiple of {config.multiple} rows and columns; the grid has {grid[0]}x{grid[1]}, "
+            f"a multiple of {config.grid_multiple} rows and columns; the grid has "
+            f"{grid[0]}x{grid[1]}, "
             f"too few to fill {rows}x{columns}. Use smaller windows or a finer data.grid."
         )
     return rows, columns
@@ -446,7 +453,7 @@ def _check_kernels(config: CrossFormerConfig, padded: tuple[int, int]) -> None:
             )
 
 
-def _enlarge(grid: tuple[int, int], padded: tuple[int, int], poles: str) -> nn.Sequential:
+def _build_padding(grid: tuple[int, int], padded: tuple[int, int], poles: str) -> nn.Sequential:
     """Pad both sides alike; where one more than is missing, take it off in the south or east."""
     if grid == padded:
         return nn.Sequential()
@@ -457,8 +464,8 @@ def _enlarge(grid: tuple[int, int], padded: tuple[int, int], poles: str) -> nn.S
     return nn.Sequential(*layers, *([nn.ZeroPad2d(surplus)] if any(surplus) else []))
 
 
-def _crop(grid: tuple[int, int], padded: tuple[int, int]) -> nn.Module:
-    """Undo what `_enlarge` does."""
+def _build_crop(grid: tuple[int, int], padded: tuple[int, int]) -> nn.Module:
+    """Undo what `_build_padding` does."""
     if grid == padded:
         return nn.Identity()
     (south, north), (east, west) = (

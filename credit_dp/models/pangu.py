@@ -14,9 +14,14 @@ from torch import Tensor, nn
 from credit_dp.config.model import PanguConfig
 from credit_dp.errors import UserError
 from credit_dp.fields import Fields
-from credit_dp.models.blocks import StochasticDepth, depth_rates, drop_depth, run_block
+from credit_dp.models.blocks import (
+    StochasticDepth,
+    run_block,
+    stochastic_depth_or_identity,
+    stochastic_depth_rates,
+)
 from credit_dp.models.row_groups import GroupedRows, RowGroups, windows
-from credit_dp.models.segments import Segment, SegmentedModel, State
+from credit_dp.models.segments import Segment, SegmentedModel, SegmentState
 
 Size = tuple[int, int, int]  # levels, rows, columns
 
@@ -160,9 +165,9 @@ class EarthAttention(GroupedRows):
         bias = table.index_select(1, cast(Tensor, self.index)).view(len(table), tokens, tokens)
         if not any(self.shift[:2]):
             return bias
-        return bias.masked_fill(self._apart(groups), float("-inf"))
+        return bias.masked_fill(self._masked_pairs(groups), float("-inf"))
 
-    def _apart(self, groups: slice) -> Tensor:
+    def _masked_pairs(self, groups: slice) -> Tensor:
         """Return which pairs of tokens share a window, but are no neighbours on the globe.
 
         Only the last window of levels, or rows, goes around: its last `shift` ones are the first.
@@ -182,14 +187,14 @@ class EarthAttention(GroupedRows):
         return side[:, :, None] != side[:, None]
 
 
-def cubes(size: Size, patch: Size) -> Size:
+def cube_counts(size: Size, patch: Size) -> Size:
     """Return how many cubes there are in each dimension, with zeros beyond the last one."""
     return cast(Size, tuple(-(-s // p) for s, p in zip(size, patch, strict=True)))
 
 
-def margin(size: Size, patch: Size, sign: int) -> tuple[int, ...]:
+def cube_padding(size: Size, patch: Size, sign: int) -> tuple[int, ...]:
     """Return the pads to whole cubes in torch's order: in the east, the south, the last levels."""
-    whole = cubes(size, patch)
+    whole = cube_counts(size, patch)
     missing = (sign * (n * p - s) for n, p, s in zip(whole, patch, size, strict=True))
     return tuple(chain(*((0, pad) for pad in reversed(tuple(missing)))))
 
@@ -222,7 +227,7 @@ class CubeEmbedding(nn.Module):
         self.levels = size[0]
         self.register_buffer("upper_channels", torch.tensor(upper), persistent=False)
         self.register_buffer("surface_channels", torch.tensor(surface), persistent=False)
-        pads = margin(size, patch, 1)
+        pads = cube_padding(size, patch, 1)
         self.upper = nn.Sequential(
             nn.ZeroPad3d(cast(tuple[int, int, int, int, int, int], pads)),
             nn.Conv3d(len(upper) // size[0], width, patch, patch),
@@ -268,8 +273,8 @@ class CubeRecovery(nn.Module):
         made = [*chain(*fields.upper), *last]
         order = sorted(range(len(made)), key=made.__getitem__)
         self.register_buffer("order", torch.tensor(order), persistent=False)
-        self.levels = cubes(size, patch)[0]
-        pads = margin(size, patch, -1)
+        self.levels = cube_counts(size, patch)[0]
+        pads = cube_padding(size, patch, -1)
         self.upper = nn.Sequential(
             nn.ConvTranspose3d(width, len(fields.upper), patch, patch),
             nn.ZeroPad3d(cast(tuple[int, int, int, int, int, int], pads)),
@@ -292,8 +297,8 @@ class CubeRecovery(nn.Module):
 CHANNELS_FIRST = (0, 1, 4, 2, 3)  # (B, levels, rows, columns, C) -> (B, levels, C, rows, columns)
 CHANNELS_LAST = (0, 1, 3, 4, 2)
 # Before which block of which stage the resolution changes, and by what.
-CHANGES = {(1, 0): ("down",), (3, 0): ("up",)}
-FIRST_GAIN = 0.1  # of the norms at the end of a block's branches
+RESOLUTION_CHANGES = {(1, 0): ("down",), (3, 0): ("up",)}
+INITIAL_GAIN = 0.1  # of the norms at the end of a block's branches
 
 
 @final
@@ -310,7 +315,10 @@ class EarthBlock(nn.Module):
         super().__init__()
         hidden = config.mlp_ratio * width
         self.attention = nn.Sequential(
-            attention, nn.Dropout(config.dropout), nn.LayerNorm(width), drop_depth(rate)
+            attention,
+            nn.Dropout(config.dropout),
+            nn.LayerNorm(width),
+            stochastic_depth_or_identity(rate),
         )
         self.perceptron = nn.Sequential(
             nn.Linear(width, hidden),
@@ -319,7 +327,7 @@ class EarthBlock(nn.Module):
             nn.Linear(hidden, width),
             nn.Dropout(config.dropout),
             nn.LayerNorm(width),
-            drop_depth(rate),
+            stochastic_depth_or_identity(rate),
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -329,7 +337,7 @@ class EarthBlock(nn.Module):
 
 
 @final
-class Down(nn.Module):
+class DownSample(nn.Module):
     """Joins two by two tokens of a level to one of twice the channels.
 
     Shapes:
@@ -349,7 +357,7 @@ class Down(nn.Module):
 
 
 @final
-class Up(nn.Module):
+class UpSample(nn.Module):
     """Splits each token into two by two of half the channels.
 
     Shapes:
@@ -398,14 +406,14 @@ class Pangu(SegmentedModel):
 
     def __init__(self, config: PanguConfig, fields: Fields, grid: tuple[int, int]) -> None:
         super().__init__()
-        _check(config, fields, grid)
+        _check_fit(config, fields, grid)
         size, patch = (fields.levels, *grid), cast(Size, tuple(config.patch))
-        fine, width = cubes(size, patch), config.width
+        fine, width = cube_counts(size, patch), config.width
         self.checkpointing = config.activation_checkpointing
         self.embedding = CubeEmbedding(fields, size, patch, width)
         levels = fine[0] + (self.embedding.surface is not None)
         globes = [(levels, *fine[1:]), (levels, -(-fine[1] // 2), -(-fine[2] // 2))]
-        rates = iter(depth_rates(config.stochastic_depth, sum(config.depths)))
+        rates = iter(stochastic_depth_rates(config.stochastic_depth, sum(config.depths)))
         self.stages = nn.ModuleList(
             nn.ModuleList(
                 EarthBlock(
@@ -424,8 +432,8 @@ class Pangu(SegmentedModel):
             )
             for stage, factor in enumerate((1, 2, 2, 1))
         )
-        self.down = Down(width, *fine[1:])
-        self.up = Up(width, *fine[1:])
+        self.down = DownSample(width, *fine[1:])
+        self.up = UpSample(width, *fine[1:])
         self.recovery = CubeRecovery(fields, size, patch, 2 * width)
         self.apply(_initialise)
 
@@ -439,31 +447,31 @@ class Pangu(SegmentedModel):
             Segment(
                 f"stages.{stage}.{block}",
                 partial(self._block, stage, block),
-                (*CHANGES.get((stage, block), ()), f"stages.{stage}.{block}"),
+                (*RESOLUTION_CHANGES.get((stage, block), ()), f"stages.{stage}.{block}"),
             )
             for stage, blocks in enumerate(self.stages)
             for block in range(len(cast(nn.ModuleList, blocks)))
         ]
         return [embedding, *blocks, Segment("recovery", self._recover, ("recovery",))]
 
-    def _embed(self, state: State) -> State:
+    def _embed(self, state: SegmentState) -> SegmentState:
         return (self.embedding(state[0]).permute(0, 2, 3, 4, 1),)
 
-    def _block(self, stage: int, block: int, state: State) -> State:
+    def _block(self, stage: int, block: int, state: SegmentState) -> SegmentState:
         x, *rest = state
-        if (stage, block) in CHANGES:
+        if (stage, block) in RESOLUTION_CHANGES:
             rest = rest or [x]  # what the first stage made goes across
-            for name in CHANGES[stage, block]:
+            for name in RESOLUTION_CHANGES[stage, block]:
                 x = self.get_submodule(name)(x)
         layer = cast(nn.ModuleList, self.stages[stage])[block]
         return run_block(layer, x, self.checkpointing), *rest
 
-    def _recover(self, state: State) -> State:
+    def _recover(self, state: SegmentState) -> SegmentState:
         x, skip = state
         return (self.recovery(torch.cat([skip, x], -1).permute(0, 4, 1, 2, 3)),)
 
 
-def _check(config: PanguConfig, fields: Fields, grid: tuple[int, int]) -> None:
+def _check_fit(config: PanguConfig, fields: Fields, grid: tuple[int, int]) -> None:
     if not fields.levels:
         raise UserError(
             "model.name: pangu needs variables on levels, but data.prognostic has none. Add "
@@ -486,7 +494,7 @@ def _initialise(module: nn.Module) -> None:
     if isinstance(module, EarthBlock):
         for layer in module.modules():
             if isinstance(layer, nn.LayerNorm):
-                nn.init.constant_(layer.weight, FIRST_GAIN)
+                nn.init.constant_(layer.weight, INITIAL_GAIN)
     if isinstance(module, nn.Linear):
         nn.init.xavier_normal_(module.weight)
     if isinstance(module, nn.ConvTranspose2d | nn.ConvTranspose3d):

@@ -10,7 +10,7 @@ from typing import ClassVar, final
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from credit_dp.constants import constant
+from credit_dp.constants import constant_tensor
 
 
 @final
@@ -86,13 +86,13 @@ class GroupedRows(nn.Module, ABC):
         """Return the output for the whole globe."""
         dim, height = self.row_dim, x.shape[self.row_dim]
         groups = self.groups(height)
-        rows = self.treat(_in_order(x, groups, dim), slice(0, groups.count), height)
+        rows = self.treat(_rows_by_group(x, groups, dim), slice(0, groups.count), height)
         if groups.positions == tuple(range(height)):
             return rows.narrow(dim, 0, height)
-        return rows.index_select(dim, constant(groups.positions, x.device))
+        return rows.index_select(dim, constant_tensor(groups.positions, x.device))
 
 
-def _in_order(x: Tensor, groups: RowGroups, dim: int) -> Tensor:
+def _rows_by_group(x: Tensor, groups: RowGroups, dim: int) -> Tensor:
     height = x.shape[dim]
     if groups.order == tuple(range(height)):
         return x
@@ -101,4 +101,4 @@ def _in_order(x: Tensor, groups: RowGroups, dim: int) -> Tensor:
     order = [next(blank) if row is None else row for row in groups.order]
     if order == sorted(order):
         return x
-    return x.index_select(dim, constant(order, x.device))
+    return x.index_select(dim, constant_tensor(order, x.device))

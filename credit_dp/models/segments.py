@@ -10,7 +10,7 @@ from typing import final
 from torch import Tensor, nn
 
 # What travels from one segment to the next: tensors of floating point, samples first.
-State = tuple[Tensor, ...]
+SegmentState = tuple[Tensor, ...]
 
 
 @final
@@ -25,7 +25,7 @@ class Segment:
     """
 
     name: str
-    run: Callable[[State], State]
+    run: Callable[[SegmentState], SegmentState]
     modules: tuple[str, ...]
 
 
@@ -41,16 +41,16 @@ class SegmentedModel(nn.Module, ABC):
 
     def __init__(self) -> None:
         super().__init__()
-        self.part = slice(None)
+        self.active_segments = slice(None)
 
     @abstractmethod
     def segments(self) -> list[Segment]:
         """Return the stretches of the forward, in order; each parameter is used by one of them."""
 
-    def forward(self, *state: Tensor) -> Tensor | State:
+    def forward(self, *state: Tensor) -> Tensor | SegmentState:
         """Return what the segments make of the input."""
-        for segment in self.segments()[self.part]:
+        for segment in self.segments()[self.active_segments]:
             state = segment.run(state)
-        if self.part != slice(None):
+        if self.active_segments != slice(None):
             state = tuple(x.contiguous() for x in state)  # what is sent has to be
         return state[0] if len(state) == 1 else state

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from credit_dp.config.model import UNetConfig
-from credit_dp.models.blocks import StochasticDepth, depth_rates, pad_poles, run_block
-from credit_dp.models.segments import Segment, SegmentedModel, State
+from credit_dp.models.blocks import StochasticDepth, pad_poles, run_block, stochastic_depth_rates
+from credit_dp.models.segments import Segment, SegmentedModel, SegmentState
 
-REDUCTION = 16
-FEWEST = 4  # hidden channels of a gate
+GATE_REDUCTION = 16
+MIN_GATE_CHANNELS = 4  # hidden channels of a gate
 
 
 @final
@@ -31,7 +31,7 @@ class SqueezeExcite(nn.Module):
 
     def __init__(self, channels: int) -> None:
         super().__init__()
-        hidden = max(FEWEST, channels // REDUCTION)
+        hidden = max(MIN_GATE_CHANNELS, channels // GATE_REDUCTION)
         self.pool = nn.AdaptiveAvgPool2d(1)
         self.reduce = nn.Linear(channels, hidden)
         self.expand = nn.Linear(hidden, channels)
@@ -70,7 +70,7 @@ class GlobalConditioning(nn.Module):
         return [head(known)[..., None, None] for head in self.heads]
 
 
-def condition(x: Tensor, scale_and_shift: Tensor) -> Tensor:
+def modulate(x: Tensor, scale_and_shift: Tensor) -> Tensor:
     """Return `x * (1 + scale) + shift`.
 
     Shapes:
@@ -101,11 +101,11 @@ class LongRangeConv2d(nn.Conv2d):
     def __init__(self, channels: int, kernel: tuple[int, int]) -> None:
         rows, columns = kernel
         super().__init__(channels, channels, kernel, padding=(rows // 2, 0), groups=channels)
-        self.reach = columns // 2
+        self.column_padding = columns // 2
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the convolution."""
-        left = self.reach
+        left = self.column_padding
         while left:  # by a whole globe at most: what is around it then repeats it, too
             turn = min(left, x.shape[-1])
             x = F.pad(x, (turn, turn, 0, 0), mode="circular")
@@ -279,16 +279,18 @@ class ResidualBlock(nn.Module):
 
 
 # By their names in `model.block`.
-BLOCKS: dict[str, type[ResidualBlock] | type[GlobalDepthwiseBlock]] = {
+BLOCK_TYPES: dict[str, type[ResidualBlock] | type[GlobalDepthwiseBlock]] = {
     "residual": ResidualBlock,
     "global_depthwise": GlobalDepthwiseBlock,
 }
 
 
-def _level(first: int, channels: int, config: UNetConfig, rates: Sequence[float]) -> nn.Sequential:
+def _build_level(
+    first: int, channels: int, config: UNetConfig, rates: Sequence[float]
+) -> nn.Sequential:
     """Return the blocks of one level."""
     pairs = pairwise([first] + [channels] * config.blocks)
-    block = BLOCKS[config.block]
+    block = BLOCK_TYPES[config.block]
     blocks = zip(pairs, rates, strict=True)
     return nn.Sequential(*(block(a, b, config, rate) for (a, b), rate in blocks))
 
@@ -324,22 +326,23 @@ class UNet(SegmentedModel):
         super().__init__()
         widths, poles = config.channels, config.poles
         steps = list(pairwise(widths))  # (finer, coarser), finest first
-        encoder_rates, decoder_rates = _rates(config)
-        self.again = config.activation_checkpointing
+        encoder_rates, decoder_rates = _level_depth_rates(config)
+        self.checkpointing = config.activation_checkpointing
         self.stem = PeriodicConv2d(in_channels, widths[0], poles=poles)
         self.encoder = nn.ModuleList(
-            _level(w, w, config, rates) for w, rates in zip(widths, encoder_rates, strict=True)
+            _build_level(w, w, config, rates)
+            for w, rates in zip(widths, encoder_rates, strict=True)
         )
         self.down = nn.ModuleList(PeriodicConv2d(a, b, stride=2, poles=poles) for a, b in steps)
-        self.up = nn.ModuleList(_upsampling(b, a, config) for a, b in steps)
+        self.up = nn.ModuleList(_build_upsampling(b, a, config) for a, b in steps)
         self.crop = nn.ModuleList(MatchRows() for _ in steps)  # one for each height
         self.decoder = nn.ModuleList(
-            _level(2 * a, a, config, rates)
+            _build_level(2 * a, a, config, rates)
             for (a, _), rates in zip(steps, decoder_rates, strict=True)
         )
         self.norm = nn.GroupNorm(config.groups, widths[0])
         self.head = nn.Conv2d(widths[0], out_channels, 1)
-        self.globe = _conditioning(config)
+        self.globe = _build_conditioning(config)
 
     def segments(self) -> list[Segment]:
         """Return the stem, every residual block and the head.
@@ -349,59 +352,59 @@ class UNet(SegmentedModel):
         """
         stem = Segment("stem", lambda state: (self.stem(state[0]),), ("stem",))
         down = [
-            self._encoder(level, block)
+            self._encoder_segment(level, block)
             for level in range(len(self.encoder))
-            for block in self._of(level)
+            for block in self._block_numbers(level)
         ]
         up = [
-            self._decoder(level, block)
+            self._decoder_segment(level, block)
             for level in reversed(range(len(self.decoder)))
-            for block in self._of(level)
+            for block in self._block_numbers(level)
         ]
         return [stem, *down, *up, Segment("head", self._finish, ("norm", "head"))]
 
-    def _of(self, level: int) -> range:
+    def _block_numbers(self, level: int) -> range:
         return range(len(cast(nn.Sequential, self.encoder[level])))
 
     def _is_last(self, level: int, block: int) -> bool:
-        return level == len(self.encoder) - 1 and block == self._of(level)[-1]
+        return level == len(self.encoder) - 1 and block == self._block_numbers(level)[-1]
 
-    def _encoder(self, level: int, block: int) -> Segment:
+    def _encoder_segment(self, level: int, block: int) -> Segment:
         name = f"encoder.{level}.{block}"
         before = [f"down.{level - 1}"] if level and not block else []
         after = ["globe"] if self._is_last(level, block) else []
         return Segment(name, partial(self._encode, level, block), (*before, name, *after))
 
-    def _decoder(self, level: int, block: int) -> Segment:
+    def _decoder_segment(self, level: int, block: int) -> Segment:
         name = f"decoder.{level}.{block}"
         before = [] if block else [f"up.{level}", f"crop.{level}"]
         return Segment(name, partial(self._decode, level, block), (*before, name))
 
-    def _encode(self, level: int, block: int, state: State) -> State:
+    def _encode(self, level: int, block: int, state: SegmentState) -> SegmentState:
         x, *skips = state
         if level and not block:
             skips.append(x)
             x = self.down[level - 1](x)
-        x = run_block(cast(nn.Sequential, self.encoder[level])[block], x, self.again)
+        x = run_block(cast(nn.Sequential, self.encoder[level])[block], x, self.checkpointing)
         is_last = self._is_last(level, block)
         known = self.globe(x) if is_last and self.globe is not None else []
         return x, *skips, *known
 
-    def _decode(self, level: int, block: int, state: State) -> State:
+    def _decode(self, level: int, block: int, state: SegmentState) -> SegmentState:
         x, *rest = state
         if not block:
             skip = rest.pop(level)
             x = torch.cat([self.crop[level](self.up[level](x), skip), skip], 1)
-        x = run_block(cast(nn.Sequential, self.decoder[level])[block], x, self.again)
-        if self.globe is not None and block == self._of(level)[-1]:
-            x = condition(x, rest.pop())
+        x = run_block(cast(nn.Sequential, self.decoder[level])[block], x, self.checkpointing)
+        if self.globe is not None and block == self._block_numbers(level)[-1]:
+            x = modulate(x, rest.pop())
         return x, *rest
 
-    def _finish(self, state: State) -> State:
+    def _finish(self, state: SegmentState) -> SegmentState:
         return (self.head(F.silu(self.norm(state[0]))),)
 
 
-def _upsampling(in_channels: int, out_channels: int, config: UNetConfig) -> nn.Module:
+def _build_upsampling(in_channels: int, out_channels: int, config: UNetConfig) -> nn.Module:
     """Return the module that doubles rows and columns and lowers the number of channels.
 
     The 1x1 convolution mixes the channels of a point, resizing mixes the points of a channel. Their
@@ -415,15 +418,15 @@ def _upsampling(in_channels: int, out_channels: int, config: UNetConfig) -> nn.M
     return nn.Sequential(nn.Conv2d(in_channels, out_channels, 1), resize)
 
 
-def _rates(config: UNetConfig) -> tuple[list[list[float]], list[list[float]]]:
+def _level_depth_rates(config: UNetConfig) -> tuple[list[list[float]], list[list[float]]]:
     """Return the rates of each level's blocks, encoder and decoder, both finest first."""
     depth, blocks = len(config.channels), config.blocks
-    rates = depth_rates(config.stochastic_depth, (2 * depth - 1) * blocks)
+    rates = stochastic_depth_rates(config.stochastic_depth, (2 * depth - 1) * blocks)
     levels = [rates[at : at + blocks] for at in range(0, len(rates), blocks)]
     return levels[:depth], levels[:-depth:-1]  # the decoder is passed from the coarsest
 
 
-def _conditioning(config: UNetConfig) -> GlobalConditioning | None:
+def _build_conditioning(config: UNetConfig) -> GlobalConditioning | None:
     if not config.global_conditioning:
         return None
     *finer, coarsest = config.channels

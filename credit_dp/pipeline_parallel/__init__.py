@@ -2,7 +2,7 @@
 
 from credit_dp.pipeline_parallel.placement import (
     get_device,
-    home_device,
+    model_output_device,
     move_to_device,
     parallelize_module,
     parallelize_pipeline,
@@ -13,7 +13,7 @@ from credit_dp.pipeline_parallel.placement import (
 
 __all__ = [
     "get_device",
-    "home_device",
+    "model_output_device",
     "move_to_device",
     "parallelize_module",
     "parallelize_pipeline",

@@ -23,21 +23,21 @@ from torch.distributed.pipelining import (
 
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.errors import UserError
-from credit_dp.models.segments import State
-from credit_dp.pipeline_parallel.stages import Slots, Stage
-from credit_dp.profiling import BACKWARD, FORWARD, span
+from credit_dp.models.segments import SegmentState
+from credit_dp.pipeline_parallel.stages import Stage, StateSpecs
+from credit_dp.profiling import BACKWARD, FORWARD, profile_region
 
 
-class Work(NamedTuple):
+class StageAction(NamedTuple):
     """A forward or backward of one of this rank's stages on one micro-batch."""
 
     forward: bool
-    part: int
+    local_stage: int
 
 
-def work_order(
+def schedule_actions(
     schedule: str, rank: int, pipeline: int, microbatches: int, virtual: int = 1
-) -> list[Work]:
+) -> list[StageAction]:
     """Return what a rank does in a step, in order.
 
     Args:
@@ -59,15 +59,15 @@ def work_order(
         "1f1b": pipeline - rank,
         "interleaved": (virtual - 1) * pipeline + 2 * (pipeline - 1 - rank) + 1,
     }[schedule]
-    forwards = [Work(True, part) for part in parts]
-    backwards = [Work(False, virtual - 1 - part) for part in parts]
+    forwards = [StageAction(True, part) for part in parts]
+    backwards = [StageAction(False, virtual - 1 - part) for part in parts]
     order = forwards[:ahead]
     for number, backward in enumerate(backwards):
         order += [backward, *forwards[ahead + number : ahead + number + 1]]
     return order
 
 
-def most_kept(order: Iterable[Work], kept: Sequence[int]) -> int:
+def peak_saved_bytes(order: Iterable[StageAction], kept: Sequence[int]) -> int:
     """Return the most bytes that are kept for backward at any time of a step.
 
     Args:
@@ -76,12 +76,12 @@ def most_kept(order: Iterable[Work], kept: Sequence[int]) -> int:
     """
     now = most = 0
     for work in order:
-        now += kept[work.part] if work.forward else -kept[work.part]
+        now += kept[work.local_stage] if work.forward else -kept[work.local_stage]
         most = max(most, now)
     return most
 
 
-def times_gathered(order: Iterable[Work]) -> Counter[int]:
+def count_gathers(order: Iterable[StageAction]) -> Counter[int]:
     """Return how often the blocks of each part are gathered in a step, if FSDP2 shares them out.
 
     What is gathered for a backward stays so until after the next forward, for gradients are shared
@@ -90,9 +90,9 @@ def times_gathered(order: Iterable[Work]) -> Counter[int]:
     gathered: set[int] = set()
     times: Counter[int] = Counter()
     for work in order:
-        if work.part not in gathered:
-            times[work.part] += 1
-        (gathered.discard if work.forward else gathered.add)(work.part)
+        if work.local_stage not in gathered:
+            times[work.local_stage] += 1
+        (gathered.discard if work.forward else gathered.add)(work.local_stage)
     return times
 
 
@@ -124,7 +124,7 @@ class Stopwatch:
         self._busy: list[tuple[_Mark, _Mark]] = []
 
     @contextmanager
-    def span(self) -> Iterator[None]:
+    def measure(self) -> Iterator[None]:
         """Measure a new span; what was measured before is forgotten."""
         self._busy, self._total = [], None
         start = self._mark()
@@ -138,7 +138,7 @@ class Stopwatch:
         yield
         self._busy.append((start, self._mark()))
 
-    def idle(self) -> float:
+    def idle_share(self) -> float:
         """Return the idle share of the last span; 0 before the first one."""
         if self._total is None:
             return 0.0
@@ -193,23 +193,28 @@ class ScheduledStage(PipelineStage):
             stage.index,
             stage.count,
             device,
-            input_args=_example(stage.takes, samples),
-            output_args=_example(stage.makes, samples),
+            input_args=_meta_tensors(stage.input_specs, samples),
+            output_args=_meta_tensors(stage.output_specs, samples),
             group=group,
         )
-        self._watch, self._begin = watch, begin
+        self._stopwatch, self._begin = watch, begin
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run a micro-batch forward."""
         self._begin(fwd_chunk_id)
-        with self._watch.busy(), span(FORWARD), _Unwrapped(), warnings.catch_warnings():
+        with (
+            self._stopwatch.busy(),
+            profile_region(FORWARD),
+            _UnwrapUserError(),
+            warnings.catch_warnings(),
+        ):
             # FSDP2 says so of what a stage hands on untouched; nothing changes it in place.
             warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run a micro-batch backward."""
-        with self._watch.busy(), span(BACKWARD), _Unwrapped():
+        with self._stopwatch.busy(), profile_region(BACKWARD), _UnwrapUserError():
             return super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
 
 
@@ -228,7 +233,7 @@ def build_schedule(
 
 
 @final
-class _Unwrapped:
+class _UnwrapUserError:
     """Raises a user's mistake itself, without what torch's schedules say around it."""
 
     def __enter__(self) -> None: ...
@@ -238,12 +243,12 @@ class _Unwrapped:
             raise error.__cause__ from None
 
 
-def _example(slots: Slots, samples: int) -> tuple[Tensor, ...]:
+def _meta_tensors(slots: StateSpecs, samples: int) -> tuple[Tensor, ...]:
     return tuple(slot.empty(samples, "meta") for slot in slots)
 
 
-Loss = Callable[[Tensor, Tensor], Tensor]
-Begin = Callable[[int, int], None]
+LossFunction = Callable[[Tensor, Tensor], Tensor]
+BeginCallback = Callable[[int, int], None]
 
 
 @final
@@ -281,11 +286,11 @@ class Pipeline:
         self._kind = schedule
         self._microbatches = microbatches
         self._device = _device(manager)
-        self._watch = Stopwatch(self._device)
+        self._stopwatch = Stopwatch(self._device)
         self._schedule: Schedule | None = None
         self._samples = 0  # of each call of `backward`, known from the first one on
-        self._loss: Loss | None = None
-        self._begin: Begin | None = None
+        self._loss: LossFunction | None = None
+        self._begin: BeginCallback | None = None
 
     @property
     def parts(self) -> tuple[nn.Module, ...]:
@@ -293,12 +298,16 @@ class Pipeline:
         return tuple(stage.module for stage in self._stages)
 
     @property
-    def result(self) -> Slots:
+    def model_output_specs(self) -> StateSpecs:
         """What the last stage makes."""
-        return self._stages[0].result
+        return self._stages[0].model_output_specs
 
     def backward(
-        self, inputs: Tensor | None, target: Tensor | None, loss: Loss, begin: Begin | None = None
+        self,
+        inputs: Tensor | None,
+        target: Tensor | None,
+        loss: LossFunction,
+        begin: BeginCallback | None = None,
     ) -> Tensor:
         """Add the gradients of all micro-batches' losses to those of this rank's parameters.
 
@@ -314,11 +323,11 @@ class Pipeline:
         Raises:
             ValueError: the samples are not as many as in the first call, or do not divide.
         """
-        schedule = self._scheduled(inputs)
+        schedule = self._schedule_for(inputs)
         self._loss, self._begin = loss, begin
         losses: list[Tensor] = []
         first, last = self._stages[0].is_first, self._stages[-1].is_last
-        with self._watch.span():
+        with self._stopwatch.measure():
             schedule.step(
                 *((inputs,) if first else ()),
                 target=target if last else None,
@@ -326,7 +335,7 @@ class Pipeline:
                 return_outputs=False,
             )
         self._loss = self._begin = None
-        zero = torch.zeros((), dtype=self.result[0].dtype, device=self._device)
+        zero = torch.zeros((), dtype=self.model_output_specs[0].dtype, device=self._device)
         return sum((x.detach() for x in losses), zero)
 
     @torch.no_grad()
@@ -336,7 +345,7 @@ class Pipeline:
         Args:
             x: used on the rank of the first stage; any number of samples, the same on all ranks.
         """
-        state: State = (x,)
+        state: SegmentState = (x,)
         for stage in self._stages:
             if not stage.is_first:
                 state = self._receive(stage, len(x))
@@ -346,7 +355,7 @@ class Pipeline:
             state = made if isinstance(made, tuple) else (made,)
             if not stage.is_last:
                 self._send(stage, state)
-        (slot,) = self.result
+        (slot,) = self.model_output_specs
         last = self._stages[-1]
         made = state[0] if last.is_last else slot.empty(len(x), self._device).detach()
         dist.broadcast(
@@ -356,11 +365,11 @@ class Pipeline:
 
     def bubble(self) -> float:
         """Return the share of the last `backward` in which a rank waited, their mean."""
-        idle = torch.tensor(self._watch.idle(), device=self._device)
+        idle = torch.tensor(self._stopwatch.idle_share(), device=self._device)
         dist.all_reduce(idle, group=self._manager.pipeline_group)
         return idle.item() / self._manager.pipeline_parallel_size
 
-    def bubble_of_equal_stages(self) -> float:
+    def ideal_bubble(self) -> float:
         """Return what `bubble` would be if all stages took equally long."""
         ranks = self._manager.pipeline_parallel_size
         return theoretical_bubble(ranks, self._microbatches, len(self._stages))
@@ -368,17 +377,17 @@ class Pipeline:
     def _rank(self, stage: int) -> int:
         return stage % self._manager.pipeline_parallel_size
 
-    def _receive(self, stage: Stage, samples: int) -> State:
-        state = tuple(slot.empty(samples, self._device).detach() for slot in stage.takes)
+    def _receive(self, stage: Stage, samples: int) -> SegmentState:
+        state = tuple(slot.empty(samples, self._device).detach() for slot in stage.input_specs)
         for x in state:
             dist.recv(x, group=self._manager.pipeline_group, group_src=self._rank(stage.index - 1))
         return state
 
-    def _send(self, stage: Stage, state: State) -> None:
+    def _send(self, stage: Stage, state: SegmentState) -> None:
         for x in state:
             dist.send(x, group=self._manager.pipeline_group, group_dst=self._rank(stage.index + 1))
 
-    def _scheduled(self, inputs: Tensor | None) -> Schedule:
+    def _schedule_for(self, inputs: Tensor | None) -> Schedule:
         """Return the schedule, made at the first call: only then the number of samples is known."""
         if self._schedule is None:
             samples = torch.tensor(0 if inputs is None else len(inputs), device=self._device)
@@ -403,21 +412,21 @@ class Pipeline:
                 size,
                 self._device,
                 self._manager.pipeline_group,
-                watch=self._watch,
-                begin=partial(self._tell, part),
+                watch=self._stopwatch,
+                begin=partial(self._call_begin, part),
             )
             for part, stage in enumerate(self._stages)
         ]
         return build_schedule(self._kind, stages, self._microbatches, self._timed_loss)
 
-    def _tell(self, part: int, microbatch: int) -> None:
+    def _call_begin(self, part: int, microbatch: int) -> None:
         if self._begin is not None:
             self._begin(part, microbatch)
 
     def _timed_loss(self, output: Tensor, target: Tensor) -> Tensor:
         if self._loss is None:
             raise RuntimeError("Pipeline: a loss is only computed in `backward`")
-        with self._watch.busy():
+        with self._stopwatch.busy():
             return self._loss(output, target)
 
 

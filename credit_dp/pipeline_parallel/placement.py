@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 from credit_dp.errors import UserError
 
 Device = torch.device | str
-WITHOUT_NUMBER = ("meta",)  # back ends of torch that no machine lacks and no module describes
+UNCOUNTED_TYPES = ("meta",)  # back ends of torch that no machine lacks and no module describes
 
 
 def get_device(device: Device) -> torch.device:
@@ -33,7 +33,7 @@ def get_device(device: Device) -> torch.device:
         meant = torch.device(device)
     except RuntimeError:
         raise UserError(f"{device!r} is no device, it needs a name like cpu or cuda:0") from None
-    there = devices_there(meant.type)
+    there = count_devices(meant.type)
     if there is not None and (meant.index or 0) >= there:
         raise UserError(
             f"{meant} needs a machine that has it, but torch finds {there or 'no'} "
@@ -43,9 +43,9 @@ def get_device(device: Device) -> torch.device:
     return meant
 
 
-def devices_there(kind: str) -> int | None:
+def count_devices(kind: str) -> int | None:
     """Return how many devices of a type this machine has; None: it needs none to exist."""
-    if kind in WITHOUT_NUMBER:
+    if kind in UNCOUNTED_TYPES:
         return None
     try:
         return int(torch.get_device_module(kind).device_count())
@@ -63,49 +63,49 @@ def move_to_device(data: Any, device: Device) -> Any:
     Raises:
         UserError: there is no such device.
     """
-    return _Move(get_device(device)).of(data)
+    return _Mover(get_device(device)).move(data)
 
 
-def send(thing: Any, device: torch.device) -> Any:
+def move_object(thing: Any, device: torch.device) -> Any:
     """Move one tensor, module or packed sequence: all moves of this package go through here."""
     return thing.to(device)
 
 
-class _Move:
+class _Mover:
     """One call of `move_to_device`, which remembers what it has met."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.met: dict[int, Any] = {}
-        self.kept: list[Any] = []  # an id is an object's own only as long as it lives
+        self.moved_by_id: dict[int, Any] = {}
+        self.references: list[Any] = []  # an id is an object's own only as long as it lives
 
-    def of(self, data: Any) -> Any:
+    def move(self, data: Any) -> Any:
         """Return the object on the device."""
-        if id(data) not in self.met:
-            self.kept.append(data)
-            self.met[id(data)] = data  # ends the way through an object that contains itself
-            self.met[id(data)] = self.moved(data)
-        return self.met[id(data)]
+        if id(data) not in self.moved_by_id:
+            self.references.append(data)
+            self.moved_by_id[id(data)] = data  # ends the way through an object that contains itself
+            self.moved_by_id[id(data)] = self.move_unseen(data)
+        return self.moved_by_id[id(data)]
 
-    def moved(self, data: Any) -> Any:
+    def move_unseen(self, data: Any) -> Any:
         """Return an object, met for the first time, on the device."""
         if isinstance(data, (Tensor, nn.Module, PackedSequence)):
-            return send(data, self.device)
+            return move_object(data, self.device)
         if isinstance(data, Mapping):
-            changed = self.changed(data.items())
+            changed = self.changed_entries(data.items())
             return with_entries(data, changed) if changed else data
         if isinstance(data, (list, tuple)):
-            changed = self.changed(enumerate(data))
+            changed = self.changed_entries(enumerate(data))
             return with_items(data, changed) if changed else data
         if is_dataclass(data) and not isinstance(data, type):
             names = [field.name for field in fields(data) if hasattr(data, field.name)]
-            changed = self.changed((name, getattr(data, name)) for name in names)
+            changed = self.changed_entries((name, getattr(data, name)) for name in names)
             return with_fields(data, changed) if changed else data
         return data
 
-    def changed(self, entries: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
+    def changed_entries(self, entries: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
         """Return those of the entries that are other objects on the device."""
-        on_device = [(key, value, self.of(value)) for key, value in entries]
+        on_device = [(key, value, self.move(value)) for key, value in entries]
         return {key: new for key, old, new in on_device if new is not old}
 
 
@@ -139,7 +139,7 @@ def with_fields(data: Any, changed: dict[str, Any]) -> Any:
 
 
 @final
-class Method:
+class OriginalMethod:
     """A method as a module has it: from its class, or as an attribute of its own.
 
     Refers to the module and not to a bound method, so that copies of the module call their own.
@@ -169,7 +169,7 @@ class PlacedForward:
     """The forward of a placed module: input to its device, output to where it is needed."""
 
     def __init__(
-        self, original: Method, processing: torch.device, output: torch.device | None
+        self, original: OriginalMethod, processing: torch.device, output: torch.device | None
     ) -> None:
         self.original = original
         self.processing = processing
@@ -187,7 +187,7 @@ class PlacedRepr:
     """The description of a placed module: its own, and its devices."""
 
     def __init__(
-        self, original: Method, processing: torch.device, output: torch.device | None
+        self, original: OriginalMethod, processing: torch.device, output: torch.device | None
     ) -> None:
         self.original = original
         devices = {"processing_device": processing, "output_device": output}
@@ -214,8 +214,8 @@ def called_modules(module: nn.Module) -> Iterator[nn.Module]:
 
 def set_devices(module: nn.Module, processing: torch.device, output: torch.device | None) -> None:
     """Let a module, which is there already, compute on one device and hand its output on."""
-    forward = PlacedForward(Method(module, "forward"), processing, output)
-    description = PlacedRepr(Method(module, "extra_repr"), processing, output)
+    forward = PlacedForward(OriginalMethod(module, "forward"), processing, output)
+    description = PlacedRepr(OriginalMethod(module, "extra_repr"), processing, output)
     vars(module).update(forward=forward, extra_repr=description)
 
 
@@ -227,7 +227,7 @@ def restore_methods(module: nn.Module) -> None:
             method.original.restore()
 
 
-def check_names(model: nn.Module, names: Sequence[str]) -> None:
+def check_module_names(model: nn.Module, names: Sequence[str]) -> None:
     """Refuse names of modules that are not there, and two names of one module.
 
     Raises:
@@ -237,7 +237,9 @@ def check_names(model: nn.Module, names: Sequence[str]) -> None:
     kind = type(model).__name__
     unknown = [name for name in names if name not in modules]
     if unknown:
-        listed = "; ".join(f"{name!r} ({_nearest(str(name), list(modules))})" for name in unknown)
+        listed = "; ".join(
+            f"{name!r} ({_nearest_names(str(name), list(modules))})" for name in unknown
+        )
         raise UserError(f"{kind}: needs names of its modules, but has no {listed}")
     seen: dict[nn.Module, str] = {}
     for name in names:
@@ -246,14 +248,14 @@ def check_names(model: nn.Module, names: Sequence[str]) -> None:
             raise UserError(f"{kind}: {other} and {name} are one module, name it once")
 
 
-def _nearest(name: str, known: list[str]) -> str:
+def _nearest_names(name: str, known: list[str]) -> str:
     close = difflib.get_close_matches(name, known[1:], n=3, cutoff=0.5)
     if close:
         return f"nearest: {', '.join(close)}"
     return f"it has {', '.join(other for other in known[1:] if '.' not in other) or 'none'}"
 
 
-def check_tied(model: nn.Module, devices: Mapping[str, torch.device]) -> None:
+def check_tied_parameters(model: nn.Module, devices: Mapping[str, torch.device]) -> None:
     """Refuse a parameter that two modules share which compute on different devices.
 
     Raises:
@@ -261,7 +263,7 @@ def check_tied(model: nn.Module, devices: Mapping[str, torch.device]) -> None:
     """
     places: dict[nn.Parameter, tuple[str, torch.device]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        device = device_of(name, devices) or parameter.device
+        device = innermost_device(name, devices) or parameter.device
         other, elsewhere = places.setdefault(parameter, (name, device))
         if device != elsewhere:
             raise UserError(
@@ -270,7 +272,7 @@ def check_tied(model: nn.Module, devices: Mapping[str, torch.device]) -> None:
             )
 
 
-def device_of(name: str, devices: Mapping[str, torch.device]) -> torch.device | None:
+def innermost_device(name: str, devices: Mapping[str, torch.device]) -> torch.device | None:
     """Return the device of the innermost entry that a tensor is in, by the tensor's name."""
     while name:
         name = name.rpartition(".")[0]
@@ -280,7 +282,7 @@ def device_of(name: str, devices: Mapping[str, torch.device]) -> torch.device | 
 
 
 Module = TypeVar("Module", bound=nn.Module)
-Devices = tuple[torch.device, torch.device | None]
+DevicePair = tuple[torch.device, torch.device | None]
 
 
 def parallelize_module(
@@ -343,13 +345,13 @@ def parallelize_pipeline(
             model has been parallelized.
     """
     _refuse_placed(model)
-    check_names(model, list(module_to_device))
-    devices = {name: _pair(name, value) for name, value in module_to_device.items()}
+    check_module_names(model, list(module_to_device))
+    devices = {name: _device_pair(name, value) for name, value in module_to_device.items()}
     processing = {name: device for name, (device, _) in devices.items()}
-    check_tied(model, processing)
-    _move(model, processing)
-    places: dict[nn.Module, Devices] = {}
-    for name in sorted(devices, key=_level):
+    check_tied_parameters(model, processing)
+    _move_modules(model, processing)
+    places: dict[nn.Module, DevicePair] = {}
+    for name in sorted(devices, key=_nesting_depth):
         places |= dict.fromkeys(called_modules(model.get_submodule(name)), devices[name])
     for module, place in places.items():
         set_devices(module, *place)
@@ -383,19 +385,19 @@ def _refuse_placed(module: nn.Module, but: Set[nn.Module] = frozenset()) -> None
             )
 
 
-def _move(model: nn.Module, devices: Mapping[str, torch.device]) -> None:
+def _move_modules(model: nn.Module, devices: Mapping[str, torch.device]) -> None:
     """Move each module's own tensors to the device of the innermost entry that they are in."""
     for name, module in model.named_modules():
-        device = device_of(f"{name}.own" if name else "own", devices)
+        device = innermost_device(f"{name}.own" if name else "own", devices)
         if device is not None:
             module._apply(partial(move_to_device, device=device), recurse=False)
 
 
-def _level(name: str) -> int:
+def _nesting_depth(name: str) -> int:
     return len(name.split(".")) if name else 0
 
 
-def _pair(name: str, value: Device | Sequence[Device]) -> Devices:
+def _device_pair(name: str, value: Device | Sequence[Device]) -> DevicePair:
     """Return (processing, output) of one entry."""
     try:
         if isinstance(value, (str, torch.device)) or not isinstance(value, Sequence):
@@ -437,7 +439,7 @@ def place_model(model: nn.Module, layout: Mapping[str, Any], first_gpu: int = 0)
         raise UserError(f"parallel.layout: {error}") from None
 
 
-def home_device(
+def model_output_device(
     layout: Mapping[str, Any], device: torch.device, first_gpu: int = 0
 ) -> torch.device:
     """Return where the output of a placed model is, so that targets and loss can be there too.

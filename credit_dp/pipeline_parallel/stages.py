@@ -13,22 +13,22 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from credit_dp.checks import nearest
+from credit_dp.checks import did_you_mean
 from credit_dp.domain_parallel.costs.report import (
-    Saved,
-    dataless,
+    SavedTensors,
+    copy_to_meta,
     row_layers,
     tensors_of,
-    without_data,
+    use_meta_tensors,
 )
-from credit_dp.domain_parallel.count_transport import Sent, Tally
+from credit_dp.domain_parallel.count_transport import CountingTransport, RankTraffic
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import ROW_DIM
 from credit_dp.errors import UserError
-from credit_dp.models.segments import SegmentedModel, State
+from credit_dp.models.segments import SegmentedModel, SegmentState
 
 
-def segmented(model: nn.Module) -> SegmentedModel:
+def as_segmented(model: nn.Module) -> SegmentedModel:
     """Return the model, if it says where it may be cut.
 
     Raises:
@@ -42,7 +42,7 @@ def segmented(model: nn.Module) -> SegmentedModel:
     return model
 
 
-def float_type(model: nn.Module) -> torch.dtype | None:
+def parameter_dtype(model: nn.Module) -> torch.dtype | None:
     """Return what a model computes in; None if nothing tells."""
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
 
@@ -59,11 +59,11 @@ def segment_costs(model: nn.Module, shape: Sequence[int]) -> dict[str, int]:
     Raises:
         UserError: the model has no segments, or several of one name.
     """
-    empty = without_data(segmented(model))
-    state: State = (torch.empty(tuple(shape), dtype=float_type(model), device="meta"),)
+    empty = copy_to_meta(as_segmented(model))
+    state: SegmentState = (torch.empty(tuple(shape), dtype=parameter_dtype(model), device="meta"),)
     costs: dict[str, int] = {}
-    with dataless(), torch.no_grad():
-        for segment in segmented(empty).segments():
+    with use_meta_tensors(), torch.no_grad():
+        for segment in as_segmented(empty).segments():
             if segment.name in costs:
                 raise UserError(
                     f"parallel.pipeline: {type(model).__name__} has several segments called "
@@ -75,7 +75,7 @@ def segment_costs(model: nn.Module, shape: Sequence[int]) -> dict[str, int]:
     return costs
 
 
-def cut_points(
+def stage_slices(
     costs: Mapping[str, int], stages: int, named: Sequence[str] | None = None, *, virtual: int = 1
 ) -> list[slice]:
     """Return the segments of each stage: the dearest stage as cheap as can be, or as named.
@@ -96,14 +96,14 @@ def cut_points(
             f"parallel.pipeline: {stages} stages need as many segments, the model has "
             f"{len(names)}. Choose at most {len(names) // virtual}{of_each}."
         )
-    starts = _balanced(list(costs.values()), stages) if named is None else [0]
+    starts = _balanced_starts(list(costs.values()), stages) if named is None else [0]
     if named is not None:
         _check_names(names, stages, named)
         starts += [names.index(name) for name in named]
     return [slice(start, stop) for start, stop in pairwise([*starts, len(names)])]
 
 
-def _balanced(costs: Sequence[int], stages: int) -> list[int]:
+def _balanced_starts(costs: Sequence[int], stages: int) -> list[int]:
     """Return where the stages begin; of equally good cuts, the earliest."""
     sums = [0, *accumulate(costs)]
     ends = range(1, len(sums))
@@ -125,7 +125,7 @@ def _check_names(names: Sequence[str], stages: int, named: Sequence[str]) -> Non
     unknown = next((name for name in named if name not in names), None)
     if unknown is not None:
         raise UserError(
-            f"parallel.stages: the model has no segment {unknown!r}.{nearest(unknown, names)} "
+            f"parallel.stages: the model has no segment {unknown!r}.{did_you_mean(unknown, names)} "
             f"{every}"
         )
     if len(named) != stages - 1:
@@ -142,7 +142,7 @@ def _check_names(names: Sequence[str], stages: int, named: Sequence[str]) -> Non
 
 
 @final
-class Elsewhere(nn.Module):
+class OtherStageModule(nn.Module):
     """Stands for a module that only other stages of the pipeline use.
 
     Args:
@@ -172,7 +172,7 @@ class Elsewhere(nn.Module):
 
 @final
 @dataclass(frozen=True)
-class Slot:
+class StateSpec:
     """A tensor of the state that stages hand on: its shape for one sample, which comes first."""
 
     shape: tuple[int, ...]
@@ -185,7 +185,7 @@ class Slot:
         return torch.empty(shape, dtype=self.dtype, device=device, requires_grad=self.has_gradient)
 
 
-Slots = tuple[Slot, ...]
+StateSpecs = tuple[StateSpec, ...]
 
 
 @final
@@ -205,9 +205,9 @@ class Stage:
     index: int
     count: int
     module: SegmentedModel
-    takes: Slots
-    makes: Slots
-    result: Slots
+    input_specs: StateSpecs
+    output_specs: StateSpecs
+    model_output_specs: StateSpecs
 
     @property
     def is_first(self) -> bool:
@@ -236,29 +236,29 @@ def cut_model(
     Raises:
         UserError: the model has no segments, or they can't be told apart at these cuts.
     """
-    whole = segmented(model)
+    whole = as_segmented(model)
     _check_owners(whole, cuts)
-    ends = _states(whole, manager, cuts, shape)
+    ends = _boundary_specs(whole, manager, cuts, shape)
     mine = range(manager.pipeline_rank, len(cuts), manager.pipeline_parallel_size)
     return [
-        Stage(at, len(cuts), _part(whole, cuts, at), ends[at], ends[at + 1], ends[-1])
+        Stage(at, len(cuts), _stage_module(whole, cuts, at), ends[at], ends[at + 1], ends[-1])
         for at in mine
     ]
 
 
-def _part(model: SegmentedModel, cuts: Sequence[slice], stage: int) -> SegmentedModel:
+def _stage_module(model: SegmentedModel, cuts: Sequence[slice], stage: int) -> SegmentedModel:
     part = copy.deepcopy(model, {id(x): x for x in tensors_of(model)})
-    part.part = cuts[stage]
-    paths = _paths(part, cuts)
+    part.active_segments = cuts[stage]
+    paths = _module_paths(part, cuts)
     for path in {path for of_stage in paths for path in of_stage} - paths[stage]:
         parent_path, _, name = path.rpartition(".")
         parent = part.get_submodule(parent_path)
         if getattr(parent, name) is not None:  # a part that this model does without
-            setattr(parent, name, Elsewhere(path, stage))
+            setattr(parent, name, OtherStageModule(path, stage))
     return part
 
 
-def _paths(model: SegmentedModel, cuts: Sequence[slice]) -> list[set[str]]:
+def _module_paths(model: SegmentedModel, cuts: Sequence[slice]) -> list[set[str]]:
     """Return the modules that the segments of each stage use."""
     segments = model.segments()
     return [{path for segment in segments[cut] for path in segment.modules} for cut in cuts]
@@ -266,7 +266,7 @@ def _paths(model: SegmentedModel, cuts: Sequence[slice]) -> list[set[str]]:
 
 def _check_owners(model: SegmentedModel, cuts: Sequence[slice]) -> None:
     """Refuse a parameter of no stage, or of several: its gradients would have to be added up."""
-    paths = _paths(model, cuts)
+    paths = _module_paths(model, cuts)
     seen: dict[int, tuple[str, int]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners = [
@@ -291,42 +291,44 @@ def _check_owners(model: SegmentedModel, cuts: Sequence[slice]) -> None:
             )
 
 
-def _states(
+def _boundary_specs(
     model: SegmentedModel,
     manager: DomainParallelManager,
     cuts: Sequence[slice],
     shape: Sequence[int],
-) -> list[Slots]:
+) -> list[StateSpecs]:
     """Return the state before, between and after the stages, for one sample of this rank's band."""
     band = [1, *shape[1:]]
     band[ROW_DIM] = manager.partition(shape[ROW_DIM]).sizes[manager.domain_rank]
-    state: State = (torch.empty(band, dtype=float_type(model), device="meta"),)
-    slots = [_slots(state, "the input")]
-    empty = segmented(without_data(model))
-    with dataless(), _nothing_sent(manager):
+    state: SegmentState = (torch.empty(band, dtype=parameter_dtype(model), device="meta"),)
+    slots = [_state_specs(state, "the input")]
+    empty = as_segmented(copy_to_meta(model))
+    with use_meta_tensors(), _without_communication(manager):
         for stage in range(len(cuts)):
             received = [x.detach().requires_grad_(x.requires_grad) for x in state]
-            made = _part(empty, cuts, stage)(*received)
+            made = _stage_module(empty, cuts, stage)(*received)
             state = made if isinstance(made, tuple) else (made,)
-            slots.append(_slots(state, f"stage {stage}"))
+            slots.append(_state_specs(state, f"stage {stage}"))
     return slots
 
 
-def _slots(state: State, where: str) -> Slots:
+def _state_specs(state: SegmentState, where: str) -> StateSpecs:
     odd = next((x.shape for x in state if not x.ndim or x.shape[0] != 1), None)
     if odd is not None:
         raise UserError(
             f"parallel.pipeline: {where} makes a tensor of shape {tuple(odd)} of one sample. Every "
             "tensor between segments needs samples in its first dimension."
         )
-    return tuple(Slot(tuple(x.shape), x.dtype, x.requires_grad) for x in state)
+    return tuple(StateSpec(tuple(x.shape), x.dtype, x.requires_grad) for x in state)
 
 
 @contextmanager
-def _nothing_sent(manager: DomainParallelManager) -> Iterator[None]:
+def _without_communication(manager: DomainParallelManager) -> Iterator[None]:
     """Let this rank run its band of a converted model alone, where only shapes matter."""
     transport, size = manager.transport, manager.domain_parallel_size
-    manager.transport = Tally(manager.domain_rank, size, manager.bands.known)
+    manager.transport = CountingTransport(
+        manager.domain_rank, size, manager.bands.planned_partitions
+    )
     try:
         yield
     finally:
@@ -335,7 +337,7 @@ def _nothing_sent(manager: DomainParallelManager) -> Iterator[None]:
 
 @final
 @dataclass(frozen=True)
-class StageRun:
+class StageFootprint:
     """What one micro-batch takes on a stage of a pipeline.
 
     Attributes:
@@ -344,11 +346,11 @@ class StageRun:
         sent: by each rank of the domain, forward and backward.
     """
 
-    kept_bytes: int
-    sent: tuple[Sent, ...]
+    saved_bytes: int
+    sent: tuple[RankTraffic, ...]
 
 
-def run_stage(stage: Stage, manager: DomainParallelManager, samples: int) -> StageRun:
+def measure_stage(stage: Stage, manager: DomainParallelManager, samples: int) -> StageFootprint:
     """Run a stage forward and backward on tensors without data, as one rank of the domain.
 
     Args:
@@ -357,23 +359,23 @@ def run_stage(stage: Stage, manager: DomainParallelManager, samples: int) -> Sta
         samples: of a micro-batch.
     """
     transport, size = manager.transport, manager.domain_parallel_size
-    tally = Tally(manager.domain_rank, size, manager.bands.known)
+    tally = CountingTransport(manager.domain_rank, size, manager.bands.planned_partitions)
     manager.transport = tally
     try:
-        with dataless():
-            return StageRun(_kept(stage, samples), tally.sent)
+        with use_meta_tensors():
+            return StageFootprint(_saved_for_backward(stage, samples), tally.sent)
     finally:
         manager.transport = transport
 
 
-def _kept(stage: Stage, samples: int) -> int:
-    model = without_data(stage.module)
+def _saved_for_backward(stage: Stage, samples: int) -> int:
+    model = copy_to_meta(stage.module)
     model.train()
     for layer in row_layers(model).values():
         layer.forget_exchanges()
-    given = [slot.empty(samples, "meta") for slot in stage.takes]
+    given = [slot.empty(samples, "meta") for slot in stage.input_specs]
     own = [*model.parameters(), *model.buffers()]
-    saved = Saved(own if stage.is_first else [*own, *given])
+    saved = SavedTensors(own if stage.is_first else [*own, *given])
     with torch.autograd.graph.saved_tensors_hooks(saved.add, lambda x: x):
         made = model(*given)
     made = made if isinstance(made, tuple) else (made,)
@@ -384,7 +386,7 @@ def _kept(stage: Stage, samples: int) -> int:
     return saved.bytes
 
 
-def state_bytes(slots: Slots, samples: int, *, gradients: bool = False) -> int:
+def state_bytes(slots: StateSpecs, samples: int, *, gradients: bool = False) -> int:
     """Return the bytes of a state that is handed on, or of the gradients that come back for it."""
     tensors = [slot.empty(samples, "meta") for slot in slots if slot.has_gradient or not gradients]
     return sum(tensor.nbytes for tensor in tensors)

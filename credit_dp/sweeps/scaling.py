@@ -18,17 +18,26 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from credit_dp.errors import UserError
 from credit_dp.evaluation.figure_style import REFERENCE, figure_style, series_colour
-from credit_dp.sweeps.read import AXES, Job, Sweep, as_table, at, column, count_at, settled
+from credit_dp.sweeps.read import (
+    AXES,
+    Job,
+    Sweep,
+    after_warm_up,
+    as_mapping,
+    column,
+    get_nested,
+    get_nested_int,
+)
 
 Kind = Literal["strong", "weak"]
 # A longer pipeline has no more work to do, unless the model is another one.
-SERIES: tuple[tuple[Kind, str], ...] = (
+SERIES_KINDS: tuple[tuple[Kind, str], ...] = (
     *(("strong", axis) for axis in reversed(AXES)),
     *(("weak", axis) for axis in ("domain", "data")),
 )
-FEWEST = 3  # steps that a run is timed by
+MIN_TIMED_STEPS = 3  # steps that a run is timed by
 # Keys that scaling varies, or that change nothing about a step: runs may differ in them.
-FREE = (
+VARYING_KEYS = (
     *(f"parallel.{axis}" for axis in AXES),
     *("parallel.threads", "data.grid", "data.batch_size", "data.cache", "data.statistics"),
     *("trainer.steps", "trainer.log_every"),
@@ -38,7 +47,7 @@ FREE = (
 
 @final
 @dataclass(frozen=True)
-class Timing:
+class StepTiming:
     """One run's steps after the warm-up: medians over `steps` of them.
 
     Units:
@@ -70,7 +79,7 @@ class Timing:
 
 @final
 @dataclass(frozen=True)
-class Series:
+class ScalingSeries:
     """Runs that differ in the ranks of one axis alone, the fewest ranks first.
 
     `strong`: grid and batch stay the same. `weak`: those of each rank do.
@@ -79,53 +88,53 @@ class Series:
     kind: Kind
     axis: str
     title: str
-    timings: tuple[Timing, ...]
+    timings: tuple[StepTiming, ...]
 
-    def speed_up(self, timing: Timing) -> float:
+    def speed_up(self, timing: StepTiming) -> float:
         """How many times the work of the fewest ranks is done in the same time."""
         first = self.timings[0]
         work = 1.0 if self.kind == "strong" else timing.ranks / first.ranks
         return work * first.seconds / timing.seconds
 
-    def efficiency(self, timing: Timing) -> float:
+    def efficiency(self, timing: StepTiming) -> float:
         """The speed-up over that of ideal scaling; 1 for the fewest ranks."""
         return self.speed_up(timing) * self.timings[0].ranks / timing.ranks
 
 
-def find_series(sweep: Sweep) -> list[Series]:
+def find_series(sweep: Sweep) -> list[ScalingSeries]:
     """All strong and weak series among the runs of a sweep.
 
     Raises:
         UserError: there is none with at least two numbers of ranks.
     """
     timings = [timing for job in sweep.jobs if (timing := timing_of(job)) is not None]
-    found: list[Series] = []
-    for kind, axis in SERIES:
-        groups: dict[str, list[Timing]] = defaultdict(list)
+    found: list[ScalingSeries] = []
+    for kind, axis in SERIES_KINDS:
+        groups: dict[str, list[StepTiming]] = defaultdict(list)
         for timing in timings:
-            groups[sameness(timing, kind, axis)].append(timing)
-        members = [one_for_each(group) for group in groups.values()]
-        found += [series_of(kind, axis, m, sweep.keys) for m in members if len(m) > 1]
+            groups[series_key(timing, kind, axis)].append(timing)
+        members = [median_timings(group) for group in groups.values()]
+        found += [build_series(kind, axis, m, sweep.keys) for m in members if len(m) > 1]
     if not found:
         raise UserError(
             f"{sweep.folder}: needs runs on at least two numbers of ranks, alike in all else, with "
-            f"{FEWEST} or more logged steps after the warm-up; {len(timings)} of "
+            f"{MIN_TIMED_STEPS} or more logged steps after the warm-up; {len(timings)} of "
             f"{len(sweep.jobs)} runs could be timed. Sweep parallel.domain=1,2,4 with "
             "experiment=scaling."
         )
     return found
 
 
-def timing_of(job: Job) -> Timing | None:
+def timing_of(job: Job) -> StepTiming | None:
     """The run's steps in numbers; None if it has not taken three after the warm-up."""
-    rows = settled(job.rows())
-    mesh, batch = job.mesh, count_at(job.config, "data.batch_size")
+    rows = after_warm_up(job.rows())
+    mesh, batch = job.mesh, get_nested_int(job.config, "data.batch_size")
     seconds = column(rows, "seconds")
-    if mesh is None or not batch or len(seconds) < FEWEST or min(seconds) <= 0:
+    if mesh is None or not batch or len(seconds) < MIN_TIMED_STEPS or min(seconds) <= 0:
         return None
-    grid = at(job.config, "data.grid")
+    grid = get_nested(job.config, "data.grid")
     sent = column(rows, "sent_bytes")
-    return Timing(
+    return StepTiming(
         job,
         (mesh["pipeline"], mesh["data"], mesh["domain"]),
         str(grid) if grid else None,
@@ -138,20 +147,22 @@ def timing_of(job: Job) -> Timing | None:
     )
 
 
-def sameness(timing: Timing, kind: Kind, axis: str) -> str:
+def series_key(timing: StepTiming, kind: Kind, axis: str) -> str:
     """Equal for runs that belong to one series."""
     mesh = dict(zip(AXES, timing.mesh, strict=True))
     size = mesh.pop(axis)
     grid: Any = timing.grid
     batch: Any = timing.batch
     if kind == "weak" and axis == "domain":
-        grid = share_of_rows(timing.grid, size) or f"not known, of {size}"
+        grid = rows_per_rank(timing.grid, size) or f"not known, of {size}"
     if kind == "weak" and axis == "data":
         batch = batch / size
-    return json.dumps([mesh, grid, batch, fixed(timing.job.config)], sort_keys=True, default=str)
+    return json.dumps(
+        [mesh, grid, batch, fixed_config(timing.job.config)], sort_keys=True, default=str
+    )
 
 
-def share_of_rows(grid: str | None, ranks: int) -> list[str] | None:
+def rows_per_rank(grid: str | None, ranks: int) -> list[str] | None:
     """Rows of each rank, and columns; rows that don't divide have shares of their own."""
     if grid is None:
         return None
@@ -159,28 +170,30 @@ def share_of_rows(grid: str | None, ranks: int) -> list[str] | None:
     return [str(int(rows) / ranks) if rows.isdecimal() else rows, columns]
 
 
-def fixed(config: Mapping[str, Any]) -> dict[str, Any]:
+def fixed_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """A config without the keys that the runs of a series may differ in."""
     kept: dict[str, Any] = {}
     for group, values in config.items():
-        if group in FREE:
+        if group in VARYING_KEYS:
             continue
-        table = as_table(values)
-        free = {key for key in table if f"{group}.{key}" in FREE}
+        table = as_mapping(values)
+        free = {key for key in table if f"{group}.{key}" in VARYING_KEYS}
         kept[group] = {k: v for k, v in table.items() if k not in free} if table else values
     return kept
 
 
-def one_for_each(timings: Iterable[Timing]) -> list[Timing]:
+def median_timings(timings: Iterable[StepTiming]) -> list[StepTiming]:
     """The run of median speed for each number of ranks: others are repeats of it."""
-    by_ranks: dict[int, list[Timing]] = defaultdict(list)
+    by_ranks: dict[int, list[StepTiming]] = defaultdict(list)
     for timing in timings:
         by_ranks[timing.ranks].append(timing)
     groups = [sorted(by_ranks[ranks], key=lambda t: t.seconds) for ranks in sorted(by_ranks)]
     return [group[len(group) // 2] for group in groups]
 
 
-def series_of(kind: Kind, axis: str, timings: list[Timing], keys: Sequence[str]) -> Series:
+def build_series(
+    kind: Kind, axis: str, timings: list[StepTiming], keys: Sequence[str]
+) -> ScalingSeries:
     """A series, with a title that tells it from others of the same sweep."""
     first = timings[0]
     grid = first.grid or "the store's grid"
@@ -188,12 +201,12 @@ def series_of(kind: Kind, axis: str, timings: list[Timing], keys: Sequence[str])
     if kind == "weak":
         size = first.mesh[AXES.index(axis)]
         if axis == "domain":
-            rows, columns = share_of_rows(first.grid, size) or ("the store's", "")
+            rows, columns = rows_per_rank(first.grid, size) or ("the store's", "")
             named = f"{float(rows):g}x{columns} of each rank, batch {first.batch}"
         else:
             named = f"{grid}, batch {first.batch / size:g} of each rank"
-    others = [f"{key}={first.job.value(key)}" for key in keys if not key.startswith(FREE)]
-    return Series(kind, axis, ", ".join([named, *others]), tuple(timings))
+    others = [f"{key}={first.job.value(key)}" for key in keys if not key.startswith(VARYING_KEYS)]
+    return ScalingSeries(kind, axis, ", ".join([named, *others]), tuple(timings))
 
 
 ROW_NAMES = (
@@ -203,90 +216,94 @@ ROW_NAMES = (
 )
 
 
-def rows_of(found: Sequence[Series]) -> list[dict[str, Any]]:
+def table_rows(found: Sequence[ScalingSeries]) -> list[dict[str, Any]]:
     """All numbers by name; None where one is not known."""
-    return [row_of(series, timing) for series in found for timing in series.timings]
+    return [table_row(series, timing) for series in found for timing in series.timings]
 
 
-def row_of(series: Series, timing: Timing) -> dict[str, Any]:
+def table_row(series: ScalingSeries, timing: StepTiming) -> dict[str, Any]:
     """The numbers of one run in its series."""
     values = (
         *(series.kind, series.axis, series.title, timing.job.name),
         *("x".join(map(str, timing.mesh)), timing.ranks, timing.grid, timing.batch, timing.steps),
         *(timing.seconds, timing.waited, timing.samples_per_second),
         *(series.speed_up(timing), series.efficiency(timing), timing.memory, timing.sent),
-        crowded(timing),
+        is_oversubscribed(timing),
     )
     return dict(zip(ROW_NAMES, values, strict=True))
 
 
-def crowded(timing: Timing) -> bool | None:
+def is_oversubscribed(timing: StepTiming) -> bool | None:
     """Whether ranks had to share cores; None if they ran on another machine than this."""
     if timing.job.config.get("device") != "cpu" or timing.ranks == 1:
         return False
     if timing.job.hosts != {socket.gethostname()}:
         return None
-    return timing.ranks > cores()
+    return timing.ranks > usable_cores()
 
 
-def cores() -> int:
+def usable_cores() -> int:
     """Those that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
-def as_csv(found: Sequence[Series]) -> str:
+def series_to_csv(found: Sequence[ScalingSeries]) -> str:
     """A line for each run of each series."""
     held = io.StringIO()
     writer = csv.DictWriter(held, ROW_NAMES, lineterminator="\n")
     writer.writeheader()
-    writer.writerows(rows_of(found))
+    writer.writerows(table_rows(found))
     return held.getvalue()
 
 
-def as_json(found: Sequence[Series]) -> str:
+def series_to_json(found: Sequence[ScalingSeries]) -> str:
     """The same as JSON, with how a mesh is written."""
-    content = {"mesh": " x ".join(AXES), "runs": rows_of(found)}
+    content = {"mesh": " x ".join(AXES), "runs": table_rows(found)}
     return json.dumps(content, indent=2) + "\n"
 
 
-DASHES: Mapping[Kind, Literal["-", "--"]] = {"strong": "-", "weak": "--"}
-Height = Callable[[Series, Timing], float]
+LINE_STYLES: Mapping[Kind, Literal["-", "--"]] = {"strong": "-", "weak": "--"}
+TimingValue = Callable[[ScalingSeries, StepTiming], float]
 
 
 @figure_style()
-def draw_scaling(found: Sequence[Series]) -> Figure:
+def draw_scaling(found: Sequence[ScalingSeries]) -> Figure:
     """Three panels over the number of ranks; hollow marks where ranks had to share cores."""
     figure = Figure(figsize=(12.5, 5.0), layout="constrained")
     left, middle, right = figure.subplots(1, 3)
-    draw(left, found, lambda series, timing: timing.seconds, ideal_seconds)
+    draw_panel(left, found, lambda series, timing: timing.seconds, ideal_seconds)
     left.set_title("time per step (s)")
     left.set_yscale("log")
     left.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
     left.yaxis.set_major_formatter("{x:g}")
     left.yaxis.set_minor_formatter(NullFormatter())
-    draw(middle, found, lambda series, timing: series.speed_up(timing), ideal_speed_up)
+    draw_panel(middle, found, lambda series, timing: series.speed_up(timing), ideal_speed_up)
     middle.set_title("speed-up")
     middle.set_yscale("log", base=2)
     middle.yaxis.set_major_formatter("{x:g}")
-    draw(right, found, lambda series, timing: series.efficiency(timing), lambda series, timing: 1.0)
+    draw_panel(
+        right, found, lambda series, timing: series.efficiency(timing), lambda series, timing: 1.0
+    )
     right.set_title("efficiency")
     right.set_ylim(bottom=0)
-    legend(figure, found)
+    add_legend(figure, found)
     return figure
 
 
-def draw(axes: Axes, found: Sequence[Series], height: Height, ideal: Height) -> None:
+def draw_panel(
+    axes: Axes, found: Sequence[ScalingSeries], height: TimingValue, ideal: TimingValue
+) -> None:
     """One number of all series against ranks, each above its ideal line."""
     for place, series in enumerate(found):
         ranks = [timing.ranks for timing in series.timings]
         values = [height(series, timing) for timing in series.timings]
         axes.plot(ranks, [ideal(series, timing) for timing in series.timings], ":", color=REFERENCE)
         colour = series_colour(place)
-        axes.plot(ranks, values, color=colour, linestyle=DASHES[series.kind])
+        axes.plot(ranks, values, color=colour, linestyle=LINE_STYLES[series.kind])
         for timing, value in zip(series.timings, values, strict=True):
-            face = "white" if crowded(timing) else colour
+            face = "white" if is_oversubscribed(timing) else colour
             axes.plot(timing.ranks, value, "o", color=colour, markerfacecolor=face)
     ticks = sorted({timing.ranks for series in found for timing in series.timings})
     axes.set_xscale("log", base=2)
@@ -295,27 +312,27 @@ def draw(axes: Axes, found: Sequence[Series], height: Height, ideal: Height) -> 
     axes.set_xlabel("ranks")
 
 
-def ideal_seconds(series: Series, timing: Timing) -> float:
+def ideal_seconds(series: ScalingSeries, timing: StepTiming) -> float:
     """What a step would take if nothing were lost."""
     first = series.timings[0]
     return first.seconds * (first.ranks / timing.ranks if series.kind == "strong" else 1.0)
 
 
-def ideal_speed_up(series: Series, timing: Timing) -> float:
+def ideal_speed_up(series: ScalingSeries, timing: StepTiming) -> float:
     """The growth in ranks."""
     return timing.ranks / series.timings[0].ranks
 
 
-def legend(figure: Figure, found: Sequence[Series]) -> None:
+def add_legend(figure: Figure, found: Sequence[ScalingSeries]) -> None:
     """What the lines and marks of all panels mean, below them."""
     lines = [
-        Line2D([], [], color=series_colour(place), linestyle=DASHES[series.kind], marker="o")
+        Line2D([], [], color=series_colour(place), linestyle=LINE_STYLES[series.kind], marker="o")
         for place, series in enumerate(found)
     ]
     names = [f"{series.kind}, {series.axis} ranks: {series.title}" for series in found]
     lines.append(Line2D([], [], color=REFERENCE, linestyle=":"))
     names.append("ideal")
-    if any(crowded(timing) for series in found for timing in series.timings):
+    if any(is_oversubscribed(timing) for series in found for timing in series.timings):
         lines.append(Line2D([], [], color="black", linestyle="", marker="o", markerfacecolor="w"))
         names.append("more ranks than cores")
     figure.legend(lines, names, loc="outside lower center", ncols=2)

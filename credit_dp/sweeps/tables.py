@@ -12,13 +12,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullFormatter, ScalarFormatter
 
-from credit_dp.checks import nearest
+from credit_dp.checks import did_you_mean
 from credit_dp.errors import UserError
 from credit_dp.evaluation.figure_style import PALE, SERIES, figure_style, series_colour
-from credit_dp.sweeps.read import AXES, LARGER_IS_BETTER, Job, Sweep, metric_of, number
+from credit_dp.sweeps.read import AXES, LARGER_IS_BETTER, Job, Sweep, metric_of, parse_number
 
-SHOWN = ("seconds", "samples_per_second")
-SORTS = ("job", "state", "steps", "metric", *SHOWN)
+TIMING_COLUMNS = ("seconds", "samples_per_second")
+SORT_COLUMNS = ("job", "state", "steps", "metric", *TIMING_COLUMNS)
 
 
 @final
@@ -33,7 +33,7 @@ class SweepTable:
     @property
     def names(self) -> list[str]:
         """The columns of a row."""
-        columns = ("state", "mesh", self.metric, "steps", "all_steps", *SHOWN, "cause")
+        columns = ("state", "mesh", self.metric, "steps", "all_steps", *TIMING_COLUMNS, "cause")
         return list(dict.fromkeys(["job", *self.sweep.keys, *columns]))
 
     def row(self, job: Job) -> dict[str, Any]:
@@ -41,16 +41,16 @@ class SweepTable:
         return {
             "job": job.name,
             **{key: job.value(key) for key in self.sweep.keys},
-            "state": job.standing.state,
+            "state": job.status.state,
             "mesh": mesh_text(job),
             "steps": job.steps,
             "all_steps": job.all_steps,
-            **{name: job.numbers.get(name) for name in SHOWN},
+            **{name: job.numbers.get(name) for name in TIMING_COLUMNS},
             self.metric: metric_of(job, self.metric),
-            "cause": job.standing.cause or None,
+            "cause": job.status.cause or None,
         }
 
-    def csv(self) -> str:
+    def to_csv(self) -> str:
         """All columns, a line for each run."""
         held = io.StringIO()
         writer = csv.DictWriter(held, self.names, lineterminator="\n")
@@ -58,7 +58,7 @@ class SweepTable:
         writer.writerows(self.row(job) for job in self.jobs)
         return held.getvalue()
 
-    def json(self) -> str:
+    def to_json(self) -> str:
         """The same, with what was swept and by what runs are compared."""
         content = {
             "sweep": str(self.sweep.folder),
@@ -76,31 +76,31 @@ def sorted_jobs(sweep: Sweep, metric: str, by: str) -> tuple[Job, ...]:
         UserError: there is no such column.
     """
     name = by.removeprefix("-")
-    allowed = (*SORTS, *sweep.keys)
+    allowed = (*SORT_COLUMNS, *sweep.keys)
     if name not in allowed:
         raise UserError(
             f"sort: needs one of {', '.join(allowed)}, or one with - before it, got {by!r}."
-            f"{nearest(name, allowed)}"
+            f"{did_you_mean(name, allowed)}"
         )
     down = by.startswith("-") != (name == "metric" and metric in LARGER_IS_BETTER)
     # Twice: a sort that is turned round keeps the order of the sweep among equals.
-    having = [job for job in sweep.jobs if place(job, name, metric) is not None]
-    missing = [job for job in sweep.jobs if place(job, name, metric) is None]
-    having.sort(key=lambda job: place(job, name, metric) or (), reverse=down)
+    having = [job for job in sweep.jobs if sort_key(job, name, metric) is not None]
+    missing = [job for job in sweep.jobs if sort_key(job, name, metric) is None]
+    having.sort(key=lambda job: sort_key(job, name, metric) or (), reverse=down)
     return (*having, *missing)
 
 
-def place(job: Job, name: str, metric: str) -> tuple[bool, float, str] | None:
+def sort_key(job: Job, name: str, metric: str) -> tuple[bool, float, str] | None:
     """Where a run belongs by one column: numbers by value, before texts; None if it has none."""
     if name == "state":
-        return (True, 0.0, job.standing.state)
-    if name in ("metric", "steps", *SHOWN):
+        return (True, 0.0, job.status.state)
+    if name in ("metric", "steps", *TIMING_COLUMNS):
         value = metric_of(job, metric) if name == "metric" else job.numbers.get(name)
         if name == "steps":
             value = float(job.steps)
         return None if value is None else (False, value, "")
     text = job.name if name == "job" else job.value(name)
-    value = number(text)
+    value = parse_number(text)
     return (value is None, value or 0.0, text if value is None else "")
 
 
@@ -110,16 +110,18 @@ def mesh_text(job: Job) -> str | None:
     return None if mesh is None else "x".join(str(mesh[axis]) for axis in AXES)
 
 
-def texts(jobs: Sequence[Job], key: str) -> list[str]:
+def swept_values(jobs: Sequence[Job], key: str) -> list[str]:
     """The values of a swept key, each once, numbers by value and before other texts."""
     found = {job.value(key) for job in jobs}
-    return sorted(found, key=lambda text: (number(text) is None, number(text) or 0.0, text))
+    return sorted(
+        found, key=lambda text: (parse_number(text) is None, parse_number(text) or 0.0, text)
+    )
 
 
 MARKERS = "osD^vPX*"
-MANY = 12  # lines or values that a legend or an axis has room for
-ROUNDING = 1e-4  # of a value: smaller differences are not drawn as if they were large
-REPEATS = ("seed",)  # runs that differ in these alone are repeats of one another
+MAX_LABELLED = 12  # lines or values that a legend or an axis has room for
+MIN_RELATIVE_SPAN = 1e-4  # of a value: smaller differences are not drawn as if they were large
+REPEAT_KEYS = ("seed",)  # runs that differ in these alone are repeats of one another
 
 
 @figure_style()
@@ -135,7 +137,7 @@ def draw_metric(table: SweepTable) -> Figure | None:
         return None
     figure = Figure(figsize=(7.5, 4.8), layout="constrained")
     axes = figure.subplots()
-    keys = [key for key in table.sweep.keys if key not in REPEATS] or list(table.sweep.keys)
+    keys = [key for key in table.sweep.keys if key not in REPEAT_KEYS] or list(table.sweep.keys)
     along = axis_key(scored, keys)
     if along is None:
         draw_bars(axes, table, scored, keys)
@@ -148,8 +150,8 @@ def draw_metric(table: SweepTable) -> Figure | None:
 
 def axis_key(jobs: Sequence[Job], keys: Sequence[str]) -> str | None:
     """The key with the most values, among those whose values are all numbers."""
-    of = {key: texts(jobs, key) for key in keys}
-    numeric = [key for key in keys if all(number(text) is not None for text in of[key])]
+    of = {key: swept_values(jobs, key) for key in keys}
+    numeric = [key for key in keys if all(parse_number(text) is not None for text in of[key])]
     numeric = [key for key in numeric if len(of[key]) > 1]
     return max(numeric, key=lambda key: len(of[key]), default=None)
 
@@ -161,20 +163,20 @@ def draw_lines(
     lines: dict[tuple[str, ...], list[Job]] = defaultdict(list)
     for job in jobs:
         lines[tuple(job.value(key) for key in others)].append(job)
-    for place, (values, members) in enumerate(sorted(lines.items(), key=by_numbers)):
+    for place, (values, members) in enumerate(sorted(lines.items(), key=line_order)):
         points = points_of(members, along, table.metric)
         colour, marker = series_colour(place), MARKERS[place // len(SERIES) % len(MARKERS)]
         name = ", ".join(f"{key}={value}" for key, value in zip(others, values, strict=True))
         means = [sum(found) / len(found) for found in points.values()]
-        label = name if place < MANY else None
+        label = name if place < MAX_LABELLED else None
         axes.plot(list(points), means, label=label, color=colour, marker=marker)
         for x, found in points.items():
             if len(found) > 1:
                 axes.scatter([x] * len(found), found, s=14, alpha=0.5, color=colour)
-    shown = sorted({number(job.value(along)) or 0.0 for job in jobs})
-    if shown[0] > 0 and shown[-1] / shown[0] >= MANY:
+    shown = sorted({parse_number(job.value(along)) or 0.0 for job in jobs})
+    if shown[0] > 0 and shown[-1] / shown[0] >= MAX_LABELLED:
         axes.set_xscale("log")
-    if len(shown) <= MANY:
+    if len(shown) <= MAX_LABELLED:
         axes.set_xticks(shown, [f"{value:g}" for value in shown], minor=False)
         axes.xaxis.set_minor_formatter(NullFormatter())
     else:
@@ -182,10 +184,10 @@ def draw_lines(
     axes.set_xlabel(along)
     axes.set_ylabel(table.metric)
     low, high = axes.dataLim.intervaly
-    if high - low < ROUNDING * abs(high):
-        axes.set_ylim(low - ROUNDING * abs(low), high + ROUNDING * abs(high))
+    if high - low < MIN_RELATIVE_SPAN * abs(high):
+        axes.set_ylim(low - MIN_RELATIVE_SPAN * abs(low), high + MIN_RELATIVE_SPAN * abs(high))
     if others:
-        more = f" (first {MANY} of {len(lines)})" if len(lines) > MANY else ""
+        more = f" (first {MAX_LABELLED} of {len(lines)})" if len(lines) > MAX_LABELLED else ""
         axes.legend(title=more or None)
 
 
@@ -193,7 +195,7 @@ def points_of(jobs: Sequence[Job], along: str, metric: str) -> Mapping[float, li
     """The metric of the runs at each value of a key, in the order of these values."""
     points: dict[float, list[float]] = defaultdict(list)
     for job in jobs:
-        points[number(job.value(along)) or 0.0].append(metric_of(job, metric) or 0.0)
+        points[parse_number(job.value(along)) or 0.0].append(metric_of(job, metric) or 0.0)
     return dict(sorted(points.items()))
 
 
@@ -205,18 +207,18 @@ def draw_bars(axes: Axes, table: SweepTable, jobs: Sequence[Job], keys: Sequence
         found[label].append(metric_of(job, table.metric) or 0.0)
     heights = [sum(values) / len(values) for values in found.values()]
     bars = axes.barh(range(len(found)), heights, color=PALE)
-    if len(found) <= MANY:
+    if len(found) <= MAX_LABELLED:
         axes.bar_label(bars, fmt="%.4g", label_type="center")
     for place, values in enumerate(found.values()):
         if len(values) > 1:
             axes.plot(values, [place] * len(values), "o", color=SERIES[0])
-    if len(found) <= 4 * MANY:
+    if len(found) <= 4 * MAX_LABELLED:
         axes.set_yticks(range(len(found)), [", ".join(label) for label in found])
     axes.invert_yaxis()
     axes.set_ylabel(", ".join(keys))
     axes.set_xlabel(table.metric)
 
 
-def by_numbers(line: tuple[tuple[str, ...], list[Job]]) -> list[tuple[bool, float, str]]:
+def line_order(line: tuple[tuple[str, ...], list[Job]]) -> list[tuple[bool, float, str]]:
     """Sorts combinations of values, numbers by their value."""
-    return [(number(text) is None, number(text) or 0.0, text) for text in line[0]]
+    return [(parse_number(text) is None, parse_number(text) or 0.0, text) for text in line[0]]

@@ -19,35 +19,47 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map_only
 
 from credit_dp import checks
-from credit_dp.config import Config, OwnLossConfig, OwnModelConfig, ParallelConfig, microbatches
-from credit_dp.data.loader import Loader, Normaliser, Reads
-from credit_dp.data.sampling import Lengths, SampleSequence, sample_times
-from credit_dp.data.setup import Prepared
+from credit_dp.config import (
+    Config,
+    OwnLossConfig,
+    OwnModelConfig,
+    ParallelConfig,
+    microbatches_per_step,
+)
+from credit_dp.data.loader import BatchSelection, Loader, Normaliser
+from credit_dp.data.sampling import RolloutLengths, SampleSequence, sample_times
+from credit_dp.data.setup import TrainingData
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.build import shard_model
 from credit_dp.domain_parallel.planning.plan import check_model
-from credit_dp.domain_parallel.transport import let_senders_finish
+from credit_dp.domain_parallel.transport import use_batch_scheduling_for_gloo
 from credit_dp.errors import UserError
 from credit_dp.evaluation.metrics import ValidPoints
 from credit_dp.models import build_model
-from credit_dp.models.blocks import number_depths
-from credit_dp.pipeline_parallel.placement import home_device, place_model
-from credit_dp.pipeline_parallel.stages import Stage, cut_model, cut_points, segment_costs
+from credit_dp.models.blocks import number_stochastic_depths
+from credit_dp.pipeline_parallel.placement import model_output_device, place_model
+from credit_dp.pipeline_parallel.stages import Stage, cut_model, segment_costs, stage_slices
 from credit_dp.training.checkpoint import TrainingState
 from credit_dp.training.data_description import describe_data
 from credit_dp.training.forecast_step import ForecastStep, Model
-from credit_dp.training.forward_backward import ModelPass, Pass, PipelinePass, Recomputed, replicas
-from credit_dp.training.loss import WeightedLoss, build_loss, of_plugin
+from credit_dp.training.forward_backward import (
+    ActivationCheckpointWrapper,
+    ForwardBackward,
+    ModelForwardBackward,
+    PipelineForwardBackward,
+    new_stage_group,
+)
+from credit_dp.training.loss import WeightedLoss, build_loss, build_plugin_error
 from credit_dp.training.optim import (
     WeightAverage,
-    build_optimiser,
+    build_optimizer,
     build_schedule,
+    check_schedule,
     state_layout,
-    try_schedule,
 )
-from credit_dp.training.parameter_shards import replicas_and_shards, shard_parameters
-from credit_dp.training.shared_reading import share_reading
-from credit_dp.training.state import named_parameters, saved_parameters
+from credit_dp.training.parameter_shards import fsdp_mesh, shard_parameters
+from credit_dp.training.shared_reading import build_chunk_exchange
+from credit_dp.training.state import named_parameters, trainable_saved_parameters
 from credit_dp.training.trainer import LossNames, Trainer
 
 if TYPE_CHECKING:
@@ -70,7 +82,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         if not matched:
             raise UserError(
                 f"trainer.freeze: needs patterns of parameters' names, but {pattern!r} matches "
-                f"none of {len(parameters)}.{_advice(pattern, parameters)}"
+                f"none of {len(parameters)}.{_suggest_pattern(pattern, parameters)}"
             )
         for name in matched:
             parameters[name].requires_grad_(False)
@@ -81,11 +93,11 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
         )
 
 
-def _advice(pattern: str, names: Collection[str]) -> str:
+def _suggest_pattern(pattern: str, names: Collection[str]) -> str:
     """What may have been meant: a module's name lacks the wildcard."""
     if any(name.startswith(f"{pattern}.") for name in names):
         return f" Did you mean {pattern}.*?"
-    return checks.nearest(pattern, names) or f" Names are like {next(iter(names), '')}."
+    return checks.did_you_mean(pattern, names) or f" Names are like {next(iter(names), '')}."
 
 
 def compile_model(model: nn.Module, device: torch.device) -> None:
@@ -109,7 +121,7 @@ def compile_model(model: nn.Module, device: torch.device) -> None:
     model.compile()
 
 
-def compute_in(part: nn.Module, dtype: torch.dtype, like: Tensor) -> None:
+def enable_autocast(part: nn.Module, dtype: torch.dtype, like: Tensor) -> None:
     """Let a model, or a stage of one, run under autocast, in place.
 
     Weights, their gradients and updates keep their dtype. What it returns has that of `like`: the
@@ -147,34 +159,36 @@ class ModelParts:
     pipeline: Pipeline | None = None
 
     @property
-    def forecasting(self) -> Model:
+    def forecast_model(self) -> Model:
         """The whole model outside of training, on all ranks of a pipeline together."""
         return self.parts[0] if self.pipeline is None else self.pipeline.forward
 
-    def gradients(
+    def build_forward_backward(
         self,
         config: Config,
         manager: DomainParallelManager,
         forecast: ForecastStep,
         loss: WeightedLoss,
-    ) -> Pass:
+    ) -> ForwardBackward:
         """How gradients come about: `forecast` says what is made of the model's output."""
-        micros = microbatches(config)
+        micros = microbatches_per_step(config)
         ddp = config.parallel.data_mode == "ddp"
         if self.pipeline is not None:
-            group = replicas(manager) if ddp else None
-            return PipelinePass(self.pipeline, forecast, loss, micros, manager, group)
+            group = new_stage_group(manager) if ddp else None
+            return PipelineForwardBackward(self.pipeline, forecast, loss, micros, manager, group)
         model = self.parts[0]
         if config.trainer.checkpoint_activations:
-            model = Recomputed(model)
+            model = ActivationCheckpointWrapper(model)
         if ddp and manager.world_size > 1:
-            model = averaging(model, config.parallel)
-        return ModelPass(model, forecast.of(model), loss, micros, manager.domain_world_size)
+            model = wrap_in_ddp(model, config.parallel)
+        return ModelForwardBackward(
+            model, forecast.of(model), loss, micros, manager.domain_world_size
+        )
 
 
-def build_parts(
+def build_model_parts(
     config: Config,
-    prepared: Prepared,
+    prepared: TrainingData,
     manager: DomainParallelManager,
     like: Tensor,
     first_gpu: int = 0,
@@ -198,32 +212,32 @@ def build_parts(
     model = build_model(config.model, fields, store.grid)
     if isinstance(config.model, OwnModelConfig):
         check_model(model, fields.inputs, fields.outputs, store.grid)
-    number_depths(model)
+    number_stochastic_depths(model)
     freeze(model, config.trainer.freeze)
-    shares = replicas_and_shards(manager) if parallel.data_mode == "fsdp2" else None
-    batch = config.data.batch_size // manager.dp_world_size // microbatches(config)
+    shares = fsdp_mesh(manager) if parallel.data_mode == "fsdp2" else None
+    batch = config.data.batch_size // manager.dp_world_size // microbatches_per_step(config)
     shape = (batch, fields.inputs, *store.grid)
     if parallel.pipeline > 1:
         # Here, for torch's schedules bring its compiler, which takes a second: for pipelines alone.
         from credit_dp.pipeline_parallel.pipeline import Pipeline
 
         model = model.to(like.dtype)
-        stages = _stages(model, parallel, manager, shape)
+        stages = _build_stages(model, parallel, manager, shape)
         for stage in stages:
-            _share_out(stage.module, shares, parallel, like)
-            _autocast(stage.module, config, like)
-        pipeline = Pipeline(stages, manager, parallel.schedule, microbatches(config))
+            _move_and_shard(stage.module, shares, parallel, like)
+            _enable_configured_autocast(stage.module, config, like)
+        pipeline = Pipeline(stages, manager, parallel.schedule, microbatches_per_step(config))
         return ModelParts(pipeline.parts, pipeline)
     model = shard_model(model.to(like.dtype), manager, shape)
-    _share_out(model, shares, parallel, like)
+    _move_and_shard(model, shares, parallel, like)
     model = place_model(model, parallel.layout, first_gpu)
-    _autocast(model, config, like)
+    _enable_configured_autocast(model, config, like)
     if config.compile:
         compile_model(model, like.device)
     return ModelParts((model,))
 
 
-def _stages(
+def _build_stages(
     model: nn.Module,
     parallel: ParallelConfig,
     manager: DomainParallelManager,
@@ -232,11 +246,11 @@ def _stages(
     """This rank's stages, cut after conversion, at places that are the same on every rank."""
     costs = segment_costs(model, shape)  # of the whole globe, for bands differ
     virtual = parallel.virtual_stages
-    cuts = cut_points(costs, parallel.pipeline * virtual, parallel.stages, virtual=virtual)
+    cuts = stage_slices(costs, parallel.pipeline * virtual, parallel.stages, virtual=virtual)
     return cut_model(shard_model(model, manager, shape), manager, cuts, shape)
 
 
-def _share_out(
+def _move_and_shard(
     part: nn.Module, shares: DeviceMesh | None, parallel: ParallelConfig, like: Tensor
 ) -> None:
     """Bring a part to its device, and its parameters to the data ranks, if they share them."""
@@ -246,13 +260,13 @@ def _share_out(
         shard_parameters(part, shares, parallel, like.dtype)
 
 
-def _autocast(part: nn.Module, config: Config, like: Tensor) -> None:
+def _enable_configured_autocast(part: nn.Module, config: Config, like: Tensor) -> None:
     """Let a part compute in the dtype that the config asks for, if it does."""
     if config.trainer.autocast is not None:
-        compute_in(part, getattr(torch, config.trainer.autocast), like)
+        enable_autocast(part, getattr(torch, config.trainer.autocast), like)
 
 
-def averaging(model: nn.Module, parallel: ParallelConfig) -> nn.Module:
+def wrap_in_ddp(model: nn.Module, parallel: ParallelConfig) -> nn.Module:
     """The model, its gradients averaged over all ranks of the run."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     on_one_gpu = device.type == "cuda" and not parallel.layout
@@ -287,19 +301,19 @@ class Training:
     rows: slice
 
 
-def try_plugins(config: Config) -> None:
+def check_plugins(config: Config) -> None:
     """Refuse a loss or a schedule of the user's own for what can be said of it without data.
 
     Raises:
-        UserError: see `of_plugin` and `try_schedule`.
+        UserError: see `build_plugin_error` and `check_schedule`.
     """
     if isinstance(config.loss, OwnLossConfig):
-        of_plugin(config.loss, torch.zeros((), dtype=DTYPES[config.trainer.dtype]))
-    try_schedule(config.optimizer, config.trainer.steps)
+        build_plugin_error(config.loss, torch.zeros((), dtype=DTYPES[config.trainer.dtype]))
+    check_schedule(config.optimizer, config.trainer.steps)
 
 
 def build_training(
-    config: Config, prepared: Prepared, manager: DomainParallelManager, device: torch.device
+    config: Config, prepared: TrainingData, manager: DomainParallelManager, device: torch.device
 ) -> Training:
     """Build everything that trains, the same on every rank but for its rows, stages and samples.
 
@@ -307,11 +321,11 @@ def build_training(
         UserError: what was asked for does not exist, does not fit the grid, or does not divide.
     """
     first_gpu = device.index or 0  # before the layout says where the output goes
-    device = home_device(config.parallel.layout, device, first_gpu)
+    device = model_output_device(config.parallel.layout, device, first_gpu)
     like = torch.zeros((), device=device, dtype=DTYPES[config.trainer.dtype])
     # First of all: it refuses a batch that does not divide among the data ranks.
-    sequence = build_sequence(config, prepared, manager)
-    model = build_parts(config, prepared, manager, like, first_gpu)
+    sequence = build_sample_sequence(config, prepared, manager)
+    model = build_model_parts(config, prepared, manager, like, first_gpu)
     rows = manager.rows(prepared.store.grid[0])
     loader = Loader(
         prepared,
@@ -322,18 +336,18 @@ def build_training(
         config.data.prefetch,
         like.device,
         config.model.frames,
-        reads_of(config, manager),
-        share_reading(prepared.store, manager),
+        batch_selection_of_rank(config, manager),
+        build_chunk_exchange(prepared.store, manager),
         rollout_lengths(config, sequence),
     )
     parameters = named_parameters(model.parts)
     layout = state_layout(parameters, config.optimizer, config.parallel)
-    optimiser = build_optimiser(parameters, config.optimizer)
+    optimiser = build_optimizer(parameters, config.optimizer)
     schedule = build_schedule(optimiser, config.optimizer, config.trainer.steps)
     data = describe_data(prepared, config.model)
     average = None
     if config.optimizer.ema is not None:
-        average = WeightAverage(saved_parameters(model.parts), config.optimizer.ema)
+        average = WeightAverage(trainable_saved_parameters(model.parts), config.optimizer.ema)
     state = TrainingState(
         model.parts,
         optimiser,
@@ -342,24 +356,26 @@ def build_training(
         data,
         config.seed,
         static=lambda: prepared.store.static(slice(None)),
-        valid=lambda: prepared.store.masks(slice(None)),
+        valid=lambda: prepared.store.valid_mask(slice(None)),
         average=average,
-        optimizer=config.optimizer.name,
+        optimizer_name=config.optimizer.name,
         layout=layout,
     )
-    forecast, loss = build_step(config, prepared, manager, model.forecasting, like)
-    gradients = model.gradients(config, manager, forecast, loss)
+    forecast, loss = build_forecast_step_and_loss(
+        config, prepared, manager, model.forecast_model, like
+    )
+    gradients = model.build_forward_backward(config, manager, forecast, loss)
     every = config.parallel.check_replicas_every
-    variables = tuple(channel.variable for channel in prepared.store.channels.out)
+    variables = tuple(channel.variable for channel in prepared.store.channels.output_channels)
     names = LossNames(variables, prepared.store.config.step_hours)
     trainer = Trainer(config.trainer, state, gradients, manager, every, names=names)
-    let_senders_finish()  # in groups that were made meanwhile
+    use_batch_scheduling_for_gloo()  # in groups that were made meanwhile
     return Training(trainer, loader, forecast, like, rows)
 
 
-def build_step(
+def build_forecast_step_and_loss(
     config: Config,
-    prepared: Prepared,
+    prepared: TrainingData,
     manager: DomainParallelManager,
     model: Model,
     like: Tensor,
@@ -376,23 +392,23 @@ def build_step(
     normaliser = Normaliser.of(prepared, like.dtype, like.device)
     tendency = normaliser.tendency_scale[: store.channels.states]
     scale = torch.cat([tendency, tendency.new_ones(len(store.channels.diagnostic), 1, 1)])
-    points = ValidPoints.of(store.masks(rows), like, manager.transport.sum)
+    points = ValidPoints.of(store.valid_mask(rows), like, manager.transport.sum)
     loss = build_loss(config.loss, store.channels, store.latitude, rows, scale, points)
     fill = None
     if points is not None:
-        fill = partial(points.filled, fills=normaliser.fills)
+        fill = partial(points.fill_invalid, fills=normaliser.fills)
     return ForecastStep(model, tendency, config.model.residual, fill), loss
 
 
-def reads_of(config: Config, manager: DomainParallelManager) -> Reads:
+def batch_selection_of_rank(config: Config, manager: DomainParallelManager) -> BatchSelection:
     """What of a sample this rank's stages need: the first inputs, the last what the loss does."""
     first = manager.pipeline_rank == 0
     last = manager.pipeline_rank == manager.pipeline_parallel_size - 1
-    return Reads(inputs=first, last=last and config.model.residual, target=last)
+    return BatchSelection(inputs=first, last=last and config.model.residual, target=last)
 
 
-def build_sequence(
-    config: Config, prepared: Prepared, manager: DomainParallelManager
+def build_sample_sequence(
+    config: Config, prepared: TrainingData, manager: DomainParallelManager
 ) -> SampleSequence:
     """The order in which this rank meets its share of the samples.
 
@@ -412,7 +428,9 @@ def build_sequence(
     )
 
 
-def rollout_lengths(config: Config, sequence: SampleSequence) -> Lengths:
+def rollout_lengths(config: Config, sequence: SampleSequence) -> RolloutLengths:
     """How long the rollout of each batch is: batch number n is that of optimiser step n."""
     trainer, batches = config.trainer, sequence.batches_per_epoch
-    return Lengths(trainer.longest_rollout, partial(trainer.rollout_at, steps_per_epoch=batches))
+    return RolloutLengths(
+        trainer.longest_rollout, partial(trainer.rollout_at, steps_per_epoch=batches)
+    )

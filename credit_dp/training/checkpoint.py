@@ -17,25 +17,30 @@ from torch import Tensor
 
 from credit_dp.config.training import TrainerConfig
 from credit_dp.data.cache import fingerprint
-from credit_dp.distributed.collectives import gather, grouped, own_rank, together
+from credit_dp.distributed.collectives import (
+    all_gather_object,
+    global_rank,
+    has_process_group,
+    run_on_all_ranks,
+)
 from credit_dp.errors import UserError
 from credit_dp.training import checkpoint_files
 from credit_dp.training.checkpoint_files import (
-    VALIDATION,
-    Kept,
+    VALIDATION_KEY,
+    RetentionPolicy,
     Shape,
-    alone_or_not,
-    as_error,
+    apply_retention,
     check_shards,
+    finite_or_none,
+    ignore_single_process_warning,
     read_shards,
-    readable,
     step_folder,
-    tidy,
+    translate_read_errors,
     write_shards,
 )
 from credit_dp.training.data_description import check_data
 from credit_dp.training.run_folder import provenance
-from credit_dp.training.state import GENERATOR, MODEL, OPTIMIZER, TrainingState
+from credit_dp.training.state import GENERATOR_KEY, MODEL_PREFIX, OPTIMIZER_KEY, TrainingState
 
 __all__ = ["TrainingState", "find_checkpoint", "load_checkpoint", "save_checkpoint"]
 
@@ -46,7 +51,7 @@ class Snapshot:
     """All that a rank puts into a checkpoint of one step."""
 
     tensors: dict[str, Tensor]
-    numbers: dict[str, Any]
+    metadata: dict[str, Any]
 
     @classmethod
     def of(cls, state: TrainingState, config: str, error: float | None = None) -> Self:
@@ -57,32 +62,32 @@ class Snapshot:
             config: the resolved one, as YAML.
             error: found on the validation dates at this step, if any was.
         """
-        numbers = {**state.numbers(), "config": config, VALIDATION: as_error(error)}
+        numbers = {**state.metadata(), "config": config, VALIDATION_KEY: finite_or_none(error)}
         return cls(state.tensors(), deepcopy(numbers))
 
-    def copied(self) -> "Snapshot":
+    def cpu_copy(self) -> "Snapshot":
         """The same with tensors of its own, in the host's memory."""
         tensors = {
             name: tensor.detach().to("cpu", copy=True).contiguous()
             for name, tensor in self.tensors.items()
         }
-        return Snapshot(tensors, self.numbers)
+        return Snapshot(tensors, self.metadata)
 
 
-def constants_of(state: TrainingState) -> dict[str, Tensor]:
+def read_constant_fields(state: TrainingState) -> dict[str, Tensor]:
     """What a checkpoint carries besides, which rank 0 has and the others leave to it; collective.
 
     Raises:
         UserError: on all ranks, if they can't be read.
     """
-    return together(lambda: state.constants() if own_rank() == 0 else {})
+    return run_on_all_ranks(lambda: state.constant_fields() if global_rank() == 0 else {})
 
 
-def write(
+def write_checkpoint(
     path: Path,
     snapshot: Snapshot,
     constants: dict[str, Tensor],
-    kept: Kept,
+    kept: RetentionPolicy,
     group: dist.ProcessGroup | None = None,
 ) -> None:
     """Write the checkpoint `path`, and remove those that need not stay then; collective.
@@ -93,67 +98,71 @@ def write(
     Raises:
         UserError: on all ranks, if one could not write, for instance because the disk is full.
     """
-    part = checkpoint_files.unfinished_folder(path)
-    first, step = own_rank() == 0, snapshot.numbers["step"]
+    part = checkpoint_files.temporary_folder(path)
+    first, step = global_rank() == 0, snapshot.metadata["step"]
     try:
-        together(lambda: begin(part, step) if first else None, group)
-        together(lambda: check_shared(part), group)
+        run_on_all_ranks(lambda: begin_checkpoint(part, step) if first else None, group)
+        run_on_all_ranks(lambda: check_shared_folder(part), group)
         tensors = {**snapshot.tensors, **constants}
-        with could_not_be_written(part, step):
+        with translate_checkpoint_write_errors(part, step):
             write_shards(part, tensors, group)
-        numbers = {**snapshot.numbers, **describe(part, snapshot, tensors, group)}
-        together(lambda: finish(part, path, numbers, kept) if first else None, group)
+        numbers = {**snapshot.metadata, **describe_tensors(part, snapshot, tensors, group)}
+        run_on_all_ranks(
+            lambda: commit_checkpoint(part, path, numbers, kept) if first else None, group
+        )
     except UserError:
         if first:
-            checkpoint_files.abandon(part)
+            checkpoint_files.remove_temporary_folder(part)
         raise
 
 
-def begin(part: Path, step: int) -> None:
+def begin_checkpoint(part: Path, step: int) -> None:
     """Make the folder to write into."""
-    with could_not_be_written(part, step):
-        checkpoint_files.begin(part)
+    with translate_checkpoint_write_errors(part, step):
+        checkpoint_files.create_temporary_folder(part)
 
 
-def check_shared(part: Path) -> None:
+def check_shared_folder(part: Path) -> None:
     """Refuse a folder that only some of the ranks see."""
     if not part.is_dir():
         raise UserError(
-            f"{part.parent}: has to be on a disk that all machines share, but rank {own_rank()} "
+            f"{part.parent}: has to be on a disk that all machines share, but rank {global_rank()} "
             "does not see what rank 0 wrote there. Change run.dir."
         )
 
 
-def describe(
+def describe_tensors(
     part: Path, snapshot: Snapshot, tensors: dict[str, Tensor], group: dist.ProcessGroup | None
 ) -> dict[str, Any]:
     """What is needed to find and to check the tensors, and what they are for; collective."""
     # Each rank sees its own file at least, however slow the disk is to show those of others.
-    shards = gather(checkpoint_files.shard_names(part), group)
+    shards = all_gather_object(checkpoint_files.shard_names(part), group)
     return {
-        "tensors": shapes_of_all_ranks(tensors, group),
+        "tensors": gather_shapes(tensors, group),
         "shards": sorted({name for names in shards for name in names}),
-        "statistics_fingerprint": fingerprint(snapshot.numbers["data"].get("statistics")),
+        "statistics_fingerprint": fingerprint(snapshot.metadata["data"].get("statistics")),
     }
 
 
-def shapes_of_all_ranks(
+def gather_shapes(
     tensors: dict[str, Tensor], group: dist.ProcessGroup | None = None
 ) -> dict[str, Shape]:
     """The whole shape of every tensor that a rank has; collective, and the same on all ranks."""
     own = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    return {name: shape for part in gather(own, group) for name, shape in part.items()}
+    return {name: shape for part in all_gather_object(own, group) for name, shape in part.items()}
 
 
-def finish(part: Path, path: Path, numbers: dict[str, Any], kept: Kept) -> None:
+def commit_checkpoint(
+    part: Path, path: Path, numbers: dict[str, Any], kept: RetentionPolicy
+) -> None:
     """Complete a checkpoint, which says what code made it, and give it its name."""
-    with could_not_be_written(part, numbers["step"]):
-        checkpoint_files.finish(part, path, {**numbers, "versions": provenance()})
-        tidy(path, kept)
+    with translate_checkpoint_write_errors(part, numbers["step"]):
+        checkpoint_files.commit_checkpoint(part, path, {**numbers, "versions": provenance()})
+        apply_retention(path, kept)
 
 
 @contextmanager
-def could_not_be_written(part: Path, step: int) -> Iterator[None]:
+def translate_checkpoint_write_errors(part: Path, step: int) -> Iterator[None]:
     """Say in one line that a checkpoint could not be written."""
     try:
         yield
@@ -181,10 +190,10 @@ def save_checkpoint(folder: Path, state: TrainingState, config: str) -> Path:
         UserError: on all ranks, if one could not write, for instance because the disk is full.
     """
     path = checkpoint_files.step_folder(folder, state.step)
-    constants = constants_of(state)
-    snapshot = together(lambda: Snapshot.of(state, config))
-    with alone_or_not():
-        write(path, snapshot, constants, Kept())
+    constants = read_constant_fields(state)
+    snapshot = run_on_all_ranks(lambda: Snapshot.of(state, config))
+    with ignore_single_process_warning():
+        write_checkpoint(path, snapshot, constants, RetentionPolicy())
     return path
 
 
@@ -202,10 +211,10 @@ def find_checkpoint(resume: str | None, own: Path) -> Path | None:
     if resume is None:
         return None
     if resume == "auto":
-        path = together(lambda: newest(own))
+        path = run_on_all_ranks(lambda: newest_checkpoint(own))
     else:
-        path = together(lambda: checkpoint_files.locate("resume", resume))
-    seen = gather(path)
+        path = run_on_all_ranks(lambda: checkpoint_files.locate_checkpoint("resume", resume))
+    seen = all_gather_object(path)
     for rank, other in enumerate(seen):
         if other != seen[0]:
             raise UserError(
@@ -216,15 +225,15 @@ def find_checkpoint(resume: str | None, own: Path) -> Path | None:
     return path
 
 
-def newest(own: Path) -> Path | None:
+def newest_checkpoint(own: Path) -> Path | None:
     """The newest checkpoint in the run's own folder, if it has one yet.
 
     Raises:
         UserError: it has one of an earlier version, which is a file.
     """
-    steps, old = checkpoint_files.whole_steps(own), own.parent / "checkpoint.pt"
+    steps, old = checkpoint_files.list_checkpoints(own), own.parent / "checkpoint.pt"
     if not steps and old.exists():
-        return checkpoint_files.locate("resume", str(old))
+        return checkpoint_files.locate_checkpoint("resume", str(old))
     return steps[-1] if steps else None
 
 
@@ -237,33 +246,36 @@ def load_checkpoint(path: Path, state: TrainingState) -> None:
         UserError: on all ranks, if one can't read it, or it is of another model, of other data or
             of another optimizer.
     """
-    path = together(lambda: checkpoint_files.locate("resume", str(path)))
-    numbers = together(lambda: checkpoint_files.read_numbers("resume", path))
-    own = shapes_of_all_ranks(state.tensors())
+    path = run_on_all_ranks(lambda: checkpoint_files.locate_checkpoint("resume", str(path)))
+    numbers = run_on_all_ranks(lambda: checkpoint_files.read_metadata("resume", path))
+    own = gather_shapes(state.tensors())
     saved = {name: tuple(shape) for name, shape in numbers["tensors"].items()}
-    together(lambda: check_origin(path, numbers, state))
-    check_fit(f"resume: {path}", of_model(saved), of_model(own))
-    together(lambda: check_shards("resume", path, saved))
-    room = together(lambda: state.make_room(saved))
+    run_on_all_ranks(lambda: check_data_and_optimizer(path, numbers, state))
+    check_model_shapes(f"resume: {path}", model_shapes(saved), model_shapes(own))
+    run_on_all_ranks(lambda: check_shards("resume", path, saved))
+    room = run_on_all_ranks(lambda: state.allocate_tensors(saved))
     read_shards("resume", path, room)
-    with readable("resume", path):
-        state.go_on(numbers, room[GENERATOR])
+    with translate_read_errors("resume", path):
+        state.load_metadata(numbers, room[GENERATOR_KEY])
 
 
-def check_origin(path: Path, numbers: checkpoint_files.Numbers, state: TrainingState) -> None:
+def check_data_and_optimizer(
+    path: Path, numbers: checkpoint_files.Metadata, state: TrainingState
+) -> None:
     """Refuse a checkpoint of other data or of another optimizer."""
-    with readable("resume", path):
+    with translate_read_errors("resume", path):
         check_data(numbers["data"], state.data)
-    optimizer = numbers.get(OPTIMIZER, "adamw")
-    if optimizer != state.optimizer:
+    optimizer = numbers.get(OPTIMIZER_KEY, "adamw")
+    if optimizer != state.optimizer_name:
         raise UserError(
             f"resume: the checkpoint was trained with optimizer={optimizer}, the config has "
-            f"{state.optimizer}. Set optimizer to that of the checkpoint, or start a new run with "
+            f"{state.optimizer_name}. Set optimizer to that of the checkpoint, or start a new "
+            "run with "
             "init_from."
         )
 
 
-def check_fit(
+def check_model_shapes(
     where: str, saved: dict[str, Shape], model: dict[str, Shape], advice: str = ADVICE
 ) -> None:
     """Refuse weights of another model, naming the first that differs."""
@@ -279,16 +291,20 @@ def check_fit(
         raise UserError(f"{where} has {extra}, which the model does not have. {advice}")
 
 
-def of_model(shapes: dict[str, Shape]) -> dict[str, Shape]:
+def model_shapes(shapes: dict[str, Shape]) -> dict[str, Shape]:
     """Those of the model, by the names that they have there."""
     return {
-        name.removeprefix(MODEL): shape for name, shape in shapes.items() if name.startswith(MODEL)
+        name.removeprefix(MODEL_PREFIX): shape
+        for name, shape in shapes.items()
+        if name.startswith(MODEL_PREFIX)
     }
 
 
 # Disks are slower on some ranks than on others, and a rank may start to write long after another.
-LONGEST = timedelta(days=1)
-LAST_WAIT = 10.0  # seconds for what is being written when the user wants the run to end at once
+WRITE_TIMEOUT = timedelta(days=1)
+INTERRUPT_TIMEOUT = (
+    10.0  # seconds for what is being written when the user wants the run to end at once
+)
 
 
 @final
@@ -309,20 +325,20 @@ class Checkpoints:
 
     def __init__(self, folder: Path, config: TrainerConfig, step: int | None = None) -> None:
         self.folder = folder
-        self._behind = config.checkpoint_async
-        self._kept = Kept(config.keep_checkpoints, config.keep_best)
-        self._step = step
+        self._in_background = config.checkpoint_async
+        self._retention = RetentionPolicy(config.keep_checkpoints, config.keep_best)
+        self._saved_step = step
         self._constants: dict[str, Tensor] | None = None
         self._group: dist.ProcessGroup | None = None
-        self._writing: Future[None] | None = None
-        self._open = ExitStack()
+        self._pending_write: Future[None] | None = None
+        self._exit_stack = ExitStack()
 
     def __enter__(self) -> Self:
         import torch.distributed.checkpoint  # noqa: F401 - not first by a thread beside training
 
-        self._open.enter_context(alone_or_not())
-        if self._behind and grouped():
-            self._group = dist.new_group(timeout=LONGEST, backend="gloo")
+        self._exit_stack.enter_context(ignore_single_process_warning())
+        if self._in_background and has_process_group():
+            self._group = dist.new_group(timeout=WRITE_TIMEOUT, backend="gloo")
         return self
 
     def save(self, state: TrainingState, config: str, error: float | None = None) -> None:
@@ -337,17 +353,19 @@ class Checkpoints:
             UserError: on all ranks, if this checkpoint or the one before could not be written.
         """
         self.wait()
-        if state.step == self._step:
+        if state.step == self._saved_step:
             return
         if self._constants is None:  # they need no copy, and no second reading
-            self._constants = constants_of(state)
+            self._constants = read_constant_fields(state)
         snapshot, constants = self._snapshot(state, config, error), self._constants
-        path, kept, group = step_folder(self.folder, state.step), self._kept, self._group
-        self._step = state.step
-        if self._behind:
-            self._writing = in_thread(lambda: write(path, snapshot, constants, kept, group))
+        path, kept, group = step_folder(self.folder, state.step), self._retention, self._group
+        self._saved_step = state.step
+        if self._in_background:
+            self._pending_write = run_in_thread(
+                lambda: write_checkpoint(path, snapshot, constants, kept, group)
+            )
         else:
-            write(path, snapshot, constants, kept)
+            write_checkpoint(path, snapshot, constants, kept)
 
     def wait(self) -> None:
         """Wait until all that was saved is on disk.
@@ -355,19 +373,19 @@ class Checkpoints:
         Raises:
             UserError: on all ranks, if it could not be written.
         """
-        writing, self._writing = self._writing, None
+        writing, self._pending_write = self._pending_write, None
         if writing is not None:
             writing.result()
 
-    def newest(self) -> Path | None:
+    def newest_checkpoint(self) -> Path | None:
         """The newest on disk, once what is being written is there; for one rank to ask."""
-        if self._writing is not None:
-            wait_for([self._writing])  # whether it could be written is asked elsewhere
-        return newest(self.folder)
+        if self._pending_write is not None:
+            wait_for([self._pending_write])  # whether it could be written is asked elsewhere
+        return newest_checkpoint(self.folder)
 
     def _snapshot(self, state: TrainingState, config: str, error: float | None) -> Snapshot:
-        snapshot = together(lambda: Snapshot.of(state, config, error))
-        return snapshot.copied() if self._behind else snapshot
+        snapshot = run_on_all_ranks(lambda: Snapshot.of(state, config, error))
+        return snapshot.cpu_copy() if self._in_background else snapshot
 
     def __exit__(
         self,
@@ -375,17 +393,20 @@ class Checkpoints:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        with self._open:
+        with self._exit_stack:
             if error is None:
                 self.wait()
                 if self._group is not None:
                     dist.destroy_process_group(self._group)
-            elif self._writing is not None:
+            elif self._pending_write is not None:
                 # What ended the run is told; that this failed as well would not be of use.
-                wait_for([self._writing], None if isinstance(error, Exception) else LAST_WAIT)
+                wait_for(
+                    [self._pending_write],
+                    None if isinstance(error, Exception) else INTERRUPT_TIMEOUT,
+                )
 
 
-def in_thread(act: Callable[[], None]) -> Future[None]:
+def run_in_thread(act: Callable[[], None]) -> Future[None]:
     """Do something in a thread that does not keep the program from ending."""
     outcome: Future[None] = Future()
 

@@ -20,25 +20,25 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from credit_dp import checks
-from credit_dp.distributed.collectives import grouped
+from credit_dp.distributed.collectives import has_process_group
 from credit_dp.errors import UserError
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 
-FORMAT = 4
-FOLDER = "checkpoint"  # of a run, its checkpoints are in
-STATE = "state.json"
-SHARD = ".safetensors"
-STEP = re.compile(r"step-\d{8,}")
+FORMAT_VERSION = 4
+CHECKPOINTS_FOLDER = "checkpoint"  # of a run, its checkpoints are in
+METADATA_FILE = "state.json"
+SHARD_SUFFIX = ".safetensors"
+STEP_PATTERN = re.compile(r"step-\d{8,}")
 
-Numbers = dict[str, Any]
+Metadata = dict[str, Any]
 
-LARGEST = 2**63 - 1  # of what torch takes for an integer
+MAX_INT64 = 2**63 - 1  # of what torch takes for an integer
 
 # What `state.json` has to have.
-CONTENT = {
+METADATA_TYPES = {
     "step": int,
     "seed": int,
     "schedule": dict,
@@ -55,17 +55,17 @@ def step_folder(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08d}"
 
 
-def unfinished_folder(path: Path) -> Path:
+def temporary_folder(path: Path) -> Path:
     """What the checkpoint is called while it is written."""
     return path.with_name(f".{path.name}.part")
 
 
-def whole_steps(folder: Path) -> list[Path]:
+def list_checkpoints(folder: Path) -> list[Path]:
     """The checkpoints in a folder, oldest step first."""
     if not folder.is_dir():
         return []
-    found = [path for path in folder.iterdir() if STEP.fullmatch(path.name)]
-    return sorted((path for path in found if (path / STATE).is_file()), key=step_of)
+    found = [path for path in folder.iterdir() if STEP_PATTERN.fullmatch(path.name)]
+    return sorted((path for path in found if (path / METADATA_FILE).is_file()), key=step_of)
 
 
 def step_of(path: Path) -> int:
@@ -73,7 +73,7 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def locate(key: str, value: str) -> Path:
+def locate_checkpoint(key: str, value: str) -> Path:
     """The checkpoint at a path: its own, that of the folder it is in, or that of a run.
 
     Raises:
@@ -85,15 +85,15 @@ def locate(key: str, value: str) -> Path:
             f"{key}: needs the folder of a checkpoint or of a run, but {path} is a file, as "
             "checkpoints of earlier versions were."
         )
-    if (path / STATE).is_file():
+    if (path / METADATA_FILE).is_file():
         return path
-    steps = whole_steps(path) or whole_steps(path / FOLDER)
+    steps = list_checkpoints(path) or list_checkpoints(path / CHECKPOINTS_FOLDER)
     if not steps:
         raise UserError(f"{key}: {path} holds no checkpoint of a run.")
     return steps[-1]
 
 
-def begin(part: Path) -> None:
+def create_temporary_folder(part: Path) -> None:
     """Make the folder to write into; what an earlier, killed run left there goes.
 
     Raises:
@@ -105,24 +105,24 @@ def begin(part: Path) -> None:
     part.mkdir()
 
 
-def finish(part: Path, path: Path, numbers: Numbers) -> None:
+def commit_checkpoint(part: Path, path: Path, numbers: Metadata) -> None:
     """Complete a checkpoint whose shards are written, and give it its name.
 
     Raises:
         OSError: it could not be written.
     """
-    with (part / STATE).open("w") as file:
-        json.dump({"format": FORMAT, **numbers}, file)
+    with (part / METADATA_FILE).open("w") as file:
+        json.dump({"format": FORMAT_VERSION, **numbers}, file)
         file.flush()
         os.fsync(file.fileno())
-    sync(part)
+    fsync_folder(part)
     if path.exists():  # the same step once more: a folder can't be replaced in one go
-        os.replace(path, unfinished_folder(path.with_name(f"{path.name}-old")))
+        os.replace(path, temporary_folder(path.with_name(f"{path.name}-old")))
     os.replace(part, path)
-    sync(path.parent)
+    fsync_folder(path.parent)
 
 
-def sync(folder: Path) -> None:
+def fsync_folder(folder: Path) -> None:
     """Make sure that the names in a folder are on disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
@@ -131,30 +131,32 @@ def sync(folder: Path) -> None:
         os.close(descriptor)
 
 
-def abandon(part: Path) -> None:
+def remove_temporary_folder(part: Path) -> None:
     """Remove what was written of a checkpoint that won't be completed."""
     shutil.rmtree(part, ignore_errors=True)
 
 
 def shard_names(path: Path) -> list[str]:
     """The files of tensors in a folder."""
-    return sorted(file.name for file in path.iterdir() if file.name.endswith(SHARD))
+    return sorted(file.name for file in path.iterdir() if file.name.endswith(SHARD_SUFFIX))
 
 
-def read_numbers(key: str, path: Path) -> Numbers:
+def read_metadata(key: str, path: Path) -> Metadata:
     """What `finish` wrote; the shards that belong to it are there.
 
     Raises:
         UserError: it can't be read, is of another program, or not all of it is there.
     """
     try:
-        numbers = json.loads((path / STATE).read_text())
+        numbers = json.loads((path / METADATA_FILE).read_text())
         shards = shard_names(path)
     except (OSError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"{key}: {path} is not a readable checkpoint ({reason}).") from error
-    if not is_whole(numbers):
-        raise UserError(f"{key}: {path} is not a checkpoint of this program (format {FORMAT}).")
+    if not is_valid_metadata(numbers):
+        raise UserError(
+            f"{key}: {path} is not a checkpoint of this program (format {FORMAT_VERSION})."
+        )
     odd = sorted(set(shards) ^ set(numbers["shards"]))
     if odd:
         raise UserError(
@@ -164,13 +166,13 @@ def read_numbers(key: str, path: Path) -> Numbers:
     return dict(numbers)
 
 
-def is_whole(numbers: Any) -> bool:
-    """Whether all of `CONTENT` is there, and is what everyone may take it for."""
+def is_valid_metadata(numbers: Any) -> bool:
+    """Whether all of `METADATA_TYPES` is there, and is what everyone may take it for."""
     return (
         isinstance(numbers, dict)
-        and numbers.get("format") == FORMAT
-        and all(type(numbers.get(name)) is kind for name, kind in CONTENT.items())
-        and all(0 <= numbers[name] <= LARGEST for name in ("step", "seed"))
+        and numbers.get("format") == FORMAT_VERSION
+        and all(type(numbers.get(name)) is kind for name, kind in METADATA_TYPES.items())
+        and all(0 <= numbers[name] <= MAX_INT64 for name in ("step", "seed"))
         and all(type(name) is str for name in numbers["shards"])
         and all(map(is_shape, numbers["tensors"].values()))
     )
@@ -181,65 +183,65 @@ def is_shape(value: object) -> bool:
     return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
 
 
-def run_of(path: Path) -> Path:
+def run_folder_of(path: Path) -> Path:
     """The folder of the run that wrote a checkpoint, or else the one that it is in."""
     folder = path.resolve().parent
-    return folder.parent if folder.name == FOLDER else folder
+    return folder.parent if folder.name == CHECKPOINTS_FOLDER else folder
 
 
-VALIDATION = "validation"  # in `state.json`: the error that was found at this step, or null
-BEST = "best"  # a link beside the checkpoints
+VALIDATION_KEY = "validation"  # in `state.json`: the error that was found at this step, or null
+BEST_LINK = "best"  # a link beside the checkpoints
 
 
 @final
 @dataclass(frozen=True)
-class Kept:
+class RetentionPolicy:
     """How many of the newest stay, and whether the one with the lowest validation error does."""
 
-    newest: int = 1
-    best: bool = False
+    keep_newest: int = 1
+    keep_best: bool = False
 
 
-def tidy(path: Path, kept: Kept) -> None:
+def apply_retention(path: Path, kept: RetentionPolicy) -> None:
     """Remove what does not stay now that `path` is whole, and say which one is the best.
 
     Later steps than that of `path` are of a training that was gone back on: they go, too. What
     can't be removed is left to the next time.
     """
     folder = path.parent
-    steps = [other for other in whole_steps(folder) if step_of(other) <= step_of(path)]
-    best = best_of(steps) if kept.best else None
+    steps = [other for other in list_checkpoints(folder) if step_of(other) <= step_of(path)]
+    best = best_checkpoint(steps) if kept.keep_best else None
     with contextlib.suppress(OSError):  # a file system may have no links
-        link(folder / BEST, best)
-    stay = {*steps[-kept.newest :], best}
-    for other in whole_steps(folder):
+        update_link(folder / BEST_LINK, best)
+    stay = {*steps[-kept.keep_newest :], best}
+    for other in list_checkpoints(folder):
         if other not in stay:
-            remove(other)
+            remove_checkpoint(other)
     for leftover in folder.glob(".step-*.part"):
         shutil.rmtree(leftover, ignore_errors=True)
 
 
-def best_of(steps: list[Path]) -> Path | None:
+def best_checkpoint(steps: list[Path]) -> Path | None:
     """The one with the lowest validation error, of equal ones the first; None if none has one."""
-    errors = {path: error for path in steps if (error := validation_of(path)) is not None}
+    errors = {path: error for path in steps if (error := validation_error_of(path)) is not None}
     return min(errors, key=errors.__getitem__, default=None)
 
 
-def validation_of(path: Path) -> float | None:
+def validation_error_of(path: Path) -> float | None:
     """The error that a checkpoint was saved with."""
     try:
-        numbers = json.loads((path / STATE).read_text())
+        numbers = json.loads((path / METADATA_FILE).read_text())
     except (OSError, ValueError, RecursionError):
         return None
-    return as_error(numbers.get(VALIDATION)) if isinstance(numbers, dict) else None
+    return finite_or_none(numbers.get(VALIDATION_KEY)) if isinstance(numbers, dict) else None
 
 
-def as_error(value: Any) -> float | None:
+def finite_or_none(value: Any) -> float | None:
     """A number that can be compared, or None."""
     return value if type(value) in (int, float) and math.isfinite(value) else None
 
 
-def link(name: Path, target: Path | None) -> None:
+def update_link(name: Path, target: Path | None) -> None:
     """Have `name` lead to a checkpoint beside it, in one go, or not be there.
 
     Raises:
@@ -256,9 +258,9 @@ def link(name: Path, target: Path | None) -> None:
     os.replace(temporary, name)
 
 
-def remove(path: Path) -> None:
+def remove_checkpoint(path: Path) -> None:
     """Remove a checkpoint so that half of one never bears its name."""
-    aside = unfinished_folder(path.with_name(f"{path.name}-old"))
+    aside = temporary_folder(path.with_name(f"{path.name}-old"))
     with contextlib.suppress(OSError):
         os.replace(path, aside)
         shutil.rmtree(aside)
@@ -269,7 +271,7 @@ def remove(path: Path) -> None:
 Shape = tuple[int, ...]
 
 # What damaged content ends in, in torch's reader or ours.
-UNREADABLE = (
+READ_ERRORS = (
     AssertionError,
     AttributeError,
     LookupError,
@@ -286,7 +288,8 @@ def write_shards(
 ) -> None:
     """Write this rank's share of tensors, sharded or replicated; collective.
 
-    Call it inside `alone_or_not`, which a thread beside training must not enter itself.
+    Call it inside `ignore_single_process_warning`, which a thread beside training must not enter
+    itself.
 
     Raises:
         OSError: on all ranks, if one could not write.
@@ -299,19 +302,19 @@ def write_shards(
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
     # Of what several ranks have, the lowest one's is saved, whatever the mesh.
     planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
-    with first_failure():
+    with raise_first_failure():
         save(
             whole,
             storage_writer=writer,
             planner=planner,
             process_group=group,
-            no_dist=not grouped(),
+            no_dist=not has_process_group(),
         )
 
 
 def check_shards(key: str, folder: Path, wanted: dict[str, Shape]) -> None:
     """Refuse shards that are damaged or do not hold the tensors that they should."""
-    held = tensors_in(key, folder)
+    held = read_tensor_metadata(key, folder)
     for name, shape in wanted.items():
         if name not in held or tuple(held[name].size) != shape:
             raise UserError(
@@ -324,7 +327,7 @@ def check_shards(key: str, folder: Path, wanted: dict[str, Shape]) -> None:
         )
 
 
-def tensors_in(key: str, folder: Path) -> dict[str, TensorStorageMetadata]:
+def read_tensor_metadata(key: str, folder: Path) -> dict[str, TensorStorageMetadata]:
     """Shape and dtype of all tensors in a folder, by name.
 
     Raises:
@@ -333,7 +336,7 @@ def tensors_in(key: str, folder: Path) -> dict[str, TensorStorageMetadata]:
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    with readable(key, folder):
+    with translate_read_errors(key, folder):
         found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
     return {name: held for name, held in found.items() if isinstance(held, TensorStorageMetadata)}
 
@@ -347,24 +350,24 @@ def read_shards(key: str, folder: Path, room: dict[str, Tensor], *, together: bo
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    alone = not together or not grouped()
-    with readable(key, folder), alone_or_not(), first_failure():
+    alone = not together or not has_process_group()
+    with translate_read_errors(key, folder), ignore_single_process_warning(), raise_first_failure():
         reader = HuggingFaceStorageReader(str(folder))
         load(dict(room), storage_reader=reader, no_dist=alone)
 
 
 @contextmanager
-def readable(key: str, folder: Path) -> Iterator[None]:
+def translate_read_errors(key: str, folder: Path) -> Iterator[None]:
     """Say in one line that a checkpoint can't be read."""
     try:
         yield
-    except UNREADABLE as error:
+    except READ_ERRORS as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"{key}: {folder} is not a readable checkpoint ({reason}).") from error
 
 
 @contextmanager
-def first_failure() -> Iterator[None]:
+def raise_first_failure() -> Iterator[None]:
     """Raise what the first rank that failed has raised, on every rank."""
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -376,7 +379,7 @@ def first_failure() -> Iterator[None]:
 
 
 @contextmanager
-def alone_or_not() -> Iterator[None]:
+def ignore_single_process_warning() -> Iterator[None]:
     """One process without a process group is as good as several ranks: no warning.
 
     Which warnings are shown is a matter of the whole process: for its main thread only.

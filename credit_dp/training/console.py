@@ -21,11 +21,14 @@ from rich.text import Text
 
 from credit_dp.distributed.worker import EarlyRecords
 
-DATA = ("credit_dp.data", "credit_dp.training.run.dates")  # the loggers of the data and their dates
-QUIET_SECONDS = 10.0  # between two lines where there is no terminal
+DATA_LOGGERS = (
+    "credit_dp.data",
+    "credit_dp.training.run.dates",
+)  # the loggers of the data and their dates
+LINE_INTERVAL_SECONDS = 10.0  # between two lines where there is no terminal
 
 
-class Bar(Protocol):
+class ProgressBar(Protocol):
     """Shows how much of something is done."""
 
     def __call__(self, done: int, note: str = "") -> None:
@@ -44,14 +47,14 @@ class Screen:
         """Columns that fit on a line."""
         return self.console.width if self.console is not None else 80
 
-    def say(self, what: RenderableType) -> None:
+    def show(self, what: RenderableType) -> None:
         """Show a line, a table or anything else that rich can render."""
         if self.console is not None:
             # Paths stay on one line, so that they can be copied, and are not taken for markup.
             self.console.print(what, soft_wrap=isinstance(what, str), markup=False)
 
     @contextmanager
-    def bar(self, label: str, total: int, done: int = 0) -> Iterator[Bar]:
+    def bar(self, label: str, total: int, done: int = 0) -> Iterator[ProgressBar]:
         """A bar from `done` to `total`, to be called with how much is done and a note."""
         if self.console is None:
             yield lambda done, note="": None
@@ -60,7 +63,7 @@ class Screen:
                 task = progress.add_task(label, total=total, completed=done, note="")
                 yield LiveBar(progress, task)
         else:
-            yield LineBar(self.say, label, total, done)
+            yield ProgressLines(self.show, label, total, done)
 
     @contextmanager
     def report(self) -> Iterator[Callable[[str, float], None]]:
@@ -70,11 +73,11 @@ class Screen:
         """
         console = self.console or Console()
         if not console.is_terminal:
-            yield PartLines(Screen(console).say)
+            yield TaskLines(Screen(console).show)
             return
         progress = live_progress(console, counts=False)
         try:
-            yield PartBars(progress)
+            yield TaskBars(progress)
         finally:
             progress.stop()
 
@@ -93,48 +96,48 @@ class LiveBar:
 
 
 @final
-class LineBar:
+class ProgressLines:
     """A line every few seconds and one at the end, for logs and pipes."""
 
     def __init__(self, say: Callable[[str], None], label: str, total: int, done: int) -> None:
-        self.say = say
+        self.show = say
         self.label = label
         self.total = total
         self.started, self.first = time.monotonic(), done
-        self.shown = self.started
+        self.last_shown = self.started
 
     def __call__(self, done: int, note: str = "") -> None:
         """Show a line if the last one is long ago, or if all is done."""
         now = time.monotonic()
-        if done < self.total and now - self.shown < QUIET_SECONDS:
+        if done < self.total and now - self.last_shown < LINE_INTERVAL_SECONDS:
             return
-        self.shown = now
+        self.last_shown = now
         speed = (done - self.first) / max(now - self.started, 1e-9)
         left = (self.total - done) / speed if speed > 0 else 0.0
         parts = [f"{self.label} {done}/{self.total}", note, f"{speed:.2f}/s", f"{left:.0f} s left"]
-        self.say("  ".join(part for part in parts if part))
+        self.show("  ".join(part for part in parts if part))
 
 
 @final
-class PartLines:
+class TaskLines:
     """Named parts as lines: when one begins, and every few seconds."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
-        self.say = say
+        self.show = say
         self.label = ""
-        self.shown = 0.0
+        self.last_shown = 0.0
 
     def __call__(self, label: str, fraction: float) -> None:
         """Show a line if a part begins, or if the last line is long ago."""
         now = time.monotonic()
-        if label == self.label and now - self.shown < QUIET_SECONDS:
+        if label == self.label and now - self.last_shown < LINE_INTERVAL_SECONDS:
             return
-        self.label, self.shown = label, now
-        self.say(f"{label} {100 * fraction:.0f} %")
+        self.label, self.last_shown = label, now
+        self.show(f"{label} {100 * fraction:.0f} %")
 
 
 @final
-class PartBars:
+class TaskBars:
     """Named parts as one bar each."""
 
     def __init__(self, progress: Progress) -> None:
@@ -173,7 +176,7 @@ def screen_for(rank: int) -> Screen:
 
 
 @contextmanager
-def data_notes() -> Iterator[list[str]]:
+def collect_data_notes() -> Iterator[list[str]]:
     """Collect what a user should know of the data, of what is logged meanwhile; see `notes_of`."""
     found: list[str] = []
     logger, handler = getLogger("credit_dp"), EarlyRecords()
@@ -185,7 +188,7 @@ def data_notes() -> Iterator[list[str]]:
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
-        found += notes_of(handler.take())
+        found += notes_of(handler.pop_all())
 
 
 def notes_of(records: Iterable[LogRecord]) -> list[str]:
@@ -193,15 +196,15 @@ def notes_of(records: Iterable[LogRecord]) -> list[str]:
 
     Warnings are left out, for they have been shown.
     """
-    shown = (r for r in records if r.name.startswith(DATA) and r.levelno < WARNING)
+    shown = (r for r in records if r.name.startswith(DATA_LOGGERS) and r.levelno < WARNING)
     return list(dict.fromkeys(record.getMessage() for record in shown))
 
 
-STEPS = 20  # after which it is told; before the first of them a lot is set up
+ETA_STEPS = 20  # after which it is told; before the first of them a lot is set up
 
 
 @final
-class Outlook:
+class EtaMessage:
     """Says once how long an epoch takes, and all that is left.
 
     Args:
@@ -221,14 +224,14 @@ class Outlook:
         now = time.monotonic()
         if step == self.first:
             self._began = now
-        if step + 1 != self.first + STEPS or step >= self.total:
+        if step + 1 != self.first + ETA_STEPS or step >= self.total:
             return None
-        pace = (now - self._began) / (STEPS - 1)
+        pace = (now - self._began) / (ETA_STEPS - 1)
         epoch, left = pace * self.per_epoch, pace * (self.total - step)
-        return f"about {duration(epoch)} for an epoch, done in about {duration(left)}"
+        return f"about {format_duration(epoch)} for an epoch, done in about {format_duration(left)}"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Seconds in the unit that suits: `45 s`, `12 min`, `3.5 h`, `2.1 days`."""
     if seconds < 90:
         return f"{seconds:.{0 if seconds >= 9.5 else 1}f} s"

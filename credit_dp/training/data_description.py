@@ -9,40 +9,40 @@ import numpy as np
 from numpy.typing import NDArray
 
 from credit_dp.config import CrossFormerConfig, ModelConfig, PanguConfig, UNetConfig, VariableConfig
-from credit_dp.config.model import with_former_defaults
+from credit_dp.config.model import with_legacy_defaults
 from credit_dp.data.channels import Channel
-from credit_dp.data.setup import Prepared
+from credit_dp.data.setup import TrainingData
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 from credit_dp.evaluation.metrics import unit_of
 
-Description = dict[str, Any]  # text, numbers and lists only: it lies in the checkpoint
+DataDescription = dict[str, Any]  # text, numbers and lists only: it lies in the checkpoint
 
 # Sums over the same fields differ in their last digits between machines.
 TOLERANCE = 1e-6
 # Standard deviations by which a mean or a deviation may differ without weights noticing.
-ALIKE = 0.01
+SCALING_TOLERANCE = 0.01
 
 # What checkpoints that do not say it were made with.
-UNSAID: Description = {
+DEFAULT_DESCRIPTION: DataDescription = {
     "model.frames": 1,
     "model.residual": True,
     "data.diagnostic": [],
     "data.variables": {},
 }
 
-RANGE = ("minimum", "maximum")
-CLAMPS = "nonnegative"  # acts on forecasts alone: no reason not to go on
+RANGE_SUFFIXES = ("minimum", "maximum")
+CLAMP_KEY = "nonnegative"  # acts on forecasts alone: no reason not to go on
 
 # The models of this package, by what a description calls them; others go by their own name.
-KINDS: dict[str, type[ModelConfig]] = {
+MODEL_KINDS: dict[str, type[ModelConfig]] = {
     "unet": UNetConfig,
     "pangu": PanguConfig,
     "crossformer": CrossFormerConfig,
 }
 
 
-def describe_data(prepared: Prepared, model: ModelConfig) -> Description:
+def describe_data(prepared: TrainingData, model: ModelConfig) -> DataDescription:
     """Channels in order, step, grid and sample by their config keys, and the normalisation."""
     store = prepared.store
     rows, columns = store.grid
@@ -54,31 +54,31 @@ def describe_data(prepared: Prepared, model: ModelConfig) -> Description:
         "data.forcing": list(store.channels.forcing),
         "data.static": list(store.channels.static),
         "data.variables": {
-            name: {key: value for key, value in treated.items() if key != CLAMPS}
+            name: {key: value for key, value in treated.items() if key != CLAMP_KEY}
             for name, treated in describe_variables(prepared).items()
-            if treated.keys() != {CLAMPS}
+            if treated.keys() != {CLAMP_KEY}
         },
         "data.step": f"{store.config.step_hours}h",
         "data.grid": f"{rows}x{columns}",
         "model.frames": model.frames,
         "model.residual": model.residual,
         "statistics": {name: values.tolist() for name, values in statistics.items()},
-        "ranges": dict(store.limits.sampled),
+        "ranges": dict(store.limits.sampled_ranges),
         "model": describe_model(model),
         "fields": describe_fields(prepared),
     }
 
 
-def describe_model(model: ModelConfig) -> Description:
+def describe_model(model: ModelConfig) -> DataDescription:
     """Which model it is: its kind, and the value of each of its keys."""
-    kinds = [name for name, kind in KINDS.items() if type(model) is kind]
+    kinds = [name for name, kind in MODEL_KINDS.items() if type(model) is kind]
     return {"kind": kinds[0] if kinds else model.name, "keys": asdict(model)}
 
 
-def describe_fields(prepared: Prepared) -> Description:
+def describe_fields(prepared: TrainingData) -> DataDescription:
     """The channels that come out, their units, and where they are given."""
     store = prepared.store
-    channels = store.channels.out
+    channels = store.channels.output_channels
     return {
         "channels": [[channel.variable, channel.level] for channel in channels],
         "units": [unit_of(store, channel.variable) for channel in channels],
@@ -89,10 +89,10 @@ def describe_fields(prepared: Prepared) -> Description:
     }
 
 
-def describe_variables(prepared: Prepared) -> dict[str, dict[str, Any]]:
+def describe_variables(prepared: TrainingData) -> dict[str, dict[str, Any]]:
     """What is done to the values of each variable, where that is not the default."""
     channels, config = prepared.store.channels, prepared.store.config
-    names = [channel.variable for channel in channels.out]
+    names = [channel.variable for channel in channels.output_channels]
     default = VariableConfig()
     described = {
         name: {
@@ -105,26 +105,28 @@ def describe_variables(prepared: Prepared) -> dict[str, dict[str, Any]]:
     return {name: treated for name, treated in described.items() if treated}
 
 
-def check_data(saved: Description, own: Description) -> None:
+def check_data(saved: DataDescription, own: DataDescription) -> None:
     """Refuse to go on with other data, naming the first key that differs.
 
     Raises:
         UserError: the weights would meet other channels, another step, grid or normalisation, or
             stand for something else.
     """
-    saved = {**UNSAID, **saved}
+    saved = {**DEFAULT_DESCRIPTION, **saved}
     for key, value in own.items():
         before = saved.get(key)
         if key.startswith(("data.", "model.")) and before != value:
-            raise _trained_otherwise(key, before, value)
-    for key, (before, value) in differing_form(saved, own).items():
-        raise _trained_otherwise(key, before, value)
+            raise _mismatch_error(key, before, value)
+    for key, (before, value) in differing_model_keys(saved, own).items():
+        raise _mismatch_error(key, before, value)
     statistics = own.get("statistics", {})
     for name, values in statistics.items():
-        if name.endswith(RANGE) and name not in saved["statistics"]:  # an older one says less
+        if (
+            name.endswith(RANGE_SUFFIXES) and name not in saved["statistics"]
+        ):  # an older one says less
             continue
         # Compared in units of the spread: the mean of a wind may well be near zero.
-        spread = np.array(statistics[spread_of(name)])
+        spread = np.array(statistics[std_name_of(name)])
         change = np.abs(np.subtract(values, saved["statistics"][name]))
         if np.any(change > TOLERANCE * np.where(spread > 0, spread, 1.0)):
             raise UserError(
@@ -134,41 +136,43 @@ def check_data(saved: Description, own: Description) -> None:
             )
 
 
-def _trained_otherwise(key: str, before: object, value: object) -> UserError:
+def _mismatch_error(key: str, before: object, value: object) -> UserError:
     return UserError(
-        f"resume: the checkpoint was trained with {key}={shown(before)}, the config has "
-        f"{shown(value)}. Set {key} to that of the checkpoint, or start a new run."
+        f"resume: the checkpoint was trained with {key}={format_value(before)}, the config has "
+        f"{format_value(value)}. Set {key} to that of the checkpoint, or start a new run."
     )
 
 
-def differing_form(saved: Description, own: Description) -> dict[str, tuple[Any, Any]]:
+def differing_model_keys(
+    saved: DataDescription, own: DataDescription
+) -> dict[str, tuple[Any, Any]]:
     """The keys of one kind of model that differ, as (checkpoint's, own), of those in
-    `FORMER_DEFAULTS`: a checkpoint need not have them, and their values change the model's form.
+    `LEGACY_DEFAULTS`: a checkpoint need not have them, and their values change the model's form.
     """
     before, now = saved.get("model"), own.get("model")
     if not before or not now or before["kind"] != now["kind"]:
         return {}
-    former = with_former_defaults(now["kind"], {})
+    former = with_legacy_defaults(now["kind"], {})
     keys = {**former, **before["keys"]}
     pairs = {f"model.{key}": (keys[key], now["keys"][key]) for key in former}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def normalised_otherwise(saved: Description, own: Description) -> list[str]:
+def differently_normalised_channels(saved: DataDescription, own: DataDescription) -> list[str]:
     """Channels in common whose values are not normalised by the same mean and standard deviation.
 
-    The same are those that differ by less than `ALIKE` standard deviations.
+    The same are those that differ by less than `SCALING_TOLERANCE` standard deviations.
     """
-    before, now = scales(saved), scales(own)
+    before, now = channel_means_and_stds(saved), channel_means_and_stds(own)
     return [
         name
         for name, (mean, std) in now.items()
         if name in before
-        and max(abs(mean - before[name][0]), abs(std - before[name][1])) > ALIKE * std
+        and max(abs(mean - before[name][0]), abs(std - before[name][1])) > SCALING_TOLERANCE * std
     ]
 
 
-def scales(data: Description) -> dict[str, tuple[float, float]]:
+def channel_means_and_stds(data: DataDescription) -> dict[str, tuple[float, float]]:
     """Mean and standard deviation of each channel, by name."""
     statistics = data["statistics"]
     names = {
@@ -185,27 +189,34 @@ def scales(data: Description) -> dict[str, tuple[float, float]]:
     }
 
 
-def spread_of(name: str) -> str:
+def std_name_of(name: str) -> str:
     """The statistics in whose units those of this name are compared."""
     prefix, _, number = name.rpartition("_")
     return name if number == "std" else f"{prefix}_std".lstrip("_")
 
 
-def shown(value: object) -> str:
+def format_value(value: object) -> str:
     """A value as it is written on the command line."""
     if isinstance(value, dict):
-        return f"{{{','.join(f'{key}:{shown(entry)}' for key, entry in value.items())}}}"
+        return f"{{{','.join(f'{key}:{format_value(entry)}' for key, entry in value.items())}}}"
     if isinstance(value, list):
         return f"[{','.join(map(str, value))}]"
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-NEAR = 1e-3  # degrees: stores round latitudes and longitudes
-TREATED = ("normalise", "fill")  # what was done to values when the model learnt to take them
-TRAINING = ("dropout", "stochastic_depth", "activation_checkpointing")  # no matter in forecasts
+COORDINATE_TOLERANCE = 1e-3  # degrees: stores round latitudes and longitudes
+PREPROCESSING_KEYS = (
+    "normalise",
+    "fill",
+)  # what was done to values when the model learnt to take them
+TRAINING_ONLY_KEYS = (
+    "dropout",
+    "stochastic_depth",
+    "activation_checkpointing",
+)  # no matter in forecasts
 
 
-def check_fields(path: Path, saved: Description, store: Store, model: ModelConfig) -> None:
+def check_fields(path: Path, saved: DataDescription, store: Store, model: ModelConfig) -> None:
     """Refuse a store with other fields, of another grid or step than a checkpoint was trained on.
 
     Args:
@@ -217,10 +228,10 @@ def check_fields(path: Path, saved: Description, store: Store, model: ModelConfi
         UserError: naming the first key that differs.
         LookupError, TypeError, ValueError: the checkpoint does not say what it should.
     """
-    saved = {**UNSAID, **saved}
+    saved = {**DEFAULT_DESCRIPTION, **saved}
     fields, channels = saved["fields"], store.channels
     made = [Channel(variable, level).name for variable, level in fields["channels"]]
-    here = [channel.name for channel in channels.out]
+    here = [channel.name for channel in channels.output_channels]
     _check_names(path, "data.prognostic, data.diagnostic and data.levels", made, here)
     _check_names(path, "data.forcing", saved["data.forcing"], channels.forcing)
     _check_names(path, "data.static", saved["data.static"], channels.static)
@@ -234,14 +245,14 @@ def check_fields(path: Path, saved: Description, store: Store, model: ModelConfi
     # Weights of the same shapes make something else where other keys of the model differ, too.
     now = asdict(model)
     trained = saved.get("model", {})
-    keys = with_former_defaults(trained.get("kind", ""), trained.get("keys", {}))
+    keys = with_legacy_defaults(trained.get("kind", ""), trained.get("keys", {}))
     for key, value in keys.items():
-        if key in now and key not in TRAINING:
+        if key in now and key not in TRAINING_ONLY_KEYS:
             _check_equal(path, f"model.{key}", value, now[key])
-    variables = [*dict.fromkeys(channel.variable for channel in channels.out)]
+    variables = [*dict.fromkeys(channel.variable for channel in channels.output_channels)]
     for name in [*variables, *channels.forcing, *channels.static]:
         before = {**asdict(VariableConfig()), **saved["data.variables"].get(name, {})}
-        for key in TREATED:
+        for key in PREPROCESSING_KEYS:
             value = getattr(store.config.of(name), key)
             _check_equal(path, f"data.variables.{name}.{key}", before[key], value)
     _check_grid(path, fields, store)
@@ -250,8 +261,8 @@ def check_fields(path: Path, saved: Description, store: Store, model: ModelConfi
 def _check_equal(path: Path, key: str, wanted: object, found: object) -> None:
     if wanted != found:
         raise UserError(
-            f"checkpoint: {path} was trained with {key}={shown(wanted)}, the config has "
-            f"{shown(found)}. Leave {key} out."
+            f"checkpoint: {path} was trained with {key}={format_value(wanted)}, the config has "
+            f"{format_value(found)}. Leave {key} out."
         )
 
 
@@ -270,7 +281,7 @@ def _check_names(path: Path, key: str, wanted: Sequence[str], found: Sequence[st
     )
 
 
-def _check_grid(path: Path, fields: Description, store: Store) -> None:
+def _check_grid(path: Path, fields: DataDescription, store: Store) -> None:
     rows, columns = len(fields["latitude"]), len(fields["longitude"])
     if (rows, columns) != store.grid:
         raise UserError(
@@ -279,13 +290,13 @@ def _check_grid(path: Path, fields: Description, store: Store) -> None:
             "checkpoint."
         )
     for name, own in (("latitude", store.latitude), ("longitude", store.longitude)):
-        _check_near(path, name, np.array(fields[name], float), own, store.source.where)
+        _check_coordinate(path, name, np.array(fields[name], float), own, store.source.where)
 
 
-def _check_near(
+def _check_coordinate(
     path: Path, name: str, wanted: NDArray[np.float64], own: NDArray[np.float64], where: str
 ) -> None:
-    far = np.flatnonzero(np.abs(wanted - own) > NEAR)
+    far = np.flatnonzero(np.abs(wanted - own) > COORDINATE_TOLERANCE)
     if len(far):
         place = int(far[0])
         raise UserError(

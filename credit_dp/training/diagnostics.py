@@ -18,34 +18,34 @@ from torch import Tensor, nn
 
 from credit_dp.config.training import TrainerConfig
 from credit_dp.data.loader import Batch
-from credit_dp.distributed.collectives import gather
-from credit_dp.distributed.report import name_of
+from credit_dp.distributed.collectives import all_gather_object
+from credit_dp.distributed.report import rank_name
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
-from credit_dp.training.data_description import Description
-from credit_dp.training.forward_backward import Pass, Prepare
-from credit_dp.training.replicas import shard
+from credit_dp.training.data_description import DataDescription
+from credit_dp.training.forward_backward import ForwardBackward, PrepareMicroBatch
+from credit_dp.training.replicas import local_tensor
 from credit_dp.training.state import TrainingState
 
-UNKNOWN = (
+NOT_REPRODUCED = (
     "Computed again, everything was finite: look for faulty hardware, and for numbers that are not "
     "drawn from the step's seed. "
 )
 
 
-class Clue(NamedTuple):
+class NonFiniteFinding(NamedTuple):
     """Something that is not finite; the smallest one of all ranks was first."""
 
     order: tuple[int, ...]
-    words: str
+    message: str
 
 
-def diagnose(
+def diagnose_non_finite(
     state: TrainingState,
     manager: DomainParallelManager,
-    gradients: Pass,
+    gradients: ForwardBackward,
     batch: Batch,
-    repeat: Callable[[Prepare], Tensor],
+    repeat: Callable[[PrepareMicroBatch], Tensor],
 ) -> str:
     """Compute a batch again and watch; a sentence or two, the same on every rank.
 
@@ -54,39 +54,39 @@ def diagnose(
     Args:
         repeat: computes the gradients; it tells the given function of each micro-batch first.
     """
-    watch = Watch(manager)
+    watch = NonFiniteHooks(manager)
     # Compiled code does not stop at modules; if there is any, its compiler has been imported.
     compiled = "torch._dynamo" in sys.modules
     stance = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
-    with watch.hooked(state.parts), stance:
+    with watch.register_hooks(state.parts), stance:
         repeat(watch.begin)
-    names = Names(state.data)
+    names = BatchChannelNames(state.data)
     # In the order of cause and consequence.
     found = [
-        first(watch.clue),
-        first(gradient_clue(state.parts, manager)),
-        first(field_clue(batch, names, gradients)),
-        first(loss_clue(gradients.detail, names)),
+        earliest_message(watch.finding),
+        earliest_message(find_non_finite_gradient(state.parts, manager)),
+        earliest_message(find_non_finite_field(batch, names, gradients)),
+        earliest_message(find_non_finite_loss(gradients.channel_losses, names)),
     ]
     module, gradient, field, loss = found
     if not any(found):
-        return UNKNOWN
+        return NOT_REPRODUCED
     return "".join(f"{words}. " for words in (module or gradient, field or loss) if words)
 
 
-def first(clue: Clue | None) -> str | None:
+def earliest_message(clue: NonFiniteFinding | None) -> str | None:
     """The words of the first clue of all ranks; collective."""
-    clues = [other for other in gather(clue) if other is not None]
-    return min(clues).words if clues else None
+    clues = [other for other in all_gather_object(clue) if other is not None]
+    return min(clues).message if clues else None
 
 
 @final
-class Watch:
+class NonFiniteHooks:
     """Notes the first module whose output is not finite on this rank."""
 
     def __init__(self, manager: DomainParallelManager) -> None:
         self.manager = manager
-        self.clue: Clue | None = None
+        self.finding: NonFiniteFinding | None = None
         self.micro = self.calls = 0
 
     def begin(self, part: nn.Module, micro: int) -> None:
@@ -94,46 +94,54 @@ class Watch:
         self.micro = micro
 
     @contextmanager
-    def hooked(self, parts: Sequence[nn.Module]) -> Iterator[None]:
+    def register_hooks(self, parts: Sequence[nn.Module]) -> Iterator[None]:
         """Watch all modules of these parts."""
         with ExitStack() as hooks:
             for number, part in enumerate(parts):
                 for name, module in part.named_modules():
-                    see = partial(self.see, name or "the model", stage(number, self.manager))
+                    see = partial(
+                        self.check_output, name or "the model", stage_index(number, self.manager)
+                    )
                     hooks.callback(module.register_forward_hook(see).remove)
             yield
 
-    def see(self, name: str, stage: int, module: nn.Module, inputs: Any, output: Any) -> None:
+    def check_output(
+        self, name: str, stage: int, module: nn.Module, inputs: Any, output: Any
+    ) -> None:
         """A module has made its output; what is inside of it came before."""
         self.calls += 1
-        if self.clue is None and not all(map(is_finite, tensors(output))):
+        if self.finding is None and not all(map(all_finite, iter_tensors(output))):
             manager = self.manager
-            rank = name_of(manager.rank, manager.dp_world_size, manager.domain_world_size)
+            rank = rank_name(manager.rank, manager.dp_world_size, manager.domain_world_size)
             words = f"The first output that is not finite is that of {name}, on {rank}"
-            self.clue = Clue((self.micro, stage, self.calls, manager.rank), words)
+            self.finding = NonFiniteFinding((self.micro, stage, self.calls, manager.rank), words)
 
 
-def gradient_clue(parts: Sequence[nn.Module], manager: DomainParallelManager) -> Clue | None:
+def find_non_finite_gradient(
+    parts: Sequence[nn.Module], manager: DomainParallelManager
+) -> NonFiniteFinding | None:
     """The first parameter in the order of backward whose gradient is not finite."""
     for number, part in reversed([*enumerate(parts)]):
         for place, (name, parameter) in reversed([*enumerate(part.named_parameters())]):
-            if parameter.grad is not None and not is_finite(parameter.grad):
+            if parameter.grad is not None and not all_finite(parameter.grad):
                 words = (
                     "All outputs are finite; the first gradient that is not, from the loss "
                     f"backwards, is that of {name}"
                 )
-                return Clue((-stage(number, manager), -place), words)
+                return NonFiniteFinding((-stage_index(number, manager), -place), words)
     return None
 
 
-def field_clue(batch: Batch, names: Names, gradients: Pass) -> Clue | None:
+def find_non_finite_field(
+    batch: Batch, names: BatchChannelNames, gradients: ForwardBackward
+) -> NonFiniteFinding | None:
     """The first variable of a batch that is not finite on this rank's rows."""
     target, points = batch.target, gradients.loss.points
     if points is not None and target.shape[1]:
         steps = target.tensor_split(target.shape[1] // gradients.channels, dim=1)
-        target = torch.cat([points.only(step) for step in steps], dim=1)
+        target = torch.cat([points.zero_invalid(step) for step in steps], dim=1)
     kinds = [
-        ("input", batch.now, names.prognostic),
+        ("input", batch.state, names.prognostic),
         ("forcing", batch.forcing, names.forcing),
         ("static field", batch.static, names.static),
         ("target", target, names.out),
@@ -144,25 +152,27 @@ def field_clue(batch: Batch, names: Names, gradients: Pass) -> Clue | None:
             sample, channel = min(places)
             name = channels[channel % len(channels)] if channels else f"channel {channel}"
             words = f"Variable {name} is not finite in the {kind} of {batch.times[sample]!s:.13}"
-            return Clue((number, sample, channel), words)
+            return NonFiniteFinding((number, sample, channel), words)
     return None
 
 
-def loss_clue(detail: Tensor, names: Names) -> Clue | None:
+def find_non_finite_loss(detail: Tensor, names: BatchChannelNames) -> NonFiniteFinding | None:
     """The first variable, of `(steps, C)` losses, whose loss is not finite on this rank."""
     places = (~torch.isfinite(detail)).nonzero().tolist()
     if not places:
         return None
     step, channel = min(places)
     name = names.out[channel] if names.out else f"channel {channel}"
-    return Clue((step, channel), f"Variable {name} is not finite in the forecast, or in its error")
+    return NonFiniteFinding(
+        (step, channel), f"Variable {name} is not finite in the forecast, or in its error"
+    )
 
 
 @final
-class Names:
+class BatchChannelNames:
     """What the channels of a batch are called, as far as the data's description tells."""
 
-    def __init__(self, data: Description) -> None:
+    def __init__(self, data: DataDescription) -> None:
         fields = data.get("fields", {})
         self.out = [
             variable if level is None else f"{variable}_{level}"
@@ -173,33 +183,33 @@ class Names:
         self.static: list[str] = data.get("data.static", [])
 
 
-def stage(part: int, manager: DomainParallelManager) -> int:
+def stage_index(part: int, manager: DomainParallelManager) -> int:
     """Which stage of the whole pipeline a part of this rank is."""
     return part * manager.pipeline_parallel_size + manager.pipeline_rank
 
 
-def tensors(output: Any) -> Iterator[Tensor]:
+def iter_tensors(output: Any) -> Iterator[Tensor]:
     """Those that a module has made."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, list | tuple):
         for part in output:
-            yield from tensors(part)
+            yield from iter_tensors(part)
 
 
-def is_finite(value: Tensor) -> bool:
+def all_finite(value: Tensor) -> bool:
     """Whether all of it, or all of this rank's share, is finite."""
-    return bool(torch.isfinite(shard(value)).all())
+    return bool(torch.isfinite(local_tensor(value)).all())
 
 
-ENOUGH = 20  # accepted gradient norms; with fewer none is compared with them
-IN_A_ROW = 10  # so many steps that would have to be skipped end the run after all
+MIN_NORMS = 20  # accepted gradient norms; with fewer none is compared with them
+MAX_CONSECUTIVE_SKIPS = 10  # so many steps that would have to be skipped end the run after all
 
 logger = logging.getLogger(__name__)
 
 
 @final
-class Guard:
+class NonFiniteGuard:
     """Decides after each backward pass whether the optimiser may take its step.
 
     What it knows of earlier steps, `history`, belongs into checkpoints.
@@ -226,7 +236,7 @@ class Guard:
     def begin(self) -> None:
         """Remember what a forward pass may change, if its step may be skipped."""
         if self.config.on_nonfinite == "skip":
-            self.buffers = [buffer.clone() for buffer in self._buffers()]
+            self.buffers = [buffer.clone() for buffer in self._persistent_buffers()]
 
     def accepts(self, share: Tensor, norm: Tensor, diagnose: Callable[[], str]) -> bool:
         """Whether to take the step; the same on every rank. Collective.
@@ -239,24 +249,24 @@ class Guard:
         Raises:
             UserError: if training is to stop; the same line on all ranks.
         """
-        loss, size = self._of_all_ranks(share, norm)
+        loss, size = self._reduce_loss_and_norm(share, norm)
         finite = math.isfinite(loss) and math.isfinite(size)
-        fault = self._explosion(size) if finite else self._no_numbers(loss, size)
+        fault = self._explosion_message(size) if finite else self._non_finite_message(loss, size)
         if not fault:
             self.history.norms.append(size)
             self.history.in_a_row = 0
             return True
         self.history.in_a_row += 1
-        if self.config.on_nonfinite == "stop" or self.history.in_a_row >= IN_A_ROW:
-            raise UserError(self._verdict(fault, "" if finite else diagnose()))
-        self._skip(fault)
+        if self.config.on_nonfinite == "stop" or self.history.in_a_row >= MAX_CONSECUTIVE_SKIPS:
+            raise UserError(self._error_message(fault, "" if finite else diagnose()))
+        self._skip_step(fault)
         return False
 
-    def numbers(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """For the log: how many steps the run has skipped."""
         return {"skipped": self.history.skipped} if self.config.on_nonfinite == "skip" else {}
 
-    def _of_all_ranks(self, share: Tensor, norm: Tensor) -> tuple[float, float]:
+    def _reduce_loss_and_norm(self, share: Tensor, norm: Tensor) -> tuple[float, float]:
         """The loss and the norm, from one sum, so that no rank sees other numbers than another."""
         total = torch.stack([share.detach().double(), norm.detach().to(share.device).double()])
         if self.manager.mesh is not None:
@@ -266,17 +276,17 @@ class Guard:
         loss, size = total.tolist()
         return loss / self.manager.dp_world_size, size / self.manager.world_size
 
-    def _no_numbers(self, loss: float, norm: float) -> str:
+    def _non_finite_message(self, loss: float, norm: float) -> str:
         return (
             f"the loss has to stay finite, but is {loss} with gradient norm {norm} at step "
             f"{self.state.step + 1}"
         )
 
-    def _explosion(self, norm: float) -> str:
+    def _explosion_message(self, norm: float) -> str:
         """What is wrong with a finite norm, if anything."""
         most = self.config.exploding
         norms = self.history.norms
-        if most is None or len(norms) < ENOUGH:
+        if most is None or len(norms) < MIN_NORMS:
             return ""
         usual = statistics.median(norms)
         if not norm > most * usual > 0:
@@ -287,9 +297,9 @@ class Guard:
             "no more than that many times"
         )
 
-    def _verdict(self, fault: str, finding: str) -> str:
+    def _error_message(self, fault: str, finding: str) -> str:
         """The line that ends the run; collective."""
-        path = gather(self.checkpoint() if self.manager.rank == 0 else None)[0]
+        path = all_gather_object(self.checkpoint() if self.manager.rank == 0 else None)[0]
         saved = "There is no checkpoint yet" if path is None else f"The last checkpoint is {path}"
         often = f", {self.history.in_a_row} times in a row" if self.history.in_a_row > 1 else ""
         advice = (
@@ -300,7 +310,7 @@ class Guard:
             advice += ", or leave such steps out with trainer.on_nonfinite=skip"
         return f"trainer: {fault}{often}. {finding}The step was not taken. {saved}. {advice}."
 
-    def _skip(self, fault: str) -> None:
+    def _skip_step(self, fault: str) -> None:
         """Leave all as it was before the step."""
         self.history.skipped += 1
         if self.manager.rank == 0:
@@ -308,16 +318,16 @@ class Guard:
                 "%s: skipped (%d in a row; the run stops at %d)",
                 fault,
                 self.history.in_a_row,
-                IN_A_ROW,
+                MAX_CONSECUTIVE_SKIPS,
             )
         with torch.no_grad():
-            for buffer, before in zip(self._buffers(), self.buffers, strict=True):
+            for buffer, before in zip(self._persistent_buffers(), self.buffers, strict=True):
                 buffer.copy_(before)
         # Changes nothing without gradients; but the schedule warns of steps that it does not see.
-        self.state.optimiser.zero_grad(set_to_none=True)
-        self.state.optimiser.step()
+        self.state.optimizer.zero_grad(set_to_none=True)
+        self.state.optimizer.step()
 
-    def _buffers(self) -> Iterator[Tensor]:
+    def _persistent_buffers(self) -> Iterator[Tensor]:
         """Those that checkpoints hold: running statistics, for one."""
         for part in self.state.parts:
             kept = part.state_dict(keep_vars=True)

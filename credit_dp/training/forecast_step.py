@@ -60,9 +60,9 @@ class ForecastStep:
     def __call__(self, now: Tensor, forcing: Tensor, static: Tensor) -> Tensor:
         """The fields one step after `now`, whatever they are where there are no values."""
         output: Tensor = self.model(torch.cat([now, forcing, static], dim=1))
-        return self.fields(output, now[:, -self.states :])
+        return self.fields_from_output(output, now[:, -self.states :])
 
-    def fields(self, output: Tensor, last: Tensor) -> Tensor:
+    def fields_from_output(self, output: Tensor, last: Tensor) -> Tensor:
         """The fields that an output of the model stands for, one step after the state `last`."""
         if not self.residual:
             return output

@@ -15,14 +15,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-from credit_dp.constants import constant
+from credit_dp.constants import constant_tensor
 from credit_dp.data.loader import Batch
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
-from credit_dp.profiling import BACKWARD, FORWARD, span
+from credit_dp.profiling import BACKWARD, FORWARD, profile_region
 from credit_dp.training.forecast_step import ForecastStep
 from credit_dp.training.loss import WeightedLoss
-from credit_dp.training.parameter_shards import is_share
+from credit_dp.training.parameter_shards import is_dtensor
 
 if TYPE_CHECKING:
     from credit_dp.pipeline_parallel.pipeline import Pipeline
@@ -40,7 +40,7 @@ def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGro
     for bucket in _buckets(parameters):
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in bucket]
         there = [p.grad is not None for p in bucket]
-        marks = constant(there, gradients[0].device, gradients[0].dtype)
+        marks = constant_tensor(there, gradients[0].device, gradients[0].dtype)
         total = torch.cat([marks, *(gradient.flatten() for gradient in gradients)]) / size
         dist.all_reduce(total, group=group)
         sizes = [len(bucket), *(gradient.numel() for gradient in gradients)]
@@ -50,7 +50,7 @@ def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGro
                 parameter.grad = gradients[at].copy_(part.view_as(parameter))
 
 
-def replicas(manager: DomainParallelManager) -> dist.ProcessGroup | None:
+def new_stage_group(manager: DomainParallelManager) -> dist.ProcessGroup | None:
     """Return the group of all ranks that hold the same stages; None if this rank is alone there.
 
     A collective of all ranks: each of these groups is made by everyone.
@@ -91,11 +91,11 @@ def clip_gradients(
     """
     learning = [p for p in parameters if p.grad is not None]
     norm = get_total_norm([p.grad for p in learning if p.grad is not None])
-    if is_share(norm):
+    if is_dtensor(norm):
         norm = norm.full_tensor()
     if manager.pipeline_parallel_size > 1:
         # In one dtype: a stage in which nothing learns has a norm of another.
-        squares = norm.double().square().to(_device(manager))
+        squares = norm.double().square().to(_pipeline_group_device(manager))
         dist.all_reduce(squares, group=manager.pipeline_group)
         norm = squares.sqrt()
     if limit is not None and not math.isinf(limit):
@@ -103,14 +103,14 @@ def clip_gradients(
     return norm
 
 
-def _device(manager: DomainParallelManager) -> torch.device:
+def _pipeline_group_device(manager: DomainParallelManager) -> torch.device:
     """Return where tensors have to be for the pipeline's process group."""
     cuda = "nccl" in dist.get_backend(manager.pipeline_group)
     return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
 
 @final
-class Recomputed(nn.Module):
+class ActivationCheckpointWrapper(nn.Module):
     """Keeps of each forward the input only while the model trains.
 
     What DDP wraps, rather than what is wrapped around DDP: its own forward must not run again in
@@ -132,20 +132,20 @@ class Recomputed(nn.Module):
         """The model's output."""
         if not (self.model.training and torch.is_grad_enabled()):
             return self.model(x)  # type: ignore[no-any-return]
-        before = {} if self._checked else self._versions()
+        before = {} if self._checked else self._buffer_versions()
         # All of it is computed again, so that ranks send each other all that they sent before.
         with set_checkpoint_early_stop(False):
             made: Tensor = checkpoint(self.model, x, use_reentrant=False)
         if not self._checked:
-            self._refuse_changed(before)
+            self._check_buffers_unchanged(before)
         return made
 
-    def _versions(self) -> dict[str, tuple[int, int]]:
+    def _buffer_versions(self) -> dict[str, tuple[int, int]]:
         """Tells of each buffer whether another took its place, or it was written to."""
         return {name: (id(b), b._version) for name, b in self.model.named_buffers()}
 
-    def _refuse_changed(self, before: dict[str, tuple[int, int]]) -> None:
-        for name, version in self._versions().items():
+    def _check_buffers_unchanged(self, before: dict[str, tuple[int, int]]) -> None:
+        for name, version in self._buffer_versions().items():
             if before.get(name) != version:
                 raise UserError(
                     "trainer.checkpoint_activations: needs a model that a forward leaves as it is, "
@@ -156,10 +156,10 @@ class Recomputed(nn.Module):
 
 
 # Prepares a part of the model for a micro-batch, given by its number.
-Prepare = Callable[[nn.Module, int], None]
+PrepareMicroBatch = Callable[[nn.Module, int], None]
 
 
-class Pass(ABC):
+class ForwardBackward(ABC):
     """Leaves the gradients of the global batch in `.grad`, as one process would have them.
 
     Ranks of a domain have the loss of their own rows only, so that gradients are summed over the
@@ -178,11 +178,11 @@ class Pass(ABC):
 
     def __init__(self, loss: WeightedLoss, micros: int, domain: int) -> None:
         self.loss = loss
-        self.micros = micros
-        self.domain = domain
-        self.detail = self.no_loss()
+        self.n_microbatches = micros
+        self.domain_size = domain
+        self.channel_losses = self.zero_losses()
 
-    def no_loss(self, steps: int = 1) -> Tensor:
+    def zero_losses(self, steps: int = 1) -> Tensor:
         """Zeros like `detail`."""
         return self.loss.weight.new_zeros(steps, self.channels)
 
@@ -192,16 +192,16 @@ class Pass(ABC):
         return len(self.loss.scale)
 
     @abstractmethod
-    def __call__(self, batch: Batch, prepare: Prepare) -> Tensor:
+    def __call__(self, batch: Batch, prepare: PrepareMicroBatch) -> Tensor:
         """Add to the gradients, and return this rank's share of the batch's loss."""
 
-    def waited(self) -> str:
+    def bubble_message(self) -> str:
         """How long ranks waited for each other in the last pass, for people; collective."""
         return ""
 
 
 @final
-class ModelPass(Pass):
+class ModelForwardBackward(ForwardBackward):
     """Over a model that this rank holds whole, in rollouts of as many steps as targets.
 
     The gradient goes back through all steps, each of which starts from the rank's own rows of the
@@ -223,43 +223,44 @@ class ModelPass(Pass):
         self.model = model
         self.forecast = forecast
 
-    def __call__(self, batch: Batch, prepare: Prepare) -> Tensor:
-        """See `Pass`. Gradients are sent once, after the last micro-batch, by DDP; FSDP2 adds up
+    def __call__(self, batch: Batch, prepare: PrepareMicroBatch) -> Tensor:
+        """See `ForwardBackward`. Gradients are sent once, after the last micro-batch, by DDP;
+        FSDP2 adds up
         shares, and sends at each.
 
         Raises:
             UserError: the loss does not depend on a parameter, which DDP would wait for.
         """
-        self.detail = self.no_loss(self._steps(batch))
-        for micro, part in enumerate(batch.split(self.micros)):
+        self.channel_losses = self.zero_losses(self._rollout_length(batch))
+        for micro, part in enumerate(batch.split(self.n_microbatches)):
             prepare(self.model, micro)
-            with self._sending(micro == self.micros - 1):
-                with span(FORWARD):
-                    losses = self._losses(part) / self.micros
-                with span(BACKWARD):
-                    torch.autograd.backward(losses.mean(0).sum() * self.domain)
-            self.detail += losses.detach()
-        self._refuse_unused()
-        return self.detail.mean(0).sum()
+            with self._gradient_sync(micro == self.n_microbatches - 1):
+                with profile_region(FORWARD):
+                    losses = self._compute_losses(part) / self.n_microbatches
+                with profile_region(BACKWARD):
+                    torch.autograd.backward(losses.mean(0).sum() * self.domain_size)
+            self.channel_losses += losses.detach()
+        self._check_all_parameters_used()
+        return self.channel_losses.mean(0).sum()
 
-    def _losses(self, part: Batch) -> Tensor:
+    def _compute_losses(self, part: Batch) -> Tensor:
         """What each channel adds to the loss of each step: `(steps, C)`."""
-        steps = self._steps(part)
+        steps = self._rollout_length(part)
         targets = part.target.tensor_split(steps, dim=1)
         forcings = part.forcing.tensor_split(steps, dim=1)
-        forecasts = self.forecast.rollout(part.now, forcings, part.static)
+        forecasts = self.forecast.rollout(part.state, forcings, part.static)
         # Targets first: a rollout that is asked for no more makes no further state.
         pairs = zip(targets, forecasts, strict=False)
         return torch.stack([self.loss.by_channel(made, target) for target, made in pairs])
 
-    def _steps(self, batch: Batch) -> int:
+    def _rollout_length(self, batch: Batch) -> int:
         return batch.target.shape[1] // self.channels
 
-    def _refuse_unused(self) -> None:
+    def _check_all_parameters_used(self) -> None:
         if not isinstance(self.model, DistributedDataParallel):
             return
         model = self.model.module
-        plain = model.model if isinstance(model, Recomputed) else model
+        plain = model.model if isinstance(model, ActivationCheckpointWrapper) else model
         for name, parameter in plain.named_parameters():
             if parameter.requires_grad and parameter.grad is None:
                 raise UserError(
@@ -268,14 +269,14 @@ class ModelPass(Pass):
                     "parallel.data_mode=fsdp2."
                 )
 
-    def _sending(self, last: bool) -> contextlib.AbstractContextManager[None]:
+    def _gradient_sync(self, last: bool) -> contextlib.AbstractContextManager[None]:
         if last or not isinstance(self.model, DistributedDataParallel):
             return contextlib.nullcontext()
         return self.model.no_sync()
 
 
 @final
-class PipelinePass(Pass):
+class PipelineForwardBackward(ForwardBackward):
     """Over the stages of a model that this rank holds.
 
     Args:
@@ -299,18 +300,21 @@ class PipelinePass(Pass):
         self.forecast = forecast
         self.group = group
 
-    def __call__(self, batch: Batch, prepare: Prepare) -> Tensor:
-        """See `Pass`; the share is zero on ranks that have not the last stage."""
-        inputs = torch.cat([batch.now, batch.forcing, batch.static], dim=1)
-        channels, self.detail = self.channels, self.no_loss()
+    def __call__(self, batch: Batch, prepare: PrepareMicroBatch) -> Tensor:
+        """See `ForwardBackward`; the share is zero on ranks that have not the last stage."""
+        inputs = torch.cat([batch.state, batch.forcing, batch.static], dim=1)
+        channels, self.channel_losses = self.channels, self.zero_losses()
         # The state that the output is added to goes with the target, as more channels of it.
-        wanted = torch.cat([batch.target, batch.now[:, -self.forecast.states :]], dim=1)
+        wanted = torch.cat([batch.target, batch.state[:, -self.forecast.states :]], dim=1)
 
         def loss(output: Tensor, wanted: Tensor) -> Tensor:
             target, last = wanted[:, :channels], wanted[:, channels:]
-            losses = self.loss.by_channel(self.forecast.fields(output, last), target) / self.micros
-            self.detail += losses.detach()
-            return losses.sum() * self.domain
+            losses = (
+                self.loss.by_channel(self.forecast.fields_from_output(output, last), target)
+                / self.n_microbatches
+            )
+            self.channel_losses += losses.detach()
+            return losses.sum() * self.domain_size
 
         def begin(part: int, micro: int) -> None:
             prepare(self.pipeline.parts[part], micro)
@@ -319,11 +323,12 @@ class PipelinePass(Pass):
         if self.group is not None:
             parameters = (p for part in self.pipeline.parts for p in part.parameters())
             average_gradients(parameters, self.group)
-        return total / self.domain
+        return total / self.domain_size
 
-    def waited(self) -> str:
-        """See `Pass`: the mean over the pipeline, beside what equal stages would take."""
-        measured, theory = self.pipeline.bubble(), self.pipeline.bubble_of_equal_stages()
+    def bubble_message(self) -> str:
+        """See `ForwardBackward`: the mean over the pipeline, beside what equal stages would
+        take."""
+        measured, theory = self.pipeline.bubble(), self.pipeline.ideal_bubble()
         return (
             f"pipeline: ranks waited {measured:.1%} of the last step's forwards and backwards, "
             f"{theory:.1%} in theory"

@@ -17,7 +17,7 @@ from typing import Any, Protocol, Self, final
 
 from credit_dp.config import LoggerConfig
 from credit_dp.errors import UserError
-from credit_dp.training.run_folder import write_whole, writing
+from credit_dp.training.run_folder import translate_write_errors, write_text_atomic
 
 
 class Sink(Protocol):
@@ -33,8 +33,8 @@ class Sink(Protocol):
         """Nothing more will come."""
 
 
-ROOM = 1000  # steps that wait to be taken
-PATIENCE = 60.0  # seconds that the end of a run waits
+QUEUE_SIZE = 1000  # steps that wait to be taken
+CLOSE_TIMEOUT = 60.0  # seconds that the end of a run waits
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ Task = Callable[[Sink], None]
 
 
 @final
-class Background:
+class BackgroundSink:
     """Hands numbers on as they are taken.
 
     Whatever goes wrong with the tracker is one warning. From then on it is left alone.
@@ -50,84 +50,84 @@ class Background:
     Args:
         name: of the tracker, for people.
         start: opens it; called on the thread.
-        room: see `ROOM`.
-        patience: see `PATIENCE`.
+        room: see `QUEUE_SIZE`.
+        patience: see `GIT_TIMEOUT`.
     """
 
     def __init__(
         self,
         name: str,
         start: Callable[[], Sink],
-        room: int = ROOM,
+        room: int = QUEUE_SIZE,
         patience: float | None = None,
     ) -> None:
         self.name = name
-        self.patience = PATIENCE if patience is None else patience
+        self.patience = CLOSE_TIMEOUT if patience is None else patience
         self._tasks: queue.Queue[Task | None] = queue.Queue(room)
-        self._dropping = threading.Lock()
-        self._dropped = False
-        self.thread = threading.Thread(target=self._work, args=(start,), name=name, daemon=True)
+        self._disable_lock = threading.Lock()
+        self._disabled = False
+        self.thread = threading.Thread(target=self._run_sink, args=(start,), name=name, daemon=True)
         self.thread.start()
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None:
         """Pass on the numbers of one step."""
         taken = dict(numbers)
-        self._pass_on(lambda sink: sink.log(step, taken))
+        self._enqueue(lambda sink: sink.log(step, taken))
 
     def summarise(self, numbers: Mapping[str, float]) -> None:
         """Pass on the numbers that stand at the end."""
         taken = dict(numbers)
-        self._pass_on(lambda sink: sink.summarise(taken))
+        self._enqueue(lambda sink: sink.summarise(taken))
 
     def close(self) -> None:
         """Let the tracker finish, for as long as there is patience."""
-        self._pass_on(None)
-        if self._dropped:
+        self._enqueue(None)
+        if self._disabled:
             return
         self.thread.join(self.patience)
         if self.thread.is_alive():
-            self._drop(f"not done after {self.patience:g} s")
+            self._disable(f"not done after {self.patience:g} s")
 
-    def _pass_on(self, task: Task | None) -> None:
-        if self._dropped:
+    def _enqueue(self, task: Task | None) -> None:
+        if self._disabled:
             return
         try:
             self._tasks.put_nowait(task)
         except queue.Full:
-            self._drop("it hangs")
+            self._disable("it hangs")
 
-    def _work(self, start: Callable[[], Sink]) -> None:
+    def _run_sink(self, start: Callable[[], Sink]) -> None:
         try:
             sink = start()
         except Exception as error:  # noqa: BLE001 - nothing that a tracker does ends a run
-            self._drop(said(error))
+            self._disable(one_line_error(error))
             return
         try:
             while (task := self._tasks.get()) is not None:
                 task(sink)
             sink.close()
         except Exception as error:  # noqa: BLE001 - as above
-            self._drop(said(error))
+            self._disable(one_line_error(error))
             with contextlib.suppress(Exception):
                 sink.close()
 
-    def _drop(self, reason: str) -> None:
+    def _disable(self, reason: str) -> None:
         """Warn, unless it has been told already."""
-        with self._dropping:
-            if not self._dropped:
+        with self._disable_lock:
+            if not self._disabled:
                 logger.warning(
                     "%s: left out from here on (%s). Training goes on.", self.name, reason
                 )
-            self._dropped = True
+            self._disabled = True
 
 
-def said(error: Exception) -> str:
+def one_line_error(error: Exception) -> str:
     """What an error says, on one line."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
-COLUMNS = ("step", "loss", "lr", "grad_norm", "seconds")  # always there, and first
+FIRST_COLUMNS = ("step", "loss", "lr", "grad_norm", "seconds")  # always there, and first
 
 
 Row = Mapping[str, str]
@@ -150,10 +150,10 @@ class CsvLog:
 
     def __init__(self, path: Path, step: int) -> None:
         self.path = path
-        self.columns = list(COLUMNS)
-        self.lost = 0
-        self._last_kept: float = step
-        self._begun = False
+        self.columns = list(FIRST_COLUMNS)
+        self.lost_rows = 0
+        self._last_kept_step: float = step
+        self._file_started = False
         try:
             self._rewrite([])
         except UserError as error:
@@ -164,28 +164,28 @@ class CsvLog:
         row = {"step": str(step), **{name: repr(number) for name, number in numbers.items()}}
         new = [name for name in row if name not in self.columns]
         try:
-            if new or not self._begun:
+            if new or not self._file_started:
                 self._rewrite(new, row)
             else:
                 self._append(row)
         except UserError as error:
-            if not self.lost:
+            if not self.lost_rows:
                 logger.warning("%s Training goes on; step %s is not in the log.", error, step)
-            self.lost += 1
+            self.lost_rows += 1
 
     def summarise(self, numbers: Mapping[str, float]) -> None:
         """Nothing: the final numbers have a file of their own."""
 
     def close(self) -> None:
         """Tell what is missing; the file is closed after each row."""
-        if self.lost:
-            logger.warning("%s: %s rows could not be written.", self.path, self.lost)
+        if self.lost_rows:
+            logger.warning("%s: %s rows could not be written.", self.path, self.lost_rows)
 
     def _append(self, row: Row) -> None:
         """Write a row at the end, whole or not at all."""
         left = as_csv([row], self.columns).encode()
         # Opened for each row and without a buffer: closing would try to write again what is in it.
-        with writing(self.path), self.path.open("ab", buffering=0) as file:
+        with translate_write_errors(self.path), self.path.open("ab", buffering=0) as file:
             end = file.tell()
             try:
                 while left:
@@ -196,11 +196,11 @@ class CsvLog:
 
     def _rewrite(self, new: list[str], *rows: Row) -> None:
         """Write the whole file, with more columns and rows."""
-        header, kept = read_rows(self.path) if self._last_kept else ([], [])
-        kept = [row for row in kept if int(row["step"]) <= self._last_kept]
+        header, kept = read_csv_log(self.path) if self._last_kept_step else ([], [])
+        kept = [row for row in kept if int(row["step"]) <= self._last_kept_step]
         columns = list(dict.fromkeys([*self.columns, *header, *new]))
-        write_whole(self.path, ",".join(columns) + "\n" + as_csv([*kept, *rows], columns))
-        self.columns, self._last_kept, self._begun = columns, float("inf"), True
+        write_text_atomic(self.path, ",".join(columns) + "\n" + as_csv([*kept, *rows], columns))
+        self.columns, self._last_kept_step, self._file_started = columns, float("inf"), True
 
 
 def as_csv(rows: list[Row], columns: list[str]) -> str:
@@ -210,7 +210,7 @@ def as_csv(rows: list[Row], columns: list[str]) -> str:
     return text.getvalue()
 
 
-def read_rows(path: Path) -> tuple[list[str], list[Row]]:
+def read_csv_log(path: Path) -> tuple[list[str], list[Row]]:
     """Header and rows of a log, without one that was cut off by a crash; nothing if it is no log.
 
     Raises:
@@ -218,7 +218,7 @@ def read_rows(path: Path) -> tuple[list[str], list[Row]]:
     """
     if not path.exists():
         return [], []
-    with writing(path):
+    with translate_write_errors(path):
         lines = path.read_text(errors="replace").splitlines(keepends=True)
     header, *rows = [*csv.reader(line for line in lines if line.endswith("\n"))] or [[]]
     if header[:1] != ["step"]:
@@ -228,7 +228,7 @@ def read_rows(path: Path) -> tuple[list[str], list[Row]]:
 
 
 # Seconds that wandb waits for its server before it gives up; the last one is not in old versions.
-LIMITS = {"init_timeout": 60.0, "finish_timeout": 30.0}
+WANDB_TIMEOUTS = {"init_timeout": 60.0, "finish_timeout": 30.0}
 
 
 @final
@@ -242,14 +242,16 @@ class WandbLog:
         self, mode: str, project: str, folder: Path, step: int, config: dict[str, Any]
     ) -> None:
         wandb = import_wandb()
-        limits = {name: s for name, s in LIMITS.items() if name in wandb.Settings.__annotations__}
+        limits = {
+            name: s for name, s in WANDB_TIMEOUTS.items() if name in wandb.Settings.__annotations__
+        }
         self.run = wandb.init(
             mode="online" if mode == "online" else "offline",
             project=project,
             dir=folder,
             config=config,
             name=folder.name,
-            id=run_id(folder / "wandb" / "id", step),
+            id=load_or_create_run_id(folder / "wandb" / "id", step),
             resume="allow",
             settings=wandb.Settings(silent=True, console="off", **limits),
         )
@@ -267,7 +269,7 @@ class WandbLog:
         self.run.finish()
 
 
-def run_id(path: Path, step: int) -> str:
+def load_or_create_run_id(path: Path, step: int) -> str:
     """The id that an earlier start has left, or a new one, left for the next start.
 
     Raises:
@@ -276,11 +278,11 @@ def run_id(path: Path, step: int) -> str:
     if step and path.exists():
         return path.read_text().strip()
     new = secrets.token_hex(4)
-    write_whole(path, new + "\n")
+    write_text_atomic(path, new + "\n")
     return new
 
 
-def require_key() -> None:
+def check_wandb_key() -> None:
     """See that somebody can be logged in.
 
     Raises:
@@ -341,7 +343,7 @@ class TensorBoardLog:
         self.writer.close()
 
 
-def require_tensorboard() -> None:
+def check_tensorboard_installed() -> None:
     """See that the package is there.
 
     Raises:
@@ -354,7 +356,7 @@ def require_tensorboard() -> None:
         )
 
 
-LAST_WAIT = 5.0  # seconds for each tracker when the user wants the run to end at once
+INTERRUPT_TIMEOUT = 5.0  # seconds for each tracker when the user wants the run to end at once
 
 
 @final
@@ -385,8 +387,8 @@ class Tracker:
     ) -> None:
         hurries = error is not None and not isinstance(error, Exception)
         for sink in self.sinks:
-            if hurries and isinstance(sink, Background):
-                sink.patience = min(sink.patience, LAST_WAIT)
+            if hurries and isinstance(sink, BackgroundSink):
+                sink.patience = min(sink.patience, INTERRUPT_TIMEOUT)
             sink.close()
 
 
@@ -409,12 +411,12 @@ def open_tracker(
     off = config.wandb == "disabled" or os.environ.get("WANDB_MODE") == "disabled"
     if "wandb" in config.trackers and not off:
         if config.wandb == "online":
-            require_key()
+            check_wandb_key()
         start = partial(WandbLog, config.wandb, config.project, folder, step, run_config)
-        sinks.append(Background("Weights & Biases", start))
+        sinks.append(BackgroundSink("Weights & Biases", start))
     if "tensorboard" in config.trackers:
-        require_tensorboard()
+        check_tensorboard_installed()
         sinks.append(
-            Background("TensorBoard", partial(TensorBoardLog, folder / "tensorboard", step))
+            BackgroundSink("TensorBoard", partial(TensorBoardLog, folder / "tensorboard", step))
         )
     return Tracker([CsvLog(log, step), *sinks])

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from credit_dp.config import LossConfig, OwnLossConfig, StandardLossConfig
-from credit_dp.data.channels import Channel, Channels, suggestions
+from credit_dp.data.channels import Channel, Channels, suggest_names
 from credit_dp.data.grid import row_weights
 from credit_dp.errors import UserError
 from credit_dp.evaluation.metrics import ValidPoints
-from credit_dp.plugins import code_of_a_plugin
+from credit_dp.plugins import report_plugin_errors
 
 # Added to the power of a wavenumber, which makes the amplitude smooth where there is none: its
 # gradient is 0 there, and nowhere above 1.
@@ -70,7 +70,7 @@ def huber(difference: Tensor, delta: float) -> Tensor:
     )
 
 
-def of_difference(config: StandardLossConfig) -> Callable[[Tensor], Tensor]:
+def build_difference_error(config: StandardLossConfig) -> Callable[[Tensor], Tensor]:
     """Return the error at a point as a function of the difference there."""
     errors: dict[str, Callable[[Tensor], Tensor]] = {
         "mse": torch.square,
@@ -80,7 +80,7 @@ def of_difference(config: StandardLossConfig) -> Callable[[Tensor], Tensor]:
     return errors[config.name]
 
 
-def of_plugin(config: OwnLossConfig, like: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+def build_plugin_error(config: OwnLossConfig, like: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
     """Return the error at a point as a function of forecast and truth, as a plug-in builds it.
 
     It is tried on small random tensors of the device and dtype of `like`.
@@ -95,7 +95,7 @@ def of_plugin(config: OwnLossConfig, like: Tensor) -> Callable[[Tensor, Tensor],
             f"loss: {type(config).__name__} has no build. It needs a method build(self) that "
             "returns a function of (forecast, truth)."
         )
-    with code_of_a_plugin(where):
+    with report_plugin_errors(where):
         error = config.build()
     if not callable(error):
         raise UserError(
@@ -106,7 +106,7 @@ def of_plugin(config: OwnLossConfig, like: Tensor) -> Callable[[Tensor, Tensor],
     forecast, truth = (torch.randn(3, 2, 4, 5, generator=draw).to(like) for _ in range(2))
     forecast[0, 0, 0, :2] = truth[0, 0, 0, :2]
     forecast[0, 0, 0, 0] = truth[0, 0, 0, 0] = 0  # as where there are no values
-    with code_of_a_plugin(where):
+    with report_plugin_errors(where):
         check_gradient(where, error, forecast, truth)
         check_pointwise(where, error, forecast, truth)
     return error
@@ -210,22 +210,22 @@ class WeightedLoss:
     def _pointwise(self, config: LossConfig) -> Callable[[Tensor, Tensor], Tensor]:
         """Return the error at each point, 0 where there are no values."""
         if isinstance(config, StandardLossConfig):
-            error = of_difference(config)
+            error = build_difference_error(config)
             return lambda forecast, target: error(self.scaled(forecast - target))
         if not isinstance(config, OwnLossConfig):
             raise TypeError(f"{type(config).__name__} is the config of no loss")
-        own = of_plugin(config, self.scale)
+        own = build_plugin_error(config, self.scale)
 
         def of_both(forecast: Tensor, target: Tensor) -> Tensor:
             errors = own(self.scaled(forecast), self.scaled(target))
-            return errors if self.points is None else self.points.only(errors)
+            return errors if self.points is None else self.points.zero_invalid(errors)
 
         return of_both
 
     def scaled(self, fields: Tensor) -> Tensor:
         """In units of the loss; 0 where there are no values, in forecast and target alike."""
         fields = fields / self.scale
-        return fields if self.points is None else self.points.only(fields)
+        return fields if self.points is None else self.points.zero_invalid(fields)
 
 
 def build_loss(
@@ -255,11 +255,11 @@ def build_loss(
     """
     weights = row_weights(latitude) if config.latitude_weight else np.ones(len(latitude))
     own = torch.as_tensor(np.asarray(weights[rows], dtype=np.float64)).to(scale.device)
-    shares = torch.as_tensor(channel_weights(config, channels.out)).to(scale)
+    shares = torch.as_tensor(channel_weights(config, channels.output_channels)).to(scale)
     shares = shares / shares.sum()
     if points is not None:
         covered = points.globe_weight(own)
-        refuse_empty(channels, covered)
+        check_channels_have_values(channels, covered)
         # What divides by all points of the globe is to divide by those with values.
         shares = shares * (len(latitude) * points.columns / covered).to(scale)
     if not config.tendency:
@@ -267,13 +267,13 @@ def build_loss(
     return WeightedLoss(config, own.to(scale), shares, scale, len(latitude), points)
 
 
-def refuse_empty(channels: Channels, covered: Tensor) -> None:
+def check_channels_have_values(channels: Channels, covered: Tensor) -> None:
     """Refuse a channel whose weight is 0 all over the globe.
 
     Raises:
         UserError: naming the first.
     """
-    for channel, weight in zip(channels.out, covered.tolist(), strict=True):
+    for channel, weight in zip(channels.output_channels, covered.tolist(), strict=True):
         if not weight > 0:
             role = "prognostic" if channel in channels.prognostic else "diagnostic"
             raise UserError(
@@ -297,7 +297,7 @@ def channel_weights(config: LossConfig, channels: tuple[Channel, ...]) -> NDArra
     if unknown is not None:
         raise UserError(
             "loss.variable_weight: needs names from data.prognostic or data.diagnostic, got "
-            f"{unknown!r}. {suggestions(unknown, variables)}. Change the name in "
+            f"{unknown!r}. {suggest_names(unknown, variables)}. Change the name in "
             "loss.variable_weight."
         )
     levels = [channel.level for channel in channels if channel.level is not None]

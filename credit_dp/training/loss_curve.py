@@ -9,12 +9,15 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullLocator
 
 from credit_dp.evaluation.figure_style import PALE, SERIES, figure_style
-from credit_dp.evaluation.plots import save
-from credit_dp.training.loggers import Row, read_rows
+from credit_dp.evaluation.plots import save_figure
+from credit_dp.training.loggers import Row, read_csv_log
 
-CURVES = {"loss": "training loss", "validation_rmse": "validation RMSE\n(standard deviations)"}
-SMOOTHED = 100  # rows from which on a running mean is drawn as well
-SHARE = 20  # one mean is of this part of all rows
+CURVE_LABELS = {
+    "loss": "training loss",
+    "validation_rmse": "validation RMSE\n(standard deviations)",
+}
+MIN_ROWS_TO_SMOOTH = 100  # rows from which on a running mean is drawn as well
+SMOOTHING_DIVISOR = 20  # one mean is of this part of all rows
 DECADE = 10.0
 
 
@@ -25,8 +28,8 @@ def draw_loss(log: Path, path: Path) -> None:
     Raises:
         UserError: the log can't be read, or the file could not be written.
     """
-    _, rows = read_rows(log)
-    found = {label: numbers(rows, name) for name, label in CURVES.items()}
+    _, rows = read_csv_log(log)
+    found = {label: curve_points(rows, name) for name, label in CURVE_LABELS.items()}
     found = {label: curve for label, curve in found.items() if len(curve)}
     if not found:
         return
@@ -37,10 +40,10 @@ def draw_loss(log: Path, path: Path) -> None:
         axes.set_ylabel(label)
     panels[-1].set_xlabel("step")
     panels[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
-    save(figure, path)
+    save_figure(figure, path)
 
 
-def numbers(rows: list[Row], name: str) -> np.ndarray:
+def curve_points(rows: list[Row], name: str) -> np.ndarray:
     """Step and number of the rows that have one above zero: `(N, 2)`."""
     pairs = [(float(row["step"]), float(row[name])) for row in rows if row.get(name)]
     found = np.array(pairs).reshape(-1, 2)
@@ -49,12 +52,12 @@ def numbers(rows: list[Row], name: str) -> np.ndarray:
 
 def draw_curve(axes: Axes, steps: np.ndarray, values: np.ndarray) -> None:
     """One curve on a log scale, and its running mean where there are many points."""
-    many = len(steps) >= SMOOTHED
-    marker = "o" if len(steps) < SMOOTHED // 2 else ""
+    many = len(steps) >= MIN_ROWS_TO_SMOOTH
+    marker = "o" if len(steps) < MIN_ROWS_TO_SMOOTH // 2 else ""
     style: dict[str, Any] = {"color": PALE, "linewidth": 0.8} if many else {"color": SERIES[0]}
     axes.plot(steps, values, marker=marker, **style)
     if many:
-        width = len(steps) // SHARE
+        width = len(steps) // SMOOTHING_DIVISOR
         means = np.convolve(values, np.full(width, 1 / width), mode="valid")
         first = width // 2
         label = f"mean of {width} logged steps"

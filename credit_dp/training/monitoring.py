@@ -12,19 +12,19 @@ from torch import profiler
 
 from credit_dp.config import Config
 from credit_dp.data.loader import Batch, Loader
-from credit_dp.data.setup import Prepared
-from credit_dp.distributed.collectives import gather
+from credit_dp.data.setup import TrainingData
+from credit_dp.distributed.collectives import all_gather_object
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.evaluation.held_out import Dates, HeldOut, last_forecast, shares
+from credit_dp.evaluation.held_out import EvaluationDates, HeldOutData, last_forecast, rank_batches
 from credit_dp.evaluation.metrics import RootMeanSquare
-from credit_dp.profiling import DATA, span
+from credit_dp.profiling import DATA, profile_region
 from credit_dp.training.build import Training
-from credit_dp.training.console import Outlook, Screen
-from credit_dp.training.run_folder import unfinished, writing
+from credit_dp.training.console import EtaMessage, Screen
+from credit_dp.training.run_folder import temporary_file, translate_write_errors
 from credit_dp.training.summary import steps_per_epoch
-from credit_dp.training.trainer import Record
+from credit_dp.training.trainer import StepRecord
 
-MOST = 8  # initial times
+MAX_INITIAL_TIMES = 8  # initial times
 
 
 @final
@@ -41,7 +41,7 @@ class Validation:
     def __init__(
         self,
         config: Config,
-        prepared: Prepared,
+        prepared: TrainingData,
         training: Training,
         manager: DomainParallelManager,
     ) -> None:
@@ -51,10 +51,10 @@ class Validation:
         self.rollout = training.forecast.rollout
         self.manager = manager
         hours = (min(config.trainer.evaluate_hours),)
-        chosen = Dates("valid", hours, config.data.step_hours, MOST)
-        self.dates = HeldOut(config, prepared, training.rows, training.like, chosen)
+        chosen = EvaluationDates("valid", hours, config.data.step_hours, MAX_INITIAL_TIMES)
+        self.dates = HeldOutData(config, prepared, training.rows, training.like, chosen)
 
-    def due(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         """Whether to validate after this step."""
         return step % self.every == 0
 
@@ -67,24 +67,26 @@ class Validation:
         dates = self.dates
         channels = dates.prepared.store.channels.outputs
         errors = RootMeanSquare((channels,), dates.area_weights, dates.points)
-        ahead = dates.leads[-1] * dates.step
-        with random_numbers_kept(dates.area_weights.device), self.state.forecasting():
-            for times, counts in shares(dates, self.manager, self.batch_size):
+        ahead = dates.lead_steps[-1] * dates.step
+        with preserve_rng_state(dates.area_weights.device), self.state.eval_mode():
+            for times, counts in rank_batches(dates, self.manager, self.batch_size):
                 forecast = last_forecast(self.rollout, dates, times)
                 if counts:
                     errors.add((), forecast - dates.fields(times + ahead))
         mean = float(errors.result(self.manager).mean())
-        return gather(mean)[0]  # the best checkpoint is chosen by it: not one bit may differ
+        return all_gather_object(mean)[
+            0
+        ]  # the best checkpoint is chosen by it: not one bit may differ
 
 
 @contextmanager
-def random_numbers_kept(device: torch.device) -> Iterator[None]:
+def preserve_rng_state(device: torch.device) -> Iterator[None]:
     """Leave torch's random numbers where they were."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         yield
 
 
-def first_batch(loader: Loader) -> Iterator[Batch]:
+def repeat_first_batch(loader: Loader) -> Iterator[Batch]:
     """The loader's first batch without end, in a resumed run too; the loader stays at its start.
 
     Its rollout is as long as that of the first step.
@@ -99,14 +101,14 @@ def first_batch(loader: Loader) -> Iterator[Batch]:
 T = TypeVar("T")
 
 # The first step is apart, as much is set up in it; the second is the profiler's own first.
-WAIT, WARM_UP, STEPS = 1, 1, 3
+WAIT_STEPS, WARMUP_STEPS, ACTIVE_STEPS = 1, 1, 3
 
 
-def named_data(batches: Iterable[Batch]) -> Iterator[Batch]:
+def with_data_span(batches: Iterable[Batch]) -> Iterator[Batch]:
     """Batches, with a name for the time that is waited for them."""
     iterator = iter(batches)
     while True:
-        with span(DATA):
+        with profile_region(DATA):
             batch = next(iterator, None)
         if batch is None:
             return
@@ -114,7 +116,7 @@ def named_data(batches: Iterable[Batch]) -> Iterator[Batch]:
 
 
 @final
-class Trace:
+class StepProfiler:
     """Records the third to fifth step that a process takes, and writes them as a Chrome trace.
 
     Args:
@@ -124,9 +126,11 @@ class Trace:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.written = False
-        self._taken = 0
+        self._steps_done = 0
         self._profile = profiler.profile(
-            schedule=profiler.schedule(wait=WAIT, warmup=WARM_UP, active=STEPS, repeat=1),
+            schedule=profiler.schedule(
+                wait=WAIT_STEPS, warmup=WARMUP_STEPS, active=ACTIVE_STEPS, repeat=1
+            ),
             on_trace_ready=self._write,
         )
 
@@ -135,15 +139,15 @@ class Trace:
         with self._profile:
             for record in records:
                 yield record
-                self._taken += 1
+                self._steps_done += 1
                 self._profile.step()
 
     def _write(self, found: profiler.profile) -> None:
         """Write it under another name first, so that no reader meets half a trace."""
-        if self._taken <= WAIT + WARM_UP:
+        if self._steps_done <= WAIT_STEPS + WARMUP_STEPS:
             return
-        part = unfinished(self.path)
-        with writing(self.path):
+        part = temporary_file(self.path)
+        with translate_write_errors(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             found.export_chrome_trace(str(part))
             os.replace(part, self.path)
@@ -151,7 +155,7 @@ class Trace:
 
 
 @final
-class Watch:
+class TrainingMonitor:
     """Follows the steps of a run, the same on every rank.
 
     Args:
@@ -176,31 +180,33 @@ class Watch:
         self.training = training
         self.screen = screen
         self.validation = validation
-        self.trace = None if trace is None else Trace(trace)
+        self.trace = None if trace is None else StepProfiler(trace)
         self.validation_rmse: float | None = None
         self.note = ""
         self._loss = self._validated = ""
         step, total = training.trainer.state.step, config.trainer.steps
-        self._outlook = Outlook(step, total, steps_per_epoch(config, training))
+        self._eta = EtaMessage(step, total, steps_per_epoch(config, training))
 
     def batches(self) -> Iterator[Batch]:
         """Those that the run is to train on."""
         loader = self.training.loader
-        return named_data(first_batch(loader) if self.config.trainer.one_batch else loader)
+        return with_data_span(
+            repeat_first_batch(loader) if self.config.trainer.one_batch else loader
+        )
 
-    def steps(self, records: Iterable[Record]) -> Iterator[Record]:
+    def steps(self, records: Iterable[StepRecord]) -> Iterator[StepRecord]:
         """The records, with a trace of some of the steps if one is made."""
         return iter(records) if self.trace is None else self.trace.steps(records)
 
-    def follow(self, record: Record, validates: bool = True) -> Mapping[str, float]:
+    def on_step_end(self, record: StepRecord, validates: bool = True) -> Mapping[str, float]:
         """The numbers to log of a step, with the validation's if it is due; collective then."""
-        line = self._outlook(record.step)
+        line = self._eta(record.step)
         if line is not None:
-            self.screen.say(line)
+            self.screen.show(line)
         if record.loss is None:
             self.validation_rmse = None
             return {}
-        numbers = record.numbers()
+        numbers = record.metrics()
         self._loss = f"loss {record.loss:.4f}"
         self.validation_rmse = self._validate(record.step) if validates else None
         if self.validation_rmse is not None:
@@ -212,8 +218,8 @@ class Watch:
     def close(self) -> None:
         """Say what is missing."""
         if self.trace is not None and not self.trace.written:
-            self.screen.say("no trace: trainer.profile needs at least 3 steps to record one")
+            self.screen.show("no trace: trainer.profile needs at least 3 steps to record one")
 
     def _validate(self, step: int) -> float | None:
-        due = self.validation is not None and self.validation.due(step)
+        due = self.validation is not None and self.validation.is_due(step)
         return self.validation() if due and self.validation is not None else None

@@ -19,19 +19,24 @@ from credit_dp.config import (
     OwnScheduleConfig,
     ParallelConfig,
 )
-from credit_dp.config.training import own_schedule
+from credit_dp.config.training import plugin_schedule
 from credit_dp.errors import UserError
-from credit_dp.plugins import code_of_a_plugin
-from credit_dp.training.own_optimizer import ADAMW, StateLayout, build_own, try_own
-from credit_dp.training.replicas import shard
+from credit_dp.plugins import report_plugin_errors
+from credit_dp.training.own_optimizer import (
+    ADAMW,
+    StateLayout,
+    build_plugin_optimizer,
+    probe_plugin_optimizer,
+)
+from credit_dp.training.replicas import local_tensor
 
-TRIED = 100  # steps at which a schedule of the user's own is tried before training
+SCHEDULE_SAMPLES = 100  # steps at which a schedule of the user's own is tried before training
 # Ends of the names of parameters on which weight decay does not act, besides those of norms:
 # biases, and tables of what a position adds.
-KEPT = ("bias", "table", "pos_embed")
+NO_DECAY_SUFFIXES = ("bias", "table", "pos_embed")
 
 
-def build_optimiser(parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> Optimizer:
+def build_optimizer(parameters: Mapping[str, nn.Parameter], config: OptimizerConfig) -> Optimizer:
     """Return the optimizer of all parameters that are not frozen.
 
     Raises:
@@ -39,7 +44,7 @@ def build_optimiser(parameters: Mapping[str, nn.Parameter], config: OptimizerCon
     """
     groups = parameter_groups(parameters, config)
     if isinstance(config, OwnOptimizerConfig):
-        return build_own(config, groups)
+        return build_plugin_optimizer(config, groups)
     if not isinstance(config, AdamWConfig):
         raise TypeError(f"{type(config).__name__} is the config of no optimizer")
     betas = (config.betas[0], config.betas[1])
@@ -56,10 +61,10 @@ def state_layout(
     """
     if not isinstance(config, OwnOptimizerConfig):
         return ADAMW
-    return try_own(config, parameter_groups(parameters, config), parallel)
+    return probe_plugin_optimizer(config, parameter_groups(parameters, config), parallel)
 
 
-def moments_of(part: nn.Module, config: Config) -> int:
+def moments_per_parameter(part: nn.Module, config: Config) -> int:
     """Return how many tensors like a parameter the optimizer keeps for each parameter of a model.
 
     Raises:
@@ -76,7 +81,9 @@ def parameter_groups(
     return [
         {
             "params": [
-                p for name, p in parameters.items() if p.requires_grad and decays(name, p) is decay
+                p
+                for name, p in parameters.items()
+                if p.requires_grad and has_weight_decay(name, p) is decay
             ],
             "lr": config.lr,
             "weight_decay": config.weight_decay if decay else 0.0,
@@ -85,7 +92,7 @@ def parameter_groups(
     ]
 
 
-def decays(name: str, parameter: nn.Parameter) -> bool:
+def has_weight_decay(name: str, parameter: nn.Parameter) -> bool:
     """Whether weight decay acts on a parameter: not on biases, tables and the affine part of norms.
 
     Told by name and shape, which sharding keeps; module types change on conversion.
@@ -93,7 +100,7 @@ def decays(name: str, parameter: nn.Parameter) -> bool:
     Source: Liu et al. 2021, whose published training exempts biases, norms, tables of relative
     position biases and position embeddings.
     """
-    return parameter.ndim > 1 and not name.endswith(KEPT)
+    return parameter.ndim > 1 and not name.endswith(NO_DECAY_SUFFIXES)
 
 
 def build_schedule(optimiser: Optimizer, config: OptimizerConfig, steps: int) -> LambdaLR:
@@ -105,37 +112,37 @@ def build_schedule(optimiser: Optimizer, config: OptimizerConfig, steps: int) ->
     Raises:
         UserError: a schedule of the user's own fails, here or at a later step.
     """
-    own = own_schedule(config)
+    own = plugin_schedule(config)
     after = max(1, steps - config.warmup_steps)
 
     def later(step: int) -> float:
         if own is not None:
-            return factor_of(own, min(step, after), after)
-        return CURVES[config.schedule](config, step, after)
+            return schedule_factor(own, min(step, after), after)
+        return SCHEDULE_FACTORS[config.schedule](config, step, after)
 
     def factor(step: int) -> float:
         if step < config.warmup_steps:
             return (step + 1) / config.warmup_steps
         return later(step - config.warmup_steps)
 
-    try_schedule(config, steps)
+    check_schedule(config, steps)
     return LambdaLR(optimiser, factor)
 
 
-def try_schedule(config: OptimizerConfig, steps: int) -> None:
+def check_schedule(config: OptimizerConfig, steps: int) -> None:
     """Refuse a schedule of the user's own that fails somewhere in `steps` steps.
 
     Raises:
-        UserError: see `factor_of`.
+        UserError: see `schedule_factor`.
     """
-    own = own_schedule(config)
+    own = plugin_schedule(config)
     after = max(1, steps - config.warmup_steps)
     if own is not None:
-        for part in range(TRIED + 1):
-            factor_of(own, part * after // TRIED, after)
+        for part in range(SCHEDULE_SAMPLES + 1):
+            schedule_factor(own, part * after // SCHEDULE_SAMPLES, after)
 
 
-def factor_of(schedule: OwnScheduleConfig, step: int, steps: int) -> float:
+def schedule_factor(schedule: OwnScheduleConfig, step: int, steps: int) -> float:
     """Return the factor that a schedule of the user's own gives.
 
     Raises:
@@ -144,7 +151,7 @@ def factor_of(schedule: OwnScheduleConfig, step: int, steps: int) -> float:
     where = f"optimizer.schedule: {type(schedule).__name__}.factor"
     if type(schedule).factor is OwnScheduleConfig.factor:
         raise UserError(f"{where} is missing. It needs a method factor(self, step, steps).")
-    with code_of_a_plugin(where):
+    with report_plugin_errors(where):
         value = schedule.factor(step, steps)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
         raise UserError(
@@ -154,7 +161,7 @@ def factor_of(schedule: OwnScheduleConfig, step: int, steps: int) -> float:
     return float(value)
 
 
-def cosine(config: OptimizerConfig, step: int, steps: int) -> float:
+def cosine_factor(config: OptimizerConfig, step: int, steps: int) -> float:
     """Half a cosine from 1 to `final_lr` at the end, where it stays.
 
     Source: Loshchilov & Hutter 2017, eq. 5, without restarts.
@@ -164,25 +171,25 @@ def cosine(config: OptimizerConfig, step: int, steps: int) -> float:
     return lowest + (1 - lowest) * 0.5 * (1 + math.cos(math.pi * done))
 
 
-def constant(config: OptimizerConfig, step: int, steps: int) -> float:
+def constant_factor(config: OptimizerConfig, step: int, steps: int) -> float:
     """All of it."""
     return 1.0
 
 
-def stairs(config: OptimizerConfig, step: int, steps: int) -> float:
+def step_factor(config: OptimizerConfig, step: int, steps: int) -> float:
     """Times `decay_factor` after every `decay_every` steps."""
     return float(config.decay_factor ** (step // config.decay_every))
 
 
 # By their names in `optimizer.schedule`: (config, steps since the warm-up, all of these) -> factor.
-CURVES: dict[str, Callable[[OptimizerConfig, int, int], float]] = {
-    "cosine": cosine,
-    "constant": constant,
-    "step": stairs,
+SCHEDULE_FACTORS: dict[str, Callable[[OptimizerConfig, int, int], float]] = {
+    "cosine": cosine_factor,
+    "constant": constant_factor,
+    "step": step_factor,
 }
 
 
-def move_schedule(optimiser: Optimizer, schedule: LambdaLR, saved: dict[str, Any]) -> None:
+def restore_schedule(optimiser: Optimizer, schedule: LambdaLR, saved: dict[str, Any]) -> None:
     """Go to the position of a saved schedule, but take no setting from it: those are the config's.
 
     Optimiser and schedule come fresh from the config, which may have changed since the save.
@@ -223,7 +230,7 @@ class WeightAverage:
 
     Args:
         parameters: by name; what they are averaged of. They have to be in their shared-out form.
-        decay: of the average in one update, once it has seen enough of them; see `decay_now`.
+        decay: of the average in one update, once it has seen enough of them; see `current_decay`.
 
     Attributes:
         averages: by the names of the parameters, and shared out as they are.
@@ -240,7 +247,7 @@ class WeightAverage:
         self.averages: dict[str, Tensor] = {n: p.detach().clone() for n, p in parameters.items()}
 
     @property
-    def decay_now(self) -> float:
+    def current_decay(self) -> float:
         """What the next update leaves of the average: little at first, when weights are random."""
         return min(self.decay, (1 + self.updates) / (10 + self.updates))
 
@@ -252,14 +259,14 @@ class WeightAverage:
         than to do, and through `DTensor` many times that.
         """
         if self.parameters:
-            averages = [shard(self.averages[name]) for name in self.parameters]
-            now = [shard(parameter) for parameter in self.parameters.values()]
-            take_in = get_ema_multi_avg_fn(self.decay_now)  # type: ignore[no-untyped-call]
+            averages = [local_tensor(self.averages[name]) for name in self.parameters]
+            now = [local_tensor(parameter) for parameter in self.parameters.values()]
+            take_in = get_ema_multi_avg_fn(self.current_decay)  # type: ignore[no-untyped-call]
             take_in(averages, now, self.updates)
         self.updates += 1
 
     @torch.no_grad()
-    def start_from_weights(self, names: Collection[str], updates: int = 0) -> None:
+    def reset_to_parameters(self, names: Collection[str], updates: int = 0) -> None:
         """Forget the averages of these names: they are what the parameters are now.
 
         Args:
@@ -271,7 +278,7 @@ class WeightAverage:
         self.updates = updates
 
     @contextmanager
-    def in_place(self) -> Iterator[None]:
+    def swapped_in(self) -> Iterator[None]:
         """Let the model have the averages for its parameters meanwhile."""
         self._swap()
         try:

@@ -11,23 +11,26 @@ from rich.filesize import decimal
 
 from credit_dp.config import Config
 from credit_dp.data.channel_preview import expected_grid
-from credit_dp.distributed import Ranks
-from credit_dp.distributed.report import name_of
+from credit_dp.distributed import RankInfo
+from credit_dp.distributed.report import rank_name
 from credit_dp.errors import UserError
 
 MARGIN = 0.9  # of the memory; what operations need while they run comes on top of the plan
-MOST = 64  # domain ranks that are tried
-PLAN = "credit_dp.costs.budget", "plan_of"  # by name: commands are built on top of training
+MAX_DOMAIN_RANKS = 64  # domain ranks that are tried
+PLAN_FUNCTION = (
+    "credit_dp.costs.budget",
+    "plan_step",
+)  # by name: commands are built on top of training
 
 
 class Change(NamedTuple):
     """Keys to set, and the config with them."""
 
-    words: str
+    description: str
     config: Config
 
 
-class Need(NamedTuple):
+class MemoryNeed(NamedTuple):
     """Bytes that the plan expects on the fullest rank, and how much of it for activations."""
 
     held: int
@@ -35,7 +38,7 @@ class Need(NamedTuple):
 
 
 @contextmanager
-def out_of_memory(config: Config, ranks: Ranks) -> Iterator[None]:
+def explain_out_of_memory(config: Config, ranks: RankInfo) -> Iterator[None]:
     """Say in one line that memory ran out meanwhile, and which change would help.
 
     Costs nothing until it does; planning then takes seconds, or minutes for large models.
@@ -46,25 +49,29 @@ def out_of_memory(config: Config, ranks: Ranks) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise UserError(verdict(config, ranks, usage(), str(error))) from error
+        raise UserError(
+            out_of_memory_message(config, ranks, gpu_memory_usage(), str(error))
+        ) from error
 
 
-def usage() -> tuple[int, int] | None:
+def gpu_memory_usage() -> tuple[int, int] | None:
     """Bytes that this process had at most on its GPU, and what the GPU has."""
     if not torch.cuda.is_available():
         return None
     return torch.cuda.max_memory_reserved(), torch.cuda.mem_get_info()[1]
 
 
-def verdict(config: Config, ranks: Ranks, used: tuple[int, int] | None, told: str) -> str:
+def out_of_memory_message(
+    config: Config, ranks: RankInfo, used: tuple[int, int] | None, told: str
+) -> str:
     """The line: who, how much, what was to be expected, what to change."""
-    who = name_of(ranks.rank, config.parallel.data or 1, config.parallel.domain)
+    who = rank_name(ranks.rank, config.parallel.data or 1, config.parallel.domain)
     much = (
         told.partition(". ")[0]
         if used is None
         else f"{decimal(used[0])} of {decimal(used[1])} in use"
     )
-    planned = need(config)
+    planned = planned_memory(config)
     if planned is None:
         return (
             f"{who}: out of memory ({much}), and the plan can't say what this run needs. Raise "
@@ -73,14 +80,14 @@ def verdict(config: Config, ranks: Ranks, used: tuple[int, int] | None, told: st
     limit = int(MARGIN * (planned.held if used is None else min(planned.held, used[1])))
     return (
         f"{who}: out of memory ({much}); the plan expects {decimal(planned.held)}, of it "
-        f"{decimal(planned.activations)} activations. {remedy(config, limit)}"
+        f"{decimal(planned.activations)} activations. {smallest_change_message(config, limit)}"
     )
 
 
-def remedy(config: Config, limit: int) -> str:
+def smallest_change_message(config: Config, limit: int) -> str:
     """The first change after which the plan expects no more than `limit` bytes."""
-    for words, changed in changes(config):
-        found = need(changed)
+    for words, changed in candidate_changes(config):
+        found = planned_memory(changed)
         if found is not None and found.held <= limit:
             return f"The smallest change that fits: {words} ({decimal(found.held)})."
     return (
@@ -89,28 +96,30 @@ def remedy(config: Config, limit: int) -> str:
     )
 
 
-def changes(config: Config) -> Iterator[Change]:
+def candidate_changes(config: Config) -> Iterator[Change]:
     """From those that cost time alone to those that need more GPUs, each alone; then together."""
-    alone = [change for change in map(lambda set_: set_(config), SAVING) if change is not None]
+    alone = [
+        change for change in map(lambda set_: set_(config), SINGLE_CHANGES) if change is not None
+    ]
     yield from alone
-    yield from wider(Change("", config))
+    yield from with_more_bands(Change("", config))
     together = config
-    for saving in SAVING:
+    for saving in SINGLE_CHANGES:
         made = saving(together)
         together = together if made is None else made.config
     if alone:
-        words = " ".join(change.words for change in alone)
+        words = " ".join(change.description for change in alone)
         yield Change(words, together)
-        yield from wider(Change(f"{words} ", together))
+        yield from with_more_bands(Change(f"{words} ", together))
 
 
-def wider(change: Change) -> Iterator[Change]:
+def with_more_bands(change: Change) -> Iterator[Change]:
     """The same with more bands, twice as many each time."""
     parallel = change.config.parallel
     domain, most = 2 * parallel.domain, most_bands(change.config)
     while domain <= most:
         ranks = domain * parallel.pipeline * (parallel.data or 1)
-        words = f"{change.words}parallel.domain={domain}, which makes {ranks} ranks"
+        words = f"{change.description}parallel.domain={domain}, which makes {ranks} ranks"
         yield Change(words, replace(change.config, parallel=replace(parallel, domain=domain)))
         domain *= 2
 
@@ -120,8 +129,8 @@ def most_bands(config: Config) -> int:
     try:
         rows, _ = expected_grid(config.data)
     except UserError:
-        return MOST
-    return min(MOST, config.model.coarsest_rows(rows))
+        return MAX_DOMAIN_RANKS
+    return min(MAX_DOMAIN_RANKS, config.model.coarsest_rows(rows))
 
 
 def recompute_steps(config: Config) -> Change | None:
@@ -152,32 +161,32 @@ def compute_in_half(config: Config) -> Change | None:
     return Change("trainer.autocast=bfloat16", replace(config, trainer=trainer))
 
 
-SAVING: Sequence[Callable[[Config], Change | None]] = (
+SINGLE_CHANGES: Sequence[Callable[[Config], Change | None]] = (
     recompute_steps,
     recompute_blocks,
     compute_in_half,
 )
 
 
-def need(config: Config) -> Need | None:
+def planned_memory(config: Config) -> MemoryNeed | None:
     """What the plan expects; None if it can't tell, or the model can't be sharded so."""
-    module, name = PLAN
+    module, name = PLAN_FUNCTION
     try:
         plan = getattr(importlib.import_module(module), name)(config)
     except UserError:
         return None
     mode = config.parallel.data_mode
     budgets = [b for b in plan.budgets if b.mode == mode] or list(plan.budgets)
-    needs = [of_held(in_training(budget.held, config)) for budget in budgets]
+    needs = [memory_need_of(training_memory(budget.held, config)) for budget in budgets]
     return max(needs, default=None)
 
 
-def of_held(held: Mapping[str, int]) -> Need:
+def memory_need_of(held: Mapping[str, int]) -> MemoryNeed:
     """What a rank needs, from its items."""
-    return Need(sum(held.values()), held["activations"])
+    return MemoryNeed(sum(held.values()), held["activations"])
 
 
-def in_training(held: Mapping[str, int], config: Config) -> dict[str, int]:
+def training_memory(held: Mapping[str, int], config: Config) -> dict[str, int]:
     """What a rank holds by item, from what the plan says of one forecast step in full precision.
 
     A rollout keeps the activations of all its steps; in bfloat16 they take half, and a copy of the

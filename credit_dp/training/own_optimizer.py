@@ -17,15 +17,15 @@ from torch.optim import Optimizer
 
 from credit_dp.config import OwnOptimizerConfig, ParallelConfig
 from credit_dp.errors import UserError
-from credit_dp.plugins import code_of_a_plugin
-from credit_dp.training.parameter_shards import is_share
+from credit_dp.plugins import report_plugin_errors
+from credit_dp.training.parameter_shards import is_dtensor
 
-Groups = Sequence[Mapping[str, Any]]
+ParamGroups = Sequence[Mapping[str, Any]]
 
-SIZES = (4, 3, 2, 2, 2, 2)  # of a small parameter, as many as it has dimensions
-STEPS = 3
-RATE = 0.1  # so large that steps stand out from rounding
-NEEDED = (
+TRIAL_SIZES = (4, 3, 2, 2, 2, 2)  # of a small parameter, as many as it has dimensions
+TRIAL_STEPS = 3
+TRIAL_LR = 0.1  # so large that steps stand out from rounding
+STATE_REQUIREMENT = (
     "Checkpoints hold tensors of the parameter's shape and dtype, and single numbers in tensors, "
     "by keys without dots."
 )
@@ -42,7 +42,7 @@ class StateLayout:
         keys: the keys that a parameter may have, in sets of all that it then has; None: any.
     """
 
-    numbers: Mapping[str, Tensor]
+    scalars: Mapping[str, Tensor]
     moments: int
     keys: frozenset[frozenset[str]] | None = None
 
@@ -50,7 +50,7 @@ class StateLayout:
 ADAMW = StateLayout({"step": torch.zeros(())}, moments=2)
 
 
-def build_own(config: OwnOptimizerConfig, groups: Groups) -> Optimizer:
+def build_plugin_optimizer(config: OwnOptimizerConfig, groups: ParamGroups) -> Optimizer:
     """Return the optimizer that a plug-in builds for these parameter groups.
 
     Raises:
@@ -63,7 +63,7 @@ def build_own(config: OwnOptimizerConfig, groups: Groups) -> Optimizer:
             f"optimizer: {kind.__name__} has no build. It needs a method build(self, groups) that "
             "returns a torch.optim.Optimizer."
         )
-    with code_of_a_plugin(where):
+    with report_plugin_errors(where):
         optimiser = config.build([dict(group) for group in groups])
     if not isinstance(optimiser, Optimizer):
         raise UserError(
@@ -78,27 +78,29 @@ def build_own(config: OwnOptimizerConfig, groups: Groups) -> Optimizer:
     return optimiser
 
 
-def try_own(config: OwnOptimizerConfig, groups: Groups, parallel: ParallelConfig) -> StateLayout:
+def probe_plugin_optimizer(
+    config: OwnOptimizerConfig, groups: ParamGroups, parallel: ParallelConfig
+) -> StateLayout:
     """Return what an optimizer keeps, after steps on small parameters like those of `groups`.
 
     Raises:
         UserError: it fails, or would not train exactly on this mesh or after resuming.
     """
-    groups = [{**group, "lr": RATE} for group in groups]
-    small = small_parameters(groups)
+    groups = [{**group, "lr": TRIAL_LR} for group in groups]
+    small = trial_parameters(groups)
     gpus = sorted({s.value.get_device() for s in small if s.value.is_cuda})
     with torch.random.fork_rng(gpus):  # what it draws here changes nothing in training
-        trained, optimiser = run(config, groups, small)
-        layout = layout_of(config, optimiser, trained)
+        trained, optimiser = run_trial_steps(config, groups, small)
+        layout = observed_layout(config, optimiser, trained)
         check_resuming(config, groups, small, trained)
         if parallel.data_mode == "fsdp2":
-            check_shares(config, groups, small, trained)
+            check_sharded_update(config, groups, small, trained)
         if parallel.pipeline > 1:
             check_pipeline(config, groups, small, trained)
     return layout
 
 
-class Small(NamedTuple):
+class TrialParameter(NamedTuple):
     """A small random parameter.
 
     Attributes:
@@ -113,13 +115,13 @@ class Small(NamedTuple):
     value: Tensor
     gradients: Sequence[Tensor]
 
-    def part(self, rows: slice) -> Small:
+    def sliced(self, rows: slice) -> TrialParameter:
         """Return some rows of it."""
         return self._replace(value=self.value[rows], gradients=[g[rows] for g in self.gradients])
 
-    def shared(self) -> Small:
+    def as_dtensor(self) -> TrialParameter:
         """Return it as this rank's share of a larger one, if the model's parameter is shared."""
-        if not is_share(self.like):
+        if not is_dtensor(self.like):
             return self
         from torch.distributed.tensor import DTensor
 
@@ -131,7 +133,7 @@ class Small(NamedTuple):
         return self._replace(value=value, gradients=gradients)
 
 
-def small_parameters(groups: Groups) -> list[Small]:
+def trial_parameters(groups: ParamGroups) -> list[TrialParameter]:
     """Return one for each number of dimensions in each group, the same on all ranks."""
     draw = torch.Generator().manual_seed(0)
     found = []
@@ -140,18 +142,18 @@ def small_parameters(groups: Groups) -> list[Small]:
         for dims, like in sorted(by_dims.items()):
             device = "cpu" if like.is_meta else like.device
             value, *gradients = (
-                torch.randn(SIZES[:dims], generator=draw).to(device, like.dtype)
-                for _ in range(1 + STEPS)
+                torch.randn(TRIAL_SIZES[:dims], generator=draw).to(device, like.dtype)
+                for _ in range(1 + TRIAL_STEPS)
             )
-            found.append(Small(number, like.detach(), value, gradients))
+            found.append(TrialParameter(number, like.detach(), value, gradients))
     return found
 
 
-def run(
+def run_trial_steps(
     config: OwnOptimizerConfig,
-    groups: Groups,
-    small: Sequence[Small],
-    steps: Iterable[int] = range(STEPS),
+    groups: ParamGroups,
+    small: Sequence[TrialParameter],
+    steps: Iterable[int] = range(TRIAL_STEPS),
     state: Sequence[Mapping[str, Any]] = (),
 ) -> tuple[list[nn.Parameter], Optimizer]:
     """Return small parameters and their optimizer after some steps.
@@ -171,9 +173,9 @@ def run(
         {**group, "params": [p for p, s in zip(parameters, small, strict=True) if s.group == n]}
         for n, group in enumerate(groups)
     ]
-    optimiser = build_own(config, filled)
+    optimiser = build_plugin_optimizer(config, filled)
     optimiser.state.update(zip(parameters, map(dict, state), strict=False))
-    with code_of_a_plugin(f"optimizer: the optimizer of {type(config).__name__}"):
+    with report_plugin_errors(f"optimizer: the optimizer of {type(config).__name__}"):
         for step in steps:
             for parameter, each in zip(parameters, small, strict=True):
                 parameter.grad = each.gradients[step].clone()
@@ -181,7 +183,7 @@ def run(
     return parameters, optimiser
 
 
-def layout_of(
+def observed_layout(
     config: OwnOptimizerConfig, optimiser: Optimizer, parameters: Sequence[nn.Parameter]
 ) -> StateLayout:
     """Return what an optimizer keeps of these parameters.
@@ -193,7 +195,9 @@ def layout_of(
     moments: list[int] = []
     known = {id(parameter) for parameter in parameters}
     if any(id(key) not in known for key in optimiser.state):
-        raise UserError(f"optimizer={config.name}: keeps a state of no parameter. {NEEDED}")
+        raise UserError(
+            f"optimizer={config.name}: keeps a state of no parameter. {STATE_REQUIREMENT}"
+        )
     for parameter in sorted(parameters, key=lambda p: -p.ndim):  # one without any tells nothing
         state = optimiser.state[parameter]
         for key, value in state.items():
@@ -201,7 +205,8 @@ def layout_of(
             if not isinstance(key, str) or "." in key or not tensor:
                 kind = str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
                 raise UserError(
-                    f"optimizer={config.name}: keeps {key!r} of a parameter as {kind}. {NEEDED}"
+                    f"optimizer={config.name}: keeps {key!r} of a parameter as {kind}. "
+                    f"{STATE_REQUIREMENT}"
                 )
             if value.ndim == 0 < parameter.ndim:
                 numbers[key] = value
@@ -209,7 +214,7 @@ def layout_of(
                 raise UserError(
                     f"optimizer={config.name}: keeps {key!r} as {tuple(value.shape)} of "
                     f"{value.dtype} for a parameter of {tuple(parameter.shape)} of "
-                    f"{parameter.dtype}. {NEEDED}"
+                    f"{parameter.dtype}. {STATE_REQUIREMENT}"
                 )
         moments.append(len(state.keys() - numbers.keys()))
     keys = frozenset(frozenset(optimiser.state[p]) for p in parameters)
@@ -218,36 +223,38 @@ def layout_of(
 
 def check_resuming(
     config: OwnOptimizerConfig,
-    groups: Groups,
-    small: Sequence[Small],
+    groups: ParamGroups,
+    small: Sequence[TrialParameter],
     trained: Sequence[nn.Parameter],
 ) -> None:
     """Refuse an optimizer whose next step does not follow from what it keeps of parameters."""
-    *before, last = range(STEPS)
-    parameters, optimiser = run(config, groups, small, before)
+    *before, last = range(TRIAL_STEPS)
+    parameters, optimiser = run_trial_steps(config, groups, small, before)
     values = [s._replace(value=p.detach()) for s, p in zip(small, parameters, strict=True)]
     state = [{k: v.clone() for k, v in optimiser.state[p].items()} for p in parameters]
-    resumed, _ = run(config, groups, values, [last], state)
-    if not near(resumed, trained):
+    resumed, _ = run_trial_steps(config, groups, values, [last], state)
+    if not all_close(resumed, trained):
         raise UserError(
             f"optimizer={config.name}: takes another step when it goes on from a checkpoint, which "
             "holds optimizer.state of each parameter only. Keep everything there, and draw nothing."
         )
 
 
-def check_shares(
+def check_sharded_update(
     config: OwnOptimizerConfig,
-    groups: Groups,
-    small: Sequence[Small],
+    groups: ParamGroups,
+    small: Sequence[TrialParameter],
     trained: Sequence[nn.Parameter],
 ) -> None:
     """Refuse an optimizer that does not update each entry on its own, or no shares of tensors."""
-    half = slice(0, SIZES[0] // 2)
-    cut = [each.part(half) if each.value.ndim else each for each in small]
-    parts, _ = run(config, groups, cut)
-    shares, _ = run(config, groups, [each.shared() for each in small])
-    own = [p.to_local() if is_share(p) else p for p in shares]
-    if not near(parts, [p[half] if p.ndim else p for p in trained]) or not near(own, trained):
+    half = slice(0, TRIAL_SIZES[0] // 2)
+    cut = [each.sliced(half) if each.value.ndim else each for each in small]
+    parts, _ = run_trial_steps(config, groups, cut)
+    shares, _ = run_trial_steps(config, groups, [each.as_dtensor() for each in small])
+    own = [p.to_local() if is_dtensor(p) else p for p in shares]
+    if not all_close(parts, [p[half] if p.ndim else p for p in trained]) or not all_close(
+        own, trained
+    ):
         raise UserError(
             f"optimizer={config.name}: does not update each entry of a parameter on its own, as "
             "parallel.data_mode=fsdp2 needs, which shares parameters out. Use ddp."
@@ -256,20 +263,20 @@ def check_shares(
 
 def check_pipeline(
     config: OwnOptimizerConfig,
-    groups: Groups,
-    small: Sequence[Small],
+    groups: ParamGroups,
+    small: Sequence[TrialParameter],
     trained: Sequence[nn.Parameter],
 ) -> None:
     """Refuse an optimizer that does not update each parameter on its own."""
-    alone = [run(config, groups, [each])[0][0] for each in small]
-    if not near(alone, trained):
+    alone = [run_trial_steps(config, groups, [each])[0][0] for each in small]
+    if not all_close(alone, trained):
         raise UserError(
             f"optimizer={config.name}: does not update each parameter on its own, as "
             "parallel.pipeline above 1 needs. Use parallel.pipeline=1."
         )
 
 
-def near(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
+def all_close(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
     """Return whether tensors agree but for rounding, wherever they lie."""
     for a, b in zip(found, wanted, strict=True):
         rounding = 1000 * torch.finfo(b.dtype).eps

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
-def shares_parameters(module: nn.Module) -> TypeGuard[FSDPModule]:
+def is_fsdp_module(module: nn.Module) -> TypeGuard[FSDPModule]:
     """Return whether the parameters of this module are gathered while it computes."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # whoever has made one has imported it
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
-def is_share(tensor: Tensor) -> TypeGuard[DTensor]:
+def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
     """Return whether a rank holds but a share of this parameter, gradient or norm."""
     tensors = sys.modules.get("torch.distributed.tensor")
     return tensors is not None and isinstance(tensor, tensors.DTensor)
@@ -45,7 +45,7 @@ def shard_parameters(
 
     Args:
         part: converted already. Its output keeps `dtype`, whatever the parameters compute in.
-        mesh: see `replicas_and_shards`.
+        mesh: see `fsdp_mesh`.
         parallel: dtypes and whether parameters wait in the host's memory.
         dtype: of the model's output.
 
@@ -71,16 +71,16 @@ def shard_parameters(
     offload = OffloadPolicy()
     if parallel.cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
-    for block in shared_blocks(part):
+    for block in fsdp_blocks(part):
         fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=offload)
     fully_shard(part, mesh=mesh, mp_policy=of_root, offload_policy=offload)
 
 
-def shared_blocks(part: nn.Module) -> list[nn.Module]:
+def fsdp_blocks(part: nn.Module) -> list[nn.Module]:
     """Return the modules that are gathered on their own; a sharded layer is too small to be one."""
     if not isinstance(part, SegmentedModel):
         return []
-    names = dict.fromkeys(segment.name for segment in part.segments()[part.part])
+    names = dict.fromkeys(segment.name for segment in part.segments()[part.active_segments])
     _check_tied(part, list(names))
     blocks = (part.get_submodule(name) for name in names)
     return [
@@ -102,7 +102,7 @@ def _check_tied(part: nn.Module, blocks: list[str]) -> None:
                 )
 
 
-def replicas_and_shards(manager: DomainParallelManager) -> DeviceMesh | None:
+def fsdp_mesh(manager: DomainParallelManager) -> DeviceMesh | None:
     """Return the mesh (domain, data) of this pipeline rank: replicas first, as torch wants it.
 
     None if there is nobody to share with. A collective of all ranks, which makes process groups.

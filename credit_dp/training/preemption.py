@@ -9,7 +9,7 @@ from typing import Self, final
 import torch
 import torch.distributed as dist
 
-from credit_dp.distributed.signals import TimeLimit, heeding, time_limit
+from credit_dp.distributed.signals import TimeLimit, handle_stop, job_time_limit
 from credit_dp.domain_parallel import DomainParallelManager
 
 
@@ -25,21 +25,21 @@ class Preemption:
     """
 
     def __init__(self, manager: DomainParallelManager) -> None:
-        self.together = manager.mesh is not None
-        self.first = manager.rank == 0
-        self.own = 0  # the signal that reached this rank
-        self.number = 0  # the one that all ranks know of
-        self.limit = TimeLimit(None)
+        self.is_distributed = manager.mesh is not None
+        self.is_rank_0 = manager.rank == 0
+        self.local_signal = 0  # the signal that reached this rank
+        self.agreed_signal = 0  # the one that all ranks know of
+        self.time_limit = TimeLimit(None)
         self.group: dist.ProcessGroup | None = None
-        self.heeding = contextlib.ExitStack()
+        self.handlers = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
-        if self.together:
+        if self.is_distributed:
             # In the host's memory, so that no rank waits for its GPU to know.
             self.group = dist.new_group(backend="gloo")
-        if self.first:
-            self.limit = time_limit()
-        self.heeding.enter_context(heeding(self.note))
+        if self.is_rank_0:
+            self.time_limit = job_time_limit()
+        self.handlers.enter_context(handle_stop(self.record_signal))
         return self
 
     def __exit__(
@@ -48,30 +48,30 @@ class Preemption:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.heeding.close()
+        self.handlers.close()
         if self.group is not None and error is None:  # after a failure others may never come
             dist.destroy_process_group(self.group)
 
-    def note(self, number: int) -> None:
+    def record_signal(self, number: int) -> None:
         """Remember a signal that reached this rank."""
-        self.own = number
+        self.local_signal = number
 
-    def asked(self) -> bool:
+    def stop_requested(self) -> bool:
         """Whether any rank has been asked to stop; the same answer on every rank.
 
         Collective: every rank asks after every step, with eight bytes of each.
         """
-        late = 0 if self.own or not self.limit.reached() else int(signal.SIGUSR1)
-        number = torch.tensor(self.own or late)
+        late = 0 if self.local_signal or not self.time_limit.reached() else int(signal.SIGUSR1)
+        number = torch.tensor(self.local_signal or late)
         if self.group is not None:
             dist.all_reduce(number, op=dist.ReduceOp.MAX, group=self.group)
-        self.number = int(number)
-        return self.number > 0
+        self.agreed_signal = int(number)
+        return self.agreed_signal > 0
 
-    def words(self, step: int, checkpoint: Path) -> str:
+    def stop_message(self, step: int, checkpoint: Path) -> str:
         """One line on why training has stopped, and how it goes on."""
-        late = not self.own and self.limit.reached()
-        name = "the job's time is over" if late else signal.Signals(self.number).name
+        late = not self.local_signal and self.time_limit.reached()
+        name = "the job's time is over" if late else signal.Signals(self.agreed_signal).name
         return (
             f"{name}: stopped after step {step}, which is saved in {checkpoint}; the same command "
             "with resume=auto goes on from there"

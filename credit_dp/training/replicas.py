@@ -7,13 +7,15 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from credit_dp.distributed.report import name_of
+from credit_dp.distributed.report import rank_name
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
-from credit_dp.training.parameter_shards import is_share
+from credit_dp.training.parameter_shards import is_dtensor
 
-PIECE = 1 << 20  # entries worked on at once, so that no second copy of a large tensor is made
-WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+CHUNK_ENTRIES = (
+    1 << 20
+)  # entries worked on at once, so that no second copy of a large tensor is made
+INTEGER_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Odd, so that multiplying by them modulo 2**64 can be undone: different entries stay different.
 STEP, FIRST, SECOND = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB
 LOWER = 0xFFFFFFFF
@@ -31,14 +33,14 @@ def checksum(tensor: Tensor) -> Tensor:
     flat = tensor.detach().reshape(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
-    words = flat.view(WORDS[flat.element_size()])
+    words = flat.view(INTEGER_DTYPES[flat.element_size()])
     total = torch.full((), len(words), dtype=torch.int64, device=words.device)
-    for start in range(0, len(words), PIECE):
-        total += mixed(words[start : start + PIECE], start).sum()
+    for start in range(0, len(words), CHUNK_ENTRIES):
+        total += mix_bits(words[start : start + CHUNK_ENTRIES], start).sum()
     return total
 
 
-def mixed(words: Tensor, start: int) -> Tensor:
+def mix_bits(words: Tensor, start: int) -> Tensor:
     """Each entry and its position, from `start` on, spread over 64 bits; reversible in the entry.
 
     Integer arithmetic wraps around, on every device.
@@ -52,8 +54,8 @@ def mixed(words: Tensor, start: int) -> Tensor:
 
 
 NAME_BYTES = 512
-ODD_ONES = 3  # so many ranks are named, further ones are counted
-ABSENT, SHARED_OUT, WHOLE = 0, 1, 2  # how a rank holds a parameter
+MAX_NAMED_RANKS = 3  # so many ranks are named, further ones are counted
+ABSENT, SHARDED, REPLICATED = 0, 1, 2  # how a rank holds a parameter
 ADVICE = (
     "Every rank has to build and update the same weights: look for random numbers, files or "
     "gradients that only some ranks use, and for faulty hardware; then resume from a checkpoint "
@@ -77,21 +79,21 @@ def check_replicas(
     if manager.mesh is None:
         return
     names = sorted(parameters)
-    refuse_other_names(names, parameters, manager, step)
-    sums = [checksum(shard(parameters[name])).to(manager.mesh.device_type) for name in names]
-    whole = torch.tensor([not is_share(parameters[name]) for name in names])
+    check_same_parameters(names, parameters, manager, step)
+    sums = [checksum(local_tensor(parameters[name])).to(manager.mesh.device_type) for name in names]
+    whole = torch.tensor([not is_dtensor(parameters[name]) for name in names])
     first = first_difference(torch.stack(sums), whole, manager) if names else None
     if any_rank(first is not None, manager):
         suspect = "" if first is None else names[first]
-        raise UserError(verdict(suspect, parameters, manager, step))
+        raise UserError(difference_message(suspect, parameters, manager, step))
 
 
-def shard(parameter: Tensor) -> Tensor:
+def local_tensor(parameter: Tensor) -> Tensor:
     """What of a parameter is in this rank's memory; writing into that changes it."""
-    return parameter.to_local() if is_share(parameter) else parameter
+    return parameter.to_local() if is_dtensor(parameter) else parameter
 
 
-def refuse_other_names(
+def check_same_parameters(
     names: list[str],
     parameters: Mapping[str, Tensor],
     manager: DomainParallelManager,
@@ -103,28 +105,31 @@ def refuse_other_names(
         UserError: number, names, shapes or dtypes differ; on all ranks alike.
     """
     told = [f"{n} {tuple(parameters[n].shape)} {parameters[n].dtype}" for n in names]
-    table = gather([len(names), zlib.crc32("\n".join(told).encode())], manager)
+    table = all_gather_ints([len(names), zlib.crc32("\n".join(told).encode())], manager)
     per_position = manager.dp_world_size * manager.domain_world_size
     for start in range(0, manager.world_size, per_position):
         for rank in range(start + 1, start + per_position):
             if table[rank] != table[start]:
                 raise UserError(
-                    f"parallel.check_replicas_every: {name(start, manager)} has {table[start][0]} "
-                    f"parameters and {name(rank, manager)} has {table[rank][0]}, with other names, "
-                    f"shapes or dtypes, {when(step)}. Every rank has to build the same model: look "
+                    f"parallel.check_replicas_every: {replica_name(start, manager)} has "
+                    f"{table[start][0]} "
+                    f"parameters and {replica_name(rank, manager)} has {table[rank][0]}, with "
+                    "other names, "
+                    f"shapes or dtypes, {step_phrase(step)}. Every rank has to build the same "
+                    "model: look "
                     "for settings or files that only some ranks see."
                 )
 
 
 def first_difference(sums: Tensor, whole: Tensor, manager: DomainParallelManager) -> int | None:
     """The first parameter whose checksum is not the same on all ranks that share it."""
-    differs = extent(sums, manager.domain_group)
-    over_data = extent(sums, manager.data_parallel_group)
+    differs = differing_entries(sums, manager.domain_group)
+    over_data = differing_entries(sums, manager.data_parallel_group)
     places = (differs | (over_data & whole.to(sums.device))).nonzero()
     return int(places[0]) if len(places) else None
 
 
-def extent(sums: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def differing_entries(sums: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Which entries differ within a group: largest and smallest value are not the same."""
     ends = torch.stack([sums, ~sums])  # ~ turns the order round, so that one maximum gives both
     dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=group)
@@ -133,10 +138,10 @@ def extent(sums: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 def any_rank(flag: bool, manager: DomainParallelManager) -> bool:
     """Whether the flag is set on any rank, the other pipeline positions included."""
-    return any(row[0] for row in gather([int(flag)], manager))
+    return any(row[0] for row in all_gather_ints([int(flag)], manager))
 
 
-def verdict(
+def difference_message(
     suspect: str, parameters: Mapping[str, Tensor], manager: DomainParallelManager, step: int
 ) -> str:
     """The line that says which parameter differs, and where; a collective, the same everywhere.
@@ -144,31 +149,34 @@ def verdict(
     Only here names and checksums travel to all ranks.
     """
     encoded = list(suspect.encode()[:NAME_BYTES].ljust(NAME_BYTES, b"\0"))
-    rows = gather(encoded, manager)
+    rows = all_gather_ints(encoded, manager)
     found = min(text for row in rows if (text := bytes(row).rstrip(b"\0")))
     mine = [n for n in parameters if n.encode()[:NAME_BYTES] == found]
-    held = holding(parameters[mine[0]]) if mine else [ABSENT, 0]
-    reference, odd = odd_ones(gather(held, manager), manager)
-    more = f" and {len(odd) - ODD_ONES} more" if len(odd) > ODD_ONES else ""
-    others = ", ".join(name(rank, manager) for rank in odd[:ODD_ONES])
+    held = kind_and_checksum(parameters[mine[0]]) if mine else [ABSENT, 0]
+    reference, odd = reference_and_differing_ranks(all_gather_ints(held, manager), manager)
+    more = f" and {len(odd) - MAX_NAMED_RANKS} more" if len(odd) > MAX_NAMED_RANKS else ""
+    others = ", ".join(replica_name(rank, manager) for rank in odd[:MAX_NAMED_RANKS])
     return (
         f"parallel.check_replicas_every: parameter {found.decode(errors='replace')} differs "
-        f"between {name(reference, manager)} and {others}{more} {when(step)}. {ADVICE}"
+        f"between {replica_name(reference, manager)} and {others}{more} {step_phrase(step)}. "
+        f"{ADVICE}"
     )
 
 
-def holding(parameter: Tensor) -> list[int]:
+def kind_and_checksum(parameter: Tensor) -> list[int]:
     """How this rank holds a parameter, and the checksum of what it has."""
-    kind = SHARED_OUT if is_share(parameter) else WHOLE
-    return [kind, int(checksum(shard(parameter)))]
+    kind = SHARDED if is_dtensor(parameter) else REPLICATED
+    return [kind, int(checksum(local_tensor(parameter)))]
 
 
-def odd_ones(table: list[list[int]], manager: DomainParallelManager) -> tuple[int, list[int]]:
+def reference_and_differing_ranks(
+    table: list[list[int]], manager: DomainParallelManager
+) -> tuple[int, list[int]]:
     """A rank that holds what most hold, and the ranks that should hold the same but don't.
 
     With as many on both sides it is the lower rank that is taken to be right.
     """
-    for ranks in sharers(table, manager):
+    for ranks in replica_groups(table, manager):
         values = [table[rank][1] for rank in ranks]
         common = max(values, key=values.count)  # the first of equals
         odd = [rank for rank in ranks if table[rank][1] != common]
@@ -177,19 +185,19 @@ def odd_ones(table: list[list[int]], manager: DomainParallelManager) -> tuple[in
     raise RuntimeError("checksums that differed a moment ago are equal now")
 
 
-def sharers(table: list[list[int]], manager: DomainParallelManager) -> Iterable[list[int]]:
+def replica_groups(table: list[list[int]], manager: DomainParallelManager) -> Iterable[list[int]]:
     """Lists of ranks that should hold the same bits of the parameter that the table is about."""
     domain = manager.domain_world_size
     per_position = manager.dp_world_size * domain
     for start in range(0, manager.world_size, per_position):
         kind = table[start][0]
-        width = domain if kind == SHARED_OUT else per_position
+        width = domain if kind == SHARDED else per_position
         for first in range(start, start + per_position, width):
             if kind != ABSENT:
                 yield list(range(first, first + width))
 
 
-def gather(values: list[int], manager: DomainParallelManager) -> list[list[int]]:
+def all_gather_ints(values: list[int], manager: DomainParallelManager) -> list[list[int]]:
     """The values of every rank of the world, in rank order."""
     device = "cuda" if "nccl" in dist.get_backend() else "cpu"
     own = torch.tensor(values, dtype=torch.int64, device=device)
@@ -198,11 +206,11 @@ def gather(values: list[int], manager: DomainParallelManager) -> list[list[int]]
     return [row.tolist() for row in table]
 
 
-def name(rank: int, manager: DomainParallelManager) -> str:
+def replica_name(rank: int, manager: DomainParallelManager) -> str:
     """A rank with its place on the mesh."""
-    return name_of(rank, manager.dp_world_size, manager.domain_world_size)
+    return rank_name(rank, manager.dp_world_size, manager.domain_world_size)
 
 
-def when(step: int) -> str:
+def step_phrase(step: int) -> str:
     """When the check was made, for people."""
     return f"after step {step}" if step else "at the start"

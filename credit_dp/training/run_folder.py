@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 import credit_dp
 from credit_dp.config import Config
 from credit_dp.errors import UserError
-from credit_dp.training.checkpoint_files import FOLDER
+from credit_dp.training.checkpoint_files import CHECKPOINTS_FOLDER
 
 
 @final
@@ -34,7 +34,7 @@ class RunFolder:
     @property
     def checkpoint(self) -> Path:
         """The folder of checkpoints: weights and all that a resumed run needs."""
-        return self.path / FOLDER
+        return self.path / CHECKPOINTS_FOLDER
 
     @property
     def log(self) -> Path:
@@ -62,22 +62,22 @@ class RunFolder:
         return self.path / "trace-rank0.json"
 
     @property
-    def map(self) -> Path:
+    def map_plot(self) -> Path:
         """Forecast, truth and error of one field."""
         return self.path / "forecast.png"
 
     @property
-    def loss(self) -> Path:
+    def loss_plot(self) -> Path:
         """Loss and validation scores over steps, drawn."""
         return self.path / "loss.png"
 
     @property
-    def rmse(self) -> Path:
+    def rmse_plot(self) -> Path:
         """Errors by lead time, drawn."""
         return self.path / "rmse.png"
 
     @property
-    def spectra(self) -> Path:
+    def spectra_plot(self) -> Path:
         """Power by zonal wavenumber at the longest lead time, drawn."""
         return self.path / "spectra.png"
 
@@ -87,7 +87,7 @@ class RunFolder:
         return self.path / "errors.png"
 
     @property
-    def again(self) -> str:
+    def rerun_command(self) -> str:
         """The command that does the run once more, in another folder."""
         return f"credit-dp train --again {shlex.quote(str(self.path.absolute()))}"
 
@@ -113,25 +113,25 @@ def resolved_yaml(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True)
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_text_atomic(path: Path, text: str) -> None:
     """Write a small file so that readers see the old one or the new one, never half of it.
 
     Raises:
         UserError: the folder cannot be written to.
     """
-    temporary = unfinished(path)
-    with writing(path):
+    temporary = temporary_file(path)
+    with translate_write_errors(path):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary.write_text(text, encoding="utf-8")
             os.replace(temporary, path)
         except OSError:
-            discard(temporary)
+            remove_if_possible(temporary)
             raise
 
 
 @contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
+def translate_write_errors(path: Path) -> Iterator[None]:
     """Say in one line that `path` could not be written.
 
     Raises:
@@ -146,7 +146,7 @@ def writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def unfinished(path: Path) -> Path:
+def temporary_file(path: Path) -> Path:
     """Where a file is written before it takes its name.
 
     Always the same: a killed run leaves one such file at most, and the next write replaces it. Only
@@ -155,17 +155,17 @@ def unfinished(path: Path) -> Path:
     return path.with_name(f".{path.name}.part")
 
 
-def discard(path: Path) -> None:
+def remove_if_possible(path: Path) -> None:
     """Remove a file where possible."""
     with contextlib.suppress(OSError):
         path.unlink()
 
 
 PACKAGE = Path(__file__).resolve().parents[1]
-PATIENCE = 10.0  # seconds for an answer of git, which may sit on a slow file system
-LONGEST = 2**20  # characters of a difference that are kept
+GIT_TIMEOUT = 10.0  # seconds for an answer of git, which may sit on a slow file system
+MAX_PATCH_CHARACTERS = 2**20  # characters of a difference that are kept
 # What a user's settings may change about a difference so that it is no patch of the whole checkout.
-AS_A_PATCH = (
+PATCH_OPTIONS = (
     "--binary",
     "--no-color",
     "--no-ext-diff",
@@ -176,7 +176,7 @@ AS_A_PATCH = (
     "--src-prefix=a/",
     "--dst-prefix=b/",
 )
-MOST = 50  # names of files that git does not know
+MAX_UNTRACKED_NAMES = 50  # names of files that git does not know
 
 
 @cache
@@ -191,43 +191,49 @@ def provenance() -> dict[str, str]:
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
-    commit = git("rev-parse", "HEAD") if in_checkout() else None
+    commit = run_git("rev-parse", "HEAD") if in_checkout() else None
     if commit is not None:
         found["commit"] = commit.strip()
-        found["changed"] = "yes" if difference() or unknown_files() else "no"
+        found["changed"] = "yes" if git_diff() or untracked_files() else "no"
     return found
 
 
-def code_text() -> str:
+def provenance_text() -> str:
     """`provenance`, and the difference to the commit as a patch that `git apply` takes."""
     lines = [f"{name}: {value}" for name, value in provenance().items()]
     if "commit" not in provenance():
         return "\n".join([*lines, ""])
-    names = unknown_files()
-    lines += [f"not in git: {name}" for name in names[:MOST]]
-    lines += [f"not in git: {len(names) - MOST} more files"] if len(names) > MOST else []
-    patch = difference()
-    if len(patch) > LONGEST:
-        lines.append(f"the difference has {len(patch)} characters; the first {LONGEST} follow")
-    return "\n".join([*lines, "", patch[:LONGEST]])
+    names = untracked_files()
+    lines += [f"not in git: {name}" for name in names[:MAX_UNTRACKED_NAMES]]
+    lines += (
+        [f"not in git: {len(names) - MAX_UNTRACKED_NAMES} more files"]
+        if len(names) > MAX_UNTRACKED_NAMES
+        else []
+    )
+    patch = git_diff()
+    if len(patch) > MAX_PATCH_CHARACTERS:
+        lines.append(
+            f"the difference has {len(patch)} characters; the first {MAX_PATCH_CHARACTERS} follow"
+        )
+    return "\n".join([*lines, "", patch[:MAX_PATCH_CHARACTERS]])
 
 
 def in_checkout() -> bool:
     """Whether git knows the package; an installed one may lie in a folder of another project."""
-    return git("ls-files", "--error-unmatch", "__init__.py") is not None
+    return run_git("ls-files", "--error-unmatch", "__init__.py") is not None
 
 
-def difference() -> str:
+def git_diff() -> str:
     """What differs from the commit in files that git knows, whatever form the user likes best."""
-    return git("diff", "HEAD", *AS_A_PATCH) or ""
+    return run_git("diff", "HEAD", *PATCH_OPTIONS) or ""
 
 
-def unknown_files() -> list[str]:
+def untracked_files() -> list[str]:
     """Files of the package that git does not know."""
-    return (git("ls-files", "--others", "--exclude-standard") or "").splitlines()
+    return (run_git("ls-files", "--others", "--exclude-standard") or "").splitlines()
 
 
-def git(*arguments: str) -> str | None:
+def run_git(*arguments: str) -> str | None:
     """What git answers about the checkout; None if it can't, for whatever reason."""
     # A hook of git sets variables that point to its own repository.
     own = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
@@ -239,7 +245,7 @@ def git(*arguments: str) -> str | None:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            timeout=PATIENCE,
+            timeout=GIT_TIMEOUT,
             check=True,
         )
     except (OSError, subprocess.SubprocessError):
@@ -272,17 +278,19 @@ def log_to_file(folder: Path, rank: int, early: Iterable[logging.LogRecord] = ()
         return
     with contextlib.ExitStack() as stack:
         stack.callback(file.close)
-        stack.enter_context(listening(file))
-        stack.enter_context(warnings_too(file))
-        file.note(logging.INFO, "started as process %s on %s", os.getpid(), socket.gethostname())
+        stack.enter_context(attach_to_loggers(file))
+        stack.enter_context(log_warnings(file))
+        file.write_line(
+            logging.INFO, "started as process %s on %s", os.getpid(), socket.gethostname()
+        )
         for record in early:
             file.handle(record)
         try:
             yield
         except BaseException:
-            file.note(logging.ERROR, "ended by an error", error=True)
+            file.write_line(logging.ERROR, "ended by an error", error=True)
             raise
-        file.note(logging.INFO, "ended")
+        file.write_line(logging.INFO, "ended")
 
 
 @final
@@ -293,17 +301,17 @@ class LogFile(logging.FileHandler):
         super().__init__(path, encoding="utf-8")
         line = f"%(asctime)s [rank {rank}] %(levelname)s %(name)s: %(message)s"
         self.setFormatter(logging.Formatter(line))
-        self.told = False
+        self.warned = False
 
-    def note(self, level: int, message: str, *args: object, error: bool = False) -> None:
+    def write_line(self, level: int, message: str, *args: object, error: bool = False) -> None:
         """Write a line that nobody else is to see; with the error that is under way."""
         trace = sys.exc_info() if error else None
         self.handle(logging.LogRecord(__name__, level, "", 0, message, args, trace))
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - as it is called
         """Warn the others instead of showing a traceback for each line."""
-        if not self.told:
-            self.told = True
+        if not self.warned:
+            self.warned = True
             logger.warning("%s: could not be written (%s).", self.baseFilename, sys.exc_info()[1])
 
     def close(self) -> None:
@@ -313,7 +321,7 @@ class LogFile(logging.FileHandler):
 
 
 @contextlib.contextmanager
-def listening(file: LogFile) -> Iterator[None]:
+def attach_to_loggers(file: LogFile) -> Iterator[None]:
     """Hear this package's loggers from INFO on, and all others; what else hears them stays so."""
     ours, root = logging.getLogger("credit_dp"), logging.getLogger()
     heard_by = [(handler, handler.level) for handler in ours.handlers]
@@ -339,7 +347,7 @@ def listening(file: LogFile) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def warnings_too(log: LogFile) -> Iterator[None]:
+def log_warnings(log: LogFile) -> Iterator[None]:
     """Write warnings that are shown into the file as well."""
     shown = warnings.showwarning
 
@@ -353,7 +361,7 @@ def warnings_too(log: LogFile) -> Iterator[None]:
     ) -> None:
         shown(message, category, filename, lineno, file, line)
         text = warnings.formatwarning(message, category, filename, lineno, line)
-        log.note(logging.WARNING, "%s", text.rstrip())
+        log.write_line(logging.WARNING, "%s", text.rstrip())
 
     warnings.showwarning = show
     try:

@@ -15,27 +15,32 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from credit_dp.errors import UserError
 from credit_dp.training.checkpoint_files import Shape
-from credit_dp.training.data_description import Description
-from credit_dp.training.optim import WeightAverage, move_schedule
+from credit_dp.training.data_description import DataDescription
+from credit_dp.training.optim import WeightAverage, restore_schedule
 from credit_dp.training.own_optimizer import ADAMW, StateLayout
-from credit_dp.training.parameter_shards import shares_parameters
+from credit_dp.training.parameter_shards import is_fsdp_module
 
-MODEL, OPTIMISER, GENERATOR, STATIC = "model.", "optimiser.", "random.generator", "static"
-VALID = "valid"
-AVERAGED = "averaged"  # how many updates averages have taken in
-AVERAGE = "average."  # of a weight, which is called as in the model
-HISTORY = "gradients"
-OPTIMIZER = "optimizer"  # its name; checkpoints without one are of adamw
+MODEL_PREFIX, OPTIMIZER_PREFIX, GENERATOR_KEY, STATIC_KEY = (
+    "model.",
+    "optimiser.",
+    "random.generator",
+    "static",
+)
+VALID_KEY = "valid"
+AVERAGE_UPDATES_KEY = "averaged"  # how many updates averages have taken in
+AVERAGE_PREFIX = "average."  # of a weight, which is called as in the model
+HISTORY_KEY = "gradients"
+OPTIMIZER_KEY = "optimizer"  # its name; checkpoints without one are of adamw
 
-RECENT = 100  # accepted gradient norms that new ones are compared with
+NORM_WINDOW = 100  # accepted gradient norms that new ones are compared with
 
 
 @final
 @dataclass
-class History:
+class GradientHistory:
     """What has been seen of gradients: the last norms whose steps were taken, and skipped steps."""
 
-    norms: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    norms: deque[float] = field(default_factory=lambda: deque(maxlen=NORM_WINDOW))
     skipped: int = 0
     in_a_row: int = 0
 
@@ -75,33 +80,33 @@ class TrainingState:
     """
 
     parts: tuple[nn.Module, ...]
-    optimiser: Optimizer
+    optimizer: Optimizer
     schedule: LambdaLR
     sampler: Stateful
-    data: Description
+    data: DataDescription
     seed: int
     step: int = 0
     static: Callable[[], NDArray[np.float32]] | None = None
     valid: Callable[[], NDArray[np.bool_] | None] | None = None
     average: WeightAverage | None = None
-    history: History = field(default_factory=History)
-    optimizer: str = "adamw"
+    history: GradientHistory = field(default_factory=GradientHistory)
+    optimizer_name: str = "adamw"
     layout: StateLayout = ADAMW
 
     @contextmanager
-    def forecasting(self) -> Iterator[None]:
+    def eval_mode(self) -> Iterator[None]:
         """Let the model forecast meanwhile, with the averages of its weights if there are any."""
-        gather_no_more(self.parts)
+        reshard_parameters(self.parts)
         with ExitStack() as after:
             if self.average is not None:
-                after.enter_context(self.average.in_place())
-            after.callback(gather_no_more, self.parts)
+                after.enter_context(self.average.swapped_in())
+            after.callback(reshard_parameters, self.parts)
             after.callback(self.train)
             self.train(False)
             yield
 
     @property
-    def trained(self) -> dict[str, nn.Parameter]:
+    def trainable_parameters(self) -> dict[str, nn.Parameter]:
         """Those of `parameters` that are not frozen."""
         return {name: p for name, p in self.parameters.items() if p.requires_grad}
 
@@ -121,86 +126,89 @@ class TrainingState:
         But for the random generator, which is a copy.
         """
         moments = {
-            f"{OPTIMISER}{name}.{key}": value
+            f"{OPTIMIZER_PREFIX}{name}.{key}": value
             for name, parameter in self.parameters.items()
-            for key, value in self.optimiser.state.get(parameter, {}).items()
+            for key, value in self.optimizer.state.get(parameter, {}).items()
         }
         averages = {} if self.average is None else self.average.averages
-        averaged = {f"{AVERAGE}{name}": average for name, average in averages.items()}
+        averaged = {f"{AVERAGE_PREFIX}{name}": average for name, average in averages.items()}
         # Each step's numbers are drawn from (seed, step, rank), so the seed is what has to be
         # kept; the generator's own state is for whoever draws outside of a step.
         model = model_tensors(self.parts)
-        return {**model, **moments, **averaged, GENERATOR: torch.get_rng_state()}
+        return {**model, **moments, **averaged, GENERATOR_KEY: torch.get_rng_state()}
 
-    def constants(self) -> dict[str, Tensor]:
+    def constant_fields(self) -> dict[str, Tensor]:
         """What a checkpoint carries besides: read by one rank, for all."""
-        found = {} if self.static is None else {STATIC: torch.from_numpy(self.static())}
+        found = {} if self.static is None else {STATIC_KEY: torch.from_numpy(self.static())}
         valid = None if self.valid is None else self.valid()
         if valid is not None:  # as bytes: shards hold no booleans
-            found[VALID] = torch.from_numpy(valid).to(torch.uint8)
+            found[VALID_KEY] = torch.from_numpy(valid).to(torch.uint8)
         return found
 
-    def numbers(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         """The rest: numbers and text, the same on every rank."""
         return {
             "step": self.step,
             "seed": self.seed,
-            OPTIMIZER: self.optimizer,
+            OPTIMIZER_KEY: self.optimizer_name,
             "schedule": self.schedule.state_dict(),
             "sampler": self.sampler.state_dict(),
             "data": self.data,
-            HISTORY: self.history.state_dict(),
-            **({} if self.average is None else {AVERAGED: self.average.updates}),
+            HISTORY_KEY: self.history.state_dict(),
+            **({} if self.average is None else {AVERAGE_UPDATES_KEY: self.average.updates}),
         }
 
-    def make_room(self, saved: dict[str, Shape]) -> dict[str, Tensor]:
+    def allocate_tensors(self, saved: dict[str, Shape]) -> dict[str, Tensor]:
         """The tensors to load those of a checkpoint into; forgets the optimiser's own.
 
         What it knows of a parameter that is frozen now has no room, nor has an average that it does
-        not have: that one starts from the weights, see `go_on`.
+        not have: that one starts from the weights, see `load_metadata`.
 
         Raises:
             UserError: the checkpoint has others of a parameter than the optimiser keeps.
         """
         if self.step:  # else they are those that some optimisers have before their first step
-            self.optimiser.state.clear()
-        parameters, found = self.trained, defaultdict[str, list[str]](list)
+            self.optimizer.state.clear()
+        parameters, found = self.trainable_parameters, defaultdict[str, list[str]](list)
         for each in saved:
-            name, _, key = each.removeprefix(OPTIMISER).rpartition(".")
-            if each.startswith(OPTIMISER) and name in parameters:
+            name, _, key = each.removeprefix(OPTIMIZER_PREFIX).rpartition(".")
+            if each.startswith(OPTIMIZER_PREFIX) and name in parameters:
                 found[name].append(key)
         for name, keys in found.items():
             if self.layout.keys is not None and {*keys} not in self.layout.keys:
                 raise UserError(
                     f"resume: the checkpoint has {', '.join(sorted(keys))} of {name}, which "
-                    f"optimizer={self.optimizer} does not keep with its keys now. Set the keys of "
+                    f"optimizer={self.optimizer_name} does not keep with its keys now. Set the "
+                    "keys of "
                     "optimizer to those of the checkpoint, or start a new run with init_from."
                 )
             for key in keys:
-                number = self.layout.numbers.get(key)
-                self.optimiser.state[parameters[name]][key] = moment(parameters[name], number)
+                number = self.layout.scalars.get(key)
+                self.optimizer.state[parameters[name]][key] = allocate_moment(
+                    parameters[name], number
+                )
         tensors = self.tensors().items()
-        optional = (AVERAGE, OPTIMISER)
+        optional = (AVERAGE_PREFIX, OPTIMIZER_PREFIX)
         return {n: t for n, t in tensors if n in saved or not n.startswith(optional)}
 
-    def go_on(self, numbers: dict[str, Any], generator: Tensor) -> None:
+    def load_metadata(self, numbers: dict[str, Any], generator: Tensor) -> None:
         """Stand where a checkpoint's numbers do; what the config sets stays as it is."""
-        move_schedule(self.optimiser, self.schedule, numbers["schedule"])
+        restore_schedule(self.optimizer, self.schedule, numbers["schedule"])
         self.sampler.load_state_dict(numbers["sampler"])
         torch.set_rng_state(generator)
         self.seed, self.step = numbers["seed"], numbers["step"]
-        if HISTORY in numbers:  # not in those of earlier versions
-            self.history.load_state_dict(numbers[HISTORY])
+        if HISTORY_KEY in numbers:  # not in those of earlier versions
+            self.history.load_state_dict(numbers[HISTORY_KEY])
         if self.average is not None:
-            new = [n for n in self.average.averages if AVERAGE + n not in numbers["tensors"]]
-            self.average.start_from_weights(new, numbers.get(AVERAGED, 0))
+            new = [n for n in self.average.averages if AVERAGE_PREFIX + n not in numbers["tensors"]]
+            self.average.reset_to_parameters(new, numbers.get(AVERAGE_UPDATES_KEY, 0))
 
 
-def gather_no_more(parts: tuple[nn.Module, ...]) -> None:
+def reshard_parameters(parts: tuple[nn.Module, ...]) -> None:
     """Bring parameters that are shared out back to that form; forwards without backwards don't."""
     for part in parts:
         for module in part.modules():
-            if shares_parameters(module):
+            if is_fsdp_module(module):
                 module.reshard()
 
 
@@ -209,7 +217,7 @@ def named_parameters(parts: tuple[nn.Module, ...]) -> dict[str, nn.Parameter]:
     return dict(sorted(p for part in parts for p in part.named_parameters()))
 
 
-def saved_parameters(parts: tuple[nn.Module, ...]) -> dict[str, nn.Parameter]:
+def trainable_saved_parameters(parts: tuple[nn.Module, ...]) -> dict[str, nn.Parameter]:
     """Those that are not frozen, by their names in `model_tensors`."""
     saved = named_tensors(parts).items()
     return {n: p for n, p in saved if isinstance(p, nn.Parameter) and p.requires_grad}
@@ -217,7 +225,7 @@ def saved_parameters(parts: tuple[nn.Module, ...]) -> dict[str, nn.Parameter]:
 
 def model_tensors(parts: tuple[nn.Module, ...]) -> dict[str, Tensor]:
     """What `named_tensors` names, as it is in a checkpoint."""
-    return {MODEL + name: value.detach() for name, value in named_tensors(parts).items()}
+    return {MODEL_PREFIX + name: value.detach() for name, value in named_tensors(parts).items()}
 
 
 def named_tensors(parts: tuple[nn.Module, ...]) -> dict[str, Tensor]:
@@ -244,7 +252,7 @@ def named_tensors(parts: tuple[nn.Module, ...]) -> dict[str, Tensor]:
     return tensors
 
 
-def moment(parameter: nn.Parameter, number: Tensor | None) -> Tensor:
+def allocate_moment(parameter: nn.Parameter, number: Tensor | None) -> Tensor:
     """Room for what the optimiser keeps of a parameter: a tensor like it, or like a `number`."""
     if number is None:
         return torch.zeros_like(parameter, requires_grad=False)

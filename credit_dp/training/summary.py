@@ -12,20 +12,20 @@ from typing import final
 from rich.filesize import decimal
 from torch import Tensor
 
-from credit_dp.config import Config, microbatches
-from credit_dp.data.setup import Prepared
-from credit_dp.distributed.collectives import gather
+from credit_dp.config import Config, microbatches_per_step
+from credit_dp.data.setup import TrainingData
+from credit_dp.distributed.collectives import all_gather_object
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.costs.report import DryRun, dry_run
 from credit_dp.training.build import Training
-from credit_dp.training.replicas import shard
+from credit_dp.training.replicas import local_tensor
 
 logger = logging.getLogger(__name__)
 
 
 @final
 @dataclass(frozen=True)
-class Needs:
+class RunEstimate:
     """Bytes of this rank, but for those of checkpoints, which are of all ranks together.
 
     Attributes:
@@ -42,19 +42,19 @@ class Needs:
     checkpoint: int
 
 
-def needs_of(
-    config: Config, prepared: Prepared, training: Training, manager: DomainParallelManager
-) -> Needs:
+def estimate_run(
+    config: Config, prepared: TrainingData, training: Training, manager: DomainParallelManager
+) -> RunEstimate:
     """Estimate the needs of a run that is ready to start; collective with a pipeline.
 
     Activations and messages are those of a training step on tensors without data, which only ranks
     that hold the whole model can take; `held` has no activations on others.
     """
     state = training.trainer.state
-    trained, averages = state.trained.values(), 1 if state.average is not None else 0
-    learning = own_bytes(trained)
+    trained, averages = state.trainable_parameters.values(), 1 if state.average is not None else 0
+    learning = local_bytes(trained)
     held = {
-        "weights": own_bytes(state.parameters.values()),
+        "weights": local_bytes(state.parameters.values()),
         "gradients": learning,
         "moments": state.layout.moments * learning,
         "averages": averages * learning,
@@ -63,29 +63,29 @@ def needs_of(
     whole += (state.layout.moments + averages) * sum(p.nbytes for p in trained)
     if manager.pipeline_parallel_size > 1:
         copies = manager.domain_world_size * manager.dp_world_size
-        whole = sum(gather(whole)) // copies
-    step = dry_step(config, prepared, training, manager) if manager.rank == 0 else None
+        whole = sum(all_gather_object(whole)) // copies
+    step = dry_run_step(config, prepared, training, manager) if manager.rank == 0 else None
     messages = sent = 0
     if step is not None:
         # A later forecast step keeps as much as the first, unless it is computed again.
         steps = config.trainer.longest_rollout
         again = config.trainer.checkpoint_activations
         held["activations"] = step.saved_bytes * (1 if again else steps)
-        passes = steps * microbatches(config)
+        passes = steps * microbatches_per_step(config)
         totals = [t[manager.domain_rank] for t in (*step.forward.values(), *step.backward.values())]
         messages = passes * sum(total.messages for total in totals)
         sent = passes * sum(total.bytes for total in totals)
     averaged = learning if manager.domain_world_size * manager.dp_world_size > 1 else 0
-    return Needs(held, messages, sent, averaged, whole)
+    return RunEstimate(held, messages, sent, averaged, whole)
 
 
-def own_bytes(tensors: Iterable[Tensor]) -> int:
+def local_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of tensors, or of this rank's shares of them."""
-    return sum(shard(t).nbytes for t in tensors)
+    return sum(local_tensor(t).nbytes for t in tensors)
 
 
-def dry_step(
-    config: Config, prepared: Prepared, training: Training, manager: DomainParallelManager
+def dry_run_step(
+    config: Config, prepared: TrainingData, training: Training, manager: DomainParallelManager
 ) -> DryRun | None:
     """A micro-batch's training step without data; None where the model can't take one."""
     parallel = config.parallel
@@ -93,7 +93,7 @@ def dry_step(
     if not plain or config.compile:
         return None
     store = prepared.store
-    samples = config.data.batch_size // manager.dp_world_size // microbatches(config)
+    samples = config.data.batch_size // manager.dp_world_size // microbatches_per_step(config)
     inputs = store.channels.fields(config.model.frames).inputs
     (model,) = training.trainer.state.parts
     try:
@@ -103,11 +103,11 @@ def dry_step(
         return None
 
 
-def summary(
-    config: Config, prepared: Prepared, training: Training, manager: DomainParallelManager
+def summary_lines(
+    config: Config, prepared: TrainingData, training: Training, manager: DomainParallelManager
 ) -> list[str]:
     """Lines for people; collective with a pipeline."""
-    needs = needs_of(config, prepared, training, manager)
+    needs = estimate_run(config, prepared, training, manager)
     parts = {
         "model": model_line(config, training),
         "mesh": mesh_line(manager, prepared.store.grid[0]),
@@ -126,7 +126,7 @@ def model_line(config: Config, training: Training) -> str:
     """Name, parameters and numbers."""
     state = training.trainer.state
     count = sum(p.numel() for p in state.parameters.values())
-    frozen = count - sum(p.numel() for p in state.trained.values())
+    frozen = count - sum(p.numel() for p in state.trainable_parameters.values())
     kind = config.trainer.dtype
     kind += f", computes in {config.trainer.autocast}" if config.trainer.autocast else ""
     of_rank = " on rank 0" if config.parallel.pipeline > 1 else ""
@@ -147,7 +147,7 @@ def mesh_line(manager: DomainParallelManager, rows: int) -> str:
     return f"{mesh or 'one rank'}, {bands if manager.domain_parallel_size > 1 else f'{rows} rows'}"
 
 
-def data_line(config: Config, prepared: Prepared, training: Training) -> str:
+def data_line(config: Config, prepared: TrainingData, training: Training) -> str:
     """The store, its fields and the span that is trained on."""
     store = prepared.store
     first, last = config.data.dates.train
@@ -162,7 +162,7 @@ def data_line(config: Config, prepared: Prepared, training: Training) -> str:
 
 def batch_line(config: Config, manager: DomainParallelManager) -> str:
     """How the batch is shared out."""
-    batch, micros = config.data.batch_size, microbatches(config)
+    batch, micros = config.data.batch_size, microbatches_per_step(config)
     own = batch // manager.dp_world_size
     shared = f", {own} on each data rank" if manager.dp_world_size > 1 else ""
     return f"{batch} samples{shared}{f', {micros} parts one by one' if micros > 1 else ''}"
@@ -188,7 +188,7 @@ def steps_per_epoch(config: Config, training: Training) -> int:
     return int(training.loader.state_dict()["count"]) // config.data.batch_size
 
 
-def sent_line(needs: Needs) -> str:
+def sent_line(needs: RunEstimate) -> str:
     """What rank 0 sends in a step; nothing for a rank that is alone."""
     parts = []
     if needs.messages:
@@ -198,7 +198,7 @@ def sent_line(needs: Needs) -> str:
     return f"{', '.join(parts)}, by each rank in a step" if parts else ""
 
 
-def memory_line(needs: Needs) -> str:
+def memory_line(needs: RunEstimate) -> str:
     """About how much a rank holds, by item; small ones are left out."""
     total = sum(needs.held.values())
     items = [f"{name} {decimal(size)}" for name, size in needs.held.items() if size > total // 100]
@@ -206,7 +206,7 @@ def memory_line(needs: Needs) -> str:
     return f"{about} {decimal(total)} on each rank: {', '.join(items)}"
 
 
-def disk_line(config: Config, needs: Needs) -> str:
+def disk_line(config: Config, needs: RunEstimate) -> str:
     """Room for checkpoints: one more than stay, while it is written."""
     count = config.trainer.keep_checkpoints + 1 + config.trainer.keep_best
     needed, free = count * needs.checkpoint, free_space(Path(config.run.dir))

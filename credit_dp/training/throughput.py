@@ -15,7 +15,7 @@ from credit_dp.domain_parallel import DomainParallelManager
 
 
 @final
-class Measures:
+class ThroughputMeter:
     """Of the steps since the numbers were last asked for; what is done between is left out.
 
     Args:
@@ -32,7 +32,7 @@ class Measures:
         self._steps = self._samples = self._bytes = self._messages = 0
         self._waited = self._began = 0.0
 
-    def waiting(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+    def timed_batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """Hand the batches on, and note how long they are waited for."""
         source = iter(batches)
         while True:
@@ -45,10 +45,10 @@ class Measures:
             self._waited += self.clock() - asked
             self._steps += 1
             self._samples += len(batch.times) * self.manager.dp_world_size
-            self._device = batch.now.device
+            self._device = batch.state.device
             yield batch
 
-    def numbers(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """By name, per step; collective over all ranks, which all get the same.
 
         `wait_seconds`: for data, of the rank that waited longest. `samples_per_second`: of the
@@ -87,7 +87,7 @@ class Measures:
         """All ranks' numbers: `(ranks, numbers)`."""
         mesh = self.manager.mesh
         if mesh is None:
-            return self.manager.transport.gather(own)
+            return self.manager.transport.all_gather(own)
         own = own.to(mesh.device_type)
         found = [torch.empty_like(own) for _ in range(self.manager.world_size)]
         dist.all_gather(found, own)

@@ -13,14 +13,14 @@ from credit_dp.config import TrainerConfig
 from credit_dp.data.loader import Batch
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.evaluation.metrics import sum_over_ranks
-from credit_dp.models.blocks import draw_depths
-from credit_dp.profiling import OPTIMISER, span
+from credit_dp.models.blocks import draw_stochastic_depths
+from credit_dp.profiling import OPTIMISER, profile_region
 from credit_dp.training.checkpoint import TrainingState
-from credit_dp.training.diagnostics import Guard, diagnose
-from credit_dp.training.forward_backward import Pass, Prepare, clip_gradients
+from credit_dp.training.diagnostics import NonFiniteGuard, diagnose_non_finite
+from credit_dp.training.forward_backward import ForwardBackward, PrepareMicroBatch, clip_gradients
 from credit_dp.training.optim import seed_step
 from credit_dp.training.replicas import check_replicas
-from credit_dp.training.throughput import Measures
+from credit_dp.training.throughput import ThroughputMeter
 
 
 @final
@@ -36,7 +36,7 @@ class LossNames:
     variables: tuple[str, ...]
     step_hours: int
 
-    def named(self, losses: Tensor) -> dict[str, float]:
+    def loss_by_name(self, losses: Tensor) -> dict[str, float]:
         """`loss/VARIABLE`, its mean over the steps, and `loss/+HOURSh` if there are several steps.
 
         Either kind adds up to, or has the mean of, the loss.
@@ -56,7 +56,7 @@ class LossNames:
 
 @final
 @dataclass(frozen=True)
-class Record:
+class StepRecord:
     """What one optimiser step leaves for the log.
 
     `loss` is that of the global batch before the step's update, `grad_norm` the global norm before
@@ -68,9 +68,11 @@ class Record:
     loss: float | None = None
     grad_norm: float | None = None
     seconds: float | None = None  # per step, averaged since the last record with numbers
-    more: Mapping[str, float] = field(default_factory=dict)  # see `Measures` and `loss_by_field`
+    extra: Mapping[str, float] = field(
+        default_factory=dict
+    )  # see `ThroughputMeter` and `loss_by_field`
 
-    def numbers(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Those that are there, by name."""
         named = {
             "loss": self.loss,
@@ -79,7 +81,7 @@ class Record:
             "seconds": self.seconds,
         }
         found = {name: value for name, value in named.items() if value is not None}
-        return {**found, **self.more}
+        return {**found, **self.extra}
 
 
 @final
@@ -100,66 +102,70 @@ class Trainer:
         self,
         config: TrainerConfig,
         state: TrainingState,
-        gradients: Pass,
+        gradients: ForwardBackward,
         manager: DomainParallelManager,
         check_every: int = 0,
-        measures: Measures | None = None,
+        measures: ThroughputMeter | None = None,
         names: LossNames | None = None,
     ) -> None:
         self.config = config
         self.state = state
-        self.gradients = gradients
+        self.forward_backward = gradients
         self.manager = manager
         self.check_every = check_every
-        self.measures = measures or Measures(manager)
+        self.throughput_meter = measures or ThroughputMeter(manager)
         self.names = names
-        self.guard = Guard(config, state, manager)
+        self.guard = NonFiniteGuard(config, state, manager)
 
-    def steps(self, batches: Iterable[Batch]) -> Iterator[Record]:
+    def steps(self, batches: Iterable[Batch]) -> Iterator[StepRecord]:
         """Train from the state's step to `trainer.steps`, telling of each step once it is done.
 
         Raises:
-            UserError: see `Guard`, or ranks that should have equal parameters have not; on all
-                ranks alike.
+            UserError: see `NonFiniteGuard`, or ranks that should have equal parameters have not;
+            on all ranks alike.
         """
         self.state.train()
         check_replicas(self.state.parameters, self.manager, self.state.step)
         since, began = self.state.step, time.monotonic()
         left = self.config.steps - self.state.step
-        for _, batch in zip(range(left), self.measures.waiting(batches), strict=False):
+        for _, batch in zip(
+            range(left), self.throughput_meter.timed_batches(batches), strict=False
+        ):
             lr = float(self.state.schedule.get_last_lr()[0])
             share, norm = self.update(batch)
             self.state.step += 1
             if self.check_every and self.state.step % self.check_every == 0:
                 check_replicas(self.state.parameters, self.manager, self.state.step)
-            if not self.observed(self.state.step):
-                yield Record(self.state.step, lr)
+            if not self.should_log(self.state.step):
+                yield StepRecord(self.state.step, lr)
                 continue
             loss = self.global_loss(share)
             pace = (time.monotonic() - began) / (self.state.step - since)
             more = {
-                **self.measures.numbers(),
+                **self.throughput_meter.metrics(),
                 **self.loss_by_field(),
-                **self.guard.numbers(),
+                **self.guard.metrics(),
             }
-            yield Record(self.state.step, lr, loss, norm.item(), pace, more)
+            yield StepRecord(self.state.step, lr, loss, norm.item(), pace, more)
             since, began = self.state.step, time.monotonic()
 
     def update(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """One optimiser step: this rank's share of the loss, and the global gradient norm."""
         state = self.state
         self.guard.begin()
-        share = self.backward(batch)
-        norm = clip_gradients(state.trained.values(), self.config.gradient_clip, self.manager)
+        share = self.compute_gradients(batch)
+        norm = clip_gradients(
+            state.trainable_parameters.values(), self.config.gradient_clip, self.manager
+        )
         if self.guard.accepts(share, norm, partial(self.diagnose, batch)):
-            with span(OPTIMISER):
-                state.optimiser.step()
+            with profile_region(OPTIMISER):
+                state.optimizer.step()
             if state.average is not None:
                 state.average.update()
         state.schedule.step()
         return share, norm.detach()
 
-    def backward(self, batch: Batch, begin: Prepare | None = None) -> Tensor:
+    def compute_gradients(self, batch: Batch, begin: PrepareMicroBatch | None = None) -> Tensor:
         """Leave the gradients of the coming step, and return this rank's share of the loss.
 
         `begin` is told of each micro-batch before it is computed.
@@ -168,44 +174,49 @@ class Trainer:
         # Stages draw different numbers, too; those of the first one are what one process draws.
         place = manager.pipeline_rank * manager.domain_parallel_size + manager.domain_rank
         seed_step(state.seed, state.step, manager.dp_rank, place)
-        state.optimiser.zero_grad(set_to_none=True)
-        places = self.places(batch)
+        state.optimizer.zero_grad(set_to_none=True)
+        places = self.sample_indices(batch)
 
         def prepare(part: nn.Module, micro: int) -> None:
-            draw_depths(part, state.seed, state.step, places[micro])
+            draw_stochastic_depths(part, state.seed, state.step, places[micro])
             if begin is not None:
                 begin(part, micro)
 
-        return self.gradients(batch, prepare)
+        return self.forward_backward(batch, prepare)
 
     def diagnose(self, batch: Batch) -> str:
         """Where a batch went wrong, for people; collective."""
-        again = partial(self.backward, batch)
-        return diagnose(self.state, self.manager, self.gradients, batch, again)
+        again = partial(self.compute_gradients, batch)
+        return diagnose_non_finite(self.state, self.manager, self.forward_backward, batch, again)
 
     def loss_by_field(self) -> dict[str, float]:
         """The last step's loss of each variable and each lead, by name; collective."""
         if self.names is None:
             return {}
-        return self.names.named(self.summed(self.gradients.detail) / self.manager.dp_world_size)
+        return self.names.loss_by_name(
+            self.sum_over_mesh(self.forward_backward.channel_losses) / self.manager.dp_world_size
+        )
 
-    def places(self, batch: Batch) -> list[range]:
+    def sample_indices(self, batch: Batch) -> list[range]:
         """Which samples of the global batch those of each micro-batch are.
 
         What is drawn for a sample goes by its place, so that it is the same on every mesh.
         """
         samples = len(batch.times)
-        first, size = self.manager.dp_rank * samples, samples // self.gradients.micros
+        first, size = (
+            self.manager.dp_rank * samples,
+            samples // self.forward_backward.n_microbatches,
+        )
         starts = range(first, first + samples, size)
         return [range(start, start + size) for start in starts]
 
-    def observed(self, step: int) -> bool:
+    def should_log(self, step: int) -> bool:
         """Whether the numbers of this step are wanted; the same answer on every rank."""
         config = self.config
         every = (config.log_every, config.checkpoint_every, config.validate_every or config.steps)
         return step in (1, config.steps) or any(step % n == 0 for n in every)
 
-    def saves(self, step: int) -> bool:
+    def should_save(self, step: int) -> bool:
         """Whether a checkpoint is due after this step."""
         config = self.config
         candidate = config.keep_best and step % config.validate_every == 0
@@ -216,9 +227,9 @@ class Trainer:
 
         Of the pipeline's ranks only the last one has a share that is not zero.
         """
-        return float(self.summed(share)) / self.manager.dp_world_size
+        return float(self.sum_over_mesh(share)) / self.manager.dp_world_size
 
-    def summed(self, share: Tensor) -> Tensor:
+    def sum_over_mesh(self, share: Tensor) -> Tensor:
         """The sum of all ranks' shares; collective."""
         total = sum_over_ranks(share, self.manager)
         if self.manager.pipeline_parallel_size > 1:

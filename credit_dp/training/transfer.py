@@ -11,33 +11,39 @@ from torch import Tensor, nn
 from credit_dp import checks
 from credit_dp.config import ModelConfig
 from credit_dp.data.channels import Channel
-from credit_dp.data.setup import Prepared
-from credit_dp.distributed.collectives import gather, together
+from credit_dp.data.setup import TrainingData
+from credit_dp.distributed.collectives import all_gather_object, run_on_all_ranks
 from credit_dp.errors import UserError
 from credit_dp.fields import Fields
 from credit_dp.models import build_model
 from credit_dp.training import checkpoint_files
-from credit_dp.training.checkpoint import check_fit, of_model, shapes_of_all_ranks
-from credit_dp.training.checkpoint_files import Numbers, Shape, check_shards, read_shards, readable
-from credit_dp.training.data_description import (
-    KINDS,
-    Description,
-    differing_form,
-    normalised_otherwise,
-    shown,
+from credit_dp.training.checkpoint import check_model_shapes, gather_shapes, model_shapes
+from credit_dp.training.checkpoint_files import (
+    Metadata,
+    Shape,
+    check_shards,
+    read_shards,
+    translate_read_errors,
 )
-from credit_dp.training.parameter_shards import is_share
-from credit_dp.training.replicas import shard
+from credit_dp.training.data_description import (
+    MODEL_KINDS,
+    DataDescription,
+    differently_normalised_channels,
+    differing_model_keys,
+    format_value,
+)
+from credit_dp.training.parameter_shards import is_dtensor
+from credit_dp.training.replicas import local_tensor
 from credit_dp.training.state import (
-    AVERAGE,
-    MODEL,
-    VALID,
+    AVERAGE_PREFIX,
+    MODEL_PREFIX,
+    VALID_KEY,
     TrainingState,
     model_tensors,
     named_tensors,
 )
 
-Names = dict[str, list[str]]  # of the channels of each kind, in order
+ChannelNames = dict[str, list[str]]  # of the channels of each kind, in order
 
 
 @final
@@ -48,13 +54,13 @@ class ChannelDim(NamedTuple):
     """
 
     kind: str
-    each: int
+    entries_per_channel: int
 
 
 ChannelDims = Mapping[str, Mapping[int, ChannelDim]]  # by tensor and dimension
 
 
-def channel_names(data: Description) -> Names:
+def channel_names(data: DataDescription) -> ChannelNames:
     """The channels that go in and come out, as a run's description of its data has them.
 
     A model may treat variables on levels as one channel each: those are listed besides, and so is
@@ -72,23 +78,23 @@ def channel_names(data: Description) -> Names:
     surface = [channel.name for channel in states if channel.level is None]
     frames = data.get("model.frames", 1)
     return {
-        "input": [*of_frames([c.name for c in states], frames), *others],
-        "input off levels": [*of_frames(surface, frames), *others],
-        "input on levels": of_frames(upper, frames),
+        "input": [*names_of_frames([c.name for c in states], frames), *others],
+        "input off levels": [*names_of_frames(surface, frames), *others],
+        "input on levels": names_of_frames(upper, frames),
         "output": [channel.name for channel in out],
         "output off levels": [*surface, *diagnostic],
         "output on levels": upper,
     }
 
 
-def of_frames(names: Sequence[str], frames: int) -> list[str]:
+def names_of_frames(names: Sequence[str], frames: int) -> list[str]:
     """Names of the states that go in, the oldest first; the newest have their own."""
     ages = reversed(range(frames))
     return [f"{name} {age} steps ago" if age else name for age in ages for name in names]
 
 
 def channel_dims(
-    config: ModelConfig, fields: Fields, grid: tuple[int, int], names: Names
+    config: ModelConfig, fields: Fields, grid: tuple[int, int], names: ChannelNames
 ) -> ChannelDims:
     """The dimensions of each saved tensor of a model that go by channels, by the tensor's name.
 
@@ -101,25 +107,28 @@ def channel_dims(
     Raises:
         UserError: the model can't be built for one more channel.
     """
-    shapes = shapes_of(config, fields, grid)
+    shapes = state_dict_shapes(config, fields, grid)
     found: dict[str, dict[int, ChannelDim]] = {name: {} for name in shapes}
-    for more, kinds in more_fields(fields):
-        for name, larger in shapes_of(config, more, grid).items():
+    for more, kinds in fields_with_one_more(fields):
+        for name, larger in state_dict_shapes(config, more, grid).items():
             for dim, (size, grown) in enumerate(zip(shapes.get(name, ()), larger, strict=False)):
                 if grown != size and dim not in found[name]:
                     each = [(k, (grown - size) / added) for k, added in kinds.items()]
                     fits = [ChannelDim(k, int(n)) for k, n in each if n * len(names[k]) == size]
                     found[name][dim] = fits[0] if fits else ChannelDim("", 0)
-    if type(config) in KINDS.values():
+    if type(config) in MODEL_KINDS.values():
         return found
     # Of another's model nobody knows how the entries of a channel lie if there are several.
     return {
-        name: {at: dim if dim.each == 1 else ChannelDim("", 0) for at, dim in dims.items()}
+        name: {
+            at: dim if dim.entries_per_channel == 1 else ChannelDim("", 0)
+            for at, dim in dims.items()
+        }
         for name, dims in found.items()
     }
 
 
-def more_fields(fields: Fields) -> list[tuple[Fields, Mapping[str, int]]]:
+def fields_with_one_more(fields: Fields) -> list[tuple[Fields, Mapping[str, int]]]:
     """One more channel of each kind in turn, and how many there are then more of each kind."""
     states = fields.states
     variable = tuple(range(states, states + fields.levels))
@@ -133,7 +142,7 @@ def more_fields(fields: Fields) -> list[tuple[Fields, Mapping[str, int]]]:
     return more
 
 
-def shapes_of(
+def state_dict_shapes(
     config: ModelConfig, fields: Fields, grid: tuple[int, int]
 ) -> dict[str, tuple[int, ...]]:
     """The shapes of all that a model saves, without data where it can be built so."""
@@ -147,12 +156,12 @@ def shapes_of(
     return {name: tuple(x.shape) for name, x in saved.items() if isinstance(x, torch.Tensor)}
 
 
-NAMED = 3  # so many tensors are named, further ones are counted
+MAX_NAMED_TENSORS = 3  # so many tensors are named, further ones are counted
 
 
 @final
 @dataclass(frozen=True)
-class Match:
+class TensorMatch:
     """What of a tensor is in the checkpoint.
 
     Attributes:
@@ -163,18 +172,18 @@ class Match:
     """
 
     source: str = ""
-    own: tuple[list[int] | None, ...] = ()
-    saved: tuple[list[int] | None, ...] = ()
+    model_entries: tuple[list[int] | None, ...] = ()
+    checkpoint_entries: tuple[list[int] | None, ...] = ()
     note: str = ""
 
 
-def find(
+def match_tensor(
     name: str,
     shape: Shape,
     saved: Mapping[str, Shape],
     dims: Mapping[int, ChannelDim],
-    names: tuple[Names, Names],
-) -> Match:
+    names: tuple[ChannelNames, ChannelNames],
+) -> TensorMatch:
     """What a checkpoint has of a tensor.
 
     Args:
@@ -184,9 +193,9 @@ def find(
         dims: those of the tensor that go by channels, where channels are not the same.
         names: of the channels, here and in the checkpoint.
     """
-    source = next((p + name for p in (AVERAGE, MODEL) if p + name in saved), "")
+    source = next((p + name for p in (AVERAGE_PREFIX, MODEL_PREFIX) if p + name in saved), "")
     if not source or len(saved[source]) != len(shape):
-        return Match()
+        return TensorMatch()
     own: list[list[int] | None] = []
     there: list[list[int] | None] = []
     notes = []
@@ -195,58 +204,62 @@ def find(
         here, before = (of_kind.get(kind, []) for of_kind in names)
         if at not in dims or here == before != []:
             if size != size_there:
-                return Match()
+                return TensorMatch()
             own.append(None)
             there.append(None)
             continue
         common = [channel for channel in here if channel in before]
         if not common or size_there != each * len(before):
-            return Match()
-        own.append(entries(common, here, each))
-        there.append(entries(common, before, each))
+            return TensorMatch()
+        own.append(entry_indices(common, here, each))
+        there.append(entry_indices(common, before, each))
         notes.append(f"{len(common)} of {len(here)} {kind.split()[0]} channels")
-    return Match(source, tuple(own), tuple(there), " and ".join(notes))
+    return TensorMatch(source, tuple(own), tuple(there), " and ".join(notes))
 
 
-def entries(channels: list[str], among: list[str], each: int) -> list[int]:
+def entry_indices(channels: list[str], among: list[str], each: int) -> list[int]:
     """The numbers of the entries of some channels, `each` for every one of them."""
     return [among.index(channel) * each + entry for channel in channels for entry in range(each)]
 
 
-def report(
+def match_summary(
     folder: Path,
-    matches: Mapping[str, Match],
+    matches: Mapping[str, TensorMatch],
     saved: Mapping[str, Shape],
     otherwise: list[str],
 ) -> str:
     """What was found, in one line; `otherwise` are channels that are normalised differently."""
     parts = [f"{name}: {match.note}" for name, match in sorted(matches.items()) if match.note]
     fresh = [name for name, match in sorted(matches.items()) if not match.source]
-    used = {match.source.removeprefix(AVERAGE).removeprefix(MODEL) for match in matches.values()}
-    there = {name.removeprefix(MODEL) for name in saved if name.startswith(MODEL)}
+    used = {
+        match.source.removeprefix(AVERAGE_PREFIX).removeprefix(MODEL_PREFIX)
+        for match in matches.values()
+    }
+    there = {name.removeprefix(MODEL_PREFIX) for name in saved if name.startswith(MODEL_PREFIX)}
     found = len(matches) - len(fresh)
-    averages = any(match.source.startswith(AVERAGE) for match in matches.values())
+    averages = any(match.source.startswith(AVERAGE_PREFIX) for match in matches.values())
     return (
         f"{found} of {len(matches)} tensors from {folder}"
-        f"{' (averages)' if averages else ''}{told(parts, 'in part')}"
-        f"{told(fresh, 'fresh')}{told(sorted(there - used), 'of the checkpoint not used')}"
-        f"{told(otherwise, 'channels normalised by another mean or deviation')}"
+        f"{' (averages)' if averages else ''}{count_and_names(parts, 'in part')}"
+        f"{count_and_names(fresh, 'fresh')}"
+        f"{count_and_names(sorted(there - used), 'of the checkpoint not used')}"
+        f"{count_and_names(otherwise, 'channels normalised by another mean or deviation')}"
     )
 
 
-def told(names: list[str], what: str) -> str:
+def count_and_names(names: list[str], what: str) -> str:
     """How many they are, and the first ones."""
     if not names:
         return ""
-    more = f", and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return f"; {len(names)} {what} ({', '.join(names[:NAMED])}{more})"
+    more = f", and {len(names) - MAX_NAMED_TENSORS} more" if len(names) > MAX_NAMED_TENSORS else ""
+    return f"; {len(names)} {what} ({', '.join(names[:MAX_NAMED_TENSORS])}{more})"
 
 
 KEY = "init_from"
 
 
 def load_initial_weights(
-    path: str, state: TrainingState, model: ModelConfig, prepared: Prepared
+    path: str, state: TrainingState, model: ModelConfig, prepared: TrainingData
 ) -> str:
     """Take over the weights of a checkpoint by their names; averages, if it has any.
 
@@ -266,47 +279,51 @@ def load_initial_weights(
     Raises:
         UserError: on all ranks, if it can't be read or has no weight of this model.
     """
-    folder = together(lambda: checkpoint_at(path))
-    numbers = together(lambda: checkpoint_files.read_numbers(KEY, folder))
+    folder = run_on_all_ranks(lambda: resolve_checkpoint(path))
+    numbers = run_on_all_ranks(lambda: checkpoint_files.read_metadata(KEY, folder))
     saved = {name: tuple(shape) for name, shape in numbers["tensors"].items()}
-    together(lambda: check_shards(KEY, folder, saved))
-    with readable(KEY, folder):
+    run_on_all_ranks(lambda: check_shards(KEY, folder, saved))
+    with translate_read_errors(KEY, folder):
         before = channel_names(numbers["data"])
-        otherwise = normalised_otherwise(numbers["data"], state.data)
-        form = differing_form(numbers["data"], state.data)
+        otherwise = differently_normalised_channels(numbers["data"], state.data)
+        form = differing_model_keys(numbers["data"], state.data)
     names = channel_names(state.data)
-    dims = together(lambda: changed_dims(names, before, model, prepared))
+    dims = run_on_all_ranks(lambda: changed_dims(names, before, model, prepared))
     own = {name: tensor.detach() for name, tensor in named_tensors(state.parts).items()}
     matches = {
-        name: find(name, tuple(tensor.shape), saved, dims.get(name, {}), (names, before))
+        name: match_tensor(name, tuple(tensor.shape), saved, dims.get(name, {}), (names, before))
         for name, tensor in own.items()
     }
-    everywhere = {name: match for part in gather(matches) for name, match in part.items()}
-    refuse_nothing(folder, everywhere)
-    take_over(folder, own, matches, saved)
+    everywhere = {
+        name: match for part in all_gather_object(matches) for name, match in part.items()
+    }
+    check_any_match(folder, everywhere)
+    copy_matches(folder, own, matches, saved)
     if state.average is not None:
-        state.average.start_from_weights(state.average.averages)
-    settings = ", ".join(f"{key}={shown(saved_value)}" for key, (saved_value, _) in form.items())
+        state.average.reset_to_parameters(state.average.averages)
+    settings = ", ".join(
+        f"{key}={format_value(saved_value)}" for key, (saved_value, _) in form.items()
+    )
     differing = f"; the checkpoint has {settings}" if settings else ""
-    return f"{KEY}: {report(folder, everywhere, saved, otherwise)}{differing}"
+    return f"{KEY}: {match_summary(folder, everywhere, saved, otherwise)}{differing}"
 
 
-def checkpoint_at(path: str) -> Path:
+def resolve_checkpoint(path: str) -> Path:
     """The checkpoint at a path, or the newest of a run.
 
     Raises:
         UserError: there is none.
     """
-    if checks.existing(path) is None:
+    if checks.existing_path(path) is None:
         raise UserError(
             f"{KEY}: needs the path of a checkpoint or of a run, but {path} does not exist. "
             f"Change {KEY}."
         )
-    return checkpoint_files.locate(KEY, path)
+    return checkpoint_files.locate_checkpoint(KEY, path)
 
 
 def changed_dims(
-    names: Names, before: Names, model: ModelConfig, prepared: Prepared
+    names: ChannelNames, before: ChannelNames, model: ModelConfig, prepared: TrainingData
 ) -> ChannelDims:
     """The dimensions that go by channels, if these are not the same."""
     if names == before:
@@ -315,7 +332,7 @@ def changed_dims(
     return channel_dims(model, fields, prepared.store.grid, names)
 
 
-def refuse_nothing(folder: Path, matches: dict[str, Match]) -> None:
+def check_any_match(folder: Path, matches: dict[str, TensorMatch]) -> None:
     """Refuse a checkpoint that has nothing of the model.
 
     Raises:
@@ -328,8 +345,8 @@ def refuse_nothing(folder: Path, matches: dict[str, Match]) -> None:
         )
 
 
-def take_over(
-    folder: Path, own: dict[str, Tensor], matches: dict[str, Match], saved: dict[str, Shape]
+def copy_matches(
+    folder: Path, own: dict[str, Tensor], matches: dict[str, TensorMatch], saved: dict[str, Shape]
 ) -> None:
     """Fill tensors with what a checkpoint has of them; collective."""
     found = {name: match for name, match in matches.items() if match.source}
@@ -343,17 +360,19 @@ def take_over(
     read_shards(KEY, folder, room)
     for name, match in found.items():
         if match.note:
-            take_part(own[name], room[match.source], match)
+            copy_entries(own[name], room[match.source], match)
 
 
-def take_part(own: Tensor, source: Tensor, match: Match) -> None:
+def copy_entries(own: Tensor, source: Tensor, match: TensorMatch) -> None:
     """Fill the entries of a tensor, or of this rank's share of it, that belong to those given."""
-    for dim, entries_there in enumerate(match.saved):
+    for dim, entries_there in enumerate(match.checkpoint_entries):
         if entries_there is not None:
             source = source.index_select(dim, torch.tensor(entries_there))
     whole = range(source.ndim)
     places = [
-        torch.tensor(match.own[dim]) if match.own[dim] is not None else torch.arange(own.shape[dim])
+        torch.tensor(match.model_entries[dim])
+        if match.model_entries[dim] is not None
+        else torch.arange(own.shape[dim])
         for dim in whole
     ]
     at = torch.meshgrid(*places, indexing="ij")
@@ -361,14 +380,14 @@ def take_part(own: Tensor, source: Tensor, match: Match) -> None:
     value[at] = source
     taken = torch.zeros(own.shape, dtype=torch.bool)
     taken[at] = True
-    local = shard(own)
-    value, taken = (share_of(own, x).to(local.device) for x in (value, taken))
+    local = local_tensor(own)
+    value, taken = (local_part_of(own, x).to(local.device) for x in (value, taken))
     local.copy_(torch.where(taken, value, local))
 
 
-def share_of(own: Tensor, whole: Tensor) -> Tensor:
+def local_part_of(own: Tensor, whole: Tensor) -> Tensor:
     """This rank's share of a tensor that every rank has, cut as another one is; sends nothing."""
-    if not is_share(own):
+    if not is_dtensor(own):
         return whole
     from torch.distributed.tensor import distribute_tensor
 
@@ -379,19 +398,19 @@ def share_of(own: Tensor, whole: Tensor) -> Tensor:
 ADVICE = "Leave the model group out, which comes with the checkpoint, or change checkpoint."
 
 
-def load_valid(key: str, path: Path, numbers: Numbers) -> Tensor | None:
+def load_valid_mask(key: str, path: Path, numbers: Metadata) -> Tensor | None:
     """Where the fields that come out had values in training, `(outputs, H, W)`; None: everywhere.
 
     Collective: all ranks of the run call it. Arguments and errors are those of `load_weights`.
     """
-    if VALID not in numbers["tensors"]:
+    if VALID_KEY not in numbers["tensors"]:
         return None
-    valid = torch.zeros(tuple(numbers["tensors"][VALID]), dtype=torch.uint8)
-    read_shards(key, path, {VALID: valid})
+    valid = torch.zeros(tuple(numbers["tensors"][VALID_KEY]), dtype=torch.uint8)
+    read_shards(key, path, {VALID_KEY: valid})
     return valid.bool()
 
 
-def load_weights(key: str, path: Path, numbers: Numbers, parts: tuple[nn.Module, ...]) -> None:
+def load_weights(key: str, path: Path, numbers: Metadata, parts: tuple[nn.Module, ...]) -> None:
     """Fill the stretches of a model that this rank has; with averages, where weights have one.
 
     Collective: all ranks of the run call it.
@@ -406,10 +425,12 @@ def load_weights(key: str, path: Path, numbers: Numbers, parts: tuple[nn.Module,
     """
     saved = {name: tuple(shape) for name, shape in numbers["tensors"].items()}
     own = model_tensors(parts)
-    check_fit(f"{key}: {path}", of_model(saved), of_model(shapes_of_all_ranks(own)), ADVICE)
-    together(lambda: check_shards(key, path, saved))
+    check_model_shapes(
+        f"{key}: {path}", model_shapes(saved), model_shapes(gather_shapes(own)), ADVICE
+    )
+    run_on_all_ranks(lambda: check_shards(key, path, saved))
     room = {}
     for name, tensor in own.items():
-        average = AVERAGE + name.removeprefix(MODEL)
+        average = AVERAGE_PREFIX + name.removeprefix(MODEL_PREFIX)
         room[average if average in saved else name] = tensor
     read_shards(key, path, room)

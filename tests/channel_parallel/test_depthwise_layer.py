@@ -19,7 +19,7 @@ from credit_dp.domain_parallel import (
     convert_to_domain_parallel,
     plan_report,
 )
-from credit_dp.domain_parallel.count_transport import Tally
+from credit_dp.domain_parallel.count_transport import CountingTransport
 from credit_dp.domain_parallel.layers import (
     DomainParallelConv2d,
     DomainParallelDepthwiseConv2d,
@@ -31,17 +31,17 @@ from tests.domain_parallel.equality import _RANDOM, assert_same_as_whole_globe
 from tests.ranks import PROCESSES, on_processes, on_threads
 
 BYTES = 8  # float64
-CHOOSES = DepthwiseLayer._saves
+CHOOSES = DepthwiseLayer._transpose_moves_less
 
 
 @contextmanager
 def _made_to(trade):
     """Let every layer trade, or none: the plan's own choice depends on the kernel."""
-    DepthwiseLayer._saves = lambda self, bands: trade
+    DepthwiseLayer._transpose_moves_less = lambda self, bands: trade
     try:
         yield
     finally:
-        DepthwiseLayer._saves = CHOOSES
+        DepthwiseLayer._transpose_moves_less = CHOOSES
 
 
 def _conv(channels, many, kernel, stride, padding, dilation, mode, bias=True):
@@ -228,7 +228,7 @@ def test_what_sends_less_is_chosen_alike_on_every_rank(ranks, kernel):
 @pytest.mark.parametrize(("ranks", "smallest"), [(4, 363), (16, 93), (32, 47)])
 def test_from_which_kernel_on_rows_are_traded(ranks, smallest):
     """What the documentation says of 721 rows."""
-    manager = DomainParallelManager(ranks, ranks, transport=Tally(0, ranks))
+    manager = DomainParallelManager(ranks, ranks, transport=CountingTransport(0, ranks))
     for kernel, trades in ((smallest - 2, False), (smallest, True)):
         conv = nn.Conv2d(64, 64, (kernel, 1), padding="same", groups=64, device="meta")
         layer = DomainParallelDepthwiseConv2d(conv, manager=manager)

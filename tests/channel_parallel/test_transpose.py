@@ -7,8 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from credit_dp.channel_parallel import channel_shares, channels_to_rows, rows_to_channels, share_of
-from credit_dp.domain_parallel.count_transport import Tally
+from credit_dp.channel_parallel import (
+    channel_slice,
+    channels_per_rank,
+    channels_to_rows,
+    rows_to_channels,
+)
+from credit_dp.domain_parallel.count_transport import CountingTransport
 from credit_dp.errors import UserError
 from tests.ranks import on_processes, on_threads
 
@@ -19,7 +24,7 @@ def _there_and_back(manager, rows, channels, before, columns, dtype=torch.float6
     generator = torch.Generator().manual_seed(0)
     shape = (*before, sum(channels), sum(rows), columns)
     whole, cotangent = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
-    mine, share = share_of(rows, rank), share_of(channels, rank)
+    mine, share = channel_slice(rows, rank), channel_slice(channels, rank)
     sent_before = vars(transport.traffic).copy()
 
     band = whole[..., mine, :].clone().requires_grad_()
@@ -71,7 +76,7 @@ def test_every_entry_moves_once_and_a_tally_counts_it(rows, channels):
         assert of_rank["collectives"] == 0
 
     for rank in range(len(rows)):  # each counts for all, without data or others
-        tally = Tally(rank, len(rows))
+        tally = CountingTransport(rank, len(rows))
         like = {"dtype": torch.float64, "device": "meta", "requires_grad": True}
         band = torch.empty(2, sum(channels), rows[rank], 3, **like)
         turned = rows_to_channels(band, rows, tally, channels)
@@ -81,9 +86,9 @@ def test_every_entry_moves_once_and_a_tally_counts_it(rows, channels):
 
 
 def test_shares_differ_by_one_at_most():
-    assert channel_shares(7, 3) == (3, 2, 2)
-    assert channel_shares(2, 4) == (1, 1, 0, 0)
-    assert [share_of((3, 2, 2), rank) for rank in range(3)] == [
+    assert channels_per_rank(7, 3) == (3, 2, 2)
+    assert channels_per_rank(2, 4) == (1, 1, 0, 0)
+    assert [channel_slice((3, 2, 2), rank) for rank in range(3)] == [
         slice(0, 3),
         slice(3, 5),
         slice(5, 7),

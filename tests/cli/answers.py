@@ -5,7 +5,7 @@ from io import StringIO
 
 import pytest
 
-from credit_dp.cli.entry import dispatch, guarded
+from credit_dp.cli.entry import dispatch, run_command
 from credit_dp.cli.train import train
 
 
@@ -16,7 +16,7 @@ def answer(
     out, err = StringIO(), StringIO()
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr(sys, "stderr", err)
-    code = guarded(train if program == "train" else dispatch, arguments, program)
+    code = run_command(train if program == "train" else dispatch, arguments, program)
     monkeypatch.undo()
     return code, out.getvalue(), err.getvalue()
 

@@ -10,7 +10,7 @@ import pytest
 
 from credit_dp.cli.compose import Composer
 from credit_dp.cli.overrides import parse_overrides
-from credit_dp.cli.saved_config import literal, overrides_of
+from credit_dp.cli.saved_config import hydra_literal, overrides_of_run
 from credit_dp.config import Config
 from credit_dp.errors import UserError
 from credit_dp.training.run_folder import RunFolder, resolved_yaml
@@ -43,7 +43,7 @@ def saved(folder: Path, *overrides: str) -> Config:
 
 def again(folder: Path, *overrides: str) -> Config:
     composer = Composer("train")
-    earlier = overrides_of(str(folder), overrides, composer)
+    earlier = overrides_of_run(str(folder), overrides, composer)
     return composer.config(parsed([*earlier, *overrides]))
 
 
@@ -95,8 +95,8 @@ def test_an_experiment_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
 
 
 def test_literals() -> None:
-    assert literal({0: [1.5, None], "a": {"b": True}}) == "{0: [1.5, null], a: {b: true}}"
-    assert literal('a "b"') == '"a \\"b\\""'
+    assert hydra_literal({0: [1.5, None], "a": {"b": True}}) == "{0: [1.5, null], a: {b: true}}"
+    assert hydra_literal('a "b"') == '"a \\"b\\""'
 
 
 def losses(folder: Path) -> list[str]:

@@ -9,8 +9,8 @@ import pytest
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from credit_dp.cli.compose import Composer, check_plan
-from credit_dp.cli.overrides import explain
+from credit_dp.cli.compose import Composer, check_run_config
+from credit_dp.cli.overrides import explain_error
 from tests.cli.answers import answer, refusal
 from tests.tiers import every
 
@@ -151,7 +151,9 @@ def test_grids_and_checkpoints_that_are_there_pass(
         ["parallel.domain=11", "data.grid=11x22", "model.channels=[8]"],
     ):
         assert answer(monkeypatch, "--check", *arguments)[0] == 0
-    check_plan(Composer("train").config([f"resume={tmp_path}"]))  # what is in it is seen later
+    check_run_config(
+        Composer("train").config([f"resume={tmp_path}"])
+    )  # what is in it is seen later
 
 
 @pytest.mark.parametrize("name", every(3, CASES))
@@ -181,9 +183,9 @@ def test_as_a_program(program: list[str]) -> None:
 @pytest.mark.slow
 def test_ranks_without_rows_are_refused_before_torch_is_imported() -> None:
     code = (
-        "import sys; from credit_dp.cli.entry import guarded; "
+        "import sys; from credit_dp.cli.entry import run_command; "
         "from credit_dp.cli.train import train\n"
-        "assert guarded(train, ['parallel.domain=9'], 'train') == 2\n"
+        "assert run_command(train, ['parallel.domain=9'], 'train') == 2\n"
         "sys.exit('torch' in sys.modules)"
     )
     done = subprocess.run(
@@ -207,7 +209,7 @@ def test_a_key_of_another_model_is_told_so() -> None:
     with pytest.raises(OmegaConfBaseException) as error:
         OmegaConf.update(config, "model.channels", [8])
     told = "model.channels: no such key of this model. Allowed in model: width."
-    assert explain(error.value) == told
+    assert explain_error(error.value) == told
 
 
 @pytest.mark.slow

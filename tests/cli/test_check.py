@@ -143,7 +143,7 @@ def test_the_first_fields_and_their_units_are_looked_at(
 ) -> None:
     path = stores.write(change(data_with()), tmp_path / "s.zarr")  # type: ignore[operator]
     assert needed in refusal(monkeypatch, *run_on(path))
-    monkeypatch.setattr(check, "CHEAP_BYTES", 0)
+    monkeypatch.setattr(check, "READ_BYTES", 0)
     if change is with_gap:
         assert "values  not looked at" in answer(monkeypatch, *run_on(path))[1]
 
@@ -232,7 +232,7 @@ def address(store: Path, request: pytest.FixtureRequest) -> Iterator[str]:
 def test_a_store_elsewhere_is_opened(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
     code, out, _ = answer(monkeypatch, *run_on(f"{address}/s.zarr"))
     assert (code, "values" in out) == (0, False)
-    monkeypatch.setattr(check, "CHEAP_ELSEWHERE", 0)
+    monkeypatch.setattr(check, "REMOTE_READ_BYTES", 0)
     out = answer(monkeypatch, *run_on(f"{address}/s.zarr"))[1]
     assert "values  not looked at: those of 2000-01-01T00:00 take" in out
     line = refusal(monkeypatch, *run_on(f"{address}/t.zarr"))

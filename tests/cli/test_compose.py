@@ -10,9 +10,9 @@ import pytest
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from credit_dp.cli.compose import OWN_GROUPS, Composer, conf_folder, without_hydra
+from credit_dp.cli.compose import CONFIG_GROUPS, Composer, conf_folder, without_hydra
 from credit_dp.cli.overrides import parse_overrides
-from credit_dp.cli.saved_config import flat
+from credit_dp.cli.saved_config import flatten_keys
 from credit_dp.config import Config, DataConfig, DatesConfig
 from credit_dp.fields import Fields
 from credit_dp.models import build_model
@@ -81,7 +81,7 @@ DEFAULTS = {
 def keys_of(composed: DictConfig, group: str) -> dict[str, Any]:
     table = OmegaConf.to_container(composed[group])
     assert isinstance(table, dict)
-    return {".".join(map(str, key)): value for key, value in flat(table)}
+    return {".".join(map(str, key)): value for key, value in flatten_keys(table)}
 
 
 @pytest.mark.parametrize("choice", DEFAULTS)
@@ -99,13 +99,13 @@ def test_schemas_and_files_have_the_same_defaults(choice: str) -> None:
 def test_every_group_has_its_defaults_compared() -> None:
     first = yaml.safe_load((conf_folder() / "config.yaml").read_text())["defaults"]
     chosen = {f"{k}={v}" for entry in first if isinstance(entry, dict) for k, v in entry.items()}
-    ours = {choice for choice in chosen if choice.partition("=")[0] in OWN_GROUPS}
+    ours = {choice for choice in chosen if choice.partition("=")[0] in CONFIG_GROUPS}
     assert ours - {"experiment=None"} <= DEFAULTS.keys()
 
 
 def test_keys_outside_of_groups_have_their_defaults_in_the_schema() -> None:
     composed, schema = Composer("train").compose([]), OmegaConf.structured(Config)
-    single = [key for key in schema if key not in OWN_GROUPS]
+    single = [key for key in schema if key not in CONFIG_GROUPS]
     assert {key: composed[key] for key in single} == {key: schema[key] for key in single}
 
 
@@ -288,10 +288,10 @@ def test_overrides_of_hydra_work() -> None:
 def test_answers_import_nothing_heavy() -> None:
     """What makes `--help` fast, whatever machine this runs on."""
     code = (
-        "import sys; from credit_dp.cli.entry import guarded; "
+        "import sys; from credit_dp.cli.entry import run_command; "
         "from credit_dp.cli.train import train\n"
-        "assert guarded(train, ['--cfg', 'job'], 'train') == 0\n"
-        "assert guarded(train, ['--help'], 'train') == 0\n"
+        "assert run_command(train, ['--cfg', 'job'], 'train') == 0\n"
+        "assert run_command(train, ['--help'], 'train') == 0\n"
         "heavy = {'torch', 'xarray', 'zarr', 'wandb', 'matplotlib', 'numpy'} & set(sys.modules)\n"
         "sys.exit(', '.join(heavy) or 0)"
     )

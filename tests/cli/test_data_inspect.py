@@ -8,7 +8,7 @@ import pytest
 
 from credit_dp.cli.data import as_text
 from credit_dp.data.channels import Channel
-from credit_dp.data.inspection import amplification, dates_of, inspected
+from credit_dp.data.inspection import amplification, inspect_source, report_time_axis
 from credit_dp.data.sources.opening import open_source
 from credit_dp.domain_parallel.partition import RowPartition
 from tests.cli.answers import answer
@@ -73,7 +73,7 @@ def test_what_is_told_is_what_is_read(
     sizes = {"time": times, "latitude": chunk}
     path = stores.write(data, tmp_path / "in.zarr", chunks=sizes)
     source = open_source(stores.config(path))
-    report = inspected(source, (ranks,))
+    report = inspect_source(source, (ranks,))
     channels = [*(Channel("geopotential", level) for level in stores.LEVELS)]
     channels.append(Channel("2m_temperature"))
     worst, most = 0.0, 0
@@ -108,7 +108,7 @@ def test_a_prepared_store_needs_nothing(monkeypatch: pytest.MonkeyPatch, tmp_pat
 def test_the_long_names_of_short_ones_are_said(tmp_path: Path) -> None:
     short = {"geopotential": "z", "2m_temperature": "t2m", "land_sea_mask": "lsm"}
     path = stores.write(stores.dataset().rename(short), tmp_path / "in.zarr")
-    report = inspected(open_source(stores.config(path)), (1,))
+    report = inspect_source(open_source(stores.config(path)), (1,))
     assert report.long_names == short
     assert {variable.name for variable in report.variables} >= {"z", "t2m", "temperature"}
     said = as_text(report, [str(path)])
@@ -155,13 +155,13 @@ def test_a_comma_needs_brackets_or_quotes(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_one_time_has_no_gaps() -> None:
-    told = dates_of(stores.times(1).astype("M8[ns]"))
+    told = report_time_axis(stores.times(1).astype("M8[ns]"))
     assert (told.count, told.gaps, told.spacing_hours) == (1, (), 0)
 
 
 def test_no_more_ranks_than_rows(tmp_path: Path) -> None:
     path = stores.write(stores.dataset(rows=6), tmp_path / "in.zarr")
-    assert list(inspected(open_source(stores.config(path)), (1, 4, 8)).amplification) == [1, 4]
+    assert list(inspect_source(open_source(stores.config(path)), (1, 4, 8)).amplification) == [1, 4]
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_refused_in_one_line(
 
 def test_gaps_are_counted_by_the_usual_spacing() -> None:
     times = stores.times(10)[[0, 1, 2, 6, 7, 9]].astype("M8[ns]")
-    told = dates_of(times)
+    told = report_time_axis(times)
     assert told.spacing_hours == 6
     assert [gap.missing for gap in told.gaps] == [3, 1]
     assert told.missing == 4

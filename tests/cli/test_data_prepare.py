@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from credit_dp.cli.data import PREPARE_KEYS, span
+from credit_dp.cli.data import PREPARE_KEYS, format_duration
 from credit_dp.cli.overrides import parse_overrides
 from credit_dp.data.rechunk import target
 from credit_dp.data.sources.prepared import PreparedSource
@@ -109,7 +109,7 @@ def test_refuses_to_overwrite(monkeypatch: pytest.MonkeyPatch, keys: list[str]) 
     ("hours", "text"), [(30.2, "30.2 hours"), (0.5, "30.0 minutes"), (0.001, "3.6 seconds")]
 )
 def test_durations_have_one_unit(hours: float, text: str) -> None:
-    assert span(hours) == text
+    assert format_duration(hours) == text
 
 
 def refusal_of(monkeypatch: pytest.MonkeyPatch, *keys: str) -> str:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from credit_dp.cli.data import stats as command
-from credit_dp.data.setup import prepare
+from credit_dp.data.setup import prepare_training_data
 from credit_dp.errors import UserError
 from tests.data import stores
 
@@ -47,7 +47,10 @@ def test_it_says_what_it_reads_and_how_long_then_writes_the_file(keys, tmp_path,
     assert told[-1] == f"{out}: train with data.statistics={out}"
     assert set(json.loads(out.read_text())["channels"]) >= {"temperature_850", "land_sea_mask"}
     config = stores.config(tmp_path / "store.zarr", statistics=str(out))
-    given, computed = prepare(config), prepare(stores.config(tmp_path / "store.zarr"))
+    given, computed = (
+        prepare_training_data(config),
+        prepare_training_data(stores.config(tmp_path / "store.zarr")),
+    )
     assert np.array_equal(given.statistics.std, computed.statistics.std)
 
 
@@ -56,7 +59,7 @@ def test_without_out_training_finds_it(keys, tmp_path, monkeypatch):
     assert stats(*keys) == 0
     (file,) = (tmp_path / "cache").glob("statistics-*.json")
     before = file.stat().st_mtime_ns
-    prepare(stores.config(tmp_path / "store.zarr"))
+    prepare_training_data(stores.config(tmp_path / "store.zarr"))
     assert file.stat().st_mtime_ns == before
     assert len(list((tmp_path / "cache").glob("statistics-*.json"))) == 1
 

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from credit_dp.forecast.writer import ATTRIBUTE
+from credit_dp.forecast.writer import SETTINGS_ATTRIBUTE
 from tests.cli.answers import answer
 from tests.evaluation import forecasts
 
@@ -120,7 +120,7 @@ def test_bands_in_files_of_their_own_are_joined(
     monkeypatch: pytest.MonkeyPatch, stores: Path
 ) -> None:
     made = forecasts.forecast(forecasts.truth(), members=2)
-    monkeypatch.setattr("credit_dp.evaluation.report.page", lambda card: "")
+    monkeypatch.setattr("credit_dp.evaluation.report.scorecard_page", lambda card: "")
     (stores / "bands").mkdir()
     for number, rows in enumerate((slice(0, 4), slice(4, 6), slice(6, None))):
         forecasts.write(made.isel(latitude=rows), stores / "bands" / f"{number}.nc")
@@ -136,8 +136,8 @@ def test_the_truth_is_by_default_what_a_forecast_started_from(
     monkeypatch: pytest.MonkeyPatch, stores: Path
 ) -> None:
     made = forecasts.forecast(forecasts.truth(), members=2)
-    monkeypatch.setattr("credit_dp.evaluation.report.page", lambda card: "")
-    made.attrs[ATTRIBUTE] = json.dumps({"stores": ["truth.zarr"]})
+    monkeypatch.setattr("credit_dp.evaluation.report.scorecard_page", lambda card: "")
+    made.attrs[SETTINGS_ATTRIBUTE] = json.dumps({"stores": ["truth.zarr"]})
     forecasts.write(made, stores / "ours.zarr")
     for key in (
         ("hours=[24]", "out=given"),
@@ -152,11 +152,11 @@ def test_the_truth_is_by_default_what_a_forecast_started_from(
 def test_the_truth_may_be_several_stores(monkeypatch: pytest.MonkeyPatch, stores: Path) -> None:
     """Given, or said by the forecast."""
     observed = forecasts.truth()
-    monkeypatch.setattr("credit_dp.evaluation.report.page", lambda card: "")
+    monkeypatch.setattr("credit_dp.evaluation.report.scorecard_page", lambda card: "")
     forecasts.write(observed[["2m_temperature"]], stores / "surface.zarr")
     forecasts.write(observed.drop_vars("2m_temperature"), stores / "upper.zarr")
     made = forecasts.forecast(observed, members=2)
-    made.attrs[ATTRIBUTE] = json.dumps({"stores": ["upper.zarr", "surface.zarr"]})
+    made.attrs[SETTINGS_ATTRIBUTE] = json.dumps({"stores": ["upper.zarr", "surface.zarr"]})
     forecasts.write(made, stores / "apart.zarr")
     for keys in (
         ("out=one_store",),
@@ -232,7 +232,7 @@ def test_a_full_disk_is_one_line(monkeypatch: pytest.MonkeyPatch, stores: Path) 
     def full(*_: object, **__: object) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("credit_dp.evaluation.report.page", lambda card: "")
+    monkeypatch.setattr("credit_dp.evaluation.report.scorecard_page", lambda card: "")
     monkeypatch.setattr(Path, "write_text", full)
     code, _, complaints = ask(monkeypatch, stores, "hours=[6]", "out=full")
     assert (code, complaints.count("\n")) == (2, 1)

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from credit_dp.cli.sweep_jobs import cause_of, read_overrides, recorded
-from credit_dp.distributed.signals import PREEMPTED, Terminated
+from credit_dp.cli.sweep_jobs import failure_cause, read_overrides, record_job
+from credit_dp.distributed.signals import EXIT_PREEMPTED, Terminated
 
 KEYS = ["overrides", "state", "started", "exit_code", "cause", "ended", "slurm_job"]
 
@@ -17,10 +17,10 @@ def read(folder: Path) -> dict[str, object]:
 
 @pytest.mark.parametrize(
     ("code", "state", "cause"),
-    [(0, "done", None), (PREEMPTED, "preempted", None), (2, "failed", "data.store: none")],
+    [(0, "done", None), (EXIT_PREEMPTED, "preempted", None), (2, "failed", "data.store: none")],
 )
 def test_a_job_is_recorded(tmp_path: Path, code: int, state: str, cause: str | None) -> None:
-    with recorded(tmp_path, ["seed=1"]) as ending:
+    with record_job(tmp_path, ["seed=1"]) as ending:
         begun = read(tmp_path)
         ending.code, ending.cause = code, "data.store: none"
     told = read(tmp_path)
@@ -43,7 +43,7 @@ def test_a_job_that_is_ended_is_recorded(
     tmp_path: Path, error: BaseException, state: str, code: int
 ) -> None:
     with pytest.raises(type(error)):
-        with recorded(tmp_path, []):
+        with record_job(tmp_path, []):
             raise error
     assert (read(tmp_path)["state"], read(tmp_path)["exit_code"]) == (state, code)
 
@@ -59,4 +59,4 @@ def test_a_job_that_is_ended_is_recorded(
     ],
 )
 def test_the_cause_is_the_line_that_names_it(told: str, cause: str | None) -> None:
-    assert cause_of(told) == cause
+    assert failure_cause(told) == cause

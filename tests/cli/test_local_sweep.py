@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from credit_dp.cli import sweep_launchers
-from credit_dp.distributed.peer_monitor import gone
+from credit_dp.distributed.peer_monitor import process_has_ended
 from credit_dp.sweeps import read_sweep
 from credit_dp.sweeps.read import planned_jobs
 from tests.cli.answers import answer, refusal
@@ -92,7 +92,7 @@ def test_ctrl_c_ends_all_jobs(sweep: Path) -> None:
     assert (code, err) == (130, "\ninterrupted\n")
     pids = [int(path.read_text().split()[1]) for path in sweep.glob("*/began")]
     assert pids
-    assert all(gone(pid) for pid in pids)
+    assert all(process_has_ended(pid) for pid in pids)
     assert not (sweep / "2/began").exists()
 
 
@@ -100,7 +100,7 @@ def test_ctrl_c_ends_all_jobs(sweep: Path) -> None:
 def test_a_signal_has_all_jobs_save_and_starts_no_more(sweep: Path) -> None:
     code, _, _ = run("seed=9,1,2")
     assert code == 75
-    jobs = [(job.value("seed"), job.standing.state) for job in read_sweep(sweep).jobs]
+    jobs = [(job.value("seed"), job.status.state) for job in read_sweep(sweep).jobs]
     assert (jobs[0], jobs[2]) == (("9", "preempted"), ("2", "not started"))
     assert not (sweep / "2/began").exists()
 
@@ -115,7 +115,7 @@ def test_a_signal_between_two_starts_prevents_the_second(
         if "started" in text:
             os.kill(os.getpid(), signal.SIGUSR1)
 
-    monkeypatch.setattr(sweep_launchers, "tell", interrupt)
+    monkeypatch.setattr(sweep_launchers, "print_line", interrupt)
     assert run("seed=1,2")[0] == 75
     assert len(list(sweep.glob("*/job.json"))) == 1
 

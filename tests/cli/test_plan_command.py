@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from credit_dp.cli.plan import alike
+from credit_dp.cli.plan import group_identical_layers
 from credit_dp.data.store import Store
 from credit_dp.domain_parallel.costs.report import LayerTraffic
-from credit_dp.domain_parallel.count_transport import Sent
+from credit_dp.domain_parallel.count_transport import RankTraffic
 from tests.cli.answers import answer
 from tests.cli.test_bad_stores import arguments as of_store
 from tests.data import stores
@@ -83,10 +83,10 @@ def test_layers_that_send_the_same_share_a_line(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_one_path_for_each_line() -> None:
-    few, many = (Sent(1, 8),), (Sent(1, 16),)
+    few, many = (RankTraffic(1, 8),), (RankTraffic(1, 16),)
     at = {"a.0.x": few, "a.1.x": many, "a.2.x": few, "a.3.x": many, "b.0": few, "b.1": few}
     layers = [LayerTraffic(path, "Conv", sent, sent) for path, sent in at.items()]
-    found = {path: len(group) for path, group in alike(layers).items()}
+    found = {path: len(group) for path, group in group_identical_layers(layers).items()}
     assert found == {"a.0.x": 1, "a.1.x": 1, "a.2.x": 1, "a.3.x": 1, "b.*": 2}
 
 
@@ -172,8 +172,8 @@ def test_one_line(monkeypatch: pytest.MonkeyPatch, case: tuple[list[str], str]) 
 @pytest.mark.parametrize("command", ["plan", "verify"])
 def test_help_imports_no_torch(command: str) -> None:
     code = (
-        "import sys; from credit_dp.cli.entry import dispatch, guarded\n"
-        f"assert guarded(dispatch, ['{command}', '--help'], 'credit-dp') == 0\n"
+        "import sys; from credit_dp.cli.entry import dispatch, run_command\n"
+        f"assert run_command(dispatch, ['{command}', '--help'], 'credit-dp') == 0\n"
         "sys.exit('torch' in sys.modules)"
     )
     done = subprocess.run(

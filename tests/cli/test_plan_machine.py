@@ -14,20 +14,25 @@ import yaml
 from torch import nn
 
 from credit_dp.costs.prediction import (
-    FOLDER,
+    MACHINES_FOLDER,
     Link,
     Machine,
     compute_seconds,
     exchange_seconds,
     machine_names,
-    machine_of,
+    parse_machine,
     read_machine,
     reduction_seconds,
     ring_link,
 )
 from credit_dp.domain_parallel.costs.report import plan_report
-from credit_dp.domain_parallel.costs.work import Operation, Operations, StepWork, step_work
-from credit_dp.domain_parallel.count_transport import Message
+from credit_dp.domain_parallel.costs.work import (
+    OperationCost,
+    OperationCounter,
+    StepWork,
+    step_work,
+)
+from credit_dp.domain_parallel.count_transport import MessageSize
 from credit_dp.errors import UserError
 from tests.cli.answers import answer
 from tests.cli.test_plan_command import SMALL, plan
@@ -48,7 +53,7 @@ CONTENT: dict[str, Any] = {
     "between_nodes": {"latency_us": 5000, "gb_per_s": 0.2},
     "links_reached": 0.5,
 }
-MACHINE = machine_of(CONTENT, "test")
+MACHINE = parse_machine(CONTENT, "test")
 FAST = replace(MACHINE, tflops={"float32": 0.004})
 
 
@@ -57,7 +62,7 @@ def near(value: float) -> Any:
 
 
 def test_compute_waits_for_arithmetic_or_memory() -> None:
-    operations = Counter({Operation(3_000_000, 1_000_000): 2, Operation(0, 4_000_000): 1})
+    operations = Counter({OperationCost(3_000_000, 1_000_000): 2, OperationCost(0, 4_000_000): 1})
     # 2 x 3 ms of arithmetic, 4 ms of memory, 3 starts of 1 ms.
     assert compute_seconds(operations, MACHINE, "float32") == near(0.013)
     assert compute_seconds(operations, FAST, "float32") == near(0.010)
@@ -69,19 +74,24 @@ def test_compute_waits_for_arithmetic_or_memory() -> None:
 
 def test_convolutions_of_float32_take_tf32_where_there_is_one() -> None:
     machine = replace(MACHINE, tflops={"float32": 0.002, "tf32": 0.02}, overhead_us=1e-9)
-    plain, conv = (Counter({Operation(10**7, 0, conv): 1}) for conv in (False, True))
+    plain, conv = (Counter({OperationCost(10**7, 0, conv): 1}) for conv in (False, True))
     assert compute_seconds(plain, machine, "float32") == pytest.approx(0.01)
     assert compute_seconds(conv, machine, "float32") == pytest.approx(0.001)
 
 
-def of_messages(ranks: int, *messages: Message, collectives: int = 0) -> StepWork:
+def of_messages(ranks: int, *messages: MessageSize, collectives: int = 0) -> StepWork:
     together = Counter({collectives: 1} if collectives else {})
     return StepWork(ranks, (Counter(),), Counter({messages: 2}), together, 0)
 
 
 def test_an_exchange_waits_for_its_busiest_rank() -> None:
     mb = 1_000_000
-    messages = (Message(0, 1, mb), Message(1, 0, mb), Message(1, 2, 2 * mb), Message(2, 1, mb))
+    messages = (
+        MessageSize(0, 1, mb),
+        MessageSize(1, 0, mb),
+        MessageSize(1, 2, 2 * mb),
+        MessageSize(2, 1, mb),
+    )
     work = of_messages(3, *messages)
     # Rank 1 sends 3 MB at 1 GB/s, twice, after 1 ms each.
     assert exchange_seconds(work, MACHINE, 1) == near(2 * (0.001 + 0.003))
@@ -91,7 +101,7 @@ def test_an_exchange_waits_for_its_busiest_rank() -> None:
 
 
 def test_a_collective_goes_round_in_a_ring() -> None:
-    work = of_messages(4, Message(0, 1, 0), collectives=1_000_000)
+    work = of_messages(4, MessageSize(0, 1, 0), collectives=1_000_000)
     assert exchange_seconds(work, MACHINE, 1) == near(2 * 0.001 + 2 * 0.001 + 0.001)
     assert ring_link(4, MACHINE) == Link(1000, 1)
     # As many rings leave a node as it has members.
@@ -111,18 +121,18 @@ def test_gradients_are_added_up_in_buckets() -> None:
 def test_operations_are_counted_as_they_are() -> None:
     conv = nn.Conv2d(4, 8, 3, groups=2, bias=False, device="meta")
     x = torch.empty(1, 4, 6, 6, device="meta", requires_grad=True)
-    operations = Operations()
+    operations = OperationCounter()
     with operations:
         made = conv(x)
         made.view(8, 16).sum().backward()
     forward = 2 * 8 * 4 * 4 * 2 * 9  # groups of two channels
-    by_size = sorted((op.flops, n) for op, n in operations.counted.items() if op.convolves)
+    by_size = sorted((op.flops, n) for op, n in operations.counts.items() if op.is_convolution)
     assert by_size == [(forward, 1), (2 * forward, 1)]
     reading = 4 * (4 * 36 + 8 * 2 * 9 + 8 * 16)
-    assert Operation(forward, reading, True) in operations.counted
+    assert OperationCost(forward, reading, True) in operations.counts
     # The sum, and room for nothing else: views and expanded ones are free.
-    others = [op for op in operations.counted if not op.convolves]
-    assert Operation(0, 4 * 8 * 16 + 4) in others
+    others = [op for op in operations.counts if not op.is_convolution]
+    assert OperationCost(0, 4 * 8 * 16 + 4) in others
     assert max(op.bytes for op in others) == 4 * 8 * 16 + 4
 
 
@@ -135,7 +145,7 @@ def test_work_is_what_the_plan_says() -> None:
     assert sum(m.bytes for m in messages) == sent.bytes > 0
     assert len(messages) == sent.messages
     assert 3 * work.collectives.total() == sent.collectives > 0
-    assert work.kept_bytes == max(report.saved_bytes)
+    assert work.saved_bytes == max(report.saved_bytes)
     alone = sum(op.flops * n for op, n in step_work(model, shape, 1).operations[0].items())
     most = max(sum(op.flops * n for op, n in of.items()) for of in work.operations)
     assert 5 / 13 * alone <= most < 0.5 * alone
@@ -201,7 +211,7 @@ def test_a_faster_part_moves_its_column(
     changed, moved = case
 
     def parts(content: dict[str, Any]) -> dict[str, float]:
-        machine = machine_of(content, "test")
+        machine = parse_machine(content, "test")
         return {
             "compute": compute_seconds(work.operations[0], machine, "float32"),
             "exchange": exchange_seconds(work, machine, 2),
@@ -240,7 +250,7 @@ def test_machines_of_the_package(name: str) -> None:
     machine = read_machine(name)
     assert isinstance(machine, Machine)
     assert "float32" in machine.tflops
-    assert read_machine(str(FOLDER / f"{name}.yaml")) == machine
+    assert read_machine(str(MACHINES_FOLDER / f"{name}.yaml")) == machine
 
 
 def without(key: str) -> dict[str, Any]:

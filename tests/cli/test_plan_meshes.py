@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from credit_dp.config import Config, ParallelConfig
-from credit_dp.costs.budget import plan_of
+from credit_dp.costs.budget import plan_step
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.pipeline_parallel.pipeline import Work, most_kept, work_order
+from credit_dp.pipeline_parallel.pipeline import StageAction, peak_saved_bytes, schedule_actions
 from credit_dp.training.build import Training
 from tests.cli.answers import answer
 from tests.cli.test_plan_command import SMALL, plan
@@ -77,7 +77,7 @@ def step_of(manager: DomainParallelManager, config: Config) -> dict[str, Any]:
     training: Training = built(config, manager)
     state = training.trainer.state
     gradients: list[int] = []
-    state.optimiser.register_step_pre_hook(
+    state.optimizer.register_step_pre_hook(
         lambda *_: gradients.append(nbytes(p.grad for p in state.parameters.values()))
     )
     with training.loader:
@@ -86,7 +86,7 @@ def step_of(manager: DomainParallelManager, config: Config) -> dict[str, Any]:
         rows, order = manager.transport.traffic.bytes, order_noted(state.parts)
         with Sends() as sends:
             next(steps)
-    moments = (x for of in state.optimiser.state.values() for x in of.values() if x.ndim)
+    moments = (x for of in state.optimizer.state.values() for x in of.values() if x.ndim)
     return {
         "weights": nbytes(state.parameters.values()),
         "moments": nbytes(moments),
@@ -116,7 +116,7 @@ def both(config: Config, mesh: Mesh) -> tuple[list[dict[str, Any]], list[dict[st
     found = on_processes(
         pipeline * data * domain, step_of, config, domain=domain, pipeline=pipeline
     )
-    budgets = [budget for budget in plan_of(config).budgets if budget.mode == mode]
+    budgets = [budget for budget in plan_step(config).budgets if budget.mode == mode]
     return found, [{"held": budget.held, "sent": budget.sent} for budget in budgets]
 
 
@@ -158,7 +158,7 @@ def test_the_plan_is_what_ranks_hold_and_send(config: Config, mesh: Mesh) -> Non
         for rank in ranks:
             gathered = rank["sent"]["_allgather_base_"] * (mesh.data - 1) // mesh.data
             assert gathered == sent["weights"]
-            order = work_order(
+            order = schedule_actions(
                 mesh.schedule, stage, mesh.pipeline, micros, 1 + (mesh.schedule == "interleaved")
             )
             if mesh.pipeline > 1:
@@ -179,7 +179,7 @@ def test_the_plan_is_what_ranks_hold_and_send(config: Config, mesh: Mesh) -> Non
 def test_rows_are_those_of_all_micro_batches(config: Config) -> None:
     mesh = replace(config, parallel=ParallelConfig(data=2, domain=2))
     (once, _), (twice, _) = (
-        plan_of(replace(mesh, trainer=replace(config.trainer, accumulate=n))).budgets
+        plan_step(replace(mesh, trainer=replace(config.trainer, accumulate=n))).budgets
         for n in (2, 4)
     )
     assert once.sent["rows"] == pytest.approx(twice.sent["rows"], rel=0.1)
@@ -199,11 +199,11 @@ def test_rows_are_those_of_all_micro_batches(config: Config) -> None:
     ],
 )
 def test_micro_batches_in_flight(schedule: str, rank: int, virtual: int, most: int) -> None:
-    order = work_order(schedule, rank, 4, 8, virtual)
+    order = schedule_actions(schedule, rank, 4, 8, virtual)
     assert Counter(order) == {
-        Work(way, part): 8 for way in (True, False) for part in range(virtual)
+        StageAction(way, part): 8 for way in (True, False) for part in range(virtual)
     }
-    assert most_kept(order, [5, 7]) == most
+    assert peak_saved_bytes(order, [5, 7]) == most
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from credit_dp import plugins
 from credit_dp.cli import saved_config
 from credit_dp.cli.compose import Composer
 from credit_dp.cli.overrides import parse_overrides
-from credit_dp.cli.saved_config import config_of_checkpoint, overrides_of
+from credit_dp.cli.saved_config import config_of_checkpoint, overrides_of_run
 from credit_dp.config import (
     OwnLossConfig,
     OwnModelConfig,
@@ -23,11 +23,11 @@ from credit_dp.config import (
     OwnScheduleConfig,
     as_dict,
 )
-from credit_dp.config.training import own_schedule
+from credit_dp.config.training import plugin_schedule
 from credit_dp.errors import UserError
 from credit_dp.fields import Fields
 from credit_dp.models import build_model
-from credit_dp.plugins import FORMER, VARIABLE, registered
+from credit_dp.plugins import LEGACY_VARIABLE, PLUGINS_VARIABLE, find_plugins
 from credit_dp.training.run_folder import resolved_yaml
 from tests.cli.answers import answer, refusal
 
@@ -121,7 +121,7 @@ def forgotten() -> Iterator[None]:
 def told(monkeypatch: pytest.MonkeyPatch, variable: object, *arguments: str) -> str:
     """The refusal of a command line, with the variable set."""
     with pytest.MonkeyPatch.context() as environment:
-        environment.setenv(VARIABLE, str(variable))
+        environment.setenv(PLUGINS_VARIABLE, str(variable))
         return refusal(monkeypatch, "--check", *arguments)
 
 
@@ -139,7 +139,7 @@ def test_the_variable_makes_the_model_a_choice(
         written(tmp_path, MODEL),
         written(tmp_path, MODEL.replace('"custom"', '"other"'), "my.2nd-model"),
     ]
-    monkeypatch.setenv(VARIABLE, os.pathsep.join(map(str, two)))
+    monkeypatch.setenv(PLUGINS_VARIABLE, os.pathsep.join(map(str, two)))
     composer = Composer("train")
     assert {"custom", "other", "unet"} <= set(composer.groups["model"])
     config = composer.config(["model=custom", "model.width=4", "model.layer.kernel=5"])
@@ -157,7 +157,7 @@ def test_the_variable_makes_the_model_a_choice(
 def test_a_process_with_the_variable_unpickles_the_config(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv(VARIABLE, str(written(tmp_path, MODEL)))
+    monkeypatch.setenv(PLUGINS_VARIABLE, str(written(tmp_path, MODEL)))
     config = Composer("train").config(["model=custom", "model.layer.kernel=5"])
     sent = tmp_path / "config.pickle"
     sent.write_bytes(pickle.dumps(config))
@@ -173,8 +173,8 @@ def test_a_process_with_the_variable_unpickles_the_config(
 def test_a_file_may_have_plugins_of_every_kind(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv(VARIABLE, str(written(tmp_path, TRAINING, "training.py")))
-    monkeypatch.setenv(FORMER, str(written(tmp_path, MODEL)))  # both variables name files
+    monkeypatch.setenv(PLUGINS_VARIABLE, str(written(tmp_path, TRAINING, "training.py")))
+    monkeypatch.setenv(LEGACY_VARIABLE, str(written(tmp_path, MODEL)))  # both variables name files
     composer = Composer("train")
     options = ["loss.scale=2", "optimizer.momentum=0.5", "++optimizer.schedule_options.power=2"]
     config = composer.config(["model=custom", *ALL, *options, "loss.level_weight=true"])
@@ -186,7 +186,7 @@ def test_a_file_may_have_plugins_of_every_kind(
     assert isinstance(config.optimizer, OwnOptimizerConfig)
     assert vars(config.optimizer)["momentum"] == 0.5
     assert (config.optimizer.lr, config.optimizer.weight_decay) == (3e-3, 0.01)
-    schedule = own_schedule(config.optimizer)
+    schedule = plugin_schedule(config.optimizer)
     assert schedule is not None
     assert schedule.factor(1, 2) == 0.25
     assert composer.config(["model=custom"]).loss.name == "mse"
@@ -195,7 +195,7 @@ def test_a_file_may_have_plugins_of_every_kind(
 def test_ranks_get_the_configs_of_all_kinds(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv(VARIABLE, str(written(tmp_path, TRAINING)))
+    monkeypatch.setenv(PLUGINS_VARIABLE, str(written(tmp_path, TRAINING)))
     sent = tmp_path / "config.pickle"
     sent.write_bytes(pickle.dumps(Composer("train").config(ALL)))
     code = (
@@ -230,7 +230,7 @@ def test_keys_of_other_kinds_are_checked(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 def test_help_shows_the_keys_of_a_plugin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as environment:
-        environment.setenv(VARIABLE, str(written(tmp_path, TRAINING)))
+        environment.setenv(PLUGINS_VARIABLE, str(written(tmp_path, TRAINING)))
         code, out, _ = answer(monkeypatch, "loss=logcosh", "--help")
     assert code == 0
     assert "  loss: huber, logcosh, mae, mse\n" in out
@@ -259,7 +259,7 @@ def test_a_sweep_and_tables_of_new_entries(
     if program == "credit-dp":
         arguments = ["plan", "--json", *arguments[:2], "data.grid=8x16", "parallel.domain=2"]
     with pytest.MonkeyPatch.context() as environment:
-        environment.setenv(VARIABLE, str(written(tmp_path, MODEL)))
+        environment.setenv(PLUGINS_VARIABLE, str(written(tmp_path, MODEL)))
         code, out, err = answer(monkeypatch, *arguments, program=program)
     assert (code, err) == (0, "")
     assert ("of all 2 runs" if program == "train" else '"model": "custom"') in out
@@ -275,7 +275,8 @@ def test_without_the_file_every_kind_says_how_to_register(
     line = told(monkeypatch, "", choice)
     assert line.startswith(f"{key}: needs one of ")
     assert line.endswith(
-        f"got {name!r}. {one} of your own is known by its file: set {VARIABLE}=my_{word}.py."
+        f"got {name!r}. {one} of your own is known by its file: set "
+        f"{PLUGINS_VARIABLE}=my_{word}.py."
     )
 
 
@@ -284,9 +285,9 @@ def test_a_users_file_may_change_a_plugin(monkeypatch: pytest.MonkeyPatch, tmp_p
     (tmp_path / "conf/loss/wide.yaml").write_text("defaults: [logcosh, _self_]\nscale: 3\n")
     with pytest.MonkeyPatch.context() as environment:
         environment.chdir(tmp_path)
-        environment.setenv(VARIABLE, str(written(tmp_path, TRAINING)))
+        environment.setenv(PLUGINS_VARIABLE, str(written(tmp_path, TRAINING)))
         assert vars(Composer("train").config(["loss=wide"]).loss)["scale"] == 3
-        environment.delenv(VARIABLE)
+        environment.delenv(PLUGINS_VARIABLE)
         ConfigStore.instance().repo["loss"].clear()
         line = refusal(environment, "loss=wide")
     assert line.startswith("In 'loss/wide': Could not load 'loss/logcosh'. A loss of your own is")
@@ -297,17 +298,17 @@ def test_the_run_again_says_which_variable_is_missing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with pytest.MonkeyPatch.context() as environment:
-        environment.setenv(VARIABLE, str(written(tmp_path, TRAINING)))
+        environment.setenv(PLUGINS_VARIABLE, str(written(tmp_path, TRAINING)))
         config = Composer("train").config([*ALL, "++optimizer.schedule_options.power=2"])
         (tmp_path / "config.yaml").write_text(resolved_yaml(config))
         composer = Composer("train")
-        earlier = parse_overrides(overrides_of(str(tmp_path), [], composer))
+        earlier = parse_overrides(overrides_of_run(str(tmp_path), [], composer))
         assert composer.config([str(override.input_line) for override in earlier]) == config
     for group in ("loss", "optimizer"):
         ConfigStore.instance().repo[group].clear()
     line = refusal(monkeypatch, "--again", str(tmp_path), "--check")
     assert line.startswith("loss: needs one of huber, mae, mse, got 'logcosh'.")
-    assert f"set {VARIABLE}=my_loss.py." in line
+    assert f"set {PLUGINS_VARIABLE}=my_loss.py." in line
 
 
 def test_a_batch_script_names_the_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -315,12 +316,14 @@ def test_a_batch_script_names_the_files(monkeypatch: pytest.MonkeyPatch, tmp_pat
     written(tmp_path, MODEL)
     with pytest.MonkeyPatch.context() as environment:
         environment.chdir(tmp_path)
-        environment.setenv(VARIABLE, "my training.py")
-        environment.setenv(FORMER, "my_model.py")
+        environment.setenv(PLUGINS_VARIABLE, "my training.py")
+        environment.setenv(LEGACY_VARIABLE, "my_model.py")
         words = "slurm", "script", *ALL, "model=custom", "device=cpu"
         code, out, err = answer(monkeypatch, *words, program="credit-dp")
     assert (code, err) == (0, "")
-    assert f"\nexport {VARIABLE}='{tmp_path}/my training.py:{tmp_path}/my_model.py'\n" in out
+    assert (
+        f"\nexport {PLUGINS_VARIABLE}='{tmp_path}/my training.py:{tmp_path}/my_model.py'\n" in out
+    )
 
 
 @pytest.mark.slow
@@ -328,7 +331,7 @@ def test_a_forecast_needs_the_model_of_a_run_only(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     with pytest.MonkeyPatch.context() as environment:
-        environment.setenv(VARIABLE, str(written(tmp_path, TRAINING)))
+        environment.setenv(PLUGINS_VARIABLE, str(written(tmp_path, TRAINING)))
         saved = as_dict(Composer("train").config(ALL))
     monkeypatch.setattr(saved_config, "read", lambda path: saved)
     for group in ("loss", "optimizer"):
@@ -351,7 +354,7 @@ def test_packages_name_plugins_of_every_kind(monkeypatch: pytest.MonkeyPatch) ->
     config = Composer("train").config(["loss=mine", "optimizer=mine", "loss.above=3"])
     assert (config.loss.name, config.optimizer.name) == ("mine", "mine")
     assert vars(config.loss)["above"] == 3
-    assert registered(OwnScheduleConfig, ()) == {}
+    assert find_plugins(OwnScheduleConfig, ()) == {}
 
 
 def test_without_the_variable_the_line_says_how_to_register(
@@ -359,8 +362,8 @@ def test_without_the_variable_the_line_says_how_to_register(
 ) -> None:
     line = told(monkeypatch, "", "model=custom")
     assert line.startswith("model: needs one of crossformer, ")
-    assert line.endswith(f"got 'custom'. A model of your own is known by its file: set {VARIABLE}="
-                         "my_model.py.")  # fmt: skip
+    known_by = f"A model of your own is known by its file: set {PLUGINS_VARIABLE}=my_model.py."
+    assert line.endswith(f"got 'custom'. {known_by}")
 
 
 def _named(name: str, of: str = "MyModelConfig") -> str:
@@ -427,7 +430,9 @@ def test_a_bad_file_is_one_line(
 
 def test_no_file_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     line = told(monkeypatch, "nowhere.py")
-    assert line == f"{VARIABLE}: there is no file nowhere.py. Give the path of a Python file."
+    assert (
+        line == f"{PLUGINS_VARIABLE}: there is no file nowhere.py. Give the path of a Python file."
+    )
     assert "there is no file" in told(monkeypatch, tmp_path)
 
 
@@ -437,7 +442,7 @@ def test_a_name_of_an_installed_package_is_refused(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             plugins,
-            "in_packages",
+            "find_packaged_plugins",
             lambda base: {"custom": OwnModelConfig} if base is OwnModelConfig else {},
         )
         line = told(monkeypatch, written(tmp_path, MODEL))
@@ -459,7 +464,7 @@ def test_a_check_tries_the_schedule(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 def test_kinds_have_names_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     text = MODEL.replace('"custom"', '"power"') + TRAINING.replace('"logcosh"', '"power"')
-    monkeypatch.setenv(VARIABLE, str(written(tmp_path, text)))
+    monkeypatch.setenv(PLUGINS_VARIABLE, str(written(tmp_path, text)))
     config = Composer("train").config(
         ["model=power", "loss=power", "optimizer=sgd", "optimizer.schedule=power"]
     )
@@ -470,14 +475,14 @@ def test_one_model_may_derive_from_another(monkeypatch: pytest.MonkeyPatch, tmp_
     wide = "\n@dataclass\nclass Wide(MyModelConfig):\n    name: str = 'wide'\n    width: int = 64\n"
     base = MODEL.replace('    name: str = "custom"\n', "")
     for text, names in ((MODEL + wide, {"custom", "wide"}), (base + wide, {"wide"})):
-        monkeypatch.setenv(VARIABLE, str(written(tmp_path, text, f"{len(names)}.py")))
-        assert set(registered(OwnModelConfig, ())) == names
+        monkeypatch.setenv(PLUGINS_VARIABLE, str(written(tmp_path, text, f"{len(names)}.py")))
+        assert set(find_plugins(OwnModelConfig, ())) == names
     assert Composer("train").config(["model=wide"]).model.width == 64
 
 
 def _train(folder: Path, *overrides: str) -> str:
     command = [sys.executable, ROOT / "train.py", "model=custom", "experiment=fast", *overrides]
-    environment = {**os.environ, VARIABLE: "my_model.py", "WANDB_MODE": "disabled"}
+    environment = {**os.environ, PLUGINS_VARIABLE: "my_model.py", "WANDB_MODE": "disabled"}
     done = subprocess.run(
         [*map(str, command), *ALL, "trainer.dtype=float64", "data.grid=25x48"],
         cwd=folder, env=environment, capture_output=True, text=True, timeout=300,
@@ -489,7 +494,7 @@ def _train(folder: Path, *overrides: str) -> str:
 def _forecast_without_its_loss(folder: Path, run: Path) -> None:
     """Export and forecast where only the model's file is there."""
     written(folder, MODEL, "only_model.py")
-    environment = {**os.environ, VARIABLE: "only_model.py"}
+    environment = {**os.environ, PLUGINS_VARIABLE: "only_model.py"}
     for words in (
         ["checkpoint", "export", str(run)],
         ["forecast", f"checkpoint={run}", "init=2001-02-10", "lead=6h"],
@@ -506,7 +511,7 @@ def test_train_py_is_exact_on_two_ranks_resumes_and_sweeps(tmp_path: Path) -> No
     import torch
 
     from credit_dp.export.file import read_trained
-    from credit_dp.training.checkpoint_files import whole_steps
+    from credit_dp.training.checkpoint_files import list_checkpoints
 
     written(tmp_path, MODEL + TRAINING)
     states = []
@@ -523,7 +528,7 @@ def test_train_py_is_exact_on_two_ranks_resumes_and_sweeps(tmp_path: Path) -> No
     _forecast_without_its_loss(tmp_path, tmp_path / "outputs/on2")
     sweep = "-m", "run.name=many", "model.width=2,4", "trainer.steps=1", "parallel.domain=2"
     _train(tmp_path, *sweep)
-    assert whole_steps(tmp_path / "outputs/many/1/checkpoint")
+    assert list_checkpoints(tmp_path / "outputs/many/1/checkpoint")
 
 
 BROKEN = """
@@ -549,7 +554,7 @@ class Broken(OwnModelConfig):
 def test_a_build_that_fails_is_one_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, build: str, expected: str
 ) -> None:
-    monkeypatch.setenv(VARIABLE, str(written(tmp_path, HEAD + BROKEN.format(build=build))))
+    monkeypatch.setenv(PLUGINS_VARIABLE, str(written(tmp_path, HEAD + BROKEN.format(build=build))))
     config = Composer("train").config(["model=custom"]).model
     with pytest.raises(UserError, match=expected):
         build_model(config, Fields.flat(2), (4, 6))

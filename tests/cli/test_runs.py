@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from credit_dp.cli import run
-from credit_dp.cli.compose import claim, unique_name
+from credit_dp.cli.compose import lock_folder, unique_name
 from credit_dp.config import Config
-from credit_dp.distributed.signals import PREEMPTED
+from credit_dp.distributed.signals import EXIT_PREEMPTED
 from credit_dp.errors import UserError
 from tests.cli.answers import answer, refusal
 
@@ -83,7 +83,7 @@ def test_the_key_that_chose_the_folder_is_named(
     line = refusal(monkeypatch, f"run.dir={tmp_path}")
     assert line.startswith("run.dir: ")
     assert "give another run.dir." in line
-    with claim(tmp_path, "run.dir"):
+    with lock_folder(tmp_path, "run.dir"):
         line = refusal(monkeypatch, f"run.dir={tmp_path}", "resume=auto")
     assert line.startswith("run.dir: another run is writing")
 
@@ -119,11 +119,11 @@ def test_a_checked_sweep_starts_nothing(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 
 def test_two_runs_cannot_write_to_one_folder(tmp_path: Path) -> None:
-    with claim(tmp_path):
+    with lock_folder(tmp_path):
         with pytest.raises(UserError, match="another run is writing"):
-            with claim(tmp_path):
+            with lock_folder(tmp_path):
                 pass
-    with claim(tmp_path):
+    with lock_folder(tmp_path):
         pass
 
 
@@ -166,8 +166,8 @@ def test_a_failed_run_fails_the_sweep_after_the_others(
 def test_a_run_that_is_told_to_stop_ends_the_sweep(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    with launched(monkeypatch, tmp_path, codes=(PREEMPTED, 0)) as configs:
-        assert answer(monkeypatch, "-m", "seed=0,1")[0] == PREEMPTED
+    with launched(monkeypatch, tmp_path, codes=(EXIT_PREEMPTED, 0)) as configs:
+        assert answer(monkeypatch, "-m", "seed=0,1")[0] == EXIT_PREEMPTED
     assert len(configs) == 1
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from credit_dp.cli.compose import Composer
 from credit_dp.cli.overrides import parse_overrides
-from credit_dp.cli.sweep_jobs import Job, choices_of, plan_jobs
+from credit_dp.cli.sweep_jobs import Job, override_choices, plan_jobs
 from credit_dp.config import DatesConfig, ParallelConfig
 from credit_dp.errors import UserError
 from credit_dp.training.run_folder import resolved_yaml
@@ -22,7 +22,7 @@ def composer() -> Composer:
 
 
 def plan(composer: Composer, sweep: Path, *texts: str) -> list[Job]:
-    return plan_jobs(composer, choices_of(parse_overrides(texts), composer), sweep)
+    return plan_jobs(composer, override_choices(parse_overrides(texts), composer), sweep)
 
 
 def finish(job: Job, scores: bool = True) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from credit_dp.cli.compose import claim
+from credit_dp.cli.compose import lock_folder
 from credit_dp.errors import UserError
 from tests.cli.answers import answer, refusal
 from tests.cli.test_runs import launched, saved_step
@@ -20,7 +20,7 @@ LONGEST = 120.0  # seconds until a process that does not answer is given up
 
 def hold(folder: Path, ready: Event) -> None:
     """Be a run that writes to a folder."""
-    with claim(folder):
+    with lock_folder(folder):
         ready.set()
         time.sleep(LONGEST)
 
@@ -68,9 +68,9 @@ def test_a_run_of_a_sweep_refuses_the_folder_of_another(
 
 def test_a_folder_is_free_once_its_run_was_killed(tmp_path: Path) -> None:
     with held(tmp_path) as process:
-        with pytest.raises(UserError, match="another run is writing"), claim(tmp_path):
+        with pytest.raises(UserError, match="another run is writing"), lock_folder(tmp_path):
             pass
         process.kill()
         process.join()
-        with claim(tmp_path):
+        with lock_folder(tmp_path):
             pass

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from credit_dp.cli.verify import as_numbers
+from credit_dp.cli.verify import json_safe
 from credit_dp.domain_parallel.transport import ThreadTransport
 from tests.cli.answers import answer
 
@@ -59,7 +59,7 @@ def test_a_wrong_reduction_fails(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_nan_is_text_in_json() -> None:
-    assert as_numbers({"a": {"b": float("nan"), "c": 0.5}, "d": [1]}) == {
+    assert json_safe({"a": {"b": float("nan"), "c": 0.5}, "d": [1]}) == {
         "a": {"b": "nan", "c": 0.5},
         "d": [1],
     }

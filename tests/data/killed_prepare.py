@@ -7,7 +7,7 @@ import sys
 import time
 from pathlib import Path
 
-from credit_dp.data.rechunk.run import Preparation
+from credit_dp.data.rechunk.run import RechunkJob
 from tests.data.preparing import request, run, tree
 
 
@@ -16,7 +16,7 @@ def forked(store: Path, out: Path, patience: float | None = None) -> float:
     start = time.monotonic()
     child = os.fork()
     if child == 0:
-        run(Preparation(request(store, out)))
+        run(RechunkJob(request(store, out)))
         os._exit(0)
     if patience is not None:
         time.sleep(patience)

@@ -9,7 +9,7 @@ import zarr
 from zarr.codecs import Crc32cCodec
 
 from credit_dp.data.channels import Channel
-from credit_dp.data.sources.prepared import ATTRIBUTE, EPOCH, TIME_UNITS, PreparedForm
+from credit_dp.data.sources.prepared import EPOCH, METADATA_ATTRIBUTE, TIME_UNITS, PreparedMetadata
 
 STATIC = ("geopotential_at_surface", "land_sea_mask")
 
@@ -37,8 +37,8 @@ def stacked(data: xr.Dataset, channels: Any) -> np.ndarray:
 def write(data: xr.Dataset, path: Path, chunk_rows: int = 4, static: bool = True) -> Path:
     channels = channels_of(data)
     names = STATIC if static else ()
-    form = PreparedForm(channels, names, {"temperature": "K"}, {"temperature": "t"}, "a test")
-    group = zarr.create_group(path, attributes={ATTRIBUTE: form.attributes()})
+    form = PreparedMetadata(channels, names, {"temperature": "K"}, {"temperature": "t"}, "a test")
+    group = zarr.create_group(path, attributes={METADATA_ATTRIBUTE: form.attributes()})
     fields = stacked(data, channels)
     _create(group, "fields", fields, chunk_rows)
     if static:

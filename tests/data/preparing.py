@@ -10,8 +10,8 @@ import pytest
 from credit_dp.config import DataConfig
 from credit_dp.config.data import VariableConfig
 from credit_dp.data.rechunk import run as rechunk_run
-from credit_dp.data.rechunk.request import Question
-from credit_dp.data.rechunk.run import Preparation, Request
+from credit_dp.data.rechunk.request import FieldSelection
+from credit_dp.data.rechunk.run import RechunkJob, RechunkRequest
 from tests.data import stores
 
 ROOT = Path(__file__).parents[2]
@@ -34,25 +34,25 @@ def config(store: Path, **changes: Any) -> DataConfig:
     return stores.config(store, **(EVERYTHING | splits | changes))
 
 
-def request(store: Path, out: Path, **changes: Any) -> Request:
+def request(store: Path, out: Path, **changes: Any) -> RechunkRequest:
     asked = {key: changes.pop(key) for key in ("dates", "grid") if key in changes}
     data = changes.pop("data", {})
-    return Request(
-        Question(config(store, **data), **asked), str(out), **({"codec": "lz4"} | changes)
+    return RechunkRequest(
+        FieldSelection(config(store, **data), **asked), str(out), **({"codec": "lz4"} | changes)
     )
 
 
-def run(of: Preparation) -> Preparation:
-    with of.alone():
+def run(of: RechunkJob) -> RechunkJob:
+    with of.locked():
         of.begin(of.estimate().codec)
-        of.work(lambda times: None)
+        of.write_missing(lambda times: None)
         of.verify()
         of.finish()
     return of
 
 
 def prepared(store: Path, out: Path, **changes: Any) -> Path:
-    run(Preparation(request(store, out, **changes)))
+    run(RechunkJob(request(store, out, **changes)))
     return out
 
 

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from credit_dp.data.channels import Channel
-from credit_dp.data.sources.anemoi import AnemoiNames, AnemoiSource
+from credit_dp.data.sources.anemoi import AnemoiSource, AnemoiVariables
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 from credit_dp.evaluation.metrics import unit_of
@@ -65,7 +65,7 @@ def test_what_the_attributes_say(tmp_path):
     assert source.variables["2m_temperature"].units == "degC"
     assert not source.variables["solar"].timed
     dataset = ["cos_latitude", "insolation", "tp"]
-    found = AnemoiNames.of(dataset, {"constant_fields": ["tp"]}).variables
+    found = AnemoiVariables.of(dataset, {"constant_fields": ["tp"]}).variables
     assert [found[name].timed for name in found] == [False, True, False]
     assert list(found) == ["cos_latitude", "insolation", "total_precipitation"]
 
@@ -93,7 +93,7 @@ def test_the_sizes_that_a_reader_plans_with(path, tmp_path):
     source = opened(path)
     assert source.times_together(CHANNELS[0]) == 1
     assert source.chunk_shape(CHANNELS[0]) == (1, 10, 11, 8)
-    assert source.together(CHANNELS) == [list(CHANNELS)]
+    assert source.group_by_chunk(CHANNELS) == [list(CHANNELS)]
     source.read(CHANNELS, slice(0, 3), slice(2, 4))
     assert source.chunk_reads == 3
     assert source.bytes_read == sum((path / "data" / f"{n}.0.0.0").stat().st_size for n in "012")

@@ -3,7 +3,7 @@ import pytest
 import xarray as xr
 
 from credit_dp.data.sampling import sample_times
-from credit_dp.data.setup import prepare
+from credit_dp.data.setup import prepare_training_data
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 from tests.data import stores
@@ -274,7 +274,7 @@ def test_values_that_are_not_finite(tmp_path, name, kind, place, where, value):
     data[name].values[place] = value
     config = stores.config(stores.write(data, tmp_path / "store.zarr"))
     with pytest.raises(UserError) as caught:
-        prepare(config)
+        prepare_training_data(config)
     message = str(caught.value)
     assert name in message
     assert where in message
@@ -290,14 +290,14 @@ def test_time_that_is_not_there(good):
 
 def test_step_that_the_store_does_not_have(good):
     with pytest.raises(UserError, match=r"data\.step"):
-        prepare(stores.config(good, step="5h"))
+        prepare_training_data(stores.config(good, step="5h"))
 
 
 @pytest.mark.slow
 def test_split_without_two_times_a_step_apart(good):
     config = stores.config(good, valid=["2000-01-03T00", "2000-01-03T00"])
     with pytest.raises(UserError, match=r"data\.dates\.valid"):
-        sample_times(prepare(config).store, "valid")
+        sample_times(prepare_training_data(config).store, "valid")
 
 
 @pytest.mark.slow
@@ -306,10 +306,10 @@ def test_channel_that_never_changes(tmp_path):
     data["temperature"].values[:, 1] = 250.1
     config = stores.config(stores.write(data, tmp_path / "store.zarr"))
     with pytest.raises(UserError, match="temperature_850 is constant"):
-        prepare(config)
+        prepare_training_data(config)
 
 
 def test_cache_that_cannot_be_made(good, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"data\.cache"):
-        prepare(stores.config(good, cache=str(tmp_path / "file" / "cache")))
+        prepare_training_data(stores.config(good, cache=str(tmp_path / "file" / "cache")))

@@ -12,13 +12,13 @@ from credit_dp.data.channels import Channel
 from credit_dp.data.grid import balanced_bounds
 from credit_dp.data.loader import Loader
 from credit_dp.data.rechunk import target
-from credit_dp.data.rechunk.run import chunk_rows
+from credit_dp.data.rechunk.run import choose_chunk_rows
 from credit_dp.data.sampling import SampleSequence
-from credit_dp.data.setup import prepare
+from credit_dp.data.setup import prepare_training_data
 from credit_dp.data.sources import prepared as sources_prepared
 from credit_dp.data.sources import stacked
 from credit_dp.data.sources.prepared import PreparedSource
-from credit_dp.data.sources.stacked import is_plain
+from credit_dp.data.sources.stacked import is_raw_float32
 from credit_dp.errors import UserError
 from tests.data import prepared_stores, stores
 
@@ -31,7 +31,7 @@ def stored(tmp_path_factory):
     data = stores.dataset(HEIGHT, WIDTH, steps=3).sel(level=[500])
     data = data[["temperature", "2m_temperature"]]
     path = tmp_path_factory.mktemp("bytes") / "store.zarr"
-    return prepared_stores.write(data, path, chunk_rows(HEIGHT, DOMAINS), static=False)
+    return prepared_stores.write(data, path, choose_chunk_rows(HEIGHT, DOMAINS), static=False)
 
 
 def prepared(path):
@@ -45,18 +45,18 @@ def prepared(path):
         valid=hours,
         test=hours,
     )
-    return prepare(config)
+    return prepare_training_data(config)
 
 
 @pytest.fixture(params=["zarr", "plain", "tensorstore"])
 def reader(request, monkeypatch):
     """Reads through one of them only."""
     if request.param == "zarr":
-        monkeypatch.setattr(sources_prepared, "quick_array", lambda *_, **__: None)
+        monkeypatch.setattr(sources_prepared, "open_shard_reader", lambda *_, **__: None)
         return
     if request.param == "tensorstore":
-        monkeypatch.setattr(stacked, "is_plain", lambda _: False)
-    kind = stacked.PlainArray if request.param == "plain" else stacked.DecodedArray
+        monkeypatch.setattr(stacked, "is_raw_float32", lambda _: False)
+    kind = stacked.RawShardReader if request.param == "plain" else stacked.TensorStoreReader
     read = kind.read
 
     def read_all(*args):
@@ -100,14 +100,15 @@ quick_readers = pytest.mark.parametrize("plain", [True, False])
 @quick_readers
 @pytest.mark.parametrize("damage", ["missing", "short", "changed", "index"])
 def test_what_a_quick_reader_cannot_read_is_named(tmp_path, monkeypatch, plain, damage):
-    monkeypatch.setattr(stacked, "is_plain", lambda _: plain)
+    monkeypatch.setattr(stacked, "is_raw_float32", lambda _: plain)
     path = prepared_stores.write(stores.dataset(), tmp_path / "store.zarr")
     file = path / "fields" / "c.1.0.0.0"
     content = bytearray(file.read_bytes())
     source = PreparedSource.open(str(path))
     channel = [Channel("2m_temperature")]
     assert (
-        source._fields.quick.read((slice(1, 2), slice(0, 1), slice(0, 4), slice(0, 8))) is not None
+        source._fields.fast_reader.read((slice(1, 2), slice(0, 1), slice(0, 4), slice(0, 8)))
+        is not None
     )
     if damage == "missing":
         file.unlink()
@@ -122,7 +123,7 @@ def test_what_a_quick_reader_cannot_read_is_named(tmp_path, monkeypatch, plain, 
 
 @quick_readers
 def test_quick_readers_give_what_zarr_does(tmp_path, monkeypatch, plain):
-    monkeypatch.setattr(stacked, "is_plain", lambda _: plain)
+    monkeypatch.setattr(stacked, "is_raw_float32", lambda _: plain)
     path = prepared_stores.write(stores.dataset(), tmp_path / "store.zarr")
     source = PreparedSource.open(str(path))
     one = source._fields
@@ -134,7 +135,7 @@ def test_quick_readers_give_what_zarr_does(tmp_path, monkeypatch, plain):
         before = source.bytes_read
         slow = np.asarray(one.array[selection])
         between = source.bytes_read
-        assert np.array_equal(one.quick.read(selection), slow)
+        assert np.array_equal(one.fast_reader.read(selection), slow)
         if selection[0].step is None:
             # zarr reads a shard with its index if all of it is wanted.
             assert between - before - 52 <= source.bytes_read - between <= between - before
@@ -144,8 +145,8 @@ def test_only_what_is_not_compressed_is_plain(tmp_path):
     for codec in target.CODECS:
         options = target.shard_options((2, 3, 10, 4), 4, codec)
         array = zarr.create_array(tmp_path / codec, shape=(2, 3, 10, 4), **options)
-        assert is_plain(array) == (codec == "none")
+        assert is_raw_float32(array) == (codec == "none")
         others = {**options, "serializer": BytesCodec(endian="big")}
-        assert not is_plain(
+        assert not is_raw_float32(
             zarr.create_array(tmp_path / f"big {codec}", shape=(2, 3, 10, 4), **others)
         )

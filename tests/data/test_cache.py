@@ -4,11 +4,11 @@ import signal
 
 import pytest
 
-from credit_dp.data.cache import claim, fingerprint
+from credit_dp.data.cache import create_once, fingerprint
 
 
 def _die_while_building(path):
-    with claim(path, lambda _: False) as temporary:
+    with create_once(path, lambda _: False) as temporary:
         temporary.write_text("half")
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -21,16 +21,16 @@ def test_a_job_killed_while_building_leaves_nothing_behind_that_counts(tmp_path)
     assert job.exitcode == -signal.SIGKILL
     assert not path.exists()
 
-    with claim(path, lambda file: file.exists()) as temporary:
+    with create_once(path, lambda file: file.exists()) as temporary:
         temporary.write_text("whole")
-    with claim(path, lambda file: file.exists()) as temporary:
+    with create_once(path, lambda file: file.exists()) as temporary:
         assert temporary is None
     assert path.read_text() == "whole"
     assert sorted(file.name for file in tmp_path.iterdir()) == ["result", "result.lock"]
 
 
 def _fail_while_building(path):
-    with claim(path, lambda file: file.exists()) as temporary:
+    with create_once(path, lambda file: file.exists()) as temporary:
         temporary.mkdir()
         raise ZeroDivisionError
 
@@ -40,7 +40,7 @@ def test_an_error_while_building_leaves_the_next_to_build(tmp_path):
     with pytest.raises(ZeroDivisionError):
         _fail_while_building(path)
     assert not path.exists()
-    with claim(path, lambda file: file.exists()) as temporary:
+    with create_once(path, lambda file: file.exists()) as temporary:
         assert not temporary.exists()
         temporary.mkdir()
     assert path.is_dir()

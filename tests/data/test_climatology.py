@@ -4,13 +4,13 @@ import xarray as xr
 
 from credit_dp.config.data import VariableConfig
 from credit_dp.data.climatology import (
+    bracketing_hours,
+    choose_harmonics,
     fitted_hours,
     hour_of_day,
-    neighbours,
-    resolved_harmonics,
     seasonal_basis,
 )
-from credit_dp.data.setup import prepare
+from credit_dp.data.setup import prepare_training_data
 from tests.data import stores
 
 DAY = np.timedelta64(1, "D")
@@ -50,7 +50,7 @@ def opened(data, path, last, **options):
         step="24h",
         **spans,
     )
-    return prepare(config)
+    return prepare_training_data(config)
 
 
 @pytest.mark.parametrize("rising", [False, True])
@@ -94,7 +94,7 @@ def test_fit_equals_least_squares_of_noisy_fields(tmp_path):
     ("days", "harmonics"), [(730, 2), (365, 2), (300, 2), (270, 1), (180, 0), (20, 0), (1, 0)]
 )
 def test_seasons_that_no_date_covers_are_not_made_up(days, harmonics):
-    assert resolved_harmonics(START + np.arange(days) * DAY) == harmonics
+    assert choose_harmonics(START + np.arange(days) * DAY) == harmonics
 
 
 def test_short_training_span_gives_its_mean(tmp_path):
@@ -131,7 +131,9 @@ def opened_daily(data, path, **changes):
     spans = {split: ["2001-01-01", "2002-02-04"] for split in ("train", "valid", "test")}
     settings = {"prognostic": ["mean_sea_level_pressure"], "diagnostic": ["2m_temperature"]}
     settings |= {"forcing": [], "static": []} | spans | changes
-    return prepare(stores.config(stores.write(data, path, chunks={"time": 50}), **settings))
+    return prepare_training_data(
+        stores.config(stores.write(data, path, chunks={"time": 50}), **settings)
+    )
 
 
 def test_each_hour_of_the_day_has_its_own_seasons(tmp_path):
@@ -185,7 +187,7 @@ def test_points_without_values_stay_without(tmp_path):
     ],
 )
 def test_the_day_goes_round(hours, hour, told):
-    assert neighbours(hours, hour) == pytest.approx(told)
+    assert bracketing_hours(hours, hour) == pytest.approx(told)
 
 
 def test_of_many_hours_each_third_gets_a_fit():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from credit_dp.config import DataConfig, DatesConfig
 from credit_dp.config.data import SPLITS
-from credit_dp.data.dates import settled_dates, split_span
+from credit_dp.data.dates import resolve_dates, split_slice
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 from tests.data import stores
@@ -17,7 +17,7 @@ from tests.data import stores
 
 def settled(times, step="6h", **dates):
     config = DataConfig(name="zarr", store="s.zarr", step=step, dates=DatesConfig(**dates))
-    return settled_dates(config, np.asarray(times, "M8[ns]"))
+    return resolve_dates(config, np.asarray(times, "M8[ns]"))
 
 
 def days(first, last, hour=0):
@@ -113,9 +113,9 @@ def test_splits_never_overlap_and_are_never_empty(places, hours, limit):
     config = DataConfig(
         name="zarr", store="s.zarr", step=f"{hours}h", dates=DatesConfig(limit=limit)
     )
-    found = settled_dates(config, times).dates
+    found = resolve_dates(config, times).dates
     config.dates = found
-    taken = [split_span(config, split, times) for split in SPLITS]
+    taken = [split_slice(config, split, times) for split in SPLITS]
     assert not found.open
     assert all(span.stop > span.start for span in taken)
     assert all(one.stop <= two.start for one, two in pairwise(taken))
@@ -180,4 +180,4 @@ def test_a_store_knows_its_dates_when_it_is_open(tmp_path):
         ["2000-01-05T00", "2000-01-05T06"],
         ["2000-01-05T12", "2000-01-05T18"],
     )
-    assert "train 2000-01-01T00 to 2000-01-04T18 (16 times)" in store.chosen_dates
+    assert "train 2000-01-01T00 to 2000-01-04T18 (16 times)" in store.dates_note

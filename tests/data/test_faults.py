@@ -15,7 +15,7 @@ import zarr
 from zarr.storage import LocalStore
 
 from credit_dp.data.channels import Channel
-from credit_dp.data.sources.opening import open_one
+from credit_dp.data.sources.opening import open_single_source
 from credit_dp.data.sources.storage import READS_BETWEEN_CHECKS, CountingStore
 from credit_dp.data.sources.zarr import GriddedSource
 from credit_dp.errors import UserError
@@ -349,7 +349,7 @@ def test_netcdf_file_replaced_while_it_is_read(tmp_path):
 def test_a_file_that_is_neither(tmp_path):
     (tmp_path / "s.grib").write_bytes(b"GRIB")
     with pytest.raises(UserError, match="not a netCDF file by its name"):
-        open_one(str(tmp_path / "s.grib"))
+        open_single_source(str(tmp_path / "s.grib"))
 
 
 def test_no_file_is_closed_while_one_is_opened(tmp_path, monkeypatch):
@@ -363,6 +363,6 @@ def test_no_file_is_closed_while_one_is_opened(tmp_path, monkeypatch):
     monkeypatch.setattr(xr, "open_dataset", watched)
     (tmp_path / "s.nc").touch()
     with pytest.raises(UserError, match="damaged"):
-        open_one(str(tmp_path / "s.nc"))
+        open_single_source(str(tmp_path / "s.nc"))
     assert seen == [False]
     assert gc.isenabled()

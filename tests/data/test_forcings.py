@@ -5,7 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from credit_dp.data.forcings import COMPUTED, COMPUTED_STATICS, SOLAR_CONSTANT, Sun, insolation
+from credit_dp.data.forcings import (
+    COMPUTED_FORCINGS,
+    COMPUTED_STATICS,
+    SOLAR_CONSTANT,
+    Sun,
+    insolation,
+)
 
 HOUR = np.timedelta64(1, "h")
 EVERYWHERE = np.linspace(90, -90, 19)
@@ -115,15 +121,15 @@ def test_local_time_is_noon_where_the_mean_sun_is():
     names = ("hour_of_day_sin", "hour_of_day_cos")
     times = np.array(["2020-02-02T00", "2020-02-02T06"], dtype="datetime64[ns]")
     longitude = np.array([0.0, 90.0, 180.0, -90.0])
-    sin, cos = (COMPUTED[name](times, EVERYWHERE, longitude)[:, 4] for name in names)
+    sin, cos = (COMPUTED_FORCINGS[name](times, EVERYWHERE, longitude)[:, 4] for name in names)
     assert np.allclose(cos, [[1, 0, -1, 0], [0, -1, 0, 1]], atol=1e-12)
     assert np.allclose(sin, [[0, 1, 0, -1], [1, 0, -1, 0]], atol=1e-12)
 
 
-@pytest.mark.parametrize("name", COMPUTED)
+@pytest.mark.parametrize("name", COMPUTED_FORCINGS)
 def test_computed_forcings_are_of_order_one_on_the_whole_grid(name):
     times = np.datetime64("2020-01-01", "ns") + 31 * HOUR * np.arange(300)
-    values = COMPUTED[name](times, EVERYWHERE, AROUND)
+    values = COMPUTED_FORCINGS[name](times, EVERYWHERE, AROUND)
     assert values.shape == (300, 19, 48)
     assert 0.9 < np.abs(values).max() < 1.04
 

@@ -80,7 +80,7 @@ def test_bytes_add_up(pair):
 def test_groups_keep_the_order(pair):
     source = JoinedSource(pair)
     order = [CHANNELS[place] for place in (0, 1, 6, 3, 4)]
-    groups = source.together(order)
+    groups = source.group_by_chunk(order)
     assert groups == [order[:2], order[2:3], order[3:]]
     assert source.times_together(CHANNELS[0]) == 1
     assert source.chunk_shape(CHANNELS[0]) == pair[0].chunk_shape(CHANNELS[0])
@@ -204,8 +204,8 @@ def test_a_run_sees_the_same_whatever_the_form(tmp_path, form):
     assert store.channels == first.channels
     when = DATA["time"].values[[3, 4]]
     for rows in (slice(0, 4), slice(4, 11)):
-        assert np.array_equal(store.read_times(when, rows), first.read_times(when, rows))
-        assert np.array_equal(store.forcing_times(when, rows), first.forcing_times(when, rows))
+        assert np.array_equal(store.read_states(when, rows), first.read_states(when, rows))
+        assert np.array_equal(store.read_forcing(when, rows), first.read_forcing(when, rows))
         assert np.array_equal(store.static(rows), first.static(rows))
 
 

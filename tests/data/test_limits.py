@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 from credit_dp.config import DataConfig
 from credit_dp.config.data import VariableConfig
 from credit_dp.data.channels import Channel
-from credit_dp.data.limits import Range, ValueLimits, extremes, physical_range, sampled_ranges
+from credit_dp.data.limits import ValueLimits, ValueRange, extremes, physical_range, sampled_ranges
 from credit_dp.data.loader import Loader
 from credit_dp.data.sampling import SampleSequence
-from credit_dp.data.setup import prepare
-from credit_dp.data.sources.base import Variable
+from credit_dp.data.setup import prepare_training_data
+from credit_dp.data.sources.base import VariableInfo
 from credit_dp.data.store import Store
-from credit_dp.data.units import KNOWN
+from credit_dp.data.units import KNOWN_VARIABLES
 from credit_dp.errors import UserError
 from tests.data import anemoi_stores, prepared_stores, preparing, stores
 
@@ -58,7 +58,7 @@ def made(path: Path, change: Change, **changes: Any) -> DataConfig:
     return stores.config(stores.write(data, path / "in.zarr"), **changes)
 
 
-def read_all(config: DataConfig, **ranges: Range) -> np.ndarray:
+def read_all(config: DataConfig, **ranges: ValueRange) -> np.ndarray:
     store = Store.open(config).with_ranges(ranges)
     return store.read_outputs(store.times[:8], ALL)
 
@@ -223,7 +223,9 @@ class TestWhereValuesEnter:
         data["2m_temperature"].values[:, 0, :3] = np.nan if fill else 280
         spike("2m_temperature", 2.6e38)(data)
         config = stores.config(stores.write(data, tmp_path / "in.zarr"), variables=fill)
-        assert "2m_temperature is 2.6e+38 at 2000-01-02T06:00" in refusal(lambda: prepare(config))
+        assert "2m_temperature is 2.6e+38 at 2000-01-02T06:00" in refusal(
+            lambda: prepare_training_data(config)
+        )
         assert not list((tmp_path / "cache").glob("statistics-*.json"))
 
     @pytest.mark.slow
@@ -231,13 +233,15 @@ class TestWhereValuesEnter:
         """Those that were computed without limits, and are still in the cache."""
         without = {"2m_temperature": None}
         config = made(tmp_path, spike("2m_temperature", 2.6e38), limits=without)
-        prepare(config)
-        message = refusal(lambda: prepare(replace(config, limits={})))
+        prepare_training_data(config)
+        message = refusal(lambda: prepare_training_data(replace(config, limits={})))
         assert "the maximum of 2m_temperature is 2.6e+38, but its limits are 150 to 350" in message
         statistics, climatology = message.partition("Remove ")[2].partition(",")[0].split(" and ")
         Path(statistics).unlink()
         shutil.rmtree(climatology)
-        assert "row 3, column 2" in refusal(lambda: prepare(replace(config, limits={})))
+        assert "row 3, column 2" in refusal(
+            lambda: prepare_training_data(replace(config, limits={}))
+        )
 
     def test_statistics_that_are_given(self, tmp_path: Path) -> None:
         names = ("geopotential", "temperature", "2m_temperature", "solar")
@@ -250,13 +254,13 @@ class TestWhereValuesEnter:
         xr.Dataset(std, levels).to_netcdf(tmp_path / "std.nc")
         files = [str(tmp_path / "mean.nc"), str(tmp_path / "std.nc")]
         config = made(tmp_path, lambda data: None, statistics=files)
-        message = refusal(lambda: prepare(config))
+        message = refusal(lambda: prepare_training_data(config))
         assert message.startswith(f"{files[0]}, {files[1]}: the mean of 2m_temperature is 7, but")
 
     def test_loader(self, tmp_path: Path) -> None:
         """A store that is damaged after its statistics were computed."""
         config = made(tmp_path, lambda data: None)
-        prepared = prepare(config)
+        prepared = prepare_training_data(config)
         stored = zarr.open_array(tmp_path / "in.zarr", path="geopotential", mode="r+")
         stored[2, 0, 4, 4] = 1e20
         loader = Loader(prepared, "train", slice(3, 9), SampleSequence(7, 7), prefetch=0)
@@ -275,7 +279,7 @@ class TestWhereValuesEnter:
     @pytest.mark.slow
     def test_forcing_of_which_nothing_is_known(self, tmp_path: Path) -> None:
         config = made(tmp_path, spike("solar", 1e6))
-        message = refusal(lambda: prepare(config))
+        message = refusal(lambda: prepare_training_data(config))
         assert "solar is 1e+06 at 2000-01-02T06:00, row 3, column 2, but its limits are" in message
         assert "(1000 times the spread of the training dates)" in message
 
@@ -335,14 +339,14 @@ class TestPhysical:
         documented = {}
         for names, low, high, unit in rows:
             for pattern in re.findall(r"`([\w*?]+)`", names):
-                for name in fnmatch.filter(KNOWN, pattern):
+                for name in fnmatch.filter(KNOWN_VARIABLES, pattern):
                     documented[name] = (float(low), float(high), unit.strip())
-        for name, known in KNOWN.items():
-            found = physical_range(name, Variable(True), None, known.unit)
+        for name, known in KNOWN_VARIABLES.items():
+            found = physical_range(name, VariableInfo(True), None, known.unit)
             assert found is not None
             unitless = documented[name][2] == ""
             assert documented[name] == (*found, "" if unitless else known.unit), name
-        at_500 = physical_range("geopotential", Variable(True), 500, "")
+        at_500 = physical_range("geopotential", VariableInfo(True), 500, "")
         assert at_500 is not None
         assert f"{at_500.low:.0f} to {at_500.high:.0f} m2 s-2 |" in page
 
@@ -351,15 +355,15 @@ class TestPhysical:
         [(1, 470e3, 48e3), (50, 200e3, 20e3), (250, 102e3, 10.4e3), (500, 56e3, 5.7e3)],
     )
     def test_geopotential_by_level(self, level: int, usual: float, height: float) -> None:
-        found = physical_range("geopotential", Variable(True), level, "m2 s-2")
+        found = physical_range("geopotential", VariableInfo(True), level, "m2 s-2")
         assert found is not None
         assert found.low < usual < found.high
         assert height < found.low
 
     def test_a_level_may_be_in_the_name(self) -> None:
-        wanted = physical_range("geopotential", Variable(True), 500, "m2 s-2")
+        wanted = physical_range("geopotential", VariableInfo(True), 500, "m2 s-2")
         for name in ("z_500", "z500", "Z500", "geopotential_500"):
-            assert physical_range(name, Variable(True), None, "m2 s-2") == wanted
+            assert physical_range(name, VariableInfo(True), None, "m2 s-2") == wanted
 
     def test_sums_over_several_days(self, tmp_path: Path) -> None:
         store = Store.open(made(tmp_path, lambda data: None))
@@ -367,36 +371,36 @@ class TestPhysical:
         of_step = {}
         for step in ("6h", "10d"):
             config = replace(store.config, step=step)
-            variables = {channel.variable: Variable(True, units="J m-2")}
+            variables = {channel.variable: VariableInfo(True, units="J m-2")}
             of_step[step] = ValueLimits(SimpleNamespace(variables=variables), config).of(channel)
-        assert of_step == {"6h": Range(-3e8, 3e8), "10d": Range(-3e9, 3e9)}
+        assert of_step == {"6h": ValueRange(-3e8, 3e8), "10d": ValueRange(-3e9, 3e9)}
 
     def test_names(self) -> None:
-        given = Range(150.0, 350.0)
+        given = ValueRange(150.0, 350.0)
         for name in ("2m_temperature", "2t", "t2m"):
-            assert physical_range(name, Variable(True), None, "K") == given
-        by_standard_name = Variable(True, standard_name="air_pressure_at_mean_sea_level")
-        assert physical_range("psl", by_standard_name, None, "Pa") == Range(8e4, 1.2e5)
-        assert physical_range("z", Variable(True), 500, "") == physical_range(
-            "geopotential", Variable(True), 500, ""
+            assert physical_range(name, VariableInfo(True), None, "K") == given
+        by_standard_name = VariableInfo(True, standard_name="air_pressure_at_mean_sea_level")
+        assert physical_range("psl", by_standard_name, None, "Pa") == ValueRange(8e4, 1.2e5)
+        assert physical_range("z", VariableInfo(True), 500, "") == physical_range(
+            "geopotential", VariableInfo(True), 500, ""
         )
-        of_model_levels = Variable(True, model_levels=True)
+        of_model_levels = VariableInfo(True, model_levels=True)
         found = physical_range("geopotential", of_model_levels, 137, "m2 s-2")
         assert found is not None
         assert found.high > 1e6
 
     def test_units(self) -> None:
-        found = physical_range("2m_temperature", Variable(True), None, "degC")
+        found = physical_range("2m_temperature", VariableInfo(True), None, "degC")
         assert found is not None
         np.testing.assert_allclose(found, (150 - 273.15, 350 - 273.15))
-        assert physical_range("2m_temperature", Variable(True), None, "furlong") is None
-        assert physical_range("zebra", Variable(True), None, "K") is None
+        assert physical_range("2m_temperature", VariableInfo(True), None, "furlong") is None
+        assert physical_range("zebra", VariableInfo(True), None, "K") is None
 
 
 class TestSampled:
     CHANNELS = (Channel("a"),)
 
-    def ranges(self, dates: list[np.ndarray]) -> Range | None:
+    def ranges(self, dates: list[np.ndarray]) -> ValueRange | None:
         fields = (date[None].astype("f4") for date in dates)
         return sampled_ranges(fields, self.CHANNELS).get("a")
 
@@ -441,13 +445,15 @@ class TestSampled:
     @pytest.mark.slow
     def test_the_cache_is_used(self, tmp_path: Path) -> None:
         config = made(tmp_path, lambda data: None)
-        first = prepare(config).store.limits.sampled
+        first = prepare_training_data(config).store.limits.sampled_ranges
         assert set(first) == {"solar"}
         (cached,) = (tmp_path / "cache").glob("ranges-*.json")
         cached.write_text('{"solar": [-1.0, 7.0]}')
-        assert prepare(config).store.limits.sampled == {"solar": Range(-1.0, 7.0)}
+        assert prepare_training_data(config).store.limits.sampled_ranges == {
+            "solar": ValueRange(-1.0, 7.0)
+        }
         cached.write_text("{damaged")
-        assert prepare(config).store.limits.sampled == first
+        assert prepare_training_data(config).store.limits.sampled_ranges == first
 
 
 @given(

@@ -7,9 +7,15 @@ import pytest
 import torch
 
 from credit_dp.data import loader as data_loader
-from credit_dp.data.loader import BatchReader, Loader, Normaliser, Reads, spanning_gaps
-from credit_dp.data.sampling import Lengths, SampleSequence
-from credit_dp.data.setup import prepare
+from credit_dp.data.loader import (
+    BatchReader,
+    BatchSelection,
+    Loader,
+    Normaliser,
+    count_samples_across_gaps,
+)
+from credit_dp.data.sampling import RolloutLengths, SampleSequence
+from credit_dp.data.setup import prepare_training_data
 from credit_dp.errors import UserError
 from tests.data import stores
 
@@ -21,7 +27,7 @@ WHOLE = slice(0, 12)
 def ready(tmp_path_factory):
     path = tmp_path_factory.mktemp("loader") / "store.zarr"
     stores.write(stores.dataset(), path, chunks={"time": 1, "latitude": 4})
-    return prepare(stores.config(path))
+    return prepare_training_data(stores.config(path))
 
 
 def loader(ready, rows=WHOLE, prefetch=2, dtype=torch.float64, sequence=None, frames=1):
@@ -41,7 +47,7 @@ def test_batch_is_what_the_store_holds_normalised(ready):
         batch = next(source)
     assert batch.times.tolist() == stores.times(SAMPLES)[sequence.indices(0)].tolist()
     for sample, time in enumerate(batch.times):
-        for side, at in ((batch.now, time), (batch.target, time + stores.STEP)):
+        for side, at in ((batch.state, time), (batch.target, time + stores.STEP)):
             field = store.read(at, WHOLE).astype(np.float64)
             wanted = (field - statistics.mean[:, None, None]) / statistics.std[:, None, None]
             assert np.allclose(side[sample].numpy(), wanted, rtol=1e-12, atol=1e-12)
@@ -57,12 +63,12 @@ def test_states_before_are_in_front_of_the_newest(ready):
         batch = next(source)
     with loader(ready, sequence=SampleSequence(SAMPLES, SAMPLES)) as source:
         every = next(source)
-    assert batch.now.shape == (2, 3 * 7, 12, 8)
-    assert batch.now.is_contiguous()
+    assert batch.state.shape == (2, 3 * 7, 12, 8)
+    assert batch.state.is_contiguous()
     for sample, time in enumerate(batch.times):
-        for frame, state in enumerate(batch.now[sample].split(7)):
+        for frame, state in enumerate(batch.state[sample].split(7)):
             (place,) = np.flatnonzero(every.times == time - (2 - frame) * stores.STEP)
-            assert torch.equal(state, every.now[place])
+            assert torch.equal(state, every.state[place])
         (place,) = np.flatnonzero(every.times == time)
         assert torch.equal(batch.target[sample], every.target[place])
         assert torch.equal(batch.forcing[sample], every.forcing[place])
@@ -79,7 +85,7 @@ def test_bands_together_are_the_whole_globe(ready, dtype):
     with loader(ready, dtype=dtype) as source:
         whole = take(source, 4)
     for place, batch in enumerate(whole):
-        for name in ("now", "forcing", "static", "target"):
+        for name in ("state", "forcing", "static", "target"):
             parts = torch.cat([getattr(band[place], name) for band in bands], dim=-2)
             assert parts.dtype == dtype
             assert torch.equal(parts, getattr(batch, name))
@@ -105,7 +111,7 @@ def test_a_sample_costs_exactly_the_bytes_of_its_band(ready, band, frames):
 @pytest.mark.parametrize("frames", [1, 2])
 def test_a_chunk_with_all_times_of_a_sample_is_read_once(tmp_path, frames):
     path = stores.write(stores.dataset(), tmp_path / "store.zarr", chunks={"time": 12})
-    ready = prepare(stores.config(path))
+    ready = prepare_training_data(stores.config(path))
     with loader(ready, prefetch=0, frames=frames) as source:
         next(source)
         before = ready.store.chunk_reads
@@ -134,7 +140,7 @@ def test_state_counts_batches_handed_out_not_those_read_ahead(ready, prefetch):
         take(other, 1)
         other.load_state_dict(state)
         for batch, wanted in zip(take(other, 3), following, strict=True):
-            assert torch.equal(batch.now, wanted.now)
+            assert torch.equal(batch.state, wanted.state)
             assert batch.times.tolist() == wanted.times.tolist()
 
 
@@ -144,15 +150,15 @@ def test_data_ranks_share_the_global_batch(ready):
     parts = []
     for rank in range(2):
         with loader(ready, sequence=SampleSequence(SAMPLES, 2, rank, 2, seed=3)) as source:
-            parts.append(next(source).now)
-    assert torch.equal(torch.cat(parts), whole.now)
+            parts.append(next(source).state)
+    assert torch.equal(torch.cat(parts), whole.state)
 
 
 @pytest.mark.slow
 def test_error_of_the_reading_thread_is_raised_as_it_is(tmp_path):
     data = stores.dataset()
     path = stores.write(data, tmp_path / "store.zarr")
-    ready = prepare(stores.config(path))
+    ready = prepare_training_data(stores.config(path))
     data["temperature"].values[..., 5, 3] = np.nan
     data[["temperature"]].to_zarr(path, mode="r+", consolidated=False)
     source = loader(ready)
@@ -173,7 +179,7 @@ def test_closing_ends_the_thread(ready):
 
 
 def test_a_store_that_does_not_answer_delays_closing_by_seconds_only(ready, monkeypatch):
-    monkeypatch.setattr(data_loader, "PATIENCE", 0.05)
+    monkeypatch.setattr(data_loader, "CLOSE_TIMEOUT", 0.05)
     asked, answer = threading.Event(), threading.Event()
     read = ready.store.source.read
 
@@ -218,7 +224,7 @@ def test_no_more_batches_exist_than_asked_for(ready, monkeypatch, prefetch, most
 @pytest.mark.slow
 def test_several_threads_read_at_once(tmp_path, monkeypatch):
     path = stores.write(stores.dataset(), tmp_path / "store.zarr")
-    ready = prepare(stores.config(path, workers=3, batch_size=3))
+    ready = prepare_training_data(stores.config(path, workers=3, batch_size=3))
     meeting = threading.Barrier(3)
     read = ready.store.read_outputs
 
@@ -236,11 +242,11 @@ def test_samples_that_span_a_gap_are_counted(tmp_path, caplog):
     data = stores.dataset(steps=12).isel(time=[0, 1, 2, 4, 5, 6, 8, 9, 10, 11])
     path = stores.write(data, tmp_path / "store.zarr")
     config = stores.config(path, train=["2000-01-01", "2000-01-02"])
-    ready = prepare(config)
+    ready = prepare_training_data(config)
     # Of the times 0, 1, 2, 4, 5 and 6, the 2 has nothing after it; 6 is the last.
-    assert spanning_gaps(ready.store, "train", 1, 4) == 1
+    assert count_samples_across_gaps(ready.store, "train", 1, 4) == 1
     # Of three states and a target, 4 and 5 lack one; 0, 1 and 6 would reach out of the dates.
-    assert spanning_gaps(ready.store, "train", 3, 0) == 3
+    assert count_samples_across_gaps(ready.store, "train", 3, 0) == 3
     with caplog.at_level(logging.INFO, "credit_dp"):
         Loader(ready, "train", WHOLE, SampleSequence(4, 2)).close()
     assert "4 samples; 1 more span a gap in time" in caplog.text
@@ -249,7 +255,7 @@ def test_samples_that_span_a_gap_are_counted(tmp_path, caplog):
 def rollouts(ready, at, longest=3, prefetch=2, frames=1, **settings):
     count = SAMPLES + 2 - longest - frames
     settings = {"sequence": SampleSequence(count, 2, seed=3), **settings}
-    lengths = Lengths(longest, at)
+    lengths = RolloutLengths(longest, at)
     return Loader(
         ready,
         "train",
@@ -276,7 +282,7 @@ def assert_steps_of_the_store(ready, batch, length, frames=1):
             assert torch.equal(found, normaliser.outputs(fields))
             found = batch.forcing[sample, step * forced : (step + 1) * forced]
             assert torch.equal(found, normaliser.forcing(ready.store.forcing(at, WHOLE)))
-        for back, state in enumerate(reversed(batch.now[sample].tensor_split(frames))):
+        for back, state in enumerate(reversed(batch.state[sample].tensor_split(frames))):
             fields = ready.store.read(time - back * stores.STEP, WHOLE)
             assert torch.equal(state, normaliser.state(fields))
 
@@ -287,7 +293,7 @@ def assert_steps_of_the_store(ready, batch, length, frames=1):
 def test_a_rollout_has_the_fields_of_all_its_steps(tmp_path, chunks, frames):
     path = stores.write(stores.dataset(), tmp_path / "store.zarr", chunks={"time": chunks})
     changes = {"prognostic": ["temperature"], "diagnostic": ["geopotential"]}
-    ready = prepare(stores.config(path, **changes))
+    ready = prepare_training_data(stores.config(path, **changes))
     with rollouts(ready, lambda batch: 3, frames=frames) as source:
         assert_steps_of_the_store(ready, next(source), 3, frames)
 
@@ -320,7 +326,7 @@ def test_a_step_of_a_rollout_costs_the_bytes_of_its_fields(ready):
 
 def test_a_chunk_of_all_channels_is_read_once_by_a_rollout(tmp_path):
     path = stores.write(stores.dataset(), tmp_path / "store.zarr", chunks={"time": 12})
-    ready = prepare(stores.config(path))
+    ready = prepare_training_data(stores.config(path))
     with rollouts(ready, lambda batch: 3, prefetch=0) as source:
         next(source)
         before = ready.store.chunk_reads
@@ -329,21 +335,21 @@ def test_a_chunk_of_all_channels_is_read_once_by_a_rollout(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("reads", "now", "forcing", "target"),
+    ("reads", "state", "forcing", "target"),
     [
-        (Reads(last=False, target=False), 7, 3 * 2, 0),
-        (Reads(inputs=False), 7, 0, 3 * 7),
-        (Reads(inputs=False, last=False), 0, 0, 3 * 7),
+        (BatchSelection(last=False, target=False), 7, 3 * 2, 0),
+        (BatchSelection(inputs=False), 7, 0, 3 * 7),
+        (BatchSelection(inputs=False, last=False), 0, 0, 3 * 7),
     ],
 )
 def test_a_rollout_reads_no_more_than_is_wanted(ready, reads, now, forcing, target):
     with rollouts(ready, lambda batch: 3, reads=reads) as source:
         batch = next(source)
-    shapes = [x.shape[1] for x in (batch.now, batch.forcing, batch.target)]
+    shapes = [x.shape[1] for x in (batch.state, batch.forcing, batch.target)]
     assert shapes == [now, forcing, target]
     with rollouts(ready, lambda batch: 3) as source:
         whole = next(source)
-    for name in ("now", "forcing", "target"):
+    for name in ("state", "forcing", "target"):
         found = getattr(batch, name)
         assert not found.shape[1] or torch.equal(found, getattr(whole, name))
 
@@ -351,10 +357,12 @@ def test_a_rollout_reads_no_more_than_is_wanted(ready, reads, now, forcing, targ
 @pytest.mark.slow
 def test_diagnostic_channels_come_last_in_the_target_only(tmp_path):
     path = stores.write(stores.dataset(), tmp_path / "store.zarr")
-    ready = prepare(stores.config(path, prognostic=["temperature"], diagnostic=["geopotential"]))
+    ready = prepare_training_data(
+        stores.config(path, prognostic=["temperature"], diagnostic=["geopotential"])
+    )
     with loader(ready) as source:
         batch = next(source)
-    assert batch.now.shape == (2, 3, 12, 8)
+    assert batch.state.shape == (2, 3, 12, 8)
     assert batch.target.shape == (2, 6, 12, 8)
     fields = ready.store.read_outputs(batch.times + stores.STEP, WHOLE)
     wanted = Normaliser.of(ready, torch.float64).state(fields)
@@ -369,7 +377,7 @@ def test_sequence_of_another_split_is_refused(ready):
 def test_batch_moves_to_a_device(ready):
     with loader(ready) as source:
         moved = next(source).to(torch.device("meta"))
-    assert {moved.now.device.type, moved.static.device.type} == {"meta"}
+    assert {moved.state.device.type, moved.static.device.type} == {"meta"}
     assert len(moved.times) == 2
 
 
@@ -377,6 +385,6 @@ def test_normalising_there_and_back(ready):
     normaliser = Normaliser(ready.statistics, torch.float64)
     field = ready.store.read(stores.START, WHOLE)
     state = normaliser.state(field)
-    assert np.allclose(normaliser.physical(state).numpy(), field, rtol=1e-12)
+    assert np.allclose(normaliser.denormalise(state).numpy(), field, rtol=1e-12)
     scale = ready.statistics.tendency_std / ready.statistics.std
     assert np.allclose(normaliser.tendency_scale[:, 0, 0].numpy(), scale)

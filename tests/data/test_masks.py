@@ -55,7 +55,7 @@ def opened(tmp_path, data, **changes):
 def read_all(store, places):
     rows = slice(0, ROWS)
     store.read_outputs(store.times[places], rows)
-    store.forcing_times(store.times[places], rows)
+    store.read_forcing(store.times[places], rows)
     store.static(rows)
 
 
@@ -64,7 +64,7 @@ def read_all(store, places):
 def test_masks_are_where_there_are_values(tmp_path, rows, rising):
     data = masked_dataset()
     store = opened(tmp_path, data.sortby("latitude", ascending=rising))
-    masks = store.masks(rows)
+    masks = store.valid_mask(rows)
     assert masks.dtype == bool
     assert masks[:3].all()
     assert masks[5].all()
@@ -86,20 +86,22 @@ def test_masks_are_where_there_are_values(tmp_path, rows, rising):
 def test_a_band_without_any_value(tmp_path):
     store = opened(tmp_path, masked_dataset())
     band = slice(9, 12)
-    assert not store.masks(band)[3].any()
-    assert np.isnan(store.read_times(store.times[:2], band)[:, 3]).all()
-    assert np.isnan(store.forcing_times(store.times[:2], band)[:, 1]).all()
+    assert not store.valid_mask(band)[3].any()
+    assert np.isnan(store.read_states(store.times[:2], band)[:, 3]).all()
+    assert np.isnan(store.read_forcing(store.times[:2], band)[:, 1]).all()
 
 
 def test_without_a_fill_there_are_no_masks(tmp_path):
     changes = {"prognostic": ["geopotential"], "diagnostic": [], "static": []}
     ice = {"sea_ice_cover": VariableConfig(fill=0)}
-    assert opened(tmp_path, masked_dataset(), variables=ice, **changes).masks(slice(0, 3)) is None
+    assert (
+        opened(tmp_path, masked_dataset(), variables=ice, **changes).valid_mask(slice(0, 3)) is None
+    )
 
 
 def test_a_mask_goes_by_the_config_even_where_all_points_have_values(tmp_path):
     store = opened(tmp_path, masked_dataset())
-    assert store.masks(slice(0, 2))[3].all()
+    assert store.valid_mask(slice(0, 2))[3].all()
 
 
 def test_values_that_come_and_go_inside_the_mask_are_left_out(tmp_path):
@@ -114,7 +116,7 @@ def test_the_mask_is_that_of_the_first_training_date(tmp_path):
     data["soil"].values[:4, 10] = np.nan
     span = ["2000-01-02", "2000-01-02"]
     store = opened(tmp_path, data, train=span)
-    assert np.array_equal(store.masks(slice(None))[4], land())
+    assert np.array_equal(store.valid_mask(slice(None))[4], land())
 
 
 ROLE = {"sea_surface_temperature": "prognostic", "soil": "diagnostic", "sea_ice_cover": "forcing"}
@@ -161,7 +163,7 @@ def test_the_mask_of_a_band_is_read_once_by_all_threads(tmp_path):
     rows = slice(4, 8)
 
     def read(place):
-        return store.read_outputs(store.times[place : place + 1], rows), store.masks(rows)
+        return store.read_outputs(store.times[place : place + 1], rows), store.valid_mask(rows)
 
     with ThreadPoolExecutor(4) as threads:
         found = list(threads.map(read, range(8)))
@@ -176,7 +178,7 @@ def test_levels_have_masks_of_their_own(tmp_path):
     data["temperature"].values[:, 2, 5] = np.nan
     changes = {"prognostic": ["temperature"], "diagnostic": [], "forcing": [], "static": []}
     store = opened(tmp_path, data, variables={"temperature": VariableConfig(fill=0)}, **changes)
-    masks = store.masks(slice(4, 7))
+    masks = store.valid_mask(slice(4, 7))
     assert masks[:2].all()
     assert not masks[2, 1].any()
     assert masks[2, [0, 2]].all()

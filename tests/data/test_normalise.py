@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from credit_dp.config import VariableConfig
 from credit_dp.data.channels import Channel, Channels
 from credit_dp.data.loader import Normaliser
-from credit_dp.data.statistics import Statistics, restored, transformed
+from credit_dp.data.statistics import Statistics, apply_transform, invert_transform
 from credit_dp.data.units import is_nonnegative
 from credit_dp.errors import UserError
 
@@ -88,7 +88,7 @@ def test_a_packed_rainless_point_is_as_none():
     of_all = normaliser(total_precipitation={"normalise": f"log1p({EPS})"})
     assert of_all.outputs(fields)[0, 3, 0, 0] == of_all.outputs(fields)[0, 3, 0, 1]
     assert of_all.outputs(fields).isfinite().all()
-    assert transformed(fields[0, 3, 0, :1], VariableConfig(normalise=f"log1p({EPS})"))[0] == 0
+    assert apply_transform(fields[0, 3, 0, :1], VariableConfig(normalise=f"log1p({EPS})"))[0] == 0
 
 
 @given(
@@ -103,12 +103,12 @@ def test_physical_is_the_inverse(ways, rain, single):
         dtype, **{name: {"normalise": way} for name, way in zip(names, ways, strict=True)}
     )
     fields = outputs()
-    back = of_all.physical(of_all.outputs(fields))
+    back = of_all.denormalise(of_all.outputs(fields))
     assert back.dtype == dtype
     size = np.abs(fields).max(axis=(0, 2, 3))[:, None, None]
     tolerance = 3e-5 if single else 1e-11
     assert (np.abs(back.numpy() - fields) <= tolerance * size).all()
-    states = of_all.physical(of_all.state(fields[:, :3]))
+    states = of_all.denormalise(of_all.state(fields[:, :3]))
     assert torch.equal(states, back[:, :3])
 
 
@@ -171,11 +171,11 @@ def test_computed_fields_stay_whatever_statistics_say():
 def test_what_cannot_be_negative_is_clamped_in_forecasts_only():
     of_all = normaliser(cloud={"nonnegative": True}, sst={"normalise": "none"})
     state = torch.full((2, 5, 4, 6), -100.0, dtype=torch.float64)
-    physical = of_all.physical(state)
+    physical = of_all.denormalise(state)
     assert (physical[:, 3:] == 0).all()
     assert (physical[:, :3] < 0).all()
     assert (state == -100).all()
-    allowed = normaliser(total_precipitation={"nonnegative": False}).physical(state)
+    allowed = normaliser(total_precipitation={"nonnegative": False}).denormalise(state)
     assert (allowed[:, 3:] < 0).all()
 
 
@@ -187,19 +187,19 @@ def test_masked_points_are_nan_again():
     of_all = normaliser(sst={"fill": "mean"})
     normalised = of_all.outputs(fields)
     assert normalised.isfinite().all()
-    physical = of_all.physical(normalised, torch.from_numpy(mask))
+    physical = of_all.denormalise(normalised, torch.from_numpy(mask))
     assert np.allclose(physical.numpy(), fields, equal_nan=True)
-    states = of_all.physical(normalised[:, :3], torch.from_numpy(mask))
+    states = of_all.denormalise(normalised[:, :3], torch.from_numpy(mask))
     assert np.allclose(states.numpy(), fields[:, :3], equal_nan=True)
-    assert of_all.physical(normalised).isfinite().all()
+    assert of_all.denormalise(normalised).isfinite().all()
 
 
 def test_physical_has_gradients():
     of_all = normaliser(total_precipitation={"normalise": f"log1p({EPS})"}, sst={"fill": 0})
     state = torch.rand(1, 5, 2, 2, dtype=torch.float64, requires_grad=True)
     mask = torch.tensor([True, False]).expand(5, 2, 2)
-    assert torch.autograd.gradcheck(lambda x: of_all.physical(x).clamp(max=1e6), (state,))
-    of_all.physical(state, mask).nansum().backward()
+    assert torch.autograd.gradcheck(lambda x: of_all.denormalise(x).clamp(max=1e6), (state,))
+    of_all.denormalise(state, mask).nansum().backward()
     assert state.grad.isfinite().all()
 
 
@@ -272,6 +272,6 @@ def test_names_that_cannot_be_negative(name, known):
 )
 def test_what_is_transformed_is_restored(values, scale):
     config = VariableConfig(normalise=f"log1p({scale})")
-    there = transformed(np.array(values), config)
-    back = restored(torch.from_numpy(there), config)
+    there = apply_transform(np.array(values), config)
+    back = invert_transform(torch.from_numpy(there), config)
     assert np.allclose(back, values, rtol=1e-9, atol=1e-12)

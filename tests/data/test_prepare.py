@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from credit_dp.config import DataConfig
 from credit_dp.data import setup
-from credit_dp.data.setup import prepare
+from credit_dp.data.setup import prepare_training_data
 from tests.data import stores
 
 
@@ -21,7 +21,7 @@ def path(tmp_path):
 
 def titles_of(config):
     titles = []
-    ready = prepare(config, lambda title, fraction: titles.append((title, fraction)))
+    ready = prepare_training_data(config, lambda title, fraction: titles.append((title, fraction)))
     return ready, titles
 
 
@@ -56,50 +56,50 @@ def test_second_run_finds_all_of_it_there(path):
     ],
 )
 def test_what_statistics_depend_on_makes_new_ones(path, change):
-    prepare(stores.config(path))
+    prepare_training_data(stores.config(path))
     assert titles_of(stores.config(path, **change))[1] != []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("change", [{"batch_size": 3}, {"test": ["2000-01-02", "2000-01-03"]}])
 def test_what_they_do_not_depend_on_makes_none(path, change):
-    prepare(stores.config(path))
+    prepare_training_data(stores.config(path))
     assert titles_of(stores.config(path, **change))[1] == []
 
 
 @pytest.mark.slow
 def test_store_written_anew_makes_new_ones(path):
-    before = prepare(stores.config(path))
+    before = prepare_training_data(stores.config(path))
     shutil.rmtree(path)
     stores.write(stores.dataset(seed=1), path)
-    after = prepare(stores.config(path))
+    after = prepare_training_data(stores.config(path))
     assert not np.array_equal(before.statistics.mean, after.statistics.mean)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("content", ["", '{"mean": [1.0', "[]", '{"mean": [1.0]}'])
 def test_damaged_statistics_are_made_again(path, tmp_path, content):
-    first = prepare(stores.config(path))
+    first = prepare_training_data(stores.config(path))
     (file,) = (tmp_path / "cache").glob("statistics-*.json")
     file.write_text(content)
-    same(first, prepare(stores.config(path)))
+    same(first, prepare_training_data(stores.config(path)))
     assert set(json.loads(file.read_text())) == {"form", "made_from", "channels"}
 
 
 @pytest.mark.slow
 def test_damaged_climatology_is_made_again(path, tmp_path):
-    first = prepare(stores.config(path))
+    first = prepare_training_data(stores.config(path))
     (folder,) = (tmp_path / "cache").glob("climatology-*.zarr")
     (folder / "zarr.json").write_text("{")
-    same(first, prepare(stores.config(path)))
+    same(first, prepare_training_data(stores.config(path)))
     shutil.rmtree(folder / "temperature")
-    same(first, prepare(stores.config(path)))
+    same(first, prepare_training_data(stores.config(path)))
 
 
 def _prepare_and_tell(path, ready, queue):
     ready.wait()
     titles = []
-    done = prepare(stores.config(path), lambda title, _: titles.append(title))
+    done = prepare_training_data(stores.config(path), lambda title, _: titles.append(title))
     queue.put((sorted(set(titles)), done.statistics.mean.tolist()))
 
 
@@ -143,14 +143,14 @@ def test_quickstart_is_built_once_under_the_cache(tmp_path, monkeypatch):
     config.store = None
     first, titles = titles_of(config)
     assert titles[0] == ("quickstart data", 1.0)
-    prepare(config)
+    prepare_training_data(config)
     assert fake.built == [(12, 8)]
     assert first.store.grid == (12, 8)
     assert config.store is None
 
 
 def test_climatology_lies_in_chunks_of_rows(path, tmp_path):
-    prepare(stores.config(path))
+    prepare_training_data(stores.config(path))
     (folder,) = (tmp_path / "cache").glob("climatology-*.zarr")
     array = zarr.open_group(folder, mode="r")["temperature"]
     assert array.chunks[3] == 1
@@ -160,7 +160,7 @@ def test_climatology_lies_in_chunks_of_rows(path, tmp_path):
 @pytest.mark.slow
 def test_the_pass_reads_every_training_byte_once(path):
     # Without the few fields of which the range of an unknown variable is sampled.
-    ready = prepare(stores.config(path, limits={"solar": None}))
+    ready = prepare_training_data(stores.config(path, limits={"solar": None}))
     # 8 training times of 7 prognostic channels and 1 stored forcing, and 2 statics, in float32; the
     # first time once more, for the digest by which the store is known again.
     assert ready.store.bytes_read == ((8 + 1) * (7 + 1) + 2) * 12 * 8 * 4
@@ -175,4 +175,7 @@ def test_config_for_a_store_of_ones_own_fits_the_schema(path):
     names = ["store", "dates", "prognostic", "static"]
     given = {name: getattr(stores.config(path), name) for name in [*names, "cache"]}
     merged = OmegaConf.merge(OmegaConf.structured(DataConfig), settings, given)
-    assert prepare(OmegaConf.to_object(merged)).store.channels.fields().inputs == 7 + 2 + 2
+    assert (
+        prepare_training_data(OmegaConf.to_object(merged)).store.channels.fields().inputs
+        == 7 + 2 + 2
+    )

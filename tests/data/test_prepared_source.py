@@ -7,9 +7,9 @@ import zarr
 from zarr.codecs import Crc32cCodec
 
 from credit_dp.data.channels import Channel
-from credit_dp.data.sources.prepared import ATTRIBUTE, PreparedSource
+from credit_dp.data.sources.prepared import METADATA_ATTRIBUTE, PreparedSource
 from credit_dp.data.sources.stacked import StackedArray
-from credit_dp.data.sources.storage import Watch
+from credit_dp.data.sources.storage import StoreChangeDetector
 from credit_dp.errors import UserError
 from tests.data import prepared_stores, stores
 
@@ -49,7 +49,7 @@ def test_what_it_says_of_itself(path):
     assert (temperature.timed, temperature.standard_name) == (True, "t")
     assert source.variables["2m_temperature"].levels == ()
     assert not source.variables["land_sea_mask"].timed
-    assert source.together(CHANNELS) == [list(CHANNELS)]
+    assert source.group_by_chunk(CHANNELS) == [list(CHANNELS)]
     assert source.times_together(CHANNELS[0]) == 1
     assert source.chunk_shape(CHANNELS[0]) == (1, 8, 4, 8)
     assert source.description(["solar"]) == opened(path).description(["solar"])
@@ -150,7 +150,7 @@ def test_a_gap_in_values_is_nan(tmp_path):
 
 def attributes(**changes):
     return lambda group: group.attrs.update(
-        {ATTRIBUTE: {**dict(group.attrs[ATTRIBUTE]), **changes}}
+        {METADATA_ATTRIBUTE: {**dict(group.attrs[METADATA_ATTRIBUTE]), **changes}}
     )
 
 
@@ -212,7 +212,7 @@ def test_the_date_is_named_where_a_file_holds_several(tmp_path):
     content = bytearray(file.read_bytes())
     content[content.index(FIELDS[6].tobytes()) + 9] ^= 1
     file.write_bytes(content)
-    watch = Watch(str(tmp_path / "s.zarr"), [])
+    watch = StoreChangeDetector(str(tmp_path / "s.zarr"), [])
     stacked = StackedArray(zarr.open_array(tmp_path / "s.zarr"), "s.zarr", DATA.time.values, watch)
     everywhere = (slice(0, 11), slice(None))
     assert np.array_equal(stacked.read(slice(0, 6), range(8), everywhere), FIELDS[:6])

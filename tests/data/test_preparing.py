@@ -11,8 +11,8 @@ import zarr
 from credit_dp.data.channels import Channel
 from credit_dp.data.grid import balanced_bounds, row_amplification, rows_touched
 from credit_dp.data.rechunk import run, target
-from credit_dp.data.rechunk.request import Question, Regridder, regular_grid
-from credit_dp.data.rechunk.run import Preparation, batches, chunk_rows, worst_excess
+from credit_dp.data.rechunk.request import FieldSelection, Regridder, regular_grid
+from credit_dp.data.rechunk.run import RechunkJob, choose_chunk_rows, group_blocks, max_read_excess
 from credit_dp.data.sources.opening import open_source
 from credit_dp.data.sources.prepared import PreparedSource
 from credit_dp.domain_parallel.partition import RowPartition
@@ -46,10 +46,10 @@ def test_amplification_of_whole_globes_is_the_number_of_ranks() -> None:
 
 
 def test_a_rank_of_a_quarter_degree_reads_little_but_its_own() -> None:
-    rows = chunk_rows(721, (1, 2, 4, 8))
+    rows = choose_chunk_rows(721, (1, 2, 4, 8))
     assert rows > 1
-    assert worst_excess(721, (1, 2, 4, 8), rows) <= 1.05
-    assert all(worst_excess(721, (1, 2, 4, 8), more) > 1.05 for more in range(rows + 1, 722))
+    assert max_read_excess(721, (1, 2, 4, 8), rows) <= 1.05
+    assert all(max_read_excess(721, (1, 2, 4, 8), more) > 1.05 for more in range(rows + 1, 722))
 
 
 @pytest.mark.parametrize(
@@ -57,11 +57,11 @@ def test_a_rank_of_a_quarter_degree_reads_little_but_its_own() -> None:
     [(32, (1, 2, 4, 8), 4), (32, (1,), 32), (721, (1,), 721), (9, (9,), 1), (35, (1, 7), 5)],
 )
 def test_as_few_chunks_as_bands_allow(height: int, domains: tuple[int, ...], rows: int) -> None:
-    assert chunk_rows(height, domains) == rows
+    assert choose_chunk_rows(height, domains) == rows
 
 
 def test_chunks_are_not_countless() -> None:
-    assert -(-3601 // chunk_rows(3601, (1, 2, 4, 8))) <= 1024
+    assert -(-3601 // choose_chunk_rows(3601, (1, 2, 4, 8))) <= 1024
 
 
 # What is written
@@ -241,7 +241,7 @@ def test_regridded_on_the_way(small: Path, tmp_path: Path, grid: str) -> None:
 
 def test_a_store_of_any_chunks_is_cut_at_their_ends(tmp_path: Path) -> None:
     store = stores.write(stores.dataset(9, 4, 20), tmp_path / "in.zarr", chunks={"time": 6})
-    asked = run.Asked.open(Question(config(store), ("2000-01-02", "2000-01-05")))
+    asked = run.SelectedFields.open(FieldSelection(config(store), ("2000-01-02", "2000-01-05")))
     assert asked.blocks(100) == [(0, 16)]
     assert asked.blocks(7) == [(0, 2), (2, 8), (8, 14), (14, 16)]
     assert asked.blocks(4) == [(0, 2), (2, 6), (6, 8), (8, 12), (12, 16)]
@@ -251,7 +251,7 @@ def test_a_store_of_any_chunks_is_cut_at_their_ends(tmp_path: Path) -> None:
 def test_batches_hold_all_blocks_once() -> None:
     blocks = [(n, n + 1) for n in range(5003)]
     for workers in (1, 3, 2000):
-        parts = batches(blocks, workers)
+        parts = group_blocks(blocks, workers)
         assert [block for part in parts for block in part] == blocks
         assert len(parts) <= 1000 or workers == 2000
 
@@ -260,7 +260,7 @@ def test_batches_hold_all_blocks_once() -> None:
 
 
 def test_all_codecs_are_measured_and_the_fastest_taken() -> None:
-    measured = target.measure(
+    measured = target.measure_codecs(
         np.random.default_rng(0).normal(size=(3, 9, 8)).astype("f4"), 3, list(target.CODECS), 1e9
     )
     assert list(measured) == list(target.CODECS)
@@ -269,11 +269,11 @@ def test_all_codecs_are_measured_and_the_fastest_taken() -> None:
 
 
 def test_the_smaller_of_two_that_are_about_as_fast() -> None:
-    one = target.Measured("none", 1.0, 1.0, 1.0, read=1.00)
-    other = target.Measured("lz4", 1.5, 1.0, 1.0, read=1.04)
-    slow = target.Measured("zstd", 2.0, 1.0, 1.0, read=1.20)
-    assert target.fastest({"a": one, "b": other, "c": slow}) is other
-    assert target.fastest({"a": one, "c": slow}) is one
+    one = target.CodecMeasurement("none", 1.0, 1.0, 1.0, read=1.00)
+    other = target.CodecMeasurement("lz4", 1.5, 1.0, 1.0, read=1.04)
+    slow = target.CodecMeasurement("zstd", 2.0, 1.0, 1.0, read=1.20)
+    assert target.choose_codec({"a": one, "b": other, "c": slow}) is other
+    assert target.choose_codec({"a": one, "c": slow}) is one
 
 
 # Verified
@@ -303,10 +303,10 @@ def lose(fields: Path) -> None:
 def test_faults_are_found_at_the_end(
     small: Path, tmp_path: Path, fault: Callable[[Path], None], message: str
 ) -> None:
-    of = Preparation(request(small, tmp_path / "out.zarr", codec="none", domains=(1,)))
-    with of.alone():
+    of = RechunkJob(request(small, tmp_path / "out.zarr", codec="none", domains=(1,)))
+    with of.locked():
         of.begin("none")
-        of.work(lambda times: None)
+        of.write_missing(lambda times: None)
         fault(tmp_path / "out.zarr.partial" / "fields")
         with pytest.raises(UserError, match=message) as refused:
             of.verify()

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from credit_dp.data.rechunk import run, target
-from credit_dp.data.rechunk.request import Question
-from credit_dp.data.rechunk.run import Preparation, Request, Workers
+from credit_dp.data.rechunk.request import FieldSelection
+from credit_dp.data.rechunk.run import RechunkJob, RechunkRequest, WorkerConfig
 from credit_dp.errors import UserError
 from tests.data.preparing import (
     StoppedError,
@@ -32,7 +32,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no domains": ({"domains": ()}, r"domains: needs at least one"),
     "another unit": ({"data": {"variables": FAHRENHEIT}}, r"2m_temperature.*degF"),
     "another codec": ({"codec": "zst"}, r"codec: needs one of auto, none.*Did you mean zstd"),
-    "no worker": ({"workers": Workers(0)}, r"workers: needs 1 or more"),
+    "no worker": ({"workers": WorkerConfig(0)}, r"workers: needs 1 or more"),
     "a grid of one row": ({"grid": "1x4"}, r"grid: needs at least two rows"),
     "no grid": ({"grid": "12"}, r"grid: needs ROWSxCOLUMNS"),
     "other dates": ({"dates": ("1990-01-01", "1991-01-01")}, r"holds 2000-01-01.*Change dates"),
@@ -46,9 +46,9 @@ def test_refused_in_one_line(small: Path, tmp_path: Path, name: str) -> None:
     out = Path(changes["out"]) if "out" in changes else tmp_path / "out.zarr"
     asked = request(small, out, **{key: x for key, x in changes.items() if key != "out"})
     if "out" in changes:
-        asked = Request(asked.question, changes["out"])
+        asked = RechunkRequest(asked.selection, changes["out"])
     with pytest.raises(UserError, match=message) as refused:
-        Preparation(asked)
+        RechunkJob(asked)
     assert "\n" not in str(refused.value)
     assert [path.name for path in tmp_path.iterdir()] == ["in.zarr"]
 
@@ -58,7 +58,7 @@ def test_what_is_there_is_never_overwritten_unasked(small: Path, tmp_path: Path)
     out = prepared(small, tmp_path / "out.zarr")
     before = tree(out)
     with pytest.raises(UserError, match=r"is there already.*overwrite=true"):
-        Preparation(request(small, out))
+        RechunkJob(request(small, out))
     assert tree(out) == before
     prepared(small, out, codec="none", overwrite=True)
     assert tree(out) != before
@@ -70,7 +70,7 @@ def test_what_is_no_prepared_store_is_never_removed(
 ) -> None:
     for other in (small, tmp_path):
         with pytest.raises(UserError, match=r"Change out\.$"):
-            Preparation(request(small, other, overwrite=overwrite))
+            RechunkJob(request(small, other, overwrite=overwrite))
     assert small.exists()
 
 
@@ -127,35 +127,37 @@ def test_a_disk_that_fills_up_is_one_line(
     def full(number: int) -> None:
         raise OSError(28, "No space left on device", "fields/c.0.0.0.0")
 
-    of = Preparation(request(small, tmp_path / "out.zarr"))
-    with of.alone():
+    of = RechunkJob(request(small, tmp_path / "out.zarr"))
+    with of.locked():
         of.begin("none")
         monkeypatch.setattr(target.os, "fsync", full)
         with pytest.raises(UserError, match=r"No space left.*goes on where it stopped"):
-            of.work(lambda times: None)
+            of.write_missing(lambda times: None)
     assert not list((tmp_path / "out.zarr.partial" / "fields").glob(".*"))
 
 
 def test_two_at_once_are_refused(small: Path, tmp_path: Path) -> None:
-    first, *others = (Preparation(request(small, tmp_path / "out.zarr")) for _ in range(3))
-    with first.alone():
+    first, *others = (RechunkJob(request(small, tmp_path / "out.zarr")) for _ in range(3))
+    with first.locked():
         for other in others:
             with pytest.raises(UserError, match="another process is preparing it"):
-                with other.alone():
+                with other.locked():
                     pass
 
 
 def test_a_scheduler_needs_whole_paths(tmp_path: Path) -> None:
-    far = Workers(scheduler="tcp://127.0.0.1:9")
-    asked = Request(Question(config(Path("in.zarr"))), str(tmp_path / "x.zarr"), workers=far)
+    far = WorkerConfig(scheduler="tcp://127.0.0.1:9")
+    asked = RechunkRequest(
+        FieldSelection(config(Path("in.zarr"))), str(tmp_path / "x.zarr"), workers=far
+    )
     with pytest.raises(UserError, match=r"need a whole path, got in\.zarr"):
-        Preparation(asked)
+        RechunkJob(asked)
 
 
 @pytest.mark.slow
 def test_a_scheduler_that_is_not_there(
     small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run, "PATIENCE", "1s")
+    monkeypatch.setattr(run, "SCHEDULER_TIMEOUT", "1s")
     with pytest.raises(UserError, match=r"no dask scheduler answers at tcp://127.0.0.1:9"):
-        prepared(small, tmp_path / "x.zarr", workers=Workers(scheduler="tcp://127.0.0.1:9"))
+        prepared(small, tmp_path / "x.zarr", workers=WorkerConfig(scheduler="tcp://127.0.0.1:9"))

@@ -13,7 +13,7 @@ import pytest
 import zarr
 
 from credit_dp.data.rechunk import target
-from credit_dp.data.rechunk.run import Preparation, Workers
+from credit_dp.data.rechunk.run import RechunkJob, WorkerConfig
 from credit_dp.errors import UserError
 from tests.data import stores
 from tests.data.preparing import (
@@ -88,7 +88,7 @@ def test_stopped_and_started_again_equals_undisturbed(
         with pytest.raises(StoppedError):
             prepared(small, out)
     assert not out.exists()
-    again = run(Preparation(request(small, out)))
+    again = run(RechunkJob(request(small, out)))
     assert tree(out) == wanted
     assert again.resumed is (name != "between_metadata")
     assert {path.name for path in tmp_path.iterdir()} == {"in.zarr", "out.zarr", "undisturbed.zarr"}
@@ -100,7 +100,7 @@ def test_a_full_disk_is_told_in_one_line(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    of = Preparation(request(small, tmp_path / "out.zarr"))
+    of = RechunkJob(request(small, tmp_path / "out.zarr"))
     with monkeypatch.context() as patch:
         patch.setattr(target, "_write_static", full)
         with pytest.raises(UserError, match=r"cannot be written or read \(No space left"):
@@ -119,12 +119,12 @@ def test_what_is_there_is_not_written_again(
     written = []
     replace = os.replace
     monkeypatch.setattr(os, "replace", lambda a, b: (written.append(b.name), replace(a, b))[1])
-    again = Preparation(request(small, out))
+    again = RechunkJob(request(small, out))
     told: list[int] = []
-    with again.alone():
+    with again.locked():
         assert again.done == 3
         again.begin("lz4")
-        again.work(told.append)
+        again.write_missing(told.append)
         again.finish()
     assert written == ["c.3.0.0.0", "c.4.0.0.0", "c.5.0.0.0", "c.6.0.0.0", "out.zarr"]
     assert sum(told) == 7
@@ -147,7 +147,7 @@ def test_stopped_while_replacing(
 @pytest.mark.slow
 def test_processes_write_what_one_process_does(small: Path, tmp_path: Path) -> None:
     wanted = tree(prepared(small, tmp_path / "one.zarr"))
-    assert tree(prepared(small, tmp_path / "three.zarr", workers=Workers(3))) == wanted
+    assert tree(prepared(small, tmp_path / "three.zarr", workers=WorkerConfig(3))) == wanted
 
 
 @pytest.mark.slow
@@ -164,7 +164,7 @@ def test_a_distributed_scheduler_does_it(small: Path, tmp_path: Path) -> None:
     ) as cluster:
         assert cluster.stdout is not None
         address = cluster.stdout.readline().strip()
-        out = prepared(small, tmp_path / "far.zarr", workers=Workers(scheduler=address))
+        out = prepared(small, tmp_path / "far.zarr", workers=WorkerConfig(scheduler=address))
         cluster.kill()
     assert tree(out) == wanted
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from credit_dp.config import QuickstartConfig
 from credit_dp.data.quickstart import build, dataset, store_name
-from credit_dp.data.quickstart.dataset import GAP_DAYS, resolve_grid, runs, shard_steps
+from credit_dp.data.quickstart.dataset import GAP_DAYS, plan_runs, resolve_grid, shard_steps
 from credit_dp.data.quickstart.dynamics import (
     DRY_AIR,
     RADIUS,
@@ -24,12 +24,12 @@ from credit_dp.data.quickstart.dynamics import (
     QuasiGeostrophic,
     along_longitude,
     degrees_squared,
-    first_state,
     fourier,
+    initial_state,
+    integrate_six_hourly,
     land_fraction,
     legendre,
     legendre_slope,
-    six_hourly,
     terrain,
     to_grid,
 )
@@ -37,10 +37,10 @@ from credit_dp.data.quickstart.fields import (
     LEVELS,
     Synthesis,
     balanced_geopotential,
+    hydrostatic_temperature,
     latitudes,
-    measure,
+    measure_realism,
     parabola,
-    temperature,
 )
 from credit_dp.errors import UserError
 
@@ -154,7 +154,7 @@ def test_sources_vanish_at_the_climate_relaxed_to():
 
 def test_a_month_stays_bounded_and_grows_waves():
     model = QuasiGeostrophic(15)
-    states = six_hourly(model, first_state(model, np.random.default_rng(0)), 0.0)
+    states = integrate_six_hourly(model, initial_state(model, np.random.default_rng(0)), 0.0)
     days = list(islice(states, 0, 30 * 4 + 1, 40))
     eddies = [float(np.square(state[:, 1:]).sum()) for state in days]
     assert np.isfinite(eddies).all()
@@ -201,7 +201,7 @@ def test_temperature_is_hydrostatic():
     geopotential = (5e4 - 7e4 * (x - 6) + 2e3 * (x - 6) ** 2)[None, :, None, None]
     for pressure in (320.0, 500.0, 1000.0):
         slope = -7e4 + 4e3 * (np.log(pressure) - 6)
-        found = temperature(geopotential.astype(np.float32), (pressure,))
+        found = hydrostatic_temperature(geopotential.astype(np.float32), (pressure,))
         np.testing.assert_allclose(found, -slope / DRY_AIR, rtol=1e-5)
     np.testing.assert_allclose(parabola(500.0)[0], [0, 1, 0], atol=1e-12)
 
@@ -209,7 +209,9 @@ def test_temperature_is_hydrostatic():
 def test_temperature_above_the_upper_layer_has_its_mean_anomaly():
     thicker = np.zeros((1, 3, 1, 1), np.float32)
     thicker[:, 0] = 1000
-    warmer = temperature(thicker, (200.0,)) - temperature(0 * thicker, (200.0,))
+    warmer = hydrostatic_temperature(thicker, (200.0,)) - hydrostatic_temperature(
+        0 * thicker, (200.0,)
+    )
     np.testing.assert_allclose(warmer, 1000 / (DRY_AIR * np.log(500 / 200)), rtol=1e-5)
 
 
@@ -310,7 +312,7 @@ def test_runs_never_share_a_shard():
         config = QuickstartConfig(run_days=days)
         for grid in ((32, 64), (721, 1440)):
             together = shard_steps(4 * days, grid)
-            assert all(run.first % together == 0 for run in runs(config))
+            assert all(run.first % together == 0 for run in plan_runs(config))
 
 
 @pytest.mark.slow
@@ -383,7 +385,7 @@ def default_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_persistence_forgets_as_fast_as_the_real_atmosphere(default_store):
-    found = measure(default_store, TRAINING, HELD_OUT)
+    found = measure_realism(default_store, TRAINING, HELD_OUT)
     for days, era5 in ((3, 936.0), (5, 1033.0)):
         assert found.persistence[days] / found.climatology == pytest.approx(era5 / 816, rel=0.3)
 
@@ -392,8 +394,8 @@ def test_persistence_forgets_as_fast_as_the_real_atmosphere(default_store):
 def test_errors_are_stationary(default_store):
     """Two disjoint years about one climatology: neither persistence nor the spread drifts."""
     whole = (TRAINING[0], HELD_OUT[1])
-    early = measure(default_store, whole, ("2001-01-01", "2002-02-04"))
-    late = measure(default_store, whole, HELD_OUT)
+    early = measure_realism(default_store, whole, ("2001-01-01", "2002-02-04"))
+    late = measure_realism(default_store, whole, HELD_OUT)
     assert late.climatology == pytest.approx(early.climatology, rel=0.2)
     for days in (1, 3, 5):
         assert late.persistence[days] == pytest.approx(early.persistence[days], rel=0.2)

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from credit_dp.data.loader import roomy
+from credit_dp.data.loader import empty_with_large_pages
 from credit_dp.data.store import all_finite
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(2, 3, 4, 5), (2, 0, 4, 5)])
 def test_rooms_of_any_type_and_size(dtype, shape):
-    room = roomy(shape, dtype)
+    room = empty_with_large_pages(shape, dtype)
     assert (room.shape, room.dtype, room.device.type) == (shape, dtype, "cpu")
     assert room.is_contiguous()
     assert torch.equal(room.fill_(3), torch.full(shape, 3, dtype=dtype))

@@ -4,10 +4,10 @@ import pytest
 from credit_dp.config.data import VariableConfig
 from credit_dp.data import streaming
 from credit_dp.data.grid import row_weights
-from credit_dp.data.setup import prepare
-from credit_dp.data.statistics import Moments, Statistics, merged, moments_of
+from credit_dp.data.setup import prepare_training_data
+from credit_dp.data.statistics import Moments, Statistics, merge_moments, moments_of
 from credit_dp.data.store import Store
-from credit_dp.data.streaming import Threads
+from credit_dp.data.streaming import ThreadWorkers
 from credit_dp.errors import UserError
 from tests.data import stores
 
@@ -35,7 +35,7 @@ def test_statistics_equal_the_direct_ones(tmp_path, monkeypatch, chunk, block_by
     data = stores.dataset().sortby("latitude")
     path = stores.write(data, tmp_path / "store.zarr", chunks={"time": chunk})
     config = stores.config(path, step=f"{step_hours}h", test=["2000-01-03T12", "2000-01-03T12"])
-    ready = prepare(config)
+    ready = prepare_training_data(config)
     store, found = ready.store, ready.statistics
     weights = row_weights(store.latitude)
     every = step_hours // 6
@@ -61,7 +61,7 @@ def test_no_change_is_taken_across_a_gap(tmp_path):
     data["temperature"].values[3:] += 1e6
     changes = {"levels": [500], "limits": {"temperature": None}}
     config = stores.config(stores.write(data, tmp_path / "store.zarr"), **changes)
-    found = prepare(config).statistics
+    found = prepare_training_data(config).statistics
     assert found.std[2] > 1e5
     assert found.tendency_std[2] < 10
 
@@ -71,7 +71,9 @@ def test_constant_forcing_and_static_keep_their_scale(tmp_path):
     data = stores.dataset()
     data["solar"].values[:] = 3
     data["land_sea_mask"].values[:] = 0
-    found = prepare(stores.config(stores.write(data, tmp_path / "store.zarr"))).statistics
+    found = prepare_training_data(
+        stores.config(stores.write(data, tmp_path / "store.zarr"))
+    ).statistics
     assert found.forcing_std[1] == 1
     assert found.static_std[1] == 1
 
@@ -91,7 +93,7 @@ def test_only_the_training_dates_count(tmp_path):
     first = stores.write(data, tmp_path / "first.zarr")
     data["temperature"].values[8:] += 500
     second = stores.write(data, tmp_path / "second.zarr")
-    found = [prepare(stores.config(path)).statistics for path in (first, second)]
+    found = [prepare_training_data(stores.config(path)).statistics for path in (first, second)]
     assert np.array_equal(found[0].mean, found[1].mean)
     assert len(list((tmp_path / "cache").glob("statistics-*.json"))) == 2
 
@@ -100,8 +102,8 @@ def of_pieces(store, every=1, workers=1):
     """The statistics as they come from pieces."""
     dates = streaming.TrainingDates.of(store, every)
     pieces = streaming.all_pieces(store, dates)
-    found = list(Threads(store, dates, workers).run(moments_of, pieces))
-    return Statistics.of(merged(store, pieces, found), store, "here"), pieces
+    found = list(ThreadWorkers(store, dates, workers).run(moments_of, pieces))
+    return Statistics.of(merge_moments(store, pieces, found), store, "here"), pieces
 
 
 @pytest.mark.slow
@@ -148,7 +150,7 @@ def test_all_of_a_piece_but_its_last_pair_is_read_once(tmp_path, monkeypatch):
     before = store.chunk_reads
     dates = streaming.TrainingDates.of(store)
     for piece in streaming.all_pieces(store, dates):
-        for _ in streaming.stream(store, dates, piece):
+        for _ in streaming.stream_windows(store, dates, piece):
             pass
     # 4 variables at 8 times, in two pieces: the first one's last pair ends in the second one.
     assert store.chunk_reads - before == 4 * (8 + 1)
@@ -167,7 +169,7 @@ def test_points_without_values_have_no_weight(tmp_path):
     names = ("2m_temperature", "solar", "land_sea_mask")
     variables = {name: VariableConfig(fill="mean") for name in names}
     config = stores.config(stores.write(data, tmp_path / "store.zarr"), variables=variables)
-    found = prepare(config).statistics
+    found = prepare_training_data(config).statistics
     weights = np.where(land, 0, row_weights(np.linspace(90, -90, 12))[:, None])
 
     def moments(fields):
@@ -194,7 +196,9 @@ def test_transform_comes_before_the_moments(tmp_path):
     variables = {"rain": VariableConfig(normalise="log1p(1e-5)")}
     path = stores.write(data, tmp_path / "store.zarr")
     names = ["geopotential", "rain", "temperature"]
-    found = prepare(stores.config(path, prognostic=names, variables=variables)).statistics
+    found = prepare_training_data(
+        stores.config(path, prognostic=names, variables=variables)
+    ).statistics
     values = np.log1p(rain[:8].astype(np.float64) / 1e-5)[:, None]
     weights = row_weights(np.linspace(90, -90, 12))
     mean, std = direct(values, weights)
@@ -207,9 +211,9 @@ def test_transform_comes_before_the_moments(tmp_path):
 @pytest.mark.slow
 def test_diagnostic_channels_come_after_the_prognostic_ones(tmp_path):
     path = stores.write(stores.dataset(), tmp_path / "store.zarr")
-    all_of_them = prepare(stores.config(path)).statistics
+    all_of_them = prepare_training_data(stores.config(path)).statistics
     roles = {"prognostic": ["temperature"], "diagnostic": ["2m_temperature", "geopotential"]}
-    found = prepare(stores.config(path, **roles)).statistics
+    found = prepare_training_data(stores.config(path, **roles)).statistics
     order = [4, 5, 6, 3, 0, 1, 2]
     for name in ("mean", "std", "tendency_std", "minimum", "maximum"):
         assert np.array_equal(getattr(found, name), getattr(all_of_them, name)[order])
@@ -234,7 +238,7 @@ def test_constant_channels_are_refused_where_they_would_divide(tmp_path, role, n
         stores.write(data, tmp_path / "store.zarr"), variables=variables, **roles
     )
     if allowed:
-        assert prepare(config).statistics.std[-1] == 0
+        assert prepare_training_data(config).statistics.std[-1] == 0
         return
     with pytest.raises(UserError, match=f"2m_temperature is constant .* data.{role}"):
-        prepare(config)
+        prepare_training_data(config)

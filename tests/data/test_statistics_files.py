@@ -10,9 +10,13 @@ import xarray as xr
 
 from credit_dp.config.data import VariableConfig
 from credit_dp.data.loader import Normaliser
-from credit_dp.data.setup import prepare
-from credit_dp.data.statistics import StatisticsFile, made_from, statistics_path
-from credit_dp.data.statistics_given import check_given, computed_statistics, meets_all_hours
+from credit_dp.data.setup import prepare_training_data
+from credit_dp.data.statistics import StatisticsFile, input_description, statistics_path
+from credit_dp.data.statistics_given import (
+    check_given_statistics,
+    covers_all_hours,
+    load_or_compute_statistics,
+)
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 from tests.data import stores
@@ -28,14 +32,14 @@ def path(tmp_path):
 def own_file(path, out, every=1, **changes):
     """A file as `credit-dp data stats` writes it."""
     store = Store.open(stores.config(path, **changes))
-    found = computed_statistics(store, out.parent, every, lambda title, done: None)
+    found = load_or_compute_statistics(store, out.parent, every, lambda title, done: None)
     found.save(out)
     return str(out)
 
 
 def refused(path, file, **changes):
     with pytest.raises(UserError) as caught:
-        prepare(stores.config(path, statistics=file, **changes))
+        prepare_training_data(stores.config(path, statistics=file, **changes))
     text = str(caught.value)
     assert "\n" not in text
     return text
@@ -44,8 +48,8 @@ def refused(path, file, **changes):
 @pytest.mark.slow
 def test_a_file_gives_the_statistics_of_the_cache(path, tmp_path):
     file = own_file(path, tmp_path / "stats.json")
-    given = prepare(stores.config(path, statistics=file)).statistics
-    computed = prepare(stores.config(path)).statistics
+    given = prepare_training_data(stores.config(path, statistics=file)).statistics
+    computed = prepare_training_data(stores.config(path)).statistics
     for name in NAMES:
         assert np.array_equal(getattr(given, name), getattr(computed, name))
 
@@ -53,7 +57,7 @@ def test_a_file_gives_the_statistics_of_the_cache(path, tmp_path):
 def test_fewer_channels_in_another_order_find_theirs(path, tmp_path):
     file = own_file(path, tmp_path / "stats.json")
     changes = {"prognostic": ["temperature"], "diagnostic": ["geopotential"], "levels": [850, 500]}
-    given = prepare(stores.config(path, statistics=file, **changes)).statistics
+    given = prepare_training_data(stores.config(path, statistics=file, **changes)).statistics
     rows = StatisticsFile.load(tmp_path / "stats.json").channels
     names = ["temperature_850", "temperature_500", "geopotential_850", "geopotential_500"]
     assert given.mean.tolist() == [rows[name]["mean"] for name in names]
@@ -65,7 +69,7 @@ def test_a_copy_of_the_store_has_the_same_statistics(path, tmp_path):
     file = own_file(path, tmp_path / "stats.json")
     copy = tmp_path / "copy" / "era5.zarr"
     stores.write(stores.dataset().sortby("latitude"), copy, chunks={"time": 4}, zarr_format=2)
-    prepare(stores.config(copy, statistics=file))
+    prepare_training_data(stores.config(copy, statistics=file))
 
 
 @pytest.mark.parametrize(
@@ -85,7 +89,7 @@ def test_a_copy_of_the_store_has_the_same_statistics(path, tmp_path):
 def test_a_mismatch_names_what_differs(path, tmp_path, changes, told):
     file = own_file(path, tmp_path / "stats.json")
     if told is None:
-        prepare(stores.config(path, statistics=file, **changes))
+        prepare_training_data(stores.config(path, statistics=file, **changes))
         return
     assert re.search(told, refused(path, file, **changes))
 
@@ -109,13 +113,13 @@ def test_another_store_is_noticed_by_its_values(path, tmp_path):
 def test_every_is_part_of_it(path, tmp_path, caplog):
     file = own_file(path, tmp_path / "stats.json", every=3)
     with caplog.at_level(logging.INFO, "credit_dp"):
-        ready = prepare(stores.config(path, statistics=file))
+        ready = prepare_training_data(stores.config(path, statistics=file))
     assert "is of one in 3 training dates" in caplog.text
     fields = stores.dataset()["2m_temperature"].values[:8:3].astype(np.float64)
     assert ready.statistics.maximum[3] == fields.max()
     store = ready.store
     assert statistics_path(store, tmp_path, 3) != statistics_path(store, tmp_path)
-    assert [n for n in (1, 2, 3, 4, 5) if meets_all_hours(n, 6)] == [1, 3, 5]
+    assert [n for n in (1, 2, 3, 4, 5) if covers_all_hours(n, 6)] == [1, 3, 5]
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"form": "credit_dp statistics 1"}'])
@@ -167,14 +171,14 @@ def written(dataset, path):
 def test_files_of_others_are_found_by_name_and_level(path, tmp_path, suffix, names):
     sets = [foreign(names, seed) for seed in range(3)]
     files = [written(data, tmp_path / f"{seed}{suffix}") for seed, data in enumerate(sets)]
-    found = prepare(stores.config(path, statistics=files)).statistics
+    found = prepare_training_data(stores.config(path, statistics=files)).statistics
     for data, values in zip(sets, (found.mean, found.std, found.tendency_std), strict=True):
         levels = [500, 850, 1000]
         upper, lower = (data[name].sel(level=levels).values for name in (names[0], names[2]))
         assert np.allclose(values, [*upper, float(data[names[1]]), *lower], rtol=1e-12)
     assert found.forcing_mean.tolist() == [0, float(sets[0]["solar"])]
     assert np.isnan(found.minimum).all()
-    computed = prepare(stores.config(path)).statistics
+    computed = prepare_training_data(stores.config(path)).statistics
     assert np.array_equal(found.static_mean, computed.static_mean)
 
 
@@ -182,8 +186,8 @@ def test_files_of_others_are_found_by_name_and_level(path, tmp_path, suffix, nam
 def test_tendencies_that_nobody_gives_are_computed(path, tmp_path, caplog):
     files = [written(foreign(LONG, seed), tmp_path / f"{seed}.nc") for seed in range(2)]
     with caplog.at_level(logging.INFO, "credit_dp"):
-        found = prepare(stores.config(path, statistics=files)).statistics
-    computed = prepare(stores.config(path)).statistics
+        found = prepare_training_data(stores.config(path, statistics=files)).statistics
+    computed = prepare_training_data(stores.config(path)).statistics
     assert np.array_equal(found.tendency_std, computed.tendency_std)
     assert not np.array_equal(found.std, computed.std)
     assert "has no tendency std: computed" in caplog.text
@@ -202,13 +206,15 @@ def test_what_is_computed_needs_no_statistics(path, tmp_path, caplog, others):
         "variables": {"2m_temperature": VariableConfig(normalise="none")},
     }
     with caplog.at_level(logging.INFO, "credit_dp"):
-        ready = prepare(stores.config(path, statistics=files, **changes))
+        ready = prepare_training_data(stores.config(path, statistics=files, **changes))
     (said,) = [message for message in caplog.messages if "computed from" in message]
     assert "no mean or std of 2m_temperature, solar: computed from all training dates" in said
     assert "has no tendency std and no mean or std" in said
     found = ready.statistics
-    computed = prepare(stores.config(path, **changes)).statistics
-    surface = [channel.name for channel in ready.store.channels.out].index("2m_temperature")
+    computed = prepare_training_data(stores.config(path, **changes)).statistics
+    surface = [channel.name for channel in ready.store.channels.output_channels].index(
+        "2m_temperature"
+    )
     assert found.mean[0] == foreign(names, 0)["geopotential"].sel(level=500)
     assert found.tendency_std[surface] == computed.tendency_std[surface]
     for name in ("forcing_mean", "forcing_std", "static_mean", "static_std", "forcing_minimum"):
@@ -224,7 +230,9 @@ def test_statistics_that_are_not_used_are_not_missed(path, tmp_path):
     files += [written(foreign(LONG, seed), tmp_path / f"{seed}.nc") for seed in (1, 2)]
     for normalise in ("none", "std"):
         variables = {"2m_temperature": VariableConfig(normalise=normalise)}
-        found = prepare(stores.config(path, statistics=files, variables=variables)).statistics
+        found = prepare_training_data(
+            stores.config(path, statistics=files, variables=variables)
+        ).statistics
         assert found.std[3] == float(foreign(LONG, 1)["2m_temperature"])
     assert "0.nc: has no mean of 2m_temperature. " in refused(path, files)
 
@@ -236,7 +244,7 @@ def test_a_config_of_short_names_finds_them_too(tmp_path, names):
     sets = [foreign(names, seed) for seed in range(3)]
     files = [written(data, tmp_path / f"{seed}.nc") for seed, data in enumerate(sets)]
     lists = {"prognostic": ["z", "t2m", "T"], "levels": [850], "static": ["land_sea_mask"]}
-    found = prepare(stores.config(path, statistics=files, **lists)).statistics
+    found = prepare_training_data(stores.config(path, statistics=files, **lists)).statistics
     data = sets[1].sel(level=850)
     assert found.std.tolist() == [
         float(data[names[0]]),
@@ -246,20 +254,22 @@ def test_a_config_of_short_names_finds_them_too(tmp_path, names):
     flat = stores.config(
         path, statistics=files, **(lists | {"prognostic": ["z_850"], "levels": None})
     )
-    assert prepare(flat).statistics.std.tolist() == [float(data[names[0]])]
+    assert prepare_training_data(flat).statistics.std.tolist() == [float(data[names[0]])]
 
 
 def test_one_dataset_may_have_all(path, tmp_path):
     mean, std = foreign(LONG, 0), foreign(LONG, 1)
     both = xr.merge([mean, std.rename({name: f"{name}_std" for name in LONG})])
-    found = prepare(stores.config(path, statistics=written(both, tmp_path / "both.nc"))).statistics
+    found = prepare_training_data(
+        stores.config(path, statistics=written(both, tmp_path / "both.nc"))
+    ).statistics
     assert found.std[0] == float(std["geopotential"].sel(level=500))
 
 
 def test_single_levels_by_name(path, tmp_path):
     flat = {"Z500": 5e4, "T500": 260.0, "t2m": 270.0, "solar": 8.0}
     files = [written(xr.Dataset(flat) + number, tmp_path / f"{number}.nc") for number in range(3)]
-    found = prepare(stores.config(path, statistics=files, levels=[500])).statistics
+    found = prepare_training_data(stores.config(path, statistics=files, levels=[500])).statistics
     assert found.mean.tolist() == [50000, 270, 260]
     assert found.tendency_std.tolist() == [50002, 272, 262]
 
@@ -267,7 +277,7 @@ def test_single_levels_by_name(path, tmp_path):
 def test_the_surface_has_the_short_name_of_the_levels_too(path, tmp_path):
     flat = {"z": 4.0, "z_500": 5e4, "t_500": 260.0, "2t": 270.0, "solar": 8.0}
     files = [written(xr.Dataset(flat) + number, tmp_path / f"{number}.nc") for number in range(3)]
-    found = prepare(stores.config(path, statistics=files, levels=[500])).statistics
+    found = prepare_training_data(stores.config(path, statistics=files, levels=[500])).statistics
     assert found.mean.tolist() == [50000, 270, 260]
     assert found.static_mean[0] == 4
 
@@ -292,7 +302,7 @@ def test_what_files_of_others_lack_is_told(path, tmp_path, change, told):
 def test_means_that_can_not_be_are_refused_by_a_check_too(path, tmp_path):
     files = [written(foreign(LONG, seed) / (2 - seed), tmp_path / f"{seed}.nc") for seed in (0, 1)]
     with pytest.raises(UserError, match=r"the mean of .* is 14.*Change data\.statistics"):
-        check_given(Store.open(stores.config(path, statistics=files, levels=[850])))
+        check_given_statistics(Store.open(stores.config(path, statistics=files, levels=[850])))
 
 
 @pytest.mark.parametrize("name", ["temperature", "solar", "land_sea_mask"])
@@ -312,6 +322,6 @@ def test_only_files_can_be_given(path, value):
 def test_digests_do_not_depend_on_the_path(path, tmp_path):
     copy = tmp_path / "copy.zarr"
     shutil.copytree(path, copy)
-    found = [made_from(Store.open(stores.config(x)), 1) for x in (path, copy)]
+    found = [input_description(Store.open(stores.config(x)), 1) for x in (path, copy)]
     assert found[0].pop("store") != found[1].pop("store")
     assert found[0] == found[1]

@@ -7,7 +7,7 @@ import pytest
 from credit_dp.data import statistics, streaming
 from credit_dp.data.statistics import StatisticsRun
 from credit_dp.data.store import Store
-from credit_dp.data.streaming import Threads
+from credit_dp.data.streaming import ThreadWorkers
 from credit_dp.errors import UserError
 from tests.data import stores
 
@@ -26,7 +26,7 @@ def opened(path, **changes):
 def computed(store, out, workers=1, done=lambda _: None):
     run = StatisticsRun(store, out)
     try:
-        run.run(Threads(store, run.dates, workers), done)
+        run.run(ThreadWorkers(store, run.dates, workers), done)
     finally:
         run.close()
     return out.read_bytes()
@@ -129,7 +129,7 @@ def _compute(path, out, started, spans):
     store = opened(path, **spans)
     run = StatisticsRun(store, out)
     started.set()
-    run.run(Threads(store, run.dates, 2), lambda _: None)
+    run.run(ThreadWorkers(store, run.dates, 2), lambda _: None)
 
 
 def kept(out):

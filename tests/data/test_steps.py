@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from credit_dp.config import VariableConfig
 from credit_dp.data.channels import Channel
 from credit_dp.data.store import Store
-from credit_dp.data.units import on_step, spacing, windows
+from credit_dp.data.units import accumulation_windows, indices_on_step, time_spacing
 from credit_dp.errors import UserError
 from tests.data import stores
 
@@ -69,7 +69,7 @@ def test_a_six_hourly_run_has_the_main_hours_and_the_leap_day(tmp_path):
     expected = np.datetime64("2000-02-28T06") + 6 * HOUR * np.arange(10)
     assert np.array_equal(store.times, expected.astype("M8[ns]"))
     assert np.datetime64("2000-02-29T12") in store.times
-    assert store.skipped == 0
+    assert store.num_skipped == 0
 
 
 def test_without_main_hours_steps_count_from_the_first_time(tmp_path):
@@ -94,8 +94,8 @@ def test_accumulated_variables_are_added_up_over_the_step(tmp_path, chunk):
         assert np.allclose(found[place, 1], rain, rtol=1e-6)
         radiation = sums(data, "surface_solar_radiation_downwards", time, 6)[rows]
         assert np.allclose(forcings[place, 0], radiation, rtol=1e-6)
-    assert np.array_equal(store.forcing_times(times, rows), forcings)
-    assert np.array_equal(store.read_times(times, rows), states)
+    assert np.array_equal(store.read_forcing(times, rows), forcings)
+    assert np.array_equal(store.read_states(times, rows), states)
 
 
 def test_a_sum_that_lacks_an_hour_is_no_date_of_the_run(tmp_path):
@@ -105,14 +105,14 @@ def test_a_sum_that_lacks_an_hour_is_no_date_of_the_run(tmp_path):
     assert not absent & set(store.times)
     assert len(store.times) == 8
     # The second is no date of the store anyhow.
-    assert store.skipped == 1
+    assert store.num_skipped == 1
 
 
 @pytest.mark.slow
 def test_a_store_that_begins_on_a_step_has_no_sum_there(tmp_path):
     store = opened(tmp_path, hourly(start="2000-02-28T00"))
     assert store.times[0] == np.datetime64("2000-02-28T06")
-    assert store.skipped == 1
+    assert store.num_skipped == 1
 
 
 def test_the_config_says_what_is_accumulated(tmp_path):
@@ -124,7 +124,7 @@ def test_the_config_says_what_is_accumulated(tmp_path):
     variables = {"2m_temperature": VariableConfig(accumulated=True)}
     again = Store.open(config_of(tmp_path / "s.zarr", variables=variables, forcing=[]))
     total = sums(data, "2m_temperature", again.times[3], 6)
-    assert np.allclose(again.read_times(again.times[3:4], slice(0, ROWS))[0, 0], total)
+    assert np.allclose(again.read_states(again.times[3:4], slice(0, ROWS))[0, 0], total)
 
 
 def test_short_names_are_added_up_too(tmp_path):
@@ -191,9 +191,9 @@ def test_what_is_done_to_values_is_part_of_what_results_depend_on(tmp_path):
 )
 def test_windows_are_the_times_of_the_step_before(present, step):
     times = np.datetime64("2000-01-01", "ns") + HOUR * np.array(present)
-    places = on_step(times, step * HOUR)
-    distance = int(spacing(times) / HOUR)
-    found = windows(times, places, step * HOUR)
+    places = indices_on_step(times, step * HOUR)
+    distance = int(time_spacing(times) / HOUR)
+    found = accumulation_windows(times, places, step * HOUR)
     for place, window in zip(places, found, strict=True):
         wanted = [present[place] - back for back in range(0, step, distance)][::-1]
         assert [present[i] if i >= 0 else None for i in window] == [

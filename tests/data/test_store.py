@@ -58,7 +58,7 @@ def test_times_are_read_in_the_order_asked_for(tmp_path):
     config = stores.config(stores.write(data, tmp_path / "s.zarr"))
     store = Store.open(config)
     wanted = stores.times(12)[[5, 2, 2, 11]]
-    fields = store.read_times(wanted, slice(3, 7))
+    fields = store.read_states(wanted, slice(3, 7))
     for time, field in zip(wanted, fields, strict=True):
         assert np.array_equal(field, stores.expected(data, config, time)[:, 3:7])
 
@@ -84,7 +84,7 @@ def test_day_of_year_forcing_is_zero_at_new_year_and_one_after_a_quarter(tmp_pat
     spans = {split: ["2001-01-01", "2001-12-31"] for split in ("train", "valid", "test")}
     names = ["day_of_year_sin", "day_of_year_cos"]
     config = stores.config(path, forcing=names, step="1095h", **spans)
-    fields = Store.open(config).forcing_times(data["time"].values[[0, 2]], slice(0, 2))
+    fields = Store.open(config).read_forcing(data["time"].values[[0, 2]], slice(0, 2))
     assert fields.shape == (2, 2, 2, 8)
     assert np.allclose(fields[:, :, 0, 0], [[0, 1], [1, 0]], atol=1e-6)
 
@@ -117,7 +117,7 @@ def test_a_band_costs_exactly_its_own_bytes(tmp_path, ranks, rising):
 def test_a_chunk_with_both_times_of_a_sample_is_read_once(tmp_path):
     path = stores.write(stores.dataset(), tmp_path / "s.zarr", chunks={"time": 4, "latitude": 6})
     store = Store.open(stores.config(path))
-    store.read_times(stores.times(12)[[1, 2]], slice(6, 12))
+    store.read_states(stores.times(12)[[1, 2]], slice(6, 12))
     assert store.bytes_read == 4 * 7 * 6 * 8 * 4
 
 

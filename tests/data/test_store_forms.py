@@ -102,7 +102,7 @@ def test_single_levels_are_found_by_name(written, form):
     lists = {"prognostic": ["z_500", "T850"], "diagnostic": [], "static": [], "levels": None}
     store = Store.open(config(written(form), **lists))
     wanted = np.stack([DATA["geopotential"].sel(level=500), DATA["temperature"].sel(level=850)], 1)
-    assert np.array_equal(store.read_times(store.times[3:5], slice(2, 9)), wanted[3:5, :, 2:9])
+    assert np.array_equal(store.read_states(store.times[3:5], slice(2, 9)), wanted[3:5, :, 2:9])
 
 
 def netcdf(data: xr.Dataset, path: Path) -> str:
@@ -261,7 +261,7 @@ def test_a_level_that_is_only_a_coordinate_counts(tmp_path):
     entries = [netcdf(one, tmp_path / "one.nc")]
     lists = {"prognostic": [*earth.ON_LEVELS], "diagnostic": [], "static": [], "levels": None}
     store = Store.open(config(entries, **lists))
-    assert [channel.name for channel in store.channels.out] == [
+    assert [channel.name for channel in store.channels.output_channels] == [
         "geopotential_500",
         "temperature_500",
     ]

@@ -8,33 +8,33 @@ from credit_dp.cli.compose import Composer
 from credit_dp.cli.overrides import parse_overrides
 from credit_dp.config import DataConfig, VariableConfig
 from credit_dp.data.quickstart import dataset
-from credit_dp.data.sources.base import Variable
+from credit_dp.data.sources.base import VariableInfo
 from credit_dp.data.units import (
     CONVERSIONS,
-    KNOWN,
-    canonical,
+    KNOWN_VARIABLES,
+    canonical_unit,
     check_units,
-    conversion,
+    converted_unit,
     is_accumulated,
     is_nonnegative,
-    unit_after,
+    parse_conversion,
 )
 from credit_dp.errors import UserError
 from credit_dp.evaluation.metrics import unit_of
 from credit_dp.variable_names import (
-    CONSTANTS,
-    SURFACE,
-    UPPER,
+    STATIC_NAMES,
+    SURFACE_NAMES,
+    UPPER_AIR_NAMES,
+    all_names_of,
+    canonical_name,
     long_name,
-    meaning,
-    meanings,
-    names_of_meaning,
+    possible_canonical_names,
 )
 
 
 def source(**variables):
     """Of `name=(units, standard_name)`."""
-    named = {name: Variable(True, (), *said) for name, said in variables.items()}
+    named = {name: VariableInfo(True, (), *said) for name, said in variables.items()}
     return SimpleNamespace(where="s.zarr", variables=named)
 
 
@@ -83,12 +83,12 @@ def check(name, units, standard_name="", convert=None):
     ],
 )
 def test_a_unit_however_it_is_written(texts, expected):
-    assert {canonical(text) for text in texts} == {expected}
+    assert {canonical_unit(text) for text in texts} == {expected}
 
 
 def test_units_that_differ_stay_different():
     texts = ["m", "mm", "m2", "m-1", "Pa", "hPa", "K", "degC", "1", "%", "g kg-1", "gpm", "J m-2"]
-    assert len({canonical(text) for text in texts}) == len(texts)
+    assert len({canonical_unit(text) for text in texts}) == len(texts)
 
 
 @pytest.mark.parametrize(
@@ -113,14 +113,14 @@ def test_units_that_differ_stay_different():
     ],
 )
 def test_conversions(text, old, new):
-    scale, offset = conversion(text)
+    scale, offset = parse_conversion(text)
     assert old * scale + offset == pytest.approx(new, rel=1e-12)
 
 
 @pytest.mark.parametrize("text", ["Pa->K", "Pa->hPa", "foo->Pa", "K->degC"])
 def test_an_unknown_conversion_lists_what_is_known(text):
     with pytest.raises(UserError) as caught:
-        conversion(text)
+        parse_conversion(text)
     assert "hPa->Pa, " in str(caught.value)
     assert repr(text) in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -128,13 +128,13 @@ def test_an_unknown_conversion_lists_what_is_known(text):
 
 def test_all_conversions_are_found_under_their_own_texts():
     for old, new in CONVERSIONS:
-        assert (canonical(old), canonical(new)) == (old, new)
-        assert conversion(f"{old}->{new}") == CONVERSIONS[old, new]
+        assert (canonical_unit(old), canonical_unit(new)) == (old, new)
+        assert parse_conversion(f"{old}->{new}") == CONVERSIONS[old, new]
 
 
-@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.parametrize("name", KNOWN_VARIABLES)
 def test_what_is_needed_passes(name):
-    known = KNOWN[name]
+    known = KNOWN_VARIABLES[name]
     for standard_name in ("", "unknown", *known.standard_names):
         for units in ("", "unknown", known.unit):
             check(name, units, standard_name)
@@ -142,7 +142,7 @@ def test_what_is_needed_passes(name):
 
 def test_the_quickstart_passes():
     for name, (standard_name, units) in (
-        dataset.ON_LEVELS | dataset.AT_SURFACE | dataset.STATICS
+        dataset.LEVEL_VARIABLES | dataset.SURFACE_VARIABLES | dataset.STATIC_VARIABLES
     ).items():
         check(name, units, standard_name)
 
@@ -178,7 +178,7 @@ def test_another_unit_is_refused_with_the_key_that_helps(name, units, convert):
     assert message.endswith(f"Set 'data.variables={{{name}:{{convert:\"{convert}\"}}}}'.")
     assert pasted(message) == {name: convert}
     check(name, units, convert=convert)
-    assert conversion(convert)
+    assert parse_conversion(convert)
 
 
 @pytest.mark.parametrize("standard_name", ["geopotential", "surface_geopotential"])
@@ -295,8 +295,8 @@ def test_every_role_is_checked():
 def test_the_unit_that_a_model_sees():
     found = source(temperature=("degC", ""), other=("furlongs", ""))
     settings = config("temperature", "other", convert="degC->K")
-    assert unit_after(found, "temperature", settings) == "K"
-    assert unit_after(found, "other", settings) == "furlongs"
+    assert converted_unit(found, "temperature", settings) == "K"
+    assert converted_unit(found, "other", settings) == "furlongs"
 
 
 def test_short_names():
@@ -312,18 +312,18 @@ def test_short_names():
     assert [long_name(name) for name in ("t2", "U10", "q2")] == [
         (name, None) for name in ("t2", "U10", "q2")
     ]
-    assert meanings("z") == {"geopotential", "geopotential_at_surface"}
-    assert not set(SURFACE) & set(CONSTANTS)
-    assert set(UPPER.values()) <= set(KNOWN)
+    assert possible_canonical_names("z") == {"geopotential", "geopotential_at_surface"}
+    assert not set(SURFACE_NAMES) & set(STATIC_NAMES)
+    assert set(UPPER_AIR_NAMES.values()) <= set(KNOWN_VARIABLES)
 
 
-@pytest.mark.parametrize("name", sorted({*UPPER, *SURFACE, *CONSTANTS}))
+@pytest.mark.parametrize("name", sorted({*UPPER_AIR_NAMES, *SURFACE_NAMES, *STATIC_NAMES}))
 def test_what_is_known_of_a_variable_is_known_by_all_its_names(name):
     """Units, sums and signs."""
     settings = config(name)
-    long = meaning(name)
-    assert name in (*names_of_meaning(long), *names_of_meaning("geopotential"))
+    long = canonical_name(name)
+    assert name in (*all_names_of(long), *all_names_of("geopotential"))
     assert is_accumulated(name, settings) == is_accumulated(long, settings)
     assert is_nonnegative(name, VariableConfig()) == is_nonnegative(long, VariableConfig())
     store = SimpleNamespace(units=lambda variable: "")
-    assert unit_of(store, name) == (KNOWN[long].unit if long in KNOWN else "")
+    assert unit_of(store, name) == (KNOWN_VARIABLES[long].unit if long in KNOWN_VARIABLES else "")

@@ -140,7 +140,7 @@ def test_diagnostic_channels_come_out_last(tmp_path):
     path = stores.write(stores.dataset(), tmp_path / "s.zarr")
     config = stores.config(path, prognostic=["2m_temperature"], diagnostic=["temperature"])
     channels = Store.open(config).channels
-    assert [channel.name for channel in channels.out] == [
+    assert [channel.name for channel in channels.output_channels] == [
         "2m_temperature",
         "temperature_500",
         "temperature_850",

@@ -10,15 +10,15 @@ import torch
 from torch import distributed
 
 from credit_dp.config import Config
-from credit_dp.distributed import Ranks
+from credit_dp.distributed import RankInfo
 from credit_dp.distributed.mesh import build_manager
-from credit_dp.distributed.signals import PREEMPTED
+from credit_dp.distributed.signals import EXIT_PREEMPTED
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
 from credit_dp.training.preemption import Preemption
 
 
-def meet(config: Config, ranks: Ranks) -> int:
+def meet(config: Config, ranks: RankInfo) -> int:
     """All ranks add up their numbers; each leaves what it saw in the run folder."""
     total = torch.tensor([ranks.rank + 1.0])
     if ranks.world_size > 1:
@@ -34,33 +34,33 @@ def meet(config: Config, ranks: Ranks) -> int:
     return 0
 
 
-def refuse(config: Config, ranks: Ranks) -> int:
+def refuse(config: Config, ranks: RankInfo) -> int:
     """The last rank finds a mistake of the user's, the others wait for it."""
     if ranks.rank == ranks.world_size - 1:
         raise UserError("data.store: needs a store,\n got none")
     return wait_for_others(config, ranks)
 
 
-def refuse_everywhere(config: Config, ranks: Ranks) -> int:
+def refuse_everywhere(config: Config, ranks: RankInfo) -> int:
     """Every rank finds the same mistake."""
     raise UserError("data.store: needs a store, got none")
 
 
-def crash(config: Config, ranks: Ranks) -> int:
+def crash(config: Config, ranks: RankInfo) -> int:
     """The last rank fails, the others wait for it."""
     if ranks.rank == ranks.world_size - 1:
         raise RuntimeError("a mistake of ours")
     return wait_for_others(config, ranks)
 
 
-def be_killed(config: Config, ranks: Ranks) -> int:
+def be_killed(config: Config, ranks: RankInfo) -> int:
     """The last rank vanishes, the others wait for it."""
     if ranks.rank == ranks.world_size - 1:
         os.kill(os.getpid(), signal.SIGKILL)
     return wait_for_others(config, ranks)
 
 
-def wait_for_others(config: Config, ranks: Ranks) -> int:
+def wait_for_others(config: Config, ranks: RankInfo) -> int:
     """Wait in a collective that one rank never reaches; it may raise, which must not be shown."""
     distributed.all_reduce(torch.zeros(1))
     return 0
@@ -69,45 +69,45 @@ def wait_for_others(config: Config, ranks: Ranks) -> int:
 LOCKS = []
 
 
-def fail_check(config: Config, ranks: Ranks) -> int:
+def fail_check(config: Config, ranks: RankInfo) -> int:
     """An exit code of one's own is no crash; a lock that is still there is no leak."""
     LOCKS.append(multiprocessing.Lock())
     return 1
 
 
-def hang(config: Config, ranks: Ranks) -> int:
+def hang(config: Config, ranks: RankInfo) -> int:
     """Say where one is, then never end."""
     Path(config.run.dir, f"pid{ranks.rank}").write_text(str(os.getpid()))
     while True:
         time.sleep(1)
 
 
-def train(config: Config, ranks: Ranks) -> int:
+def train(config: Config, ranks: RankInfo) -> int:
     """Take steps together until a signal asks to stop; each rank leaves how many it took."""
     folder = Path(os.environ.get("SEEN", config.run.dir))
     with Preemption(build_manager(config.parallel, ranks)) as preemption:
         (folder / f"pid{ranks.rank}").write_text(str(os.getpid()))
         step = 1
-        while not preemption.asked():
+        while not preemption.stop_requested():
             step += 1
             time.sleep(0.01 * ranks.rank)
-    (folder / f"steps{ranks.rank}").write_text(preemption.words(step, Path("here")))
-    return PREEMPTED
+    (folder / f"steps{ranks.rank}").write_text(preemption.stop_message(step, Path("here")))
+    return EXIT_PREEMPTED
 
 
-def train_for_ever(config: Config, ranks: Ranks) -> int:
+def train_for_ever(config: Config, ranks: RankInfo) -> int:
     """Take one step that never ends."""
     with Preemption(build_manager(config.parallel, ranks)):
         return hang(config, ranks)
 
 
-def share_folder(config: Config, ranks: Ranks) -> int:
+def share_folder(config: Config, ranks: RankInfo) -> int:
     """Leave the run folder that this rank was told, beside the test's files."""
     Path(os.environ["SEEN"], f"rank{ranks.rank}").write_text(config.run.dir)
     return 0
 
 
-def wait_for_rank_0(config: Config, ranks: Ranks) -> int:
+def wait_for_rank_0(config: Config, ranks: RankInfo) -> int:
     """Rank 0 leaves word and never comes, the others wait for it in C++."""
     if ranks.rank == 0:
         Path(os.environ["SEEN"]).touch()
@@ -115,7 +115,7 @@ def wait_for_rank_0(config: Config, ranks: Ranks) -> int:
     return wait_for_others(config, ranks)
 
 
-def step_until_one_fails(config: Config, ranks: Ranks) -> int:
+def step_until_one_fails(config: Config, ranks: RankInfo) -> int:
     """Talk over all three axes for ever; in its third round rank VICTIM ends by WAY."""
     manager = build_manager(config.parallel, ranks)
     for turn in range(1_000_000):

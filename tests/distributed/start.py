@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 from credit_dp import config as credit_dp_config
-from credit_dp.cli.entry import guarded
+from credit_dp.cli.entry import run_command
 from credit_dp.distributed import launch
 
 
@@ -35,4 +35,4 @@ def start(arguments: list[str], program: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(start, sys.argv[1:], "start"))
+    sys.exit(run_command(start, sys.argv[1:], "start"))

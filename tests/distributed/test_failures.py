@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from credit_dp.distributed.signals import PREEMPTED
+from credit_dp.distributed.signals import EXIT_PREEMPTED
 from tests.distributed.test_local import ROOT, begin, until
 
 RANKS = 8
@@ -233,7 +233,7 @@ def test_a_launchers_ranks_that_train_stop_after_the_same_step(
     results = ends(programs)
     assert all(code != 0 for code, _ in results)
     if launcher is srun:
-        assert {code for code, _ in results} == {PREEMPTED}
+        assert {code for code, _ in results} == {EXIT_PREEMPTED}
     told = [path.read_text() for path in seen.glob("steps*")]
     assert len(told) == RANKS
     assert len(set(told)) == 1

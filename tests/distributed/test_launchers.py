@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from credit_dp.distributed import Ranks
+from credit_dp.distributed import RankInfo
 from credit_dp.distributed.launcher import Launcher, expand_counts, find_launcher, first_host
 from credit_dp.errors import UserError
 
@@ -38,12 +38,12 @@ def test_no_launcher() -> None:
 def test_torchrun() -> None:
     env = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
     launcher = found({**env, "MASTER_ADDR": "node1", "MASTER_PORT": "4000"})
-    assert launcher == Launcher("torchrun", Ranks(5, 8, 1, 4, node=1), "node1", 4000)
+    assert launcher == Launcher("torchrun", RankInfo(5, 8, 1, 4, node=1), "node1", 4000)
 
 
 def test_srun_on_two_nodes() -> None:
     launcher = found(SRUN)
-    assert (launcher.name, launcher.ranks) == ("srun", Ranks(3, 4, 1, 2, node=1))
+    assert (launcher.name, launcher.ranks) == ("srun", RankInfo(3, 4, 1, 2, node=1))
     assert launcher.address == "gpu003"
     assert launcher.port == found({**SRUN, "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}).port
     assert launcher.port != found({**SRUN, "SLURM_JOB_ID": "8"}).port
@@ -73,7 +73,7 @@ def test_submitit_on_this_machine() -> None:
         "SUBMITIT_LOCAL_LOCALID": "1",
         "SUBMITIT_LOCAL_JOB_ID": "11",
     }
-    assert found(env).ranks == Ranks(1, 2, 1, 2)
+    assert found(env).ranks == RankInfo(1, 2, 1, 2)
 
 
 def test_a_broken_environment_is_one_line() -> None:

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from credit_dp.config import ParallelConfig
-from credit_dp.distributed import Ranks, placement, worker
+from credit_dp.distributed import RankInfo, placement, worker
 from credit_dp.distributed.launcher import Launcher
 from credit_dp.errors import UserError
 from tests.distributed.start import a_config
 
 
 def under(world: int, local: int | None = None) -> Launcher:
-    return Launcher("torchrun", Ranks(0, world, 0, local or world), "127.0.0.1", 1)
+    return Launcher("torchrun", RankInfo(0, world, 0, local or world), "127.0.0.1", 1)
 
 
 @pytest.mark.parametrize(
@@ -37,28 +37,28 @@ def test_alone(
     data: int | None,
     expected: tuple[str, int],
 ) -> None:
-    monkeypatch.setattr(placement, "visible_gpus", lambda: gpus)
+    monkeypatch.setattr(placement, "count_visible_gpus", lambda: gpus)
     config = a_config("", domain, data)
     config.device = device
-    found = placement.lay_out(config, None)
+    found = placement.resolve_ranks(config, None)
     assert (found.device, found.parallel.data) == expected
 
 
 def test_torch_is_asked_for_gpus_where_there_can_be_any(monkeypatch, tmp_path) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     monkeypatch.setattr(placement, "GPU_FILES", (str(tmp_path / "driver"),))
-    assert placement.visible_gpus() == (0 if sys.platform == "linux" else 3)
+    assert placement.count_visible_gpus() == (0 if sys.platform == "linux" else 3)
     (tmp_path / "driver").touch()
-    assert placement.visible_gpus() == 3
+    assert placement.count_visible_gpus() == 3
 
 
 def test_a_launchers_ranks_are_all_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert placement.lay_out(a_config("", 2), under(8)).parallel.data == 4
-    assert placement.lay_out(a_config("", 2, 4), under(8)).parallel.data == 4
-    monkeypatch.setattr(placement, "visible_gpus", lambda: 4)
+    assert placement.resolve_ranks(a_config("", 2), under(8)).parallel.data == 4
+    assert placement.resolve_ranks(a_config("", 2, 4), under(8)).parallel.data == 4
+    monkeypatch.setattr(placement, "count_visible_gpus", lambda: 4)
     config = a_config("", 2)
     config.device = "cuda"
-    assert placement.lay_out(config, under(8, 4)).parallel.data == 4
+    assert placement.resolve_ranks(config, under(8, 4)).parallel.data == 4
 
 
 @pytest.mark.parametrize(
@@ -82,11 +82,11 @@ def test_what_does_not_fit(
     launcher: Launcher | None,
     line: str,
 ) -> None:
-    monkeypatch.setattr(placement, "visible_gpus", lambda: gpus)
+    monkeypatch.setattr(placement, "count_visible_gpus", lambda: gpus)
     config = a_config("", domain, data)
     config.device = device
     with pytest.raises(UserError, match=line):
-        placement.lay_out(config, launcher)
+        placement.resolve_ranks(config, launcher)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_threads(
 ) -> None:
     monkeypatch.setattr(placement.os, "sched_getaffinity", lambda _: set(range(8)))
     config = ParallelConfig(domain=2, threads=threads)
-    assert placement.threads_per_rank(config, Ranks(0, 2, 0, 2), environment) == expected
+    assert placement.threads_per_rank(config, RankInfo(0, 2, 0, 2), environment) == expected
 
 
 @pytest.mark.parametrize("given", [None, "3"])
@@ -120,7 +120,7 @@ def test_a_run_leaves_the_environment_as_it_was(
     if given is not None:
         monkeypatch.setenv("OMP_NUM_THREADS", given)
     try:
-        with worker.threads(2):
+        with worker.limit_threads(2):
             assert (os.environ["OMP_NUM_THREADS"], torch.get_num_threads()) == ("2", 2)
         assert os.environ.get("OMP_NUM_THREADS") == given
     finally:
@@ -131,16 +131,16 @@ def test_settings_of_fsdp2_need_somebody_to_share_with() -> None:
     config = a_config("", 1)
     config.parallel = ParallelConfig(pipeline=2, data_mode="fsdp2", cpu_offload=True)
     with pytest.raises(UserError, match=r"parallel\.cpu_offload: needs at least two data or dom"):
-        placement.lay_out(config, None)
+        placement.resolve_ranks(config, None)
 
 
 def test_gpus_of_a_layout_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placement, "visible_gpus", lambda: 4)
+    monkeypatch.setattr(placement, "count_visible_gpus", lambda: 4)
     config = a_config("", 1, None)
     config.device = "cuda"
     config.parallel = ParallelConfig(layout={"root": "cuda:0", "decoder": "cuda:1"})
-    assert placement.lay_out(config, None).parallel.data == 2
-    assert placement.own_gpu(config.parallel, Ranks(1, 2, 1, 2)) == 2
+    assert placement.resolve_ranks(config, None).parallel.data == 2
+    assert placement.gpu_index(config.parallel, RankInfo(1, 2, 1, 2)) == 2
     config.parallel = ParallelConfig(layout={"root": "cuda:5"})
     with pytest.raises(UserError, match=r"parallel\.layout: counts 6 GPUs .* torch sees 4"):
-        placement.lay_out(config, None)
+        placement.resolve_ranks(config, None)

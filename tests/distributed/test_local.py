@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from credit_dp.distributed.signals import PREEMPTED, TOGETHER
+from credit_dp.distributed.signals import DUPLICATE_SECONDS, EXIT_PREEMPTED
 
 ROOT = Path(__file__).parents[2]
 PATIENCE = 120.0
@@ -124,7 +124,7 @@ def test_an_exit_code_of_its_own_is_passed_on(tmp_path: Path) -> None:
     [
         (signal.SIGINT, 130, "\ninterrupted\n"),
         (signal.SIGTERM, 143, ""),
-        (signal.SIGUSR1, PREEMPTED, ""),
+        (signal.SIGUSR1, EXIT_PREEMPTED, ""),
     ],
 )
 def test_signals_end_all_ranks_that_do_not_train(
@@ -144,7 +144,7 @@ def test_ranks_that_train_stop_after_the_same_step(
 ) -> None:
     process, pids = hanging(tmp_path, "train", ranks)
     process.send_signal(sent)
-    assert finish(process) == (PREEMPTED, "", "")
+    assert finish(process) == (EXIT_PREEMPTED, "", "")
     assert all(gone(pid) for pid in pids)
     told = {(tmp_path / f"steps{rank}").read_text() for rank in range(ranks)}
     assert len(told) == 1, told
@@ -160,7 +160,7 @@ def test_a_signal_to_all_processes_at_once_is_one(tmp_path: Path, sent: signal.S
     [nursery] = {int(Path(f"/proc/{pid}/stat").read_text().split()[3]) for pid in pids}
     for pid in (*pids, nursery, process.pid, process.pid):
         os.kill(pid, sent)
-    assert finish(process) == (PREEMPTED, "", "")
+    assert finish(process) == (EXIT_PREEMPTED, "", "")
 
 
 @pytest.mark.slow
@@ -168,7 +168,7 @@ def test_a_signal_to_all_processes_at_once_is_one(tmp_path: Path, sent: signal.S
 def test_sigterm_again_ends_ranks_that_train(tmp_path: Path, ranks: int) -> None:
     process, pids = hanging(tmp_path, "train_for_ever", ranks)
     process.send_signal(signal.SIGTERM)
-    time.sleep(TOGETHER + 0.5)
+    time.sleep(DUPLICATE_SECONDS + 0.5)
     assert process.poll() is None
     process.send_signal(signal.SIGUSR1)
     process.send_signal(signal.SIGTERM)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from credit_dp.distributed.placement import spread_domains
+from credit_dp.distributed.placement import spread_warning
 
 
 @pytest.mark.parametrize(
@@ -16,7 +16,7 @@ from credit_dp.distributed.placement import spread_domains
     ],
 )
 def test_groups_on_one_node_are_not_told(nodes: list[int], domain: int) -> None:
-    assert spread_domains(nodes, domain) is None
+    assert spread_warning(nodes, domain) is None
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_groups_on_one_node_are_not_told(nodes: list[int], domain: int) -> None:
     ],
 )
 def test_groups_over_nodes_are_told(nodes: list[int], domain: int, parts: list[str]) -> None:
-    line = spread_domains(nodes, domain)
+    line = spread_warning(nodes, domain)
     assert line is not None
     assert "\n" not in line
     assert [part for part in parts if part not in line] == [], line

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from credit_dp.distributed.signals import held
+from credit_dp.distributed.signals import block_signals
 
 
 def test_signals_wait_whichever_thread_they_reach() -> None:
@@ -18,7 +18,7 @@ def test_signals_wait_whichever_thread_they_reach() -> None:
     done = []
 
     def start_something() -> None:
-        with held((signal.SIGINT,)):
+        with block_signals((signal.SIGINT,)):
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(0.05)
             done.append(True)

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from credit_dp.distributed import signals
-from credit_dp.distributed.signals import TimeLimit, job_number, read_duration, seconds_left
+from credit_dp.distributed.signals import TimeLimit, parse_duration, seconds_left, slurm_job_id
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ from credit_dp.distributed.signals import TimeLimit, job_number, read_duration, 
     ],
 )
 def test_durations(text: str, seconds: float | None) -> None:
-    assert read_duration(text) == seconds
+    assert parse_duration(text) == seconds
 
 
 def test_the_end_comes_from_the_environment() -> None:
@@ -49,7 +49,7 @@ def test_a_run_stops_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_numbers_of_jobs() -> None:
-    assert job_number({}) is None
-    assert job_number({"SLURM_JOB_ID": "7"}) == "7"
+    assert slurm_job_id({}) is None
+    assert slurm_job_id({"SLURM_JOB_ID": "7"}) == "7"
     array = {"SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2"}
-    assert job_number({"SLURM_JOB_ID": "5", **array}) == "5_2"
+    assert slurm_job_id({"SLURM_JOB_ID": "5", **array}) == "5_2"

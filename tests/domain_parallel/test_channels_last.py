@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from credit_dp.domain_parallel import convert_to_domain_parallel
-from credit_dp.domain_parallel.exchange import CHANNELS_LAST
+from credit_dp.domain_parallel.exchange import CHANNELS_LAST_FORMATS
 from credit_dp.domain_parallel.halo_exchange import HaloExchange
 from tests.ranks import on_threads
 
@@ -33,7 +33,7 @@ LAYERS = {
 
 
 def last(x):
-    return x.to(memory_format=CHANNELS_LAST[x.ndim])
+    return x.to(memory_format=CHANNELS_LAST_FORMATS[x.ndim])
 
 
 def stays(layer, x):
@@ -42,7 +42,7 @@ def stays(layer, x):
     made = layer(given)
     made.backward(last(torch.randn(made.shape)))
     fields = made, given.grad
-    return all(t.is_contiguous(memory_format=CHANNELS_LAST[t.ndim]) for t in fields)
+    return all(t.is_contiguous(memory_format=CHANNELS_LAST_FORMATS[t.ndim]) for t in fields)
 
 
 def layer_keeps(manager, name):

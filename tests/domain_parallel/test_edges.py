@@ -107,9 +107,9 @@ def _south_is_as_far_as_north(kernel, rows, taps):
     ("where", "name", "mutant", "found"),
     [
         (exchange, "_unpack_add", _nothing, "input gradient"),
-        (conv.Edge, "add", _nothing, "output"),
-        (conv.Edge, "add_halo_grad", _nothing, "input gradient"),
-        (conv.Edge, "add_weight_grad", _nothing, "weight"),
+        (conv.BandEdge, "add", _nothing, "output"),
+        (conv.BandEdge, "add_halo_grad", _nothing, "input gradient"),
+        (conv.BandEdge, "add_weight_grad", _nothing, "weight"),
         (conv, "edges_of", _south_is_as_far_as_north, "output"),
         (conv.Halo, "is_blank", lambda halo, edge: edge.halo[0] == 0, "output"),
     ],

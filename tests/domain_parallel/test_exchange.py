@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from credit_dp.domain_parallel.exchange import MODES, RowExchange, Run, rows_with_poles
+from credit_dp.domain_parallel.exchange import POLE_MODES, RowExchange, RowRange, rows_with_poles
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.errors import UserError
 from tests.ranks import PROCESSES, on_processes, on_threads
@@ -18,19 +18,20 @@ def exchanges(draw):
     """Any bands (empty ones too) and any runs on every rank."""
     ranks = draw(st.sampled_from([2, 3, 4]))
     sizes = draw(st.lists(st.integers(0, 5), min_size=ranks, max_size=ranks).filter(any))
-    partition = RowPartition.of_sizes(sizes)
+    partition = RowPartition.from_sizes(sizes)
 
     def run():
         start = draw(st.integers(0, partition.height - 1))
         stop = draw(st.integers(start + 1, partition.height))
-        return Run(start, stop, *(draw(st.booleans()) for _ in range(2)))
+        return RowRange(start, stop, *(draw(st.booleans()) for _ in range(2)))
 
     needs = []
     for _ in range(ranks):
         runs = [run() for _ in range(draw(st.integers(0, 3)))]
         if draw(st.booleans()):
             runs.insert(
-                draw(st.integers(0, len(runs))), Run(0, draw(st.integers(1, 3)), blank=True)
+                draw(st.integers(0, len(runs))),
+                RowRange(0, draw(st.integers(1, 3)), zero_filled=True),
             )
         needs.append(tuple(runs))
     return partition, tuple(needs)
@@ -41,9 +42,9 @@ def _expected(x, runs):
     for run in runs:
         rows = x[..., run.start : run.stop, :]
         rows = rows.flip(-2) if run.flipped else rows
-        rows = rows.roll(x.shape[-1] // 2, -1) if run.turned else rows
-        parts.append(torch.zeros_like(rows) if run.blank else rows)
-        if run.blank:
+        rows = rows.roll(x.shape[-1] // 2, -1) if run.rotated else rows
+        parts.append(torch.zeros_like(rows) if run.zero_filled else rows)
+        if run.zero_filled:
             parts[-1] = x.new_zeros(*x.shape[:-2], run.length, x.shape[-1])
     return torch.cat(parts, -2)
 
@@ -67,7 +68,7 @@ def _check(manager, partition, needs):
         peer: {
             row
             for run in runs
-            if not run.blank
+            if not run.zero_filled
             for row in range(run.start, run.stop)
             if rows.start <= row < rows.stop
         }
@@ -102,7 +103,7 @@ def test_rows_adjoint_and_bytes_on_processes(ranks):
         for r in range(ranks)
     )
     on_processes(ranks, _check, partition, needs)
-    whole = ((Run(0, height),),) * ranks
+    whole = ((RowRange(0, height),),) * ranks
     on_processes(ranks, _check, partition, whole)
 
 
@@ -118,7 +119,10 @@ def _pad(x, width, mode):
 
 
 @given(
-    height=st.integers(2, 9), width=st.integers(0, 8), mode=st.sampled_from(MODES), data=st.data()
+    height=st.integers(2, 9),
+    width=st.integers(0, 8),
+    mode=st.sampled_from(POLE_MODES),
+    data=st.data(),
 )
 def test_rows_beyond_the_poles(height, width, mode, data):
     width = min(width, height - 1)
@@ -137,7 +141,7 @@ def test_padding_wider_than_the_globe_is_refused():
 
 def _nothing_moves(manager):
     partition = RowPartition.balanced(7, manager.domain_parallel_size)
-    needs = tuple((Run(partition.bounds[r], partition.bounds[r + 1]),) for r in range(2))
+    needs = tuple((RowRange(partition.bounds[r], partition.bounds[r + 1]),) for r in range(2))
     x = torch.randn(1, 1, partition.sizes[manager.domain_rank], 3)
     assert RowExchange(partition, needs, manager.domain_rank).apply(x, manager.transport) is x
 

@@ -21,7 +21,7 @@ from credit_dp.domain_parallel import (
     replan,
     shard_tensor,
 )
-from credit_dp.domain_parallel.functional import running
+from credit_dp.domain_parallel.functional import active_context
 from credit_dp.errors import UserError
 from tests.domain_parallel.equality import MODEL, assert_same_as_whole_globe
 from tests.ranks import on_processes, on_threads
@@ -138,7 +138,7 @@ def test_plain_torch_on_a_model_that_was_not_converted(name):
     x = torch.randn(SHAPE)
     torchs, ours = PAIRS[name]
     torch.testing.assert_close(ours(x), torchs(x))
-    assert running() is None
+    assert active_context() is None
 
 
 @pytest.mark.slow
@@ -336,7 +336,7 @@ def test_an_error_leaves_no_model_running():
         model.switch = True
         with pytest.raises(ValueError, match="on purpose"):
             model(torch.zeros(1, 1, 4, 4))
-        assert running() is None
+        assert active_context() is None
 
     on_threads(2, fails)
 

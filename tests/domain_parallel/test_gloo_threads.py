@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from credit_dp.domain_parallel.transport import NAME, TASKS
+from credit_dp.domain_parallel.transport import NAME, TASK_FOLDER
 from tests.ranks import on_processes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="of Linux's scheduler")
@@ -15,7 +15,7 @@ def policies(manager):
     """Those of gloo's threads and of this one."""
     waiting = {
         os.sched_getscheduler(int(task.name))
-        for task in TASKS.iterdir()
+        for task in TASK_FOLDER.iterdir()
         if (task / "comm").read_text().strip() == NAME
     }
     return waiting, os.sched_getscheduler(0)

@@ -15,7 +15,7 @@ from credit_dp.domain_parallel import (
     gather_tensor,
     shard_tensor,
 )
-from credit_dp.domain_parallel.exchange import CHANNELS_LAST
+from credit_dp.domain_parallel.exchange import CHANNELS_LAST_FORMATS
 from credit_dp.domain_parallel.layers import group_norm
 from tests.domain_parallel.equality import assert_same_as_whole_globe
 from tests.ranks import on_threads
@@ -35,7 +35,7 @@ from tests.ranks import on_threads
 def test_taken_in_pieces(ranks, groups, batch, affine, at_once, others, build):
     shape = (batch, 6, *others, ranks + 3, 5)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(group_norm, "CACHED", at_once)
+        patch.setattr(group_norm, "CHUNK_ENTRIES", at_once)
         args = (build, (groups, 6, 1e-5, affine), shape)
         on_threads(ranks, assert_same_as_whole_globe, *args)
 
@@ -48,7 +48,7 @@ class _Last(nn.Module):
 
 
 def _last(x):
-    return x.to(memory_format=CHANNELS_LAST[x.ndim])
+    return x.to(memory_format=CHANNELS_LAST_FORMATS[x.ndim])
 
 
 def _step(layer, x, cotangent):

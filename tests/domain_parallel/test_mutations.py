@@ -26,7 +26,7 @@ def _no_neighbours_share(total, rows, plan, route, dim):
 
 def _band_edges_are_poles(start, stop, height, mode):
     runs = exchange.rows_with_poles(start, stop, height, mode)
-    return (exchange.Run(0, 1, blank=True), *runs[1:]) if start > 0 else runs
+    return (exchange.RowRange(0, 1, zero_filled=True), *runs[1:]) if start > 0 else runs
 
 
 def _moments_of_the_band(x, groups, rows, transport):
@@ -34,7 +34,7 @@ def _moments_of_the_band(x, groups, rows, transport):
 
 
 def _phase_of_the_band(self, out, height):
-    reach, stride = self._reach, self.conv.stride[0]
+    reach, stride = self._kernel_extent, self.conv.stride[0]
     first = out.start * stride
     return first, first + (out.stop - out.start - 1) * stride + reach
 
@@ -57,7 +57,7 @@ def _no_halo_in_the_weight_gradient(self, total, of_taps):
     """The weight learns of the band's own rows only."""
 
 
-_span = conv._RowConv.span
+_span = conv._RowConv.input_span
 
 
 @pytest.mark.parametrize(
@@ -66,11 +66,11 @@ _span = conv._RowConv.span
         (exchange, "_unpack_add", _no_neighbours_share, "input gradient"),
         (base, "rows_with_poles", _band_edges_are_poles, "output|sizes|size"),
         (group_norm, "_global_moments", _moments_of_the_band, "output"),
-        (conv._RowConv, "span", _phase_of_the_band, "output|size"),
-        (conv._RowConv, "span", _one_row_off, "output"),
+        (conv._RowConv, "input_span", _phase_of_the_band, "output|size"),
+        (conv._RowConv, "input_span", _one_row_off, "output"),
         (base, "rows_with_poles", _poles_are_neighbours, "output"),
         (conv, "edges_of", _halo_on_the_wrong_side, "output"),
-        (conv.Edge, "add_weight_grad", _no_halo_in_the_weight_gradient, "weight"),
+        (conv.BandEdge, "add_weight_grad", _no_halo_in_the_weight_gradient, "weight"),
     ],
 )
 def test_a_broken_core_is_found(monkeypatch, where, name, mutant, found):
@@ -86,9 +86,11 @@ def _own_rows_instead(self, bands):
     dealt = _dealt(self, bands)
     own = bands.rows(self.manager.domain_rank)
     rows = tuple(row for row in range(own.start, own.stop))
-    runs = tuple((exchange.Run(*b),) for b in zip(bands.bounds, bands.bounds[1:], strict=False))
+    runs = tuple(
+        (exchange.RowRange(*b),) for b in zip(bands.bounds, bands.bounds[1:], strict=False)
+    )
     there = exchange.RowExchange(bands, runs, self.manager.domain_rank)
-    return dealt._replace(order=rows, there=there, back=there)
+    return dealt._replace(order=rows, fetch_exchange=there, return_exchange=there)
 
 
 def _bias_of_the_first_groups(self, bands):
@@ -98,12 +100,14 @@ def _bias_of_the_first_groups(self, bands):
 
 def _nobody_comes_home(self, bands):
     dealt = _dealt(self, bands)
-    order = dealt.back.partition
-    needs = tuple((exchange.Run(*b),) for b in zip(order.bounds, order.bounds[1:], strict=False))
-    return dealt._replace(back=replace(dealt.back, needs=needs))
+    order = dealt.return_exchange.partition
+    needs = tuple(
+        (exchange.RowRange(*b),) for b in zip(order.bounds, order.bounds[1:], strict=False)
+    )
+    return dealt._replace(return_exchange=replace(dealt.return_exchange, required_rows=needs))
 
 
-_dealt = row_groups.DomainParallelRowGroups.dealt
+_dealt = row_groups.DomainParallelRowGroups.assignment
 
 
 @pytest.mark.parametrize("kind", ["windows", "dilated"])
@@ -118,6 +122,6 @@ _dealt = row_groups.DomainParallelRowGroups.dealt
 def test_groups_dealt_wrongly_are_found(monkeypatch, kind, mutant, found):
     case = (3, assert_same_as_whole_globe, Attention, (kind, 2, 1, 18), (1, 2, 18, 3))
     on_threads(*case)
-    monkeypatch.setattr(row_groups.DomainParallelRowGroups, "dealt", mutant)
+    monkeypatch.setattr(row_groups.DomainParallelRowGroups, "assignment", mutant)
     with pytest.raises(RankError, match=found):
         on_threads(*case)

@@ -19,7 +19,7 @@ from credit_dp.domain_parallel.layers import (
     DomainParallelLayerNorm,
     DomainParallelRMSNorm,
 )
-from credit_dp.domain_parallel.layers.norm import as_autocast_takes
+from credit_dp.domain_parallel.layers.norm import cast_for_autocast
 from credit_dp.errors import UserError
 from tests.domain_parallel.equality import OPERATOR, assert_same_as_whole_globe
 from tests.ranks import on_processes, on_threads
@@ -211,7 +211,7 @@ def _trains(manager, kind, momentum):
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
     for name, buffer in sharded.named_buffers():
         torch.testing.assert_close(buffer, whole.get_buffer(name), rtol=1e-12, atol=0)
-        everyones = manager.transport.gather(buffer)
+        everyones = manager.transport.all_gather(buffer)
         assert all(torch.equal(one, buffer) for one in everyones)
     return len(list(sharded.buffers()))
 
@@ -286,11 +286,11 @@ def test_a_plan_needs_no_number_of_batches():
 def test_what_autocast_widens_on_gpus(operation, casts):
     with FakeTensorMode():
         x = torch.zeros(2, 3, dtype=torch.bfloat16, device="cuda")
-        assert as_autocast_takes(x).dtype == torch.bfloat16
+        assert cast_for_autocast(x).dtype == torch.bfloat16
         torch.set_autocast_enabled("cuda", True)
         try:
-            assert operation(x).dtype == (as_autocast_takes(x).dtype if casts else x.dtype)
-            assert as_autocast_takes(x).dtype == torch.float32
+            assert operation(x).dtype == (cast_for_autocast(x).dtype if casts else x.dtype)
+            assert cast_for_autocast(x).dtype == torch.float32
         finally:
             torch.set_autocast_enabled("cuda", False)
 

@@ -12,7 +12,7 @@ from torch import nn
 from credit_dp.domain_parallel import convert_to_domain_parallel, gather_tensor, shard_tensor
 from credit_dp.domain_parallel.layers import DomainParallelPad, DomainParallelPolePad
 from credit_dp.errors import UserError
-from credit_dp.models.blocks import POLES, PolePad
+from credit_dp.models.blocks import POLE_PADDINGS, PolePad
 from tests.domain_parallel.equality import assert_same_as_whole_globe, error
 from tests.domain_parallel.moved import Moved
 from tests.ranks import PROCESSES, RankError, on_processes, on_threads
@@ -132,7 +132,7 @@ class _PolePadded(nn.Module):
 @pytest.mark.slow
 @given(
     ranks=RANKS,
-    poles=st.sampled_from(POLES),
+    poles=st.sampled_from(POLE_PADDINGS),
     more=st.integers(0, 6),
     columns=st.sampled_from([None, 0, 2]),
     longitudes=st.sampled_from([5, 6]),

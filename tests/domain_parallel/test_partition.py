@@ -49,7 +49,7 @@ def test_every_planned_level_covers_its_rows_in_balance(height, ranks, levels):
 
 @given(bounds=st.lists(st.integers(0, 6), min_size=1, max_size=6))
 def test_owner_skips_empty_bands(bounds):
-    partition = RowPartition.of_sizes(bounds)
+    partition = RowPartition.from_sizes(bounds)
     for row in range(partition.height):
         owned = partition.rows(partition.owner(row))
         assert owned.start <= row < owned.stop
@@ -61,7 +61,7 @@ def test_a_height_keeps_its_bands():
     table.plan({9, 5})
     assert table[9] == first
     with pytest.raises(UserError, match=r"bands of 9 rows: the plan has \(5, 4\)"):
-        table.adopt(RowPartition((0, 4, 9)))
+        table.register(RowPartition((0, 4, 9)))
 
 
 def test_bounds_are_checked():

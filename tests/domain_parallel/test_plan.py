@@ -231,7 +231,7 @@ def test_copies_of_an_unplanned_model_plan_for_themselves():
         for one in (other, model):
             assert one(torch.zeros(1, 2, 4, 6)).shape == (1, 2, 4, 6)
             assert not one._forward_pre_hooks
-            assert one[0]._planned == {8: 8}
+            assert one[0]._planned_heights == {8: 8}
 
     on_threads(2, copies)
 

@@ -15,10 +15,10 @@ from torch import nn
 from credit_dp.data.grid import balanced_bounds
 from credit_dp.domain_parallel.build import NAMED_RULES, declared_converters, shard_model
 from credit_dp.domain_parallel.costs.report import plan_report
-from credit_dp.domain_parallel.layers.row_groups import deal
+from credit_dp.domain_parallel.layers.row_groups import assign_groups
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.errors import UserError
-from credit_dp.models.blocks import StochasticDepth, draw_depths
+from credit_dp.models.blocks import StochasticDepth, draw_stochastic_depths
 from credit_dp.models.row_groups import GroupedRows, dilated, windows
 from tests.domain_parallel.equality import assert_same_as_whole_globe
 from tests.ranks import RankError, on_processes, on_threads
@@ -127,9 +127,9 @@ def test_rows_of_windows_and_of_dilated_groups():
     shift=st.integers(0, 6),
 )
 def test_no_rank_is_dealt_more_than_its_share(sizes, size, shift):
-    bands = RowPartition.of_sizes(sizes)
+    bands = RowPartition.from_sizes(sizes)
     for groups in (windows(bands.height, size, shift), dilated(bands.height, size)):
-        shares = deal(bands, groups)
+        shares = assign_groups(bands, groups)
         dealt = [number for share in shares for number in range(share.start, share.stop)]
         assert (len(shares), sorted(dealt)) == (bands.ranks, list(range(groups.count)))
         assert max(s.stop - s.start for s in shares) <= -(-groups.count // bands.ranks)
@@ -146,7 +146,7 @@ def _forward(manager, kind, size, shift, height):
     with torch.no_grad():
         model(torch.zeros(1, 3, manager.bands[height].sizes[manager.domain_rank], 2))
     sent = traffic.messages - before[0], (traffic.bytes - before[1]) // (3 * 2 * 4)
-    groups = model[0].dealt(manager.bands[height]).groups
+    groups = model[0].assignment(manager.bands[height]).groups
     return manager.bands[height].sizes, groups.stop - groups.start, *sent
 
 
@@ -219,7 +219,9 @@ def test_a_sample_loses_its_branch_on_all_ranks():
 
 
 def test_ranks_that_would_draw_for_themselves_are_refused():
-    with pytest.raises(RankError, match=r"have to drop the same branches\. Call .*draw_depths"):
+    with pytest.raises(
+        RankError, match=r"have to drop the same branches\. Call .*draw_stochastic_depths"
+    ):
         on_threads(2, _dropped, 0.5, None)
 
 
@@ -252,12 +254,12 @@ def test_draws_belong_to_the_sample_wherever_it_is():
     together, apart = nn.ModuleList(), nn.ModuleList()
     for model in (together, apart):
         model.extend([Residual(0.3), Residual(0.3)])
-    draw_depths(together, seed=1, step=2, samples=[0, 1, 2])
-    draw_depths(apart, seed=1, step=2, samples=[2])
+    draw_stochastic_depths(together, seed=1, step=2, samples=[0, 1, 2])
+    draw_stochastic_depths(apart, seed=1, step=2, samples=[2])
     for a, b in zip(together, apart, strict=True):
         assert torch.equal(a.depth.draws[2:], b.depth.draws)
     assert not torch.equal(together[0].depth.draws, together[1].depth.draws)
-    draw_depths(apart, seed=1, step=3, samples=[2])
+    draw_stochastic_depths(apart, seed=1, step=3, samples=[2])
     assert not torch.equal(together[0].depth.draws[2:], apart[0].depth.draws)
 
 
@@ -266,6 +268,6 @@ def test_spread_groups_are_dealt_to_those_who_have_most_of_them(ranks):
     bands = RowPartition(tuple(balanced_bounds(32, ranks)))
     groups = dilated(32, 4)
     owners = [Counter(map(bands.owner, groups.order[at : at + 4])) for at in range(0, 32, 4)]
-    shares = deal(bands, groups)
+    shares = assign_groups(bands, groups)
     kept = sum(of[rank] for rank, share in enumerate(shares) for of in owners[share])
     assert kept == sum(max(of.values()) for of in owners)

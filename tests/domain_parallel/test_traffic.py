@@ -10,10 +10,10 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
 from credit_dp.config import ParallelConfig, UNetConfig
-from credit_dp.config.model import UPSAMPLE
+from credit_dp.config.model import UNET_UPSAMPLING
 from credit_dp.domain_parallel.build import shard_model
 from credit_dp.models.unet import MatchRows, PeriodicConv2d, PeriodicUpsample, UNet
-from credit_dp.training.build import averaging
+from credit_dp.training.build import wrap_in_ddp
 from tests.domain_parallel.equality import _RANDOM
 from tests.ranks import PROCESSES, on_processes, on_threads
 
@@ -86,7 +86,7 @@ def _step(manager, rows, upsample="bilinear"):
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize(
     ("rows", "upsample"),
-    [(32, "bilinear"), *((121, upsample) for upsample in UPSAMPLE)],
+    [(32, "bilinear"), *((121, upsample) for upsample in UNET_UPSAMPLING)],
 )
 def test_a_step_sends_the_least_on_threads(ranks, rows, upsample):
     sent = on_threads(ranks, _step, rows, upsample)
@@ -107,7 +107,7 @@ def _gradients(manager):
     torch.manual_seed(0)
     model = UNet(UNetConfig(channels=[4, 8], blocks=1, groups=2), 3, 2).double()
     shard_model(model, manager, (2, 3, 12, 8))
-    averaged = averaging(model, ParallelConfig())
+    averaged = wrap_in_ddp(model, ParallelConfig())
     sent = []
 
     def count(state, bucket):

@@ -17,7 +17,7 @@ from credit_dp.domain_parallel.build import NAMED_RULES
 from credit_dp.domain_parallel.layers.base import RowLayer
 from credit_dp.domain_parallel.thread_ranks import RankError, ThreadRanks
 from credit_dp.domain_parallel.transport import ThreadWorld
-from credit_dp.domain_parallel.verify import joined, relative_error
+from credit_dp.domain_parallel.verify import join_bands, relative_error
 from credit_dp.errors import UserError
 from credit_dp.models.unet import UNet
 
@@ -239,7 +239,7 @@ def test_relative_error():
 
 def test_joined():
     parts = [torch.ones(2, 1), torch.ones(2, 3)]
-    assert [x.shape for x in joined(parts, (2, 4), summed=False)] == [(2, 4)]
+    assert [x.shape for x in join_bands(parts, (2, 4), summed=False)] == [(2, 4)]
     same = [torch.ones(2), torch.ones(2)]
-    assert len(joined(same, (2,), summed=False)) == 2
-    assert joined(same, (2,), summed=True)[0].tolist() == [2, 2]
+    assert len(join_bands(same, (2,), summed=False)) == 2
+    assert join_bands(same, (2,), summed=True)[0].tolist() == [2, 2]

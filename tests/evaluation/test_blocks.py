@@ -14,11 +14,11 @@ from credit_dp.data.channels import Channel
 from credit_dp.data.sources.base import Times
 from credit_dp.data.sources.storage import CountingStore
 from credit_dp.evaluation import blocks, score
-from credit_dp.evaluation.alignment import match
+from credit_dp.evaluation.alignment import align
 from credit_dp.evaluation.blocks import Fields, TimeWindow
-from credit_dp.evaluation.climatology import GivenClimatology
+from credit_dp.evaluation.climatology import StoredClimatology
 from credit_dp.evaluation.forecast_store import ForecastStore
-from credit_dp.evaluation.score import SMALL, threads_for
+from credit_dp.evaluation.score import SMALL_GRID_POINTS, limit_threads
 from credit_dp.evaluation.scorecard import Scorecard
 from tests.data import prepared_stores, stores
 from tests.evaluation import forecasts
@@ -105,8 +105,8 @@ def test_variables_that_share_chunks_are_read_together(tmp_path: Path) -> None:
     write(forecasts.climatology(data), tmp_path / "climatology.zarr", {})
     path = write(predicted(), tmp_path / "forecast.zarr", {})
     request = forecasts.request(tmp_path, path)
-    matched = match(request, ForecastStore.open(request.forecast), lambda title, part: None)
-    found = list(blocks.blocks(matched, None))
+    matched = align(request, ForecastStore.open(request.forecast), lambda title, part: None)
+    found = list(blocks.read_blocks(matched, None))
     assert matched.truth.chunk_reads == 3 * TIMES  # of four rows each
     assert [block.variable for block in found[:3]] == sorted(forecasts.NAMES)
     (tmp_path / "other").mkdir()
@@ -130,10 +130,10 @@ def test_little_room_changes_no_score(
 
     def watched(self: TimeWindow, times: Times) -> None:
         load(self, times)
-        held.append(sum(field.nbytes for field in self._held.values()))
+        held.append(sum(field.nbytes for field in self._cache.values()))
 
     monkeypatch.setattr(TimeWindow, "load", watched)
-    monkeypatch.setattr(blocks, "MOST_BYTES", room * FIELD_BYTES)
+    monkeypatch.setattr(blocks, "MAX_BYTES", room * FIELD_BYTES)
     monkeypatch.setattr(score, "STEP_BYTES", 1)
     (tmp_path / "narrow").mkdir()
     same(scored(tmp_path / "narrow", CHUNKS["few"]), wanted)
@@ -163,7 +163,7 @@ def test_a_window_holds_what_shares_a_chunk_until_it_has_passed() -> None:
     held.load(hours(1, 2))
     held.load(hours(0, 3))
     assert read == [[0, 1, 2, 3]]
-    assert held.at(hours(3, 1), slice(1, 2)).tolist() == [[[[3]]], [[[1]]]]
+    assert held.select(hours(3, 1), slice(1, 2)).tolist() == [[[[3]]], [[[1]]]]
     held.drop_before(hours(5)[0])
     held.load(hours(5, 8))
     assert read[1:] == [[5, 6, 7, 8, 9]]
@@ -205,7 +205,7 @@ def test_a_climatology_is_read_across_the_end_of_a_year(tmp_path: Path) -> None:
     )
     path = write(data, tmp_path / "c.zarr", {"dayofyear": 30})
     latitude, longitude = data["latitude"].values, data["longitude"].values
-    found = GivenClimatology(str(path), [Channel("2m_temperature")], latitude, longitude)
+    found = StoredClimatology(str(path), [Channel("2m_temperature")], latitude, longitude)
     times = np.array(["2000-12-30T12", "2000-12-31", "2001-01-01", "2001-12-31T12"], "M8[ns]")
     assert (np.diff(found.chunk_numbers(times)) > 0).tolist() == [False, True, True]
     fields = found.fields(times, slice(0, 1), slice(1, 3))
@@ -215,7 +215,7 @@ def test_a_climatology_is_read_across_the_end_of_a_year(tmp_path: Path) -> None:
 
 def test_small_fields_are_computed_by_one_thread() -> None:
     before = torch.get_num_threads()
-    for points, wanted in ((SMALL, 1), (SMALL + 1, before)):
-        with threads_for((1, points)):
+    for points, wanted in ((SMALL_GRID_POINTS, 1), (SMALL_GRID_POINTS + 1, before)):
+        with limit_threads((1, points)):
             assert torch.get_num_threads() == wanted
         assert torch.get_num_threads() == before

@@ -13,12 +13,12 @@ from rich.console import Console
 
 from credit_dp.config import Config
 from credit_dp.data.grid import row_weights
-from credit_dp.data.setup import prepare
+from credit_dp.data.setup import prepare_training_data
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
-from credit_dp.evaluation.held_out import HeldOut, evaluate, example
+from credit_dp.evaluation.held_out import HeldOutData, evaluate, example_map
 from credit_dp.evaluation.maps import FieldMap
-from credit_dp.evaluation.scorecard import Scores, three_digits
+from credit_dp.evaluation.scorecard import HeldOutScores, three_digits
 from credit_dp.training.forecast_step import ForecastStep
 from tests.ranks import on_processes
 from tests.training.runs import alone, make_config, make_store, tiny_unet
@@ -30,7 +30,7 @@ ROWS = 13
 def config(tmp_path_factory):
     folder = tmp_path_factory.mktemp("evaluation")
     config = make_config(make_store(folder, ROWS, columns=8), folder / "run")
-    prepare(config.data)
+    prepare_training_data(config.data)
     return config
 
 
@@ -40,23 +40,23 @@ def rise(x: torch.Tensor) -> torch.Tensor:
     return x[:, :channels] * 0 + 0.5 * x[:, channels : channels + 1]
 
 
-def evaluated(manager: DomainParallelManager, config: Config) -> tuple[Scores, FieldMap]:
-    prepared = prepare(config.data)
+def evaluated(manager: DomainParallelManager, config: Config) -> tuple[HeldOutScores, FieldMap]:
+    prepared = prepare_training_data(config.data)
     like = torch.zeros((), dtype=torch.float64)
-    dates = HeldOut(config, prepared, manager.rows(ROWS), like)
+    dates = HeldOutData(config, prepared, manager.rows(ROWS), like)
     statistics = prepared.statistics
     scale = torch.as_tensor(statistics.tendency_std / statistics.std)[:, None, None]
     rollout = ForecastStep(rise, scale).rollout
     done: list[int] = []
     scores = evaluate(rollout, dates, manager, 4, done.append)
     assert done[-1] == len(dates.initial_times[manager.dp_rank :: manager.dp_world_size])
-    return scores, example(rollout, dates, manager)
+    return scores, example_map(rollout, dates, manager)
 
 
 @pytest.mark.slow
 def test_scores_are_those_of_the_definition(config):
     scores, field = evaluated(alone(), config)
-    prepared = prepare(config.data)
+    prepared = prepare_training_data(config.data)
     store, statistics = prepared.store, prepared.statistics
     whole = slice(0, ROWS)
     starts = store.times[(store.times >= np.datetime64("2000-01-04"))][:-2]
@@ -87,22 +87,22 @@ def rise_after_two(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_several_states_start_later_and_score_by_the_newest(config):
-    prepared, like = prepare(config.data), torch.zeros((), dtype=torch.float64)
+    prepared, like = prepare_training_data(config.data), torch.zeros((), dtype=torch.float64)
     several = replace(config, model=tiny_unet(frames=2))
-    one, two = (HeldOut(c, prepared, slice(0, ROWS), like) for c in (config, several))
+    one, two = (HeldOutData(c, prepared, slice(0, ROWS), like) for c in (config, several))
     assert two.initial_times.tolist() == one.initial_times[1:].tolist()
     before = prepared.store.chunk_reads
-    starts = two.starts(two.initial_times[:3])
+    starts = two.initial_states(two.initial_times[:3])
     # Four times in two chunks of rows each, of three variables.
     assert prepared.store.chunk_reads - before == 4 * 2 * 3
-    assert torch.equal(starts[:, 7:], one.starts(two.initial_times[:3]))
-    assert torch.equal(starts[:, :7], one.starts(one.initial_times[:3]))
+    assert torch.equal(starts[:, 7:], one.initial_states(two.initial_times[:3]))
+    assert torch.equal(starts[:, :7], one.initial_states(one.initial_times[:3]))
     scale = torch.ones(7, 1, 1, dtype=torch.float64)
     one.initial_times = two.initial_times
     runs = ((ForecastStep(rise, scale), one), (ForecastStep(rise_after_two, scale), two))
     a, b = (evaluate(step.rollout, dates, alone(), 4, lambda _: None) for step, dates in runs)
     assert np.array_equal(a.rmse, b.rmse)
-    maps = [example(step.rollout, dates, alone()) for step, dates in runs]
+    maps = [example_map(step.rollout, dates, alone()) for step, dates in runs]
     assert np.array_equal(maps[0].forecast, maps[1].forecast)
 
 
@@ -124,10 +124,10 @@ def test_any_mesh_scores_the_same(config, ranks, domain):
 @pytest.mark.slow
 def test_scores_are_told_as_json_table_and_flat_numbers(config):
     scores, _ = evaluated(alone(), config)
-    told = json.loads(scores.json(3))["rmse"]
+    told = json.loads(scores.to_json(3))["rmse"]
     value = float(scores.rmse[1, 0, 2])
     assert told[scores.channels[2]]["6h"]["persistence"] == value
-    assert scores.numbers()[f"rmse/{scores.channels[2]}/6h/persistence"] == value
+    assert scores.scalars()[f"rmse/{scores.channels[2]}/6h/persistence"] == value
     (table,) = scores.tables(80)
     assert table.row_count == len(scores.channels)
     assert len(table.columns) == 2 + 2 * 3
@@ -137,7 +137,7 @@ def test_scores_are_told_as_json_table_and_flat_numbers(config):
 def test_no_number_is_cut_off_where_many_lead_times_do_not_fit(width, blocks):
     channels = ("10m_u_component_of_wind", "specific_humidity_1000")
     rmse = np.arange(1.0, 19).reshape(3, 3, 2) / 8 + 100
-    scores = Scores(channels, ("m s**-1", "kg kg**-1"), (6, 24, 72), rmse, 5)
+    scores = HeldOutScores(channels, ("m s**-1", "kg kg**-1"), (6, 24, 72), rmse, 5)
     text = io.StringIO()
     console = Console(file=text, width=width)
     tables = scores.tables(console.width)
@@ -159,14 +159,14 @@ def test_units_are_those_of_the_store_where_it_gives_them(tmp_path):
     data["geopotential"].attrs["units"] = "m**2 s**-2"
     data.to_zarr(tmp_path / "units.zarr", zarr_format=3, consolidated=False)
     scores, field = evaluated(alone(), make_config(tmp_path / "units.zarr", tmp_path / "run"))
-    units = json.loads(scores.json(3))["units"]
+    units = json.loads(scores.to_json(3))["units"]
     assert field.unit == units["geopotential_500"] == "m**2 s**-2"
     assert units["temperature_500"] == "K"
 
 
 def test_reading_is_limited_to_own_rows(config):
-    prepared = prepare(config.data)
-    dates = HeldOut(config, prepared, slice(8, 13), torch.zeros(()))
+    prepared = prepare_training_data(config.data)
+    dates = HeldOutData(config, prepared, slice(8, 13), torch.zeros(()))
     before = prepared.store.bytes_read
     fields = dates.states(dates.initial_times[:1])
     assert fields.shape == (1, 7, 5, 8)
@@ -180,8 +180,8 @@ def test_numbers_stay_short():
     assert [three_digits(number) for number in numbers] == shown
 
 
-def scores_of(rmse: np.ndarray) -> Scores:
-    return Scores(("t_500", "2m_temperature"), ("K", "K"), (6, 24), rmse, samples=3)
+def scores_of(rmse: np.ndarray) -> HeldOutScores:
+    return HeldOutScores(("t_500", "2m_temperature"), ("K", "K"), (6, 24), rmse, samples=3)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

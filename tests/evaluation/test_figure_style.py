@@ -14,13 +14,13 @@ import pytest
 from matplotlib.figure import Figure
 
 import credit_dp
-from credit_dp.cli.sweep import png
+from credit_dp.cli.sweep import png_bytes
 from credit_dp.data.channels import Channel
 from credit_dp.evaluation.comparison import compare, comparison_page, read_result
 from credit_dp.evaluation.figure_style import (
+    RC_PARAMS,
     SERIES,
     SOURCE_LINES,
-    STYLE,
     figure_style,
     latitude_label,
     longitude_label,
@@ -29,27 +29,27 @@ from credit_dp.evaluation.figure_style import (
     use_figure_style,
     with_unit,
 )
-from credit_dp.evaluation.held_out import LastLead
-from credit_dp.evaluation.maps import FieldMap, MapGrid, earth
+from credit_dp.evaluation.held_out import LastLeadDiagnostics
+from credit_dp.evaluation.maps import FieldMap, MapGrid, earth_coasts
 from credit_dp.evaluation.metrics import ErrorMap
-from credit_dp.evaluation.plots import draw_errors_of, draw_map, draw_rmse, draw_spectra
-from credit_dp.evaluation.report import page
-from credit_dp.evaluation.scorecard import Scorecard, Scores
+from credit_dp.evaluation.plots import draw_last_lead_errors, draw_map, draw_rmse, draw_spectra
+from credit_dp.evaluation.report import scorecard_page
+from credit_dp.evaluation.scorecard import HeldOutScores, Scorecard
 from credit_dp.sweeps import read_sweep
-from credit_dp.sweeps.scaling import Series, Timing, draw_scaling
+from credit_dp.sweeps.scaling import ScalingSeries, StepTiming, draw_scaling
 from credit_dp.sweeps.tables import SweepTable, draw_metric
 from credit_dp.training.loss_curve import draw_loss
 from tests.sweeps.folders import write_done, write_sweep
 
 PACKAGE = Path(credit_dp.__file__).parent
-GRID = MapGrid(np.linspace(90, -90, 5), np.arange(8) * 45.0, earth())
+GRID = MapGrid(np.linspace(90, -90, 5), np.arange(8) * 45.0, earth_coasts())
 FIELD = np.arange(40.0).reshape(5, 8)
 MEASURES = {"credit_dp.evaluation.maps"}  # it finds lines with a figure that nobody sees
 LEADS = {"24h": {"model": 1.0, "persistence": 2.0, "climatology": 3.0}}
 
 
 def in_style() -> bool:
-    return all(matplotlib.rcParams[name] == value for name, value in STYLE.items())
+    return all(matplotlib.rcParams[name] == value for name, value in RC_PARAMS.items())
 
 
 @pytest.fixture
@@ -123,11 +123,11 @@ def draw_run(folder: Path) -> None:
     log = folder / "metrics.csv"
     log.write_text("step,loss\n1,1.0\n2,0.5\n")
     draw_loss(log, folder / "loss.png")
-    scores = Scores(("x",), ("K",), (6, 24), np.ones((3, 2, 1)), 2)
-    last = LastLead(24, (0,), 0, np.ones((2, 1, 3, 5)), FIELD, FIELD - 20)
+    scores = HeldOutScores(("x",), ("K",), (6, 24), np.ones((3, 2, 1)), 2)
+    last = LastLeadDiagnostics(24, (0,), 0, np.ones((2, 1, 3, 5)), FIELD, FIELD - 20)
     draw_rmse(scores, [0], folder / "rmse.png")
     draw_spectra(scores, last, folder / "spectra.png")
-    draw_errors_of(scores, last, GRID, folder / "errors.png")
+    draw_last_lead_errors(scores, last, GRID, folder / "errors.png")
     draw_map(FieldMap("x", "K", FIELD, FIELD - 1, GRID, (0, 5)), folder / "map.png")
 
 
@@ -150,9 +150,9 @@ def draw_sweep(folder: Path) -> None:
     sweep = read_sweep(written)
     figure = draw_metric(SweepTable(sweep, "relative_rmse", sweep.jobs))
     assert figure is not None
-    png(figure)
-    timing = Timing(sweep.jobs[0], (1, 1, 2), "8x8", 4, 9, 0.5, 0.0, None, None)
-    png(draw_scaling([Series("strong", "domain", "8x8", (timing,))]))
+    png_bytes(figure)
+    timing = StepTiming(sweep.jobs[0], (1, 1, 2), "8x8", 4, 9, 0.5, 0.0, None, None)
+    png_bytes(draw_scaling([ScalingSeries("strong", "domain", "8x8", (timing,))]))
 
 
 @pytest.mark.slow
@@ -160,7 +160,7 @@ def test_every_module_draws_and_saves_in_the_style(
     tmp_path: Path, seen: dict[tuple[str, str], bool]
 ) -> None:
     draw_run(tmp_path)
-    page(card())
+    scorecard_page(card())
     draw_comparison(tmp_path)
     draw_sweep(tmp_path)
     modules = {key for key in drawing_modules() if key[1] not in MEASURES}

@@ -12,7 +12,7 @@ from credit_dp.config import DataConfig, QuickstartConfig
 from credit_dp.data import quickstart
 from credit_dp.data.quickstart.dynamics import TITLE
 from credit_dp.data.sources.opening import open_source
-from credit_dp.evaluation.maps import NONE, MapGrid, coasts_of, earth, outline
+from credit_dp.evaluation.maps import NO_LINES, MapGrid, coasts_of, earth_coasts, outline
 from credit_dp.evaluation.plots import draw_cells, draw_coasts
 from tests.data import stores
 from tests.evaluation import forecasts
@@ -40,12 +40,12 @@ def distance(lines: np.ndarray, longitude: float, latitude: float) -> float:
 )
 def test_capes_are_on_the_coast(longitude: float, latitude: float) -> None:
     """Of Good Hope, Tarifa, Horn, York, Dezhnev, East Cape of New Zealand."""
-    assert distance(earth(), longitude, latitude) < 2
+    assert distance(earth_coasts(), longitude, latitude) < 2
 
 
 def test_no_line_crosses_the_map() -> None:
-    assert np.nanmax(np.abs(np.diff(earth(), axis=0))) < 10
-    assert distance(earth(), -140, 0) > 20
+    assert np.nanmax(np.abs(np.diff(earth_coasts(), axis=0))) < 10
+    assert distance(earth_coasts(), -140, 0) > 20
 
 
 @pytest.mark.parametrize("west", [0, -180, -0.125, 90])
@@ -53,7 +53,7 @@ def test_coasts_are_drawn_wherever_the_map_begins(west: float) -> None:
     axes = Figure().subplots()
     axes.set_xlim(west, west + 360)
     axes.set_ylim(-90, 90)
-    draw_coasts(axes, earth())
+    draw_coasts(axes, earth_coasts())
     assert axes.get_xlim() == (west, west + 360)
     (line,) = axes.lines
     x, y = line.get_data()
@@ -73,7 +73,7 @@ def test_longitudes_that_fall_or_turn_are_understood() -> None:
     assert distance(turned, 22.5, 15) < 1e-6
     falling = outline(land[:, ::-1], latitude, longitude[::-1])
     assert distance(falling, 22.5, 15) < 1e-6
-    assert outline(np.zeros((6, 8)), latitude, longitude) is NONE
+    assert outline(np.zeros((6, 8)), latitude, longitude) is NO_LINES
 
 
 def test_a_simulated_planet_has_its_own_coasts(tmp_path: Path) -> None:
@@ -82,14 +82,14 @@ def test_a_simulated_planet_has_its_own_coasts(tmp_path: Path) -> None:
     assert distance(lines, 67.5, 0) < 25
     assert np.nanmin(lines[:, 0]) == pytest.approx(67.5)
     real = open_source(stores.config(stores.write(stores.dataset(), tmp_path / "earth.zarr")))
-    assert coasts_of(real) is earth()
+    assert coasts_of(real) is earth_coasts()
 
 
 def test_a_simulated_planet_without_land_has_no_coasts(tmp_path: Path) -> None:
     config = planet(tmp_path / "planet.zarr")
     data = xr.open_zarr(config.store, chunks=None, consolidated=False).load()
     stores.write(data.drop_vars("land_sea_mask"), tmp_path / "sea.zarr")
-    assert coasts_of(open_source(stores.config(tmp_path / "sea.zarr"))) is NONE
+    assert coasts_of(open_source(stores.config(tmp_path / "sea.zarr"))) is NO_LINES
 
 
 @pytest.mark.slow
@@ -105,7 +105,7 @@ def test_the_quickstart_is_known_for_what_it_is(tmp_path: Path) -> None:
 
 def test_maps_have_coasts(tmp_path: Path) -> None:
     axes = Figure().subplots()
-    grid = MapGrid(np.linspace(87, -87, 6), np.arange(8) * 45.0, earth())
+    grid = MapGrid(np.linspace(87, -87, 6), np.arange(8) * 45.0, earth_coasts())
     draw_cells(axes, grid, np.zeros((6, 8)), ("viridis", Normalize(0, 1)))
     assert len(axes.lines) == 1
     assert axes.get_xlim() == (-22.5, 337.5)
@@ -124,6 +124,6 @@ def test_scorecards_draw_the_coasts_of_the_truth(tmp_path: Path, simulated: bool
     forecasts.write(forecasts.climatology(timed), tmp_path / "climatology.zarr")
     made = forecasts.write(forecasts.forecast(timed), tmp_path / "forecast.zarr")
     card = forecasts.scored(tmp_path, made, hours=(6,), variables=("2m_temperature",))
-    assert (card.coasts is earth()) != simulated
+    assert (card.coasts is earth_coasts()) != simulated
     assert card.grid.coasts is card.coasts
     assert np.nanmin(card.coasts[:, 0]) == pytest.approx(67.5) if simulated else True

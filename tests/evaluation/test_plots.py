@@ -10,15 +10,15 @@ from matplotlib.image import imread
 
 from credit_dp.errors import UserError
 from credit_dp.evaluation.figure_style import unit_label
-from credit_dp.evaluation.maps import NONE, FieldMap, MapGrid
-from credit_dp.evaluation.plots import cell_edges, draw_map, draw_panel, row_edges
+from credit_dp.evaluation.maps import NO_LINES, FieldMap, MapGrid
+from credit_dp.evaluation.plots import column_edges, draw_map, draw_panel, row_edges
 
 
 def field(bounds: tuple[int, ...]) -> FieldMap:
     latitude, longitude = np.linspace(90, -90, 9), np.arange(12) * 30.0
     truth = np.add.outer(np.cos(np.deg2rad(latitude)), np.sin(np.deg2rad(longitude)))
     return FieldMap(
-        "t, 24 h", "m2 s-2", truth + 0.1, truth, MapGrid(latitude, longitude, NONE), bounds
+        "t, 24 h", "m2 s-2", truth + 0.1, truth, MapGrid(latitude, longitude, NO_LINES), bounds
     )
 
 
@@ -69,5 +69,5 @@ def test_a_folder_that_is_not_there_is_one_line(tmp_path):
 def test_edges_enclose_the_globe():
     assert row_edges(np.array([60.0, 0.0, -60.0])).tolist() == [90, 30, -30, -90]
     assert row_edges(np.linspace(90, -90, 3)).tolist() == [90, 45, -45, -90]
-    assert cell_edges(np.array([0.0, 90, 180, 270])).tolist() == [-45, 45, 135, 225, 315]
-    assert cell_edges(np.array([180.0, 270, 0, 90])).tolist() == [135, 225, 315, 405, 495]
+    assert column_edges(np.array([0.0, 90, 180, 270])).tolist() == [-45, 45, 135, 225, 315]
+    assert column_edges(np.array([180.0, 270, 0, 90])).tolist() == [135, 225, 315, 405, 495]

@@ -9,15 +9,20 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 
 from credit_dp.config import Config
-from credit_dp.data.setup import prepare
+from credit_dp.data.setup import prepare_training_data
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.evaluation.held_out import HeldOut, LastLead, LastLeadSums, evaluate
-from credit_dp.evaluation.metrics import RADIUS, band_weights
-from credit_dp.evaluation.plots import drawn_of
-from credit_dp.evaluation.scorecard import Scores
+from credit_dp.evaluation.held_out import (
+    HeldOutData,
+    LastLeadAccumulator,
+    LastLeadDiagnostics,
+    evaluate,
+)
+from credit_dp.evaluation.metrics import EARTH_RADIUS, latitude_band_weights
+from credit_dp.evaluation.plots import channels_to_draw
+from credit_dp.evaluation.scorecard import HeldOutScores
 from credit_dp.training.forecast_step import ForecastStep
-from credit_dp.training.loggers import COLUMNS
-from credit_dp.training.loss_curve import draw_curve, draw_loss, numbers
+from credit_dp.training.loggers import FIRST_COLUMNS
+from credit_dp.training.loss_curve import curve_points, draw_curve, draw_loss
 from tests.ranks import on_processes, on_threads
 from tests.training.runs import alone, make_config, make_store
 
@@ -28,7 +33,7 @@ ROWS = 13
 def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
     folder = tmp_path_factory.mktemp("plots")
     config = make_config(make_store(folder, ROWS, columns=8), folder / "run")
-    prepare(config.data)
+    prepare_training_data(config.data)
     return config
 
 
@@ -36,12 +41,14 @@ def rise(x: torch.Tensor) -> torch.Tensor:
     return x[:, :7] * 0 + 0.5 * x[:, 7:8]
 
 
-def collected(manager: DomainParallelManager, config: Config) -> tuple[Scores, LastLead]:
-    prepared = prepare(config.data)
+def collected(
+    manager: DomainParallelManager, config: Config
+) -> tuple[HeldOutScores, LastLeadDiagnostics]:
+    prepared = prepare_training_data(config.data)
     like = torch.zeros((), dtype=torch.float64)
-    dates = HeldOut(config, prepared, manager.rows(ROWS), like)
+    dates = HeldOutData(config, prepared, manager.rows(ROWS), like)
     rollout = ForecastStep(rise, torch.ones(7, 1, 1, dtype=torch.float64)).rollout
-    sums = LastLeadSums(dates, manager)
+    sums = LastLeadAccumulator(dates, manager)
     scores = evaluate(rollout, dates, manager, 4, lambda _: None, sums)
     return scores, sums.result()
 
@@ -49,20 +56,20 @@ def collected(manager: DomainParallelManager, config: Config) -> tuple[Scores, L
 @pytest.mark.slow
 def test_they_are_those_of_the_definition(config: Config) -> None:
     scores, last = collected(alone(), config)
-    store, statistics = (prepared := prepare(config.data)).store, prepared.statistics
+    store, statistics = (prepared := prepare_training_data(config.data)).store, prepared.statistics
     whole, six = slice(0, ROWS), np.timedelta64(6, "h")
     starts = store.times[store.times >= np.datetime64("2000-01-04")][:-2]
-    forcing = sum(store.forcing_times(starts + k * six, whole)[:, :1] for k in (0, 1))
+    forcing = sum(store.read_forcing(starts + k * six, whole)[:, :1] for k in (0, 1))
     moved = 0.5 * forcing * statistics.std[:, None, None]
-    forecast = store.read_times(starts, whole) + moved
-    truth = store.read_times(starts + 2 * six, whole)
+    forecast = store.read_states(starts, whole) + moved
+    truth = store.read_states(starts + 2 * six, whole)
     error = forecast.astype(np.float64) - truth
     assert last.hours == 12
-    assert last.bias == pytest.approx(error[:, last.mapped].mean(axis=0), rel=1e-5, abs=1e-2)
-    wanted = np.sqrt((error[:, last.mapped] ** 2).mean(axis=0))
+    assert last.bias == pytest.approx(error[:, last.map_channel].mean(axis=0), rel=1e-5, abs=1e-2)
+    wanted = np.sqrt((error[:, last.map_channel] ** 2).mean(axis=0))
     assert last.rmse == pytest.approx(wanted, rel=1e-5)
-    north = band_weights(store.latitude).numpy()[0]
-    circles = 2 * np.pi * RADIUS * np.cos(np.deg2rad(store.latitude))
+    north = latitude_band_weights(store.latitude).numpy()[0]
+    circles = 2 * np.pi * EARTH_RADIUS * np.cos(np.deg2rad(store.latitude))
     for source, fields in enumerate((forecast, truth)):
         waves = np.fft.rfft(fields[:, last.shown[1]].astype(np.float64), norm="forward")
         power = 2 * circles[:, None] * (np.abs(waves) ** 2).mean(axis=0)
@@ -71,7 +78,7 @@ def test_they_are_those_of_the_definition(config: Config) -> None:
     assert scores.rmse.shape == (3, 2, 7)
 
 
-def check_same(found: LastLead, wanted: LastLead) -> None:
+def check_same(found: LastLeadDiagnostics, wanted: LastLeadDiagnostics) -> None:
     for name in ("rmse", "bias", "spectra"):
         value = getattr(found, name)
         assert value == pytest.approx(getattr(wanted, name), rel=1e-10, abs=1e-9), name
@@ -94,13 +101,13 @@ def test_any_mesh_collects_the_same(config: Config) -> None:
 @pytest.mark.slow
 def test_two_kinds_of_channels_have_spectra(config: Config) -> None:
     scores, last = collected(alone(), config)
-    kinds = [scores.channels[c] for c in drawn_of(scores, last)]
+    kinds = [scores.channels[c] for c in channels_to_draw(scores, last)]
     assert kinds[0] == "geopotential_500"
     assert "geopotential" not in kinds[1]
 
 
 def log(path: Path, rows: list[str], header: str = "validation_rmse") -> Path:
-    path.write_text("\n".join([",".join([*COLUMNS, header]), *rows, ""]))
+    path.write_text("\n".join([",".join([*FIRST_COLUMNS, header]), *rows, ""]))
     return path
 
 
@@ -122,8 +129,8 @@ def test_no_loss_curve_without_numbers(tmp_path: Path) -> None:
 
 def test_only_numbers_above_zero_are_on_a_log_scale() -> None:
     rows = [{"step": str(k), "loss": text} for k, text in enumerate(["1.5", "", "inf", "0", "2"])]
-    assert numbers(rows, "loss").tolist() == [[0, 1.5], [4, 2.0]]
-    assert numbers(rows, "validation_rmse").shape == (0, 2)
+    assert curve_points(rows, "loss").tolist() == [[0, 1.5], [4, 2.0]]
+    assert curve_points(rows, "validation_rmse").shape == (0, 2)
 
 
 def test_many_steps_have_a_running_mean() -> None:

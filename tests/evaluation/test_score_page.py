@@ -8,10 +8,10 @@ import pytest
 
 from credit_dp.data.channels import Channel
 from credit_dp.evaluation.figure_style import superscript
-from credit_dp.evaluation.maps import NONE
+from credit_dp.evaluation.maps import NO_LINES
 from credit_dp.evaluation.metrics import SCORE_SOURCES
-from credit_dp.evaluation.report import curves, page
-from credit_dp.evaluation.scorecard import SHOWN, Scorecard
+from credit_dp.evaluation.report import score_image, scorecard_page
+from credit_dp.evaluation.scorecard import MAX_HEADLINES, Scorecard
 
 
 def card(scores: dict[str, list[float]], channels: int = 1) -> Scorecard:
@@ -27,7 +27,7 @@ def card(scores: dict[str, list[float]], channels: int = 1) -> Scorecard:
         units=("K",) * channels,
         latitude=np.array([45.0, -45.0]),
         longitude=np.array([0.0, 180.0]),
-        coasts=NONE,
+        coasts=NO_LINES,
         scores={
             name: np.array(values)[:, None, None].repeat(channels, 2)
             for name, values in scores.items()
@@ -51,7 +51,7 @@ def card(scores: dict[str, list[float]], channels: int = 1) -> Scorecard:
 def test_the_best_is_bold_where_better_has_a_meaning(
     name: str, values: list[float], best: list[str]
 ) -> None:
-    text = page(card({name: values}))
+    text = scorecard_page(card({name: values}))
     assert re.findall(r'<td class="(\w+) best">', text) == best
     assert (
         len(re.findall(r"<td class=\"(?:\w+)(?: best)?\">", text)) == len(SCORE_SOURCES[name]) + 1
@@ -65,12 +65,12 @@ def test_exponents_are_raised_however_they_are_written(unit: str) -> None:
     assert superscript("K") == "K"
 
 
-@pytest.mark.parametrize(("channels", "told"), [(SHOWN, False), (SHOWN + 1, True)])
+@pytest.mark.parametrize(("channels", "told"), [(MAX_HEADLINES, False), (MAX_HEADLINES + 1, True)])
 def test_it_is_told_that_not_all_variables_are_plotted(channels: int, told: bool) -> None:
-    text = page(card({"acc": [0.5, 0.5]}, channels))
-    assert (f"Plots are of {SHOWN} of the {channels} variables" in text) == told
+    text = scorecard_page(card({"acc": [0.5, 0.5]}, channels))
+    assert (f"Plots are of {MAX_HEADLINES} of the {channels} variables" in text) == told
 
 
 def test_spread_is_drawn_beside_the_error_that_it_should_match() -> None:
-    shown = curves(card({"rmse": [1.0, 2.0, 3.0], "spread": [0.9]}), "spread")
+    shown = score_image(card({"rmse": [1.0, 2.0, 3.0], "spread": [0.9]}), "spread")
     assert "error of the mean" in base64.b64decode(shown.split(",")[1]).decode()

@@ -12,7 +12,7 @@ import pytest
 from selenium import webdriver
 from selenium.webdriver.chrome.service import Service
 
-from credit_dp.evaluation.report import page
+from credit_dp.evaluation.report import scorecard_page
 from tests.evaluation import forecasts
 
 pytestmark = pytest.mark.slow
@@ -94,7 +94,7 @@ def scorecard(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     forecasts.write(forecasts.climatology(observed), folder / "climatology.zarr")
     card = forecasts.scored(folder, forecasts.write(made, folder / f"{LONG}.zarr"))
     path = folder / "scorecard.html"
-    path.write_text(page(card), encoding="utf-8")
+    path.write_text(scorecard_page(card), encoding="utf-8")
     return path
 
 

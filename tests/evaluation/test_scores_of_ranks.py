@@ -12,18 +12,18 @@ from torch import Tensor
 from credit_dp.data.grid import row_weights
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.evaluation.metrics import (
-    BANDS,
-    RADIUS,
+    EARTH_RADIUS,
+    LATITUDE_BANDS,
     Activity,
     AnomalyCorrelation,
     Bias,
+    EnsembleMeanRMSE,
+    EnsembleSpread,
     FairCRPS,
     RootMeanSquare,
-    Skill,
-    Spread,
     ValidPoints,
     ZonalSpectra,
-    band_weights,
+    latitude_band_weights,
 )
 from tests.ranks import on_processes, on_threads
 
@@ -100,13 +100,13 @@ def spectra(members: xr.DataArray, _: xr.DataArray, __: xr.DataArray) -> xr.Data
     angle = 2 * np.pi * k * xr.DataArray(np.arange(COLUMNS), dims="longitude") / COLUMNS
     real = (rows * np.cos(angle)).mean("longitude", skipna=False)
     imaginary = (rows * np.sin(angle)).mean("longitude", skipna=False)
-    length = 2 * np.pi * RADIUS * np.cos(np.deg2rad(rows["latitude"]))
+    length = 2 * np.pi * EARTH_RADIUS * np.cos(np.deg2rad(rows["latitude"]))
     power = length * (real**2 + imaginary**2) * xr.where(k > 0, 2, 1)
     found = [
         power.where((power["latitude"] >= south) & (power["latitude"] <= north))
         .weighted(weights())
         .mean("latitude")
-        for south, north in BANDS.values()
+        for south, north in LATITUDE_BANDS.values()
     ]
     return xr.concat(found, "band").mean("time").transpose("channel", "band", "k")
 
@@ -129,7 +129,7 @@ def collected(manager: DomainParallelManager, masked: bool) -> dict[str, Tensor]
     area = torch.from_numpy(row_weights(LATITUDE)[rows].copy())
     points = ValidPoints(torch.from_numpy(mask().values[:, rows].copy())) if masked else None
     shape = (2, 2)
-    bands = band_weights(LATITUDE)[:, rows]
+    bands = latitude_band_weights(LATITUDE)[:, rows]
     latitude = torch.from_numpy(LATITUDE[rows].copy())
     scores = {
         "rmse": RootMeanSquare(shape, area, points),
@@ -137,8 +137,8 @@ def collected(manager: DomainParallelManager, masked: bool) -> dict[str, Tensor]
         "acc": AnomalyCorrelation(shape, TIMES, area, points),
         "activity": Activity(shape, area, points),
         "crps": FairCRPS(shape, area, points),
-        "spread": Spread(shape, area, points),
-        "skill": Skill(shape, area, points),
+        "spread": EnsembleSpread(shape, area, points),
+        "skill": EnsembleMeanRMSE(shape, area, points),
         "spectra": ZonalSpectra(shape, bands, latitude, COLUMNS, points),
     }
     members, truth, normal = (torch.from_numpy(x.values[..., rows, :]) for x in fields(masked))
@@ -191,7 +191,7 @@ def test_one_member_has_no_spread() -> None:
     """WeatherBench 2: its score is the mean absolute error."""
     members, truth, _ = fields(False)
     area = torch.from_numpy(row_weights(LATITUDE))
-    crps, one = FairCRPS((2,), area), Spread((2,), area)
+    crps, one = FairCRPS((2,), area), EnsembleSpread((2,), area)
     x, y = torch.from_numpy(members.values[:, :1]), torch.from_numpy(truth.values)
     crps.add((), x, y)
     one.add((), x)
@@ -228,8 +228,10 @@ def test_what_is_kept_apart_may_be_added_at_once(masked: bool) -> None:
             "bias": Bias(shape, area, points),
             "acc": AnomalyCorrelation(shape, 1, area, points),
             "crps": FairCRPS(shape, area, points),
-            "spread": Spread(shape, area, points),
-            "spectra": ZonalSpectra(shape, band_weights(LATITUDE), latitude, COLUMNS, points),
+            "spread": EnsembleSpread(shape, area, points),
+            "spectra": ZonalSpectra(
+                shape, latitude_band_weights(LATITUDE), latitude, COLUMNS, points
+            ),
         }
 
     def add(to: dict[str, Any], leads: slice | int) -> None:

@@ -9,9 +9,9 @@ import xarray as xr
 
 from credit_dp.data.channels import Channel
 from credit_dp.evaluation import score as evaluation_score
-from credit_dp.evaluation.maps import NONE
+from credit_dp.evaluation.maps import NO_LINES
 from credit_dp.evaluation.metrics import SCORE_SOURCES, ErrorMap
-from credit_dp.evaluation.report import curves, page
+from credit_dp.evaluation.report import score_image, scorecard_page
 from credit_dp.evaluation.scorecard import Scorecard
 from tests.evaluation import forecasts
 from tests.evaluation.forecasts import refusal, scored, without_members
@@ -298,17 +298,17 @@ def test_names_and_units_are_shown_as_they_are() -> None:
         units=(r"<b>$\frac$",),
         latitude=np.array([45.0, -45.0]),
         longitude=np.array([0.0, 180.0]),
-        coasts=NONE,
+        coasts=NO_LINES,
         scores={"rmse": np.ones((3, 1, 1))},
         spectra=np.full((2, 1, 1, 1, 2), np.nan),
         bands=("globe",),
         maps=(ErrorMap(0, 24, np.ones((2, 2)), np.ones((2, 2))),),
     )
-    text = page(card)
+    text = scorecard_page(card)
     assert r"<td>&lt;b&gt;$\frac$</td>" in text
     assert "<b>" not in text
     assert "<i>" not in text
-    picture = base64.b64decode(curves(card, "rmse").split(",")[1]).decode()
+    picture = base64.b64decode(score_image(card, "rmse").split(",")[1]).decode()
     assert r"&lt;b&gt;$\frac$" in picture
 
 

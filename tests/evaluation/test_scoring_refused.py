@@ -7,7 +7,7 @@ import pytest
 import xarray as xr
 
 from credit_dp.errors import UserError
-from credit_dp.evaluation.forecast_store import columns_of, same_rows
+from credit_dp.evaluation.forecast_store import check_same_rows, column_indices
 from tests.evaluation import forecasts
 from tests.evaluation.forecasts import refusal, scored, without_members
 
@@ -127,9 +127,9 @@ def test_coordinates_with_nan_are_another_grid() -> None:
     wanted = np.array([0.0, 90.0, 180.0, 270.0])
     found = np.array([0.0, 90.0, np.nan, 270.0])
     with pytest.raises(UserError, match="another grid"):
-        columns_of(wanted, found, "f.zarr", "forecast")
+        column_indices(wanted, found, "f.zarr", "forecast")
     with pytest.raises(UserError, match="another grid"):
-        same_rows(wanted, found, "f.zarr", "forecast")
+        check_same_rows(wanted, found, "f.zarr", "forecast")
 
 
 def test_forecasts_that_are_not_whole_are_refused(folder: Path, tmp_path: Path) -> None:

@@ -18,11 +18,11 @@ from safetensors.torch import save_file
 import credit_dp
 from credit_dp.cli.export import checkpoint
 from credit_dp.config import Config, ModelConfig, OwnModelConfig, PanguConfig
-from credit_dp.data.sampling import frame_steps
-from credit_dp.data.setup import prepare
+from credit_dp.data.sampling import frame_offsets
+from credit_dp.data.setup import prepare_training_data
 from credit_dp.errors import UserError
-from credit_dp.evaluation.held_out import HeldOut
-from credit_dp.plugins import VARIABLE, registered
+from credit_dp.evaluation.held_out import HeldOutData
+from credit_dp.plugins import PLUGINS_VARIABLE, find_plugins
 from credit_dp.training.build import Training
 from credit_dp.training.checkpoint import save_checkpoint
 from credit_dp.training.run_folder import RunFolder, resolved_yaml
@@ -64,17 +64,19 @@ def file(run):
 
 def forecast(config: Config, training: Training, count: int) -> tuple[list[object], torch.Tensor]:
     """What a model is given in physical fields, and the forecast that training made of it."""
-    prepared = prepare(config.data)
-    dates = HeldOut(config, prepared, slice(None), training.like)
+    prepared = prepare_training_data(config.data)
+    dates = HeldOutData(config, prepared, slice(None), training.like)
     times = dates.initial_times[:count]
     with torch.no_grad():
-        wanted = training.forecast(dates.starts(times), dates.forcing(times), dates.static(count))
-    moments = (times[:, None] + frame_steps(config.model.frames, config.data.step_hours)).ravel()
-    fields = torch.from_numpy(prepared.store.read_times(moments, slice(None)))
-    forcing = torch.from_numpy(prepared.store.forcing_times(times, slice(None)))
+        wanted = training.forecast(
+            dates.initial_states(times), dates.forcing(times), dates.static(count)
+        )
+    moments = (times[:, None] + frame_offsets(config.model.frames, config.data.step_hours)).ravel()
+    fields = torch.from_numpy(prepared.store.read_states(moments, slice(None)))
+    forcing = torch.from_numpy(prepared.store.read_forcing(times, slice(None)))
     place = prepared.store.channels.forcing.index(SOLAR)
     given = [fields.reshape(count, -1, *fields.shape[2:]), times, forcing[:, [place]]]
-    return given, dates.normaliser.physical(wanted)
+    return given, dates.normaliser.denormalise(wanted)
 
 
 @pytest.mark.slow
@@ -119,7 +121,7 @@ def test_any_model_comes_back(tmp_path, name):
 def test_it_says_what_it_is(run, file):
     _, config, _ = run
     model = credit_dp.load(file)
-    store = prepare(config.data).store
+    store = prepare_training_data(config.data).store
     assert model.variables == tuple(channel.name for channel in store.channels.prognostic)
     assert len(model.units) == len(model.variables)
     assert np.array_equal(model.latitude, store.latitude)
@@ -127,7 +129,7 @@ def test_it_says_what_it_is(run, file):
     assert model.step == np.timedelta64(6, "h")
     assert model.forcing == (SOLAR,)
     assert model.config == resolved_yaml(config)
-    means = prepare(config.data).statistics.mean
+    means = prepare_training_data(config.data).statistics.mean
     assert model.mean.shape == (len(means), 1, 1)
     assert np.allclose(model.mean.flatten(), means, rtol=1e-12)
 
@@ -138,7 +140,7 @@ def test_the_file_is_plain_and_says_it_all(run, file):
         texts = opened.metadata()
         tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     static = tensors.pop("credit_dp.static")
-    prepared = prepare(config.data)
+    prepared = prepare_training_data(config.data)
     assert np.array_equal(static.numpy(), prepared.store.static(slice(None)))
     wanted = training.trainer.state.parts[0].state_dict()
     assert tensors.keys() == wanted.keys()
@@ -336,7 +338,7 @@ def test_the_command_says_what_it_needs(words):
 def test_the_card_says_what_it_is_and_its_block_runs(run, file, tmp_path, monkeypatch):
     _, config, _ = run
     card = file.with_suffix(".md").read_text()
-    for channel in prepare(config.data).store.channels.prognostic:
+    for channel in prepare_training_data(config.data).store.channels.prognostic:
         assert f"| {channel.name} |" in card
     assert "None: the run was not scored" in card
     assert "2 optimiser steps of 4 samples" in card
@@ -432,18 +434,18 @@ class MineConfig(OwnModelConfig):
 @pytest.mark.slow
 def test_a_model_of_the_users_own_is_found_as_in_training(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(OWN)
-    monkeypatch.setenv(VARIABLE, str(tmp_path / "mine.py"))
-    model = registered(OwnModelConfig, ())["mine"](width=4)
+    monkeypatch.setenv(PLUGINS_VARIABLE, str(tmp_path / "mine.py"))
+    model = find_plugins(OwnModelConfig, ())["mine"](width=4)
     config = make_config(make_store(tmp_path, 12), tmp_path / "run", model, steps=1)
     training = trained(config)
     file = exported(tmp_path / "run")
     given, wanted = forecast(config, training, 1)
     with torch.no_grad():
         assert torch.equal(credit_dp.load(file)(*given), wanted)
-    monkeypatch.delenv(VARIABLE)
+    monkeypatch.delenv(PLUGINS_VARIABLE)
     line = refusal(file)
     assert "needs the model 'mine', but only" in line
-    assert VARIABLE in line
+    assert PLUGINS_VARIABLE in line
     for name in [name for name in sys.modules if name.startswith("credit_dp.plugins.")]:
         del sys.modules[name]
 

@@ -8,7 +8,7 @@ import torch
 
 from credit_dp.config import AdamWConfig, Config, ModelConfig
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.forecast.request import ForecastConfig, Request
+from credit_dp.forecast.request import ForecastConfig, ForecastRequest
 from credit_dp.forecast.run import make_forecasts
 from credit_dp.training.build import Training
 from credit_dp.training.checkpoint import save_checkpoint
@@ -44,7 +44,7 @@ def asking(config: Config, out: Path, **changes: Any) -> ForecastConfig:
     checkpoint = Path(config.run.dir) / "checkpoint/step-00000002"
     keys = {"checkpoint": str(checkpoint), "init": INIT, "lead": "24h", "out": str(out)}
     values = {field.name: getattr(config, field.name) for field in fields(Config)}
-    return ForecastConfig(**values, request=Request(**(keys | changes)))
+    return ForecastConfig(**values, request=ForecastRequest(**(keys | changes)))
 
 
 def on_rank(manager: DomainParallelManager, config: ForecastConfig) -> None:

@@ -12,11 +12,11 @@ import xarray as xr
 
 from credit_dp.config import VariableConfig
 from credit_dp.data.channels import Channel
-from credit_dp.data.units import ACCUMULATED, KNOWN, canonical
+from credit_dp.data.units import ACCUMULATED, KNOWN_VARIABLES, canonical_unit
 from credit_dp.evaluation.forecast_store import ForecastStore
 from credit_dp.forecast import open_sharded
-from credit_dp.forecast.format import Form
-from credit_dp.forecast.netcdf import create
+from credit_dp.forecast.format import ForecastFormat
+from credit_dp.forecast.netcdf import create_file
 from tests.forecast.runs import asking, forecast, leave_checkpoint
 from tests.training.seas import RAIN, sea_config
 
@@ -52,15 +52,19 @@ def complaints(path: Path) -> list[str]:
     return [line for line in said if not any(part in line for part in ALLOWED)]
 
 
-def form(members: int = 0, model_levels: bool = False, summed: tuple[str, ...] = ()) -> Form:
+def form(
+    members: int = 0, model_levels: bool = False, summed: tuple[str, ...] = ()
+) -> ForecastFormat:
     """Few fields on few points."""
     levels = [Channel("temperature", 5), Channel("temperature", 9)]
     channels = (*levels, *map(Channel, ("2m_temperature", "total_precipitation")))
-    units = {channel.variable: KNOWN[channel.variable].unit for channel in channels}
+    units = {channel.variable: KNOWN_VARIABLES[channel.variable].unit for channel in channels}
     times = np.array(["2000-01-01", "2000-01-02"], "M8[ns]")
     grid = (np.linspace(90, -90, 5), np.arange(0.0, 360, 45))
     span = 6 if summed else 0
-    return Form(channels, units, times, (12, 24), *grid, members, summed, span, model_levels)
+    return ForecastFormat(
+        channels, units, times, (12, 24), *grid, members, summed, span, model_levels
+    )
 
 
 @pytest.mark.slow
@@ -71,7 +75,7 @@ def test_forecasts_pass(config, bands, whole, tmp_path, kind, members):
         path = next(bands.glob("*.nc"))  # has members; without, see below
         if not members:
             path = tmp_path / "band.nc"
-            create(path, form(), {}, {"latitude": slice(1, 3), "time": slice(0, 1)}).close()
+            create_file(path, form(), {}, {"latitude": slice(1, 3), "time": slice(0, 1)}).close()
     elif kind == "file":
         more = {"members": members, "perturb": 0.1} if members else {}
         path = tmp_path / "f.nc"
@@ -90,7 +94,7 @@ def test_forecasts_pass(config, bands, whole, tmp_path, kind, members):
 
 
 def test_the_checker_finds_what_is_wrong(tmp_path):
-    create(tmp_path / "f.nc", form(), {}, {}).close()
+    create_file(tmp_path / "f.nc", form(), {}, {}).close()
     with netCDF4.Dataset(tmp_path / "f.nc", "a") as file:
         file["temperature"].standard_name = "warmth"
         file["level"].units = "m"
@@ -103,7 +107,7 @@ def test_the_checker_finds_what_is_wrong(tmp_path):
 @pytest.mark.parametrize("model_levels", [False, True])
 def test_sums_and_levels_pass(tmp_path, model_levels):
     path = tmp_path / "f.nc"
-    create(path, form(2, model_levels, ("total_precipitation",)), {}, {}).close()
+    create_file(path, form(2, model_levels, ("total_precipitation",)), {}, {}).close()
     assert complaints(path) == []
     with netCDF4.Dataset(path) as file:
         assert file["total_precipitation"].cell_methods == "prediction_timedelta: sum"
@@ -125,12 +129,12 @@ def test_names_and_units_are_in_the_tables():
     from compliance_checker.cf.util import StandardNameTable
 
     table = StandardNameTable()
-    for name, known in KNOWN.items():
+    for name, known in KNOWN_VARIABLES.items():
         for standard_name in known.standard_names[:1]:
             wanted = table[standard_name].canonical_units
-            assert Unit(canonical(known.unit)).is_convertible(Unit(wanted)), name
-        assert not Unit(canonical(known.unit)).is_unknown()
-    assert ACCUMULATED & KNOWN.keys()
+            assert Unit(canonical_unit(known.unit)).is_convertible(Unit(wanted)), name
+        assert not Unit(canonical_unit(known.unit)).is_unknown()
+    assert ACCUMULATED & KNOWN_VARIABLES.keys()
 
 
 @pytest.mark.slow

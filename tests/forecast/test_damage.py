@@ -1,4 +1,4 @@
-"""`look_at` reads everything, and says what is wrong."""
+"""`check_forecast` reads everything, and says what is wrong."""
 
 import os
 import shutil
@@ -9,7 +9,7 @@ import pytest
 import zarr
 from zarr.storage import LocalStore
 
-from credit_dp.forecast.check import look_at
+from credit_dp.forecast.check import check_forecast
 from tests.forecast.runs import asking, forecast, leave_checkpoint
 from tests.training.seas import SEA, sea_config
 
@@ -26,7 +26,7 @@ def store(whole, tmp_path):
 
 def damage_told(path) -> list[str]:
     """The lines about a forecast that is not sound."""
-    finding = look_at(str(path))
+    finding = check_forecast(str(path))
     assert not finding.complete
     first, *rest = finding.lines()
     assert str(finding.place) in first
@@ -125,7 +125,7 @@ def test_gaps_are_where_they_were(tmp_path):
     config = sea_config(tmp_path, steps=2)
     leave_checkpoint(config)
     found = forecast(asking(config, tmp_path / "f.zarr", lead="12h"))
-    assert look_at(str(found)).complete
+    assert check_forecast(str(found)).complete
     array = zarr.open_array(LocalStore(found), path=SEA, mode="r+")
     array[1, 1, -1] = np.nan
     (line,) = damage_told(found)

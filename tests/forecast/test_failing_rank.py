@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from credit_dp.forecast.check import look_at
+from credit_dp.forecast.check import check_forecast
 
 pytestmark = pytest.mark.slow
 # Every process of a run executes this; the rank that has the south fails at its second lead time.
@@ -41,7 +41,7 @@ def started(config, folder: Path, error: str) -> subprocess.CompletedProcess[str
 def check_what_is_there(folder: Path) -> None:
     """Nothing that looks whole."""
     assert not (folder / "f").exists()
-    finding = look_at(str(folder / "f"))
+    finding = check_forecast(str(folder / "f"))
     assert not finding.complete
     assert finding.missing
     assert finding.damaged == ([], 0)

@@ -13,8 +13,8 @@ import zarr
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.errors import UserError
 from credit_dp.forecast import open_sharded
-from credit_dp.forecast.format import form_of
-from credit_dp.forecast.writer import ATTRIBUTE, stores_of_origin
+from credit_dp.forecast.format import format_from_json
+from credit_dp.forecast.writer import SETTINGS_ATTRIBUTE, source_stores
 from credit_dp.forecast.zarr import ZarrWriter
 from tests.forecast.runs import asking, forecast, leave_checkpoint
 from tests.training.seas import RAIN, SEA, SOIL, sea, sea_config
@@ -97,11 +97,11 @@ def test_a_lead_time_now_and_then(config, tmp_path, whole):
 
 
 def test_a_band_without_any_value_is_written_too(whole, tmp_path):
-    said = ZarrWriter.said(whole)
-    form = form_of(whole, said)
+    said = ZarrWriter.read_settings(whole)
+    form = format_from_json(whole, said)
     writer = ZarrWriter(tmp_path / "f", form, said)
     writer.begin(RowPartition.balanced(form.height, 1))
-    shapes = [form.shape(v)[len(form.leading) :] for v in form.variables]
+    shapes = [form.shape(v)[len(form.leading_dims) :] for v in form.variables]
     for job in writer.jobs:
         for lead in range(len(form.hours)):
             fields = [np.full(shape, np.nan, np.float32) for shape in shapes]
@@ -143,6 +143,6 @@ def test_it_says_where_it_started_from_wherever_it_is_read(config, tmp_path, mon
     asked = asking(config, tmp_path / "f.zarr", lead="6h", init="2000-01-04")
     asked = replace(asked, data=replace(asked.data, store=store.name))
     with xr.open_zarr(forecast(asked)) as found:
-        assert stores_of_origin(found.attrs) == (str(store),)
-    assert stores_of_origin({ATTRIBUTE: json.dumps({"stores": ["a", "b"]})}) == ("a", "b")
-    assert stores_of_origin({}) == ()
+        assert source_stores(found.attrs) == (str(store),)
+    assert source_stores({SETTINGS_ATTRIBUTE: json.dumps({"stores": ["a", "b"]})}) == ("a", "b")
+    assert source_stores({}) == ()

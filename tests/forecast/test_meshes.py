@@ -11,8 +11,8 @@ import torch
 import xarray as xr
 
 from credit_dp.config import ParallelConfig
-from credit_dp.data.setup import prepare
-from credit_dp.evaluation.held_out import Dates, HeldOut, forecasts
+from credit_dp.data.setup import prepare_training_data
+from credit_dp.evaluation.held_out import EvaluationDates, HeldOutData, run_forecasts
 from credit_dp.forecast import open_sharded, run
 from credit_dp.forecast.zarr import ZarrWriter
 from credit_dp.training.checkpoint import load_checkpoint
@@ -99,14 +99,18 @@ def test_it_is_what_evaluation_makes(config, tmp_path, name):
     training = built(config, alone())
     asked = asking(config, tmp_path / "f.zarr", init="2000-01-04T12", every="12h", lead="12h")
     load_checkpoint(Path(asked.request.checkpoint), training.trainer.state)
-    chosen = Dates("test", (12,), 6)
-    dates = HeldOut(config, prepare(config.data), slice(None), training.like, chosen)
+    chosen = EvaluationDates("test", (12,), 6)
+    dates = HeldOutData(
+        config, prepare_training_data(config.data), slice(None), training.like, chosen
+    )
     times = np.array(["2000-01-04T12"], "M8[ns]")
-    with torch.no_grad(), training.trainer.state.forecasting():
-        *_, last = forecasts(training.forecast.rollout, dates, times, dates.starts(times))
-    wanted = dates.physical(last)[0].float().numpy()
+    with torch.no_grad(), training.trainer.state.eval_mode():
+        *_, last = run_forecasts(
+            training.forecast.rollout, dates, times, dates.initial_states(times)
+        )
+    wanted = dates.denormalise(last)[0].float().numpy()
     with xr.open_zarr(forecast(asked)) as found:
-        names = dict.fromkeys(c.variable for c in dates.prepared.store.channels.out)
+        names = dict.fromkeys(c.variable for c in dates.prepared.store.channels.output_channels)
         fields = [found[n].values[0, 0].reshape(-1, *wanted.shape[1:]) for n in names]
     assert np.array_equal(np.concatenate(fields), wanted)
 
@@ -128,7 +132,7 @@ def test_members_are_the_same_on_any_mesh(config, tmp_path, bands):
 def test_only_one_lead_time_is_on_its_way_to_the_disk(config, tmp_path, monkeypatch):
     on_the_way = threading.Semaphore(1)
     counted: list[int] = []
-    gather_parts, write = run.by_variable, ZarrWriter.write
+    gather_parts, write = run.split_by_variable, ZarrWriter.write
 
     def begin(*args):
         # A lead time is taken to memory only when the last one is on the disk.
@@ -141,7 +145,7 @@ def test_only_one_lead_time_is_on_its_way_to_the_disk(config, tmp_path, monkeypa
         write(*args)
         on_the_way.release()
 
-    monkeypatch.setattr(run, "by_variable", begin)
+    monkeypatch.setattr(run, "split_by_variable", begin)
     monkeypatch.setattr(ZarrWriter, "write", end)
     forecast(asking(config, tmp_path / "f.zarr"))
     assert len(counted) == 8

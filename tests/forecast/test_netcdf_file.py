@@ -10,7 +10,7 @@ import xarray as xr
 from credit_dp.errors import UserError
 from credit_dp.evaluation.forecast_store import ForecastStore
 from credit_dp.forecast import netcdf
-from credit_dp.forecast.check import look_at
+from credit_dp.forecast.check import check_forecast
 from tests.forecast.runs import asking, forecast
 
 # Ranks are threads here.
@@ -29,7 +29,7 @@ def test_it_has_the_bits_of_the_store(config, whole, tmp_path, ranks):
         for name in wanted.variables:
             assert found[name].attrs == wanted[name].attrs
     assert sorted(path.name for path in tmp_path.glob("f.nc*")) == ["f.nc"]
-    assert look_at(str(out)).lines()[0].endswith("complete (2 initial times, 4 lead times)")
+    assert check_forecast(str(out)).lines()[0].endswith("complete (2 initial times, 4 lead times)")
 
 
 def test_evaluation_reads_it(config, whole, tmp_path):
@@ -59,11 +59,11 @@ def test_what_ends_while_it_is_put_together_goes_on(config, tmp_path, monkeypatc
             forecast(asked)
     there = {path.name for path in tmp_path.iterdir()}
     assert there == {"f.nc.partial"} | (set() if full else {"f.nc.file.partial"})
-    finding = look_at(str(tmp_path / "f.nc"))
+    finding = check_forecast(str(tmp_path / "f.nc"))
     assert (finding.complete, finding.missing) == (False, [])
     out = forecast(asked)
     assert {path.name for path in tmp_path.iterdir()} == {"f.nc"}
-    assert look_at(str(out)).complete
+    assert check_forecast(str(out)).complete
 
 
 def test_a_damaged_chunk_does_not_get_into_the_file(config, tmp_path, monkeypatch):
@@ -78,11 +78,11 @@ def test_a_damaged_chunk_does_not_get_into_the_file(config, tmp_path, monkeypatc
         forecast(asked)
     assert not (tmp_path / "f.nc").exists()
     chunk.unlink()
-    assert look_at(str(forecast(asked))).complete
+    assert check_forecast(str(forecast(asked))).complete
 
 
 def test_what_is_lost_while_it_is_put_together_is_missed(config, tmp_path, monkeypatch):
-    put = netcdf.NetcdfFileWriter.put_together
+    put = netcdf.NetcdfFileWriter.assemble_piece
 
     def losing(self, piece):
         put(self, piece)
@@ -91,7 +91,7 @@ def test_what_is_lost_while_it_is_put_together_is_missed(config, tmp_path, monke
         ]:
             chunk.unlink()
 
-    monkeypatch.setattr(netcdf.NetcdfFileWriter, "put_together", losing)
+    monkeypatch.setattr(netcdf.NetcdfFileWriter, "assemble_piece", losing)
     asked = asking(config, tmp_path / "f.nc", **ONE, lead="6h", init="2000-01-04")
     with pytest.raises(UserError, match="is missing"):
         forecast(asked)

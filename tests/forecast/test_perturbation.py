@@ -3,15 +3,17 @@
 import numpy as np
 import pytest
 
-from credit_dp.forecast.initial_states import LENGTH, Perturbations
-from credit_dp.forecast.request import Job
+from credit_dp.forecast.initial_states import CORRELATION_LENGTH, Perturbations
+from credit_dp.forecast.request import ForecastJob
 
 LATITUDE, LONGITUDE = np.linspace(90, -90, 31), np.arange(60) * 6.0
 TIME = np.datetime64("2000-01-01", "ns")
 
 
 def draw(rows=slice(None), seed=0, time=TIME, member=0, channels=3):
-    return Perturbations(seed, LATITUDE[rows], LONGITUDE, channels).draw(time, Job(member, 0))
+    return Perturbations(seed, LATITUDE[rows], LONGITUDE, channels).draw(
+        time, ForecastJob(member, 0)
+    )
 
 
 def test_rows_do_not_depend_on_which_others_are_drawn():
@@ -39,7 +41,7 @@ def test_moments():
 def test_neighbours_are_correlated_as_the_formula_says():
     fields = np.concatenate([draw(member=m, channels=40) for m in range(8)])
     chord = 2 * np.sin(np.deg2rad(6) / 2)
-    wanted = np.exp(-(chord**2) / (2 * LENGTH**2))
+    wanted = np.exp(-(chord**2) / (2 * CORRELATION_LENGTH**2))
     on_the_equator = np.mean(fields[:, 15] * np.roll(fields[:, 15], 1, axis=-1))
     along_a_meridian = np.mean(fields[:, 15] * fields[:, 16])
     assert on_the_equator == pytest.approx(wanted, abs=0.06)

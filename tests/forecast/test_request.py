@@ -4,7 +4,13 @@ import numpy as np
 import pytest
 
 from credit_dp.errors import UserError
-from credit_dp.forecast.request import Job, Request, all_jobs, initial_times, turns
+from credit_dp.forecast.request import (
+    ForecastJob,
+    ForecastRequest,
+    all_jobs,
+    initial_times,
+    rank_jobs,
+)
 
 BEGINNING = {"checkpoint": "run", "out": "f.zarr", "init": "2000-01-01", "lead": "24h"}
 
@@ -45,8 +51,8 @@ def test_what_is_no_initial_time(text, line):
 
 
 def test_lead_times():
-    assert Request(**BEGINNING).lead_hours(6) == (6, 12, 18, 24)
-    assert Request(**{**BEGINNING, "lead": "2d", "every": "1d"}).lead_hours(6) == (24, 48)
+    assert ForecastRequest(**BEGINNING).lead_hours(6) == (6, 12, 18, 24)
+    assert ForecastRequest(**{**BEGINNING, "lead": "2d", "every": "1d"}).lead_hours(6) == (24, 48)
 
 
 @pytest.mark.parametrize(
@@ -66,14 +72,14 @@ def test_lead_times():
 )
 def test_what_does_not_fit(keys, line):
     with pytest.raises(UserError) as refused:
-        Request(**{**BEGINNING, **keys}).check(6)
+        ForecastRequest(**{**BEGINNING, **keys}).check(6)
     assert str(refused.value).startswith(line)
 
 
 def test_every_forecast_is_made_once_and_ranks_keep_in_step():
     jobs = all_jobs(times=3, members=3)
-    shares = [list(turns(jobs, rank, 4)) for rank in range(4)]
+    shares = [list(rank_jobs(jobs, rank, 4)) for rank in range(4)]
     assert {len(share) for share in shares} == {3}
     made = [job for share in shares for job, counts in share if counts]
     assert sorted(made) == sorted(jobs)
-    assert list(turns(jobs[:1], 1, 2)) == [(Job(0, 0), False)]
+    assert list(rank_jobs(jobs[:1], 1, 2)) == [(ForecastJob(0, 0), False)]

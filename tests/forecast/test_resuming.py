@@ -14,7 +14,7 @@ import xarray as xr
 
 from credit_dp.data.rechunk import target
 from credit_dp.errors import UserError
-from credit_dp.forecast.check import look_at
+from credit_dp.forecast.check import check_forecast
 from credit_dp.forecast.netcdf import NetcdfWriter
 from credit_dp.forecast.zarr import ZarrWriter
 from credit_dp.training.forecast_step import ForecastStep
@@ -66,7 +66,7 @@ def test_it_goes_on_to_the_same_bits(config, whole, tmp_path, monkeypatch, form)
     out = tmp_path / "f"
     assert not out.exists()
     partial = tmp_path / "f.partial"
-    finding = look_at(str(out))
+    finding = check_forecast(str(out))
     assert not finding.complete
     assert finding.place == partial
     assert len(finding.missing) == (2 if form == "zarr" else 4)
@@ -76,7 +76,7 @@ def test_it_goes_on_to_the_same_bits(config, whole, tmp_path, monkeypatch, form)
     forecast(asked)
     assert len(steps) == 4  # the first time was complete
     assert not partial.exists()
-    assert look_at(str(out)).complete
+    assert check_forecast(str(out)).complete
     same = [path for path in kept if not path.name.endswith(".partial")]
     assert len(same) >= 2
     for path in same:
@@ -99,11 +99,11 @@ def test_a_kill_leaves_nothing_that_looks_whole(config, tmp_path, monkeypatch):
 
 
 def test_a_whole_store_that_lost_a_chunk_is_not_complete(whole, tmp_path):
-    assert look_at(str(whole)).complete
+    assert check_forecast(str(whole)).complete
     damaged = tmp_path / "damaged.zarr"
     shutil.copytree(whole, damaged)
     (damaged / "temperature/c.1.2.0.0.0").unlink()
-    finding = look_at(str(damaged))
+    finding = check_forecast(str(damaged))
     assert not finding.complete
     assert finding.lines()[0].endswith("7 of 8 fields are there")
     assert "2000-01-04T12 +18h, rows 0 to 16" in finding.lines()[1]
@@ -129,7 +129,7 @@ def test_other_forecasts_are_not_mixed(config, tmp_path, monkeypatch):
 
 
 def test_a_full_disk_is_one_line(config, whole, tmp_path, monkeypatch):
-    write, written = target.write_whole, []
+    write, written = target.write_bytes_atomic, []
 
     def until_full(path, content):
         written.append(path)
@@ -139,7 +139,7 @@ def test_a_full_disk_is_one_line(config, whole, tmp_path, monkeypatch):
 
     asked = asking(config, tmp_path / "f")
     with monkeypatch.context() as patch:
-        patch.setattr(target, "write_whole", until_full)
+        patch.setattr(target, "write_bytes_atomic", until_full)
         with pytest.raises(UserError, match="can't be written") as refused:
             forecast(asked)
     assert "(No space left on device)" in str(refused.value)
@@ -161,7 +161,7 @@ def test_a_disk_that_is_really_full(config, tmp_path, form, limit):
 
 KILLED = """
 import os, signal, sys
-from credit_dp.cli.entry import dispatch, guarded
+from credit_dp.cli.entry import dispatch, run_command
 from credit_dp.forecast.zarr import ZarrWriter
 write, done = ZarrWriter.write, []
 def some(*args):
@@ -170,7 +170,7 @@ def some(*args):
         os.kill(os.getpid(), signal.SIGKILL)
     write(*args)
 ZarrWriter.write = some
-sys.exit(guarded(dispatch, sys.argv[1:], "credit-dp"))
+sys.exit(run_command(dispatch, sys.argv[1:], "credit-dp"))
 """
 
 

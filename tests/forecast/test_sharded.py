@@ -9,7 +9,7 @@ import xarray as xr
 
 from credit_dp.errors import UserError
 from credit_dp.forecast import open_sharded
-from credit_dp.forecast.check import look_at
+from credit_dp.forecast.check import check_forecast
 
 # Ranks are threads here.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -47,7 +47,7 @@ def change(path: Path, **coords: object) -> None:
 @pytest.mark.slow
 def test_all_of_it_is_joined(bands):
     assert len(list(bands.glob("*.nc"))) == 2 * 2 * 3
-    assert look_at(str(bands)).complete
+    assert check_forecast(str(bands)).complete
     with open_sharded(bands) as data:
         assert dict(data.sizes) == {
             "number": 2,
@@ -78,7 +78,7 @@ def test_values_are_those_of_the_files(bands):
 def test_a_gap_is_refused(folder, name, line):
     one_of(folder, name).unlink()
     assert line in refusal(folder)
-    assert not look_at(str(folder)).complete
+    assert not check_forecast(str(folder)).complete
 
 
 def test_a_gap_in_the_south_is_refused(folder):

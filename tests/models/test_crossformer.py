@@ -19,9 +19,9 @@ from credit_dp.models import build_model
 from credit_dp.models.crossformer import (
     CrossFormer,
     CrossScaleEmbedding,
-    LongAttention,
+    LongDistanceAttention,
     PositionBias,
-    ShortAttention,
+    ShortDistanceAttention,
     SubPixelConv,
     split_in_halves,
 )
@@ -131,7 +131,7 @@ def _traffic_of_attention(manager):
     """Two ranks with half of the rows: of each group, and of its output, half has to cross."""
     with _RANDOM:
         torch.manual_seed(0)
-        whole, x = _Alone(LongAttention(8, 4, 4), -1), torch.randn(2, 8, 32, 8)
+        whole, x = _Alone(LongDistanceAttention(8, 4, 4), -1), torch.randn(2, 8, 32, 8)
     model = shard_model(copy.deepcopy(whole), manager, x.shape)
     band = shard_tensor(x, manager=manager).requires_grad_()
     y, messages, size = _sent(manager, lambda: model(band))
@@ -177,7 +177,9 @@ def test_padding_shows_the_globe_beyond_its_edges_and_is_cropped():
     assert torch.equal(wide[..., 8, :2], x[..., 0, -2:])
 
 
-@pytest.mark.parametrize(("kind", "spread"), [(ShortAttention, False), (LongAttention, True)])
+@pytest.mark.parametrize(
+    ("kind", "spread"), [(ShortDistanceAttention, False), (LongDistanceAttention, True)]
+)
 def test_attention_equals_a_formula_of_indices(kind, spread):
     size, heads, rows, columns = 2, 2, 6, 8
     layer = kind(32, size, 16).double()  # 8 numbers wide is the network of the bias
@@ -218,7 +220,7 @@ def test_position_bias_depends_on_the_offset_only():
 
 
 def test_a_window_sees_no_other():
-    layer = ShortAttention(8, 4, 4)
+    layer = ShortDistanceAttention(8, 4, 4)
     x = torch.randn(1, 8, 12, 8)
     other = x.clone()
     other[:, 4:8, 8:] += 1
@@ -228,7 +230,7 @@ def test_a_window_sees_no_other():
 
 
 def test_attention_of_no_groups_makes_no_rows():
-    layer = LongAttention(8, 4, 4)
+    layer = LongDistanceAttention(8, 4, 4)
     x = torch.zeros(2, 0, 12, 8, requires_grad=True)
     assert layer.treat(x, slice(3, 3), 16).shape == (2, 0, 12, 8)
 

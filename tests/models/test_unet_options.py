@@ -7,17 +7,17 @@ import torch
 import torch.nn.functional as F
 
 from credit_dp.config import UNetConfig
-from credit_dp.config.model import UPSAMPLE
+from credit_dp.config.model import UNET_UPSAMPLING
 from credit_dp.domain_parallel.build import shard_model
 from credit_dp.errors import UserError
-from credit_dp.models.blocks import StochasticDepth, draw_depths
+from credit_dp.models.blocks import StochasticDepth, draw_stochastic_depths
 from credit_dp.models.unet import (
     GlobalConditioning,
     LongRangeConv2d,
     PeriodicUpsample,
     SqueezeExcite,
     UNet,
-    condition,
+    modulate,
 )
 from tests.domain_parallel.equality import MODEL, assert_same_as_whole_globe
 from tests.ranks import on_processes, on_threads
@@ -34,7 +34,7 @@ ALL = {
 def _unet(channels=(4, 8, 8), blocks=2, **options):
     config = UNetConfig(channels=list(channels), blocks=blocks, groups=4, **options)
     model = UNet(config, 5, 3)
-    draw_depths(model, seed=1, step=2, samples=range(BATCH))
+    draw_stochastic_depths(model, seed=1, step=2, samples=range(BATCH))
     return model
 
 
@@ -76,14 +76,14 @@ def test_sharded_mixer_equals_whole_everywhere(ranks, rows, options):
 RANKS = (2, 3, 4)
 
 
-@pytest.mark.parametrize("upsample", UPSAMPLE)
+@pytest.mark.parametrize("upsample", UNET_UPSAMPLING)
 @pytest.mark.parametrize(("ranks", "rows", "poles"), [(2, 17, "earth"), (3, 22, "reflect")])
 def test_every_upsampling_on_bands_equals_whole(upsample, ranks, rows, poles):
     _same(ranks, _small, {"upsample": upsample, "poles": poles}, (1, 5, rows, 7))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("turn", "upsample"), [*enumerate(UPSAMPLE)])
+@pytest.mark.parametrize(("turn", "upsample"), [*enumerate(UNET_UPSAMPLING)])
 @pytest.mark.parametrize(("number", "rows"), [*enumerate([16, 29, 33, 121])])
 def test_every_upsampling_on_bands_equals_whole_everywhere(number, rows, turn, upsample):
     poles = ("earth", "zeros", "mirror", "reflect")[(number + turn) % 4]
@@ -172,7 +172,7 @@ def test_conditioning_goes_by_global_means_only():
     assert [tuple(part.shape) for part in made] == [(2, 4, 1, 1), (2, 6, 1, 1)]
     torch.testing.assert_close(made, known(x.mean((-2, -1), keepdim=True)))
     y, scale_and_shift = torch.ones(1, 2, 1, 1), torch.tensor([1.0, 2.0, 0.5, -3.0])
-    assert condition(y, scale_and_shift.view(1, 4, 1, 1)).flatten().tolist() == [2.5, 0.0]
+    assert modulate(y, scale_and_shift.view(1, 4, 1, 1)).flatten().tolist() == [2.5, 0.0]
 
 
 @pytest.mark.parametrize("upsample", ["nearest", "bilinear"])
@@ -298,7 +298,7 @@ def test_bands_that_would_drop_different_branches_are_refused():
     def draw_nothing(manager):
         config = UNetConfig(channels=[4, 8], blocks=1, groups=4, stochastic_depth=0.5)
         model = shard_model(UNet(config, 5, 3), manager, (1, 5, 8, 8))
-        with pytest.raises(UserError, match="draw_depths"):
+        with pytest.raises(UserError, match="draw_stochastic_depths"):
             model(torch.zeros(1, 5, manager.partition(8).sizes[manager.domain_rank], 8))
 
     on_threads(2, draw_nothing)

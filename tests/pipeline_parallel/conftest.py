@@ -17,7 +17,7 @@ def model():
 def sent(monkeypatch):
     """What is moved where, on a machine that seems to have four GPUs; nothing really moves."""
     moves = []
-    monkeypatch.setattr(placement, "devices_there", lambda kind: 4)
+    monkeypatch.setattr(placement, "count_devices", lambda kind: 4)
     monkeypatch.setattr(
         placement, "send", lambda thing, to: moves.append((thing, str(to))) or thing
     )

@@ -13,9 +13,9 @@ from credit_dp.domain_parallel.build import shard_model
 from credit_dp.domain_parallel.verify import relative_error
 from credit_dp.fields import Fields
 from credit_dp.models import build_model
-from credit_dp.models.segments import Segment, SegmentedModel, State
+from credit_dp.models.segments import Segment, SegmentedModel, SegmentState
 from credit_dp.pipeline_parallel.pipeline import Pipeline
-from credit_dp.pipeline_parallel.stages import Stage, cut_model, cut_points, segment_costs
+from credit_dp.pipeline_parallel.stages import Stage, cut_model, segment_costs, stage_slices
 from tests.training.runs import tiny_crossformer, tiny_unet
 
 COLUMNS = 16
@@ -61,7 +61,7 @@ class Own(SegmentedModel):
             Segment("last", self._finish, ("last",)),
         ]
 
-    def _finish(self, state: State) -> State:
+    def _finish(self, state: SegmentState) -> SegmentState:
         return (self.last(torch.cat(state, 1)),)
 
 
@@ -108,7 +108,7 @@ def stages_of(
 ) -> tuple[nn.Module, list[Stage]]:
     """The plain model, and this rank's stages of its shards."""
     model = build(name, rows)
-    cuts = cut_points(segment_costs(model, shape(name, rows)), count)
+    cuts = stage_slices(segment_costs(model, shape(name, rows)), count)
     whole = copy.deepcopy(model)
     if manager.domain_parallel_size > 1:
         model = shard_model(model, manager, shape(name, rows))

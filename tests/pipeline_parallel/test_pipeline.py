@@ -78,7 +78,7 @@ def assert_shared_out(manager: DomainParallelManager, schedule: str) -> None:
     virtual = 2 if schedule == "interleaved" else 1
     whole, stages = stages_of(manager, "unet", 16, 2 * virtual)
     for stage in stages:
-        for segment in stage.module.segments()[stage.module.part]:
+        for segment in stage.module.segments()[stage.module.active_segments]:
             fully_shard(stage.module.get_submodule(segment.name), mesh=manager.mesh["data"])
         fully_shard(stage.module, mesh=manager.mesh["data"])
     pipeline = Pipeline(stages, manager, schedule, 2)
@@ -187,11 +187,11 @@ def test_theoretical_bubble(ranks, micros, virtual, share):
 
 def test_idle_share_is_what_is_not_busy():
     watch = Stopwatch(torch.device("cpu"))
-    assert watch.idle() == 0
+    assert watch.idle_share() == 0
     for _ in range(2):  # the second span forgets the first
-        with watch.span():
+        with watch.measure():
             for _ in range(2):
                 with watch.busy():
                     time.sleep(0.03)
             time.sleep(0.18)
-        assert 0.55 < watch.idle() < 0.85
+        assert 0.55 < watch.idle_share() < 0.85

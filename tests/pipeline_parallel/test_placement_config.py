@@ -9,7 +9,7 @@ from credit_dp.config import ParallelConfig
 from credit_dp.domain_parallel import convert_to_domain_parallel, shard_tensor
 from credit_dp.errors import UserError
 from credit_dp.pipeline_parallel import (
-    home_device,
+    model_output_device,
     parallelize_pipeline,
     place_model,
     unparallelize_pipeline,
@@ -57,10 +57,10 @@ def test_no_layout_leaves_the_model_alone(model):
 
 
 def test_home_is_where_the_output_of_the_root_goes(sent):
-    assert home_device({}, CPU) == CPU
-    assert home_device({"decoder": "cuda:1"}, CPU) == CPU
-    assert home_device({"root": "cuda:1"}, CPU) == torch.device("cuda:1")
-    assert home_device({"root": ["cuda:0", "cuda:1"]}, CPU, 2) == torch.device("cuda:3")
+    assert model_output_device({}, CPU) == CPU
+    assert model_output_device({"decoder": "cuda:1"}, CPU) == CPU
+    assert model_output_device({"root": "cuda:1"}, CPU) == torch.device("cuda:1")
+    assert model_output_device({"root": ["cuda:0", "cuda:1"]}, CPU, 2) == torch.device("cuda:3")
 
 
 @pytest.mark.parametrize("layout", [{"encodr": "cpu"}, {"root": "cuda:99"}, {"root": "gpu"}])
@@ -84,8 +84,8 @@ def test_the_config_refuses_fsdp2_with_a_layout():
 
 
 def test_the_config_counts_the_gpus_of_a_rank():
-    assert ParallelConfig().gpus_of_rank == 1
-    assert ParallelConfig(layout={"root": "cuda", "a": ["cuda:2", "cpu"]}).gpus_of_rank == 3
+    assert ParallelConfig().gpus_per_rank == 1
+    assert ParallelConfig(layout={"root": "cuda", "a": ["cuda:2", "cpu"]}).gpus_per_rank == 3
 
 
 def placed_and_sharded(manager, x):

@@ -23,7 +23,12 @@ from credit_dp.domain_parallel.verify import relative_error
 from credit_dp.errors import UserError
 from credit_dp.models import build_model
 from credit_dp.models.segments import Segment, SegmentedModel
-from credit_dp.pipeline_parallel.stages import Elsewhere, cut_model, cut_points, segment_costs
+from credit_dp.pipeline_parallel.stages import (
+    OtherStageModule,
+    cut_model,
+    segment_costs,
+    stage_slices,
+)
 from tests.domain_parallel.equality import _RANDOM
 from tests.pipeline_parallel.models import (
     COLUMNS,
@@ -57,12 +62,12 @@ def run(stages, x):
     """Fold the stages; what each takes and makes is what it says."""
     state = (x,)
     for stage in stages:
-        assert_fits(stage.takes, state)
+        assert_fits(stage.input_specs, state)
         made = stage.module(*state)
         state = made if isinstance(made, tuple) else (made,)
         assert all(y.is_contiguous() for y in state)
-        assert_fits(stage.makes, state)
-        assert stage.result == stages[-1].makes
+        assert_fits(stage.output_specs, state)
+        assert stage.model_output_specs == stages[-1].output_specs
     return state[0]
 
 
@@ -129,7 +134,7 @@ def test_cutting_leaves_the_model_as_it_was():
     cut_model(model, alone(), every_segment(model), shape("spectral norm", 16))
     assert all(torch.equal(x, before[key]) for key, x in model.state_dict().items())
     assert [key for key, _ in model.named_modules()] == named
-    assert model.part == slice(None)
+    assert model.active_segments == slice(None)
 
 
 @pytest.mark.slow
@@ -147,8 +152,8 @@ def test_what_other_stages_use_is_freed():
 def test_a_module_of_another_stage_can_not_be_called():
     model = build("unet", 16)
     first, _ = cut_model(model, alone(), [slice(0, 3), slice(3, 5)], shape("unet", 16))
-    assert isinstance(first.module.head, Elsewhere)
-    assert isinstance(first.module.decoder[0][0], Elsewhere)
+    assert isinstance(first.module.head, OtherStageModule)
+    assert isinstance(first.module.decoder[0][0], OtherStageModule)
     with pytest.raises(UserError, match="stage 0 calls head"):
         first.module.head(torch.zeros(1))
 
@@ -286,7 +291,7 @@ def test_costs_count_attention():
 )
 def test_no_cut_has_a_cheaper_dearest_stage(costs, stages):
     stages = min(stages, len(costs))
-    cuts = cut_points({f"s{i}": cost for i, cost in enumerate(costs)}, stages)
+    cuts = stage_slices({f"s{i}": cost for i, cost in enumerate(costs)}, stages)
     assert len(cuts) == stages
     assert list(itertools.chain(*(range(cut.start, cut.stop) for cut in cuts))) == [
         *range(len(costs))
@@ -303,7 +308,7 @@ COSTS = dict.fromkeys(["stem", "encoder.0", "encoder.1", "decoder.0", "head"], 1
 
 
 def test_cuts_by_name():
-    assert cut_points(COSTS, 3, ["encoder.1", "head"]) == [slice(0, 2), slice(2, 4), slice(4, 5)]
+    assert stage_slices(COSTS, 3, ["encoder.1", "head"]) == [slice(0, 2), slice(2, 4), slice(4, 5)]
 
 
 @pytest.mark.parametrize(
@@ -324,7 +329,7 @@ def test_cuts_by_name():
 )
 def test_cuts_that_can_not_be_are_refused(stages, named, virtual, words):
     with pytest.raises(UserError, match=re.escape(words)) as error:
-        cut_points(COSTS, stages, named, virtual=virtual)
+        stage_slices(COSTS, stages, named, virtual=virtual)
     assert str(error.value).startswith(
         "parallel.pipeline: " if named is None else "parallel.stages"
     )

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from credit_dp.distributed.peer_monitor import gone
+from credit_dp.distributed.peer_monitor import process_has_ended
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "scontrol", "scancel")
 HOST = socket.gethostname()
@@ -136,9 +136,9 @@ def end(pid: int) -> None:
     deadline = time.monotonic() + PATIENCE
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGTERM)
-        while not gone(pid) and time.monotonic() < deadline:
+        while not process_has_ended(pid) and time.monotonic() < deadline:
             time.sleep(0.05)
-        if not gone(pid):
+        if not process_has_ended(pid):
             os.kill(pid, signal.SIGKILL)
 
 

@@ -180,7 +180,7 @@ def test_a_sweep_is_one_array_and_only_the_broken_job_fails(
     assert cluster.job(numbers[2])["ExitCode"] == f"{records[2]['exit_code']}:0"
     sweep = read_sweep(first)
     assert sweep.keys == ("parallel.domain", "seed")
-    told = [(job.standing.state, job.standing.cause) for job in sweep.jobs]
+    told = [(job.status.state, job.status.cause) for job in sweep.jobs]
     assert told == [(each["state"], each["cause"] or "") for each in records]
 
 
@@ -299,13 +299,13 @@ def test_a_job_saves_before_its_time_is_over_and_goes_on_until_it_is_cancelled(
     assert ": stopped after step " in log.read_text().partition("resumed after step ")[0]
     cluster.ask("scontrol", "update", f"JobId={number}", "TimeLimit=60")
     # On a slow machine this life may be over by now; the next one has enough time.
-    until(lambda: read_sweep(overrunning.parent).job("0").standing.state == "running", "a run")
+    until(lambda: read_sweep(overrunning.parent).job("0").status.state == "running", "a run")
     before = steps(overrunning)
     until(lambda: steps(overrunning) > before + 2, "steps of a life with enough time")
     cluster.ask("scancel", number)
     until(lambda: cluster.job(number)["JobState"] == "CANCELLED", "the end")
     until(lambda: record(overrunning)["state"] != "running", "the record")
-    assert read_sweep(overrunning.parent).job("0").standing.state == "preempted"
+    assert read_sweep(overrunning.parent).job("0").status.state == "preempted"
     assert "SIGTERM: stopped after step " in log.read_text().rpartition("resumed after step ")[2]
     assert number not in cluster.ask("squeue", "--noheader", "--format", "%i").split()
 

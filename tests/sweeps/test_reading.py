@@ -10,7 +10,14 @@ import pytest
 
 from credit_dp.errors import UserError
 from credit_dp.sweeps import read_sweep
-from credit_dp.sweeps.read import Standing, best, choose_metric, known, metric_of, relative_rmse
+from credit_dp.sweeps.read import (
+    RunStatus,
+    available_metrics,
+    best,
+    choose_metric,
+    metric_of,
+    relative_rmse,
+)
 from tests.sweeps.folders import (
     CRASHED,
     ENDED,
@@ -45,13 +52,13 @@ def test_each_run_is_in_the_state_that_its_files_show(tmp_path: Path) -> None:
     sweep = read_sweep(folder)
     assert sweep.keys == ("optimizer.lr", "seed")
     assert [job.name for job in sweep.jobs] == [str(n) for n in range(8)]
-    assert [job.standing for job in sweep.jobs] == [
-        Standing("done"),
-        Standing("failed", "trainer: the loss has to stay finite"),
-        Standing("preempted"),
-        Standing("running"),
-        Standing("stalled"),
-        *[Standing("not started")] * 3,
+    assert [job.status for job in sweep.jobs] == [
+        RunStatus("done"),
+        RunStatus("failed", "trainer: the loss has to stay finite"),
+        RunStatus("preempted"),
+        RunStatus("running"),
+        RunStatus("stalled"),
+        *[RunStatus("not started")] * 3,
     ]
     assert [(job.steps, job.all_steps) for job in sweep.jobs[:2]] == [(30, 30), (4, 30)]
     assert [job.value("seed") for job in sweep.jobs[5:]] == ["1", "2", "3"]  # 6 and 7: no folder
@@ -67,9 +74,9 @@ def test_the_record_of_a_run_counts_more_than_its_files(tmp_path: Path) -> None:
         (folder / name).mkdir()
         (folder / name / "job.json").write_text(json.dumps(record))
     jobs = read_sweep(folder).jobs
-    assert [job.standing for job in jobs] == [
-        Standing("failed", "killed by SIGKILL"),
-        Standing("running"),
+    assert [job.status for job in jobs] == [
+        RunStatus("failed", "killed by SIGKILL"),
+        RunStatus("running"),
     ]
     assert [dict(job.overrides) for job in jobs] == [{"seed": "0"}, {"seed": "1"}]
 
@@ -84,7 +91,7 @@ def test_a_run_that_was_started_again_runs(tmp_path: Path) -> None:
         write_rank_log(run, CRASHED)
         record = {"state": "running", "started": started, "overrides": [f"seed={name}"]}
         (run / "job.json").write_text(json.dumps(record))
-    assert [job.standing.state for job in read_sweep(folder).jobs] == ["failed", "running"]
+    assert [job.status.state for job in read_sweep(folder).jobs] == ["failed", "running"]
 
 
 def test_a_run_that_waits_is_known_by_what_it_is_to_do(tmp_path: Path) -> None:
@@ -97,7 +104,7 @@ def test_a_run_that_waits_is_known_by_what_it_is_to_do(tmp_path: Path) -> None:
         (folder / name / "submitted.json").write_text(json.dumps(told))
     sweep = read_sweep(folder)
     assert sweep.keys == ("seed",)
-    told_of = [(job.name, job.value("seed"), job.standing.state) for job in sweep.jobs]
+    told_of = [(job.name, job.value("seed"), job.status.state) for job in sweep.jobs]
     assert told_of == [("0", "1", "done"), ("1", "2", "not started")]
 
 
@@ -111,7 +118,7 @@ def test_files_that_are_no_such_files_are_as_if_they_were_not_there(
     (run.parent / "multirun.yaml").write_text(text)
     (job,) = read_sweep(run.parent).jobs
     assert (job.steps, job.mesh, relative_rmse(job), job.rows()) == (0, None, None, [])
-    assert job.standing.state == "not started"
+    assert job.status.state == "not started"
 
 
 def test_a_row_that_is_being_written_is_left_out(tmp_path: Path) -> None:
@@ -167,7 +174,7 @@ def test_while_nothing_is_scored_the_lowest_validation_counts(tmp_path: Path) ->
     jobs = read_sweep(folder).jobs
     assert choose_metric(jobs, "") == "validation_rmse"
     assert metric_of(jobs[0], "validation_rmse") == 0.5
-    assert "step" not in known(jobs)
+    assert "step" not in available_metrics(jobs)
 
 
 def test_a_folder_that_is_no_sweep_is_one_line(tmp_path: Path) -> None:

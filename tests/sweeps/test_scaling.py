@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from credit_dp.sweeps import read_sweep
-from credit_dp.sweeps.scaling import Series, crowded, draw_scaling, find_series
+from credit_dp.sweeps.scaling import ScalingSeries, draw_scaling, find_series, is_oversubscribed
 from tests.cli.answers import answer
 from tests.sweeps.folders import (
     ENDED,
@@ -43,7 +43,7 @@ def sweep(tmp_path: Path) -> Path:
     return folder
 
 
-def found(folder: Path) -> dict[tuple[str, str], Series]:
+def found(folder: Path) -> dict[tuple[str, str], ScalingSeries]:
     return {(one.kind, one.axis): one for one in find_series(read_sweep(folder))}
 
 
@@ -105,16 +105,16 @@ def cores(count: int) -> Iterator[None]:
 def test_more_ranks_than_cores_are_marked(sweep: Path) -> None:
     with cores(2):
         strong = found(sweep)["strong", "domain"]
-        assert [crowded(timing) for timing in strong.timings] == [False, False, True]
+        assert [is_oversubscribed(timing) for timing in strong.timings] == [False, False, True]
     elsewhere = sweep / "2" / "logs" / "rank-0.log"
     elsewhere.write_text(elsewhere.read_text().replace(f"on {socket.gethostname()}", "on far"))
-    assert crowded(found(sweep)["strong", "domain"].timings[1]) is None
+    assert is_oversubscribed(found(sweep)["strong", "domain"].timings[1]) is None
 
 
 def test_the_table_the_files_and_the_picture(sweep: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("credit_dp.sweeps.scaling.cores", lambda: 2)
+        patch.setattr("credit_dp.sweeps.scaling.usable_cores", lambda: 2)
         code, text, err = scaling_of(sweep, f"out={out}")
     assert (code, err) == (0, "")
     assert "strong scaling over domain ranks: 48x48, batch 4\n" in text

@@ -11,7 +11,7 @@ import pytest
 from matplotlib.figure import Figure
 from PIL import Image
 
-from credit_dp.cli.sweep import show
+from credit_dp.cli.sweep import show_sweep
 from credit_dp.sweeps import read_sweep
 from credit_dp.sweeps.tables import SweepTable, draw_metric
 from tests.cli.answers import answer
@@ -166,7 +166,7 @@ def test_no_such_command_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_reading_does_not_import_torch(sweep: Path) -> None:
-    code = f"from {show.__module__} import show; show(['{sweep}'], 'x'); import sys; "
+    code = f"from {show_sweep.__module__} import show; show(['{sweep}'], 'x'); import sys; "
     subprocess.run(
         [sys.executable, "-c", f"{code}sys.exit('torch' in sys.modules)"], check=True, timeout=60
     )

@@ -17,7 +17,7 @@ from credit_dp.config import (
     TrainerConfig,
     UNetConfig,
 )
-from credit_dp.data.setup import prepare
+from credit_dp.data.setup import prepare_training_data
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.training.build import Training, build_training
 from tests.data import stores
@@ -89,7 +89,7 @@ def alone() -> DomainParallelManager:
 
 def built(config: Config, manager: DomainParallelManager) -> Training:
     """A run ready to start on the CPU."""
-    return build_training(config, prepare(config.data), manager, torch.device("cpu"))
+    return build_training(config, prepare_training_data(config.data), manager, torch.device("cpu"))
 
 
 def train_on(training: Training) -> list[tuple[float, float]]:

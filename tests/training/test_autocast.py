@@ -42,7 +42,7 @@ def numbers_of(manager: DomainParallelManager, config: Config) -> np.ndarray:
     assert seen == {torch.bfloat16 if config.trainer.autocast else torch.float32}
     tensors = state.tensors().values()
     assert {x.dtype for x in tensors if x.is_floating_point()} == {torch.float32}
-    assert {p.grad.dtype for p in state.trained.values()} == {torch.float32}
+    assert {p.grad.dtype for p in state.trainable_parameters.values()} == {torch.float32}
     return found
 
 

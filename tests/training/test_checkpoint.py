@@ -19,7 +19,7 @@ from credit_dp.training.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from credit_dp.training.optim import build_optimiser, build_schedule, state_layout
+from credit_dp.training.optim import build_optimizer, build_schedule, state_layout
 from tests.training.disk import full_disk
 
 
@@ -52,7 +52,7 @@ def state_with(
     config = config or AdamWConfig()
     parameters = dict(sorted(model.named_parameters()))
     layout = state_layout(parameters, config, ParallelConfig())
-    optimiser = build_optimiser(parameters, config)
+    optimiser = build_optimizer(parameters, config)
     schedule = build_schedule(optimiser, config, steps)
     return TrainingState(
         (model,),
@@ -61,15 +61,15 @@ def state_with(
         Position(),
         {},
         seed,
-        optimizer=config.name,
+        optimizer_name=config.name,
         layout=layout,
     )
 
 
 def step(state: TrainingState) -> None:
-    state.optimiser.zero_grad()
+    state.optimizer.zero_grad()
     state.parts[0](torch.ones(1, 4, 8, 8)).square().sum().backward()
-    state.optimiser.step()
+    state.optimizer.step()
     state.schedule.step()
     state.step += 1
     state.sampler.value += 3
@@ -105,7 +105,7 @@ def test_a_checkpoint_before_the_first_step_has_no_moments(tmp_path):
     save_checkpoint(tmp_path, saved, "")
     load_checkpoint(tmp_path, loaded)
     assert same(saved, loaded)
-    assert not loaded.optimiser.state
+    assert not loaded.optimizer.state
 
 
 class Odd(nn.Module):
@@ -166,7 +166,7 @@ def test_another_dtype_of_the_config_is_taken(tmp_path, dtype):
     other = torch.float64 if dtype == torch.float32 else torch.float32
     saved = state_with(nn.Conv2d(4, 4, 3).to(dtype))
     saved.parts[0](torch.ones(1, 4, 8, 8, dtype=dtype)).sum().backward()
-    saved.optimiser.step()
+    saved.optimizer.step()
     save_checkpoint(tmp_path, saved, "")
     loaded = state_with(nn.Conv2d(4, 4, 3).to(other))
     load_checkpoint(tmp_path, loaded)
@@ -186,7 +186,7 @@ def test_something_else_than_tensors_is_refused(tmp_path):
 
 
 def settings(state: TrainingState) -> list[dict[str, Any]]:
-    groups = state.optimiser.param_groups
+    groups = state.optimizer.param_groups
     return [{name: group[name] for name in group if name != "params"} for group in groups]
 
 

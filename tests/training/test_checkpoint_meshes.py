@@ -23,8 +23,8 @@ from credit_dp.training.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from credit_dp.training.optim import build_optimiser, build_schedule
-from credit_dp.training.parameter_shards import replicas_and_shards, shard_parameters
+from credit_dp.training.optim import build_optimizer, build_schedule
+from credit_dp.training.parameter_shards import fsdp_mesh, shard_parameters
 from tests.ranks import on_processes
 from tests.training.runs import alone, tiny_crossformer, tiny_unet
 from tests.training.test_checkpoint import Position
@@ -59,12 +59,12 @@ def state_on(manager: DomainParallelManager, model: str, seed: int, shared: bool
     if manager.pipeline_parallel_size > 1:
         cuts = [slice(0, 1), slice(1, 2), slice(2, 3), slice(3, None)]  # two for each rank
         parts = tuple(stage.module for stage in cut_model(whole, manager, cuts, shape))
-    shares = replicas_and_shards(manager) if shared else None
+    shares = fsdp_mesh(manager) if shared else None
     if shares is not None:
         for part in parts:
             shard_parameters(part, shares, ParallelConfig(), torch.float64)
     parameters = dict(sorted(p for part in parts for p in part.named_parameters()))
-    optimiser = build_optimiser(parameters, AdamWConfig())
+    optimiser = build_optimizer(parameters, AdamWConfig())
     schedule = build_schedule(optimiser, AdamWConfig(), 10)
     return TrainingState(parts, optimiser, schedule, Position(), {}, seed)
 
@@ -95,7 +95,7 @@ def start(model: str, folder: Path) -> dict[str, torch.Tensor]:
     state = state_on(alone(), model, 1, False)
     inputs = torch.randn(2, FIELDS.inputs, ROWS, COLUMNS, dtype=torch.float64)
     state.parts[0](inputs).square().sum().backward()
-    state.optimiser.step()
+    state.optimizer.step()
     state.step, state.sampler.value = 1, 5
     save_checkpoint(folder, state, "")
     return state.tensors()

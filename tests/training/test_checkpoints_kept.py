@@ -21,7 +21,7 @@ from credit_dp.training.checkpoint import (
     find_checkpoint,
     load_checkpoint,
 )
-from credit_dp.training.checkpoint_files import whole_steps
+from credit_dp.training.checkpoint_files import list_checkpoints
 from tests.ranks import on_processes
 from tests.training.disk import full_disk
 from tests.training.test_checkpoint import names, same, state_of, step
@@ -79,7 +79,7 @@ def test_the_next_save_waits_for_the_one_before(tmp_path):
         checkpoints.save(state, "")
         order.append("saved")
         late.join()
-        assert whole_steps(tmp_path)[0] == tmp_path / "step-00000000"
+        assert list_checkpoints(tmp_path)[0] == tmp_path / "step-00000000"
     assert order == ["disk", "saved"]
     assert names(tmp_path) == ["step-00000000", "step-00000001"]
 
@@ -107,7 +107,7 @@ def at(number: int) -> TrainingState:
 
 def kept(folder: Path) -> list[int]:
     """The steps of what is there; nothing but links and checkpoints is."""
-    steps = [int(path.name[5:]) for path in whole_steps(folder)]
+    steps = [int(path.name[5:]) for path in list_checkpoints(folder)]
     assert len([path for path in folder.iterdir() if not path.is_symlink()]) == len(steps)
     return steps
 
@@ -194,11 +194,11 @@ def test_what_is_being_written_is_completed_when_training_fails(tmp_path, error)
 
 def test_the_newest_is_what_will_be_there_when_all_is_written(tmp_path):
     with slow_disk() as ready, Checkpoints(tmp_path, trainer()) as checkpoints:
-        assert checkpoints.newest() is None
+        assert checkpoints.newest_checkpoint() is None
         checkpoints.save(at(1), "")
         threading.Timer(0.1, ready.set).start()
         checkpoints.save(at(2), "")  # when it is whole, the one before goes
-        assert checkpoints.newest() == tmp_path / "step-00000002"
+        assert checkpoints.newest_checkpoint() == tmp_path / "step-00000002"
     assert names(tmp_path) == ["step-00000002"]
 
 
@@ -217,7 +217,7 @@ def test_the_error_of_training_is_told_and_not_that_of_the_disk(tmp_path):
 
 
 def test_an_interrupt_does_not_wait_for_a_disk_that_hangs(tmp_path, monkeypatch):
-    monkeypatch.setattr("credit_dp.training.checkpoint.LAST_WAIT", 0.05)
+    monkeypatch.setattr("credit_dp.training.checkpoint.INTERRUPT_TIMEOUT", 0.05)
     with slow_disk():
         with pytest.raises(KeyboardInterrupt):
             fail_after_a_save(tmp_path, KeyboardInterrupt(), lambda: None)
@@ -232,13 +232,13 @@ def on_the_way(manager: DomainParallelManager, folder: Path, full: bool) -> dict
     state = state_on(manager, "unet", 1, True)
     for number, parameter in enumerate(state.parameters.values()):
         parameter.grad = torch.full_like(parameter, number + 1.0)
-    state.optimiser.step()
+    state.optimizer.step()
     state.step = 1
     then = {name: tensor.clone() for name, tensor in whole(state).items()}
     with slow_disk() as ready, Checkpoints(folder, trainer()) as checkpoints:
         checkpoints.save(state, "")
         for _ in range(3):
-            state.optimiser.step()
+            state.optimizer.step()
             whole(state)  # collectives meanwhile, on the groups of training
         ready.set()
         checkpoints.wait()

@@ -8,7 +8,7 @@ import pytest
 import xarray as xr
 
 from credit_dp.config import Config, DataConfig
-from credit_dp.data.setup import prepare
+from credit_dp.data.setup import prepare_training_data
 from credit_dp.errors import UserError
 from credit_dp.training.checkpoint import load_checkpoint, save_checkpoint
 from credit_dp.training.data_description import check_data, describe_data
@@ -79,7 +79,7 @@ def test_another_sample_is_refused_by_its_key(config, tmp_path, option, said):
 
 
 def test_checkpoints_that_say_nothing_of_it_had_one_state_and_its_tendency(config):
-    own = describe_data(prepare(config.data), config.model)
+    own = describe_data(prepare_training_data(config.data), config.model)
     before = {name: value for name, value in own.items() if not name.startswith("model.")}
     check_data(before, own)
     with pytest.raises(UserError, match=r"model\.frames=1"):
@@ -112,7 +112,7 @@ def test_another_store_of_the_same_form_is_refused(config, tmp_path):
 
 
 def test_the_last_digits_may_differ(config):
-    own = describe_data(prepare(config.data), config.model)
+    own = describe_data(prepare_training_data(config.data), config.model)
     saved = {name: np.array(values) for name, values in own["statistics"].items()}
     rounded = {name: (values * (1 + 1e-12)).tolist() for name, values in saved.items()}
     check_data({**own, "statistics": rounded}, own)

@@ -11,10 +11,10 @@ import credit_dp
 from credit_dp.cli.export import checkpoint
 from credit_dp.config import Config, ModelConfig, PanguConfig, StandardLossConfig
 from credit_dp.data.channels import Channel
-from credit_dp.data.setup import prepare
+from credit_dp.data.setup import prepare_training_data
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
-from credit_dp.evaluation.held_out import HeldOut
+from credit_dp.evaluation.held_out import HeldOutData
 from credit_dp.fields import Fields
 from credit_dp.models import build_model
 from credit_dp.training.build import Training
@@ -104,24 +104,24 @@ def test_they_have_weights_of_level_and_variable():
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
     config = sea_config(tmp_path_factory.mktemp("sea"), tiny_unet(frames=2), steps=4)
-    prepare(config.data)
+    prepare_training_data(config.data)
     return config
 
 
 @pytest.mark.slow
 def test_a_diagnostic_is_the_models_output_and_weighs_in_its_own_spread(config):
     training = built(config, alone())
-    loss = training.trainer.gradients.loss
-    channels = prepare(config.data).store.channels
+    loss = training.trainer.forward_backward.loss
+    channels = prepare_training_data(config.data).store.channels
     assert loss.scale[channels.states :].flatten().tolist() == [1, 1]
     assert (loss.scale[: channels.states] != 1).all()
     with training.loader:
         batch = next(training.loader)
-    assert batch.now.shape[1] == 2 * channels.states
+    assert batch.state.shape[1] == 2 * channels.states
     assert batch.target.shape[1] == channels.outputs
     with torch.no_grad():
-        made = training.forecast(batch.now, batch.forcing, batch.static)
-        output = training.forecast.model(torch.cat([batch.now, batch.forcing, batch.static], 1))
+        made = training.forecast(batch.state, batch.forcing, batch.static)
+        output = training.forecast.model(torch.cat([batch.state, batch.forcing, batch.static], 1))
     assert torch.equal(made[:, channels.states :], output[:, channels.states :])
     assert not torch.equal(made[:, : channels.states], output[:, : channels.states])
 
@@ -157,7 +157,7 @@ def test_training_is_the_same_on_any_mesh(config, name, ranks, domain, pipeline)
 
 
 def test_what_is_described_is_checked_on_resuming(config):
-    prepared = prepare(config.data)
+    prepared = prepare_training_data(config.data)
     own = describe_data(prepared, config.model)
     assert own["data.diagnostic"] == [RAIN, SOIL]
     assert own["data.variables"] == {
@@ -195,17 +195,17 @@ def exported(config, tmp_path_factory):
 
 def forecast(config: Config, training: Training) -> tuple[tuple[object, ...], torch.Tensor]:
     """What a model is given in the store's units, and what training makes of it."""
-    prepared = prepare(config.data)
+    prepared = prepare_training_data(config.data)
     store = prepared.store
-    dates = HeldOut(config, prepared, slice(None), training.like)
+    dates = HeldOutData(config, prepared, slice(None), training.like)
     times = dates.initial_times[:2]
     with torch.no_grad():
-        made = training.forecast(dates.starts(times), dates.forcing(times), dates.static(2))
+        made = training.forecast(dates.initial_states(times), dates.forcing(times), dates.static(2))
     moments = (times[:, None] + np.array([-6, 0], "timedelta64[h]")).ravel()
-    states = torch.from_numpy(store.read_times(moments, slice(None))).reshape(2, -1, ROWS, COLUMNS)
-    forcing = torch.from_numpy(store.forcing_times(times, slice(None)))
+    states = torch.from_numpy(store.read_states(moments, slice(None))).reshape(2, -1, ROWS, COLUMNS)
+    forcing = torch.from_numpy(store.read_forcing(times, slice(None)))
     solar = forcing[:, [store.channels.forcing.index("solar")]]
-    return (states, times, solar), dates.physical(made)
+    return (states, times, solar), dates.denormalise(made)
 
 
 @pytest.mark.slow

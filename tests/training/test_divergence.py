@@ -16,7 +16,7 @@ from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
 from credit_dp.training.build import Training
 from credit_dp.training.checkpoint import load_checkpoint, save_checkpoint
-from credit_dp.training.diagnostics import ENOUGH, IN_A_ROW
+from credit_dp.training.diagnostics import MAX_CONSECUTIVE_SKIPS, MIN_NORMS
 from tests.ranks import on_processes
 from tests.training.runs import alone, built, make_config, make_store, weights
 from tests.training.test_meshes import Mesh, on_mesh
@@ -43,14 +43,14 @@ def spoilt(batches: Iterator[Batch], training: Training, how: str) -> Iterator[B
         if step != BAD or not how or how == "weight":
             yield batch
             continue
-        target, now = batch.target.clone(), batch.now.clone()
+        target, now = batch.target.clone(), batch.state.clone()
         if how == "input":
             now[1, 2, -1, 0] = NAN  # where no other band needs it
         elif how == "target":
             target[1, 2] = NAN
         elif how == "overflow":
             target[:, 2] = 1e200  # whose square is too large
-        yield replace(batch, now=now, target=target)
+        yield replace(batch, state=now, target=target)
 
 
 def spoil_weight(training: Training) -> None:
@@ -209,7 +209,7 @@ def skipped(
     wrong = how if manager.rank == manager.world_size - 1 else ""
     with training.loader:
         records = list(training.trainer.steps(spoilt(training.loader, training, wrong)))
-    return everything(training), [record.numbers()["skipped"] for record in records]
+    return everything(training), [record.metrics()["skipped"] for record in records]
 
 
 @pytest.mark.slow
@@ -234,16 +234,16 @@ def test_the_first_step_can_be_skipped_and_too_many_in_a_row_can_not(config):
     (part,) = training.trainer.state.parts
     part.register_buffer("samples_seen", torch.zeros(()))
     before = weights(training)
-    for count in range(1, IN_A_ROW):
+    for count in range(1, MAX_CONSECUTIVE_SKIPS):
         guard.begin()
         part.samples_seen += 4
         assert not guard.accepts(torch.tensor(NAN), torch.tensor(1.0), lambda: "")
         schedule.step()
-        assert guard.numbers() == {"skipped": count}
+        assert guard.metrics() == {"skipped": count}
     assert torch.equal(weights(training), before)
     assert part.samples_seen == 0
     with pytest.raises(
-        UserError, match=rf"at step 1, {IN_A_ROW} times in a row\. There it is\. The"
+        UserError, match=rf"at step 1, {MAX_CONSECUTIVE_SKIPS} times in a row\. There it is\. The"
     ):
         guard.accepts(torch.tensor(NAN), torch.tensor(1.0), lambda: "There it is. ")
 
@@ -254,7 +254,7 @@ def test_gradients_explode_in_comparison(config):
     ).trainer.guard
     loss, diagnose = torch.tensor(1.0), lambda: "never asked"
     assert guard.accepts(loss, torch.tensor(50.0), diagnose)  # too few to compare with
-    for size in np.linspace(0.5, 1.5, ENOUGH - 1):
+    for size in np.linspace(0.5, 1.5, MIN_NORMS - 1):
         assert guard.accepts(loss, torch.tensor(size), diagnose)
     assert guard.accepts(loss, torch.tensor(4.9), diagnose)
     with pytest.raises(
@@ -269,14 +269,14 @@ def test_gradients_explode_in_comparison(config):
 def test_what_was_seen_is_in_checkpoints(config, tmp_path):
     on = replace(config, trainer=replace(skipping(config).trainer, exploding=5.0))
     state = built(on, alone()).trainer.state
-    state.history.norms.extend([1.0] * ENOUGH)
-    state.history.skipped, state.history.in_a_row = 3, IN_A_ROW - 2
+    state.history.norms.extend([1.0] * MIN_NORMS)
+    state.history.skipped, state.history.in_a_row = 3, MAX_CONSECUTIVE_SKIPS - 2
     save_checkpoint(tmp_path, state, "")
     guard = built(on, alone()).trainer.guard
     load_checkpoint(tmp_path, guard.state)
     assert not guard.accepts(torch.tensor(1.0), torch.tensor(6.0), lambda: "")
-    assert guard.numbers() == {"skipped": 4}
-    with pytest.raises(UserError, match=f"{IN_A_ROW} times in a row"):
+    assert guard.metrics() == {"skipped": 4}
+    with pytest.raises(UserError, match=f"{MAX_CONSECUTIVE_SKIPS} times in a row"):
         guard.accepts(torch.tensor(1.0), torch.tensor(6.0), lambda: "")
 
 

@@ -9,7 +9,7 @@ from credit_dp.cli.overrides import parse_overrides
 from credit_dp.config import Config, DatesConfig
 from credit_dp.data.store import Store
 from credit_dp.training.console import Screen
-from credit_dp.training.monitoring import Watch
+from credit_dp.training.monitoring import TrainingMonitor
 from tests.training.runs import alone, built, make_store
 
 
@@ -30,7 +30,7 @@ def config_of(folder: Path, *overrides: str) -> Config:
 
 def losses(config: Config, steps: int | None = None) -> list[float]:
     training = built(config, alone())
-    watch = Watch(config, training, Screen(None), None, None)
+    watch = TrainingMonitor(config, training, Screen(None), None, None)
     found = []
     with training.loader:
         for record in watch.steps(training.trainer.steps(watch.batches())):

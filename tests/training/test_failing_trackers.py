@@ -8,7 +8,7 @@ import pytest
 from torch.utils import tensorboard
 
 from credit_dp.config import LoggerConfig
-from credit_dp.training.loggers import Background, Tracker, open_tracker
+from credit_dp.training.loggers import BackgroundSink, Tracker, open_tracker
 from tests.training.disk import full_disk
 from tests.training.heard import heard_from
 
@@ -131,7 +131,7 @@ class Hanging:
 def test_one_that_hangs_is_not_waited_for():
     sink = Hanging()
     with heard_from() as warnings:
-        background = Background("Slow", lambda: sink, room=10, patience=60.0)
+        background = BackgroundSink("Slow", lambda: sink, room=10, patience=60.0)
         for step in range(100):
             background.log(step, {})
         background.close()
@@ -145,7 +145,7 @@ def test_one_that_hangs_is_not_waited_for():
 def test_the_end_waits_for_a_while_only():
     sink = Hanging()
     with heard_from() as warnings:
-        background = Background("Slow", lambda: sink, patience=0.01)
+        background = BackgroundSink("Slow", lambda: sink, patience=0.01)
         background.log(1, {})
         background.close()
     assert warnings == ["Slow: left out from here on (not done after 0.01 s). Training goes on."]
@@ -153,9 +153,9 @@ def test_the_end_waits_for_a_while_only():
 
 
 def test_an_interrupt_waits_for_a_shorter_while(monkeypatch):
-    monkeypatch.setattr("credit_dp.training.loggers.LAST_WAIT", 0.01)
+    monkeypatch.setattr("credit_dp.training.loggers.INTERRUPT_TIMEOUT", 0.01)
     sink = Hanging()
-    tracker = Tracker([Background("Slow", lambda: sink, patience=60.0)])
+    tracker = Tracker([BackgroundSink("Slow", lambda: sink, patience=60.0)])
     tracker.log(1, {})
     with heard_from() as warnings:
         tracker.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)

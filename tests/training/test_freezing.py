@@ -73,7 +73,7 @@ def averaged(manager: DomainParallelManager, config):
     """The trajectory, with the averages of the weights at its end."""
     training = built(config, manager)
     numbers, _ = train(training)
-    with training.trainer.state.forecasting():
+    with training.trainer.state.eval_mode():
         return numbers, whole_tensors(training.trainer.state.parameters)
 
 

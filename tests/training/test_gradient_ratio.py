@@ -17,7 +17,7 @@ from torch.nn import functional
 from credit_dp.config import Config, StandardLossConfig
 from credit_dp.config.training import LOSSES
 from credit_dp.data.channels import Channel, Channels
-from credit_dp.data.setup import prepare
+from credit_dp.data.setup import prepare_training_data
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.evaluation.metrics import ValidPoints
 from credit_dp.training.loss import build_loss
@@ -150,7 +150,7 @@ def reference(tmp_path_factory):
             trainer = replace(config.trainer, gradient_clip=None, steps=1)
             loss = StandardLossConfig(name=name, spectrum=0.5, huber_delta=0.5)
             config = replace(config, trainer=trainer, loss=loss)
-            prepare(config.data)
+            prepare_training_data(config.data)
             made[name, sea] = config, of_first_step(alone(), config)
         return made[name, sea]
 

@@ -9,13 +9,13 @@ from credit_dp.config import ParallelConfig, StandardLossConfig
 from credit_dp.data.loader import Batch
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.training import forward_backward
-from credit_dp.training.build import averaging
+from credit_dp.training.build import wrap_in_ddp
 from credit_dp.training.forecast_step import ForecastStep
 from credit_dp.training.forward_backward import (
-    ModelPass,
+    ModelForwardBackward,
     average_gradients,
     clip_gradients,
-    replicas,
+    new_stage_group,
 )
 from credit_dp.training.loss import WeightedLoss
 from tests.ranks import RankError, on_processes
@@ -39,7 +39,7 @@ def parameters_of(rank: int) -> list[nn.Parameter]:
 def mean(manager: DomainParallelManager, bucket: int) -> list[torch.Tensor | None]:
     forward_backward.BUCKET = bucket
     parameters = parameters_of(manager.rank)
-    group = replicas(manager)
+    group = new_stage_group(manager)
     assert group is not None
     average_gradients(parameters, group)
     return [p.grad for p in parameters]
@@ -102,13 +102,15 @@ class Idle(nn.Module):
 
 
 def backward_of_idle(manager: DomainParallelManager) -> None:
-    model = averaging(Idle(), ParallelConfig(data=manager.dp_world_size))
+    model = wrap_in_ddp(Idle(), ParallelConfig(data=manager.dp_world_size))
     one, nothing = torch.ones(1), torch.zeros(1, 0, 4, 4)
     scale = one.view(1, 1, 1)
     loss = WeightedLoss(StandardLossConfig(), torch.ones(4), one, scale, 4)
     x = torch.ones(1, 1, 4, 4)
     batch = Batch(x, nothing, nothing, 2 * x, np.zeros(1, "datetime64[ns]"))
-    ModelPass(model, ForecastStep(model, scale), loss, 1, 1)(batch, lambda part, micro: None)
+    ModelForwardBackward(model, ForecastStep(model, scale), loss, 1, 1)(
+        batch, lambda part, micro: None
+    )
 
 
 def test_a_parameter_that_does_nothing_is_refused_by_ddp():

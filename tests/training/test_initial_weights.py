@@ -9,12 +9,12 @@ import torch
 
 from credit_dp.config import Config
 from credit_dp.config.data import DataConfig
-from credit_dp.data.setup import prepare
+from credit_dp.data.setup import prepare_training_data
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
 from credit_dp.training.build import Training
 from credit_dp.training.checkpoint import save_checkpoint
-from credit_dp.training.replicas import shard
+from credit_dp.training.replicas import local_tensor
 from credit_dp.training.state import named_tensors
 from credit_dp.training.transfer import channel_names, load_initial_weights
 from tests.ranks import on_processes
@@ -61,7 +61,9 @@ def save(config: Config, folder: Path) -> Training:
 
 def load(training: Training, config: Config, folder: Path) -> str:
     state = training.trainer.state
-    return load_initial_weights(str(folder), state, config.model, prepare(config.data))
+    return load_initial_weights(
+        str(folder), state, config.model, prepare_training_data(config.data)
+    )
 
 
 @pytest.mark.slow
@@ -76,7 +78,7 @@ def test_all_weights_of_the_same_model_and_nothing_else(config, tmp_path):
     assert told.startswith(f"init_from: {len(found)} of {len(found)} tensors from {tmp_path}")
     assert ";" not in told
     assert training.trainer.state.step == 0
-    assert not training.trainer.state.optimiser.state
+    assert not training.trainer.state.optimizer.state
 
 
 def common(source: Training, target: Training, kind: str) -> tuple[list[int], list[int]]:
@@ -158,7 +160,7 @@ def loaded(manager: DomainParallelManager, config: Config, folder: Path):
     state = training.trainer.state
     if state.average is not None:
         for name, average in state.average.averages.items():
-            assert torch.equal(shard(average), shard(state.parameters[name]))
+            assert torch.equal(local_tensor(average), local_tensor(state.parameters[name]))
     return told, whole_tensors(state.parameters)
 
 

@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from credit_dp.cli.compose import claim
+from credit_dp.cli.compose import lock_folder
 from credit_dp.config import Config, ParallelConfig
-from credit_dp.distributed import Ranks
+from credit_dp.distributed import RankInfo
 from credit_dp.distributed.worker import run_rank
 from credit_dp.training import run
 from credit_dp.training.build import Training
 from credit_dp.training.checkpoint import find_checkpoint, load_checkpoint
-from credit_dp.training.checkpoint_files import step_of, whole_steps
+from credit_dp.training.checkpoint_files import list_checkpoints, step_of
 from credit_dp.training.run_folder import RunFolder
 from tests.training.runs import alone, built, make_config, make_store
 
@@ -36,7 +36,7 @@ SEEN = "seen"  # in what an earlier life has left unfinished
 LATE = 0.01  # seconds that a slow disk takes for each file
 
 
-def live(config: Config, ranks: Ranks, meeting_point: str, late: float) -> None:
+def live(config: Config, ranks: RankInfo, meeting_point: str, late: float) -> None:
     """One life of one rank: until the end of training, or until it is killed."""
     fsync = os.fsync
 
@@ -48,7 +48,7 @@ def live(config: Config, ranks: Ranks, meeting_point: str, late: float) -> None:
     folder = Path(config.run.dir)
     folder.mkdir(parents=True, exist_ok=True)
     if ranks.rank == 0:
-        with claim(folder):
+        with lock_folder(folder):
             run_rank(config, ranks, RUN, meeting_point)
     else:
         run_rank(config, ranks, RUN, meeting_point)
@@ -64,7 +64,7 @@ def lives(config: Config, folder: Path, late: float = 0.0) -> Iterator[list[Fork
     meeting_point = f"file://{folder}/store-{time.monotonic_ns()}"
     processes = []
     for rank in range(world):
-        arguments = (config, Ranks(rank, world, rank, world), meeting_point, late)
+        arguments = (config, RankInfo(rank, world, rank, world), meeting_point, late)
         processes.append(context.Process(target=live, args=arguments, daemon=True))
         processes[-1].start()
     try:
@@ -110,7 +110,7 @@ def wait_for_a_moment(checkpoints: Path, seconds: float) -> None:
 
 def newest(checkpoints: Path) -> int:
     """The step of the newest checkpoint, 0 without one."""
-    return max((step_of(path) for path in whole_steps(checkpoints)), default=0)
+    return max((step_of(path) for path in list_checkpoints(checkpoints)), default=0)
 
 
 def kill_once(

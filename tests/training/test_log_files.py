@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from credit_dp.distributed import Ranks
-from credit_dp.distributed.worker import early_records, set_logging
+from credit_dp.distributed import RankInfo
+from credit_dp.distributed.worker import configure_logging, pop_early_records
 from credit_dp.training.console import notes_of
 from credit_dp.training.run_folder import log_to_file
 from tests.training.disk import full_disk
@@ -113,15 +113,15 @@ def test_lines_from_before_there_is_a_file_are_kept_for_it(tmp_path, capsys):
     """The terminal shows warnings alone; what users should know of the data is a note."""
     before = OURS.handlers, OURS.propagate, OURS.level
     try:
-        set_logging(Ranks())
+        configure_logging(RankInfo())
         logging.getLogger("credit_dp.data.sources").info("reads z as geopotential")
         logging.getLogger("credit_dp.domain_parallel").info("4 layers")
         logging.getLogger("credit_dp.data").warning("slow")
-        early = early_records()
+        early = pop_early_records()
         assert notes_of(early) == ["reads z as geopotential"]
         with log_to_file(tmp_path, 0, early):
             OURS.info("later")
-        assert early_records() == []
+        assert pop_early_records() == []
     finally:
         OURS.handlers, OURS.propagate = before[:2]
         OURS.setLevel(before[2])

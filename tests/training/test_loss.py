@@ -129,7 +129,7 @@ def test_the_spectrum_weighs_rows_and_channels_as_the_points_do(name):
     found = (with_it(forecast, target) - without(forecast, target)).item()
     rows = spectra_apart(forecast, target).mean(axis=0)
     by_channel = np.average(rows, axis=1, weights=row_weights(LATITUDE))
-    weights = channel_weights(StandardLossConfig(**options), CHANNELS.out)
+    weights = channel_weights(StandardLossConfig(**options), CHANNELS.output_channels)
     # The floor under the powers moves the amplitudes by less than 1e-7 of themselves here.
     assert found == pytest.approx(0.7 * np.average(by_channel, weights=weights), rel=1e-6)
 

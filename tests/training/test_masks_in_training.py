@@ -9,10 +9,10 @@ import torch
 from credit_dp.config import Config, StandardLossConfig
 from credit_dp.data.channels import Channel, Channels
 from credit_dp.data.grid import row_weights
-from credit_dp.data.setup import prepare
+from credit_dp.data.setup import prepare_training_data
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
-from credit_dp.evaluation.held_out import HeldOut, evaluate, example
+from credit_dp.evaluation.held_out import HeldOutData, evaluate, example_map
 from credit_dp.evaluation.metrics import RootMeanSquare, ValidPoints
 from credit_dp.training.forecast_step import ForecastStep
 from credit_dp.training.loss import build_loss
@@ -146,7 +146,7 @@ def test_a_rollout_starts_again_from_the_fill():
     points = ValidPoints(torch.tensor([[[True, True]], [[True, False]], [[False, True]]]))
     fills = torch.tensor([0.0, -1.0, -2.0])[:, None, None]
     scale = torch.ones(2, 1, 1)
-    step = ForecastStep(model, scale, fill=lambda fields: points.filled(fields, fills))
+    step = ForecastStep(model, scale, fill=lambda fields: points.fill_invalid(fields, fills))
     nothing = torch.zeros(1, 0, 1, 2)
     start = torch.tensor([0.0, 0.0, 0.0, -1.0]).view(1, 2, 1, 2)
     first, second = step.rollout(start, [nothing, nothing], nothing)
@@ -158,7 +158,7 @@ def test_a_rollout_starts_again_from_the_fill():
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
     config = sea_config(tmp_path_factory.mktemp("sea"))
-    prepare(config.data)
+    prepare_training_data(config.data)
     return config
 
 
@@ -168,11 +168,11 @@ def train_all(
     """Loss and gradient norm of all steps, weights, and what a forecast is scored with."""
     training = built(config, manager)
     numbers = train_on(training)
-    prepared = prepare(config.data)
-    dates = HeldOut(config, prepared, training.rows, training.like)
+    prepared = prepare_training_data(config.data)
+    dates = HeldOutData(config, prepared, training.rows, training.like)
     training.trainer.state.train(False)
     scores = evaluate(training.forecast.rollout, dates, manager, 4, lambda _: None)
-    field = example(training.forecast.rollout, dates, manager)
+    field = example_map(training.forecast.rollout, dates, manager)
     return numbers, weights(training), scores.rmse, field.forecast
 
 
@@ -206,7 +206,7 @@ def test_training_in_a_pipeline_leaves_the_same_points_out(config, wanted, pipel
 
 def poisoned(config: Config, monkeypatch: pytest.MonkeyPatch, value: float) -> torch.Tensor:
     """The weights after a few steps if the target had `value` on the points without values."""
-    mask = torch.from_numpy(prepare(config.data).store.masks(slice(None)))
+    mask = torch.from_numpy(prepare_training_data(config.data).store.valid_mask(slice(None)))
     training = built(config, alone())
     given = training.trainer.update
 
@@ -228,12 +228,17 @@ def test_what_is_in_the_target_there_does_not_matter(config, wanted, monkeypatch
 def test_forecasts_have_no_values_there_and_none_below_zero(config):
     training = built(config, alone())
     training.loader.close()
-    dates = HeldOut(config, prepare(config.data), training.rows, training.like)
+    dates = HeldOutData(config, prepare_training_data(config.data), training.rows, training.like)
     times = dates.initial_times[:1]
     with torch.no_grad():
-        state = training.forecast(dates.starts(times), dates.forcing(times), dates.static(1))
-        made = dates.physical(state - 3)[0]
-    names = [channel.name for channel in prepare(config.data).store.channels.out]
+        state = training.forecast(
+            dates.initial_states(times), dates.forcing(times), dates.static(1)
+        )
+        made = dates.denormalise(state - 3)[0]
+    names = [
+        channel.name
+        for channel in prepare_training_data(config.data).store.channels.output_channels
+    ]
     assert np.array_equal(np.isnan(made[names.index(SEA)].numpy()), ~sea())
     assert np.array_equal(np.isnan(made[names.index(SOIL)].numpy()), sea())
     assert made[names.index(RAIN)].min() == 0
@@ -242,16 +247,16 @@ def test_forecasts_have_no_values_there_and_none_below_zero(config):
 
 @pytest.mark.slow
 def test_scores_are_those_of_the_definition(config, wanted):
-    prepared = prepare(config.data)
+    prepared = prepare_training_data(config.data)
     store = prepared.store
-    starts = HeldOut(config, prepared, slice(0, ROWS), torch.zeros(())).initial_times
+    starts = HeldOutData(config, prepared, slice(0, ROWS), torch.zeros(())).initial_times
     valid_times = starts + np.timedelta64(6, "h")
     now, truth = (store.read_outputs(times, slice(None)) for times in (starts, valid_times))
     climatology = np.stack([prepared.climatology.field(t, slice(None)) for t in valid_times])
-    names = [channel.name for channel in store.channels.out]
+    names = [channel.name for channel in store.channels.output_channels]
     for wet in (names.index(RAIN), names.index(SOIL)):
         climatology[:, wet] = climatology[:, wet].clip(min=0)
-    area = row_weights(store.latitude)[:, None] * store.masks(slice(None))
+    area = row_weights(store.latitude)[:, None] * store.valid_mask(slice(None))
     for source, guess in ((1, now), (2, climatology)):
         squares = np.nan_to_num(guess.astype(np.float64) - truth) ** 2
         mean = (squares * area).sum(axis=(2, 3)).mean(axis=0) / area.sum(axis=(1, 2))

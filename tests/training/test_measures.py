@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from credit_dp.config import ParallelConfig
-from credit_dp.data.setup import prepare
+from credit_dp.data.setup import prepare_training_data
 from credit_dp.domain_parallel import plan_report
 from credit_dp.domain_parallel.build import NAMED_RULES
 from credit_dp.models import build_model
-from credit_dp.training.throughput import Measures, peak_memory
+from credit_dp.training.throughput import ThroughputMeter, peak_memory
 from tests.ranks import on_processes, on_threads
 from tests.training.runs import alone, built, make_config, make_store
 
@@ -22,13 +22,13 @@ NAMES = ["wait_seconds", "samples_per_second", "sent_bytes", "sent_messages", "p
 
 
 def batch(samples=4):
-    return SimpleNamespace(times=np.zeros(samples), now=torch.zeros(1))
+    return SimpleNamespace(times=np.zeros(samples), state=torch.zeros(1))
 
 
 def trained(manager, config):
     training = built(config, manager)
     with training.loader:
-        return [record.numbers() for record in training.trainer.steps(training.loader)]
+        return [record.metrics() for record in training.trainer.steps(training.loader)]
 
 
 @pytest.mark.slow
@@ -36,7 +36,7 @@ def trained(manager, config):
 def test_a_step_sends_what_is_planned(tmp_path, mesh):
     domain, data = mesh
     config = make_config(make_store(tmp_path, 33), tmp_path / "run", steps=3, log_every=2)
-    prepared = prepare(config.data)
+    prepared = prepare_training_data(config.data)
     fields, grid = prepared.store.channels.fields(), prepared.store.grid
     model = build_model(config.model, fields, grid).double()
     shape = (config.data.batch_size // data, fields.inputs, *grid)
@@ -60,11 +60,11 @@ def test_a_step_sends_what_is_planned(tmp_path, mesh):
 def test_numbers_are_of_the_slowest_and_of_all():
     def of_rank(manager):
         clock = iter([10.0, 10.0, 13.0 + manager.rank, 20.0 + 10 * manager.rank])
-        own = Measures(manager, clock.__next__)
-        next(own.waiting([batch()]))
+        own = ThroughputMeter(manager, clock.__next__)
+        next(own.timed_batches([batch()]))
         manager.transport.traffic.bytes += 10 + manager.rank
         manager.transport.traffic.messages += 1
-        return own.numbers()
+        return own.metrics()
 
     for numbers in on_threads(3, of_rank):
         assert numbers["wait_seconds"] == 5.0
@@ -76,7 +76,7 @@ def test_numbers_are_of_the_slowest_and_of_all():
 def test_what_is_done_between_steps_does_not_count():
     manager = alone()
     now = [0.0]
-    own = Measures(manager, lambda: now[0])
+    own = ThroughputMeter(manager, lambda: now[0])
 
     def source():
         for _ in range(4):
@@ -84,11 +84,11 @@ def test_what_is_done_between_steps_does_not_count():
             yield batch()
 
     found = []
-    for step, _ in enumerate(own.waiting(source())):
+    for step, _ in enumerate(own.timed_batches(source())):
         now[0] += 3.0  # the step
         manager.transport.traffic.bytes += 7
         if step % 2:
-            found.append(own.numbers())
+            found.append(own.metrics())
             now[0] += 100.0  # a validation, say
             manager.transport.traffic.bytes += 1000
     for numbers in found:
@@ -106,7 +106,7 @@ def test_no_batch_is_taken_that_is_not_asked_for():
             asked.append(number)
             yield batch()
 
-    taken = list(zip(range(2), Measures(alone()).waiting(source()), strict=False))
+    taken = list(zip(range(2), ThroughputMeter(alone()).timed_batches(source()), strict=False))
     assert len(taken) == len(asked) == 2
 
 

@@ -234,7 +234,7 @@ def test_ranks_draw_different_dropout(reference):
 def told_of_waiting(manager: DomainParallelManager, config: Config) -> str:
     training = built(config, manager)
     train(training)
-    return training.trainer.gradients.waited()
+    return training.trainer.forward_backward.bubble_message()
 
 
 @pytest.mark.slow

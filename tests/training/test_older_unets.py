@@ -14,15 +14,15 @@ from credit_dp.cli.compose import Composer
 from credit_dp.cli.export import checkpoint
 from credit_dp.cli.forecast import forecast_config
 from credit_dp.cli.overrides import parse_overrides
-from credit_dp.cli.saved_config import overrides_of
+from credit_dp.cli.saved_config import overrides_of_run
 from credit_dp.config import Config
-from credit_dp.config.model import UPSAMPLE
-from credit_dp.data.setup import prepare
+from credit_dp.config.model import UNET_UPSAMPLING
+from credit_dp.data.setup import prepare_training_data
 from credit_dp.errors import UserError
 from credit_dp.forecast.run import make_forecasts
 from credit_dp.training.build import Training
 from credit_dp.training.checkpoint import load_checkpoint
-from credit_dp.training.checkpoint_files import STATE
+from credit_dp.training.checkpoint_files import METADATA_FILE
 from credit_dp.training.console import Screen
 from credit_dp.training.run_folder import RunFolder, resolved_yaml
 from credit_dp.training.transfer import load_initial_weights
@@ -50,7 +50,7 @@ def older(tmp_path_factory) -> tuple[Config, Training, Path]:
     run.config.write_text(resolved_yaml(config))
     run.config.write_text(without_the_key(run.config))
     (path,) = run.checkpoint.iterdir()
-    state = path / STATE
+    state = path / METADATA_FILE
     numbers = json.loads(state.read_text())
     assert numbers["data"]["model"]["keys"].pop("upsample") == "transpose"
     numbers["config"] = run.config.read_text()
@@ -75,7 +75,7 @@ def test_it_is_gone_on_with_only_as_it_was(older):
     assert not same_weights(older[1], training)
     load_checkpoint(older[2], training.trainer.state)
     assert same_weights(older[1], training)
-    for upsample in UPSAMPLE[1:]:
+    for upsample in UNET_UPSAMPLING[1:]:
         training, _ = state_with(older, upsample)
         with pytest.raises(UserError) as error:
             load_checkpoint(older[2], training.trainer.state)
@@ -87,7 +87,7 @@ def test_it_is_gone_on_with_only_as_it_was(older):
 
 def test_its_weights_start_another_run_which_is_told_of_the_key(older):
     training, config = state_with(older, "transpose")
-    prepared = prepare(config.data)
+    prepared = prepare_training_data(config.data)
     told = load_initial_weights(str(older[2]), training.trainer.state, config.model, prepared)
     assert same_weights(older[1], training)
     assert "fresh" not in told
@@ -135,7 +135,7 @@ def test_forecasts_are_made_with_it(older, tmp_path):
 @pytest.mark.slow
 def test_the_run_is_done_again_with_it(older):
     composer = Composer("train")
-    overrides = overrides_of(older[0].run.dir, [], composer)
+    overrides = overrides_of_run(older[0].run.dir, [], composer)
     made = composer.config([str(override.input_line) for override in parse_overrides(overrides)])
     assert made.model == older[0].model
     assert 'model.upsample="transpose"' in overrides

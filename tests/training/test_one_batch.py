@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from credit_dp.training.monitoring import first_batch
+from credit_dp.training.monitoring import repeat_first_batch
 from tests.training.runs import alone, built, make_config, make_store
 
 
@@ -14,7 +14,7 @@ def test_it_is_the_first_batch_in_a_resumed_run_too(tmp_path):
     with training.loader as loader:
         wanted = next(loader)
         next(loader)
-        batches = first_batch(loader)
+        batches = repeat_first_batch(loader)
         for batch in (next(batches), next(batches)):
             assert torch.equal(batch.target, wanted.target)
         assert loader.state_dict()["position"] == 0

@@ -81,5 +81,5 @@ def _entries(monkeypatch, value):
 )
 def test_what_is_no_model_is_told_and_skipped(monkeypatch, caplog, value, told):
     _entries(monkeypatch, value)
-    assert plugins.registered(OwnModelConfig, ()) == {}
+    assert plugins.find_plugins(OwnModelConfig, ()) == {}
     assert told in caplog.text

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from credit_dp.config import AdamWConfig
-from credit_dp.training.optim import build_optimiser, build_schedule, seed_step
+from credit_dp.training.optim import build_optimizer, build_schedule, seed_step
 
 
 def small_model() -> nn.Module:
@@ -16,7 +16,7 @@ def small_model() -> nn.Module:
 
 def test_only_weights_of_layers_decay():
     model = small_model()
-    decaying, kept = build_optimiser(
+    decaying, kept = build_optimizer(
         dict(model.named_parameters()), AdamWConfig(weight_decay=0.3)
     ).param_groups
     assert decaying["weight_decay"] == 0.3
@@ -28,7 +28,7 @@ def test_only_weights_of_layers_decay():
 
 def test_learning_rate_warms_up_then_falls_to_the_final_one():
     config = AdamWConfig(lr=0.1, final_lr=0.001, warmup_steps=4)
-    optimiser = build_optimiser(dict(small_model().named_parameters()), config)
+    optimiser = build_optimizer(dict(small_model().named_parameters()), config)
     schedule = build_schedule(optimiser, config, steps=20)
     rates = []
     for _ in range(20):
@@ -42,7 +42,7 @@ def test_learning_rate_warms_up_then_falls_to_the_final_one():
 
 def test_no_warm_up_starts_at_the_full_rate():
     config = AdamWConfig(lr=0.1, warmup_steps=0)
-    optimiser = build_optimiser(dict(small_model().named_parameters()), config)
+    optimiser = build_optimizer(dict(small_model().named_parameters()), config)
     build_schedule(optimiser, config, steps=10)
     assert optimiser.param_groups[0]["lr"] == pytest.approx(0.1)
 

@@ -11,9 +11,15 @@ import pytest
 import torch
 
 from credit_dp.config import Config
-from credit_dp.distributed import Ranks, launch
+from credit_dp.distributed import RankInfo, launch
 from credit_dp.errors import UserError
-from credit_dp.training.out_of_memory import changes, need, out_of_memory, remedy, verdict
+from credit_dp.training.out_of_memory import (
+    candidate_changes,
+    explain_out_of_memory,
+    out_of_memory_message,
+    planned_memory,
+    smallest_change_message,
+)
 from tests.training.runs import make_config, make_store, tiny_unet
 
 ROOT = Path(__file__).parents[2]
@@ -29,30 +35,40 @@ def config(tmp_path_factory):
 
 @pytest.mark.slow
 def test_the_first_change_that_fits_is_the_one_that_is_named(config):
-    whole = need(config)
-    half = [change for change in changes(config) if change.words == "trainer.autocast=bfloat16"]
-    two = [change for change in changes(config) if change.words.startswith("parallel.domain=2,")]
-    autocast, domain = need(half[0].config).held, need(two[0].config).held
+    whole = planned_memory(config)
+    half = [
+        change
+        for change in candidate_changes(config)
+        if change.description == "trainer.autocast=bfloat16"
+    ]
+    two = [
+        change
+        for change in candidate_changes(config)
+        if change.description.startswith("parallel.domain=2,")
+    ]
+    autocast, domain = planned_memory(half[0].config).held, planned_memory(two[0].config).held
     assert domain < autocast < whole.held
-    assert "fits: trainer.autocast=bfloat16 (" in remedy(config, autocast)
-    assert "fits: parallel.domain=2, which makes 2 ranks (" in remedy(config, autocast - 1)
-    assert "lower data.batch_size" in remedy(config, 1.0)
+    assert "fits: trainer.autocast=bfloat16 (" in smallest_change_message(config, autocast)
+    assert "fits: parallel.domain=2, which makes 2 ranks (" in smallest_change_message(
+        config, autocast - 1
+    )
+    assert "lower data.batch_size" in smallest_change_message(config, 1.0)
 
 
 @pytest.mark.slow
 def test_rollouts_keep_all_their_steps_unless_these_are_computed_again(config):
     longer = replace(config, trainer=replace(config.trainer, rollout={0: 1, 5: 4}))
-    assert need(longer).activations == 4 * need(config).activations
-    words = [change.words for change in changes(longer)]
+    assert planned_memory(longer).activations == 4 * planned_memory(config).activations
+    words = [change.description for change in candidate_changes(longer)]
     assert words[0] == "trainer.checkpoint_activations=true"
-    assert remedy(longer, need(config).held).startswith(
+    assert smallest_change_message(longer, planned_memory(config).held).startswith(
         "The smallest change that fits: trainer.checkpoint_activations=true ("
     )
 
 
 @pytest.mark.slow
 def test_the_line_says_who_and_how_much(config):
-    said = verdict(config, Ranks(), (78 * 10**9, 80 * 10**9), TOLD)
+    said = out_of_memory_message(config, RankInfo(), (78 * 10**9, 80 * 10**9), TOLD)
     assert said.startswith(
         "rank 0 (pipeline 0, data 0, domain 0): out of memory (78.0 GB of 80.0 GB in use); the "
     )
@@ -64,16 +80,16 @@ def test_the_line_says_who_and_how_much(config):
 
 def test_a_run_that_can_not_be_planned_is_told_of_the_keys(config):
     unknown = replace(config, data=replace(config.data, prognostic=["nothing"]))
-    said = verdict(unknown, Ranks(), None, TOLD)
+    said = out_of_memory_message(unknown, RankInfo(), None, TOLD)
     assert "(CUDA out of memory)" in said
     assert "parallel.domain" in said
 
 
 @pytest.mark.slow
 def test_other_errors_pass(config):
-    with pytest.raises(RuntimeError, match="else"), out_of_memory(config, Ranks()):
+    with pytest.raises(RuntimeError, match="else"), explain_out_of_memory(config, RankInfo()):
         raise RuntimeError("something else")
-    with pytest.raises(UserError, match="out of memory"), out_of_memory(config, Ranks()):
+    with pytest.raises(UserError, match="out of memory"), explain_out_of_memory(config, RankInfo()):
         raise torch.OutOfMemoryError(TOLD)
 
 
@@ -84,9 +100,9 @@ class Full(torch.nn.Module):
         raise torch.OutOfMemoryError(TOLD)
 
 
-def run(config: Config, ranks: Ranks) -> int:
+def run(config: Config, ranks: RankInfo) -> int:
     """The last rank runs out of memory, the other one waits for it."""
-    with out_of_memory(config, ranks):
+    with explain_out_of_memory(config, ranks):
         if ranks.rank == ranks.world_size - 1:
             Full()(torch.zeros(1))
         torch.distributed.all_reduce(torch.zeros(1))

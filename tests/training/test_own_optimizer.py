@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from credit_dp.config import AdamWConfig, OwnOptimizerConfig, ParallelConfig
 from credit_dp.errors import UserError
 from credit_dp.training.checkpoint import load_checkpoint, save_checkpoint
-from credit_dp.training.optim import build_optimiser, state_layout
+from credit_dp.training.optim import build_optimizer, state_layout
 from tests.training.own import TorchOptimizerConfig
 from tests.training.test_checkpoint import Odd, same, state_of, state_with, step
 
@@ -56,12 +56,12 @@ def test_a_parameter_that_was_frozen_starts_with_its_first_state(tmp_path):
     saved = state_of(config=config)
     frozen = saved.parts[0][0].weight
     frozen.requires_grad_(False)
-    del saved.optimiser.state[frozen]
+    del saved.optimizer.state[frozen]
     step(saved)
     save_checkpoint(tmp_path, saved, "")
     loaded = state_of(seed=2, config=config)
     load_checkpoint(tmp_path, loaded)
-    first, second = (loaded.optimiser.state[conv.weight]["sum"] for conv in loaded.parts[0])
+    first, second = (loaded.optimizer.state[conv.weight]["sum"] for conv in loaded.parts[0])
     assert (first == 0.5).all()
     assert (second > 0.5).all()
     step(loaded)
@@ -85,7 +85,7 @@ def test_trying_draws_nothing_and_changes_nothing():
 
 def test_it_has_the_groups_and_the_rates_of_ours():
     own, ours = (
-        build_optimiser(parameters(), config)
+        build_optimizer(parameters(), config)
         for config in (TorchOptimizerConfig(lr=0.2, weight_decay=0.3), AdamWConfig(lr=0.2))
     )
     assert [len(group["params"]) for group in own.param_groups] == [
@@ -117,9 +117,9 @@ def test_a_parameter_without_dimensions_comes_back(tmp_path):
     config = TorchOptimizerConfig()
     saved, loaded = (state_with(Odd(), seed, config) for seed in (1, 2))
     for state in (saved, loaded):
-        for parameter in state.trained.values():
+        for parameter in state.trainable_parameters.values():
             parameter.grad = torch.rand_like(parameter)
-        state.optimiser.step()
+        state.optimizer.step()
     save_checkpoint(tmp_path, saved, "")
     load_checkpoint(tmp_path, loaded)
     assert same(saved, loaded)
@@ -285,4 +285,4 @@ class Few(Unfinished):
 )
 def test_a_build_that_is_none_is_one_line(config, expected):
     with pytest.raises(UserError, match=expected):
-        build_optimiser(parameters(), config)
+        build_optimizer(parameters(), config)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from credit_dp.config import Config, ParallelConfig
 from credit_dp.domain_parallel import DomainParallelManager, convert_to_domain_parallel
 from credit_dp.models.segments import Segment, SegmentedModel
-from credit_dp.training.parameter_shards import replicas_and_shards, shard_parameters
+from credit_dp.training.parameter_shards import fsdp_mesh, shard_parameters
 from tests.ranks import RankError, on_processes
 from tests.training.runs import built, make_config, make_store, tiny_unet, train_on
 from tests.training.test_meshes import ONE, Mesh, assert_same, run, whole
@@ -34,7 +34,7 @@ def held(manager: DomainParallelManager, config: Config) -> tuple[int, int, int,
     parameters = list(state.parameters.values())
     assert all(isinstance(p, DTensor) for p in parameters)
     own = sum(p.to_local().numel() for p in parameters)
-    moments = sum(state.optimiser.state[p]["exp_avg"].to_local().numel() for p in parameters)
+    moments = sum(state.optimizer.state[p]["exp_avg"].to_local().numel() for p in parameters)
     modules = sum(isinstance(m, FSDPModule) for m in state.parts[0].modules())
     return own, sum(p.numel() for p in parameters), moments, modules
 
@@ -114,7 +114,7 @@ class WithRows(nn.Module):
 def shard_rows(manager: DomainParallelManager) -> None:
     model = convert_to_domain_parallel(WithRows(), manager, input_shape=(1, 2, 12, 8))
     parallel = ParallelConfig(domain=2, data_mode="fsdp2")
-    mesh = replicas_and_shards(manager)
+    mesh = fsdp_mesh(manager)
     assert mesh is not None
     shard_parameters(model, mesh, parallel, torch.float32)
 
@@ -138,7 +138,7 @@ class Tied(SegmentedModel):
 
 
 def shard_tied(manager: DomainParallelManager) -> None:
-    mesh = replicas_and_shards(manager)
+    mesh = fsdp_mesh(manager)
     assert mesh is not None
     parallel = ParallelConfig(data=2, data_mode="fsdp2")
     shard_parameters(Tied(), mesh, parallel, torch.float32)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from credit_dp.config import Config
-from credit_dp.distributed import Ranks, signals
-from credit_dp.distributed.signals import PREEMPTED, heeding
+from credit_dp.distributed import RankInfo, signals
+from credit_dp.distributed.signals import EXIT_PREEMPTED, handle_stop
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.training.checkpoint import Checkpoints
 from credit_dp.training.preemption import Preemption
@@ -35,15 +35,15 @@ def config(tmp_path):
 def fresh():
     """The process goes on after a test that has asked it to stop."""
     yield
-    for kind in signals.ASKING:
+    for kind in signals.STOP_SIGNALS:
         signal.signal(kind, signal.SIG_DFL)
-    signals._heed.act = None
+    signals._router.handler = None
 
 
 def of(manager: DomainParallelManager, config: Config) -> int:
     """A whole run on these ranks; its exit code."""
     parallel = replace(config.parallel, domain=manager.domain_world_size)
-    return run(replace(config, parallel=parallel), Ranks(manager.rank, manager.world_size))
+    return run(replace(config, parallel=parallel), RankInfo(manager.rank, manager.world_size))
 
 
 def interrupted(manager: DomainParallelManager, config: Config, sent: int) -> int:
@@ -86,7 +86,7 @@ def test_the_same_run_folder_goes_on(config, capfd, ranks, sent):
     undisturbed = replace(config, run=replace(config.run, dir=f"{config.run.dir}-undisturbed"))
     assert on_ranks(ranks, of, undisturbed) == [0] * ranks
     capfd.readouterr()
-    assert on_ranks(ranks, interrupted, config, sent) == [PREEMPTED] * ranks
+    assert on_ranks(ranks, interrupted, config, sent) == [EXIT_PREEMPTED] * ranks
     folder = Path(config.run.dir)
     if ranks == 1:
         said = " ".join(capfd.readouterr().out.split())
@@ -103,13 +103,13 @@ def test_a_signal_while_the_last_checkpoint_is_written_is_heeded(config, monkeyp
     wait = Checkpoints.wait
 
     def waited(self: Checkpoints) -> None:
-        if self._writing is not None and self._step == config.trainer.steps:
+        if self._pending_write is not None and self._saved_step == config.trainer.steps:
             os.kill(os.getpid(), signal.SIGUSR1)
         wait(self)
 
     with monkeypatch.context() as patched:
         patched.setattr(Checkpoints, "wait", waited)
-        assert of(alone(), config) == PREEMPTED
+        assert of(alone(), config) == EXIT_PREEMPTED
     assert "stopped after step 6" in " ".join(capfd.readouterr().out.split())
     scores = Path(config.run.dir) / "metrics.json"
     assert not scores.exists()
@@ -124,8 +124,10 @@ def told(manager: DomainParallelManager) -> list[bool]:
         for step in range(4):
             if step == 2 and manager.rank == manager.world_size - 1:
                 os.kill(os.getpid(), signal.SIGUSR1)
-            heard.append(preemption.asked())
-        assert preemption.words(2, Path("here")).startswith("SIGUSR1: stopped after step 2, ")
+            heard.append(preemption.stop_requested())
+        assert preemption.stop_message(2, Path("here")).startswith(
+            "SIGUSR1: stopped after step 2, "
+        )
     return heard
 
 
@@ -146,15 +148,15 @@ def test_signals_are_as_before_afterwards():
 def test_the_same_signal_is_ignored_when_it_comes_late():
     with Preemption(alone()):
         os.kill(os.getpid(), signal.SIGTERM)
-    for kind in signals.ASKING:
+    for kind in signals.STOP_SIGNALS:
         os.kill(os.getpid(), kind)
 
 
 def test_the_innermost_one_heeds():
     outer: list[int] = []
     inner: list[int] = []
-    with heeding(outer.append):
-        with heeding(inner.append):
+    with handle_stop(outer.append):
+        with handle_stop(inner.append):
             os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGUSR1)
     assert (outer, inner) == ([signal.SIGUSR1], [signal.SIGTERM])

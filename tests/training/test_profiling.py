@@ -8,7 +8,7 @@ import pytest
 from credit_dp import profiling
 from credit_dp.errors import UserError
 from credit_dp.training.console import Screen
-from credit_dp.training.monitoring import Trace, Watch
+from credit_dp.training.monitoring import StepProfiler, TrainingMonitor
 from tests.ranks import on_processes
 from tests.training.runs import alone, built, make_config, make_store
 
@@ -16,10 +16,10 @@ from tests.training.runs import alone, built, make_config, make_store
 def traced(manager, config, path):
     training = built(config, manager)
     trace = path if manager.rank == 0 else None
-    watch = Watch(config, training, Screen(None), None, trace)
+    watch = TrainingMonitor(config, training, Screen(None), None, trace)
     with training.loader:
         for record in watch.steps(training.trainer.steps(watch.batches())):
-            watch.follow(record)
+            watch.on_step_end(record)
     return watch.trace is None or watch.trace.written
 
 
@@ -51,7 +51,7 @@ def test_a_run_that_is_too_short_has_no_trace(tmp_path):
 
 def test_a_trace_that_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "file").touch()
-    trace = Trace(tmp_path / "file" / "trace.json")
+    trace = StepProfiler(tmp_path / "file" / "trace.json")
     with pytest.raises(UserError, match=r"trace\.json: could not be written"):
         list(trace.steps(range(6)))
 
@@ -62,6 +62,6 @@ def test_without_a_profiler_nothing_is_named():
     def call() -> None:
         done.append(1)
 
-    assert profiling.named("exchange", call) is call
-    with profiling.span("forward"):
+    assert profiling.profiled_call("exchange", call) is call
+    with profiling.profile_region("forward"):
         assert done == []

@@ -5,7 +5,7 @@ import subprocess
 import pytest
 
 from credit_dp.training import run_folder
-from credit_dp.training.run_folder import code_text, provenance
+from credit_dp.training.run_folder import provenance, provenance_text
 
 
 def git(folder, *arguments):
@@ -40,7 +40,7 @@ def test_a_commit_without_changes(checkout, monkeypatch):
     monkeypatch.delenv("GIT_DIR")
     assert found["commit"] == git(checkout, "rev-parse", "HEAD")
     assert found["changed"] == "no"
-    assert "diff" not in code_text()
+    assert "diff" not in provenance_text()
 
 
 def test_changes_are_a_patch(checkout, tmp_path):
@@ -50,7 +50,7 @@ def test_changes_are_a_patch(checkout, tmp_path):
     (checkout / "__init__.py").write_text("one = 2\n")
     (checkout / "new.py").touch()
     assert provenance()["changed"] == "yes"
-    text = code_text()
+    text = provenance_text()
     assert "not in git: new.py\n" in text
     patch = tmp_path / "code.diff"
     patch.write_text(text)
@@ -66,16 +66,16 @@ def test_a_patch_whatever_the_user_has_set(checkout, tmp_path, setting):
     changed = "zero = 0\none = 1\n"
     (checkout / "__init__.py").write_text(changed)
     patch = tmp_path / "code.diff"
-    patch.write_text(code_text())
+    patch.write_text(provenance_text())
     git(checkout.parent, "checkout", "-q", "package/__init__.py")
     git(checkout.parent, "apply", str(patch))
     assert (checkout / "__init__.py").read_text() == changed
 
 
 def test_a_long_difference_is_cut(checkout, monkeypatch):
-    monkeypatch.setattr(run_folder, "LONGEST", 200)
+    monkeypatch.setattr(run_folder, "MAX_PATCH_CHARACTERS", 200)
     (checkout / "__init__.py").write_text("two = 2\n" * 1000)
-    text = code_text()
+    text = provenance_text()
     assert "the first 200 follow" in text
     assert len(text) < 1000
 
@@ -85,7 +85,7 @@ def test_a_package_that_git_does_not_know(package):
     git(package.parent, "init", "-q")  # a project of the user's, with the package in its folder
     provenance.cache_clear()
     assert "commit" not in provenance()
-    assert "commit" not in code_text()
+    assert "commit" not in provenance_text()
 
 
 def test_no_git(checkout, monkeypatch):

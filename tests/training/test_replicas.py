@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
-from credit_dp.training.replicas import PIECE, check_replicas, checksum
+from credit_dp.training.replicas import CHUNK_ENTRIES, check_replicas, checksum
 from tests.ranks import on_processes
 
 Parameters = dict[str, Tensor]
@@ -215,9 +215,9 @@ def test_every_entry_and_place_counts(dtype: torch.dtype) -> None:
 
 
 def test_entries_beyond_the_first_piece_count_by_their_place() -> None:
-    tensor = torch.zeros(2 * PIECE + 3)
+    tensor = torch.zeros(2 * CHUNK_ENTRIES + 3)
     found = []
-    for place in (None, 0, PIECE, 2 * PIECE):
+    for place in (None, 0, CHUNK_ENTRIES, 2 * CHUNK_ENTRIES):
         changed = tensor.clone()
         if place is not None:
             changed[place] = 1.0

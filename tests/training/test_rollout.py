@@ -11,10 +11,10 @@ from torch.distributed.tensor import DTensor
 from credit_dp.config import Config, ParallelConfig
 from credit_dp.data.grid import row_weights
 from credit_dp.data.loader import Normaliser
-from credit_dp.data.setup import Prepared, prepare
+from credit_dp.data.setup import TrainingData, prepare_training_data
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
-from credit_dp.training.forward_backward import Recomputed
+from credit_dp.training.forward_backward import ActivationCheckpointWrapper
 from credit_dp.training.loss import channel_weights
 from tests.ranks import on_processes
 from tests.training.runs import (
@@ -64,7 +64,7 @@ def one_pass(manager: DomainParallelManager, config: Config) -> Found:
     trainer = training.trainer
     trainer.state.train()
     with training.loader:
-        share = trainer.gradients(next(training.loader), lambda part, micro: None)
+        share = trainer.forward_backward(next(training.loader), lambda part, micro: None)
     gradients = {}
     for name, parameter in trainer.state.parameters.items():
         grad = parameter.grad
@@ -76,7 +76,7 @@ def one_pass(manager: DomainParallelManager, config: Config) -> Found:
 def by_hand(config: Config) -> Found:
     """The same from the definition: the store's own fields, one step after the other."""
     training = built(config, alone())
-    ready: Prepared = prepare(config.data)
+    ready: TrainingData = prepare_training_data(config.data)
     store, normaliser = ready.store, Normaliser.of(ready, torch.float64)
     with training.loader:
         times = next(training.loader).times
@@ -92,17 +92,17 @@ def by_hand(config: Config) -> Found:
     frames = config.model.frames
     now = [fields(times - back * STEP)[:, :states] for back in range(frames - 1, -1, -1)]
     static = normaliser.static(store.static(rows))[None].expand(len(times), -1, -1, -1)
-    masks = store.masks(rows)
+    masks = store.valid_mask(rows)
     valid = torch.ones((), dtype=torch.bool) if masks is None else torch.from_numpy(masks)
     scale = torch.ones(store.channels.outputs, 1, 1, dtype=torch.float64)
     scale[:states] = normaliser.tendency_scale[:states]
     area = torch.from_numpy(row_weights(store.latitude))[:, None] * valid
-    weight = torch.from_numpy(channel_weights(config.loss, store.channels.out))
+    weight = torch.from_numpy(channel_weights(config.loss, store.channels.output_channels))
     weight = weight / weight.sum()
     model = training.trainer.state.parts[0]
     total = torch.zeros((), dtype=torch.float64)
     for step in range(3):
-        forcing = normaliser.forcing(store.forcing_times(times + step * STEP, rows))
+        forcing = normaliser.forcing(store.read_forcing(times + step * STEP, rows))
         made = model(torch.cat([*now, forcing, static], dim=1))
         made = torch.cat([now[-1] + made[:, :states] * scale[:states], made[:, states:]], dim=1)
         error = (made - fields(times + (step + 1) * STEP)) / scale
@@ -166,7 +166,7 @@ def test_the_parts_of_the_loss_add_up_to_it(store, seas):
     config = three_steps(store, seas, "sea")
     loss, parts, _ = one_pass(alone(), config)
     leads = [parts.pop(f"loss/+{hours}h") for hours in (6, 12, 18)]
-    out = prepare(config.data).store.channels.out
+    out = prepare_training_data(config.data).store.channels.output_channels
     assert set(parts) == {f"loss/{channel.variable}" for channel in out}
     assert sum(parts.values()) == pytest.approx(loss, rel=1e-12)
     assert np.mean(leads) == pytest.approx(loss, rel=1e-12)
@@ -253,7 +253,7 @@ def test_what_is_computed_again_is_the_same_bit_by_bit(reference):
 def forwards(store, seas, again: bool) -> tuple[int, int]:
     """Calls of the model in one pass, and elements that are kept until backward."""
     training = built(three_steps(store, seas, "plain", checkpoint_activations=again), alone())
-    gradients, calls, kept = training.trainer.gradients, [], set()
+    gradients, calls, kept = training.trainer.forward_backward, [], set()
     handle = training.trainer.state.parts[0].register_forward_hook(lambda *made: calls.append(1))
 
     def keep(x: torch.Tensor) -> torch.Tensor:
@@ -264,7 +264,7 @@ def forwards(store, seas, again: bool) -> tuple[int, int]:
     with training.loader:
         batch = next(training.loader)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        losses = gradients._losses(batch)
+        losses = gradients._compute_losses(batch)
     losses.sum().backward()
     handle.remove()
     return len(calls), sum(size for _, size in kept)
@@ -307,9 +307,9 @@ def test_lengths_follow_steps_or_epochs(store, tmp_path, unit, wanted):
     found = []
     with training.loader:
         for record in training.trainer.steps(training.loader):
-            leads = [name for name in record.more if name.startswith("loss/+")]
+            leads = [name for name in record.extra if name.startswith("loss/+")]
             found.append(max(1, len(leads)))
-            assert len(training.trainer.gradients.detail) == found[-1]
+            assert len(training.trainer.forward_backward.channel_losses) == found[-1]
     # Of 10 samples that have two steps after them, an epoch takes two batches of four.
     assert found == wanted
 
@@ -339,7 +339,7 @@ def test_a_pipeline_computes_no_step_again(store, tmp_path):
 
 
 def test_forecasts_keep_nothing_to_compute_again():
-    model = Recomputed(torch.nn.Linear(2, 2))
+    model = ActivationCheckpointWrapper(torch.nn.Linear(2, 2))
     x = torch.ones(1, 2)
     with torch.no_grad():
         assert not model(x).requires_grad

@@ -14,7 +14,12 @@ from credit_dp.errors import UserError
 from credit_dp.fields import Fields
 from credit_dp.models import build_model
 from credit_dp.training import optim
-from credit_dp.training.optim import build_optimiser, build_schedule, decays, move_schedule
+from credit_dp.training.optim import (
+    build_optimizer,
+    build_schedule,
+    has_weight_decay,
+    restore_schedule,
+)
 from tests.training.test_meshes import MODELS
 
 CONFIG = AdamWConfig(lr=0.1, final_lr=0.02, warmup_steps=2, decay_every=3, decay_factor=0.5)
@@ -32,16 +37,16 @@ CURVES = {
 def rates(schedule: str, start: int = 0, count: int = 12, steps: int = STEPS) -> list[float]:
     """The rates of steps from `start` on, the earlier ones taken by another optimiser."""
     config = replace(CONFIG, schedule=schedule)
-    optimiser = build_optimiser({"w": nn.Parameter(torch.ones(1))}, config)
+    optimiser = build_optimizer({"w": nn.Parameter(torch.ones(1))}, config)
     curve = build_schedule(optimiser, config, STEPS)
     for _ in range(start):
         optimiser.step()
         curve.step()
     if start:
         saved = curve.state_dict()
-        optimiser = build_optimiser({"w": nn.Parameter(torch.ones(1))}, config)
+        optimiser = build_optimizer({"w": nn.Parameter(torch.ones(1))}, config)
         curve = build_schedule(optimiser, config, steps)
-        move_schedule(optimiser, curve, saved)
+        restore_schedule(optimiser, curve, saved)
     found = []
     for _ in range(start, count):
         found.append(optimiser.param_groups[0]["lr"])
@@ -79,7 +84,7 @@ def test_biases_norms_and_tables_do_not_decay(model):
         for name, _ in module.named_parameters()
     }
     parameters = dict(built.named_parameters())
-    kept = {name for name, parameter in parameters.items() if not decays(name, parameter)}
+    kept = {name for name, parameter in parameters.items() if not has_weight_decay(name, parameter)}
     tables = {name for name in parameters if name.endswith((".bias", ".table"))}
     assert kept == norms | tables
     assert any(name.endswith(".table") for name in kept) is (model == "pangu")
@@ -91,7 +96,7 @@ def test_frozen_parameters_are_in_no_group():
         nn.Parameter(torch.ones(2, 2), requires_grad=False),
         nn.Parameter(torch.ones(1)),
     )
-    groups = build_optimiser({"a": frozen, "b": trained}, CONFIG).param_groups
+    groups = build_optimizer({"a": frozen, "b": trained}, CONFIG).param_groups
     assert [p for group in groups for p in group["params"]] == [trained]
 
 
@@ -107,8 +112,8 @@ class Own(OwnScheduleConfig):
 
 
 def scheduled(monkeypatch: pytest.MonkeyPatch, own: OwnScheduleConfig, steps: int = 12) -> LambdaLR:
-    monkeypatch.setattr(optim, "own_schedule", lambda config: own)
-    optimiser = build_optimiser({"a": nn.Parameter(torch.ones(2))}, CONFIG)
+    monkeypatch.setattr(optim, "plugin_schedule", lambda config: own)
+    optimiser = build_optimizer({"a": nn.Parameter(torch.ones(2))}, CONFIG)
     return build_schedule(optimiser, CONFIG, steps)
 
 

@@ -50,13 +50,13 @@ def test_parts_are_bars_on_a_terminal():
 def test_paths_are_neither_wrapped_nor_taken_for_markup():
     text = io.StringIO()
     screen = Screen(Console(file=text, width=20))
-    screen.say("checkpoint [/tmp/a very/long path/of a run]/checkpoint.pt")
+    screen.show("checkpoint [/tmp/a very/long path/of a run]/checkpoint.pt")
     assert text.getvalue() == "checkpoint [/tmp/a very/long path/of a run]/checkpoint.pt\n"
 
 
 def test_other_ranks_are_silent(capsys):
     screen = Screen(None)
-    screen.say("hello")
+    screen.show("hello")
     with screen.bar("training", 10) as bar, screen.report():
         bar(10)
     assert capsys.readouterr().out == ""

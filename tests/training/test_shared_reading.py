@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from credit_dp.data.loader import Loader, Reads
+from credit_dp.data.loader import BatchSelection, Loader
 from credit_dp.data.sampling import SampleSequence
-from credit_dp.data.setup import prepare
-from credit_dp.data.sources.shared import SharedSource, TradeStoppedError, amplification
+from credit_dp.data.setup import prepare_training_data
+from credit_dp.data.sources.shared import ExchangeStoppedError, SharedSource, unshared_amplification
 from credit_dp.data.sources.zarr import GriddedSource
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
-from credit_dp.training.shared_reading import share_reading
+from credit_dp.training.shared_reading import build_chunk_exchange
 from tests.data import stores
 from tests.ranks import on_processes
 
@@ -39,7 +39,7 @@ class ThreadWorld:
             self.changed.notify_all()
             assert self.changed.wait_for(lambda: len(found) == ranks or trade.stopped, timeout=60)
             if len(found) < ranks:
-                raise TradeStoppedError
+                raise ExchangeStoppedError
             return [found[rank] for rank in range(ranks)]
 
 
@@ -53,10 +53,10 @@ class ThreadTrade:
         self.met += 1
         return self.world.meet(self, self.met - 1, given)
 
-    def tell(self, problem):
+    def gather_problems(self, problem):
         return self.meet(problem)
 
-    def swap(self, parcels, sizes, coming):
+    def all_to_all(self, parcels, sizes, coming):
         for_each = np.split(parcels, np.cumsum(sizes)[:-1])
         found = [parts[self.rank] for parts in self.meet(for_each)]
         assert [part.size for part in found] == list(coming)
@@ -73,7 +73,7 @@ def path(tmp_path_factory):
     """Chunks of one time and the whole globe."""
     path = tmp_path_factory.mktemp("shared") / "store.zarr"
     stores.write(stores.dataset(), path)
-    prepare(stores.config(path))
+    prepare_training_data(stores.config(path))
     return path
 
 
@@ -102,7 +102,7 @@ def on_trading_threads(ranks, work):
 
 def take(path, count, rows, prefetch=2, trade=None, frames=1, **changes):
     """So many batches of a rank's rows, and the bytes it read for them."""
-    ready = prepare(stores.config(path, **changes))
+    ready = prepare_training_data(stores.config(path, **changes))
     sequence = SampleSequence(SAMPLES + 1 - frames, 2, seed=3)
     before = ready.store.bytes_read
     with Loader(
@@ -115,7 +115,7 @@ def take(path, count, rows, prefetch=2, trade=None, frames=1, **changes):
 def same(one, other):
     return all(
         torch.equal(getattr(one, name), getattr(other, name))
-        for name in ("now", "forcing", "static", "target")
+        for name in ("state", "forcing", "static", "target")
     )
 
 
@@ -171,10 +171,10 @@ def test_chunks_that_fit_the_bands_are_not_traded(tmp_path):
     path = stores.write(stores.dataset(), tmp_path / "store.zarr", chunks={"latitude": 3})
 
     class NoTrade(ThreadTrade):
-        def tell(self, problem):
+        def gather_problems(self, problem):
             raise AssertionError("nothing to tell")
 
-        swap = tell
+        all_to_all = gather_problems
 
     trade = NoTrade(ThreadWorld((0, 3, 6, 9, 12)), 1)
     source = GriddedSource.open(str(path))
@@ -197,7 +197,7 @@ def test_other_rows_than_the_ranks_own_are_refused(path):
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_an_unreadable_chunk_ends_all_ranks_with_the_same_line(tmp_path, ranks):
     path = stores.write(stores.dataset(), tmp_path / "store.zarr")
-    prepare(stores.config(path))
+    prepare_training_data(stores.config(path))
     for chunk in (path / "temperature" / "c").rglob("0"):
         if chunk.is_file():
             chunk.write_bytes(b"short")
@@ -215,7 +215,7 @@ def test_an_unreadable_chunk_ends_all_ranks_with_the_same_line(tmp_path, ranks):
 def test_a_gap_in_one_band_ends_all_ranks(tmp_path):
     data = stores.dataset()
     path = stores.write(data, tmp_path / "store.zarr")
-    prepare(stores.config(path))
+    prepare_training_data(stores.config(path))
     data["temperature"].values[:, :, -1] = np.nan  # the last rank's
     data[["temperature"]].to_zarr(path, mode="r+", consolidated=False)
 
@@ -231,7 +231,7 @@ def test_a_gap_in_one_band_ends_all_ranks(tmp_path):
 def test_no_rank_begins_a_step_that_another_cannot_take(tmp_path):
     data = stores.dataset()
     path = stores.write(data, tmp_path / "store.zarr")
-    ready = prepare(stores.config(path))
+    ready = prepare_training_data(stores.config(path))
     sequence = SampleSequence(SAMPLES, 1)
     target = sequence.indices(0)[0] + 1
     data["temperature"].values[target, :, -1] = np.nan  # in the last rank's band
@@ -268,7 +268,7 @@ def test_an_error_that_is_no_users_names_its_type_elsewhere(path):
 
 
 def test_closing_does_not_wait_for_ranks_that_never_come(path):
-    ready = prepare(stores.config(path))
+    ready = prepare_training_data(stores.config(path))
     trade = ThreadTrade(ThreadWorld((0, 7, 12)), 0)
     sequence = SampleSequence(SAMPLES, 2)
     loader = Loader(ready, "train", slice(0, 7), sequence, prefetch=3, trade=trade)
@@ -279,7 +279,7 @@ def test_closing_does_not_wait_for_ranks_that_never_come(path):
 
 def test_state_is_loaded_while_ranks_read_ahead(path):
     def shared(rank, trade):
-        ready = prepare(stores.config(path))
+        ready = prepare_training_data(stores.config(path))
         rows = slice(*trade.bounds[rank : rank + 2])
         with Loader(ready, "train", rows, SampleSequence(SAMPLES, 2), trade=trade) as loader:
             first = [next(loader) for _ in range(2)]
@@ -301,7 +301,7 @@ def test_state_is_loaded_while_ranks_read_ahead(path):
     ],
 )
 def test_amplification(height, chunk, bounds, wanted):
-    assert amplification(height, chunk, bounds) == pytest.approx(wanted)
+    assert unshared_amplification(height, chunk, bounds) == pytest.approx(wanted)
 
 
 def sequence_of(manager):
@@ -311,9 +311,9 @@ def sequence_of(manager):
 def shared_on_rank(manager, path):
     """Whether this rank's shared batches are those it reads alone, and how much it read."""
     rows = manager.rows(12)
-    reads = Reads(inputs=manager.pipeline_rank == 0)
-    ready = prepare(stores.config(path))
-    trade = share_reading(ready.store, manager)
+    reads = BatchSelection(inputs=manager.pipeline_rank == 0)
+    ready = prepare_training_data(stores.config(path))
+    trade = build_chunk_exchange(ready.store, manager)
     before = ready.store.bytes_read
     with Loader(
         ready, "train", rows, sequence_of(manager), prefetch=1, reads=reads, trade=trade
@@ -326,9 +326,9 @@ def shared_on_rank(manager, path):
 
 def broken_on_rank(manager, path):
     """What ends a rank when one chunk cannot be read."""
-    ready = prepare(stores.config(path))
+    ready = prepare_training_data(stores.config(path))
     (path / "temperature" / "c" / "3" / "0" / "0" / "0").write_bytes(b"short")
-    trade = share_reading(ready.store, manager)
+    trade = build_chunk_exchange(ready.store, manager)
     loader = Loader(ready, "train", manager.rows(12), SampleSequence(SAMPLES, SAMPLES), trade=trade)
     with loader, pytest.raises(UserError) as caught:
         next(loader)
@@ -346,7 +346,7 @@ def test_two_processes_share(path):
 @pytest.mark.slow
 def test_an_error_in_one_process_arrives_in_the_other(tmp_path):
     path = stores.write(stores.dataset(), tmp_path / "store.zarr")
-    prepare(stores.config(path))
+    prepare_training_data(stores.config(path))
     one, two = on_processes(2, broken_on_rank, path)
     assert one == two
     assert "temperature" in one
@@ -360,11 +360,13 @@ def test_every_domain_of_a_mesh_shares(path, ranks, domain, pipeline):
 
 
 def share_on_rank(manager, path):
-    return share_reading(prepare(stores.config(path)).store, manager) is not None
+    return (
+        build_chunk_exchange(prepare_training_data(stores.config(path)).store, manager) is not None
+    )
 
 
 @pytest.mark.slow
 def test_stores_cut_where_bands_end_are_not_shared(tmp_path):
     path = stores.write(stores.dataset(), tmp_path / "store.zarr", chunks={"latitude": 6})
-    prepare(stores.config(path))
+    prepare_training_data(stores.config(path))
     assert on_processes(2, share_on_rank, path) == [False, False]

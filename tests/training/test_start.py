@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from credit_dp.config import Config
-from credit_dp.distributed import Ranks, launch
+from credit_dp.distributed import RankInfo, launch
 from credit_dp.training import run as training_run
 from tests.training.runs import make_config, make_store
 
@@ -26,7 +26,7 @@ LATE = [
 ]
 
 
-def run(config: Config, ranks: Ranks) -> int:
+def run(config: Config, ranks: RankInfo) -> int:
     """Train, and note which modules this rank has then."""
     code = training_run.run(config, ranks)
     Path(config.run.dir, f"modules{ranks.rank}").write_text(json.dumps(sorted(sys.modules)))

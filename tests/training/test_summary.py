@@ -2,11 +2,11 @@
 
 import pytest
 
-from credit_dp.data.setup import prepare
+from credit_dp.data.setup import prepare_training_data
 from credit_dp.training import console
-from credit_dp.training.console import Outlook, duration
-from credit_dp.training.state import MODEL, OPTIMISER
-from credit_dp.training.summary import needs_of, summary
+from credit_dp.training.console import EtaMessage, format_duration
+from credit_dp.training.state import MODEL_PREFIX, OPTIMIZER_PREFIX
+from credit_dp.training.summary import estimate_run, summary_lines
 from tests.ranks import on_processes
 from tests.training.runs import alone, built, make_config, make_store
 
@@ -20,7 +20,7 @@ def config(tmp_path):
 def expected_and_measured(manager, config):
     """Messages, bytes of rows, and those of a checkpoint: expected, and after a step."""
     training = built(config, manager)
-    needs = needs_of(config, prepare(config.data), training, manager)
+    needs = estimate_run(config, prepare_training_data(config.data), training, manager)
     traffic = manager.transport.traffic
     with training.loader:
         batch = next(training.loader)
@@ -29,7 +29,9 @@ def expected_and_measured(manager, config):
         training.trainer.update(batch)
         sent = traffic.messages - before[0], traffic.bytes - before[1]
     tensors = training.trainer.state.tensors().items()
-    saved = sum(t.nbytes for n, t in tensors if n.startswith((MODEL, OPTIMISER)) and t.ndim)
+    saved = sum(
+        t.nbytes for n, t in tensors if n.startswith((MODEL_PREFIX, OPTIMIZER_PREFIX)) and t.ndim
+    )
     return (needs.messages, needs.sent, needs.checkpoint), (*sent, saved)
 
 
@@ -47,7 +49,7 @@ def test_what_is_said_comes_true(config, steps):
 def test_it_fits_on_a_screen(config):
     training = built(config, alone())
     training.loader.close()
-    lines = summary(config, prepare(config.data), training, alone())
+    lines = summary_lines(config, prepare_training_data(config.data), training, alone())
     assert 5 < len(lines) <= 20
     text = "\n".join(lines)
     count = sum(p.numel() for p in training.trainer.state.parameters.values())
@@ -61,9 +63,9 @@ def test_it_fits_on_a_screen(config):
 def test_longer_rollouts_hold_more(config):
     training = built(config, alone())
     training.loader.close()
-    held = needs_of(config, prepare(config.data), training, alone()).held
+    held = estimate_run(config, prepare_training_data(config.data), training, alone()).held
     config.trainer.checkpoint_activations = True
-    again = needs_of(config, prepare(config.data), training, alone()).held
+    again = estimate_run(config, prepare_training_data(config.data), training, alone()).held
     assert held["activations"] == 2 * again["activations"] > 0
     assert held["moments"] == 2 * held["weights"]
 
@@ -71,13 +73,13 @@ def test_longer_rollouts_hold_more(config):
 def test_the_pace_is_told_once(monkeypatch):
     clock = iter(range(0, 10_000, 3))  # three seconds for each step
     monkeypatch.setattr(console.time, "monotonic", lambda: float(next(clock)))
-    told = Outlook(step=5, total=105, per_epoch=40)
+    told = EtaMessage(step=5, total=105, per_epoch=40)
     lines = {step: line for step in range(6, 106) if (line := told(step)) is not None}
     assert lines == {25: "about 2 min for an epoch, done in about 4 min"}
 
 
 def test_a_run_of_few_steps_is_not_told():
-    told = Outlook(step=0, total=20, per_epoch=40)
+    told = EtaMessage(step=0, total=20, per_epoch=40)
     assert [told(step) for step in range(1, 21)] == [None] * 20
 
 
@@ -86,4 +88,4 @@ def test_a_run_of_few_steps_is_not_told():
     [(1.25, "1.2 s"), (89, "89 s"), (600, "10 min"), (9000, "2.5 h"), (200_000, "2.3 days")],
 )
 def test_durations(seconds, text):
-    assert duration(seconds) == text
+    assert format_duration(seconds) == text

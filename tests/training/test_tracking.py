@@ -9,7 +9,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from credit_dp.config import LoggerConfig
 from credit_dp.errors import UserError
 from credit_dp.training import loggers
-from credit_dp.training.loggers import open_tracker, run_id
+from credit_dp.training.loggers import load_or_create_run_id, open_tracker
 from tests.training.heard import heard_from
 
 OFF = LoggerConfig(wandb="disabled")
@@ -104,7 +104,7 @@ def test_offline_needs_no_account_and_goes_on_under_its_id(
     tmp_path, monkeypatch, no_wandb_settings
 ):
     monkeypatch.setenv("WANDB_SILENT", "")  # crashes wandb as it is
-    monkeypatch.setattr(loggers, "PATIENCE", 100.0)  # of a busy machine
+    monkeypatch.setattr(loggers, "CLOSE_TIMEOUT", 100.0)  # of a busy machine
     log = tmp_path / "run" / "metrics.csv"
     with heard_from() as warnings:
         for step in (0, 1):
@@ -120,9 +120,9 @@ def test_offline_needs_no_account_and_goes_on_under_its_id(
 
 def test_a_fresh_run_has_an_id_of_its_own(tmp_path):
     path = tmp_path / "wandb" / "id"
-    first = run_id(path, 0)
-    assert run_id(path, 3) == first
-    assert run_id(path, 0) != first
+    first = load_or_create_run_id(path, 0)
+    assert load_or_create_run_id(path, 3) == first
+    assert load_or_create_run_id(path, 0) != first
 
 
 @pytest.mark.slow

@@ -15,14 +15,14 @@ from omegaconf import OmegaConf
 
 from credit_dp.config import Config, DatesConfig, VariableConfig
 from credit_dp.data.store import Store
-from credit_dp.distributed import Ranks
+from credit_dp.distributed import RankInfo
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
 from credit_dp.evaluation import held_out
 from credit_dp.evaluation.maps import FieldMap
 from credit_dp.training import run as training_run
 from credit_dp.training.checkpoint import find_checkpoint
-from credit_dp.training.run import dates_as_in, run, settle_dates
+from credit_dp.training.run import dates_of_checkpoint, resolve_dates, run
 from credit_dp.training.run_folder import RunFolder
 from tests.data import stores
 from tests.ranks import on_processes
@@ -45,7 +45,7 @@ def log_of(config: Config) -> list[dict[str, str]]:
 
 
 def test_a_run_leaves_all_its_files_and_says_where(config, capsys):
-    assert run(config, Ranks()) == 0
+    assert run(config, RankInfo()) == 0
     folder = Path(config.run.dir)
     assert {path.name for path in folder.iterdir()} == FILES | ASIDE
     said = capsys.readouterr().out
@@ -57,7 +57,7 @@ def test_a_run_leaves_all_its_files_and_says_where(config, capsys):
 
 @pytest.mark.slow
 def test_numbers_and_config_can_be_read_back(config):
-    run(config, Ranks())
+    run(config, RankInfo())
     folder = Path(config.run.dir)
     scores = json.loads((folder / "metrics.json").read_text())
     assert set(scores["rmse"]["geopotential_500"]["12h"]) == {
@@ -75,11 +75,11 @@ def test_numbers_and_config_can_be_read_back(config):
 
 @pytest.mark.slow
 def test_auto_resumes_where_the_run_stopped(config, capsys):
-    run(config, Ranks())
+    run(config, RankInfo())
     first = log_of(config)
     longer = replace(config, resume="auto", trainer=replace(config.trainer, steps=6))
     capsys.readouterr()
-    run(longer, Ranks())
+    run(longer, RankInfo())
     assert "resumed after step 4 from" in capsys.readouterr().out
     assert log_of(config)[:4] == first
     assert [row["step"] for row in log_of(config)] == ["1", "2", "3", "4", "6"]
@@ -87,7 +87,7 @@ def test_auto_resumes_where_the_run_stopped(config, capsys):
 
 @pytest.mark.slow
 def test_auto_starts_afresh_where_there_is_nothing(config, capsys):
-    run(replace(config, resume="auto"), Ranks())
+    run(replace(config, resume="auto"), RankInfo())
     assert "resumed" not in capsys.readouterr().out
     assert len(log_of(config)) == 4
 
@@ -103,7 +103,7 @@ def test_dates_that_are_chosen_stay_when_the_store_grows(config, caplog):
     stores.write(data.isel(time=slice(0, 30)), path)
     config = with_open_dates(config, limit=20)
     caplog.set_level(logging.INFO)
-    run(config, Ranks())
+    run(config, RankInfo())
     told = "data.dates: auto: train 2000-01-01T00 to 2000-01-05T18 (20 times), valid 2000-01-07"
     assert told in caplog.text
     folder = Path(config.run.dir)
@@ -113,13 +113,13 @@ def test_dates_that_are_chosen_stay_when_the_store_grows(config, caplog):
     stores.write(data, path)
     longer = replace(config, resume="auto", trainer=replace(config.trainer, steps=5))
     caplog.clear()
-    run(longer, Ranks())
+    run(longer, RankInfo())
     assert "data.dates: auto" not in caplog.text
     assert OmegaConf.load(folder / "config.yaml").data.dates == before
     elsewhere = ["2000-01-09", "2000-01-09"]
     dates = replace(longer.data.dates, limit=None, test=elsewhere)
     changed = replace(longer, data=replace(longer.data, dates=dates))
-    settled = settle_dates(changed, RunFolder(folder), lambda title, share: None)
+    settled = resolve_dates(changed, RunFolder(folder), lambda title, share: None)
     assert settled == DatesConfig([*before.train], [*before.valid], elsewhere)
 
 
@@ -127,18 +127,20 @@ def test_dates_that_are_chosen_stay_when_the_store_grows(config, caplog):
 def test_dates_that_are_given_with_a_limit_have_those_of_the_checkpoint(config):
     shutil.rmtree(config.data.store)
     stores.write(stores.dataset(12, 16, 40), Path(config.data.store))
-    run(with_open_dates(config, limit=8), Ranks())
+    run(with_open_dates(config, limit=8), RankInfo())
     path = find_checkpoint("auto", RunFolder(Path(config.run.dir)).checkpoint)
-    saved = dates_as_in(path, DatesConfig(limit=8)).train
-    assert dates_as_in(path, DatesConfig(["2000-01-01", "2000-01-05"], limit=8)).train == saved
+    saved = dates_of_checkpoint(path, DatesConfig(limit=8)).train
+    assert (
+        dates_of_checkpoint(path, DatesConfig(["2000-01-01", "2000-01-05"], limit=8)).train == saved
+    )
     for given in (["2000-01-02", "2000-01-05"], ["2000-01-01", "2000-01-01"]):
         with pytest.raises(UserError, match=r"^data\.dates\.train: the checkpoint has 2000-01-01"):
-            dates_as_in(path, DatesConfig(given, limit=8))
+            dates_of_checkpoint(path, DatesConfig(given, limit=8))
 
 
 def dates_of_rank(manager: DomainParallelManager, configs: list[Config]) -> DatesConfig:
     config = configs[manager.rank]
-    return settle_dates(config, RunFolder(Path(config.run.dir)), lambda title, share: None)
+    return resolve_dates(config, RunFolder(Path(config.run.dir)), lambda title, share: None)
 
 
 @pytest.mark.slow
@@ -161,11 +163,11 @@ def contents(folder: Path) -> dict[Path, bytes]:
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [2, 4])
 def test_a_finished_run_is_only_evaluated_again(config, capsys, steps):
-    run(config, Ranks())
+    run(config, RankInfo())
     before = contents(Path(config.run.dir))
     capsys.readouterr()
     again = replace(config, resume="auto", trainer=replace(config.trainer, steps=steps))
-    run(again, Ranks())
+    run(again, RankInfo())
     assert contents(Path(config.run.dir)) == before
     said = capsys.readouterr().out
     assert f"nothing to train: the checkpoint is of step 4 and trainer.steps is {steps};" in said
@@ -184,7 +186,7 @@ def test_scores_that_are_not_finite_end_a_run(config, monkeypatch):
 
     monkeypatch.setattr(training_run, "evaluate", diverged)
     with pytest.raises(UserError, match="geopotential_500: the RMSE of the model at 6 h is nan"):
-        run(config, Ranks())
+        run(config, RankInfo())
     left = {path.name for path in Path(config.run.dir).iterdir()}
     assert "checkpoint" in left
     assert "metrics.json" not in left
@@ -198,7 +200,7 @@ def test_a_field_that_never_changes_is_warned_of(config, capsys):
     data.to_zarr(f"{config.data.store}-rain.zarr", consolidated=False)
     normalise = {"rain": VariableConfig(normalise="none")}
     changed = {"store": f"{config.data.store}-rain.zarr", "diagnostic": ["rain"]}
-    run(replace(config, data=replace(config.data, variables=normalise, **changed)), Ranks())
+    run(replace(config, data=replace(config.data, variables=normalise, **changed)), RankInfo())
     assert "warning      rain: the RMSE of persistence is exactly 0 at" in capsys.readouterr().out
 
 
@@ -209,7 +211,7 @@ def test_a_plot_that_fails_costs_no_scores(config, capsys, monkeypatch):
 
     monkeypatch.setattr("credit_dp.evaluation.plots.draw_map", fail)
     with pytest.raises(UserError, match="no plot"):
-        run(config, Ranks())
+        run(config, RankInfo())
     assert json.loads((Path(config.run.dir) / "metrics.json").read_text())["rmse"]
     assert "persis-" in capsys.readouterr().out
 
@@ -223,19 +225,19 @@ def test_a_gap_in_the_held_out_dates_is_refused_before_training(config, variable
     data[variable].loc[{"time": time}] = np.nan
     data[[variable]].to_zarr(path, mode="r+", consolidated=False)
     with pytest.raises(UserError, match=rf"{variable} has NaN .*at {time}"):
-        run(config, Ranks())
+        run(config, RankInfo())
     assert not Path(config.run.dir).exists()
 
 
 def whole_run(manager: DomainParallelManager, config: Config) -> int:
     parallel = replace(config.parallel, domain=manager.domain_world_size)
-    return run(replace(config, parallel=parallel), Ranks(manager.rank, manager.world_size))
+    return run(replace(config, parallel=parallel), RankInfo(manager.rank, manager.world_size))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "domain"), [(2, 2), (4, 2)])
 def test_any_mesh_leaves_the_same_numbers(config, ranks, domain):
-    run(config, Ranks())
+    run(config, RankInfo())
     scores = json.loads((Path(config.run.dir) / "metrics.json").read_text())
     shared = replace(config, run=replace(config.run, dir=config.run.dir + "-shared"))
     assert on_processes(ranks, whole_run, shared, domain=domain) == [0] * ranks
@@ -250,7 +252,7 @@ def test_any_mesh_leaves_the_same_numbers(config, ranks, domain):
 def test_a_lead_that_is_no_multiple_of_the_step_is_refused_before_training(config):
     odd = replace(config, trainer=replace(config.trainer, evaluate_hours=[7]))
     with pytest.raises(UserError, match=r"trainer\.evaluate_hours"):
-        run(odd, Ranks())
+        run(odd, RankInfo())
     assert not Path(config.run.dir).exists()
 
 

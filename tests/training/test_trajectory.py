@@ -180,7 +180,7 @@ def test_a_run_goes_on_on_another_mesh(stores, tmp_path):
 def break_loss(manager: DomainParallelManager, config: Config) -> str:
     training = built(config, manager)
     if manager.is_last_domain_rank:  # one rank's rows alone go wrong
-        training.trainer.gradients.loss.weight *= float("nan")
+        training.trainer.forward_backward.loss.weight *= float("nan")
     with pytest.raises(UserError) as error:
         train_on(training)
     return str(error.value)

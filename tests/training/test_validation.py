@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from credit_dp.config import Config
-from credit_dp.data.setup import prepare
+from credit_dp.data.setup import prepare_training_data
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
-from credit_dp.evaluation.held_out import spread
+from credit_dp.evaluation.held_out import evenly_spaced_indices
 from credit_dp.training.console import Screen
-from credit_dp.training.monitoring import MOST, Validation, Watch
+from credit_dp.training.monitoring import MAX_INITIAL_TIMES, TrainingMonitor, Validation
 from tests.ranks import on_processes
 from tests.training.runs import alone, built, make_config, make_store, tiny_crossformer, weights
 
@@ -34,20 +34,20 @@ def validated(manager: DomainParallelManager, config: Config) -> float:
     """The RMSE of untrained weights."""
     training = built(config, manager)
     training.loader.close()
-    return Validation(config, prepare(config.data), training, manager)()
+    return Validation(config, prepare_training_data(config.data), training, manager)()
 
 
 def trained(config: Config, validates: bool) -> tuple[torch.Tensor, torch.Tensor, list[float]]:
     """Weights, random state and what was validated, after a run."""
     training = built(config, alone())
-    prepared = prepare(config.data)
+    prepared = prepare_training_data(config.data)
     validation = Validation(config, prepared, training, alone()) if validates else None
-    watch = Watch(config, training, Screen(None), validation, None)
+    watch = TrainingMonitor(config, training, Screen(None), validation, None)
     found = []
     with training.loader:
         for record in watch.steps(training.trainer.steps(watch.batches())):
             torch.rand(())  # whoever draws outside of a step draws the same, too
-            numbers = watch.follow(record)
+            numbers = watch.on_step_end(record)
             found += [numbers[name] for name in ("validation_rmse",) if name in numbers]
             assert all(part.training for part in training.trainer.state.parts)
     return weights(training), torch.get_rng_state(), found
@@ -65,15 +65,18 @@ def test_training_does_not_notice_it(config):
 def test_it_is_the_mean_of_normalised_rmse(config):
     training = built(config, alone())
     training.loader.close()
-    prepared = prepare(config.data)
+    prepared = prepare_training_data(config.data)
     validation = Validation(config, prepared, training, alone())
     dates = validation.dates
-    assert 1 < len(dates.initial_times) <= MOST
+    assert 1 < len(dates.initial_times) <= MAX_INITIAL_TIMES
     assert dates.hours == (6,)
     training.trainer.state.train(False)
     ahead = np.timedelta64(6, "h")
     with torch.no_grad():
-        starts, statics = dates.starts(dates.initial_times), dates.static(len(dates.initial_times))
+        starts, statics = (
+            dates.initial_states(dates.initial_times),
+            dates.static(len(dates.initial_times)),
+        )
         forcing = dates.forcing(dates.initial_times)
         (made,) = training.forecast.rollout(starts, [forcing], statics)
         squares = (made - dates.fields(dates.initial_times + ahead)).square()
@@ -103,4 +106,4 @@ def test_dates_without_room_for_a_forecast_are_refused(config):
     ("count", "places"), [(1, [0]), (3, [0, 1, 2]), (9, [0, 3, 5, 8]), (100, [0, 33, 66, 99])]
 )
 def test_places_are_evenly_spread(count, places):
-    assert spread(count, 4).tolist() == places
+    assert evenly_spaced_indices(count, 4).tolist() == places

@@ -71,7 +71,7 @@ def test_it_takes_the_place_of_the_weights_and_gives_it_back():
     weight = nn.Parameter(torch.ones(3))
     average = WeightAverage({"w": weight}, 0.5)
     weight.data.zero_()
-    with pytest.raises(RuntimeError, match=r"^\[1.0, 1.0, 1.0\]$"), average.in_place():
+    with pytest.raises(RuntimeError, match=r"^\[1.0, 1.0, 1.0\]$"), average.swapped_in():
         raise RuntimeError(weight.tolist())
     assert weight.tolist() == [0, 0, 0]
     assert average.averages["w"].tolist() == [1, 1, 1]
@@ -96,11 +96,11 @@ def of_forecasts(manager: DomainParallelManager, config, path: Path | None = Non
         load_checkpoint(path, state)
     numbers, weights = train(training)
     predicted_with(training)  # FSDP2 keeps what it has gathered for this
-    with state.forecasting():
+    with state.eval_mode():
         assert not any(part.training for part in state.parts)
-        averages = whole_tensors(state.trained)
+        averages = whole_tensors(state.trainable_parameters)
         predicted_with(training)
-        used = whole_tensors(state.trained)
+        used = whole_tensors(state.trainable_parameters)
         assert all(np.array_equal(used[name], averages[name]) for name in averages)
     assert all(part.training for part in state.parts)
     again = whole_tensors(state.parameters)
@@ -143,8 +143,8 @@ def saved(manager: DomainParallelManager, config, path: Path) -> Trajectory:
             numbers.append((record.loss, record.grad_norm))
             if record.step == HALF_WAY:
                 save_checkpoint(path, state, "")
-    with state.forecasting():
-        return numbers, whole_tensors(state.trained)
+    with state.eval_mode():
+        return numbers, whole_tensors(state.trainable_parameters)
 
 
 @pytest.mark.slow
@@ -204,7 +204,7 @@ def test_a_checkpoint_without_averages_starts_them_from_its_weights(config, tmp_
     average = again.trainer.state.average
     assert average is not None
     assert average.updates == 0
-    trained = training.trainer.state.trained
+    trained = training.trainer.state.trainable_parameters
     assert all(torch.equal(average.averages[name], p) for name, p in trained.items())
 
 

@@ -21,7 +21,7 @@ import zarr
 from numpy.typing import NDArray
 
 from credit_dp.config import QuickstartConfig
-from credit_dp.data.cache import Report
+from credit_dp.data.cache import ProgressCallback
 from credit_dp.data.quickstart.dynamics import LEVELS, TITLE, Array, Physics
 from credit_dp.data.quickstart.fields import Synthesis
 from credit_dp.errors import UserError
@@ -79,7 +79,7 @@ class Run:
         return np.asarray(self.start + np.arange(self.steps) * np.timedelta64(hours, "h"))
 
 
-def runs(config: QuickstartConfig) -> list[Run]:
+def plan_runs(config: QuickstartConfig) -> list[Run]:
     """The runs of a store in order of time."""
     try:
         start = np.datetime64(config.start, "h")
@@ -104,17 +104,17 @@ def day_of_year(time: np.datetime64) -> float:
     return float((time - time.astype("datetime64[Y]")) / np.timedelta64(1, "D"))
 
 
-ON_LEVELS = {
+LEVEL_VARIABLES = {
     "geopotential": ("geopotential", "m**2 s**-2"),
     "temperature": ("air_temperature", "K"),
     "u_component_of_wind": ("eastward_wind", "m s**-1"),
     "v_component_of_wind": ("northward_wind", "m s**-1"),
 }
-AT_SURFACE = {
+SURFACE_VARIABLES = {
     "mean_sea_level_pressure": ("air_pressure_at_mean_sea_level", "Pa"),
     "2m_temperature": ("air_temperature", "K"),
 }
-STATICS = {
+STATIC_VARIABLES = {
     "geopotential_at_surface": ("surface_geopotential", "m**2 s**-2"),
     "land_sea_mask": ("land_area_fraction", "1"),
 }
@@ -126,16 +126,16 @@ def create(path: Path, synthesis: Synthesis, members: list[Run], title: str) -> 
     group = zarr.create_group(
         path, zarr_format=3, attributes={"title": title, "Conventions": "CF-1.11"}
     )
-    _coordinates(group, synthesis, np.concatenate([run.times for run in members]))
+    _write_coordinates(group, synthesis, np.concatenate([run.times for run in members]))
     grid = (len(synthesis.latitude), len(synthesis.longitude))
     band = -(-grid[0] // BANDS)
     for name, values in synthesis.statics().items():
-        standard_name, units = STATICS[name]
-        _whole(group, name, values, ("latitude", "longitude"), standard_name, units)
+        standard_name, units = STATIC_VARIABLES[name]
+        _write_array(group, name, values, ("latitude", "longitude"), standard_name, units)
     times = sum(run.steps for run in members)
     together = shard_steps(members[0].steps, grid)
-    for name, (standard_name, units) in (ON_LEVELS | AT_SURFACE).items():
-        levels = (len(LEVELS),) if name in ON_LEVELS else ()
+    for name, (standard_name, units) in (LEVEL_VARIABLES | SURFACE_VARIABLES).items():
+        levels = (len(LEVELS),) if name in LEVEL_VARIABLES else ()
         group.create_array(
             name,
             shape=(times, *levels, *grid),
@@ -166,18 +166,20 @@ def finish(path: Path) -> None:
         zarr.consolidate_metadata(path, zarr_format=3)
 
 
-def _coordinates(group: zarr.Group, synthesis: Synthesis, times: Times) -> None:
+def _write_coordinates(group: zarr.Group, synthesis: Synthesis, times: Times) -> None:
     hours = (times - times[0]) // np.timedelta64(1, "h")
     since = f"hours since {np.datetime_as_string(times[0], unit='D')}"
-    time = _whole(group, "time", hours.astype(np.int64), ("time",), "time", since)
+    time = _write_array(group, "time", hours.astype(np.int64), ("time",), "time", since)
     time.attrs["calendar"] = "proleptic_gregorian"
     level = np.array(LEVELS, np.int64)
-    _whole(group, "level", level, ("level",), "air_pressure", "hPa").attrs["positive"] = "down"
+    _write_array(group, "level", level, ("level",), "air_pressure", "hPa").attrs["positive"] = (
+        "down"
+    )
     for name, units in (("latitude", "degrees_north"), ("longitude", "degrees_east")):
-        _whole(group, name, getattr(synthesis, name), (name,), name, units)
+        _write_array(group, name, getattr(synthesis, name), (name,), name, units)
 
 
-def _whole(
+def _write_array(
     group: zarr.Group,
     name: str,
     values: NDArray[Any],
@@ -207,7 +209,7 @@ def build(
     config: QuickstartConfig,
     grid: tuple[int, int] | None,
     path: Path,
-    report: Report | None = None,
+    report: ProgressCallback | None = None,
 ) -> None:
     """Integrates the climate and writes it to `path`, which appears whole or not at all.
 
@@ -218,7 +220,7 @@ def build(
         UserError: a setting makes no sense, or a run failed (a full disk, say).
     """
     shape = resolve_grid(config, grid)
-    members = runs(config)
+    members = plan_runs(config)
     title = f"{TITLE}, T{config.truncation}, seed {config.seed}"
     partial = path.with_name(f".{path.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # what a killed build left
@@ -242,7 +244,7 @@ def _integrate(
     grid: tuple[int, int],
     path: Path,
     members: list[Run],
-    report: Report,
+    report: ProgressCallback,
 ) -> None:
     total, done = sum(run.steps for run in members), 0
     ticks: queue.Queue[int] = queue.Queue()

@@ -380,7 +380,7 @@ FILTER = 0.04  # Robert's coefficient
 SHARE = 0.53  # Williams' split of the filter between two steps
 
 
-def first_state(model: QuasiGeostrophic, rng: np.random.Generator) -> Array:
+def initial_state(model: QuasiGeostrophic, rng: np.random.Generator) -> Array:
     """Weak, large-scale noise: what the baroclinic instability grows from."""
     size = model.truncation + 1
     degree = np.arange(size)
@@ -389,7 +389,9 @@ def first_state(model: QuasiGeostrophic, rng: np.random.Generator) -> Array:
     return np.asarray((noise * model.mask).astype(model.dtype))
 
 
-def six_hourly(model: QuasiGeostrophic, state: Array, day_of_year: float) -> Iterator[Array]:
+def integrate_six_hourly(
+    model: QuasiGeostrophic, state: Array, day_of_year: float
+) -> Iterator[Array]:
     """Yields `state` and then the state of every six hours that follow, without end.
 
     Source: Robert 1966 and Williams 2009 for the filter; linear terms from the earlier step and

@@ -128,7 +128,7 @@ class Synthesis:
         geopotential += GRAVITY * np.array(STANDARD_HEIGHT, np.float32)[:, None, None]
         return {
             "geopotential": geopotential,
-            "temperature": temperature(geopotential, LEVELS),
+            "temperature": hydrostatic_temperature(geopotential, LEVELS),
             "u_component_of_wind": east.reshape(on_levels),
             "v_component_of_wind": north.reshape(on_levels),
             **self._surface(geopotential),
@@ -139,7 +139,7 @@ class Synthesis:
         return np.ascontiguousarray(values.transpose(1, 2, 0))
 
     def _surface(self, geopotential: Array) -> dict[str, Array]:
-        lowest = temperature(geopotential, (SURFACE,))[:, 0]
+        lowest = hydrostatic_temperature(geopotential, (SURFACE,))[:, 0]
         weights = parabola(SURFACE)[0].astype(np.float32)
         height = np.einsum("k,tkhw->thw", weights, geopotential)
         pressure = 100 * SURFACE * np.exp(height / (DRY_AIR * lowest))
@@ -149,7 +149,7 @@ class Synthesis:
         }
 
 
-def temperature(geopotential: Array, pressures: tuple[float, ...]) -> Array:
+def hydrostatic_temperature(geopotential: Array, pressures: tuple[float, ...]) -> Array:
     """Hydrostatic temperature in K. Shapes: `(times, 3, H, W)` -> `(times, pressures, H, W)`."""
     lapse = [parabola(max(p, HIGHEST))[1] for p in pressures]
     standard = GRAVITY * np.array(STANDARD_HEIGHT)
@@ -180,7 +180,7 @@ class Realism:
     persistence: dict[int, float]
 
 
-def measure(path: Path, fit: Span, span: Span) -> Realism:
+def measure_realism(path: Path, fit: Span, span: Span) -> Realism:
     """Measures `span` against the climatology of `fit`, both ISO dates, first and last."""
     with xr.open_zarr(path, chunks=None) as store:
         wind = store["u_component_of_wind"].sel(level=200, time=slice(*span))

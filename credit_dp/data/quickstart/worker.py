@@ -17,8 +17,19 @@ import numpy as np
 
 from credit_dp.config import QuickstartConfig
 from credit_dp.data.quickstart import dataset
-from credit_dp.data.quickstart.dataset import STEPS_PER_DAY, Run, day_of_year, runs, shard_steps
-from credit_dp.data.quickstart.dynamics import Array, QuasiGeostrophic, first_state, six_hourly
+from credit_dp.data.quickstart.dataset import (
+    STEPS_PER_DAY,
+    Run,
+    day_of_year,
+    plan_runs,
+    shard_steps,
+)
+from credit_dp.data.quickstart.dynamics import (
+    Array,
+    QuasiGeostrophic,
+    initial_state,
+    integrate_six_hourly,
+)
 from credit_dp.data.quickstart.fields import Synthesis
 
 
@@ -27,7 +38,7 @@ def streamfunctions(config: QuickstartConfig, run: Run) -> Iterator[Array]:
     model = QuasiGeostrophic(config.truncation)
     noise = np.random.default_rng([config.seed, run.index])
     begin = run.start - np.timedelta64(config.spinup_days, "D")
-    states = six_hourly(model, first_state(model, noise), day_of_year(begin))
+    states = integrate_six_hourly(model, initial_state(model, noise), day_of_year(begin))
     for state in islice(states, config.spinup_days * STEPS_PER_DAY, None):
         if not np.isfinite(state[0, 0, 0, 1]):
             raise FloatingPointError(f"run {run.index} became unstable")
@@ -50,7 +61,7 @@ def main() -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     config = QuickstartConfig(**job["config"])
     grid = (int(job["grid"][0]), int(job["grid"][1]))
-    run = runs(config)[job["run"]]
+    run = plan_runs(config)[job["run"]]
     first = run.first
     for fields in blocks(config, grid, run):
         dataset.write(Path(job["path"]), first, fields)

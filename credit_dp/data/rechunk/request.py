@@ -12,15 +12,15 @@ from credit_dp import checks
 from credit_dp.config import DataConfig
 from credit_dp.data.cache import fingerprint
 from credit_dp.data.channels import Channel
-from credit_dp.data.dates import whole
-from credit_dp.data.forcings import COMPUTED, COMPUTED_STATICS
+from credit_dp.data.dates import date_interval
+from credit_dp.data.forcings import COMPUTED_FORCINGS, COMPUTED_STATICS
 from credit_dp.data.grid import FULL_CIRCLE, POLE, parse_grid
 from credit_dp.data.limits import ValueLimits, check_limit_keys
-from credit_dp.data.selection import Stepped, wanted_channels
+from credit_dp.data.selection import StepReader, select_channels
 from credit_dp.data.sources.base import Fields, Source, Times
 from credit_dp.data.sources.opening import open_source
-from credit_dp.data.sources.prepared import PreparedForm
-from credit_dp.data.units import check_units, unit_after
+from credit_dp.data.sources.prepared import PreparedMetadata
+from credit_dp.data.units import check_units, converted_unit
 from credit_dp.errors import UserError
 
 Array = NDArray[np.float64]
@@ -42,8 +42,8 @@ class Regridder:
     def __init__(
         self, latitude: Array, longitude: Array, new_latitude: Array, new_longitude: Array
     ) -> None:
-        self._rows = _shares(_row_overlap(row_edges(latitude), row_edges(new_latitude)))
-        self._columns = _shares(_column_overlap(longitude, new_longitude))
+        self._rows = _normalise_rows(_row_overlap(row_edges(latitude), row_edges(new_latitude)))
+        self._columns = _normalise_rows(_column_overlap(longitude, new_longitude))
 
     def __call__(self, fields: NDArray[np.floating]) -> NDArray[np.floating]:
         """Computed in float64, a field at a time; of the type that came.
@@ -54,10 +54,10 @@ class Regridder:
         shape = (*fields.shape[:-2], len(self._rows), len(self._columns))
         result = np.empty(shape, dtype=fields.dtype)
         for place in np.ndindex(shape[:-2]):
-            result[place] = self._one(fields[place].astype(np.float64))
+            result[place] = self._regrid_field(fields[place].astype(np.float64))
         return result
 
-    def _one(self, field: Array) -> Array:
+    def _regrid_field(self, field: Array) -> Array:
         valid = ~np.isnan(field)
         if valid.all():
             return self._means(field)
@@ -110,14 +110,14 @@ def _column_overlap(old: Array, new: Array) -> Array:
     return overlap
 
 
-def _shares(overlap: Array) -> Array:
+def _normalise_rows(overlap: Array) -> Array:
     """Each row divided by its sum, so that a constant stays one."""
     return np.asarray(overlap / overlap.sum(axis=1, keepdims=True), dtype=np.float64)
 
 
 @final
 @dataclass(frozen=True)
-class Question:
+class FieldSelection:
     """Which fields, as a user asks for them.
 
     Attributes:
@@ -138,11 +138,11 @@ class Question:
         """
         checks.grid("grid", self.grid)
         if self.dates:
-            checks.span("dates", self.dates)
+            checks.date_range("dates", self.dates)
 
 
 @final
-class Asked:
+class SelectedFields:
     """The fields that a question asks for, gaps (NaN) and all.
 
     Open it in the process that reads it.
@@ -153,32 +153,32 @@ class Asked:
         form: what the prepared store says of itself.
     """
 
-    def __init__(self, source: Source, question: Question) -> None:
+    def __init__(self, source: Source, question: FieldSelection) -> None:
         config = question.config
-        channels = wanted_channels(source, config)
+        channels = select_channels(source, config)
         check_units(source, config)
-        stored = [Channel(name) for name in channels.forcing if name not in COMPUTED]
+        stored = [Channel(name) for name in channels.forcing if name not in COMPUTED_FORCINGS]
         self._channels = [*channels.prognostic, *channels.diagnostic, *stored]
         self._static = [Channel(x) for x in channels.static if x not in COMPUTED_STATICS]
         variables = [channel.variable for channel in (*self._channels, *self._static)]
         self._variables = list(dict.fromkeys(variables))
         self._source = source
         self._config = config
-        self._stepped = Stepped(source, config, self._variables)
+        self._step_reader = StepReader(source, config, self._variables)
         check_limit_keys(config, [*self._channels, *self._static])
         self._limits = ValueLimits(source, config)
-        self._first, stop = _span(self._stepped.times, question.dates, source.where)
-        self.times: Times = self._stepped.times[self._first : stop]
+        self._start, stop = _date_bounds(self._step_reader.times, question.dates, source.where)
+        self.times: Times = self._step_reader.times[self._start : stop]
         self.latitude, self.longitude = source.latitude, source.longitude
         self._regridder: Regridder | None = None
         if question.grid is not None:
             old = self.latitude, self.longitude
-            self.latitude, self.longitude = regular_grid(*_grid(question.grid))
+            self.latitude, self.longitude = regular_grid(*_parse_grid(question.grid))
             self._regridder = Regridder(*old, self.latitude, self.longitude)
         self.form = self._form()
 
     @classmethod
-    def open(cls, question: Question) -> "Asked":
+    def open(cls, question: FieldSelection) -> "SelectedFields":
         """Open the store.
 
         Raises:
@@ -196,10 +196,10 @@ class Asked:
 
         Cut where the store's chunks end, so that each is decoded once if `size` allows it.
         """
-        span = slice(self._first, self._first + len(self.times))
+        span = slice(self._start, self._start + len(self.times))
         parts: list[tuple[int, int]] = []
-        for places in self._stepped.blocks(self._channels, span, 1):
-            first, stop = int(places[0]) - self._first, int(places[-1]) + 1 - self._first
+        for places in self._step_reader.blocks(self._channels, span, 1):
+            first, stop = int(places[0]) - self._start, int(places[-1]) + 1 - self._start
             if parts and stop - parts[-1][0] <= size:
                 first, _ = parts.pop()
             parts += itertools.pairwise([*range(first, stop, size), stop])
@@ -207,7 +207,7 @@ class Asked:
 
     def fields(self, first: int, stop: int, rows: slice = slice(None)) -> Fields:
         """All channels at the times from `first` up to `stop`: `(T, C, rows, W)`."""
-        places = np.arange(self._first + first, self._first + stop)
+        places = np.arange(self._start + first, self._start + stop)
         if self._regridder is None:
             return self._read(places, rows)
         whole_globe = self._read(places, slice(None))
@@ -218,7 +218,7 @@ class Asked:
         if not self._static:
             return np.empty((0, *self.shape[2:]), dtype=np.float32)
         fields = self._source.read(self._static, slice(0, 1), slice(None))
-        self._stepped.convert(self._static, fields)
+        self._step_reader.convert(self._static, fields)
         for number, channel in enumerate(self._static):
             self._limits.check(channel, fields[:, number], lambda _: (0, ""))
         if self._regridder is None:
@@ -234,40 +234,40 @@ class Asked:
             "dates": [str(self.times[0]), str(self.times[-1]), len(self.times)],
             "data.step": self._config.step_hours,
             "variables": [channel.name for channel in (*self._channels, *self._static)],
-            "summed over the step": sorted(self._stepped.summed),
+            "summed over the step": sorted(self._step_reader.summed),
             "conversions": {name: text for name, text in done.items() if text},
             "grid": list(self.shape[2:]),
         }
 
     def _read(self, places: NDArray[np.intp], rows: slice) -> Fields:
         """Group by group, so that no more than one group's chunks are in memory besides."""
-        groups = self._source.together(self._channels)
+        groups = self._source.group_by_chunk(self._channels)
         if len(groups) == 1:
-            return self._checked(self._channels, places, rows)
-        parts = [self._checked(group, places, rows) for group in groups]
+            return self._read_checked(self._channels, places, rows)
+        parts = [self._read_checked(group, places, rows) for group in groups]
         return np.concatenate(parts, axis=1)
 
-    def _checked(
+    def _read_checked(
         self, channels: Sequence[Channel], places: NDArray[np.intp], rows: slice
     ) -> Fields:
         """Read fields whose values can be; of a prepared store their source is no longer known."""
 
         def when(time: int) -> tuple[int, str]:
             place = int(places[time])
-            date = self._stepped.times[place].astype("M8[m]")
-            return self._stepped.source_place(place), f"{date}, "
+            date = self._step_reader.times[place].astype("M8[m]")
+            return self._step_reader.source_index(place), f"{date}, "
 
-        fields = self._stepped.read(channels, places, rows)
+        fields = self._step_reader.read(channels, places, rows)
         for number, channel in enumerate(channels):
             self._limits.check(channel, fields[:, number], when, rows.start or 0)
         return fields
 
-    def _form(self) -> PreparedForm:
+    def _form(self) -> PreparedMetadata:
         found = {name: self._source.variables[name] for name in self._variables}
-        return PreparedForm(
+        return PreparedMetadata(
             channels=tuple(self._channels),
             static=tuple(channel.variable for channel in self._static),
-            units={name: unit_after(self._source, name, self._config) for name in found},
+            units={name: converted_unit(self._source, name, self._config) for name in found},
             standard_names={name: variable.standard_name for name, variable in found.items()},
             origin=self._source.where,
             model_levels=any(variable.model_levels for variable in found.values()),
@@ -275,7 +275,7 @@ class Asked:
         )
 
 
-def _span(times: Times, dates: Sequence[str], where: str) -> tuple[int, int]:
+def _date_bounds(times: Times, dates: Sequence[str], where: str) -> tuple[int, int]:
     """Places of the first time of `dates` and of the one after the last.
 
     Raises:
@@ -283,7 +283,7 @@ def _span(times: Times, dates: Sequence[str], where: str) -> tuple[int, int]:
     """
     if not dates:
         return 0, len(times)
-    first, last = (whole(date) for date in dates)
+    first, last = (date_interval(date) for date in dates)
     start = int(np.searchsorted(times, first[0], side="left"))
     stop = int(np.searchsorted(times, last[1], side="right"))
     if start == stop:
@@ -294,7 +294,7 @@ def _span(times: Times, dates: Sequence[str], where: str) -> tuple[int, int]:
     return start, stop
 
 
-def _grid(text: str) -> tuple[int, int]:
+def _parse_grid(text: str) -> tuple[int, int]:
     rows, columns = parse_grid(text)
     if rows < 2:
         raise UserError(f"grid: needs at least two rows, got {text}. Change grid.")

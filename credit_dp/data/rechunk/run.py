@@ -15,34 +15,34 @@ from dask.callbacks import Callback
 from dask.delayed import delayed
 from filelock import FileLock, Timeout
 
-from credit_dp.checks import home_replaced
-from credit_dp.data.cache import fingerprint, lock_of
+from credit_dp.checks import expand_home
+from credit_dp.data.cache import fingerprint, lock_path
 from credit_dp.data.grid import rows_touched
-from credit_dp.data.rechunk.request import Asked, Question
+from credit_dp.data.rechunk.request import FieldSelection, SelectedFields
 from credit_dp.data.rechunk.target import (
     AUTO,
     CODECS,
-    Measured,
-    Target,
+    CodecMeasurement,
+    RechunkTarget,
     check_codec,
-    disk_speed,
-    fastest,
-    measure,
+    choose_codec,
+    measure_codecs,
+    measure_disk_bandwidth,
 )
 from credit_dp.data.sources.base import Fields
 from credit_dp.errors import UserError
 
 BLOCK_BYTES = 2**29  # of fields that a worker reads at once
 TASKS = 1000  # about so many: each opens the store once
-PATIENCE = "20s"  # for a scheduler to answer
+SCHEDULER_TIMEOUT = "20s"  # for a scheduler to answer
 
-Done = Callable[[int], None]  # how many times were done
-Starter = Callable[[], None]  # what a worker process does first
+CountCallback = Callable[[int], None]  # how many times were done
+WorkerInitializer = Callable[[], None]  # what a worker process does first
 
 
 @final
 @dataclass(frozen=True)
-class Workers:
+class WorkerConfig:
     """Who works.
 
     Attributes:
@@ -53,18 +53,18 @@ class Workers:
 
     count: int = 1
     scheduler: str = ""
-    start: Starter | None = None
+    start: WorkerInitializer | None = None
 
 
-ONE_PROCESS = Workers()
+ONE_PROCESS = WorkerConfig()
 
 
 @final
 @dataclass(frozen=True)
-class Task:
+class RechunkTask:
     """Some blocks of times, `(first, stop)` each, one after the other."""
 
-    question: Question
+    selection: FieldSelection
     out: str
     overwrite: bool
     blocks: tuple[tuple[int, int], ...]
@@ -77,17 +77,17 @@ class Task:
     def run(self) -> tuple[int, str]:
         """Write the shards that aren't there; how many times are done, and what went wrong."""
         try:
-            target = Target(self.out, self.overwrite)
+            target = RechunkTarget(self.out, self.overwrite)
             if target.missing(self.blocks[0][0], self.blocks[-1][1]):
                 self._write(target)
         except UserError as error:
             return 0, str(error)
         except OSError as error:
-            return 0, of_disk(error, self.out)
+            return 0, disk_error_message(error, self.out)
         return self.times, ""
 
-    def _write(self, target: Target) -> None:
-        asked = Asked.open(self.question)
+    def _write(self, target: RechunkTarget) -> None:
+        asked = SelectedFields.open(self.selection)
         array = target.fields()
         for first, stop in self.blocks:
             missing = target.missing(first, stop)
@@ -98,7 +98,7 @@ class Task:
                 array[at : at + 1] = fields[at - missing[0], None]
 
 
-def of_disk(error: OSError, out: str) -> str:
+def disk_error_message(error: OSError, out: str) -> str:
     """What a user is told of a disk that is full or gone."""
     return (
         f"{error.filename or out}: cannot be written or read ({error.strerror or error}). "
@@ -106,19 +106,21 @@ def of_disk(error: OSError, out: str) -> str:
     )
 
 
-def blocks_of(asked: Asked) -> list[tuple[int, int]]:
+def time_blocks(asked: SelectedFields) -> list[tuple[int, int]]:
     """What is read at once: as many times as fit."""
     _, channels, height, columns = asked.shape
     return asked.blocks(max(1, BLOCK_BYTES // (4 * channels * height * columns)))
 
 
-def batches(blocks: Sequence[tuple[int, int]], workers: int) -> list[tuple[tuple[int, int], ...]]:
+def group_blocks(
+    blocks: Sequence[tuple[int, int]], workers: int
+) -> list[tuple[tuple[int, int], ...]]:
     """The blocks in batches, a task each: a few for each worker, and not too many in all."""
     length = max(1, min(len(blocks) // (4 * workers), -(-len(blocks) // TASKS)))
     return [tuple(blocks[start : start + length]) for start in range(0, len(blocks), length)]
 
 
-def run_tasks(tasks: Sequence[Task], workers: Workers, done: Done) -> None:
+def run_tasks(tasks: Sequence[RechunkTask], workers: WorkerConfig, done: CountCallback) -> None:
     """Run all; `done` is told of each.
 
     Raises:
@@ -143,12 +145,12 @@ def run_tasks(tasks: Sequence[Task], workers: Workers, done: Done) -> None:
             "chunksize": 1,
             "initializer": workers.start,
         }
-    with _Told(finished):
+    with _ResultCallback(finished):
         compute(*calls, optimize_graph=False, **options)  # type: ignore[no-untyped-call]
 
 
 @final
-class _Told(Callback):
+class _ResultCallback(Callback):
     """Hands on the result of each task as it ends."""
 
     def __init__(self, finished: Callable[[tuple[int, str]], None]) -> None:
@@ -161,7 +163,7 @@ class _Told(Callback):
 
 
 def _run_distributed(
-    tasks: Sequence[Task], address: str, finished: Callable[[tuple[int, str]], None]
+    tasks: Sequence[RechunkTask], address: str, finished: Callable[[tuple[int, str]], None]
 ) -> None:
     try:
         from distributed import Client, as_completed
@@ -170,14 +172,14 @@ def _run_distributed(
             "scheduler: needs the package distributed. Install it, or leave scheduler out."
         ) from None
     try:
-        client = Client(address, timeout=PATIENCE, set_as_default=False)  # type: ignore[no-untyped-call]
+        client = Client(address, timeout=SCHEDULER_TIMEOUT, set_as_default=False)  # type: ignore[no-untyped-call]
     except (OSError, TimeoutError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(
             f"scheduler: no dask scheduler answers at {address} ({reason}). Change scheduler."
         ) from None
     with client:
-        futures = client.map(Task.run, tasks, pure=False)
+        futures = client.map(RechunkTask.run, tasks, pure=False)
         for _, result in as_completed(futures, loop=client.loop, with_results=True):  # type: ignore[no-untyped-call]
             finished(result)
 
@@ -205,24 +207,24 @@ def check_domains(domains: Sequence[object], height: int) -> tuple[int, ...]:
     return tuple(sorted({int(str(count)) for count in domains}))
 
 
-def chunk_rows(height: int, domains: Sequence[int]) -> int:
+def choose_chunk_rows(height: int, domains: Sequence[int]) -> int:
     """The most rows per chunk with which no rank of any of `domains` reads much that isn't its own.
 
     Chunks are of one size, bands are not, so edges can't always meet: 721 rows over 2 ranks begin
-    at 361. The fewest chunks win whose `worst_excess` is at most `LARGEST_EXCESS`, or at most that
-    of the smallest chunks allowed where even those are above it.
+    at 361. The fewest chunks win whose `max_read_excess` is at most `LARGEST_EXCESS`, or at most
+    that of the smallest chunks allowed where even those are above it.
     """
     smallest = -(-height // MOST_CHUNKS)
-    bearable = max(LARGEST_EXCESS, worst_excess(height, domains, smallest))
+    bearable = max(LARGEST_EXCESS, max_read_excess(height, domains, smallest))
     fitting = (
         rows
         for rows in range(height, smallest - 1, -1)
-        if worst_excess(height, domains, rows) <= bearable
+        if max_read_excess(height, domains, rows) <= bearable
     )
     return next(fitting)
 
 
-def worst_excess(height: int, domains: Sequence[int], chunk: int) -> float:
+def max_read_excess(height: int, domains: Sequence[int], chunk: int) -> float:
     """Rows that a rank reads over an even share of the rows, of the worst rank of all `domains`."""
     return max(max(rows_touched(height, ranks, chunk)) * ranks / height for ranks in domains)
 
@@ -230,7 +232,7 @@ def worst_excess(height: int, domains: Sequence[int], chunk: int) -> float:
 SAMPLES = 16
 
 
-def verify(asked: Asked, target: Target, seed: int) -> int:
+def verify_samples(asked: SelectedFields, target: RechunkTarget, seed: int) -> int:
     """Check that all shards are there, and some rows of some times; how many of those.
 
     Reading them back also checks the checksums of their chunks.
@@ -253,14 +255,14 @@ def verify(asked: Asked, target: Target, seed: int) -> int:
 
 
 def _compare(
-    asked: Asked, target: Target, array: "zarr.Array[Any]", time: int, rows: slice
+    asked: SelectedFields, target: RechunkTarget, array: "zarr.Array[Any]", time: int, rows: slice
 ) -> None:
     try:
         read: Fields = np.asarray(array[time : time + 1, :, rows], dtype=np.float32)
     except (OSError, ValueError, RuntimeError) as error:
-        raise _wrong(asked, target, time, rows, f"cannot be read ({error})") from error
+        raise _mismatch_error(asked, target, time, rows, f"cannot be read ({error})") from error
     if not same_bits(read, asked.fields(time, time + 1, rows)):
-        raise _wrong(asked, target, time, rows, "differ from what the store holds now")
+        raise _mismatch_error(asked, target, time, rows, "differ from what the store holds now")
 
 
 def same_bits(one: Fields, other: Fields) -> bool:
@@ -269,7 +271,9 @@ def same_bits(one: Fields, other: Fields) -> bool:
     return np.array_equal(a, b)
 
 
-def _wrong(asked: Asked, target: Target, time: int, rows: slice, what: str) -> UserError:
+def _mismatch_error(
+    asked: SelectedFields, target: RechunkTarget, time: int, rows: slice, what: str
+) -> UserError:
     date = asked.times[time].astype("M8[m]")
     return UserError(
         f"{target.partial}: rows {rows.start} to {rows.stop - 1} at {date} {what}. "
@@ -283,7 +287,7 @@ CHUNK_ROWS = "rows of a chunk (domains)"
 
 @final
 @dataclass(frozen=True)
-class Request:
+class RechunkRequest:
     """What a user asks for.
 
     Attributes:
@@ -293,17 +297,17 @@ class Request:
         overwrite: whether a prepared store at `out` may be replaced.
     """
 
-    question: Question
+    selection: FieldSelection
     out: str
     domains: tuple[object, ...] = (1, 2, 4, 8)
     codec: str = AUTO
     overwrite: bool = False
-    workers: Workers = ONE_PROCESS
+    workers: WorkerConfig = ONE_PROCESS
 
 
 @final
 @dataclass(frozen=True)
-class Estimate:
+class RechunkEstimate:
     """What it will take.
 
     Attributes:
@@ -315,48 +319,48 @@ class Estimate:
         hours: of all workers.
     """
 
-    codecs: Mapping[str, Measured]
-    disk_speed: float
+    codecs: Mapping[str, CodecMeasurement]
+    disk_bandwidth: float
     codec: str
     raw: float
     stored: float
-    left: float
+    remaining_bytes: float
     hours: float
 
 
 @final
-class Preparation:
+class RechunkJob:
     """One store on its way. Call `begin`, `work`, `verify` and `finish`, inside `alone`.
 
     Raises:
         UserError: the request can't be met, naming the key to change.
     """
 
-    def __init__(self, request: Request) -> None:
-        request.question.check()
+    def __init__(self, request: RechunkRequest) -> None:
+        request.selection.check()
         check_codec(request.codec)
         if request.workers.count < 1:
             raise UserError(f"workers: needs 1 or more, got {request.workers.count}")
         if request.workers.scheduler:
-            _check_paths(request.question.config.stores)
+            _check_absolute_paths(request.selection.config.stores)
         self._request = request
-        self.target = Target(request.out, request.overwrite)
-        self.asked = Asked.open(request.question)
-        height = self.asked.shape[2]
-        self.rows = chunk_rows(height, check_domains(request.domains, height))
+        self.target = RechunkTarget(request.out, request.overwrite)
+        self.selected = SelectedFields.open(request.selection)
+        height = self.selected.shape[2]
+        self.rows = choose_chunk_rows(height, check_domains(request.domains, height))
         self._settings = json.loads(
-            json.dumps({**self.asked.settings(), CHUNK_ROWS: self.rows, CODEC: request.codec})
+            json.dumps({**self.selected.settings(), CHUNK_ROWS: self.rows, CODEC: request.codec})
         )
-        self._found: Mapping[str, Any] | None = None
+        self._previous_settings: Mapping[str, Any] | None = None
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
+    def locked(self) -> Iterator[None]:
         """Keep others from preparing the same store meanwhile.
 
         Raises:
             UserError: another does, or what is there was begun with other settings.
         """
-        lock = FileLock(lock_of(self.target.out), timeout=0)
+        lock = FileLock(lock_path(self.target.out), timeout=0)
         try:
             lock.acquire()
         except Timeout:
@@ -364,41 +368,41 @@ class Preparation:
                 f"{self.target.out}: another process is preparing it. Wait for it, or change out."
             ) from None
         try:
-            self._found = self._comparable(self.target.settings())
+            self._previous_settings = self._check_resumable(self.target.settings())
             yield
         finally:
-            lock_of(self.target.out).unlink(missing_ok=True)
+            lock_path(self.target.out).unlink(missing_ok=True)
             lock.release()
 
     @property
     def resumed(self) -> bool:
         """Whether some of it is there."""
-        return self._found is not None
+        return self._previous_settings is not None
 
     @property
     def done(self) -> int:
         """Times that are written."""
-        return self.asked.shape[0] - len(self._missing()) if self.resumed else 0
+        return self.selected.shape[0] - len(self._missing()) if self.resumed else 0
 
-    def estimate(self) -> Estimate:
+    def estimate(self) -> RechunkEstimate:
         """Read a block of times, and try how fast it is compressed and read.
 
         Raises:
             UserError: it would not fit on the disk.
         """
         missing = self._missing() or [0]
-        block = next(b for b in blocks_of(self.asked) if b[0] <= missing[0] < b[1])
+        block = next(b for b in time_blocks(self.selected) if b[0] <= missing[0] < b[1])
         start = time.perf_counter()
-        fields = self.asked.fields(*block)
+        fields = self.selected.fields(*block)
         read = (time.perf_counter() - start) / len(fields)
-        speed = disk_speed(self.target.out.parent)
-        measured = measure(fields[len(fields) // 2], self.rows, self._codecs(), speed)
-        chosen = fastest(measured)
+        speed = measure_disk_bandwidth(self.target.out.parent)
+        measured = measure_codecs(fields[len(fields) // 2], self.rows, self._codecs(), speed)
+        chosen = choose_codec(measured)
         sample = fields[0].nbytes
         seconds = len(self._missing()) * (read + sample * chosen.encode) / self._workers
-        raw, left = sample * self.asked.shape[0], sample * len(self._missing())
+        raw, left = sample * self.selected.shape[0], sample * len(self._missing())
         stored = raw / chosen.ratio
-        estimate = Estimate(
+        estimate = RechunkEstimate(
             measured, speed, chosen.name, raw, stored, left / chosen.ratio, seconds / 3600
         )
         self._check_space(estimate)
@@ -415,16 +419,16 @@ class Preparation:
             if self.resumed:
                 self.target.resume()
             else:
-                self.target.begin(self.asked, self.rows, codec, settings)
+                self.target.begin(self.selected, self.rows, codec, settings)
         except OSError as error:
-            raise UserError(of_disk(error, str(self.target.out))) from error
+            raise UserError(disk_error_message(error, str(self.target.out))) from error
 
-    def work(self, done: Done) -> None:
+    def write_missing(self, done: CountCallback) -> None:
         """Write what is missing; `done` is told how many more times are there."""
         request = self._request
-        parts = batches(blocks_of(self.asked), self._workers)
+        parts = group_blocks(time_blocks(self.selected), self._workers)
         out = str(self.target.out)
-        tasks = [Task(request.question, out, request.overwrite, part) for part in parts]
+        tasks = [RechunkTask(request.selection, out, request.overwrite, part) for part in parts]
         left = []
         for task in tasks:
             if self.target.missing(task.blocks[0][0], task.blocks[-1][1]):
@@ -435,7 +439,7 @@ class Preparation:
 
     def verify(self) -> int:
         """Compare random parts with the store; how many."""
-        return verify(self.asked, self.target, int(fingerprint(self._settings), 16))
+        return verify_samples(self.selected, self.target, int(fingerprint(self._settings), 16))
 
     def finish(self) -> None:
         """Give it its name."""
@@ -446,14 +450,14 @@ class Preparation:
         return 1 if self._request.workers.scheduler else self._request.workers.count
 
     def _missing(self) -> list[int]:
-        return self.target.missing(0, self.asked.shape[0])
+        return self.target.missing(0, self.selected.shape[0])
 
     def _codecs(self) -> list[str]:
-        if self._found is not None:
-            return [str(self._found[CODEC])]
+        if self._previous_settings is not None:
+            return [str(self._previous_settings[CODEC])]
         return list(CODECS) if self._request.codec == AUTO else [self._request.codec]
 
-    def _comparable(self, found: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+    def _check_resumable(self, found: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
         """The settings of a partial store if it can be gone on with; None to begin anew."""
         if found is None:
             return None
@@ -472,20 +476,21 @@ class Preparation:
             "change out."
         )
 
-    def _check_space(self, estimate: Estimate) -> None:
+    def _check_space(self, estimate: RechunkEstimate) -> None:
         folder = self.target.out.parent
         free = shutil.disk_usage(folder).free
-        if estimate.left > free:
+        if estimate.remaining_bytes > free:
             raise UserError(
-                f"{folder}: about {estimate.left / 1e9:.1f} GB are needed, {free / 1e9:.1f} GB are "
+                f"{folder}: about {estimate.remaining_bytes / 1e9:.1f} GB are needed, "
+                f"{free / 1e9:.1f} GB are "
                 "free. Change out, dates, data.levels or data.step."
             )
 
 
-def _check_paths(stores: Sequence[str]) -> None:
+def _check_absolute_paths(stores: Sequence[str]) -> None:
     """Refuse paths that mean something else in another folder: other machines work in theirs."""
     for store in stores:
-        if "://" not in store and not home_replaced("data.store", store).is_absolute():
+        if "://" not in store and not expand_home("data.store", store).is_absolute():
             raise UserError(
                 f"store: workers of another machine need a whole path, got {store}. Change "
                 "data.store, or leave scheduler out."

@@ -20,30 +20,32 @@ from zarr.codecs import BloscCodec, Crc32cCodec, ZstdCodec
 from zarr.core.buffer import Buffer
 from zarr.storage import LocalStore, MemoryStore, WrapperStore
 
-from credit_dp.checks import home_replaced, one_of
-from credit_dp.data.rechunk.request import Asked
+from credit_dp.checks import expand_home, one_of
+from credit_dp.data.rechunk.request import SelectedFields
 from credit_dp.data.sources.base import Fields, Times
-from credit_dp.data.sources.prepared import ATTRIBUTE, EPOCH, TIME_UNITS
+from credit_dp.data.sources.prepared import EPOCH, METADATA_ATTRIBUTE, TIME_UNITS
 from credit_dp.errors import UserError
 
 ENDING = ".partial"
 
 
 @final
-class WholeFiles(WrapperStore[LocalStore]):
+class AtomicFileStore(WrapperStore[LocalStore]):
     """Writes each file under another name, makes sure that it is on the disk, then renames it.
 
     A process that is killed at any point leaves files that are whole, and at worst one with
-    `ENDING`. Two writers of the same content don't harm each other.
+    `PARTIAL_SUFFIX`. Two writers of the same content don't harm each other.
     """
 
     async def set(self, key: str, value: Buffer) -> None:
         """See `zarr.abc.store.Store`."""
         path = self._store.root / key
-        await asyncio.to_thread(write_whole, path, memoryview(value.as_buffer_like()).cast("B"))
+        await asyncio.to_thread(
+            write_bytes_atomic, path, memoryview(value.as_buffer_like()).cast("B")
+        )
 
 
-def write_whole(path: Path, content: bytes | memoryview) -> None:
+def write_bytes_atomic(path: Path, content: bytes | memoryview) -> None:
     """Write a file so that it is there whole or not at all."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}{ENDING}")
     try:
@@ -90,7 +92,7 @@ CODECS: Mapping[str, tuple[BytesBytesCodec, ...]] = MappingProxyType(
 
 @final
 @dataclass(frozen=True)
-class Measured:
+class CodecMeasurement:
     """One codec on a sample.
 
     Attributes:
@@ -112,9 +114,9 @@ def check_codec(name: str) -> None:
     one_of("codec", name, (AUTO, *CODECS))
 
 
-def measure(
+def measure_codecs(
     fields: Fields, rows: int, names: Sequence[str], disk_speed: float
-) -> dict[str, Measured]:
+) -> dict[str, CodecMeasurement]:
     """Try codecs on one sample, in chunks as they will be.
 
     Args:
@@ -127,17 +129,17 @@ def measure(
     part = max(rows, min(height, SAMPLE_BYTES // (4 * channels * columns)))
     middle = max(0, (height - part) // 2)
     sample = np.ascontiguousarray(fields[None, :, middle : middle + part])
-    return {name: _measure(sample, rows, name, disk_speed) for name in names}
+    return {name: _measure_codec(sample, rows, name, disk_speed) for name in names}
 
 
-def fastest(measured: Mapping[str, Measured]) -> Measured:
+def choose_codec(measured: Mapping[str, CodecMeasurement]) -> CodecMeasurement:
     """The smallest of those that are read about as fast as the fastest."""
     least = min(one.read for one in measured.values())
     near = [one for one in measured.values() if one.read <= BEARABLE * least]
     return max(near, key=lambda one: one.ratio)
 
 
-def disk_speed(folder: Path) -> float:
+def measure_disk_bandwidth(folder: Path) -> float:
     """Bytes per second that are read from the disk of a folder, without the system's cache."""
     content = np.random.default_rng(0).bytes(DISK_BYTES)
     with NamedTemporaryFile(dir=folder, prefix=".speed-", buffering=0) as file:
@@ -176,7 +178,7 @@ def shard_options(shape: Sequence[int], rows: int, codec: str) -> dict[str, Any]
     }
 
 
-def _measure(sample: Fields, rows: int, name: str, disk_speed: float) -> Measured:
+def _measure_codec(sample: Fields, rows: int, name: str, disk_speed: float) -> CodecMeasurement:
     store = MemoryStore()
     array = zarr.create_array(store, shape=sample.shape, **shard_options(sample.shape, rows, name))
 
@@ -187,7 +189,7 @@ def _measure(sample: Fields, rows: int, name: str, disk_speed: float) -> Measure
     decode = _seconds(lambda: array[:]) / sample.nbytes
     stored = sum(len(value) for key, value in store._store_dict.items() if "zarr.json" not in key)
     ratio = sample.nbytes / stored
-    return Measured(name, ratio, encode, decode, decode + 1 / (ratio * disk_speed))
+    return CodecMeasurement(name, ratio, encode, decode, decode + 1 / (ratio * disk_speed))
 
 
 def _seconds(work: Callable[[], object]) -> float:
@@ -204,7 +206,7 @@ FIELD_DIMS = ("channel", "latitude", "longitude")
 
 
 @final
-class Target:
+class RechunkTarget:
     """`OUT` and `OUT.partial`.
 
     The shards are their own journal: one that is there is whole, so what is done is what is there.
@@ -220,7 +222,7 @@ class Target:
     def __init__(self, out: str, overwrite: bool) -> None:
         if not out or "://" in out:
             raise UserError(f"out: needs the path of a store to write, got {out!r}. Change out.")
-        self.out = home_replaced("out", out).absolute()
+        self.out = expand_home("out", out).absolute()
         self.partial = self.out.with_name(self.out.name + ENDING)
         self._overwrite = overwrite
         self._new = self.out.with_name(f"{self.out.name}.new{ENDING}")
@@ -230,7 +232,7 @@ class Target:
             problem = "cannot be written in" if folder.is_dir() else "there is no such folder"
             raise UserError(f"{folder}: {problem}. Make it, or change out.")
         if self.out.exists() and not self._replaceable():
-            known = ATTRIBUTE in (_attributes(self.out) or {})
+            known = METADATA_ATTRIBUTE in (_read_attributes(self.out) or {})
             advice = ", or say overwrite=true" if known else ""
             raise UserError(f"{self.out}: is there already. Change out{advice}.")
 
@@ -242,7 +244,7 @@ class Target:
         """
         if not self.partial.exists():
             return None
-        attributes = _attributes(self.partial)
+        attributes = _read_attributes(self.partial)
         if attributes is None or SETTINGS not in attributes:
             raise UserError(
                 f"{self.partial}: is no store that was being prepared. Move it, or change out."
@@ -250,12 +252,14 @@ class Target:
         settings: Mapping[str, Any] = attributes[SETTINGS]
         return settings
 
-    def begin(self, asked: Asked, rows: int, codec: str, settings: Mapping[str, Any]) -> None:
+    def begin(
+        self, asked: SelectedFields, rows: int, codec: str, settings: Mapping[str, Any]
+    ) -> None:
         """Write all but the fields; the partial store is there with all of that, or not at all."""
         for leftover in (self._new, self.partial):
             shutil.rmtree(leftover, ignore_errors=True)
         self._new.mkdir()
-        attributes = {ATTRIBUTE: asked.form.attributes(), SETTINGS: dict(settings)}
+        attributes = {METADATA_ATTRIBUTE: asked.form.attributes(), SETTINGS: dict(settings)}
         group = zarr.create_group(LocalStore(self._new), attributes=attributes)
         group.create_array(
             "fields",
@@ -279,7 +283,7 @@ class Target:
     def fields(self) -> "zarr.Array[Any]":
         """`(time, channel, latitude, longitude)` of the partial store, to write whole shards to."""
         array = zarr.open_array(
-            WholeFiles(LocalStore(self.partial)), path="fields", mode="r+", zarr_format=3
+            AtomicFileStore(LocalStore(self.partial)), path="fields", mode="r+", zarr_format=3
         )
         # Opening ignores a config.
         return array.with_config({"write_empty_chunks": True})
@@ -294,8 +298,8 @@ class Target:
 
     def _replaceable(self) -> bool:
         """Only a prepared store is ever removed, and only if a user says so."""
-        attributes = _attributes(self.out)
-        return self._overwrite and attributes is not None and ATTRIBUTE in attributes
+        attributes = _read_attributes(self.out)
+        return self._overwrite and attributes is not None and METADATA_ATTRIBUTE in attributes
 
 
 def shard_name(time: int) -> str:
@@ -303,7 +307,7 @@ def shard_name(time: int) -> str:
     return f"c.{time}.0.0.0"
 
 
-def _attributes(folder: Path) -> Mapping[str, Any] | None:
+def _read_attributes(folder: Path) -> Mapping[str, Any] | None:
     """Those of a zarr group of version 3; None if there is none."""
     try:
         metadata = json.loads((folder / "zarr.json").read_text())
@@ -313,7 +317,7 @@ def _attributes(folder: Path) -> Mapping[str, Any] | None:
     return attributes
 
 
-def _write_static(group: zarr.Group, asked: Asked, rows: int, codec: str) -> None:
+def _write_static(group: zarr.Group, asked: SelectedFields, rows: int, codec: str) -> None:
     if not asked.form.static:
         return
     values: Fields = asked.static()
@@ -324,14 +328,14 @@ def _write_static(group: zarr.Group, asked: Asked, rows: int, codec: str) -> Non
     array[:] = values
 
 
-def _write_coordinates(group: zarr.Group, asked: Asked) -> None:
+def _write_coordinates(group: zarr.Group, asked: SelectedFields) -> None:
     attributes: dict[str, dict[str, Any]] = {
         "time": {"units": TIME_UNITS, "calendar": "proleptic_gregorian", "standard_name": "time"},
         "latitude": {"units": "degrees_north", "standard_name": "latitude"},
         "longitude": {"units": "degrees_east", "standard_name": "longitude"},
     }
     values = {
-        "time": hours_of(asked.times, asked.form.origin),
+        "time": hours_since_epoch(asked.times, asked.form.origin),
         "latitude": asked.latitude,
         "longitude": asked.longitude,
     }
@@ -346,7 +350,7 @@ def _write_coordinates(group: zarr.Group, asked: Asked) -> None:
         )
 
 
-def hours_of(times: Times, where: str) -> "np.ndarray[Any, np.dtype[np.int64]]":
+def hours_since_epoch(times: Times, where: str) -> "np.ndarray[Any, np.dtype[np.int64]]":
     """Hours since `EPOCH`.
 
     Raises:

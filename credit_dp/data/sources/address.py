@@ -15,10 +15,10 @@ from urllib.parse import urlsplit
 import fsspec
 from fsspec.spec import AbstractFileSystem
 
-from credit_dp.checks import home_replaced
+from credit_dp.checks import expand_home
 from credit_dp.errors import UnreachableError, UserError
 
-HERE = ("file", "local")  # protocols of paths on this machine
+LOCAL_PROTOCOLS = ("file", "local")  # protocols of paths on this machine
 PROTOCOL = re.compile(r"([A-Za-z][\w+.-]*)(?:://|::)")
 PASSWORD = re.compile(r"(?<=://)[^/@\s]*@")
 QUERY = re.compile(r"(?<=\w)\?\S*")
@@ -50,7 +50,7 @@ SECRETS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 def is_remote(where: str) -> bool:
     """Whether `where` is an address, not a path of this machine."""
     protocols = _protocols(where)
-    return bool(protocols) and not (len(protocols) == 1 and protocols[0] in HERE)
+    return bool(protocols) and not (len(protocols) == 1 and protocols[0] in LOCAL_PROTOCOLS)
 
 
 def local_path(where: str) -> Path:
@@ -59,12 +59,12 @@ def local_path(where: str) -> Path:
     Raises:
         UserError: it begins with the home folder of nobody.
     """
-    for protocol in HERE:
+    for protocol in LOCAL_PROTOCOLS:
         where = where.removeprefix(f"{protocol}://")
-    return home_replaced("data.store", where)
+    return expand_home("data.store", where)
 
 
-def from_anywhere(where: str) -> str:
+def absolute_address(where: str) -> str:
     """The address of a store that is the same in every folder.
 
     Raises:
@@ -82,12 +82,12 @@ def check_address(where: str) -> None:
     signed = where.startswith(("http://", "https://")) and "?" in where
     if is_remote(where) and (PASSWORD.search(where) or signed):
         raise UserError(
-            f"{without_secrets(where)}: an address can't hold a user, a password or a query; "
+            f"{redact_secrets(where)}: an address can't hold a user, a password or a query; "
             "credentials come from the environment. Change data.store."
         )
 
 
-def without_secrets(text: str) -> str:
+def redact_secrets(text: str) -> str:
     """Text of a message without passwords and queries of addresses or keys of the environment."""
     text = QUERY.sub("?...", PASSWORD.sub("...@", text)) if "://" in text else text
     for name in SECRETS:
@@ -118,18 +118,18 @@ def filesystem(where: str) -> tuple[AbstractFileSystem, str]:
         system, path = fsspec.url_to_fs(where, **storage_options(where))
     except ImportError as error:
         raise UserError(
-            f"{without_secrets(where)}: needs a package that is missing "
+            f"{redact_secrets(where)}: needs a package that is missing "
             f"({_first_line(error)}). Install it: pip install 'credit_dp[remote]'"
         ) from error
     except ValueError as error:
         raise UserError(
-            f"{without_secrets(where)}: not an address that can be read "
+            f"{redact_secrets(where)}: not an address that can be read "
             f"({_first_line(error)}). Change data.store."
         ) from error
     return system, str(path)
 
 
-def expanded(where: str) -> list[str]:
+def expand_pattern(where: str) -> list[str]:
     """The addresses that a pattern with `*`, `?` or `[...]` stands for, sorted; one without is
     itself.
 
@@ -146,10 +146,10 @@ def expanded(where: str) -> list[str]:
         try:
             found = sorted(str(system.unstrip_protocol(path)) for path in system.glob(pattern))
         except Exception as error:
-            if is_of_network(error):
-                raise unreachable(where, reason_of(error)) from error
+            if is_network_error(error):
+                raise unreachable_error(where, reason_of(error)) from error
             raise UserError(
-                f"{without_secrets(where)}: can't be listed ({reason_of(error)}). Give the stores "
+                f"{redact_secrets(where)}: can't be listed ({reason_of(error)}). Give the stores "
                 "one by one in data.store."
             ) from error
     if not found:
@@ -159,30 +159,30 @@ def expanded(where: str) -> list[str]:
 
 def reason_of(error: BaseException) -> str:
     """What went wrong, as the part of a line that a message can show."""
-    return without_secrets(_first_line(error))
+    return redact_secrets(_first_line(error))
 
 
-def not_opened(where: str, error: BaseException) -> UserError:
+def zarr_open_error(where: str, error: BaseException) -> UserError:
     """What to say of a zarr store that can't be opened: it is none, or can't be reached."""
-    if is_remote(where) and is_of_network(error):
-        return unreachable(where, reason_of(error))
+    if is_remote(where) and is_network_error(error):
+        return unreachable_error(where, reason_of(error))
     return UserError(
-        f"{without_secrets(where)}: not a zarr group that can be read ({reason_of(error)}). "
+        f"{redact_secrets(where)}: not a zarr group that can be read ({reason_of(error)}). "
         "Set data.store to one."
     )
 
 
-def unreachable(where: str, reason: str) -> UnreachableError:
+def unreachable_error(where: str, reason: str) -> UnreachableError:
     """What to say of a store elsewhere of which nothing is known."""
     return UnreachableError(
-        f"{without_secrets(where)}: can't be reached from here ({reason}). Look at the network and "
+        f"{redact_secrets(where)}: can't be reached from here ({reason}). Look at the network and "
         "at the credentials in the environment, or change data.store."
     )
 
 
-def is_of_network(error: BaseException) -> bool:
+def is_network_error(error: BaseException) -> bool:
     """Whether nobody answered, or nothing may be read, rather than that something is not there."""
-    for each in _causes(error):
+    for each in _error_chain(error):
         package = type(each).__module__.partition(".")[0]
         if package in NETWORK or (isinstance(each, OSError) and not isinstance(each, ABSENT)):
             return True
@@ -197,17 +197,17 @@ def check_host(where: str) -> None:
     Raises:
         UnreachableError: the name is not known here.
     """
-    host = _host(where)
+    host = _certain_host(where)
     protocol = (_protocols(where) or [""])[-1]
     if host is None or _any_set(PROXIES) or fsspec.config.conf.get(protocol):
         return
     try:
         socket.getaddrinfo(host, None)
     except OSError as error:
-        raise unreachable(where, f"{host}: {error.strerror or error}") from error
+        raise unreachable_error(where, f"{host}: {error.strerror or error}") from error
 
 
-def _host(where: str) -> str | None:
+def _certain_host(where: str) -> str | None:
     """The host that an address leads to, if that is certain."""
     protocol = (_protocols(where) or [""])[-1]
     if protocol in ("http", "https"):
@@ -220,7 +220,7 @@ def _host(where: str) -> str | None:
     return None
 
 
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
+def _error_chain(error: BaseException | None) -> Iterator[BaseException]:
     """The error and all that led to it."""
     seen: set[int] = set()
     while error is not None and id(error) not in seen:

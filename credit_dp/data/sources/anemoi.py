@@ -9,29 +9,29 @@ import zarr
 from numpy.typing import NDArray
 
 from credit_dp.data.channels import Channel
-from credit_dp.data.sources.address import without_secrets
+from credit_dp.data.sources.address import redact_secrets
 from credit_dp.data.sources.base import (
-    Aliased,
+    AliasedVariables,
     Fields,
-    Places,
+    Indexer,
     Source,
     Times,
-    Variable,
+    VariableInfo,
     as_slice,
     check_coordinates,
 )
 from credit_dp.data.sources.stacked import (
     StackedArray,
-    array_of,
-    coordinates,
-    description_of,
+    coordinate_dataset,
+    describe_source,
+    get_array,
     open_stacked,
-    values_of,
+    read_array,
 )
-from credit_dp.data.sources.storage import CountingStore, Watch
+from credit_dp.data.sources.storage import CountingStore, StoreChangeDetector
 from credit_dp.data.sources.stored_names import StoredNames
 from credit_dp.errors import UserError
-from credit_dp.variable_names import CONSTANTS, long_name
+from credit_dp.variable_names import STATIC_NAMES, long_name
 
 Degrees = NDArray[np.float64]
 SAME = 1e-3  # degrees by which cells of one row may differ: they are often kept as float32
@@ -39,7 +39,7 @@ N320 = 542080  # cells; of ERA5's own grid
 COARSEST = 16  # of octahedral grids that anybody uses
 
 
-def regular_grid(
+def read_regular_grid(
     group: zarr.Group, attributes: Mapping[str, Any], where: str
 ) -> tuple[Degrees, Degrees]:
     """`(H,)` latitudes and `(W,)` longitudes, in the order of the cells.
@@ -47,8 +47,8 @@ def regular_grid(
     Raises:
         UserError: the cells are not the points of rows and columns, row after row.
     """
-    latitudes = values_of(group, "latitudes", where).astype(np.float64)
-    longitudes = values_of(group, "longitudes", where).astype(np.float64)
+    latitudes = read_array(group, "latitudes", where).astype(np.float64)
+    longitudes = read_array(group, "longitudes", where).astype(np.float64)
     cells = group["data"].shape[3]  # type: ignore[union-attr]
     if latitudes.shape != (cells,) or longitudes.shape != (cells,):
         raise UserError(
@@ -61,15 +61,16 @@ def regular_grid(
         if np.ptp(rows, axis=1).max() < SAME and np.ptp(columns, axis=0).max() < SAME:
             return rows[:, 0], columns[0]
     raise UserError(
-        f"{where}: is on {_name(cells, attributes)}, but a regular grid is needed: rows of one "
+        f"{where}: is on {_grid_name(cells, attributes)}, but a regular grid is needed: rows "
+        "of one "
         "latitude with the same longitudes, and field_shape [rows, columns]. Make the dataset on a "
         "regular grid such as 1.0/1.0 degrees, or change data.store."
     )
 
 
-def _name(cells: int, attributes: Mapping[str, Any]) -> str:
+def _grid_name(cells: int, attributes: Mapping[str, Any]) -> str:
     """The grid as people call it."""
-    said = str(attributes.get("resolution") or _reduced(cells))
+    said = str(attributes.get("resolution") or _reduced_grid_name(cells))
     reduced = said[:1].lower() in ("n", "o") and said[1:].isdecimal()
     kind = "the reduced Gaussian grid " if reduced else "the grid "
     return (
@@ -77,7 +78,7 @@ def _name(cells: int, attributes: Mapping[str, Any]) -> str:
     )
 
 
-def _reduced(cells: int) -> str:
+def _reduced_grid_name(cells: int) -> str:
     """The octahedral reduced Gaussian grid of so many cells, or N320; empty if it is neither.
 
     Row n from the pole of an octahedral grid has 4 n + 16 cells, so ON has 4 N (N + 9).
@@ -92,7 +93,7 @@ def _reduced(cells: int) -> str:
 
 @final
 @dataclass(frozen=True)
-class AnemoiNames:
+class AnemoiVariables:
     """What a dataset has.
 
     Attributes:
@@ -100,36 +101,42 @@ class AnemoiNames:
         places: of each channel along the variables of the array, under all its names.
     """
 
-    variables: Aliased
-    places: Mapping[Channel, int]
+    variables: AliasedVariables
+    indices: Mapping[Channel, int]
 
     @classmethod
-    def of(cls, names: list[str], attributes: Mapping[str, Any]) -> "AnemoiNames":
+    def of(cls, names: list[str], attributes: Mapping[str, Any]) -> "AnemoiVariables":
         """From the names in the array's order, and what the attributes say of them.
 
         Constant in time is what the attributes say is, and what is known to be.
         """
         about = attributes.get("variables_metadata") or {}
-        constants = {*CONSTANTS, *(attributes.get("constant_fields") or ())}
-        constants |= {name for name in names if _of(about, name).get("constant_in_time") is True}
-        long: dict[str, Variable] = {}
-        own: dict[str, Variable] = {}
+        constants = {*STATIC_NAMES, *(attributes.get("constant_fields") or ())}
+        constants |= {
+            name
+            for name in names
+            if _variable_metadata(about, name).get("constant_in_time") is True
+        }
+        long: dict[str, VariableInfo] = {}
+        own: dict[str, VariableInfo] = {}
         places: dict[Channel, int] = {}
         for place, name in enumerate(names):
             timed = name not in constants
-            unit = str(_of(about, name).get("units") or "")
-            own[name] = Variable(timed, (), unit)
+            unit = str(_variable_metadata(about, name).get("units") or "")
+            own[name] = VariableInfo(timed, (), unit)
             places[Channel(name)] = place
             variable, level = long_name(name)
             levels = long[variable].levels if variable in long else ()
-            long[variable] = Variable(timed, levels if level is None else (*levels, level), unit)
+            long[variable] = VariableInfo(
+                timed, levels if level is None else (*levels, level), unit
+            )
             places[Channel(variable, level)] = place
         found = StoredNames.of({**own, **long})
         aliases = {**found.variables.aliases, **own}
-        return cls(Aliased(long, aliases), found.under_all_names(places))
+        return cls(AliasedVariables(long, aliases), found.under_all_names(places))
 
 
-def _of(about: Any, name: str) -> Mapping[str, Any]:
+def _variable_metadata(about: Any, name: str) -> Mapping[str, Any]:
     found = about.get(name) if isinstance(about, Mapping) else None
     return found if isinstance(found, Mapping) else {}
 
@@ -139,22 +146,22 @@ class AnemoiSource(Source):
     """One dataset on a regular grid, of one member. Its missing dates are gaps."""
 
     def __init__(self, group: zarr.Group, disk: CountingStore, address: str) -> None:
-        where = without_secrets(address)
+        where = redact_secrets(address)
         self.where, self._address = where, address
         attributes = dict(group.attrs)
-        data = array_of(group, "data", where)
-        names = _names(attributes, data, where)
-        dates = _dates(group, data, where)
+        data = get_array(group, "data", where)
+        names = _read_variables(attributes, data, where)
+        dates = _read_dates(group, data, where)
         missing = np.array(attributes.get("missing_dates") or [], dtype="datetime64[ns]")
-        self._kept = np.flatnonzero(~np.isin(dates, missing))
-        self.times: Times = dates[self._kept]
-        latitude, self.longitude = regular_grid(group, attributes, where)
+        self._present = np.flatnonzero(~np.isin(dates, missing))
+        self.times: Times = dates[self._present]
+        latitude, self.longitude = read_regular_grid(group, attributes, where)
         self._flipped = bool(latitude[0] < latitude[-1])
         self.latitude: NDArray[np.float64] = latitude[::-1] if self._flipped else latitude
-        check_coordinates(coordinates(self), where)
-        self.variables: Mapping[str, Variable] = names.variables
-        self._places = names.places
-        self._data = StackedArray(data, where, dates, Watch(address, ["data"]))
+        check_coordinates(coordinate_dataset(self), where)
+        self.variables: Mapping[str, VariableInfo] = names.variables
+        self._channel_indices = names.indices
+        self._data = StackedArray(data, where, dates, StoreChangeDetector(address, ["data"]))
         self.counters = [disk]
         disk.reset()
 
@@ -167,19 +174,19 @@ class AnemoiSource(Source):
         """
         return cls(*open_stacked(where, ("data",)), where)
 
-    def read(self, channels: Sequence[Channel], places: Places, rows: slice) -> Fields:
+    def read(self, channels: Sequence[Channel], places: Indexer, rows: slice) -> Fields:
         """See `Source`."""
         height, width = self.grid
         north, south, _ = rows.indices(height)
         if self._flipped:
             north, south = height - south, height - north
-        wanted = [self._places[channel] for channel in channels]
+        wanted = [self._channel_indices[channel] for channel in channels]
         cells = slice(north * width, south * width)
-        values = self._data.read(as_slice(self._kept[places]), wanted, (0, cells))
+        values = self._data.read(as_slice(self._present[places]), wanted, (0, cells))
         fields = values.reshape(*values.shape[:2], south - north, width)
         return fields[:, :, ::-1] if self._flipped else fields
 
-    def together(self, channels: Sequence[Channel]) -> list[list[Channel]]:
+    def group_by_chunk(self, channels: Sequence[Channel]) -> list[list[Channel]]:
         """See `Source`: all of them."""
         return [list(channels)]
 
@@ -199,15 +206,20 @@ class AnemoiSource(Source):
         height, width = self.grid
         stored = height - 1 - row if self._flipped else row
         cell = stored * width + column
-        time = int(self._kept[place])
-        return f"{self.where}, {self._data.chunk((time, self._places[channel], 0, cell))}"
+        time = int(self._present[place])
+        return (
+            f"{self.where}, "
+            f"{self._data.chunk_name((time, self._channel_indices[channel], 0, cell))}"
+        )
 
     def description(self, variables: Sequence[str]) -> list[object]:
         """See `Source`."""
-        return description_of(self, self._address, variables)
+        return describe_source(self, self._address, variables)
 
 
-def _names(attributes: Mapping[str, Any], data: zarr.Array[Any], where: str) -> AnemoiNames:
+def _read_variables(
+    attributes: Mapping[str, Any], data: zarr.Array[Any], where: str
+) -> AnemoiVariables:
     """The variables.
 
     Raises:
@@ -229,16 +241,16 @@ def _names(attributes: Mapping[str, Any], data: zarr.Array[Any], where: str) -> 
             f"{where}: needs an attribute variables with {data.shape[1]} names, but has {names!r}. "
             "Change data.store."
         )
-    return AnemoiNames.of([str(name) for name in names], attributes)
+    return AnemoiVariables.of([str(name) for name in names], attributes)
 
 
-def _dates(group: zarr.Group, data: zarr.Array[Any], where: str) -> Times:
+def _read_dates(group: zarr.Group, data: zarr.Array[Any], where: str) -> Times:
     """`(T,)` of all of the array, missing ones too.
 
     Raises:
         UserError: they are no dates, or not one for each time.
     """
-    dates = values_of(group, "dates", where)
+    dates = read_array(group, "dates", where)
     if not np.issubdtype(dates.dtype, np.datetime64) or dates.shape != data.shape[:1]:
         raise UserError(
             f"{where}: needs a date for each of {data.shape[0]} times, but its dates are "

@@ -15,12 +15,12 @@ from credit_dp.errors import UserError
 
 Fields = NDArray[np.float32]
 Times = NDArray[np.datetime64]
-Places = slice | NDArray[np.intp]
+Indexer = slice | NDArray[np.intp]
 
 
 @final
 @dataclass(frozen=True)
-class Variable:
+class VariableInfo:
     """What a source says of one variable before any field is read.
 
     Attributes:
@@ -41,7 +41,7 @@ class Variable:
     stored: str = ""
 
 
-class Counter(Protocol):
+class ReadCounter(Protocol):
     """Counts what is read of one place."""
 
     data_bytes: int
@@ -50,13 +50,13 @@ class Counter(Protocol):
 
 @final
 @dataclass(frozen=True)
-class Aliased(Mapping[str, Variable]):
+class AliasedVariables(Mapping[str, VariableInfo]):
     """Variables by name; those of `aliases` are found as well, but not listed."""
 
-    listed: Mapping[str, Variable]
-    aliases: Mapping[str, Variable]
+    listed: Mapping[str, VariableInfo]
+    aliases: Mapping[str, VariableInfo]
 
-    def __getitem__(self, name: str) -> Variable:
+    def __getitem__(self, name: str) -> VariableInfo:
         return self.listed[name] if name in self.listed else self.aliases[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -66,15 +66,15 @@ class Aliased(Mapping[str, Variable]):
         return len(self.listed)
 
 
-def names_of(variables: Mapping[str, Variable]) -> list[str]:
+def all_names(variables: Mapping[str, VariableInfo]) -> list[str]:
     """All names that are found, listed or not."""
-    aliases = variables.aliases if isinstance(variables, Aliased) else ()
+    aliases = variables.aliases if isinstance(variables, AliasedVariables) else ()
     return list(dict.fromkeys([*variables, *aliases]))
 
 
-def is_listed(name: str, variables: Mapping[str, Variable]) -> bool:
+def is_listed(name: str, variables: Mapping[str, VariableInfo]) -> bool:
     """Whether it is a name that the store itself has."""
-    return name in (variables.listed if isinstance(variables, Aliased) else variables)
+    return name in (variables.listed if isinstance(variables, AliasedVariables) else variables)
 
 
 class Source(ABC):
@@ -96,8 +96,8 @@ class Source(ABC):
     times: Times
     latitude: NDArray[np.float64]
     longitude: NDArray[np.float64]
-    variables: Mapping[str, Variable]
-    counters: Sequence[Counter]
+    variables: Mapping[str, VariableInfo]
+    counters: Sequence[ReadCounter]
     title: str = ""
 
     @property
@@ -106,7 +106,7 @@ class Source(ABC):
         return len(self.latitude), len(self.longitude)
 
     @abstractmethod
-    def read(self, channels: Sequence[Channel], places: Places, rows: slice) -> Fields:
+    def read(self, channels: Sequence[Channel], places: Indexer, rows: slice) -> Fields:
         """Some channels at some places of `times`: `(T, C, rows, W)`, NaN where there is no value.
 
         All of them change in time, or none: then `places` is `slice(0, 1)`. A chunk that holds
@@ -117,7 +117,7 @@ class Source(ABC):
         """
 
     @abstractmethod
-    def together(self, channels: Sequence[Channel]) -> list[list[Channel]]:
+    def group_by_chunk(self, channels: Sequence[Channel]) -> list[list[Channel]]:
         """The channels in groups, in order, of which each shares its chunks with no other."""
 
     @abstractmethod
@@ -162,7 +162,7 @@ class Source(ABC):
         return sum(counter.chunk_reads for counter in self.counters)
 
 
-def as_slice(places: NDArray[np.intp]) -> Places:
+def as_slice(places: NDArray[np.intp]) -> Indexer:
     """The same places as a slice if they rise evenly, which zarr reads faster, else unchanged."""
     steps = np.diff(places)
     step = int(steps[0]) if len(steps) else 1
@@ -177,7 +177,7 @@ MODEL_LEVEL_NAMES = (  # standard names of their coordinate
     "atmosphere_hybrid_sigma_pressure_coordinate",
     "atmosphere_hybrid_height_coordinate",
 )
-OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
+DIM_ALIASES: Mapping[str, tuple[str, ...]] = {
     "time": ("valid_time",),
     "latitude": ("lat",),
     "longitude": ("lon",),
@@ -196,7 +196,7 @@ CHUNKS = ("chunks", "shards", "chunksizes")  # in the encoding of a variable
 CELLS = ("values", "cell", "cells", "ncells", "nCells", "grid_index")  # dims of all cells in a row
 
 
-def with_standard_names(dataset: xr.Dataset, where: str) -> xr.Dataset:
+def standardise_dims(dataset: xr.Dataset, where: str) -> xr.Dataset:
     """The dataset with its dims called time, level, latitude and longitude, in whatever order.
 
     Coordinates that are no dims, such as an ensemble member's number, are left out.
@@ -213,7 +213,7 @@ def with_standard_names(dataset: xr.Dataset, where: str) -> xr.Dataset:
         dataset = dataset.rename({along: "time"} if along != "time" else {})
         dataset = dataset.assign_coords(time=("time", valid.values))
     dataset = dataset.drop_vars([name for name in dataset.coords if name not in dataset.dims])
-    for standard, others in OTHER_NAMES.items():
+    for standard, others in DIM_ALIASES.items():
         other = next((name for name in others if name in dataset.dims), None)
         if other is not None and standard not in dataset.dims:
             dataset = dataset.rename({other: standard})
@@ -222,9 +222,9 @@ def with_standard_names(dataset: xr.Dataset, where: str) -> xr.Dataset:
     return dataset
 
 
-def without_single_dims(dataset: xr.Dataset) -> xr.Dataset:
+def squeeze_other_dims(dataset: xr.Dataset) -> xr.Dataset:
     """The dataset without dims of length 1 such as GRIB's `number`, `step` or `surface`."""
-    known = {*OTHER_NAMES, *(name for others in OTHER_NAMES.values() for name in others)}
+    known = {*DIM_ALIASES, *(name for others in DIM_ALIASES.values() for name in others)}
     single = [dim for dim, size in dataset.sizes.items() if size == 1 and dim not in known]
     found = dataset.isel(dict.fromkeys(single, 0))
     for name, array in dataset.variables.items():
@@ -238,7 +238,7 @@ def without_single_dims(dataset: xr.Dataset) -> xr.Dataset:
 
 def scalar_level(dataset: xr.Dataset) -> int | None:
     """The pressure level, in hPa, that a dataset without a dim of levels says it is on."""
-    for name in ("level", *OTHER_NAMES["level"]):
+    for name in ("level", *DIM_ALIASES["level"]):
         if name in dataset.coords and name not in (*dataset.dims, *MODEL_LEVELS):
             level = dataset[name]
             if not level.ndim and np.issubdtype(level.dtype, np.number):
@@ -264,14 +264,14 @@ def _check_grid(dataset: xr.Dataset, where: str) -> None:
     known = next((GRID_TYPES[kind] for kind in sorted(kinds) if kind in GRID_TYPES), None)
     dims = [str(dim) for dim in dataset.dims if dim in CELLS]
     for standard in HORIZONTAL:
-        for name in (standard, *OTHER_NAMES[standard]):
+        for name in (standard, *DIM_ALIASES[standard]):
             if name in dataset.variables and name not in dataset.dims:
                 dims += [", ".join(map(str, dataset[name].dims))] if dataset[name].dims else []
     if known is None and not dims:
         return
     if known is None:
         known = "curvilinear or regional" if "," in dims[-1] else "reduced Gaussian or unstructured"
-    raise _error(
+    raise _store_error(
         where,
         f"has a {known} grid{f' (cells along {dims[-1]})' if dims else ''}, but a grid with a row "
         "for each latitude and a column for each longitude is needed: regrid it first",
@@ -292,7 +292,7 @@ def check_coordinates(dataset: xr.Dataset, where: str, timed: bool = True) -> No
     """
     for dim in ("time", *HORIZONTAL) if timed else HORIZONTAL:
         if dim not in dataset.dims or dim not in dataset.coords:
-            raise _error(
+            raise _store_error(
                 where,
                 f"needs one-dimensional coordinates time, latitude and longitude, but has "
                 f"{', '.join(map(str, dataset.dims))}; {dim} is missing",
@@ -309,30 +309,30 @@ def _check_time(dataset: xr.Dataset, where: str) -> None:
     if not np.issubdtype(times.dtype, np.datetime64):
         calendar = getattr(times.flat[0], "calendar", None) if times.size else None
         found = f", but in {calendar}" if calendar else ""
-        raise _error(where, f"time is not in the standard calendar{found}")
+        raise _store_error(where, f"time is not in the standard calendar{found}")
     if len(times) == 0:
-        raise _error(where, "has no times")
+        raise _store_error(where, "has no times")
     if np.isnat(times).any():
-        raise _error(where, "time has missing values")
+        raise _store_error(where, "time has missing values")
     wrong = np.flatnonzero(np.diff(times) <= np.timedelta64(0))
     if len(wrong):
         one, other = times[wrong[0] : wrong[0] + 2].astype("datetime64[m]")
-        raise _error(where, f"time does not rise throughout: after {one} comes {other}")
+        raise _store_error(where, f"time does not rise throughout: after {one} comes {other}")
 
 
 def _check_latitude(latitude: np.ndarray, where: str) -> None:
     """Weights and padding take the outermost rows to be next to the poles, and rows to be alike."""
     steps = np.diff(latitude)
     if not (np.all(steps > 0) or np.all(steps < 0)):
-        raise _error(where, "latitude neither rises nor falls throughout")
+        raise _store_error(where, "latitude neither rises nor falls throughout")
     if np.abs(latitude).max() > POLE:
-        raise _error(where, "latitude must lie within -90 to 90 degrees")
+        raise _store_error(where, "latitude must lie within -90 to 90 degrees")
     if len(latitude) < 2:
-        raise _error(where, "needs at least two rows of latitude, has one")
+        raise _store_error(where, "needs at least two rows of latitude, has one")
     widest = np.abs(steps).max()
     gap = POLE - min(abs(latitude[0]), abs(latitude[-1]))
     if latitude[0] * latitude[-1] >= 0 or gap > 1.5 * widest or widest > 2 * np.abs(steps).min():
-        raise _error(
+        raise _store_error(
             where,
             f"latitude must cover the globe from pole to pole in rows of about one distance, but "
             f"goes from {latitude[0]:g} to {latitude[-1]:g} in steps of "
@@ -348,7 +348,7 @@ def _check_longitude(longitude: np.ndarray, where: str) -> None:
         longitude
     )
     if len(longitude) > 2 and not (even.all() and len(set(np.sign(signed))) == 1):
-        raise _error(
+        raise _store_error(
             where,
             f"longitude must go once round the globe in {len(longitude)} equal steps, without "
             f"repeating its first column, but goes from {longitude[0]:g} to {longitude[-1]:g}; "
@@ -356,5 +356,5 @@ def _check_longitude(longitude: np.ndarray, where: str) -> None:
         )
 
 
-def _error(where: str, what: str) -> UserError:
+def _store_error(where: str, what: str) -> UserError:
     return UserError(f"{where}: {what}. Change data.store.")

@@ -12,15 +12,15 @@ from numpy.typing import NDArray
 
 from credit_dp.data.channels import Channel
 from credit_dp.data.sources.base import (
-    Aliased,
+    AliasedVariables,
     Fields,
-    Places,
+    Indexer,
     Source,
     Times,
-    Variable,
+    VariableInfo,
+    all_names,
     as_slice,
     is_listed,
-    names_of,
 )
 from credit_dp.errors import UserError
 
@@ -51,9 +51,9 @@ class FilesSource(Source):
         self.longitude: NDArray[np.float64] = first.longitude
         self.title = first.title
         self.counters = [counter for source in sources for counter in source.counters]
-        self.variables: Mapping[str, Variable] = _variables(self._sources)
+        self.variables: Mapping[str, VariableInfo] = _merge_variables(self._sources)
 
-    def read(self, channels: Sequence[Channel], places: Places, rows: slice) -> Fields:
+    def read(self, channels: Sequence[Channel], places: Indexer, rows: slice) -> Fields:
         """See `Source`: file by file."""
         if not self.variables[channels[0].variable].timed:
             return self._sources[0].read(channels, places, rows)
@@ -68,9 +68,9 @@ class FilesSource(Source):
             fields[mine] = self._sources[file].read(channels, within, rows)
         return fields
 
-    def together(self, channels: Sequence[Channel]) -> list[list[Channel]]:
+    def group_by_chunk(self, channels: Sequence[Channel]) -> list[list[Channel]]:
         """See `Source`: as in the first."""
-        return self._sources[0].together(channels)
+        return self._sources[0].group_by_chunk(channels)
 
     def times_together(self, channel: Channel) -> int:
         """See `Source`: in the first."""
@@ -109,8 +109,10 @@ def _check_times(sources: Sequence[Source]) -> None:
     for earlier, later in pairwise(sources):
         if later.times[0] <= earlier.times[-1]:
             raise UserError(
-                f"{later.where}: its times from {_minute(later.times[0])} on overlap those of "
-                f"{earlier.where}, to {_minute(earlier.times[-1])}. Change data.store so that "
+                f"{later.where}: its times from {_format_minute(later.times[0])} on overlap "
+                "those of "
+                f"{earlier.where}, to {_format_minute(earlier.times[-1])}. Change data.store "
+                "so that "
                 "each time is in one of its files."
             )
 
@@ -120,20 +122,21 @@ def _check_same_grid(first: Source, other: Source) -> None:
         one, two = getattr(first, name), getattr(other, name)
         if not np.array_equal(one, two):
             raise UserError(
-                f"{other.where}: its {name} ({_range(two)}) is not exactly that of {first.where} "
-                f"({_range(one)}). Change data.store."
+                f"{other.where}: its {name} ({_format_range(two)}) is not exactly that of "
+                f"{first.where} "
+                f"({_format_range(one)}). Change data.store."
             )
 
 
-def _range(values: NDArray[np.float64]) -> str:
+def _format_range(values: NDArray[np.float64]) -> str:
     return f"{len(values)} from {values[0]:g} to {values[-1]:g}"
 
 
-def _variables(sources: Sequence[Source]) -> Aliased:
+def _merge_variables(sources: Sequence[Source]) -> AliasedVariables:
     """Those of any of the sources, each with a problem if it isn't alike in all."""
-    found: dict[str, Variable] = {}
+    found: dict[str, VariableInfo] = {}
     of_each = [(source, source.variables) for source in sources]
-    for name in dict.fromkeys(name for _, variables in of_each for name in names_of(variables)):
+    for name in dict.fromkeys(name for _, variables in of_each for name in all_names(variables)):
         all_sources = [(source, variables.get(name)) for source, variables in of_each]
         lacking = next((source for source, variable in all_sources if variable is None), None)
         having = [(source, variable) for source, variable in all_sources if variable is not None]
@@ -146,10 +149,10 @@ def _variables(sources: Sequence[Source]) -> Aliased:
                 problem = problem or _difference(variable, first, other, source)
         found[name] = replace(variable, problem=problem)
     listed = dict.fromkeys(name for source in sources for name in source.variables)
-    return Aliased({name: found[name] for name in listed}, found)
+    return AliasedVariables({name: found[name] for name in listed}, found)
 
 
-def _difference(one: Variable, first: Source, two: Variable, other: Source) -> str:
+def _difference(one: VariableInfo, first: Source, two: VariableInfo, other: Source) -> str:
     if two.problem:
         return f"in {other.where} {two.problem}"
     for what in ("timed", "levels", "units"):
@@ -160,11 +163,11 @@ def _difference(one: Variable, first: Source, two: Variable, other: Source) -> s
     return ""
 
 
-def _minute(time: np.datetime64) -> str:
+def _format_minute(time: np.datetime64) -> str:
     return str(time.astype("datetime64[m]"))
 
 
-SAME = 5e-5  # degrees: float32 can't tell coordinates that are less apart
+GRID_TOLERANCE = 5e-5  # degrees: float32 can't tell coordinates that are less apart
 
 log = logging.getLogger(__name__)
 
@@ -200,40 +203,42 @@ class JoinedSource(Source):
         for other in everything[1:]:
             _check_grid(first, other)
         self.times: Times = _common_times(sources)
-        self._places = [np.searchsorted(source.times, self.times) for source in sources]
+        self._time_indices = [np.searchsorted(source.times, self.times) for source in sources]
         self._sources = everything
-        self._of_each = [source.variables for source in sources]
-        self._of_each += [_without_time(source.variables) for source in timeless]
+        self._variables_by_source = [source.variables for source in sources]
+        self._variables_by_source += [_without_time(source.variables) for source in timeless]
         self._owners: dict[str, int] = {}
-        for name in dict.fromkeys(x for found in self._of_each for x in names_of(found)):
-            owners = self._readable(name, name in static)
+        for name in dict.fromkeys(
+            x for found in self._variables_by_source for x in all_names(found)
+        ):
+            owners = self._owners_of(name, name in static)
             if owners:
                 self._owners[name] = owners[0]
         self.title = first.title
         self.counters = [counter for source in everything for counter in source.counters]
-        self.variables: Mapping[str, Variable] = self._variables()
+        self.variables: Mapping[str, VariableInfo] = self._variables()
 
-    def read(self, channels: Sequence[Channel], places: Places, rows: slice) -> Fields:
+    def read(self, channels: Sequence[Channel], places: Indexer, rows: slice) -> Fields:
         """See `Source`: store by store."""
         owners = [self._owner(channel) for channel in channels]
         if len(set(owners)) == 1:
-            return self._of(owners[0], channels, places, rows)
+            return self._read_from(owners[0], channels, places, rows)
         fields: Fields | None = None
         for owner in dict.fromkeys(owners):
             mine = [place for place, number in enumerate(owners) if number == owner]
-            part = self._of(owner, [channels[place] for place in mine], places, rows)
+            part = self._read_from(owner, [channels[place] for place in mine], places, rows)
             if fields is None:
                 shape = (part.shape[0], len(channels), *part.shape[2:])
                 fields = np.empty(shape, dtype=np.float32)
             fields[:, mine] = part
         return fields if fields is not None else np.empty((0, 0, *self.grid), dtype=np.float32)
 
-    def together(self, channels: Sequence[Channel]) -> list[list[Channel]]:
+    def group_by_chunk(self, channels: Sequence[Channel]) -> list[list[Channel]]:
         """See `Source`: as each store says of its own."""
         return [
             group
             for owner, run in groupby(channels, self._owner)
-            for group in self._sources[owner].together(list(run))
+            for group in self._sources[owner].group_by_chunk(list(run))
         ]
 
     def times_together(self, channel: Channel) -> int:
@@ -247,14 +252,14 @@ class JoinedSource(Source):
     def location(self, channel: Channel, place: int, row: int, column: int) -> str:
         """See `Source`."""
         owner = self._owner(channel)
-        if self._of_each[owner][channel.variable].timed:
-            place = int(self._places[owner][place])
+        if self._variables_by_source[owner][channel.variable].timed:
+            place = int(self._time_indices[owner][place])
         return self._sources[owner].location(channel, place, row, column)
 
     def chunk_numbers(self, channel: Channel, places: NDArray[np.intp]) -> NDArray[np.intp]:
         """See `Source`."""
         owner = self._owner(channel)
-        return self._sources[owner].chunk_numbers(channel, self._places[owner][places])
+        return self._sources[owner].chunk_numbers(channel, self._time_indices[owner][places])
 
     def description(self, variables: Sequence[str]) -> list[object]:
         """See `Source`: of each store, with the variables that are taken from it."""
@@ -265,46 +270,48 @@ class JoinedSource(Source):
             source.description(names) for source, names in zip(self._sources, of_each, strict=True)
         ]
 
-    def _readable(self, name: str, static: bool) -> list[int]:
+    def _owners_of(self, name: str, static: bool) -> list[int]:
         """The numbers of the stores that a variable may be read from, the best first."""
 
         def order(number: int) -> tuple[bool, bool, bool]:
             """First those of the wanted kind, then stores of that kind, then this very name."""
-            variables = self._of_each[number]
-            of_many_times = number < len(self._places)
+            variables = self._variables_by_source[number]
+            of_many_times = number < len(self._time_indices)
             return (
                 variables[name].timed == static,
                 static and of_many_times,
                 not is_listed(name, variables),
             )
 
-        found = [(number, of.get(name)) for number, of in enumerate(self._of_each)]
+        found = [(number, of.get(name)) for number, of in enumerate(self._variables_by_source)]
         return sorted((n for n, x in found if x is not None and not x.problem), key=order)
 
     def _owner(self, channel: Channel) -> int:
         """The number of the store that it is read from."""
         return self._owners[channel.variable]
 
-    def _of(self, owner: int, channels: Sequence[Channel], places: Places, rows: slice) -> Fields:
+    def _read_from(
+        self, owner: int, channels: Sequence[Channel], places: Indexer, rows: slice
+    ) -> Fields:
         """Channels of one store, all of which change in time or none."""
         source = self._sources[owner]
-        if self._of_each[owner][channels[0].variable].timed:
-            places = as_slice(self._places[owner][places])
+        if self._variables_by_source[owner][channels[0].variable].timed:
+            places = as_slice(self._time_indices[owner][places])
         return source.read(channels, places, rows)
 
-    def _variables(self) -> Aliased:
+    def _variables(self) -> AliasedVariables:
         """Also those that can't be read, for the message that says so."""
-        listed: dict[str, Variable] = {}
-        for variables in reversed(self._of_each):
+        listed: dict[str, VariableInfo] = {}
+        for variables in reversed(self._variables_by_source):
             listed |= variables
-        owned = {name: self._of_each[at][name] for name, at in self._owners.items()}
-        return Aliased({name: owned.get(name, listed[name]) for name in listed}, owned)
+        owned = {name: self._variables_by_source[at][name] for name, at in self._owners.items()}
+        return AliasedVariables({name: owned.get(name, listed[name]) for name in listed}, owned)
 
 
-def _without_time(variables: Mapping[str, Variable]) -> Aliased:
+def _without_time(variables: Mapping[str, VariableInfo]) -> AliasedVariables:
     """The variables of a store of static fields, none of which changes in time."""
-    found = {name: replace(variables[name], timed=False) for name in names_of(variables)}
-    return Aliased({name: found[name] for name in variables}, found)
+    found = {name: replace(variables[name], timed=False) for name in all_names(variables)}
+    return AliasedVariables({name: found[name] for name in variables}, found)
 
 
 def _check_grid(first: Source, other: Source) -> None:
@@ -313,15 +320,17 @@ def _check_grid(first: Source, other: Source) -> None:
         ("latitude", first.latitude, other.latitude),
         ("longitude", first.longitude, other.longitude),
     ):
-        if len(one) != len(two) or np.abs(one - two).max() > SAME:
+        if len(one) != len(two) or np.abs(one - two).max() > GRID_TOLERANCE:
             raise UserError(
-                f"{other.where}: has not the grid of {first.where}: its {name} is {_span(two)}, "
-                f"theirs {_span(one)}. Stores that are joined need one grid: change data.store, "
+                f"{other.where}: has not the grid of {first.where}: its {name} is "
+                f"{_format_axis(two)}, "
+                f"theirs {_format_axis(one)}. Stores that are joined need one grid: change "
+                "data.store, "
                 "or regrid one with `credit-dp data prepare`."
             )
 
 
-def _span(degrees: NDArray[np.float64]) -> str:
+def _format_axis(degrees: NDArray[np.float64]) -> str:
     return f"{len(degrees)} values from {degrees[0]:g} to {degrees[-1]:g}"
 
 

@@ -10,20 +10,20 @@ import zarr
 from credit_dp.config import DataConfig
 from credit_dp.data.sources.address import (
     check_address,
-    expanded,
+    expand_pattern,
     is_remote,
     local_path,
-    not_opened,
-    without_secrets,
+    redact_secrets,
+    zarr_open_error,
 )
 from credit_dp.data.sources.anemoi import AnemoiSource
 from credit_dp.data.sources.base import Source
 from credit_dp.data.sources.multi import FilesSource, JoinedSource
-from credit_dp.data.sources.prepared import ATTRIBUTE, PreparedSource
-from credit_dp.data.sources.storage import open_disk
+from credit_dp.data.sources.prepared import METADATA_ATTRIBUTE, PreparedSource
+from credit_dp.data.sources.storage import open_zarr_store
 from credit_dp.data.sources.zarr import GriddedSource, is_netcdf
 from credit_dp.errors import UserError
-from credit_dp.variable_names import CONSTANTS, meaning
+from credit_dp.variable_names import STATIC_NAMES, canonical_name
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,7 @@ def open_source(config: DataConfig) -> Source:
     timed, timeless = _split_timeless(sources)
     if not timed:
         raise UserError(
-            f"{without_secrets(', '.join(config.stores))}: needs one-dimensional coordinates time, "
+            f"{redact_secrets(', '.join(config.stores))}: needs one-dimensional coordinates time, "
             "latitude and longitude, but time is missing. Change data.store, or add a store with "
             "times to it: static fields may be in a store of their own."
         )
@@ -57,7 +57,7 @@ def open_source(config: DataConfig) -> Source:
     return source
 
 
-def open_one(where: str, static: Collection[str] = ()) -> Source:
+def open_single_source(where: str, static: Collection[str] = ()) -> Source:
     """Open the store at one path or address, in whatever form it is.
 
     Args:
@@ -70,8 +70,8 @@ def open_one(where: str, static: Collection[str] = ()) -> Source:
     check_address(where)
     if is_netcdf(where):
         return GriddedSource.open(where, static)
-    group = _group(where)
-    if ATTRIBUTE in group.attrs:
+    group = _open_group(where)
+    if METADATA_ATTRIBUTE in group.attrs:
         return PreparedSource.open(where)
     if _is_anemoi(group):
         return AnemoiSource.open(where)
@@ -89,32 +89,32 @@ def _log_names(source: Source, config: DataConfig) -> None:
 
 def _open_entry(entry: str, static: Collection[str]) -> list[Source]:
     """One store, or all that a pattern stands for: along time, one source of each kind."""
-    sources = [open_one(where, static) for where in expanded(entry)]
+    sources = [open_single_source(where, static) for where in expand_pattern(entry)]
     if len(sources) == 1:
         return sources
-    pattern = without_secrets(entry)
+    pattern = redact_secrets(entry)
     timed, timeless = _split_timeless(sources)
-    kinds = [timed] if _have_no_time_in_common(timed) else _of_one_kind(timed)
-    _check_kinds(kinds, pattern)
+    kinds = [timed] if _follow_in_time(timed) else _group_by_variables(timed)
+    _check_groups(kinds, pattern)
     whole = len(kinds) == 1
-    return [*(_along_time(kind, pattern if whole else "") for kind in kinds if kind), *timeless]
+    return [*(_concat_in_time(kind, pattern if whole else "") for kind in kinds if kind), *timeless]
 
 
 def _join(timed: Sequence[Source], timeless: Sequence[Source], config: DataConfig) -> Source:
     """All entries of `config.store` as one source."""
-    if _have_no_time_in_common(timed):
-        sources = [_along_time(timed, without_secrets(", ".join(config.stores)))]
+    if _follow_in_time(timed):
+        sources = [_concat_in_time(timed, redact_secrets(", ".join(config.stores)))]
     else:
         sources = []
-        for kind in _of_one_kind(timed):
-            follow = _have_no_time_in_common(kind)
-            sources += [_along_time(kind, "")] if follow else kind
+        for kind in _group_by_variables(timed):
+            follow = _follow_in_time(kind)
+            sources += [_concat_in_time(kind, "")] if follow else kind
     if len(sources) == 1 and not timeless:
         return sources[0]
     return JoinedSource(sources, timeless, config.static)
 
 
-def _along_time(sources: Sequence[Source], where: str) -> Source:
+def _concat_in_time(sources: Sequence[Source], where: str) -> Source:
     if len(sources) == 1:
         return sources[0]
     first, *_, last = sorted(sources, key=lambda source: source.times[0])
@@ -128,7 +128,7 @@ def _split_timeless(sources: Sequence[Source]) -> tuple[list[Source], list[Sourc
     unless they go on where stores of the same variables end.
     """
     with_times = [source for source in sources if len(source.times)]
-    kinds = _of_one_kind([x for x in with_times if not _is_constant(x)] or with_times)
+    kinds = _group_by_variables([x for x in with_times if not _is_constant(x)] or with_times)
     most = max((sum(len(x.times) for x in kind) for kind in kinds), default=0)
     timed = []
     for kind in kinds:
@@ -144,31 +144,34 @@ def _split_timeless(sources: Sequence[Source]) -> tuple[list[Source], list[Sourc
 
 def _is_constant(source: Source) -> bool:
     """Whether all that changes in time, as far as the store says, is known not to."""
-    return all(meaning(name) in CONSTANTS.values() and not levels for name, levels in _kind(source))
+    return all(
+        canonical_name(name) in STATIC_NAMES.values() and not levels
+        for name, levels in _timed_variables(source)
+    )
 
 
-def _of_one_kind(sources: Sequence[Source]) -> list[list[Source]]:
+def _group_by_variables(sources: Sequence[Source]) -> list[list[Source]]:
     """The sources in groups with the same variables, on the same levels."""
     kinds: dict[object, list[Source]] = {}
     for source in sources:
-        kinds.setdefault(_kind(source), []).append(source)
+        kinds.setdefault(_timed_variables(source), []).append(source)
     return list(kinds.values())
 
 
-def _kind(source: Source) -> frozenset[tuple[str, tuple[int, ...]]]:
+def _timed_variables(source: Source) -> frozenset[tuple[str, tuple[int, ...]]]:
     """What changes in time in a source: names and levels."""
     found = source.variables
     return frozenset((x, found[x].levels) for x in found if found[x].timed and not found[x].problem)
 
 
-def _check_kinds(kinds: Sequence[Sequence[Source]], pattern: str) -> None:
+def _check_groups(kinds: Sequence[Sequence[Source]], pattern: str) -> None:
     """Refuse kinds of which it is not clear how they belong together.
 
     Raises:
         UserError: two have a variable in common, or no time.
     """
     for one, two in combinations(kinds, 2):
-        same = {name for name, _ in _kind(one[0]) & _kind(two[0])}
+        same = {name for name, _ in _timed_variables(one[0]) & _timed_variables(two[0])}
         times = np.concatenate([source.times for source in one])
         if same or not any(np.isin(source.times, times).any() for source in two):
             why = f"both have {min(same)}" if same else "have no time in common"
@@ -179,18 +182,18 @@ def _check_kinds(kinds: Sequence[Sequence[Source]], pattern: str) -> None:
             )
 
 
-def _group(where: str) -> zarr.Group:
+def _open_group(where: str) -> zarr.Group:
     """The zarr group at a path or address."""
     if not is_remote(where) and local_path(where).is_file():
         raise UserError(
             f"{where}: is a file, but not a netCDF file by its name (.nc). Set data.store to a "
             "zarr store or to a netCDF file."
         )
-    disk = open_disk(where)
+    disk = open_zarr_store(where)
     try:
         return zarr.open_group(disk, mode="r")
     except Exception as error:
-        raise not_opened(where, error) from error
+        raise zarr_open_error(where, error) from error
 
 
 def _is_anemoi(group: zarr.Group) -> bool:
@@ -198,6 +201,6 @@ def _is_anemoi(group: zarr.Group) -> bool:
     return isinstance(data, zarr.Array) and data.ndim == 4 and "dates" in group
 
 
-def _have_no_time_in_common(sources: Sequence[Source]) -> bool:
+def _follow_in_time(sources: Sequence[Source]) -> bool:
     ordered = sorted(sources, key=lambda source: source.times[0])
     return all(later.times[0] > earlier.times[-1] for earlier, later in pairwise(ordered))

@@ -10,30 +10,37 @@ import zarr
 from numpy.typing import NDArray
 
 from credit_dp.data.channels import Channel
-from credit_dp.data.sources.address import without_secrets
-from credit_dp.data.sources.base import Fields, Places, Source, Times, Variable, check_coordinates
+from credit_dp.data.sources.address import redact_secrets
+from credit_dp.data.sources.base import (
+    Fields,
+    Indexer,
+    Source,
+    Times,
+    VariableInfo,
+    check_coordinates,
+)
 from credit_dp.data.sources.stacked import (
     StackedArray,
-    array_of,
-    coordinates,
-    description_of,
+    coordinate_dataset,
+    describe_source,
+    get_array,
+    open_shard_reader,
     open_stacked,
-    quick_array,
-    values_of,
+    read_array,
 )
-from credit_dp.data.sources.storage import CountingStore, Watch
+from credit_dp.data.sources.storage import CountingStore, StoreChangeDetector
 from credit_dp.data.sources.stored_names import StoredNames
 from credit_dp.errors import UserError
 
-ATTRIBUTE = "credit_dp"
-FORM = 1
+METADATA_ATTRIBUTE = "credit_dp"
+FORMAT_VERSION = 1
 TIME_UNITS = "hours since 1900-01-01"
 EPOCH = np.datetime64("1900-01-01", "h")
 
 
 @final
 @dataclass(frozen=True)
-class PreparedForm:
+class PreparedMetadata:
     """What the attributes of a prepared store say.
 
     Attributes:
@@ -55,17 +62,17 @@ class PreparedForm:
 
     def attributes(self) -> dict[str, Any]:
         """As JSON."""
-        return {"form": FORM, **asdict(self)}
+        return {"form": FORMAT_VERSION, **asdict(self)}
 
     @classmethod
-    def of(cls, attributes: Any, where: str) -> "PreparedForm":
+    def of(cls, attributes: Any, where: str) -> "PreparedMetadata":
         """What `attributes` made.
 
         Raises:
             UserError: they are of another form, or damaged.
         """
         try:
-            if attributes["form"] != FORM:
+            if attributes["form"] != FORMAT_VERSION:
                 raise ValueError
             return cls(
                 tuple(Channel(**channel) for channel in attributes["channels"]),
@@ -78,7 +85,7 @@ class PreparedForm:
             )
         except (KeyError, TypeError, ValueError):
             raise UserError(
-                f"{where}: is not a store that this version prepared (form {FORM}). "
+                f"{where}: is not a store that this version prepared (form {FORMAT_VERSION}). "
                 "Prepare it again with `credit-dp data prepare`."
             ) from None
 
@@ -91,34 +98,34 @@ class PreparedSource(Source):
     """One prepared store: a read of neighbouring channels is one read of `fields`."""
 
     def __init__(self, group: zarr.Group, disk: CountingStore, address: str) -> None:
-        where = without_secrets(address)
-        form = PreparedForm.of(group.attrs.get(ATTRIBUTE), where)
+        where = redact_secrets(address)
+        form = PreparedMetadata.of(group.attrs.get(METADATA_ATTRIBUTE), where)
         self.where, self._address = where, address
         self.title = form.title
-        hours = values_of(group, "time", where).astype("timedelta64[h]")
+        hours = read_array(group, "time", where).astype("timedelta64[h]")
         self.times: Times = (EPOCH + hours).astype("datetime64[ns]")
-        self.latitude: NDArray[np.float64] = values_of(group, "latitude", where).astype(float)
-        self.longitude: NDArray[np.float64] = values_of(group, "longitude", where).astype(float)
-        check_coordinates(coordinates(self), where)
+        self.latitude: NDArray[np.float64] = read_array(group, "latitude", where).astype(float)
+        self.longitude: NDArray[np.float64] = read_array(group, "longitude", where).astype(float)
+        check_coordinates(coordinate_dataset(self), where)
         if self.latitude[0] < self.latitude[-1]:
             raise UserError(
                 f"{where}: latitude has to fall in a prepared store, but rises. Prepare it again "
                 "with `credit-dp data prepare`."
             )
         names = StoredNames.of(_variables(form))
-        self.variables: Mapping[str, Variable] = names.variables
+        self.variables: Mapping[str, VariableInfo] = names.variables
         channels = {channel: place for place, channel in enumerate(form.channels)}
         constants = {Channel(name): place for place, name in enumerate(form.static)}
-        self._places = names.under_all_names(channels)
-        self._static_places = names.under_all_names(constants)
-        watch = Watch(address, ARRAYS)
-        quick = partial(quick_array, address, disk=disk)
-        fields = array_of(group, "fields", where)
+        self._channel_indices = names.under_all_names(channels)
+        self._static_indices = names.under_all_names(constants)
+        watch = StoreChangeDetector(address, ARRAYS)
+        quick = partial(open_shard_reader, address, disk=disk)
+        fields = get_array(group, "fields", where)
         self._fields = StackedArray(fields, where, self.times, watch, quick("fields"))
         self._check("fields", self._fields, (len(self.times), len(channels), *self.grid))
         self._static = self._fields
         if form.static:
-            static = array_of(group, "static", where)
+            static = get_array(group, "static", where)
             self._static = StackedArray(static, where, None, watch, quick("static"))
             self._check("static", self._static, (len(form.static), *self.grid))
         self.counters = [disk]
@@ -133,16 +140,16 @@ class PreparedSource(Source):
         """
         return cls(*open_stacked(where, ARRAYS), where)
 
-    def read(self, channels: Sequence[Channel], places: Places, rows: slice) -> Fields:
+    def read(self, channels: Sequence[Channel], places: Indexer, rows: slice) -> Fields:
         """See `Source`."""
-        if channels[0] in self._static_places:
-            of_static = [self._static_places[channel] for channel in channels]
+        if channels[0] in self._static_indices:
+            of_static = [self._static_indices[channel] for channel in channels]
             return self._static.read(places, of_static, (rows, slice(None)))
         return self._fields.read(
-            places, [self._places[channel] for channel in channels], (rows, slice(None))
+            places, [self._channel_indices[channel] for channel in channels], (rows, slice(None))
         )
 
-    def together(self, channels: Sequence[Channel]) -> list[list[Channel]]:
+    def group_by_chunk(self, channels: Sequence[Channel]) -> list[list[Channel]]:
         """See `Source`: all of them."""
         return [list(channels)]
 
@@ -157,15 +164,15 @@ class PreparedSource(Source):
 
     def location(self, channel: Channel, place: int, row: int, column: int) -> str:
         """See `Source`."""
-        if channel in self._static_places:
-            number = self._static_places[channel]
-            return f"{self.where}, {self._static.chunk((number, row, column))}"
-        at = (place, self._places[channel], row, column)
-        return f"{self.where}, {self._fields.chunk(at)}"
+        if channel in self._static_indices:
+            number = self._static_indices[channel]
+            return f"{self.where}, {self._static.chunk_name((number, row, column))}"
+        at = (place, self._channel_indices[channel], row, column)
+        return f"{self.where}, {self._fields.chunk_name(at)}"
 
     def description(self, variables: Sequence[str]) -> list[object]:
         """See `Source`."""
-        return description_of(self, self._address, variables)
+        return describe_source(self, self._address, variables)
 
     def _check(self, name: str, array: StackedArray, shape: tuple[int, ...]) -> None:
         """Refuse an array that is not as long as its coordinates say."""
@@ -176,7 +183,7 @@ class PreparedSource(Source):
             )
 
 
-def _variables(form: PreparedForm) -> dict[str, Variable]:
+def _variables(form: PreparedMetadata) -> dict[str, VariableInfo]:
     levels: dict[str, tuple[int, ...]] = {}
     for channel in form.channels:
         level = () if channel.level is None else (channel.level,)
@@ -185,7 +192,9 @@ def _variables(form: PreparedForm) -> dict[str, Variable]:
     return found | {name: _variable(form, name, False, ()) for name in form.static}
 
 
-def _variable(form: PreparedForm, name: str, timed: bool, levels: tuple[int, ...]) -> Variable:
+def _variable(
+    form: PreparedMetadata, name: str, timed: bool, levels: tuple[int, ...]
+) -> VariableInfo:
     units, standard_name = form.units.get(name, ""), form.standard_names.get(name, "")
     model_levels = form.model_levels and bool(levels)
-    return Variable(timed, levels, units, standard_name, model_levels=model_levels)
+    return VariableInfo(timed, levels, units, standard_name, model_levels=model_levels)

@@ -14,13 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from credit_dp.data.channels import Channel
-from credit_dp.data.sources.base import Fields, Places, Source, Times, Variable, as_slice
+from credit_dp.data.sources.base import Fields, Indexer, Source, Times, VariableInfo, as_slice
 from credit_dp.errors import UserError
 
-WORTHWHILE = 1.05  # times the rows of all bands, from which on reading is shared
+SHARING_THRESHOLD = 1.05  # times the rows of all bands, from which on reading is shared
 
 
-class Trade(Protocol):
+class ChunkExchange(Protocol):
     """How the ranks that share reading meet; all call the same, in the same order."""
 
     @property
@@ -33,11 +33,13 @@ class Trade(Protocol):
         """Rank r owns the rows `bounds[r]` to `bounds[r + 1] - 1`."""
         ...
 
-    def tell(self, problem: str) -> list[str]:
+    def gather_problems(self, problem: str) -> list[str]:
         """Every rank's problem, in rank order; empty for none."""
         ...
 
-    def swap(self, parcels: Fields, sizes: Sequence[int], coming: Sequence[int]) -> list[Fields]:
+    def all_to_all(
+        self, parcels: Fields, sizes: Sequence[int], coming: Sequence[int]
+    ) -> list[Fields]:
         """Send each rank its parcel, and get one from each, in rank order.
 
         Shapes:
@@ -47,17 +49,17 @@ class Trade(Protocol):
         ...
 
     def stop(self) -> None:
-        """Let nobody here wait any longer: `TradeStoppedError` in the thread that does."""
+        """Let nobody here wait any longer: `ExchangeStoppedError` in the thread that does."""
         ...
 
 
-class TradeStoppedError(Exception):
+class ExchangeStoppedError(Exception):
     """Whoever read for others was told to stop."""
 
 
 @final
 @dataclass(frozen=True)
-class _Piece:
+class _DecodedChunk:
     """What one rank decodes at once: one group of channels, in one chunk along time.
 
     Attributes:
@@ -69,14 +71,14 @@ class _Piece:
     channels: list[Channel]
     columns: NDArray[np.intp]
     steps: NDArray[np.intp]
-    places: NDArray[np.intp]
+    time_indices: NDArray[np.intp]
 
     @property
     def planes(self) -> int:
         return len(self.columns) * len(self.steps)
 
 
-def amplification(height: int, chunk_rows: int, bounds: Sequence[int]) -> float:
+def unshared_amplification(height: int, chunk_rows: int, bounds: Sequence[int]) -> float:
     """Rows that all ranks read if each reads for itself, relative to the globe's.
 
     Chunks begin at the pole where that is worse: stores may hold either pole first.
@@ -107,23 +109,23 @@ class SharedSource(Source):
         stopped: whether `stop` was called.
     """
 
-    def __init__(self, source: Source, trade: Trade) -> None:
+    def __init__(self, source: Source, trade: ChunkExchange) -> None:
         self._source = source
-        self._trade = trade
+        self._exchange = trade
         self._ranks = len(trade.bounds) - 1
-        self._turn = 0  # of the rank that decodes the next piece
+        self._next_decoder = 0  # of the rank that decodes the next piece
         self._error: Exception | None = None
         self.stopped = False
         self.where = source.where
         self.times: Times = source.times
         self.latitude: NDArray[np.float64] = source.latitude
         self.longitude: NDArray[np.float64] = source.longitude
-        self.variables: Mapping[str, Variable] = source.variables
+        self.variables: Mapping[str, VariableInfo] = source.variables
         self.counters = source.counters
 
-    def together(self, channels: Sequence[Channel]) -> list[list[Channel]]:
+    def group_by_chunk(self, channels: Sequence[Channel]) -> list[list[Channel]]:
         """See `Source`."""
-        return self._source.together(channels)
+        return self._source.group_by_chunk(channels)
 
     def times_together(self, channel: Channel) -> int:
         """See `Source`."""
@@ -145,7 +147,7 @@ class SharedSource(Source):
         """See `Source`."""
         return self._source.description(variables)
 
-    def read(self, channels: Sequence[Channel], places: Places, rows: slice) -> Fields:
+    def read(self, channels: Sequence[Channel], places: Indexer, rows: slice) -> Fields:
         """See `Source`; `rows` are this rank's.
 
         Raises:
@@ -167,10 +169,10 @@ class SharedSource(Source):
             self._error = error
             known = isinstance(error, UserError)
             text = str(error) if known else f"{self.where}: {type(error).__name__}: {error}"
-            with suppress(TradeStoppedError):
-                self._trade.tell(text)
+            with suppress(ExchangeStoppedError):
+                self._exchange.gather_problems(text)
 
-    def agree(self) -> None:
+    def check_all_ranks(self) -> None:
         """Go on only if what has been read so far is well on every rank.
 
         Whoever met an error has to have told of it by `fail`: else the others would take what they
@@ -181,15 +183,15 @@ class SharedSource(Source):
         """
         if self._error is not None:
             raise self._error
-        self._hear()
+        self._raise_any_problem()
 
     def stop(self) -> None:
         """Wait for the others no longer; there is no reading on."""
         self.stopped = True
-        self._trade.stop()
+        self._exchange.stop()
 
     def _read(self, channels: Sequence[Channel], places: NDArray[np.intp], rows: slice) -> Fields:
-        first, stop = self._trade.bounds[self._trade.rank : self._trade.rank + 2]
+        first, stop = self._exchange.bounds[self._exchange.rank : self._exchange.rank + 2]
         if (rows.start, rows.stop) != (first, stop):
             raise ValueError(f"this rank shares the reading of rows {first} to {stop}, not {rows}")
         shape = (len(places), len(channels), stop - first, self.grid[1])
@@ -199,63 +201,68 @@ class SharedSource(Source):
             if self._is_shared(piece.channels[0]):
                 shared.append(piece)
             else:
-                own = self._source.read(piece.channels, as_slice(piece.places), rows)
+                own = self._source.read(piece.channels, as_slice(piece.time_indices), rows)
                 fields[np.ix_(piece.steps, piece.columns)] = own
         for start in range(0, len(shared), self._ranks):
-            self._trade_pieces(shared[start : start + self._ranks], fields)
+            self._exchange_pieces(shared[start : start + self._ranks], fields)
         return fields
 
-    def _pieces(self, channels: Sequence[Channel], places: NDArray[np.intp]) -> list[_Piece]:
+    def _pieces(self, channels: Sequence[Channel], places: NDArray[np.intp]) -> list[_DecodedChunk]:
         columns = {channel: column for column, channel in enumerate(channels)}
         found = []
-        for group in self._source.together(channels):
+        for group in self._source.group_by_chunk(channels):
             chunks = self._source.chunk_numbers(group[0], places)
             for chunk in dict.fromkeys(chunks.tolist()):
                 steps = np.flatnonzero(chunks == chunk)
                 at = np.array([columns[channel] for channel in group])
-                found.append(_Piece(group, at, steps, places[steps]))
+                found.append(_DecodedChunk(group, at, steps, places[steps]))
         return found
 
     def _is_shared(self, channel: Channel) -> bool:
         chunk_rows = self._source.chunk_shape(channel)[2]
-        return amplification(self.grid[0], chunk_rows, self._trade.bounds) > WORTHWHILE
+        return (
+            unshared_amplification(self.grid[0], chunk_rows, self._exchange.bounds)
+            > SHARING_THRESHOLD
+        )
 
-    def _trade_pieces(self, pieces: Sequence[_Piece], fields: Fields) -> None:
+    def _exchange_pieces(self, pieces: Sequence[_DecodedChunk], fields: Fields) -> None:
         """Have each piece decoded by another rank, the next one in turn, and take all bands.
 
         A rank holds one decoded piece at a time, twice while it is put in order for sending.
         """
-        dealt = {(self._turn + n) % self._ranks: piece for n, piece in enumerate(pieces)}
-        self._turn += len(pieces)
-        mine = dealt.get(self._trade.rank)
-        parcels = self._parcels(mine)
-        self._hear()
+        dealt = {(self._next_decoder + n) % self._ranks: piece for n, piece in enumerate(pieces)}
+        self._next_decoder += len(pieces)
+        mine = dealt.get(self._exchange.rank)
+        parcels = self._pack_bands(mine)
+        self._raise_any_problem()
         columns = self.grid[1]
-        heights = np.diff(self._trade.bounds) * columns
+        heights = np.diff(self._exchange.bounds) * columns
         sizes = [mine.planes * int(height) if mine else 0 for height in heights]
-        own = int(heights[self._trade.rank])
+        own = int(heights[self._exchange.rank])
         coming = [dealt[rank].planes * own if rank in dealt else 0 for rank in range(self._ranks)]
-        bands = self._trade.swap(parcels, sizes, coming)
+        bands = self._exchange.all_to_all(parcels, sizes, coming)
         del parcels
         for rank, piece in dealt.items():
             shape = (len(piece.steps), len(piece.columns), *fields.shape[2:])
             fields[np.ix_(piece.steps, piece.columns)] = bands[rank].reshape(shape)
 
-    def _parcels(self, piece: _Piece | None) -> Fields:
+    def _pack_bands(self, piece: _DecodedChunk | None) -> Fields:
         """The whole globe of a piece, decoded, band after band."""
         if piece is None:
             return np.empty(0, dtype=np.float32)
-        whole = self._source.read(piece.channels, as_slice(piece.places), slice(0, self.grid[0]))
-        bands = [whole[:, :, first:stop].ravel() for first, stop in pairwise(self._trade.bounds)]
+        whole = self._source.read(
+            piece.channels, as_slice(piece.time_indices), slice(0, self.grid[0])
+        )
+        bands = [whole[:, :, first:stop].ravel() for first, stop in pairwise(self._exchange.bounds)]
         return np.concatenate(bands)
 
-    def _hear(self) -> None:
+    def _raise_any_problem(self) -> None:
         """Go on only if every rank can.
 
         Raises:
             UserError: the first problem of the others.
         """
-        problem = next(filter(None, self._trade.tell("")), None)
+        problem = next(filter(None, self._exchange.gather_problems("")), None)
         if problem is not None:
             self._error = UserError(problem)
             raise self._error

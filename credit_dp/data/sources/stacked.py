@@ -13,20 +13,20 @@ from numpy.typing import NDArray
 from zarr.codecs import BytesCodec, Crc32cCodec, ShardingCodec
 from zarr.storage import LocalStore
 
-from credit_dp.data.sources.address import is_remote, local_path, reason_of, without_secrets
-from credit_dp.data.sources.base import Fields, Places, Source, Times, as_slice
+from credit_dp.data.sources.address import is_remote, local_path, reason_of, redact_secrets
+from credit_dp.data.sources.base import Fields, Indexer, Source, Times, as_slice
 from credit_dp.data.sources.storage import (
     CHECKSUM,
     CompleteStore,
     CountingStore,
     IntactStore,
-    Shards,
-    Watch,
-    is_intact,
-    open_disk,
-    place,
-    stamp,
-    unreadable,
+    ShardedArray,
+    StoreChangeDetector,
+    has_valid_checksum,
+    open_zarr_store,
+    resolved_address,
+    unreadable_error,
+    version_stamp,
 )
 from credit_dp.errors import UserError
 
@@ -37,19 +37,21 @@ def open_stacked(where: str, arrays: Sequence[str]) -> tuple[zarr.Group, Countin
     Raises:
         UserError: there is nothing, or nothing that zarr can read.
     """
-    disk = open_disk(where)
+    disk = open_zarr_store(where)
     try:
-        blosc = [name for name, array in zarr.open_group(disk, mode="r").arrays() if _blosc(array)]
+        blosc = [
+            name for name, array in zarr.open_group(disk, mode="r").arrays() if _is_blosc(array)
+        ]
         group = zarr.open_group(CompleteStore(IntactStore(disk, blosc), arrays), mode="r")
     except Exception as error:
         raise UserError(
-            f"{without_secrets(where)}: not a zarr group that can be read ({reason_of(error)}). "
+            f"{redact_secrets(where)}: not a zarr group that can be read ({reason_of(error)}). "
             "Set data.store to one."
         ) from error
     return group, disk
 
 
-def array_of(group: zarr.Group, name: str, where: str) -> "zarr.Array[Any]":
+def get_array(group: zarr.Group, name: str, where: str) -> "zarr.Array[Any]":
     """One array of the group.
 
     Raises:
@@ -61,13 +63,13 @@ def array_of(group: zarr.Group, name: str, where: str) -> "zarr.Array[Any]":
     return found
 
 
-def values_of(group: zarr.Group, name: str, where: str) -> NDArray[Any]:
+def read_array(group: zarr.Group, name: str, where: str) -> NDArray[Any]:
     """All values of a small array.
 
     Raises:
         UserError: it is missing, or can't be read.
     """
-    array = array_of(group, name, where)
+    array = get_array(group, name, where)
     try:
         return np.asarray(array[...])
     except Exception as error:
@@ -76,16 +78,16 @@ def values_of(group: zarr.Group, name: str, where: str) -> NDArray[Any]:
         ) from error
 
 
-def coordinates(source: Source) -> xr.Dataset:
+def coordinate_dataset(source: Source) -> xr.Dataset:
     """What `check_coordinates` looks at."""
     return xr.Dataset(
         coords={"time": source.times, "latitude": source.latitude, "longitude": source.longitude}
     )
 
 
-def description_of(source: Source, address: str, variables: Sequence[str]) -> list[object]:
+def describe_source(source: Source, address: str, variables: Sequence[str]) -> list[object]:
     """See `Source.description`."""
-    described: list[object] = [place(address), stamp(address)]
+    described: list[object] = [resolved_address(address), version_stamp(address)]
     described += [source.latitude.tolist(), source.longitude.tolist()]
     for name in variables:
         variable = source.variables[name]
@@ -93,7 +95,7 @@ def description_of(source: Source, address: str, variables: Sequence[str]) -> li
     return described
 
 
-def _blosc(array: "zarr.Array[Any]") -> bool:
+def _is_blosc(array: "zarr.Array[Any]") -> bool:
     """Whether a chunk's file is a Blosc buffer."""
     codecs = array.compressors
     return array.shards is None and bool(codecs) and "Blosc" in type(codecs[-1]).__name__
@@ -102,7 +104,7 @@ def _blosc(array: "zarr.Array[Any]") -> bool:
 DTYPE = np.dtype("<f4")
 
 
-def is_plain(array: "zarr.Array[Any]") -> bool:
+def is_raw_float32(array: "zarr.Array[Any]") -> bool:
     """Whether an array is of shards whose chunks are little-endian float32 with a checksum."""
     codecs: Any = getattr(array.metadata, "codecs", ())
     if array.dtype != DTYPE or len(codecs) != 1 or not isinstance(codecs[0], ShardingCodec):
@@ -114,10 +116,11 @@ def is_plain(array: "zarr.Array[Any]") -> bool:
 
 
 @final
-class PlainArray:
-    """One array in a folder on this machine, for which `is_plain`, and of which slices are read."""
+class RawShardReader:
+    """One array in a folder on this machine, for which `is_raw_float32`, and of which slices are
+    read."""
 
-    def __init__(self, shards: Shards, disk: CountingStore) -> None:
+    def __init__(self, shards: ShardedArray, disk: CountingStore) -> None:
         self._shards, self._disk = shards, disk
 
     def read(self, selection: tuple[slice, ...]) -> Fields | None:
@@ -147,9 +150,9 @@ class PlainArray:
                     if part.size != len(room):
                         raise ValueError(f"{path}: a chunk is not as long as it should be")
                     file.seek(part.begin)
-                    if file.readinto(room.data) != len(room) or not is_intact(room):
+                    if file.readinto(room.data) != len(room) or not has_valid_checksum(room):
                         raise ValueError(f"{path}: a chunk is damaged")
-                    made[part.place] = values[part.inside]
+                    made[part.destination] = values[part.inside]
                     chunks += 1
         self._disk.add(chunks * len(room), chunks)
         return made
@@ -159,7 +162,7 @@ class PlainArray:
 DECODING, READING = 4, 8
 
 
-class QuickArray(Protocol):
+class ShardReader(Protocol):
     """One array of shards in a folder on this machine, of which slices are read."""
 
     def read(self, selection: tuple[slice, ...]) -> Fields | None:
@@ -167,10 +170,10 @@ class QuickArray(Protocol):
 
 
 @final
-class DecodedArray:
+class TensorStoreReader:
     """What tensorstore decodes, where it is installed."""
 
-    def __init__(self, shards: Shards, disk: CountingStore) -> None:
+    def __init__(self, shards: ShardedArray, disk: CountingStore) -> None:
         import tensorstore
 
         self._shards, self._disk = shards, disk
@@ -179,17 +182,17 @@ class DecodedArray:
             "data_copy_concurrency": {"limit": DECODING},
             "file_io_concurrency": {"limit": READING},
         }
-        self._quick = tensorstore.open(
+        self._tensorstore = tensorstore.open(
             {"driver": "zarr3", "kvstore": {"driver": "file", "path": f"{shards.folder}/"}},
             context=tensorstore.Context(context),
             read=True,
         ).result()
 
     def read(self, selection: tuple[slice, ...]) -> Fields | None:
-        """See `QuickArray`."""
+        """See `ShardReader`."""
         try:
             sizes = self._sizes(self._shards.spans(selection))
-            fields = np.asarray(self._quick[selection].read().result(), dtype=np.float32)
+            fields = np.asarray(self._tensorstore[selection].read().result(), dtype=np.float32)
         except Exception:  # noqa: BLE001 - whatever it was, zarr will meet it again and name it
             return None
         self._disk.add(sum(sizes), len(sizes))
@@ -204,7 +207,7 @@ class DecodedArray:
         return sizes
 
 
-def quick_array(address: str, name: str, disk: CountingStore) -> QuickArray | None:
+def open_shard_reader(address: str, name: str, disk: CountingStore) -> ShardReader | None:
     """Another reader than zarr of an array; None if there is none for it here.
 
     At addresses elsewhere zarr waits for the network, not for the processor.
@@ -214,10 +217,10 @@ def quick_array(address: str, name: str, disk: CountingStore) -> QuickArray | No
     try:
         folder = local_path(address)
         array = zarr.open_array(LocalStore(folder, read_only=True), path=name, mode="r")
-        shards = Shards(folder / name, array)
-        if is_plain(array):
-            return PlainArray(shards, disk)
-        return DecodedArray(shards, disk) if find_spec("tensorstore") is not None else None
+        shards = ShardedArray(folder / name, array)
+        if is_raw_float32(array):
+            return RawShardReader(shards, disk)
+        return TensorStoreReader(shards, disk) if find_spec("tensorstore") is not None else None
     except Exception:  # noqa: BLE001 - zarr reads it, or says why it can't be read
         return None
 
@@ -236,10 +239,10 @@ class StackedArray:
     array: "zarr.Array[Any]"
     where: str
     times: Times | None
-    watch: Watch
-    quick: QuickArray | None = None
+    change_detector: StoreChangeDetector
+    fast_reader: ShardReader | None = None
 
-    def read(self, places: Places, channels: Sequence[int], rest: tuple[Any, ...]) -> Fields:
+    def read(self, places: Indexer, channels: Sequence[int], rest: tuple[Any, ...]) -> Fields:
         """Some channels at some places of time, and `rest` of the dims after: `(T, C, ...)`.
 
         Raises:
@@ -250,13 +253,13 @@ class StackedArray:
         except MemoryError:
             raise
         except Exception as error:
-            self.watch.check()
-            self._raise_named(places, channels, rest)
-            raise self._error("a chunk", self._first(places), error) from error
-        self.watch.after_read(suspicious=False)
+            self.change_detector.check()
+            self._raise_first_error(places, channels, rest)
+            raise self._error("a chunk", self._first_index(places), error) from error
+        self.change_detector.after_read(suspicious=False)
         return fields
 
-    def chunk(self, at: tuple[int, ...]) -> str:
+    def chunk_name(self, at: tuple[int, ...]) -> str:
         """The file that holds one value, by its key in the store."""
         numbers = tuple(n // size for n, size in zip(at, self._file_shape, strict=True))
         return f"chunk {self.array.basename}/{self.array.metadata.encode_chunk_key(numbers)}"
@@ -270,39 +273,44 @@ class StackedArray:
     def _file_shape(self) -> tuple[int, ...]:
         return self.array.shards or self.array.chunks
 
-    def _read(self, places: Places, channels: Sequence[int], rest: tuple[Any, ...]) -> Fields:
+    def _read(self, places: Indexer, channels: Sequence[int], rest: tuple[Any, ...]) -> Fields:
         wanted = np.asarray(channels, dtype=np.intp)
         if self.times is None:
-            return self._channels((), wanted, rest)[None]
+            return self._read_channels((), wanted, rest)[None]
         if isinstance(places, slice):
-            return self._channels((places,), wanted, rest)
+            return self._read_channels((places,), wanted, rest)
         # Each time by itself: zarr's own indexing by numbers takes several times longer.
         parts = [
-            self._channels((slice(place, place + 1),), wanted, rest) for place in map(int, places)
+            self._read_channels((slice(place, place + 1),), wanted, rest)
+            for place in map(int, places)
         ]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
-    def _channels(
+    def _read_channels(
         self, time: tuple[slice, ...], wanted: NDArray[np.intp], rest: tuple[Any, ...]
     ) -> Fields:
         """Neighbours at once; others with what lies between them, where that is in their chunk."""
         span = as_slice(wanted)
         if isinstance(span, slice):
-            return self._values((*time, span, *rest))
+            return self._read_selection((*time, span, *rest))
         first, last = int(wanted.min()), int(wanted.max())
         chunk = self.array.chunks[len(time)]
         if first // chunk == last // chunk:
-            whole = self._values((*time, slice(first, last + 1), *rest))
+            whole = self._read_selection((*time, slice(first, last + 1), *rest))
             return np.take(whole, wanted - first, axis=len(time))
         runs = np.split(wanted, np.flatnonzero(np.diff(wanted) != 1) + 1)
         slices = [slice(int(run[0]), int(run[-1]) + 1) for run in runs]
-        return np.concatenate([self._values((*time, run, *rest)) for run in slices], len(time))
+        return np.concatenate(
+            [self._read_selection((*time, run, *rest)) for run in slices], len(time)
+        )
 
-    def _values(self, selection: tuple[Any, ...]) -> Fields:
-        found = self.quick.read(selection) if self.quick is not None else None
+    def _read_selection(self, selection: tuple[Any, ...]) -> Fields:
+        found = self.fast_reader.read(selection) if self.fast_reader is not None else None
         return np.asarray(self.array[selection], dtype=np.float32) if found is None else found
 
-    def _raise_named(self, places: Places, channels: Sequence[int], rest: tuple[Any, ...]) -> None:
+    def _raise_first_error(
+        self, places: Indexer, channels: Sequence[int], rest: tuple[Any, ...]
+    ) -> None:
         """Read file by file, and raise the error of the first that can't be read."""
         span = slice(min(channels), max(channels) + 1)
         asked = (span, *rest) if self.times is None else (places, span, *rest)
@@ -326,10 +334,10 @@ class StackedArray:
             inside = indices[(indices >= start) & (indices < start + step)]
             yield start // length, slice(int(inside.min()), int(inside.max()) + 1)
 
-    def _first(self, places: Places) -> int:
+    def _first_index(self, places: Indexer) -> int:
         return 0 if self.times is None else int(np.arange(len(self.times))[places][0])
 
     def _error(self, key: str, place: int, error: Exception) -> UserError:
         what = "the static fields" if self.times is None else "all variables"
         date = None if self.times is None else self.times[place]
-        return unreadable(self.where, f"{key} with {what}", date, error)
+        return unreadable_error(self.where, f"{key} with {what}", date, error)

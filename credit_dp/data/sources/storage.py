@@ -21,8 +21,8 @@ from credit_dp.data.sources.address import (
     is_remote,
     local_path,
     reason_of,
+    redact_secrets,
     storage_options,
-    without_secrets,
 )
 from credit_dp.errors import UserError
 
@@ -46,7 +46,7 @@ class CountingStore(WrapperStore[Store]):
         self.data_bytes = 0
         self.chunk_reads = 0
         self.index_bytes = 0
-        self.absent = 0  # chunks that were not there
+        self.absent_chunks = 0  # chunks that were not there
 
     async def get(
         self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None
@@ -57,7 +57,7 @@ class CountingStore(WrapperStore[Store]):
             return value
         with self._lock:
             if value is None:
-                self.absent += 1
+                self.absent_chunks += 1
             elif isinstance(byte_range, SuffixByteRequest):
                 self.index_bytes += len(value)
             else:
@@ -71,11 +71,11 @@ class CountingStore(WrapperStore[Store]):
             self.data_bytes += size
             self.chunk_reads += chunks
 
-    def asked(self, size: int) -> None:
+    def count_requested(self, size: int) -> None:
         """Nothing: what a reader asks for is counted when its chunks are read."""
 
 
-def open_disk(where: str) -> CountingStore:
+def open_zarr_store(where: str) -> CountingStore:
     """The zarr store at a path or address, for reading.
 
     Raises:
@@ -93,18 +93,18 @@ def open_disk(where: str) -> CountingStore:
     return CountingStore(LocalStore(path, read_only=True))
 
 
-def place(where: str) -> str:
+def resolved_address(where: str) -> str:
     """A store's address as results remember it: the whole path, or the address without secrets."""
-    return without_secrets(where) if is_remote(where) else str(local_path(where).resolve())
+    return redact_secrets(where) if is_remote(where) else str(local_path(where).resolve())
 
 
-def stamp(where: str | Path) -> str:
+def version_stamp(where: str | Path) -> str:
     """What changes when a store is written anew: its root metadata, and how old they are.
 
     Of one file, such as netCDF: its size and age.
     """
     if isinstance(where, str) and is_remote(where):
-        return _remote_stamp(where)
+        return _remote_version_stamp(where)
     path = local_path(str(where))
     if path.is_file():
         status = path.stat()
@@ -117,7 +117,7 @@ def stamp(where: str | Path) -> str:
     return "\n".join(parts)
 
 
-def _remote_stamp(where: str) -> str:
+def _remote_version_stamp(where: str) -> str:
     """The metadata alone: not every server says how old they are."""
     system, root = filesystem(where)
     paths = {f"{root.rstrip('/')}/{name}": name for name in METADATA}
@@ -218,19 +218,19 @@ class IntactStore(WrapperStore[Store]):
 READS_BETWEEN_CHECKS = 64
 
 
-def unreadable(
+def unreadable_error(
     where: str, variable: str, date: np.datetime64 | None, error: BaseException
 ) -> UserError:
     """One line: file, variable and date, what is wrong, and what to do."""
     when = "" if date is None else f" at {date.astype('M8[m]')}"
     advice = "" if date is None else ", or choose other dates: data.dates.train, .valid and .test"
     return UserError(
-        f"{without_secrets(where)}: {variable}{when} can't be read: {_problem(error)}. "
+        f"{redact_secrets(where)}: {variable}{when} can't be read: {_describe_problem(error)}. "
         f"Restore the file{advice}."
     )
 
 
-def _problem(error: BaseException) -> str:
+def _describe_problem(error: BaseException) -> str:
     if isinstance(error, AbsentChunkError):
         return (
             f"its chunk {error} is missing (if it was left out for being constant, write it with "
@@ -244,7 +244,7 @@ def _problem(error: BaseException) -> str:
 
 
 @final
-class Watch:
+class StoreChangeDetector:
     """Notices that a store was written anew since it was opened.
 
     It looks at the metadata: of a store on this machine every 64 reads and when there is reason, of
@@ -260,7 +260,7 @@ class Watch:
         ]
         self._files.append(local_path(where))
         self._reads = 0
-        self._first = self._now()
+        self._initial_state = self._current_state()
 
     def after_read(self, suspicious: bool) -> None:
         """Look, if it is time to, or if there is reason.
@@ -280,18 +280,18 @@ class Watch:
             UserError: the store has changed.
         """
         try:
-            changed = self._now() != self._first
+            changed = self._current_state() != self._initial_state
         except (OSError, UserError):  # what failed is what the caller knows of
             return
         if changed:
             raise UserError(
-                f"{without_secrets(self._where)}: has changed since it was opened. Start again "
+                f"{redact_secrets(self._where)}: has changed since it was opened. Start again "
                 "when it is complete, or set data.store to one that nobody writes to."
             )
 
-    def _now(self) -> object:
+    def _current_state(self) -> object:
         if self._remote:
-            return stamp(self._where)
+            return version_stamp(self._where)
         found = []
         for path in self._files:
             if path.is_file():
@@ -304,7 +304,7 @@ ENTRY = 16  # bytes of a shard's index for each inner chunk: where it begins, an
 CHECKSUM = 4  # bytes after whatever has one
 
 
-class Part(NamedTuple):
+class ChunkPart(NamedTuple):
     """What is wanted of one inner chunk.
 
     Attributes:
@@ -316,11 +316,11 @@ class Part(NamedTuple):
     begin: int
     size: int
     inside: tuple[slice, ...]
-    place: tuple[slice, ...]
+    destination: tuple[slice, ...]
 
 
 @final
-class Shards:
+class ShardedArray:
     """The shards of one array, with an index at the end of each.
 
     Raises:
@@ -348,7 +348,7 @@ class Shards:
 
     def parts(
         self, file: BinaryIO, shard: Sequence[int], spans: Sequence[tuple[int, int]]
-    ) -> Iterator[Part]:
+    ) -> Iterator[ChunkPart]:
         """What of a shard is wanted, chunk by chunk.
 
         Raises:
@@ -356,21 +356,21 @@ class Shards:
         """
         index = self._index(file)
         dims = zip(spans, shard, self._shards, self.chunks, strict=True)
-        for chunk in product(*(_along(*dim) for dim in dims)):
+        for chunk in product(*(_chunks_along(*dim) for dim in dims)):
             at, inside, place = zip(*chunk, strict=True)
             begin, size = index[at].tolist()
-            yield Part(begin, size, inside, place)
+            yield ChunkPart(begin, size, inside, place)
 
     def _index(self, file: BinaryIO) -> np.ndarray[Any, np.dtype[np.uint64]]:
         length = ENTRY * int(np.prod(self._counts)) + CHECKSUM
         file.seek(-length, 2)
         found = file.read(length)
-        if not is_intact(found):
+        if not has_valid_checksum(found):
             raise ValueError(f"{file.name}: its index is damaged")
         return np.frombuffer(found, "<u8", len(found) // 8).reshape(*self._counts, 2)
 
 
-def _along(
+def _chunks_along(
     span: tuple[int, int], number: int, shard: int, chunk: int
 ) -> list[tuple[int, slice, slice]]:
     """Along one dim, the chunks of a shard that have some of a span.
@@ -387,7 +387,7 @@ def _along(
     return found
 
 
-def is_intact(content: Any) -> bool:
+def has_valid_checksum(content: Any) -> bool:
     """Whether bytes end with the checksum of those before."""
     sum_: int = google_crc32c.value(content[:-CHECKSUM])
     return sum_ == int.from_bytes(content[-CHECKSUM:], "little")

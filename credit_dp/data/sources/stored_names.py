@@ -12,13 +12,19 @@ from functools import cache
 from typing import final
 
 from credit_dp.data.channels import Channel
-from credit_dp.data.sources.base import Aliased, Variable
-from credit_dp.variable_names import CONSTANTS, UPPER, long_name, meaning, names_of_meaning
+from credit_dp.data.sources.base import AliasedVariables, VariableInfo
+from credit_dp.variable_names import (
+    STATIC_NAMES,
+    UPPER_AIR_NAMES,
+    all_names_of,
+    canonical_name,
+    long_name,
+)
 
 
 @final
 @dataclass(frozen=True)
-class _Other:
+class _OtherNames:
     """Other names of a variable, and where it is: in one variable of the store, or one a level.
 
     Attributes:
@@ -28,7 +34,7 @@ class _Other:
     """
 
     names: tuple[str, ...]
-    variable: Variable
+    variable: VariableInfo
     name: str = ""
     level: int | None = None
     by_level: Mapping[int | None, str] = field(default_factory=dict)
@@ -50,12 +56,12 @@ class StoredNames:
         variables: the store's own names are listed, the others are found.
     """
 
-    variables: Aliased
-    _others: Mapping[str, _Other]
+    variables: AliasedVariables
+    _others: Mapping[str, _OtherNames]
 
     @classmethod
     def of(
-        cls, own: Mapping[str, Variable], static: Collection[str] = (), level: int | None = None
+        cls, own: Mapping[str, VariableInfo], static: Collection[str] = (), level: int | None = None
     ) -> "StoredNames":
         """Find the other names of a store's own variables.
 
@@ -65,17 +71,19 @@ class StoredNames:
                 count as such though the store repeats them at every time: the first is read.
             level: that of the upper-air variables which have no dim of levels.
         """
-        others: dict[str, _Other] = {}
-        found = [*_on_levels(own, level), *_without_levels(own, level)]
+        others: dict[str, _OtherNames] = {}
+        found = [*_upper_air_names(own, level), *_surface_names(own, level)]
         for other in found:
             for name in other.names:
                 # Where `z` may be either, it is the one on levels, unless it is wanted as static.
                 takes_over = name in static and other.constant
                 if name not in own and (name not in others or takes_over):
                     others[name] = other
-        aliases = {name: _as_wanted(name, others[name].variable, static) for name in others}
-        listed = {name: _as_wanted(name, own[name], static) for name in own}
-        return cls(Aliased(listed, aliases), others)
+        aliases = {
+            name: _as_static_if_constant(name, others[name].variable, static) for name in others
+        }
+        listed = {name: _as_static_if_constant(name, own[name], static) for name in own}
+        return cls(AliasedVariables(listed, aliases), others)
 
     def stored(self, channel: Channel) -> Channel:
         """The store's own channel."""
@@ -94,38 +102,42 @@ class StoredNames:
         return {x: place for x, place in places.items() if place is not None} | {**own}
 
 
-def _on_levels(own: Mapping[str, Variable], at: int | None) -> Iterator[_Other]:
+def _upper_air_names(own: Mapping[str, VariableInfo], at: int | None) -> Iterator[_OtherNames]:
     """The other names of upper-air variables, stored with a dim of levels or one by one."""
     single: dict[str, dict[int, str]] = {}
     for name, variable in own.items():
-        long, level = _meaning(name, variable, at)
+        long, level = _long_name_and_level(name, variable, at)
         if variable.levels:
-            yield _Other(names_of_meaning(long), replace(variable, stored=name), name)
+            yield _OtherNames(all_names_of(long), replace(variable, stored=name), name)
             if not variable.model_levels:
                 yield from _level_by_level(long, name, variable)
         elif level is not None:
             single.setdefault(long, {}).setdefault(level, name)
             renamed = replace(variable, stored=name)
-            yield _Other(_names_on(long, level), renamed, name)
+            yield _OtherNames(_names_on_level(long, level), renamed, name)
     for long, names in single.items():
-        yield _together(long, dict(sorted(names.items())), own)
+        yield _combine_levels(long, dict(sorted(names.items())), own)
 
 
-def _meaning(name: str, variable: Variable, at: int | None) -> tuple[str, int | None]:
+def _long_name_and_level(
+    name: str, variable: VariableInfo, at: int | None
+) -> tuple[str, int | None]:
     """The long name, and of a variable without a dim of levels the level that it is on."""
-    long = UPPER.get(name, name)
+    long = UPPER_AIR_NAMES.get(name, name)
     if variable.levels:
         return long, None
-    return (long, at) if at is not None and long in UPPER.values() else long_name(name)
+    return (long, at) if at is not None and long in UPPER_AIR_NAMES.values() else long_name(name)
 
 
-def _level_by_level(long: str, name: str, variable: Variable) -> Iterator[_Other]:
+def _level_by_level(long: str, name: str, variable: VariableInfo) -> Iterator[_OtherNames]:
     for level in variable.levels:
         of_level = replace(variable, levels=(), stored=f"{name} on level {level}")
-        yield _Other(_names_on(long, level), of_level, name, level)
+        yield _OtherNames(_names_on_level(long, level), of_level, name, level)
 
 
-def _together(long: str, names: Mapping[int, str], own: Mapping[str, Variable]) -> _Other:
+def _combine_levels(
+    long: str, names: Mapping[int, str], own: Mapping[str, VariableInfo]
+) -> _OtherNames:
     """Variables with one level each as one on levels."""
     variables = [own[name] for name in names.values()]
     problem = next((variable.problem for variable in variables if variable.problem), "")
@@ -135,30 +147,32 @@ def _together(long: str, names: Mapping[int, str], own: Mapping[str, Variable]) 
     stored = f"{first} to {others[-1]}" if others else first
     whole = replace(variables[0], levels=tuple(names), stored=stored, problem=problem)
     by_level: dict[int | None, str] = dict(zip(names, names.values(), strict=True))
-    return _Other(names_of_meaning(long), whole, by_level=by_level)
+    return _OtherNames(all_names_of(long), whole, by_level=by_level)
 
 
-def _without_levels(own: Mapping[str, Variable], at: int | None) -> Iterator[_Other]:
+def _surface_names(own: Mapping[str, VariableInfo], at: int | None) -> Iterator[_OtherNames]:
     for name, variable in own.items():
-        long, level = _meaning(name, variable, at)
+        long, level = _long_name_and_level(name, variable, at)
         if not variable.levels and level is None:
-            renamed, constant = replace(variable, stored=name), long in CONSTANTS.values()
-            yield _Other(names_of_meaning(long), renamed, name, constant=constant)
+            renamed, constant = replace(variable, stored=name), long in STATIC_NAMES.values()
+            yield _OtherNames(all_names_of(long), renamed, name, constant=constant)
 
 
 @cache  # the files of many years have the same
-def _names_on(long: str, level: int) -> tuple[str, ...]:
+def _names_on_level(long: str, level: int) -> tuple[str, ...]:
     """The names of a variable on one level."""
-    texts = [f"{x}{sign}{level}" for x in names_of_meaning(long) for sign in ("_", "")]
+    texts = [f"{x}{sign}{level}" for x in all_names_of(long) for sign in ("_", "")]
     return tuple(text for text in texts if long_name(text) == (long, level))
 
 
-def _channels(name: str, variable: Variable) -> list[Channel]:
+def _channels(name: str, variable: VariableInfo) -> list[Channel]:
     return [Channel(name, level) for level in variable.levels or (None,)]
 
 
-def _as_wanted(name: str, variable: Variable, static: Collection[str]) -> Variable:
+def _as_static_if_constant(
+    name: str, variable: VariableInfo, static: Collection[str]
+) -> VariableInfo:
     repeated = variable.timed and not variable.levels and name in static
-    if not repeated or meaning(name) not in CONSTANTS.values():
+    if not repeated or canonical_name(name) not in STATIC_NAMES.values():
         return variable
     return replace(variable, timed=False, stored=f"{variable.stored or name} at its first time")

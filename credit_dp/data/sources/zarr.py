@@ -17,42 +17,42 @@ from credit_dp.data.channels import Channel
 from credit_dp.data.sources.address import (
     is_remote,
     local_path,
-    not_opened,
     reason_of,
-    without_secrets,
+    redact_secrets,
+    zarr_open_error,
 )
 from credit_dp.data.sources.base import (
+    DIM_ALIASES,
     HORIZONTAL,
-    OTHER_NAMES,
-    Counter,
     Fields,
-    Places,
+    Indexer,
+    ReadCounter,
     Source,
     Times,
-    Variable,
+    VariableInfo,
     as_slice,
     check_coordinates,
     has_model_levels,
     scalar_level,
-    with_standard_names,
-    without_single_dims,
+    squeeze_other_dims,
+    standardise_dims,
 )
 from credit_dp.data.sources.storage import (
     CompleteStore,
     CountingStore,
     IntactStore,
-    Watch,
-    open_disk,
-    place,
-    stamp,
-    unreadable,
+    StoreChangeDetector,
+    open_zarr_store,
+    resolved_address,
+    unreadable_error,
+    version_stamp,
 )
 from credit_dp.data.sources.stored_names import StoredNames
 from credit_dp.errors import UserError
-from credit_dp.variable_names import meaning, names_of_meaning
+from credit_dp.variable_names import all_names_of, canonical_name
 
-TIMES = {"time", *OTHER_NAMES["time"]}
-GLOBE = {name for dim in HORIZONTAL for name in (dim, *OTHER_NAMES[dim])}
+TIMES = {"time", *DIM_ALIASES["time"]}
+GLOBE = {name for dim in HORIZONTAL for name in (dim, *DIM_ALIASES[dim])}
 # Words of names of fields, one of several, that can be zero all over a chunk: at night, over land,
 # in the dry.
 ZERO = re.compile(
@@ -62,26 +62,26 @@ ZERO = re.compile(
 )
 
 
-def open_dataset(where: str) -> tuple[xr.Dataset, CountingStore]:
+def open_zarr_dataset(where: str) -> tuple[xr.Dataset, CountingStore]:
     """The store at a path or address, version 2 or 3, consolidated or not, and its counter.
 
     Raises:
         UserError: there is nothing, or nothing that zarr can read.
     """
-    disk = open_disk(where)
+    disk = open_zarr_store(where)
     try:
         group = zarr.open_group(disk, mode="r")
         consolidated = group.metadata.consolidated_metadata is not None
         arrays = dict(group.arrays())
         blosc = [name for name, array in arrays.items() if _is_blosc(array)]
-        whole = [name for name, array in arrays.items() if _has_to_be_whole(name, array)]
+        whole = [name for name, array in arrays.items() if _must_be_complete(name, array)]
         store = CompleteStore(IntactStore(disk, blosc), whole)
         # Without dask: it would add milliseconds to each read.
         dataset = xr.open_zarr(
             store, chunks=None, consolidated=consolidated, decode_timedelta=False
         )
     except Exception as error:
-        raise not_opened(where, error) from error
+        raise zarr_open_error(where, error) from error
     return dataset, disk
 
 
@@ -91,7 +91,7 @@ def _is_blosc(array: zarr.Array[Any]) -> bool:
     return array.shards is None and bool(codecs) and "Blosc" in type(codecs[-1]).__name__
 
 
-def _has_to_be_whole(name: str, array: zarr.Array[Any]) -> bool:
+def _must_be_complete(name: str, array: zarr.Array[Any]) -> bool:
     """Whether a missing chunk of an array can't have been left out on purpose."""
     if array.ndim < 2:  # coordinates are checked by their values
         return False
@@ -99,14 +99,14 @@ def _has_to_be_whole(name: str, array: zarr.Array[Any]) -> bool:
     masks = [array.attrs.get(key) for key in ("_FillValue", "missing_value")]
     masked = fill is not None and (array.metadata.zarr_format == 2 or fill in masks)
     if masked or fill != fill:
-        return _has_globes(array)
+        return _stores_global_fields(array)
     zero = not fill and not array.attrs.get("add_offset")
     static_in_one = not TIMES & set(_dims(array)) and array.nchunks == 1
-    names = (name, *names_of_meaning(meaning(name)))
+    names = (name, *all_names_of(canonical_name(name)))
     return static_in_one or not (zero and any(map(ZERO.search, names)))
 
 
-def _has_globes(array: zarr.Array[Any]) -> bool:
+def _stores_global_fields(array: zarr.Array[Any]) -> bool:
     """Whether a file of the array holds whole fields: where one is missing, so is a whole field."""
     sizes = zip(_dims(array), array.shards or array.chunks, array.shape, strict=False)
     return all(chunk >= size for dim, chunk, size in sizes if dim in GLOBE)
@@ -121,13 +121,13 @@ ENDINGS = (".nc", ".nc4", ".netcdf", ".cdf")
 
 
 @final
-class AskedBytes:
+class RequestedBytesCounter:
     """Adds up the bytes of the values that are asked for, as they are stored.
 
     What the netCDF library reads for them, whole chunks, it does not say.
     """
 
-    absent = 0
+    absent_chunks = 0
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -138,7 +138,7 @@ class AskedBytes:
         self.data_bytes = 0
         self.chunk_reads = 0
 
-    def asked(self, size: int) -> None:
+    def count_requested(self, size: int) -> None:
         """Count one read of `size` bytes."""
         with self._lock:
             self.data_bytes += size
@@ -167,7 +167,7 @@ def is_netcdf(where: str) -> bool:
     return where.lower().endswith(ENDINGS) and not local_path(where).is_dir()
 
 
-def open_netcdf(where: str) -> tuple[xr.Dataset, AskedBytes]:
+def open_netcdf(where: str) -> tuple[xr.Dataset, RequestedBytesCounter]:
     """The file at a path of this machine, and its counter.
 
     xarray holds one lock of the whole process while the netCDF library works, which is not safe
@@ -178,7 +178,7 @@ def open_netcdf(where: str) -> tuple[xr.Dataset, AskedBytes]:
     """
     if is_remote(where):
         raise UserError(
-            f"{without_secrets(where)}: a netCDF file is read from a path of this machine only. "
+            f"{redact_secrets(where)}: a netCDF file is read from a path of this machine only. "
             "Copy it, or set data.store to a zarr store."
         )
     path = local_path(where)
@@ -192,22 +192,22 @@ def open_netcdf(where: str) -> tuple[xr.Dataset, AskedBytes]:
             f"{where}: not a netCDF file that can be read ({reason_of(error)}). "
             "Set data.store to one."
         ) from error
-    return dataset, AskedBytes()
+    return dataset, RequestedBytesCounter()
 
 
 ORDER = ("time", "level", "latitude", "longitude")
 NEEDED = "it needs latitude and longitude, and no others but time and level"
 
 
-class DatasetCounter(Counter, Protocol):
+class DatasetCounter(ReadCounter, Protocol):
     """What counts the reads of a dataset."""
 
-    absent: int
+    absent_chunks: int
 
     def reset(self) -> None:
         """Start counting from zero."""
 
-    def asked(self, size: int) -> None:
+    def count_requested(self, size: int) -> None:
         """So many bytes of values were asked for, as they are stored."""
 
 
@@ -225,9 +225,9 @@ class GriddedSource(Source):
         where: str,
         static: Collection[str] = (),
     ) -> None:
-        self.where = without_secrets(where)
+        self.where = redact_secrets(where)
         model_levels, only_level = has_model_levels(dataset), scalar_level(dataset)
-        dataset = with_standard_names(without_single_dims(dataset), self.where)
+        dataset = standardise_dims(squeeze_other_dims(dataset), self.where)
         timed = "time" in dataset.dims
         check_coordinates(dataset, self.where, timed)
         times = dataset["time"].values if timed else np.empty(0)
@@ -238,12 +238,12 @@ class GriddedSource(Source):
         self.longitude: NDArray[np.float64] = dataset["longitude"].values.astype(np.float64)
         own = _variables(dataset, self.where, model_levels)
         self._names = StoredNames.of(own, static, only_level)
-        self.variables: Mapping[str, Variable] = self._names.variables
+        self.variables: Mapping[str, VariableInfo] = self._names.variables
         self._dataset = dataset
         self._counter, self.counters = counter, [counter]
         self._address = where
         self.title = str(dataset.attrs.get("title", ""))
-        self._watch = Watch(where, list(self.variables))
+        self._change_detector = StoreChangeDetector(where, list(self.variables))
         counter.reset()
 
     @classmethod
@@ -259,19 +259,19 @@ class GriddedSource(Source):
         """
         dataset: xr.Dataset
         counter: DatasetCounter
-        dataset, counter = open_netcdf(where) if is_netcdf(where) else open_dataset(where)
+        dataset, counter = open_netcdf(where) if is_netcdf(where) else open_zarr_dataset(where)
         return cls(dataset, counter, where, static)
 
-    def read(self, channels: Sequence[Channel], places: Places, rows: slice) -> Fields:
+    def read(self, channels: Sequence[Channel], places: Indexer, rows: slice) -> Fields:
         """See `Source`: variable by variable."""
         parts = []
         stored = map(self._names.stored, channels)
         for name, of_name in groupby(stored, lambda channel: channel.variable):
             levels = [channel.level for channel in of_name if channel.level is not None]
-            parts.append(self._block(name, levels, places, rows))
+            parts.append(self._read_variable(name, levels, places, rows))
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
 
-    def together(self, channels: Sequence[Channel]) -> list[list[Channel]]:
+    def group_by_chunk(self, channels: Sequence[Channel]) -> list[list[Channel]]:
         """See `Source`: the levels of a variable."""
         return [list(group) for _, group in groupby(channels, self._stored_variable)]
 
@@ -319,7 +319,7 @@ class GriddedSource(Source):
 
     def description(self, variables: Sequence[str]) -> list[object]:
         """See `Source`."""
-        described: list[object] = [place(self._address), stamp(self._address)]
+        described: list[object] = [resolved_address(self._address), version_stamp(self._address)]
         described += [self.latitude.tolist(), self.longitude.tolist()]
         for name in variables:
             for stored in self._names.stored_variables(name):
@@ -331,20 +331,20 @@ class GriddedSource(Source):
     def _stored_variable(self, channel: Channel) -> str:
         return self._names.stored(channel).variable
 
-    def _block(self, name: str, levels: list[int], places: Places, rows: slice) -> Fields:
+    def _read_variable(self, name: str, levels: list[int], places: Indexer, rows: slice) -> Fields:
         """`(T, levels, rows, W)`; one level or one time if the variable has no such dim."""
         height = self.grid[0]
         north, south, _ = rows.indices(height)
         stored = slice(height - south, height - north) if self._flipped else slice(north, south)
         array = self._dataset[name].variable
-        selection: dict[str, Places] = {"latitude": stored}
+        selection: dict[str, Indexer] = {"latitude": stored}
         if "time" in array.dims:
             selection["time"] = places
         if "level" in array.dims:
             present = self.variables[name].levels
             selection["level"] = as_slice(np.array([present.index(level) for level in levels]))
         # The dims change place after reading, never while it: the disk sees the store's own order.
-        values = self._values(array, selection, name)
+        values = self._read_selection(array, selection, name)
         missing = [dim for dim in ("time", "level") if dim not in array.dims]
         dims = [*missing, *map(str, array.dims)]
         values = values.reshape((1,) * len(missing) + values.shape)
@@ -352,55 +352,57 @@ class GriddedSource(Source):
         fields = np.asarray(values, dtype=np.float32)
         return fields[:, :, ::-1] if self._flipped else fields
 
-    def _values(
-        self, array: xr.Variable, selection: dict[str, Places], name: str
+    def _read_selection(
+        self, array: xr.Variable, selection: dict[str, Indexer], name: str
     ) -> NDArray[np.generic]:
         """What is selected, in the store's order of dims and type.
 
         Raises:
             UserError: it can't be read, or the store has changed.
         """
-        absent = self._counter.absent
+        absent = self._counter.absent_chunks
         try:
-            values = self._asked(array, selection)
+            values = self._read_counted(array, selection)
         except MemoryError:
             raise
         except Exception as error:
-            self._watch.check()
+            self._change_detector.check()
             if "time" not in array.dims:
-                raise unreadable(self.where, name, None, error) from error
-            return self._one_by_one(array, selection, name)
-        self._watch.after_read(self._counter.absent > absent)
+                raise unreadable_error(self.where, name, None, error) from error
+            return self._read_time_by_time(array, selection, name)
+        self._change_detector.after_read(self._counter.absent_chunks > absent)
         return values
 
-    def _one_by_one(
-        self, array: xr.Variable, selection: dict[str, Places], name: str
+    def _read_time_by_time(
+        self, array: xr.Variable, selection: dict[str, Indexer], name: str
     ) -> NDArray[np.generic]:
         """Time by time, to find the one that can't be read, or to read all at a second attempt."""
         fields = []
         for time in np.arange(len(self.times))[selection["time"]].tolist():
             try:
                 one = selection | {"time": slice(time, time + 1)}
-                fields.append(self._asked(array, one))
+                fields.append(self._read_counted(array, one))
             except Exception as error:
-                raise unreadable(self.where, name, self.times[time], error) from error
+                raise unreadable_error(self.where, name, self.times[time], error) from error
         return np.concatenate(fields, axis=array.dims.index("time"))
 
-    def _asked(self, array: xr.Variable, selection: dict[str, Places]) -> NDArray[np.generic]:
+    def _read_counted(
+        self, array: xr.Variable, selection: dict[str, Indexer]
+    ) -> NDArray[np.generic]:
         selected = array.isel(selection)
         values: NDArray[np.generic] = selected.values
         stored = array.encoding.get("dtype") or array.dtype
-        self._counter.asked(selected.size * np.dtype(stored).itemsize)
+        self._counter.count_requested(selected.size * np.dtype(stored).itemsize)
         return values
 
 
-def _variables(dataset: xr.Dataset, where: str, model_levels: bool) -> dict[str, Variable]:
+def _variables(dataset: xr.Dataset, where: str, model_levels: bool) -> dict[str, VariableInfo]:
     """All variables, also those that can't be read."""
     levels = _levels(dataset, where)
     found = {}
     for name, array in dataset.data_vars.items():
         dims = list(map(str, array.dims))
-        found[str(name)] = Variable(
+        found[str(name)] = VariableInfo(
             timed="time" in dims,
             levels=levels if "level" in dims else (),
             units=str(array.attrs.get("units", "")).strip(),

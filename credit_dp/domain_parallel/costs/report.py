@@ -15,11 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from credit_dp.domain_parallel.convert import Conversion, Converter
-from credit_dp.domain_parallel.count_transport import Sent, Tally
-from credit_dp.domain_parallel.functional import announced, in_backward
+from credit_dp.domain_parallel.count_transport import CountingTransport, RankTraffic
+from credit_dp.domain_parallel.functional import attached_contexts, in_backward
 from credit_dp.domain_parallel.layers.base import Bands, RowLayer
 from credit_dp.domain_parallel.layers.depthwise import DepthwiseLayer
-from credit_dp.domain_parallel.layers.norm import StatisticsLayer
+from credit_dp.domain_parallel.layers.norm import ReductionLayer
 from credit_dp.domain_parallel.layers.row_groups import DomainParallelRowGroups
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import ROW_DIM, RowPartition
@@ -30,17 +30,22 @@ from credit_dp.domain_parallel.planning.plan import (
     find_heights,
     is_banded,
     plan_model,
-    too_few_rows,
+    too_few_rows_message,
 )
-from credit_dp.domain_parallel.planning.trace import Before, ShapeMemo, copied, tensors_in
+from credit_dp.domain_parallel.planning.trace import (
+    ModelSnapshot,
+    ShapeMemo,
+    copy_model,
+    tensors_in,
+)
 from credit_dp.errors import UserError
 
 # A global row, and the rank that gets it.
-Crossing = tuple[int, int]
+RowTransfer = tuple[int, int]
 
 
 @final
-class Least:
+class TrafficLowerBound:
     """Adds up what the layers of a step would have to send at least, all ranks together.
 
     `bytes`: by the global rows of a layer's input. What is computed again in backward, to save
@@ -51,23 +56,27 @@ class Least:
         self.bytes: Counter[int] = Counter()
         # What has crossed of each tensor. The tensors are held: the address of a freed one would
         # be given out again.
-        self._crossed: dict[object, set[Crossing]] = defaultdict(set)
-        self._read: list[Tensor] = []
+        self._transferred: dict[object, set[RowTransfer]] = defaultdict(set)
+        self._tensors: list[Tensor] = []
 
     def add(self, layer: RowLayer, bands: Bands, x: Tensor, made: object) -> None:
         """Add one call of a layer: of `x`, whose rows are where its plan says."""
-        height = bands.taken.height
+        height = bands.input.height
         if isinstance(layer, DepthwiseLayer) and layer.transposes(height):
-            there, back = layer.transposes_of(bands)
-            self._add(height, there.moved(to_channels=True), _channel_row_bytes(x), x)
+            there, back = layer.transpose_pair(bands)
+            self._add(height, there.total_rows_sent(to_channels=True), _channel_row_bytes(x), x)
             if isinstance(made, Tensor):
-                self._add(height, back.moved(to_channels=False), _channel_row_bytes(made), made)
+                self._add(
+                    height, back.total_rows_sent(to_channels=False), _channel_row_bytes(made), made
+                )
             return
         size = row_bytes(x, layer.dim)
         if not isinstance(layer, DomainParallelRowGroups):
-            self._add(height, len(self._new(missing(layer, bands), x)), size, x)
+            self._add(
+                height, len(self._not_yet_transferred(required_transfers(layer, bands), x)), size, x
+            )
             return
-        rows = rows_away(layer, bands.taken)
+        rows = min_rows_moved(layer, bands.input)
         self._add(height, rows, size, x)
         if isinstance(made, Tensor):  # the rows go home again
             self._add(height, rows, row_bytes(made, layer.dim), made)
@@ -77,30 +86,30 @@ class Least:
         directions = 2 if x.requires_grad and not in_backward() else 1
         self.bytes[height] += rows * size * directions
 
-    def _new(self, crossings: set[Crossing], x: Tensor) -> set[Crossing]:
+    def _not_yet_transferred(self, crossings: set[RowTransfer], x: Tensor) -> set[RowTransfer]:
         """Return what hasn't crossed yet, for another layer that reads this tensor."""
-        self._read.append(x)
-        crossed = self._crossed[id(x), x._version, in_backward()]
+        self._tensors.append(x)
+        crossed = self._transferred[id(x), x._version, in_backward()]
         new = crossings - crossed
         crossed |= new
         return new
 
 
-def missing(layer: RowLayer, bands: Bands) -> set[Crossing]:
+def required_transfers(layer: RowLayer, bands: Bands) -> set[RowTransfer]:
     """Return each row that a rank needs for its output and doesn't own."""
-    if isinstance(layer, StatisticsLayer):  # whose rows stay where they are
+    if isinstance(layer, ReductionLayer):  # whose rows stay where they are
         return set()
     return {
         (row, rank)
-        for rank, runs in enumerate(layer.exchange(bands).needs)
+        for rank, runs in enumerate(layer.exchange(bands).required_rows)
         for run in runs
-        if not run.blank
+        if not run.zero_filled
         for row in range(run.start, run.stop)
-        if bands.taken.owner(row) != rank
+        if bands.input.owner(row) != rank
     }
 
 
-def rows_away(layer: DomainParallelRowGroups, bands: RowPartition) -> int:
+def min_rows_moved(layer: DomainParallelRowGroups, bands: RowPartition) -> int:
     """Return how many rows must leave home if each group is treated where most of its rows are."""
     groups = layer.wrapped.groups(bands.height)
     away = 0
@@ -122,7 +131,7 @@ def row_bytes(x: Tensor, dim: int) -> int:
 
 
 # Messages outside the layers: of a module from `custom_converters`, say.
-ELSEWHERE = "(elsewhere)"
+OUTSIDE_LAYERS = "(elsewhere)"
 
 
 @final
@@ -134,8 +143,8 @@ class DryRun:
     by the global rows of the input of the layers that send them.
     """
 
-    forward: dict[str, tuple[Sent, ...]]
-    backward: dict[str, tuple[Sent, ...]]
+    forward: dict[str, tuple[RankTraffic, ...]]
+    backward: dict[str, tuple[RankTraffic, ...]]
     saved_bytes: int
     sent_bytes: Mapping[int, int]
     least_bytes: Mapping[int, int]
@@ -172,12 +181,12 @@ def dry_runs(
     place = manager.rank, manager.transport
     found: list[DryRun] = []
     try:
-        with dataless():
-            empty = without_data(model)
-            before = Before(empty)
+        with use_meta_tensors():
+            empty = copy_to_meta(model)
+            before = ModelSnapshot(empty)
             for rank in ranks:
                 manager.rank = rank
-                found.append(_step(empty, manager, shapes, backward=not found))
+                found.append(_run_step(empty, manager, shapes, backward=not found))
                 before.restore()
     finally:
         manager.rank, manager.transport = place
@@ -185,15 +194,15 @@ def dry_runs(
 
 
 @contextmanager
-def dataless() -> Iterator[None]:
+def use_meta_tensors() -> Iterator[None]:
     """Let code run on tensors without data; torch's random numbers stay where they were."""
-    mode = _Dataless()
+    mode = _MetaTensorMode()
     with mode, torch.random.fork_rng(devices=[]):
         yield
 
 
 @final
-class _Dataless(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _MetaTensorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Lets tensors that code makes on the CPU meet those that have no data."""
 
     def __init__(self) -> None:
@@ -214,19 +223,19 @@ class _Dataless(TorchDispatchMode):  # type: ignore[no-untyped-call]
             x.is_meta for operands in (args, given[1].values()) for x in tensors_in(operands)
         }
         if len(devices) > 1:
-            given = tree_map_only(Tensor, lambda x: x if x.is_meta else _shape_only(x), given)
+            given = tree_map_only(Tensor, lambda x: x if x.is_meta else _to_meta(x), given)
         return self._memo.run(func, *given)
 
 
-def _step(
+def _run_step(
     model: nn.Module, manager: DomainParallelManager, shapes: Sequence[Shape], backward: bool
 ) -> DryRun:
     model.train()
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
-    bands = [_band(shape, manager) for shape in shapes]
+    bands = [_band_shape(shape, manager) for shape in shapes]
     inputs = [torch.empty(band, dtype=dtype, device="meta") for band in bands]
-    saved = Saved([*model.parameters(), *model.buffers()])
-    with _tallied(model, manager) as tallies:
+    saved = SavedTensors([*model.parameters(), *model.buffers()])
+    with _count_by_layer(model, manager) as tallies:
         with torch.autograd.graph.saved_tensors_hooks(saved.add, lambda x: x):
             made = [x for x in tree_leaves(model(*inputs)) if isinstance(x, Tensor)]
         forward = tallies.by_layer()
@@ -237,10 +246,10 @@ def _step(
         name: tuple(a - b for a, b in zip(sent, forward[name], strict=True))
         for name, sent in tallies.by_layer().items()
     }
-    return DryRun(forward, back, saved.bytes, tallies.by_height(), tallies.least.bytes)
+    return DryRun(forward, back, saved.bytes, tallies.by_height(), tallies.lower_bound.bytes)
 
 
-def _band(shape: Shape, manager: DomainParallelManager) -> Shape:
+def _band_shape(shape: Shape, manager: DomainParallelManager) -> Shape:
     if not is_banded(shape):
         return shape
     rows = manager.bands[shape[ROW_DIM]].sizes[manager.domain_rank]
@@ -248,68 +257,72 @@ def _band(shape: Shape, manager: DomainParallelManager) -> Shape:
 
 
 @final
-class _Tallies:
+class _LayerCounters:
     """A transport for each layer and each height of its input, and one for what is elsewhere."""
 
     def __init__(self, names: Iterable[str], manager: DomainParallelManager) -> None:
         self.manager = manager
-        self.least = Least()
-        self.elsewhere = self._tally()
-        self._of: dict[str, dict[int | None, Tally]] = {name: {} for name in names}
+        self.lower_bound = TrafficLowerBound()
+        self.outside_layers = self._new_counter()
+        self._counters: dict[str, dict[int | None, CountingTransport]] = {
+            name: {} for name in names
+        }
 
     def enter(self, name: str, height: int | None) -> None:
         """Count for a layer from now on; backward counts where its forward did."""
-        known = self._of[name]
+        known = self._counters[name]
         if height not in known:
-            known[height] = self._tally()
+            known[height] = self._new_counter()
         self.manager.transport = known[height]
 
     def leave(self) -> None:
         """Count for no layer."""
-        self.manager.transport = self.elsewhere
+        self.manager.transport = self.outside_layers
 
-    def by_layer(self) -> dict[str, tuple[Sent, ...]]:
+    def by_layer(self) -> dict[str, tuple[RankTraffic, ...]]:
         """Return what each rank has sent so far for each layer, and elsewhere."""
-        nothing = (Sent(),) * self.manager.domain_parallel_size
-        sums = {name: [t.sent for t in known.values()] for name, known in self._of.items()}
-        return {ELSEWHERE: self.elsewhere.sent} | {
-            name: tuple(sum(of_rank, Sent()) for of_rank in zip(nothing, *sent, strict=True))
+        nothing = (RankTraffic(),) * self.manager.domain_parallel_size
+        sums = {name: [t.sent for t in known.values()] for name, known in self._counters.items()}
+        return {OUTSIDE_LAYERS: self.outside_layers.sent} | {
+            name: tuple(sum(of_rank, RankTraffic()) for of_rank in zip(nothing, *sent, strict=True))
             for name, sent in sums.items()
         }
 
     def by_height(self) -> dict[int, int]:
         """Return the bytes of rows that all ranks have sent, by the rows of the layer's input."""
         sums: Counter[int] = Counter()
-        for known in self._of.values():
+        for known in self._counters.values():
             for height, tally in known.items():
                 if height is not None:
                     sums[height] += sum(sent.bytes for sent in tally.sent)
         return sums
 
-    def _tally(self) -> Tally:
+    def _new_counter(self) -> CountingTransport:
         manager = self.manager
-        return Tally(manager.rank, manager.domain_parallel_size, manager.bands.known)
+        return CountingTransport(
+            manager.rank, manager.domain_parallel_size, manager.bands.planned_partitions
+        )
 
 
 @contextmanager
-def _tallied(model: nn.Module, manager: DomainParallelManager) -> Iterator[_Tallies]:
+def _count_by_layer(model: nn.Module, manager: DomainParallelManager) -> Iterator[_LayerCounters]:
     """Count what each layer sends while the model runs."""
     layers = row_layers(model)
-    tallies = _Tallies(layers, manager)
+    tallies = _LayerCounters(layers, manager)
     tallies.leave()
     with ExitStack() as stack:
         for name, layer in layers.items():
             layer.forget_exchanges()
 
             def enter(layer: RowLayer, args: tuple[Any, ...], name: str = name) -> None:
-                bands = _bands(layer, args)
-                tallies.enter(name, None if bands is None else bands.taken.height)
+                bands = _bands_of_call(layer, args)
+                tallies.enter(name, None if bands is None else bands.input.height)
 
             def leave(layer: RowLayer, args: tuple[Any, ...], made: Any) -> None:
                 tallies.leave()
-                bands = _bands(layer, args)
+                bands = _bands_of_call(layer, args)
                 if bands is not None:
-                    tallies.least.add(layer, bands, args[0], made)
+                    tallies.lower_bound.add(layer, bands, args[0], made)
 
             stack.callback(layer.register_forward_pre_hook(enter).remove)
             # Always: what is computed again stops at the last tensor needed, inside a layer.
@@ -318,39 +331,39 @@ def _tallied(model: nn.Module, manager: DomainParallelManager) -> Iterator[_Tall
         yield tallies
 
 
-def _bands(layer: RowLayer, args: tuple[Any, ...]) -> Bands | None:
+def _bands_of_call(layer: RowLayer, args: tuple[Any, ...]) -> Bands | None:
     """Return the bands of a call; None if no rows meet in it."""
-    return layer.bands(*args) if args and layer._planned else None
+    return layer.bands(*args) if args and layer._planned_heights else None
 
 
 def row_layers(model: nn.Module) -> dict[str, RowLayer]:
     """Return the sharded layers of a planned model by path, and those of `functional` by call."""
     layers = {name: m for name, m in model.named_modules() if isinstance(m, RowLayer)}
-    calls = (items for current in announced(model) for items in current.layers.items())
+    calls = (items for current in attached_contexts(model) for items in current.layers.items())
     return layers | {call: layer for (call, _), layer in calls}
 
 
 @final
-class Saved:
+class SavedTensors:
     """The bytes of all tensors saved for backward, each storage once, those of `own` left out."""
 
     def __init__(self, own: Iterable[Tensor]) -> None:
         # Holds on to the storages: the address of a freed one would be given out again.
-        self._known = {x.untyped_storage()._cdata: x.untyped_storage() for x in own}
+        self._storages = {x.untyped_storage()._cdata: x.untyped_storage() for x in own}
         self.bytes = 0
 
     def add(self, x: Tensor) -> Tensor:
         """Count one."""
         storage = x.untyped_storage()
-        if storage._cdata not in self._known:
-            self._known[storage._cdata] = storage
+        if storage._cdata not in self._storages:
+            self._storages[storage._cdata] = storage
             self.bytes += storage.nbytes()
         return x
 
 
-def without_data(model: nn.Module) -> nn.Module:
+def copy_to_meta(model: nn.Module) -> nn.Module:
     """Return a copy whose parameters, buffers and other tensors have shapes only."""
-    return copy.deepcopy(model, {id(x): _shape_only(x) for x in tensors_of(model)})
+    return copy.deepcopy(model, {id(x): _to_meta(x) for x in tensors_of(model)})
 
 
 def tensors_of(model: nn.Module) -> list[Tensor]:
@@ -363,14 +376,14 @@ def tensors_of(model: nn.Module) -> list[Tensor]:
     return tensors
 
 
-def _shape_only(x: Tensor) -> Tensor:
+def _to_meta(x: Tensor) -> Tensor:
     empty = torch.empty_like(x, device="meta", requires_grad=False)
     return nn.Parameter(empty, x.requires_grad) if isinstance(x, nn.Parameter) else empty
 
 
 @final
 @dataclass(frozen=True)
-class Level:
+class ResolutionLevel:
     """A number of rows that fields of the model have, and how many of them each rank owns.
 
     `sent_bytes` are those of rows that all ranks send in a step, forward and backward, for the
@@ -401,8 +414,8 @@ class LayerTraffic:
 
     path: str
     type: str
-    forward: tuple[Sent, ...]
-    backward: tuple[Sent, ...]
+    forward: tuple[RankTraffic, ...]
+    backward: tuple[RankTraffic, ...]
 
 
 @final
@@ -420,7 +433,7 @@ class PlanReport:
 
     input_shapes: tuple[Shape, ...]
     ranks: int
-    levels: tuple[Level, ...]
+    levels: tuple[ResolutionLevel, ...]
     layers: tuple[LayerTraffic, ...]
     parameters: int
     parameter_bytes: int
@@ -428,17 +441,17 @@ class PlanReport:
     problems: tuple[str, ...]
 
     @property
-    def forward(self) -> tuple[Sent, ...]:
+    def forward(self) -> tuple[RankTraffic, ...]:
         """What each rank sends in a forward."""
         return self._total([layer.forward for layer in self.layers])
 
     @property
-    def backward(self) -> tuple[Sent, ...]:
+    def backward(self) -> tuple[RankTraffic, ...]:
         """What each rank sends in a backward."""
         return self._total([layer.backward for layer in self.layers])
 
-    def _total(self, parts: Sequence[tuple[Sent, ...]]) -> tuple[Sent, ...]:
-        return tuple(sum((p[rank] for p in parts), Sent()) for rank in range(self.ranks))
+    def _total(self, parts: Sequence[tuple[RankTraffic, ...]]) -> tuple[RankTraffic, ...]:
+        return tuple(sum((p[rank] for p in parts), RankTraffic()) for rank in range(self.ranks))
 
 
 def plan_report(
@@ -462,23 +475,23 @@ def plan_report(
     if ranks < 1:
         raise UserError(f"ranks: needs at least 1, got {ranks}.")
     shapes = as_shapes(input_shape)
-    manager = DomainParallelManager(ranks, ranks, transport=Tally(0, ranks))
-    conversion = _Lenient(manager, custom_converters or {})
-    sharded = conversion.apply(copied(model))
-    heights, refusals = _planned(sharded, shapes, conversion)
+    manager = DomainParallelManager(ranks, ranks, transport=CountingTransport(0, ranks))
+    conversion = _CollectingConversion(manager, custom_converters or {})
+    sharded = conversion.apply(copy_model(model))
+    heights, refusals = _heights_and_refusals(sharded, shapes, conversion)
     problems = conversion.problems + refusals
     runs: list[DryRun] = []
     if not problems:
         sharded = sharded if ranks > 1 else model  # one rank runs the plain model
         try:
-            runs = _dry_runs(sharded, manager, shapes, heights)
+            runs = _dry_runs_by_rank(sharded, manager, shapes, heights)
         except UserError as error:
             problems.append(str(error))
     return PlanReport(
         shapes,
         ranks,
         _levels(heights, manager, runs),
-        _layers(sharded, runs[0]) if runs else (),
+        _layer_traffic(sharded, runs[0]) if runs else (),
         sum(p.numel() for p in model.parameters()),
         sum(p.numel() * p.element_size() for p in model.parameters()),
         tuple(run.saved_bytes for run in runs),
@@ -487,7 +500,7 @@ def plan_report(
 
 
 @final
-class _Lenient(Conversion):
+class _CollectingConversion(Conversion):
     """A conversion that notes what has no rule, and goes on."""
 
     def __init__(
@@ -505,8 +518,8 @@ class _Lenient(Conversion):
             return module
 
 
-def _planned(
-    model: nn.Module, shapes: tuple[Shape, ...], conversion: _Lenient
+def _heights_and_refusals(
+    model: nn.Module, shapes: tuple[Shape, ...], conversion: _CollectingConversion
 ) -> tuple[Collection[int], list[str]]:
     """Plan a converted model; return the heights of its fields, and why there is no plan.
 
@@ -525,19 +538,19 @@ def _planned(
         heights = find_heights(model, shapes, conversion.trusted)
     except UserError as error:
         return (), [str(error)]
-    return heights, _rows_missing(heights, ranks) or refusals
+    return heights, _too_few_rows_messages(heights, ranks) or refusals
 
 
-def _rows_missing(heights: Mapping[int, str], ranks: int) -> list[str]:
+def _too_few_rows_messages(heights: Mapping[int, str], ranks: int) -> list[str]:
     most = min(heights, default=ranks)
     return [
-        too_few_rows(path or "model", rows, ranks, most)
+        too_few_rows_message(path or "model", rows, ranks, most)
         for rows, path in heights.items()
         if rows < ranks
     ]
 
 
-def _dry_runs(
+def _dry_runs_by_rank(
     model: nn.Module,
     manager: DomainParallelManager,
     shapes: Sequence[Shape],
@@ -556,20 +569,23 @@ def _dry_runs(
 
 def _levels(
     heights: Iterable[int], manager: DomainParallelManager, runs: Sequence[DryRun]
-) -> tuple[Level, ...]:
+) -> tuple[ResolutionLevel, ...]:
     """The levels from the finest on; every rank's run counts the same for all ranks."""
     sent, least = (runs[0].sent_bytes, runs[0].least_bytes) if runs else ({}, {})
     return tuple(
-        Level(h, manager.bands[h].sizes, sent.get(h, 0), least.get(h, 0))
+        ResolutionLevel(h, manager.bands[h].sizes, sent.get(h, 0), least.get(h, 0))
         for h in sorted(heights, reverse=True)
     )
 
 
-def _layers(model: nn.Module, run: DryRun) -> tuple[LayerTraffic, ...]:
+def _layer_traffic(model: nn.Module, run: DryRun) -> tuple[LayerTraffic, ...]:
     """The layers in the model's order; what is sent outside them last, if it is anything."""
-    paths = [path for path in run.forward if path != ELSEWHERE]
-    if any(sent != Sent() for sent in (*run.forward[ELSEWHERE], *run.backward[ELSEWHERE])):
-        paths.append(ELSEWHERE)
+    paths = [path for path in run.forward if path != OUTSIDE_LAYERS]
+    if any(
+        sent != RankTraffic()
+        for sent in (*run.forward[OUTSIDE_LAYERS], *run.backward[OUTSIDE_LAYERS])
+    ):
+        paths.append(OUTSIDE_LAYERS)
     kinds = {path: layer.title for path, layer in row_layers(model).items()}
     return tuple(
         LayerTraffic(path, kinds.get(path, ""), run.forward[path], run.backward[path])

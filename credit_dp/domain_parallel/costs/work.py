@@ -13,31 +13,42 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import conv_flop_count, flop_registry
 
 from credit_dp.domain_parallel.build import shard_model
-from credit_dp.domain_parallel.costs.report import Saved, dataless, row_layers, without_data
-from credit_dp.domain_parallel.count_transport import Message, Rounds
+from credit_dp.domain_parallel.costs.report import (
+    SavedTensors,
+    copy_to_meta,
+    row_layers,
+    use_meta_tensors,
+)
+from credit_dp.domain_parallel.count_transport import MessageSize, RecordingTransport
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import ROW_DIM
 from credit_dp.domain_parallel.planning.plan import Shape
-from credit_dp.domain_parallel.planning.trace import copied
+from credit_dp.domain_parallel.planning.trace import copy_model
 
 aten = torch.ops.aten
 CONVOLUTIONS = (aten.convolution, aten.convolution_backward)
 # They make room and touch nothing; like views, they start no work.
-ROOM = {aten.empty, aten.empty_like, aten.empty_strided, aten.new_empty, aten.new_empty_strided}
+ALLOCATIONS = {
+    aten.empty,
+    aten.empty_like,
+    aten.empty_strided,
+    aten.new_empty,
+    aten.new_empty_strided,
+}
 # Views whose schema doesn't say so.
-VIEWS = {aten._unsafe_view}
+UNDECLARED_VIEWS = {aten._unsafe_view}
 
 
-class Operation(NamedTuple):
+class OperationCost(NamedTuple):
     """One operation: floating-point operations, bytes read and written, whether it convolves."""
 
     flops: int
     bytes: int
-    convolves: bool = False
+    is_convolution: bool = False
 
 
 @final
-class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the operations on tensors without data that run meanwhile, by what they cost.
 
     Views and reserved room count as nothing. Every operand is read once and every result written
@@ -47,7 +58,7 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.counted: Counter[Operation] = Counter()
+        self.counts: Counter[OperationCost] = Counter()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -64,7 +75,7 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             touched = sum(map(_bytes, given)) + sum(map(_bytes, written))
             packet = func._overloadpacket
             flops = _flops(packet, args, kwargs, made)
-            self.counted[Operation(flops, touched, packet in CONVOLUTIONS)] += 1
+            self.counts[OperationCost(flops, touched, packet in CONVOLUTIONS)] += 1
         return made
 
 
@@ -78,7 +89,7 @@ def _bytes(x: Tensor) -> int:
 
 def _is_free(func: Any) -> bool:
     """Whether an operation is a view, or only reserves room."""
-    if func.namespace != "aten" or func._overloadpacket in ROOM | VIEWS:
+    if func.namespace != "aten" or func._overloadpacket in ALLOCATIONS | UNDECLARED_VIEWS:
         return True
     aliases = [result.alias_info for result in func._schema.returns]
     return any(alias is not None and not alias.is_write for alias in aliases)
@@ -86,13 +97,13 @@ def _is_free(func: Any) -> bool:
 
 def _flops(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any) -> int:
     if packet is aten.convolution_backward:
-        return _of_convolution_backward(*args)
+        return _convolution_backward_flops(*args)
     if packet not in flop_registry:
         return 0
     return int(flop_registry[packet](*args, **kwargs, out_val=made))
 
 
-def _of_convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> int:
+def _convolution_backward_flops(grad: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> int:
     """Each of the two gradients takes as many multiplications as forward.
 
     torch's formula for the weight's gradient leaves out that groups of channels don't meet.
@@ -111,14 +122,14 @@ class StepWork:
         operations: of each combination of bands that a rank may have, how many cost what.
         exchanges: the messages that are under way at once, and how often.
         collectives: bytes that each rank sends in a ring, and how often.
-        kept_bytes: for backward, on the fullest rank.
+        saved_bytes: for backward, on the fullest rank.
     """
 
     ranks: int
-    operations: tuple[Counter[Operation], ...]
-    exchanges: Counter[tuple[Message, ...]]
+    operations: tuple[Counter[OperationCost], ...]
+    exchanges: Counter[tuple[MessageSize, ...]]
     collectives: Counter[int]
-    kept_bytes: int
+    saved_bytes: int
 
 
 def step_work(model: nn.Module, shape: Shape, ranks: int) -> StepWork:
@@ -132,45 +143,47 @@ def step_work(model: nn.Module, shape: Shape, ranks: int) -> StepWork:
     Raises:
         UserError: the model can't be sharded so.
     """
-    rounds = Rounds(0, ranks)
+    rounds = RecordingTransport(0, ranks)
     manager = DomainParallelManager(ranks, ranks, transport=rounds)
     if ranks > 1:
-        model = shard_model(copied(model), manager, shape)
-    found: dict[tuple[int, ...], tuple[Counter[Operation], int]] = {}
+        model = shard_model(copy_model(model), manager, shape)
+    found: dict[tuple[int, ...], tuple[Counter[OperationCost], int]] = {}
     for rank in range(ranks):
-        bands = tuple(partition.sizes[rank] for partition in manager.bands.known)
+        bands = tuple(partition.sizes[rank] for partition in manager.bands.planned_partitions)
         if bands not in found:
             manager.rank = rank
-            manager.transport = rounds = Rounds(rank, ranks, manager.bands.known)
-            found[bands] = _follow(model, manager, shape)
+            manager.transport = rounds = RecordingTransport(
+                rank, ranks, manager.bands.planned_partitions
+            )
+            found[bands] = _count_step(model, manager, shape)
     operations, kept = zip(*found.values(), strict=True)
     # Every run notes the messages of all ranks: the last one's are as good as the first one's.
     return StepWork(ranks, operations, rounds.exchanges, rounds.collectives, max(kept))
 
 
-def _follow(
+def _count_step(
     model: nn.Module, manager: DomainParallelManager, shape: Shape
-) -> tuple[Counter[Operation], int]:
+) -> tuple[Counter[OperationCost], int]:
     """Return the operations of one rank's step, and the bytes that it keeps for backward."""
     rows = manager.bands[shape[ROW_DIM]].sizes[manager.domain_rank]
     band = (*shape[:ROW_DIM], rows, *shape[ROW_DIM + 1 :])
-    with dataless():
-        model = without_data(model)
+    with use_meta_tensors():
+        model = copy_to_meta(model)
         model.train()
         for layer in row_layers(model).values():
             layer.forget_exchanges()
-        saved = Saved([*model.parameters(), *model.buffers()])
+        saved = SavedTensors([*model.parameters(), *model.buffers()])
         dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
         x = torch.empty(band, dtype=dtype, device="meta")
-        operations = Operations()
+        operations = OperationCounter()
         with operations:
             with torch.autograd.graph.saved_tensors_hooks(saved.add, lambda kept: kept):
                 made = model(x)
             torch.autograd.backward(made, torch.empty_like(made))
-    return operations.counted, saved.bytes
+    return operations.counts, saved.bytes
 
 
-def update_work(model: nn.Module) -> Counter[Operation]:
+def optimiser_step_work(model: nn.Module) -> Counter[OperationCost]:
     """Return the operations of an update of all parameters by AdamW."""
     learning = [p for p in model.parameters() if p.requires_grad]
     weights = [nn.Parameter(torch.empty_like(p, device="meta")) for p in learning]
@@ -178,7 +191,7 @@ def update_work(model: nn.Module) -> Counter[Operation]:
         weight.grad = torch.empty_like(weight)
     optimiser = torch.optim.AdamW(weights, foreach=True)
     optimiser.step()  # makes the moments
-    operations = Operations()
+    operations = OperationCounter()
     with operations:
         optimiser.step()
-    return operations.counted
+    return operations.counts

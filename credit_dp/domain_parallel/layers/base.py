@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from credit_dp.domain_parallel.exchange import RowExchange, Run, rows_with_poles
+from credit_dp.domain_parallel.exchange import RowExchange, RowRange, rows_with_poles
 from credit_dp.domain_parallel.halo_exchange import HaloExchange
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import ROW_DIM, RowPartition
@@ -21,42 +21,44 @@ if TYPE_CHECKING:
 
 
 # Modules of one's own are made from these; what they do is their own.
-BLANK = (nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict)
+CONTAINER_TYPES = (nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict)
 # What a subclass may say anew without acting otherwise, and the special methods that do act.
-HARMLESS = ("extra_repr", "reset_parameters")
-ACTING = ("__call__", "__getattr__", "__getattribute__", "__setattr__")
+HARMLESS_OVERRIDES = ("extra_repr", "reset_parameters")
+BEHAVIOURAL_METHODS = ("__call__", "__getattr__", "__getattribute__", "__setattr__")
 
 
-def torch_layer(kind: type) -> type[nn.Module] | None:
+def torch_layer_type(kind: type) -> type[nn.Module] | None:
     """Return the nearest layer of torch that a type is or is made from."""
     for base in kind.__mro__:
         if base.__module__.startswith("torch.nn.modules.") and base.__name__[0] != "_":
-            return None if base in BLANK else base
+            return None if base in CONTAINER_TYPES else base
     return None
 
 
-def overridden(module: nn.Module) -> str | None:
+def overridden_method(module: nn.Module) -> str | None:
     """Return what of the nearest layer of torch a module replaces, as `forward`, if anything."""
     kind = type(module)
-    layer = torch_layer(kind)
+    layer = torch_layer_type(kind)
     if "forward" in module.__dict__:
         return "forward"
     if layer is None or layer is kind:
         return None
     known = {*dir(layer), *module.__dict__, *module._parameters, *module._buffers}
     before = kind.__mro__[: kind.__mro__.index(layer)]
-    own = [name for base in before for name in vars(base) if name in known and _acts(name)]
+    own = [
+        name for base in before for name in vars(base) if name in known and _changes_behaviour(name)
+    ]
     return min(own, key="forward".__ne__, default=None)
 
 
-def _acts(name: str) -> bool:
+def _changes_behaviour(name: str) -> bool:
     special = name.startswith("__") and name.endswith("__")
-    return name in ACTING if special else name not in HARMLESS
+    return name in BEHAVIOURAL_METHODS if special else name not in HARMLESS_OVERRIDES
 
 
 # Shared with the wrapped module by identity: conversion then keeps the names in state_dict() and
 # named_parameters(), and assignment, casting, copying and hooks reach both.
-SHARED = (
+SHARED_ATTRIBUTES = (
     "_parameters",
     "_buffers",
     "_modules",
@@ -78,11 +80,11 @@ SHARED = (
 class Bands(NamedTuple):
     """A layer's input and output partitions for one global height."""
 
-    taken: RowPartition
-    made: RowPartition
+    input: RowPartition
+    output: RowPartition
 
 
-class _SeenAsWrapped:
+class _WrappedTypeMixin:
     """In the plan's run of the whole globe `isinstance` sees a wrapped layer, else its wrapper.
 
     Code that decides by the type of a layer then differs between the runs, and is refused.
@@ -91,7 +93,7 @@ class _SeenAsWrapped:
     @property
     def __class__(self) -> Any:
         planner = active_planner()
-        if planner is None or not planner.on_globe:
+        if planner is None or not planner.is_global_run:
             return type(self)
         return type(self.__dict__.get("wrapped", self))
 
@@ -100,11 +102,11 @@ class _SeenAsWrapped:
         object.__dict__["__class__"].__set__(self, kind)
 
 
-class RowLayer(_SeenAsWrapped, nn.Module, ABC):
+class RowLayer(_WrappedTypeMixin, nn.Module, ABC):
     """A layer whose output rows depend on rows of other bands.
 
-    `makes_rows`: whether the output is cut into bands too; else it is the same on every rank, and
-    has the input's rows nowhere.
+    `output_is_banded`: whether the output is cut into bands too; else it is the same on every
+    rank, and has the input's rows nowhere.
 
     Args:
         wrapped: the layer to shard; it keeps its parameters.
@@ -114,7 +116,7 @@ class RowLayer(_SeenAsWrapped, nn.Module, ABC):
         ndim: dimensions of the input.
     """
 
-    makes_rows: ClassVar[bool] = True
+    output_is_banded: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -127,7 +129,7 @@ class RowLayer(_SeenAsWrapped, nn.Module, ABC):
     ) -> None:
         super().__init__()
         self._check_is_torch(wrapped)
-        for name in SHARED:
+        for name in SHARED_ATTRIBUTES:
             self.__dict__[name] = wrapped.__dict__[name]
         self._is_full_backward_hook = wrapped._is_full_backward_hook
         self.training = wrapped.training
@@ -138,13 +140,13 @@ class RowLayer(_SeenAsWrapped, nn.Module, ABC):
         # Neither may become a child: the names of parameters would change.
         self.__dict__["wrapped"] = wrapped
         self.__dict__["halo_exchange"] = HaloExchange(halo_width, self.dim, manager=manager)
-        self._planned: dict[int, int] = {}
-        self._apart = False
+        self._planned_heights: dict[int, int] = {}
+        self._is_rowwise = False
         self._exchanges: dict[Bands, RowExchange] = {}
 
     def _check_is_torch(self, wrapped: nn.Module) -> None:
         """Refuse a layer that does otherwise than the one of torch that it is made from."""
-        own, kind = overridden(wrapped), type(wrapped).__name__
+        own, kind = overridden_method(wrapped), type(wrapped).__name__
         if own:
             raise UserError(
                 f"{kind} has a {own} of its own, which {type(self).__name__} would leave out. "
@@ -187,7 +189,7 @@ class RowLayer(_SeenAsWrapped, nn.Module, ABC):
 
     def set_plan(self, dim: int, planned: dict[int, int]) -> None:
         """Adopt where the plan found rows, and the global heights: taken -> made."""
-        self.dim, self._planned, self._apart = dim, planned, False
+        self.dim, self._planned_heights, self._is_rowwise = dim, planned, False
         halo: HaloExchange = self.__dict__["halo_exchange"]
         halo.dim = dim
         self._exchanges = {}
@@ -195,17 +197,17 @@ class RowLayer(_SeenAsWrapped, nn.Module, ABC):
     @property
     def is_planned(self) -> bool:
         """Whether a plan has called this layer."""
-        return bool(self._planned) or self._apart
+        return bool(self._planned_heights) or self._is_rowwise
 
     def forget_exchanges(self) -> None:
         """Make exchanges anew, because the manager has become another rank."""
         self._exchanges = {}
 
-    def set_apart(self) -> None:
+    def set_rowwise(self) -> None:
         """Do from now on what the wrapped layer does: no rows meet where it is used."""
-        self._apart = True
+        self._is_rowwise = True
 
-    def mixes(self, dim: int, ndim: int) -> bool:
+    def couples_rows(self, dim: int, ndim: int) -> bool:
         """Return whether rows in the negative dimension `dim` of `ndim` meet in this layer.
 
         Raises:
@@ -218,7 +220,7 @@ class RowLayer(_SeenAsWrapped, nn.Module, ABC):
             )
         return True
 
-    def whole(self, x: Tensor, *others: Tensor) -> Any:
+    def global_forward(self, x: Tensor, *others: Tensor) -> Any:
         """Return what the layer makes of the whole globe, or of a tensor where no rows meet."""
         return self.__dict__["wrapped"].forward(x, *others)
 
@@ -226,28 +228,28 @@ class RowLayer(_SeenAsWrapped, nn.Module, ABC):
         """Return this rank's rows of what the wrapped layer makes of the whole globe."""
         planner = active_planner()
         if planner is not None:
-            return planner.visit(self, x, *others)
-        if self._apart:
-            return self.whole(x, *others)
+            return planner.call_layer(self, x, *others)
+        if self._is_rowwise:
+            return self.global_forward(x, *others)
         return self.compute(x, self.bands(x, *others))
 
     def bands(self, x: Tensor, *others: Tensor) -> Bands:
         """Return the partitions of this input: from the plan, else gathered from all ranks."""
         rows = x.shape[self.dim]
         table, rank = self.manager.bands, self.manager.domain_rank
-        if self._planned:
-            for height, out_height in self._planned.items():
+        if self._planned_heights:
+            for height, out_height in self._planned_heights.items():
                 if table[height].sizes[rank] == rows:
                     return Bands(table[height], table[out_height])
-            expected = {h: table[h].sizes[rank] for h in self._planned}
+            expected = {h: table[h].sizes[rank] for h in self._planned_heights}
             raise UserError(
                 f"{type(self).__name__}: rank {rank} got {rows} rows, the plan has "
                 f"{expected} (globe: band). Convert with the input_shape that is used."
             )
-        taken = table.adopt(self.manager.gathered_partition(rows))
-        if not self.makes_rows:
+        taken = table.register(self.manager.gather_partition(rows))
+        if not self.output_is_banded:
             return Bands(taken, taken)
-        made = table.follow(self.out_height(taken.height, *others), taken)
+        made = table.aligned_partition(self.out_height(taken.height, *others), taken)
         if min(taken.sizes + made.sizes) < 1:
             raise UserError(
                 f"{type(self).__name__}: every rank needs a row, the bands are {taken.sizes} going "
@@ -260,13 +262,14 @@ class RowLayer(_SeenAsWrapped, nn.Module, ABC):
         exchange = self._exchanges.get(bands)
         if exchange is None:
             needs = tuple(
-                self.needs(bands.made.rows(r), bands.taken.height) for r in range(bands.made.ranks)
+                self.required_rows(bands.output.rows(r), bands.input.height)
+                for r in range(bands.output.ranks)
             )
-            exchange = RowExchange(bands.taken, needs, self.manager.domain_rank)
+            exchange = RowExchange(bands.input, needs, self.manager.domain_rank)
             self._exchanges[bands] = exchange
         return exchange
 
-    def unit(self, height: int) -> int:
+    def row_multiple(self, height: int) -> int:
         """Return of how many rows a band should be a multiple for less to be sent."""
         return 1
 
@@ -280,7 +283,7 @@ class RowLayer(_SeenAsWrapped, nn.Module, ABC):
         """Return the global rows that come out of `height` global rows."""
 
     @abstractmethod
-    def needs(self, out: slice, height: int) -> tuple[Run, ...]:
+    def required_rows(self, out: slice, height: int) -> tuple[RowRange, ...]:
         """Return the input rows that the output rows `out` are made of."""
 
     @abstractmethod
@@ -306,7 +309,7 @@ class RowLayer(_SeenAsWrapped, nn.Module, ABC):
             return getattr(self.__dict__["wrapped"], name)
 
 
-class WindowLayer(RowLayer):
+class StencilLayer(RowLayer):
     """A layer that needs an interval of rows; beyond the poles it sees what `pole_mode` says."""
 
     pole_mode: str = "zeros"
@@ -314,18 +317,18 @@ class WindowLayer(RowLayer):
     shared_exchange: SharedExchange | None = None
 
     @property
-    def planned(self) -> Mapping[int, int]:
+    def planned_heights(self) -> Mapping[int, int]:
         """Global rows that the plan has seen going in, and what comes out of them."""
-        return self._planned
+        return self._planned_heights
 
-    def fetches(self, height: int) -> bool:
+    def fetches_halo(self, height: int) -> bool:
         """Return whether rows of this planned height are fetched as windows."""
         return True
 
     def planned_bands(self, height: int) -> Bands:
         """Return the partitions of a planned height."""
         table = self.manager.bands
-        return Bands(table[height], table[self._planned[height]])
+        return Bands(table[height], table[self._planned_heights[height]])
 
     def fetch(self, x: Tensor, bands: Bands) -> Tensor:
         """Return the rows of the windows, poles included."""
@@ -334,36 +337,36 @@ class WindowLayer(RowLayer):
         return super().fetch(x, bands) if rows is None else rows
 
     @abstractmethod
-    def span(self, out: slice, height: int) -> tuple[int, int]:
+    def input_span(self, out: slice, height: int) -> tuple[int, int]:
         """Return the first row that the output rows `out` need and the row after the last.
 
         Rows below 0 and from `height` on lie beyond a pole.
         """
 
-    def needs(self, out: slice, height: int) -> tuple[Run, ...]:
+    def required_rows(self, out: slice, height: int) -> tuple[RowRange, ...]:
         """Return the rows of the windows, poles included."""
-        return rows_with_poles(*self.span(out, height), height, self.pole_mode)
+        return rows_with_poles(*self.input_span(out, height), height, self.pole_mode)
 
-    def halo(self, out: slice, height: int) -> tuple[Run, ...]:
+    def halo(self, out: slice, height: int) -> tuple[RowRange, ...]:
         """Return the rows of the windows beyond those of the same numbers, north ones first."""
-        first, stop = self.span(out, height)
+        first, stop = self.input_span(out, height)
         north = rows_with_poles(first, out.start, height, self.pole_mode)
         return (*north, *rows_with_poles(out.stop, stop, height, self.pole_mode))
 
 
-class FilledLayer(WindowLayer):
+class ConstantFillLayer(StencilLayer):
     """A window layer that fetches the globe's rows only and fills in those beyond the poles."""
 
-    def needs(self, out: slice, height: int) -> tuple[Run, ...]:
+    def required_rows(self, out: slice, height: int) -> tuple[RowRange, ...]:
         """Return the rows of the windows that the globe has, maybe none."""
-        first, stop = self.span(out, height)
-        run = Run(max(first, 0), min(stop, height))
+        first, stop = self.input_span(out, height)
+        run = RowRange(max(first, 0), min(stop, height))
         return (run,) if run.length > 0 else ()
 
-    def fetch_filled(self, x: Tensor, bands: Bands, value: float) -> Tensor:
+    def fetch_with_fill(self, x: Tensor, bands: Bands, value: float) -> Tensor:
         """Return the rows of the windows, with `value` in those beyond the poles."""
-        height = bands.taken.height
-        first, stop = self.span(bands.made.rows(self.manager.domain_rank), height)
+        height = bands.input.height
+        first, stop = self.input_span(bands.output.rows(self.manager.domain_rank), height)
         north, south = max(0, min(stop, 0) - first), max(0, stop - max(first, height))
         rows = self.fetch(x, bands)
         if not north and not south:

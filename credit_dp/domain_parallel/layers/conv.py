@@ -13,15 +13,19 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.conv import _ConvNd
 
-from credit_dp.domain_parallel.exchange import RowExchange, start_fetching, start_returning
-from credit_dp.domain_parallel.layers.base import Bands, WindowLayer, overridden
+from credit_dp.domain_parallel.exchange import (
+    RowExchange,
+    start_fetching,
+    start_returning_gradients,
+)
+from credit_dp.domain_parallel.layers.base import Bands, StencilLayer, overridden_method
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import ROW_DIM, RowPartition
 from credit_dp.domain_parallel.transport import Transport
 from credit_dp.errors import UserError
 
 
-def sides_of(conv: _ConvNd) -> tuple[int, ...]:
+def padding_widths(conv: _ConvNd) -> tuple[int, ...]:
     """Return a convolution's padding as `F.pad` takes it: west, east, north, south, ..."""
     return tuple(conv._reversed_padding_repeated_twice)
 
@@ -33,7 +37,7 @@ def is_pointwise(conv: _ConvNd, sides: tuple[int, ...], dim: int) -> bool:
     return (conv.kernel_size[dim], conv.stride[dim]) == (1, 1) and not any(extra)
 
 
-class ConvLayer(WindowLayer):
+class ConvLayer(StencilLayer):
     """A layer around an `nn.Conv*d` or `nn.ConvTranspose*d`, which is its `conv`.
 
     `row_dim`: where rows are in its input; settings of `conv` are indexed by it, from the end.
@@ -65,7 +69,7 @@ class ConvLayer(WindowLayer):
         if wrapped is conv:
             self.__dict__["conv"] = conv
         self.halo_width = halo_width
-        self.sides = sides
+        self.padding_widths = sides
         self.north, self.south = sides[2 * (-dim - 1) : -2 * dim]
 
     def _check_dim(self) -> None:
@@ -80,12 +84,12 @@ class ConvLayer(WindowLayer):
         return int(self.conv.stride[self.row_dim])
 
     @property
-    def _reach(self) -> int:
+    def _kernel_extent(self) -> int:
         """Rows from the kernel's first to its last."""
         conv, dim = self.conv, self.row_dim
         return int(conv.dilation[dim] * (conv.kernel_size[dim] - 1) + 1)
 
-    def mixes(self, dim: int, ndim: int) -> bool:
+    def couples_rows(self, dim: int, ndim: int) -> bool:
         """Rows meet in a spatial dimension; the audit sees whether they do among the channels.
 
         Raises:
@@ -93,7 +97,7 @@ class ConvLayer(WindowLayer):
         """
         if dim == self.row_dim:
             return True
-        if dim < -len(self.conv.kernel_size) or is_pointwise(self.conv, self.sides, dim):
+        if dim < -len(self.conv.kernel_size) or is_pointwise(self.conv, self.padding_widths, dim):
             return False
         raise UserError(
             f"{type(self).__name__}: rows are in dimension {dim}, along which its kernel mixes "
@@ -103,7 +107,7 @@ class ConvLayer(WindowLayer):
 
 @final
 @dataclass(frozen=True)
-class Kernel:
+class ConvSettings:
     """Settings of a convolution with stride 1 along the rows.
 
     `padding`: zeros on both sides of every spatial dimension. `dim`: the rows', from the end.
@@ -115,7 +119,7 @@ class Kernel:
     groups: int
     dim: int
 
-    def without_row_padding(self) -> Kernel:
+    def without_row_padding(self) -> ConvSettings:
         """Return the same without zeros north and south."""
         padding = list(self.padding)
         padding[self.dim] = 0
@@ -142,66 +146,68 @@ class Kernel:
 
 @final
 @dataclass(frozen=True)
-class Edge:
+class BandEdge:
     """What the halo on one side of a band adds to the band's rows at that edge.
 
     Args:
-        kernel: the convolution, without padding along the rows.
+        settings: of the convolution, without padding along the rows.
         taps: those of the kernel's taps that meet the halo: the first and how many.
         halo: this side's rows of the whole halo: the first and how many.
         zeros: rows north and south of them that stand for the band, as far as the taps reach.
-        met: the band's rows that are given something: the first and how many.
-        skipped: rows before those that the halo gives to more rows than the band has.
+        reached_rows: the band's rows that are given something: the first and how many.
+        skipped_rows: rows before those that the halo gives to more rows than the band has.
     """
 
-    kernel: Kernel
+    settings: ConvSettings
     taps: tuple[int, int]
     halo: tuple[int, int]
     zeros: tuple[int, int]
-    met: tuple[int, int]
-    skipped: int
+    reached_rows: tuple[int, int]
+    skipped_rows: int
 
     def add(self, y: Tensor, halo: Tensor, weight: Tensor) -> None:
         """Add to the convolved band what the halo gives."""
-        made = self.kernel.convolve(self._rows_of(halo), self._taps_of(weight))
-        dim = self.kernel.dim
-        y.narrow(dim, *self.met).add_(made.narrow(dim, self.skipped, self.met[1]))
+        made = self.settings.convolve(self._rows_of(halo), self._taps_of(weight))
+        dim = self.settings.dim
+        y.narrow(dim, *self.reached_rows).add_(
+            made.narrow(dim, self.skipped_rows, self.reached_rows[1])
+        )
 
-    def cotangents(
+    def gradients(
         self, grad: Tensor, halo: Tensor, weight: Tensor, wanted: tuple[bool, bool]
     ) -> tuple[Tensor, Tensor]:
         """Return those of this side's halo and taps, as far as wanted, given the band's."""
-        parts = (self._given(grad), self._rows_of(halo), self._taps_of(weight))
-        of_rows, of_taps, _ = self.kernel.gradients(*parts, (*wanted, False))
+        parts = (self._gradient_of_rows(grad), self._rows_of(halo), self._taps_of(weight))
+        of_rows, of_taps, _ = self.settings.gradients(*parts, (*wanted, False))
         return of_rows, of_taps
 
     def add_halo_grad(self, total: Tensor, of_rows: Tensor) -> None:
-        """Add the first of `cotangents` to those of the whole halo."""
-        dim, (first, number) = self.kernel.dim, self.halo
+        """Add the first of `gradients` to those of the whole halo."""
+        dim, (first, number) = self.settings.dim, self.halo
         total.narrow(dim, first, number).add_(of_rows.narrow(dim, self.zeros[0], number))
 
     def add_weight_grad(self, total: Tensor, of_taps: Tensor) -> None:
-        """Add the second of `cotangents` to those of the whole weight."""
+        """Add the second of `gradients` to those of the whole weight."""
         self._taps_of(total).add_(of_taps)
 
     def _taps_of(self, weight: Tensor) -> Tensor:
-        return weight.narrow(self.kernel.dim, *self.taps)
+        return weight.narrow(self.settings.dim, *self.taps)
 
     def _rows_of(self, halo: Tensor) -> Tensor:
-        dim = self.kernel.dim
+        dim = self.settings.dim
         return _pad_rows(halo.narrow(dim, *self.halo), *self.zeros, dim).contiguous()
 
-    def _given(self, grad: Tensor) -> Tensor:
-        dim, missing = self.kernel.dim, self.halo[1] - self.met[1]
-        rows = grad.narrow(dim, *self.met)
-        return _pad_rows(rows, self.skipped, missing - self.skipped, dim).contiguous()
+    def _gradient_of_rows(self, grad: Tensor) -> Tensor:
+        dim, missing = self.settings.dim, self.halo[1] - self.reached_rows[1]
+        rows = grad.narrow(dim, *self.reached_rows)
+        return _pad_rows(rows, self.skipped_rows, missing - self.skipped_rows, dim).contiguous()
 
 
 def _pad_rows(rows: Tensor, north: int, south: int, dim: int) -> Tensor:
     return F.pad(rows, (*(0, 0) * (-dim - 1), north, south)) if north or south else rows
 
 
-def edges_of(kernel: Kernel, rows: int, taps: int) -> tuple[Edge, Edge]:
+def edges_of(kernel: ConvSettings, rows: int, taps: int) -> tuple[BandEdge, BandEdge]:
     """Return the northern and the southern edge of a band of `rows` rows.
 
     `kernel` has `taps` taps along the rows and pads by half of what they reach over, `width` rows.
@@ -210,48 +216,50 @@ def edges_of(kernel: Kernel, rows: int, taps: int) -> tuple[Edge, Edge]:
     width, reaching = kernel.padding[kernel.dim], taps // 2
     beside = kernel.dilation[kernel.dim] * (reaching - 1)
     met, bare = min(width, rows), kernel.without_row_padding()
-    north = Edge(bare, (0, reaching), (0, width), (0, beside), (0, met), 0)
+    north = BandEdge(bare, (0, reaching), (0, width), (0, beside), (0, met), 0)
     last = (taps - reaching, reaching), (width, width), (beside, 0)
-    return north, Edge(bare, *last, (rows - met, met), width - met)
+    return north, BandEdge(bare, *last, (rows - met, met), width - met)
 
 
 @final
 @dataclass(frozen=True)
-class Columns:
+class ColumnPadding:
     """Padding of every dimension but the rows', as `F.pad` takes it: that of the rows is zero."""
 
-    sides: tuple[int, ...]
+    padding_widths: tuple[int, ...]
     mode: str
 
     def pad(self, x: Tensor) -> Tensor:
         """Return `x` with its padding; equal sides may go around the globe several times."""
-        left = self.sides
+        left = self.padding_widths
         while any(left):
-            turn = self._turn(left, x)
+            turn = self._single_turn(left, x)
             x = F.pad(x, turn, mode=self.mode)
             left = tuple(a - b for a, b in zip(left, turn, strict=True))
         return x
 
-    def _turn(self, sides: tuple[int, ...], x: Tensor) -> tuple[int, ...]:
+    def _single_turn(self, sides: tuple[int, ...], x: Tensor) -> tuple[int, ...]:
         """Return what of the padding is made at once: of a circular one, a turn at most."""
         if self.mode != "circular":
             return sides
         return tuple(min(side, x.shape[-1 - at // 2]) for at, side in enumerate(sides))
 
-    def inside(self, padded: Tensor) -> Tensor:
+    def unpad(self, padded: Tensor) -> Tensor:
         """View what is not padding."""
-        for dim, (before, after) in enumerate(zip(self.sides[::2], self.sides[1::2], strict=True)):
+        for dim, (before, after) in enumerate(
+            zip(self.padding_widths[::2], self.padding_widths[1::2], strict=True)
+        ):
             if before or after:
                 size = padded.shape[-1 - dim] - before - after
                 padded = padded.narrow(-1 - dim, before, size)
         return padded
 
-    def cotangents(self, grad: Tensor) -> Tensor:
+    def gradients(self, grad: Tensor) -> Tensor:
         """Return those of `x`, from those of `x` with its padding."""
-        if not any(self.sides):
+        if not any(self.padding_widths):
             return grad
         with torch.enable_grad():
-            x = torch.zeros_like(self.inside(grad)).requires_grad_()
+            x = torch.zeros_like(self.unpad(grad)).requires_grad_()
             return torch.autograd.grad(self.pad(x), x, grad)[0]
 
 
@@ -265,16 +273,16 @@ class Halo:
 
     exchange: RowExchange
     transport: Transport
-    columns: Columns
+    column_padding: ColumnPadding
     dim: int
 
-    def is_blank(self, edge: Edge) -> bool:
+    def is_blank(self, edge: BandEdge) -> bool:
         """Return whether only zeros are on that side."""
-        return edge.halo in self.exchange.blanks
+        return edge.halo in self.exchange.zero_ranges
 
 
 def convolve_band(
-    padded: Tensor, weight: Tensor, bias: Tensor | None, kernel: Kernel, halo: Halo
+    padded: Tensor, weight: Tensor, bias: Tensor | None, kernel: ConvSettings, halo: Halo
 ) -> Tensor:
     """Convolve the rows that this rank owns of a globe; reached by all ranks together.
 
@@ -306,18 +314,23 @@ class _BandConv(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, padded: Tensor, weight: Tensor, bias: Tensor | None, kernel: Kernel, halo: Halo
+        ctx: Any,
+        padded: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        kernel: ConvSettings,
+        halo: Halo,
     ) -> Tensor:
-        x = halo.columns.inside(padded)
+        x = halo.column_padding.unpad(padded)
         finish = start_fetching(x, halo.exchange, halo.transport, halo.dim)
         y = kernel.convolve(padded, weight, bias)  # while the halo travels
-        rows = halo.columns.pad(finish())
+        rows = halo.column_padding.pad(finish())
         both = edges_of(kernel, padded.shape[halo.dim], weight.shape[halo.dim])
         edges = [edge for edge in both if not halo.is_blank(edge)]
         for edge in edges:
             edge.add(y, rows, weight)
         ctx.save_for_backward(padded, weight, rows)
-        ctx.kernel, ctx.halo, ctx.edges = kernel, halo, edges
+        ctx.settings, ctx.halo, ctx.edges = kernel, halo, edges
         return y
 
     @staticmethod
@@ -326,31 +339,31 @@ class _BandConv(torch.autograd.Function):
         padded, weight, rows = ctx.saved_tensors
         halo, wanted = ctx.halo, tuple(ctx.needs_input_grad[:3])
         # Both at once, though only the halo's are waited for: they are of a few rows.
-        found = [(edge, *edge.cotangents(grad, rows, weight, wanted[:2])) for edge in ctx.edges]
+        found = [(edge, *edge.gradients(grad, rows, weight, wanted[:2])) for edge in ctx.edges]
         if wanted[0]:  # the same on every rank
             home = torch.zeros_like(rows)
             for edge, of_rows, _ in found:
                 edge.add_halo_grad(home, of_rows)
-            home = halo.columns.cotangents(home)
-            finish = start_returning(home, halo.exchange, halo.transport, halo.dim)
-        grad_x, grad_weight, grad_bias = ctx.kernel.gradients(grad, padded, weight, wanted)
+            home = halo.column_padding.gradients(home)
+            finish = start_returning_gradients(home, halo.exchange, halo.transport, halo.dim)
+        grad_x, grad_weight, grad_bias = ctx.settings.gradients(grad, padded, weight, wanted)
         if wanted[1]:
             for edge, _, of_taps in found:
                 edge.add_weight_grad(grad_weight, of_taps)
         if wanted[0]:
-            finish(halo.columns.inside(grad_x))
+            finish(halo.column_padding.unpad(grad_x))
         return grad_x, grad_weight, grad_bias, None, None
 
 
 # By number of spatial dimensions.
-CONVOLVE: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
+CONV_FUNCTIONS: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
 
 class _RowConv(ConvLayer):
     """The geometry that all convolutions share: stride, kernel, and padding beyond the poles."""
 
     # Padding to be made first, and zeros that the convolution makes: none along the rows.
-    columns: Columns
+    column_padding: ColumnPadding
     zeros: tuple[int, ...]
 
     def __init__(self, *args: Any) -> None:
@@ -359,32 +372,32 @@ class _RowConv(ConvLayer):
 
     def out_height(self, height: int, *others: Tensor) -> int:
         """Return the rows of the output: Dumoulin & Visin 2016, relationship 15."""
-        return (height + self.north + self.south - self._reach) // self._stride + 1
+        return (height + self.north + self.south - self._kernel_extent) // self._stride + 1
 
-    def span(self, out: slice, height: int) -> tuple[int, int]:
+    def input_span(self, out: slice, height: int) -> tuple[int, int]:
         """Return the rows under the kernel, padding included."""
         first = out.start * self._stride - self.north
-        return first, (out.stop - 1) * self._stride - self.north + self._reach
+        return first, (out.stop - 1) * self._stride - self.north + self._kernel_extent
 
     def compute(self, x: Tensor, bands: Bands) -> Tensor:
         """Return this rank's output rows."""
-        if not self._keeps_rows(bands):
-            return self.convolve(self.columns.pad(self.fetch(x, bands)))
+        if not self._has_equal_halos(bands):
+            return self.convolve(self.column_padding.pad(self.fetch(x, bands)))
         conv, dim, zeros = self.conv, self.row_dim, list(self.zeros)
         zeros[dim] = self.north
-        kernel = Kernel(conv.stride, tuple(zeros), conv.dilation, conv.groups, dim)
-        halo = Halo(self._halo_of(bands.taken), self.manager.transport, self.columns, dim)
-        return convolve_band(self.columns.pad(x), self.weight, self.bias, kernel, halo)
+        kernel = ConvSettings(conv.stride, tuple(zeros), conv.dilation, conv.groups, dim)
+        halo = Halo(self._halo_of(bands.input), self.manager.transport, self.column_padding, dim)
+        return convolve_band(self.column_padding.pad(x), self.weight, self.bias, kernel, halo)
 
-    def _keeps_rows(self, bands: Bands) -> bool:
+    def _has_equal_halos(self, bands: Bands) -> bool:
         """Return whether a band of the output is made of that of the input and equal halos.
 
         Rows that come for several layers at once are glued to the band: it is copied once for all.
         """
         if self.shared_exchange is not None:
             return False
-        symmetric = self.north == self.south == (self._reach - 1) / 2
-        return bands.taken == bands.made and self._stride == 1 and symmetric and self.north > 0
+        symmetric = self.north == self.south == (self._kernel_extent - 1) / 2
+        return bands.input == bands.output and self._stride == 1 and symmetric and self.north > 0
 
     def _halo_of(self, bands: RowPartition) -> RowExchange:
         exchange = self._halos.get(bands)
@@ -395,7 +408,7 @@ class _RowConv(ConvLayer):
 
     @abstractmethod
     def convolve(self, rows: Tensor) -> Tensor:
-        """Convolve rows that are padded by `columns`. Reads the weight once."""
+        """Convolve rows that are padded by `column_padding`. Reads the weight once."""
 
 
 class _PaddedConv(_RowConv):
@@ -409,21 +422,21 @@ class _PaddedConv(_RowConv):
         wrapped: nn.Module | None = None,
     ) -> None:
         outer = conv if wrapped is None else wrapped
-        super().__init__(outer, conv, sides_of(conv), shard_dim, manager)
+        super().__init__(outer, conv, padding_widths(conv), shard_dim, manager)
         self.pole_mode = conv.padding_mode
         north = 2 * (-self.row_dim - 1)
-        sides = (*self.sides[:north], 0, 0, *self.sides[north + 2 :])
+        sides = (*self.padding_widths[:north], 0, 0, *self.padding_widths[north + 2 :])
         none = (0,) * len(sides)
         if self.pole_mode == "zeros" and sides[::2] == sides[1::2]:
-            self.columns, self.zeros = Columns(none, "constant"), sides[-2::-2]
+            self.column_padding, self.zeros = ColumnPadding(none, "constant"), sides[-2::-2]
         else:
             mode = "constant" if self.pole_mode == "zeros" else self.pole_mode
-            self.columns, self.zeros = Columns(sides, mode), none[::2]
+            self.column_padding, self.zeros = ColumnPadding(sides, mode), none[::2]
 
     def convolve(self, rows: Tensor) -> Tensor:
-        """Convolve rows that are padded by `columns`."""
+        """Convolve rows that are padded by `column_padding`."""
         conv, zeros = self.conv, self.zeros
-        return CONVOLVE[len(zeros)](
+        return CONV_FUNCTIONS[len(zeros)](
             rows, self.weight, self.bias, conv.stride, zeros, conv.dilation, conv.groups
         )
 
@@ -551,7 +564,7 @@ class DomainParallelPeriodicConv2d(_RowConv):
         self.padding: int = periodic_conv.padding
         self.pole_mode = getattr(periodic_conv, "poles", "reflect")
         # Longitudes are wrapped here.
-        self.columns = Columns((self.padding, self.padding, 0, 0), "circular")
+        self.column_padding = ColumnPadding((self.padding, self.padding, 0, 0), "circular")
         self.zeros = (0, 0)
 
     @property
@@ -564,11 +577,11 @@ class DomainParallelPeriodicConv2d(_RowConv):
         """The bias of the inner convolution."""
         return self.conv.bias  # type: ignore[no-any-return]
 
-    def _keeps_rows(self, bands: Bands) -> bool:
+    def _has_equal_halos(self, bands: Bands) -> bool:
         conv = self.conv
         hooked = conv._forward_hooks or conv._forward_pre_hooks or conv._backward_hooks
-        plain = not overridden(conv) and not hooked
-        return plain and super()._keeps_rows(bands)
+        plain = not overridden_method(conv) and not hooked
+        return plain and super()._has_equal_halos(bands)
 
     def convolve(self, rows: Tensor) -> Tensor:
         """Call the inner convolution: it may have hooks."""

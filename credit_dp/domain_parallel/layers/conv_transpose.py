@@ -10,19 +10,19 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
 from credit_dp.domain_parallel.layers.base import Bands
-from credit_dp.domain_parallel.layers.conv import ConvLayer, sides_of
+from credit_dp.domain_parallel.layers.conv import ConvLayer, padding_widths
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.errors import UserError
 
 # By number of spatial dimensions.
-CONVOLVE: dict[int, Callable[..., Tensor]] = {
+CONV_TRANSPOSE_FUNCTIONS: dict[int, Callable[..., Tensor]] = {
     1: F.conv_transpose1d,
     2: F.conv_transpose2d,
     3: F.conv_transpose3d,
 }
 
 
-def _without(settings: tuple[int, ...], dim: int) -> tuple[int, ...]:
+def _with_zero(settings: tuple[int, ...], dim: int) -> tuple[int, ...]:
     """Return settings with a zero for the rows."""
     kept = list(settings)
     kept[dim] = 0
@@ -35,7 +35,7 @@ class _RowConvTranspose(ConvLayer):
     def __init__(
         self, conv: _ConvTransposeNd, shard_dim: int, manager: DomainParallelManager | None
     ) -> None:
-        super().__init__(conv, conv, sides_of(conv), shard_dim, manager)
+        super().__init__(conv, conv, padding_widths(conv), shard_dim, manager)
 
     def forward(self, x: Tensor, output_size: list[int] | None = None) -> Tensor:  # type: ignore[override]
         """Return this rank's output rows.
@@ -53,23 +53,23 @@ class _RowConvTranspose(ConvLayer):
 
     def out_height(self, height: int, *others: Tensor) -> int:
         """Return the rows of the output: Dumoulin & Visin 2016, relationship 14, with dilation."""
-        extra = self._reach + self.conv.output_padding[self.row_dim] - 2 * self.north
+        extra = self._kernel_extent + self.conv.output_padding[self.row_dim] - 2 * self.north
         return int((height - 1) * self._stride + extra)
 
-    def span(self, out: slice, height: int) -> tuple[int, int]:
+    def input_span(self, out: slice, height: int) -> tuple[int, int]:
         """Return the input rows that reach the output rows; one at least, as convolutions do."""
-        first = -(-(out.start + self.north - self._reach + 1) // self._stride)
+        first = -(-(out.start + self.north - self._kernel_extent + 1) // self._stride)
         last = (out.stop - 1 + self.north) // self._stride
         first = min(max(first, 0), height - 1)
         return first, max(first, min(last, height - 1)) + 1
 
     def compute(self, x: Tensor, bands: Bands) -> Tensor:
         """Return this rank's output rows."""
-        out, dim = bands.made.rows(self.manager.domain_rank), self.row_dim
-        first, last = self.span(out, bands.taken.height)
+        out, dim = bands.output.rows(self.manager.domain_rank), self.row_dim
+        first, last = self.input_span(out, bands.input.height)
         # No input row reaches others than those from `made_from` to `made_to - 1`.
         made_from = first * self._stride - self.north
-        made_to = (last - 1) * self._stride - self.north + self._reach
+        made_to = (last - 1) * self._stride - self.north + self._kernel_extent
         start = min(max(out.start, made_from), out.stop)
         stop = max(min(out.stop, made_to), start)
         north, south = start - out.start, out.stop - stop
@@ -87,8 +87,8 @@ class _RowConvTranspose(ConvLayer):
     def _convolve(self, rows: Tensor, bias: Tensor | None) -> Tensor:
         """Convolve without cropping or adding rows."""
         conv, dim = self.conv, self.row_dim
-        padding, extra = _without(conv.padding, dim), _without(conv.output_padding, dim)
-        return CONVOLVE[len(padding)](
+        padding, extra = _with_zero(conv.padding, dim), _with_zero(conv.output_padding, dim)
+        return CONV_TRANSPOSE_FUNCTIONS[len(padding)](
             rows, self.weight, bias, conv.stride, padding, extra, conv.groups, conv.dilation
         )
 

@@ -9,21 +9,21 @@ from torch import Tensor, nn
 
 from credit_dp.channel_parallel import (
     DistributedDepthwiseConv2d,
-    Transpose,
-    channel_shares,
+    TransposePlan,
+    channel_slice,
+    channels_per_rank,
     channels_to_rows,
     rows_to_channels,
-    share_of,
 )
-from credit_dp.domain_parallel.count_transport import routes_of
+from credit_dp.domain_parallel.count_transport import received_row_counts
 from credit_dp.domain_parallel.layers.base import Bands
-from credit_dp.domain_parallel.layers.conv import Columns, _PaddedConv
+from credit_dp.domain_parallel.layers.conv import ColumnPadding, _PaddedConv
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import ROW_DIM
 from credit_dp.domain_parallel.planning.planner import active_planner
 from credit_dp.errors import UserError
 
-CHANNELS = -3
+CHANNEL_DIM = -3
 
 
 class DepthwiseLayer(_PaddedConv):
@@ -36,15 +36,15 @@ class DepthwiseLayer(_PaddedConv):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._transposed: frozenset[int] = frozenset()
+        self._transposed_heights: frozenset[int] = frozenset()
         # By global height: columns of the input and of the output.
-        self._columns: dict[int, tuple[int, int]] = {}
+        self._column_counts: dict[int, tuple[int, int]] = {}
 
-    def whole(self, x: Tensor, *others: Tensor) -> Any:
+    def global_forward(self, x: Tensor, *others: Tensor) -> Any:
         """Return what the layer makes of the whole globe, and note its columns while planning."""
-        made = super().whole(x, *others)
+        made = super().global_forward(x, *others)
         if active_planner() is not None:
-            self._columns[x.shape[ROW_DIM]] = x.shape[-1], made.shape[-1]
+            self._column_counts[x.shape[ROW_DIM]] = x.shape[-1], made.shape[-1]
         return made
 
     def set_plan(self, dim: int, planned: dict[int, int]) -> None:
@@ -52,58 +52,65 @@ class DepthwiseLayer(_PaddedConv):
         super().set_plan(dim, planned)
         table = self.manager.bands
         bands = (Bands(table[taken], table[made]) for taken, made in planned.items())
-        self._transposed = frozenset(its.taken.height for its in bands if self._saves(its))
+        self._transposed_heights = frozenset(
+            its.input.height for its in bands if self._transpose_moves_less(its)
+        )
 
     def transposes(self, height: int) -> bool:
         """Return whether rows of this global height are traded for channels."""
-        return height in self._transposed
+        return height in self._transposed_heights
 
-    def fetches(self, height: int) -> bool:
+    def fetches_halo(self, height: int) -> bool:
         """Return whether the rows under the kernel are fetched."""
         return not self.transposes(height)
 
-    def transposes_of(self, bands: Bands) -> tuple[Transpose, Transpose]:
+    def transpose_pair(self, bands: Bands) -> tuple[TransposePlan, TransposePlan]:
         """Return how the input goes there and how the output comes back."""
-        conv, ranks = self.conv, bands.taken.ranks
-        taken = channel_shares(conv.in_channels, ranks)
+        conv, ranks = self.conv, bands.input.ranks
+        taken = channels_per_rank(conv.in_channels, ranks)
         made = tuple(share * (conv.out_channels // conv.in_channels) for share in taken)
-        return Transpose(bands.taken.sizes, taken), Transpose(bands.made.sizes, made)
+        return TransposePlan(bands.input.sizes, taken), TransposePlan(bands.output.sizes, made)
 
-    def _saves(self, bands: Bands) -> bool:
+    def _transpose_moves_less(self, bands: Bands) -> bool:
         """Return whether trading moves no more than fetching: then each row is convolved once."""
-        taken, made = self._columns.get(bands.taken.height, (1, 1))
-        routes = routes_of(bands.taken, self.exchange(bands).needs)
+        taken, made = self._column_counts.get(bands.input.height, (1, 1))
+        routes = received_row_counts(bands.input, self.exchange(bands).required_rows)
         rows = sum(rows for of_rank in routes for _, rows in of_rank)
-        there, back = self.transposes_of(bands)
-        traded = there.moved(to_channels=True) * taken + back.moved(to_channels=False) * made
+        there, back = self.transpose_pair(bands)
+        traded = (
+            there.total_rows_sent(to_channels=True) * taken
+            + back.total_rows_sent(to_channels=False) * made
+        )
         fetched: int = rows * self.conv.in_channels * taken
         return 0 < traded <= fetched
 
     @property
     def title(self) -> str:
         """The type, and what the plan has chosen."""
-        chosen = {"transpose" if self.transposes(height) else "halo" for height in self.planned}
+        chosen = {
+            "transpose" if self.transposes(height) else "halo" for height in self.planned_heights
+        }
         return f"{super().title} ({' and '.join(sorted(chosen)) or 'halo'})"
 
     def compute(self, x: Tensor, bands: Bands) -> Tensor:
         """Return this rank's output rows."""
-        if not self.transposes(bands.taken.height):
+        if not self.transposes(bands.input.height):
             return super().compute(x, bands)
-        there, back = self.transposes_of(bands)
+        there, back = self.transpose_pair(bands)
         transport = self.manager.transport
         globe = rows_to_channels(x, there.rows, transport, there.channels)
-        made = self._convolve_globe(globe, share_of(back.channels, self.manager.domain_rank))
+        made = self._convolve_globe(globe, channel_slice(back.channels, self.manager.domain_rank))
         return channels_to_rows(made, back.rows, transport, back.channels)
 
     def _convolve_globe(self, globe: Tensor, made: slice) -> Tensor:
         """Convolve all rows of this rank's channels, which make the output channels `made`."""
-        conv, channels = self.conv, globe.shape[CHANNELS]
+        conv, channels = self.conv, globe.shape[CHANNEL_DIM]
         if not channels:
             # It convolves one channel of zeros: what is saved for backward has to be as many
             # tensors on every rank, for activation checkpointing.
             globe = F.pad(globe, (0, 0, 0, 0, 0, 1))
             made = slice(0, conv.out_channels // conv.in_channels)
-        globe, zeros = self.columns.pad(globe), (0, self.zeros[-1])
+        globe, zeros = self.column_padding.pad(globe), (0, self.zeros[-1])
         if self.pole_mode == "zeros" and self.north == self.south:
             zeros = (self.north, zeros[-1])
         else:
@@ -111,9 +118,9 @@ class DepthwiseLayer(_PaddedConv):
             globe = F.pad(globe, (0, 0, self.north, self.south), mode=mode)
         weight, bias = self.weight[made], self.bias
         bias = None if bias is None else bias[made]
-        groups = globe.shape[CHANNELS]
+        groups = globe.shape[CHANNEL_DIM]
         y = F.conv2d(globe, weight, bias, conv.stride, zeros, conv.dilation, groups)
-        return y if channels else y.narrow(CHANNELS, 0, 0)
+        return y if channels else y.narrow(CHANNEL_DIM, 0, 0)
 
 
 @final
@@ -184,14 +191,14 @@ class DomainParallelDistributedDepthwiseConv2d(DepthwiseLayer):
     @property
     def weight(self) -> Tensor:
         """The kernel of each channel, as a convolution of torch has it."""
-        expanded: Tensor = self.wrapped.expanded(self.wrapped.weight)
+        expanded: Tensor = self.wrapped.expand_to_channels(self.wrapped.weight)
         return expanded[:, None]
 
     @property
     def bias(self) -> Tensor | None:
         """The bias of each channel."""
         bias: Tensor | None = self.wrapped.bias
-        return None if bias is None else self.wrapped.expanded(bias)
+        return None if bias is None else self.wrapped.expand_to_channels(bias)
 
     def forward(self, x: Tensor, *others: Any, cp_group: Any = None) -> Any:
         """Return this rank's rows of what the layer makes of the whole globe."""
@@ -230,9 +237,9 @@ class DomainParallelLongRangeConv2d(DepthwiseLayer):
         manager: DomainParallelManager | None = None,
     ) -> None:
         super().__init__(layer, shard_dim, manager)
-        reach = layer.reach
-        self.sides = (reach, reach, self.north, self.south)
-        self.columns, self.zeros = Columns((reach, reach, 0, 0), "circular"), (0, 0)
+        reach = layer.column_padding
+        self.padding_widths = (reach, reach, self.north, self.south)
+        self.column_padding, self.zeros = ColumnPadding((reach, reach, 0, 0), "circular"), (0, 0)
 
     def _check_is_torch(self, wrapped: nn.Module) -> None:
         """Its forward is its own, and done here."""

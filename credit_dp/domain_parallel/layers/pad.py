@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from credit_dp.domain_parallel.exchange import Run, rows_with_poles
+from credit_dp.domain_parallel.exchange import RowRange, rows_with_poles
 from credit_dp.domain_parallel.layers.base import (
     Bands,
-    FilledLayer,
+    ConstantFillLayer,
     RowLayer,
-    WindowLayer,
-    torch_layer,
+    StencilLayer,
+    torch_layer_type,
 )
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import ROW_DIM
@@ -24,7 +24,7 @@ from credit_dp.errors import UserError
 MODES = ("constant", "reflect", "replicate", "circular")
 
 
-class _RowPad(FilledLayer, ABC):
+class _RowPad(ConstantFillLayer, ABC):
     """`F.pad`: its rows by exchange, all other dimensions by torch."""
 
     def __init__(
@@ -42,11 +42,11 @@ class _RowPad(FilledLayer, ABC):
     def _check_dim(self) -> None:
         """Accept rows wherever this pads; those of one-dimensional pads are last."""
 
-    def mixes(self, dim: int, ndim: int) -> bool:
+    def couples_rows(self, dim: int, ndim: int) -> bool:
         """Rows meet, or change in number, in the dimensions that are padded."""
         return 2 * -dim <= len(self.pad)
 
-    def _sides(self) -> tuple[int, int]:
+    def _row_padding(self) -> tuple[int, int]:
         """Return the rows to add in the north and in the south, or to crop if negative."""
         at = 2 * (-self.dim - 1)
         north, south = (*self.pad, *[0] * (at + 2))[at : at + 2]
@@ -54,26 +54,26 @@ class _RowPad(FilledLayer, ABC):
 
     def out_height(self, height: int, *others: Tensor) -> int:
         """Return the rows of the padded globe."""
-        return height + sum(self._sides())
+        return height + sum(self._row_padding())
 
-    def span(self, out: slice, height: int) -> tuple[int, int]:
+    def input_span(self, out: slice, height: int) -> tuple[int, int]:
         """Return the same rows, counted from the globe's first one."""
-        north, _ = self._sides()
+        north, _ = self._row_padding()
         return out.start - north, out.stop - north
 
-    def needs(self, out: slice, height: int) -> tuple[Run, ...]:
+    def required_rows(self, out: slice, height: int) -> tuple[RowRange, ...]:
         """Return the rows inside and those that the mode shows beyond the poles."""
         if self.mode == "constant":
-            return super().needs(out, height)
-        first, stop = self.span(out, height)
+            return super().required_rows(out, height)
+        first, stop = self.input_span(out, height)
         if self.mode != "circular":
             return rows_with_poles(first, stop, height, self.mode)
         # Circular rows are those of the globe that cropping leaves.
-        cropped = [max(0, -side) for side in self._sides()]
+        cropped = [max(0, -side) for side in self._row_padding()]
         runs = rows_with_poles(
             first - cropped[0], stop - cropped[0], height - sum(cropped), self.mode
         )
-        return tuple(Run(run.start + cropped[0], run.stop + cropped[0]) for run in runs)
+        return tuple(RowRange(run.start + cropped[0], run.stop + cropped[0]) for run in runs)
 
     def compute(self, x: Tensor, bands: Bands) -> Tensor:
         """Return this rank's rows of the padded globe."""
@@ -82,7 +82,7 @@ class _RowPad(FilledLayer, ABC):
         if self.mode != "constant":
             rows = self.fetch(x, bands)
             return F.pad(rows, others, self.mode) if any(others) else rows
-        rows = self.fetch_filled(x, bands, self.value)
+        rows = self.fetch_with_fill(x, bands, self.value)
         return F.pad(rows, others, value=self.value) if any(others) else rows
 
 
@@ -146,7 +146,7 @@ class DomainParallelPadLayer(_RowPad):
         pad = tuple(layer.padding)
         dim = max(ROW_DIM, -len(pad) // 2) if shard_dim is None else shard_dim
         value = getattr(layer, "value", 0.0)
-        mode = PAD_LAYERS[torch_layer(type(layer)) or type(layer)]
+        mode = PAD_LAYERS[torch_layer_type(type(layer)) or type(layer)]
         super().__init__(layer, pad, mode, value, dim, manager)
 
 
@@ -177,7 +177,7 @@ class _Pad(nn.Module):
 
 
 @final
-class DomainParallelPolePad(WindowLayer):
+class DomainParallelPolePad(StencilLayer):
     """A padding of the globe on one band of rows, equal to it on the whole globe.
 
     Any width up to the globe's height, also wider than a band.
@@ -204,7 +204,7 @@ class DomainParallelPolePad(WindowLayer):
         """Return the rows of the padded globe."""
         return int(height + 2 * self.width)
 
-    def span(self, out: slice, height: int) -> tuple[int, int]:
+    def input_span(self, out: slice, height: int) -> tuple[int, int]:
         """Return the same rows, counted from the globe's first one."""
         return out.start - self.width, out.stop - self.width
 
@@ -241,11 +241,11 @@ class DomainParallelMatchRows(RowLayer):
 
     def out_height(self, height: int, *others: Tensor) -> int:
         """Return the reference's global rows; a collective."""
-        return self.manager.gathered_partition(others[0].shape[self.dim]).height
+        return self.manager.gather_partition(others[0].shape[self.dim]).height
 
-    def needs(self, out: slice, height: int) -> tuple[Run, ...]:
+    def required_rows(self, out: slice, height: int) -> tuple[RowRange, ...]:
         """Return the rows as they are."""
-        return (Run(out.start, out.stop),)
+        return (RowRange(out.start, out.stop),)
 
     def compute(self, x: Tensor, bands: Bands) -> Tensor:
         """Return the rows that this rank owns of the cropped globe."""
@@ -292,7 +292,7 @@ class DomainParallelRoll(RowLayer):
     def _check_dim(self) -> None:
         """Accept rows in any dimension."""
 
-    def mixes(self, dim: int, ndim: int) -> bool:
+    def couples_rows(self, dim: int, ndim: int) -> bool:
         """Return whether the dimension is rolled."""
         return dim % ndim in {d % ndim for d in self.dims}
 
@@ -300,11 +300,11 @@ class DomainParallelRoll(RowLayer):
         """Return the same height."""
         return height
 
-    def needs(self, out: slice, height: int) -> tuple[Run, ...]:
+    def required_rows(self, out: slice, height: int) -> tuple[RowRange, ...]:
         """Return the rows that come to lie here: around a pole they are two runs."""
         start = (out.start - self._row_shift) % height
         stop = start + out.stop - out.start
-        runs = (Run(start, min(stop, height)), Run(0, stop - height))
+        runs = (RowRange(start, min(stop, height)), RowRange(0, stop - height))
         return tuple(run for run in runs if run.length > 0)
 
     def compute(self, x: Tensor, bands: Bands) -> Tensor:

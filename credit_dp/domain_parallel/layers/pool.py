@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from credit_dp.constants import constant
-from credit_dp.domain_parallel.layers.base import Bands, FilledLayer, WindowLayer
-from credit_dp.domain_parallel.layers.norm import StatisticsLayer, sum_of_bands, wide_dtype
+from credit_dp.constants import constant_tensor
+from credit_dp.domain_parallel.layers.base import Bands, ConstantFillLayer, StencilLayer
+from credit_dp.domain_parallel.layers.norm import ReductionLayer, accumulation_dtype, sum_over_bands
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import ROW_DIM, RowPartition
 from credit_dp.domain_parallel.transport import Transport
@@ -21,19 +21,19 @@ from credit_dp.errors import UserError
 MaxPool = nn.MaxPool1d | nn.MaxPool2d | nn.MaxPool3d
 AvgPool = nn.AvgPool1d | nn.AvgPool2d | nn.AvgPool3d
 PowerPool = nn.LPPool1d | nn.LPPool2d | nn.LPPool3d
-AREA_DIMS: dict[type[nn.Module], int] = {
+SPATIAL_NDIM: dict[type[nn.Module], int] = {
     kind: ndim
     for kinds in (MaxPool, AvgPool, PowerPool)
     for ndim, kind in enumerate(kinds.__args__, start=1)
 }
 
 
-def area_dims(pool: nn.Module) -> int:
+def spatial_ndim(pool: nn.Module) -> int:
     """Return how many dimensions a pool's kernel has."""
-    return next(ndim for kind, ndim in AREA_DIMS.items() if isinstance(pool, kind))
+    return next(ndim for kind, ndim in SPATIAL_NDIM.items() if isinstance(pool, kind))
 
 
-class PoolLayer(WindowLayer):
+class PoolLayer(StencilLayer):
     """A layer around a pool with a kernel.
 
     Args:
@@ -49,17 +49,17 @@ class PoolLayer(WindowLayer):
         *,
         manager: DomainParallelManager | None = None,
     ) -> None:
-        self._area = area_dims(pool)
-        dim = max(ROW_DIM, -self._area) if shard_dim is None else shard_dim
-        super().__init__(pool, dim, manager, ndim=self._area + 2)
+        self._spatial_ndim = spatial_ndim(pool)
+        dim = max(ROW_DIM, -self._spatial_ndim) if shard_dim is None else shard_dim
+        super().__init__(pool, dim, manager, ndim=self._spatial_ndim + 2)
 
     def _check_dim(self) -> None:
-        if (self.dim, self._area) != (-1, 1):
+        if (self.dim, self._spatial_ndim) != (-1, 1):
             super()._check_dim()
 
-    def mixes(self, dim: int, ndim: int) -> bool:
+    def couples_rows(self, dim: int, ndim: int) -> bool:
         """Rows meet where the kernel reaches."""
-        return dim >= -self._area
+        return dim >= -self._spatial_ndim
 
     def setting(self, name: str) -> list[int]:
         """Return a setting of the pool, one number for each dimension of the kernel."""
@@ -67,9 +67,9 @@ class PoolLayer(WindowLayer):
         if value is None:  # the stride
             return self.setting("kernel_size")
         values = [value] if isinstance(value, int) else list(value)
-        return values * self._area if len(values) == 1 else values
+        return values * self._spatial_ndim if len(values) == 1 else values
 
-    def without_rows(self, name: str) -> list[int]:
+    def setting_without_rows(self, name: str) -> list[int]:
         """Return a setting that is 0 along the rows."""
         values = self.setting(name)
         values[self.dim] = 0
@@ -88,7 +88,7 @@ class PoolLayer(WindowLayer):
         return self.setting("padding")[self.dim]
 
     @property
-    def _reach(self) -> int:
+    def _kernel_extent(self) -> int:
         """Rows from the kernel's first to its last."""
         return self._kernel
 
@@ -97,19 +97,19 @@ class PoolLayer(WindowLayer):
 
         In ceil mode the last window may reach over the padding, but has to start before its end.
         """
-        spare = height + 2 * self._padding - self._reach
+        spare = height + 2 * self._padding - self._kernel_extent
         if not self.ceil_mode:
             return spare // self._stride + 1
         last = -(-spare // self._stride)
         return last + 1 if last * self._stride < height + self._padding else last
 
-    def span(self, out: slice, height: int) -> tuple[int, int]:
+    def input_span(self, out: slice, height: int) -> tuple[int, int]:
         """Return the rows of the windows."""
         first = out.start * self._stride - self._padding
-        return first, (out.stop - 1) * self._stride - self._padding + self._reach
+        return first, (out.stop - 1) * self._stride - self._padding + self._kernel_extent
 
 
-class _Average(PoolLayer, ABC):
+class _AveragePool(PoolLayer, ABC):
     """Averages over windows; rows beyond the poles are zeros."""
 
     _counts_padding = True
@@ -120,37 +120,39 @@ class _Average(PoolLayer, ABC):
         settings: list[Any] = [
             self.setting("kernel_size"),
             self.setting("stride"),
-            self.without_rows("padding") if hasattr(self.__dict__["wrapped"], "padding") else 0,
+            self.setting_without_rows("padding")
+            if hasattr(self.__dict__["wrapped"], "padding")
+            else 0,
             self.ceil_mode,
             self._counts_padding,
         ]
         if self._divisor is not None:
             settings.append(self._divisor)
         rows = self.fetch(x, bands)
-        made: Tensor = getattr(nn.functional, f"avg_pool{self._area}d")(rows, *settings)
-        return self._recounted(made, bands)
+        made: Tensor = getattr(nn.functional, f"avg_pool{self._spatial_ndim}d")(rows, *settings)
+        return self._rescale_by_count(made, bands)
 
-    def _recounted(self, made: Tensor, bands: Bands) -> Tensor:
+    def _rescale_by_count(self, made: Tensor, bands: Bands) -> Tensor:
         """Divide by the rows that count in each window, where all of the kernel's were."""
-        height, kernel = bands.taken.height, self._kernel
-        counts = [self._rows_in(i, height) for i in range(bands.made.height)]
+        height, kernel = bands.input.height, self._kernel
+        counts = [self._counted_rows(i, height) for i in range(bands.output.height)]
         if self._divisor is not None or set(counts) == {kernel}:  # on every rank alike
             return made
-        out = counts[bands.made.rows(self.manager.domain_rank)]
+        out = counts[bands.output.rows(self.manager.domain_rank)]
         shares = [kernel / count if count > 0 else 0.0 for count in out]
-        factors = constant(shares, made.device, made.dtype)
+        factors = constant_tensor(shares, made.device, made.dtype)
         return made * factors.view(-1, *[1] * (-self.dim - 1))
 
-    def _rows_in(self, out: int, height: int) -> int:
+    def _counted_rows(self, out: int, height: int) -> int:
         """Return how many rows of the window of an output row count."""
-        first, stop = self.span(slice(out, out + 1), height)
+        first, stop = self.input_span(slice(out, out + 1), height)
         if self._counts_padding:
             return min(stop, height + self._padding) - first
         return min(stop, height) - max(first, 0)
 
 
 @final
-class DomainParallelAvgPool(_Average):
+class DomainParallelAvgPool(_AveragePool):
     """An `nn.AvgPool*d` on one band of rows, equal to that layer on the whole globe.
 
     Any kernel, stride and padding, ceil mode, `count_include_pad` and `divisor_override`.
@@ -174,7 +176,7 @@ class DomainParallelAvgPool(_Average):
 
 
 @final
-class DomainParallelPowerPool(_Average):
+class DomainParallelPowerPool(_AveragePool):
     """An `nn.LPPool*d` on one band of rows, equal to that layer on the whole globe.
 
     Shapes:
@@ -210,7 +212,7 @@ class DomainParallelPowerPool(_Average):
         return powers.pow(1 / self.norm_type)
 
 
-def positions_on_globe(indices: Tensor, rows: Tensor, columns: int, height: int) -> Tensor:
+def global_flat_indices(indices: Tensor, rows: Tensor, columns: int, height: int) -> Tensor:
     """Return positions in a channel of the globe, in row-major order.
 
     Args:
@@ -225,7 +227,7 @@ def positions_on_globe(indices: Tensor, rows: Tensor, columns: int, height: int)
 
 
 @final
-class DomainParallelMaxPool(PoolLayer, FilledLayer):
+class DomainParallelMaxPool(PoolLayer, ConstantFillLayer):
     """An `nn.MaxPool*d` on one band of rows, equal to that layer on the whole globe.
 
     Any kernel, stride, padding and dilation, with or without ceil mode. `return_indices` returns
@@ -237,17 +239,17 @@ class DomainParallelMaxPool(PoolLayer, FilledLayer):
     """
 
     @property
-    def _reach(self) -> int:
+    def _kernel_extent(self) -> int:
         return self.setting("dilation")[self.dim] * (self._kernel - 1) + 1
 
     def compute(self, x: Tensor, bands: Bands) -> Tensor | tuple[Tensor, Tensor]:
         """Return this rank's output rows."""
-        rows = self.fetch_filled(x, bands, -torch.inf)
-        made = getattr(nn.functional, f"max_pool{self._area}d")(
+        rows = self.fetch_with_fill(x, bands, -torch.inf)
+        made = getattr(nn.functional, f"max_pool{self._spatial_ndim}d")(
             rows,
             self.setting("kernel_size"),
             self.setting("stride"),
-            self.without_rows("padding"),
+            self.setting_without_rows("padding"),
             self.setting("dilation"),
             self.ceil_mode,
             return_indices=self.return_indices,
@@ -255,33 +257,33 @@ class DomainParallelMaxPool(PoolLayer, FilledLayer):
         if not self.return_indices:
             return made  # type: ignore[no-any-return]
         maxima, indices = made
-        height = bands.taken.height
-        first, stop = self.span(bands.made.rows(self.manager.domain_rank), height)
+        height = bands.input.height
+        first, stop = self.input_span(bands.output.rows(self.manager.domain_rank), height)
         # Where all rows of the globe are -inf the first of them counts, as in torch.
         taken = torch.arange(first, stop, device=x.device).clamp(0, height - 1)
         columns = x.shape[self.dim :].numel() // x.shape[self.dim]
-        return maxima, positions_on_globe(indices, taken, columns, height)
+        return maxima, global_flat_indices(indices, taken, columns, height)
 
 
 AdaptiveAvgPool = nn.AdaptiveAvgPool1d | nn.AdaptiveAvgPool2d | nn.AdaptiveAvgPool3d
 AdaptiveMaxPool = nn.AdaptiveMaxPool1d | nn.AdaptiveMaxPool2d | nn.AdaptiveMaxPool3d
-ADAPTIVE_AREA_DIMS: dict[type[nn.Module], int] = {
+ADAPTIVE_SPATIAL_NDIM: dict[type[nn.Module], int] = {
     kind: ndim
     for kinds in (AdaptiveAvgPool, AdaptiveMaxPool)
     for ndim, kind in enumerate(kinds.__args__, start=1)
 }
 
 
-def size_along(pool: AdaptiveAvgPool | AdaptiveMaxPool, dim: int) -> int | None:
+def output_size_along(pool: AdaptiveAvgPool | AdaptiveMaxPool, dim: int) -> int | None:
     """Return a pool's output size in a negative dimension; None keeps the input's."""
     size: Any = pool.output_size
     return size[dim] if isinstance(size, tuple | list) else size  # type: ignore[no-any-return]
 
 
-class _GlobalPool(StatisticsLayer, ABC):
+class _GlobalPool(ReductionLayer, ABC):
     """Pooling of all bands to one row, the same on every rank."""
 
-    makes_rows = False
+    output_is_banded = False
 
     def __init__(
         self,
@@ -291,13 +293,15 @@ class _GlobalPool(StatisticsLayer, ABC):
         manager: DomainParallelManager | None = None,
     ) -> None:
         super().__init__(pool, shard_dim, manager)
-        self._area = next(n for kind, n in ADAPTIVE_AREA_DIMS.items() if isinstance(pool, kind))
+        self._spatial_ndim = next(
+            n for kind, n in ADAPTIVE_SPATIAL_NDIM.items() if isinstance(pool, kind)
+        )
 
-    def mixes(self, dim: int, ndim: int) -> bool:
+    def couples_rows(self, dim: int, ndim: int) -> bool:
         """Rows meet where the pool is."""
-        if dim < -self._area:
+        if dim < -self._spatial_ndim:
             return False
-        if size_along(self.__dict__["wrapped"], dim) != 1:
+        if output_size_along(self.__dict__["wrapped"], dim) != 1:
             raise UserError(
                 f"{type(self.__dict__['wrapped']).__name__}: rows are in dimension {dim}, where "
                 f"output_size is {self.output_size}. Make it 1 there."
@@ -320,9 +324,9 @@ class DomainParallelGlobalAvgPool(_GlobalPool):
 
     def reduce(self, x: Tensor, bands: Bands) -> Tensor:
         """Weigh the means of all bands by their rows."""
-        rows, height = bands.taken.sizes[self.manager.domain_rank], bands.taken.height
-        part = self.whole(x.to(wide_dtype(x))) * (rows / height)
-        return sum_of_bands(part, self.manager.transport).to(x.dtype)
+        rows, height = bands.input.sizes[self.manager.domain_rank], bands.input.height
+        part = self.global_forward(x.to(accumulation_dtype(x))) * (rows / height)
+        return sum_over_bands(part, self.manager.transport).to(x.dtype)
 
 
 @final
@@ -336,13 +340,13 @@ class DomainParallelGlobalMaxPool(_GlobalPool):
     def reduce(self, x: Tensor, bands: Bands) -> Tensor | tuple[Tensor, Tensor]:
         """Return the largest of all bands' maxima."""
         wrapped = self.__dict__["wrapped"]
-        pool = getattr(nn.functional, f"adaptive_max_pool{self._area}d")
+        pool = getattr(nn.functional, f"adaptive_max_pool{self._spatial_ndim}d")
         part, indices = pool(x, wrapped.output_size, return_indices=True)
-        first = self._on_globe(indices, x, bands.taken)
+        first = self._to_global_indices(indices, x, bands.input)
         top, place = _FirstMax.apply(part, first, self.manager.transport)  # type: ignore[no-untyped-call]
         return (top, place) if wrapped.return_indices else top
 
-    def _on_globe(self, indices: Tensor, x: Tensor, taken: RowPartition) -> Tensor:
+    def _to_global_indices(self, indices: Tensor, x: Tensor, taken: RowPartition) -> Tensor:
         """Turn positions in a channel of the band, in row-major order, into those in the globe."""
         beyond = x.shape[self.dim + 1 :].numel() if self.dim < -1 else 1
         outer = indices // (x.shape[self.dim] * beyond)
@@ -359,7 +363,7 @@ class _FirstMax(torch.autograd.Function):
         ctx: Any, part: Tensor, place: Tensor, transport: Transport
     ) -> tuple[Tensor, Tensor]:
         # float64 holds both exactly: one collective serves.
-        parts, places = transport.gather(torch.stack([part.double(), place.double()])).unbind(1)
+        parts, places = transport.all_gather(torch.stack([part.double(), place.double()])).unbind(1)
         top = parts.amax(0)
         first = torch.where((parts == top) | parts.isnan(), places, torch.inf).amin(0)
         ctx.save_for_backward(place == first)

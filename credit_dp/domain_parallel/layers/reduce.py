@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from credit_dp.domain_parallel.exchange import Run
+from credit_dp.domain_parallel.exchange import RowRange
 from credit_dp.domain_parallel.layers.base import Bands, RowLayer
 from credit_dp.domain_parallel.layers.norm import (
-    StatisticsLayer,
-    as_autocast_takes,
-    sum_of_bands,
-    wide_dtype,
+    ReductionLayer,
+    accumulation_dtype,
+    cast_for_autocast,
+    sum_over_bands,
 )
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import ROW_DIM
@@ -45,7 +45,7 @@ class Reduction(nn.Module):
         return f"{self.function.__name__}, dims={self.dims or 'all'}, keepdim={self.keepdim}"
 
 
-class _DomainParallelReduction(StatisticsLayer, ABC):
+class _DomainParallelReduction(ReductionLayer, ABC):
     """A reduction over all bands: the same result on every rank.
 
     Where the rows are not among the dimensions it is an ordinary reduction.
@@ -60,7 +60,7 @@ class _DomainParallelReduction(StatisticsLayer, ABC):
         `(..., H_local, ...)` -> the shape of the whole globe's result.
     """
 
-    makes_rows = False
+    output_is_banded = False
     function: ClassVar[Callable[..., Tensor]]
 
     def __init__(
@@ -76,7 +76,7 @@ class _DomainParallelReduction(StatisticsLayer, ABC):
         self.dims = named
         self.keepdim = keepdim
 
-    def mixes(self, dim: int, ndim: int) -> bool:
+    def couples_rows(self, dim: int, ndim: int) -> bool:
         """Return whether `dim` is one of the dimensions to reduce."""
         return not self.dims or dim % ndim in {d % ndim for d in self.dims}
 
@@ -92,10 +92,10 @@ class DomainParallelSum(_DomainParallelReduction):
 
     def reduce(self, x: Tensor, bands: Bands) -> Tensor:
         """Add up the sums of all bands."""
-        x = as_autocast_takes(x)
-        wide = wide_dtype(x) if x.is_floating_point() else None
+        x = cast_for_autocast(x)
+        wide = accumulation_dtype(x) if x.is_floating_point() else None
         part = x.sum(self.dims, self.keepdim, dtype=wide)
-        total = sum_of_bands(part, self.manager.transport)
+        total = sum_over_bands(part, self.manager.transport)
         return total.to(x.dtype) if x.is_floating_point() else total
 
 
@@ -118,9 +118,9 @@ class DomainParallelMean(_DomainParallelReduction):
 
     def reduce(self, x: Tensor, bands: Bands) -> Tensor:
         """Weigh the means of all bands by their rows."""
-        rows, height = bands.taken.sizes[self.manager.domain_rank], bands.taken.height
-        part = x.mean(self.dims, self.keepdim, dtype=wide_dtype(x)) * (rows / height)
-        return sum_of_bands(part, self.manager.transport).to(x.dtype)
+        rows, height = bands.input.sizes[self.manager.domain_rank], bands.input.height
+        part = x.mean(self.dims, self.keepdim, dtype=accumulation_dtype(x)) * (rows / height)
+        return sum_over_bands(part, self.manager.transport).to(x.dtype)
 
 
 @final
@@ -136,18 +136,18 @@ class DomainParallelMax(_DomainParallelReduction):
         """Return the largest of all bands' maxima."""
         part = x.amax(self.dims, True)
         ties = (x.detach() == part.detach()).sum(self.dims, True)
-        top: Tensor = _MaxOfBands.apply(part, ties, self.manager.transport)  # type: ignore[no-untyped-call]
+        top: Tensor = _MaxOverBands.apply(part, ties, self.manager.transport)  # type: ignore[no-untyped-call]
         return top if self.keepdim else top.squeeze(self.dims or tuple(range(x.ndim)))
 
 
-class _MaxOfBands(torch.autograd.Function):
+class _MaxOverBands(torch.autograd.Function):
     """The maximum of all bands' maxima; each band's cotangent is weighed by its ties with it."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, ties: Tensor, transport: Transport) -> Tensor:
         # float64 holds both exactly: one collective serves.
         mine = torch.stack([part.double(), ties.double()])
-        parts, counts = transport.gather(mine).unbind(1)
+        parts, counts = transport.all_gather(mine).unbind(1)
         top = parts.amax(0)
         total = torch.where(parts == top, counts, 0.0).sum(0)
         ctx.save_for_backward(torch.where(mine[0] == top, mine[1], 0.0) / total)
@@ -162,7 +162,7 @@ class _MaxOfBands(torch.autograd.Function):
 
 
 @final
-class DomainParallelSoftmax(StatisticsLayer):
+class DomainParallelSoftmax(ReductionLayer):
     """A `Softmax`, `LogSoftmax` or `Softmin` over rows, equal to that layer on the whole globe.
 
     One collective forward and one backward, each of one slice or two of the band; none where the
@@ -188,7 +188,7 @@ class DomainParallelSoftmax(StatisticsLayer):
         self.logarithm = isinstance(layer, nn.LogSoftmax)
         self.sign = -1 if isinstance(layer, nn.Softmin) else 1
 
-    def mixes(self, dim: int, ndim: int) -> bool:
+    def couples_rows(self, dim: int, ndim: int) -> bool:
         """Return whether `dim` is the layer's; without one torch takes the first or second."""
         own = self.__dict__["wrapped"].dim
         if own is None:
@@ -197,8 +197,8 @@ class DomainParallelSoftmax(StatisticsLayer):
 
     def reduce(self, x: Tensor, bands: Bands) -> Tensor:
         """Return the band's share of the globe's softmax."""
-        x = as_autocast_takes(x)
-        wide = self.sign * x.to(wide_dtype(x))
+        x = cast_for_autocast(x)
+        wide = self.sign * x.to(accumulation_dtype(x))
         y: Tensor = _Softmax.apply(wide, self.dim, self.logarithm, self.manager.transport)  # type: ignore[no-untyped-call]
         return y.to(x.dtype)
 
@@ -212,7 +212,7 @@ class _Softmax(torch.autograd.Function):
         top = x.amax(dim, True)
         # A band without any finite entry adds nothing.
         y = (x - torch.where(top.isneginf(), 0.0, top)).exp_()
-        tops, sums = transport.gather(torch.stack([top, y.sum(dim, True)])).unbind(1)
+        tops, sums = transport.all_gather(torch.stack([top, y.sum(dim, True)])).unbind(1)
         highest = tops.amax(0)
         total = (sums * (tops - highest).exp()).sum(0)
         if logarithm:
@@ -251,7 +251,7 @@ class DomainParallelStochasticDepth(RowLayer):
     def __init__(self, layer: Any, *, manager: DomainParallelManager | None = None) -> None:
         super().__init__(layer, ROW_DIM, manager)
 
-    def mixes(self, dim: int, ndim: int) -> bool:
+    def couples_rows(self, dim: int, ndim: int) -> bool:
         """All ranks have to draw alike wherever rows are, but among the samples.
 
         Raises:
@@ -267,15 +267,15 @@ class DomainParallelStochasticDepth(RowLayer):
         """Return the same height."""
         return height
 
-    def needs(self, out: slice, height: int) -> tuple[Run, ...]:
+    def required_rows(self, out: slice, height: int) -> tuple[RowRange, ...]:
         """Return the same rows."""
-        return (Run(out.start, out.stop),)
+        return (RowRange(out.start, out.stop),)
 
     def compute(self, x: Tensor, bands: Bands) -> Tensor:
         """Return the branches that stay."""
         if self.training and self.rate and self.draws is None and not x.is_meta:
             raise UserError(
                 f"{type(self).__name__}: the ranks of a globe have to drop the same branches. "
-                "Call credit_dp.models.blocks.draw_depths before each training step."
+                "Call credit_dp.models.blocks.draw_stochastic_depths before each training step."
             )
-        return self.whole(x)  # type: ignore[no-any-return]
+        return self.global_forward(x)  # type: ignore[no-any-return]

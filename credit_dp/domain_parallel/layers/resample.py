@@ -13,29 +13,29 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from credit_dp.constants import constant
-from credit_dp.domain_parallel.exchange import Run
-from credit_dp.domain_parallel.layers.base import Bands, RowLayer, WindowLayer
+from credit_dp.constants import constant_tensor
+from credit_dp.domain_parallel.exchange import RowRange
+from credit_dp.domain_parallel.layers.base import Bands, RowLayer, StencilLayer
 from credit_dp.domain_parallel.layers.pool import (
-    ADAPTIVE_AREA_DIMS,
+    ADAPTIVE_SPATIAL_NDIM,
     AdaptiveAvgPool,
     AdaptiveMaxPool,
-    positions_on_globe,
-    size_along,
+    global_flat_indices,
+    output_size_along,
 )
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import ROW_DIM
 from credit_dp.errors import UserError
 
 # Unit rows that are sent through the operator at a time.
-BLOCK = 256
+UNIT_ROWS_PER_CALL = 256
 
 Operator = Callable[[Tensor], Tensor]
 
 
 @final
 @dataclass(frozen=True)
-class RowTaps:
+class InterpolationTable:
     """Row `i` of the output is the sum over `k` of `weights[i, k]` x input row `sources[i, k]`.
 
     Shapes:
@@ -52,20 +52,20 @@ class RowTaps:
         return self.sources.shape[0]
 
     @cached_property
-    def _reached(self) -> list[list[int]]:
+    def _source_lists(self) -> list[list[int]]:
         return self.sources.tolist()
 
-    def changes_nothing(self, height: int) -> bool:
+    def is_identity(self, height: int) -> bool:
         """Whether the output is the input."""
-        return self.weights is None and self._reached == [[row] for row in range(height)]
+        return self.weights is None and self._source_lists == [[row] for row in range(height)]
 
-    def same_as(self, other: RowTaps) -> bool:
+    def has_same_sources(self, other: InterpolationTable) -> bool:
         """Whether both copy the same rows."""
-        return self._reached == other._reached
+        return self._source_lists == other._source_lists
 
-    def span(self, out: slice) -> tuple[int, int]:
+    def input_span(self, out: slice) -> tuple[int, int]:
         """Return the first input row that the output rows `out` need and the row after the last."""
-        reached = self._reached[out]
+        reached = self._source_lists[out]
         return min(map(min, reached)), max(map(max, reached)) + 1
 
     def apply(self, x: Tensor, dim: int, out: slice, first: int) -> Tensor:
@@ -86,7 +86,9 @@ class RowTaps:
 @_disable_dynamo  # as torch.compiler.disable, which takes a second to import
 @torch.inference_mode(False)  # a table is kept, maybe for training
 @torch.no_grad()
-def taps_of(operator: Operator, height: int, dtype: torch.dtype, device: torch.device) -> RowTaps:
+def interpolation_table_of(
+    operator: Operator, height: int, dtype: torch.dtype, device: torch.device
+) -> InterpolationTable:
     """Return the table of an operator that maps `(1, C, height, 1)` to `(1, C, H_out, 1)`.
 
     It has to be linear and to treat the channels alike.
@@ -95,8 +97,8 @@ def taps_of(operator: Operator, height: int, dtype: torch.dtype, device: torch.d
     if device.type == "meta":  # which rows are tapped, is read off numbers
         device = torch.device("cpu")
     made, taken, weight = [], [], []
-    for start in range(0, height, BLOCK):
-        stop = min(start + BLOCK, height)
+    for start in range(0, height, UNIT_ROWS_PER_CALL):
+        stop = min(start + UNIT_ROWS_PER_CALL, height)
         units = torch.zeros(stop - start, height, dtype=dtype, device=device)
         units.diagonal(start).fill_(1)
         with torch.autocast(device.type, enabled=False):
@@ -105,10 +107,14 @@ def taps_of(operator: Operator, height: int, dtype: torch.dtype, device: torch.d
         made.append(rows)
         taken.append(columns + start)
         weight.append(matrix[rows, columns])
-    return _table(torch.cat(made), torch.cat(taken), torch.cat(weight), matrix.shape[0])
+    return _table_from_triples(
+        torch.cat(made), torch.cat(taken), torch.cat(weight), matrix.shape[0]
+    )
 
 
-def _table(made: Tensor, taken: Tensor, weight: Tensor, out_height: int) -> RowTaps:
+def _table_from_triples(
+    made: Tensor, taken: Tensor, weight: Tensor, out_height: int
+) -> InterpolationTable:
     """Put triples of output row, input row and weight into rows of one length."""
     order = made.argsort(stable=True)
     made, taken, weight = made[order], taken[order], weight[order]
@@ -121,21 +127,21 @@ def _table(made: Tensor, taken: Tensor, weight: Tensor, out_height: int) -> RowT
     sources[made, nth] = taken
     weights[made, nth] = weight
     copies = widest == 1 and bool((weights == 1).all())
-    return RowTaps(sources, None if copies else weights)
+    return InterpolationTable(sources, None if copies else weights)
 
 
 # Samples and channels come before the dimensions of space.
 NON_SPATIAL = 2
 
 
-class Kind(NamedTuple):
+class DtypeAndDevice(NamedTuple):
     """Positions of taps are rounded: the rows needed may depend on these."""
 
     dtype: torch.dtype
     device: torch.device
 
 
-class TapLayer(RowLayer):
+class InterpolationLayer(RowLayer):
     """A layer that is a table of taps along rows and torch's own operator along all else.
 
     What makes fewer columns acts before rows travel, what makes more of them afterwards.
@@ -150,10 +156,10 @@ class TapLayer(RowLayer):
         ndim: int = 4,
     ) -> None:
         super().__init__(wrapped, shard_dim, manager, halo_width=1, ndim=ndim)
-        self._tables: dict[tuple[int, int, Kind], RowTaps] = {}
-        self._kind = Kind(torch.float32, torch.device("cpu"))
+        self._table_cache: dict[tuple[int, int, DtypeAndDevice], InterpolationTable] = {}
+        self._dtype_and_device = DtypeAndDevice(torch.float32, torch.device("cpu"))
 
-    def mixes(self, dim: int, ndim: int) -> bool:
+    def couples_rows(self, dim: int, ndim: int) -> bool:
         """Rows meet wherever they are but among samples and channels."""
         return dim + ndim >= NON_SPATIAL
 
@@ -162,52 +168,55 @@ class TapLayer(RowLayer):
         return value[self.dim] if isinstance(value, (tuple, list)) else value
 
     @abstractmethod
-    def along_rows(self, x: Tensor) -> Tensor:
+    def apply_along_rows(self, x: Tensor) -> Tensor:
         """Return the operator on `(1, C, H, 1)`, one column wide."""
 
     @abstractmethod
-    def along_others(self, x: Tensor) -> Tensor:
+    def apply_along_other_dims(self, x: Tensor) -> Tensor:
         """Return the operator on a band along every dimension but the rows'."""
 
-    def taps(self, height: int) -> RowTaps:
+    def interpolation_table(self, height: int) -> InterpolationTable:
         """Return the table for a global height."""
-        return self._table(height, self._kind)
+        return self._cached_table(height, self._dtype_and_device)
 
-    def gradient_taps(self, height: int) -> RowTaps:
+    def gradient_table(self, height: int) -> InterpolationTable:
         """Return the table that gradients follow."""
-        return self.taps(height)
+        return self.interpolation_table(height)
 
-    def _table(self, height: int, kind: Kind) -> RowTaps:
+    def _cached_table(self, height: int, kind: DtypeAndDevice) -> InterpolationTable:
         key = (self.dim, height, kind)
-        if key not in self._tables:
-            self._tables[key] = taps_of(self.along_rows, height, *kind)
-        return self._tables[key]
+        if key not in self._table_cache:
+            self._table_cache[key] = interpolation_table_of(self.apply_along_rows, height, *kind)
+        return self._table_cache[key]
 
     def out_height(self, height: int, *others: Tensor) -> int:
         """Return the rows of the output."""
-        return self.taps(height).out_height
+        return self.interpolation_table(height).out_height
 
-    def needs(self, out: slice, height: int) -> tuple[Run, ...]:
+    def required_rows(self, out: slice, height: int) -> tuple[RowRange, ...]:
         """Return the rows from the first to the last tap."""
-        spans = [table.span(out) for table in (self.taps(height), self.gradient_taps(height))]
-        return (Run(min(first for first, _ in spans), max(stop for _, stop in spans)),)
+        spans = [
+            table.input_span(out)
+            for table in (self.interpolation_table(height), self.gradient_table(height))
+        ]
+        return (RowRange(min(first for first, _ in spans), max(stop for _, stop in spans)),)
 
     def compute(self, x: Tensor, bands: Bands) -> Tensor:
         """Return this rank's output rows."""
-        kind = Kind(x.dtype, x.device)
-        if kind != self._kind:
-            self._kind, self._exchanges = kind, {}
+        kind = DtypeAndDevice(x.dtype, x.device)
+        if kind != self._dtype_and_device:
+            self._dtype_and_device, self._exchanges = kind, {}
         with torch.no_grad():
-            row = self.along_others(x.narrow(self.dim, 0, 1))
+            row = self.apply_along_other_dims(x.narrow(self.dim, 0, 1))
         if row.numel() <= x.narrow(self.dim, 0, 1).numel():
-            return self._rows(self.along_others(x), bands).to(row.dtype)
-        return self.along_others(self._rows(x, bands)).to(row.dtype)
+            return self._resample_rows(self.apply_along_other_dims(x), bands).to(row.dtype)
+        return self.apply_along_other_dims(self._resample_rows(x, bands)).to(row.dtype)
 
-    def _rows(self, x: Tensor, bands: Bands) -> Tensor:
-        height, out = bands.taken.height, bands.made.rows(self.manager.domain_rank)
-        taps, gradient_taps = self.taps(height), self.gradient_taps(height)
-        rows, first = self.fetch(x, bands), self.needs(out, height)[0].start
-        if taps.changes_nothing(height):
+    def _resample_rows(self, x: Tensor, bands: Bands) -> Tensor:
+        height, out = bands.input.height, bands.output.rows(self.manager.domain_rank)
+        taps, gradient_taps = self.interpolation_table(height), self.gradient_table(height)
+        rows, first = self.fetch(x, bands), self.required_rows(out, height)[0].start
+        if taps.is_identity(height):
             return rows
         made = gradient_taps.apply(rows, self.dim, out, first)
         if gradient_taps is taps:
@@ -221,7 +230,7 @@ LINEAR = ("linear", "bilinear", "trilinear")
 MODES = (*NEAREST, *LINEAR, "bicubic", "area")
 
 
-class _Interpolation(TapLayer, ABC):
+class _Interpolate(InterpolationLayer, ABC):
     """`F.interpolate` with the settings of an `nn.Upsample`."""
 
     def _check_dim(self) -> None:
@@ -239,14 +248,14 @@ class _Interpolation(TapLayer, ABC):
             recompute_scale_factor=self.recompute_scale_factor,
         )
 
-    def along_rows(self, x: Tensor) -> Tensor:
+    def apply_along_rows(self, x: Tensor) -> Tensor:
         """Return the interpolation of one column."""
         mode = "bilinear" if self.mode in LINEAR else self.mode
         if self.size is not None:
             return self._interpolate(x, (self.row_setting(self.size), 1), None, mode)
         return self._interpolate(x, None, (self.row_setting(self.scale_factor), 1.0), mode)
 
-    def along_others(self, x: Tensor) -> Tensor:
+    def apply_along_other_dims(self, x: Tensor) -> Tensor:
         """Return the interpolation along columns and levels."""
         setting = self.scale_factor if self.size is None else self.size
         one_for_all = isinstance(setting, (int, float))
@@ -259,21 +268,23 @@ class _Interpolation(TapLayer, ABC):
             return self._interpolate(x, None, settings, self.mode)
         return self._interpolate(x, settings, None, self.mode)
 
-    def gradient_taps(self, height: int) -> RowTaps:
+    def gradient_table(self, height: int) -> InterpolationTable:
         """Return the table that gradients follow.
 
         For float64 torch rounds nearest positions in float64 forward and in float32 backward, and
         one in 300 pairs of heights has rows where these differ.
         """
-        taps = self.taps(height)
-        if self.mode not in NEAREST or self._kind.dtype != torch.float64:
+        taps = self.interpolation_table(height)
+        if self.mode not in NEAREST or self._dtype_and_device.dtype != torch.float64:
             return taps
-        coarse = self._table(height, Kind(torch.float32, self._kind.device))
-        return taps if coarse.same_as(taps) else coarse
+        coarse = self._cached_table(
+            height, DtypeAndDevice(torch.float32, self._dtype_and_device.device)
+        )
+        return taps if coarse.has_same_sources(taps) else coarse
 
 
 @final
-class DomainParallelUpsample(_Interpolation):
+class DomainParallelUpsample(_Interpolate):
     """An `nn.Upsample` on one band of rows, equal to that layer on the whole globe.
 
     Every mode, `size` or `scale_factor` up and down, `align_corners`, `recompute_scale_factor`.
@@ -299,7 +310,7 @@ class DomainParallelUpsample(_Interpolation):
 
 
 @final
-class DomainParallelInterpolate(_Interpolation):
+class DomainParallelInterpolate(_Interpolate):
     """`F.interpolate` on one band of rows, equal to it on the whole globe.
 
     `size` is what it would be without sharding: that of the whole globe's output, never of a band.
@@ -347,17 +358,17 @@ class DomainParallelInterpolate(_Interpolation):
     def compute(self, x: Tensor, bands: Bands) -> Tensor:
         """Return this rank's output rows."""
         rows = self.row_setting(self.size)
-        if rows in bands.taken.sizes and rows != bands.taken.height:
+        if rows in bands.input.sizes and rows != bands.input.height:
             raise UserError(
                 f"DomainParallelInterpolate: size is the whole globe's output, got {rows} rows, as "
-                f"a band of the {bands.taken.height} rows going in has. Give the globe's number, "
+                f"a band of the {bands.input.height} rows going in has. Give the globe's number, "
                 "or convert an nn.Upsample if that is it."
             )
         return super().compute(x, bands)
 
 
 @final
-class DomainParallelPeriodicUpsample(WindowLayer):
+class DomainParallelPeriodicUpsample(StencilLayer):
     """A doubling of rows and columns around the globe on one band, equal to it on the whole globe.
 
     Args:
@@ -385,14 +396,14 @@ class DomainParallelPeriodicUpsample(WindowLayer):
         """Return twice the rows."""
         return 2 * height
 
-    def span(self, out: slice, height: int) -> tuple[int, int]:
+    def input_span(self, out: slice, height: int) -> tuple[int, int]:
         """Return the rows around the output rows: row `i` becomes the rows `2 i` and `2 i + 1`."""
         return (out.start - 1) // 2, out.stop // 2 + 1
 
     def compute(self, x: Tensor, bands: Bands) -> Tensor:
         """Return this rank's output rows."""
-        out = bands.made.rows(self.manager.domain_rank)
-        first, _ = self.span(out, bands.taken.height)
+        out = bands.output.rows(self.manager.domain_rank)
+        first, _ = self.input_span(out, bands.input.height)
         finer: Tensor = self.refine(self.fetch(x, bands))
         return finer.narrow(self.dim, out.start - 2 * first, out.stop - out.start)
 
@@ -407,48 +418,52 @@ class _AdaptivePool(RowLayer, ABC):
         *,
         manager: DomainParallelManager | None = None,
     ) -> None:
-        self._area = next(n for kind, n in ADAPTIVE_AREA_DIMS.items() if isinstance(pool, kind))
-        dim = max(ROW_DIM, -self._area) if shard_dim is None else shard_dim
-        super().__init__(pool, dim, manager, ndim=self._area + 2)
+        self._spatial_ndim = next(
+            n for kind, n in ADAPTIVE_SPATIAL_NDIM.items() if isinstance(pool, kind)
+        )
+        dim = max(ROW_DIM, -self._spatial_ndim) if shard_dim is None else shard_dim
+        super().__init__(pool, dim, manager, ndim=self._spatial_ndim + 2)
 
     def _check_dim(self) -> None:
-        if (self.dim, self._area) != (-1, 1):
+        if (self.dim, self._spatial_ndim) != (-1, 1):
             super()._check_dim()
 
-    def mixes(self, dim: int, ndim: int) -> bool:
+    def couples_rows(self, dim: int, ndim: int) -> bool:
         """Rows meet where the pool is.
 
         Raises:
             UserError: it makes one row of them.
         """
         wrapped = self.__dict__["wrapped"]
-        if dim < -self._area:
+        if dim < -self._spatial_ndim:
             return False
-        if size_along(wrapped, dim) == 1:
+        if output_size_along(wrapped, dim) == 1:
             raise UserError(
                 f"{type(wrapped).__name__}: rows are in dimension {dim}, where output_size is 1. "
-                f"It needs them in {max(ROW_DIM, -self._area)}. Move them there before this layer."
+                f"It needs them in {max(ROW_DIM, -self._spatial_ndim)}. Move them there before "
+                "this layer."
             )
         return True
 
-    def _out(self, height: int) -> int:
-        return size_along(self.__dict__["wrapped"], self.dim) or height
+    def _output_height(self, height: int) -> int:
+        return output_size_along(self.__dict__["wrapped"], self.dim) or height
 
-    def _pool(self, x: Tensor, rows: int) -> Any:
+    def _pool_to_rows(self, x: Tensor, rows: int) -> Any:
         """Return torch's pool with another number of output rows."""
         size: list[int | None] = [
-            size_along(self.__dict__["wrapped"], dim) for dim in range(-self._area, 0)
+            output_size_along(self.__dict__["wrapped"], dim)
+            for dim in range(-self._spatial_ndim, 0)
         ]
         size[self.dim] = rows
         indices = (True,) if getattr(self.__dict__["wrapped"], "return_indices", False) else ()
-        name = f"adaptive_{self._kind_name}_pool{self._area}d"
-        return getattr(nn.functional, name)(x, size if self._area > 1 else rows, *indices)
+        name = f"adaptive_{self._pool_name}_pool{self._spatial_ndim}d"
+        return getattr(nn.functional, name)(x, size if self._spatial_ndim > 1 else rows, *indices)
 
-    _kind_name: str
+    _pool_name: str
 
 
 @final
-class DomainParallelAdaptiveAvgPool(_AdaptivePool, TapLayer):
+class DomainParallelAdaptiveAvgPool(_AdaptivePool, InterpolationLayer):
     """An `nn.AdaptiveAvgPool*d` to several rows, equal to that layer on the whole globe.
 
     Args:
@@ -460,81 +475,81 @@ class DomainParallelAdaptiveAvgPool(_AdaptivePool, TapLayer):
         `(B, C, H_local, W)` -> `(B, C, H_out_local, W_out)`, or another number of dimensions.
     """
 
-    _kind_name = "avg"
+    _pool_name = "avg"
 
-    def along_rows(self, x: Tensor) -> Tensor:
+    def apply_along_rows(self, x: Tensor) -> Tensor:
         """Return the pool of one column."""
-        return nn.functional.adaptive_avg_pool2d(x, (self._out(x.shape[-2]), 1))
+        return nn.functional.adaptive_avg_pool2d(x, (self._output_height(x.shape[-2]), 1))
 
-    def along_others(self, x: Tensor) -> Tensor:
+    def apply_along_other_dims(self, x: Tensor) -> Tensor:
         """Return the pool of all dimensions but the rows'."""
-        made: Tensor = self._pool(x, x.shape[self.dim])
+        made: Tensor = self._pool_to_rows(x, x.shape[self.dim])
         return made
 
 
 @final
-class DomainParallelAdaptiveMaxPool(_AdaptivePool, WindowLayer):
+class DomainParallelAdaptiveMaxPool(_AdaptivePool, StencilLayer):
     """An `nn.AdaptiveMaxPool*d` to several rows, equal to that layer on the whole globe.
 
     `return_indices` returns positions on the whole globe. See `DomainParallelAdaptiveAvgPool` for
     arguments and shapes.
     """
 
-    _kind_name = "max"
+    _pool_name = "max"
 
     def out_height(self, height: int, *others: Tensor) -> int:
         """Return the rows of the output."""
-        return self._out(height)
+        return self._output_height(height)
 
-    def span(self, out: slice, height: int) -> tuple[int, int]:
+    def input_span(self, out: slice, height: int) -> tuple[int, int]:
         """Return the rows of the windows."""
-        made = self._out(height)
+        made = self._output_height(height)
         return out.start * height // made, -(-out.stop * height // made)
 
-    def _windows(self, bands: Bands) -> list[int]:
+    def _window_rows(self, bands: Bands) -> list[int]:
         """Return the rows of this rank's windows one after another, each as long as the longest.
 
         Shorter windows repeat their last row.
         """
-        height, out = bands.taken.height, bands.made.rows(self.manager.domain_rank)
-        spans = [self.span(slice(i, i + 1), height) for i in range(bands.made.height)]
+        height, out = bands.input.height, bands.output.rows(self.manager.domain_rank)
+        spans = [self.input_span(slice(i, i + 1), height) for i in range(bands.output.height)]
         longest = max(stop - first for first, stop in spans)
         return [min(first + k, stop - 1) for first, stop in spans[out] for k in range(longest)]
 
     def compute(self, x: Tensor, bands: Bands) -> Tensor | tuple[Tensor, Tensor]:
         """Return this rank's output rows."""
-        height, out = bands.taken.height, bands.made.rows(self.manager.domain_rank)
-        taken = constant(self._windows(bands), x.device)
+        height, out = bands.input.height, bands.output.rows(self.manager.domain_rank)
+        taken = constant_tensor(self._window_rows(bands), x.device)
         rows = self.fetch(x, bands)
-        if height % bands.made.height:  # else the windows lie side by side
-            rows = rows.index_select(self.dim, taken - self.span(out, height)[0])
-        made = self._pool(rows, out.stop - out.start)
+        if height % bands.output.height:  # else the windows lie side by side
+            rows = rows.index_select(self.dim, taken - self.input_span(out, height)[0])
+        made = self._pool_to_rows(rows, out.stop - out.start)
         if not self.return_indices:
             return made  # type: ignore[no-any-return]
         maxima, indices = made
         columns = x.shape[self.dim :].numel() // x.shape[self.dim]
-        return maxima, positions_on_globe(indices, taken, columns, height)
+        return maxima, global_flat_indices(indices, taken, columns, height)
 
 
 # Channels, rows and columns trade places: rows may be in either of the last two dimensions.
-SPATIAL = (-2, -1)
-CHANNELS = -3
+SPATIAL_DIMS = (-2, -1)
+CHANNEL_DIM = -3
 
 
-class _Shuffle(RowLayer, ABC):
+class _PixelShuffleLayer(RowLayer, ABC):
     """Rows and columns become channels, or the other way round."""
 
-    def mixes(self, dim: int, ndim: int) -> bool:
+    def couples_rows(self, dim: int, ndim: int) -> bool:
         """Rows meet in the last two dimensions.
 
         Raises:
             UserError: rows are among the channels.
         """
-        if dim == CHANNELS:
+        if dim == CHANNEL_DIM:
             raise UserError(
                 f"{type(self).__name__}: rows are in the channels' dimension. Move them elsewhere."
             )
-        return dim in SPATIAL
+        return dim in SPATIAL_DIMS
 
     @abstractmethod
     def out_rows(self, rows: slice) -> slice:
@@ -542,15 +557,15 @@ class _Shuffle(RowLayer, ABC):
 
     def compute(self, x: Tensor, bands: Bands) -> Tensor:
         """Shuffle whole groups of rows and crop to this rank's."""
-        out = bands.made.rows(self.manager.domain_rank)
-        (taken,) = self.needs(out, bands.taken.height)
-        made: Tensor = self.whole(self.fetch(x, bands))
+        out = bands.output.rows(self.manager.domain_rank)
+        (taken,) = self.required_rows(out, bands.input.height)
+        made: Tensor = self.global_forward(self.fetch(x, bands))
         start = self.out_rows(slice(taken.start, taken.stop)).start
         return made.narrow(self.dim, out.start - start, out.stop - out.start)
 
 
 @final
-class DomainParallelPixelShuffle(_Shuffle):
+class DomainParallelPixelShuffle(_PixelShuffleLayer):
     """A `PixelShuffle` on one band of rows, equal to that layer on the whole globe.
 
     Where the bands line up nothing is sent.
@@ -577,10 +592,10 @@ class DomainParallelPixelShuffle(_Shuffle):
         """Return the rows of the output."""
         return int(height * self.upscale_factor)
 
-    def needs(self, out: slice, height: int) -> tuple[Run, ...]:
+    def required_rows(self, out: slice, height: int) -> tuple[RowRange, ...]:
         """Return the rows of which these are made."""
         factor = self.upscale_factor
-        return (Run(out.start // factor, -(-out.stop // factor)),)
+        return (RowRange(out.start // factor, -(-out.stop // factor)),)
 
     def out_rows(self, rows: slice) -> slice:
         """Return the output rows that whole input rows make."""
@@ -588,7 +603,7 @@ class DomainParallelPixelShuffle(_Shuffle):
 
 
 @final
-class DomainParallelPixelUnshuffle(_Shuffle):
+class DomainParallelPixelUnshuffle(_PixelShuffleLayer):
     """A `PixelUnshuffle` on one band of rows, equal to that layer on the whole globe.
 
     Where the bands line up nothing is sent.
@@ -615,9 +630,9 @@ class DomainParallelPixelUnshuffle(_Shuffle):
         """Return the rows of the output."""
         return int(height // self.downscale_factor)
 
-    def needs(self, out: slice, height: int) -> tuple[Run, ...]:
+    def required_rows(self, out: slice, height: int) -> tuple[RowRange, ...]:
         """Return the rows of which these are made."""
-        return (Run(out.start * self.downscale_factor, out.stop * self.downscale_factor),)
+        return (RowRange(out.start * self.downscale_factor, out.stop * self.downscale_factor),)
 
     def out_rows(self, rows: slice) -> slice:
         """Return the output rows that whole input rows make."""

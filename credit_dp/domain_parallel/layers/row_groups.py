@@ -10,22 +10,22 @@ from typing import Any, NamedTuple, final
 import torch.nn.functional as F
 from torch import Tensor
 
-from credit_dp.constants import constant
-from credit_dp.domain_parallel.exchange import RowExchange, Run
+from credit_dp.constants import constant_tensor
+from credit_dp.domain_parallel.exchange import RowExchange, RowRange
 from credit_dp.domain_parallel.layers.base import Bands, RowLayer
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import RowPartition
 
-Rows = tuple[int | None, ...]
+RowOrder = tuple[int | None, ...]
 
 
-class Dealt(NamedTuple):
+class GroupAssignment(NamedTuple):
     """Which groups this rank treats, their rows in order, and how these come and go home."""
 
     groups: slice
-    order: Rows
-    there: RowExchange
-    back: RowExchange
+    order: RowOrder
+    fetch_exchange: RowExchange
+    return_exchange: RowExchange
 
 
 @final
@@ -49,45 +49,45 @@ class DomainParallelRowGroups(RowLayer):
 
     def __init__(self, layer: Any, *, manager: DomainParallelManager | None = None) -> None:
         super().__init__(layer, layer.row_dim, manager)
-        self._dealt: dict[RowPartition, Dealt] = {}
+        self._assignments: dict[RowPartition, GroupAssignment] = {}
 
     def _check_dim(self) -> None:
         """Rows are where the layer says."""
 
-    def mixes(self, dim: int, ndim: int) -> bool:
+    def couples_rows(self, dim: int, ndim: int) -> bool:
         """Rows meet in the layer's own dimension of rows, and may be in no other."""
         self.dim = self.wrapped.row_dim
-        return super().mixes(dim, ndim)
+        return super().couples_rows(dim, ndim)
 
     def set_plan(self, dim: int, planned: dict[int, int]) -> None:
         """Adopt where the plan found rows, and the global heights: taken -> made."""
         super().set_plan(dim, planned)
-        self._dealt = {}
+        self._assignments = {}
 
     def forget_exchanges(self) -> None:
         """Make exchanges anew, because the manager has become another rank."""
         super().forget_exchanges()
-        self._dealt = {}
+        self._assignments = {}
 
     def out_height(self, height: int, *others: Tensor) -> int:
         """Return the same height."""
         return height
 
-    def needs(self, out: slice, height: int) -> tuple[Run, ...]:
-        """Return the rows as they are: what is fetched depends on the groups, see `dealt`."""
-        return (Run(out.start, out.stop),)
+    def required_rows(self, out: slice, height: int) -> tuple[RowRange, ...]:
+        """Return the rows as they are: what is fetched depends on the groups, see `assignment`."""
+        return (RowRange(out.start, out.stop),)
 
-    def unit(self, height: int) -> int:
+    def row_multiple(self, height: int) -> int:
         """Return of how many rows a band should be a multiple; 1 if that would spare nothing."""
         groups = self.wrapped.groups(height)
         in_order = groups.positions == tuple(range(height))
         return int(groups.size) if in_order else 1
 
-    def dealt(self, bands: RowPartition) -> Dealt:
+    def assignment(self, bands: RowPartition) -> GroupAssignment:
         """Return what this rank does of a globe in these bands."""
-        if bands not in self._dealt:
+        if bands not in self._assignments:
             groups, rank = self.wrapped.groups(bands.height), self.manager.domain_rank
-            shares = deal(bands, groups)
+            shares = assign_groups(bands, groups)
             orders = [
                 groups.order[share.start * groups.size : share.stop * groups.size]
                 for share in shares
@@ -95,18 +95,18 @@ class DomainParallelRowGroups(RowLayer):
             rows = [[row for row in order if row is not None] for order in orders]
             at = {row: place for place, row in enumerate(chain(*rows))}
             home = [[at[row] for row in _range(bands.rows(r))] for r in range(bands.ranks)]
-            there = RowExchange(bands, tuple(map(_runs, rows)), rank)
-            treated = RowPartition.of_sizes(list(map(len, rows)))
-            back = RowExchange(treated, tuple(map(_runs, home)), rank)
-            self._dealt[bands] = Dealt(shares[rank], orders[rank], there, back)
-        return self._dealt[bands]
+            there = RowExchange(bands, tuple(map(_row_ranges, rows)), rank)
+            treated = RowPartition.from_sizes(list(map(len, rows)))
+            back = RowExchange(treated, tuple(map(_row_ranges, home)), rank)
+            self._assignments[bands] = GroupAssignment(shares[rank], orders[rank], there, back)
+        return self._assignments[bands]
 
     def compute(self, x: Tensor, bands: Bands) -> Tensor:
         """Fetch the rows of this rank's groups, treat them, and send them home."""
-        groups, order, there, back = self.dealt(bands.taken)
+        groups, order, there, back = self.assignment(bands.input)
         transport, dim = self.manager.transport, self.dim
-        rows = with_blanks(there.apply(x, transport, dim), order, dim)
-        treated = without_blanks(self.treat(rows, groups, bands.taken.height), order, dim)
+        rows = insert_zero_rows(there.apply(x, transport, dim), order, dim)
+        treated = remove_zero_rows(self.treat(rows, groups, bands.input.height), order, dim)
         if not order:
             # Without a group every parameter gets a gradient of zeros, and not none, and the rows'
             # way home is taken in backward: what is made of nothing may have forgotten both.
@@ -114,7 +114,7 @@ class DomainParallelRowGroups(RowLayer):
         return back.apply(treated, transport, dim)
 
 
-def deal(bands: RowPartition, groups: Any) -> list[slice]:
+def assign_groups(bands: RowPartition, groups: Any) -> list[slice]:
     """Share out groups, to each rank consecutive ones of which it has many rows.
 
     No rank gets more than if all had the same number, rounded up.
@@ -146,7 +146,7 @@ def _is_consecutive(positions: Sequence[int]) -> bool:
     return sum(b - a != 1 for a, b in pairwise(positions)) <= 1
 
 
-def with_blanks(x: Tensor, order: Rows, dim: int) -> Tensor:
+def insert_zero_rows(x: Tensor, order: RowOrder, dim: int) -> Tensor:
     """Put rows of zeros where an order has None."""
     blanks = order.count(None)
     if not blanks:
@@ -156,27 +156,27 @@ def with_blanks(x: Tensor, order: Rows, dim: int) -> Tensor:
         return rows
     row, blank = count(), count(len(order) - blanks)
     source = [next(blank if entry is None else row) for entry in order]
-    return rows.index_select(dim, constant(source, x.device))
+    return rows.index_select(dim, constant_tensor(source, x.device))
 
 
-def without_blanks(x: Tensor, order: Rows, dim: int) -> Tensor:
-    """Undo `with_blanks`."""
+def remove_zero_rows(x: Tensor, order: RowOrder, dim: int) -> Tensor:
+    """Undo `insert_zero_rows`."""
     places = [place for place, row in enumerate(order) if row is not None]
     if places == list(range(len(places))):
         return x.narrow(dim, 0, len(places))
-    return x.index_select(dim, constant(places, x.device))
+    return x.index_select(dim, constant_tensor(places, x.device))
 
 
 def _range(rows: slice) -> range:
     return range(rows.start, rows.stop)
 
 
-def _runs(rows: Iterable[int]) -> tuple[Run, ...]:
+def _row_ranges(rows: Iterable[int]) -> tuple[RowRange, ...]:
     """Return rows as runs of consecutive ones."""
-    runs: list[Run] = []
+    runs: list[RowRange] = []
     for row in rows:
         if runs and runs[-1].stop == row:
-            runs[-1] = Run(runs[-1].start, row + 1)
+            runs[-1] = RowRange(runs[-1].start, row + 1)
         else:
-            runs.append(Run(row, row + 1))
+            runs.append(RowRange(row, row + 1))
     return tuple(runs)

@@ -10,29 +10,29 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from credit_dp.domain_parallel.functional import announced
+from credit_dp.domain_parallel.functional import attached_contexts
 from credit_dp.domain_parallel.layers.base import RowLayer
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import FIELD_DIMS, ROW_DIM, BandTable, RowPartition
-from credit_dp.domain_parallel.planning.audit import audit, refusal
+from credit_dp.domain_parallel.planning.audit import audit, refusal_message
 from credit_dp.domain_parallel.planning.planner import Planner
 from credit_dp.domain_parallel.planning.trace import (
-    DEPENDS_ON_DATA,
+    DATA_DEPENDENT_ERRORS,
     Trace,
-    code_line,
     dtype_and_device,
-    traceable,
-    unchanged,
+    preserve_model,
+    use_fake_tensors,
+    user_line_of,
 )
-from credit_dp.domain_parallel.row_tensors import RowParameters, unreplaced
-from credit_dp.domain_parallel.shared_exchange import Reading, readings, share_exchanges
+from credit_dp.domain_parallel.row_tensors import RowTensorSharder, forbid_tensor_replacement
+from credit_dp.domain_parallel.shared_exchange import ReaderGroup, reader_groups, share_exchanges
 from credit_dp.errors import UserError
 
 Shape = tuple[int, ...]
 # What a call is made with, for a function from whole-globe shapes to those wanted.
-Inputs = Callable[[Callable[[Shape], Shape]], tuple[list[Any], dict[str, Any]]]
+InputFactory = Callable[[Callable[[Shape], Shape]], tuple[list[Any], dict[str, Any]]]
 # Sizes that stand for any batch: views that fold rows into a batch of one look harmless.
-PRIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23)
+PLACEHOLDER_BATCH_SIZES = (2, 3, 5, 7, 11, 13, 17, 19, 23)
 
 
 def plan_model(
@@ -52,7 +52,7 @@ def plan_model(
             changes rows, or the model's control flow depends on data.
     """
     shapes = list(as_shapes(input_shape))
-    return plan_calls(model, manager, shapes, _inputs_of(model, shapes), trusted)
+    return plan_calls(model, manager, shapes, _input_factory(model, shapes), trusted)
 
 
 def as_shapes(input_shape: Shape | Sequence[Shape]) -> tuple[Shape, ...]:
@@ -67,7 +67,7 @@ def as_shapes(input_shape: Shape | Sequence[Shape]) -> tuple[Shape, ...]:
     return (tuple(input_shape),) if whole else tuple(tuple(s) for s in input_shape)  # type: ignore
 
 
-def _inputs_of(model: nn.Module, shapes: list[Shape]) -> Inputs:
+def _input_factory(model: nn.Module, shapes: list[Shape]) -> InputFactory:
     dtype, device = dtype_and_device(model)
 
     def inputs(shape_of: Callable[[Shape], Shape]) -> tuple[list[Tensor], dict[str, Any]]:
@@ -87,18 +87,22 @@ def find_heights(
         UserError: the model's control flow depends on data.
     """
     shapes = list(as_shapes(input_shape))
-    planner = Planner(model, _names(model), BandTable(1))
-    planner.expect(shape[ROW_DIM] for shape in shapes if is_banded(shape))
-    with planner.trusting(trusted), planner.naming(), traceable(model):
-        _follow(planner, None, True, lambda: _inputs_of(model, shapes)(lambda shape: shape))
+    planner = Planner(model, _layer_names(model), BandTable(1))
+    planner.add_field_heights(shape[ROW_DIM] for shape in shapes if is_banded(shape))
+    with (
+        planner.exclude_from_trace(trusted),
+        planner.record_module_names(),
+        use_fake_tensors(model),
+    ):
+        _trace_run(planner, None, True, lambda: _input_factory(model, shapes)(lambda shape: shape))
     places = {shape[ROW_DIM]: "input" for shape in shapes if is_banded(shape)}
-    for layer, calls in planner.seen.items():
+    for layer, calls in planner.layer_rows.items():
         for height in (h for call in sorted(calls) for h in call[1:]):
             places.setdefault(height, planner.names[layer])
     return places
 
 
-def _names(model: nn.Module) -> dict[RowLayer, str]:
+def _layer_names(model: nn.Module) -> dict[RowLayer, str]:
     layers = {name: m for name, m in model.named_modules() if isinstance(m, RowLayer)}
     return {layer: name or type(layer).__name__ for name, layer in layers.items()}
 
@@ -112,7 +116,7 @@ def plan_calls(
     model: nn.Module,
     manager: DomainParallelManager,
     shapes: list[Shape],
-    inputs: Inputs,
+    inputs: InputFactory,
     trusted: Iterable[nn.Module] = (),
 ) -> Planner:
     """Plan the calls that `inputs` makes, whose tensors have these whole-globe shapes.
@@ -120,48 +124,50 @@ def plan_calls(
     What `trusted` modules do inside is not audited. A parameter or buffer that turns out to have
     rows is cut, and all is planned again.
     """
-    names, trusted = _names(model), list(trusted)
-    parameters = RowParameters(model, manager)
-    with traceable(model):
+    names, trusted = _layer_names(model), list(trusted)
+    parameters = RowTensorSharder(model, manager)
+    with use_fake_tensors(model):
         while True:
             planner = Planner(model, dict(names), manager.bands)
             try:
-                with planner.trusting(trusted), planner.naming():
+                with planner.exclude_from_trace(trusted), planner.record_module_names():
                     runs = _plan_batches(planner, manager.bands.ranks, shapes, inputs)
                 break
             except UserError as error:
-                if not parameters.cut_more(error, planner.origins.wanted):
-                    raise parameters.give_up(error) from error.__cause__
-    for layer in planner.seen:
-        layer.set_plan(*planner.planned(layer))
-    for layer in planner.apart:
-        layer.set_apart()
+                if not parameters.shard_more(error, planner.provenance.candidates):
+                    raise parameters.revert(error) from error.__cause__
+    for layer in planner.layer_rows:
+        layer.set_plan(*planner.layer_plan(layer))
+    for layer in planner.rowwise_layers:
+        layer.set_rowwise()
     share_exchanges(model, runs)
-    for converted in announced(model):
+    for converted in attached_contexts(model):
         converted.planned = True
     return planner
 
 
 def _plan_batches(
-    planner: Planner, ranks: int, shapes: list[Shape], inputs: Inputs
-) -> list[frozenset[Reading]]:
+    planner: Planner, ranks: int, shapes: list[Shape], inputs: InputFactory
+) -> list[frozenset[ReaderGroup]]:
     """Plan and audit both modes at a batch size that stands for any, and a batch of one.
 
     Which inputs have the batch is tried: some models take others of the same size.
     """
-    refused: WholeGlobeError | None = None
-    for has_batch in _who_has_the_batch(shapes):
-        many, one = (_batch_changer(shapes, has_batch, size) for size in (_any_size(shapes), 1))
+    refused: GlobalForwardError | None = None
+    for has_batch in _possible_batch_ndims(shapes):
+        many, one = (
+            _batch_resizer(shapes, has_batch, size) for size in (_placeholder_batch_size(shapes), 1)
+        )
         try:
             runs = [
                 _plan_mode(planner, ranks, shapes, inputs, many, training)
                 for training in (True, False)
             ]
-        except WholeGlobeError as error:
+        except GlobalForwardError as error:
             refused = refused or error
             continue
         if any(one(shape) != shape or many(shape) != shape for shape in shapes):
-            with suppress(WholeGlobeError):  # what takes no single sample never will
+            with suppress(GlobalForwardError):  # what takes no single sample never will
                 _plan_mode(planner, ranks, shapes, inputs, one, False)
         return runs
     raise refused or AssertionError("the inputs as they are were tried")
@@ -171,18 +177,20 @@ def _plan_mode(
     planner: Planner,
     ranks: int,
     shapes: list[Shape],
-    inputs: Inputs,
+    inputs: InputFactory,
     any_batch: Callable[[Shape], Shape],
     training: bool,
-) -> frozenset[Reading]:
+) -> frozenset[ReaderGroup]:
     """Plan and audit the model in training or in evaluation mode; return who reads what."""
     bands = planner.bands
-    planner.batch = (any_batch(shapes[0])[0], shapes[0][0]) if shapes and shapes[0] else (1, 1)
-    planner.expect(shape[ROW_DIM] for shape in shapes if is_banded(shape))
-    whole = _follow(planner, None, training, lambda: inputs(any_batch))
+    planner.batch_sizes = (
+        (any_batch(shapes[0])[0], shapes[0][0]) if shapes and shapes[0] else (1, 1)
+    )
+    planner.add_field_heights(shape[ROW_DIM] for shape in shapes if is_banded(shape))
+    whole = _trace_run(planner, None, training, lambda: inputs(any_batch))
     heights = planner.heights() | {shape[ROW_DIM] for shape in shapes if is_banded(shape)}
     _check_rows(planner, heights, ranks)
-    bands.plan(heights, planner.ties, planner.units())
+    bands.plan(heights, planner.tied_heights, planner.row_multiples())
     for rank in _distinct_ranks([bands[h] for h in heights], ranks):
 
         def cut(shape: Shape, rank: int = rank) -> Shape:
@@ -191,18 +199,18 @@ def _plan_mode(
             rows = bands[shape[ROW_DIM]].sizes[rank]
             return any_batch((*shape[:ROW_DIM], rows, *shape[ROW_DIM + 1 :]))
 
-        part = _follow(planner, rank, training, lambda cut=cut: inputs(cut))  # type: ignore[misc]
+        part = _trace_run(planner, rank, training, lambda cut=cut: inputs(cut))  # type: ignore[misc]
         audit(whole.trace, part.trace, {h: bands[h].sizes[rank] for h in heights})
         _check_outputs(whole.outputs, part.outputs, bands, rank)
-    return readings(whole.trace)
+    return reader_groups(whole.trace)
 
 
-def _any_size(shapes: list[Shape]) -> int:
+def _placeholder_batch_size(shapes: list[Shape]) -> int:
     sizes = {size for shape in shapes for size in shape}
-    return next((p for p in PRIMES if p not in sizes), PRIMES[-1])
+    return next((p for p in PLACEHOLDER_BATCH_SIZES if p not in sizes), PLACEHOLDER_BATCH_SIZES[-1])
 
 
-def _who_has_the_batch(shapes: list[Shape]) -> list[set[int]]:
+def _possible_batch_ndims(shapes: list[Shape]) -> list[set[int]]:
     """Return which numbers of dimensions a tensor with the batch may have, likely answers first."""
     if not shapes or len(shapes[0]) <= FIELD_DIMS:
         return [set()]
@@ -212,7 +220,7 @@ def _who_has_the_batch(shapes: list[Shape]) -> list[set[int]]:
     return [r for at, r in enumerate(readings) if r not in readings[:at]]
 
 
-def _batch_changer(shapes: list[Shape], has_batch: set[int], size: int) -> Callable[[Shape], Shape]:
+def _batch_resizer(shapes: list[Shape], has_batch: set[int], size: int) -> Callable[[Shape], Shape]:
     """Return a function that puts a batch size into shapes that have the first one's."""
 
     def change(shape: Shape) -> Shape:
@@ -222,56 +230,56 @@ def _batch_changer(shapes: list[Shape], has_batch: set[int], size: int) -> Calla
     return change
 
 
-class WholeGlobeError(UserError):
+class GlobalForwardError(UserError):
     """The model fails on the whole globe's input."""
 
 
-class _Followed(NamedTuple):
+class _TracedRun(NamedTuple):
     trace: Trace
     outputs: list[Any]
 
 
-def _follow(
+def _trace_run(
     planner: Planner,
     rank: int | None,
     training: bool,
     inputs: Callable[[], tuple[list[Any], dict[str, Any]]],
-) -> _Followed:
+) -> _TracedRun:
     """Run the model on fake tensors of the whole globe or of one rank's band."""
     args, kwargs = inputs()
-    with planner.unchanged():
+    with planner.preserve_model():
         planner.model.train(training)
-        with planner.following(rank) as trace, unreplaced(planner.model):
-            trace.mark((), _tensors((args, kwargs)))
+        with planner.trace_run(rank) as trace, forbid_tensor_replacement(planner.model):
+            trace.record_boundary((), _tensors((args, kwargs)))
             try:
                 outputs = tree_leaves(planner.model(*args, **kwargs))
-            except (UserError, *DEPENDS_ON_DATA):
+            except (UserError, *DATA_DEPENDENT_ERRORS):
                 raise
             except Exception as error:  # it is the user's code
                 if rank is None:
-                    raise WholeGlobeError(
-                        f"{_place(planner, error)}: fails on the whole globe's input "
+                    raise GlobalForwardError(
+                        f"{_location(planner, error)}: fails on the whole globe's input "
                         f"({_first_line(error)}). Is input_shape what the model is called with?"
                     ) from error
-                raise _failure(planner, error) from None
-            trace.mark(_tensors(outputs), ())
-    return _Followed(trace, outputs)
+                raise _band_error(planner, error) from None
+            trace.record_boundary(_tensors(outputs), ())
+    return _TracedRun(trace, outputs)
 
 
-def _failure(planner: Planner, error: Exception) -> UserError:
+def _band_error(planner: Planner, error: Exception) -> UserError:
     """Return what to say of code that runs on the globe and not on a band."""
-    if planner.doubt is not None:
-        step, mixed = planner.doubt
-        return UserError(refusal(step.where, str(mixed), step.name))
+    if planner.first_coupling is not None:
+        step, mixed = planner.first_coupling
+        return UserError(refusal_message(step.location, str(mixed), step.name))
     return UserError(
-        f"{_place(planner, error)}: fails on a band of rows ({_first_line(error)}). A number "
+        f"{_location(planner, error)}: fails on a band of rows ({_first_line(error)}). A number "
         "or a plain tensor may have the globe's rows: make it a buffer, or put this into a module "
         "and name it in custom_converters."
     )
 
 
-def _place(planner: Planner, error: Exception) -> str:
-    return ", ".join([*planner.within, code_line(error)])
+def _location(planner: Planner, error: Exception) -> str:
+    return ", ".join([*planner.running_modules, user_line_of(error)])
 
 
 def _first_line(error: Exception) -> str:
@@ -288,13 +296,13 @@ def _check_rows(planner: Planner, heights: set[int], ranks: int) -> None:
         return
     places = [
         planner.names.get(layer, type(layer).__name__)
-        for layer, calls in planner.seen.items()
+        for layer, calls in planner.layer_rows.items()
         if any(lowest in call[1:] for call in calls)
     ]
-    raise UserError(too_few_rows(places[0] if places else "input", lowest, ranks, lowest))
+    raise UserError(too_few_rows_message(places[0] if places else "input", lowest, ranks, lowest))
 
 
-def too_few_rows(place: str, rows: int, ranks: int, most: int) -> str:
+def too_few_rows_message(place: str, rows: int, ranks: int, most: int) -> str:
     """Say that a level has fewer rows than ranks; `most` ranks have rows at every level."""
     return (
         f"{place}: {rows} rows can't be shared by {ranks} ranks. "
@@ -334,7 +342,7 @@ def _check_outputs(whole: list[Any], parts: list[Any], bands: BandTable, rank: i
                 )
 
 
-BATCH = 2
+CHECK_BATCH_SIZE = 2
 
 
 def check_model(
@@ -352,20 +360,21 @@ def check_model(
     if not any(p.requires_grad for p in model.parameters()):
         raise UserError(f"model: {name} has no parameters to train.")
     dtype, device = dtype_and_device(model)
-    needed = (BATCH, out_channels, *grid)
-    x_shape = (BATCH, in_channels, *grid)
+    needed = (CHECK_BATCH_SIZE, out_channels, *grid)
+    x_shape = (CHECK_BATCH_SIZE, in_channels, *grid)
     try:
-        with unchanged(model), traceable(model):
+        with preserve_model(model), use_fake_tensors(model):
             try:
                 made = model.eval()(torch.empty(x_shape, dtype=dtype, device=device))
-            except DEPENDS_ON_DATA:  # it can't be sharded, which one rank has no need of
+            except DATA_DEPENDENT_ERRORS:  # it can't be sharded, which one rank has no need of
                 return
     except UserError:
         raise
     except Exception as error:
         text = next(iter(str(error).strip().splitlines()), "")
         raise UserError(
-            f"model: {name}.forward fails at {code_line(error)} ({type(error).__name__}: {text})."
+            f"model: {name}.forward fails at {user_line_of(error)} ({type(error).__name__}: "
+            f"{text})."
         ) from error
     came = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__
     if came != needed:

@@ -19,20 +19,20 @@ from credit_dp.domain_parallel.partition import FIELD_DIMS, ROW_DIM, BandTable
 from credit_dp.domain_parallel.planning.audit import (
     FACTORIES,
     Layout,
-    MixedError,
-    Rows,
+    RowCouplingError,
+    RowLayout,
     layout_after,
-    layout_of_new,
-    narrowed,
-    refusal,
+    layout_of_new_tensor,
+    narrow_to_band,
+    refusal_message,
 )
 from credit_dp.domain_parallel.planning.trace import (
-    Before,
-    Ref,
+    ModelSnapshot,
     ShapeMemo,
-    Step,
+    TensorRef,
     Trace,
-    own_function,
+    TraceStep,
+    current_autograd_function,
 )
 from credit_dp.errors import UserError
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 JOINS = {"aten.cat", "aten.stack", "aten.copy_"}
 
 
-class Wanted(NamedTuple):
+class RowCandidate(NamedTuple):
     """`height` rows with `inner` entries each, in one dimension."""
 
     height: int
@@ -52,31 +52,33 @@ class Wanted(NamedTuple):
 
 
 @final
-class Origins:
+class RowProvenance:
     """Follows the tensors of the model through the run of the whole globe.
 
-    `wanted`: for a tensor of the model, by identity, what it may have in one dimension because it,
-    or what is made of it, meets a field with as many rows; the likeliest first.
+    `candidates`: for a tensor of the model, by identity, what it may have in one dimension
+    because it, or what is made of it, meets a field with as many rows; the likeliest first.
     """
 
     def __init__(self) -> None:
-        self.wanted: dict[int, list[Wanted]] = {}
-        self._made_of: dict[int, frozenset[int]] = {}
+        self.candidates: dict[int, list[RowCandidate]] = {}
+        self._sources_by_number: dict[int, frozenset[int]] = {}
 
-    def follow(self, step: Step, given: list[Layout]) -> None:
+    def record(self, step: TraceStep, given: list[Layout]) -> None:
         """Note a step; `given` are the layouts of its tensors, as far as they are known."""
-        unknown = [ref for ref, layout in zip(step.refs, given, strict=True) if layout is None]
+        unknown = [ref for ref, layout in zip(step.inputs, given, strict=True) if layout is None]
         sources = frozenset[int]().union(*map(self._sources, unknown))
         if step.op is None or not sources:
             return
         if not any(given):
-            self._made_of.update({ref.number: sources for ref in step.made})
+            self._sources_by_number.update({ref.number: sources for ref in step.outputs})
         elif torch.Tag.pointwise in step.op.tags or step.name in JOINS:
-            for ref, rows in zip(step.refs, given, strict=True):
+            for ref, rows in zip(step.inputs, given, strict=True):
                 if rows is not None and rows.outer == 1:
-                    self._meet(unknown, ref.shape, rows)
+                    self._add_candidates(unknown, ref.shape, rows)
 
-    def _meet(self, unknown: list[Ref], shape: tuple[int, ...], rows: Rows) -> None:
+    def _add_candidates(
+        self, unknown: list[TensorRef], shape: tuple[int, ...], rows: RowLayout
+    ) -> None:
         """Note which tensors are as long as a field of this shape where it has its rows."""
         dim = rows.dim - len(shape)
         # Columns may follow the rows in one dimension of a tensor that is unfolded before.
@@ -84,13 +86,13 @@ class Origins:
         for ref in unknown:
             if len(ref.shape) >= -dim and ref.shape[dim] == shape[dim]:
                 for source in self._sources(ref):
-                    known = self.wanted.setdefault(source, [])
-                    known += [Wanted(rows.height, i) for i in inner]
+                    known = self.candidates.setdefault(source, [])
+                    known += [RowCandidate(rows.height, i) for i in inner]
 
-    def _sources(self, ref: Ref) -> frozenset[int]:
+    def _sources(self, ref: TensorRef) -> frozenset[int]:
         if ref.number < 0:  # the model's own
             return frozenset([-ref.number])
-        return self._made_of.get(ref.number, frozenset())
+        return self._sources_by_number.get(ref.number, frozenset())
 
 
 _active: ContextVar[Planner | None] = ContextVar("active planner", default=None)
@@ -101,30 +103,30 @@ def active_planner() -> Planner | None:
     return _active.get()
 
 
-class Visit(NamedTuple):
+class LayerCall(NamedTuple):
     """One call of a layer in the run of the whole globe.
 
     `dim` is the negative dimension where rows meet; None if the layer acts on rows apart there,
-    and so as it would without bands. `taken` are the rows of its first input, `shapes` of its
-    inputs, and `made` what it returned.
+    and so as it would without bands. `in_height` are the rows of its first input, `shapes` of its
+    inputs, and `outputs` what it returned.
     """
 
     name: str
     dim: int | None
-    taken: int
+    in_height: int
     shapes: tuple[tuple[int, ...], ...]
-    made: Any
-    takes: tuple[Layout, ...]
-    makes: tuple[Layout, ...]
+    outputs: Any
+    input_layouts: tuple[Layout, ...]
+    output_layouts: tuple[Layout, ...]
     layer: RowLayer
 
 
-class Seen(NamedTuple):
+class LayerRows(NamedTuple):
     """Where a layer found rows, how many of the globe went in and how many came out."""
 
     dim: int
-    taken: int
-    made: int
+    in_height: int
+    out_height: int
 
 
 @final
@@ -140,40 +142,40 @@ class Planner:
         self.model = model
         self.names = names
         self.bands = bands
-        self.seen: dict[RowLayer, set[Seen]] = defaultdict(set)
-        self.apart: set[RowLayer] = set()
-        self.ties: dict[int, int] = {}
-        self.visits: list[Visit] = []
-        self.batch = (1, 1)  # the size that stands for any batch, and the one planned for
-        self.origins = Origins()
-        self.doubt: tuple[Step, MixedError] | None = None
+        self.layer_rows: dict[RowLayer, set[LayerRows]] = defaultdict(set)
+        self.rowwise_layers: set[RowLayer] = set()
+        self.tied_heights: dict[int, int] = {}
+        self.layer_calls: list[LayerCall] = []
+        self.batch_sizes = (1, 1)  # the size that stands for any batch, and the one planned for
+        self.provenance = RowProvenance()
+        self.first_coupling: tuple[TraceStep, RowCouplingError] | None = None
         self._rank: int | None = None
-        self._calls = 0
+        self._call_index = 0
         self._memo = ShapeMemo()
         self._trace = Trace(model)
         self._layouts: dict[int, Layout] = {}
-        self._known: set[int] = set()
-        self._before: Before | None = None
+        self._field_heights: set[int] = set()
+        self._snapshot: ModelSnapshot | None = None
 
     @contextmanager
-    def unchanged(self) -> Iterator[None]:
+    def preserve_model(self) -> Iterator[None]:
         """Undo what a run leaves in the model; between runs nothing else may change it."""
-        self._before = self._before or Before(self.model)
+        self._snapshot = self._snapshot or ModelSnapshot(self.model)
         try:
             yield
         finally:
-            self._before.restore()
+            self._snapshot.restore()
 
     @contextmanager
-    def following(self, rank: int | None) -> Iterator[Trace]:
+    def trace_run(self, rank: int | None) -> Iterator[Trace]:
         """Make this planner the active one, for a run of the whole globe or of a rank's band."""
         self._rank = rank
-        self._calls = 0
+        self._call_index = 0
         if rank is None:
-            self.visits = []
-            self.doubt = None  # the first operation of the globe's run that mixes rows
+            self.layer_calls = []
+            self.first_coupling = None  # the first operation of the globe's run that mixes rows
             self._layouts = {}
-        self._trace = Trace(self.model, self._follow if rank is None else None, self._memo)
+        self._trace = Trace(self.model, self._record_layouts if rank is None else None, self._memo)
         token = _active.set(self)
         try:
             with self._trace:
@@ -181,69 +183,79 @@ class Planner:
         finally:
             _active.reset(token)
 
-    def _follow(self, step: Step) -> None:
+    def _record_layouts(self, step: TraceStep) -> None:
         """Note where the rows of what a step made are: the audit checks it afterwards."""
-        given = [self._layouts.get(ref.number) for ref in step.refs]
-        function = own_function() if step.op is not None and any(given) else None
+        given = [self._layouts.get(ref.number) for ref in step.inputs]
+        function = current_autograd_function() if step.op is not None and any(given) else None
         if function is not None:
             reason = "nobody audits the backward of an autograd.Function"
-            raise UserError(refusal(step.where, reason, function.__name__))
-        self.origins.follow(step, given)
+            raise UserError(refusal_message(step.location, reason, function.__name__))
+        self.provenance.record(step, given)
         if step.op is None:
-            makes = step.given.get("makes") or [self._guess(ref) for ref in step.made]
+            makes = step.arguments.get("output_layouts") or [
+                self._guess_layout(ref) for ref in step.outputs
+            ]
         elif step.name in FACTORIES:
-            makes = [layout_of_new(step, given) or self._guess(ref) for ref in step.made]
+            makes = [
+                layout_of_new_tensor(step, given) or self._guess_layout(ref) for ref in step.outputs
+            ]
         elif any(given):
             try:
-                makes = [layout_after(step, given)] * len(step.made)
-            except MixedError as error:
-                self.doubt = self.doubt or (step, error)
-                makes = [self._guess(ref) for ref in step.made]
+                makes = [layout_after(step, given)] * len(step.outputs)
+            except RowCouplingError as error:
+                self.first_coupling = self.first_coupling or (step, error)
+                makes = [self._guess_layout(ref) for ref in step.outputs]
         else:
-            makes = [None] * len(step.made)
-        for ref, layout in zip(step.made, makes, strict=True):
+            makes = [None] * len(step.outputs)
+        for ref, layout in zip(step.outputs, makes, strict=True):
             self._layouts[ref.number] = layout
 
-    def _guess(self, ref: Ref) -> Layout:
-        is_field = len(ref.shape) >= FIELD_DIMS and ref.shape[ROW_DIM] in self._known
-        return Rows(len(ref.shape) + ROW_DIM, 1, 1, ref.shape[ROW_DIM]) if is_field else None
+    def _guess_layout(self, ref: TensorRef) -> Layout:
+        is_field = len(ref.shape) >= FIELD_DIMS and ref.shape[ROW_DIM] in self._field_heights
+        return RowLayout(len(ref.shape) + ROW_DIM, 1, 1, ref.shape[ROW_DIM]) if is_field else None
 
-    def expect(self, heights: Iterable[int]) -> None:
+    def add_field_heights(self, heights: Iterable[int]) -> None:
         """Take tensors of these heights, of which nothing else is known, for fields."""
-        self._known.update(heights)
+        self._field_heights.update(heights)
 
-    def visit(self, layer: RowLayer, x: Tensor, *others: Tensor) -> Any:
+    def call_layer(self, layer: RowLayer, x: Tensor, *others: Tensor) -> Any:
         """Stand in for a layer's forward."""
         name = self.names.setdefault(layer, type(layer).__name__)
         if self._rank is None:
-            visit = self._visit_globe(layer, name, x, *others)
-            self.visits.append(visit)
-            made = visit.made
+            visit = self._call_on_globe(layer, name, x, *others)
+            self.layer_calls.append(visit)
+            made = visit.outputs
         else:
-            visit = self._planned_visit(name)
+            visit = self._next_planned_call(name)
             if visit.dim is None:
-                made = layer.whole(x, *others)
+                made = layer.global_forward(x, *others)
             else:
-                made = self._band_of(visit, visit.dim, x, self._rank)
+                made = self._band_outputs(visit, visit.dim, x, self._rank)
         if visit.dim is not None:
             leaves = [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
-            settings = {"takes": visit.takes, "makes": visit.makes, "place": name}
-            self._trace.mark((x, *others), leaves, **settings)
+            settings = {
+                "input_layouts": visit.input_layouts,
+                "output_layouts": visit.output_layouts,
+                "label": name,
+            }
+            self._trace.record_boundary((x, *others), leaves, **settings)
         return made
 
-    def _visit_globe(self, layer: RowLayer, name: str, x: Tensor, *others: Tensor) -> Visit:
+    def _call_on_globe(self, layer: RowLayer, name: str, x: Tensor, *others: Tensor) -> LayerCall:
         takes = tuple(self._layouts.get(self._trace.ref(t).number) for t in (x, *others))
         shapes = tuple(tuple(t.shape) for t in (x, *others))
         rows = takes[0]
         try:
-            meet = rows is not None and layer.mixes(rows.dim - x.ndim, x.ndim)
+            meet = rows is not None and layer.couples_rows(rows.dim - x.ndim, x.ndim)
         except UserError as error:
             raise UserError(f"{name}: {error}") from None
         if rows is None or not meet:
-            self.apart.add(layer)
-            return Visit(name, None, 0, shapes, layer.whole(x, *others), takes, (), layer)
+            self.rowwise_layers.add(layer)
+            return LayerCall(
+                name, None, 0, shapes, layer.global_forward(x, *others), takes, (), layer
+            )
         with self._trace.paused():  # what is returned as it came counts as new, as of a band
-            made = tree_map_only(Tensor, lambda t: t.view_as(t), layer.whole(x, *others))
+            made = tree_map_only(Tensor, lambda t: t.view_as(t), layer.global_forward(x, *others))
         dim, taken = rows.dim - x.ndim, x.shape[rows.dim]
         if rows.outer > 1:
             raise UserError(
@@ -251,43 +263,49 @@ class Planner:
                 f"{rows.dim}. Keep rows in a dimension of their own before this layer."
             )
         if rows.inner > 1:
-            self.ties[taken] = rows.height
+            self.tied_heights[taken] = rows.height
         leaves = [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
-        makes = tuple(self._made_layout(layer, rows, dim, leaf) for leaf in leaves)
-        self.seen[layer].add(Seen(dim, taken, leaves[0].shape[dim] if makes[0] else taken))
-        self._known.update(layout.height for layout in makes if layout)
-        return Visit(name, dim, taken, shapes, made, takes, makes, layer)
+        makes = tuple(self._output_layout(layer, rows, dim, leaf) for leaf in leaves)
+        self.layer_rows[layer].add(
+            LayerRows(dim, taken, leaves[0].shape[dim] if makes[0] else taken)
+        )
+        self._field_heights.update(layout.height for layout in makes if layout)
+        return LayerCall(name, dim, taken, shapes, made, takes, makes, layer)
 
-    def _made_layout(self, layer: RowLayer, rows: Rows, dim: int, made: Tensor) -> Layout:
-        if not layer.makes_rows:
+    def _output_layout(self, layer: RowLayer, rows: RowLayout, dim: int, made: Tensor) -> Layout:
+        if not layer.output_is_banded:
             return None
         place = made.ndim + dim
         if made.shape[dim] == rows.height * rows.inner:
             return rows._replace(dim=place)
-        return Rows(place, 1, 1, made.shape[dim])
+        return RowLayout(place, 1, 1, made.shape[dim])
 
-    def _planned_visit(self, name: str) -> Visit:
-        if self._calls >= len(self.visits) or self.visits[self._calls].name != name:
+    def _next_planned_call(self, name: str) -> LayerCall:
+        if (
+            self._call_index >= len(self.layer_calls)
+            or self.layer_calls[self._call_index].name != name
+        ):
             what = "control flow or, where the whole globe's is needed, a size"
             fix = " Use a scale_factor, the whole globe's size as constants, or nn.Upsample."
             raise UserError(
-                f"{self._trace.where}: {what if '(' in name else 'control flow'} depends on the "
+                f"{self._trace.location}: {what if '(' in name else 'control flow'} depends on the "
                 f"number of rows; {name} is called for a band and not for the globe."
                 f"{fix if name.startswith('functional.interpolate') else ''}"
             )
-        self._calls += 1
-        return self.visits[self._calls - 1]
+        self._call_index += 1
+        return self.layer_calls[self._call_index - 1]
 
-    def _band_of(self, visit: Visit, dim: int, x: Tensor, rank: int) -> Any:
+    def _band_outputs(self, visit: LayerCall, dim: int, x: Tensor, rank: int) -> Any:
         """Make tensors of the shapes that a rank's band of the layer's output has."""
-        expected = self.bands[visit.taken].sizes[rank]
+        expected = self.bands[visit.in_height].sizes[rank]
         if x.shape[dim] != expected:
             raise UserError(
                 f"{visit.name}: rank {rank} of {self.bands.ranks} has {x.shape[dim]} "
-                f"rows where its band of {visit.taken} rows has {expected}. The code before this "
+                f"rows where its band of {visit.in_height} rows has {expected}. The code "
+                "before this "
                 "layer changes rows; put that into a module and name it in custom_converters."
             )
-        layouts = iter(visit.makes)
+        layouts = iter(visit.output_layouts)
 
         def band(made: Tensor) -> Tensor:
             shape = list(made.shape)
@@ -296,40 +314,42 @@ class Planner:
             return x.new_empty(shape, dtype=made.dtype)
 
         with self._trace.paused():
-            return tree_map_only(Tensor, band, visit.made)
+            return tree_map_only(Tensor, band, visit.outputs)
 
-    def band_of(self, whole: Tensor, rows: Rows, path: str) -> Tensor:
+    def band_of_parameter(self, whole: Tensor, rows: RowLayout, path: str) -> Tensor:
         """Return a band of a parameter or buffer that has a row for each of the globe's."""
         height = rows.height
         band = slice(0, height) if self._rank is None else self.bands[height].rows(self._rank)
         with self._trace.paused():
-            mine = narrowed(whole, rows, band)
-        self._trace.fixed[mine.untyped_storage()._cdata] = path
-        self._trace.mark((), [mine], takes=(), makes=(rows,), place=path)
+            mine = narrow_to_band(whole, rows, band)
+        self._trace.read_only_storages[mine.untyped_storage()._cdata] = path
+        self._trace.record_boundary(
+            (), [mine], input_layouts=(), output_layouts=(rows,), label=path
+        )
         return mine
 
     @property
-    def on_globe(self) -> bool:
+    def is_global_run(self) -> bool:
         """Whether this is the run of the whole globe."""
         return self._rank is None
 
     @property
-    def within(self) -> list[str]:
+    def running_modules(self) -> list[str]:
         """The module whose code runs now, or failed."""
-        return self._trace.within[-1:]
+        return self._trace.running_modules[-1:]
 
     @contextmanager
-    def naming(self) -> Iterator[None]:
+    def record_module_names(self) -> Iterator[None]:
         """Tell the traces which module's code runs."""
         hooks = []
         for path, module in self.model.named_modules():
             name = f"{path or 'model'} ({type(module.__dict__.get('wrapped', module)).__name__})"
             hooks += [
                 module.register_forward_pre_hook(
-                    lambda *_, name=name: self._trace.within.append(name)
+                    lambda *_, name=name: self._trace.running_modules.append(name)
                 ),
                 # Not after an error: then the innermost one tells where that was.
-                module.register_forward_hook(lambda *_: self._trace.within.pop() and None),
+                module.register_forward_hook(lambda *_: self._trace.running_modules.pop() and None),
             ]
         try:
             yield
@@ -338,14 +358,14 @@ class Planner:
                 hook.remove()
 
     @contextmanager
-    def trusting(self, modules: Iterable[nn.Module]) -> Iterator[None]:
+    def exclude_from_trace(self, modules: Iterable[nn.Module]) -> Iterator[None]:
         """Keep what these modules do inside out of the traces."""
         hooks = [
             hook
             for module in modules
             for hook in (
                 module.register_forward_pre_hook(lambda *_: self._trace.pause()),
-                module.register_forward_hook(self._leave),
+                module.register_forward_hook(self._end_excluded_call),
             )
         ]
         try:
@@ -354,37 +374,39 @@ class Planner:
             for hook in hooks:
                 hook.remove()
 
-    def _leave(self, module: nn.Module, args: Any, made: Any) -> None:
+    def _end_excluded_call(self, module: nn.Module, args: Any, made: Any) -> None:
         self._trace.resume()
         taken, given = ([x for x in tree_leaves(t) if isinstance(x, Tensor)] for t in (args, made))
-        self._trace.mark(taken, given, place=id(module))
+        self._trace.record_boundary(taken, given, label=id(module))
 
     def heights(self) -> set[int]:
         """Return every global height that a layer takes or makes."""
-        return {h for calls in self.seen.values() for call in calls for h in call[1:]}
+        return {h for calls in self.layer_rows.values() for call in calls for h in call[1:]}
 
-    def units(self) -> dict[int, int]:
+    def row_multiples(self) -> dict[int, int]:
         """Return of how many rows each band of a height should be a multiple, if of any."""
         units = dict.fromkeys(self.heights(), 1)
-        for layer, calls in self.seen.items():
+        for layer, calls in self.layer_rows.items():
             for call in calls:
-                units[call.taken] = lcm(units[call.taken], layer.unit(call.taken))
+                units[call.in_height] = lcm(
+                    units[call.in_height], layer.row_multiple(call.in_height)
+                )
         return units
 
-    def planned(self, layer: RowLayer) -> tuple[int, dict[int, int]]:
+    def layer_plan(self, layer: RowLayer) -> tuple[int, dict[int, int]]:
         """Return one layer's row dimension and heights: taken -> made.
 
         Raises:
             UserError: some rank could not tell two of the calls apart by its rows.
         """
-        calls, name = self.seen[layer], self.names.get(layer, type(layer).__name__)
+        calls, name = self.layer_rows[layer], self.names.get(layer, type(layer).__name__)
         dims = {call.dim for call in calls}
-        if len(dims) > 1 or layer in self.apart:
+        if len(dims) > 1 or layer in self.rowwise_layers:
             raise UserError(
                 f"{name}: is used on tensors with rows in different places, or with and without. "
                 "Use one layer for each."
             )
-        planned = {call.taken: call.made for call in calls}
+        planned = {call.in_height: call.out_height for call in calls}
         if len(planned) < len(calls):
             raise UserError(f"{name}: makes two heights of the same rows.")
         for rank in range(self.bands.ranks):

@@ -28,16 +28,16 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from credit_dp.errors import UserError
 
 # Torch's own operations: their results depend on nothing but the operands.
-NAMESPACES = ("aten", "prims")
+TORCH_NAMESPACES = ("aten", "prims")
 # But for one, whose view may reach beyond its operand.
-BEYOND = torch.ops.aten.as_strided.default
+UNBOUNDED_VIEW = torch.ops.aten.as_strided.default
 
 
-class _UnclearError(Exception):
+class _UncacheableError(Exception):
     """More than its key says may matter of an operand."""
 
 
-class _Made(NamedTuple):
+class _TensorSpec(NamedTuple):
     """One tensor that an operation makes: on the meta device, or a fake one of another device."""
 
     shape: tuple[int, ...]
@@ -47,7 +47,7 @@ class _Made(NamedTuple):
     device: torch.device
     mode: FakeTensorMode | None
 
-    def again(self, memory: torch.UntypedStorage | None = None) -> Tensor:
+    def create(self, memory: torch.UntypedStorage | None = None) -> Tensor:
         """Make it anew, or as a view of this memory."""
         if self.mode is None:
             return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
@@ -60,14 +60,14 @@ class _Made(NamedTuple):
         return FakeTensor(self.mode, made, self.device)
 
 
-class _Result(NamedTuple):
-    """All that an operation makes; `several` is what holds them, if something does.
+class _CachedResult(NamedTuple):
+    """All that an operation makes; `container` is what holds them, if something does.
 
     `is_view`: they lie in the memory of the first operand.
     """
 
-    made: tuple[_Made | None, ...]
-    several: type | None
+    outputs: tuple[_TensorSpec | None, ...]
+    container: type | None
     is_view: bool
 
 
@@ -81,7 +81,7 @@ class ShapeMemo:
     """
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, _Result | None] = {}
+        self._results: dict[Hashable, _CachedResult | None] = {}
         self._is_pure: dict[Any, bool] = {}
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -93,18 +93,23 @@ class ShapeMemo:
         if not self._is_pure[kind]:
             return func(*args, **kwargs)
         try:
-            key = (func, torch.get_default_dtype(), _key(args), _key((*kwargs.items(),)))
-            known = self._known.get(key)
-        except (_UnclearError, TypeError):  # the latter of what has no hash
+            key = (
+                func,
+                torch.get_default_dtype(),
+                _cache_key(args),
+                _cache_key((*kwargs.items(),)),
+            )
+            known = self._results.get(key)
+        except (_UncacheableError, TypeError):  # the latter of what has no hash
             return func(*args, **kwargs)
         if known is None:
             made = func(*args, **kwargs)
-            if key not in self._known:
-                self._known[key] = _result(made, args, kwargs)
+            if key not in self._results:
+                self._results[key] = _cacheable_result(made, args, kwargs)
             return made
         memory = first.untyped_storage() if known.is_view else None
-        tensors = [one and one.again(memory) for one in known.made]
-        return tensors[0] if known.several is None else known.several(tensors)
+        tensors = [one and one.create(memory) for one in known.outputs]
+        return tensors[0] if known.container is None else known.container(tensors)
 
 
 def tensors_in(operands: Iterable[Any]) -> Iterator[Tensor]:
@@ -120,11 +125,11 @@ def _is_pure(func: Any, of_fake: bool) -> bool:
     """Return whether an operation leaves operands alone: makes new tensors, or views of fakes."""
     schema = func._schema
     is_view = any(returned.alias_info is not None for returned in schema.returns)
-    can_be_made = (of_fake and func is not BEYOND) or not is_view
-    return func.namespace in NAMESPACES and not schema.is_mutable and can_be_made
+    can_be_made = (of_fake and func is not UNBOUNDED_VIEW) or not is_view
+    return func.namespace in TORCH_NAMESPACES and not schema.is_mutable and can_be_made
 
 
-def _key(value: Any) -> Hashable:
+def _cache_key(value: Any) -> Hashable:
     """Return all of an operand that a result can depend on.
 
     Raises:
@@ -132,11 +137,11 @@ def _key(value: Any) -> Hashable:
     """
     kind = type(value)
     if kind is tuple or kind is list:
-        return tuple(map(_key, value))
+        return tuple(map(_cache_key, value))
     if not isinstance(value, Tensor):
         return kind, value  # 1, 1.0 and True are equal
     if not _is_dataless(value):
-        raise _UnclearError
+        raise _UncacheableError
     # A fake one asked for its device would ask all that is under way.
     device = value.fake_device if isinstance(value, FakeTensor) else value.device
     return value.shape, value.stride(), value.storage_offset(), value.dtype, device
@@ -150,42 +155,44 @@ def _is_dataless(x: Any) -> bool:
     return kind in (Tensor, nn.Parameter) and x.is_meta and x.layout is torch.strided
 
 
-def _result(made: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Result | None:
+def _cacheable_result(
+    made: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> _CachedResult | None:
     """Return what to make again for equal operands; None if it has to be run."""
     several = type(made) if isinstance(made, tuple | list) else None
     leaves = [made] if several is None else list(made)
     new = [leaf for leaf in leaves if leaf is not None]
     given = [*tensors_in(args), *tensors_in(kwargs.values())]
-    if not new or not all(map(_is_plain, new)) or any(x is y for x in new for y in given):
+    if not new or not all(map(_is_describable, new)) or any(x is y for x in new for y in given):
         return None
     memories, own = ({x.untyped_storage()._cdata for x in of} for of in (new, given))
     is_view = memories == {given[0].untyped_storage()._cdata} if given else False
     if is_view and not (given[0] is args[0] and type(given[0]) is FakeTensor):
         return None
-    if not is_view and (len(memories - own) < len(new) or not all(map(_is_whole, new))):
+    if not is_view and (len(memories - own) < len(new) or not all(map(_fills_storage, new))):
         return None  # some share their memory
-    described = tuple(leaf if leaf is None else _made(leaf) for leaf in leaves)
-    return _Result(described, several, is_view)
+    described = tuple(leaf if leaf is None else _spec_of(leaf) for leaf in leaves)
+    return _CachedResult(described, several, is_view)
 
 
-def _made(x: Tensor) -> _Made:
+def _spec_of(x: Tensor) -> _TensorSpec:
     mode = x.fake_mode if isinstance(x, FakeTensor) else None
-    return _Made(tuple(x.shape), x.stride(), int(x.storage_offset()), x.dtype, x.device, mode)
+    return _TensorSpec(tuple(x.shape), x.stride(), int(x.storage_offset()), x.dtype, x.device, mode)
 
 
-def _is_plain(x: Any) -> bool:
+def _is_describable(x: Any) -> bool:
     """Return whether this is a tensor without data, as its numbers are."""
     return _is_dataless(x) and not x.is_conj() and not x.is_neg()
 
 
-def _is_whole(x: Tensor) -> bool:
+def _fills_storage(x: Tensor) -> bool:
     """Return whether this tensor fills its memory."""
     size: int = x.untyped_storage().nbytes()
-    return x.storage_offset() == 0 and size == _made(x).again().untyped_storage().nbytes()
+    return x.storage_offset() == 0 and size == _spec_of(x).create().untyped_storage().nbytes()
 
 
 # Frames of torch and of this package are not the user's code.
-FOREIGN = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
+LIBRARY_FOLDERS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
 
 
 # A reshape copies or not, depending on strides, which a band of one row has others of. So copies
@@ -194,10 +201,10 @@ AS_VIEW: dict[Any, Any] = {torch.ops.aten._unsafe_view.default: torch.ops.aten.v
 
 # Operations that ask or tell something about a tensor and change nothing. Any other is recorded:
 # of one that is not torch's own, nobody knows what it does.
-QUESTIONS = ("prim", "profiler")
+QUERY_NAMESPACES = ("prim", "profiler")
 
 
-class Ref(NamedTuple):
+class TensorRef(NamedTuple):
     """A tensor of a trace and its shape then.
 
     `number` is its order of appearance, or its identity if it belongs to the model; `value` are the
@@ -210,13 +217,13 @@ class Ref(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Step:
+class TraceStep:
     """One operation, or (`op` is None) a layer or an end of the model, whose rows are known."""
 
     op: torch._ops.OpOverload | None
-    given: dict[str, Any]
-    made: tuple[Ref, ...]
-    where: str  # the module that runs and the line of its code
+    arguments: dict[str, Any]
+    outputs: tuple[TensorRef, ...]
+    location: str  # the module that runs and the line of its code
 
     @property
     def name(self) -> str:
@@ -224,19 +231,19 @@ class Step:
         return "" if self.op is None else str(self.op.overloadpacket)
 
     @cached_property
-    def refs(self) -> list[Ref]:
+    def inputs(self) -> list[TensorRef]:
         """The tensors given, in order."""
-        return list(_refs_in(self.given.values()))
+        return list(_refs_in(self.arguments.values()))
 
     @cached_property
     def settings(self) -> dict[str, Any]:
         """What is given beside tensors."""
-        return {key: value for key, value in self.given.items() if not any(_refs_in([value]))}
+        return {key: value for key, value in self.arguments.items() if not any(_refs_in([value]))}
 
 
-def _refs_in(values: Iterable[Any]) -> Iterator[Ref]:
+def _refs_in(values: Iterable[Any]) -> Iterator[TensorRef]:
     for value in values:
-        if isinstance(value, Ref):
+        if isinstance(value, TensorRef):
             yield value
         elif isinstance(value, list | tuple):
             yield from _refs_in(value)
@@ -255,20 +262,22 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(
         self,
         model: nn.Module,
-        follow: Callable[[Step], None] | None = None,
+        follow: Callable[[TraceStep], None] | None = None,
         memo: ShapeMemo | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._run = (memo or ShapeMemo()).run
-        self.steps: list[Step] = []
-        self._follow = follow
-        self._of_model = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+        self.steps: list[TraceStep] = []
+        self._on_step = follow
+        self._model_tensor_ids = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
         self._numbers: dict[int, int] = {}
-        self._fresh = count()
+        self._next_number = count()
         self._alive: list[Tensor] = []  # ids of collected tensors would be given out again
         self._paused = 0
-        self.within: list[str] = []  # the modules that run now, outermost first
-        self.fixed: dict[int, str] = {}  # storages that may not change -> whose they are
+        self.running_modules: list[str] = []  # the modules that run now, outermost first
+        self.read_only_storages: dict[
+            int, str
+        ] = {}  # storages that may not change -> whose they are
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -276,9 +285,9 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False
 
     @property
-    def where(self) -> str:
+    def location(self) -> str:
         """The module whose code runs now, and its line."""
-        return ", ".join([*self.within[-1:], user_line()])
+        return ", ".join([*self.running_modules[-1:], current_user_line()])
 
     def pause(self) -> None:
         """Record nothing until as many calls of `resume`."""
@@ -297,33 +306,35 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self.resume()
 
-    def mark(self, taken: Sequence[Tensor], made: Sequence[Tensor], **settings: Any) -> None:
+    def record_boundary(
+        self, taken: Sequence[Tensor], made: Sequence[Tensor], **settings: Any
+    ) -> None:
         """Note what takes bands and makes bands: a layer, a trusted module or an end.
 
-        `settings` must be the same in two runs. Of a layer: `takes` and `makes` say where its rows
-        are, one entry per tensor.
+        `settings` must be the same in two runs. Of a layer: `input_layouts` and `output_layouts`
+        say where its rows are, one entry per tensor.
         """
         if not self._paused:
-            given = {"taken": [self.ref(tensor) for tensor in taken], **settings}
-            self._record(Step(None, given, tuple(map(self.ref, made)), self.where))
+            given = {"inputs": [self.ref(tensor) for tensor in taken], **settings}
+            self._record(TraceStep(None, given, tuple(map(self.ref, made)), self.location))
 
-    def _record(self, step: Step) -> None:
+    def _record(self, step: TraceStep) -> None:
         self.steps.append(step)
-        if self._follow is not None:
-            self._follow(step)
+        if self._on_step is not None:
+            self._on_step(step)
 
-    def ref(self, tensor: Tensor) -> Ref:
+    def ref(self, tensor: Tensor) -> TensorRef:
         """Name a tensor in a way that two runs can be compared by."""
         shape = tuple(tensor.shape)
-        if id(tensor) in self._of_model:
-            return Ref(-id(tensor), shape)
+        if id(tensor) in self._model_tensor_ids:
+            return TensorRef(-id(tensor), shape)
         if id(tensor) not in self._numbers:
-            self._name(tensor, next(self._fresh))
+            self._set_number(tensor, next(self._next_number))
         number = self._numbers[id(tensor)]
         if isinstance(tensor, FakeTensor) or tensor.device.type == "meta":
-            return Ref(number, shape)
+            return TensorRef(number, shape)
         with _disable_current_modes():
-            return Ref(number, shape, str(tensor.tolist()))
+            return TensorRef(number, shape, str(tensor.tolist()))
 
     def _as_refs(self, operand: Any) -> Any:
         """Put refs in the place of tensors."""
@@ -333,7 +344,7 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return type(operand)(map(self._as_refs, operand))
         return operand
 
-    def _name(self, tensor: Tensor, number: int) -> None:
+    def _set_number(self, tensor: Tensor, number: int) -> None:
         self._numbers[id(tensor)] = number
         self._alive.append(tensor)
 
@@ -344,40 +355,41 @@ class Trace(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.prim.device.default and type(args[0]) is FakeTensor:
             return args[0].fake_device  # the most frequent question, by far
         kwargs = kwargs or {}
-        if self._paused or func.namespace in QUESTIONS:
+        if self._paused or func.namespace in QUERY_NAMESPACES:
             return self._run(func, args, kwargs)
-        if func is torch.ops.aten.clone.default and own_function() is None:
+        if func is torch.ops.aten.clone.default and current_autograd_function() is None:
             copied = self._run(func, args, kwargs)
-            self._name(copied, self.ref(args[0]).number)
+            self._set_number(copied, self.ref(args[0]).number)
             return copied
-        if self.fixed and func._schema.is_mutable:
-            self._check_fixed(args[0])
+        if self.read_only_storages and func._schema.is_mutable:
+            self._check_read_only(args[0])
         names = (argument.name for argument in func._schema.arguments)
         operands = {**dict(zip(names, args, strict=False)), **kwargs}
         given = {name: self._as_refs(operand) for name, operand in operands.items()}
         result = self._run(func, args, kwargs)
         made = tuple(map(self.ref, tensors_in([result])))
-        self._record(Step(AS_VIEW.get(func, func), given, made, self.where))
+        self._record(TraceStep(AS_VIEW.get(func, func), given, made, self.location))
         return result
 
-    def _check_fixed(self, changed: Any) -> None:
+    def _check_read_only(self, changed: Any) -> None:
         key = changed.untyped_storage()._cdata if isinstance(changed, Tensor) else None
-        if key in self.fixed:
+        if key in self.read_only_storages:
             raise UserError(
-                f"{self.where}: {self.fixed[key]} is changed in place, but each rank would change "
+                f"{self.location}: {self.read_only_storages[key]} is changed in place, but "
+                "each rank would change "
                 "its own rows only. Change it outside of the model's forward."
             )
 
 
-def user_line() -> str:
+def current_user_line() -> str:
     """The innermost line of code that is neither torch's nor this package's."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(FOREIGN):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(LIBRARY_FOLDERS):
         frame = frame.f_back
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def own_function() -> type | None:
+def current_autograd_function() -> type | None:
     """Return the `autograd.Function` that runs now, unless it is torch's own."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -390,20 +402,20 @@ def own_function() -> type | None:
 
 
 # What a run raises that decides by what a tensor holds.
-DEPENDS_ON_DATA = (DataDependentOutputException, DynamicOutputShapeException)
+DATA_DEPENDENT_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
 # What an attribute of a module may be and a run may change.
 CONTAINERS = (dict, list, set)
 
 
 @final
-class Before:
+class ModelSnapshot:
     """A model as it is now: modes, attributes, what these hold, and which buffers there are."""
 
     def __init__(self, model: nn.Module) -> None:
         modules = [m for module in model.modules() for m in (module, vars(module).get("wrapped"))]
         attributes = [m.__dict__ for m in modules if m is not None]
         held = [v for of in attributes for v in of.values() if isinstance(v, CONTAINERS)]
-        self._saved = [(container, _copied(container)) for container in (*attributes, *held)]
+        self._saved = [(container, _shallow_copy(container)) for container in (*attributes, *held)]
 
     def restore(self) -> None:
         """Undo what runs have left in the model since."""
@@ -416,23 +428,23 @@ class Before:
 
 
 @contextmanager
-def unchanged(model: nn.Module) -> Iterator[None]:
+def preserve_model(model: nn.Module) -> Iterator[None]:
     """Undo what a run leaves in the model."""
-    before = Before(model)
+    before = ModelSnapshot(model)
     try:
         yield
     finally:
         before.restore()
 
 
-def _copied(container: Any) -> dict[Any, Any] | list[Any] | set[Any]:
+def _shallow_copy(container: Any) -> dict[Any, Any] | list[Any] | set[Any]:
     if isinstance(container, dict):
         return dict(container)
     return list(container) if isinstance(container, list) else set(container)
 
 
 @contextmanager
-def traceable(model: nn.Module) -> Iterator[None]:
+def use_fake_tensors(model: nn.Module) -> Iterator[None]:
     """Run on fake tensors, without gradients or autocast; restore values and random state."""
     values = [(buffer, buffer.clone()) for buffer in model.buffers()]
     plain = torch.autocast(dtype_and_device(model)[1].type, enabled=False)
@@ -441,11 +453,17 @@ def traceable(model: nn.Module) -> Iterator[None]:
     loud.setLevel(logging.CRITICAL)  # it logs a traceback for what is told in one line below
     try:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
-        with fake, plain, torch.no_grad(), torch.random.fork_rng(devices=[]), _stand_ins(model):
+        with (
+            fake,
+            plain,
+            torch.no_grad(),
+            torch.random.fork_rng(devices=[]),
+            _replace_by_fakes(model),
+        ):
             yield
-    except DEPENDS_ON_DATA as error:
+    except DATA_DEPENDENT_ERRORS as error:
         raise UserError(
-            f"{code_line(error)}: control flow or shapes that depend on data can't be planned. "
+            f"{user_line_of(error)}: control flow or shapes that depend on data can't be planned. "
             "Decide from shapes or configuration instead."
         ) from None
     finally:
@@ -456,7 +474,7 @@ def traceable(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _stand_ins(model: nn.Module) -> Iterator[None]:
+def _replace_by_fakes(model: nn.Module) -> Iterator[None]:
     """Put fake tensors in the place of a model's own; those on the meta device are of the CPU then.
 
     Real ones would be faked again by every operation. A model's own constants are on the CPU, and
@@ -472,7 +490,7 @@ def _stand_ins(model: nn.Module) -> Iterator[None]:
                     if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer):
                         continue
                     if tensor not in made:
-                        made[tensor] = _fake(tensor)
+                        made[tensor] = _fake_like(tensor)
                     replaced.append((held, name, tensor))
         for held, name, tensor in replaced:
             held[name] = made[tensor]
@@ -482,16 +500,16 @@ def _stand_ins(model: nn.Module) -> Iterator[None]:
             held[name] = tensor
 
 
-def _fake(tensor: Tensor) -> Tensor:
+def _fake_like(tensor: Tensor) -> Tensor:
     device = "cpu" if tensor.device.type == "meta" else tensor.device
     fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
 
 
-def code_line(error: BaseException) -> str:
+def user_line_of(error: BaseException) -> str:
     """Return the innermost line of the user's code that an error comes from."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if not frame.filename.startswith(FOREIGN)]
+    own = [frame for frame in frames if not frame.filename.startswith(LIBRARY_FOLDERS)]
     return f"{own[-1].filename}:{own[-1].lineno}" if own else "model"
 
 
@@ -507,7 +525,7 @@ def dtype_and_device(model: nn.Module) -> tuple[torch.dtype, torch.device]:
 Model = TypeVar("Model", bound=nn.Module)
 
 
-def copied(model: Model) -> Model:
+def copy_model(model: Model) -> Model:
     """Return a deep copy.
 
     `copy.deepcopy` alone refuses tensors with a gradient function, which hooks such as

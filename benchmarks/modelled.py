@@ -23,7 +23,8 @@ from pinned import RANKS, on_pinned_ranks
 
 from credit_dp.cli.compose import Composer
 from credit_dp.config import Config
-from credit_dp.costs.prediction import Machine, Predictor, read_machine
+from credit_dp.costs.machine import Machine, read_machine
+from credit_dp.costs.prediction import Predictor
 from credit_dp.data.setup import prepare_training_data
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.training.build import build_training

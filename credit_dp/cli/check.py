@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, NamedTuple
 from credit_dp.cli.compose import check_rows, check_run_folder, folder_key, run_folder
 from credit_dp.cli.output import format_bytes
 from credit_dp.config import Config, DataConfig
-from credit_dp.costs.budget import StepPlan, model_and_shape, plan_step
 from credit_dp.errors import UnreachableError
 
 if TYPE_CHECKING:
+    from credit_dp.costs.budget import StepPlan
     from credit_dp.data.dates import HasTimes
     from credit_dp.data.store import Store
     from credit_dp.training.checkpoint_files import Metadata
@@ -69,6 +69,8 @@ def check_and_report(config: Config) -> int:
     config = with_resolved_data(config, found)
     check_rows(config)
     resume = [] if path is None else [check_checkpoint(path, config, found)]
+    from credit_dp.costs.budget import plan_step  # torch, which takes seconds
+
     plan = plan_step(config)
     print_lines("The config is valid.", *found.lines, *resume, *plan_lines(plan, config))
     return 1 if plan.report.problems else 0
@@ -286,7 +288,8 @@ def check_checkpoint(path: Path, config: Config, found: DataSummary) -> str:
     """
     from credit_dp.data.sampling import SampleSequence, sample_times
     from credit_dp.training.checkpoint import check_model_shapes, model_shapes
-    from credit_dp.training.checkpoint_files import read_metadata, translate_read_errors
+    from credit_dp.training.checkpoint_files import read_metadata
+    from credit_dp.training.shards import translate_read_errors
     from credit_dp.training.state import model_tensors
 
     numbers = read_metadata("resume", path)
@@ -294,6 +297,8 @@ def check_checkpoint(path: Path, config: Config, found: DataSummary) -> str:
         if found.store is not None:
             check_description(numbers, config, found.store)
         saved = model_shapes({name: tuple(shape) for name, shape in numbers["tensors"].items()})
+        from credit_dp.costs.budget import model_and_shape
+
         model, _ = model_and_shape(config, 1)
         own = {name: tuple(tensor.shape) for name, tensor in model_tensors((model,)).items()}
         check_model_shapes(f"resume: {path}", saved, model_shapes(own))
@@ -319,7 +324,7 @@ def check_description(numbers: "Metadata", config: Config, store: "Store") -> No
     check_data(numbers["data"], describe_data(prepared, config.model))
 
 
-def plan_lines(plan: StepPlan, config: Config) -> list[str]:
+def plan_lines(plan: "StepPlan", config: Config) -> list[str]:
     """The model, and a line for each rank of a pipeline, or one for all ranks."""
     from credit_dp.training.out_of_memory import training_memory  # takes seconds
 

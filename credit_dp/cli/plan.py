@@ -12,8 +12,7 @@ from credit_dp.cli.arguments import OneLineParser
 from credit_dp.cli.output import format_bytes, format_table
 from credit_dp.cli.train import read_config_arguments
 from credit_dp.config import Config, microbatches_per_step
-from credit_dp.costs.budget import StepPlan, model_and_shape, plan_step
-from credit_dp.costs.prediction import Machine, machine_names, read_machine
+from credit_dp.costs.machine import Machine, machine_names, read_machine
 from credit_dp.errors import UserError
 
 if TYPE_CHECKING:
@@ -422,6 +421,8 @@ def plan(arguments: Sequence[str], program: str) -> int:
         return _predict(config, dashes)
     if dashes.up_to is not None:
         return _compare(config, dashes)
+    from credit_dp.costs.budget import plan_step  # torch
+
     found = plan_step(config)
     show = plan_json if question.json else as_text
     sys.stdout.write(show(found, config))
@@ -429,7 +430,7 @@ def plan(arguments: Sequence[str], program: str) -> int:
 
 
 def _compare(config: Config, dashes: Namespace) -> int:
-    from credit_dp.costs.budget import compare_meshes  # torch
+    from credit_dp.costs.budget import compare_meshes, model_and_shape  # torch
 
     memory = DEFAULT_MEMORY_GIB if dashes.memory is None else dashes.memory
     model, (_, *field) = model_and_shape(config, config.data.batch_size)
@@ -458,7 +459,7 @@ def _add_options(using: OneLineParser) -> None:
     using.add_argument("--machine")
 
 
-def as_text(plan: StepPlan, config: Config) -> str:
+def as_text(plan: "StepPlan", config: Config) -> str:
     """Tables for people."""
     report = plan.report
     lines = _head(report, config)

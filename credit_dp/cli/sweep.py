@@ -147,7 +147,7 @@ def show_sweep(arguments: Sequence[str], program: str) -> int:
     shown = SweepTable(sweep, metric, sorted_jobs(sweep, metric, keys["sort"]))
     sys.stdout.write("\n".join([*table_lines(shown), ""]))
     if keys["out"]:
-        from credit_dp.sweeps.tables import draw_metric  # matplotlib: not for --help
+        from credit_dp.sweeps.plots import draw_metric  # matplotlib: not for --help
 
         files = {"sweep.csv": shown.to_csv().encode(), "sweep.json": shown.to_json().encode()}
         figure = draw_metric(shown)
@@ -261,7 +261,7 @@ def write_scaling(folder: Path, found: Sequence[ScalingSeries]) -> None:
     Raises:
         UserError: nothing can be written there.
     """
-    from credit_dp.sweeps.scaling import draw_scaling  # matplotlib: not for --help
+    from credit_dp.sweeps.plots import draw_scaling  # matplotlib: not for --help
 
     files = {
         "scaling.csv": series_to_csv(found).encode(),

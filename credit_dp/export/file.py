@@ -20,14 +20,9 @@ from credit_dp.data.channels import Channel
 from credit_dp.data.forcings import COMPUTED_FORCINGS
 from credit_dp.data.statistics import Statistics
 from credit_dp.errors import UserError
-from credit_dp.training.checkpoint_files import (
-    check_shards,
-    locate_checkpoint,
-    read_metadata,
-    read_shards,
-    read_tensor_metadata,
-)
+from credit_dp.training.checkpoint_files import locate_checkpoint, read_metadata
 from credit_dp.training.run_folder import remove_if_possible, temporary_file
+from credit_dp.training.shards import check_shards, read_shards, read_tensor_metadata
 from credit_dp.training.state import AVERAGE_PREFIX, MODEL_PREFIX, STATIC_KEY, VALID_KEY
 
 FORMAT = "credit_dp model 1"

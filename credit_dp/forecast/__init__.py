@@ -10,9 +10,8 @@ __all__ = ["open_sharded"]
 
 
 def open_sharded(path: str | Path) -> "xr.Dataset":
-    """Join the files that the ranks of a forecast wrote; see `credit_dp.forecast.open_sharded`."""
-    from credit_dp.forecast import (
-        open_sharded as forecast_open_sharded,  # xarray: not for those who only make steps
-    )
+    """Join the files that the ranks of a forecast wrote; see `credit_dp.forecast.sharded`."""
+    # Here, for it imports xarray, which those who only make forecasts don't need.
+    from credit_dp.forecast.sharded import open_sharded as open_files
 
-    return forecast_open_sharded.open_sharded(path)
+    return open_files(path)

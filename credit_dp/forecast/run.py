@@ -40,15 +40,11 @@ from credit_dp.forecast.request import ForecastConfig, ForecastJob, rank_jobs
 from credit_dp.forecast.writer import Fields, ForecastWriter, disk_errors
 from credit_dp.pipeline_parallel.placement import model_output_device
 from credit_dp.training.build import DTYPES, build_model_parts
-from credit_dp.training.checkpoint_files import (
-    METADATA_FILE,
-    Metadata,
-    read_metadata,
-    translate_read_errors,
-)
+from credit_dp.training.checkpoint_files import METADATA_FILE, Metadata, read_metadata
 from credit_dp.training.console import Screen, notes_of, screen_for
 from credit_dp.training.data_description import check_fields
 from credit_dp.training.forecast_step import ForecastStep
+from credit_dp.training.shards import translate_read_errors
 from credit_dp.training.transfer import load_valid_mask, load_weights
 
 

@@ -28,18 +28,20 @@ from credit_dp.training import checkpoint_files
 from credit_dp.training.checkpoint_files import (
     VALIDATION_KEY,
     RetentionPolicy,
-    Shape,
     apply_retention,
-    check_shards,
     finite_or_none,
-    ignore_single_process_warning,
-    read_shards,
     step_folder,
-    translate_read_errors,
-    write_shards,
 )
 from credit_dp.training.data_description import check_data
 from credit_dp.training.run_folder import provenance
+from credit_dp.training.shards import (
+    Shape,
+    check_shards,
+    ignore_single_process_warning,
+    read_shards,
+    translate_read_errors,
+    write_shards,
+)
 from credit_dp.training.state import GENERATOR_KEY, MODEL_PREFIX, OPTIMIZER_KEY, TrainingState
 
 __all__ = ["TrainingState", "find_checkpoint", "load_checkpoint", "save_checkpoint"]

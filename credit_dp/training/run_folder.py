@@ -15,7 +15,6 @@ from functools import cache
 from pathlib import Path
 from typing import TextIO, final
 
-import torch
 from omegaconf import OmegaConf
 
 import credit_dp
@@ -186,6 +185,8 @@ def provenance() -> dict[str, str]:
     `changed` says whether the checkout differs from its commit. Asked for once in a process, as
     what is imported does not change with the files either.
     """
+    import torch  # which takes seconds; the command line only reads names of files
+
     found = {
         "credit_dp": credit_dp.__version__,
         "torch": torch.__version__,

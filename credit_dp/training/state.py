@@ -14,11 +14,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from credit_dp.errors import UserError
-from credit_dp.training.checkpoint_files import Shape
 from credit_dp.training.data_description import DataDescription
 from credit_dp.training.optim import WeightAverage, restore_schedule
 from credit_dp.training.own_optimizer import ADAMW, StateLayout
 from credit_dp.training.parameter_shards import is_fsdp_module
+from credit_dp.training.shards import Shape
 
 MODEL_PREFIX, OPTIMIZER_PREFIX, GENERATOR_KEY, STATIC_KEY = (
     "model.",

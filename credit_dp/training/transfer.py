@@ -18,13 +18,7 @@ from credit_dp.fields import Fields
 from credit_dp.models import build_model
 from credit_dp.training import checkpoint_files
 from credit_dp.training.checkpoint import check_model_shapes, gather_shapes, model_shapes
-from credit_dp.training.checkpoint_files import (
-    Metadata,
-    Shape,
-    check_shards,
-    read_shards,
-    translate_read_errors,
-)
+from credit_dp.training.checkpoint_files import Metadata
 from credit_dp.training.data_description import (
     MODEL_KINDS,
     DataDescription,
@@ -34,6 +28,7 @@ from credit_dp.training.data_description import (
 )
 from credit_dp.training.parameter_shards import is_dtensor
 from credit_dp.training.replicas import local_tensor
+from credit_dp.training.shards import Shape, check_shards, read_shards, translate_read_errors
 from credit_dp.training.state import (
     AVERAGE_PREFIX,
     MODEL_PREFIX,

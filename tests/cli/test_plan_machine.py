@@ -13,15 +13,17 @@ import torch
 import yaml
 from torch import nn
 
-from credit_dp.costs.prediction import (
+from credit_dp.costs.machine import (
     MACHINES_FOLDER,
     Link,
     Machine,
-    compute_seconds,
-    exchange_seconds,
     machine_names,
     parse_machine,
     read_machine,
+)
+from credit_dp.costs.prediction import (
+    compute_seconds,
+    exchange_seconds,
     reduction_seconds,
     ring_link,
 )

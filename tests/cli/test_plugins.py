@@ -200,9 +200,9 @@ def test_ranks_get_the_configs_of_all_kinds(
     sent.write_bytes(pickle.dumps(Composer("train").config(ALL)))
     code = (
         "import pickle, sys; config = pickle.load(open(sys.argv[1], 'rb'))\n"
-        "from credit_dp.config.training import own_schedule\n"
+        "from credit_dp.config.training import plugin_schedule\n"
         "assert (config.loss.scale, config.optimizer.momentum) == (1.0, 0.9)\n"
-        "assert own_schedule(config.optimizer).factor(1, 2) == 0.5"
+        "assert plugin_schedule(config.optimizer).factor(1, 2) == 0.5"
     )
     subprocess.run([sys.executable, "-c", code, sent], cwd=ROOT, check=True, timeout=60)
 
@@ -333,7 +333,7 @@ def test_a_forecast_needs_the_model_of_a_run_only(
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv(PLUGINS_VARIABLE, str(written(tmp_path, TRAINING)))
         saved = as_dict(Composer("train").config(ALL))
-    monkeypatch.setattr(saved_config, "read", lambda path: saved)
+    monkeypatch.setattr(saved_config, "read_checkpoint_config", lambda path: saved)
     for group in ("loss", "optimizer"):
         ConfigStore.instance().repo[group].clear()
     config = config_of_checkpoint(tmp_path, ["parallel.domain=2"], Composer("forecast"))

@@ -342,11 +342,11 @@ def test_a_chunk_of_all_channels_is_read_once_by_a_rollout(tmp_path):
         (BatchSelection(inputs=False, last=False), 0, 0, 3 * 7),
     ],
 )
-def test_a_rollout_reads_no_more_than_is_wanted(ready, reads, now, forcing, target):
+def test_a_rollout_reads_no_more_than_is_wanted(ready, reads, state, forcing, target):
     with rollouts(ready, lambda batch: 3, reads=reads) as source:
         batch = next(source)
     shapes = [x.shape[1] for x in (batch.state, batch.forcing, batch.target)]
-    assert shapes == [now, forcing, target]
+    assert shapes == [state, forcing, target]
     with rollouts(ready, lambda batch: 3) as source:
         whole = next(source)
     for name in ("state", "forcing", "target"):

@@ -32,6 +32,7 @@ def test_the_page_after_the_first_run(tmp_path):
     assert (first, activate) == ("make run", "source .venv/bin/activate")
     environment = {key: os.environ[key] for key in os.environ if key != "OMP_NUM_THREADS"}
     environment.update(CREDIT_DP_CACHE=str(tmp_path / "cache"), WANDB_MODE="disabled")
+    environment["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environment['PATH']}"
     for line in lines:
         for long, short in FEWER.items():
             line = re.sub(long, short, line)

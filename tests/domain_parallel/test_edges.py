@@ -17,6 +17,8 @@ from tests.ranks import PROCESSES, RankError, on_processes, on_threads
 RANKS = st.sampled_from([2, 3, 4, 8])
 CONVS = {2: nn.Conv2d, 3: nn.Conv3d}
 
+EDGES_OF, CONVOLVE_BAND = conv.edges_of, conv.convolve_band  # before they are replaced
+
 
 @st.composite
 def cases(draw):
@@ -58,7 +60,7 @@ def test_exact(case):
 
     def convolve_band(*args):
         calls.append(args)
-        return conv.convolve_band(*args)
+        return CONVOLVE_BAND(*args)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(conv, "convolve_band", convolve_band)
@@ -99,7 +101,7 @@ def _nothing(*args):
 
 
 def _south_is_as_far_as_north(kernel, rows, taps):
-    north, _ = conv.edges_of(kernel, rows, taps)
+    north, _ = EDGES_OF(kernel, rows, taps)
     return north, north
 
 

@@ -36,8 +36,9 @@ from credit_dp.evaluation.plots import draw_last_lead_errors, draw_map, draw_rms
 from credit_dp.evaluation.report import scorecard_page
 from credit_dp.evaluation.scorecard import HeldOutScores, Scorecard
 from credit_dp.sweeps import read_sweep
-from credit_dp.sweeps.scaling import ScalingSeries, StepTiming, draw_scaling
-from credit_dp.sweeps.tables import SweepTable, draw_metric
+from credit_dp.sweeps.plots import draw_metric, draw_scaling
+from credit_dp.sweeps.scaling import ScalingSeries, StepTiming
+from credit_dp.sweeps.tables import SweepTable
 from credit_dp.training.loss_curve import draw_loss
 from tests.sweeps.folders import write_done, write_sweep
 

@@ -19,6 +19,6 @@ def sent(monkeypatch):
     moves = []
     monkeypatch.setattr(placement, "count_devices", lambda kind: 4)
     monkeypatch.setattr(
-        placement, "send", lambda thing, to: moves.append((thing, str(to))) or thing
+        placement, "move_object", lambda thing, to: moves.append((thing, str(to))) or thing
     )
     return moves

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from credit_dp.sweeps import read_sweep
-from credit_dp.sweeps.scaling import ScalingSeries, draw_scaling, find_series, is_oversubscribed
+from credit_dp.sweeps.plots import draw_scaling
+from credit_dp.sweeps.scaling import ScalingSeries, find_series, is_oversubscribed
 from tests.cli.answers import answer
 from tests.sweeps.folders import (
     ENDED,

@@ -13,7 +13,8 @@ from PIL import Image
 
 from credit_dp.cli.sweep import show_sweep
 from credit_dp.sweeps import read_sweep
-from credit_dp.sweeps.tables import SweepTable, draw_metric
+from credit_dp.sweeps.plots import draw_metric
+from credit_dp.sweeps.tables import SweepTable
 from tests.cli.answers import answer
 from tests.sweeps.folders import (
     CRASHED,
@@ -166,7 +167,8 @@ def test_no_such_command_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_reading_does_not_import_torch(sweep: Path) -> None:
-    code = f"from {show_sweep.__module__} import show; show(['{sweep}'], 'x'); import sys; "
+    name = show_sweep.__module__
+    code = f"from {name} import show_sweep; show_sweep(['{sweep}'], 'x'); import sys; "
     subprocess.run(
         [sys.executable, "-c", f"{code}sys.exit('torch' in sys.modules)"], check=True, timeout=60
     )

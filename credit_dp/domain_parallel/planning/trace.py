@@ -192,7 +192,10 @@ def _fills_storage(x: Tensor) -> bool:
 
 
 # Frames of torch and of this package are not the user's code.
-LIBRARY_FOLDERS = (os.path.dirname(torch.__file__) + os.sep, os.path.dirname(__file__) + os.sep)
+LIBRARY_FOLDERS = (
+    os.path.dirname(torch.__file__) + os.sep,
+    os.path.dirname(os.path.dirname(__file__)) + os.sep,
+)
 
 
 # A reshape copies or not, depending on strides, which a band of one row has others of. So copies

@@ -43,7 +43,7 @@ def measured(_: DomainParallelManager, schedule: str, microbatches: int) -> tupl
     x = torch.randn(shape)
     found = []
     for _ in range(1 + ROUNDS):
-        pipeline.backward(x, x, squared)
+        pipeline.forward_backward(x, x, squared)
         found.append(pipeline.bubble())
     of_stages = [sum(list(costs.values())[cut]) for cut in cuts]
     return median(found[1:]), max(of_stages) * len(cuts) / sum(of_stages)

@@ -162,7 +162,7 @@ def fastest(ways: Mapping[str, Callable[[int], object]], samples: int) -> dict[s
 def waiting(manager: DomainParallelManager, config: DataConfig, grid: tuple[int, int]) -> float:
     """The share of some steps of the tiny U-Net that they wait for the next batch."""
     ready = prepare_training_data(config)
-    model_config = Composer("train").config(["model=unet_tiny"]).model
+    model_config = Composer("train").compose_config(["model=unet_tiny"]).model
     fields = Fields((), tuple(range(CHANNELS)), others=0)
     model = build_model(model_config, fields, grid)
     if manager.domain_parallel_size > 1:

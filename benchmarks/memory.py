@@ -55,7 +55,7 @@ def rows() -> list[Row]:
 
 def rows_of(name: str, grid: tuple[int, int]) -> Iterator[Row]:
     """One model's."""
-    config = Composer("train").config([f"model={name}"]).model
+    config = Composer("train").compose_config([f"model={name}"]).model
     alone = max(on_pinned_ranks(growth, config, grid, ranks=1))
     for ranks in DOMAINS:
         found = max(on_pinned_ranks(growth, config, grid, ranks=ranks))

@@ -83,7 +83,7 @@ def main() -> None:
     alone: Found | None = None
     print("mesh                                       ms/step   / one   growth   / one      sent")
     for mesh in MESHES:
-        config = Composer("train").config([*KEYS, *mesh.split()])
+        config = Composer("train").compose_config([*KEYS, *mesh.split()])
         parallel = replace(config.parallel, data=config.parallel.data or 1)
         config = replace(config, parallel=parallel)
         domain, pipeline = parallel.domain, parallel.pipeline

@@ -77,7 +77,7 @@ def _row(model: str, data: int, domain: int, machine: Machine) -> dict[str, Any]
 
 def _config(model: str, data: int, domain: int) -> Config:
     mesh = (f"parallel.data={data}", f"parallel.domain={domain}", f"data.batch_size={data}")
-    return Composer("train").config([f"model={model}", *KEYS, *mesh])
+    return Composer("train").compose_config([f"model={model}", *KEYS, *mesh])
 
 
 def _shared(machine: Machine, ranks: int) -> Machine:

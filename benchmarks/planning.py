@@ -50,7 +50,7 @@ def _measure(model: str, work: str) -> dict[str, Any]:
 
     from credit_dp.cli.compose import Composer
 
-    config = Composer("train").config([f"model={model}", f"data.grid={GRID[0]}x{GRID[1]}"])
+    config = Composer("train").compose_config([f"model={model}", f"data.grid={GRID[0]}x{GRID[1]}"])
     domain = config.model.coarsest_rows(GRID[0])
     data = RANKS // domain if work == "plan" else 1
     run = _planner(model, domain, data) if work == "plan" else _converter(config, domain)

@@ -96,10 +96,10 @@ def chunk_reads(folder: Path) -> int:
         cache=str(folder),
         climatology=str(folder / "climatology.zarr"),
     )
-    matched = align(request, open_forecast(request.forecast), lambda what, part: None)
-    for _ in read_blocks(matched, None):
+    aligned = align(request, open_forecast(request.forecast), lambda what, part: None)
+    for _ in read_blocks(aligned, None):
         pass
-    return matched.truth.chunk_reads
+    return aligned.truth.chunk_reads
 
 
 def check_same(folder: Path) -> None:

@@ -42,7 +42,7 @@ def seconds(folder: Path) -> float:
 
 def rows() -> list[Row]:
     """The fastest of some starts, and the middle one."""
-    prepare_training_data(Composer("train").config([]).data)
+    prepare_training_data(Composer("train").compose_config([]).data)
     with tempfile.TemporaryDirectory() as folder:
         found = sorted(seconds(Path(folder) / str(number)) for number in range(ROUNDS))
     what = f"start of the quickstart, {RANKS} ranks: command to first optimiser step"

@@ -43,7 +43,7 @@ def rows() -> list[Row]:
     """Bytes against the least that these bands need, and messages against the plan's."""
     made = []
     for name in MODELS:
-        config = Composer("train").config([f"model={name}"]).model
+        config = Composer("train").compose_config([f"model={name}"]).model
         for ranks in DOMAINS:
             sent = on_pinned_ranks(counted, config, ranks=ranks)
             plan = planned(config, ranks)

@@ -112,7 +112,7 @@ def repeated(step: Callable[[], None]) -> None:
 
 def configured(keys: Sequence[str]) -> Config:
     """A config of a model that trains on one mesh for as long as one likes."""
-    config = Composer("train").config([*keys, *KEYS])
+    config = Composer("train").compose_config([*keys, *KEYS])
     return replace(config, parallel=replace(config.parallel, data=1))
 
 

@@ -13,12 +13,12 @@ __all__ = ["__version__", "load"]
 
 
 def load(path: str | os.PathLike[str], device: str = "cpu") -> Forecaster:
-    """Return the trained model of an exported file, of a checkpoint, or of a run's folder.
+    """Return the trained model of an exported file, a checkpoint or a run's folder.
 
-    It maps physical fields to those one step later, on one device; see `Forecaster`.
+    The model maps physical fields to those one step later, on one device; see `Forecaster`.
 
     Raises:
-        UserError: there is none, it can't be read, or its model is not known.
+        UserError: nothing is there, it can't be read, or its model is unknown.
     """
     from credit_dp.export.load import load as load_model  # torch, which takes seconds
 

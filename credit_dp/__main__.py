@@ -1,4 +1,4 @@
-"""`python -m credit_dp`: the console script, where it is not on the path."""
+"""Run `credit-dp` as `python -m credit_dp`, for a shell that does not find the console script."""
 
 from credit_dp.cli import main
 

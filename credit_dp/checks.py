@@ -1,4 +1,7 @@
-"""What a value of the config has to be, said in one line when it is not."""
+"""Checks of config values: each raises a `UserError` of one line that names the key.
+
+The functions are read with the module's name: `checks.at_least("parallel.domain", value, 1)`.
+"""
 
 import difflib
 import math
@@ -11,13 +14,13 @@ from credit_dp.errors import UserError
 
 
 def did_you_mean(word: str, allowed: Iterable[str]) -> str:
-    """The end of an error line: the closest of the allowed words, if one is close at all."""
+    """Return ` Did you mean X?` for the closest allowed word; empty if none is close."""
     close = difflib.get_close_matches(word, list(allowed), n=1, cutoff=0.5)
     return f" Did you mean {close[0]}?" if close else ""
 
 
 def one_of(key: str, value: str, allowed: Sequence[str]) -> None:
-    """Refuse a word that is not in the table of this key."""
+    """Refuse a word that is not allowed for this key."""
     if value not in allowed:
         raise UserError(
             f"{key}: needs one of {', '.join(allowed)}, got "
@@ -26,7 +29,7 @@ def one_of(key: str, value: str, allowed: Sequence[str]) -> None:
 
 
 def at_least(key: str, value: int | None, minimum: int) -> None:
-    """Refuse an integer that is too small; null passes, where the type allows it."""
+    """Refuse an integer below `minimum`; None passes."""
     if value is not None and value < minimum:
         raise UserError(f"{key}: needs an integer of at least {minimum}, got {value}")
 
@@ -38,20 +41,20 @@ def integer_in(key: str, value: int, low: int, high: int) -> None:
 
 
 def number_in(key: str, value: float | None, low: float, high: float = math.inf) -> None:
-    """Refuse a number outside `[low, high]`, infinity and NaN; null passes."""
+    """Refuse a number outside `[low, high]`, infinity and NaN; None passes."""
     if value is not None and not (math.isfinite(value) and low <= value <= high):
         bounds = f"of at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
         raise UserError(f"{key}: needs a number {bounds}, got {value}")
 
 
 def above_zero(key: str, value: float | None) -> None:
-    """Refuse zero, what is below it, infinity and NaN; null passes."""
+    """Refuse zero, negative numbers, infinity and NaN; None passes."""
     if value is not None and not (math.isfinite(value) and value > 0):
         raise UserError(f"{key}: needs a number above 0, got {value}")
 
 
 def limits(key: str, value: object) -> None:
-    """Refuse what is not `[low, high]`, two numbers that rise; null passes."""
+    """Refuse a value other than `[low, high]` with `low < high`; None passes."""
     if value is None:
         return
     pair = list(value) if isinstance(value, list | tuple) else []
@@ -61,28 +64,28 @@ def limits(key: str, value: object) -> None:
 
 
 def not_empty(key: str, values: Sequence[object]) -> None:
-    """Refuse a list without entries."""
+    """Refuse an empty list."""
     if not values:
         raise UserError(f"{key}: needs at least one entry, got an empty list")
 
 
 def of_length(key: str, values: Sequence[object], length: int, like: str = "") -> None:
-    """Refuse a list that has not `length` entries, as many as that of the key `like`."""
+    """Refuse a list that does not have `length` entries; `like` is the key of a list that does."""
     if len(values) != length:
-        many = "entry" if length == 1 else "entries"
+        noun = "entry" if length == 1 else "entries"
         as_many = f", as many as {like}" if like else ""
-        raise UserError(f"{key}: needs {length} {many}{as_many}, got {len(values)}")
+        raise UserError(f"{key}: needs {length} {noun}{as_many}, got {len(values)}")
 
 
 def no_repeats(key: str, values: Sequence[object]) -> None:
-    """Refuse a list that names something twice."""
-    twice = next((value for value in values if list(values).count(value) > 1), None)
-    if twice is not None:
-        raise UserError(f"{key}: needs each entry once, got {twice} more than once")
+    """Refuse a list with an entry that occurs twice."""
+    repeated = next((value for value in values if list(values).count(value) > 1), None)
+    if repeated is not None:
+        raise UserError(f"{key}: needs each entry once, got {repeated} more than once")
 
 
 def date_range(key: str, dates: Sequence[str]) -> None:
-    """Refuse what is not `[first, last]` in ISO format, in that order."""
+    """Refuse dates other than `[first, last]` in ISO format, in that order."""
     needs = f"{key}: needs [first, last] in ISO format, like [2000-01-01, 2000-12-31]"
     if len(dates) != 2:
         raise UserError(f"{needs}, got {len(dates)} dates")
@@ -95,30 +98,31 @@ def date_range(key: str, dates: Sequence[str]) -> None:
 
 
 def date(key: str, value: str) -> None:
-    """Refuse what is not a day, or an hour of one, in ISO format without a time zone."""
+    """Refuse a text that is not a date, with or without a time, in ISO format without a zone."""
     try:
         zone = datetime.fromisoformat(value).tzinfo
     except ValueError:
         zone = None
-        value = f"{value!r}, which is no date" if value else "an empty text"
+        value = f"{value!r}, which is not a date" if value else "an empty text"
     else:
+        # `fromisoformat` also takes 20010101 and 2001-W01-1.
         if zone is None and re.match(r"\d{4}-\d\d-\d\d", value):
             return
     raise UserError(f"{key}: needs a date like 2001-01-01, got {value}")
 
 
 def lead_times(hours: Iterable[int], step: int) -> None:
-    """Refuse lead times that no whole number of model steps reaches."""
-    odd = next((lead for lead in hours if lead < step or lead % step), None)
-    if odd is not None:
+    """Refuse lead times, in hours, that are not multiples of the model's step."""
+    unreachable = next((lead for lead in hours if lead < step or lead % step), None)
+    if unreachable is not None:
         raise UserError(
-            f"trainer.evaluate_hours: needs multiples of data.step={step}h, but got {odd}. "
-            "Change trainer.evaluate_hours."
+            f"trainer.evaluate_hours: needs multiples of data.step={step}h, but got "
+            f"{unreachable}. Change trainer.evaluate_hours."
         )
 
 
 def checkpoint_path(key: str, value: str) -> Path:
-    """Refuse the path of a checkpoint, or of a run's folder, that is not there; return it."""
+    """Return the path of a checkpoint or of a run's folder; refuse one that does not exist."""
     path = existing_path(value)
     if path is None:
         raise UserError(
@@ -129,41 +133,41 @@ def checkpoint_path(key: str, value: str) -> Path:
 
 
 def existing_path(value: str) -> Path | None:
-    """The path, with `~` replaced, if something is there; too long a name, for one, never is."""
+    """Return the path, with `~` expanded, if it exists, else None."""
     try:
         path = Path(value).expanduser()
         return path if path.exists() else None
-    except (OSError, RuntimeError, ValueError):
+    except (OSError, RuntimeError, ValueError):  # a name too long, ~nobody, a null character
         return None
 
 
 def expand_home(key: str, value: str) -> Path:
-    """The path, with `~` replaced; refuse the home folder of nobody."""
+    """Return the path with `~` expanded; refuse `~NAME` of a user without a home folder."""
     try:
         return Path(value).expanduser()
-    except RuntimeError:  # ~nobody
+    except RuntimeError:
         raise UserError(f"{key}: there is no home folder as in {value}. Change {key}.") from None
 
 
 def grid(key: str, value: str | None) -> None:
-    """Refuse what is not `ROWSxCOLUMNS`."""
+    """Refuse a text other than `ROWSxCOLUMNS`; None passes."""
     if value is not None and not re.fullmatch(r"[1-9]\d*x[1-9]\d*", value):
         raise UserError(f"{key}: needs ROWSxCOLUMNS, like 121x240, or null, got {value!r}")
 
 
 def devices(key: str, value: object) -> None:
-    """Refuse what is neither a device nor two of them: where a module computes, and where to."""
+    """Refuse a value other than one device, or a pair: for computing and for the output."""
     names = value if isinstance(value, (list, tuple)) else [value]
-    good = all(isinstance(n, str) and re.fullmatch(r"(?!meta)[a-z]+(:\d+)?", n) for n in names)
-    if not good or (names is value and len(names) != 2):
+    valid = all(isinstance(n, str) and re.fullmatch(r"(?!meta)[a-z]+(:\d+)?", n) for n in names)
+    if not valid or (names is value and len(names) != 2):
         raise UserError(
-            f"{key}: needs a device like cuda:0, or two (computes on, output to) like "
+            f"{key}: needs a device like cuda:0, or two (for computing, for the output) like "
             f"[cuda:1,cuda:0], got {value}"
         )
 
 
 def folder_name(key: str, value: str | None) -> None:
-    """Refuse a name that would be another folder, a hidden one, or awkward on a command line."""
+    """Refuse a name that is a path, is hidden, or needs quotes on a command line; None passes."""
     if value is not None and not re.fullmatch(r"\w[\w.+-]*", value, flags=re.ASCII):
         raise UserError(
             f"{key}: needs letters, digits and . _ + - (no / or spaces), "

@@ -1,12 +1,12 @@
-"""The exceptions that mean: the user can mend this, and the message says how."""
+"""Exceptions for mistakes that the user can mend; the message says how."""
 
 
 class UserError(Exception):
-    """A mistake in what the user gave: one line with where, what was needed, what came and the fix.
+    """A mistake in the user's input, in one line: where, what is needed, what came, and the fix.
 
-    Commands print it without a traceback and exit with a code that is not 0.
+    Commands print the line without a traceback and exit with a non-zero code.
     """
 
 
 class UnreachableError(UserError):
-    """Data elsewhere that can't be reached from this machine: the config may well be right."""
+    """Remote data that this machine can't reach; the config itself may be right."""

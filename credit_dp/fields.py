@@ -1,4 +1,4 @@
-"""Which fields the channels of a model's input and output hold."""
+"""The layout of a model's input and output channels."""
 
 from dataclasses import dataclass
 from typing import final
@@ -7,18 +7,18 @@ from typing import final
 @final
 @dataclass(frozen=True)
 class Fields:
-    """Channels of states, then of what only goes in, or only comes out.
+    """Which channels of a model hold which fields.
 
-    The input carries the states of `frames` times, the oldest first, and then `others` channels of
-    forcings and statics; the output one state, and then `diagnostic` channels.
+    The input holds the states of `frames` times, the oldest first, then `others` channels of
+    forcings and static fields. The output holds one state, then `diagnostic` channels.
 
     Args:
-        upper: the channels of a state that each variable on levels has, level by level; as many for
-            every variable.
-        surface: the channels of a state that are on no level.
-        others: how many forcings and statics there are.
-        frames: how many states go in.
-        diagnostic: how many channels only come out.
+        upper: for each variable on levels, its channels in a state, level by level; every variable
+            has the same number.
+        surface: channels of a state that are on no level.
+        others: number of forcing and static channels.
+        frames: number of states in the input.
+        diagnostic: number of channels that only the output has.
     """
 
     upper: tuple[tuple[int, ...], ...]
@@ -29,25 +29,25 @@ class Fields:
 
     @classmethod
     def flat(cls, prognostic: int, others: int = 0, frames: int = 1) -> "Fields":
-        """Fields of which none is on a level."""
+        """Return the layout of `prognostic` channels without levels."""
         return cls((), tuple(range(prognostic)), others, frames)
 
     @property
     def levels(self) -> int:
-        """How many levels there are."""
+        """Number of levels."""
         return len(self.upper[0]) if self.upper else 0
 
     @property
     def states(self) -> int:
-        """Channels of one state."""
+        """Number of channels of one state."""
         return sum(map(len, self.upper)) + len(self.surface)
 
     @property
     def outputs(self) -> int:
-        """Channels that come out."""
+        """Number of output channels."""
         return self.states + self.diagnostic
 
     @property
     def inputs(self) -> int:
-        """Channels that go in."""
+        """Number of input channels."""
         return self.frames * self.states + self.others

@@ -1,12 +1,12 @@
 """Plug-ins: models, losses, optimizers and schedules that are not part of this package.
 
 A plug-in is a config class with a name that derives from one of the bases in `credit_dp.config`,
-such as `OwnModelConfig`. It is found in the Python files that the variable CREDIT_DP_PLUGINS names,
-or in installed packages, by their entry points. A name in a config only chooses among these; it
-never says what to import.
+such as `OwnModelConfig`. It comes from a Python file listed in the environment variable
+CREDIT_DP_PLUGINS, or from an entry point of an installed package. A name in a config only chooses
+among these; it never says what to import.
 
-The modules of files have names below that of this module. By these a process that receives a
-config, a rank or a job of a sweep, finds its classes again, as long as it has the variable too.
+A plug-in file becomes a submodule of this module. Ranks and jobs of a sweep receive configs by
+pickle, which names the module of each class: with the same variable set, they import the same file.
 """
 
 import logging
@@ -36,17 +36,17 @@ from credit_dp.errors import UserError
 logger = logging.getLogger(__name__)
 
 PLUGINS_VARIABLE = "CREDIT_DP_PLUGINS"
-LEGACY_VARIABLE = "CREDIT_DP_MODELS"  # the same, from when files held models only
+LEGACY_VARIABLE = "CREDIT_DP_MODELS"  # compatibility: its name when files could hold models only
 
-__path__: list[str] = []  # lets modules be below this one; _Finder knows their files
+__path__: list[str] = []  # makes this module a package to Python; `_Finder` finds its submodules
 
 
 class PluginKind(NamedTuple):
     """One kind of plug-in.
 
     Attributes:
-        key: of the config, which chooses a plug-in of this kind by its name.
-        group: of the entry points in which packages name theirs.
+        key: config key whose value is the name of a plug-in of this kind.
+        group: entry-point group in which packages register plug-ins of this kind.
     """
 
     key: str
@@ -54,7 +54,7 @@ class PluginKind(NamedTuple):
 
     @property
     def label(self) -> str:
-        """What one is called: `model`, `schedule`."""
+        """The word for this kind in messages: `model`, `schedule`."""
         return self.key.rpartition(".")[2]
 
     @property
@@ -64,7 +64,7 @@ class PluginKind(NamedTuple):
 
 
 class Plugin:
-    """Marks the base of the config classes of one kind of plug-in."""
+    """Marks the base class of the configs of one kind of plug-in."""
 
     plugin_kind: ClassVar[PluginKind]
 
@@ -73,76 +73,89 @@ P = TypeVar("P", bound=Plugin)
 
 
 class PluginFile(NamedTuple):
-    """A file, and the variable that names it."""
+    """A plug-in file, and the environment variable that lists it."""
 
     variable: str
     path: Path
 
 
-def find_plugins(base: type[P], ours: Container[str]) -> dict[str, type[P]]:
+def find_plugins(base: type[P], reserved: Container[str]) -> dict[str, type[P]]:
     """Return the config class of every plug-in of a kind, by name.
 
     Args:
-        base: of the kind.
-        ours: names of this kind in this package.
+        base: base class of the kind.
+        reserved: names of this package's own classes of this kind.
 
     Raises:
-        UserError: a file can't be used, or has a plug-in with a name that is taken.
+        UserError: a file can't be used, or one of its plug-ins has a name in use.
     """
     packaged = find_packaged_plugins(base)
-    found: dict[str, type[P]] = {}
+    plugins: dict[str, type[P]] = {}
     for file in plugin_files():
         for config in configs_in(file, import_plugin_file(file)):
             if not issubclass(config, base):
                 continue
             name = plugin_name(file, config)
-            if name in found:
+            if name in plugins:
                 raise UserError(
-                    f"{file.variable}: {found[name].__name__} and {config.__name__} are both named "
-                    f"{name!r}. Give one of them another name."
+                    f"{file.variable}: {plugins[name].__name__} and {config.__name__} are both "
+                    f"named {name!r}. Give one of them another name."
                 )
-            if name in ours or name in packaged:
-                owner = f"the entry point of {packaged[name].__name__}" if name in packaged else ""
+            if name in reserved or name in packaged:
+                owner = "this package"
+                if name in packaged:
+                    owner = f"the entry point of {packaged[name].__name__}"
                 raise UserError(
-                    f"{file.variable}: {config.__name__} is named {name!r}, as "
-                    f"{base.plugin_kind.with_article} of {owner or 'this package'} is. Give it "
-                    "another name."
+                    f"{file.variable}: {config.__name__} is named {name!r}, like "
+                    f"{base.plugin_kind.with_article} of {owner}. Give it another name."
                 )
-            found[name] = config
-    return packaged | found
+            plugins[name] = config
+    return packaged | plugins
 
 
 def find_packaged_plugins(base: type[P]) -> dict[str, type[P]]:
     """Return the plug-ins of installed packages; one that fails to load is logged and left out."""
-    kind, found = base.plugin_kind, {}
+    kind = base.plugin_kind
+    plugins: dict[str, type[P]] = {}
     for entry in entry_points(group=kind.group):
         try:
             config = entry.load()
-        except Exception as error:  # noqa: BLE001 - it is another's code
+        except Exception as error:  # noqa: BLE001 - code of another package may raise anything
             logger.warning(
                 "%s %s: %s can't be imported (%s)", kind.label, entry.name, entry.value, error
             )
             continue
         if isinstance(config, type) and issubclass(config, base):
-            found[entry.name] = config
+            plugins[entry.name] = config
         else:
-            logger.warning("%s %s: %s is no %s", kind.label, entry.name, entry.value, base.__name__)
-    return found
+            logger.warning(
+                "%s %s: %s is not a subclass of %s",
+                kind.label,
+                entry.name,
+                entry.value,
+                base.__name__,
+            )
+    return plugins
 
 
 def registration_hint(kind: PluginKind) -> str:
-    """Return the end of an error line: what to do if the unknown name is that of a plug-in."""
+    """Return the end of an error line about an unknown name: how to register a plug-in.
+
+    Empty if a plug-in file is registered.
+    """
     if plugin_files():
         return ""
-    one = f"A{kind.with_article[1:]}"
-    return f" {one} of your own is known by its file: set {PLUGINS_VARIABLE}=my_{kind.label}.py."
+    return (
+        f" To use {kind.with_article} of your own, set {PLUGINS_VARIABLE} to its file, like "
+        f"{PLUGINS_VARIABLE}=my_{kind.label}.py."
+    )
 
 
 def schema_node(name: str, config: type[Plugin]) -> DictConfig:
-    """Return the keys of a plug-in with their types and defaults, as Hydra takes them.
+    """Return the keys of a plug-in with their types and defaults, as Hydra's config store needs.
 
     Raises:
-        UserError: a key has a type that no YAML file could hold.
+        UserError: a key has a type that YAML can't hold.
     """
     try:
         node: DictConfig = OmegaConf.structured(config)
@@ -156,43 +169,53 @@ def schema_node(name: str, config: type[Plugin]) -> DictConfig:
 
 
 def build_plugin_config(name: str, config: type[P], key: str, values: Mapping[str, Any]) -> P:
-    """Return a plug-in with these values of its keys, which stand in `key` of the config.
+    """Return the config of a plug-in with the given values of its keys.
+
+    Args:
+        name: of the plug-in.
+        config: its class.
+        key: config key that holds the values, for messages.
+        values: by key of the plug-in.
 
     Raises:
-        UserError: it has no such key, or a value is not allowed.
+        UserError: the plug-in has no such key, or a value is not allowed.
     """
     node = schema_node(name, config)
-    own = [str(known) for known in node if known != "name"]
-    for value in values:
-        if value not in own:
-            allowed = f"Allowed: {', '.join(own)}." if own else "It has no keys."
+    known = [str(field) for field in node if field != "name"]
+    for field in values:
+        if field not in known:
+            allowed = f"Allowed: {', '.join(known)}." if known else "It has no keys."
             raise UserError(
-                f"{key}.{value}: {name} has no such key.{did_you_mean(value, own)} {allowed}"
+                f"{key}.{field}: {name} has no such key.{did_you_mean(field, known)} {allowed}"
             )
     try:
-        made: P = OmegaConf.to_object(OmegaConf.merge(node, dict(values)))  # type: ignore[assignment]
+        plugin: P = OmegaConf.to_object(OmegaConf.merge(node, dict(values)))  # type: ignore[assignment]
     except OmegaConfBaseException as error:
         raise UserError(f"{key}: {first_line(error)}") from error
+    # What the plug-in's own `__post_init__` may raise for a value that it refuses.
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
         raise UserError(f"{key}: {type(error).__name__}: {one_line_message(error)}") from error
-    return made
+    return plugin
 
 
 @contextmanager
-def report_plugin_errors(what: str) -> Iterator[None]:
-    """Report what goes wrong in a plug-in's code in one line; `what` is like `loss: Mine.build`.
+def report_plugin_errors(where: str) -> Iterator[None]:
+    """Turn an error in a plug-in's code into one line.
+
+    Args:
+        where: the call that may fail, with its key, like `loss: Mine.build`.
 
     Raises:
-        UserError: with the place in the code.
+        UserError: with the file and line of the error.
     """
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        place = traceback.extract_tb(error.__traceback__)[-1]
+        frame = traceback.extract_tb(error.__traceback__)[-1]
         raise UserError(
-            f"{what} fails at {place.filename}:{place.lineno} "
+            f"{where} fails at {frame.filename}:{frame.lineno} "
             f"({type(error).__name__}: {one_line_message(error)})."
         ) from error
 
@@ -203,75 +226,77 @@ def one_line_message(error: BaseException) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of a message; OmegaConf adds several about its insides."""
+    """Return the first line of a message; OmegaConf appends lines about its internals."""
     return " ".join(str(error).split("\n")[0].split())
 
 
-# Files
+# Plug-in files
 
 
 def plugin_files() -> list[PluginFile]:
-    """Return the files that the variables name, each once."""
-    found: dict[str, PluginFile] = {}
+    """Return the files that the environment variables list, each once."""
+    files: dict[str, PluginFile] = {}
     for variable in (PLUGINS_VARIABLE, LEGACY_VARIABLE):
         for text in filter(None, os.environ.get(variable, "").split(os.pathsep)):
             path = expand_home(variable, text)
-            found.setdefault(module_name(path), PluginFile(variable, path))
-    return list(found.values())
+            files.setdefault(module_name(path), PluginFile(variable, path))
+    return list(files.values())
 
 
 def module_name(path: Path) -> str:
-    """Return what the module of a file is called in `sys.modules`, in every process alike."""
-    place = str(path.resolve()).encode()
-    return f"{__name__}.{re.sub(r'[^A-Za-z0-9_]', '_', path.stem)}_{zlib.crc32(place):08x}"
+    """Return the name of a file's module in `sys.modules`, the same in every process."""
+    # The checksum keeps files of one name in different folders apart.
+    checksum = zlib.crc32(str(path.resolve()).encode())
+    return f"{__name__}.{re.sub(r'[^A-Za-z0-9_]', '_', path.stem)}_{checksum:08x}"
 
 
 def import_plugin_file(file: PluginFile) -> ModuleType:
-    """Return the module of a file, which is run if it has not been.
+    """Import a plug-in file, once in each process, and return its module.
 
     Raises:
-        UserError: it is not there, or can't be run.
+        UserError: the file does not exist, or its code fails.
     """
     variable, path = file
     if not path.is_file():
         raise UserError(f"{variable}: there is no file {path}. Give the path of a Python file.")
     name = module_name(path)
     if name not in sys.modules:
-        logger.info("%s: plug-ins in %s", variable, path)
+        logger.info("%s: loading plug-ins of %s", variable, path)
     try:
         return import_module(name)
     except UserError:
         raise
-    except (Exception, SystemExit) as error:  # it is the user's code
+    except (Exception, SystemExit) as error:  # the user's code may raise anything
         reason = error.msg if isinstance(error, SyntaxError) else one_line_message(error)
         kind = type(error).__name__
         raise UserError(f"{variable}: {path}{error_line(error, path)}: {kind}: {reason}") from error
 
 
 def error_line(error: BaseException, path: Path) -> str:
-    """Return where in the file an error came up."""
+    """Return `, line N`, the line of the file at which an error was raised; empty if at none."""
     frames = traceback.extract_tb(error.__traceback__)
-    places = [(frame.filename, frame.lineno) for frame in frames]
-    if isinstance(error, SyntaxError):
-        places.append((error.filename or "", error.lineno))
-    lines = [line for name, line in places if name == str(path.resolve())]
+    positions = [(frame.filename, frame.lineno) for frame in frames]
+    if isinstance(error, SyntaxError):  # no frame of the file exists yet
+        positions.append((error.filename or "", error.lineno))
+    lines = [line for name, line in positions if name == str(path.resolve())]
     return f", line {lines[-1]}" if lines else ""
 
 
 def configs_in(file: PluginFile, module: ModuleType) -> Sequence[type[Plugin]]:
-    """Return the config classes that a file defines; one without a name may be a base of others.
+    """Return the config classes that a plug-in file defines, except base classes without a name.
 
     Raises:
-        UserError: there is none, or one is no dataclass.
+        UserError: there is none, or one is not a dataclass.
     """
-    kinds = dict.fromkeys(value for value in vars(module).values() if isinstance(value, type))
+    classes = dict.fromkeys(value for value in vars(module).values() if isinstance(value, type))
     defined = [
-        kind for kind in kinds if issubclass(kind, Plugin) and kind.__module__ == module.__name__
+        each for each in classes if issubclass(each, Plugin) and each.__module__ == module.__name__
     ]
     for config in defined:
+        # A subclass inherits the fields of its base, so `is_dataclass` would be true of it.
         if "__dataclass_fields__" not in vars(config):
             raise UserError(
-                f"{file.variable}: {config.__name__} in {module.__file__} is no dataclass. "
+                f"{file.variable}: {config.__name__} in {module.__file__} is not a dataclass. "
                 "Write @dataclass above it."
             )
     bases = {base for config in defined for base in config.__mro__[1:] if not has_name(base)}
@@ -286,49 +311,50 @@ def configs_in(file: PluginFile, module: ModuleType) -> Sequence[type[Plugin]]:
 
 
 def has_name(config: type) -> bool:
-    """Return whether a config class gives its plug-in a name."""
+    """Whether a config class gives its plug-in a name."""
     return is_dataclass(config) and default_name(config) not in (None, MISSING)
 
 
 def default_name(config: type) -> object:
-    """Return the default of the field `name`; None if there is no such field."""
-    known = fields(config) if is_dataclass(config) else ()
-    return next((field.default for field in known if field.name == "name"), None)
+    """Return the default of the field `name`; None if the class has no such field."""
+    all_fields = fields(config) if is_dataclass(config) else ()
+    return next((field.default for field in all_fields if field.name == "name"), None)
 
 
 def plugin_name(file: PluginFile, config: type[Plugin]) -> str:
     """Return the name by which a config chooses a plug-in.
 
     Raises:
-        UserError: it has none, or one that no key can take.
+        UserError: it has no name, or one that can't be the value of a key.
     """
     name = default_name(config) if has_name(config) else None
+    # Hydra would take `schema...` for one of this package's schema nodes.
     if not isinstance(name, str) or not re.fullmatch(r"(?!schema)[A-Za-z][\w-]*", name):
         raise UserError(
-            f"{file.variable}: {config.__name__} needs a field `name: str = ...`, which "
-            f"{config.plugin_kind.key}=NAME chooses it by, of letters, digits, _ and -, got "
-            f"{name!r}."
+            f"{file.variable}: {config.__name__} needs a field `name: str = ...` of letters, "
+            f"digits, _ and -, by which {config.plugin_kind.key}=NAME chooses it, got {name!r}."
         )
     return name
 
 
 @final
 class _Finder(MetaPathFinder):
-    """Tells Python in which file a module below this one is."""
+    """Tells Python which file a submodule of this module is."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return how to load a module; None if no variable names its file."""
+        """Return the spec of a plug-in file's module; None for any other module."""
         if not fullname.startswith(f"{__name__}."):
             return None
         paths = (file.path for file in plugin_files())
-        found = next((file for file in paths if module_name(file) == fullname), None)
-        if found is None:
+        path_of_module = next((each for each in paths if module_name(each) == fullname), None)
+        if path_of_module is None:
             return None
-        place = str(found.resolve())
-        loader = SourceFileLoader(fullname, place)  # whatever the file's name ends in
-        return spec_from_file_location(fullname, place, loader=loader)
+        location = str(path_of_module.resolve())
+        # Python chooses a loader by the file's suffix; here any suffix will do.
+        loader = SourceFileLoader(fullname, location)
+        return spec_from_file_location(fullname, location, loader=loader)
 
 
-sys.meta_path.append(_Finder())  # where Python asks for modules, unpickling included
+sys.meta_path.append(_Finder())  # every import asks it, also that of a class being unpickled

@@ -1,6 +1,6 @@
-"""Names for stretches of work, as they appear in a profiler's trace; without one they cost nothing.
+"""Named regions in a profiler's trace, which `trainer.profile=true` writes.
 
-A trace is asked for by `trainer.profile=true`.
+Without a profiler they cost nothing.
 """
 
 from collections.abc import Callable
@@ -8,23 +8,26 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch.autograd import profiler
 
-EXCHANGE, DATA = "exchange", "data"
-FORWARD, BACKWARD, OPTIMISER = "forward", "backward", "optimiser"
+EXCHANGE = "exchange"
+DATA = "data"
+FORWARD = "forward"
+BACKWARD = "backward"
+OPTIMISER = "optimiser"
 
 
 def profile_region(name: str) -> AbstractContextManager[object]:
-    """A context whose time the trace shows under `name`."""
-    # Asked first: code that torch compiles or traces meets no operation that it would keep.
+    """Return a context whose time the trace shows under `name`."""
+    # Without the test, torch.compile and tracing would record the profiler's operation.
     return profiler.record_function(name) if profiler._is_profiler_enabled else nullcontext()
 
 
 def profiled_call(name: str, call: Callable[[], None]) -> Callable[[], None]:
-    """The call, whose time the trace shows under `name`."""
+    """Return a function that calls `call` and whose time the trace shows under `name`."""
     if not profiler._is_profiler_enabled:
         return call
 
-    def call_in_span() -> None:
+    def call_in_region() -> None:
         with profile_region(name):
             call()
 
-    return call_in_span
+    return call_in_region

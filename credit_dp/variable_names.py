@@ -1,13 +1,13 @@
-"""The names under which stores have the variables of ERA5, and what they mean.
+"""Translate the names of ERA5's variables in different stores.
 
-A variable's meaning is its long name in WeatherBench 2, ARCO-ERA5 and the Climate Data Store. Short
-names are ECMWF's, as in GRIB files, in anemoi's datasets and (with a letter first) in the netCDF
-files of cfgrib and the Climate Data Store. NCAR's copy of ERA5 has them in capitals, and so has the
-training data of miles-credit, with some of its own.
+The canonical name of a variable is its long name in WeatherBench 2, ARCO-ERA5 and the Climate Data
+Store. Short names are ECMWF's, as in GRIB files, in anemoi's datasets and (beginning with a letter)
+in the netCDF files of cfgrib and the Climate Data Store. NCAR's copy of ERA5 has short names in
+capitals; the training data of miles-credit has these, and a few others.
 
 Sources: ECMWF parameter database; NCAR RDA d633000; the configs of miles-credit.
 
-No imports of this package: the config needs it.
+Imports nothing of this package, because the config imports it.
 """
 
 import re
@@ -16,12 +16,12 @@ from types import MappingProxyType
 
 
 def _with_ncar_names(names: Mapping[str, str], **others: str) -> Mapping[str, str]:
-    """`others` too, and each of `names` as NCAR has it: `SP` and, of `2t`, `VAR_2T`."""
+    """Return `names`, the same as NCAR writes them (`SP`, and for `2t` `VAR_2T`), and `others`."""
     capitals = {("VAR_" if x[0].isdigit() else "") + x.upper(): names[x] for x in names}
     return MappingProxyType({**names, **capitals, **others})
 
 
-# On levels.
+# Variables on levels.
 UPPER_AIR_NAMES = _with_ncar_names(
     {
         "z": "geopotential",
@@ -42,7 +42,7 @@ UPPER_AIR_NAMES = _with_ncar_names(
         "cswc": "specific_snow_water_content",
     }
 )
-# Without levels, the same at all times.
+# Variables without levels that are constant in time.
 STATIC_NAMES = _with_ncar_names(
     {
         "z": "geopotential_at_surface",
@@ -66,7 +66,7 @@ STATIC_NAMES = _with_ncar_names(
     },
     Z_GDS4_SFC="geopotential_at_surface",
 )
-# Without levels, changing in time.
+# Variables without levels that change in time.
 SURFACE_NAMES = _with_ncar_names(
     {
         "2t": "2m_temperature",
@@ -114,7 +114,7 @@ SURFACE_NAMES = _with_ncar_names(
         **{f"stl{layer}": f"soil_temperature_level_{layer}" for layer in "1234"},
         **{f"swvl{layer}": f"volumetric_soil_water_layer_{layer}" for layer in "1234"},
     },
-    # Those that begin with a digit are turned round in netCDF files.
+    # A netCDF name begins with a letter: `2t` becomes `t2m`.
     t2m="2m_temperature",
     d2m="2m_dewpoint_temperature",
     u10="10m_u_component_of_wind",
@@ -126,62 +126,63 @@ SURFACE_NAMES = _with_ncar_names(
 )
 
 SINGLE_LEVEL_NAMES: Mapping[str, str] = MappingProxyType({**SURFACE_NAMES, **STATIC_NAMES})
-# `z_500`, or from 100 hPa on `Z500`: `t2` and `u10` are no levels, but heights.
+# `z_500`, or from three digits on `Z500`: the numbers of `t2` and `u10` are heights in metres.
 NAME_WITH_LEVEL = re.compile(r"(.+)_(\d+)|(\D+)(\d{3,})")
 
 
 def long_name(name: str, level: int | None = None) -> tuple[str, int | None]:
-    """What a field is, and on which level.
+    """Return the long name of a field and its level.
 
     Without a dim of levels `z_500` and `Z500` -> `("geopotential", 500)`; `2t` ->
-    `("2m_temperature", None)`; `z` -> `("geopotential_at_surface", None)`. Names that are not known
-    stay as they are.
+    `("2m_temperature", None)`; `z` -> `("geopotential_at_surface", None)`. An unknown name is
+    returned unchanged.
 
     Args:
-        level: of a field that has a dim of levels, where `z` is the geopotential.
+        name: of the field in its store.
+        level: of a field with a dim of levels; `z` is then the geopotential.
     """
     if level is not None:
         return UPPER_AIR_NAMES.get(name, name), level
-    found = None if name in SINGLE_LEVEL_NAMES else NAME_WITH_LEVEL.fullmatch(name)
-    if found:
-        variable = found[1] or found[3]
+    match = None if name in SINGLE_LEVEL_NAMES else NAME_WITH_LEVEL.fullmatch(name)
+    if match:
+        variable = match[1] or match[3]
         long = UPPER_AIR_NAMES.get(variable, variable)
         if long in UPPER_AIR_NAMES.values():
-            return long, int(found[2] or found[4])
+            return long, int(match[2] or match[4])
     return SINGLE_LEVEL_NAMES.get(name, name), None
 
 
 def canonical_name(name: str) -> str:
-    """The long name of a variable by whatever name a store has it: `t`, `t_500`, `2t`, `t2m`.
+    """Return the long name of a variable from any of its names: `t`, `t_500`, `2t`, `t2m`.
 
-    `z`, at the surface or on levels, is `geopotential_at_surface`.
+    `z` is taken for `geopotential_at_surface`; see `possible_canonical_names`.
     """
     long, _ = long_name(name)
     return UPPER_AIR_NAMES.get(long, long)
 
 
 def possible_canonical_names(name: str) -> set[str]:
-    """All long names that a variable of this name may have: of `z` both, on levels and without."""
+    """Return all long names that a name may stand for: for `z` on levels and at the surface."""
     return {canonical_name(name), UPPER_AIR_NAMES.get(name, canonical_name(name))}
 
 
 def has_short_names(name: str) -> bool:
-    """Whether it is the long name of a variable that has others."""
+    """Whether this is a long name, of a variable that also has short ones."""
     return name in _SHORT_NAMES
 
 
 def all_names_of(long: str) -> tuple[str, ...]:
-    """All names of a variable, the long one first."""
+    """Return all names of a variable, its long name first."""
     return (long, *_SHORT_NAMES.get(long, ()))
 
 
 def _short_names_by_long_name() -> dict[str, tuple[str, ...]]:
-    found: dict[str, tuple[str, ...]] = {}
+    names: dict[str, tuple[str, ...]] = {}
     for table in (UPPER_AIR_NAMES, SURFACE_NAMES, STATIC_NAMES):
         for name, long in table.items():
             if name != long:
-                found[long] = (*found.get(long, ()), name)
-    return found
+                names[long] = (*names.get(long, ()), name)
+    return names
 
 
 _SHORT_NAMES = _short_names_by_long_name()

@@ -1,6 +1,6 @@
-"""Ranks that share channels: a depthwise convolution, and the way from rows to channels and back.
+"""Channel parallelism: ranks that share channels, and transposes between rows and channels.
 
-Nothing in here is about models or configs: `credit_dp.domain_parallel` builds on it.
+Independent of models and configs: `credit_dp.domain_parallel` imports this package.
 """
 
 from credit_dp.channel_parallel.depthwise import DistributedDepthwiseConv2d
@@ -15,8 +15,8 @@ from credit_dp.channel_parallel.transpose import (
 __all__ = [
     "DistributedDepthwiseConv2d",
     "TransposePlan",
+    "channel_slice",
     "channels_per_rank",
     "channels_to_rows",
     "rows_to_channels",
-    "channel_slice",
 ]

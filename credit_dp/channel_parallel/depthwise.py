@@ -1,4 +1,4 @@
-"""A depthwise convolution whose channels may be dealt to ranks, with weights shared by groups."""
+"""A depthwise convolution whose channels may be distributed over ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from credit_dp.channel_parallel.transpose import channel_slice, channels_per_rank
 from credit_dp.errors import UserError
 
-# Samples, channels, rows, columns.
+# (samples, channels, rows, columns)
 INPUT_DIMS = 4
 
 
@@ -20,21 +20,22 @@ INPUT_DIMS = 4
 class DistributedDepthwiseConv2d(nn.Module):
     """A 2-D depthwise convolution, `padding="same"`, of all channels or of this rank's.
 
-    Every rank has all the weights. With a `cp_group` it convolves its own channels with theirs, so
-    the gradient of a weight is that of the rank's channels alone, and zero where it has none:
-    whoever owns the step sums it over the group.
+    Every rank has the weights of all channels. With a `cp_group` it convolves only its channels, so
+    that the gradients of the other channels' weights are zero: the training step has to sum the
+    gradients over the group. Consecutive channels may share a kernel.
 
     Args:
         hidden_dim: channels of all ranks together, C.
         kernel_size: rows and columns of the kernel, or one number for both.
-        num_groups: G kernels, each for C / G consecutive channels; by default one per channel.
-        bias: whether there is a bias, one per kernel.
+        num_groups: number of kernels, G, each for C / G consecutive channels; by default one per
+            channel.
+        bias: whether to add a bias, one per kernel.
         dtype: of the parameters, `torch.float32` by default.
         device: of the parameters; by default the current CUDA device where there is one, else
             torch's default device.
 
     Attributes:
-        group_dim: channels of a group, C / G.
+        group_dim: channels per kernel, C / G.
         weight: `(G, Kh, Kw)`.
         bias: `(G,)`, or None.
 
@@ -71,40 +72,40 @@ class DistributedDepthwiseConv2d(nn.Module):
         self.init_weights()
 
     def init_weights(self) -> None:
-        """Draw weights and bias from the range that `nn.Conv2d` has: +-1 / sqrt(Kh * Kw)."""
+        """Draw weights and bias uniformly from +-1 / sqrt(Kh * Kw), as `nn.Conv2d` does."""
         rows, columns = self.kernel_size
         bound = (rows * columns) ** -0.5
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -bound, bound)
 
     def expand_to_channels(self, x: Tensor) -> Tensor:
-        """Return a parameter with an entry for each channel instead of for each group."""
+        """Return a parameter with one entry per channel instead of one per group."""
         return x.repeat_interleave(self.group_dim, 0)
 
     def forward(self, x: Tensor, cp_group: dist.ProcessGroup | None = None) -> Tensor:
-        """Return the convolution of all channels or, with a group, of this rank's.
+        """Convolve all channels or, with a group, this rank's channels.
 
         Shapes:
             `(B, C_local, H, W)` -> the same, with `C_local = C / ranks of the group`.
 
         Raises:
-            AssertionError: `x` has other than four dimensions.
-            UserError: the ranks of the group can't share the channels evenly.
-            RuntimeError: `x` has other channels than this rank's.
+            AssertionError: `x` does not have four dimensions.
+            UserError: the number of channels is not a multiple of the number of ranks.
+            RuntimeError: `x` does not have this rank's number of channels.
         """
         if x.ndim != INPUT_DIMS:
             raise AssertionError(
                 f"DistributedDepthwiseConv2d: needs (B, C, H, W), got {tuple(x.shape)}"
             )
-        mine = self._channel_slice(cp_group)
-        expected = mine.stop - mine.start
+        channels = self._channel_slice(cp_group)
+        expected = channels.stop - channels.start
         if x.shape[1] != expected:
             raise RuntimeError(
                 f"DistributedDepthwiseConv2d: needs {expected} of {self.hidden_dim} channels "
-                f"({mine.start} to {mine.stop - 1}), got {x.shape[1]}"
+                f"({channels.start} to {channels.stop - 1}), got {x.shape[1]}"
             )
-        weight = self.expand_to_channels(self.weight)[mine, None]
-        bias = None if self.bias is None else self.expand_to_channels(self.bias)[mine]
+        weight = self.expand_to_channels(self.weight)[channels, None]
+        bias = None if self.bias is None else self.expand_to_channels(self.bias)[channels]
         return F.conv2d(x, weight, bias, padding="same", groups=expected)
 
     def _channel_slice(self, cp_group: dist.ProcessGroup | None) -> slice:
@@ -118,6 +119,6 @@ class DistributedDepthwiseConv2d(nn.Module):
         return channel_slice(channels_per_rank(self.hidden_dim, ranks), rank)
 
     def extra_repr(self) -> str:
-        """Describe the sizes."""
+        """Return the sizes, for the model's printed form."""
         bias = self.bias is not None
         return f"{self.hidden_dim}, {self.kernel_size}, num_groups={self.num_groups}, bias={bias}"

@@ -1,4 +1,9 @@
-"""From some rows of all channels to all rows of some channels, and back, among ranks."""
+"""Transposes between ranks: from some rows of all channels to all rows of some channels, and back.
+
+An operation that couples rows but no channels, as a depthwise convolution with a large kernel,
+needs no messages between `rows_to_channels` and `channels_to_rows`. Each of these is an all-to-all,
+in which every rank sends every other one a block of its tensor, and the adjoint of the other.
+"""
 
 from __future__ import annotations
 
@@ -13,27 +18,18 @@ from torch.autograd.function import once_differentiable
 
 from credit_dp.errors import UserError
 
-
-def channels_per_rank(channels: int, ranks: int) -> tuple[int, ...]:
-    """Return how many channels each rank gets, the larger shares first; some may be 0."""
-    share, surplus = divmod(channels, ranks)
-    return tuple(share + (rank < surplus) for rank in range(ranks))
-
-
-def channel_slice(shares: Sequence[int], rank: int) -> slice:
-    """Return which channels are those of a rank."""
-    start = sum(shares[:rank])
-    return slice(start, start + shares[rank])
-
-
-CHANNEL_DIM, ROW_DIM = -3, -2
-# Of (channels, rows, columns), counted from the end; samples before them are never cut.
+CHANNEL_DIM = -3
+ROW_DIM = -2
+# (channels, rows, columns); dimensions before these are never split.
 FIELD_DIMS = 3
 PeerTensor = tuple[int, Tensor]
 
 
-class Messenger(Protocol):
-    """What a transport of `credit_dp.domain_parallel` offers, as far as it is used here."""
+class TransportLike(Protocol):
+    """The part of `credit_dp.domain_parallel.transport.Transport` that is used here.
+
+    A protocol, because `domain_parallel` imports this package.
+    """
 
     rank: int
     size: int
@@ -41,25 +37,50 @@ class Messenger(Protocol):
     def start(
         self, send: Sequence[PeerTensor], receive: Sequence[PeerTensor]
     ) -> Callable[[], None]:
-        """Begin an exchange; the result waits until it is over."""
+        """Start all messages; return a function that waits for them."""
 
     def announce_sizes(self, sizes: Sequence[Sequence[int]]) -> None:
-        """Hear how many bytes each rank is about to send to each."""
+        """Hook for transports that count messages, with the bytes from each rank to each rank."""
+
+
+def channels_per_rank(channels: int, ranks: int) -> tuple[int, ...]:
+    """Return each rank's number of channels, the larger ones first; some may be 0."""
+    share, surplus = divmod(channels, ranks)
+    return tuple(share + (rank < surplus) for rank in range(ranks))
+
+
+def channel_slice(shares: Sequence[int], rank: int) -> slice:
+    """Return the channels of one rank, given the number of channels of every rank."""
+    start = sum(shares[:rank])
+    return slice(start, start + shares[rank])
 
 
 @final
 @dataclass(frozen=True)
 class TransposePlan:
-    """How a globe is cut by rows and by channels: how many of each every rank has."""
+    """The number of rows and of channels of every rank."""
 
     rows: tuple[int, ...]
     channels: tuple[int, ...]
 
     def rows_sent(self, to_channels: bool) -> list[list[int]]:
-        """Return how many rows of one channel each rank sends to each; to itself none."""
+        """Return how many rows of one channel each rank sends to each rank.
+
+        Args:
+            to_channels: whether rows become channels, or channels rows.
+        """
         ranks = range(len(self.rows))
-        kept, given = (self.rows, self.channels) if to_channels else (self.channels, self.rows)
-        return [[kept[a] * given[b] if a != b else 0 for b in ranks] for a in ranks]
+        # A sender holds its share of one dimension and splits the other by the receivers' shares.
+        sender_sizes, receiver_sizes = self.rows, self.channels
+        if not to_channels:
+            sender_sizes, receiver_sizes = self.channels, self.rows
+        return [
+            [
+                sender_sizes[sender] * receiver_sizes[receiver] if sender != receiver else 0
+                for receiver in ranks
+            ]
+            for sender in ranks
+        ]
 
     def total_rows_sent(self, to_channels: bool) -> int:
         """Return how many rows of one channel all ranks send together."""
@@ -69,120 +90,133 @@ class TransposePlan:
 def rows_to_channels(
     x: Tensor,
     rows: Sequence[int],
-    messenger: Messenger,
+    transport: TransportLike,
     channels: Sequence[int] | None = None,
 ) -> Tensor:
-    """Trade a band of rows of all channels for all rows of a share of the channels.
+    """Exchange a band of rows of all channels for all rows of this rank's channels.
 
-    Differentiable; its backward is `channels_to_rows`. Reached by all ranks together. A rank with
-    no channel gets an empty tensor, and its rows are sent all the same.
+    Differentiable; its backward is `channels_to_rows`. Called by all ranks together. A rank without
+    channels gets an empty tensor, but sends its rows.
 
     Args:
         x: this rank's band.
-        rows: how many rows each rank has, north to south.
-        messenger: how the ranks talk, the `transport` of a manager.
-        channels: how many channels each rank is to have; by default those of `channels_per_rank`.
+        rows: number of rows of each rank, north to south.
+        transport: sends the messages, `manager.transport`.
+        channels: number of channels that each rank gets; by default those of `channels_per_rank`.
 
     Shapes:
         `(..., C, H_local, W)` -> `(..., C_local, H, W)`.
 
     Raises:
-        UserError: rows or channels are not as many as said.
+        UserError: `x` does not have the given numbers of rows or channels.
     """
     if channels is None:
-        channels = channels_per_rank(x.shape[CHANNEL_DIM], messenger.size)
-    plan = _transpose_plan(rows, channels, messenger)
-    _check_size(x, ROW_DIM, "rows", plan.rows[messenger.rank], messenger)
-    _check_size(x, CHANNEL_DIM, "channels", sum(plan.channels), messenger)
-    return _TransposeFunction.apply(x, plan, messenger, True)  # type: ignore[no-any-return, no-untyped-call]
+        channels = channels_per_rank(x.shape[CHANNEL_DIM], transport.size)
+    plan = _transpose_plan(rows, channels, transport)
+    _check_size(x, ROW_DIM, "rows", plan.rows[transport.rank], transport)
+    _check_size(x, CHANNEL_DIM, "channels", sum(plan.channels), transport)
+    return _TransposeFunction.apply(x, plan, transport, True)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def channels_to_rows(
-    x: Tensor, rows: Sequence[int], messenger: Messenger, channels: Sequence[int]
+    x: Tensor, rows: Sequence[int], transport: TransportLike, channels: Sequence[int]
 ) -> Tensor:
-    """Trade all rows of a share of the channels for a band of rows of all channels.
+    """Exchange all rows of this rank's channels for a band of rows of all channels.
 
-    Differentiable; its backward is `rows_to_channels`. Reached by all ranks together.
+    Differentiable; its backward is `rows_to_channels`. Called by all ranks together.
 
     Args:
-        x: this rank's share.
-        rows: how many rows each rank is to have, north to south.
-        messenger: how the ranks talk, the `transport` of a manager.
-        channels: how many channels each rank has.
+        x: all rows of this rank's channels.
+        rows: number of rows that each rank gets, north to south.
+        transport: sends the messages, `manager.transport`.
+        channels: number of channels of each rank.
 
     Shapes:
         `(..., C_local, H, W)` -> `(..., C, H_local, W)`.
 
     Raises:
-        UserError: rows or channels are not as many as said.
+        UserError: `x` does not have the given numbers of rows or channels.
     """
-    plan = _transpose_plan(rows, channels, messenger)
-    _check_size(x, ROW_DIM, "rows", sum(plan.rows), messenger)
-    _check_size(x, CHANNEL_DIM, "channels", plan.channels[messenger.rank], messenger)
-    return _TransposeFunction.apply(x, plan, messenger, False)  # type: ignore[no-any-return, no-untyped-call]
+    plan = _transpose_plan(rows, channels, transport)
+    _check_size(x, ROW_DIM, "rows", sum(plan.rows), transport)
+    _check_size(x, CHANNEL_DIM, "channels", plan.channels[transport.rank], transport)
+    return _TransposeFunction.apply(x, plan, transport, False)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _transpose_plan(
-    rows: Sequence[int], channels: Sequence[int], messenger: Messenger
+    rows: Sequence[int], channels: Sequence[int], transport: TransportLike
 ) -> TransposePlan:
-    for what, sizes in (("rows", rows), ("channels", channels)):
-        if len(sizes) != messenger.size:
+    for name, sizes in (("rows", rows), ("channels", channels)):
+        if len(sizes) != transport.size:
             raise UserError(
-                f"{what}: needs a number for each of {messenger.size} ranks, got {len(sizes)}. "
-                "Give every rank's, in rank order."
+                f"{name}: needs a number for each of {transport.size} ranks, got {len(sizes)}. "
+                "Give the numbers of all ranks, in rank order."
             )
     return TransposePlan(tuple(rows), tuple(channels))
 
 
-def _check_size(x: Tensor, dim: int, what: str, expected: int, messenger: Messenger) -> None:
+def _check_size(x: Tensor, dim: int, name: str, expected: int, transport: TransportLike) -> None:
     if x.shape[dim] != expected:
         raise UserError(
-            f"transpose of rows and channels: rank {messenger.rank} needs {expected} {what}, got "
-            f"{x.shape[dim]} of {tuple(x.shape)}. Give every rank's numbers as they are."
+            f"transpose of rows and channels: rank {transport.rank} needs {expected} {name}, got "
+            f"{x.shape[dim]} of {tuple(x.shape)}. Give the actual numbers of every rank."
         )
 
 
 @final
 class _TransposeFunction(torch.autograd.Function):
-    """A permutation of entries over all ranks, so its inverse is its adjoint. Saves no tensor."""
+    """A permutation of the entries of all ranks, so that its inverse is its adjoint.
+
+    Saves no tensor: the plan is enough.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, plan: TransposePlan, messenger: Messenger, to_channels: bool
+        ctx: Any, x: Tensor, plan: TransposePlan, transport: TransportLike, to_channels: bool
     ) -> Tensor:
-        ctx.plan, ctx.messenger, ctx.to_channels = plan, messenger, to_channels
-        return _transpose(x, plan, messenger, to_channels)
+        ctx.plan = plan
+        ctx.transport = transport
+        ctx.to_channels = to_channels
+        return _transpose(x, plan, transport, to_channels)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        home = _transpose(grad, ctx.plan, ctx.messenger, not ctx.to_channels)
-        return home, None, None, None
+        input_grad = _transpose(grad, ctx.plan, ctx.transport, not ctx.to_channels)
+        return input_grad, None, None, None
 
 
-def _transpose(x: Tensor, plan: TransposePlan, messenger: Messenger, to_channels: bool) -> Tensor:
-    """Send every rank its part of `x` and glue what comes; empty parcels are not sent."""
-    cut, glue = (CHANNEL_DIM, ROW_DIM) if to_channels else (ROW_DIM, CHANNEL_DIM)
-    cuts, glued = (plan.channels, plan.rows) if to_channels else (plan.rows, plan.channels)
-    rank = messenger.rank
-    parts = torch.split(x, list(cuts), cut)
-    send = [(peer, part.contiguous()) for peer, part in enumerate(parts) if peer != rank]
-    shape = list(parts[rank].shape)
-    came = []
-    for peer, size in enumerate(glued):
-        shape[glue] = size
-        came.append(parts[rank] if peer == rank else x.new_empty(shape))
-    receive = [(peer, part) for peer, part in enumerate(came) if peer != rank]
-    messenger.announce_sizes(_message_bytes(x, plan, to_channels))
-    messenger.start(_not_empty(send), _not_empty(receive))()
-    return torch.cat(came, glue)
+def _transpose(
+    x: Tensor, plan: TransposePlan, transport: TransportLike, to_channels: bool
+) -> Tensor:
+    """Send every rank its block of `x` and concatenate the received blocks."""
+    split_dim, cat_dim = (CHANNEL_DIM, ROW_DIM) if to_channels else (ROW_DIM, CHANNEL_DIM)
+    split_sizes, cat_sizes = plan.channels, plan.rows
+    if not to_channels:
+        split_sizes, cat_sizes = plan.rows, plan.channels
+    rank = transport.rank
+    blocks = torch.split(x, list(split_sizes), split_dim)
+    send = [(peer, block.contiguous()) for peer, block in enumerate(blocks) if peer != rank]
+    # All received blocks are like this rank's block except along the dimension to concatenate.
+    shape = list(blocks[rank].shape)
+    received = []
+    for peer, size in enumerate(cat_sizes):
+        shape[cat_dim] = size
+        received.append(blocks[rank] if peer == rank else x.new_empty(shape))
+    receive = [(peer, block) for peer, block in enumerate(received) if peer != rank]
+    transport.announce_sizes(_message_bytes(x, plan, to_channels))
+    # Sender and receiver know that a block is empty, and skip its message together.
+    transport.start(_without_empty(send), _without_empty(receive))()
+    return torch.cat(received, cat_dim)
 
 
-def _not_empty(parcels: list[PeerTensor]) -> list[PeerTensor]:
-    return [(peer, part) for peer, part in parcels if part.numel()]
+def _without_empty(blocks: list[PeerTensor]) -> list[PeerTensor]:
+    return [(peer, block) for peer, block in blocks if block.numel()]
 
 
 def _message_bytes(x: Tensor, plan: TransposePlan, to_channels: bool) -> list[list[int]]:
-    others = (*x.shape[:-FIELD_DIMS], x.shape[-1])
-    unit = prod(others) * x.element_size()
-    return [[unit * number for number in row] for row in plan.rows_sent(to_channels)]
+    """Return the bytes that each rank sends to each rank."""
+    row_bytes = prod((*x.shape[:-FIELD_DIMS], x.shape[-1])) * x.element_size()
+    return [
+        [row_bytes * rows for rows in by_receiver] for by_receiver in plan.rows_sent(to_channels)
+    ]

@@ -1,6 +1,6 @@
-"""The command line: what a user types, turned into a checked config and handed to `launch`.
+"""The command line: checks what a user types, and starts the command.
 
-Nothing in here imports torch at module level, so `--help` and `--cfg job` answer at once.
+No module in here imports torch at module level, so that `--help` and `--cfg job` answer at once.
 """
 
 from credit_dp.cli.entry import main, train_main

@@ -1,4 +1,4 @@
-"""Splits command lines: options with dashes, and `KEY=VALUE` pairs."""
+"""Parses command lines: options that begin with a dash, and `KEY=VALUE` pairs."""
 
 import argparse
 import sys
@@ -21,40 +21,42 @@ class OneLineParser(argparse.ArgumentParser):
     """An argument parser that raises instead of printing its usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
-        """Called by argparse for whatever it does not understand."""
-        raise UserError(f"{message}. Dashes only change the command: see --help.")
+        """Raise in place of argparse's usage text."""
+        raise UserError(
+            f"{message}. Options begin with a dash, keys of the config don't: see --help."
+        )
 
 
 def common_parser() -> OneLineParser:
-    """What every command understands."""
-    result = OneLineParser(add_help=False, allow_abbrev=False)
-    result.add_argument("overrides", nargs="*")
-    result.add_argument("--help", "-h", action="store_true")
-    return result
+    """Return a parser for what every command accepts: overrides and `--help`."""
+    parser = OneLineParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--help", "-h", action="store_true")
+    return parser
 
 
 def train_parser() -> OneLineParser:
-    """The dashes of the train command; those that Hydra has too mean the same."""
-    result = common_parser()
-    result.add_argument("--check", action="store_true")
-    result.add_argument("--again")
-    result.add_argument("--cfg", "-c", choices=("job", "hydra", "all"))
-    result.add_argument("--resolve", action="store_true")
-    result.add_argument("--package", "-p")
-    result.add_argument("--multirun", "-m", action="store_true")
-    result.add_argument("--config-dir", "-cd")
-    result.add_argument("--config-name", "-cn", default="config")
-    result.add_argument("--shell-completion", "-sc", action="store_true")
-    return result
+    """Return the parser of the train command; options that Hydra has, too, mean the same."""
+    parser = common_parser()
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--again")
+    parser.add_argument("--cfg", "-c", choices=("job", "hydra", "all"))
+    parser.add_argument("--resolve", action="store_true")
+    parser.add_argument("--package", "-p")
+    parser.add_argument("--multirun", "-m", action="store_true")
+    parser.add_argument("--config-dir", "-cd")
+    parser.add_argument("--config-name", "-cn", default="config")
+    parser.add_argument("--shell-completion", "-sc", action="store_true")
+    return parser
 
 
 def run_subcommand(
     commands: Mapping[str, Command], arguments: Sequence[str], program: str, help_text: str
 ) -> int:
-    """Run the command that the first argument names, or show what there is; the exit code.
+    """Run the command named by the first argument, or print the help; return the exit code.
 
     Raises:
-        UserError: there is none of this name, or what it raises.
+        UserError: there is no command of this name, or the command raises it.
     """
     if not arguments or arguments[0] in ("--help", "-h"):
         sys.stdout.write(help_text)
@@ -68,35 +70,35 @@ def run_subcommand(
     return commands[name](rest, f"{program} {name}")
 
 
-def parse_arguments(using: OneLineParser, arguments: Sequence[str]) -> argparse.Namespace:
-    """The arguments, dashes and overrides in any order.
+def parse_arguments(parser: OneLineParser, arguments: Sequence[str]) -> argparse.Namespace:
+    """Parse arguments; options and overrides may come in any order.
 
     Raises:
-        UserError: a dash that the command does not know.
+        UserError: the command has no such option.
     """
-    return using.parse_intermixed_args(list(arguments))
+    return parser.parse_intermixed_args(list(arguments))
 
 
 def read_keys(
     arguments: Sequence[str], program: str, help_text: str, defaults: Mapping[str, Any]
 ) -> Mapping[str, Any] | None:
-    """Understand a command line; None if it asked for help, which has been shown.
+    """Return the value of each key; None after printing the help, if it was requested.
 
     Args:
-        arguments: keys, in any order.
-        program: as messages name it.
-        help_text: with `{program}` for the program.
-        defaults: of each key; a text, a table, or a list of texts or of numbers like its entries.
-            An empty text has to be given.
+        arguments: `KEY=VALUE` texts, in any order.
+        program: name of the command in messages.
+        help_text: with `{program}` in place of that name.
+        defaults: value of each key: a text, a table, or a list, which also gives its type. An empty
+            text marks a key that is required.
 
     Raises:
-        UserError: a key does not exist or is missing, or its value is of another kind.
+        UserError: a key does not exist or is missing, or its value has another type.
     """
     args = parse_arguments(common_parser(), arguments)
     if args.help:
         sys.stdout.write(help_text.format(program=program))
         return None
-    given = dict(defaults)
+    values = dict(defaults)
     for text in args.overrides:
         key, equals, value = text.partition("=")
         if not equals or key not in defaults:
@@ -104,15 +106,15 @@ def read_keys(
                 f"{program}: needs keys like {', '.join(f'{name}=' for name in defaults)}, got "
                 f"{text!r}.{did_you_mean(key, defaults)}"
             )
-        given[key] = _parse_value(key, value, defaults[key])
-    return given
+        values[key] = _parse_value(key, value, defaults[key])
+    return values
 
 
 def to_texts(key: str, values: Sequence[Any]) -> tuple[str, ...]:
-    """The entries as texts.
+    """Return the entries as texts.
 
     Raises:
-        UserError: one is a list or nothing.
+        UserError: an entry is a list, a table or null.
     """
     if any(isinstance(value, list | dict) or value is None for value in values):
         raise UserError(f"{key}: needs a list of texts, like [A,B], got {values}")
@@ -120,10 +122,10 @@ def to_texts(key: str, values: Sequence[Any]) -> tuple[str, ...]:
 
 
 def to_whole_numbers(key: str, values: Sequence[Any]) -> tuple[int, ...]:
-    """The entries as whole numbers.
+    """Return the entries, which have to be whole numbers.
 
     Raises:
-        UserError: one is none.
+        UserError: an entry is something else.
     """
     if any(not isinstance(value, int) or isinstance(value, bool) for value in values):
         raise UserError(f"{key}: needs a list of whole numbers, like [24,72], got {values}")
@@ -131,28 +133,28 @@ def to_whole_numbers(key: str, values: Sequence[Any]) -> tuple[int, ...]:
 
 
 def _parse_value(key: str, text: str, default: Any) -> Any:
-    """A value of the kind of the default."""
+    """Return a value of the type of the key's default."""
     if isinstance(default, str):
         return text
     return _parse_table(key, text) if isinstance(default, dict) else parse_list(key, text)
 
 
 def _parse_table(key: str, text: str) -> dict[str, Any]:
-    """Entries in braces, written as in the overrides of a run."""
+    """Return the entries of a table in braces, in the syntax of overrides."""
     try:
-        found: Any = OverridesParser.create().parse_override(f"{key}={text}").value()
+        table: Any = OverridesParser.create().parse_override(f"{key}={text}").value()
     except HydraException:
-        found = None
-    if not isinstance(found, dict):
-        raise UserError(f"{key}: needs entries in braces, like {{NAME:[A,B]}}, got {text!r}")
-    return {str(name): value for name, value in found.items()}
+        table = None
+    if not isinstance(table, dict):
+        raise UserError(f"{key}: needs a table in braces, like {{NAME:[A,B]}}, got {text!r}")
+    return {str(name): value for name, value in table.items()}
 
 
 def parse_list(key: str, text: str) -> list[Any]:
-    """A list in brackets, or one entry without.
+    """Return a list in brackets; a value without brackets is its only entry.
 
     Raises:
-        UserError: it can't be read.
+        UserError: the text can't be parsed.
     """
     try:
         value = OmegaConf.to_object(OmegaConf.from_dotlist([f"value={text}"]))["value"]  # type: ignore[index,call-overload]

@@ -1,4 +1,10 @@
-"""Composes a run's config from `conf/`, the user's own folder and overrides."""
+"""Composes a run's config with Hydra, and checks what can be checked without torch and data.
+
+In this order: `Composer` merges `conf/`, the user's own folder and the overrides; `to_config` turns
+the result into dataclasses, which check their values; `check_run_config` checks keys against each
+other. The functions in between are about the run's folder: its name, its lock, and checkpoints in
+it.
+"""
 
 import contextlib
 import os
@@ -51,18 +57,18 @@ from credit_dp.variable_names import canonical_name
 
 
 class UserConfigSource(FileConfigSource):
-    """A folder whose groups go before the package's; the primary config stays the package's.
+    """A folder whose groups take precedence over the package's; its `config.yaml` is ignored.
 
-    A `config.yaml` in the working directory is often that of another program.
+    A `config.yaml` in the working directory often belongs to another program.
     """
 
     @staticmethod
     def scheme() -> str:
-        """What its place on the search path begins with."""
+        """Return the prefix of such a folder on Hydra's search path."""
         return "user"
 
     def is_config(self, config_path: str) -> bool:
-        """Whether the folder answers for this file."""
+        """Whether a config file is taken from this folder."""
         return config_path.strip("/") not in ("config", "config.yaml") and super().is_config(
             config_path
         )
@@ -72,8 +78,9 @@ LOCK_FILE = ".run.lock"
 
 
 def register_resolvers() -> None:
-    """Make what the files in conf/ interpolate known."""
-    # Cached, so that one config gives one answer, however often it is asked.
+    """Register the interpolations that the files in conf/ use."""
+    # Cached, because the default names contain the time: Hydra resolves them several times for one
+    # config and has to get the same folder each time.
     OmegaConf.register_new_resolver("run_folder", run_folder, use_cache=True, replace=True)
     OmegaConf.register_new_resolver("sweep_folder", sweep_folder, use_cache=True, replace=True)
     OmegaConf.register_new_resolver("rows_per_rank", rows_per_rank, replace=True)
@@ -82,22 +89,24 @@ def register_resolvers() -> None:
 
 
 def run_folder(name: str | None, folder: str) -> str:
-    """The folder of one run."""
+    """Return the folder of a run."""
     return os.path.expanduser(folder) or f"outputs/{name or unique_name()}"
 
 
 def sweep_folder(name: str | None, folder: str) -> str:
-    """The folder of a sweep, in which its runs are numbered."""
+    """Return the folder of a sweep, which numbers its runs in it."""
     return os.path.expanduser(folder) or (
         f"outputs/{name}" if name else f"multirun/{unique_name()}"
     )
 
 
 def rows_per_rank(grid: str, *, _root_: DictConfig) -> str:
-    """The grid that leaves each domain rank this many rows: `24x48` is `96x48` on four ranks.
+    """Return the grid that gives each domain rank as many rows as `grid` has.
+
+    `24x48` is `96x48` on four ranks.
 
     Raises:
-        UserError: it is no grid.
+        UserError: `grid` is not of the form ROWSxCOLUMNS.
     """
     checks.grid("data.grid", str(grid))  # digits alone come as a number
     rows, columns = grid.split("x")
@@ -105,37 +114,39 @@ def rows_per_rank(grid: str, *, _root_: DictConfig) -> str:
 
 
 def if_quickstart(value: object, other: object = None, *, _root_: DictConfig) -> object:
-    """The value where the data are the quickstart's, whose store is made as the config says."""
+    """Return `value` if the data are the quickstart's, made as the config says, else `other`."""
     return value if OmegaConf.select(_root_, "data.name") == "quickstart" else other
 
 
 def hours_of_steps(*counts: int, _root_: DictConfig) -> list[int]:
-    """The hours that so many steps of the data have.
+    """Return the hours of so many time steps of the data.
 
     Raises:
-        UserError: the step is none.
+        UserError: `data.step` is not valid.
     """
     step = DataConfig(step=str(OmegaConf.select(_root_, "data.step"))).step_hours
     return [step * count for count in counts]
 
 
 def unique_name() -> str:
-    """Differs between any two runs: time in microseconds, and the job or the process."""
+    """Return a name that no other run has: the time in microseconds and the job or process."""
     job = os.environ.get("SLURM_JOB_ID", os.getpid())
     return f"{datetime.now():%Y-%m-%d_%H-%M-%S.%f}_{job}"
 
 
 def folder_key(run: RunConfig) -> str:
-    """The key that chose the folder, which is the one to change."""
+    """Return the key that determines the folder, for messages."""
     return "run.dir" if run.dir else "run.name"
 
 
 @contextlib.contextmanager
 def explain_folder_errors(run: RunConfig, default: str) -> Iterator[None]:
-    """Tell in one line if the folder, which Hydra makes before anything of ours runs, can't be.
+    """Turn errors of Hydra making the run's folder into one line.
+
+    Hydra makes the folder before it calls any function of this package.
 
     Raises:
-        UserError: no folder can be made there, or nothing can be written to it.
+        UserError: the folder can't be made or written to.
     """
     try:
         yield
@@ -148,29 +159,29 @@ def explain_folder_errors(run: RunConfig, default: str) -> Iterator[None]:
 
 
 def check_run_folder(folder: Path, config: Config, key: str = "run.name") -> None:
-    """Refuse to start a fresh run over the checkpoint of another.
+    """Refuse to start a new run in a folder with another run's checkpoints.
 
     Raises:
-        UserError: there is one, and `resume` does not go on from it.
+        UserError: there are some, and `resume` does not start from them.
     """
-    checkpoints = RunFolder(folder).checkpoint
+    checkpoints = RunFolder(folder).checkpoints
     steps = list_checkpoints(checkpoints)
     if not steps or config.resume == "auto":
         return
-    own = {path.resolve() for path in (folder, checkpoints, *steps)}
-    if config.resume and Path(config.resume).expanduser().resolve() in own:
+    resumable = {path.resolve() for path in (folder, checkpoints, *steps)}
+    if config.resume and Path(config.resume).expanduser().resolve() in resumable:
         return
     raise UserError(
         f"{key}: {folder} holds the checkpoint of an earlier run. "
-        f"Go on from it with resume=auto, or give another {key}."
+        f"Continue that run with resume=auto, or give another {key}."
     )
 
 
 def check_unlocked(folder: Path, key: str = "run.name") -> None:
-    """Refuse a folder that another run is writing to, before anything is written there.
+    """Refuse a folder that another run is writing to, without writing there.
 
     Raises:
-        UserError: see `claim`.
+        UserError: see `lock_folder`.
     """
     if (folder / LOCK_FILE).exists():
         with lock_folder(folder, key):
@@ -179,17 +190,17 @@ def check_unlocked(folder: Path, key: str = "run.name") -> None:
 
 @contextlib.contextmanager
 def lock_folder(folder: Path, key: str = "run.name") -> Iterator[None]:
-    """Hold the folder while a run writes to it; the system lets go of it when the process ends.
+    """Lock the folder while a run writes to it; the system releases it if the process dies.
 
     Raises:
-        UserError: another run does, or the folder cannot be written to.
+        UserError: another run holds the lock, or the folder can't be written to.
     """
     lock = FileLock(folder / LOCK_FILE, timeout=0)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire()
     except Timeout:
-        raise UserError(f"{key}: another run is writing to {folder}. Give another one.") from None
+        raise UserError(f"{key}: another run is writing to {folder}. Give another {key}.") from None
     except OSError as error:
         raise UserError(f"run.dir: cannot write to {folder} ({error.strerror})") from error
     try:
@@ -200,7 +211,7 @@ def lock_folder(folder: Path, key: str = "run.name") -> Iterator[None]:
 
 PACKAGE_FOLDER = Path(__file__).resolve().parents[1]
 
-# The first line of every file of these groups names its schema: `defaults: [schema, _self_]`.
+# The dataclass of each group. A file of the group names it in its defaults: `[schema, _self_]`.
 SCHEMAS: Mapping[tuple[str | None, str], type] = {
     (None, "schema"): Config,
     ("model", "schema_unet"): credit_dp_config.UNetConfig,
@@ -214,7 +225,7 @@ SCHEMAS: Mapping[tuple[str | None, str], type] = {
     ("logger", "schema"): credit_dp_config.LoggerConfig,
 }
 
-# Whose choices may be plug-ins.
+# Groups whose choices may be plug-ins.
 PLUGIN_BASES: Mapping[str, type[Plugin]] = {
     "model": OwnModelConfig,
     "loss": OwnLossConfig,
@@ -224,46 +235,48 @@ CONFIG_GROUPS = {group for group, _ in SCHEMAS if group is not None} | {"experim
 
 
 def conf_folder() -> Path:
-    """`conf/` of the checkout, or the copy that an installed package carries."""
+    """Return `conf/` of the checkout, or of the installed package."""
     checkout = PACKAGE_FOLDER.parent / "conf"
     return checkout if (checkout / "config.yaml").exists() else PACKAGE_FOLDER / "conf"
 
 
 @final
 class Composer:
-    """Hydra with our schemas and search path: overrides in, a checked `Config` out.
+    """Hydra with our schemas and search path: turns overrides into a checked `Config`.
 
-    Only one is in use at a time, as Hydra keeps its state in singletons.
+    Use one at a time: Hydra keeps its state in singletons.
     """
 
-    def __init__(self, job: str, extra: str | None = None, config_name: str = "config") -> None:
-        version.setbase("1.3")
+    def __init__(
+        self, job: str, config_dir: str | None = None, config_name: str = "config"
+    ) -> None:
+        version.setbase("1.3")  # defaults of Hydra 1.3: it does not change the working directory
         register_schemas()
         register_resolvers()
         SourcesRegistry.instance().register(UserConfigSource)
-        GlobalHydra.instance().clear()
+        GlobalHydra.instance().clear()  # Hydra refuses to start twice in a process
         self.config_name = config_name
-        self.hydra = Hydra.create_main_hydra2(job, search_path(extra))
+        self.hydra = Hydra.create_main_hydra2(job, search_path(config_dir))
 
     @cached_property
     def groups(self) -> dict[str, list[str]]:
-        """The choices of each config group, schemas left out."""
+        """Return the choices of each config group, without schemas."""
         loader = self.hydra.config_loader
         names = [name for name in loader.list_groups("") if name != "hydra"]
         names += [f"hydra/{name}" for name in loader.list_groups("hydra")]
-        # The loader's own method copies all configs for each group.
-        found = cast(ConfigLoaderImpl, loader).repository
-        options = {name: found.get_group_options(name, ObjectType.CONFIG) for name in names}
+        # Hydra's own `get_group_options` copies the repository with all configs for each group.
+        repository = cast(ConfigLoaderImpl, loader).repository
+        options = {name: repository.get_group_options(name, ObjectType.CONFIG) for name in names}
         return {
             name: [choice for choice in choices if not choice.startswith("schema")]
             for name, choices in options.items()
         }
 
     def compose(self, overrides: Sequence[str]) -> DictConfig:
-        """The composed config with its `hydra` node, types checked, values not yet.
+        """Return the composed config with its `hydra` node; types are checked, values are not yet.
 
         Raises:
-            UserError: the files and overrides do not compose.
+            UserError: the files and overrides can't be composed.
         """
         try:
             composed = self.hydra.compose_config(
@@ -274,51 +287,53 @@ class Composer:
             )
         except RecursionError:
             raise UserError(
-                "defaults: a config file includes itself. A file of yours with the name of one of "
-                "ours replaces it, so that it cannot include it; give yours another name."
+                "defaults: a config file includes itself. Your file has the name of one of ours, "
+                "replaces it, and so can't include it. Rename yours."
             ) from None
         except (HydraException, OmegaConfBaseException, YAMLError) as error:
             line = explain_error(error)
-            # A user's file may be one of a plug-in.
+            # The missing file may be meant as a plug-in, which is registered in another way.
             unknown = re.search(rf"Could not load '({'|'.join(PLUGIN_BASES)})/", line)
             hint = registration_hint(PLUGIN_BASES[unknown[1]].plugin_kind) if unknown else ""
             raise UserError(f"{line}{hint}") from error
         return composed
 
-    def config(self, overrides: Sequence[str]) -> Config:
-        """The checked config of one run.
+    def compose_config(self, overrides: Sequence[str]) -> Config:
+        """Return the checked config of one run.
 
         Raises:
-            UserError: the files and overrides do not compose, or a value is not allowed.
+            UserError: the files and overrides can't be composed, or a value is not allowed.
         """
         composed = self.compose(overrides)
-        HydraConfig.instance().set_config(composed)
+        HydraConfig.instance().set_config(composed)  # from here `${hydra:KEY}` is resolved
         return to_config(composed)
 
 
 def without_hydra(composed: DictConfig) -> DictConfig:
-    """Our part of a composed config."""
-    ours = composed.copy()
-    with open_dict(ours):
-        ours.pop("hydra", None)
-    return ours
+    """Return a composed config without its `hydra` node."""
+    config = composed.copy()
+    with open_dict(config):
+        config.pop("hydra", None)
+    return config
 
 
 def to_config(composed: DictConfig) -> Config:
-    """Our part of a composed config as dataclasses, all interpolations resolved.
+    """Return a composed config as dataclasses, with all interpolations resolved.
 
     Raises:
-        UserError: a value is missing or not allowed, or an interpolation leads nowhere.
+        UserError: a value is missing or not allowed, or an interpolation can't be resolved.
     """
-    ours = without_hydra(composed)
+    node = without_hydra(composed)
     try:
-        missing = sorted(OmegaConf.missing_keys(ours))
+        missing = sorted(OmegaConf.missing_keys(node))
         if missing:
             raise UserError(f"{', '.join(missing)}: need a value, and none is given")
-        check_lists(ours)
-        reconcile_preset(ours, given_keys(composed))
-        check_groups(ours)
-        config = OmegaConf.to_object(ours)
+        # These need the node: dataclasses no longer know which keys were given, and which list had
+        # which type.
+        check_lists(node)
+        reconcile_preset(node, given_keys(composed))
+        check_groups(node)
+        config = OmegaConf.to_object(node)
     except OmegaConfBaseException as error:
         raise UserError(explain_error(error)) from error
     if not isinstance(config, Config):
@@ -327,40 +342,42 @@ def to_config(composed: DictConfig) -> Config:
 
 
 def given_keys(composed: DictConfig) -> set[str]:
-    """The keys of the overrides that a config was composed with."""
+    """Return the keys of the overrides that a config was composed with."""
     texts = OmegaConf.select(composed, "hydra.overrides.task") or []
     return {str(text).lstrip("+").partition("=")[0] for text in texts}
 
 
 def is_given(key: str, given: set[str]) -> bool:
-    """Whether one of the keys that are given is this one, or below it."""
+    """Whether one of the given keys is this key, or below it."""
     return any(other == key or other.startswith(f"{key}.") for other in given)
 
 
-def reconcile_preset(ours: DictConfig, given: set[str]) -> None:
-    """Keep of the package's own file of this data what the config uses, and note which dates are.
+def reconcile_preset(config: DictConfig, given: set[str]) -> None:
+    """Drop entries of the data preset that the config does not use, and take its dates as defaults.
 
-    An entry of the file's `data.variables` is dropped where no list has the variable, by whatever
-    name, and where there is another entry for the same variable. Dates that are null are those of
-    the file.
+    The preset is the package's file of the data, such as `conf/data/weatherbench2.yaml`. An entry
+    of its `variables` is dropped if no list of the config has the variable, under any of its names,
+    or if another entry stands for the same variable. Dates that are null become those of the
+    preset; `data.dates.preset` lists the splits whose dates come from there.
     """
-    data = ours.data
+    data = config.data
     file = conf_folder() / "data" / f"{data.name}.yaml"
     preset = OmegaConf.load(file) if file.exists() else OmegaConf.create()
-    used = {canonical_name(name) for role in ROLES for name in data[role]}
+    used_names = {canonical_name(name) for role in ROLES for name in data[role]}
     with open_dict(data.variables):
         for name in OmegaConf.select(preset, "variables") or {}:
             others = {canonical_name(other) for other in data.variables if other != name}
             replaced = canonical_name(name) in others and not is_given(
                 f"data.variables.{name}", given
             )
-            if canonical_name(name) not in used or replaced:
+            if canonical_name(name) not in used_names or replaced:
                 data.variables.pop(name, None)
     dates = OmegaConf.select(preset, "dates") or {}
     for split in SPLITS:
         if data.dates[split] is None:
             data.dates[split] = dates.get(split, AUTO)
-    # The quickstart's store is made for its config: dates outside it are a mistake in it.
+    # Dates of a preset become `auto` if the store lacks some of them. Not so for the quickstart,
+    # whose store is made to fit the config: dates outside it are an error.
     data.dates.preset = [
         split
         for split in SPLITS
@@ -372,7 +389,7 @@ def reconcile_preset(ours: DictConfig, given: set[str]) -> None:
 
 
 def check_groups(config: DictConfig) -> None:
-    """Let each group check its keys, which a plug-in may do with any error.
+    """Let each group check its keys; a plug-in's checks may raise any error.
 
     Raises:
         UserError: naming the group.
@@ -389,7 +406,7 @@ def check_groups(config: DictConfig) -> None:
 
 
 def check_overrides(overrides: Sequence[Override], groups: Mapping[str, list[str]]) -> None:
-    """Refuse keys and choices that do not exist; Hydra itself lets some of them pass.
+    """Refuse keys and choices that do not exist; Hydra accepts some of them.
 
     Raises:
         UserError: with the nearest match and what is allowed.
@@ -405,16 +422,20 @@ def check_overrides(overrides: Sequence[Override], groups: Mapping[str, list[str
         else:
             check_key(key)
             if override.is_delete():
-                raise UserError(f"{key}: keys cannot be removed; give it a value, like {key}=null")
+                raise UserError(f"{key}: keys can't be removed. Give it a value, like {key}=null.")
 
 
 def check_choice(group: str, override: Override, choices: list[str]) -> None:
-    """Refuse a choice of a group that has no file."""
+    """Refuse a choice that its group does not have.
+
+    Raises:
+        UserError: with the nearest match and all choices.
+    """
     if override.is_delete() or override.is_interval_sweep():
         return
     if override.is_add() and group in CONFIG_GROUPS:
         text = str(override.input_line).lstrip("+")
-        raise UserError(f"{group}: is in the config already; write {text}, without the +")
+        raise UserError(f"{group}: is in the config already. Write {text}, without the +.")
     if override.is_sweep_override():
         chosen = [str(value) for value in override.sweep_iterator()]
     else:
@@ -430,43 +451,48 @@ def check_choice(group: str, override: Override, choices: list[str]) -> None:
 
 
 def register_schemas() -> None:
-    """Tell Hydra the dataclass of each group, so that types are checked as files are merged.
+    """Register the dataclass of each group with Hydra, which then checks types as it merges files.
 
     Raises:
-        UserError: a plug-in can't be used.
+        UserError: a plug-in can't be imported or has no valid config.
     """
     store = ConfigStore.instance()
     for (group, name), schema in SCHEMAS.items():
         store.store(group=group, name=name, node=schema, provider="credit_dp")
     for group, base in PLUGIN_BASES.items():
-        ours = {path.stem for path in (conf_folder() / group).glob("*.yaml")}
-        for name, plugin in find_plugins(base, ours).items():
+        package_names = {path.stem for path in (conf_folder() / group).glob("*.yaml")}
+        for name, plugin in find_plugins(base, package_names).items():
             store.store(
                 group=group, name=name, node=schema_node(name, plugin), provider="credit_dp"
             )
     for name, plugin in find_plugins(OwnScheduleConfig, LR_SCHEDULES).items():
-        schema_node(name, plugin)  # a schedule is not a group, but refused as early as the others
+        schema_node(name, plugin)  # not a group, so not stored: this only checks it as early
 
 
-def search_path(extra: str | None) -> ConfigSearchPath:
-    """Where groups are looked for: `--config-dir`, the user's `conf/`, then the package's."""
+def search_path(config_dir: str | None) -> ConfigSearchPath:
+    """Return where Hydra searches for groups: `--config-dir`, the user's `conf/`, the package's.
+
+    Raises:
+        UserError: `--config-dir` is no folder.
+    """
     path = create_config_search_path(f"file://{conf_folder()}")
-    own = Path.cwd() / "conf"
-    if own.is_dir() and own.resolve() != conf_folder().resolve():
-        path.prepend("user", f"{UserConfigSource.scheme()}://{own}", anchor="main")
-    if extra is not None:
-        if not Path(extra).is_dir():
-            raise UserError(f"--config-dir: no folder {extra}")
-        path.prepend("command-line", f"file://{Path(extra).resolve()}")
+    user_folder = Path.cwd() / "conf"
+    if user_folder.is_dir() and user_folder.resolve() != conf_folder().resolve():
+        path.prepend("user", f"{UserConfigSource.scheme()}://{user_folder}", anchor="main")
+    if config_dir is not None:
+        if not Path(config_dir).is_dir():
+            raise UserError(f"--config-dir: needs a folder, but {config_dir} is none")
+        # Prepended last, so it is searched first.
+        path.prepend("command-line", f"file://{Path(config_dir).resolve()}")
     return path
 
 
 def check_run_config(config: Config) -> None:
-    """Refuse a training run that is bound to fail, without torch and without opening any data.
+    """Refuse a training run that is bound to fail, without torch and without opening data.
 
     Raises:
-        UserError: more ranks than rows, a checkpoint that is not there, leads between steps, or a
-            climate that starts at no date.
+        UserError: there are more ranks than rows, the checkpoint does not exist, lead times are
+            between time steps, or the quickstart's start is no date.
     """
     if config.data.name == "quickstart":
         checks.date("data.quickstart.start", config.data.quickstart.start)
@@ -477,7 +503,11 @@ def check_run_config(config: Config) -> None:
 
 
 def check_rows(config: Config) -> None:
-    """Refuse more bands than the model's coarsest level has rows, if the grid is known yet."""
+    """Refuse more bands than the coarsest level of the model has rows, if the grid is known yet.
+
+    Raises:
+        UserError: naming the largest number of ranks.
+    """
     domain = config.parallel.domain
     rows = grid_rows(config.data) if domain > 1 else None
     if rows is None:
@@ -492,7 +522,7 @@ def check_rows(config: Config) -> None:
 
 
 def grid_rows(data: DataConfig) -> int | None:
-    """Rows of the grid; None if only the store can tell."""
+    """Return the rows of the grid; None if they are only known from the store."""
     if data.grid is not None:
         return int(data.grid.partition("x")[0])
     if data.name != "quickstart":

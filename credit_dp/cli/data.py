@@ -1,4 +1,4 @@
-"""The data commands: `credit-dp data inspect|stats|prepare` describe a store and make it ready."""
+"""The data commands: describe a store (`inspect`), prepare it for training (`stats`, `prepare`)."""
 
 import dataclasses
 import functools
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class DataArguments(NamedTuple):
-    """A checked data config, the command's own keys, and whether JSON is wanted."""
+    """A checked data config, the values of the command's keys, and whether to print JSON."""
 
     config: DataConfig
     command_keys: Mapping[str, Any]
@@ -48,67 +48,70 @@ class DataArguments(NamedTuple):
 
 
 def read_data_arguments(
-    arguments: Sequence[str], program: str, help_text: str, own: Mapping[str, Any]
+    arguments: Sequence[str], program: str, help_text: str, command_keys: Mapping[str, Any]
 ) -> DataArguments | None:
-    """Understand a command line; None if it asked for help, which has been shown.
+    """Parse a command line and compose its data config; None after printing the help, if requested.
 
-    `store=` is short for `data.store=`. Without `data=` the store is `data=zarr`.
+    `store=` is short for `data.store=`. Without `data=` the config is that of `data=zarr`.
 
     Args:
-        arguments: keys and dashes, in any order.
-        program: as messages name it.
-        help_text: with `{program}` for the program.
-        own: keys that only this command has, with their defaults; an own key is of the default's
-            type, or anything where that is None.
+        arguments: keys and options, in any order.
+        program: name of the command in messages.
+        help_text: with `{program}` in place of that name.
+        command_keys: default of each key that only this command has, which also gives its type;
+            None accepts any type.
 
     Raises:
         UserError: a key or a value does not exist, or is not allowed.
     """
-    using = common_parser()
-    using.add_argument("--json", action="store_true")
-    args = parse_arguments(using, arguments)
+    parser = common_parser()
+    parser.add_argument("--json", action="store_true")
+    args = parse_arguments(parser, arguments)
     if args.help:
         sys.stdout.write(help_text.format(program=program))
         return None
-    given, rest = dict(own), []
+    values = dict(command_keys)
+    data_overrides = []
     for text in args.overrides:
         key, equals, value = text.partition("=")
-        if equals and key in own:
-            given[key] = _parse_value(key, value, own[key])
+        if equals and key in command_keys:
+            values[key] = _parse_value(key, value, command_keys[key])
         elif key == "store":
-            rest.append(f"data.store={_quote_store(value)}")
+            data_overrides.append(f"data.store={_quote_store(value)}")
+        # Keys of the config have a dot (data.NAME); any other word is a mistake.
         elif "." not in key and key != "data":
-            known = [*own, "store", "data"]
+            known = [*command_keys, "store", "data"]
             raise UserError(
                 f"{program}: needs keys like {', '.join(known)} or data.NAME, got {text!r}."
                 f"{did_you_mean(key, known)}"
             )
         else:
-            rest.append(text)
+            data_overrides.append(text)
     composer = Composer(program.rpartition(" ")[2])
-    parsed = parse_overrides([*_default_overrides(rest), *rest])
-    check_overrides(parsed, composer.groups)
-    overrides = [str(override.input_line) for override in parsed]
-    return DataArguments(composer.config(overrides).data, given, args.json)
+    overrides = parse_overrides([*_default_overrides(data_overrides), *data_overrides])
+    check_overrides(overrides, composer.groups)
+    texts = [str(override.input_line) for override in overrides]
+    return DataArguments(composer.compose_config(texts).data, values, args.json)
 
 
 def _parse_value(key: str, text: str, default: Any) -> Any:
+    """Return the value of a key, of the type of its default."""
     if isinstance(default, str) and text[:1] not in ("'", '"'):
-        return text  # a path may look like a number, a list or a comment
+        return text  # as it is: YAML would read some paths as a number, a list or a comment
     try:
         value = OmegaConf.to_object(OmegaConf.from_dotlist([f"value={text}"]))["value"]  # type: ignore[index,call-overload]
     except (OmegaConfBaseException, YAMLError):
-        raise UserError(f"{key}: can't be read, got {text!r}") from None
+        raise UserError(f"{key}: needs a value in YAML, got {text!r}") from None
     if default is not None and type(value) is not type(default):
         raise UserError(f"{key}: needs {_type_name(default)}, got {text!r}")
     return value
 
 
 def _quote_store(store: str) -> str:
-    """A path that Hydra can't read as it is, in quotes; a list that it can't, entry by entry.
+    """Return a store with the quotes that Hydra needs; entries of a list are quoted one by one.
 
     Raises:
-        UserError: it has a comma, and may be one path or several.
+        UserError: it contains a comma, and may be one path or several.
     """
     parsed = try_parse(f"x={store}")
     if parsed is not None and parsed.is_sweep_override():
@@ -120,92 +123,99 @@ def _quote_store(store: str) -> str:
 
 
 def _type_name(default: Any) -> str:
-    kinds = {bool: "true or false", int: "a whole number", list: "a list", str: "a text"}
-    return kinds[type(default)]
+    """Return the type of a default in words."""
+    names = {bool: "true or false", int: "a whole number", list: "a list", str: "a text"}
+    return names[type(default)]
 
 
 def _default_overrides(given: Sequence[str]) -> list[str]:
+    """Return `data=zarr` unless another choice is given."""
     return [] if any(text.startswith("data=") for text in given) else ["data=zarr"]
 
 
 INSPECT_HELP = """\
-{program} store=PATH: says what is in a store, and how it is laid out for ranks that read bands.
+{program} store=PATH: shows what is in a store, and how fast ranks can read their bands of it.
 
-Grid, dates with gaps, variables with units and levels, chunks, and the read amplification: what a
-rank has to decode over the share of the fields that is its band's. A store is in any form that
-data.store= understands: a path, an address, a pattern or a list of them.
+Shows the grid, dates with gaps, variables with units and levels, chunks, and the read
+amplification: the bytes that a rank decodes, over those of its band. A store has any form that
+data.store= accepts: a path, an address, a pattern or a list of them.
   domain=4      for parallel.domain=4; without it, for 1, 2, 4 and 8
 
-  --json        everything as JSON, all gaps included
+  --json        everything as JSON, including all gaps
   --help, -h    this text
 """
 
 INSPECT_KEYS: Mapping[str, Any] = {"domain": None}
 DEFAULT_DOMAINS = (1, 2, 4, 8)
-GAPS_SHOWN = 8  # shown of a long list
-# A band that makes its rank decode no more than this many times its share is well served.
-WELL_SERVED = 1.05
+GAPS_SHOWN = 8  # in the text; --json has all
+LOW_AMPLIFICATION = 1.05  # up to here no copy of the store is recommended
 
 
 def inspect(arguments: Sequence[str], program: str) -> int:
-    """Look at a store; the exit code.
+    """Describe a store; return the exit code.
 
     Raises:
-        UserError: there is none, or it can't be read.
+        UserError: it does not exist or can't be read.
     """
-    read = read_data_arguments(arguments, program, INSPECT_HELP, INSPECT_KEYS)
-    if read is None:
+    parsed = read_data_arguments(arguments, program, INSPECT_HELP, INSPECT_KEYS)
+    if parsed is None:
         return 0
     from credit_dp.data.inspection import inspect_source
     from credit_dp.data.sources.opening import open_source
 
-    domain = read.command_keys["domain"]
-    source = open_source(read.config)
+    domain = parsed.command_keys["domain"]
+    source = open_source(parsed.config)
     report = inspect_source(
         source, DEFAULT_DOMAINS if domain is None else _parse_domain(domain, source.grid[0])
     )
-    stores = read.config.stores
-    sys.stdout.write(as_json(report, stores) if read.json else as_text(report, stores))
+    stores = parsed.config.stores
+    sys.stdout.write(as_json(report, stores) if parsed.json else as_text(report, stores))
     return 0
 
 
 def as_json(report: "StoreReport", stores: Sequence[str]) -> str:
-    """Everything, with the advice."""
+    """Return the whole report as JSON, with the advice."""
     content = {**dataclasses.asdict(report), "advice": advice(report, stores)}
     return json.dumps(content, indent=2) + "\n"
 
 
 def as_text(report: "StoreReport", stores: Sequence[str]) -> str:
-    """Grid, dates, a table of variables, and what to do."""
+    """Return grid, dates, a table of variables, the read amplification, and the advice."""
     lines = [*_grid(report), *_dates(report), "", *_variables(report), *_names(report), ""]
     lines += _reading(report)
     return "\n".join([*lines, *advice(report, stores), ""])
 
 
 def advice(report: "StoreReport", stores: Sequence[str]) -> list[str]:
-    """What to do about the read amplification, in lines."""
-    bad = [ranks for ranks, times in report.amplification.items() if times > WELL_SERVED]
-    if not bad:
-        return ["Every rank reads little but its own rows: nothing to do."]
-    together = max(v.chunks.shape[0] for v in report.variables if v.chunks is not None)
+    """Return lines that say how to lower the read amplification."""
+    slow_domains = [
+        ranks for ranks, factor in report.amplification.items() if factor > LOW_AMPLIFICATION
+    ]
+    if not slow_domains:
+        return ["Every rank reads little more than its own rows: nothing to do."]
+    times_per_chunk = max(
+        variable.chunks.shape[0] for variable in report.variables if variable.chunks is not None
+    )
     domains = ",".join(map(str, report.amplification))
-    several = f"[{','.join(stores)}]"
+    store_list = f"[{','.join(stores)}]"
     store = (
-        shell_argument("store", stores[0]) if len(stores) == 1 else shlex.quote(f"store={several}")
+        shell_argument("store", stores[0])
+        if len(stores) == 1
+        else shlex.quote(f"store={store_list}")
     )
     lines = []
-    if any(ranks > 1 for ranks in bad):
+    if any(ranks > 1 for ranks in slow_domains):
         lines.append(
-            "Without a second copy the ranks of a domain share the reading: each chunk is decoded "
-            "once, and bands are sent."
+            "Without a copy the ranks of a domain share the reading: one rank decodes a chunk and "
+            "sends bands to the others."
         )
-    if together > 1:
+    if times_per_chunk > 1:
         lines.append(
-            f"A chunk holds up to {together} times, and a random sample needs one or two of them."
+            f"A chunk holds up to {times_per_chunk} times, but a random sample needs one or two."
         )
     lines += [
-        "For the fastest reading make a copy, cut to fit the bands (see its --help for variables, "
-        "levels and dates):",
+        "For the fastest reading, make a copy with chunks that fit the bands (its --help explains "
+        "how to select variables, levels and dates):",
         f"  credit-dp data prepare {store} out=prepared.zarr {shlex.quote(f'domains=[{domains}]')}",
     ]
     return lines
@@ -219,7 +229,7 @@ def _grid(report: "StoreReport") -> list[str]:
     return [
         f"{report.where}: {report.form}",
         f"grid    {rows} x {columns} {kind}, latitude {north:g} to {south:g}, longitude "
-        f"{west:g} to {east:g}, as they are read",
+        f"{west:g} to {east:g}, as ranks read them",
     ]
 
 
@@ -234,7 +244,7 @@ def _dates(report: "StoreReport") -> list[str]:
         for gap in dates.gaps[:GAPS_SHOWN]
     ]
     if len(dates.gaps) > GAPS_SHOWN:
-        lines.append(f"        and {len(dates.gaps) - GAPS_SHOWN} other gaps: see --json")
+        lines.append(f"        and {len(dates.gaps) - GAPS_SHOWN} more gaps: see --json")
     return lines
 
 
@@ -257,16 +267,24 @@ def _variables(report: "StoreReport") -> list[str]:
                 variable.problem or variable.standard_name or "-",
             )
         )
-    chunk = "chunk (time, channel, row, column)"
-    names = ("variable", "units", "levels", "in time", chunk, "times in a file", "standard name")
-    return format_table(names, rows, left=len(names))
+    chunk_heading = "chunk (time, channel, row, column)"
+    headings = (
+        "variable",
+        "units",
+        "levels",
+        "in time",
+        chunk_heading,
+        "times in a file",
+        "standard name",
+    )
+    return format_table(headings, rows, left=len(headings))
 
 
 def _names(report: "StoreReport") -> list[str]:
     if not report.long_names:
         return []
-    found = ", ".join(f"{name} ({stored})" for name, stored in report.long_names.items())
-    return [f"A config finds them by these names too: {found}"]
+    names = ", ".join(f"{name} ({stored})" for name, stored in report.long_names.items())
+    return [f"A config may also use these names: {names}"]
 
 
 def _levels(levels: Sequence[int]) -> str:
@@ -275,13 +293,13 @@ def _levels(levels: Sequence[int]) -> str:
 
 def _reading(report: "StoreReport") -> list[str]:
     rows = [
-        (str(ranks), f"{times:.2f}", format_bytes(report.decoded_bytes[ranks]))
-        for ranks, times in report.amplification.items()
+        (str(ranks), f"{factor:.2f}", format_bytes(report.decoded_bytes[ranks]))
+        for ranks, factor in report.amplification.items()
     ]
-    names = ("parallel.domain", "read amplification", "decoded by a rank")
+    headings = ("parallel.domain", "read amplification", "decoded by a rank")
     return [
-        f"A sample of all of it has {format_bytes(report.sample_bytes)}.",
-        *format_table(names, rows),
+        f"A sample with all fields has {format_bytes(report.sample_bytes)}.",
+        *format_table(headings, rows),
         "",
     ]
 
@@ -296,20 +314,20 @@ def _parse_domain(domain: Any, rows: int) -> tuple[int, ...]:
 
 
 PREPARE_HELP = """\
-{program} store=STORE out=PATH KEY=VALUE ...: copies what a run needs of a store into the form that
-ranks read fastest: all variables stacked, cut by latitude, with a checksum for each chunk.
+{program} store=STORE out=PATH KEY=VALUE ...: copies the fields that a run needs into the form that
+ranks read fastest: all variables in one array, chunked by latitude, with a checksum for each chunk.
 
   data=weatherbench2 data.prognostic=[...] data.levels=[...] data.step=6h   which fields
   dates=[1979-01-01,2020-12-31]   first and last; all without it
-  domains=[1,2,4,8]   values of parallel.domain whose bands the chunks are to fit
-  grid=121x240        regrid (conservatively) to that many rows and columns
-  codec=auto          none, lz4, zstd, zstd3 or zstd-plain; auto: what is read fastest here
-  workers=4           processes of this machine
-  scheduler=tcp://HOST:PORT   have the workers of a distributed dask scheduler do it
-  overwrite=false     true: replace a prepared store that is there
+  domains=[1,2,4,8]   values of parallel.domain whose bands the chunks should fit
+  grid=121x240        regrid conservatively to this many rows and columns
+  codec=auto          none, lz4, zstd, zstd3 or zstd-plain; auto: the one that is read fastest here
+  workers=4           processes on this machine
+  scheduler=tcp://HOST:PORT   use the workers of a distributed dask scheduler instead
+  overwrite=false     true: replace an existing prepared store
 
-Killed at any point, it goes on where it stopped when it is started again. At the end random samples
-are compared with the store, bit for bit.
+If it is killed, the same command continues where it stopped. At the end random samples are compared
+with the store, bit for bit.
 
   --help, -h    this text
 
@@ -329,125 +347,126 @@ PREPARE_KEYS: Mapping[str, Any] = {
 
 
 def prepare(arguments: Sequence[str], program: str) -> int:
-    """Prepare a store; the exit code.
+    """Copy a store into the prepared form; return the exit code.
 
     Raises:
         UserError: the request can't be met.
     """
-    read = read_data_arguments(arguments, program, PREPARE_HELP, PREPARE_KEYS)
-    if read is None:
+    parsed = read_data_arguments(arguments, program, PREPARE_HELP, PREPARE_KEYS)
+    if parsed is None:
         return 0
-    if read.json:
+    if parsed.json:
         raise UserError(f"{program}: has no --json. Leave it out.")
     from credit_dp.data.rechunk.run import RechunkJob
 
-    preparation = RechunkJob(_request(read))
-    with preparation.locked():
-        _run_preparation(preparation)
+    job = RechunkJob(_request(parsed))
+    with job.locked():
+        _run_preparation(job)
     return 0
 
 
-def _run_preparation(preparation: "RechunkJob") -> None:
+def _run_preparation(job: "RechunkJob") -> None:
     from rich.console import Console
 
     from credit_dp.training.console import Screen
 
     screen = Screen(Console(file=sys.stdout))
-    estimate = preparation.estimate()
-    screen.show(describe_preparation(preparation, estimate))
-    preparation.begin(estimate.codec)
-    times = preparation.selected.shape[0]
-    count = 0
+    estimate = job.estimate()
+    screen.show(describe_preparation(job, estimate))
+    job.begin(estimate.codec)
+    times = job.selected.shape[0]
+    written = 0
     with screen.bar("preparing", times) as bar:
+        # The job reports the times that were just written; the bar shows the sum.
+        def on_written(new: int) -> None:
+            nonlocal written
+            written += new
+            bar(written)
 
-        def done(more: int) -> None:
-            nonlocal count
-            count += more
-            bar(count)
-
-        preparation.write_missing(done)
-    samples = preparation.verify()
-    preparation.finish()
+        job.write_missing(on_written)
+    samples = job.verify()
+    job.finish()
     screen.show(
-        f"{preparation.target.out}: {times} times, {samples} random samples equal to the store's. "
-        f"Train with data=prepared {shell_argument('data.store', str(preparation.target.out))}"
+        f"{job.target.out}: {times} times, {samples} random samples equal to the store's. "
+        f"Train with data=prepared {shell_argument('data.store', str(job.target.out))}"
     )
 
 
-def describe_preparation(preparation: "RechunkJob", estimate: "RechunkEstimate") -> str:
-    """What will be done, what it takes, and how the codecs did."""
-    times, channels, height, columns = preparation.selected.shape
-    asked = preparation.selected
+def describe_preparation(job: "RechunkJob", estimate: "RechunkEstimate") -> str:
+    """Return what will be copied, what it takes, and how each codec performs."""
+    selected = job.selected
+    times, channels, height, columns = selected.shape
     rows = [
         (
-            one.name,
-            f"{one.ratio:.2f}",
-            f"{1e-6 / one.encode:.0f}",
-            f"{1e-6 / one.decode:.0f}",
-            f"{1e-6 / one.read:.0f}",
+            codec.name,
+            f"{codec.ratio:.2f}",
+            f"{1e-6 / codec.encode:.0f}",
+            f"{1e-6 / codec.decode:.0f}",
+            f"{1e-6 / codec.read:.0f}",
         )
-        for one in estimate.codecs.values()
+        for codec in estimate.codecs.values()
     ]
-    names = ("codec", "ratio", "encode MB/s", "decode MB/s", "disk and decode MB/s")
+    headings = ("codec", "ratio", "encode MB/s", "decode MB/s", "disk and decode MB/s")
     lines = [
-        f"{asked.form.origin}: {times} times ({asked.times[0].astype('M8[h]')} to "
-        f"{asked.times[-1].astype('M8[h]')}), {channels} channels, {height} x {columns}",
-        f"the disk gives {format_bytes(estimate.disk_bandwidth)} in a second",
-        *format_table(names, rows, left=1),
-        f"codec {estimate.codec}, {preparation.rows} rows in a chunk: {format_bytes(estimate.raw)} "
-        f"become about {format_bytes(estimate.stored)}, in about {format_duration(estimate.hours)}",
+        f"{selected.metadata.origin}: {times} times ({selected.times[0].astype('M8[h]')} to "
+        f"{selected.times[-1].astype('M8[h]')}), {channels} channels, {height} x {columns}",
+        f"the disk reads {format_bytes(estimate.disk_bandwidth)} per second",
+        *format_table(headings, rows, left=1),
+        f"codec {estimate.codec}, {job.chunk_rows} rows in a chunk: "
+        f"{format_bytes(estimate.raw_bytes)} become about {format_bytes(estimate.stored_bytes)}, "
+        f"in about {format_duration(estimate.hours)}",
     ]
-    if preparation.resumed:
-        lines.append(f"going on: {preparation.done} of {times} times are done")
+    if job.resumed:
+        lines.append(f"resuming: {job.num_done} of {times} times are done")
     return "\n".join(lines)
 
 
 def format_duration(hours: float) -> str:
-    """A duration with one unit."""
+    """Return a duration in its largest unit of hours, minutes and seconds."""
     if hours >= 1:
         return f"{hours:.1f} hours"
     return f"{hours * 60:.1f} minutes" if hours * 60 >= 1 else f"{hours * 3600:.1f} seconds"
 
 
 def initialise_worker(parent: int) -> None:
-    """In a worker process: Ctrl-C is the parent's to handle, and its end is the worker's too."""
+    """Set up a worker process: leave Ctrl-C to the parent, and end with it."""
     from credit_dp.distributed.forkserver import die_with_parent
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent(parent)
 
 
-def _request(read: DataArguments) -> "RechunkRequest":
+def _request(parsed: DataArguments) -> "RechunkRequest":
     from credit_dp.data.rechunk.request import FieldSelection
     from credit_dp.data.rechunk.run import RechunkRequest, WorkerConfig
 
-    own = read.command_keys
-    if not own["out"]:
+    keys = parsed.command_keys
+    if not keys["out"]:
         raise UserError("out: needs the path of the store to write. Give it, like out=era5.zarr.")
     return RechunkRequest(
-        FieldSelection(
-            read.config,
-            _parse_dates(own["dates"]),
-            None if own["grid"] is None else str(own["grid"]),
+        selection=FieldSelection(
+            config=parsed.config,
+            dates=_parse_dates(keys["dates"]),
+            grid=None if keys["grid"] is None else str(keys["grid"]),
         ),
-        own["out"],
-        tuple(own["domains"]),
-        own["codec"],
-        own["overwrite"],
-        WorkerConfig(
-            own["workers"] or _count_cpus(),
-            own["scheduler"],
-            functools.partial(initialise_worker, os.getpid()),
+        out=keys["out"],
+        domains=tuple(keys["domains"]),
+        codec=keys["codec"],
+        overwrite=keys["overwrite"],
+        workers=WorkerConfig(
+            count=keys["workers"] or _count_cpus(),
+            scheduler=keys["scheduler"],
+            start=functools.partial(initialise_worker, os.getpid()),
         ),
     )
 
 
-def _parse_dates(given: Any) -> tuple[str, ...]:
-    if given is None:
+def _parse_dates(dates: Any) -> tuple[str, ...]:
+    if dates is None:
         return ()
-    if not isinstance(given, list):
-        raise UserError(f"dates: needs [first, last], like [2000-01-01,2000-12-31], got {given!r}")
-    return tuple(map(str, given))
+    if not isinstance(dates, list):
+        raise UserError(f"dates: needs [first, last], like [2000-01-01,2000-12-31], got {dates!r}")
+    return tuple(map(str, dates))
 
 
 def _count_cpus() -> int:
@@ -457,19 +476,20 @@ def _count_cpus() -> int:
 
 
 STATS_HELP = """\
-{program} store=STORE KEY=VALUE ...: computes mean, standard deviation, that of the change over a
-step, minimum and maximum of each channel, weighted by area, over exactly the training dates.
+{program} store=STORE KEY=VALUE ...: computes mean, standard deviation, standard deviation of the
+change over a step, minimum and maximum of each channel, weighted by area, over the training dates.
 
   data.dates.train=[1979-01-01,2017-12-31]   the training dates; without it those of a run with
                 the same keys
   data=weatherbench2 data.prognostic=[...] data.levels=[...] data.step=6h   which fields
-  out=FILE      the file to write, for data.statistics=FILE; without it, the cache's own, where
+  out=FILE      the file to write, for data.statistics=FILE; without it, a file in the cache, where
                 training with the same data finds it
-  every=1       take every N-th date, and the one a step later; N that meet all hours are best
+  every=1       use every N-th date, and the one a step later; choose N so that all hours of the day
+                occur
   workers=2     threads
-  scheduler=tcp://HOST:PORT   have the workers of a distributed dask scheduler do it
+  scheduler=tcp://HOST:PORT   use the workers of a distributed dask scheduler instead
 
-Killed at any point, it goes on where it stopped when it is started again.
+If it is killed, the same command continues where it stopped.
 
   --help, -h    this text
 
@@ -480,24 +500,24 @@ STATS_KEYS: Mapping[str, Any] = {"out": "", "every": 1, "workers": 2, "scheduler
 
 
 def stats(arguments: Sequence[str], program: str) -> int:
-    """Compute the statistics of a store; the exit code.
+    """Compute the statistics of a store; return the exit code.
 
     Raises:
-        UserError: the keys, the store or the file are not as needed.
+        UserError: the keys, the store or the file are wrong.
     """
-    read = read_data_arguments(arguments, program, STATS_HELP, STATS_KEYS)
-    if read is None:
+    parsed = read_data_arguments(arguments, program, STATS_HELP, STATS_KEYS)
+    if parsed is None:
         return 0
-    if read.json:
+    if parsed.json:
         raise UserError(f"{program}: has no --json. Leave it out.")
     for key in ("every", "workers"):
-        if read.command_keys[key] < 1:
+        if parsed.command_keys[key] < 1:
             raise UserError(
-                f"{key}: needs a whole number of at least 1, got {read.command_keys[key]}"
+                f"{key}: needs a whole number of at least 1, got {parsed.command_keys[key]}"
             )
-    if read.config.name == "quickstart":
+    if parsed.config.name == "quickstart":
         raise UserError(
-            f"{program}: needs a store: the quickstart's is made by training. Set store."
+            f"{program}: needs a store: that of the quickstart is only made by training. Set store."
         )
     from rich.console import Console
 
@@ -507,25 +527,26 @@ def stats(arguments: Sequence[str], program: str) -> int:
 
     screen = Screen(Console(file=sys.stdout))
     with collect_data_notes() as notes:
-        store = _open_store(read.config)
+        store = _open_store(parsed.config)
     for note in notes:
         screen.show(f"note: {note}")
     store = store.with_ranges(load_or_sample_ranges(store, cache_folder(store.config.cache)))
-    path = _statistics_path(store, read.command_keys)
-    if not _is_computed(store, path, read.command_keys["every"]):
-        _compute(store, path, read.command_keys, screen)
-    screen.show(_usage_hint(path, read.command_keys["out"]))
+    path = _statistics_path(store, parsed.command_keys)
+    if not _is_computed(store, path, parsed.command_keys["every"]):
+        _compute(store, path, parsed.command_keys, screen)
+    screen.show(_usage_hint(path, parsed.command_keys["out"]))
     return 0
 
 
 def _open_store(config: DataConfig) -> "Store":
-    """The store; of the dates that are given, it only has to have those to train on."""
+    """Open the store; of the splits, only the training dates have to be in it."""
     from credit_dp.data.sources.opening import open_source
     from credit_dp.data.store import Store
     from credit_dp.data.units import check_units
 
     train = config.dates.train
     if train != AUTO and "train" not in config.dates.preset:
+        # With the training dates for all splits, no other dates have to be in the store.
         config = replace(config, dates=DatesConfig(train, train, train, config.dates.limit))
     source = open_source(config)
     check_units(source, config)
@@ -534,99 +555,102 @@ def _open_store(config: DataConfig) -> "Store":
     return store
 
 
-def _statistics_path(store: "Store", own: Mapping[str, Any]) -> Path:
+def _statistics_path(store: "Store", keys: Mapping[str, Any]) -> Path:
     from credit_dp.data.cache import cache_folder
     from credit_dp.data.statistics import statistics_path
 
-    if own["out"]:
-        return checks.expand_home("out", own["out"])
-    return statistics_path(store, cache_folder(store.config.cache), own["every"])
+    if keys["out"]:
+        return checks.expand_home("out", keys["out"])
+    return statistics_path(store, cache_folder(store.config.cache), keys["every"])
 
 
 def _is_computed(store: "Store", path: Path, every: int) -> bool:
-    """Whether the file is there and of the same.
+    """Whether the file exists, with these statistics.
 
     Raises:
-        UserError: there is something else.
+        UserError: it exists with other content.
     """
     from credit_dp.data.statistics import Statistics, StatisticsFile
 
     if not path.exists():
         return False
-    found = StatisticsFile.load(path)
-    if found is None:
-        raise UserError(f"{path}: is there, and no file of statistics. Change out, or remove it.")
-    if found.every != every:
+    file = StatisticsFile.load(path)
+    if file is None:
         raise UserError(
-            f"{path}: is there, of every={found.every}, not {every}. Change out, or remove it."
+            f"{path}: exists, but is no file of statistics. Change out, or remove the file."
         )
-    found.check(store, str(path), change="out, or remove the file")
-    Statistics.of(found.channels, store, str(path))
+    if file.every != every:
+        raise UserError(
+            f"{path}: exists with every={file.every}, not {every}. Change out, or remove the file."
+        )
+    file.check(store, str(path), change="out, or remove the file")
+    Statistics.of(file.channels, store, str(path))
     return True
 
 
-def _compute(store: "Store", path: Path, own: Mapping[str, Any], screen: "Screen") -> None:
+def _compute(store: "Store", path: Path, keys: Mapping[str, Any], screen: "Screen") -> None:
     from credit_dp.data.statistics import StatisticsRun
     from credit_dp.data.streaming import DaskWorkers, ThreadWorkers
 
-    with closing(StatisticsRun(store, path, own["every"])) as run:
+    with closing(StatisticsRun(store, path, keys["every"])) as run:
         screen.show(_describe_run(run))
         workers: PieceWorkers
-        if own["scheduler"]:
-            workers = DaskWorkers(store, run.dates, own["scheduler"])
+        if keys["scheduler"]:
+            workers = DaskWorkers(store, run.dates, keys["scheduler"])
         else:
-            workers = ThreadWorkers(store, run.dates, own["workers"])
+            workers = ThreadWorkers(store, run.dates, keys["workers"])
         with closing(workers):
-            if run.left:
+            if run.remaining:
                 screen.show(_estimate_duration(run, workers))
-            with screen.bar("statistics (fields)", run.fields, run.done) as bar:
+            with screen.bar("statistics (fields)", run.num_fields, run.num_done) as bar:
                 run.run(workers, bar)
 
 
 def _describe_run(run: "StatisticsRun") -> str:
-    """What will be read."""
+    """Return lines about the fields that will be read."""
     from credit_dp.data.statistics_given import covers_all_hours
 
-    store, dates = run.store, run.store.times[run.dates.indices].astype("M8[m]")
+    store = run.store
+    dates = store.times[run.dates.indices].astype("M8[m]")
     nth = f", every={run.every} of the training dates" if run.every > 1 else ""
     variables = dict.fromkeys(c.variable for piece in run.pieces for c in piece.channels)
     lines = [
         f"{store.source.where}: {len(dates)} dates, {dates[0]} to {dates[-1]}{nth}; "
-        f"{_format_fields(run, run.fields)} of fields of {store.grid[0]} x {store.grid[1]}",
+        f"{_format_fields(run, run.num_fields)} of fields of {store.grid[0]} x {store.grid[1]}",
         f"variables: {', '.join(variables)}",
     ]
     if store.dates_note:
         lines.append(f"data.dates: {store.dates_note}")
-    if run.done:
-        lines.append(f"going on: {_format_fields(run, run.done)} of it are done")
+    if run.num_done:
+        lines.append(f"resuming: {_format_fields(run, run.num_done)} of them are done")
     step = store.config.step_hours
     if not covers_all_hours(run.every, step):
         better = next(n for n in count(run.every) if covers_all_hours(n, step))
         lines.append(
-            f"every={run.every} does not meet all hours of the day: means will be those of a few. "
+            f"every={run.every} misses some hours of the day, which biases the statistics. "
             f"every={better} is better."
         )
     return "\n".join(lines)
 
 
 def _estimate_duration(run: "StatisticsRun", workers: "PieceWorkers") -> str:
-    """How long it will take, from a try with the first fields of as many pieces as there are
-    workers."""
+    """Time the first fields of as many pieces as there are workers, and extrapolate."""
     from credit_dp.data.statistics import process_first_window
 
-    some = run.left[: workers.count]
-    started = time.perf_counter()
-    fields = sum(workers.run(process_first_window, some))
-    speed = fields / max(time.perf_counter() - started, 1e-9)
-    left = run.fields - run.done
+    pieces = run.remaining[: workers.count]
+    start = time.perf_counter()
+    fields = sum(workers.run(process_first_window, pieces))
+    speed = fields / max(time.perf_counter() - start, 1e-9)
+    remaining = run.num_fields - run.num_done
     return (
-        f"expected: {format_duration(left / speed / 3600)}, at "
-        f"{_format_fields(run, int(speed))} in a second, as "
-        f"the first {_format_fields(run, fields)} were read"
+        f"expected: {format_duration(remaining / speed / 3600)}, at "
+        f"{_format_fields(run, int(speed))} per second, measured on "
+        f"the first {_format_fields(run, fields)}"
     )
 
 
 def _format_fields(run: "StatisticsRun", fields: int) -> str:
+    """Return the size of so many float32 fields."""
     rows, columns = run.store.grid
     return format_bytes(4 * fields * rows * columns)
 
@@ -638,10 +662,10 @@ def _usage_hint(path: Path, out: str) -> str:
 
 
 DATA_HELP = """\
-credit-dp data makes stores ready for training.
+credit-dp data prepares stores for training.
 
-  credit-dp data inspect store=PATH       say what is in a store and how it is laid out
-  credit-dp data stats store=PATH         compute the statistics that fields are normalised with
+  credit-dp data inspect store=PATH       show what is in a store and how fast ranks can read it
+  credit-dp data stats store=PATH         compute the statistics that normalise fields
   credit-dp data prepare store=PATH out=PATH   copy it into the form that ranks read fastest
 
 `credit-dp data COMMAND --help` says more.
@@ -657,9 +681,9 @@ COMMANDS: Mapping[str, Command] = MappingProxyType(
 
 
 def data(arguments: Sequence[str], program: str) -> int:
-    """Run the data command that the first argument names; the exit code.
+    """Run the data command named by the first argument; return the exit code.
 
     Raises:
-        UserError: there is none of this name, or what it raises.
+        UserError: there is no command of this name, or the command raises it.
     """
     return run_subcommand(COMMANDS, arguments, program, DATA_HELP)

@@ -1,9 +1,8 @@
-"""The two entry points: `python train.py` and `credit-dp`. Here alone is decided how a run exits.
+"""The entry points `python train.py` and `credit-dp`; the only place that sets exit codes.
 
-Exit codes: 0 done; 1 crashed, or a check failed; 2 a mistake in what was given, told in one line;
-3 `--check` finds the config right, but can't reach the data, at an address elsewhere, from here;
-75 told to stop, and can go on (`EXIT_PREEMPTED`); 130 interrupted (Ctrl-C); 143 terminated
-(SIGTERM).
+Exit codes: 0 done; 1 crashed, or a check failed; 2 a mistake in the input, reported in one line; 3
+`--check` found the config right, but the data are remote and can't be reached; 75 stopped on
+request, can be resumed (`EXIT_PREEMPTED`); 130 interrupted (Ctrl-C); 143 terminated (SIGTERM).
 """
 
 import os
@@ -45,13 +44,13 @@ credit-dp trains global weather models sharded by latitude.
 
   credit-dp train KEY=VALUE ...     train a model; the same as `python train.py`
   credit-dp doctor KEY=VALUE ...    check that sharding works on this machine
-  credit-dp plan KEY=VALUE ...      say what a sharded training step takes, for any number of ranks
+  credit-dp plan KEY=VALUE ...      estimate memory and traffic of a step on any number of ranks
   credit-dp verify KEY=VALUE ...    compare the sharded model with the unsharded one
   credit-dp evaluate KEY=VALUE ...  score stored forecasts against the truth
-  credit-dp compare RUN RUN ...     put the scores of runs beside each other
-  credit-dp checkpoint export RUN   make one plain file of a trained model
+  credit-dp compare RUN RUN ...     compare the scores of runs
+  credit-dp checkpoint export RUN   write a trained model to one plain file
   credit-dp forecast KEY=VALUE ...  forecast with a trained model, on any mesh
-  credit-dp data COMMAND KEY=VALUE ...   look at a store, and make it ready for training
+  credit-dp data COMMAND KEY=VALUE ...   inspect a store, and prepare it for training
   credit-dp sweep show DIR          compare the runs of a sweep
   credit-dp slurm script KEY=VALUE ...   print a batch script for a cluster with SLURM
 
@@ -60,25 +59,27 @@ credit-dp trains global weather models sharded by latitude.
 
 
 def train_main() -> NoReturn:
-    """What `train.py` does."""
+    """Run `train.py`."""
     sys.exit(run_command(train, sys.argv[1:], "python train.py"))
 
 
 def main() -> NoReturn:
-    """The console script `credit-dp`."""
+    """Run the console script `credit-dp`."""
     sys.exit(run_command(dispatch, sys.argv[1:], "credit-dp"))
 
 
 def dispatch(arguments: Sequence[str], program: str) -> int:
-    """Run the command that the first argument names."""
+    """Run the command named by the first argument; return the exit code."""
     return run_subcommand(COMMANDS, arguments, program, HELP)
 
 
 def run_command(command: Command, arguments: Sequence[str], program: str) -> int:
-    """Run a command; whatever ends it early is one line (or none) and an exit code."""
+    """Run a command and return the exit code; an expected error becomes at most one line."""
     try:
         return command(arguments, program)
     except UserError as error:
+        # Every rank of a launcher meets the same mistake. The first one gets time to report it, so
+        # that the line appears once.
         wait_for_first_rank(launcher_rank())
         report_error(str(error))
         return 2
@@ -91,7 +92,7 @@ def run_command(command: Command, arguments: Sequence[str], program: str) -> int
 
 
 def launcher_rank() -> int:
-    """Which of a launcher's ranks this process is; 0 if nobody launched it."""
+    """Return this process's rank if a launcher started it, else 0."""
     try:
         launcher = find_launcher(os.environ)
     except UserError:

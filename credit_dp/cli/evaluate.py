@@ -1,4 +1,4 @@
-"""The evaluate and compare commands score stored forecasts and put scores beside each other."""
+"""The evaluate and compare commands: score stored forecasts, and compare the scores of runs."""
 
 import os
 import sys
@@ -29,29 +29,28 @@ if TYPE_CHECKING:
 
 
 EVALUATE_HELP = """\
-{program} forecast=STORE [truth=STORE] out=FOLDER: scores forecasts, whoever made them.
+{program} forecast=STORE [truth=STORE] out=FOLDER: scores forecasts, of this or any other program.
 
-A forecast store is in the form of WeatherBench 2, zarr or netCDF: dims time (initial time),
-prediction_timedelta, latitude, longitude, and level and number (members of an ensemble) where there
-are. A folder of netCDF files, or a pattern of them, is joined where each has a band of rows. The
-truth is in any form that data.store= takes, several stores in brackets; without it a forecast of
-`credit-dp forecast` is compared with what it started from. Persistence and climatology are scored
-beside it. FOLDER gets scores.csv, scores.json, spectra.csv and scorecard.html, one page that needs
-no other file.
+A forecast store has the form of WeatherBench 2, in zarr or netCDF: dims time (initial time),
+prediction_timedelta, latitude, longitude, and, if it has them, level and number (ensemble members).
+A folder or pattern of netCDF files with a band of rows each is joined. The truth has any form that
+data.store= accepts, several stores in brackets; without it a forecast of `credit-dp forecast` is
+compared with the stores that it started from. Persistence and climatology are scored as well.
+FOLDER gets scores.csv, scores.json, spectra.csv and scorecard.html, a single self-contained page.
 
-  climatology=STORE          by hour and dayofyear, as WeatherBench 2 has it
-  climatology_dates=[A,B]    fit one to these dates of the truth; without either key, to those
-                             before the first forecast, or to all if that is less than a year
+  climatology=STORE          by hour and dayofyear, as in WeatherBench 2
+  climatology_dates=[A,B]    compute it from these dates of the truth; without either key, from
+                             dates before the first forecast, or all if that is less than a year
   dates=[A,B]                initial times from A to B; all without it
   hours=[24,72,120]          lead times; all without it
-  variables=[NAME,...]       all of the forecast's without it
-  levels=[500,850]           all of the forecast's without it
-  masked=[NAME,...]          variables without values on some points at any time, as over land
+  variables=[NAME,...]       all variables of the forecast without it
+  levels=[500,850]           all levels of the forecast without it
+  masked=[NAME,...]          variables that have no values at some points, such as over land
   limits={{NAME:[LOW,HIGH]}}   range of values, in place of the physical one; null: any value
 
   --help, -h    this text
 
-Exit code: 0 if it is scored, 2 if a key or a store is not as needed; then nothing is written.
+Exit code: 0 if it is scored, 2 if a key or a store is wrong; then nothing is written.
 """
 
 EVALUATE_KEYS: Mapping[str, Any] = {
@@ -71,20 +70,20 @@ REQUIRED_KEYS = {
     "forecast": "the store of forecasts, like forecast=forecast.zarr",
     "out": "the folder to write, like out=scores",
 }
-SCORES_SHOWN = ("rmse", "acc")
+SCORES_SHOWN = ("rmse", "acc")  # in the terminal; the files have all scores
 
 
 def evaluate(arguments: Sequence[str], program: str) -> int:
-    """Score a forecast store; the exit code.
+    """Score a forecast store; return the exit code.
 
     Raises:
-        UserError: a key or a store is not as needed.
+        UserError: a key or a store is wrong.
     """
     keys = read_keys(arguments, program, EVALUATE_HELP, EVALUATE_KEYS)
     if keys is None:
         return 0
     request = build_request(keys)
-    # Here, for torch takes seconds: not for --help.
+    # Imported here because torch takes seconds, which --help does not need.
     from rich.console import Console
 
     from credit_dp.evaluation.report import ScoreFolder
@@ -94,6 +93,7 @@ def evaluate(arguments: Sequence[str], program: str) -> int:
     screen = Screen(Console(file=sys.stdout))
     forecast = open_forecast(request.forecast)
     request = replace(request, truth=request.truth or truth_stores(forecast))
+    # Made before scoring, so that a folder that can't be written is refused at once.
     folder = ScoreFolder(checks.expand_home("out", keys["out"]))
     with folder.cleanup_on_failure():
         with screen.report() as report, collect_data_notes() as notes:
@@ -107,10 +107,10 @@ def evaluate(arguments: Sequence[str], program: str) -> int:
 
 
 def open_forecast(where: str) -> "ForecastStore":
-    """The forecasts at a path or address; bands in files of their own are joined.
+    """Open the forecasts at a path or address; files with a band of rows each are joined.
 
     Raises:
-        UserError: there are none, or they are not of the form of forecasts.
+        UserError: there are none, or they do not have the form of forecasts.
     """
     from credit_dp.data.sources.address import is_remote, local_path
     from credit_dp.evaluation.forecast_store import ForecastStore
@@ -125,39 +125,41 @@ def open_forecast(where: str) -> "ForecastStore":
 
 
 def truth_stores(forecast: "ForecastStore") -> tuple[str, ...]:
-    """The stores that forecasts start from, which have what becomes of them as well.
+    """Return the stores that the forecasts started from, which have later times as well.
 
     Raises:
-        UserError: they do not say which these are.
+        UserError: the forecasts do not name their stores.
     """
     from credit_dp.forecast.writer import source_stores
 
     stores = source_stores(forecast.attributes)
     if not stores:
         raise UserError(
-            "truth: needs the store that forecasts are compared with, like truth=era5.zarr, for "
+            "truth: needs the store to compare forecasts with, like truth=era5.zarr, because "
             f"{forecast.where} does not say what it started from."
         )
     return stores
 
 
 def build_request(keys: Mapping[str, Any]) -> "ScoreRequest":
-    """What the keys ask for.
+    """Return the request that the keys describe.
 
     Raises:
-        UserError: a key is missing, or of another kind.
+        UserError: a key is missing, or its value has the wrong type.
     """
     from credit_dp.evaluation.request import ScoreRequest
 
-    for key, what in REQUIRED_KEYS.items():
+    for key, needed in REQUIRED_KEYS.items():
         if not keys[key]:
-            raise UserError(f"{key}: needs {what}.")
+            raise UserError(f"{key}: needs {needed}.")
     dates = {key: to_texts(key, keys[key]) for key in ("dates", "climatology_dates")}
-    for key, span in dates.items():
-        if span:
-            checks.date_range(key, span)
+    for key, date_range in dates.items():
+        if date_range:
+            checks.date_range(key, date_range)
     if keys["climatology"] and dates["climatology_dates"]:
-        raise UserError("climatology_dates: has no use beside climatology=. Leave one out.")
+        raise UserError(
+            "climatology_dates: has no effect together with climatology=. Leave one out."
+        )
     for name, limits in keys["limits"].items():
         checks.limits(f"limits.{name}", limits)
     home = os.environ.get("HOME", ".")
@@ -176,10 +178,10 @@ def build_request(keys: Mapping[str, Any]) -> "ScoreRequest":
 
 
 def parse_stores(text: str) -> tuple[str, ...]:
-    """The stores of a key, of which several are in brackets; none if it is empty.
+    """Return the stores of the key `truth`: several if they are in brackets, none if it is empty.
 
     Raises:
-        UserError: they can't be read.
+        UserError: the list can't be parsed.
     """
     if text.startswith("["):
         return to_texts("truth", parse_list("truth", text))
@@ -187,7 +189,7 @@ def parse_stores(text: str) -> tuple[str, ...]:
 
 
 def summary_lines(card: "Scorecard") -> list[str]:
-    """The scores that matter most, a table for each lead time that is shown."""
+    """Return the most important scores: a table for each of a few lead times."""
     from credit_dp.evaluation.metrics import SCORE_SOURCES
     from credit_dp.evaluation.report import table_lead_indices
     from credit_dp.evaluation.scorecard import three_digits
@@ -197,43 +199,48 @@ def summary_lines(card: "Scorecard") -> list[str]:
         + (f", {card.members} members" if card.members > 1 else ""),
         f"climatology: {card.climatology}",
     ]
-    of_scores = [(name, of) for name in SCORES_SHOWN for of in range(len(SCORE_SOURCES[name]))]
-    short = {"forecast": "", "persistence": " persist.", "climatology": " climat."}
-    names = [f"{name.upper()}{short[SCORE_SOURCES[name][of]]}" for name, of in of_scores]
+    columns = [
+        (name, source) for name in SCORES_SHOWN for source in range(len(SCORE_SOURCES[name]))
+    ]
+    labels = {"forecast": "", "persistence": " persist.", "climatology": " climat."}
+    headings = [f"{name.upper()}{labels[SCORE_SOURCES[name][source]]}" for name, source in columns]
     for lead in table_lead_indices(card.hours):
         rows = [
             (
                 channel.name,
-                card.units[c] or "-",
-                *(three_digits(float(card.scores[name][of, lead, c])) for name, of in of_scores),
+                card.units[index] or "-",
+                *(
+                    three_digits(float(card.scores[name][source, lead, index]))
+                    for name, source in columns
+                ),
             )
-            for c, channel in enumerate(card.channels)
+            for index, channel in enumerate(card.channels)
         ]
-        lines += ["", *format_table((f"{card.hours[lead]} h", "unit", *names), rows, left=2)]
+        lines += ["", *format_table((f"{card.hours[lead]} h", "unit", *headings), rows, left=2)]
     return [*lines, "", *(f"warning: {line}" for line in card.warnings())]
 
 
 COMPARE_HELP = """\
-{program} RUN RUN [RUN ...] [out=FOLDER]: puts the scores of runs beside each other.
+{program} RUN RUN [RUN ...] [out=FOLDER]: compares the scores of runs.
 
-RUN is the folder of a finished training run, or one that credit-dp evaluate wrote. Shown are the
-keys in which the runs' configs differ, and each score of the same channel and lead time with its
-difference from the first in percent, and which is better. A line says what makes scores not
-comparable: other dates, other data, another grid.
+RUN is the folder of a finished training run, or one that credit-dp evaluate wrote. Shows the keys
+in which the runs' configs differ, and each score of the same channel and lead time, with its
+difference from the first run in percent, and the best run. Warns if scores are not comparable,
+because of other dates, other data or another grid.
 
-  out=FOLDER    gets comparison.csv, comparison.json and comparison.html, with curves of all
+  out=FOLDER    gets comparison.csv, comparison.json and comparison.html, with curves of all scores
 
   --help, -h    this text
 
-Exit code: 0 if they are compared, 2 if one can't be.
+Exit code: 0 if the runs are compared, 2 if one can't be.
 """
 
 
 def compare_runs(arguments: Sequence[str], program: str) -> int:
-    """Compare runs or scorecards; the exit code.
+    """Compare runs or scorecards; return the exit code.
 
     Raises:
-        UserError: one is no run, has not finished, or they have no score in common.
+        UserError: one is no run, one has not finished, or they have no score in common.
     """
     args = parse_arguments(common_parser(), arguments)
     if args.help:
@@ -243,22 +250,23 @@ def compare_runs(arguments: Sequence[str], program: str) -> int:
     from credit_dp.evaluation.comparison import compare, read_result
 
     names = distinct_names(folders)
-    found = compare([read_result(*pair) for pair in zip(folders, names, strict=True)])
-    lines = comparison_lines(found)
+    comparison = compare([read_result(*pair) for pair in zip(folders, names, strict=True)])
+    lines = comparison_lines(comparison)
     if out:
-        lines += ["", str(write_comparison(found, out))]
+        lines += ["", str(write_comparison(comparison, out))]
     sys.stdout.write("\n".join([*lines, ""]))
     return 0
 
 
-def split_arguments(given: Sequence[str], program: str) -> tuple[list[Path], str]:
-    """The folders, and where to write.
+def split_arguments(arguments: Sequence[str], program: str) -> tuple[list[Path], str]:
+    """Return the folders of runs, and the folder to write to.
 
     Raises:
-        UserError: there are less than two, one comes twice, or a key does not exist.
+        UserError: there are less than two folders, one is given twice, or a key does not exist.
     """
-    folders, out = [], ""
-    for text in given:
+    folders: list[Path] = []
+    out = ""
+    for text in arguments:
         key, equals, value = text.partition("=")
         if not equals:
             folders.append(checks.expand_home("RUN", text))
@@ -266,33 +274,36 @@ def split_arguments(given: Sequence[str], program: str) -> tuple[list[Path], str
             out = value
         else:
             raise UserError(
-                f"{program}: needs the folders of runs, and perhaps out=FOLDER, got {text!r}."
+                f"{program}: needs the folders of runs, and optionally out=FOLDER, got {text!r}."
                 f"{did_you_mean(key, ['out'])}"
             )
     if len(folders) < 2:
-        raise UserError(f"{program}: needs the folders of two runs or more, got {len(folders)}.")
-    whole = [folder.absolute() for folder in folders]
-    twice = next((folder for n, folder in enumerate(folders) if whole[n] in whole[:n]), None)
-    if twice is not None:
-        raise UserError(f"{program}: {twice} comes twice. Give each run once.")
+        raise UserError(f"{program}: needs the folders of at least two runs, got {len(folders)}.")
+    absolute = [folder.absolute() for folder in folders]
+    repeated = next(
+        (folder for index, folder in enumerate(folders) if absolute[index] in absolute[:index]),
+        None,
+    )
+    if repeated is not None:
+        raise UserError(f"{program}: {repeated} is given twice. Give each run once.")
     return folders, out
 
 
 def distinct_names(folders: Sequence[Path]) -> list[str]:
-    """The last parts of the paths, as many as it takes to tell them from each other."""
-    parts = [folder.absolute().parts[1:] for folder in folders]
-    for count in range(1, max(map(len, parts)) + 2):  # the root has no parts
-        names = ["/".join(of[-count:]) for of in parts]
+    """Return the last parts of the paths, as many as are needed to tell them apart."""
+    paths = [folder.absolute().parts[1:] for folder in folders]
+    for count in range(1, max(map(len, paths)) + 2):  # the root has no parts
+        names = ["/".join(names_above[-count:]) for names_above in paths]
         if len(set(names)) == len(names):
             break
     return names
 
 
-def write_comparison(found: "Comparison", out: str) -> Path:
-    """Write all files of a comparison; where the page is.
+def write_comparison(comparison: "Comparison", out: str) -> Path:
+    """Write all files of a comparison; return the path of the page.
 
     Raises:
-        UserError: the folder is there already, or can't be written.
+        UserError: the folder exists already, or can't be written.
     """
     from credit_dp.evaluation.comparison import comparison_page
     from credit_dp.evaluation.report import ScoreFolder
@@ -301,47 +312,50 @@ def write_comparison(found: "Comparison", out: str) -> Path:
     with folder.cleanup_on_failure():
         folder.write_files(
             {
-                "comparison.csv": found.to_csv(),
-                "comparison.json": found.to_json(),
-                "comparison.html": comparison_page(found),
+                "comparison.csv": comparison.to_csv(),
+                "comparison.json": comparison.to_json(),
+                "comparison.html": comparison_page(comparison),
             }
         )
     return folder.out / "comparison.html"
 
 
-def comparison_lines(found: "Comparison") -> list[str]:
-    """What matters most: what differs, and the scores of a few lead times."""
+def comparison_lines(comparison: "Comparison") -> list[str]:
+    """Return warnings, the keys that differ, and the scores of a few lead times."""
     from credit_dp.evaluation.comparison import (
         describe_wins,
         difference_headings,
-        percent,
+        format_percent,
         rows_for_table,
     )
     from credit_dp.evaluation.scorecard import three_digits
 
-    lines = list(found.warnings)
-    if found.config:
-        rows = [(key, *values) for key, values in found.config.items()]
-        lines += ["", *format_table(("config", *found.names), rows, left=1 + len(found.names))]
-    for score in (name for name in SCORES_SHOWN if name in found.scores):
+    lines = list(comparison.warnings)
+    if comparison.config:
+        rows = [(key, *values) for key, values in comparison.config.items()]
+        lines += [
+            "",
+            *format_table(("config", *comparison.names), rows, left=1 + len(comparison.names)),
+        ]
+    for score in (name for name in SCORES_SHOWN if name in comparison.scores):
         cells = [
             (
                 row.key.channel,
                 row.unit or "-",
                 str(row.key.hours),
                 *map(three_digits, row.values),
-                *map(percent, row.percent[1:]),
-                "-" if row.best_index is None else found.names[row.best_index],
+                *map(format_percent, row.percent[1:]),
+                "-" if row.best_index is None else comparison.names[row.best_index],
             )
-            for row in rows_for_table(found, score)
+            for row in rows_for_table(comparison, score)
         ]
-        heads = (
+        headings = (
             score.upper(),
             "unit",
             "hours",
-            *found.names,
-            *difference_headings(found),
+            *comparison.names,
+            *difference_headings(comparison),
             "better",
         )
-        lines += ["", *format_table(heads, cells, left=2), describe_wins(found, score)]
+        lines += ["", *format_table(headings, cells, left=2), describe_wins(comparison, score)]
     return lines[1:] if lines[:1] == [""] else lines

@@ -1,4 +1,4 @@
-"""The checkpoint command: `credit-dp checkpoint export RUN` makes one plain file of a model."""
+"""The checkpoint command: `credit-dp checkpoint export RUN` writes a trained model to one file."""
 
 import sys
 from collections.abc import Sequence
@@ -9,33 +9,33 @@ from credit_dp.cli.arguments import OneLineParser, parse_arguments
 from credit_dp.errors import UserError
 
 HELP = """\
-{program} export RUN_OR_CHECKPOINT [--output FILE]: makes one plain file of a trained model.
+{program} export RUN_OR_CHECKPOINT [--output FILE]: writes a trained model to one plain file.
 
-RUN_OR_CHECKPOINT is the folder of a run, whose newest checkpoint is taken, or of one checkpoint, of
+RUN_OR_CHECKPOINT is the folder of a run, whose newest checkpoint is used, or of one checkpoint, of
 any mesh. Needs no ranks, no GPU and no data.
 
-  --output FILE   the file; model.safetensors in the run's folder unless given
+  --output FILE   the file; by default model.safetensors in the run's folder
   --help, -h      this text
 
-The file holds the weights by name, the static fields, and as text all that its use needs: the
-config, the order and units of the variables, the grid, the step and the statistics. A model card is
-written beside it. In Python, credit_dp.load(FILE) is the model.
+The file holds the weights by name, the static fields, and, as text, everything else that a forecast
+needs: the config, the order and units of the variables, the grid, the step and the statistics. A
+model card is written next to it. In Python, credit_dp.load(FILE) returns the model.
 
 Exit code: 0 if both are written, 2 if not.
 """
 
 
 def checkpoint(arguments: Sequence[str], program: str) -> int:
-    """Export a checkpoint; the exit code.
+    """Export a checkpoint; return the exit code.
 
     Raises:
-        UserError: there is none, it can't be read, or the file can't be written.
+        UserError: there is no checkpoint, it can't be read, or the file can't be written.
     """
-    using = OneLineParser(add_help=False, allow_abbrev=False)
-    using.add_argument("words", nargs="*")
-    using.add_argument("--output")
-    using.add_argument("--help", "-h", action="store_true")
-    args = parse_arguments(using, arguments)
+    parser = OneLineParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("words", nargs="*")
+    parser.add_argument("--output")
+    parser.add_argument("--help", "-h", action="store_true")
+    args = parse_arguments(parser, arguments)
     if args.help:
         sys.stdout.write(HELP.format(program=program))
         return 0
@@ -50,38 +50,42 @@ def checkpoint(arguments: Sequence[str], program: str) -> int:
 
 
 def export(source: str, output: str | None) -> tuple[Path, Path]:
-    """Write the file and its card; where they are.
+    """Write the model and its card; return their paths.
 
     Raises:
-        UserError: there is no checkpoint, it can't be read, or nothing can be written there.
+        UserError: there is no checkpoint, it can't be read, or the files can't be written.
     """
-    # Here, for torch takes seconds: not for --help.
+    # Imported here because torch takes seconds, which --help does not need.
     from credit_dp.export.card import build_card, card_path
     from credit_dp.export.file import checkpoint_at, read_checkpoint, write_bytes, write_safetensors
     from credit_dp.training.checkpoint_files import run_folder_of
 
-    checkpoint = checkpoint_at(source)
-    run = run_folder_of(checkpoint)
-    path = output_path(output) if output else run / "model.safetensors"
-    trained = read_checkpoint(checkpoint)
-    card, text = card_path(path), build_card(trained, path, run)
-    for file in (path, card):
-        check_output_path(file)
+    checkpoint_folder = checkpoint_at(source)
+    run_folder = run_folder_of(checkpoint_folder)
+    path = output_path(output) if output else run_folder / "model.safetensors"
+    trained = read_checkpoint(checkpoint_folder)
+    card_file = card_path(path)
+    card_text = build_card(trained, path, run_folder)
+    # Both are checked before either is written.
+    for output_file in (path, card_file):
+        check_output_path(output_file)
     write_safetensors(trained, path)
-    write_bytes(card, text.encode())
-    return path, card
+    write_bytes(card_file, card_text.encode())
+    return path, card_file
 
 
 def output_path(output: str) -> Path:
-    """Where the user wants the file, with `~` replaced."""
+    """Return the path that the user gave, with `~` expanded."""
     return checks.expand_home("--output", output)
 
 
 def check_output_path(path: Path) -> None:
-    """Refuse to replace what is no file, or to add to a checkpoint, which would be damaged by it.
+    """Refuse to replace a folder or device, or to write into a checkpoint's folder.
+
+    A file in a checkpoint's folder would damage the checkpoint.
 
     Raises:
-        UserError: it is such a place.
+        UserError: the path is refused.
     """
     from credit_dp.training.checkpoint_files import METADATA_FILE
 

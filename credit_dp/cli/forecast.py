@@ -22,32 +22,32 @@ if TYPE_CHECKING:
 
 HELP = """\
 {program} checkpoint=RUN init=TIME lead=240h KEY=VALUE ...: forecasts with a trained model.
-{program} check PATH: says whether a forecast is complete, or what of it is missing.
+{program} check PATH: says whether a forecast is complete, and which parts are missing.
 
-  checkpoint=RUN    the folder of a run, whose newest checkpoint is taken, or of one checkpoint, of
-                    any mesh; forecasts use the averages of the weights, if there are any
+  checkpoint=RUN    the folder of a run, whose newest checkpoint is used, or of one checkpoint, of
+                    any mesh; forecasts use the average of the weights, if there is one
   init=TIME         initial times: 2001-02-10T06, or [2001-02-10,2001-02-11T12], or
                     FIRST/LAST/STRIDE, like 2001-02-10/2001-02-14/24h
   lead=240h         how far, in hours or days
-  every=24h         the lead times that are written; every step unless given
-  out=PATH          what to write; forecast.zarr in the run's folder unless given
+  every=24h         the lead times to write; by default every step
+  out=PATH          the forecast to write; by default forecast.zarr in the run's folder
   format=zarr       one zarr store; or netcdf: a folder of files, one for each rank; or
                     netcdf_file: one file
-  members=10 perturb=0.1   an ensemble from initial states that are perturbed by smooth random
-                    fields, of so many standard deviations of each field
-  perturb_seed=0    what these are drawn from
+  members=10 perturb=0.1   an ensemble; its initial states are perturbed by smooth random fields,
+                    with this many standard deviations of each field
+  perturb_seed=0    seed of the random fields
 
-All other keys are those of the config, and are as in the run; but for those of the mesh, which may
-be any: parallel.domain=2 parallel.data=2. Initial states are read from the run's data, or from
+All other keys are those of the config, and have the values of the run. The mesh may be any other:
+parallel.domain=2 parallel.data=2. Initial states are read from the run's data, or from
 data.store=STORE.
 
-Killed at any point, it goes on where it stopped when it is started again. Until it is complete,
-PATH is called PATH.partial.
+If it is killed, the same command continues where it stopped. Until it is complete, PATH is called
+PATH.partial.
 
   --help, -h    this text
 
-Exit code: 0 if it is done, or complete; 1 if a check says that it is not; 2 if something that was
-given is wrong.
+Exit code: 0 if the forecast is complete; 1 if `check` finds it incomplete; 2 if a key or value is
+wrong.
 """
 
 FORECAST_KEYS: Mapping[str, Any] = {
@@ -66,15 +66,15 @@ REQUIRED_KEYS = {
     "init": "initial times, like init=2001-02-10",
     "lead": "how far, like lead=240h",
 }
-CONFIG_PREFIXES = ("parallel.", "data.", "trainer.", "model.")  # what keys of the config begin with
-TOP_LEVEL_KEYS = ("device", "compile")  # keys of it that stand alone
+CONFIG_PREFIXES = ("parallel.", "data.", "trainer.", "model.")  # groups of the config
+TOP_LEVEL_KEYS = ("device", "compile")  # keys of the config outside its groups
 
 
 def forecast(arguments: Sequence[str], program: str) -> int:
-    """Forecast, or check a forecast; the exit code.
+    """Forecast, or check a forecast; return the exit code.
 
     Raises:
-        UserError: a key is wrong, or something is not as needed.
+        UserError: a key or value is wrong, or there is nothing to forecast from.
     """
     args = parse_arguments(common_parser(), arguments)
     if args.help:
@@ -89,10 +89,10 @@ def forecast(arguments: Sequence[str], program: str) -> int:
 
 
 def report_completeness(paths: Sequence[str], program: str) -> int:
-    """Say whether a forecast is complete; 1 if not.
+    """Say whether a forecast is complete; return 1 if not, else 0.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no forecast.
     """
     if len(paths) != 1:
         raise UserError(f"{program} check: needs the path of one forecast, got {len(paths)}.")
@@ -103,41 +103,43 @@ def report_completeness(paths: Sequence[str], program: str) -> int:
     return 0 if finding.complete else 1
 
 
-def forecast_config(given: Sequence[str], program: str) -> "ForecastConfig":
-    """The config of the run, what was given changed, and what to forecast.
+def forecast_config(arguments: Sequence[str], program: str) -> "ForecastConfig":
+    """Return the run's config with the given changes, and the forecast that is requested.
 
     Raises:
-        UserError: a key or a value does not exist, is not allowed, or there is no checkpoint.
+        UserError: a key or a value does not exist or is not allowed, or there is no checkpoint.
     """
-    own, rest = split_arguments(given, program)
-    for key, what in REQUIRED_KEYS.items():
-        if not own[key]:
-            raise UserError(f"{key}: needs {what}, got nothing. Give it.")
-    path, run = find_checkpoint_and_run(own["checkpoint"])
+    keys, config_overrides = split_arguments(arguments, program)
+    for key, needed in REQUIRED_KEYS.items():
+        if not keys[key]:
+            raise UserError(f"{key}: needs {needed}, got nothing. Add it.")
+    path, run = find_checkpoint_and_run(keys["checkpoint"])
     composer = Composer(program.rpartition(" ")[2])
-    check_overrides(parse_overrides(rest), composer.groups)
-    config = config_of_checkpoint(path, rest, composer)
+    check_overrides(parse_overrides(config_overrides), composer.groups)
+    config = config_of_checkpoint(path, config_overrides, composer)
     from credit_dp.forecast.request import ForecastConfig, ForecastRequest
 
     endings = {"netcdf": "forecast-netcdf", "netcdf_file": "forecast.nc"}
-    out = own["out"] or str(run / endings.get(own["format"], "forecast.zarr"))
-    request = ForecastRequest(**{**own, "checkpoint": str(path), "out": out})
+    out = keys["out"] or str(run / endings.get(keys["format"], "forecast.zarr"))
+    request = ForecastRequest(**{**keys, "checkpoint": str(path), "out": out})
     request.check(config.data.step_hours)
+    # The times are only needed later: this refuses wrong ones before ranks start.
     request.initial_times()
     target = request.target
     if checks.existing_path(str(target)) is not None:
-        raise UserError(f"{target}: is there already. Change out.")
+        raise UserError(f"{target}: exists already. Change out.")
     config = without_training_settings(config)
+    # A run on a store has no data.grid; its checkpoint has the grid of the store.
     check_rows(replace(config, data=replace(config.data, grid=checkpoint_grid(path))))
     values = {field.name: getattr(config, field.name) for field in fields(Config)}
     return ForecastConfig(**values, request=request)
 
 
 def find_checkpoint_and_run(value: str) -> tuple[Path, Path]:
-    """A checkpoint, and the folder of its run.
+    """Return the folders of a checkpoint and of its run.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no checkpoint.
     """
     from credit_dp.training.checkpoint_files import locate_checkpoint, run_folder_of
 
@@ -151,7 +153,7 @@ def find_checkpoint_and_run(value: str) -> tuple[Path, Path]:
 
 
 def checkpoint_grid(path: Path) -> str | None:
-    """`ROWSxCOLUMNS` that a checkpoint was trained on, if it says."""
+    """Return the `ROWSxCOLUMNS` that a checkpoint was trained on; None if it does not say."""
     from credit_dp.training.checkpoint_files import read_metadata
 
     grid = read_metadata("checkpoint", path)["data"].get("data.grid")
@@ -159,17 +161,18 @@ def checkpoint_grid(path: Path) -> str | None:
 
 
 def without_training_settings(config: Config) -> Config:
-    """The config without what only training needs, with a sample for each copy of the model."""
+    """Return the config without settings of training, and with the smallest batch."""
     from credit_dp.config import microbatches_per_step
 
     trainer = replace(config.trainer, accumulate=1, checkpoint_activations=False, freeze=[])
     config = replace(config, trainer=trainer, resume=None, init_from=None)
+    # One sample for each micro-batch (with a pipeline, several) on each data rank.
     batch = count_data_ranks(config) * microbatches_per_step(config)
     return replace(config, data=replace(config.data, batch_size=batch))
 
 
 def count_data_ranks(config: Config) -> int:
-    """How many copies of the model there will be, as the launcher counts them.
+    """Return the number of data ranks that the launcher will start, or has started.
 
     Raises:
         UserError: the mesh does not fit the ranks that were started.
@@ -184,39 +187,39 @@ def count_data_ranks(config: Config) -> int:
     return placement.data_ranks_on_gpus(config.parallel, gpus // config.parallel.gpus_per_rank)
 
 
-def split_arguments(given: Sequence[str], program: str) -> tuple[dict[str, Any], list[str]]:
-    """The command's own keys with their values, and the overrides of the config.
+def split_arguments(arguments: Sequence[str], program: str) -> tuple[dict[str, Any], list[str]]:
+    """Return the values of the command's keys, and the overrides of the config.
 
     Raises:
-        UserError: a key that is neither, or a value of another type.
+        UserError: a key belongs to neither, or its value has the wrong type.
     """
-    own, rest = dict(FORECAST_KEYS), []
-    for text in given:
+    keys = dict(FORECAST_KEYS)
+    config_overrides = []
+    for text in arguments:
         key, equals, value = text.partition("=")
         if equals and key in FORECAST_KEYS:
-            own[key] = _parse_value(key, value)
+            keys[key] = _parse_value(key, value)
         elif equals and (key.startswith(CONFIG_PREFIXES) or key in TOP_LEVEL_KEYS):
-            rest.append(text)
+            config_overrides.append(text)
         else:
             raise UserError(
                 f"{program}: needs keys like {', '.join(FORECAST_KEYS)}, or parallel.NAME and "
-                "data.NAME, got "
-                f"{text!r}.{did_you_mean(key, FORECAST_KEYS)}"
+                f"data.NAME, got {text!r}.{did_you_mean(key, FORECAST_KEYS)}"
             )
-    return own, rest
+    return keys, config_overrides
 
 
 def _parse_value(key: str, text: str) -> Any:
-    """The text as the type of the key's default.
+    """Return a value of the type of the key's default.
 
     Raises:
-        UserError: it is not of that type.
+        UserError: it has another type.
     """
-    kind = type(FORECAST_KEYS[key])
-    if kind is str:
+    value_type = type(FORECAST_KEYS[key])
+    if value_type is str:
         return text[1:-1] if text[:1] in "'\"" and text[:1] == text[-1:] and len(text) > 1 else text
     try:
-        return kind(text)
+        return value_type(text)
     except ValueError:
-        number = "a whole number" if kind is int else "a number"
+        number = "a whole number" if value_type is int else "a number"
         raise UserError(f"{key}: needs {number}, got {text!r}") from None

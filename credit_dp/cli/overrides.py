@@ -1,4 +1,8 @@
-"""Reads overrides, checks their keys and explains what is wrong with them in one line."""
+"""Parses overrides, checks their keys and explains errors of Hydra and OmegaConf in one line.
+
+`parse_overrides` comes first on every command line; `check_key` then looks a key up in the
+dataclasses of the config, which also supply the types in error messages.
+"""
 
 import inspect
 import re
@@ -29,7 +33,7 @@ from credit_dp.config import Config, LossConfig, ModelConfig, OptimizerConfig
 from credit_dp.config.data import AUTO, SPLITS
 from credit_dp.errors import UserError
 
-# Groups of which each choice has keys of its own.
+# Groups whose choices have different keys: each choice is a class that derives from these.
 GROUPS_WITH_VARIANTS = (ModelConfig, LossConfig, OptimizerConfig)
 TYPE_NAMES: dict[Any, str] = {
     int: "an integer",
@@ -47,12 +51,12 @@ PLURAL_TYPE_NAMES: dict[Any, str] = {
 
 
 def all_keys(schema: Any = Config, prefix: str = "") -> list[str]:
-    """Every dotted key of the config, groups before what is in them."""
+    """Return every dotted key of the config; a group comes before its keys."""
     keys: list[str] = []
-    for name, kind in key_types(schema).items():
+    for name, key_type in key_types(schema).items():
         keys.append(prefix + name)
-        if is_dataclass(kind):
-            keys += all_keys(kind, f"{prefix}{name}.")
+        if is_dataclass(key_type):
+            keys += all_keys(key_type, f"{prefix}{name}.")
     return keys
 
 
@@ -60,60 +64,60 @@ def check_key(key: str) -> None:
     """Refuse a dotted key that the config does not have.
 
     Raises:
-        UserError: with the nearest key and those that are allowed at the place where it departs.
+        UserError: with the nearest key, and the keys that are allowed at that level.
     """
     schema: Any = Config
-    walked: list[str] = []
+    parents: list[str] = []
     for name in key.split("."):
         if get_origin(schema) is dict and is_dataclass(get_args(schema)[1]):
-            walked.append(name)
+            parents.append(name)
             schema = get_args(schema)[1]
             continue
         if get_origin(schema) in (dict, list, tuple):
             return  # entries of lists and tables are checked by value
         names = list(key_types(schema))
         if name not in names:
-            raise UserError(unknown_key_message(key, ".".join(walked), names))
-        walked.append(name)
+            raise UserError(unknown_key_message(key, ".".join(parents), names))
+        parents.append(name)
         schema = key_types(schema)[name]
 
 
 def key_types(schema: Any) -> dict[str, Any]:
-    """The keys of a group and their types; of the model group, those of all models."""
-    kinds = [schema, *variant_classes(schema)] if schema in GROUPS_WITH_VARIANTS else [schema]
-    hints: dict[str, Any] = {}
-    for kind in kinds:
-        known = get_type_hints(kind) if is_dataclass(kind) else {}
-        hints |= {each.name: known[each.name] for each in fields(kind)} if known else {}
-    return hints
+    """Return the keys of a group and their types, of all its variants if it has some."""
+    classes = [schema, *variant_classes(schema)] if schema in GROUPS_WITH_VARIANTS else [schema]
+    types_by_key: dict[str, Any] = {}
+    for cls in classes:
+        hints = get_type_hints(cls) if is_dataclass(cls) else {}
+        types_by_key |= {item.name: hints[item.name] for item in fields(cls)} if hints else {}
+    return types_by_key
 
 
 def variant_classes(schema: type) -> list[type]:
-    """The classes that derive from one of `GROUPS_WITH_VARIANTS`: those of every model that is
-    known."""
-    kinds: list[type] = schema.__subclasses__()
-    for kind in kinds:  # which grows on the way: a model may derive from another one
-        kinds += kind.__subclasses__()
-    return kinds
+    """Return all subclasses of one of `GROUPS_WITH_VARIANTS`, those of plug-ins included."""
+    classes: list[type] = schema.__subclasses__()
+    for cls in classes:  # the list grows meanwhile: a model may derive from another one
+        classes += cls.__subclasses__()
+    return classes
 
 
-def unknown_key_message(key: str, place: str, names: list[str]) -> str:
-    """One line for a key that is not there."""
-    allowed = f"Allowed {f'in {place}' if place else 'here'}: {', '.join(names)}."
+def unknown_key_message(key: str, parent: str, names: list[str]) -> str:
+    """Return one line about a key that does not exist: the nearest one, and what is allowed."""
+    allowed = f"Allowed {f'in {parent}' if parent else 'here'}: {', '.join(names)}."
     if not names:
-        allowed = f"{place} takes a value and has no keys in it."
+        allowed = f"{parent} takes a value and has no keys."
     known = all_keys()
-    if key in known:  # of another model
+    if key in known:  # a key of another choice, such as of another model
         return f"{key}: no such key of this {key.partition('.')[0]}. {allowed}"
-    close = did_you_mean(key, known)
-    if not close:  # the right word in the wrong group
-        last = key.rpartition(".")[2]
-        close = did_you_mean(key, [other for other in known if other.endswith(f".{last}")])
-    return f"{key}: no such key.{close} {allowed}"
+    suggestion = did_you_mean(key, known)
+    if not suggestion:  # perhaps the right name in the wrong group
+        last_name = key.rpartition(".")[2]
+        same_name = [other for other in known if other.endswith(f".{last_name}")]
+        suggestion = did_you_mean(key, same_name)
+    return f"{key}: no such key.{suggestion} {allowed}"
 
 
 def is_table(key: str) -> bool:
-    """Whether the key takes a table, whose entries may be new: `loss.variable_weight`."""
+    """Whether the key takes a table, which may get new entries: `loss.variable_weight`."""
     return get_origin(type_of_key(key)) is dict
 
 
@@ -123,13 +127,13 @@ def is_table_entry(key: str) -> bool:
 
 
 def is_table_entry_key(key: str) -> bool:
-    """Whether the key is one of a table's entry: `data.variables.geopotential.normalise`."""
+    """Whether the key is below an entry of a table: `data.variables.geopotential.normalise`."""
     entry = key.rpartition(".")[0]
     return is_table_entry(entry) and is_dataclass(type_of_key(entry))
 
 
 def type_of_key(key: str) -> Any:
-    """The type of a dotted key; None if there is no such key."""
+    """Return the type of a dotted key; None if there is no such key."""
     schema: Any = Config
     for name in key.split("."):
         if get_origin(schema) is dict:
@@ -143,85 +147,91 @@ def type_of_key(key: str) -> Any:
 
 
 def key_comments(schema: type) -> dict[str, str]:
-    """What the keys of a dataclass mean: the comment beside each field, or that above it."""
-    found: dict[str, str] = {}
-    for kind in reversed(schema.__mro__):
+    """Return the comments on the fields of a dataclass: beside a field, or above it."""
+    comments: dict[str, str] = {}
+    # Base classes first, so that a subclass can replace a comment.
+    for cls in reversed(schema.__mro__):
         try:
-            source = textwrap.dedent(inspect.getsource(kind))
-        except (OSError, TypeError):  # it is not in a file
+            source = textwrap.dedent(inspect.getsource(cls))
+        except (OSError, TypeError):  # the class was not read from a file
             continue
         above: list[str] = []
         for line in source.splitlines():
             code, _, comment = line.strip().partition("# ")
             key = re.match(r"    (\w+): ", line)
             if key and (comment or above):
-                found[key[1]] = comment or " ".join(above)
+                comments[key[1]] = comment or " ".join(above)
             above = [*above, comment] if comment and not code else []
-    return found
+    return comments
 
 
 def annotated_yaml(config: DictConfig, indent: str = "") -> Iterator[str]:
-    """Lines of YAML that show a composed config, each key with its meaning."""
+    """Yield lines of YAML that show a composed config, with the comment of each key."""
     schema = OmegaConf.get_type(config)
-    known = key_comments(schema) if is_dataclass(schema) else {}
+    comments = key_comments(schema) if is_dataclass(schema) else {}
     values = OmegaConf.to_container(config, enum_to_str=True)
     for key, value in values.items() if isinstance(values, dict) else ():
-        name, node = str(key), config._get_node(key)
+        name = str(key)
+        node = config._get_node(key)
         group = isinstance(node, DictConfig) and is_dataclass(OmegaConf.get_type(node))
-        row = f"{indent}{name}:" if group else f"{indent}{name}: {as_yaml(value)}"
-        yield f"{row:<36}  # {known[name]}" if name in known else row
+        line = f"{indent}{name}:" if group else f"{indent}{name}: {as_yaml(value)}"
+        yield f"{line:<36}  # {comments[name]}" if name in comments else line
         if isinstance(node, DictConfig) and group:
             yield from annotated_yaml(node, f"{indent}  ")
 
 
 def as_yaml(value: object) -> str:
-    """A value in a line of YAML."""
+    """Return a value as one line of YAML."""
     plain = str(value) if isinstance(value, Path | bytes) else value
     text: str = yaml.safe_dump(plain, default_flow_style=True, width=10**6)
     return text.removesuffix("...\n").rstrip()
 
 
 def check_value(key: str, value: object) -> None:
-    """Refuse a value that the key's own dataclass refuses, whatever the other keys are.
+    """Refuse a value that the key's dataclass refuses whatever the other keys are.
 
     Raises:
-        UserError: as when the config is made.
+        UserError: as when the config is built.
     """
     group, _, name = key.rpartition(".")
-    owner = type_of_key(group) if group else Config
-    if owner in GROUPS_WITH_VARIANTS and name not in {each.name for each in fields(owner)}:
-        owners = [
-            kind for kind in variant_classes(owner) if name in {each.name for each in fields(kind)}
+    schema = type_of_key(group) if group else Config
+    if schema in GROUPS_WITH_VARIANTS and name not in {item.name for item in fields(schema)}:
+        classes = [
+            cls for cls in variant_classes(schema) if name in {item.name for item in fields(cls)}
         ]
-        owner = owners[0] if len(owners) == 1 else None  # what a key may be depends on the model
-    if is_dataclass(owner) and isinstance(owner, type):
-        owner(**{name: value})
+        # If several choices have this key, what is allowed depends on the choice.
+        schema = classes[0] if len(classes) == 1 else None
+    if is_dataclass(schema) and isinstance(schema, type):
+        schema(**{name: value})
 
 
 def check_lists(config: DictConfig) -> None:
-    """Refuse lists in a list of numbers or words, or the other way round; OmegaConf does not.
+    """Refuse lists in a list of numbers or texts, and the other way round; OmegaConf accepts both.
 
     Raises:
         UserError: with the key and what it needs.
     """
     for key in all_keys():
-        value, kind = OmegaConf.select(config, key), type_of_key(key)
-        kinds = [k for k in (kind, *get_args(kind)) if get_origin(k) is list]
-        if not isinstance(value, ListConfig) or not kinds:
+        value = OmegaConf.select(config, key)
+        key_type = type_of_key(key)
+        list_types = [
+            option for option in (key_type, *get_args(key_type)) if get_origin(option) is list
+        ]
+        if not isinstance(value, ListConfig) or not list_types:
             continue
-        nested = get_origin(get_args(kinds[0])[0]) is list
+        nested = get_origin(get_args(list_types[0])[0]) is list
         if any(isinstance(entry, ListConfig) != nested for entry in value):
-            raise UserError(f"{key}: needs {describe_type(kind)}, got {value}")
+            raise UserError(f"{key}: needs {describe_type(key_type)}, got {value}")
 
 
-def describe_type(kind: Any) -> str:
-    """What a type takes, in words: `list[int] | None` is `a list of integers or null`."""
-    origin, arguments = get_origin(kind), get_args(kind)
+def describe_type(key_type: Any) -> str:
+    """Return a type in words: `list[int] | None` is `a list of integers or null`."""
+    origin, arguments = get_origin(key_type), get_args(key_type)
     if origin in (Union, types.UnionType):
         return " or ".join(describe_type(argument) for argument in arguments)
     if origin is list and get_origin(arguments[0]) is list:
-        inside = PLURAL_TYPE_NAMES.get(get_args(arguments[0])[0], "values")
-        return f"a list of lists of {inside}, like [[a, b], [c]]"
+        entries = PLURAL_TYPE_NAMES.get(get_args(arguments[0])[0], "values")
+        return f"a list of lists of {entries}, like [[a, b], [c]]"
     if origin is list:
         return f"a list of {PLURAL_TYPE_NAMES.get(arguments[0], 'values')}, like [a, b]"
     if origin is tuple:
@@ -230,25 +240,27 @@ def describe_type(kind: Any) -> str:
         return (
             f"a table from text to {PLURAL_TYPE_NAMES.get(arguments[1], 'values')}, like {{a: b}}"
         )
-    if is_dataclass(kind):
-        return f"a group of keys ({', '.join(key_types(kind))})"
-    return TYPE_NAMES.get(kind, "a value")
+    if is_dataclass(key_type):
+        return f"a group of keys ({', '.join(key_types(key_type))})"
+    return TYPE_NAMES.get(key_type, "a value")
 
 
-# Keys of any type that are a text or a list of texts.
+# Keys that take a text or a list of texts, which their type (Any) does not say.
 TEXT_KEYS = ("data.store", "data.statistics", *(f"data.dates.{split}" for split in SPLITS))
 
 
 def parse_overrides(texts: Sequence[str]) -> list[Override]:
-    """All overrides, parsed.
+    """Return the parsed overrides.
 
     Raises:
-        UserError: one does not parse; the line gives a form that does, ready for the shell.
+        UserError: one can't be parsed; the message has a form that can, quoted for the shell.
     """
-    parsed = [_parse(_as_table_entry(text)) for given in texts for text in _expand_dates(given)]
+    parsed = [
+        _parse(_as_table_entry(text)) for argument in texts for text in _expand_dates(argument)
+    ]
     for override in parsed:
         refuse_dotted_entry(override)
-    # Hydra would ask for a plus before a new entry of a table; here KEY=VALUE is all there is.
+    # Hydra requires `+` for a new entry of a table. Here KEY=VALUE is enough: `++` adds or sets it.
     return [
         _parse(f"++{override.input_line}")
         if override.type == OverrideType.CHANGE and may_add_entries(override.key_or_group)
@@ -258,7 +270,7 @@ def parse_overrides(texts: Sequence[str]) -> list[Override]:
 
 
 def _expand_dates(text: str) -> list[str]:
-    """`data.dates=auto` as the keys that it stands for; anything else as it is."""
+    """Return the keys that `data.dates=auto` stands for, or any other override unchanged."""
     key, _, value = text.lstrip("+").partition("=")
     if key == "data.dates" and value.strip("'\"") == AUTO:
         return [f"{key}.{split}={AUTO}" for split in SPLITS]
@@ -266,15 +278,17 @@ def _expand_dates(text: str) -> list[str]:
 
 
 def may_add_entries(key: str) -> bool:
-    """Whether a value given to this key may bring entries that its table does not have yet."""
+    """Whether a value of this key may add entries to a table."""
     return is_table(key) or is_table_entry(key)
 
 
 def _as_table_entry(text: str) -> str:
-    """`table={entry: {key: value}}` for a key of a table's entry, which need not be there yet."""
+    """Return `table={entry: {key: value}}` for a key below an entry, which may not exist yet."""
     key, equals, value = text.lstrip("+").partition("=")
-    alone = try_parse(f"x={value}")
-    if not equals or not is_table_entry_key(key) or alone is None or alone.is_sweep_override():
+    if not equals or not is_table_entry_key(key):
+        return text
+    parsed = try_parse(f"x={value}")
+    if parsed is None or parsed.is_sweep_override():
         return text
     check_key(key)
     entry, _, name = key.rpartition(".")
@@ -283,10 +297,10 @@ def _as_table_entry(text: str) -> str:
 
 
 def refuse_dotted_entry(override: Override) -> None:
-    """Refuse `parallel.layout.encoder.0=...`: the dots in an entry's name would make tables of it.
+    """Refuse `parallel.layout.encoder.0=...`: Hydra would split the entry's name at its dot.
 
     Raises:
-        UserError: with the form that is understood.
+        UserError: with a form that is parsed as intended.
     """
     names = override.key_or_group.split(".")
     for count in range(1, len(names) - 1):
@@ -294,7 +308,7 @@ def refuse_dotted_entry(override: Override) -> None:
         if is_table(table) and not is_table_entry_key(override.key_or_group):
             value = str(override.input_line).partition("=")[2]
             raise UserError(
-                f"{override.key_or_group}: a name with dots is only understood in a table; "
+                f"{override.key_or_group}: a name with dots can only be set in a table; "
                 f"write {shlex.quote(f'{table}={{{entry}: {value}}}')}"
             )
 
@@ -310,16 +324,16 @@ def _parse(text: str) -> Override:
     if quoted is None and type_of_key(key) is not None:
         raise UserError(f"{key}: needs {describe_type(type_of_key(key))}, got {value!r}")
     if quoted is None:
-        raise UserError(f"{text}: does not parse, because {key!r} is no key or the brackets differ")
+        raise UserError(f"{text}: can't be parsed: {key!r} is no key, or brackets don't match")
     if not quoted.startswith(f"{key}="):
         raise UserError(
-            f"{text}: that name is only understood in a table; write {shlex.quote(quoted)}"
+            f"{text}: this name can only be set in a table; write {shlex.quote(quoted)}"
         )
     raise UserError(f"{text}: the value needs quotes; write {shlex.quote(quoted)}")
 
 
 def try_parse(text: str) -> Override | None:
-    """The override, or None if it does not parse."""
+    """Return the parsed override, or None if it can't be parsed."""
     try:
         return OverridesParser.create().parse_override(text)
     except HydraException:
@@ -327,7 +341,7 @@ def try_parse(text: str) -> Override | None:
 
 
 def table_form(key: str, value: str) -> str | None:
-    """`table={entry: value}`, for an entry whose name no key may have, like 2m_temperature."""
+    """Return `table={entry: value}` for an entry whose name can't be in a key: 2m_temperature."""
     table, _, entry = key.rpartition(".")
     if is_table_entry_key(key):
         table, _, name = table.rpartition(".")
@@ -339,19 +353,20 @@ def table_form(key: str, value: str) -> str | None:
 
 
 def accepts_text(key: str, value: object) -> bool:
-    """Whether text, or a list of texts, is of the type that the key needs; Hydra knows its own."""
+    """Whether a text, or a list of texts, has the type that the key needs."""
     if key.startswith("hydra."):
-        return True
-    kind = type_of_key(key.lstrip("+"))
+        return True  # Hydra checks its own keys
+    key_type = type_of_key(key.lstrip("+"))
     if key.lstrip("+") in TEXT_KEYS:
         return True
     if isinstance(value, list):
-        return list[str] in (kind, *get_args(kind))
-    return str in (kind, *get_args(kind)) and get_origin(kind) not in (list, dict, tuple)
+        return list[str] in (key_type, *get_args(key_type))
+    is_container = get_origin(key_type) in (list, dict, tuple)
+    return str in (key_type, *get_args(key_type)) and not is_container
 
 
 def quoted_form(key: str, value: str) -> str | None:
-    """`key=value` with the quotes that make it parse, to a list if it looks like one.
+    """Return `key=value` with quotes that make it parse; in brackets, the entries are quoted.
 
     Raises:
         UserError: the value is not allowed, quoted or not.
@@ -367,27 +382,34 @@ def quoted_form(key: str, value: str) -> str | None:
 
 
 def shell_argument(key: str, value: str) -> str:
-    """`key=value` for a command line, with the quotes that Hydra and the shell need for a text."""
+    """Return `key=value` for a shell, with the quotes that Hydra and the shell need for a text."""
     parsed = try_parse(f"{key}={value}")
-    plain = parsed is not None and not parsed.is_sweep_override() and parsed.value() == value
-    return shlex.quote(f"{key}={value if plain else quote(value)}")
+    needs_no_quotes = (
+        parsed is not None and not parsed.is_sweep_override() and parsed.value() == value
+    )
+    return shlex.quote(f"{key}={value if needs_no_quotes else quote(value)}")
 
 
 def quoted_forms(value: str) -> Iterator[str]:
-    """Forms of a value with quotes that parse, a list of texts first if it looks like one."""
+    """Yield quoted forms of a value that parse; in brackets, a list of texts comes first."""
     return (form for form in _quoted_candidates(value) if try_parse(f"x={form}") is not None)
 
 
 def _quoted_candidates(value: str) -> Iterator[str]:
+    """Yield a value with its entries in quotes, if it is in brackets, and the value in quotes."""
     if value.startswith("[") and value.endswith("]"):
         entries = [entry.strip() for entry in value[1:-1].split(",")]
-        yield "[" + ",".join(e if try_parse(f"x={e}") else quote(e) for e in entries) + "]"
+        quoted = (entry if try_parse(f"x={entry}") else quote(entry) for entry in entries)
+        yield f"[{','.join(quoted)}]"
     yield quote(value)
 
 
 def quote(value: str) -> str:
-    """The value in double quotes: a quote in it is escaped, and so are backslashes before one."""
-    result, backslashes = [], 0
+    """Return a value in double quotes, with quotes in it and backslashes before quotes escaped."""
+    # Hydra removes a backslash only before a quote, so others must stay single. The added quote at
+    # the end is treated like one in the text, and replaced by the closing quote.
+    result: list[str] = []
+    backslashes = 0
     for character in value + '"':
         if character == '"':
             result.append("\\" * backslashes)
@@ -399,20 +421,20 @@ def quote(value: str) -> str:
 
 
 def explain_error(error: BaseException) -> str:
-    """One line: the key and the file, what is needed, what came."""
+    """Return one line about an error of Hydra: the key and its file, what is needed, what came."""
     chain = error_chain(error)
-    place = next((found for e in chain if (found := config_file_of(e))), "")
-    override = next((found for e in chain if (found := override_key_of(e))), "")
+    config_file = next((file for cause in chain if (file := config_file_of(cause))), "")
+    override = next((key for cause in chain if (key := override_key_of(cause))), "")
     for cause in chain:
         if isinstance(cause, OmegaConfBaseException):
-            where = f"conf/{place}.yaml: " if place else ""
-            return f"{where}{explain_omegaconf(cause, place, override)}"
-    message = next((str(e) for e in chain if str(e).strip()), type(error).__name__)
+            where = f"conf/{config_file}.yaml: " if config_file else ""
+            return f"{where}{explain_omegaconf(cause, config_file, override)}"
+    message = next((str(cause) for cause in chain if str(cause).strip()), type(error).__name__)
     return " ".join(re.split(r"\n(?:Config )?[Ss]earch path:", message)[0].split())
 
 
 def error_chain(error: BaseException) -> list[BaseException]:
-    """The error and all that led to it, outermost first."""
+    """Return the error and all its causes, outermost first."""
     chain: list[BaseException] = []
     current: BaseException | None = error
     while current is not None and current not in chain:
@@ -422,23 +444,23 @@ def error_chain(error: BaseException) -> list[BaseException]:
 
 
 def config_file_of(error: BaseException) -> str:
-    """The config file that Hydra says it was merging, without `.yaml`."""
-    found = re.match(r"In '([^']+)':", str(error))
-    return found[1] if found and isinstance(error, ConfigCompositionException) else ""
+    """Return the config file that Hydra was merging, without `.yaml`, or an empty text."""
+    match = re.match(r"In '([^']+)':", str(error))
+    return match[1] if match and isinstance(error, ConfigCompositionException) else ""
 
 
 def override_key_of(error: BaseException) -> str:
-    """The key of the override that Hydra says it was merging."""
-    found = re.match(r"Error merging override \+*([\w.]+)=", str(error))
-    return found[1] if found and isinstance(error, ConfigCompositionException) else ""
+    """Return the key of the override that Hydra was merging, or an empty text."""
+    match = re.match(r"Error merging override \+*([\w.]+)=", str(error))
+    return match[1] if match and isinstance(error, ConfigCompositionException) else ""
 
 
-def explain_omegaconf(error: OmegaConfBaseException, place: str, override: str) -> str:
-    """One line for a value of the wrong type, a key that is unknown, or one that is missing."""
-    key = full_key(error, place)
-    if re.fullmatch(r"[\d.]*", key):  # of an entry, and not in which list
+def explain_omegaconf(error: OmegaConfBaseException, config_file: str, override: str) -> str:
+    """Return one line about a value of a wrong type, an unknown key, or a missing value."""
+    key = full_key(error, config_file)
+    if re.fullmatch(r"[\d.]*", key):  # the number of an entry, without its list
         key = override
-    key = re.sub(r"\[\d+\]$", "", key)  # what is said of an entry is true of its list
+    key = re.sub(r"\[\d+\]$", "", key)  # name the list, not one of its entries
     needed = describe_type(type_of_key(key)) if type_of_key(key) is not None else "another type"
     if isinstance(error, MissingMandatoryValue):
         return f"{key}: needs a value ({needed}), and none is given"
@@ -449,30 +471,30 @@ def explain_omegaconf(error: OmegaConfBaseException, place: str, override: str) 
         key = key_of_group(str(error)) or key
         needed = describe_type(type_of_key(key)) if type_of_key(key) is not None else needed
         value = re.search(r"[Vv]alue(?:: | ')(.*?)(?:'|$)", str(error), re.MULTILINE)
-        came = f", got {value[1]!r}" if value else ""
-        return f"{key}: needs {needed}{came}"
-    first = str(error).split("\n    full_key:")[0]
-    return f"{key}: {' '.join(first.split())}" if key else " ".join(first.split())
+        got = f", got {value[1]!r}" if value else ""
+        return f"{key}: needs {needed}{got}"
+    message = str(error).split("\n    full_key:")[0]
+    return f"{key}: {' '.join(message.split())}" if key else " ".join(message.split())
 
 
 def key_of_group(message: str) -> str:
-    """The key of the group that OmegaConf misses; its message may only have the dataclass."""
+    """Return the key of the group whose dataclass OmegaConf names, for it may leave out the key."""
     schema = re.search(r"is not a subclass of (\w+)", message)
-    kinds = {key: type_of_key(key) for key in all_keys()} if schema else {}
-    groups = (key for key, kind in kinds.items() if is_dataclass(kind))
-    return next((key for key in groups if schema and kinds[key].__name__ == schema[1]), "")
+    types_by_key = {key: type_of_key(key) for key in all_keys()} if schema else {}
+    groups = (key for key, key_type in types_by_key.items() if is_dataclass(key_type))
+    return next((key for key in groups if schema and types_by_key[key].__name__ == schema[1]), "")
 
 
-def full_key(error: OmegaConfBaseException, place: str) -> str:
-    """The dotted key from the root; inside a group's file OmegaConf leaves the group out."""
+def full_key(error: OmegaConfBaseException, config_file: str) -> str:
+    """Return the dotted key from the root; in a group's file OmegaConf leaves out the group."""
     key = str(error.full_key or error.key or "")
-    group = place.rpartition("/")[0].replace("/", ".")
-    inside = not group or group == "experiment" or key.split(".")[0] == group
-    return key if inside else f"{group}.{key}"
+    group = config_file.rpartition("/")[0].replace("/", ".")
+    is_full = not group or group == "experiment" or key.split(".")[0] == group
+    return key if is_full else f"{group}.{key}"
 
 
 def _sibling_keys(error: OmegaConfBaseException) -> list[str]:
-    """The keys of the node in which another one was asked for."""
+    """Return the keys of the node in which a missing one was looked up."""
     node = error.parent_node
     schema = None if node is None else node._metadata.object_type
     return [field.name for field in fields(schema)] if is_dataclass(schema) else []

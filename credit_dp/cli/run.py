@@ -1,4 +1,8 @@
-"""One run in its folder: what Hydra calls once, or once for each run of a sweep."""
+"""Runs one config in its folder; Hydra calls `run_in_folder` once, or once for each run of a sweep.
+
+The order: check the folder, lock it, check the config, start the ranks. Of a launcher's ranks only
+the first has Hydra make the folder; the others get its path when the ranks meet.
+"""
 
 import os
 import traceback
@@ -35,19 +39,20 @@ from credit_dp.errors import UserError
 
 
 def run_once(composer: Composer, overrides: Sequence[str], config: Config) -> int:
-    """A single run; of a launcher's ranks only the first makes the folder, and tells the others.
+    """Start a single run and return its exit code.
 
     Raises:
         UserError: the folder holds another run.
     """
     launcher = find_launcher(os.environ)
     if config.run.name or config.run.dir:
-        # Seen by every rank, so that none waits for one that has left.
+        # All ranks check this, so that none waits for one that has been refused.
         folder = Path(run_folder(config.run.name, config.run.dir))
         check_run_folder(folder, config, folder_key(config.run))
         if launcher is None:
             check_unlocked(folder, folder_key(config.run))
     if launcher is not None and launcher.ranks.rank > 0:
+        # Hydra would make another folder here. `launch` gets the path of the first rank's instead.
         return launch(config)
     with explain_folder_errors(config.run, "outputs"):
         result = composer.hydra.run(composer.config_name, run_in_folder, list(overrides))
@@ -55,13 +60,13 @@ def run_once(composer: Composer, overrides: Sequence[str], config: Config) -> in
 
 
 def run_in_folder(composed: DictConfig, of_sweep: bool = False) -> int:
-    """Run a composed config in the folder that Hydra made for it; the exit code.
+    """Run a composed config in the folder that Hydra made for it; return the exit code.
 
-    A run of a sweep leaves a record of how it ended; what has finished before is not run again,
-    and what has not goes on.
+    A run of a sweep leaves a record of how it ended; it is skipped if it has finished before, and
+    resumed if it has not.
 
-    A `UserError` is told here: Hydra would print lines of its own around it. So is an `OSError`,
-    which outside would pass for one of making the folder.
+    A `UserError` is reported here, because Hydra would print lines of its own around it; so is an
+    `OSError`, which the caller takes for an error of making the folder.
     """
     folder = Path(HydraConfig.get().runtime.output_dir)
     launcher = find_launcher(os.environ)
@@ -70,11 +75,12 @@ def run_in_folder(composed: DictConfig, of_sweep: bool = False) -> int:
         key = folder_key(config.run)
         config = replace(config, run=replace(config.run, dir=str(folder)))
         if launcher is not None and launcher.ranks.rank > 0:
-            return check_and_launch(config)  # of a sweep: the first has claimed it
+            return check_and_launch(config)  # of a sweep: the first rank holds the lock
         state = earlier_state(folder, task_overrides(), config) if of_sweep else "new"
         if state == "finished":
             print_line(f"{folder}: done already")
             return 0
+        # An earlier start of the sweep was interrupted, or this run failed.
         if state == "unfinished" and config.resume is None:
             config = replace(config, resume="auto")
         check_run_folder(folder, config, key)
@@ -90,28 +96,29 @@ def run_in_folder(composed: DictConfig, of_sweep: bool = False) -> int:
 
 
 def record_run(config: Config) -> int:
-    """Check and launch a run of a sweep, and leave a record of how it ended.
+    """Check and launch a run of a sweep, and record how it ended.
 
     Raises:
         UserError: the run can't be started.
     """
-    with capture_reports() as told, record_job(Path(config.run.dir), task_overrides()) as ending:
+    folder = Path(config.run.dir)
+    with capture_reports() as reported, record_job(folder, task_overrides()) as result:
         try:
-            ending.code = check_and_launch(config)
+            result.code = check_and_launch(config)
         except UserError as error:
-            ending.code, ending.cause = 2, str(error)
+            result.code, result.cause = 2, str(error)
             raise
-        ending.cause = failure_cause("".join(told))
-    return ending.code
+        result.cause = failure_cause("".join(reported))
+    return result.code
 
 
 def task_overrides() -> list[str]:
-    """The overrides of the run that Hydra has started."""
+    """Return the overrides of the run that Hydra has started."""
     return [str(text) for text in HydraConfig.get().overrides.task]
 
 
 def check_and_launch(config: Config) -> int:
-    """Refuse what is bound to fail, then start the ranks.
+    """Check the config, then start the ranks and return their exit code.
 
     Raises:
         UserError: the run can't be started.

@@ -1,4 +1,8 @@
-"""Configs of earlier runs: repeated with `--again`, or read from a checkpoint."""
+"""Reads configs of earlier runs: of a run's folder for `--again`, or from a checkpoint.
+
+A saved config becomes overrides, which are composed like those that a user types. So it is checked
+in the same way, and keys that are newer than the run get their defaults.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,44 +20,44 @@ from credit_dp.config.model import with_legacy_defaults
 from credit_dp.errors import UserError
 from credit_dp.training.run_folder import RunFolder
 
-# Groups whose choice has the name that is in the config.
+# Groups with a key `name`, which is the name of the choice.
 NAMED_GROUPS = ("model", "data", "loss", "optimizer")
-FOLDER_GROUPS = ("run",)  # keys of where a run writes: another run writes elsewhere
+FOLDER_GROUPS = ("run",)  # where a run writes: the repeated run writes to another folder
 
 
 def overrides_of_run(folder: str, given: Sequence[str], composer: Composer) -> list[str]:
-    """The overrides that make the config of an earlier run, but for where it wrote.
+    """Return overrides that reproduce the config of an earlier run, except for its folder.
 
     Args:
         folder: of the run.
-        given: overrides that come after them; a group chosen there is left to them.
+        given: overrides that follow; groups chosen there are left out here.
         composer: of this command.
 
     Raises:
-        UserError: the folder has no config, this version makes another one of it, or an
-            experiment is given, which could not change it.
+        UserError: the folder has no config, this version composes another config from it, or
+            `given` has an experiment, which the run's keys would override.
     """
     names = [text.lstrip("+").partition("=")[0] for text in given]
     if "experiment" in names:
         raise UserError(
-            "experiment: --again takes every key from the earlier run. Give single keys instead."
+            "experiment: --again sets every key as in the earlier run. Give single keys instead."
         )
     path = RunFolder(expand_home("--again", folder)).config
     saved = read_run_config(path)
-    made = as_overrides(saved)
-    overrides = parse_overrides(made)
+    texts = as_overrides(saved)
+    overrides = parse_overrides(texts)
     check_overrides(overrides, composer.groups)
-    parsed = [str(override.input_line) for override in overrides]
-    check_reproduced(path, saved, composer.config(parsed))
+    parsed_texts = [str(override.input_line) for override in overrides]
+    check_reproduced(path, saved, composer.compose_config(parsed_texts))
     groups = {name for name in names if name in composer.groups}
     return as_overrides({key: value for key, value in saved.items() if key not in groups})
 
 
 def read_run_config(path: Path) -> dict[str, Any]:
-    """The config of a run, without what is its own.
+    """Return the config in a run's folder, without keys of that folder.
 
     Raises:
-        UserError: there is none, or it can't be read.
+        UserError: there is no config, or it can't be read.
     """
     try:
         saved = OmegaConf.to_container(OmegaConf.load(path))
@@ -64,16 +68,17 @@ def read_run_config(path: Path) -> dict[str, Any]:
         raise UserError(f"--again: {path} can't be read ({reason})") from error
     if not isinstance(saved, dict) or not saved.keys() >= {*NAMED_GROUPS, "trainer"}:
         raise UserError(f"--again: {path} is not the config of a run")
-    found = {str(key): value for key, value in saved.items() if key not in FOLDER_GROUPS}
-    if found.get("resume") == "auto":  # of the same folder
-        del found["resume"]
-    return found
+    config = {str(key): value for key, value in saved.items() if key not in FOLDER_GROUPS}
+    # `auto` resumes from a checkpoint in the run's folder, and the new folder has none.
+    if config.get("resume") == "auto":
+        del config["resume"]
+    return config
 
 
 def as_overrides(saved: Mapping[str, Any]) -> list[str]:
-    """KEY=VALUE for all of a config, choices of groups first.
+    """Return KEY=VALUE for a whole config, choices of groups first.
 
-    Keys of the model that did not exist yet have the values that it was made with.
+    Keys of the model that are newer than the run get the values that reproduce its model.
     """
     if "model" in saved:
         model = with_legacy_defaults(saved["model"]["name"], saved["model"])
@@ -88,7 +93,7 @@ def as_overrides(saved: Mapping[str, Any]) -> list[str]:
 
 
 def hydra_literal(value: object) -> str:
-    """A value as it is written after KEY=."""
+    """Return a value in the syntax of overrides."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -102,52 +107,52 @@ def hydra_literal(value: object) -> str:
     return repr(value)
 
 
-def check_reproduced(path: Path, saved: Mapping[str, Any], made: Config) -> None:
-    """Refuse to pass another config for that of the run.
+def check_reproduced(path: Path, saved: Mapping[str, Any], composed: Config) -> None:
+    """Check that the composed config is that of the run.
 
     Raises:
         UserError: a key has another value.
     """
-    now = as_dict(made)
+    values = as_dict(composed)
     for key, value in flatten_keys(saved):
-        found: Any = now
+        reproduced: Any = values
         for name in key:
-            found = found.get(name) if isinstance(found, dict) else None
-        if tuples_to_lists(found) != tuples_to_lists(value):
+            reproduced = reproduced.get(name) if isinstance(reproduced, dict) else None
+        if tuples_to_lists(reproduced) != tuples_to_lists(value):
             raise UserError(
-                f"--again: {path} has {'.'.join(map(str, key))}={value!r}, of which {found!r} is "
-                "made here. The version of credit_dp or the files in conf/ have changed."
+                f"--again: {path} has {'.'.join(map(str, key))}={value!r}, but here it becomes "
+                f"{reproduced!r}. The version of credit_dp or the files in conf/ have changed."
             )
 
 
 def flatten_keys(
-    table: Mapping[Any, Any], above: tuple[Any, ...] = ()
+    table: Mapping[Any, Any], parents: tuple[Any, ...] = ()
 ) -> list[tuple[tuple[Any, ...], Any]]:
-    """All values of nested tables with their keys; empty tables count as values."""
-    found: list[tuple[tuple[Any, ...], Any]] = []
+    """Return all values of nested tables with their paths; an empty table counts as a value."""
+    values: list[tuple[tuple[Any, ...], Any]] = []
     for key, value in table.items():
         nested = isinstance(value, dict) and value
-        found += flatten_keys(value, (*above, key)) if nested else [((*above, key), value)]
-    return found
+        values += flatten_keys(value, (*parents, key)) if nested else [((*parents, key), value)]
+    return values
 
 
 def tuples_to_lists(value: object) -> object:
-    """Tuples as lists, all the way down."""
+    """Return a value with all tuples in it as lists."""
     return [tuples_to_lists(entry) for entry in value] if isinstance(value, list | tuple) else value
 
 
-KEY = "checkpoint"
-# Of the run alone: where it wrote, what it started from, and how it was trained, which may be by a
-# plug-in that is not here; and its mesh, which may be any.
+CHECKPOINT_KEY = "checkpoint"
+# Keys that a forecast does not take over: where the run wrote, what it started from, its mesh, and
+# how it was trained, which may need a plug-in that is not installed here.
 RUN_ONLY_KEYS = ("run", "resume", "init_from", "loss", "optimizer", "parallel", "device")
 
 
 def config_of_checkpoint(path: Path, given: Sequence[str], composer: Composer) -> Config:
-    """The config of a checkpoint's run; that of its mesh is the default.
+    """Return the config of a checkpoint's run, with overrides, for use on any mesh.
 
     Args:
         path: of the checkpoint.
-        given: overrides. `data.store` makes the quickstart's config one of a store.
+        given: overrides. With `data.store`, a quickstart's config becomes that of a store.
         composer: of the command.
 
     Raises:
@@ -158,25 +163,31 @@ def config_of_checkpoint(path: Path, given: Sequence[str], composer: Composer) -
     data = saved["data"]
     if "data.store" in names and data.get("name") == "quickstart":
         data |= {"name": "zarr", "grid": None}
-    before = as_overrides({k: v for k, v in saved.items() if k not in RUN_ONLY_KEYS})
-    overrides = parse_overrides([*before, *given])
+    saved_overrides = as_overrides({k: v for k, v in saved.items() if k not in RUN_ONLY_KEYS})
+    overrides = parse_overrides([*saved_overrides, *given])
     check_overrides(overrides, composer.groups)
-    return composer.config([str(override.input_line) for override in overrides])
+    return composer.compose_config([str(override.input_line) for override in overrides])
 
 
 def read_checkpoint_config(path: Path) -> dict[str, Any]:
-    """The config that lies in a checkpoint, as plain values.
+    """Return the config in a checkpoint, as plain values.
 
     Raises:
-        UserError: there is none, or it can't be read.
+        UserError: there is no config, or it can't be read.
     """
     from credit_dp.training.checkpoint_files import read_metadata
 
     try:
-        saved = OmegaConf.to_container(OmegaConf.create(str(read_metadata(KEY, path)["config"])))
+        saved = OmegaConf.to_container(
+            OmegaConf.create(str(read_metadata(CHECKPOINT_KEY, path)["config"]))
+        )
     except (OmegaConfBaseException, YAMLError, ValueError) as error:
         reason = " ".join(str(error).split())
-        raise UserError(f"{KEY}: the config in {path} can't be read ({reason}).") from error
+        raise UserError(
+            f"{CHECKPOINT_KEY}: the config in {path} can't be read ({reason})."
+        ) from error
     if not isinstance(saved, dict) or not saved.keys() >= {*NAMED_GROUPS, "trainer"}:
-        raise UserError(f"{KEY}: {path} does not hold the config of a run, which is needed here.")
+        raise UserError(
+            f"{CHECKPOINT_KEY}: {path} does not hold the config of a run, which a forecast needs."
+        )
     return {str(key): value for key, value in saved.items()}

@@ -1,4 +1,8 @@
-"""`--multirun` and the sweep commands: run the jobs of a sweep, show them and their scaling."""
+"""`--multirun` and the sweep commands: run the jobs of a sweep, show them and their scaling.
+
+The commands come first (`show`, `scaling`), `sweep` and what it calls second. Hydra's own launchers
+call `run_sweep_job` for each run; ours are in `sweep_launchers`.
+"""
 
 import contextlib
 import io
@@ -46,43 +50,45 @@ if TYPE_CHECKING:
 def read_folder_and_keys(
     arguments: Sequence[str], program: str, help_text: str, defaults: Mapping[str, Any]
 ) -> tuple[Path, Mapping[str, Any]] | None:
-    """The folder and the keys; None if help was asked for, which has been shown.
+    """Return the folder and the keys; None after printing the help, if requested.
 
     Raises:
-        UserError: there is not one folder, or a key does not exist.
+        UserError: there is not exactly one folder, or a key does not exist.
     """
-    words = [text for text in arguments if not text.startswith("-") and not is_key(text, defaults)]
+    folders = [
+        text for text in arguments if not text.startswith("-") and not is_key(text, defaults)
+    ]
     keys = read_keys(
-        [text for text in arguments if text not in words], program, help_text, defaults
+        [text for text in arguments if text not in folders], program, help_text, defaults
     )
     if keys is None:
         return None
-    if len(words) != 1:
+    if len(folders) != 1:
         raise UserError(
             f"{program}: needs the folder of one sweep, like multirun/NAME, got "
-            f"{' '.join(words) or 'none'}."
+            f"{' '.join(folders) or 'none'}."
         )
-    return Path(words[0]), keys
+    return Path(folders[0]), keys
 
 
 def is_key(text: str, defaults: Mapping[str, Any]) -> bool:
-    """Whether this is `KEY=VALUE`, be it a wrong key, and not the path of a folder."""
+    """Whether a word is `KEY=VALUE`, with a right or wrong key, and not the path of a folder."""
     key, equals, _ = text.partition("=")
     return bool(equals) and (key in defaults or not Path(text).exists())
 
 
 def png_bytes(figure: "Figure") -> bytes:
-    """The figure as a PNG file's content."""
+    """Return the figure as the content of a PNG file."""
     from credit_dp.evaluation.figure_style import figure_style  # matplotlib: not for --help
 
-    held = io.BytesIO()
+    buffer = io.BytesIO()
     with figure_style():
-        figure.savefig(held, format="png")
-    return held.getvalue()
+        figure.savefig(buffer, format="png")
+    return buffer.getvalue()
 
 
 def write_files(folder: Path, files: Mapping[str, bytes]) -> list[Path]:
-    """Write files into a folder, over earlier ones of these names; where they are.
+    """Write files into a folder, replacing those with the same names; return their paths.
 
     Raises:
         UserError: the folder can't be made or written to.
@@ -90,6 +96,7 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> list[Path]:
     written = []
     for name, content in files.items():
         path = folder / name
+        # A reader never sees half a file: it is written under another name and renamed.
         temporary = path.with_name(f".{name}.{os.getpid()}.part")
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -107,19 +114,20 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> list[Path]:
 
 
 SHOW_HELP = """\
-{program} DIR [KEY=VALUE ...]: the runs of a sweep, the best first.
+{program} DIR [KEY=VALUE ...]: shows the runs of a sweep, the best first.
 
-DIR is the folder that --multirun made, or any folder of runs; they may be under way, or have
-failed. For each run: what was swept, how it stands, its mesh as pipeline x data x domain, the
-metric, steps, and the medians of seconds per step and samples per second. Then why runs failed.
+DIR is the folder that --multirun made, or any folder of runs; they may still run, or have failed.
+For each run: the swept keys, its state, its mesh as pipeline x data x domain, the metric, steps,
+and the medians of seconds per step and samples per second. Then the causes of failures.
 
-  metric=NAME   what runs are compared by: relative_rmse (final RMSE over that of persistence at
-                the longest lead time, mean over all fields), rmse/geopotential_500/24h and the
-                like, or a column of metrics.csv, as validation_rmse (its lowest) or loss (its
-                last). Without it: relative_rmse, else validation_rmse, else loss
+  metric=NAME   the metric to compare runs by: relative_rmse (final RMSE over that of persistence at
+                the longest lead time, mean over all fields), a score like
+                rmse/geopotential_500/24h, or a column of metrics.csv, like validation_rmse (its
+                lowest value) or loss (its last). Without it: relative_rmse, else validation_rmse,
+                else loss
   sort=NAME     metric (the default), job, state, steps, seconds, samples_per_second, or a swept
                 key; -NAME for the largest first
-  out=FOLDER    write sweep.csv, sweep.json, and metric.png: the metric against what was swept
+  out=FOLDER    write sweep.csv, sweep.json, and metric.png: the metric against the swept keys
 
   --help, -h    this text
 
@@ -127,30 +135,30 @@ Exit code: 0 if it is shown, 2 if there is no sweep or no such column.
 """
 
 ABSENT = "-"
-MAX_CAUSE_LENGTH = 160  # characters
+MAX_CAUSE_LENGTH = 160  # characters: two lines of a terminal
 SHOW_HEADINGS = {"seconds": "s/step", "samples_per_second": "samples/s"}
 SHOW_KEYS: Mapping[str, str] = {"metric": "", "sort": "metric", "out": ""}
 
 
 def show_sweep(arguments: Sequence[str], program: str) -> int:
-    """Show a sweep's runs; the exit code.
+    """Show a sweep's runs; return the exit code.
 
     Raises:
         UserError: there is no sweep, no such metric or column, or nothing can be written.
     """
-    words = read_folder_and_keys(arguments, program, SHOW_HELP, SHOW_KEYS)
-    if words is None:
+    parsed = read_folder_and_keys(arguments, program, SHOW_HELP, SHOW_KEYS)
+    if parsed is None:
         return 0
-    folder, keys = words
+    folder, keys = parsed
     sweep = read_sweep(folder)
     metric = choose_metric(sweep.jobs, keys["metric"])
-    shown = SweepTable(sweep, metric, sorted_jobs(sweep, metric, keys["sort"]))
-    sys.stdout.write("\n".join([*table_lines(shown), ""]))
+    table = SweepTable(sweep, metric, sorted_jobs(sweep, metric, keys["sort"]))
+    sys.stdout.write("\n".join([*table_lines(table), ""]))
     if keys["out"]:
         from credit_dp.sweeps.plots import draw_metric  # matplotlib: not for --help
 
-        files = {"sweep.csv": shown.to_csv().encode(), "sweep.json": shown.to_json().encode()}
-        figure = draw_metric(shown)
+        files = {"sweep.csv": table.to_csv().encode(), "sweep.json": table.to_json().encode()}
+        figure = draw_metric(table)
         if figure is not None:
             files["metric.png"] = png_bytes(figure)
         written = write_files(Path(os.path.expanduser(keys["out"])), files)
@@ -158,29 +166,29 @@ def show_sweep(arguments: Sequence[str], program: str) -> int:
     return 0
 
 
-def table_lines(shown: SweepTable) -> list[str]:
-    """The table, how many runs are in which state, and why runs failed."""
-    keys = shown.sweep.keys
-    numbers = [name for name in SHOW_HEADINGS if name != shown.metric]
-    headings = ("job", *keys, "state", "mesh", shown.metric, "steps")
+def table_lines(table: SweepTable) -> list[str]:
+    """Return the table, the number of runs in each state, and the causes of failures."""
+    keys = table.sweep.keys
+    timings = [name for name in SHOW_HEADINGS if name != table.metric]
+    headings = ("job", *keys, "state", "mesh", table.metric, "steps")
     rows = []
-    for row in map(shown.row, shown.jobs):
+    for row in map(table.row, table.jobs):
         steps = f"{row['steps']}/{row['all_steps'] or '?'}" if row["mesh"] else ABSENT
-        texts = [str(row[name] or ABSENT) for name in ("job", *keys, "state", "mesh")]
+        cells = [str(row[name] or ABSENT) for name in ("job", *keys, "state", "mesh")]
         rows.append(
             (
-                *texts,
-                format_number(row[shown.metric]),
+                *cells,
+                format_number(row[table.metric]),
                 steps,
-                *(format_number(row[name]) for name in numbers),
+                *(format_number(row[name]) for name in timings),
             )
         )
-    states = Counter(job.status.state for job in shown.jobs)
+    states = Counter(job.status.state for job in table.jobs)
     counts = ", ".join(f"{count} {state}" for state, count in states.items())
-    causes = [f"{job.name}: {shorten(job.status.cause)}" for job in shown.jobs if job.status.cause]
-    names = (*headings, *(SHOW_HEADINGS[name] for name in numbers))
+    causes = [f"{job.name}: {shorten(job.status.cause)}" for job in table.jobs if job.status.cause]
+    all_headings = (*headings, *(SHOW_HEADINGS[name] for name in timings))
     return [
-        *format_table(names, rows, left=len(keys) + 3),
+        *format_table(all_headings, rows, left=len(keys) + 3),
         "",
         f"{len(rows)} runs: {counts}",
         *causes,
@@ -188,23 +196,23 @@ def table_lines(shown: SweepTable) -> list[str]:
 
 
 def shorten(cause: str) -> str:
-    """As much of a cause as two lines of a screen hold; the files have all of it."""
+    """Return the beginning of a cause; the files have all of it."""
     return cause if len(cause) <= MAX_CAUSE_LENGTH else f"{cause[: MAX_CAUSE_LENGTH - 4]} ..."
 
 
 def format_number(value: float | None) -> str:
-    """A number to four significant digits."""
+    """Return a number with four significant digits."""
     return ABSENT if value is None else f"{value:.4g}"
 
 
 SCALING_HELP = """\
-{program} DIR [KEY=VALUE]: what more ranks bring, from the runs of a sweep.
+{program} DIR [KEY=VALUE]: shows speed-up and efficiency over numbers of ranks.
 
-DIR is the folder of a sweep over parallel.domain or another axis of the mesh, as --multirun
-experiment=scaling makes one. Runs that differ in the ranks of one axis alone make a series: strong
-if grid and batch stay the same, weak if each rank's rows (or its samples) do. Times are medians of
-steps after a warm-up: ten steps, or a third of all if that is less; starting, validation and
-checkpoints are not in them.
+DIR is the folder of a sweep over parallel.domain or another axis of the mesh, such as --multirun
+experiment=scaling makes. Runs that differ only in the ranks of one axis form a series: strong
+scaling if grid and batch stay the same, weak scaling if the rows (or samples) of each rank do.
+Times are medians of steps after a warm-up of ten steps, or a third of all if that is less;
+start-up, validation and checkpoints are not included.
 
   out=FOLDER    write scaling.csv, scaling.json and scaling.png, with ideal lines
 
@@ -222,74 +230,72 @@ LEGEND = (
     "mesh: pipeline x data x domain; s/step: median after the warm-up; waiting: for data",
     "memory: peak of the rank with the most; sent/step: rows between bands, by all ranks together",
 )
-CROWDED_NOTE = "*: more ranks than cores, so that ranks waited for each other's computing"
-UNKNOWN_CORES_NOTE = (
-    "?: ran on another machine; whether each rank had a core of its own is not known"
-)
+CROWDED_NOTE = "*: more ranks than cores, so that ranks shared cores"
+UNKNOWN_CORES_NOTE = "?: ran on another machine; it is not known whether each rank had its own core"
 
 
 def scaling(arguments: Sequence[str], program: str) -> int:
-    """Show the scaling of a sweep's runs; the exit code.
+    """Show the scaling of a sweep's runs; return the exit code.
 
     Raises:
         UserError: there is no sweep or no series in it, or nothing can be written.
     """
-    words = read_folder_and_keys(arguments, program, SCALING_HELP, SCALING_KEYS)
-    if words is None:
+    parsed = read_folder_and_keys(arguments, program, SCALING_HELP, SCALING_KEYS)
+    if parsed is None:
         return 0
-    folder, keys = words
-    found = find_series(read_sweep(folder))
-    sys.stdout.write("\n".join([*scaling_lines(found), ""]))
+    folder, keys = parsed
+    series = find_series(read_sweep(folder))
+    sys.stdout.write("\n".join([*scaling_lines(series), ""]))
     if keys["out"]:
-        write_scaling(Path(os.path.expanduser(keys["out"])), found)
+        write_scaling(Path(os.path.expanduser(keys["out"])), series)
     return 0
 
 
 def report_scaling(folder: Path) -> None:
-    """Show the scaling of a sweep that has ended, and write it into the sweep's folder."""
+    """Show the scaling of a sweep that has ended, and write it to the sweep's folder."""
     try:
-        found = find_series(read_sweep(folder))
-        sys.stdout.write("\n".join(["", *scaling_lines(found), ""]))
-        write_scaling(folder, found)
+        series = find_series(read_sweep(folder))
+        sys.stdout.write("\n".join(["", *scaling_lines(series), ""]))
+        write_scaling(folder, series)
     except UserError as error:
         report_error(str(error))
 
 
-def write_scaling(folder: Path, found: Sequence[ScalingSeries]) -> None:
-    """Write the numbers and the picture, and say where.
+def write_scaling(folder: Path, series: Sequence[ScalingSeries]) -> None:
+    """Write the numbers and the figure, and print their paths.
 
     Raises:
-        UserError: nothing can be written there.
+        UserError: the folder can't be written to.
     """
     from credit_dp.sweeps.plots import draw_scaling  # matplotlib: not for --help
 
     files = {
-        "scaling.csv": series_to_csv(found).encode(),
-        "scaling.json": series_to_json(found).encode(),
-        "scaling.png": png_bytes(draw_scaling(found)),
+        "scaling.csv": series_to_csv(series).encode(),
+        "scaling.json": series_to_json(series).encode(),
+        "scaling.png": png_bytes(draw_scaling(series)),
     }
     sys.stdout.write("\n".join(["", *map(str, write_files(folder, files)), ""]))
 
 
-def scaling_lines(found: Sequence[ScalingSeries]) -> list[str]:
-    """A table for each series, and what its columns are."""
-    told: list[str] = []
-    rows = table_rows(found)
+def scaling_lines(series: Sequence[ScalingSeries]) -> list[str]:
+    """Return a table for each series, and the legend of its columns."""
+    lines: list[str] = []
+    rows = table_rows(series)
     for (kind, axis, title), members in groupby(
         rows, lambda row: (row["kind"], row["axis"], row["series"])
     ):
-        told += [f"{kind} scaling over {axis} ranks: {title}"]
-        told += [*format_table(SCALING_HEADINGS, [scaling_cells(row) for row in members]), ""]
+        lines += [f"{kind} scaling over {axis} ranks: {title}"]
+        lines += [*format_table(SCALING_HEADINGS, [scaling_cells(row) for row in members]), ""]
     marks = {row["more_ranks_than_cores"] for row in rows}
     notes = [
         *([CROWDED_NOTE] if True in marks else []),
         *([UNKNOWN_CORES_NOTE] if None in marks else []),
     ]
-    return [*told, *LEGEND, *notes]
+    return [*lines, *LEGEND, *notes]
 
 
 def scaling_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """A row as texts, its mesh marked where ranks may have shared cores."""
+    """Return the cells of a row, with a mark on its mesh if ranks may have shared cores."""
     mark = {True: " *", None: " ?", False: ""}[row["more_ranks_than_cores"]]
     memory, sent = row["peak_memory_bytes"], row["sent_bytes"]
     return (
@@ -301,28 +307,35 @@ def scaling_cells(row: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 class RunError(Exception):
-    """One run of a sweep ended with this exit code; what there was to say has been said."""
+    """A run of a sweep ended with this exit code, and has reported why."""
 
     def __init__(self, code: int) -> None:
         super().__init__(f"exit code {code}")
         self.code = code
 
 
-def sweep(composer: Composer, overrides: Sequence[Override], dashes: Sequence[str]) -> int:
-    """Check every value of every key, then hand over to Hydra's sweeper and launcher, or ours.
+def sweep(composer: Composer, overrides: Sequence[Override], options: Sequence[str]) -> int:
+    """Check every value of every key, then have Hydra or one of our launchers run the jobs.
 
-    `dashes` are those that each run has to be given, too.
+    Args:
+        composer: of the command.
+        overrides: of the command line.
+        options: of the command line, which each run gets as well.
+
+    Returns:
+        The exit code of the first run that failed, or 0.
 
     Raises:
-        UserError: a value is not allowed, or this is one of several ranks already.
+        UserError: a value is not allowed, or this process is one of several ranks.
     """
     check_may_sweep(overrides)
     overrides = with_experiment_params(composer, overrides)
     launcher = chosen_launcher(overrides)
     if launcher is not None:
-        return sweep_as_jobs(composer, overrides, dashes, launcher)
+        return sweep_as_jobs(composer, overrides, options, launcher)
+    # Each value is checked in one combination; Hydra composes all of them as it runs them.
     for texts in covering_combinations(composer, overrides):
-        config = composer.config(texts)
+        config = composer.compose_config(texts)
         check_run_config(config)
     texts = [str(override.input_line) for override in overrides]
     try:
@@ -337,7 +350,7 @@ def sweep(composer: Composer, overrides: Sequence[Override], dashes: Sequence[st
 
 
 def report_failed_runs(jobs: Sequence[JobReturn]) -> int:
-    """Name the runs that failed, in one line; the exit code of the first of them, or 0."""
+    """Report the runs that failed in one line; return the exit code of the first, or 0."""
     failed = [job for job in jobs if job.return_value]
     if failed:
         folders = [job_folder(job) for job in failed]
@@ -350,43 +363,49 @@ def report_failed_runs(jobs: Sequence[JobReturn]) -> int:
 
 
 def job_folder(job: JobReturn) -> Path:
-    """Where a run that Hydra started has written."""
-    found = job.hydra_cfg or OmegaConf.create()
-    return Path(str(OmegaConf.select(found, "hydra.runtime.output_dir")))
+    """Return the folder of a run that Hydra started."""
+    config = job.hydra_cfg or OmegaConf.create()
+    return Path(str(OmegaConf.select(config, "hydra.runtime.output_dir")))
 
 
 def check_combinations(composer: Composer, overrides: Sequence[Override]) -> list[Config]:
-    """Check every combination and start none; their configs.
+    """Check every combination without starting any; return their configs.
 
     Raises:
-        UserError: a value is not allowed, or this is one of several ranks already.
+        UserError: a value is not allowed, or this process is one of several ranks.
     """
     check_may_sweep(overrides)
     overrides = with_experiment_params(composer, overrides)
     choices = [choice for override in overrides if (choice := override_values(composer, override))]
-    configs = [composer.config(texts) for texts in product(*choices)]
+    configs = [composer.compose_config(texts) for texts in product(*choices)]
     for config in configs:
         check_run_config(config)
     return configs
 
 
 def check_may_sweep(overrides: Sequence[Override]) -> None:
-    """Refuse a sweep inside a rank, and runs that would each want to name the sweep's folder."""
+    """Refuse a sweep inside a rank, and several values for the name of the sweep's folder.
+
+    Raises:
+        UserError: naming the launcher or the key.
+    """
     launcher = find_launcher(os.environ)
     if launcher is not None:
-        raise UserError(f"--multirun: sweep from outside {launcher.name}, which started ranks here")
+        raise UserError(
+            f"--multirun: can't run in ranks that {launcher.name} started. Start it without them."
+        )
     for override in overrides:
         if override.is_sweep_override() and override.key_or_group in ("run.name", "run.dir"):
             raise UserError(
-                f"{override.key_or_group}: names the whole sweep, whose runs are numbered in it; "
-                "give one value"
+                f"{override.key_or_group}: names the folder of the sweep, which numbers its runs. "
+                "Give one value."
             )
 
 
 def with_experiment_params(composer: Composer, overrides: Sequence[Override]) -> list[Override]:
-    """With what an experiment has the sweeper vary, where no value of it is given.
+    """Return the overrides with the sweep parameters of the experiment, unless they are given.
 
-    Given like this, interpolations in them are resolved in each run, and not by the sweeper.
+    As overrides, their interpolations are resolved in each run, not once by the sweeper.
     """
     given = {override.key_or_group for override in overrides}
     composed = composer.compose(covering_combinations(composer, overrides)[0])
@@ -396,7 +415,7 @@ def with_experiment_params(composer: Composer, overrides: Sequence[Override]) ->
 
 
 def covering_combinations(composer: Composer, overrides: Sequence[Override]) -> list[list[str]]:
-    """Enough combinations to see each value once: their number is a sum and not a product."""
+    """Return combinations in which each value occurs: their number is a sum, not a product."""
     choices = [override_values(composer, override) for override in overrides]
     first = [choice[0] for choice in choices if choice]
     result = [first]
@@ -407,24 +426,25 @@ def covering_combinations(composer: Composer, overrides: Sequence[Override]) -> 
 
 
 def override_values(composer: Composer, override: Override) -> list[str]:
-    """The override, or one for each value of its sweep; none if they cannot be counted."""
+    """Return one override for each value; none if the values are a range."""
     if not override.is_sweep_override():
         return [str(override.input_line)]
     if not override.is_discrete_sweep():
         return []
+    # A glob, such as `model=glob(*)`, gets its choices from the loader.
     override.config_loader = composer.hydra.config_loader
     return [f"{override.get_key_element()}={text}" for text in override.sweep_string_iterator()]
 
 
 def run_sweep_job(composed: DictConfig) -> int:
-    """What Hydra calls for each run of a sweep, here or inside a job.
+    """Run one job of a sweep; Hydra calls this for each run, here or in a job of a queue.
 
-    Here, the runs after one that failed are still to be made. One that was told to stop ends the
-    sweep, for so was this program.
+    Here, a run that fails does not keep the next ones from starting. A run that was stopped ends
+    the sweep, because the signal was meant for this process, too.
 
     Raises:
-        RunError: inside a job, so that a job queue sees that the run did not succeed.
-        Terminated: here, the run was told to stop.
+        RunError: in a job of a queue, so that the queue sees the failure.
+        Terminated: here, if the run was stopped.
     """
     code = run_in_folder(composed, of_sweep=True)
     choices = HydraConfig.get().runtime.choices
@@ -437,10 +457,10 @@ def run_sweep_job(composed: DictConfig) -> int:
 
 
 SWEEP_HELP = """\
-credit-dp sweep reads the folder of a sweep (`python train.py --multirun ...`), also while it runs.
+credit-dp sweep reads the folder of a sweep (`python train.py --multirun ...`), even while it runs.
 
-  credit-dp sweep show DIR       the runs with what was swept, how they stand, and which does best
-  credit-dp sweep scaling DIR    speed-up and efficiency over numbers of ranks
+  credit-dp sweep show DIR       compare the runs: swept keys, state, metric and speed
+  credit-dp sweep scaling DIR    show speed-up and efficiency over numbers of ranks
 
 `credit-dp sweep COMMAND --help` says more.
 """
@@ -449,9 +469,9 @@ COMMANDS: Mapping[str, Command] = MappingProxyType({"show": show_sweep, "scaling
 
 
 def sweeps(arguments: Sequence[str], program: str) -> int:
-    """Run the sweep command that the first argument names; the exit code.
+    """Run the sweep command named by the first argument; return the exit code.
 
     Raises:
-        UserError: there is none of this name, or what it raises.
+        UserError: there is no command of this name, or the command raises it.
     """
     return run_subcommand(COMMANDS, arguments, program, SWEEP_HELP)

@@ -1,4 +1,9 @@
-"""The jobs of a sweep: their folders, their records, and each as a process of its own."""
+"""The jobs of a sweep: their records, their folders, and their processes.
+
+Each job has a numbered folder with a record of its state (`job.json`) and, under our launchers, a
+note of what was submitted (`submitted.json`) and a log (`job.log`). A sweep that is started again
+recognises its jobs by their overrides: finished ones are left alone, others are resumed.
+"""
 
 import contextlib
 import json
@@ -29,13 +34,13 @@ from credit_dp.training.run_folder import RunFolder, write_text_atomic
 
 JobState = Literal["running", "done", "failed", "preempted"]
 RECORD_FILE = "job.json"
-SLURM_PREFIXES = ("srun: ", "slurmstepd: ")  # what follows from the cause
+SLURM_PREFIXES = ("srun: ", "slurmstepd: ")  # of lines that SLURM adds after a failure
 
 
 @final
 @dataclass(frozen=True)
 class JobRecord:
-    """A run of a sweep. `cause` is one line; times are ISO 8601 in UTC."""
+    """The record of a job. `cause` is one line; times are ISO 8601 in UTC."""
 
     overrides: tuple[str, ...]
     state: JobState
@@ -48,7 +53,7 @@ class JobRecord:
 
 @final
 class JobResult:
-    """How a job ends, to be told by whoever runs it; it counts as failed until then."""
+    """The exit code and cause of a job, set by the code that runs it; a failure unless set."""
 
     def __init__(self) -> None:
         self.code = 1
@@ -57,29 +62,30 @@ class JobResult:
 
 @contextlib.contextmanager
 def record_job(folder: Path, overrides: Sequence[str]) -> Iterator[JobResult]:
-    """Keep the record of a job while it runs, and note how it ended.
+    """Keep the record of a job while it runs, and write how it ended.
 
     Raises:
-        UserError: the folder cannot be written to.
+        UserError: the folder can't be written to.
     """
-    record, ending = begin_record(folder, overrides), JobResult()
+    record = begin_record(folder, overrides)
+    result = JobResult()
     try:
-        yield ending
+        yield result
     except KeyboardInterrupt:
-        ending.code, ending.cause = 130, "interrupted"
+        result.code, result.cause = 130, "interrupted"
         raise
     except Terminated as stop:
-        ending.code, ending.cause = stop.code, "terminated"
+        result.code, result.cause = stop.code, "terminated"
         raise
     finally:
-        end_record(folder, record, ending.code, ending.cause)
+        end_record(folder, record, result.code, result.cause)
 
 
 def begin_record(folder: Path, overrides: Sequence[str]) -> JobRecord:
-    """Note that a job runs from now on.
+    """Write a record that the job is running; return it.
 
     Raises:
-        UserError: the folder cannot be written to.
+        UserError: the folder can't be written to.
     """
     record = JobRecord(tuple(overrides), "running", utc_now(), slurm_job=slurm_job_id(os.environ))
     write_record(folder, record)
@@ -87,10 +93,10 @@ def begin_record(folder: Path, overrides: Sequence[str]) -> JobRecord:
 
 
 def end_record(folder: Path, record: JobRecord, code: int, cause: str | None) -> None:
-    """Note how a job has ended; only one that failed has a cause.
+    """Write how a job ended; only a failure has a cause.
 
     Raises:
-        UserError: the folder cannot be written to.
+        UserError: the folder can't be written to.
     """
     state: JobState = "failed"
     if code in (0, EXIT_PREEMPTED):
@@ -100,44 +106,43 @@ def end_record(folder: Path, record: JobRecord, code: int, cause: str | None) ->
 
 
 def write_record(folder: Path, record: JobRecord) -> None:
-    """Write the record; readers see the old one or the new one.
+    """Write the record atomically, as sweeps are read while they run.
 
     Raises:
-        UserError: the folder cannot be written to.
+        UserError: the folder can't be written to.
     """
     write_text_atomic(folder / RECORD_FILE, json.dumps(asdict(record), indent=2) + "\n")
 
 
 def read_overrides(path: Path) -> list[str] | None:
-    """The overrides in such a file; None if there is none, or not a whole one."""
+    """Return the overrides in a record or submission; None if there is no valid file."""
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))["overrides"]
+        overrides = json.loads(path.read_text(encoding="utf-8"))["overrides"]
     except (OSError, ValueError, LookupError, TypeError):
         return None
-    return [str(text) for text in told] if isinstance(told, list) else None
+    return [str(text) for text in overrides] if isinstance(overrides, list) else None
 
 
-def failure_cause(told: str) -> str | None:
-    """The line of what a program said that names the cause: `error: ...`, or its last one."""
-    lines = [line.strip() for line in told.splitlines() if line.strip()]
-    named = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    own = [line for line in lines if not line.startswith(SLURM_PREFIXES)]
-    return next((found[-1] for found in (named, own, lines) if found), None)
+def failure_cause(output: str) -> str | None:
+    """Return the line of a program's output that names the cause: `error: ...`, or the last one."""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    program_lines = [line for line in lines if not line.startswith(SLURM_PREFIXES)]
+    for candidates in (errors, program_lines, lines):
+        if candidates:
+            return candidates[-1]
+    return None
 
 
 def utc_now() -> str:
-    """This moment, to the second."""
+    """Return the current time in UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-SUBMISSION_FILE = "submitted.json"  # beside FILE: what is to be done there
-SWEEP_KEY_PREFIXES = (
-    "run.",
-    "hydra.",
-    "hydra/",
-    "resume",
-)  # not of what a job computes
-# What a run makes definite, depending on where it runs: key and value that leave it open.
+SUBMISSION_FILE = "submitted.json"  # overrides and queue number of a job that may not have started
+# Keys that do not change what a job computes.
+SWEEP_KEY_PREFIXES = ("run.", "hydra.", "hydra/", "resume")
+# Keys and values that a run resolves for the machine it runs on, so that its config file differs.
 UNRESOLVED_VALUES = (("device", "auto"), ("parallel.data", None))
 
 EarlierState = Literal["finished", "unfinished", "new"]
@@ -146,7 +151,7 @@ EarlierState = Literal["finished", "unfinished", "new"]
 @final
 @dataclass(frozen=True)
 class Job:
-    """One run of a sweep: its overrides, but for those of the whole sweep, and its folder."""
+    """One run of a sweep, with its folder; `overrides` excludes keys of the sweep."""
 
     number: int
     folder: Path
@@ -156,74 +161,75 @@ class Job:
 
 
 def plan_jobs(composer: Composer, choices: Sequence[Sequence[str]], sweep: Path) -> list[Job]:
-    """A job for each combination of the choices, in the order of Hydra's sweeper.
+    """Return a job for each combination of the choices, in the order of Hydra's sweeper.
 
     Args:
         composer: of the command.
-        choices: for each key the overrides to choose from.
+        choices: for each key, the overrides to choose from.
         sweep: the folder of the sweep.
 
     Raises:
         UserError: a combination is not allowed, or a job was run before with another config.
     """
-    known, jobs = folders_by_identity(sweep), []
-    free = max((int(folder.name) for folder in job_folders(sweep)), default=-1) + 1
+    known_folders = folders_by_identity(sweep)
+    jobs = []
+    next_number = max((int(folder.name) for folder in job_folders(sweep)), default=-1) + 1
     for texts in all_combinations(choices):
-        config = composer.config(texts)
+        config = composer.compose_config(texts)
         overrides = tuple(
             text for text in texts if not text.lstrip("+").startswith(SWEEP_KEY_PREFIXES)
         )
-        folder = known.get(job_identity(overrides))
+        folder = known_folders.get(job_identity(overrides))
         if folder is None:
-            folder, free = sweep / str(free), free + 1
+            folder, next_number = sweep / str(next_number), next_number + 1
         jobs.append(Job(int(folder.name), folder, overrides, config, folder_state(folder, config)))
     return jobs
 
 
 def all_combinations(choices: Sequence[Sequence[str]]) -> list[list[str]]:
-    """One override of each key, in every way, the last key's values changing fastest."""
+    """Return all combinations of one override of each key; the last key varies fastest."""
     return [list(texts) for texts in product(*choices)]
 
 
 def job_identity(overrides: Sequence[str]) -> tuple[str, ...]:
-    """What two jobs have in common if they are the same."""
+    """Return a key that is equal for jobs that compute the same."""
     texts = (text.lstrip("+") for text in overrides)
     return tuple(sorted(text for text in texts if not text.startswith(SWEEP_KEY_PREFIXES)))
 
 
 def write_submission(job: Job, slurm_job: str | None = None) -> None:
-    """Leave in a job's folder what it is, before it starts, and its number in a queue.
+    """Write into a job's folder, before it starts, what it is and its number in a queue.
 
     Raises:
-        UserError: the folder cannot be written to.
+        UserError: the folder can't be written to.
     """
-    told = {"overrides": job.overrides, "slurm_job": slurm_job}
-    write_text_atomic(job.folder / SUBMISSION_FILE, json.dumps(told, indent=2) + "\n")
+    content = {"overrides": job.overrides, "slurm_job": slurm_job}
+    write_text_atomic(job.folder / SUBMISSION_FILE, json.dumps(content, indent=2) + "\n")
 
 
 def job_folders(sweep: Path) -> list[Path]:
-    """The folders of jobs in a sweep."""
+    """Return the numbered folders in a sweep."""
     if not sweep.is_dir():
         return []
     return [folder for folder in sweep.iterdir() if folder.name.isdecimal() and folder.is_dir()]
 
 
 def folders_by_identity(sweep: Path) -> dict[tuple[str, ...], Path]:
-    """The folder of each job that was started or submitted before."""
-    found = {}
+    """Return the folder of each job that was started or submitted before."""
+    folders = {}
     for folder in job_folders(sweep):
         for name in (SUBMISSION_FILE, RECORD_FILE):
             overrides = read_overrides(folder / name)
             if overrides is not None:
-                found[job_identity(overrides)] = folder
-    return found
+                folders[job_identity(overrides)] = folder
+    return folders
 
 
 def earlier_state(folder: Path, overrides: Sequence[str], config: Config) -> EarlierState:
-    """How far a job has come, if it was this one that was run in the folder.
+    """Return how far a job has come, if the run in the folder was this job, else `new`.
 
     Raises:
-        UserError: it was, with another config.
+        UserError: it was this job, with another config.
     """
     before = read_overrides(folder / RECORD_FILE)
     same = before is not None and job_identity(before) == job_identity(overrides)
@@ -231,10 +237,10 @@ def earlier_state(folder: Path, overrides: Sequence[str], config: Config) -> Ear
 
 
 def folder_state(folder: Path, config: Config) -> EarlierState:
-    """How far the job in a folder has come; one has finished that has its scores.
+    """Return how far the job in a folder has come; it has finished if its scores are there.
 
     Raises:
-        UserError: the folder is that of a run with another config.
+        UserError: the folder has a run with another config.
     """
     run = RunFolder(folder)
     if not run.config.exists():
@@ -249,34 +255,35 @@ def folder_state(folder: Path, config: Config) -> EarlierState:
 
 
 def first_difference(path: Path, config: Config) -> str | None:
-    """The first key that has another value in a run's config file, with both; None if none has."""
+    """Return the first key that differs from a run's config file, with both values, or None.
+
+    Keys that the run resolved itself, such as `device=auto`, are not compared.
+    """
     try:
         saved = OmegaConf.to_container(OmegaConf.load(path))
     except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException):
         return f"{path.name} can't be read"
-    before = values_by_key(saved if isinstance(saved, dict) else {})
+    saved_values = values_by_key(saved if isinstance(saved, dict) else {})
     for key, value in values_by_key(as_dict(config)).items():
-        dates = config.data.dates.open and key.startswith("data.dates.")
-        open_here = dates or (key, value) in UNRESOLVED_VALUES
-        if (
-            not open_here
-            and not key.startswith(SWEEP_KEY_PREFIXES)
-            and before.get(key, ...) != value
-        ):
-            return f"{key}: {before.get(key, 'nothing')}, now {value}"
+        if key.startswith(SWEEP_KEY_PREFIXES) or (key, value) in UNRESOLVED_VALUES:
+            continue
+        if config.data.dates.undetermined and key.startswith("data.dates."):
+            continue
+        if saved_values.get(key, ...) != value:
+            return f"{key}: {saved_values.get(key, 'nothing')}, now {value}"
     return None
 
 
 def values_by_key(table: Mapping[Any, Any]) -> dict[str, object]:
-    """All values by dotted key, tuples as lists."""
+    """Return all values by dotted key, with tuples as lists."""
     return {".".join(map(str, key)): tuples_to_lists(value) for key, value in flatten_keys(table)}
 
 
 def override_choices(overrides: Sequence[Override], composer: Composer) -> list[list[str]]:
-    """For each key of a command line the overrides to choose from.
+    """Return, for each key of a command line, the overrides to choose from.
 
     Raises:
-        UserError: a key has a range, of which there is no end of values.
+        UserError: a key has a range, which has infinitely many values.
     """
     choices = []
     for override in overrides:
@@ -285,23 +292,25 @@ def override_choices(overrides: Sequence[Override], composer: Composer) -> list[
             continue
         if not override.is_discrete_sweep():
             raise UserError(f"{override.key_or_group}: needs a list of values, like 1,2,3")
+        # A glob, such as `model=glob(*)`, gets its choices from the loader.
         override.config_loader = composer.hydra.config_loader
         key = override.get_key_element()
         choices.append([f"{key}={text}" for text in override.sweep_string_iterator()])
     return choices
 
 
-LOG_FILE = "job.log"  # what the job says, in its folder
+LOG_FILE = "job.log"  # output of the job, in its folder
 
 
 @final
 class JobProcess:
-    """A job that runs; its record is kept, and what it says goes to `job.log` in its folder.
+    """A running job with its record; its output goes to `job.log` in its folder.
 
-    It has a session of its own: a terminal's Ctrl-C reaches this process alone, and dies with it.
+    It has its own session, so that Ctrl-C in a terminal reaches only this process, which decides
+    how its jobs end. If this process dies, the job dies too.
 
     Raises:
-        UserError: its folder cannot be written to.
+        UserError: the folder can't be written to.
     """
 
     def __init__(
@@ -328,20 +337,20 @@ class JobProcess:
             )
 
     def poll(self) -> int | None:
-        """The exit code if the job has ended, which is noted then, else None."""
+        """Return the exit code, after recording it, if the job has ended, else None."""
         code = self.process.poll()
         return None if code is None else self.record_end(code)
 
     def wait(self) -> int:
-        """Wait for the end of the job, and note it; the exit code."""
+        """Wait for the end of the job, record it, and return the exit code."""
         return self.record_end(self.process.wait())
 
     def record_end(self, code: int) -> int:
-        """Write down how the job ended, and return the exit code that a shell gives.
+        """Record how the job ended, and return the exit code as a shell gives it.
 
-        A job that is asked to stop before it trains, or when it is through, ends at once with
-        nothing to save: it counts as stopped, and not as failed. So does one that SIGUSR1 killed,
-        which a queue sends, while it had no ear for it.
+        A job that gets a signal before it trains, or after, ends at once and has nothing to save:
+        it counts as preempted, not as failed. So does a job killed by SIGUSR1, which a queue sends,
+        before its handler was installed.
         """
         code = code if code >= 0 else 128 - code
         if code - 128 in (*self.sent_signals, signal.SIGUSR1):
@@ -350,39 +359,39 @@ class JobProcess:
         return code
 
     def cause(self) -> str | None:
-        """The line of what the job has said this time that names a cause."""
+        """Return the line of this start's output that names a cause."""
         with self.log.open("rb") as log:
             log.seek(self.log_offset)
             return failure_cause(log.read().decode(errors="replace"))
 
-    def send(self, number: int) -> None:
-        """Send the job a signal, which it hands on to its ranks."""
-        if number in STOP_SIGNALS:
-            self.sent_signals.add(number)
+    def send(self, signal_number: int) -> None:
+        """Send the job a signal, which it passes on to its ranks."""
+        if signal_number in STOP_SIGNALS:
+            self.sent_signals.add(signal_number)
         with contextlib.suppress(ProcessLookupError):
-            self.process.send_signal(number)
+            self.process.send_signal(signal_number)
 
     def kill(self) -> None:
-        """End the job with all that it started."""
+        """Kill the job and all processes of its session."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
 
 def prepare_job_process() -> None:
-    """What the job's process does before it becomes the job."""
+    """Set up the child process before it becomes the job."""
     die_with_parent()
-    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # it hears all signals, whoever started it
+    signal.pthread_sigmask(signal.SIG_SETMASK, [])  # the parent may have blocked some
 
 
 def train_command(folder: Path, texts: Sequence[str]) -> list[str]:
-    """The command that runs a job in its folder, or goes on with it."""
+    """Return the command that runs a job in its folder, or resumes it."""
     keys = [*texts, f"run.dir={quote(str(folder))}", "resume=auto"]
     return [sys.executable, "-m", "credit_dp", "train", *keys]
 
 
 def job_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """One in which another Python finds the package that runs here, and says things at once."""
-    here = str(Path(__file__).resolve().parents[2])
-    found = [here, environment.get("PYTHONPATH", "")]
-    path = os.pathsep.join(path for path in found if path)
+    """Return an environment in which a new Python finds this package and does not buffer."""
+    package_parent = str(Path(__file__).resolve().parents[2])
+    paths = [package_parent, environment.get("PYTHONPATH", "")]
+    path = os.pathsep.join(path for path in paths if path)
     return {**environment, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}

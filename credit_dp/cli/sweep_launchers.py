@@ -1,4 +1,9 @@
-"""`hydra/launcher=local` and `slurm`: run a sweep's jobs on this machine or as a job array."""
+"""`hydra/launcher=local` and `slurm`: run a sweep's jobs on this machine, or as a job array.
+
+`sweep_as_jobs` is the entry: it plans the jobs, leaves out those that have finished, and hands the
+others to `run_locally` or `submit`. The sections follow in this order: the local launcher;
+`run_job`, which runs inside an array; the submission of an array; the choice of a launcher.
+"""
 
 import json
 import os
@@ -54,32 +59,32 @@ from credit_dp.distributed.signals import (
 )
 from credit_dp.errors import UserError
 
-POLL_SECONDS = 0.1  # seconds between two looks at what runs
-GRACE_SECONDS = 15.0  # seconds in which jobs end after Ctrl-C
+POLL_SECONDS = 0.1  # between two checks of the running jobs
+GRACE_SECONDS = 15.0  # for jobs to end after Ctrl-C, before they are killed
 
 
 @final
 @dataclass
 class FreeResources:
-    """The cores and GPUs of this machine that no job has."""
+    """The cores and GPUs of this machine that no job uses."""
 
     cores: int
     gpus: list[str] = field(default_factory=list)
 
     def can_hold(self, placement: Placement) -> bool:
-        """Whether a job can start."""
+        """Whether there are enough for a job."""
         cores = placement.ranks * placement.cpus_per_task
         return cores <= self.cores and placement.gpus_per_node <= len(self.gpus)
 
     def allocate(self, placement: Placement) -> list[str]:
-        """Give a job its cores, and its GPUs, by number."""
+        """Take a job's cores and GPUs; return the names of its GPUs."""
         self.cores -= placement.ranks * placement.cpus_per_task
-        taken = self.gpus[: placement.gpus_per_node]
+        allocated = self.gpus[: placement.gpus_per_node]
         self.gpus = self.gpus[placement.gpus_per_node :]
-        return taken
+        return allocated
 
     def release(self, placement: Placement, gpus: Sequence[str]) -> None:
-        """Take back what a job had."""
+        """Add the cores and GPUs of a job that has ended."""
         self.cores += placement.ranks * placement.cpus_per_task
         self.gpus += gpus
 
@@ -87,7 +92,7 @@ class FreeResources:
 @final
 @dataclass(frozen=True)
 class RunningJob:
-    """A job that runs, and what it has of the machine."""
+    """A running job, and the resources that it uses."""
 
     job: Job
     process: JobProcess
@@ -95,48 +100,53 @@ class RunningJob:
     gpus: list[str]
 
 
-def run_locally(jobs: Sequence[Job], dashes: Sequence[str], cores: int) -> int:
-    """Run all jobs; the exit code of the first one in their order that failed, or 0.
+def run_locally(jobs: Sequence[Job], options: Sequence[str], cores: int) -> int:
+    """Run all jobs; return the exit code of the first, in their order, that failed, or 0.
 
     Raises:
-        UserError: a job needs more than this machine has, or its folder cannot be written to;
-            nothing has started.
-        KeyboardInterrupt: all jobs are gone by then.
+        UserError: a job needs more than this machine has, or its folder can't be written to;
+            no job has been started.
+        KeyboardInterrupt: after all jobs have ended.
     """
-    room = free_resources(jobs, cores)
-    has = ClusterNodes(1, room.cores, len(room.gpus))
-    waiting = [(job, place_ranks(job.config, has, PlacementRequest(nodes=1))) for job in jobs]
+    resources = free_resources(jobs, cores)
+    available = ClusterNodes(1, resources.cores, len(resources.gpus))
+    waiting = [(job, place_ranks(job.config, available, PlacementRequest(nodes=1))) for job in jobs]
     for job in jobs:
         write_submission(job)
-    return LocalSweep(room, dashes).run(waiting)
+    return LocalSweep(resources, options).run(waiting)
 
 
 def free_resources(jobs: Sequence[Job], cores: int) -> FreeResources:
-    """What this machine has for a sweep; it is not asked for GPUs that no job would use."""
+    """Return the cores and GPUs of this machine; GPUs are counted only if a job may use them.
+
+    Raises:
+        UserError: `hydra.launcher.cores` is not valid.
+    """
     if not isinstance(cores, int) or cores < 0:
         raise UserError(f"hydra.launcher.cores: needs a whole number, 0 for all, got {cores!r}")
-    asks = any(job.config.device != "cpu" for job in jobs)
-    count = count_visible_gpus() if asks else 0
-    named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    gpus = named or [str(number) for number in range(count)]
+    needs_gpus = any(job.config.device != "cpu" for job in jobs)
+    count = count_visible_gpus() if needs_gpus else 0
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    gpus = visible or [str(index) for index in range(count)]
     return FreeResources(cores or len(os.sched_getaffinity(0)), gpus[:count])
 
 
 @final
 class LocalSweep:
-    """Jobs that run at once, and those that wait for room."""
+    """Runs jobs side by side; others wait until their resources are free."""
 
-    def __init__(self, room: FreeResources, dashes: Sequence[str]) -> None:
-        self.resources = room
-        self.options = dashes
+    def __init__(self, resources: FreeResources, options: Sequence[str]) -> None:
+        self.resources = resources
+        self.options = options
         self.running: list[RunningJob] = []
         self.codes: dict[int, int] = {}
         self.stopping = False
 
     def run(self, waiting: list[tuple[Job, Placement]]) -> int:
-        """Start jobs as room comes free, until none is left; see `run_locally`."""
+        """Start jobs as resources become free, until all have ended; see `run_locally`."""
         with handle_stop(self.forward_signal), self.kill_remaining():
             while self.running or (waiting and not self.stopping):
+                # Smaller jobs may overtake one that does not fit yet.
                 for entry in [] if self.stopping else list(waiting):
                     if self.resources.can_hold(entry[1]):
                         waiting.remove(entry)
@@ -149,13 +159,12 @@ class LocalSweep:
         return failed[0] if failed else EXIT_PREEMPTED if stopped else 0
 
     def start(self, job: Job, placement: Placement) -> None:
-        """Start one job in its share of the machine."""
+        """Start one job on its share of the machine."""
         gpus = self.resources.allocate(placement)
         command = [*train_command(job.folder, job.overrides), *self.options]
         environment = job_share_environment(os.environ, placement, gpus)
-        with block_signals(
-            (*STOP_SIGNALS, signal.SIGINT)
-        ):  # none is started that would be forgotten
+        # A signal between start and `append` would miss this job, so signals are blocked meanwhile.
+        with block_signals((*STOP_SIGNALS, signal.SIGINT)):
             if self.stopping:
                 return
             process = JobProcess(job.folder, job.overrides, command, environment)
@@ -164,7 +173,7 @@ class LocalSweep:
         print_line(f"#{job.number} started with {ranks}: {' '.join(job.overrides)}")
 
     def collect(self) -> None:
-        """Note which jobs have ended, and take back what they had."""
+        """Record the jobs that have ended, and release their resources."""
         for entry in list(self.running):
             code = entry.process.poll()
             if code is None:
@@ -172,21 +181,22 @@ class LocalSweep:
             self.running.remove(entry)
             self.resources.release(entry.placement, entry.gpus)
             self.codes[entry.job.number] = code
-            why = f" ({entry.process.cause()})" if code not in (0, EXIT_PREEMPTED) else ""
-            print_line(f"#{entry.job.number} ended with exit code {code}{why}")
+            cause = f" ({entry.process.cause()})" if code not in (0, EXIT_PREEMPTED) else ""
+            print_line(f"#{entry.job.number} ended with exit code {code}{cause}")
 
-    def forward_signal(self, number: int) -> None:
-        """Hand a signal on to all jobs, and start no more."""
+    def forward_signal(self, signal_number: int) -> None:
+        """Send a signal to all jobs, and start no more."""
         self.stopping = True
         for entry in self.running:
-            entry.process.send(number)
+            entry.process.send(signal_number)
 
     @contextmanager
     def kill_remaining(self) -> Iterator[None]:
-        """Leave no job behind, however this ends."""
+        """Make sure that no job outlives the block, whatever ends it."""
         try:
             yield
         except BaseException:
+            # Interrupted jobs get some time to end; those that are left are killed below.
             self.forward_signal(signal.SIGINT)
             deadline = time.monotonic() + GRACE_SECONDS
             while self.running and time.monotonic() < deadline:
@@ -202,61 +212,66 @@ class LocalSweep:
 def job_share_environment(
     environment: Mapping[str, str], placement: Placement, gpus: Sequence[str]
 ) -> dict[str, str]:
-    """What a job is to take for the whole machine."""
-    own = {"OMP_NUM_THREADS": str(placement.cpus_per_task)}
+    """Return an environment in which a job sees only its cores and GPUs."""
+    limits = {"OMP_NUM_THREADS": str(placement.cpus_per_task)}
     if gpus:
-        own["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-    return {**job_environment(environment), **own}
+        limits["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    return {**job_environment(environment), **limits}
 
 
-SLURM_TIMEOUT = 60.0  # seconds for a command of SLURM
+SLURM_TIMEOUT = 60.0  # seconds, for squeue and scontrol
 
 
 def run_job(
-    folder: str, overrides: Sequence[str], more: Sequence[str], step: Sequence[str], requeues: int
+    folder: str,
+    overrides: Sequence[str],
+    extra_arguments: Sequence[str],
+    srun_arguments: Sequence[str],
+    requeues: int,
 ) -> None:
-    """Run one job of the array.
+    """Run one job of the array; submitit calls this in the job.
 
     Args:
         folder: of the job.
         overrides: of the job.
-        more: of its command line, which says nothing of what it computes.
-        step: options of srun, which place the ranks.
-        requeues: how often the job may be queued again.
+        extra_arguments: of its command line, which do not change what it computes.
+        srun_arguments: options of srun, which place the ranks.
+        requeues: how often the job may be requeued.
 
     Raises:
-        SystemExit: with the exit code of the ranks, so that SLURM knows it.
+        SystemExit: with the exit code of the ranks, so that SLURM records it.
     """
     path = Path(folder)
-    command = [*train_command(path, overrides), *more]
+    command = [*train_command(path, overrides), *extra_arguments]
     environment = job_environment(os.environ)
-    job = JobProcess(path, overrides, ["srun", *step, *command], environment)
-    with handle_stop(job.send):  # SIGUSR1; submitit takes SIGTERM, which srun gets besides
+    job = JobProcess(path, overrides, ["srun", *srun_arguments, *command], environment)
+    with handle_stop(job.send):  # SIGUSR1; submitit handles SIGTERM, which srun gets as well
         code = job.wait()
-    number = slurm_job_id(os.environ)
-    if code == EXIT_PREEMPTED and number is not None and may_requeue(number, requeues):
-        subprocess.run(["scontrol", "requeue", number], timeout=SLURM_TIMEOUT, check=True)
+    job_id = slurm_job_id(os.environ)
+    if code == EXIT_PREEMPTED and job_id is not None and may_requeue(job_id, requeues):
+        subprocess.run(["scontrol", "requeue", job_id], timeout=SLURM_TIMEOUT, check=True)
     sys.exit(code)
 
 
 def may_requeue(job: str, requeues: int) -> bool:
-    """Whether the job was stopped while it could go on: not cancelled, and not again and again."""
+    """Whether a stopped job may be requeued: it is not cancelled, and has requeues left."""
     if int(os.environ.get("SLURM_RESTART_COUNT", 0)) >= requeues:
         return False
-    told = subprocess.run(
+    output = subprocess.run(
         ["scontrol", "show", "job", "--oneliner", job],
         capture_output=True,
         text=True,
         timeout=SLURM_TIMEOUT,
         check=False,
     )
-    return " JobState=RUNNING " in told.stdout
+    return " JobState=RUNNING " in output.stdout
 
 
 Settings = Mapping[str, Any]
 
 SPREAD_HINT = "hydra.launcher.nodes with hydra.launcher.tasks_per_node"
 PLACEMENT_KEYS = ("nodes", "tasks_per_node", "cpus_per_task", "gpus_per_node")
+# Keys of Hydra's launcher, or handled here, which submitit does not know.
 LAUNCHER_KEYS = (
     "_target_",
     "submitit_folder",
@@ -264,57 +279,53 @@ LAUNCHER_KEYS = (
     "signal_delay_s",
     "additional_parameters",
 )
-COMMON_EXECUTOR_KEYS = (
-    "timeout_min",
-    "mem_gb",
-    "name",
-    "stderr_to_stdout",
-)  # others are SLURM's own
+# Parameters that submitit has for all executors; it expects a prefix `slurm_` before all others.
+COMMON_EXECUTOR_KEYS = ("timeout_min", "mem_gb", "name", "stderr_to_stdout")
 
 
 def submit(
-    jobs: Sequence[Job], dashes: Sequence[str], settings: Mapping[str, Any], to: Path
+    jobs: Sequence[Job], options: Sequence[str], settings: Mapping[str, Any], folder: Path
 ) -> int:
-    """Submit jobs as one array; the exit code.
+    """Submit jobs as one array; return the exit code.
 
     Args:
-        jobs: of the sweep that are neither done nor in the queue.
-        dashes: of the command line.
+        jobs: of the sweep that have not finished and are not in the queue.
+        options: of the command line.
         settings: `hydra.launcher`.
-        to: the folder of the sweep.
+        folder: of the sweep.
 
     Raises:
-        UserError: a job fits no node, or the queue refuses them; nothing has been submitted.
+        UserError: a job fits on no node, or the queue refuses them; nothing has been submitted.
     """
     check_notice(settings)
-    has = slurm_nodes(settings["partition"])
-    placements = [place_job(job, has, settings) for job in jobs]
+    available = slurm_nodes(settings["partition"])
+    placements = [place_job(job, available, settings) for job in jobs]
     tasks = [
         (
             str(job.folder.absolute()),
             list(job.overrides),
-            [*resolved_overrides(job.config, placement), *dashes],
+            [*resolved_overrides(job.config, placement), *options],
             srun_options(placement),
             int(settings["max_num_timeout"]),
         )
         for job, placement in zip(jobs, placements, strict=True)
     ]
-    array = submit_array(tasks, array_options(placements, settings), settings, to)
-    for job, name in zip(jobs, array, strict=True):
-        write_submission(job, name)  # so that it is not submitted twice
-    number = array[0].partition("_")[0]
+    job_ids = submit_array(tasks, array_options(placements, settings), settings, folder)
+    for job, job_id in zip(jobs, job_ids, strict=True):
+        write_submission(job, job_id)  # so that it is not submitted twice
+    array_id = job_ids[0].partition("_")[0]
     print_line(
-        f"submitted {len(jobs)} jobs as {number} (squeue --jobs {number}; scancel {number}); "
-        f"each writes to its folder in {to}. The same command again runs what is not done."
+        f"submitted {len(jobs)} jobs as {array_id} (squeue --jobs {array_id}; scancel {array_id}); "
+        f"each writes to its folder in {folder}. The same command again submits unfinished jobs."
     )
     return 0
 
 
 def drop_queued(jobs: Sequence[Job]) -> list[Job]:
-    """The jobs that are not in the queue, waiting or running.
+    """Return the jobs that are not in the queue, neither waiting nor running.
 
     Raises:
-        UserError: there is no SLURM here, or it does not answer.
+        UserError: SLURM is not installed here, or does not answer.
     """
     if shutil.which("sbatch") is None:
         raise UserError(
@@ -322,50 +333,59 @@ def drop_queued(jobs: Sequence[Job]) -> list[Job]:
             "submitted, or use hydra/launcher=local."
         )
     queued = queued_job_ids()
-    left = [job for job in jobs if submitted_job_id(job) not in queued]
-    if len(left) < len(jobs):
-        print_line(f"{len(jobs) - len(left)} jobs are in the queue already")
-    return left
+    remaining = [job for job in jobs if submitted_job_id(job) not in queued]
+    if len(remaining) < len(jobs):
+        print_line(f"{len(jobs) - len(remaining)} jobs are in the queue already")
+    return remaining
 
 
 def check_notice(settings: Settings) -> None:
-    """Refuse jobs that would be told to end as soon as they begin, and begin again, and so on.
+    """Refuse jobs that would be stopped soon after they begin, requeued, and stopped again.
 
     Raises:
-        UserError: the notice is too long for their time.
+        UserError: the notice is longer than half of their time.
     """
-    notice, time = settings["signal_delay_s"], settings["timeout_min"] * 60
-    if notice > time / 2:
+    notice = settings["signal_delay_s"]
+    time_limit = settings["timeout_min"] * 60
+    if notice > time_limit / 2:
         raise UserError(
-            f"hydra.launcher.signal_delay_s: {notice} s before the end of a job is too soon where "
-            f"hydra.launcher.timeout_min gives it {time} s. Lower it, or give jobs more time."
+            f"hydra.launcher.signal_delay_s: {notice} s before the end of a job is too early, as "
+            f"hydra.launcher.timeout_min gives it {time_limit} s. Lower it, or give jobs more time."
         )
 
 
-def place_job(job: Job, has: ClusterNodes, settings: Settings) -> Placement:
-    """Where the ranks of one job go.
+def place_job(job: Job, available: ClusterNodes, settings: Settings) -> Placement:
+    """Return the placement of one job's ranks.
 
     Raises:
-        UserError: they fit on no node.
+        UserError: they don't fit on the nodes.
     """
-    nodes, tasks = settings["nodes"] or None, settings["tasks_per_node"] or None
-    wish = PlacementRequest(
-        nodes, tasks, settings["cpus_per_task"], bool(nodes and tasks), SPREAD_HINT
+    nodes = settings["nodes"] or None
+    tasks_per_node = settings["tasks_per_node"] or None
+    request = PlacementRequest(
+        nodes=nodes,
+        tasks_per_node=tasks_per_node,
+        cpus_per_task=settings["cpus_per_task"],
+        spread=bool(nodes and tasks_per_node),
+        spread_hint=SPREAD_HINT,
     )
-    placement = place_ranks(job.config, has, wish)
+    placement = place_ranks(job.config, available, request)
     gpus = settings["gpus_per_node"]
     return placement if gpus is None else replace(placement, gpus_per_node=int(gpus))
 
 
 def resolved_overrides(config: Config, placement: Placement) -> list[str]:
-    """What the placement has settled, so that a step of one rank does not take all GPUs it sees."""
+    """Return the number of data ranks that the placement determined, if it is not given.
+
+    Without it a step of one rank would take all GPUs that it sees.
+    """
     return [] if config.parallel.data is not None else [f"parallel.data={placement.data}"]
 
 
 def srun_options(placement: Placement) -> list[str]:
-    """Options of srun for the ranks of one job; they come in the order of the nodes.
+    """Return options of srun for the ranks of one job, numbered in the order of the nodes.
 
-    Without `--unbuffered`, which gives the ranks a terminal, and so bars in place of lines.
+    Not `--unbuffered`: it gives the ranks a terminal, and they would draw progress bars.
     """
     return [
         f"--nodes={placement.nodes}",
@@ -378,57 +398,63 @@ def srun_options(placement: Placement) -> list[str]:
 
 
 def array_options(placements: Sequence[Placement], settings: Settings) -> dict[str, Any]:
-    """What the array asks for: enough for each of its jobs."""
-    most = {key: max(getattr(place, key) for place in placements) for key in PLACEMENT_KEYS}
+    """Return the resources that the array requests: enough for each of its jobs."""
+    largest = {
+        key: max(getattr(placement, key) for placement in placements) for key in PLACEMENT_KEYS
+    }
     options = {
-        # To the ranks themselves: the program that watches them sees how they end.
+        # Not `B:`, which signals only the batch script: the ranks get it and save. `run_job` waits
+        # for their exit code.
         "signal": f"USR1@{settings['signal_delay_s']}",
         "requeue": True,
         **settings["additional_parameters"],
     }
-    if not most["gpus_per_node"]:
-        del most["gpus_per_node"]
-    return {**most, "additional_parameters": options}
+    if not largest["gpus_per_node"]:
+        del largest["gpus_per_node"]
+    return {**largest, "additional_parameters": options}
 
 
 def submit_array(
     tasks: Sequence[tuple[Any, ...]],
-    asked: Mapping[str, Any],
+    options: Mapping[str, Any],
     settings: Settings,
-    to: Path,
+    folder: Path,
 ) -> list[str]:
-    """Hand tasks to submitit; the number of each job.
+    """Submit tasks with submitit; return the number of each job.
 
     Raises:
         UserError: the queue refuses them.
     """
     import submitit  # an extra
 
-    executor = submitit.AutoExecutor(folder=to / ".submitit", cluster="slurm")
-    here = shlex.quote(str(Path(__file__).resolve().parents[2]))
+    executor = submitit.AutoExecutor(folder=folder / ".submitit", cluster="slurm")
+    package_parent = shlex.quote(str(Path(__file__).resolve().parents[2]))
     setup = [
-        f"export PYTHONPATH={here}${{PYTHONPATH:+:$PYTHONPATH}}",
-        "trap : TERM USR1",  # bash waits for the program, which heeds them
+        f"export PYTHONPATH={package_parent}${{PYTHONPATH:+:$PYTHONPATH}}",
+        "trap : TERM USR1",  # bash stays alive; the program handles them
         *(settings["setup"] or []),
     ]
-    given = {
-        k: v
-        for k, v in settings.items()
-        if k not in (*LAUNCHER_KEYS, *PLACEMENT_KEYS) and v is not None
+    parameters = {
+        key: value
+        for key, value in settings.items()
+        if key not in (*LAUNCHER_KEYS, *PLACEMENT_KEYS) and value is not None
     }
-    given |= {**asked, "setup": setup, "use_srun": False}
+    # `run_job` runs once, in the batch script, and starts the ranks with its own srun.
+    parameters |= {**options, "setup": setup, "use_srun": False}
     common = (*COMMON_EXECUTOR_KEYS, *PLACEMENT_KEYS)
-    executor.update_parameters(**{k if k in common else f"slurm_{k}": v for k, v in given.items()})
+    executor.update_parameters(
+        **{key if key in common else f"slurm_{key}": value for key, value in parameters.items()}
+    )
     try:
         jobs = executor.map_array(run_job, *zip(*tasks, strict=True))
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         reason = " ".join(str(error).split())
-        raise UserError(f"hydra/launcher=slurm: the jobs were not taken ({reason})") from error
+        raise UserError(f"hydra/launcher=slurm: the jobs were not accepted ({reason})") from error
     return [str(job.job_id) for job in jobs]
 
 
 def submitted_job_id(job: Job) -> str | None:
-    """The number under which a job was submitted, if it was."""
+    """Return the number under which a job was submitted; None if it was not."""
     try:
         return str(json.loads((job.folder / SUBMISSION_FILE).read_text())["slurm_job"])
     except (OSError, ValueError, LookupError, TypeError):
@@ -436,20 +462,22 @@ def submitted_job_id(job: Job) -> str | None:
 
 
 def queued_job_ids() -> set[str]:
-    """The numbers of all jobs in the queue, those of arrays as `7_2`.
+    """Return the numbers of all jobs in the user's queue; those of arrays like `7_2`.
 
     Raises:
         UserError: SLURM does not answer.
     """
     command = ["squeue", "--noheader", "--array", "--me", "--format", "%i"]
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             command, capture_output=True, text=True, timeout=SLURM_TIMEOUT, check=True
         )
     except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or str(error)
-        raise UserError(f"hydra/launcher=slurm: squeue fails ({' '.join(said.split())})") from error
-    return set(done.stdout.split())
+        message = getattr(error, "stderr", None) or str(error)
+        raise UserError(
+            f"hydra/launcher=slurm: squeue fails ({' '.join(message.split())})"
+        ) from error
+    return set(result.stdout.split())
 
 
 LAUNCHERS = ("local", "slurm")
@@ -458,16 +486,16 @@ PLUGIN = "hydra_plugins.hydra_submitit_launcher"
 
 
 def chosen_launcher(overrides: Sequence[Override]) -> str | None:
-    """Which of our launchers a command line asks for, if any."""
+    """Return which of our launchers a command line chooses; None if it is neither."""
     chosen = [override.value() for override in overrides if override.key_or_group == GROUP]
     return str(chosen[-1]) if chosen and chosen[-1] in LAUNCHERS else None
 
 
 def check_launcher(overrides: Sequence[Override], multirun: bool) -> None:
-    """Refuse one of our launchers where it can't work.
+    """Refuse one of our launchers if it can't work here.
 
     Raises:
-        UserError: there is no sweep, another sweeper chooses the runs, or an extra is missing.
+        UserError: it is no sweep, another sweeper chooses the runs, or a package is missing.
     """
     launcher = chosen_launcher(overrides)
     if launcher is None:
@@ -490,45 +518,46 @@ def is_installed(module: str) -> bool:
     """Whether a module can be imported."""
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # its package can't
+    except ModuleNotFoundError:  # a parent package is missing
         return False
 
 
 def sweep_as_jobs(
-    composer: Composer, overrides: Sequence[Override], dashes: Sequence[str], launcher: str
+    composer: Composer, overrides: Sequence[Override], options: Sequence[str], launcher: str
 ) -> int:
-    """Run or submit the jobs of a sweep that have not finished before; the exit code.
+    """Run or submit the jobs of a sweep that have not finished; return the exit code.
 
     Raises:
-        UserError: a job can't run as it is; none has been started.
+        UserError: a job can't run; none has been started.
     """
     choices = override_choices(overrides, composer)
+    # The folder and the settings of the launcher are those of the first combination.
     composed = composer.compose([choice[0] for choice in choices])
     sweep = Path(str(composed.hydra.sweep.dir))
     settings = launcher_settings(composed.hydra.launcher)
     jobs = plan_jobs(composer, choices, sweep)
-    left = [job for job in jobs if job.state != "finished"]
-    if len(left) < len(jobs):
-        print_line(f"{len(jobs) - len(left)} of {len(jobs)} jobs are done already")
-    for job in left:
+    remaining = [job for job in jobs if job.state != "finished"]
+    if len(remaining) < len(jobs):
+        print_line(f"{len(jobs) - len(remaining)} of {len(jobs)} jobs are done already")
+    for job in remaining:
         check_job_config(job.config)
     if launcher == "slurm":
-        left = drop_queued(left)
-    for job in left:
+        remaining = drop_queued(remaining)
+    for job in remaining:
         check_unlocked(job.folder, folder_key(job.config.run))
-    if not left:
+    if not remaining:
         return 0
     with explain_folder_errors(jobs[0].config.run, "multirun"):
         sweep.mkdir(parents=True, exist_ok=True)
         save_sweep_config(composed, overrides, sweep / "multirun.yaml")
         if launcher == "slurm":
-            return submit(left, dashes, settings, sweep)
-        return run_locally(left, dashes, settings["cores"])
+            return submit(remaining, options, settings, sweep)
+        return run_locally(remaining, options, settings["cores"])
 
 
 def save_sweep_config(composed: DictConfig, overrides: Sequence[Override], path: Path) -> None:
-    """Write what Hydra writes for a sweep: the config, with what was typed."""
-    texts = [str(each.input_line) for each in overrides if not each.is_hydra_override()]
+    """Write the config as Hydra does for a sweep, with the overrides that were typed."""
+    texts = [str(override.input_line) for override in overrides if not override.is_hydra_override()]
     with read_write(composed):
         composed.hydra.overrides.task = texts
     OmegaConf.save(composed, path)
@@ -538,17 +567,17 @@ def check_job_config(config: Config) -> None:
     """Refuse a job that is bound to fail.
 
     Raises:
-        UserError: for what reason.
+        UserError: naming the key.
     """
     if config.resume not in (None, "auto"):
         raise UserError(
-            "resume: each job goes on from its own checkpoint. Leave it out; init_from starts with "
+            "resume: each job resumes from its own checkpoint. Leave it out; init_from starts with "
             "the weights of another run."
         )
     check_run_config(config)
 
 
 def launcher_settings(launcher: DictConfig) -> dict[str, Any]:
-    """The keys of `hydra.launcher`, plain."""
+    """Return the keys of `hydra.launcher` as plain values."""
     settings = OmegaConf.to_container(launcher, resolve=True)
     return {str(key): value for key, value in dict(settings).items()}  # type: ignore[arg-type]

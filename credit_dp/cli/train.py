@@ -1,4 +1,4 @@
-"""The train command: `python train.py`, `credit-dp train`, and what its options ask for."""
+"""The train command (`python train.py`, `credit-dp train`); plan and verify share its parser."""
 
 import argparse
 import sys
@@ -22,17 +22,17 @@ from credit_dp.errors import UserError
 HELP = """\
 {program} KEY=VALUE ...: trains a model.
 
-What is in the config is KEY=VALUE, dashes only change the command:
+KEY=VALUE sets keys of the config; options begin with a dash:
   --cfg job         show the config that these overrides give, and stop (--resolve, --package)
-  --check           check the config, open the data and check them, plan the model and estimate its
-                    memory, and stop; of a sweep, check all configs and their data
-  --again RUN       what the run in this folder did once more; KEY=VALUE changes it
+  --check           check the config, open and check the data, plan the model and estimate its
+                    memory, and stop; with --multirun, check all configs and their data
+  --again RUN       repeat the run in this folder; KEY=VALUE changes it
   --multirun, -m    one run for each combination: model=unet,unet_small seed=0,1,2
-  --config-dir DIR  one more folder of config files; ./conf is one already
+  --config-dir DIR  another folder of config files, besides ./conf
   --help, -h        this text
 
-Exit code of --check: 0 if the run would start, 1 if the model can't be sharded so, 2 for a mistake,
-3 if the config is right but the data, at an address elsewhere, can't be reached from here.
+Exit code of --check: 0 if the run would start, 1 if the model can't be sharded on the mesh, 2 for a
+mistake, 3 if the config is right but the data are remote and can't be reached.
 
 Groups and their choices (GROUP=CHOICE):
 {groups}
@@ -43,10 +43,10 @@ Keys, with the values that these overrides give (KEY=VALUE):
 
 
 def train(arguments: Sequence[str], program: str) -> int:
-    """Compose, check, and run once or sweep; the exit code.
+    """Compose and check the config, then run it once or as a sweep; return the exit code.
 
     Raises:
-        UserError: anything that is wrong before the first process starts.
+        UserError: something is wrong, and no process has been started.
     """
     args = parse_arguments(train_parser(), arguments)
     composer = Composer("train", args.config_dir, args.config_name)
@@ -57,6 +57,7 @@ def train(arguments: Sequence[str], program: str) -> int:
     overrides = parse_overrides([*earlier, *args.overrides])
     texts = [str(override.input_line) for override in overrides]
     check_overrides(overrides, composer.groups)
+    # The override is how Hydra itself switches to a sweep.
     multirun = args.multirun or "hydra.mode=MULTIRUN" in args.overrides
     check_launcher(overrides, multirun or bool(args.help or args.cfg))
     if args.help or args.cfg:
@@ -74,7 +75,7 @@ def train(arguments: Sequence[str], program: str) -> int:
 
 
 def config_folder_options(args: Namespace) -> list[str]:
-    """The dashes that tell where config files are, for a run that is another program."""
+    """Return the options that name folders of config files, for runs in other processes."""
     folder = [] if args.config_dir is None else ["--config-dir", str(args.config_dir)]
     return [*folder, "--config-name", args.config_name]
 
@@ -95,23 +96,23 @@ def print_help_or_config(
 
 
 def compose_run(composer: Composer, overrides: Sequence[Override]) -> Config:
-    """The checked config of a single run.
+    """Return the checked config of a single run.
 
     Raises:
-        UserError: a value is not allowed, or there are several values where one is needed.
+        UserError: a value is not allowed, or a key has several values.
     """
     several = next((override for override in overrides if override.is_sweep_override()), None)
     if several is not None:
         key, _, value = str(several.input_line).partition("=")
         raise UserError(
-            f"{key}: several values need --multirun; a list is {key}=[{value}], "
-            f"one text with a comma '{key}=\"{value}\"'"
+            f"{key}: several values need --multirun. A list is {key}=[{value}], "
+            f"one text with a comma '{key}=\"{value}\"'."
         )
-    return composer.config([str(override.input_line) for override in overrides])
+    return composer.compose_config([str(override.input_line) for override in overrides])
 
 
 class ConfigArguments(NamedTuple):
-    """A checked config, whether the answer is wanted as JSON, and all that began with a dash."""
+    """A checked config, whether to print JSON, and the command's options."""
 
     config: Config
     json: bool
@@ -122,23 +123,27 @@ def read_config_arguments(
     arguments: Sequence[str],
     program: str,
     help_text: str,
-    add_dashes: Callable[[OneLineParser], None] = lambda using: None,
+    add_options: Callable[[OneLineParser], None] = lambda parser: None,
 ) -> ConfigArguments | None:
-    """Understand a command line; None if it asked for help, which has been shown.
+    """Parse a command line and compose its config; None after printing the help, if requested.
 
-    `add_dashes` declares what else the command understands.
+    Args:
+        arguments: overrides and options, in any order.
+        program: name of the command in messages.
+        help_text: with `{program}` in place of that name.
+        add_options: declares options of the command to the parser.
 
     Raises:
         UserError: a key or a value does not exist, or is not allowed.
     """
-    using = common_parser()
-    using.add_argument("--json", action="store_true")
-    add_dashes(using)
-    args = parse_arguments(using, arguments)
+    parser = common_parser()
+    parser.add_argument("--json", action="store_true")
+    add_options(parser)
+    args = parse_arguments(parser, arguments)
     if args.help:
         sys.stdout.write(help_text.format(program=program))
         return None
-    composer = Composer(program.rpartition(" ")[2])  # from here on the user's models are known
+    composer = Composer(program.rpartition(" ")[2])  # imports the user's plug-ins, too
     overrides = parse_overrides(args.overrides)
     check_overrides(overrides, composer.groups)
     return ConfigArguments(compose_run(composer, overrides), args.json, args)

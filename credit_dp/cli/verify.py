@@ -1,4 +1,4 @@
-"""The verify and doctor commands: is the sharded model the model, here?"""
+"""The verify and doctor commands: check that sharding gives the same results as one rank."""
 
 import json
 import math
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 VERIFY_HELP = """\
-{program} KEY=VALUE ...: is the sharded model the model?
+{program} KEY=VALUE ...: compares the sharded model with the unsharded one.
 
-Runs the configured model sharded and unsharded, forward and backward, on the same random numbers in
+Runs the configured model sharded and unsharded, forward and backward, on the same random input in
 float64, and compares outputs, input gradient, the gradient of every parameter, and buffers. The
 ranks are threads of this process. The grid is the quickstart's, 32x64, or data.grid:
   model=unet parallel.domain=3 data.grid=45x90
@@ -31,35 +31,35 @@ ranks are threads of this process. The grid is the quickstart's, 32x64, or data.
 Exit code: 0 if all errors are at most 1e-11, 1 if not, 2 if the keys are wrong.
 """
 
-BATCH = 2  # samples: one could hide what is folded into the batch
-SHOWN = 5  # parameters in the table
+BATCH = 2  # samples; with one, a dim folded into the batch by mistake would not show
+PARAMETERS_SHOWN = 5  # in the table
 
 
 def verify(arguments: Sequence[str], program: str) -> int:
-    """Compare the configured model on some ranks with itself on one; the exit code.
+    """Compare the configured model on several ranks with itself on one; return the exit code.
 
     Raises:
-        UserError: the config is not as needed, or the model can't be sharded so.
+        UserError: a key is wrong, or the model can't be sharded on the mesh.
     """
-    question = read_config_arguments(arguments, program, VERIFY_HELP)
-    if question is None:
+    parsed = read_config_arguments(arguments, program, VERIFY_HELP)
+    if parsed is None:
         return 0
-    report = verify_model(question.config)
-    show = as_json if question.json else as_text
-    sys.stdout.write(show(report, question.config))
+    report = verify_model(parsed.config)
+    render = as_json if parsed.json else as_text
+    sys.stdout.write(render(report, parsed.config))
     return 0 if report.passed else 1
 
 
 def verify_model(config: Config) -> "VerifyReport":
-    """Build the model on a small grid, and compare.
+    """Build the model on a small grid, and compare it sharded and unsharded.
 
     Raises:
-        UserError: as above.
+        UserError: there is only one rank, or the model can't be sharded over so many.
     """
     ranks = config.parallel.domain
     if ranks == 1:
         raise UserError(
-            "parallel.domain: one rank is the plain model, nothing to verify. "
+            "parallel.domain: with one rank the model is not sharded. "
             "Give it 2 or more, like parallel.domain=3."
         )
     check_rows(config)
@@ -75,33 +75,42 @@ def verify_model(config: Config) -> "VerifyReport":
     fields = expected_channels(config.data).fields(config.model.frames)
     torch.manual_seed(config.seed)
     model = build_model(config.model, fields, grid)
+    # The draws depend on seed and sample, so sharded and unsharded model drop the same branches.
     draw_stochastic_depths(model, config.seed, 0, range(BATCH))
-    shape, rules = (BATCH, fields.inputs, *grid), declared_converters(model)
+    shape = (BATCH, fields.inputs, *grid)
+    converters = declared_converters(model)
     return verify_domain_parallel(
-        lambda: model, shape, ranks, custom_converters=rules, seed=config.seed
+        lambda: model, shape, ranks, custom_converters=converters, seed=config.seed
     )
 
 
 def as_text(report: "VerifyReport", config: Config) -> str:
-    """Outputs, inputs, the worst parameters, and a verdict."""
+    """Return errors of outputs, inputs and the worst parameters, and the verdict."""
     shape = " x ".join(map(str, report.input_shapes[0]))
-    first = len(report.outputs) + len(report.input_gradients)
-    listed = list(report.errors.items())
-    rest = sorted(listed[first:], key=lambda item: -item[1])
-    rows = [(name, f"{error:.1e}") for name, error in (*listed[:first], *rest[:SHOWN])]
+    shown_always = len(report.outputs) + len(report.input_gradients)
+    errors = list(report.errors.items())
+    parameters = sorted(errors[shown_always:], key=lambda item: -item[1])
+    rows = [
+        (name, f"{error:.1e}")
+        for name, error in (*errors[:shown_always], *parameters[:PARAMETERS_SHOWN])
+    ]
     name, error = report.worst
     verdict = "ok" if report.passed else "FAILED"
     lines = [
         f"{config.model.name} on {report.ranks} ranks against one, input {shape}, float64",
         *format_table(("", "relative error"), rows, left=1),
-        *([f"and {len(rest) - SHOWN} others that are no larger"] if len(rest) > SHOWN else []),
+        *(
+            [f"and {len(parameters) - PARAMETERS_SHOWN} others with smaller or equal errors"]
+            if len(parameters) > PARAMETERS_SHOWN
+            else []
+        ),
         f"{verdict}: the largest error is {error:.1e} ({name}), {report.tolerance:.0e} passes",
     ]
     return "\n".join([*lines, ""])
 
 
 def as_json(report: "VerifyReport", config: Config) -> str:
-    """Errors by kind and name, the worst one, and the verdict."""
+    """Return errors by kind and name, the worst one, and the verdict, as JSON."""
     name, error = report.worst
     content = {
         "model": config.model.name,
@@ -113,7 +122,7 @@ def as_json(report: "VerifyReport", config: Config) -> str:
 
 
 def json_safe(content: Any) -> Any:
-    """JSON has no NaN or infinity: these become text."""
+    """Return the content with NaN and infinity as texts, for JSON has neither."""
     if isinstance(content, Mapping):
         return {key: json_safe(value) for key, value in content.items()}
     if isinstance(content, float) and not math.isfinite(content):
@@ -124,9 +133,9 @@ def json_safe(content: Any) -> Any:
 DOCTOR_HELP = """\
 {program} KEY=VALUE ...: checks that sharding works on this machine, within a minute.
 
-Prints versions, devices, back end and threads, and compares an exchange of rows, a reduction and
-one step of a sharded U-Net with the unsharded answers, and what the data and pipeline axes send,
-on the ranks that these keys ask for:
+Prints versions, devices, backend and threads. Compares an exchange of rows, a reduction, one step
+of a sharded U-Net, and messages on the data and pipeline axes with known results, on the ranks that
+these keys set:
   parallel.domain=4 parallel.data=2 parallel.pipeline=2 parallel.threads=1 device=cpu
 
   --json        the report as JSON
@@ -137,13 +146,13 @@ Exit code: 0 if all checks passed, 1 if one failed, 2 if the keys are wrong.
 
 
 def doctor(arguments: Sequence[str], program: str) -> int:
-    """Check the machine; the exit code.
+    """Check this machine; return the exit code.
 
     Raises:
-        UserError: anything that is wrong before the first process starts.
+        UserError: something is wrong, and no process has been started.
     """
-    question = read_config_arguments(arguments, program, DOCTOR_HELP)
-    if question is None:
+    parsed = read_config_arguments(arguments, program, DOCTOR_HELP)
+    if parsed is None:
         return 0
-    function = "check_json" if question.json else "check"
-    return launch(question.config, f"credit_dp.costs.sharding_checks:{function}")
+    function = "check_json" if parsed.json else "check"
+    return launch(parsed.config, f"credit_dp.costs.sharding_checks:{function}")

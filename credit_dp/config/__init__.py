@@ -1,9 +1,10 @@
-"""The whole configuration as dataclasses: what every key means and which values it may have.
+"""The configuration of a run as dataclasses: each key with its type, default and meaning.
 
-Each dataclass checks its own values when it is made and raises a `UserError` that names the key.
-What is still `MISSING` is left for OmegaConf to report.
+`Config` is the root; its groups are here and in `data`, `model` and `training`. The comment beside
+or above a field is its help text. Each dataclass checks its own values when it is created and
+raises a `UserError` that names the key; OmegaConf reports values that are still `MISSING`.
 
-No torch in here: `--help` and `--cfg job` must answer in under a second.
+No torch in here: `--help` and `--cfg job` have to answer in under a second.
 """
 
 from dataclasses import asdict, dataclass, field
@@ -61,17 +62,17 @@ __all__ = [
 
 
 PIPELINE_SCHEDULES = ("gpipe", "1f1b", "interleaved")
-STAGES_PER_INTERLEAVED_RANK = 2  # of each rank
+STAGES_PER_INTERLEAVED_RANK = 2
 FSDP_DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass
 class RunConfig:
-    """Where a run writes. A fixed name is what `resume=auto` finds again."""
+    """The folder of a run. `resume=auto` needs a fixed one."""
 
-    name: str | None = None  # outputs/NAME, where resume=auto looks; null: a folder of its own
-    dir: str = ""  # any other folder
-    scaling: bool = False  # a sweep ends in a table and a picture of what more ranks bring
+    name: str | None = None  # write to outputs/NAME; null: a new folder for each run
+    dir: str = ""  # write to this folder, instead of outputs/NAME
+    scaling: bool = False  # end a sweep with a table and a plot of its parallel scaling
 
     def __post_init__(self) -> None:
         checks.folder_name("run.name", self.name)
@@ -82,24 +83,24 @@ class ParallelConfig:
     """The mesh of pipeline x data x domain ranks, and how each of its axes works."""
 
     domain: int = 1  # ranks that share one globe, each with a band of latitude rows
-    # globes at once; null: what is left of the visible GPUs or of the launcher's ranks
+    # globes that are trained on at once; null: as many as the GPUs or the launcher's ranks allow
     data: int | None = None
     pipeline: int = 1  # ranks that share one model, each with some of its layers
-    threads: int | None = None  # CPU threads of each rank; null: this machine's cores shared out
-    # ddp: every rank has all parameters | fsdp2: the data ranks share them out
+    threads: int | None = None  # CPU threads of each rank; null: an equal share of the cores
+    # ddp: every rank holds all parameters | fsdp2: parameters are sharded over the data ranks
     data_mode: str = "ddp"
-    # fsdp2: float32 | bfloat16 | float16: of parameters while they compute; null: trainer.dtype
+    # of fsdp2: float32 | bfloat16 | float16, in which parameters compute; null: trainer.dtype
     param_dtype: str | None = None
-    reduce_dtype: str | None = None  # fsdp2: the same for gradients while they are added up
-    cpu_offload: bool = False  # fsdp2: parameters, gradients and moments stay in the host's memory
+    reduce_dtype: str | None = None  # of fsdp2: the same, in which gradients are reduced
+    cpu_offload: bool = False  # of fsdp2: keep parameters, gradients and moments in host memory
     schedule: str = "1f1b"  # of the pipeline: gpipe | 1f1b | interleaved
-    # of the pipeline, for each accumulated part of the batch; null: one for each of its ranks
+    # of the pipeline, micro-batches of each accumulated part of the batch; null: one for each rank
     microbatches: int | None = None
-    # segments of the model that later stages begin with, by name; null: balanced by cost
+    # names of the segments at which later pipeline stages begin; null: stages of balanced cost
     stages: list[str] | None = None
-    # devices of modules in one process, e.g. {root: cuda:0, decoder: cuda:1}
+    # devices of modules within one process, e.g. {root: cuda:0, decoder: cuda:1}
     layout: dict[str, Any] = field(default_factory=dict)
-    # steps between checks that ranks hold equal parameters; 0: at the start only
+    # steps between checks that replicas hold equal parameters; 0: only at the start
     check_replicas_every: int = 0
 
     def __post_init__(self) -> None:
@@ -130,8 +131,8 @@ class ParallelConfig:
             checks.no_repeats("parallel.stages", self.stages)
         if self.pipeline > 1 and self.layout:
             raise UserError(
-                f"parallel.layout: needs parallel.pipeline=1, got {self.pipeline}. A pipeline is "
-                "cut by parallel.stages; leave parallel.layout empty."
+                f"parallel.layout: needs parallel.pipeline=1, got {self.pipeline}. Leave "
+                "parallel.layout empty: a pipeline is cut by parallel.stages."
             )
         hints = {"microbatches": " or use trainer.accumulate", "stages": ""}
         for key, hint in hints.items():
@@ -143,12 +144,12 @@ class ParallelConfig:
         if self.stages is not None and len(self.stages) != later:
             raise UserError(
                 f"parallel.stages: needs a name for each of the {later} stages after the first, "
-                f"got {len(self.stages)}. Change it, or leave it null to balance them."
+                f"got {len(self.stages)}. Change it, or set it to null to balance the stages."
             )
-        few = self.schedule == "1f1b" and self.pipeline_microbatches < self.pipeline
-        odd = self.schedule == "interleaved" and self.pipeline_microbatches % self.pipeline
-        if few or odd:
-            needed = "a multiple of" if odd else "at least"
+        too_few = self.schedule == "1f1b" and self.pipeline_microbatches < self.pipeline
+        uneven = self.schedule == "interleaved" and self.pipeline_microbatches % self.pipeline
+        if too_few or uneven:
+            needed = "a multiple of" if uneven else "at least"
             raise UserError(
                 f"parallel.microbatches: parallel.schedule={self.schedule} needs {needed} "
                 f"parallel.pipeline ({self.pipeline}), got {self.microbatches}. Change one of them."
@@ -160,24 +161,24 @@ class ParallelConfig:
         if self.layout and self.data_mode != "ddp":
             raise UserError(
                 f"parallel.layout: needs parallel.data_mode=ddp, got {self.data_mode}. "
-                "Change either."
+                "Change one of them."
             )
 
     @property
     def gpus_per_rank(self) -> int:
-        """GPUs that each rank drives: one, or as many as the layout counts."""
+        """GPUs that each rank uses: one, or as many as the layout names."""
         devices = [d for v in self.layout.values() for d in ([v] if isinstance(v, str) else v)]
         numbers = [int(d.removeprefix("cuda:")) for d in devices if d.startswith("cuda:")]
         return 1 + max(numbers, default=0)
 
     @property
     def pipeline_microbatches(self) -> int:
-        """Micro-batches of the pipeline for each part of the batch that is accumulated."""
+        """Micro-batches of the pipeline in each accumulated part of the batch."""
         return self.microbatches or self.pipeline
 
     @property
     def virtual_stages(self) -> int:
-        """Stages of the pipeline that each rank has."""
+        """Pipeline stages on each rank."""
         return (
             STAGES_PER_INTERLEAVED_RANK
             if self.schedule == "interleaved" and self.pipeline > 1
@@ -187,7 +188,7 @@ class ParallelConfig:
 
 @dataclass
 class Config:
-    """Everything a run is made of."""
+    """The configuration of a run."""
 
     model: ModelConfig = MISSING
     data: DataConfig = MISSING
@@ -197,14 +198,14 @@ class Config:
     optimizer: OptimizerConfig = MISSING
     logger: LoggerConfig = MISSING
     run: RunConfig = field(default_factory=RunConfig)
-    seed: int = 0  # of the weights and of the order of samples
+    seed: int = 0  # of the initial weights, the order of samples and random draws
     device: str = "auto"  # auto | cpu | cuda
     resume: str | None = None  # auto | PATH of a checkpoint or of a run's folder
-    init_from: str | None = None  # PATH of a checkpoint or run: only its weights, by name
+    init_from: str | None = None  # PATH of a checkpoint or run whose weights to start from, by name
     compile: bool = False  # compile the model by torch.compile
 
     def __post_init__(self) -> None:
-        checks.integer_in("seed", self.seed, 0, 2**63 - 1)  # what torch and numpy both take
+        checks.integer_in("seed", self.seed, 0, 2**63 - 1)  # torch and numpy both take these
         checks.one_of("device", self.device, ("auto", "cpu", "cuda"))
         if self.init_from == "":
             raise UserError("init_from: needs a run's folder or a checkpoint, got none. Give one.")
@@ -212,34 +213,35 @@ class Config:
             raise UserError("resume: auto needs run.name, which fixes the folder to look in")
         if self.compile and self.parallel.pipeline > 1:
             raise UserError(
-                f"compile: needs parallel.pipeline=1, got {self.parallel.pipeline}. Change either."
+                f"compile: needs parallel.pipeline=1, got {self.parallel.pipeline}. "
+                "Change one of them."
             )
         if self.compile and self.parallel.layout:
             raise UserError(
-                "compile: needs parallel.layout to be empty: what moves between devices is not "
-                "compiled. Change either."
+                "compile: needs an empty parallel.layout, because moves between devices can't be "
+                "compiled. Change one of them."
             )
         if self.trainer.checkpoint_activations and self.parallel.pipeline > 1:
             raise UserError(
                 "trainer.checkpoint_activations: needs parallel.pipeline=1, got "
                 f"{self.parallel.pipeline}. Use model.activation_checkpointing=true instead, which "
-                "computes each block of a stage again."
+                "recomputes each block of a stage."
             )
         if self.trainer.longest_rollout > 1 and self.parallel.pipeline > 1:
             raise UserError(
                 "trainer.rollout: several steps need parallel.pipeline=1, got "
-                f"{self.parallel.pipeline}: a pipeline's stages can't feed the first one again "
-                "within a pass. Raise parallel.domain instead."
+                f"{self.parallel.pipeline}: the last stage of a pipeline can't feed the first one "
+                "within a forward pass. Raise parallel.domain instead."
             )
 
 
 def microbatches_per_step(config: Config) -> int:
-    """Into how many parts a data rank's share of a batch is cut: one forward and backward each."""
+    """Return the number of micro-batches, each with a forward and a backward, of a data rank."""
     parallel = config.parallel
     pipelined = parallel.pipeline_microbatches if parallel.pipeline > 1 else 1
     return config.trainer.accumulate * pipelined
 
 
 def as_dict(config: Config) -> dict[str, Any]:
-    """Plain lists, dicts, numbers and text: what can be written or sent elsewhere."""
+    """Return the config as plain lists, dicts, numbers and texts, for YAML and JSON."""
     return asdict(config)

@@ -1,6 +1,6 @@
-"""The config of the data: which store, variables and dates make a sample, and what is done to them.
+"""The config of the data: the store, its variables and dates, and how variables are transformed.
 
-No numpy in here: see `config.py`.
+No numpy in here: `--help` has to answer in under a second.
 """
 
 import re
@@ -18,7 +18,7 @@ Entry = TypeVar("Entry")
 STORE_FORMATS = ("quickstart", "zarr", "weatherbench2", "arco", "anemoi", "prepared")
 ROLES = ("prognostic", "diagnostic", "forcing", "static")  # of variables
 SPLITS = ("train", "valid", "test")
-AUTO = "auto"  # dates of a split that are chosen among the times of the store
+AUTO = "auto"  # dates of a split that follow from the times of the store
 NORMALISERS = ("standard", "std", "minmax", "none", "log1p")
 LOG1P_PATTERN = re.compile(r"log1p\(([^()]+)\)")
 STEP_PATTERN = re.compile(r"([1-9]\d{0,5})([hd])")
@@ -27,17 +27,18 @@ HOURS_PER_UNIT = {"h": 1, "d": 24}
 
 @dataclass
 class QuickstartConfig:
-    """The embedded climate: spectral truncation, seed, and the spans it covers.
+    """The embedded climate model: its resolution, its seed, and the time spans it covers.
 
-    `runs` independent integrations of `run_days` each, ten days apart, the first at `start`.
+    `runs` independent integrations cover `run_days` each, with gaps of ten days; the first begins
+    at `start`.
     """
 
-    truncation: int = 21  # total wavenumber up to which fields have structure, e.g. 42
+    truncation: int = 21  # spectral truncation: largest total wavenumber of the fields, e.g. 42
     seed: int = 0  # of the initial states
     start: str = "2001-01-01"  # first date of the first run
-    runs: int = 6  # independent integrations, ten days apart
-    run_days: int = 190  # of each run
-    spinup_days: int = 40  # of each run before its first date
+    runs: int = 6  # number of independent integrations, ten days apart
+    run_days: int = 190  # length of each run
+    spinup_days: int = 40  # days that each run is integrated before its first date
 
     def __post_init__(self) -> None:
         checks.at_least("data.quickstart.truncation", self.truncation, 5)
@@ -49,22 +50,23 @@ class QuickstartConfig:
 
 @dataclass
 class DatesConfig:
-    """Which dates each split has: `[first, last]`, both inclusive, ISO format, or `auto`.
+    """The dates of each split: `[first, last]`, both inclusive, in ISO format, or `auto`.
 
-    A run settles them when it has opened its store: from then on, and in the config that it writes,
-    each split is `[first, last]`, and nothing is left to be chosen.
+    A run settles them when it opens its store: from then on, also in the config that it writes,
+    each split is `[first, last]`, and no date depends on the store any more.
     """
 
-    train: Any = AUTO  # [first, last], both included; auto: the first 80 % of the store's times
-    valid: Any = AUTO  # of the scores on the way; auto: the next 10 %
-    test: Any = AUTO  # of the final scores; auto: the last 10 %
-    limit: int | None = None  # only so many times of each split, the first ones; null: all
-    # splits with the preset's dates: auto where the store lacks some; the command line sets this
+    train: Any = AUTO  # [first, last], both inclusive; auto: the first 80 % of the store's times
+    valid: Any = AUTO  # for the scores during training; auto: the next 10 %
+    test: Any = AUTO  # for the final scores; auto: the last 10 %
+    limit: int | None = None  # number of times of each split to use, the first ones; null: all
+    # splits with a preset's dates: auto if the store lacks some of them; set by the command line
     preset: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for split in SPLITS:
-            key, dates = f"data.dates.{split}", getattr(self, split)
+            key = f"data.dates.{split}"
+            dates = getattr(self, split)
             if dates == AUTO:
                 continue
             if not isinstance(dates, list):
@@ -72,7 +74,7 @@ class DatesConfig:
                     f"{key}: needs [first, last] in ISO format, like [2000-01-01, 2000-12-31], or "
                     f"{AUTO}, got {dates!r}"
                 )
-            dates = [str(date) for date in dates]  # 20000101 comes as a number
+            dates = [str(date) for date in dates]  # YAML reads 20000101 as a number
             checks.date_range(key, dates)
             setattr(self, split, dates)
         checks.at_least("data.dates.limit", self.limit, 1)
@@ -80,25 +82,25 @@ class DatesConfig:
             checks.one_of("data.dates.preset", split, SPLITS)
 
     @property
-    def open(self) -> bool:
-        """Whether they are only known when the store is."""
-        chosen = AUTO in (self.train, self.valid, self.test)
-        return chosen or bool(self.preset) or self.limit is not None
+    def undetermined(self) -> bool:
+        """Whether the dates depend on the times of the store."""
+        automatic = AUTO in (self.train, self.valid, self.test)
+        return automatic or bool(self.preset) or self.limit is not None
 
 
 @dataclass
 class VariableConfig:
-    """What is done to one variable between the store and the model, and undone in forecasts.
+    """How one variable is transformed between the store and the model; forecasts undo it.
 
     Attributes:
         normalise: `standard`, `std` (not centred), `minmax` (to 0..1), `none`, or `log1p(EPS)`:
             `log(1 + x / EPS)`, then standard.
-        fill: what stands for NaN on the points where a field has none ever: `mean` or a number;
-            null: NaN is refused.
-        convert: `FROM->TO` units, for a store that has another unit than the model is to see.
-        accumulated: the store has sums since the time before: they are added up over a step.
-            null: as known of the name.
-        nonnegative: forecasts are clamped at zero. null: as known of the name.
+        fill: value that replaces NaN at points where the field is NaN at all times: `mean` or a
+            number. null: NaN is refused.
+        convert: `FROM->TO`, a conversion of units between the store and the model.
+        accumulated: whether the store has sums since its previous time, which are added up over a
+            step. null: depends on the variable's name.
+        nonnegative: whether forecasts are clamped at zero. null: depends on the variable's name.
     """
 
     normalise: str = "standard"
@@ -108,17 +110,19 @@ class VariableConfig:
     nonnegative: bool | None = None
 
     def check(self, key: str) -> None:
-        """Refuse what none of the fields may be; `key` is that of the variable.
+        """Check the values; `key` is the config key of the variable.
 
         Raises:
-            UserError: naming the key.
+            UserError: a value is not allowed.
         """
         if not LOG1P_PATTERN.fullmatch(self.normalise):
             checks.one_of(f"{key}.normalise", self.normalise, NORMALISERS[:-1])
         elif not self.log1p_scale > 0:
-            raise UserError(f"{key}.normalise: needs log1p of a number above 0")
-        number = isinstance(self.fill, int | float) and not isinstance(self.fill, bool)
-        if number:
+            raise UserError(
+                f"{key}.normalise: needs log1p of a number above 0, got {self.normalise}"
+            )
+        is_number = isinstance(self.fill, int | float) and not isinstance(self.fill, bool)
+        if is_number:
             checks.number_in(f"{key}.fill", self.fill, float("-inf"))
         elif self.fill not in (None, "mean"):
             raise UserError(f"{key}.fill: needs `mean`, a number or null, got {self.fill!r}")
@@ -127,36 +131,37 @@ class VariableConfig:
 
     @property
     def log1p_scale(self) -> float:
-        """EPS of `log1p(EPS)`; NaN if that is no number, or not the normalisation."""
-        found = LOG1P_PATTERN.fullmatch(self.normalise)
+        """EPS of `log1p(EPS)`; NaN for other normalisations, or if EPS is not a number."""
+        match = LOG1P_PATTERN.fullmatch(self.normalise)
         try:
-            return float(found[1]) if found else float("nan")
+            return float(match[1]) if match else float("nan")
         except ValueError:
             return float("nan")
 
 
 @dataclass
 class DataConfig:
-    """Which store, variables and dates make a sample."""
+    """The store, variables and dates that samples are read from, and how they are read."""
 
-    name: str = MISSING  # form of the store
-    store: Any = None  # path, glob or address of a store, or a list; the quickstart makes its own
-    # folder of the quickstart's store, of statistics and climatologies, shared by all runs
+    name: str = MISSING  # format of the store
+    store: Any = None  # path, glob or URL of a store, or a list; the quickstart generates its own
+    # folder for the quickstart's store, statistics and climatologies, shared by all runs
     cache: str = "${oc.env:CREDIT_DP_CACHE,${oc.env:HOME,.}/.cache/credit_dp}"
     grid: str | None = None  # "ROWSxCOLUMNS", e.g. 121x240; null: the store's own
-    prognostic: list[str] = MISSING  # go in and come out
-    diagnostic: list[str] = field(default_factory=list)  # only come out
-    forcing: list[str] = field(default_factory=list)  # only go in
-    static: list[str] = field(default_factory=list)  # go in, the same at all times
-    levels: list[int] | None = None  # hPa, or hybrid; null: all of the store's
-    # what is done to single variables, e.g. {total_precipitation: {normalise: log1p(1e-3)}}
+    prognostic: list[str] = MISSING  # variables in the input and the output
+    diagnostic: list[str] = field(default_factory=list)  # variables in the output only
+    forcing: list[str] = field(default_factory=list)  # variables in the input only
+    static: list[str] = field(default_factory=list)  # input variables that are constant in time
+    levels: list[int] | None = None  # hPa, or hybrid; null: all levels of the store
+    # options of single variables, e.g. {total_precipitation: {normalise: log1p(1e-3)}}
     variables: dict[str, VariableConfig] = field(default_factory=dict)
-    limits: dict[str, Any] = field(default_factory=dict)  # [low, high] of values; null: any
-    step: str = "6h"  # hours or days of one step; finer stores are subsampled
+    limits: dict[str, Any] = field(default_factory=dict)  # allowed values, [low, high]; null: any
+    step: str = "6h"  # model time step in hours or days; finer stores are subsampled
     dates: DatesConfig = field(default_factory=DatesConfig)
-    statistics: Any = None  # a file or a list; null: made from the training dates, in the cache
-    batch_size: int = 8  # global: the mesh never changes it
-    prefetch: int = 2  # batches ready ahead of the step that uses them
+    # a file or a list of them; null: computed from the training dates and cached
+    statistics: Any = None
+    batch_size: int = 8  # samples of all ranks together, whatever the mesh
+    prefetch: int = 2  # batches that are read ahead of training
     workers: int = 2  # threads that read and decode
     quickstart: QuickstartConfig = field(default_factory=QuickstartConfig)  # the embedded climate
 
@@ -192,63 +197,63 @@ class DataConfig:
         entries = self.statistics if many else [self.statistics or "none"]
         if not entries or not all(isinstance(entry, str) and entry for entry in entries):
             raise UserError(
-                "data.statistics: needs a file, or those of mean, std and tendency std, got "
+                "data.statistics: needs a file, or files of mean, std and tendency std, got "
                 f"{self.statistics!r}"
             )
 
     def _by_listed_name(self, key: str, entries: dict[str, Entry]) -> dict[str, Entry]:
-        """Entries by variables, of which a name may be another name of one in the lists.
+        """Return the entries by the names in the lists of variables, from any of their names.
 
         Raises:
-            UserError: a key may stand for two of them, or two keys for one.
+            UserError: a key fits two variables, or two keys fit one.
         """
         lists = (self.prognostic, self.diagnostic, self.forcing, self.static)
         listed = [name for names in lists if names != MISSING for name in names]
-        found: dict[str, Entry] = {}
+        entries_by_name: dict[str, Entry] = {}
         for given, entry in entries.items():
             level = long_name(given)[1]
-            alike = [
+            synonyms = [
                 name
                 for name in listed
                 if possible_canonical_names(name) & possible_canonical_names(given)
             ]
-            names = [name for name in alike if level in (None, long_name(name)[1])]
-            if key == "limits" and not names:  # of one level
-                names = [f"{name}_{level}" for name in alike if long_name(name)[1] is None]
+            names = [name for name in synonyms if level in (None, long_name(name)[1])]
+            if key == "limits" and not names:  # limits of a single level of a listed variable
+                names = [f"{name}_{level}" for name in synonyms if long_name(name)[1] is None]
             if given in listed or not names:
-                names = [given]
+                names = [given]  # a name that fits nothing is refused when the store is open
             if len({canonical_name(name) for name in names}) > 1:
                 raise UserError(
-                    f"data.{key}.{given}: stands for {' and '.join(names)} here. Give it by one "
-                    "of these names."
+                    f"data.{key}.{given}: stands for {' and '.join(names)} here. Use one of these "
+                    "names."
                 )
             for name in names:
-                if name in found or (name != given and name in entries):
+                if name in entries_by_name or (name != given and name in entries):
                     raise UserError(
-                        f"data.{key}.{given}: {name} has another entry in data.{key}. Give "
-                        "one for both."
+                        f"data.{key}.{given}: {name} has another entry in data.{key}. Keep one of "
+                        "them."
                     )
-                found[name] = entry
-        return found
+                entries_by_name[name] = entry
+        return entries_by_name
 
     @property
     def statistics_files(self) -> list[str]:
-        """The entries of `statistics`; empty if there is none."""
+        """The files of `statistics`; empty if it is null."""
         many = isinstance(self.statistics, list)
         return list(self.statistics) if many else [self.statistics] if self.statistics else []
 
     @property
     def stores(self) -> list[str]:
-        """The entries of `store`; empty if there is none."""
-        found = self.store if isinstance(self.store, list) else [self.store]
-        return [entry for entry in found if entry]
+        """The entries of `store`; empty if it is null."""
+        entries = self.store if isinstance(self.store, list) else [self.store]
+        return [entry for entry in entries if entry]
 
     @property
     def step_hours(self) -> int:
-        """`step` in hours."""
+        """The time step in hours."""
         number, unit = STEP_PATTERN.fullmatch(self.step).groups()  # type: ignore[union-attr]
         return int(number) * HOURS_PER_UNIT[unit]
 
-    def of(self, variable: str) -> VariableConfig:
-        """What the config says of a variable, or the default."""
+    def variable_config(self, variable: str) -> VariableConfig:
+        """Return the options of a variable; the defaults if `variables` has no entry for it."""
         return self.variables.get(variable) or VariableConfig()

@@ -1,6 +1,6 @@
-"""The configuration of every model as dataclasses, which check themselves.
+"""The config of every model as a dataclass that checks its own values.
 
-No torch in here: `--help` and `--cfg job` must answer in under a second.
+No torch in here: `--help` and `--cfg job` have to answer in under a second.
 """
 
 from collections.abc import Mapping
@@ -18,38 +18,41 @@ UNET_POLES = ("reflect", "zeros", "mirror", "earth")
 UNET_BLOCKS = ("residual", "global_depthwise")
 UNET_UPSAMPLING = ("transpose", "nearest", "bilinear")
 
-# By `model.name`: what configs and checkpoints from before a key existed were made with, where that
-# is not the key's default. Whoever reads a model's keys that were saved completes them by it.
+# By `model.name`: the values that older configs and checkpoints imply for keys they lack, where
+# these differ from today's defaults.
 LEGACY_DEFAULTS: dict[str, dict[str, Any]] = {"unet": {"upsample": "transpose"}}
 
 
 def with_legacy_defaults(name: str, keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the saved keys of a model, and those that did not exist when they were saved."""
+    """Return a model's saved keys, completed by keys that are newer than the file."""
     return {**LEGACY_DEFAULTS.get(name, {}), **keys}
 
 
 @dataclass
 class ModelConfig:
-    """What the config of every model has; each model adds keys in a class of its own."""
+    """The keys that all models have; each model adds keys in a subclass."""
 
-    name: str = MISSING  # which model
-    frames: int = 1  # states that go in: the last one and those of the steps before
-    residual: bool = True  # predicts the tendency; false: the next state itself
+    name: str = MISSING  # name of the model
+    frames: int = 1  # states in the input: the latest one and those of the steps before
+    residual: bool = True  # predict the tendency; false: predict the next state
 
     def __post_init__(self) -> None:
         checks.at_least("model.frames", self.frames, 1)
 
     def coarsest_rows(self, height: int) -> int:
-        """Rows of the coarsest level on a grid of `height` rows, as far as the keys tell."""
+        """Return the rows of the model's coarsest level on a grid of `height` rows.
+
+        A model whose config does not override this is taken to have a single level.
+        """
         return height
 
 
 @dataclass
 class OwnModelConfig(ModelConfig, Plugin):
-    """The config of a model that another package or file brings: see `credit_dp.plugins`.
+    """The base of the configs of models from other packages or files: see `credit_dp.plugins`.
 
-    Derive from it and register the class, and `model=NAME` chooses it. Keep torch out of the
-    module's imports: `--help` imports it.
+    Derive from it and register the class, and `model=NAME` chooses it. Import torch inside `build`,
+    not at the top of the file, which `--help` imports as well.
     """
 
     plugin_kind = PluginKind("model", "credit_dp.models")
@@ -57,22 +60,22 @@ class OwnModelConfig(ModelConfig, Plugin):
     def build(self, in_channels: int, out_channels: int, grid: tuple[int, int]) -> Any:
         """Build the `nn.Module` for a grid of (rows, columns).
 
-        Its class may have `row_rules`, a table of module type -> name of a sharding rule, and be a
-        `credit_dp.models.segments.SegmentedModel`, which a pipeline can cut.
+        The module's class may have `row_rules`, a table of module type -> name of a sharding rule.
+        Derived from `credit_dp.models.segments.SegmentedModel`, it can run in a pipeline.
 
         Shapes:
-            it maps `(B, in_channels, H, W)` -> `(B, out_channels, H, W)`.
+            the module maps `(B, in_channels, H, W)` -> `(B, out_channels, H, W)`.
         """
         raise NotImplementedError
 
 
 @dataclass
 class BlocksConfig(ModelConfig):
-    """What the models of this package share: how their blocks are regularised and kept."""
+    """The keys that all models of this package have: regularisation and recomputation."""
 
-    dropout: float = 0.0  # share of the values that each block drops while training
-    stochastic_depth: float = 0.0  # rate of the last block; it rises from 0 at the first
-    activation_checkpointing: bool = False  # compute blocks again in backward, to save memory
+    dropout: float = 0.0  # share of values that each block sets to zero in training
+    stochastic_depth: float = 0.0  # rate of the last block; rates rise linearly from 0 at the first
+    activation_checkpointing: bool = False  # recompute blocks in the backward pass, to save memory
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -82,24 +85,27 @@ class BlocksConfig(ModelConfig):
 
 @dataclass
 class UNetConfig(BlocksConfig):
-    """Width and depth of the U-Net: one entry of `channels` per level, finest first.
+    """The U-Net: `channels` has one entry per level, finest first.
 
-    `kernel` are the rows and columns of the long-range convolutions of `block=global_depthwise`, in
-    grid points of each level.
+    `kernel` is the size of the long-range convolutions of `block=global_depthwise`, in rows and
+    columns of each level's grid.
     """
 
     name: str = "unet"
-    channels: list[int] = field(default_factory=lambda: [32, 64, 128])  # of each level
-    blocks: int = 1  # of each level
-    groups: int = 8  # of the norms
-    poles: str = "reflect"  # reflect | zeros | mirror | earth: what lies beyond a pole
-    upsample: str = "bilinear"  # or nearest, each of a 1x1 convolution; transpose: a checkerboard
-    # residual, or global_depthwise: large convolutions of each channel apart
+    channels: list[int] = field(default_factory=lambda: [32, 64, 128])  # number on each level
+    blocks: int = 1  # number on each level
+    groups: int = 8  # groups of each group norm
+    poles: str = "reflect"  # reflect | zeros | mirror | earth: padding beyond the poles
+    # bilinear | nearest | transpose: by interpolation after a 1x1 convolution, or by a transposed
+    # convolution, which can leave a checkerboard
+    upsample: str = "bilinear"
+    # residual | global_depthwise: two 3x3 convolutions, or one large convolution of each channel
     block: str = "residual"
-    # of global_depthwise: odd rows and columns; larger ones reach farther and cost more
+    # of global_depthwise: odd numbers of rows and columns; larger ones reach farther and cost more
     kernel: list[int] = field(default_factory=lambda: [31, 31])
-    squeeze_excite: bool = False  # gates each block's channels by their global means
-    global_conditioning: bool = False  # adds what the coarsest level's global mean says
+    squeeze_excite: bool = False  # gate each block's channels by their global means
+    # scale and shift the decoder's channels by the coarsest level's global means
+    global_conditioning: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -115,20 +121,20 @@ class UNetConfig(BlocksConfig):
         even = next((size for size in self.kernel if size < 1 or size % 2 == 0), None)
         if even is not None:
             raise UserError(f"model.kernel: needs odd numbers of rows and columns, got {even}")
-        odd = next((width for width in self.channels if width % self.groups), None)
-        if odd is not None:
+        indivisible = next((width for width in self.channels if width % self.groups), None)
+        if indivisible is not None:
             raise UserError(
-                f"model.channels: needs multiples of model.groups ({self.groups}), got {odd}"
+                f"model.channels: needs multiples of model.groups ({self.groups}), got "
+                f"{indivisible}"
             )
-
         if self.global_conditioning and len(self.channels) == 1:
             raise UserError(
-                "model.global_conditioning: needs a coarser level to take means of, but "
-                "model.channels has 1 entry. Give it another one."
+                "model.global_conditioning: needs at least two levels, but model.channels has one "
+                "entry. Add one to model.channels."
             )
 
     def coarsest_rows(self, height: int) -> int:
-        """Rows of the coarsest level on a grid of `height` rows; each level halves, rounding up."""
+        """Return the rows of the coarsest level; each level halves them, rounding up."""
         factor: int = 2 ** (len(self.channels) - 1)
         return -(-height // factor)
 
@@ -137,17 +143,17 @@ class UNetConfig(BlocksConfig):
 class PanguConfig(BlocksConfig):
     """The Pangu-style transformer: two resolutions, four stages of `depths` blocks.
 
-    `patch` and `window` are (levels, rows, columns); the patch is in grid points, the window in
-    patches. Stages two and three have half the rows and columns and twice the channels.
+    `patch` and `window` are (levels, rows, columns); a patch is measured in grid points, a window
+    in patches. Stages two and three have half the rows and columns and twice the channels.
     """
 
     name: str = "pangu"
-    width: int = 64  # channels of the finer resolution
+    width: int = 64  # channels at the finer resolution
     depths: list[int] = field(default_factory=lambda: [2, 2, 2, 2])  # blocks of each stage
-    heads: list[int] = field(default_factory=lambda: [4, 8, 8, 4])  # of attention, of each stage
+    heads: list[int] = field(default_factory=lambda: [4, 8, 8, 4])  # attention heads of each stage
     patch: list[int] = field(default_factory=lambda: [1, 2, 2])  # levels, rows, columns
     window: list[int] = field(default_factory=lambda: [4, 2, 4])  # levels, rows, columns of patches
-    mlp_ratio: int = 2  # hidden width of a block's perceptron, in widths of the block
+    mlp_ratio: int = 2  # hidden width of a block's MLP, as a multiple of the block's width
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -161,37 +167,40 @@ class PanguConfig(BlocksConfig):
         for heads, factor in zip(self.heads, (1, 2, 2, 1), strict=True):
             if factor * self.width % heads:
                 raise UserError(
-                    f"model.heads: has to divide the stage's {factor * self.width} channels, "
+                    f"model.heads: needs a divisor of the stage's {factor * self.width} channels, "
                     f"got {heads}. Change model.heads or model.width."
                 )
 
     def coarsest_rows(self, height: int) -> int:
-        """Rows of patches at the coarser of the two resolutions."""
+        """Return the rows of patches at the coarser of the two resolutions."""
         patches = -(-height // self.patch[1])
         return -(-patches // 2)
 
 
 @dataclass
 class CrossFormerConfig(BlocksConfig):
-    """The CrossFormer: one entry per level, finest first, of every list.
+    """The CrossFormer: every list has one entry per level, finest first.
 
-    `kernels` are those of the embedding that makes a level, in steps of `strides`; `local_windows`
-    and `global_windows` the rows, and columns, of short- and of long-distance attention.
+    `kernels` are the sizes of the convolutions that embed a level, with step `strides`.
+    `local_windows` and `global_windows` are the rows, and the columns, of a group of points in
+    short- and in long-distance attention.
     """
 
     name: str = "crossformer"
-    channels: list[int] = field(default_factory=lambda: [48, 96])  # of each level
-    depths: list[int] = field(default_factory=lambda: [1, 2])  # blocks of each level
-    head_channels: int = 24  # of each head of attention
-    # sizes of the convolutions that a level begins with
+    channels: list[int] = field(default_factory=lambda: [48, 96])  # number on each level
+    depths: list[int] = field(default_factory=lambda: [1, 2])  # number of blocks on each level
+    head_channels: int = 24  # channels of each attention head
+    # sizes of the convolutions at the beginning of each level
     kernels: list[list[int]] = field(default_factory=lambda: [[2, 4, 8], [2, 4]])
-    strides: list[int] = field(default_factory=lambda: [2, 2])  # of these convolutions
-    local_windows: list[int] = field(default_factory=lambda: [4, 4])  # of short-distance attention
-    global_windows: list[int] = field(default_factory=lambda: [4, 2])  # of long-distance attention
-    mlp_ratio: int = 2  # hidden width of a block's perceptron, in widths of the block
-    groups: int = 8  # of the decoder's norms
-    poles: str = "earth"  # earth | mirror: what lies beyond a pole
-    spectral_norm: bool = False  # bound the largest singular value of the weights
+    strides: list[int] = field(default_factory=lambda: [2, 2])  # strides of these convolutions
+    # rows, and columns, of a group of points in short-distance attention
+    local_windows: list[int] = field(default_factory=lambda: [4, 4])
+    # rows, and columns, of a group of points in long-distance attention
+    global_windows: list[int] = field(default_factory=lambda: [4, 2])
+    mlp_ratio: int = 2  # hidden width of a block's MLP, as a multiple of the block's width
+    groups: int = 8  # groups of each group norm of the decoder
+    poles: str = "earth"  # earth | mirror: padding beyond the poles
+    spectral_norm: bool = False  # divide weights by their largest singular value
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -199,8 +208,8 @@ class CrossFormerConfig(BlocksConfig):
         checks.one_of("model.poles", self.poles, ("earth", "mirror"))
         if self.spectral_norm and self.activation_checkpointing:
             raise UserError(
-                "model.spectral_norm: needs model.activation_checkpointing=false: what is computed "
-                "again in backward would use other weights than the forward did"
+                "model.spectral_norm: needs model.activation_checkpointing=false: a recomputed "
+                "block would have other weights than in the forward pass. Change one of them."
             )
         checks.not_empty("model.channels", self.channels)
         levels = len(self.channels)
@@ -226,19 +235,20 @@ class CrossFormerConfig(BlocksConfig):
             if channels < 2 ** (len(kernels) - 1):
                 raise UserError(
                     f"model.kernels: {len(kernels)} kernels halve the channels of their level "
-                    f"{len(kernels) - 1} times, and model.channels has {channels} there. Give "
+                    f"{len(kernels) - 1} times, but model.channels has {channels} there. Give "
                     "fewer kernels."
                 )
-            odd = next((k for k in kernels if k < stride or (k - stride) % 2), None)
-            if odd is not None:
+            # Kernels of the stride's parity share their centres; smaller ones would skip rows.
+            misfit = next((k for k in kernels if k < stride or (k - stride) % 2), None)
+            if misfit is not None:
                 raise UserError(
                     f"model.kernels: needs kernels of stride + 0, 2, 4, ... at a stride of "
-                    f"{stride}, got {odd}. Change model.kernels or model.strides."
+                    f"{stride}, got {misfit}. Change model.kernels or model.strides."
                 )
 
     @property
     def grid_multiple(self) -> int:
-        """Rows and columns are padded to a multiple of this: whole windows at every level."""
+        """Number of which padded rows and columns are multiples: whole windows at every level."""
         return lcm(
             *(
                 prod(self.strides[: level + 1]) * lcm(local, distant)
@@ -249,5 +259,5 @@ class CrossFormerConfig(BlocksConfig):
         )
 
     def coarsest_rows(self, height: int) -> int:
-        """Rows of the coarsest level, of the padded globe."""
+        """Return the rows of the coarsest level of the padded globe."""
         return -(-height // self.grid_multiple) * self.grid_multiple // prod(self.strides)

@@ -1,4 +1,4 @@
-"""What is minimised, how, for how long, and who is told: the config of a run's training."""
+"""The config of training: trainer, loss, optimizer with its schedule, and loggers."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,36 +23,37 @@ TRACKERS = ("wandb", "tensorboard")
 
 @dataclass
 class TrainerConfig:
-    """How long to train and what to do on the way."""
+    """The length of training, its numerics, and what is written during it."""
 
     steps: int = 450  # optimiser steps
     dtype: str = "float32"  # float32 | float64: of weights and their updates
-    # bfloat16: what the model computes in, where that is safe; weights stay float32
+    # bfloat16: compute in it where that is safe, with float32 weights; null: compute in dtype
     autocast: str | None = None
     accumulate: int = 1  # parts of the batch that are computed one after the other
-    gradient_clip: float | None = 1.0  # largest global gradient norm; null: no clipping
-    # how many forecast steps from which optimiser step on, e.g. {0: 1, 400: 2, 600: 4}
+    gradient_clip: float | None = 1.0  # largest norm of the whole gradient; null: no clipping
+    # forecast steps per optimiser step, from the given step on, e.g. {0: 1, 400: 2, 600: 4}
     rollout: dict[int, int] = field(default_factory=lambda: {0: 1})
-    rollout_unit: str = "step"  # step | epoch: what the keys of rollout count
-    checkpoint_activations: bool = False  # compute each forecast step again in backward
-    # parameters that are not trained, by pattern, e.g. ["encoder.*"]
+    rollout_unit: str = "step"  # step | epoch: unit of the keys of rollout
+    checkpoint_activations: bool = False  # recompute each forecast step in the backward pass
+    # patterns of parameters that are not trained, e.g. ["encoder.*"]
     freeze: list[str] = field(default_factory=list)
-    # stop | skip: what happens at a step whose loss or gradient is not finite (NaN or inf)
+    # stop | skip: what to do at a step with a non-finite loss or gradient (NaN or inf)
     on_nonfinite: str = "stop"
     # largest gradient norm, as a multiple of the recent median; null: any
     exploding: float | None = 1e4
-    # train on the first batch only, to see whether the model can learn it by heart
+    # train on the first batch only, to see whether the model can overfit it
     one_batch: bool = False
     log_every: int = 10  # steps between rows of metrics.csv
     checkpoint_every: int = 200  # steps between checkpoints; one is also written at the end
-    checkpoint_async: bool = True  # write checkpoints while training goes on
-    keep_checkpoints: int = 1  # how many of the newest checkpoints are kept
+    checkpoint_async: bool = True  # write checkpoints in the background
+    keep_checkpoints: int = 1  # number of the newest checkpoints that are kept
     validate_every: int = 0  # steps between validations; 0: none
-    keep_best: bool = False  # the checkpoint with the lowest validation error is kept, too
-    evaluate_hours: list[int] = field(default_factory=lambda: [6, 24])  # leads of the final scores
-    # hours between initial times on the held-out dates; with 54 every hour of the day occurs
+    keep_best: bool = False  # also keep the checkpoint with the lowest validation error
+    # lead times of the final scores
+    evaluate_hours: list[int] = field(default_factory=lambda: [6, 24])
+    # hours between initial times on the test dates; with 54 every hour of the day occurs
     evaluate_stride_hours: int = 54
-    profile: bool = False  # write a trace of a few steps
+    profile: bool = False  # write a profiler trace of a few steps
 
     def __post_init__(self) -> None:
         checks.at_least("trainer.steps", self.steps, 1)
@@ -62,7 +63,7 @@ class TrainerConfig:
             if self.dtype != "float32":
                 raise UserError(
                     f"trainer.autocast: needs trainer.dtype=float32, got {self.dtype}. "
-                    "Change either."
+                    "Change one of them."
                 )
         checks.at_least("trainer.accumulate", self.accumulate, 1)
         checks.above_zero("trainer.gradient_clip", self.gradient_clip)
@@ -85,7 +86,7 @@ class TrainerConfig:
         checks.one_of("trainer.rollout_unit", self.rollout_unit, ("step", "epoch"))
         if 0 not in self.rollout:
             raise UserError(
-                f"trainer.rollout: needs a length from {self.rollout_unit} 0 on, like "
+                f"trainer.rollout: needs an entry for {self.rollout_unit} 0, like "
                 f"{{0: 1, 1000: 2}}, got {dict(self.rollout)}."
             )
         for start, length in self.rollout.items():
@@ -94,28 +95,28 @@ class TrainerConfig:
 
     @property
     def longest_rollout(self) -> int:
-        """Forecast steps of the longest rollout."""
+        """Number of forecast steps of the longest rollout."""
         return max(self.rollout.values())
 
     def rollout_at(self, step: int, steps_per_epoch: int) -> int:
-        """Forecast steps of the pass that makes optimiser step number `step`, counted from 0."""
-        place = step if self.rollout_unit == "step" else step // steps_per_epoch
-        return self.rollout[max(start for start in self.rollout if start <= place)]
+        """Return the forecast steps of optimiser step number `step`, counted from 0."""
+        now = step if self.rollout_unit == "step" else step // steps_per_epoch
+        return self.rollout[max(start for start in self.rollout if start <= now)]
 
 
 @dataclass
 class LossConfig:
-    """What the config of every loss has: how rows, levels and variables weigh in it."""
+    """The keys that all losses have: the weights of rows, levels and variables."""
 
-    name: str = MISSING  # the error at a point
-    latitude_weight: bool = True  # rows weigh as their area; false: all alike
-    # levels weigh as their pressure, with mean 1 over all channels on levels; others weigh 1
+    name: str = MISSING  # name of the error at each point
+    latitude_weight: bool = True  # weight rows by their area; false: all rows alike
+    # weight levels by their pressure, with mean 1 over all channels on levels; others weigh 1
     level_weight: bool = False
-    # of all channels of a variable, e.g. {geopotential: 2}; the others weigh 1
+    # weights of all channels of a variable, e.g. {geopotential: 2}; the others weigh 1
     variable_weight: dict[str, float] = field(default_factory=dict)
-    # errors in units of the tendency's standard deviation; false: of the field's
+    # scale errors by the standard deviation of the tendency; false: of the field
     tendency: bool = True
-    # weight of the error in zonal power spectra, against smooth forecasts; 0: none
+    # weight of the error in zonal power spectra, against too smooth forecasts; 0: none
     spectrum: float = 0.0
 
     def __post_init__(self) -> None:
@@ -126,10 +127,10 @@ class LossConfig:
 
 @dataclass
 class StandardLossConfig(LossConfig):
-    """The errors of this package: squared, absolute, and Huber's."""
+    """The losses of this package: squared error, absolute error and Huber's."""
 
     name: str = "mse"  # mse | mae | huber
-    huber_delta: float = 1.0  # of huber: where it turns from squared to absolute
+    huber_delta: float = 1.0  # of huber: error at which it changes from squared to absolute
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -139,7 +140,7 @@ class StandardLossConfig(LossConfig):
 
 @dataclass
 class OwnLossConfig(LossConfig, Plugin):
-    """The config of a loss that another package or file brings: see `credit_dp.plugins`.
+    """The base of the configs of losses from other packages or files: see `credit_dp.plugins`.
 
     Derive from it and register the class, and `loss=NAME` chooses it.
     """
@@ -150,33 +151,36 @@ class OwnLossConfig(LossConfig, Plugin):
         """Return the error at each point as a function of the tensors (forecast, truth).
 
         Both are normalised, and in units of the tendency's standard deviation unless
-        `loss.tendency` is false. Each error may depend on its own point alone: weights, means,
-        points without values and sums over ranks are not the function's business.
+        `loss.tendency` is false. The error at a point may depend on the values at this point only;
+        the package applies weights, means, masks and the sum over ranks.
 
         Shapes:
-            it maps twice `(B, C, h, W)`, with any part of the globe's rows, -> the same.
+            the function maps `(B, C, h, W)`, `(B, C, h, W)` -> `(B, C, h, W)`, with any number of
+            the globe's rows as `h`.
         """
         raise NotImplementedError
 
 
 @dataclass
 class OptimizerConfig:
-    """What the config of every optimizer has: the learning rate, its schedule, and averages.
+    """The keys that all optimizers have: the learning rate, its schedule, and the weight average.
 
-    The rate rises in a line over the first steps, then follows `schedule`.
+    The learning rate rises linearly during the warm-up, then follows `schedule`.
     """
 
-    name: str = MISSING  # which optimizer
+    name: str = MISSING  # name of the optimizer
     lr: float = 3e-3  # learning rate after the warm-up
-    weight_decay: float = 0.01  # not of biases, norms and tables of positions
-    warmup_steps: int = 50  # steps in which the rate rises in a line
-    schedule: str = "cosine"  # cosine | constant | step, or a name of your own: after the warm-up
-    # keys of a schedule of your own, e.g. {power: 2}
+    weight_decay: float = 0.01  # not of biases, norms and position tables
+    warmup_steps: int = 50  # steps in which the learning rate rises linearly
+    # after the warm-up: cosine | constant | step, or the name of a plug-in schedule
+    schedule: str = "cosine"
+    # keys of a plug-in schedule, e.g. {power: 2}
     schedule_options: dict[str, Any] = field(default_factory=dict)
-    final_lr: float = 1e-6  # of cosine: the rate at the end
-    decay_every: int = 1000  # of step: steps between drops of the rate
-    decay_factor: float = 0.5  # of step: what each drop multiplies the rate by
-    # e.g. 0.999: forecasts are made with a moving average of the weights that decays so
+    final_lr: float = 1e-6  # of cosine: learning rate at the end
+    decay_every: int = 1000  # of step: steps between drops of the learning rate
+    decay_factor: float = 0.5  # of step: factor of each drop
+    # decay of an exponential moving average of the weights, e.g. 0.999, which then makes the
+    # forecasts; null: no average
     ema: float | None = None
 
     def __post_init__(self) -> None:
@@ -195,8 +199,8 @@ class AdamWConfig(OptimizerConfig):
     """AdamW (Loshchilov & Hutter 2019)."""
 
     name: str = "adamw"  # adamw
-    betas: tuple[float, float] = (0.9, 0.95)  # decay of the averages of gradients and squares
-    eps: float = 1e-8  # added to the root of the average square
+    betas: tuple[float, float] = (0.9, 0.95)  # decay of the averages of gradients and their squares
+    eps: float = 1e-8  # added to the root of the average square, against division by zero
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -210,10 +214,10 @@ class AdamWConfig(OptimizerConfig):
 
 @dataclass
 class OwnOptimizerConfig(OptimizerConfig, Plugin):
-    """The config of an optimizer that another package or file brings: see `credit_dp.plugins`.
+    """The base of the configs of optimizers from other packages or files: see `credit_dp.plugins`.
 
-    Derive from it and register the class, and `optimizer=NAME` chooses it. Keep torch out of the
-    module's imports: `--help` imports it.
+    Derive from it and register the class, and `optimizer=NAME` chooses it. Import torch inside
+    `build`, not at the top of the file, which `--help` imports as well.
     """
 
     plugin_kind = PluginKind("optimizer", "credit_dp.optimizers")
@@ -221,19 +225,19 @@ class OwnOptimizerConfig(OptimizerConfig, Plugin):
     def build(self, groups: Sequence[dict[str, Any]]) -> Any:
         """Return the `torch.optim.Optimizer` of these parameter groups.
 
-        Each group has `params`, `lr` and `weight_decay`, which is 0 for biases, norms and tables.
-        What the optimizer keeps of each parameter has to be tensors of the parameter's shape, or
-        single numbers in tensors: checkpoints hold these.
+        Each group has `params`, `lr` and `weight_decay`, which is 0 for biases, norms and position
+        tables. Per parameter the optimizer's state may only hold tensors of the parameter's shape
+        and tensors of a single number: checkpoints can write these for any mesh.
         """
         raise NotImplementedError
 
 
 @dataclass
 class OwnScheduleConfig(Plugin):
-    """A schedule of the learning rate that another package or file brings.
+    """The base of learning-rate schedules from other packages or files: see `credit_dp.plugins`.
 
-    Derive from it and register the class, and `optimizer.schedule=NAME` chooses it; values of its
-    keys are given as `optimizer.schedule_options.KEY=VALUE`.
+    Derive from it and register the class, and `optimizer.schedule=NAME` chooses it. Set its keys by
+    `optimizer.schedule_options.KEY=VALUE`.
     """
 
     plugin_kind = PluginKind("optimizer.schedule", "credit_dp.schedules")
@@ -241,27 +245,28 @@ class OwnScheduleConfig(Plugin):
     name: str = MISSING
 
     def factor(self, step: int, steps: int) -> float:
-        """Return what `optimizer.lr` is multiplied by at a step after the warm-up.
+        """Return the factor on `optimizer.lr` at a step after the warm-up.
 
         Args:
-            step: counted from 0 at the end of the warm-up.
-            steps: all of them, from there to the end of training, at least 1; `step` may be this.
+            step: counted from 0 at the end of the warm-up, up to and including `steps`.
+            steps: number of steps from the warm-up to the end of training, at least 1.
         """
         raise NotImplementedError
 
 
 def plugin_schedule(config: OptimizerConfig) -> OwnScheduleConfig | None:
-    """Return the schedule of the user's own that the config names; None if it is one of ours.
+    """Return the plug-in schedule that the config names; None for one of this package's.
 
     Raises:
-        UserError: there is none of this name, or not with these options.
+        UserError: there is no schedule of this name, or it does not take these options.
     """
-    name, key = config.schedule, "optimizer.schedule_options"
+    name = config.schedule
+    key = "optimizer.schedule_options"
     if name in LR_SCHEDULES:
         if config.schedule_options:
             raise UserError(
                 f"{key}: is for a schedule of your own, but optimizer.schedule is {name}. Leave "
-                "it out."
+                f"{key} out."
             )
         return None
     known = find_plugins(OwnScheduleConfig, LR_SCHEDULES)
@@ -276,12 +281,12 @@ def plugin_schedule(config: OptimizerConfig) -> OwnScheduleConfig | None:
 
 @dataclass
 class LoggerConfig:
-    """Who is told of a run's numbers beside the CSV log that is always written."""
+    """The trackers that get a run's numbers, besides metrics.csv, which is always written."""
 
     # wandb, tensorboard, both or none, besides metrics.csv
     trackers: list[str] = field(default_factory=lambda: ["wandb"])
     wandb: str = "offline"  # online | offline (needs no account) | disabled
-    project: str = "credit_dp"  # at Weights & Biases
+    project: str = "credit_dp"  # name of the project at Weights & Biases
 
     def __post_init__(self) -> None:
         checks.no_repeats("logger.trackers", self.trackers)

@@ -1,1 +1,1 @@
-"""What a step of a configured model takes on any mesh, without ranks or data."""
+"""Estimates and checks: memory, traffic and time of a step on any mesh, without ranks or data."""

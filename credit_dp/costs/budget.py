@@ -1,24 +1,31 @@
-"""What each rank of a mesh holds and sends in a step: rows, activations, weights, states."""
+"""Memory and traffic of each rank in a training step, on any mesh, without ranks or data.
+
+`plan_step` traces one micro-batch of the configured model on tensors without data (rows exchanged
+and activations saved), adds what the parameters need under ddp and fsdp2, and, with a pipeline,
+cuts the model as training does. `compare_meshes` repeats this for growing domains.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple, final
+from typing import NamedTuple, final
 
 import torch
 from torch import nn
 
 from credit_dp.config import Config, ParallelConfig, microbatches_per_step
+from credit_dp.data.channel_preview import expected_channels, expected_grid
 from credit_dp.distributed.placement import check_batch
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.build import declared_converters, shard_model
 from credit_dp.domain_parallel.convert import convert_to_domain_parallel
-from credit_dp.domain_parallel.costs.report import plan_report
+from credit_dp.domain_parallel.costs.report import PlanReport, plan_report
 from credit_dp.domain_parallel.count_transport import CountingTransport, RankTraffic
 from credit_dp.domain_parallel.planning.trace import copy_model
-from credit_dp.domain_parallel.row_tensors import cuts
+from credit_dp.domain_parallel.row_tensors import row_shardings
 from credit_dp.errors import UserError
+from credit_dp.models import build_model
 from credit_dp.pipeline_parallel.pipeline import (
     count_gathers,
     peak_saved_bytes,
@@ -36,16 +43,9 @@ from credit_dp.pipeline_parallel.stages import (
 from credit_dp.training.optim import moments_per_parameter
 from credit_dp.training.parameter_shards import fsdp_blocks
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from torch import nn
-
-    from credit_dp.domain_parallel.costs.report import PlanReport
-
 
 class StepPlan(NamedTuple):
-    """What the command found; no budgets if the model can't be sharded so."""
+    """The costs of a training step; no budgets if the model can't be sharded on the mesh."""
 
     report: PlanReport
     budgets: Sequence[RankBudget]
@@ -53,16 +53,14 @@ class StepPlan(NamedTuple):
 
 
 def plan_step(config: Config) -> StepPlan:
-    """Plan a micro-batch of the configured model, and from it what a step takes.
+    """Plan one micro-batch of the configured model, and from it a training step.
 
     Raises:
-        UserError: grid, batch or variables are not as needed, or the model can't be cut.
+        UserError: grid, batch or variables are wrong, or the model can't be cut into stages.
     """
     report, model = _report_and_model(config)
     if report.problems:
         return StepPlan(report, (), None)
-    # torch
-
     if config.parallel.pipeline == 1:
         return StepPlan(report, model_budget(model, report, config), None)
     pipeline = plan_pipeline(model, report, config)
@@ -71,9 +69,7 @@ def plan_step(config: Config) -> StepPlan:
 
 
 def _report_and_model(config: Config) -> tuple[PlanReport, nn.Module]:
-    from credit_dp.domain_parallel.build import declared_converters  # torch
-    from credit_dp.domain_parallel.costs.report import plan_report
-
+    """Return the report of one micro-batch, and the unconverted model."""
     data = config.parallel.data or 1
     check_batch(config, data)
     model, shape = model_and_shape(config, data * microbatches_per_step(config))
@@ -82,22 +78,18 @@ def _report_and_model(config: Config) -> tuple[PlanReport, nn.Module]:
 
 
 def model_and_shape(config: Config, parts: int) -> tuple[nn.Module, tuple[int, ...]]:
-    """Build the model without data for its parameters; the shape of one of `parts` of the batch.
+    """Return the model, its parameters without data, and the input shape of 1/`parts` of the batch.
 
     Raises:
-        UserError: the grid or the variables are not as needed.
+        UserError: the grid or the variables are wrong.
     """
-    import torch  # takes seconds: not for --help
-
-    from credit_dp.data.channel_preview import expected_channels, expected_grid
-    from credit_dp.models import build_model
-
     grid = expected_grid(config.data)
     fields = expected_channels(config.data).fields(config.model.frames)
     try:
         with torch.device("meta"):
             model = build_model(config.model, fields, grid)
-    except (NotImplementedError, RuntimeError):  # it reads numbers while it is built
+    except (NotImplementedError, RuntimeError):
+        # Some models read values of tensors while they are built, which meta tensors don't have.
         model = build_model(config.model, fields, grid)
     model = model.to(getattr(torch, config.trainer.dtype))
     return model, (config.data.batch_size // parts, fields.inputs, *grid)
@@ -106,15 +98,15 @@ def model_and_shape(config: Config, parts: int) -> tuple[nn.Module, tuple[int, .
 @final
 @dataclass(frozen=True)
 class ParameterBudget:
-    """Bytes on the fullest rank, and those that it sends in a step if reductions go in rings.
+    """Bytes for parameters on the fullest rank, held and sent in a step (collectives as rings).
 
     Attributes:
-        weights: as they are between steps.
-        gradients: most of them at once.
-        moments: of the optimizer.
-        gathered: parameters of others that are here while a block computes.
-        sent_gradients: to add gradients up.
-        sent_weights: to gather what is shared out.
+        weights: held between steps.
+        gradients: held at once, at most.
+        moments: state of the optimizer.
+        gathered: parameters of other ranks, held while a block computes (fsdp2).
+        sent_gradients: to reduce gradients.
+        sent_weights: to gather sharded parameters.
     """
 
     weights: int
@@ -129,70 +121,81 @@ class ParameterBudget:
         return ParameterBudget(*(a + b for a, b in pairs))
 
 
-def replicated_budget(part: nn.Module, replicas: int, moments: int) -> ParameterBudget:
-    """Return what it takes if each rank has all of a part (ddp).
+def replicated_budget(module: nn.Module, replicas: int, moments: int) -> ParameterBudget:
+    """Return the budget of a rank that holds all parameters of a module (ddp).
 
     Args:
-        part: the model, or a stage of it.
-        replicas: ranks that have it, over the data and the domain axis.
-        moments: of the optimizer, for each parameter.
+        module: the model, or a stage of it.
+        replicas: ranks that hold it, over the data and the domain axis.
+        moments: values that the optimizer keeps for each parameter.
     """
-    weights = sum(p.nbytes for p in part.parameters())
-    learning = sum(p.nbytes for p in _trainable(part.parameters()))
-    sent = ring_all_reduce_bytes(learning, replicas)
-    return ParameterBudget(weights, learning, moments * learning, 0, sent)
+    weights = sum(p.nbytes for p in module.parameters())
+    trainable = sum(p.nbytes for p in _trainable(module.parameters()))
+    sent = ring_all_reduce_bytes(trainable, replicas)
+    return ParameterBudget(weights, trainable, moments * trainable, 0, sent)
 
 
 def sharded_budget(
-    part: nn.Module,
+    module: nn.Module,
     parallel: ParallelConfig,
     data: int,
     domain: int,
-    micros: int,
+    microbatches: int,
     *,
     moments: int,
     gathers: int | None = None,
 ) -> ParameterBudget:
-    """Return what it takes if the data ranks share out a part (fsdp2).
+    """Return the budget of a rank if the data ranks shard the parameters of a module (fsdp2).
 
     Args:
-        part: the converted model, or a stage of it.
-        parallel: dtypes.
-        data: ranks that share.
-        domain: ranks that have the same shares.
-        micros: micro-batches of a step.
-        moments: of the optimizer, for each parameter.
-        gathers: how often a block is gathered in a step of a pipeline, whose stages keep gradients
-            whole until its end; None without a pipeline.
+        module: the converted model, or a stage of it.
+        parallel: gives the dtypes.
+        data: ranks that the parameters are sharded over.
+        domain: ranks that hold the same shards.
+        microbatches: micro-batches of a step.
+        moments: values that the optimizer keeps for each parameter.
+        gathers: times that a block is gathered in a step of a pipeline, whose stages keep gradients
+            unsharded until its end; None without a pipeline.
     """
-    blocks = [list(block.parameters()) for block in fsdp_blocks(part)]
+    blocks = [list(block.parameters()) for block in fsdp_blocks(module)]
     in_blocks = {id(p) for block in blocks for p in block}
-    rest = [p for p in part.parameters() if id(p) not in in_blocks]
-    whole = [*(p for block in blocks for p in block), *rest]
-    learning = list(_trainable(whole))
-    compute, reduce = parallel.param_dtype, parallel.reduce_dtype or parallel.param_dtype
-    # Without a pipeline for forward and for backward; what belongs to no block stays in between.
-    times = 2 * micros if gathers is None else gathers
-    once = micros if gathers is None else 1
-    padded = data * _shard_bytes(learning, data, reduce)
-    in_block = [data * _shard_bytes(block, data, compute) for block in blocks]
-    of_rest = data * _shard_bytes(rest, data, compute)
-    total = times * sum(in_block) + once * of_rest
-    reduced = (data - 1) * padded // data + ring_all_reduce_bytes(padded // data, domain)
+    rest = [p for p in module.parameters() if id(p) not in in_blocks]
+    parameters = [*(p for block in blocks for p in block), *rest]
+    trainable = list(_trainable(parameters))
+    compute_dtype = parallel.param_dtype
+    reduce_dtype = parallel.reduce_dtype or parallel.param_dtype
+    # Without a pipeline FSDP gathers a block for forward and again for backward. Parameters outside
+    # blocks belong to the root, which stays gathered from forward to backward.
+    block_gathers = 2 * microbatches if gathers is None else gathers
+    reductions = microbatches if gathers is None else 1
+    # FSDP pads dimension 0, so that every data rank reduces a shard of the largest size.
+    reduced_bytes = data * _shard_bytes(trainable, data, reduce_dtype)
+    block_bytes = [data * _shard_bytes(block, data, compute_dtype) for block in blocks]
+    rest_bytes = data * _shard_bytes(rest, data, compute_dtype)
+    gathered_bytes = block_gathers * sum(block_bytes) + reductions * rest_bytes
+    # Reduce-scatter over the data ranks, then an all-reduce of the shard over the domain ranks.
+    sent_to_reduce = (data - 1) * reduced_bytes // data + ring_all_reduce_bytes(
+        reduced_bytes // data, domain
+    )
+    gradients = _shard_bytes(trainable, data)
+    gathered = rest_bytes + max(block_bytes, default=0)
+    if gathers is not None:
+        # After a backward a stage stays gathered until its next forward, and gradients are reduced
+        # once, at the end of the step.
+        gradients = max(reduced_bytes, gradients)
+        gathered = rest_bytes + sum(block_bytes)
     return ParameterBudget(
-        _shard_bytes(whole, data),
-        _shard_bytes(learning, data)
-        if gathers is None
-        else max(padded, _shard_bytes(learning, data)),
-        moments * _shard_bytes(learning, data),
-        of_rest + (max(in_block, default=0) if gathers is None else sum(in_block)),
-        once * reduced,
-        (data - 1) * total // data,
+        weights=_shard_bytes(parameters, data),
+        gradients=gradients,
+        moments=moments * _shard_bytes(trainable, data),
+        gathered=gathered,
+        sent_gradients=reductions * sent_to_reduce,
+        sent_weights=(data - 1) * gathered_bytes // data,
     )
 
 
 def ring_all_reduce_bytes(size: int, ranks: int) -> int:
-    """Return the bytes that each rank sends to add up `size` bytes in a ring."""
+    """Return the bytes that each rank sends in a ring all-reduce of `size` bytes."""
     return 2 * (ranks - 1) * size // ranks
 
 
@@ -201,26 +204,26 @@ def _trainable(parameters: Iterable[nn.Parameter]) -> Iterable[nn.Parameter]:
 
 
 def _shard_bytes(parameters: Sequence[nn.Parameter], ranks: int, dtype: str | None = None) -> int:
-    """Return the bytes of the first rank's shares, which are the largest: rows of dimension 0."""
+    """Return the bytes of the first rank's shards, the largest: FSDP splits dimension 0."""
     total = 0
-    for p in parameters:
-        rows = -(-p.shape[0] // ranks)
-        size = p.element_size() if dtype is None else getattr(torch, dtype).itemsize
-        total += rows * (p.numel() // p.shape[0]) * size
+    for parameter in parameters:
+        rows = -(-parameter.shape[0] // ranks)
+        size = parameter.element_size() if dtype is None else getattr(torch, dtype).itemsize
+        total += rows * (parameter.numel() // parameter.shape[0]) * size
     return total
 
 
 @final
 @dataclass(frozen=True)
 class Cut:
-    """Where a stage begins.
+    """The beginning of a pipeline stage.
 
     Attributes:
-        stage: which one.
-        pipeline_rank: that has it.
-        first: its first segment.
+        stage: its index.
+        pipeline_rank: the rank on the pipeline axis that holds it.
+        first: name of its first segment.
         cost: its share of the model's multiply-adds.
-        state_bytes: what one rank is handed by the stage before with each micro-batch.
+        state_bytes: that one rank receives from the stage before, for each micro-batch.
     """
 
     stage: int
@@ -233,11 +236,11 @@ class Cut:
 @final
 @dataclass(frozen=True)
 class PipelinePlan:
-    """All stages, as the fullest rank of a domain has them.
+    """All stages of a pipeline, as the fullest rank of a domain holds them.
 
     Attributes:
-        manager: of that rank; nothing is sent.
-        bubble: the share of a step in which a rank waits, if all stages cost the same.
+        manager: of that rank, without communication.
+        bubble: share of a step in which a rank waits, if all stages cost the same.
     """
 
     stages: tuple[Stage, ...]
@@ -247,50 +250,55 @@ class PipelinePlan:
 
 
 def plan_pipeline(model: nn.Module, report: PlanReport, config: Config) -> PipelinePlan:
-    """Cut a model as training does.
+    """Cut a model into stages as training does.
 
     Args:
-        model: not converted; left as it is.
-        report: of the whole model, for one micro-batch.
+        model: not converted; it is not changed.
+        report: of the uncut model, for one micro-batch.
 
     Raises:
-        UserError: the model can't be cut so.
+        UserError: the model can't be cut into that many stages.
     """
-    parallel, micros = config.parallel, microbatches_per_step(config)
-    shape, virtual = report.input_shapes[0], parallel.virtual_stages
+    parallel = config.parallel
+    microbatches = microbatches_per_step(config)
+    shape = report.input_shapes[0]
+    stages_per_rank = parallel.virtual_stages
     costs = segment_costs(model, shape)
-    slices = stage_slices(costs, parallel.pipeline * virtual, parallel.stages, virtual=virtual)
+    slices = stage_slices(
+        costs, parallel.pipeline * stages_per_rank, parallel.stages, virtual=stages_per_rank
+    )
     manager = dry_run_manager(report.ranks)
+    # Bands differ in height and so in saved activations: plan for the fullest rank.
     manager.rank = report.saved_bytes.index(max(report.saved_bytes))
     stages = cut_model(shard_model(copy_model(model), manager, shape), manager, slices, shape)
-    shares = [sum(list(costs.values())[cut]) / sum(costs.values()) for cut in slices]
+    cost_shares = [sum(list(costs.values())[cut]) / sum(costs.values()) for cut in slices]
     cuts = [
         Cut(
-            stage.index,
-            stage.index % parallel.pipeline,
-            list(costs)[cut.start],
-            share,
-            0 if stage.is_first else state_bytes(stage.input_specs, shape[0]),
+            stage=stage.index,
+            pipeline_rank=stage.index % parallel.pipeline,
+            first=list(costs)[cut.start],
+            cost=cost_share,
+            state_bytes=0 if stage.is_first else state_bytes(stage.input_specs, shape[0]),
         )
-        for stage, cut, share in zip(stages, slices, shares, strict=True)
+        for stage, cut, cost_share in zip(stages, slices, cost_shares, strict=True)
     ]
-    idle = theoretical_bubble(parallel.pipeline, micros, virtual)
-    return PipelinePlan(tuple(stages), tuple(cuts), manager, idle)
+    bubble = theoretical_bubble(parallel.pipeline, microbatches, stages_per_rank)
+    return PipelinePlan(tuple(stages), tuple(cuts), manager, bubble)
 
 
 def dry_run_manager(domain: int) -> DomainParallelManager:
-    """Return the manager of one rank of a domain, which sends nothing."""
+    """Return the manager of rank 0 of a domain; it counts messages and sends none."""
     return DomainParallelManager(domain, domain, transport=CountingTransport(0, domain))
 
 
 @final
 @dataclass(frozen=True)
 class RankBudget:
-    """Bytes of the fullest rank of a place on the pipeline axis, by item.
+    """Bytes of the fullest rank at one position of the pipeline axis, by item.
 
     Attributes:
-        mode: how parameters are held: ddp or fsdp2.
-        held: at most.
+        mode: ddp or fsdp2.
+        held: at once, at most.
         sent: in a step.
     """
 
@@ -301,43 +309,46 @@ class RankBudget:
 
     @property
     def total_held(self) -> int:
-        """Return the sum of what is held."""
+        """Return the sum of `held`."""
         return sum(self.held.values())
 
     @property
     def total_sent(self) -> int:
-        """Return the sum of what is sent."""
+        """Return the sum of `sent`."""
         return sum(self.sent.values())
 
     def fits(self, memory: float) -> bool:
-        """Return whether what is held fits in so many GiB."""
+        """Return whether `held` fits in `memory` GiB."""
         return self.total_held <= memory * 2**30
 
 
 def model_budget(model: nn.Module, report: PlanReport, config: Config) -> list[RankBudget]:
-    """Return the budget of a rank that has the whole model: with ddp and, if it can be, fsdp2.
+    """Return the budget of a rank that holds the uncut model: ddp and, if it can be sharded, fsdp2.
 
     Args:
-        model: not converted; left as it is.
+        model: not converted; it is not changed.
         report: for one micro-batch.
     """
-    micros, data = microbatches_per_step(config), config.parallel.data or 1
+    microbatches = microbatches_per_step(config)
+    data = config.parallel.data or 1
     moments = moments_per_parameter(model, config)
-    both = [a + b for a, b in zip(report.forward, report.backward, strict=True)]
+    traffic = [a + b for a, b in zip(report.forward, report.backward, strict=True)]
     budgets = {"ddp": replicated_budget(model, data * report.ranks, moments)}
     sharded = _converted_copy(model, report)
     if _can_shard(sharded, data * report.ranks):
         budgets["fsdp2"] = sharded_budget(
-            sharded, config.parallel, data, report.ranks, micros, moments=moments
+            sharded, config.parallel, data, report.ranks, microbatches, moments=moments
         )
-    kept, rows = max(report.saved_bytes), _max_bytes_sent(both)
+    saved = max(report.saved_bytes)
+    rows = _max_bytes_sent(traffic)
     return [
-        _rank_budget(mode, 0, of, (kept, 0), (rows * micros, 0)) for mode, of in budgets.items()
+        _rank_budget(mode, 0, budget, (saved, 0), (rows * microbatches, 0))
+        for mode, budget in budgets.items()
     ]
 
 
 def pipeline_budget(plan: PipelinePlan, samples: int, config: Config) -> list[RankBudget]:
-    """Return the budget of each rank of a pipeline.
+    """Return the budgets of each position on the pipeline axis.
 
     Args:
         samples: of a micro-batch.
@@ -353,70 +364,80 @@ def pipeline_budget(plan: PipelinePlan, samples: int, config: Config) -> list[Ra
 def _stage_budgets(
     stages: Sequence[Stage], rank: int, plan: PipelinePlan, samples: int, config: Config
 ) -> list[RankBudget]:
-    parallel, micros, data = (
-        config.parallel,
-        microbatches_per_step(config),
-        config.parallel.data or 1,
-    )
+    """Return the budgets of one pipeline rank, which may hold several stages: ddp, then fsdp2."""
+    parallel = config.parallel
+    microbatches = microbatches_per_step(config)
+    data = parallel.data or 1
     domain = plan.manager.domain_parallel_size
     order = schedule_actions(
-        parallel.schedule, rank, parallel.pipeline, micros, parallel.virtual_stages
+        parallel.schedule, rank, parallel.pipeline, microbatches, parallel.virtual_stages
     )
     moments = [moments_per_parameter(stage.module, config) for stage in stages]
-    whole = [
-        replicated_budget(stage.module, data * domain, of)
-        for stage, of in zip(stages, moments, strict=True)
+    replicated = [
+        replicated_budget(stage.module, data * domain, per_parameter)
+        for stage, per_parameter in zip(stages, moments, strict=True)
     ]
-    budgets = {"ddp": _sum_budgets(whole)}
+    budgets = {"ddp": _sum_budgets(replicated)}
     if all(_can_shard(stage.module, data * domain) for stage in stages):
-        times = count_gathers(order)
-        shares = [
+        gathers = count_gathers(order)
+        sharded = [
             sharded_budget(
                 stage.module,
                 parallel,
                 data,
                 domain,
-                micros,
-                moments=moments[part],
-                gathers=times[part],
+                microbatches,
+                moments=moments[index],
+                gathers=gathers[index],
             )
-            for part, stage in enumerate(stages)
+            for index, stage in enumerate(stages)
         ]
-        budgets["fsdp2"] = _sum_budgets(shares)
-    runs = [measure_stage(stage, plan.manager, samples) for stage in stages]
-    received, handed = _state_traffic(stages, samples)
-    held = peak_saved_bytes(order, [run.saved_bytes for run in runs]), received * micros
-    sent = sum(_max_bytes_sent(run.sent) for run in runs) * micros, handed * micros
-    return [_rank_budget(mode, rank, of, held, sent) for mode, of in budgets.items()]
+        budgets["fsdp2"] = _sum_budgets(sharded)
+    footprints = [measure_stage(stage, plan.manager, samples) for stage in stages]
+    received, passed_on = _state_traffic(stages, samples)
+    # torch's pipeline stages have a receive buffer for each micro-batch; activations are only kept
+    # for the micro-batches in flight.
+    activations = peak_saved_bytes(order, [footprint.saved_bytes for footprint in footprints])
+    held = activations, received * microbatches
+    rows = sum(_max_bytes_sent(footprint.sent) for footprint in footprints)
+    sent = rows * microbatches, passed_on * microbatches
+    return [_rank_budget(mode, rank, budget, held, sent) for mode, budget in budgets.items()]
 
 
 def _state_traffic(stages: Sequence[Stage], samples: int) -> tuple[int, int]:
-    """Return the bytes that these stages receive and send with each micro-batch, both ways."""
-    later = [s.input_specs for s in stages if not s.is_first]
-    earlier = [s.output_specs for s in stages if not s.is_last]
-    taken, home = (sum(state_bytes(s, samples, gradients=g) for s in later) for g in (False, True))
-    made, back = (sum(state_bytes(s, samples, gradients=g) for s in earlier) for g in (False, True))
-    return taken + back, made + home
+    """Return the bytes that these stages receive and send per micro-batch, forward and backward."""
+    later = [stage.input_specs for stage in stages if not stage.is_first]
+    earlier = [stage.output_specs for stage in stages if not stage.is_last]
+    states_in, gradients_out = (
+        sum(state_bytes(specs, samples, gradients=gradients) for specs in later)
+        for gradients in (False, True)
+    )
+    states_out, gradients_in = (
+        sum(state_bytes(specs, samples, gradients=gradients) for specs in earlier)
+        for gradients in (False, True)
+    )
+    return states_in + gradients_in, states_out + gradients_out
 
 
 def _rank_budget(
-    mode: str, rank: int, of: ParameterBudget, held: tuple[int, int], sent: tuple[int, int]
+    mode: str, rank: int, parameters: ParameterBudget, held: tuple[int, int], sent: tuple[int, int]
 ) -> RankBudget:
+    """Return a budget from its parts; `held` is (activations, states), `sent` is (rows, states)."""
     return RankBudget(
         mode,
         rank,
         {
-            "weights": of.weights,
-            "gradients": of.gradients,
-            "moments": of.moments,
-            "gathered": of.gathered,
+            "weights": parameters.weights,
+            "gradients": parameters.gradients,
+            "moments": parameters.moments,
+            "gathered": parameters.gathered,
             "activations": held[0],
             "states": held[1],
         },
         {
             "rows": sent[0],
-            "gradients": of.sent_gradients,
-            "weights": of.sent_weights,
+            "gradients": parameters.sent_gradients,
+            "weights": parameters.sent_weights,
             "states": sent[1],
         },
     )
@@ -427,35 +448,41 @@ def _sum_budgets(budgets: Sequence[ParameterBudget]) -> ParameterBudget:
 
 
 def _max_bytes_sent(sent: Sequence[RankTraffic]) -> int:
-    """Return the bytes of the rank that sends most; collectives as rings."""
-    return max(of.bytes + ring_all_reduce_bytes(of.collective_bytes, len(sent)) for of in sent)
+    """Return the bytes of the rank that sends most, with collectives as rings."""
+    return max(
+        traffic.bytes + ring_all_reduce_bytes(traffic.collective_bytes, len(sent))
+        for traffic in sent
+    )
 
 
-def _can_shard(part: nn.Module, replicas: int) -> bool:
-    return replicas > 1 and not any(of_owner for _, of_owner in cuts(part))
+def _can_shard(module: nn.Module, replicas: int) -> bool:
+    """Return whether fsdp2 can shard a module: several replicas, and no parameter with rows."""
+    return replicas > 1 and not any(shardings for _, shardings in row_shardings(module))
 
 
 def _converted_copy(model: nn.Module, report: PlanReport) -> nn.Module:
-    """Return a converted copy, planned only if a parameter may have rows, for that takes long."""
+    """Return a converted copy of the model."""
     heights = {level.rows for level in report.levels}
     manager = dry_run_manager(report.ranks)
+    # Only planning finds parameters with rows, such as position embeddings, but it takes long. It
+    # is needed only if one size of a parameter equals the height of a level.
     if any(heights & {*p.shape} for p in model.parameters()):
         return shard_model(copy_model(model), manager, report.input_shapes[0])
     converters = declared_converters(model)
     return convert_to_domain_parallel(copy_model(model), manager, custom_converters=converters)
 
 
-POWERS = 7  # domains of 1, 2, 4 ... 64 ranks, and of as many as the model allows
+POWERS = 7  # domains of 1, 2, 4 ... 64 ranks are compared, and the largest that the model allows
 
 
 @final
 @dataclass(frozen=True)
 class MeshBudget:
-    """A mesh of `data` x `domain` ranks, each data rank with one sample at a time.
+    """A mesh of `data` x `domain` ranks, with one sample at a time on each data rank.
 
     Attributes:
         rows: of the smallest band at the coarsest level.
-        imbalance: rows of the largest band over the mean, at the level where that is most.
+        imbalance: rows of the largest band over the mean, at the level with the largest ratio.
         budgets: of its fullest rank, with ddp and fsdp2.
     """
 
@@ -469,44 +496,44 @@ class MeshBudget:
 @final
 @dataclass(frozen=True)
 class MeshComparison:
-    """All lines, and why the domain can't be larger than that of the last one."""
+    """The meshes that were planned; `limit` says why the domain can't be larger than the last."""
 
     up_to: int
-    lines: tuple[MeshBudget, ...]
-    refused: str
+    meshes: tuple[MeshBudget, ...]
+    limit: str
 
 
 def compare_meshes(
     model: nn.Module, shape: tuple[int, ...], config: Config, up_to: int
 ) -> MeshComparison:
-    """Plan a sample on domains of growing size, with as many data ranks as there are ranks for.
+    """Plan one sample on domains of growing size, each with as many data ranks as fit in `up_to`.
 
     Args:
-        model: not converted; left as it is.
-        shape: of a sample of the whole globe, `(1, C, H, W)`.
-        up_to: ranks that there are.
+        model: not converted; it is not changed.
+        shape: of a sample of the globe, `(1, C, H, W)`.
+        up_to: largest number of ranks.
 
     Raises:
-        UserError: the config has a mesh already.
+        UserError: the config sets a mesh already.
     """
     _check_up_to(config, up_to)
-    most = config.model.coarsest_rows(shape[-2])
-    lines: list[MeshBudget] = []
-    for domain in domain_sizes(min(most, up_to)):
+    largest = config.model.coarsest_rows(shape[-2])
+    meshes: list[MeshBudget] = []
+    for domain in domain_sizes(min(largest, up_to)):
         report = _report(model, shape, domain)
         if report.problems:
-            return MeshComparison(up_to, tuple(lines), report.problems[0])
-        lines.append(_mesh_budget(model, report, config, up_to // domain))
-    refused = ""
-    if most < up_to:
-        refused = next(iter(_report(model, shape, most + 1).problems), "")
-    return MeshComparison(up_to, tuple(lines), refused)
+            return MeshComparison(up_to, tuple(meshes), report.problems[0])
+        meshes.append(_mesh_budget(model, report, config, up_to // domain))
+    limit = ""
+    if largest < up_to:
+        limit = next(iter(_report(model, shape, largest + 1).problems), "")
+    return MeshComparison(up_to, tuple(meshes), limit)
 
 
-def domain_sizes(most: int, powers: int = POWERS) -> Iterator[int]:
-    """Numbers of ranks to compare: so many powers of two, and as many as there can be."""
-    yield from (2**power for power in range(powers) if 2**power < most)
-    yield most
+def domain_sizes(largest: int, powers: int = POWERS) -> Iterator[int]:
+    """Yield the domain sizes to compare: powers of two below `largest`, then `largest`."""
+    yield from (2**power for power in range(powers) if 2**power < largest)
+    yield largest
 
 
 def _report(model: nn.Module, shape: tuple[int, ...], domain: int) -> PlanReport:
@@ -516,14 +543,14 @@ def _report(model: nn.Module, shape: tuple[int, ...], domain: int) -> PlanReport
 def _mesh_budget(model: nn.Module, report: PlanReport, config: Config, data: int) -> MeshBudget:
     parallel = replace(config.parallel, domain=report.ranks, data=data)
     trainer = replace(config.trainer, accumulate=1)
-    of_mesh = replace(config, parallel=parallel, trainer=trainer)
+    mesh_config = replace(config, parallel=parallel, trainer=trainer)
     coarsest = report.levels[-1]
     return MeshBudget(
-        report.ranks,
-        data,
-        min(coarsest.bands),
-        max(level.imbalance for level in report.levels),
-        tuple(model_budget(model, report, of_mesh)),
+        domain=report.ranks,
+        data=data,
+        rows=min(coarsest.bands),
+        imbalance=max(level.imbalance for level in report.levels),
+        budgets=tuple(model_budget(model, report, mesh_config)),
     )
 
 
@@ -534,11 +561,11 @@ def _check_up_to(config: Config, up_to: int) -> None:
     for key in ("domain", "pipeline"):
         if getattr(parallel, key) > 1:
             raise UserError(
-                f"--up-to: tries meshes of data x domain ranks, got parallel.{key}="
-                f"{getattr(parallel, key)}. Leave it out."
+                f"--up-to: chooses the meshes of data x domain ranks itself, got parallel.{key}="
+                f"{getattr(parallel, key)}. Leave that key out."
             )
     if parallel.data is not None:
         raise UserError(
-            f"--up-to: gives every mesh all the data ranks it can have, got parallel.data="
-            f"{parallel.data}. Leave it out."
+            f"--up-to: gives every mesh as many data ranks as fit, got parallel.data="
+            f"{parallel.data}. Leave that key out."
         )

@@ -1,6 +1,7 @@
-"""Machines: what one computes and sends in a second, read from a YAML file."""
+"""A machine to predict steps for: its figures, read from a YAML file.
 
-from __future__ import annotations
+Imports no torch, so that `credit-dp plan --help` can name the machines at once.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -12,18 +13,23 @@ import yaml  # type: ignore[import-untyped]
 from credit_dp.checks import did_you_mean, existing_path
 from credit_dp.errors import UserError
 
-MIN_FIGURE, MAX_FIGURE = 1e-9, 1e15  # so that no product is 0 or infinite
+MACHINES_FOLDER = Path(__file__).resolve().parents[1] / "machines"
+# Limits of every figure: with them no product of two is 0 or infinite.
+MIN_FIGURE = 1e-9
+MAX_FIGURE = 1e15
+# tf32 stands for float32 convolutions on GPUs that have it: torch uses it there by default, but not
+# for matrix products.
 DTYPES = ("float64", "float32", "tf32", "bfloat16")
 
 
 @final
 @dataclass(frozen=True)
 class Link:
-    """A way from one rank to another one.
+    """A connection between two ranks.
 
     Attributes:
         latency_us: of a message, in microseconds.
-        gb_per_s: that a rank sends while it receives as much, in thousands of millions of bytes.
+        gb_per_s: GB/s (1e9 bytes) that a rank sends while it receives as much.
     """
 
     latency_us: float
@@ -31,33 +37,33 @@ class Link:
 
     @property
     def latency(self) -> float:
-        """Return seconds."""
+        """Return the latency in seconds."""
         return self.latency_us * 1e-6
 
     def seconds(self, size: float) -> float:
-        """Return what bytes take, without latency."""
+        """Return the seconds to send `size` bytes, latency not included."""
         return size / (self.gb_per_s * 1e9)
 
 
 @final
 @dataclass(frozen=True)
 class Machine:
-    """Nodes that are all alike. Figures are a data sheet's, times the share that is reached.
+    """A cluster of identical nodes: peak figures of a data sheet, and the shares that are reached.
 
     Attributes:
-        name: for people.
-        source: of the figures.
-        ranks_per_node: GPUs of a node, or processes where there are none.
+        name: shown in tables.
+        source: where the figures come from.
+        ranks_per_node: GPUs of a node, or processes on a node without GPUs.
         memory_gib: of a rank.
-        tflops: of a rank at most, by what is computed in.
-        tflops_reached: the share of it that is reached, from 0 to 1.
-        memory_gb_per_s: of a rank's memory at most, reads and writes together.
-        memory_reached: the share of it that is reached.
+        tflops: peak of a rank, by dtype (see `DTYPES`).
+        tflops_reached: share of the peak that is reached, from 0 to 1.
+        memory_gb_per_s: peak memory bandwidth of a rank, reads and writes together.
+        memory_reached: share of that bandwidth that is reached.
         overhead_us: to start an operation, in microseconds.
         runs_ahead: whether operations are started while earlier ones compute, as on a GPU.
-        within_node, between_nodes: links at most; between nodes, a rank's share of what its node
-            has.
-        links_reached: the share of them that is reached; latencies are taken as they are.
+        within_node, between_nodes: peak links; between nodes, one rank's share of the node's
+            bandwidth.
+        links_reached: share of the links' bandwidth that is reached; latencies are used as given.
     """
 
     name: str
@@ -75,19 +81,19 @@ class Machine:
     links_reached: float
 
     def flops_per_s(self, dtype: str, convolves: bool = False) -> float:
-        """Return what a rank reaches in a dtype, which is one of `tflops`."""
+        """Return the FLOP/s that a rank reaches in a dtype of `tflops`."""
         kind = "tf32" if convolves and dtype == "float32" and "tf32" in self.tflops else dtype
         return self.tflops[kind] * 1e12 * self.tflops_reached
 
     @property
     def bytes_per_s(self) -> float:
-        """Return what a rank reads and writes."""
+        """Return the bytes per second that a rank reads and writes."""
         return self.memory_gb_per_s * 1e9 * self.memory_reached
 
     def link(self, *, between: bool) -> Link:
-        """Return a link as fast as it is in practice."""
-        found = self.between_nodes if between else self.within_node
-        return Link(found.latency_us, found.gb_per_s * self.links_reached)
+        """Return a link with the bandwidth that is reached in practice."""
+        peak = self.between_nodes if between else self.within_node
+        return Link(peak.latency_us, peak.gb_per_s * self.links_reached)
 
 
 def parse_machine(content: Any, where: str) -> Machine:
@@ -98,34 +104,35 @@ def parse_machine(content: Any, where: str) -> Machine:
         where: the file, for messages.
 
     Raises:
-        UserError: a key is unknown, missing or of another kind.
+        UserError: a key is unknown or missing, or its value has the wrong type.
     """
     names = tuple(field.name for field in fields(Machine))
     given = _table(where, content, names, needed=names)
 
-    def at(key: str) -> tuple[str, Any]:
+    def entry(key: str) -> tuple[str, Any]:
         return f"{where}: {key}", given[key]
 
     return Machine(
-        _text(*at("name")),
-        _text(*at("source")),
-        _count(*at("ranks_per_node")),
-        _number(*at("memory_gib")),
-        _tflops(*at("tflops")),
-        _share(*at("tflops_reached")),
-        _number(*at("memory_gb_per_s")),
-        _share(*at("memory_reached")),
-        _number(*at("overhead_us")),
-        _boolean(*at("runs_ahead")),
-        _link(*at("within_node")),
-        _link(*at("between_nodes")),
-        _share(*at("links_reached")),
+        name=_text(*entry("name")),
+        source=_text(*entry("source")),
+        ranks_per_node=_count(*entry("ranks_per_node")),
+        memory_gib=_number(*entry("memory_gib")),
+        tflops=_tflops(*entry("tflops")),
+        tflops_reached=_share(*entry("tflops_reached")),
+        memory_gb_per_s=_number(*entry("memory_gb_per_s")),
+        memory_reached=_share(*entry("memory_reached")),
+        overhead_us=_number(*entry("overhead_us")),
+        runs_ahead=_boolean(*entry("runs_ahead")),
+        within_node=_link(*entry("within_node")),
+        between_nodes=_link(*entry("between_nodes")),
+        links_reached=_share(*entry("links_reached")),
     )
 
 
 def _table(
     where: str, value: Any, allowed: tuple[str, ...], needed: tuple[str, ...] = ()
 ) -> dict[str, Any]:
+    """Return a table of the file after checking its keys."""
     if not isinstance(value, dict):
         raise UserError(
             f"{where}: needs the keys {', '.join(allowed)}, got {_describe_value(value)}."
@@ -133,7 +140,7 @@ def _table(
     for key in value:
         if key not in allowed:
             raise UserError(
-                f"{where}: unknown key {key!r}. It may have {', '.join(allowed)}."
+                f"{where}: unknown key {key!r}. Allowed: {', '.join(allowed)}."
                 f"{did_you_mean(str(key), allowed)}"
             )
     missing = [key for key in needed if key not in value]
@@ -145,7 +152,7 @@ def _table(
 def _tflops(where: str, value: Any) -> dict[str, float]:
     table = _table(where, value, DTYPES)
     if not table:
-        raise UserError(f"{where}: needs one of {', '.join(DTYPES)} at least, got none.")
+        raise UserError(f"{where}: needs at least one of {', '.join(DTYPES)}, got none.")
     return {dtype: _number(f"{where}.{dtype}", entry) for dtype, entry in table.items()}
 
 
@@ -168,7 +175,7 @@ def _number(where: str, value: Any) -> float:
 def _share(where: str, value: Any) -> float:
     share = _number(where, value)
     if share > 1:
-        raise UserError(f"{where}: needs a share above 0, and 1 at most, got {share:g}.")
+        raise UserError(f"{where}: needs a share above 0 and at most 1, got {share:g}.")
     return share
 
 
@@ -192,24 +199,21 @@ def _text(where: str, value: Any) -> str:
 
 def _describe_value(value: Any) -> str:
     if isinstance(value, int) and not -MAX_FIGURE <= value <= MAX_FIGURE:
-        return "a huge number"  # Python refuses to write some of them
+        return "a huge number"  # str() of an int with over 4,300 digits raises a ValueError
     kinds = {dict: "a table", list: "a list", type(None): "nothing"}
     return kinds.get(type(value)) or " ".join(repr(value).split())[:60]
 
 
-MACHINES_FOLDER = Path(__file__).resolve().parents[1] / "machines"
-
-
 def machine_names() -> list[str]:
-    """The machines that this package knows."""
+    """Return the names of the machines that come with the package."""
     return sorted(path.stem for path in MACHINES_FOLDER.glob("*.yaml"))
 
 
 def read_machine(name: str) -> Machine:
-    """The machine of a name, or of a file.
+    """Read a machine: one of the package's by name, or a YAML file.
 
     Raises:
-        UserError: there is none, or it is not as needed.
+        UserError: there is no such file, or its content is wrong.
     """
     names = machine_names()
     path = MACHINES_FOLDER / f"{name}.yaml" if name in names else existing_path(name)
@@ -227,5 +231,5 @@ def read_machine(name: str) -> Machine:
         mark = getattr(error, "problem_mark", None)
         line = f" at line {mark.line + 1}" if mark is not None else ""
         problem = getattr(error, "problem", None) or type(error).__name__
-        raise UserError(f"{where}: is no YAML{line} ({problem}).") from None
+        raise UserError(f"{where}: is not valid YAML{line} ({problem}).") from None
     return parse_machine(content, where)

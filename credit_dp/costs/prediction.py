@@ -1,4 +1,8 @@
-"""What a step would take on a machine, mesh by mesh."""
+"""Predicts the seconds of a training step on a machine, for meshes of data x domain ranks.
+
+A roofline for each operation of the slowest rank, plus latency and bandwidth for each message and
+collective, plus the all-reduce of gradients. No overlap is assumed.
+"""
 
 from __future__ import annotations
 
@@ -6,31 +10,31 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, final
+from typing import final
 
 from credit_dp.config import Config
 from credit_dp.costs.budget import ParameterBudget, domain_sizes, model_and_shape, replicated_budget
 from credit_dp.costs.machine import Link, Machine
-from credit_dp.domain_parallel.costs.work import StepWork, optimiser_step_work, step_work
+from credit_dp.domain_parallel.costs.work import (
+    OperationCost,
+    StepWork,
+    optimiser_step_work,
+    step_work,
+)
+from credit_dp.domain_parallel.count_transport import MessageSize
 from credit_dp.errors import UserError
 from credit_dp.training.optim import moments_per_parameter
-
-if TYPE_CHECKING:
-    from credit_dp.domain_parallel.costs.work import OperationCost, StepWork
-    from credit_dp.domain_parallel.count_transport import MessageSize
-
-
-# In what is computed; tf32: convolutions of float32 on a GPU that has it, as torch's default is.
 
 
 def check_predictable(config: Config, machine: Machine) -> None:
     """Refuse a config whose steps are not modelled.
 
     Raises:
-        UserError: it has a pipeline, say.
+        UserError: it sets a key that is not modelled, or the machine has no figure for its dtype.
     """
-    parallel, trainer = config.parallel, config.trainer
-    plain = {
+    parallel = config.parallel
+    trainer = config.trainer
+    supported = {
         "parallel.pipeline": (parallel.pipeline, 1),
         "parallel.data_mode": (parallel.data_mode, "ddp"),
         "parallel.layout": (dict(parallel.layout), {}),
@@ -38,25 +42,27 @@ def check_predictable(config: Config, machine: Machine) -> None:
         "trainer.rollout": (trainer.longest_rollout, 1),
         "compile": (config.compile, False),
     }
-    for key, (given, modelled) in plain.items():
-        if given != modelled:
-            raise UserError(f"--machine: models {key}={modelled} only, got {given}. Leave it out.")
+    for key, (given, value) in supported.items():
+        if given != value:
+            raise UserError(f"--machine: supports {key}={value} only, got {given}. Leave it out.")
     dtype = trainer.autocast or trainer.dtype
     if dtype not in machine.tflops:
         key = "trainer.autocast" if trainer.autocast else "trainer.dtype"
         raise UserError(
-            f"--machine: {machine.name} has tflops of {', '.join(machine.tflops)}, and {key}="
+            f"--machine: {machine.name} has tflops of {', '.join(machine.tflops)}, but {key}="
             f"{dtype} needs its own. Add it to the file, or change {key}."
         )
 
 
-BUCKET = 25 * 2**20  # bytes of gradients that torch's DistributedDataParallel sends at once
+DDP_BUCKET_BYTES = (
+    25 * 2**20
+)  # bytes of gradients that torch's DistributedDataParallel sends at once
 
 
 @final
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step, one part after the other."""
+    """Seconds of a step by part; the parts follow one after the other."""
 
     compute: float
     exchange: float
@@ -64,22 +70,25 @@ class StepTime:
 
     @property
     def step(self) -> float:
-        """Return the sum."""
+        """Return the sum of the parts."""
         return self.compute + self.exchange + self.reduction
 
 
 def compute_seconds(operations: Counter[OperationCost], machine: Machine, dtype: str) -> float:
-    """Return what operations take on one rank, their multiplications in a dtype of `tflops`."""
+    """Return the seconds that one rank computes; `dtype` (of `tflops`) is that of its products."""
     busy = 0.0
     for operation, times in operations.items():
         arithmetic = operation.flops / machine.flops_per_s(dtype, operation.is_convolution)
+        # Roofline: an operation is bound by arithmetic or by memory, whichever takes longer.
         busy += times * max(arithmetic, operation.bytes / machine.bytes_per_s)
     starting = operations.total() * machine.overhead_us * 1e-6
+    # On a GPU the host starts operations while earlier ones compute, so the slower of the two
+    # counts.
     return max(busy, starting) if machine.runs_ahead else busy + starting
 
 
 def exchange_seconds(work: StepWork, machine: Machine, data: int) -> float:
-    """Return what the messages and collectives of the slowest of `data` domains take."""
+    """Return the seconds of messages and collectives, for the slowest of `data` domains."""
     return max(
         sum(
             times * round_seconds(messages, machine, first)
@@ -94,26 +103,27 @@ def exchange_seconds(work: StepWork, machine: Machine, data: int) -> float:
 
 
 def round_seconds(messages: Iterable[MessageSize], machine: Machine, first: int) -> float:
-    """Return what messages that are under way at once take.
+    """Return the seconds of messages that are sent at the same time.
 
     Args:
-        first: rank of the world that is the first one of the domain.
+        first: global rank of the first rank of the domain.
     """
     latency: dict[int, float] = defaultdict(float)
     sending: dict[int, float] = defaultdict(float)
     receiving: dict[int, float] = defaultdict(float)
     for sender, receiver, size in messages:
-        ends = {_node(first + rank, machine) for rank in (sender, receiver)}
-        link = machine.link(between=len(ends) > 1)
+        nodes = {_node(first + rank, machine) for rank in (sender, receiver)}
+        link = machine.link(between=len(nodes) > 1)
         sending[sender] += link.seconds(size)
         receiving[receiver] += link.seconds(size)
         for rank in (sender, receiver):
             latency[rank] = max(latency[rank], link.latency)
+    # Links are full duplex: a rank sends while it receives.
     return max(latency[rank] + max(sending[rank], receiving[rank]) for rank in latency)
 
 
 def collective_seconds(size: float, ranks: int, machine: Machine, first: int = 0) -> float:
-    """Return what a ring takes in which each of `ranks` neighbours sends `size` bytes."""
+    """Return the seconds of a ring in which each of `ranks` neighbours sends `size` bytes."""
     if ranks == 1:
         return 0.0
     link = ring_link(ranks, machine, first)
@@ -121,10 +131,10 @@ def collective_seconds(size: float, ranks: int, machine: Machine, first: int = 0
 
 
 def ring_link(ranks: int, machine: Machine, first: int = 0) -> Link:
-    """Return the link that a collective goes over.
+    """Return the link that bounds a collective.
 
-    As many rings as a node has members of the group run side by side, each over its own share of
-    the node's way out; the node with the fewest members bounds them.
+    If a node holds several ranks of the group, as many rings run side by side, each over one rank's
+    share of the node's bandwidth; the node with the fewest ranks of the group is the bottleneck.
     """
     size = machine.ranks_per_node
     within, between = machine.link(between=False), machine.link(between=True)
@@ -132,13 +142,13 @@ def ring_link(ranks: int, machine: Machine, first: int = 0) -> Link:
     if ranks <= in_first:
         return within
     in_last = (ranks - in_first) % size or size
-    out = min(in_first, in_last) * between.gb_per_s
-    return Link(between.latency_us, min(within.gb_per_s, out))
+    bandwidth = min(in_first, in_last) * between.gb_per_s
+    return Link(between.latency_us, min(within.gb_per_s, bandwidth))
 
 
 def reduction_seconds(gradients: int, ranks: int, machine: Machine) -> float:
-    """Return what adding up `gradients` bytes over all ranks takes."""
-    buckets = math.ceil(gradients / BUCKET)
+    """Return the seconds to all-reduce `gradients` bytes over all ranks."""
+    buckets = math.ceil(gradients / DDP_BUCKET_BYTES)
     if ranks == 1 or not buckets:
         return 0.0
     size = 2 * (ranks - 1) / ranks * gradients
@@ -150,20 +160,20 @@ def _node(rank: int, machine: Machine) -> int:
 
 
 def _first_ranks(domain: int, data: int, machine: Machine) -> set[int]:
-    """Return one first rank for each way in which domains may lie on nodes."""
+    """Return the first ranks of domains that lie differently on nodes."""
     per_node = machine.ranks_per_node
-    return {number * domain % per_node for number in range(min(data, per_node))}
+    return {index * domain % per_node for index in range(min(data, per_node))}
 
 
 @final
 @dataclass(frozen=True)
 class Prediction:
-    """A step on a mesh of `data` x `domain` ranks, one sample for each data rank.
+    """A step on a mesh of `data` x `domain` ranks, with one sample for each data rank.
 
     Attributes:
-        held_bytes: of the fullest rank.
-        efficiency: samples per second of a rank, over those of one rank alone, whether these fit
-            its memory or not: strong scaling along the domain axis, weak along data.
+        held_bytes: on the fullest rank.
+        efficiency: samples per second and rank, relative to a single rank, even if a sample does
+            not fit its memory: strong scaling along the domain axis, weak along data.
     """
 
     data: int
@@ -179,30 +189,30 @@ class Prediction:
 
     @property
     def samples_per_s(self) -> float:
-        """Return those of all ranks together."""
+        """Return the samples per second of all ranks together."""
         return self.data / self.time.step
 
     def fits(self, machine: Machine) -> bool:
-        """Return whether what is held fits in the memory of a rank."""
+        """Return whether the fullest rank's bytes fit in the memory of a rank."""
         return self.held_bytes <= machine.memory_gib * 2**30
 
 
 @final
 @dataclass(frozen=True)
 class Predictions:
-    """All lines, fewer ranks first, and why the domain can't be larger."""
+    """The predicted meshes, fewer ranks first; `limit` says why no larger domain is among them."""
 
     up_to: int
-    lines: tuple[Prediction, ...]
-    refused: str
+    meshes: tuple[Prediction, ...]
+    limit: str
 
 
 @final
 class Predictor:
-    """Predicts steps of one model on one machine; follows each size of domain once.
+    """Predicts steps of one model on one machine; traces each size of domain once.
 
     Raises:
-        UserError: the config asks for what is not modelled.
+        UserError: the config needs something that is not modelled.
     """
 
     def __init__(self, config: Config, machine: Machine) -> None:
@@ -214,28 +224,29 @@ class Predictor:
         self._moments = moments_per_parameter(self.model, config)
         self._work: dict[int, StepWork] = {}
         self._update = compute_seconds(optimiser_step_work(self.model), machine, self.dtype)
+        # The reference of the efficiency: one sample on one rank, whether it fits or not.
         self._single_rank_seconds = self._time(1, 1).step
 
     def predict(self, data: int, domain: int) -> Prediction:
-        """Predict a mesh.
+        """Predict a step on a mesh.
 
         Raises:
-            UserError: the model has no such domain.
+            UserError: the model can't be sharded over that many domain ranks.
         """
         time = self._time(data, domain)
         return Prediction(
-            data,
-            domain,
-            self.held_bytes(domain),
-            time,
-            self._single_rank_seconds / (domain * time.step),
+            data=data,
+            domain=domain,
+            held_bytes=self.held_bytes(domain),
+            time=time,
+            efficiency=self._single_rank_seconds / (domain * time.step),
         )
 
     def held_bytes(self, domain: int) -> int:
-        """Return what the fullest rank of a domain holds; all data ranks hold as much."""
+        """Return the bytes on the fullest rank of a domain; all data ranks hold as much."""
         budget = self._budget(domain)
-        kept = self._step_work(domain).saved_bytes
-        return budget.weights + budget.gradients + budget.moments + kept
+        saved = self._step_work(domain).saved_bytes
+        return budget.weights + budget.gradients + budget.moments + saved
 
     def _budget(self, ranks: int) -> ParameterBudget:
         return replicated_budget(self.model, ranks, self._moments)
@@ -246,53 +257,59 @@ class Predictor:
         return self._work[domain]
 
     def _time(self, data: int, domain: int) -> StepTime:
-        work, machine = self._step_work(domain), self.machine
-        computing = (compute_seconds(of, machine, self.dtype) for of in work.operations)
+        work = self._step_work(domain)
+        machine = self.machine
+        computing = (
+            compute_seconds(operations, machine, self.dtype) for operations in work.operations
+        )
         return StepTime(
-            max(computing) + self._update,
-            exchange_seconds(work, machine, data),
-            reduction_seconds(self._budget(1).gradients, data * domain, machine),
+            compute=max(computing) + self._update,
+            exchange=exchange_seconds(work, machine, data),
+            # Each rank has all gradients (ddp): they are reduced over data and domain ranks.
+            reduction=reduction_seconds(self._budget(1).gradients, data * domain, machine),
         )
 
 
 def predict_meshes(config: Config, machine: Machine, up_to: int) -> Predictions:
-    """Predict the meshes that a user would compare, of at most `up_to` ranks.
+    """Predict a step on the meshes that a user would compare, of at most `up_to` ranks.
 
     Raises:
-        UserError: the config asks for what is not modelled, or for more ranks than `up_to`.
+        UserError: the config needs something that is not modelled, or more ranks than `up_to`.
     """
     parallel = config.parallel
-    asked = parallel.domain * (parallel.data or 1)
-    if up_to < asked:
+    configured = parallel.domain * (parallel.data or 1)
+    if up_to < configured:
         raise UserError(
-            f"--up-to: needs at least the {asked} ranks of parallel.domain x parallel.data, got "
-            f"{up_to}."
+            f"--up-to: needs at least the {configured} ranks of parallel.domain x parallel.data, "
+            f"got {up_to}."
         )
     predictor = Predictor(config, machine)
-    domains, refused = _usable_domains(predictor, config, up_to // (parallel.data or 1))
+    domains, limit = _usable_domains(predictor, config, up_to // (parallel.data or 1))
     if not domains:
-        return Predictions(up_to, (), refused)
+        return Predictions(up_to, (), limit)
     if parallel.data is not None:
         meshes = {(parallel.data, domain) for domain in domains}
     else:
-        fits = (d for d in domains if predictor.held_bytes(d) <= machine.memory_gib * 2**30)
-        smallest = next(fits, domains[-1])
+        memory = machine.memory_gib * 2**30
+        fitting = (domain for domain in domains if predictor.held_bytes(domain) <= memory)
+        smallest = next(fitting, domains[-1])
         meshes = {(data, smallest) for data in domain_sizes(up_to // smallest, powers=64)}
-        meshes |= {(data, d) for d in domains for data in (1, up_to // d) if parallel.domain == 1}
-    lines = [predictor.predict(*mesh) for mesh in meshes]
-    lines.sort(key=lambda line: (line.ranks, line.domain))
-    return Predictions(up_to, tuple(lines), refused)
+        if parallel.domain == 1:  # the default: no domain is configured
+            meshes |= {(data, domain) for domain in domains for data in (1, up_to // domain)}
+    predictions = [predictor.predict(*mesh) for mesh in meshes]
+    predictions.sort(key=lambda prediction: (prediction.ranks, prediction.domain))
+    return Predictions(up_to, tuple(predictions), limit)
 
 
-def _usable_domains(predictor: Predictor, config: Config, most: int) -> tuple[list[int], str]:
-    """Return the domains to compare, or the one that is configured, and what refuses more."""
-    allowed = config.model.coarsest_rows(predictor.shape[-2])
-    given = config.parallel.domain
-    found: list[int] = []
-    for domain in [given] if given > 1 else domain_sizes(min(allowed, most)):
+def _usable_domains(predictor: Predictor, config: Config, largest: int) -> tuple[list[int], str]:
+    """Return the domains to compare, or the configured one, and why there is no larger one."""
+    coarsest_rows = config.model.coarsest_rows(predictor.shape[-2])
+    configured = config.parallel.domain
+    usable: list[int] = []
+    for domain in [configured] if configured > 1 else domain_sizes(min(coarsest_rows, largest)):
         try:
             predictor.held_bytes(domain)
         except UserError as error:
-            return found, str(error)
-        found.append(domain)
-    return found, ""
+            return usable, str(error)
+        usable.append(domain)
+    return usable, ""

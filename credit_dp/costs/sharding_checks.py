@@ -1,4 +1,7 @@
-"""Checks on this very machine that sharding works: what `credit-dp doctor` runs on every rank."""
+"""Checks that sharding works on this machine; `credit-dp doctor` runs them on every rank.
+
+All ranks of the mesh run the same checks in the same order, for each of them is collective.
+"""
 
 import copy
 import json
@@ -28,16 +31,16 @@ from credit_dp.fields import Fields
 from credit_dp.models import build_model
 
 PACKAGES = ("credit_dp", "torch", "numpy", "hydra-core", "omegaconf", "xarray", "zarr", "wandb")
-COLUMNS = 16
+COLUMNS = 16  # of the random field
 CHANNELS = 4
 
 
 @final
 @dataclass(frozen=True)
 class Check:
-    """One comparison with a known answer: the largest error of any rank, and how it went.
+    """A comparison with a known answer: the largest error on any rank.
 
-    `seconds` is the second call's time: the first pays for connecting.
+    `seconds` is the time of the second call: the first one sets up connections.
     """
 
     name: str
@@ -47,24 +50,24 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        """False for NaN too."""
+        """Whether the error is small enough; False for NaN."""
         return self.error <= self.tolerance
 
 
 def check(config: Config, ranks: RankInfo) -> int:
-    """Print a report for people; 1 if a check failed."""
+    """Print a report for people; return 1 if a check failed, else 0."""
     return run_checks(config, ranks, as_text)
 
 
 def check_json(config: Config, ranks: RankInfo) -> int:
-    """Print the report as JSON; 1 if a check failed."""
+    """Print the report as JSON; return 1 if a check failed, else 0."""
     return run_checks(config, ranks, as_json)
 
 
 def run_checks(
     config: Config, ranks: RankInfo, show: Callable[[dict[str, str], list[Check]], str]
 ) -> int:
-    """Run all checks on all ranks; rank 0 prints."""
+    """Run all checks on all ranks, print the report on rank 0, and return the exit code."""
     device = rank_device(config, ranks)
     manager = build_manager(config.parallel, ranks)
     checks = [
@@ -89,11 +92,12 @@ def run_check(
     manager: DomainParallelManager,
     device: torch.device,
 ) -> Check:
-    """Do it twice, and let every rank know the worst error of any."""
+    """Run a check twice and return the largest error on any rank."""
     error_of(manager, device)
-    began = time.perf_counter()
+    start = time.perf_counter()
     error = error_of(manager, device)
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - start
+    # Every rank gets the same error, so that all end with the same exit code.
     worst = torch.tensor([error], dtype=torch.float64, device=device)
     if manager.world_size > 1:
         torch.distributed.all_reduce(worst, op=torch.distributed.ReduceOp.MAX)
@@ -101,7 +105,11 @@ def run_check(
 
 
 def random_globe(manager: DomainParallelManager, device: torch.device) -> Tensor:
-    """The same field on every rank, with bands of different height: `(1, CHANNELS, H, COLUMNS)`."""
+    """Return the same random field on every rank; its bands differ in height.
+
+    Shapes:
+        `(1, CHANNELS, H, COLUMNS)`, with `H = 8 * domain ranks + 5`.
+    """
     rows = 8 * manager.domain_parallel_size + 5
     generator = torch.Generator().manual_seed(0)
     shape = (1, CHANNELS, rows, COLUMNS)
@@ -109,27 +117,29 @@ def random_globe(manager: DomainParallelManager, device: torch.device) -> Tensor
 
 
 def exchange_error(manager: DomainParallelManager, device: torch.device) -> float:
-    """Fetch two rows from each neighbour, and the whole globe, and compare with the field."""
-    field, width = random_globe(manager, device), 2
+    """Return the error of halos of two rows from each neighbour, and of the gathered globe."""
+    field = random_globe(manager, device)
+    width = 2
     band = shard_tensor(field, manager=manager)
+    # Beyond the poles a halo is zero.
     padded = torch.nn.functional.pad(field, (0, 0, width, width))
     rows = manager.rows(field.shape[-2])
     expected = padded[..., rows.start : rows.stop + 2 * width, :]
     fetched = HaloExchange(width, manager=manager)(band)
-    whole = gather_tensor(band, manager=manager)
-    return max(max_difference(fetched, expected), max_difference(whole, field))
+    gathered = gather_tensor(band, manager=manager)
+    return max(max_difference(fetched, expected), max_difference(gathered, field))
 
 
 def reduction_error(manager: DomainParallelManager, device: torch.device) -> float:
-    """Add up the bands and compare with the field's sum."""
+    """Return the error of the sum over all bands."""
     field = random_globe(manager, device)
     band = shard_tensor(field, manager=manager)
-    total = manager.transport.sum(band.sum(dim=(-2, -1)))
+    total = manager.transport.all_reduce(band.sum(dim=(-2, -1)))
     return max_difference(total, field.sum(dim=(-2, -1)))
 
 
 def data_error(manager: DomainParallelManager, device: torch.device) -> float:
-    """Add up the ranks' places on the data axis."""
+    """Return the error of an all-reduce of ranks over the data axis."""
     total = torch.tensor(float(manager.dp_rank), dtype=torch.float64, device=device)
     torch.distributed.all_reduce(total, group=manager.data_parallel_group)
     size = manager.dp_world_size
@@ -137,59 +147,63 @@ def data_error(manager: DomainParallelManager, device: torch.device) -> float:
 
 
 def pipeline_error(manager: DomainParallelManager, device: torch.device) -> float:
-    """Send a field from the first to the last place of the pipeline, and compare it there."""
-    field, place, group = (
-        random_globe(manager, device),
-        manager.pipeline_rank,
-        manager.pipeline_group,
-    )
-    passed = field if place == 0 else torch.full_like(field, torch.nan)
-    if place > 0:
-        torch.distributed.recv(passed, group=group, group_src=place - 1)
-    if place < manager.pipeline_parallel_size - 1:
-        torch.distributed.send(passed, group=group, group_dst=place + 1)
-    return max_difference(passed, field)
+    """Return the error of a field that each rank of the pipeline passes on to the next."""
+    field = random_globe(manager, device)
+    rank = manager.pipeline_rank
+    group = manager.pipeline_group
+    received = field if rank == 0 else torch.full_like(field, torch.nan)
+    # Receive before sending: rank 0 starts the chain, so that no rank waits for another one's send.
+    if rank > 0:
+        torch.distributed.recv(received, group=group, group_src=rank - 1)
+    if rank < manager.pipeline_parallel_size - 1:
+        torch.distributed.send(received, group=group, group_dst=rank + 1)
+    return max_difference(received, field)
 
 
 def step_error(manager: DomainParallelManager, device: torch.device) -> float:
-    """Forward and backward through a sharded U-Net and its unsharded twin: output and gradients."""
+    """Return the error of a sharded U-Net's forward and backward against the unsharded one."""
     field = random_globe(manager, device)
     torch.manual_seed(0)
     config = UNetConfig(channels=[8, 16], blocks=1, groups=4)
     grid = (field.shape[-2], COLUMNS)
-    plain = build_model(config, Fields.flat(CHANNELS), grid).to(device, torch.float64)
-    sharded = shard_model(copy.deepcopy(plain), manager, tuple(field.shape))
-    output = plain(field)
+    unsharded = build_model(config, Fields.flat(CHANNELS), grid).to(device, torch.float64)
+    sharded = shard_model(copy.deepcopy(unsharded), manager, tuple(field.shape))
+    output = unsharded(field)
     output.square().sum().backward()
     band = sharded(shard_tensor(field, manager=manager))
     band.square().sum().backward()
     errors = [relative_difference(gather_tensor(band, manager=manager), output)]
-    largest = max(grad_of(parameter).abs().max().item() for parameter in plain.parameters())
-    for ours, theirs in zip(sharded.parameters(), plain.parameters(), strict=True):
-        summed = manager.transport.sum(grad_of(ours))
-        errors.append(relative_difference(summed, grad_of(theirs), 1e-3 * largest))
+    largest_gradient = max(
+        grad_of(parameter).abs().max().item() for parameter in unsharded.parameters()
+    )
+    for local, expected in zip(sharded.parameters(), unsharded.parameters(), strict=True):
+        # Each rank has the gradient of its band's loss; their sum is that of the globe's loss.
+        summed = manager.transport.all_reduce(grad_of(local))
+        errors.append(relative_difference(summed, grad_of(expected), 1e-3 * largest_gradient))
     return max(errors)
 
 
 def grad_of(parameter: Tensor) -> Tensor:
-    """The gradient; zeros where nothing reached the parameter."""
+    """Return the gradient; zeros if the parameter got none."""
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
-def max_difference(ours: Tensor, theirs: Tensor) -> float:
-    """The largest absolute difference; infinite if the shapes differ."""
-    return (ours - theirs).abs().max().item() if ours.shape == theirs.shape else float("inf")
+def max_difference(actual: Tensor, expected: Tensor) -> float:
+    """Return the largest absolute difference; infinity if the shapes differ."""
+    return (
+        (actual - expected).abs().max().item() if actual.shape == expected.shape else float("inf")
+    )
 
 
-def relative_difference(ours: Tensor, theirs: Tensor, floor: float = 0.0) -> float:
-    """The largest difference relative to the largest entry, or to `floor` if that is larger."""
-    return max_difference(ours, theirs) / max(theirs.abs().max().item(), floor)
+def relative_difference(actual: Tensor, expected: Tensor, floor: float = 0.0) -> float:
+    """Return the largest difference over the largest entry, or over `floor` if that is larger."""
+    return max_difference(actual, expected) / max(expected.abs().max().item(), floor)
 
 
 def describe_environment(
     device: torch.device, ranks: RankInfo, manager: DomainParallelManager
 ) -> dict[str, str]:
-    """Versions and hardware, as a bug report needs them."""
+    """Return versions, hardware and mesh, as a bug report needs them."""
     cuda = device.type == "cuda"
     result = {"python": platform.python_version()}
     for package in PACKAGES:
@@ -207,15 +221,15 @@ def describe_environment(
         f"domain {manager.domain_world_size}"
     )
     result["ranks per node"] = str(ranks.local_world_size)
-    alone = "none (one process)"
-    result["backend"] = torch.distributed.get_backend() if ranks.world_size > 1 else alone
+    single_process = "none (one process)"
+    result["backend"] = torch.distributed.get_backend() if ranks.world_size > 1 else single_process
     result["threads per rank"] = str(torch.get_num_threads())
     return result
 
 
-def as_text(known: dict[str, str], checks: list[Check]) -> str:
-    """One line for each fact and each check."""
-    lines = [f"{name:<18}{value}" for name, value in known.items()]
+def as_text(facts: dict[str, str], checks: list[Check]) -> str:
+    """Return one line for each fact and each check."""
+    lines = [f"{name:<18}{value}" for name, value in facts.items()]
     for item in checks:
         state = "ok" if item.passed else "FAILED"
         lines.append(
@@ -225,7 +239,10 @@ def as_text(known: dict[str, str], checks: list[Check]) -> str:
     return "\n".join([*lines, ""])
 
 
-def as_json(known: dict[str, str], checks: list[Check]) -> str:
-    """`{"facts": {...}, "checks": [{"name", "error", "tolerance", "seconds", "passed"}]}`."""
-    found = [{**asdict(item), "passed": item.passed} for item in checks]
-    return json.dumps({"facts": known, "checks": found}, indent=2) + "\n"
+def as_json(facts: dict[str, str], checks: list[Check]) -> str:
+    """Return the report as JSON.
+
+    `{"facts": {...}, "checks": [{"name", "error", "tolerance", "seconds", "passed"}]}`.
+    """
+    results = [{**asdict(item), "passed": item.passed} for item in checks]
+    return json.dumps({"facts": facts, "checks": results}, indent=2) + "\n"

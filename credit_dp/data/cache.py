@@ -1,4 +1,8 @@
-"""Files that are made once and shared by all ranks and jobs: lock, temporary name, rename."""
+"""A cache of computed files that all ranks and jobs share.
+
+`create_once` makes a file or folder exactly once: it takes a lock, writes under a temporary name
+and renames the result. `fingerprint` gives the name under which a result is stored.
+"""
 
 import hashlib
 import json
@@ -13,47 +17,54 @@ from filelock import FileLock
 from credit_dp.checks import expand_home
 from credit_dp.errors import UserError
 
-ProgressCallback = Callable[[str, float], None]  # what is being made, and the fraction done
+ProgressCallback = Callable[[str, float], None]  # title of the work, fraction done
 
 
 def cache_folder(path: str) -> Path:
-    """The cache folder, made if need be.
+    """Return the cache folder, creating it if it does not exist.
 
     Raises:
-        UserError: it cannot be made or written in.
+        UserError: the folder cannot be created, or is not writable.
     """
     folder = expand_home("data.cache", path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"{folder}: cannot be made ({error.strerror}). Set data.cache.") from error
+        raise UserError(
+            f"{folder}: cannot be created ({error.strerror}). Set data.cache."
+        ) from error
     if not os.access(folder, os.W_OK):
-        raise UserError(f"{folder}: cannot be written in. Set data.cache to a folder of yours.")
+        raise UserError(f"{folder}: is not writable. Set data.cache to another folder.")
     return folder
 
 
 def fingerprint(*parts: object) -> str:
-    """A short name for what a cached result was made from: equal parts, equal name."""
+    """Return a short hash of the inputs of a cached result; equal inputs have equal hashes.
+
+    Args:
+        parts: the inputs; anything that `json.dumps` accepts.
+    """
     text = json.dumps(parts, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @contextmanager
-def create_once(path: Path, is_whole: Callable[[Path], bool]) -> Iterator[Path | None]:
-    """Hold the sole right to make `path`: yields a temporary name to write, or None if it is there.
+def create_once(path: Path, is_complete: Callable[[Path], bool]) -> Iterator[Path | None]:
+    """Let one process at a time create `path`; yield the temporary path to write, or None.
 
-    However many processes claim it at once, one makes it and the others wait. The temporary name
-    becomes `path` when the block ends without error, so that a process that dies on the way leaves
-    nothing behind that could be taken for the result.
+    None means that `path` is complete already. If several processes enter at once, one of them
+    writes and the others wait for it. The temporary path is renamed to `path` when the block ends
+    without an error, so a process that dies early leaves no file that looks like the result.
 
     Args:
-        path: the file or folder, as it is called when whole.
-        is_whole: whether it is there and undamaged; what is damaged is removed.
+        path: the file or folder under its final name.
+        is_complete: whether a path exists and is undamaged; a damaged one is removed.
     """
     with FileLock(lock_path(path)):
-        if is_whole(path):
+        if is_complete(path):
             yield None
             return
+        # Holding the lock, leftovers can only be those of a process that died while it wrote.
         temporary = path.with_name(f"{path.name}.partial")
         for leftover in (temporary, path):
             _remove(leftover)
@@ -62,7 +73,7 @@ def create_once(path: Path, is_whole: Callable[[Path], bool]) -> Iterator[Path |
 
 
 def lock_path(path: Path) -> Path:
-    """The file whose lock whoever makes `path` must hold."""
+    """Return the lock file that guards the creation of `path`."""
     return path.with_name(f"{path.name}.lock")
 
 

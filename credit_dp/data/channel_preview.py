@@ -1,4 +1,7 @@
-"""What samples will look like, as far as that is known before there are any."""
+"""The channels, times and grid of a data config, known before any data are prepared.
+
+Commands that plan or check a run use them; the quickstart store need not exist yet.
+"""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -27,15 +30,15 @@ from credit_dp.errors import UserError
 
 
 def expected_channels(config: DataConfig) -> Channels:
-    """The channels of a data config: a store of one's own is opened, the quickstart's is not.
+    """Return the channels of a data config. A user's store is opened, the quickstart's is not.
 
-    Levels are taken as given, so that the quickstart's variables may have as many as ERA5's.
+    The config's levels are not checked against the quickstart's, so a plan may use those of ERA5.
 
     Raises:
-        UserError: a variable does not exist, or the store is not as needed.
+        UserError: a variable does not exist, or the store does not fit the config.
     """
     if config.name != "quickstart":
-        return Store.open(replace(config, grid=None)).channels  # on whatever grid
+        return Store.open(replace(config, grid=None)).channels  # any grid will do
     timed = {**LEVEL_VARIABLES, **SURFACE_VARIABLES}
     _check_names("prognostic", config.prognostic, timed)
     _check_names("diagnostic", config.diagnostic, timed)
@@ -54,22 +57,23 @@ def expected_channels(config: DataConfig) -> Channels:
 @final
 @dataclass
 class QuickstartTimes:
-    """The times of a quickstart's store on the config's step, known before it is made."""
+    """The times of a quickstart store on the config's step, known before the store exists."""
 
     config: DataConfig
     times: Times
 
 
 def quickstart_times(config: DataConfig) -> QuickstartTimes:
-    """The times, and a config whose dates are among them.
+    """Return the times of the quickstart store and a config whose dates are among them.
 
     Raises:
-        UserError: dates are outside, or no two times are a step apart.
+        UserError: dates are outside the store, or no two times are one step apart.
     """
     times = np.concatenate([run.times for run in plan_runs(config.quickstart)]).astype("M8[ns]")
+    # As `Store.open` does: times on the step, then dates that are `auto`, then all splits.
     times = times[data_step_indices(times, config, config.name)]
-    config = replace(config, store=config.name)  # as messages name it
-    if config.dates.open:
+    config = replace(config, store=config.name)  # the name in error messages
+    if config.dates.undetermined:
         config = replace(config, dates=resolve_dates(config, times).dates)
     for split in SPLITS:
         split_slice(config, split, times)
@@ -77,10 +81,10 @@ def quickstart_times(config: DataConfig) -> QuickstartTimes:
 
 
 def expected_grid(config: DataConfig) -> tuple[int, int]:
-    """Rows and columns: those of `data.grid`, else the store's, else the quickstart's.
+    """Return rows and columns: of `data.grid`, else of the store, else of the quickstart.
 
     Raises:
-        UserError: the store is not as needed, or the grid is too small.
+        UserError: the store does not fit the config, or the grid is too small.
     """
     if config.name != "quickstart":
         return Store.open(config).grid if config.grid is None else parse_grid(config.grid)
@@ -88,13 +92,13 @@ def expected_grid(config: DataConfig) -> tuple[int, int]:
 
 
 def quickstart_grid(config: DataConfig) -> tuple[int, int]:
-    """Rows and columns of `data.grid`, else those of the quickstart.
+    """Return rows and columns of `data.grid`, or the quickstart's default.
 
     Raises:
         UserError: the grid is too small.
     """
-    wanted = None if config.grid is None else parse_grid(config.grid)
-    return resolve_grid(config.quickstart, wanted)
+    requested = None if config.grid is None else parse_grid(config.grid)
+    return resolve_grid(config.quickstart, requested)
 
 
 def _check_names(kind: str, names: Sequence[str], known: Collection[str]) -> None:

@@ -1,4 +1,4 @@
-"""Which channels a sample has and in which order, expanded from the variables of the config."""
+"""The channels of a sample and their order, expanded from the variables of the config."""
 
 import difflib
 from collections.abc import Iterable, Sequence
@@ -10,22 +10,23 @@ from credit_dp.variable_names import possible_canonical_names
 
 @dataclass(frozen=True)
 class Channel:
-    """One two-dimensional field of a variable. `level` is None off the levels."""
+    """One two-dimensional field of a variable; `level` is None for a surface variable."""
 
     variable: str
     level: int | None = None
 
     @property
     def name(self) -> str:
-        """`geopotential_500`, or `2m_temperature` where there is no level."""
+        """The name with its level, as `geopotential_500`; `2m_temperature` has none."""
         return self.variable if self.level is None else f"{self.variable}_{self.level}"
 
 
 @dataclass(frozen=True)
 class Channels:
-    """All channels of a model in the order in which it carries them.
+    """The channels of a model, in the order of its tensors.
 
-    In go the prognostic ones, forcings and statics; out come the prognostic and diagnostic ones.
+    Its input has the prognostic channels, the forcings and the statics, its output the prognostic
+    and the diagnostic channels.
     """
 
     prognostic: tuple[Channel, ...]
@@ -34,73 +35,86 @@ class Channels:
     diagnostic: tuple[Channel, ...] = ()
 
     def fields(self, frames: int = 1) -> Fields:
-        """What a model that takes `frames` states is told about its channels."""
-        upper: dict[str, list[int]] = {}
+        """Return the channel layout of a model whose input has `frames` states."""
+        upper_air: dict[str, list[int]] = {}
         surface = []
-        for place, channel in enumerate(self.prognostic):
+        for index, channel in enumerate(self.prognostic):
             if channel.level is None:
-                surface.append(place)
+                surface.append(index)
             else:
-                upper.setdefault(channel.variable, []).append(place)
-        others = len(self.forcing) + len(self.static)
-        on_levels, at_surface = tuple(map(tuple, upper.values())), tuple(surface)
-        if not self.diagnostic:
-            return Fields(on_levels, at_surface, others, frames)
-        return Fields(on_levels, at_surface, others, frames, diagnostic=len(self.diagnostic))
+                upper_air.setdefault(channel.variable, []).append(index)
+        inputs_only = len(self.forcing) + len(self.static)
+        return Fields(
+            upper=tuple(map(tuple, upper_air.values())),
+            surface=tuple(surface),
+            others=inputs_only,
+            frames=frames,
+            diagnostic=len(self.diagnostic),
+        )
 
     @property
     def output_channels(self) -> tuple[Channel, ...]:
-        """What comes out: the prognostic channels, then the diagnostic ones."""
+        """The channels of the output: prognostic, then diagnostic."""
         return self.prognostic + self.diagnostic
 
     @property
-    def states(self) -> int:
-        """Channels of a state: the prognostic ones."""
+    def num_states(self) -> int:
+        """The number of channels of a state, which are the prognostic ones."""
         return len(self.prognostic)
 
     @property
-    def outputs(self) -> int:
-        """Channels that come out: the prognostic and the diagnostic ones."""
+    def num_outputs(self) -> int:
+        """The number of output channels, prognostic and diagnostic."""
         return len(self.prognostic) + len(self.diagnostic)
 
     @property
     def variables(self) -> tuple[str, ...]:
-        """The prognostic variables, each once, in order."""
+        """The prognostic variables in order, each once."""
         return tuple(dict.fromkeys(channel.variable for channel in self.prognostic))
 
-    def of(self, variable: str) -> slice:
-        """Where the levels of one variable that comes out lie among the channels of `out`."""
-        places = [
+    def slice_of(self, variable: str) -> slice:
+        """Return the slice of `output_channels` that holds the levels of one variable."""
+        indices = [
             i for i, channel in enumerate(self.output_channels) if channel.variable == variable
         ]
-        return slice(places[0], places[-1] + 1)
+        return slice(indices[0], indices[-1] + 1)
 
 
 def expand_channels(
     variables: Sequence[str], on_levels: set[str], levels: Sequence[int]
 ) -> list[Channel]:
-    """One channel per level of each variable in `on_levels`, one for any other, in config order."""
+    """Return the channels of variables in config order: one per level, or one if on no level.
+
+    Args:
+        variables: their names.
+        on_levels: those of them that are on levels.
+        levels: the levels, for each of these.
+    """
     channels = []
     for variable in variables:
-        wanted: Sequence[int | None] = levels if variable in on_levels else (None,)
-        channels += [Channel(variable, level) for level in wanted]
+        variable_levels: Sequence[int | None] = levels if variable in on_levels else (None,)
+        channels += [Channel(variable, level) for level in variable_levels]
     return channels
 
 
-def suggest_names(wanted: str, available: Iterable[str]) -> str:
-    """What a message offers instead of an unknown name: close matches, or else what there is.
+def suggest_names(name: str, available: Iterable[str]) -> str:
+    """Return the hint of an error message about an unknown name: close matches, or all names.
 
-    Names are close by themselves or by what they mean, which is said of short ones.
+    A name also matches by its long name: `t` for `temperature`. The hint shows both.
     """
     labels = {}
-    for name in sorted(available):
-        others = sorted(possible_canonical_names(name) - {name})
-        labels[name] = f"{name} ({' or '.join(others)})" if others else name
+    for candidate in sorted(available):
+        long_names = sorted(possible_canonical_names(candidate) - {candidate})
+        labels[candidate] = f"{candidate} ({' or '.join(long_names)})" if long_names else candidate
+    # Own names come last, so that they replace the same long name of another candidate.
     by_meaning = {
-        long: text for name, text in labels.items() for long in possible_canonical_names(name)
+        long_name: label
+        for candidate, label in labels.items()
+        for long_name in possible_canonical_names(candidate)
     } | labels
-    close = difflib.get_close_matches(wanted, by_meaning, n=3, cutoff=0.5)
-    if close:
-        return f"Nearest: {', '.join(dict.fromkeys(by_meaning[name] for name in close))}"
-    names = list(labels.values())
-    return f"There are: {', '.join(names[:12])}{', ...' if len(names) > 12 else ''}"
+    matches = difflib.get_close_matches(name, by_meaning, n=3, cutoff=0.5)
+    if matches:
+        nearest = dict.fromkeys(by_meaning[match] for match in matches)
+        return f"Nearest: {', '.join(nearest)}"
+    all_labels = list(labels.values())
+    return f"There are: {', '.join(all_labels[:12])}{', ...' if len(all_labels) > 12 else ''}"

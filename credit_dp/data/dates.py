@@ -1,6 +1,7 @@
-"""The dates of a split: `[first, last]` of the config as times, and as places on a time axis.
+"""The dates of the train, valid and test splits on a store's time axis.
 
-And how they are chosen where the config leaves that open (`auto`).
+`split_slice` turns `[first, last]` of the config into a slice of times. `resolve_dates` chooses the
+dates that the config leaves to `auto`.
 """
 
 from collections.abc import Sequence
@@ -22,21 +23,21 @@ SPLIT_FRACTIONS = {"train": 0.8, "valid": 0.1, "test": 0.1}  # of the times, in 
 
 
 class HasTimes(Protocol):
-    """Times on a step, `(T,)`, and a config whose dates are among them: an open store, for one."""
+    """An object with times on a step, `(T,)`, and a data config, such as an open store."""
 
     config: DataConfig
     times: Times
 
 
 class ResolvedDates(NamedTuple):
-    """`[first, last]` for each split, and a note on those that were chosen, empty if none was."""
+    """`[first, last]` of each split, and a note on the chosen ones (empty if none was chosen)."""
 
     dates: DatesConfig
     note: str
 
 
 def date_interval(text: str) -> Interval:
-    """First and last nanosecond of an ISO date: the whole day, or one instant if it has a time."""
+    """Return first and last nanosecond of an ISO date, which is a full day unless it has a time."""
     date = datetime.fromisoformat(text)
     if date.tzinfo is not None:
         date = date.astimezone(UTC).replace(tzinfo=None)
@@ -46,20 +47,21 @@ def date_interval(text: str) -> Interval:
 
 
 def split_slice(config: DataConfig, split: str, times: Times) -> slice:
-    """Which of the store's `times` belong to a split: from the first date to the end of the last.
+    """Return the slice of `times` that belongs to a split, first and last date included.
 
     Raises:
-        UserError: the dates reach outside the store's time axis, or no time lies between them.
+        UserError: the dates are outside the store's time axis, or no time lies between them.
     """
-    key, where = f"data.dates.{split}", ", ".join(config.stores)
+    key = f"data.dates.{split}"
+    where = ", ".join(config.stores)
     dates: list[str] = getattr(config.dates, split)
     first, last = (date_interval(date) for date in dates)
-    step = np.timedelta64(config.step_hours, "h")  # what is off the step is none of the times
+    # `times` has only those on the step, so the store may hold up to one step more at each end.
+    step = np.timedelta64(config.step_hours, "h")
     if first[1] <= times[0] - step or last[0] >= times[-1] + step:
         raise UserError(
             f"{where}: holds {_format_minute(times[0])} to {_format_minute(times[-1])}, but "
-            f"{key} asks "
-            f"for {dates[0]} to {dates[1]}. Set {key} to dates within the store."
+            f"{key} asks for {dates[0]} to {dates[1]}. Set {key} to dates within the store."
         )
     start = int(np.searchsorted(times, first[0], side="left"))
     stop = int(np.searchsorted(times, last[1], side="right"))
@@ -71,100 +73,117 @@ def split_slice(config: DataConfig, split: str, times: Times) -> slice:
 
 
 def resolve_dates(config: DataConfig, times: Times) -> ResolvedDates:
-    """Choose what the config leaves open of its dates, among the `times` of the store on its step.
+    """Choose the dates that the config leaves to `auto`.
 
-    Splits that are `auto` share the longest stretch of times that no other split has: the first
-    80 % train, the next 10 % validate, the last 10 % test; see `_divide_times` for whole years. A
-    preset's dates stay if the store has all of them; else they are `auto`, all of them. At last
-    each split is cut to its first `data.dates.limit` times.
+    The `auto` splits divide the longest run of times that no other split uses: the first 80 % for
+    training, the next 10 % for validation, the last 10 % for testing, in complete years if there
+    are enough of them. A preset's dates are kept if the store has all of them; otherwise all of
+    them become `auto`. Finally each split is cut to its first `data.dates.limit` times.
+
+    Args:
+        times: those of the store that are on the config's step.
 
     Raises:
-        UserError: there are too few times, or dates that were given are not in the store.
+        UserError: there are too few times, or dates in the config are not in the store.
     """
-    given = config.dates
-    replaced = (
-        []
-        if all(_has_split_dates(config, split, times) for split in given.preset)
-        else given.preset
-    )
-    chosen = [split for split in SPLITS if getattr(given, split) == AUTO or split in replaced]
-    places = {split: split_slice(config, split, times) for split in SPLITS if split not in chosen}
-    places |= _choose_slices(config, chosen, list(places.values()), times)
+    requested = config.dates
+    # A preset's dates belong together: if the store lacks one of them, all are replaced.
+    has_preset = all(_has_split_dates(config, split, times) for split in requested.preset)
+    replaced_splits = [] if has_preset else requested.preset
+    auto_splits = [
+        split for split in SPLITS if getattr(requested, split) == AUTO or split in replaced_splits
+    ]
+    slices = {
+        split: split_slice(config, split, times) for split in SPLITS if split not in auto_splits
+    }
+    slices |= _choose_slices(config, auto_splits, list(slices.values()), times)
     dates: dict[str, list[str]] = {}
     counts: dict[str, int] = {}
-    for split, span in places.items():
-        stop = span.stop if given.limit is None else min(span.stop, span.start + given.limit)
-        counts[split] = stop - span.start
-        dates[split] = [_iso(times[span.start]), _iso(times[stop - 1])]
-        if split not in chosen and stop == span.stop:
-            dates[split] = getattr(given, split)
-    reason = f", as the store lacks dates of data={config.name}" if replaced else ""
-    spans = (f"{x} {' to '.join(dates[x])} ({counts[x]} times)" for x in chosen)
-    note = f"{AUTO}{reason}: {', '.join(spans)}" if chosen else ""
+    for split, times_slice in slices.items():
+        stop = times_slice.stop
+        if requested.limit is not None:
+            stop = min(stop, times_slice.start + requested.limit)
+        counts[split] = stop - times_slice.start
+        dates[split] = [_iso(times[times_slice.start]), _iso(times[stop - 1])]
+        # Dates of the config keep their text, unless the limit cuts the split.
+        if split not in auto_splits and stop == times_slice.stop:
+            dates[split] = getattr(requested, split)
+    reason = f", as the store lacks dates of data={config.name}" if replaced_splits else ""
+    chosen = (
+        f"{split} {' to '.join(dates[split])} ({counts[split]} times)" for split in auto_splits
+    )
+    note = f"{AUTO}{reason}: {', '.join(chosen)}" if auto_splits else ""
     return ResolvedDates(DatesConfig(dates["train"], dates["valid"], dates["test"]), note)
 
 
 def _choose_slices(
-    config: DataConfig, chosen: Sequence[str], given: Sequence[slice], times: Times
+    config: DataConfig, splits: Sequence[str], occupied: Sequence[slice], times: Times
 ) -> dict[str, slice]:
-    """Which of the times the splits get whose dates are chosen, if any."""
-    if not chosen:
+    """Return the slice of `times` for each of `splits`, outside the `occupied` slices."""
+    if not splits:
         return {}
     used = np.zeros(len(times), dtype=bool)
-    for span in given:
-        used[span] = True
+    for times_slice in occupied:
+        used[times_slice] = True
+    # `used` changes at the ends of each run of free times. Bounded by used times on both sides, the
+    # changes alternate between the start of a run and its stop.
     edges = np.flatnonzero(np.diff(np.concatenate([[True], used, [True]])))
-    stretches = list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
-    first, stop = max(stretches, key=lambda edge: edge[1] - edge[0], default=(0, 0))
-    if stop - first < len(chosen):
-        key = f"data.dates.{chosen[0]}"
+    free_runs = list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+    first, stop = max(free_runs, key=lambda run: run[1] - run[0], default=(0, 0))
+    if stop - first < len(splits):
+        key = f"data.dates.{splits[0]}"
         raise UserError(
             f"{', '.join(config.stores)}: {key} is chosen among the times that no other split has, "
-            f"but of {len(times)} times there are only {stop - first} in a row. Give {key}, or "
-            "fewer dates to the other splits."
+            f"but of {len(times)} times there are only {stop - first} in a row. Set {key}, or give "
+            "the other splits fewer dates."
         )
     sizes = _divide_times(
-        times[first:stop], [SPLIT_FRACTIONS[split] for split in chosen], config.step_hours
+        times[first:stop], [SPLIT_FRACTIONS[split] for split in splits], config.step_hours
     )
     bounds = np.cumsum([first, *sizes]).tolist()
-    return {split: slice(*span) for split, span in zip(chosen, pairwise(bounds), strict=True)}
+    return {
+        split: slice(*times_slice)
+        for split, times_slice in zip(splits, pairwise(bounds), strict=True)
+    }
 
 
-def _divide_times(times: Times, shares: Sequence[float], step_hours: int) -> list[int]:
-    """How many of the times each share gets, in order: none is empty.
+def _divide_times(times: Times, fractions: Sequence[float], step_hours: int) -> list[int]:
+    """Return how many of the times each fraction gets, in order, none of them zero.
 
-    Where there are at least as many whole years as shares, whole years are counted and not times,
-    so that each share after the first begins on the first of January and has at least one whole
-    year. What comes before the first whole year goes with the first share, what comes after the
-    last one with the last.
+    If there are at least as many complete years as fractions, years are divided instead of times:
+    each part after the first then begins on 1 January, and each has at least one complete year.
+    Times before the first complete year go to the first part, those after the last to the last.
     """
     years = _complete_years(times, step_hours)
-    if len(years) < len(shares):
-        return _proportional_counts(len(times), shares)
-    counts = _proportional_counts(len(years), shares)
-    later = np.cumsum(counts)[:-1]
-    starts = np.searchsorted(times, years[later].astype(times.dtype)).tolist()
+    if len(years) < len(fractions):
+        return _proportional_counts(len(times), fractions)
+    counts = _proportional_counts(len(years), fractions)
+    first_years = np.cumsum(counts)[:-1]
+    starts = np.searchsorted(times, years[first_years].astype(times.dtype)).tolist()
     return [stop - start for start, stop in pairwise([0, *starts, len(times)])]
 
 
-def _proportional_counts(total: int, shares: Sequence[float]) -> list[int]:
-    """Whole numbers in about these proportions, none zero; the first has what the others leave."""
-    later = [max(1, round(total * share / sum(shares))) for share in shares[1:]]
-    return [total - sum(later), *later]
+def _proportional_counts(total: int, proportions: Sequence[float]) -> list[int]:
+    """Return integers near these proportions that add up to `total`, none of them zero."""
+    others = [
+        max(1, round(total * proportion / sum(proportions))) for proportion in proportions[1:]
+    ]
+    return [total - sum(others), *others]
 
 
 def _complete_years(times: Times, step_hours: int) -> NDArray[np.datetime64]:
-    """The calendar years that have times from their first step to their last."""
+    """Return the calendar years with times from their first step to their last."""
     step = np.timedelta64(step_hours, "h")
     years = np.unique(times.astype("datetime64[Y]"))
-    starts, ends = years.astype(times.dtype), (years + 1).astype(times.dtype)
+    starts = years.astype(times.dtype)
+    ends = (years + 1).astype(times.dtype)
     first = times[np.searchsorted(times, starts)]
     last = times[np.searchsorted(times, ends) - 1]
     return years[(first - starts < step) & (ends - last <= step)]
 
 
 def _has_split_dates(config: DataConfig, split: str, times: Times) -> bool:
-    """Whether the store has the dates of a split."""
+    """Whether the config's dates of a split are among the times."""
     try:
         split_slice(config, split, times)
     except UserError:
@@ -173,27 +192,28 @@ def _has_split_dates(config: DataConfig, split: str, times: Times) -> bool:
 
 
 def one_step_pairs(times: Times, step_hours: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Places of all times that have another exactly one step later, and the places of the latter.
+    """Return the indices of times that have another one step later, and the indices of the later.
 
-    No pair spans a gap, for a gap is a step that is missing.
+    No pair spans a gap: across a gap the times are further apart than one step.
     """
     later = times + np.timedelta64(step_hours, "h")
-    place = np.searchsorted(times, later)
-    found = place < len(times)
-    found[found] = times[place[found]] == later[found]
-    return np.flatnonzero(found), place[found]
+    index = np.searchsorted(times, later)
+    # The first time that is not before `later`; it is the next date only if it is equal.
+    has_next = index < len(times)
+    has_next[has_next] = times[index[has_next]] == later[has_next]
+    return np.flatnonzero(has_next), index[has_next]
 
 
 def times_with_steps(times: Times, step_hours: int, before: int, after: int) -> Times:
-    """The times that have the `before` steps before them and the `after` steps after them too."""
-    found = np.ones(len(times), dtype=bool)
+    """Return the times that have `before` earlier and `after` later steps without a gap."""
+    complete = np.ones(len(times), dtype=bool)
     for step in range(-before, after + 1):
-        found &= np.isin(times + step * np.timedelta64(step_hours, "h"), times)
-    return times[found]
+        complete &= np.isin(times + step * np.timedelta64(step_hours, "h"), times)
+    return times[complete]
 
 
 def _iso(time: np.datetime64) -> str:
-    """One instant as ISO text: to the hour, if that is all there is to it."""
+    """Return one instant as ISO text, without minutes and seconds if both are zero."""
     hour = time.astype("datetime64[h]")
     return str(hour if hour == time else time.astype("datetime64[s]"))
 

@@ -1,4 +1,7 @@
-"""Forcings that are computed: sunlight at the top of the atmosphere, time of year and of day."""
+"""Forcings and statics that are computed: insolation, time of year, time of day and coordinates.
+
+`COMPUTED_FORCINGS` and `COMPUTED_STATICS` give the function for each name of the config.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 SOLAR_CONSTANT = 1361.0  # W m-2 at one astronomical unit
-HOUR_ANGLE = np.pi / 12  # by which the earth turns in an hour
+HOUR_ANGLE = np.pi / 12  # rotation of the earth in one hour, radians
 DAYS_PER_CENTURY = 36525.0
 J2000 = np.datetime64("2000-01-01T12", "s")
 
@@ -19,7 +22,7 @@ Array = NDArray[np.float64]
 @final
 @dataclass(frozen=True)
 class Sun:
-    """Where the sun stands at some times.
+    """The position of the sun at some times.
 
     Shapes:
         all `(T,)`.
@@ -36,7 +39,7 @@ class Sun:
 
     @classmethod
     def at(cls, times: NDArray[np.datetime64]) -> "Sun":
-        """Where it stands at `times`, by universal time."""
+        """Return the sun's position at `times` (UTC)."""
         days = (times.astype("datetime64[s]") - J2000).astype(np.float64) / 86400
         t = days / DAYS_PER_CENTURY
         mean_longitude = np.deg2rad(280.46646 + t * (36000.76983 + t * 0.0003032))
@@ -66,39 +69,41 @@ class Sun:
 
 
 def insolation(times: NDArray[np.datetime64], latitude: Array, longitude: Array) -> Array:
-    """The mean over the hour before each time, on a horizontal surface: `(T, rows, W)`.
+    """Return the mean insolation of a horizontal surface over the hour before each time.
 
-    It is integrated exactly over the part of the hour in which the sun is up; declination and
-    distance are those of the middle of the hour. ERA5's `toa_incident_solar_radiation` is the same
-    times 3600 s.
+    It is integrated exactly over the part of the hour with the sun above the horizon; declination
+    and distance are those at the middle of the hour. ERA5's `toa_incident_solar_radiation` is the
+    same, multiplied by 3600 s.
 
     Shapes:
-        `times`: `(T,)`; `latitude`: `(rows,)`; `longitude`: `(W,)`, both in degrees.
+        `times`: `(T,)`; `latitude`: `(rows,)`; `longitude`: `(W,)`, both in degrees ->
+        `(T, rows, W)`.
 
     Units:
         W m-2.
     """
-    middle = (times - np.timedelta64(1800, "s")).astype("datetime64[s]")
-    sun = Sun.at(middle)
-    noon = middle.astype("datetime64[D]") + np.timedelta64(43200, "s")
-    turned = (middle - noon).astype(np.float64) / 3600 * HOUR_ANGLE + sun.equation_of_time
-    angle = turned[:, None] + np.deg2rad(longitude) - HOUR_ANGLE / 2
+    mid_hour = (times - np.timedelta64(1800, "s")).astype("datetime64[s]")
+    sun = Sun.at(mid_hour)
+    noon = mid_hour.astype("datetime64[D]") + np.timedelta64(43200, "s")
+    hour_angle = (mid_hour - noon).astype(np.float64) / 3600 * HOUR_ANGLE + sun.equation_of_time
+    angle = hour_angle[:, None] + np.deg2rad(longitude) - HOUR_ANGLE / 2
     start = (angle + np.pi) % (2 * np.pi) - np.pi
-    declination, phi = sun.declination[:, None], np.deg2rad(latitude)
+    declination = sun.declination[:, None]
+    phi = np.deg2rad(latitude)
     constant = np.sin(phi) * np.sin(declination)
     swing = np.cos(phi) * np.cos(declination)
-    # Where the sun neither rises nor sets, the day is a whole turn or nothing.
+    # Where the sun neither rises nor sets, clipping gives a half day of pi or 0.
     with np.errstate(divide="ignore", invalid="ignore"):
         half_day = np.arccos(np.clip(-constant / swing, -1, 1))
     mean = _mean_sun_height(start, constant, swing, half_day)
-    # An hour that runs over midnight may meet the next day's sunrise.
-    over = start + HOUR_ANGLE > np.pi
-    for time in np.flatnonzero(over.any(axis=1)):
-        part = slice(time, time + 1)
-        columns = over[time]
-        later = start[part, columns] - 2 * np.pi
-        mean[time][:, columns] += _mean_sun_height(
-            later, constant[part], swing[part], half_day[part]
+    # An hour that crosses local midnight may include the sunrise of the next day.
+    crosses_midnight = start + HOUR_ANGLE > np.pi
+    for index in np.flatnonzero(crosses_midnight.any(axis=1)):
+        at_time = slice(index, index + 1)
+        columns = crosses_midnight[index]
+        shifted_start = start[at_time, columns] - 2 * np.pi
+        mean[index][:, columns] += _mean_sun_height(
+            shifted_start, constant[at_time], swing[at_time], half_day[at_time]
         )[0]
     flux = SOLAR_CONSTANT / sun.distance**2
     mean *= flux[:, None, None]
@@ -106,24 +111,25 @@ def insolation(times: NDArray[np.datetime64], latitude: Array, longitude: Array)
 
 
 def _mean_sun_height(start: Array, constant: Array, swing: Array, half_day: Array) -> Array:
-    """The mean over an hour of the sine of the sun's height, as long as it is up.
+    """Return the mean over an hour of the sine of the sun's elevation, zero below the horizon.
 
-    That is `constant + swing cos(h)` at hour angle `h`; it is up for `-half_day < h < half_day`.
+    The sine is `constant + swing cos(h)` at hour angle `h`; the sun is up for
+    `-half_day < h < half_day`.
 
     Shapes:
         `start`: `(T, W)` hour angles; the others `(T, rows)` -> `(T, rows, W)`.
     """
-    edge = half_day[:, :, None]
-    first = np.clip(start[:, None], -edge, edge)
-    last = np.clip(start[:, None] + HOUR_ANGLE, -edge, edge)
-    total = constant[:, :, None] * (last - first)
-    total += swing[:, :, None] * (np.sin(last) - np.sin(first))
-    total /= HOUR_ANGLE
-    return total
+    limit = half_day[:, :, None]
+    first = np.clip(start[:, None], -limit, limit)
+    last = np.clip(start[:, None] + HOUR_ANGLE, -limit, limit)
+    integral = constant[:, :, None] * (last - first)
+    integral += swing[:, :, None] * (np.sin(last) - np.sin(first))
+    integral /= HOUR_ANGLE
+    return integral
 
 
 def year_fraction(times: NDArray[np.datetime64]) -> NDArray[np.float64]:
-    """The part of its calendar year that has passed, 0 to 1, so that leap years keep the season.
+    """Return the elapsed fraction of the calendar year, 0 to 1, also in leap years.
 
     Shapes:
         `(T,)` -> `(T,)`, or a scalar -> a zero-dimensional array.
@@ -131,12 +137,12 @@ def year_fraction(times: NDArray[np.datetime64]) -> NDArray[np.float64]:
     year = times.astype("datetime64[Y]")
     start = year.astype("datetime64[s]")
     end = (year + np.timedelta64(1, "Y")).astype("datetime64[s]")
-    passed = (times.astype("datetime64[s]") - start).astype(np.float64)
-    return np.asarray(passed / (end - start).astype(np.float64))
+    elapsed = (times.astype("datetime64[s]") - start).astype(np.float64)
+    return np.asarray(elapsed / (end - start).astype(np.float64))
 
 
 def day_fraction(times: NDArray[np.datetime64]) -> NDArray[np.float64]:
-    """The part of its day, by universal time, that has passed, 0 to 1.
+    """Return the elapsed fraction of the day (UTC), 0 to 1.
 
     Shapes:
         `(T,)` -> `(T,)`, or a scalar -> a zero-dimensional array.
@@ -149,18 +155,20 @@ Degrees = NDArray[np.float64]
 Times = NDArray[np.datetime64]
 Values = NDArray[np.float64]
 
-# Of times (T,), latitudes (rows,) and longitudes (W,): (T, rows, W).
+# Times (T,), latitudes (rows,), longitudes (W,) -> (T, rows, W).
 Forcing = Callable[[Times, Degrees, Degrees], Values]
-# Of latitudes (rows,) and longitudes (W,): (rows, W).
+# Latitudes (rows,), longitudes (W,) -> (rows, W).
 Static = Callable[[Degrees, Degrees], Values]
 
 
 def _insolation(times: Times, latitude: Degrees, longitude: Degrees) -> Values:
-    """In units of the solar constant: 0 to 1.03."""
+    """Return the insolation divided by the solar constant, 0 to 1.03."""
     return insolation(times, latitude, longitude) / SOLAR_CONSTANT
 
 
-def _of_season(function: Callable[[Values], Values]) -> Forcing:
+def _season_forcing(function: Callable[[Values], Values]) -> Forcing:
+    """Return a forcing that is a function of the angle of the year."""
+
     def forcing(times: Times, latitude: Degrees, longitude: Degrees) -> Values:
         values = function(2 * np.pi * year_fraction(times))
         shape = (len(times), len(latitude), len(longitude))
@@ -169,8 +177,8 @@ def _of_season(function: Callable[[Values], Values]) -> Forcing:
     return forcing
 
 
-def _of_local_time(function: Callable[[Values], Values]) -> Forcing:
-    """The sun's mean time: it is noon where the mean sun stands highest."""
+def _local_time_forcing(function: Callable[[Values], Values]) -> Forcing:
+    """Return a forcing by local mean solar time, with noon where the mean sun culminates."""
 
     def forcing(times: Times, latitude: Degrees, longitude: Degrees) -> Values:
         hour = day_fraction(times)[:, None] + longitude / 360
@@ -180,7 +188,7 @@ def _of_local_time(function: Callable[[Values], Values]) -> Forcing:
     return forcing
 
 
-def _of_latitude(function: Callable[[Values], Values]) -> Static:
+def _latitude_static(function: Callable[[Values], Values]) -> Static:
     def static(latitude: Degrees, longitude: Degrees) -> Values:
         values = function(np.deg2rad(latitude))
         return np.broadcast_to(values[:, None], (len(latitude), len(longitude)))
@@ -188,7 +196,7 @@ def _of_latitude(function: Callable[[Values], Values]) -> Static:
     return static
 
 
-def _of_longitude(function: Callable[[Values], Values]) -> Static:
+def _longitude_static(function: Callable[[Values], Values]) -> Static:
     def static(latitude: Degrees, longitude: Degrees) -> Values:
         values = function(np.deg2rad(longitude))
         return np.broadcast_to(values, (len(latitude), len(longitude)))
@@ -198,19 +206,19 @@ def _of_longitude(function: Callable[[Values], Values]) -> Static:
 
 COMPUTED_FORCINGS: Mapping[str, Forcing] = MappingProxyType(
     {
-        "day_of_year_sin": _of_season(np.sin),
-        "day_of_year_cos": _of_season(np.cos),
-        "hour_of_day_sin": _of_local_time(np.sin),
-        "hour_of_day_cos": _of_local_time(np.cos),
+        "day_of_year_sin": _season_forcing(np.sin),
+        "day_of_year_cos": _season_forcing(np.cos),
+        "hour_of_day_sin": _local_time_forcing(np.sin),
+        "hour_of_day_cos": _local_time_forcing(np.cos),
         "insolation": _insolation,
     }
 )
 
 COMPUTED_STATICS: Mapping[str, Static] = MappingProxyType(
     {
-        "latitude_sin": _of_latitude(np.sin),
-        "latitude_cos": _of_latitude(np.cos),
-        "longitude_sin": _of_longitude(np.sin),
-        "longitude_cos": _of_longitude(np.cos),
+        "latitude_sin": _latitude_static(np.sin),
+        "latitude_cos": _latitude_static(np.cos),
+        "longitude_sin": _longitude_static(np.sin),
+        "longitude_cos": _longitude_static(np.cos),
     }
 )

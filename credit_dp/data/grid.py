@@ -1,4 +1,4 @@
-"""The latitude-longitude grid: how a config writes it, what rows weigh, what bands read."""
+"""The latitude-longitude grid: its text in a config, row weights, chunk rows that bands read."""
 
 from itertools import pairwise
 
@@ -12,7 +12,7 @@ FULL_CIRCLE = 360.0  # degrees
 
 
 def parse_grid(text: str) -> tuple[int, int]:
-    """`"121x240"` -> `(121, 240)`: latitude rows and longitude columns.
+    """Parse `"121x240"` into `(121, 240)`: latitude rows and longitude columns.
 
     Raises:
         UserError: the text is not of that form.
@@ -23,10 +23,10 @@ def parse_grid(text: str) -> tuple[int, int]:
 
 
 def row_weights(latitude: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Area of each latitude row divided by the mean area.
+    """Return the area of each latitude row divided by the mean area.
 
-    A row reaches from midpoint to midpoint and the outermost rows reach the poles, so a row that
-    lies on a pole has the area of its half cell, where cos(latitude) would give it none.
+    A row extends from midpoint to midpoint, and the outermost rows extend to the poles. A row on a
+    pole therefore has the area of its half cell, where cos(latitude) would give it zero weight.
 
     Shapes:
         `(H,)` degrees, strictly falling or strictly rising -> `(H,)` with mean 1.
@@ -41,18 +41,19 @@ def row_weights(latitude: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def balanced_bounds(height: int, ranks: int) -> tuple[int, ...]:
-    """First rows of balanced bands, and the end: surplus rows go to the first ranks."""
+    """Return the first row of each balanced band and the end; the first ranks get surplus rows."""
     share, surplus = divmod(height, ranks)
     return tuple(rank * share + min(rank, surplus) for rank in range(ranks + 1))
 
 
 def rows_touched(height: int, ranks: int, chunk: int, from_south: bool = False) -> list[int]:
-    """Rows in the chunks that each rank's band touches, the padding of the last chunk included.
+    """Return for each rank the rows of the chunks that its band touches, with the padding.
 
     Args:
-        height, ranks: balanced bands of so many rows in all.
-        chunk: rows of a chunk.
-        from_south: whether the first chunk begins at the southernmost row, not the northernmost.
+        height: rows of the grid.
+        ranks: number of balanced bands; bands without rows are left out.
+        chunk: rows per chunk.
+        from_south: whether chunks are counted from the south pole instead of the north pole.
     """
     bounds = balanced_bounds(height, ranks)
     if from_south:
@@ -65,17 +66,17 @@ def rows_touched(height: int, ranks: int, chunk: int, from_south: bool = False) 
 
 
 def max_rows_touched(height: int, ranks: int, chunk: int) -> int:
-    """Of all ranks; chunks begin at the pole where that is worse."""
+    """Return the largest `rows_touched` of all ranks, with chunks from either pole."""
     return max(max(rows_touched(height, ranks, chunk, south)) for south in (False, True))
 
 
 def row_amplification(height: int, ranks: int, chunk: int) -> float:
-    """Rows touched over rows owned, of the rank where that is most.
+    """Return the largest ratio of rows touched to rows owned, over all ranks.
 
-    Chunks begin at the pole where that is worse: stores may hold either pole first.
+    Stores may begin at either pole; the result is that of the worse order.
     """
     bounds = balanced_bounds(height, ranks)
     owned = [stop - first for first, stop in pairwise(bounds)]
     north = rows_touched(height, ranks, chunk)
     south = reversed(rows_touched(height, ranks, chunk, from_south=True))
-    return max(max(a, b) / own for a, b, own in zip(north, south, owned, strict=True))
+    return max(max(a, b) / rows for a, b, rows in zip(north, south, owned, strict=True))

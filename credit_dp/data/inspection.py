@@ -1,4 +1,7 @@
-"""What there is to know of a store before training: grid, dates, variables, chunks."""
+"""Reports on a store before training: grid, dates, variables, chunks and read amplification.
+
+`inspect_source` returns a `StoreReport` without reading any fields.
+"""
 
 import math
 from collections.abc import Sequence
@@ -12,14 +15,14 @@ from credit_dp.data.grid import POLE, max_rows_touched, row_amplification
 from credit_dp.data.sources.base import Source, Times, VariableInfo, all_names
 from credit_dp.variable_names import has_short_names
 
-CELL = 4  # bytes of a value as it is read, float32
+CELL = 4  # bytes of a float32 value
 AT_POLE = 1e-3  # degrees
 
 
 @final
 @dataclass(frozen=True)
 class TimeGap:
-    """Times that are not there, between two that are."""
+    """Missing times between two times of the store."""
 
     after: str
     before: str
@@ -32,11 +35,11 @@ class TimeAxisReport:
     """The time axis.
 
     Attributes:
-        first, last: ISO format.
-        count: how many there are.
-        spacing_hours: between most of them.
-        gaps: where they are further apart.
-        missing: how many more there would be without gaps.
+        first, last: in ISO format.
+        count: number of times.
+        spacing_hours: the most common distance.
+        gaps: larger distances.
+        missing: number of missing times in all gaps.
     """
 
     first: str
@@ -50,14 +53,14 @@ class TimeAxisReport:
 @final
 @dataclass(frozen=True)
 class ChunkReport:
-    """What is read at once of one variable, and what that costs a band.
+    """The chunks of one variable and the cost of reading a band of rows from them.
 
     Attributes:
-        shape: times, channels, rows and columns that are decoded at once.
+        shape: times, channels, rows and columns of a chunk.
         times_together: times in one file.
-        amplification: by number of ranks: what a rank has to decode for one sample over its band's
-            share, of the rank where that is most.
-        decoded_bytes: by number of ranks: of the rank that has to decode most.
+        amplification: by number of ranks, bytes that a rank decodes for one sample divided by bytes
+            that it needs, for the worst rank.
+        decoded_bytes: by number of ranks, bytes that the worst rank decodes for one sample.
     """
 
     shape: tuple[int, int, int, int]
@@ -69,7 +72,7 @@ class ChunkReport:
 @final
 @dataclass(frozen=True)
 class VariableReport:
-    """One variable; `chunks` is None if it can't be read or doesn't change in time."""
+    """One variable; `chunks` is None if it can't be read or is static."""
 
     name: str
     timed: bool
@@ -83,15 +86,19 @@ class VariableReport:
 @final
 @dataclass(frozen=True)
 class StoreReport:
-    """A whole store.
+    """A store.
 
     Attributes:
+        where: its address.
+        form: kind of source, such as `zarr`.
         grid: rows, columns.
-        latitude, longitude: first and last, in the order in which they are read.
-        poles: whether rows lie on the poles.
-        long_names: those under which variables are found beside their own, and where they are.
-        sample_bytes: of all that changes in time, at one time.
-        amplification, decoded_bytes: of all that changes in time, by number of ranks.
+        latitude, longitude: first and last, in reading order.
+        poles: whether there are rows on the poles.
+        dates: the time axis.
+        variables: in the store's order.
+        long_names: the long names that a config may use, with the store's own name of each.
+        sample_bytes: of all time-dependent variables at one time.
+        amplification, decoded_bytes: by number of ranks, of all time-dependent variables.
     """
 
     where: str
@@ -109,17 +116,18 @@ class StoreReport:
 
 
 def inspect_source(source: Source, domains: Sequence[int]) -> StoreReport:
-    """Look at a store, reading no fields.
+    """Report on a store without reading fields.
 
     Args:
-        domains: numbers of ranks of which the amplification is told; those above the number of rows
+        source: the open store.
+        domains: numbers of ranks to report the amplification for; numbers above that of the rows
             are left out.
     """
-    possible = [ranks for ranks in domains if ranks <= source.grid[0]]
-    variables = tuple(_report_variable(source, name, possible) for name in source.variables)
-    timed = [variable for variable in variables if variable.chunks is not None]
-    cells = {v.name: max(1, len(v.levels)) * math.prod(source.grid) for v in timed}
-    total = sum(cells.values())
+    possible_ranks = [ranks for ranks in domains if ranks <= source.grid[0]]
+    variables = tuple(_report_variable(source, name, possible_ranks) for name in source.variables)
+    readable = [variable for variable in variables if variable.chunks is not None]
+    cells = {v.name: max(1, len(v.levels)) * math.prod(source.grid) for v in readable}
+    total_cells = sum(cells.values())
     return StoreReport(
         where=source.where,
         form=type(source).__name__.removesuffix("Source").lower(),
@@ -130,35 +138,36 @@ def inspect_source(source: Source, domains: Sequence[int]) -> StoreReport:
         dates=report_time_axis(source.times),
         variables=variables,
         long_names={
-            name: source.variables[name].stored
+            name: source.variables[name].stored_name
             for name in all_names(source.variables)
-            if has_short_names(name) and source.variables[name].stored
+            if has_short_names(name) and source.variables[name].stored_name
         },
-        sample_bytes=CELL * total,
+        sample_bytes=CELL * total_cells,
         amplification={
-            ranks: sum(cells[v.name] * v.chunks.amplification[ranks] for v in timed if v.chunks)
-            / max(1, total)
-            for ranks in possible
+            ranks: sum(cells[v.name] * v.chunks.amplification[ranks] for v in readable if v.chunks)
+            / max(1, total_cells)
+            for ranks in possible_ranks
         },
         decoded_bytes={
-            ranks: sum(v.chunks.decoded_bytes[ranks] for v in timed if v.chunks)
-            for ranks in possible
+            ranks: sum(v.chunks.decoded_bytes[ranks] for v in readable if v.chunks)
+            for ranks in possible_ranks
         },
     )
 
 
 def report_time_axis(times: Times) -> TimeAxisReport:
-    """The times, and where some are missing."""
+    """Return a report on times and their gaps."""
     steps = np.diff(times)
     values, counts = np.unique(steps, return_counts=True)
     spacing = values[np.argmax(counts)] if len(values) else np.timedelta64(0, "ns")
+    # Times that are closer than usual are no gaps.
     gaps = tuple(
         TimeGap(
-            _format_minute(times[place]),
-            _format_minute(times[place + 1]),
-            int(steps[place] / spacing) - 1,
+            _format_minute(times[index]),
+            _format_minute(times[index + 1]),
+            int(steps[index] / spacing) - 1,
         )
-        for place in np.flatnonzero(steps > spacing)
+        for index in np.flatnonzero(steps > spacing)
     )
     return TimeAxisReport(
         first=_format_minute(times[0]),
@@ -170,20 +179,22 @@ def report_time_axis(times: Times) -> TimeAxisReport:
     )
 
 
-def amplification(
+def band_read_amplification(
     chunk: tuple[int, int, int, int], channels: int, height: int, ranks: int
 ) -> float:
-    """What a rank decodes for its band of one time over what it needs, of the worst rank.
+    """Return values decoded divided by values needed for the band of the worst rank at one time.
 
     Args:
-        chunk: times, channels, rows and columns of one.
-        channels: that are needed, one after the other in the store.
+        chunk: times, channels, rows and columns of a chunk.
+        channels: number of channels needed, adjacent in the store.
+        height: rows of the grid.
+        ranks: number of bands.
     """
     return _fields_decoded(chunk, channels) * row_amplification(height, ranks, chunk[2])
 
 
 def _fields_decoded(chunk: tuple[int, int, int, int], channels: int) -> float:
-    """Fields that come out of the chunks for each that is needed."""
+    """Return the number of fields decoded for each field needed."""
     touched = -(-channels // chunk[1]) * chunk[1]
     return chunk[0] * touched / channels
 
@@ -191,16 +202,16 @@ def _fields_decoded(chunk: tuple[int, int, int, int], channels: int) -> float:
 def _report_variable(source: Source, name: str, domains: Sequence[int]) -> VariableReport:
     variable = source.variables[name]
     chunks = None
-    if variable.timed and not variable.problem:
+    if variable.has_time and not variable.problem:
         chunks = _report_chunks(source, name, variable, domains)
     return VariableReport(
-        name,
-        variable.timed,
-        variable.levels,
-        variable.units,
-        variable.standard_name,
-        variable.problem,
-        chunks,
+        name=name,
+        timed=variable.has_time,
+        levels=variable.levels,
+        units=variable.units,
+        standard_name=variable.standard_name,
+        problem=variable.problem,
+        chunks=chunks,
     )
 
 
@@ -209,21 +220,28 @@ def _report_chunks(
 ) -> ChunkReport:
     channels = [Channel(name, level) for level in variable.levels or (None,)]
     chunk = source.chunk_shape(channels[0])
-    # Chunks may hold other variables too: those count as wanted, for a sample has them all.
-    everything = [
+    # A chunk may hold other variables, too. They count as needed, since a sample has all variables.
+    all_channels = [
         Channel(other, level)
-        for other, found in source.variables.items()
-        if found.timed and not found.problem
-        for level in found.levels or (None,)
+        for other, info in source.variables.items()
+        if info.has_time and not info.problem
+        for level in info.levels or (None,)
     ]
-    group = next(x for x in source.group_by_chunk(everything) if channels[0] in x)
+    group = next(x for x in source.group_by_chunk(all_channels) if channels[0] in x)
     height, width = source.grid
-    found = {ranks: amplification(chunk, len(group), height, ranks) for ranks in domains}
+    amplification = {
+        ranks: band_read_amplification(chunk, len(group), height, ranks) for ranks in domains
+    }
     row_bytes = CELL * len(channels) * width * _fields_decoded(chunk, len(group))
-    decoded = {
+    decoded_bytes = {
         ranks: round(row_bytes * max_rows_touched(height, ranks, chunk[2])) for ranks in domains
     }
-    return ChunkReport(chunk, source.times_together(channels[0]), found, decoded)
+    return ChunkReport(
+        shape=chunk,
+        times_together=source.times_per_file(channels[0]),
+        amplification=amplification,
+        decoded_bytes=decoded_bytes,
+    )
 
 
 def _format_minute(time: np.datetime64) -> str:

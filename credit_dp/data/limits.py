@@ -1,10 +1,13 @@
-"""The range that values must lie in, wherever they enter: damaged chunks, fill values, wrong units.
+"""The range that the values of each channel must lie in, checked whenever they are read.
 
-A damaged chunk without a checksum, a fill value that no attribute declares and a field in another
-unit than its label are all read without an error. Their values give them away. The range of a
-channel is, in this order: that of `data.limits`; the physical limits of a variable that is known by
-its name or its CF standard name; else the median of the training dates plus and minus 1,000 times
-the spread between their 1st and 99th percentile.
+The check detects damaged chunks without a checksum, fill values that no attribute declares, and
+fields in another unit than their label: all of these are read without an error.
+
+The range of a channel is the first of:
+1. the range of `data.limits`;
+2. the physical limits of a variable known by its name or its CF standard name;
+3. the median over the training dates, plus and minus 1,000 times the distance between the 1st and
+   99th percentile.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -28,26 +31,26 @@ from credit_dp.data.units import (
 from credit_dp.errors import UserError
 from credit_dp.variable_names import UPPER_AIR_NAMES, canonical_name, long_name
 
-SPREAD_FACTOR = 1e3  # times the spread of the training dates, for variables that are not known
-SAMPLED_POINTS = 20_000  # of each field, from which percentiles are taken
-CACHED = 2**22  # values; fewer are in the processor's cache when they are looked at once more
+SPREAD_FACTOR = 1e3  # half-width of the range of unknown variables, as a multiple of their spread
+SAMPLED_POINTS = 20_000  # points of a field that determine its percentiles
+CACHED = 2**22  # values; smaller fields stay in the processor's cache for a second pass
 LARGEST = float(np.finfo(np.float32).max)
 HUGE = 1e15  # no field in SI units has values of this size; fill values have
-# What stores write for "no value": the defaults of netCDF and GRIB, and habits.
+# Common fill values of stores: the defaults of netCDF and GRIB, and other customary ones.
 LARGE_FILLS = (9.969209968386869e36, 9.999e20, 1e20, 1e30, 1e36, LARGEST)
 SMALL_FILLS = (-999, -999.9, -9999, -99999, 9999, 99999, -32767, -32768, 32767, 65535)
 FILL_VALUES = np.array([*LARGE_FILLS, *SMALL_FILLS])
 
 
 class ValueRange(NamedTuple):
-    """The smallest and the largest value that is believed."""
+    """The smallest and the largest plausible value."""
 
     low: float
     high: float
 
 
-# Physical limits in the units of `known_units`, with a wide margin around what has been measured or
-# analysed anywhere, so that overshoots of interpolation and packing pass.
+# Physical limits in the units of `KNOWN_VARIABLES`, with a wide margin around all values ever
+# measured or analysed, so that overshoots of interpolation and packing pass.
 # Sources: WMO World Weather and Climate Extremes Archive (2 m temperature -89.2 to 56.7 degC, mean
 # sea level pressure 870 to 1084.8 hPa, rain of a day 1.825 m); ERA5 on its 137 model levels, up to
 # 0.01 hPa; solar constant 1361 W m-2 (Kopp & Lean 2011), which bounds energies of a day.
@@ -113,97 +116,101 @@ PHYSICAL_RANGES: Mapping[str, ValueRange] = {
     **{f"soil_temperature_level_{layer}": ValueRange(150.0, 400.0) for layer in "1234"},
     **{f"volumetric_soil_water_layer_{layer}": _FRACTION for layer in "1234"},
 }
-# Of sums, over whatever span up to a day: depths of water in m, energies in J m-2.
+# Of sums over up to a day, by unit: depths of water in m, energies in J m-2.
 _OF_SUMS = {"m": ValueRange(-1.0, 2.0), "J m-2": ValueRange(-3e8, 3e8)}
 
-# The height of a pressure level lies between those in two isothermal atmospheres, one colder, one
-# warmer than any: Phi = R T ln(p_msl / p).
+# The geopotential of a pressure level lies between those in two isothermal atmospheres, one colder
+# and one warmer than any real one: Phi = R T ln(p_msl / p).
 _GAS_CONSTANT = 287.0  # J kg-1 K-1, of dry air
 _COLDEST, _WARMEST = 180.0, 320.0  # K, mean over the layer
 _DEEPEST, _HIGHEST = 800.0, 1200.0  # hPa, mean sea level pressure
 
 
 def _geopotential_range(level: int) -> ValueRange:
-    """The physical limits of geopotential on a level in hPa, in m2 s-2."""
-    least, most = np.log(_DEEPEST / level), np.log(_HIGHEST / level)
-    low = min(_GAS_CONSTANT * temperature * least for temperature in (_COLDEST, _WARMEST))
-    return ValueRange(float(low), float(_GAS_CONSTANT * _WARMEST * most))
+    """Return the physical limits of geopotential on a level in hPa, in m2 s-2."""
+    smallest_ratio = np.log(_DEEPEST / level)
+    largest_ratio = np.log(_HIGHEST / level)
+    # Below ground (a negative logarithm), the warm atmosphere has the lower geopotential.
+    low = min(_GAS_CONSTANT * temperature * smallest_ratio for temperature in (_COLDEST, _WARMEST))
+    return ValueRange(float(low), float(_GAS_CONSTANT * _WARMEST * largest_ratio))
 
 
 def physical_range(
     name: str, variable: VariableInfo, level: int | None, unit: str
 ) -> ValueRange | None:
-    """The physical limits of a known variable, in the unit that its values have.
+    """Return the physical limits of a known variable, in the unit of its values.
 
     Args:
-        name, variable: as the store has it; known by name, short name or CF standard name.
-        level: None off the levels.
-        unit: of the values, after conversions; without one they are taken to be in the known unit.
+        name: in the store; a variable is known by its name, short name or CF standard name.
+        variable: gives standard name and kind of levels.
+        level: None for a surface variable.
+        unit: of the values, after conversions; if empty, the known unit is assumed.
 
     Returns:
-        None for a variable or a unit of which nothing is known.
+        None for an unknown variable or unit.
     """
-    long, level = long_name(name, level)
-    names = [UPPER_AIR_NAMES.get(long, long)]
+    canonical, level = long_name(name, level)
+    names = [UPPER_AIR_NAMES.get(canonical, canonical)]
     if names[0] not in KNOWN_VARIABLES:
         standard = variable.standard_name
         names = [
             known for known, entry in KNOWN_VARIABLES.items() if standard in entry.standard_names
         ]
-    found = [
+    converted = [
         _convert_range(_range_in_known_unit(known, variable, level), KNOWN_VARIABLES[known], unit)
         for known in names
     ]
-    ranges = [one for one in found if one is not None]
-    if not ranges or len(ranges) < len(found):
+    # Several known variables may share a standard name: take the range that covers all of theirs.
+    ranges = [limits for limits in converted if limits is not None]
+    if not ranges or len(ranges) < len(converted):
         return None
-    return ValueRange(min(one.low for one in ranges), max(one.high for one in ranges))
+    return ValueRange(min(limits.low for limits in ranges), max(limits.high for limits in ranges))
 
 
 def _range_in_known_unit(name: str, variable: VariableInfo, level: int | None) -> ValueRange | None:
-    """The physical limits of a known variable in its known unit."""
+    """Return the physical limits of a known variable in its known unit."""
     if name == "geopotential" and level is not None and not variable.model_levels:
         return _geopotential_range(level)
     return PHYSICAL_RANGES.get(name) or _OF_SUMS.get(KNOWN_VARIABLES[name].unit)
 
 
 def _convert_range(limits: ValueRange | None, known: KnownVariable, unit: str) -> ValueRange | None:
-    """Limits in the known unit as limits in another one; None where no conversion is known."""
-    own, needed = canonical_unit(unit), canonical_unit(known.unit)
-    if limits is None or own in (*UNSPECIFIED_UNITS, needed):
+    """Convert limits from the known unit to another; None if no conversion is known."""
+    given, needed = canonical_unit(unit), canonical_unit(known.unit)
+    if limits is None or given in (*UNSPECIFIED_UNITS, needed):
         return limits
-    if (own, needed) not in CONVERSIONS:
+    if (given, needed) not in CONVERSIONS:
         return None
-    scale, offset = CONVERSIONS[own, needed]
+    scale, offset = CONVERSIONS[given, needed]
     return ValueRange((limits.low - offset) / scale, (limits.high - offset) / scale)
 
 
 def sampled_ranges(fields: Iterable[Fields], channels: Sequence[Channel]) -> dict[str, ValueRange]:
-    """The ranges of channels of which nothing is known, from fields `(C, H, W)` of some dates.
+    """Return the ranges of unknown channels, from fields `(C, H, W)` of some dates.
 
-    Damaged fields among them do no harm: percentiles are those of each date by itself, of which the
-    median over the dates is taken, and fill values are left out. A channel that is constant on all
-    dates, or has no values, has no range.
+    A few damaged fields do no harm: fill values are left out, and the percentiles of each date are
+    combined by their median over the dates. A channel without values, or constant on all dates,
+    gets no range.
     """
     dates = [[_percentiles(field) for field in date] for date in fields]
-    found = {}
-    for place, channel in enumerate(channels):
-        of_dates = np.array([date[place] for date in dates])
-        of_dates = of_dates[np.isfinite(of_dates).all(axis=1)]
-        if not len(of_dates):
+    ranges = {}
+    for index, channel in enumerate(channels):
+        of_channel = np.array([date[index] for date in dates])
+        of_channel = of_channel[np.isfinite(of_channel).all(axis=1)]
+        if not len(of_channel):
             continue
-        low, middle, high = np.median(of_dates, axis=0)
-        reach = SPREAD_FACTOR * (high - low)
-        if reach > 0:
-            found[channel.name] = ValueRange(float(middle - reach), float(middle + reach))
-    return found
+        low, middle, high = np.median(of_channel, axis=0)
+        margin = SPREAD_FACTOR * (high - low)
+        if margin > 0:
+            ranges[channel.name] = ValueRange(float(middle - margin), float(middle + margin))
+    return ranges
 
 
 def _percentiles(field: NDArray[np.float32]) -> NDArray[np.float64]:
-    """The 1st, the 50th and the 99th percentile of a field; NaN if it has no values.
+    """Return the 1st, 50th and 99th percentile of a field; NaN if it has no values.
 
-    Where more than 98 % of the points have one value, as rain in dry places, the percentiles are
-    those of the other points.
+    If 98 % of the points have the same value, as rain in dry regions has, the 1st and the 99th
+    percentile are those of the other points.
     """
     values = field.ravel()[:: max(1, field.size // SAMPLED_POINTS)].astype(np.float64)
     values = values[np.isfinite(values) & (np.abs(values) < HUGE)]
@@ -218,168 +225,189 @@ def _percentiles(field: NDArray[np.float32]) -> NDArray[np.float64]:
 
 
 def extremes(fields: Fields) -> tuple[Fields, Fields]:
-    """The smallest and the largest value of each field of `(T, C, rows, W)`, each `(T, C)`.
+    """Return the smallest and the largest value of each field of `(T, C, rows, W)`: `(T, C)` each.
 
-    NaN for a field that has a NaN. Each value comes from memory once.
+    They are NaN for a field with a NaN. Large fields are read from memory only once.
     """
     if fields.strides[2] < 0:
-        fields = fields[:, :, ::-1]  # torch knows no falling rows, and the order does not matter
+        fields = fields[:, :, ::-1]  # torch supports no negative strides; the order is irrelevant
     shape = fields.shape[:2]
     if not fields.size:
-        nothing = np.zeros(shape, np.float32)
-        return nothing, nothing
+        empty = np.zeros(shape, np.float32)
+        return empty, empty
     if fields.size < CACHED or not fields.flags.writeable:
         with np.errstate(invalid="ignore"):
             return fields.min(axis=(2, 3)), fields.max(axis=(2, 3))
-    import torch  # here: commands that read no large fields start without it
+    import torch  # here, as commands that read no large fields start faster without it
 
-    found = [torch.aminmax(field) for date in torch.from_numpy(fields) for field in date]
-    lowest, highest = (torch.stack(ends).numpy() for ends in zip(*found, strict=True))
+    pairs = [torch.aminmax(field) for date in torch.from_numpy(fields) for field in date]
+    lowest, highest = (torch.stack(ends).numpy() for ends in zip(*pairs, strict=True))
     return lowest.reshape(shape), highest.reshape(shape)
 
 
 @final
 class ValueLimits:
-    """The ranges of the channels of a source.
+    """The value ranges of a source's channels, and checks against them.
 
     Args:
-        source: whose variables they are.
-        config: for `data.limits` and conversions of units.
-        sampled: ranges of channels that are not known otherwise, by channel name.
+        source: gives the variables.
+        config: gives `data.limits` and unit conversions.
+        sampled: ranges of unknown channels by name, see `sampled_ranges`.
     """
 
     def __init__(
         self, source: Source, config: DataConfig, sampled: Mapping[str, ValueRange] | None = None
     ) -> None:
-        self._source, self._config = source, config
+        self._source = source
+        self._config = config
         self.sampled_ranges = dict(sampled or {})
         self._ranges: dict[Channel, ValueRange | None] = {}
 
-    def of(self, channel: Channel) -> ValueRange | None:
-        """The range of a channel; None if it has none."""
+    def range_of(self, channel: Channel) -> ValueRange | None:
+        """Return the range of a channel; None if it has none."""
         if channel not in self._ranges:
             self._ranges[channel] = self._range(channel)
         return self._ranges[channel]
 
     def channels_without_range(self, channels: Iterable[Channel]) -> list[Channel]:
-        """The channels whose range has to be sampled."""
+        """Return the channels whose range has to be sampled."""
         return [c for c in channels if not self._is_given(c) and self._known_range(c) is None]
 
     def in_range(
         self, channels: Sequence[Channel], lowest: Fields, highest: Fields
     ) -> NDArray[np.bool_]:
-        """Which fields have values everywhere, all within the range: `(T, C)`, as `extremes`."""
+        """Return which fields have no NaN and no value out of range, `(T, C)`.
+
+        Args:
+            channels: of the fields.
+            lowest, highest: see `extremes`.
+        """
         unlimited = ValueRange(-LARGEST, LARGEST)
-        low, high = np.array([self.of(channel) or unlimited for channel in channels]).T
-        found: NDArray[np.bool_] = (lowest >= low) & (highest <= high)
-        return found
+        low, high = np.array([self.range_of(channel) or unlimited for channel in channels]).T
+        result: NDArray[np.bool_] = (lowest >= low) & (highest <= high)
+        return result
 
     def farthest_outlier(self, channel: Channel, field: Fields) -> tuple[int, ...] | None:
-        """Where in `field`, of any shape, the value farthest out of range is; None if none is.
+        """Return the index of the value farthest out of range; None if all are in range.
 
-        NaN is not looked at.
+        NaN is ignored. The field may have any shape.
         """
-        limits = self.of(channel)
+        limits = self.range_of(channel)
         if limits is None:
             return None
-        # NaN is passed over, and most fields with some are in range.
+        # fmin and fmax ignore NaN. Most fields end here, without the copy below.
         with np.errstate(invalid="ignore"):
             lowest, highest = np.fmin.reduce(field, axis=None), np.fmax.reduce(field, axis=None)
         if not (lowest < limits.low or highest > limits.high):
             return None
         values = field.astype(np.float64)
-        beyond = np.maximum(limits.low - values, values - limits.high)
-        beyond = np.nan_to_num(beyond, nan=0.0, posinf=LARGEST)
-        at = np.unravel_index(int(beyond.argmax()), beyond.shape)
-        return tuple(map(int, at)) if beyond[at] > 0 else None
+        excess = np.maximum(limits.low - values, values - limits.high)
+        excess = np.nan_to_num(excess, nan=0.0, posinf=LARGEST)
+        index = np.unravel_index(int(excess.argmax()), excess.shape)
+        return tuple(map(int, index)) if excess[index] > 0 else None
 
     def is_implausible(self, channel: Channel, field: Fields) -> bool:
-        """Whether a field is too far out of range to be the forecast of a poor model.
+        """Whether a field is too far out of range even for the forecast of a poor model.
 
-        It is if most values are out of range, or one by more than the width of the range.
+        That is so if most values are out of range, or any by more than the width of the range.
         """
-        limits = self.of(channel)
+        limits = self.range_of(channel)
         if limits is None:
             return False
         width = limits.high - limits.low
         values = field[~np.isnan(field)]
-        out = (values < limits.low) | (values > limits.high)
-        far = (values < limits.low - width) | (values > limits.high + width)
-        return bool(far.any() or np.count_nonzero(out) > out.size / 2)
+        outside = (values < limits.low) | (values > limits.high)
+        far_outside = (values < limits.low - width) | (values > limits.high + width)
+        return bool(far_outside.any() or np.count_nonzero(outside) > outside.size / 2)
 
     def check(
         self,
         channel: Channel,
         field: Fields,
-        when: Callable[[int], tuple[int, str]],
+        date_of: Callable[[int], tuple[int, str]],
         first_row: int = 0,
     ) -> None:
-        """Refuse values of `(T, rows, W)` that are out of range.
+        """Refuse values that are out of range.
 
         Args:
-            when: of an index along T, the place among the source's times, and the date.
+            channel: of the field.
+            field: `(T, rows, W)`.
+            date_of: returns for an index along T the index among the source's times, and the date
+                as text for the message.
             first_row: of the field, counted from the north.
 
         Raises:
-            UserError: names the value that is farthest away, where it is, and what it looks like.
+            UserError: names the value farthest out of range, its position and its likely cause.
         """
-        found = self.farthest_outlier(channel, field)
-        if found is None:
+        outlier = self.farthest_outlier(channel, field)
+        if outlier is None:
             return
-        time, row, column = found[0], found[1] + first_row, found[2]
-        place, date = when(time)
-        at = f"{date}row {row}, column {column}"
+        time_index, band_row, column = outlier
+        row = first_row + band_row
+        source_index, date = date_of(time_index)
+        position = f"{date}row {row}, column {column}"
         raise UserError(
-            f"{self._source.location(channel, place, row, column)}: "
-            f"{self.out_of_range_message(channel, field[time], found, at)}"
+            f"{self._source.location(channel, source_index, row, column)}: "
+            f"{self.out_of_range_message(channel, field[time_index], outlier, position)}"
         )
 
     def out_of_range_message(
-        self, channel: Channel, field: Fields, at: tuple[int, ...], when: str, other: str = ""
+        self,
+        channel: Channel,
+        field: Fields,
+        outlier: tuple[int, ...],
+        position: str,
+        other_cause: str = "",
     ) -> str:
-        """What is said of a value out of range; where it was read from comes before it.
+        """Return the message about a value out of range, without its file or store.
 
         Args:
-            field: `(rows, W)`, the field that it is in.
-            at: where, as from `farthest`; row and column last.
-            when: date, row and column.
-            other: what such values may be besides.
+            channel: of the field.
+            field: `(rows, W)`.
+            outlier: the index of the value, see `farthest_outlier`; row and column last.
+            position: date, row and column as text.
+            other_cause: another likely cause, appended to the message.
         """
-        limits = self.of(channel)
+        limits = self.range_of(channel)
         if limits is None:
             raise ValueError(f"{channel.name} has no limits")
-        name, value, unit = channel.variable, float(field[at[-2:]]), self._unit(channel)
+        name = channel.variable
+        value = float(field[outlier[-2:]])
+        unit = self._unit(channel)
         level = "" if channel.level is None else f" on level {channel.level}"
-        why = " (1000 times the spread of the training dates)" if self._is_sampled(channel) else ""
-        cause = self._likely_cause(channel, field, limits, value) + other
-        many = int(np.count_nonzero((field < limits.low) | (field > limits.high)))
+        origin = (
+            " (1000 times the spread of the training dates)" if self._is_sampled(channel) else ""
+        )
+        cause = self._likely_cause(channel, field, limits, value) + other_cause
+        count = int(np.count_nonzero((field < limits.low) | (field > limits.high)))
         return (
-            f"{name}{level} is {value:.6g} at {when}, but its limits are {limits.low:.6g} to "
-            f"{limits.high:.6g}{f' {unit}' if unit else ''}{why}. {many} of {field.size} points "
-            f"are out of range. It looks like {cause}. If the values are right, set "
+            f"{name}{level} is {value:.6g} at {position}, but its limits are {limits.low:.6g} to "
+            f"{limits.high:.6g}{f' {unit}' if unit else ''}{origin}. {count} of {field.size} "
+            f"points are out of range. It looks like {cause}. If the values are right, set "
             f"'data.limits={{{name}:[LOW,HIGH]}}', or {{{name}:null}} for no limits."
         )
 
     def _likely_cause(
         self, channel: Channel, field: Fields, limits: ValueRange, value: float
     ) -> str:
-        """What values outside of the limits look like."""
-        fills = np.isclose(FILL_VALUES, value, rtol=1e-5).any()
-        same = int(np.count_nonzero(field == np.float32(value)))
-        if fills or (abs(value) >= HUGE and same > 1):
-            points = "" if same == 1 else f", which {same} points have"
+        """Return the likely cause of values out of range: fill value, damage or another unit."""
+        is_fill_value = np.isclose(FILL_VALUES, value, rtol=1e-5).any()
+        equal_count = int(np.count_nonzero(field == np.float32(value)))
+        if is_fill_value or (abs(value) >= HUGE and equal_count > 1):
+            points = "" if equal_count == 1 else f", which {equal_count} points have"
             return f"a fill value that no attribute of the store declares{points}"
         values = field[np.isfinite(field)].astype(np.float64)
-        most = np.mean((values < limits.low) | (values > limits.high)) > 0.5
+        mostly_outside = np.mean((values < limits.low) | (values > limits.high)) > 0.5
         unit = canonical_unit(self._unit(channel)) or self._known_unit(channel)
         damaged = "a damaged chunk"
+        # If a conversion brings the values into range, they are in the unit that it converts from.
         for (old, new), (scale, offset) in CONVERSIONS.items():
             converted = values * scale + offset
             inside = (converted >= limits.low) & (converted <= limits.high)
-            if new == unit and (inside.mean() > 0.99 if most else inside.all()):
-                found = self._wrong_unit(channel, old, new)
-                return found if most else f"{damaged}, or {found}"
-        return "another quantity or unit than its name says" if most else damaged
+            if new == unit and (inside.mean() > 0.99 if mostly_outside else inside.all()):
+                wrong_unit = self._wrong_unit(channel, old, new)
+                return wrong_unit if mostly_outside else f"{damaged}, or {wrong_unit}"
+        return "another quantity or unit than its name says" if mostly_outside else damaged
 
     def _wrong_unit(self, channel: Channel, old: str, new: str) -> str:
         variable = self._source.variables[channel.variable]
@@ -399,28 +427,29 @@ class ValueLimits:
 
     def _given(self, channel: Channel) -> Sequence[float] | None:
         limits = self._config.limits
-        found: Sequence[float] | None = limits.get(channel.name, limits.get(channel.variable))
-        return found
+        given: Sequence[float] | None = limits.get(channel.name, limits.get(channel.variable))
+        return given
 
     def _is_sampled(self, channel: Channel) -> bool:
         return not self._is_given(channel) and self._known_range(channel) is None
 
     def _known_range(self, channel: Channel) -> ValueRange | None:
-        summed = self._config.of(channel.variable).accumulated
-        if summed and long_name(channel.variable)[0] not in ACCUMULATED:
-            return None  # a sum over time of what is no sum elsewhere is another quantity
+        is_summed = self._config.variable_config(channel.variable).accumulated
+        if is_summed and long_name(channel.variable)[0] not in ACCUMULATED:
+            # The user declared it accumulated: its sum over time has other limits.
+            return None
         variable = self._source.variables[channel.variable]
-        found = physical_range(channel.variable, variable, channel.level, self._unit(channel))
+        known = physical_range(channel.variable, variable, channel.level, self._unit(channel))
         days = self._config.step_hours / 24
-        if found is None or days <= 1 or long_name(channel.variable)[0] not in ACCUMULATED:
-            return found
-        return ValueRange(found.low * days, found.high * days)
+        if known is None or days <= 1 or long_name(channel.variable)[0] not in ACCUMULATED:
+            return known
+        return ValueRange(known.low * days, known.high * days)
 
     def _unit(self, channel: Channel) -> str:
         return converted_unit(self._source, channel.variable, self._config)
 
     def _known_unit(self, channel: Channel) -> str:
-        """The known unit of a variable; empty if it is not known."""
+        """Return the unit of a known variable; empty if it is unknown."""
         known = KNOWN_VARIABLES.get(channel.variable) or KNOWN_VARIABLES.get(
             canonical_name(channel.variable)
         )
@@ -431,7 +460,7 @@ def check_limit_keys(config: DataConfig, channels: Iterable[Channel]) -> None:
     """Refuse entries of `data.limits` for variables that are not read.
 
     Raises:
-        UserError: naming the key and the nearest variables.
+        UserError: names the key and similar variables.
     """
     names = {name for channel in channels for name in (channel.variable, channel.name)}
     for key in config.limits:

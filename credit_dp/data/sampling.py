@@ -1,4 +1,4 @@
-"""Which samples there are, and in which order training meets them."""
+"""The samples of a split and the shuffled order in which training sees them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,9 +15,12 @@ from credit_dp.errors import UserError
 @final
 @dataclass(frozen=True)
 class RolloutLengths:
-    """How many forecast steps the rollouts of training have: `at` the number of a batch.
+    """The number of forecast steps of training rollouts, which may change during training.
 
-    `longest` of them says which samples there are, so that these stay the same all along.
+    Attributes:
+        longest: the largest number; every sample has as many steps, so that the set of samples
+            does not change when rollouts get longer.
+        at: returns the number of steps of the batch with a given number.
     """
 
     longest: int = 1
@@ -28,37 +31,39 @@ ONE_STEP = RolloutLengths()
 
 
 def frame_offsets(frames: int, step_hours: int, later: int = 0) -> NDArray[np.timedelta64]:
-    """What is added to a time to get those of its states, oldest first, and of `later` steps."""
+    """Return the time offsets of `frames` states, oldest first, and of `later` steps after them."""
     return np.arange(1 - frames, later + 1) * np.timedelta64(step_hours, "h")
 
 
-def sample_times(store: HasTimes, split: str, frames: int = 1, ahead: int = 1) -> Times:
-    """All times of a split whose states and next steps lie in the split too: `(N,)`, rising.
+def sample_times(store: HasTimes, split: str, frames: int = 1, steps: int = 1) -> Times:
+    """Return the times of a split's samples, whose states and steps are all in the split.
 
-    A sample has the states of `frames` times, each one step after the other, the last one at its
-    own, and the fields of `ahead` steps after it. None spans a gap, for a gap is a step that is
-    missing.
+    A sample has `frames` states, one step apart, of which the last is at the sample's time, and
+    the fields of the next `steps` steps. No sample spans a gap in time.
+
+    Returns:
+        `(N,)`, rising.
 
     Raises:
-        UserError: the dates are outside the store, or no time has its steps.
+        UserError: the dates are outside the store, or no sample is complete.
     """
     config = store.config
     times = store.times[split_slice(config, split, store.times)]
-    found = times_with_steps(times, config.step_hours, frames - 1, ahead)
-    if not len(found) and frames == ahead == 1:
+    samples = times_with_steps(times, config.step_hours, frames - 1, steps)
+    if not len(samples) and frames == steps == 1:
         raise UserError(
             f"{config.store}: no two dates of data.dates.{split} are {config.step_hours} "
             f"hours apart. Change data.step or data.dates.{split}."
         )
-    if not len(found):
-        longer = {"model.frames": frames, "the longest of trainer.rollout": ahead}
-        remedy = " or ".join(key for key, steps in longer.items() if steps > 1)
+    if not len(samples):
+        lengths = {"model.frames": frames, "the longest of trainer.rollout": steps}
+        remedy = " or ".join(key for key, count in lengths.items() if count > 1)
         raise UserError(
-            f"{config.store}: a sample needs {frames + ahead} dates of data.dates.{split}, each "
+            f"{config.store}: a sample needs {frames + steps} dates of data.dates.{split}, each "
             f"{config.step_hours} hours after the one before, and there are none. "
             f"Lower {remedy}, or change data.step or data.dates.{split}."
         )
-    return found
+    return samples
 
 
 def initial_times(
@@ -68,48 +73,54 @@ def initial_times(
     stride_hours: int,
     frames: int = 1,
 ) -> Times:
-    """Times from which a forecast to the longest lead can be made and judged: `(N,)`, rising.
+    """Return the initial times of forecasts that can be verified up to the longest lead.
 
-    The `frames` states it starts from and every step on the way are in the split, and neighbours
-    are at least `stride_hours` apart.
+    The `frames` initial states and every step of the forecast are in the split. Initial times are
+    at least `stride_hours` apart.
+
+    Returns:
+        `(N,)`, rising.
 
     Raises:
-        UserError: a lead is not a whole number of steps, or no time has such a window.
+        UserError: a lead is not a multiple of the step, or no forecast fits into the split.
     """
     config = store.config
     step = config.step_hours
     checks.lead_times(lead_hours, step)
     times = store.times[split_slice(config, split, store.times)]
-    chosen: list[np.datetime64] = []
+    selected: list[np.datetime64] = []
+    # Keep each time that is far enough from the last one kept; across a gap the spacing is larger.
     for time in times_with_steps(times, step, frames - 1, max(lead_hours) // step):
-        if not chosen or time - chosen[-1] >= np.timedelta64(stride_hours, "h"):
-            chosen.append(time)
-    if not chosen:
-        states, fewer = (f" from {frames} states", " or model.frames") if frames > 1 else ("", "")
+        if not selected or time - selected[-1] >= np.timedelta64(stride_hours, "h"):
+            selected.append(time)
+    if not selected:
+        from_frames = f" from {frames} states" if frames > 1 else ""
+        lower_frames = " or model.frames" if frames > 1 else ""
         raise UserError(
-            f"{config.store}: no forecast of {max(lead_hours)} hours{states} fits into "
-            f"data.dates.{split}. Give it more dates, or lower trainer.evaluate_hours{fewer}."
+            f"{config.store}: no forecast of {max(lead_hours)} hours{from_frames} fits into "
+            f"data.dates.{split}. Give it more dates, or lower trainer.evaluate_hours"
+            f"{lower_frames}."
         )
-    return np.array(chosen, dtype="datetime64[ns]")
+    return np.array(selected, dtype="datetime64[ns]")
 
 
 @final
 class SampleSequence:
-    """Endless shuffled batches: a function of seed, epoch and data rank only.
+    """Endless shuffled batches, determined by seed, epoch and data rank alone.
 
-    Each epoch is one permutation of all samples, cut into global batches; what is left over at its
-    end, less than a batch, is dropped, so that no batch mixes two epochs. Data rank r takes the
-    r-th of `data_size` equal parts of each global batch, which is why the global batch, and with
-    it the training, does not depend on how many ranks share it.
+    Each epoch is one permutation of all samples, cut into global batches. An incomplete batch at
+    the end of an epoch is dropped, so no batch mixes two epochs. Data rank r takes the r-th of
+    `data_size` equal parts of each global batch. The global batch, and so the training, does not
+    depend on the number of data ranks.
 
     Attributes:
-        position: batches handed out so far. Whoever uses a batch adds one.
+        position: number of batches used so far; the caller increments it.
     """
 
     def __init__(
         self, count: int, batch_size: int, data_rank: int = 0, data_size: int = 1, seed: int = 0
     ) -> None:
-        """Take `count` samples in global batches of `batch_size`.
+        """Shuffle `count` samples into global batches of `batch_size`.
 
         Raises:
             UserError: the batch does not divide among the data ranks, or there are too few samples.
@@ -135,16 +146,17 @@ class SampleSequence:
         self._order: NDArray[np.int64] = np.empty(0, dtype=np.int64)
 
     def indices(self, batch: int) -> NDArray[np.int64]:
-        """This rank's samples of global batch number `batch`: `(batch_size / data_size,)`."""
-        epoch, place = divmod(batch, self.batches_per_epoch)
+        """Return this rank's samples of global batch `batch`, `(batch_size / data_size,)`."""
+        epoch, batch_in_epoch = divmod(batch, self.batches_per_epoch)
         if epoch != self._epoch:
+            # Seeded by epoch, so a resumed run needs no generator state, only its position.
             self._order = np.random.default_rng([self.seed, epoch]).permutation(self.count)
             self._epoch = epoch
-        start = place * self.batch_size
+        start = batch_in_epoch * self.batch_size
         return self._order[start : start + self.batch_size][self._part]
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, and what it is a position in. The mesh is not part of it."""
+        """Return the position and the settings that give it a meaning; the mesh is none of them."""
         return {
             "position": self.position,
             "count": self.count,
@@ -153,10 +165,10 @@ class SampleSequence:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was taken.
+        """Restore the position.
 
         Raises:
-            UserError: it belongs to other samples, another batch size or another seed.
+            UserError: the state has other samples, another batch size or another seed.
         """
         keys = {
             "count": "data.dates.train and the longest of trainer.rollout",

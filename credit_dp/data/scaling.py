@@ -1,4 +1,4 @@
-"""How each channel is normalised: its transform, a shift and a scale, and what stands for NaN."""
+"""Normalisation of channels: a transform, a shift, a scale and a fill value for NaN."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ Vector = NDArray[np.float64]
 @final
 @dataclass(frozen=True)
 class ChannelStatistics:
-    """The statistics of some channels, `(C,)` each; the last two NaN where they are not known."""
+    """Statistics of some channels, `(C,)` each; minimum and maximum are NaN if unknown."""
 
     mean: Vector
     std: Vector
@@ -34,11 +34,11 @@ class ChannelStatistics:
 
     @classmethod
     def of(cls, statistics: Statistics, prefix: str = "") -> "ChannelStatistics":
-        """Those of the channels that come out, or of `forcing_` or `static_` ones."""
+        """Return the statistics of the output channels, or those with a prefix (`forcing_`)."""
         names = ("mean", "std", "minimum", "maximum")
         mean, std, *bounds = (getattr(statistics, prefix + name) for name in names)
         unknown = np.full(len(mean), np.nan)
-        return cls(mean, std, *(found if len(found) else unknown for found in bounds))
+        return cls(mean, std, *(values if len(values) else unknown for values in bounds))
 
 
 @final
@@ -46,96 +46,115 @@ class ChannelScaler:
     """`(x - shift) / scale` per channel, after the variable's transform.
 
     Attributes:
-        shift, scale, means: `(C, 1, 1)`; the means are normalised.
-        fills: what stands for NaN, normalised, `(C, 1, 1)`; 0 where nothing does.
+        shift, scale: `(C, 1, 1)`.
+        means: the normalised mean of each channel, `(C, 1, 1)`.
+        fills: the normalised value that replaces NaN, `(C, 1, 1)`; 0 for channels without a fill.
     """
 
     def __init__(
         self,
         names: Sequence[str],
         variables: Mapping[str, VariableConfig],
-        extent: ChannelStatistics,
+        statistics: ChannelStatistics,
         dtype: torch.dtype,
         device: torch.device | None,
     ) -> None:
-        """Take the channels of some variables, `names` with repeats for levels.
+        """Derive shift, scale and fill of each channel.
+
+        Args:
+            names: the variable of each channel, `(C,)`.
+            variables: configs by variable; the default config for all others.
+            statistics: of the same channels.
+            dtype, device: of the normalised values.
 
         Raises:
-            UserError: a range is needed that the statistics do not have.
+            UserError: `minmax` needs a range that the statistics do not have.
         """
         configs = [variables.get(name) or VariableConfig() for name in names]
-        for c, (name, config) in enumerate(zip(names, configs, strict=True)):
-            _check_range(name, config, extent, c)
-        pairs = [_shift_and_scale(config, extent, c) for c, config in enumerate(configs)]
-        columns = np.array(pairs, dtype=np.float64).reshape(-1, 2)
+        for channel, (name, config) in enumerate(zip(names, configs, strict=True)):
+            _check_range(name, config, statistics, channel)
+        shifts_and_scales = [
+            _shift_and_scale(config, statistics, channel) for channel, config in enumerate(configs)
+        ]
+        columns = np.array(shifts_and_scales, dtype=np.float64).reshape(-1, 2)
         self._dtype, self._device = dtype, device
         self.shift = self.column(columns[:, 0])
         self.scale = self.column(columns[:, 1])
-        self._divisors = columns[:, 1]
-        self.means = self.column((extent.mean - columns[:, 0]) / columns[:, 1])
+        self._divisors = columns[:, 1]  # the scale in float64
+        self.means = self.column((statistics.mean - columns[:, 0]) / columns[:, 1])
         self._fills = {
-            c: _normalised_fill(config, float(extent.mean[c]), *pairs[c])
-            for c, config in enumerate(configs)
+            channel: _normalised_fill(
+                config, float(statistics.mean[channel]), *shifts_and_scales[channel]
+            )
+            for channel, config in enumerate(configs)
             if config.fill is not None
         }
         self.fills = self.column(
-            np.array([self._fills.get(c, 0.0) for c in range(len(names))], dtype=np.float64)
+            np.array(
+                [self._fills.get(channel, 0.0) for channel in range(len(names))], dtype=np.float64
+            )
         )
         self._transformed = {
-            c: config for c, config in enumerate(configs) if not np.isnan(config.log1p_scale)
+            channel: config
+            for channel, config in enumerate(configs)
+            if not np.isnan(config.log1p_scale)
         }
-        self._nonnegative = [c for c, name in enumerate(names) if is_nonnegative(name, configs[c])]
+        self._nonnegative = [
+            channel for channel, name in enumerate(names) if is_nonnegative(name, configs[channel])
+        ]
 
     def normalise(self, fields: NDArray[np.float32], out: Tensor | None = None) -> Tensor:
-        """`(..., c, h, W)` of the first c channels, in the store's units; NaN becomes the fill.
+        """Normalise fields and replace NaN by the fill.
 
-        Written to `out` if there is one.
+        Args:
+            fields: the first c channels in the store's units, `(..., c, h, W)`.
+            out: the tensor to write to and return; None creates one.
         """
         values = _tensor(fields).to(device=self._device)
         channels = values.shape[-3]
         shift, scale = self.shift[:channels], self.scale[:channels]
-        # Copied, cast and shifted in one pass over memory.
         if out is None:
             out = torch.empty(values.shape, dtype=self._dtype, device=self._device)
+        # `sub` into `out` copies, casts and shifts in one pass over memory.
         torch.sub(values, shift, out=out).div_(scale)
+        # Few channels have a transform or a fill: they are written once more.
         for channel in _indices_below(channels, self._transformed):
             config = self._transformed[channel]
-            part = values[..., channel, :, :].to(self._dtype)
-            part = apply_transform_tensor(part, config).sub_(shift[channel]).div_(scale[channel])
-            out[..., channel, :, :] = part
+            transformed = apply_transform_tensor(values[..., channel, :, :].to(self._dtype), config)
+            out[..., channel, :, :] = transformed.sub_(shift[channel]).div_(scale[channel])
         for channel in _indices_below(channels, self._fills):
             out[..., channel, :, :].nan_to_num_(nan=self._fills[channel])
         return out
 
     def denormalise(self, values: Tensor, mask: Tensor | None) -> Tensor:
-        """What was normalised, in the store's units: `(..., c, h, W)`; NaN outside the mask."""
+        """Return normalised values in the store's units, `(..., c, h, W)`; NaN outside the mask."""
         channels = values.shape[-3]
         out = (values * self.scale[:channels]).add_(self.shift[:channels])
         for channel in _indices_below(channels, self._transformed):
-            part = out[..., channel, :, :]
-            out[..., channel, :, :] = invert_transform(part, self._transformed[channel])
+            channel_values = out[..., channel, :, :]
+            out[..., channel, :, :] = invert_transform(channel_values, self._transformed[channel])
         for channel in _indices_below(channels, self._nonnegative):
             out[..., channel, :, :].clamp_(min=0)
         return out if mask is None else out.masked_fill_(~mask[:channels], float("nan"))
 
     def divide_by_scale(self, values: Vector) -> Tensor:
-        """Numbers per channel over its scale, `(C, 1, 1)`: rounded after the division."""
+        """Divide one number per channel by its scale in float64, then round: `(C, 1, 1)`."""
         return self.column(values / self._divisors)
 
     def column(self, values: Vector) -> Tensor:
-        """Numbers per channel as `(C, 1, 1)`."""
+        """Return one number per channel as `(C, 1, 1)`, in the dtype and on the device."""
         column = torch.from_numpy(values).to(device=self._device, dtype=self._dtype)
         return column[:, None, None]
 
 
-def _indices_below(channels: int, some: Iterable[int]) -> list[int]:
-    return [channel for channel in some if channel < channels]
+def _indices_below(count: int, channels: Iterable[int]) -> list[int]:
+    return [channel for channel in channels if channel < count]
 
 
 def _check_range(
-    name: str, config: VariableConfig, extent: ChannelStatistics, channel: int
+    name: str, config: VariableConfig, statistics: ChannelStatistics, channel: int
 ) -> None:
-    if config.normalise == "minmax" and np.isnan(extent.maximum[channel]):
+    if config.normalise == "minmax" and np.isnan(statistics.maximum[channel]):
         raise UserError(
             f"data.variables.{name}.normalise: minmax needs the minimum and maximum of the "
             "training dates, but data.statistics has none. Set data.statistics to null, or "
@@ -144,18 +163,20 @@ def _check_range(
 
 
 def _shift_and_scale(
-    config: VariableConfig, extent: ChannelStatistics, channel: int
+    config: VariableConfig, statistics: ChannelStatistics, channel: int
 ) -> tuple[float, float]:
-    mean, std = float(extent.mean[channel]), float(extent.std[channel])
+    mean = float(statistics.mean[channel])
+    std = float(statistics.std[channel])
     if config.normalise == "minmax":
-        minimum, maximum = float(extent.minimum[channel]), float(extent.maximum[channel])
-        return minimum, maximum - minimum or 1.0
+        minimum = float(statistics.minimum[channel])
+        maximum = float(statistics.maximum[channel])
+        return minimum, maximum - minimum or 1.0  # a constant field is only shifted
     shifts_and_scales = {"none": (0.0, 1.0), "std": (0.0, std)}
     return shifts_and_scales.get(config.normalise, (mean, std))
 
 
 def _normalised_fill(config: VariableConfig, mean: float, shift: float, scale: float) -> float:
-    """What stands for NaN, as a network sees it."""
+    """Return the normalised value that replaces NaN."""
     if config.fill == "mean":
         return (mean - shift) / scale
     value = apply_transform(np.array(float(config.fill)), config)
@@ -163,7 +184,10 @@ def _normalised_fill(config: VariableConfig, mean: float, shift: float, scale: f
 
 
 def _tensor(fields: NDArray[np.float32]) -> Tensor:
-    """Without a copy where torch can read the memory; it knows no falling rows, nor read-only."""
+    """Return a tensor that shares memory if possible.
+
+    Torch supports neither negative strides (stores with south first) nor read-only arrays.
+    """
     if min(fields.strides, default=0) < 0 or not fields.flags.writeable:
         fields = fields.copy()
     return torch.from_numpy(fields)

@@ -1,4 +1,8 @@
-"""Which of a source's variables and times a run takes, and in which units and steps."""
+"""The channels, times, units and steps that a run selects from a source.
+
+`select_channels` checks the variables of the config against those of the source. `StepReader` reads
+them on the config's step: it sums accumulated variables over the step and converts units.
+"""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import final
@@ -29,10 +33,10 @@ COMPUTED_BY_ROLE: Mapping[str, Collection[str]] = {
 
 
 def select_channels(source: Source, config: DataConfig) -> Channels:
-    """The channels of the config, in its order.
+    """Return the channels of the config, in its order.
 
     Raises:
-        UserError: a variable is missing, named twice or of another kind, or a level is missing.
+        UserError: a variable is missing, named twice or in the wrong list, or a level is missing.
     """
     _check_grid(source, config)
     _check_variables(source, config)
@@ -51,10 +55,11 @@ def select_channels(source: Source, config: DataConfig) -> Channels:
 
 
 def _check_no_duplicates(source: Source, channels: Iterable[Channel]) -> None:
-    """Refuse one field under two names, unless the store has both names."""
-    known: dict[tuple[str, int | None], Channel] = {}
+    """Refuse one field under two names, unless the store itself lists both names."""
+    seen: dict[tuple[str, int | None], Channel] = {}
     for channel in channels:
-        other = known.setdefault(long_name(channel.variable, channel.level), channel)
+        # The first channel with this long name and level, which may be this one.
+        other = seen.setdefault(long_name(channel.variable, channel.level), channel)
         names = (channel.variable, other.variable)
         if other != channel and not all(is_listed(name, source.variables) for name in names):
             raise UserError(
@@ -64,10 +69,10 @@ def _check_no_duplicates(source: Source, channels: Iterable[Channel]) -> None:
 
 
 def check_variable_keys(config: DataConfig) -> None:
-    """Refuse entries of `data.variables` that say something of no variable that is read.
+    """Refuse entries of `data.variables` for variables that are not read.
 
     Raises:
-        UserError: naming the key and the nearest variables.
+        UserError: names the key and similar variables.
     """
     names = {name: role for role in ROLES for name in getattr(config, role)}
     for key in config.variables:
@@ -122,9 +127,9 @@ def _check_kind(source: Source, name: str, role: str) -> None:
     variable = source.variables[name]
     if variable.problem:
         problem = variable.problem
-    elif role == "static" and variable.timed:
+    elif role == "static" and variable.has_time:
         problem = "changes in time: it belongs to data.forcing"
-    elif role != "static" and not variable.timed:
+    elif role != "static" and not variable.has_time:
         problem = "has no time: it belongs to data.static"
     elif role in ("forcing", "static") and variable.levels:
         problem = f"has levels, which a {role} variable can't have"
@@ -134,77 +139,86 @@ def _check_kind(source: Source, name: str, role: str) -> None:
 
 
 def _select_levels(source: Source, config: DataConfig) -> Sequence[int]:
-    """The levels of the config, or all of the store's in rising order. Empty if it has none."""
+    """Return the levels of the config, or the store's in rising order; empty if it has none."""
     if config.levels is None:
         return _common_levels(source, config)
     names = [*source.variables, *config.prognostic, *config.diagnostic]
-    present = any(source.variables[name].levels for name in names)
+    has_levels = any(source.variables[name].levels for name in names)
     if not config.levels:
         raise UserError("data.levels: needs at least one level, or null for all of the store's.")
-    if not present:
+    if not has_levels:
         raise UserError(f"{source.where}: has no levels. Change data.levels, to null.")
     for name in (*config.prognostic, *config.diagnostic):
         levels = source.variables[name].levels
         missing = [level for level in config.levels if levels and level not in levels]
         if missing:
-            there = ", ".join(map(str, sorted(levels)))
+            available = ", ".join(map(str, sorted(levels)))
             raise UserError(
-                f"{source.where}: {name} has no level {missing[0]}. There are: {there}. "
+                f"{source.where}: {name} has no level {missing[0]}. There are: {available}. "
                 "Change data.levels."
             )
     return list(config.levels)
 
 
 def _common_levels(source: Source, config: DataConfig) -> Sequence[int]:
-    """Those that each variable has which is on levels and comes out, in rising order.
+    """Return the levels of all output variables on levels, in rising order.
 
     Raises:
-        UserError: two have not the same.
+        UserError: two of these variables have different levels.
     """
     names = (*config.prognostic, *config.diagnostic)
-    found = {name: sorted(source.variables[name].levels) for name in names}
-    on_levels = [name for name, levels in found.items() if levels]
+    levels_of = {name: sorted(source.variables[name].levels) for name in names}
+    on_levels = [name for name, levels in levels_of.items() if levels]
     for name in on_levels:
         first = on_levels[0]
-        if found[name] != found[first]:
+        if levels_of[name] != levels_of[first]:
             raise UserError(
-                f"{source.where}: {name} has the levels {', '.join(map(str, found[name]))}, but "
-                f"{first} has {', '.join(map(str, found[first]))}. Set data.levels to some that "
-                "both have."
+                f"{source.where}: {name} has the levels {', '.join(map(str, levels_of[name]))}, "
+                f"but {first} has {', '.join(map(str, levels_of[first]))}. Set data.levels to some "
+                "that both have."
             )
-    return found[on_levels[0]] if on_levels else []
+    return levels_of[on_levels[0]] if on_levels else []
 
 
 @final
 class StepReader:
-    """The fields of a source at whole steps.
+    """Reads the fields of a source on the config's step.
 
     Attributes:
         times: `(T,)`, those of the source that are whole steps after midnight 1970-01-01 or, if
-            there are none, after its first time; without those of which a sum is not complete.
-        skipped: how many times were left out because a time is absent from a sum.
-        summed: the variables that are added up over each step.
+            there are none, after its first time; without times whose sum is incomplete.
+        num_skipped: times left out because their sum is incomplete.
+        summed: the variables that are summed over each step.
     """
 
     def __init__(self, source: Source, config: DataConfig, variables: Iterable[str]) -> None:
-        """Take those of `variables` that are accumulated as sums, if the source's times are finer.
+        """Find the times on the step, and the windows of variables that are summed.
+
+        Accumulated variables are summed if the source's time spacing is smaller than the step.
+
+        Args:
+            source: gives the fields.
+            config: gives step, conversions and the variables that are accumulated.
+            variables: those that will be read.
 
         Raises:
             UserError: the step does not fit the source's times, no sum is complete, or a conversion
-                of units is not known.
+                of units is unknown.
         """
         self._source = source
-        named = list(variables)
+        names = list(variables)
         step = np.timedelta64(config.step_hours, "h").astype("m8[ns]")
-        places = data_step_indices(source.times, config, source.where)
-        finer = np.timedelta64(0) < time_spacing(source.times) < step
-        self.summed = frozenset(n for n in named if finer and is_accumulated(n, config))
-        self._windows = places[:, None]
+        indices = data_step_indices(source.times, config, source.where)
+        is_finer = np.timedelta64(0) < time_spacing(source.times) < step
+        self.summed = frozenset(name for name in names if is_finer and is_accumulated(name, config))
+        # Row t has the source's times that are summed for time t: without sums, only t itself.
+        self._windows = indices[:, None]
         if self.summed:
-            self._windows = accumulation_windows(source.times, places, step)
+            self._windows = accumulation_windows(source.times, indices, step)
+        # The same times for all variables, so that a sample has either all of its fields or none.
         complete = (self._windows >= 0).all(axis=1)
         self._windows = self._windows[complete]
-        self._indices = places[complete]
+        self._indices = indices[complete]
         if not len(self._indices):
             raise UserError(
                 f"{source.where}: no time has all of the {config.step} before it, which "
@@ -213,97 +227,115 @@ class StepReader:
             )
         self.times: Times = source.times[self._indices]
         self.num_skipped = int(np.count_nonzero(~complete))
-        texts = {name: config.of(name).convert for name in named}
-        self._conversions = {name: parse_conversion(text) for name, text in texts.items() if text}
+        conversions = {name: config.variable_config(name).convert for name in names}
+        self._conversions = {
+            name: parse_conversion(text) for name, text in conversions.items() if text
+        }
 
-    def read(self, channels: Sequence[Channel], places: NDArray[np.intp], rows: slice) -> Fields:
-        """Channels that change in time at some places of `times`: `(T, C, rows, W)`.
+    def read(self, channels: Sequence[Channel], indices: NDArray[np.intp], rows: slice) -> Fields:
+        """Read channels that change in time, `(T, C, rows, W)`, in the config's units.
 
-        Channels that are not summed are read at once, and so are the others.
+        Summed channels take one read of the source, all others another one.
+
+        Args:
+            channels: in any order.
+            indices: of `times`.
+            rows: the band.
         """
         summed = [channel for channel in channels if channel.variable in self.summed]
-        plain = [channel for channel in channels if channel.variable not in self.summed]
+        unsummed = [channel for channel in channels if channel.variable not in self.summed]
         if not summed:
-            fields = self._source.read(channels, as_slice(self._indices[places]), rows)
-        elif not plain:
-            fields = self._sums(channels, places, rows)
+            fields = self._source.read(channels, as_slice(self._indices[indices]), rows)
+        elif not unsummed:
+            fields = self._read_sums(channels, indices, rows)
         else:
-            fields = self._read_mixed(channels, plain, summed, places, rows)
+            fields = self._read_mixed(channels, unsummed, summed, indices, rows)
         self.convert(channels, fields)
         return fields
 
-    def source_index(self, place: int) -> int:
-        """Where one of `times` is among the source's times."""
-        return int(self._indices[place])
+    def source_index(self, index: int) -> int:
+        """Return the index among the source's times of `times[index]`."""
+        return int(self._indices[index])
 
-    def chunk_numbers(self, channel: Channel, places: NDArray[np.intp]) -> NDArray[np.intp]:
-        """Return for each of some places of `times` the number of the source's chunk; see `Source`.
+    def chunk_numbers(self, channel: Channel, indices: NDArray[np.intp]) -> NDArray[np.intp]:
+        """Return the source's chunk number of each index of `times`; see `Source`.
 
-        Of a channel that is summed, the chunk of the last time of the sum.
+        For a summed channel it is the chunk of the last time of the sum.
         """
-        return self._source.chunk_numbers(channel, self._indices[places])
+        return self._source.chunk_numbers(channel, self._indices[indices])
 
-    def blocks(self, channels: Sequence[Channel], span: slice, size: int) -> list[NDArray[np.intp]]:
-        """The places of `span` in turn, about `size` at once, cut at chunk edges where they can be.
+    def blocks(
+        self, channels: Sequence[Channel], span: slice, count: int
+    ) -> list[NDArray[np.intp]]:
+        """Split the indices of `span` into blocks of about `count`, at chunk edges if possible.
 
-        Of channels that are summed, fewer at once: all that is added up is in memory.
+        Blocks of summed channels are shorter, as all the times of their sums are in memory.
         """
-        places = np.arange(span.start, span.stop)
+        indices = np.arange(span.start, span.stop)
         if any(channel.variable in self.summed for channel in channels):
-            size = max(1, size // self._windows.shape[1])
+            count = max(1, count // self._windows.shape[1])
+        # Divide the source's times into blocks of whole chunks: then each chunk is decoded once.
         stride = int(np.diff(self._indices).min()) if len(self._indices) > 1 else 1
-        chunk = self._source.times_together(channels[0])
-        length = -(-size * stride // chunk) * chunk
-        parts = self._indices[places] // length
-        return np.split(places, np.flatnonzero(np.diff(parts)) + 1)
+        chunk = self._source.times_per_file(channels[0])
+        block_length = -(-count * stride // chunk) * chunk
+        block_numbers = self._indices[indices] // block_length
+        return np.split(indices, np.flatnonzero(np.diff(block_numbers)) + 1)
 
     def convert(self, channels: Sequence[Channel], fields: Fields) -> None:
-        """Change the units of `(T, C, rows, W)` in place, where the config asks for it."""
-        for place, channel in enumerate(channels):
+        """Convert the units of `(T, C, rows, W)` in place, where the config sets a conversion."""
+        for index, channel in enumerate(channels):
             if channel.variable in self._conversions:
                 scale, offset = self._conversions[channel.variable]
-                field = fields[:, place]
+                field = fields[:, index]
                 field *= np.float32(scale)
                 field += np.float32(offset)
 
-    def _sums(self, channels: Sequence[Channel], places: NDArray[np.intp], rows: slice) -> Fields:
-        wanted = self._windows[places]
-        needed, where = np.unique(wanted, return_inverse=True)
-        fields = self._source.read(channels, as_slice(needed), rows)
-        parts = where.reshape(wanted.shape)
-        sums: Fields = fields[parts[:, 0]]
-        for column in parts.T[1:]:
+    def _read_sums(
+        self, channels: Sequence[Channel], indices: NDArray[np.intp], rows: slice
+    ) -> Fields:
+        windows = self._windows[indices]
+        # Windows may share times; read each once.
+        unique_indices, inverse = np.unique(windows, return_inverse=True)
+        fields = self._source.read(channels, as_slice(unique_indices), rows)
+        positions = inverse.reshape(windows.shape)
+        sums: Fields = fields[positions[:, 0]]
+        for column in positions.T[1:]:
             sums += fields[column]
         return sums
 
     def _read_mixed(
         self,
         channels: Sequence[Channel],
-        plain: Sequence[Channel],
+        unsummed: Sequence[Channel],
         summed: Sequence[Channel],
-        places: NDArray[np.intp],
+        indices: NDArray[np.intp],
         rows: slice,
     ) -> Fields:
-        first = self._source.read(plain, as_slice(self._indices[places]), rows)
-        shape = (len(places), len(channels), *first.shape[2:])
+        unsummed_fields = self._source.read(unsummed, as_slice(self._indices[indices]), rows)
+        shape = (len(indices), len(channels), *unsummed_fields.shape[2:])
         fields = np.empty(shape, dtype=np.float32)
         is_sum = np.array([channel.variable in self.summed for channel in channels])
-        fields[:, ~is_sum] = first
-        fields[:, is_sum] = self._sums(summed, places, rows)
+        fields[:, ~is_sum] = unsummed_fields
+        fields[:, is_sum] = self._read_sums(summed, indices, rows)
         return fields
 
 
 def data_step_indices(times: Times, config: DataConfig, where: str) -> NDArray[np.intp]:
-    """The places of the times on `data.step`; see `indices_on_step`.
+    """Return the indices of the times on `data.step`; see `indices_on_step`.
+
+    Args:
+        times: of a source.
+        config: gives the step.
+        where: name of the source in the error message.
 
     Raises:
-        UserError: no two times in a row are a step apart; `where` names them.
+        UserError: no two consecutive times are one step apart.
     """
-    apart = int(time_spacing(times) / np.timedelta64(1, "s"))
+    spacing = int(time_spacing(times) / np.timedelta64(1, "s"))
     step = 3600 * config.step_hours
-    if apart and apart % step and step % apart:
+    if spacing and spacing % step and step % spacing:
         raise UserError(
-            f"{where}: its times are {apart / 3600:g} hours apart, so no two of them in a "
-            f"row are {config.step} apart. Set data.step to a multiple of {apart / 3600:g}h."
+            f"{where}: its times are {spacing / 3600:g} hours apart, so no two of them in a "
+            f"row are {config.step} apart. Set data.step to a multiple of {spacing / 3600:g}h."
         )
     return indices_on_step(times, np.timedelta64(config.step_hours, "h").astype("m8[ns]"))

@@ -1,4 +1,9 @@
-"""What must be on disk before the first batch: store, statistics and climatology."""
+"""Prepare the data of a run: store, statistics and climatology, all on disk before the first batch.
+
+`prepare_training_data` does so in order: it opens the store (and builds the quickstart's first),
+samples the ranges of unknown variables, fits the climatology and computes the statistics, if they
+are not in the cache. Climatology and statistics share one pass over the training dates.
+"""
 
 import dataclasses
 import json
@@ -30,48 +35,14 @@ from credit_dp.data.store import Store
 from credit_dp.data.streaming import TrainingDates, all_pieces, stream_windows
 
 TITLE = "statistics and climatology"
-
-
-def run_training_pass(
-    store: Store,
-    dates: TrainingDates,
-    fit: ClimatologyFit,
-    measured: bool,
-    report: ProgressCallback,
-) -> StatisticsTable | None:
-    """Fit the climatology; also the statistics of the same dates if they are to be `measured`.
-
-    Raises:
-        UserError: a field cannot be read, or is not as needed.
-    """
-    work = all_pieces(store, dates, fit.bands)
-    total = sum(len(piece.channels) * (piece.stop - piece.first) for piece in work)
-    done = 0
-    found: list[list[Pair]] = []
-    for piece in work:
-        if piece.first == 0:
-            fit.begin(piece.channels, piece.rows)
-        pairs = empty_moments(piece)
-        for window in stream_windows(store, dates, piece):
-            fit.add(window)
-            if measured:
-                pairs = add_window(store, piece, window, pairs)
-            done += len(piece.channels) * len(window.dates)
-            report(TITLE, done / total)
-        if piece.stop == len(dates.indices):
-            fit.end()
-        found.append(pairs)
-    return merge_moments(store, work, found) if measured else None
-
-
-RANGES_VERSION = "credit_dp ranges 1"  # of the definitions: a new one makes old files unused
-SAMPLED_DATES = 16  # from which the ranges of unknown variables are taken
+RANGES_VERSION = "credit_dp ranges 1"  # change with the definition of ranges: old files are ignored
+SAMPLED_DATES = 16  # dates that determine the ranges of unknown variables
 
 
 @final
 @dataclasses.dataclass(frozen=True)
 class TrainingData:
-    """An open store and what is known of its training dates."""
+    """An open store with the statistics and the climatology of its training dates."""
 
     store: Store
     statistics: Statistics
@@ -79,38 +50,74 @@ class TrainingData:
 
 
 def prepare_training_data(
-    config: DataConfig, report: ProgressCallback | None = None
+    config: DataConfig, progress: ProgressCallback | None = None
 ) -> TrainingData:
-    """Make what is missing under `config.cache`, then open it. All ranks may call this at once.
+    """Create what is missing under `config.cache`, then open everything.
 
-    One process makes each part and the others wait for it; a second call finds all of it there.
+    All ranks may call this at once: one process creates each part and the others wait for it.
 
     Args:
-        report: called with what is being made and the fraction done, in the process that makes it.
+        config: of the data.
+        progress: called in the process that creates a part, with its title and the fraction done.
 
     Raises:
-        UserError: the store or the statistics are not as needed; see `Store.open`, `Statistics.of`
-            and `load_given_statistics`.
+        UserError: store or statistics don't fit the config; see `Store.open`, `Statistics.of` and
+            `load_given_statistics`.
     """
-    tell = report or _no_progress
+    progress = progress or _no_progress
     folder = cache_folder(config.cache)
-    store = Store.open(with_quickstart_store(config, tell))
+    store = Store.open(with_quickstart_store(config, progress))
     store = store.with_ranges(load_or_sample_ranges(store, folder))
     if config.statistics_files:
-        statistics, every = load_given_statistics(store, folder, tell)
-        return TrainingData(store, statistics, _load_or_fit_climatology(store, folder, every, tell))
-    climatology = _load_or_fit_climatology(store, folder, 1, tell, with_statistics=True)
-    found = load_or_compute_statistics(store, folder, 1, tell)
-    files = f"{statistics_path(store, folder)} and {climatology_path(store, folder)}"
-    check_statistics_range(found.channels, store, store.source.where, f"Remove {files}")
-    statistics = Statistics.of(found.channels, store, config.store)
+        statistics, every = load_given_statistics(store, folder, progress)
+        climatology = _load_or_fit_climatology(store, folder, every, progress)
+        return TrainingData(store, statistics, climatology)
+    climatology = _load_or_fit_climatology(store, folder, 1, progress, with_statistics=True)
+    file = load_or_compute_statistics(store, folder, 1, progress)
+    paths = f"{statistics_path(store, folder)} and {climatology_path(store, folder)}"
+    check_statistics_range(file.channels, store, store.source.where, f"Remove {paths}")
+    statistics = Statistics.of(file.channels, store, config.store)
     return TrainingData(store, statistics, climatology)
 
 
+def run_training_pass(
+    store: Store,
+    dates: TrainingDates,
+    fit: ClimatologyFit,
+    with_statistics: bool,
+    progress: ProgressCallback,
+) -> StatisticsTable | None:
+    """Fit the climatology and, if requested, compute the statistics of the same dates.
+
+    Raises:
+        UserError: a field cannot be read, or has missing values.
+    """
+    pieces = all_pieces(store, dates, fit.bands)
+    total = sum(len(piece.channels) * (piece.stop - piece.first) for piece in pieces)
+    done = 0
+    moments: list[list[Pair]] = []
+    for piece in pieces:
+        # The pieces of one group of channels and band follow each other: the fit sums over them.
+        if piece.first == 0:
+            fit.begin(piece.channels, piece.rows)
+        pairs = empty_moments(piece)
+        for window in stream_windows(store, dates, piece):
+            fit.add(window)
+            if with_statistics:
+                pairs = add_window(store, piece, window, pairs)
+            done += len(piece.channels) * len(window.dates)
+            progress(TITLE, done / total)
+        if piece.stop == len(dates.indices):
+            fit.end()
+        moments.append(pairs)
+    return merge_moments(store, pieces, moments) if with_statistics else None
+
+
 def load_or_sample_ranges(store: Store, folder: Path) -> dict[str, ValueRange]:
-    """The ranges of values that are sampled from the training dates, from the cache or made now.
+    """Return the value ranges of unknown variables, from the cache or sampled now.
 
     Args:
+        store: whose training dates are sampled.
         folder: the cache.
 
     Raises:
@@ -125,53 +132,70 @@ def load_or_sample_ranges(store: Store, folder: Path) -> dict[str, ValueRange]:
     path = folder / f"ranges-{name}.json"
     with create_once(path, lambda file: _read_ranges(file) is not None) as file:
         if file is not None:
-            found: dict[str, ValueRange] = {}
+            ranges: dict[str, ValueRange] = {}
             for group in store.source.group_by_chunk(channels):
-                found |= sampled_ranges(store.sample(group, SAMPLED_DATES), group)
-            file.write_text(json.dumps(found))
+                ranges |= sampled_ranges(store.sample(group, SAMPLED_DATES), group)
+            file.write_text(json.dumps(ranges))
     return _read_ranges(path) or {}
 
 
 def _read_ranges(path: Path) -> dict[str, ValueRange] | None:
-    """What `load_or_sample_ranges` wrote; None if it is absent or damaged."""
+    """Read a file of `load_or_sample_ranges`; None if it is absent or damaged."""
     try:
-        found = json.loads(path.read_text())
-        return {name: ValueRange(float(low), float(high)) for name, (low, high) in found.items()}
+        content = json.loads(path.read_text())
+        return {name: ValueRange(float(low), float(high)) for name, (low, high) in content.items()}
     except (OSError, ValueError, TypeError, AttributeError):
         return None
 
 
-def with_quickstart_store(config: DataConfig, report: ProgressCallback | None = None) -> DataConfig:
-    """The config with the store that it is about: that of the quickstart is made if need be.
+def with_quickstart_store(
+    config: DataConfig, progress: ProgressCallback | None = None
+) -> DataConfig:
+    """Return the config with the path of its store; build the quickstart's store if it is missing.
 
     Raises:
         UserError: the cache cannot be written.
     """
     if config.name != "quickstart":
         return config
-    path = _build_quickstart(config, cache_folder(config.cache), report or _no_progress)
+    path = _build_quickstart(config, cache_folder(config.cache), progress or _no_progress)
     return dataclasses.replace(config, store=str(path))
 
 
-def _load_or_fit_climatology(
-    store: Store, folder: Path, every: int, report: ProgressCallback, with_statistics: bool = False
-) -> Climatology:
-    """From the cache, or fitted to every N-th training date.
+def _build_quickstart(config: DataConfig, folder: Path, progress: ProgressCallback) -> Path:
+    grid = parse_grid(config.grid) if config.grid is not None else None
+    path = folder / quickstart.store_name(config.quickstart, grid)
+    if not path.exists():
+        with FileLock(lock_path(path)):
+            # Another process may have built it while this one waited for the lock.
+            if not path.exists():
+                quickstart.build(config.quickstart, grid, path, progress)
+    return path
 
-    `with_statistics`: those that are missing are computed in the same pass.
+
+def _load_or_fit_climatology(
+    store: Store,
+    folder: Path,
+    every: int,
+    progress: ProgressCallback,
+    with_statistics: bool = False,
+) -> Climatology:
+    """Return the climatology, from the cache or fitted to every N-th training date.
+
+    With `with_statistics`, missing statistics are computed in the same pass.
     """
     path = climatology_path(store, folder, every)
-    found = Climatology.load(path, store.channels)
-    if found is None:
+    climatology = Climatology.load(path, store.channels)
+    if climatology is None:
         with create_once(
             path, lambda x: Climatology.load(x, store.channels) is not None
         ) as fit_folder:
             if fit_folder is not None:
-                _fit_climatology(store, folder, fit_folder, every, report, with_statistics)
-        found = Climatology.load(path, store.channels)
-    if found is None:
-        raise OSError(f"{path}: what was just written cannot be read back")
-    return found
+                _fit_climatology(store, folder, fit_folder, every, progress, with_statistics)
+        climatology = Climatology.load(path, store.channels)
+    if climatology is None:
+        raise OSError(f"{path}: was just written but cannot be read back")
+    return climatology
 
 
 def _fit_climatology(
@@ -179,28 +203,19 @@ def _fit_climatology(
     folder: Path,
     fit_folder: Path,
     every: int,
-    report: ProgressCallback,
-    measured: bool,
+    progress: ProgressCallback,
+    with_statistics: bool,
 ) -> None:
     dates = TrainingDates.of(store, every)
     fit = ClimatologyFit(store, dates, fit_folder)
     file = statistics_path(store, folder, every)
-    measured = measured and StatisticsFile.load(file) is None
-    table = run_training_pass(store, dates, fit, measured, report)
+    with_statistics = with_statistics and StatisticsFile.load(file) is None
+    table = run_training_pass(store, dates, fit, with_statistics, progress)
     if table is not None:
+        # Raises if a channel is constant, before such statistics get into the cache.
         Statistics.of(table, store, store.config.store)
         StatisticsFile(input_description(store, every), table).save(file)
 
 
-def _build_quickstart(config: DataConfig, folder: Path, report: ProgressCallback) -> Path:
-    grid = parse_grid(config.grid) if config.grid is not None else None
-    path = folder / quickstart.store_name(config.quickstart, grid)
-    if not path.exists():
-        with FileLock(lock_path(path)):
-            if not path.exists():
-                quickstart.build(config.quickstart, grid, path, report)
-    return path
-
-
 def _no_progress(title: str, fraction: float) -> None:
-    """Nobody wants to know."""
+    """Ignore progress."""

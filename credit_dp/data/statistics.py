@@ -1,4 +1,9 @@
-"""Mean, spread and range of every channel over the training dates."""
+"""Mean, standard deviation and range of every channel over the training dates.
+
+`Moments` accumulate values block by block. `Statistics` are the arrays that normalisation takes,
+`StatisticsFile` is their form on disk, and `StatisticsRun` computes a file in pieces, so that an
+interrupted run can be resumed.
+"""
 
 import hashlib
 import json
@@ -38,11 +43,16 @@ from credit_dp.errors import UserError
 @final
 @dataclass(frozen=True)
 class Moments:
-    """What is known of the values seen so far; merged with others, never as E[x^2] - E[x]^2.
+    """Weighted moments of values, which can be added to those of other values.
+
+    Squares are of differences from the mean: E[x^2] - E[x]^2 would lose all digits where the mean
+    is large and the spread small.
 
     Attributes:
         weight: the sum of all weights.
+        mean: the weighted mean.
         squares: the weighted sum of squared differences from the mean.
+        minimum, maximum: infinite without values.
 
     Source: Chan, Golub & LeVeque 1983, eq. 2.1, with weights for counts.
     """
@@ -55,34 +65,33 @@ class Moments:
 
     @classmethod
     def of(cls, values: NDArray[np.float64], rows: NDArray[np.float64]) -> "Moments":
-        """Those of `(T, h, W)` with the weights `(h,)` of its rows; NaN is left out."""
+        """Return the moments of `(T, h, W)` with row weights `(h,)`; NaN is ignored."""
         if not values.size:
             return cls()
         sums = values.sum(axis=(0, 2))
-        # A sum is NaN only if a value is: looking at each costs as much as the moments themselves.
+        # A sum is NaN if a value is. Testing each value would take as long as the moments.
         if np.isnan(sums).any():
             return cls._of_some(values, rows)
         weight = len(values) * values.shape[2] * float(rows.sum())
         mean = float(sums @ rows) / weight
-        away = values - mean
-        squares = float(np.einsum("thw,thw->h", away, away) @ rows)
+        deviations = values - mean
+        squares = float(np.einsum("thw,thw->h", deviations, deviations) @ rows)
         return cls(weight, mean, squares, float(values.min()), float(values.max()))
 
     @classmethod
     def _of_some(cls, values: NDArray[np.float64], rows: NDArray[np.float64]) -> "Moments":
-        """As `of`, where some values are NaN."""
+        """Return the moments of values of which some are NaN."""
         valid = ~np.isnan(values)
         weight = float(valid.sum(axis=(0, 2)) @ rows)
         if not weight:
             return cls()
         mean = float(np.where(valid, values, 0).sum(axis=(0, 2)) @ rows) / weight
-        away = np.where(valid, values - mean, 0)
-        squares = float(np.einsum("thw,thw->h", away, away) @ rows)
-        least, most = float(np.nanmin(values)), float(np.nanmax(values))
-        return cls(weight, mean, squares, least, most)
+        deviations = np.where(valid, values - mean, 0)
+        squares = float(np.einsum("thw,thw->h", deviations, deviations) @ rows)
+        return cls(weight, mean, squares, float(np.nanmin(values)), float(np.nanmax(values)))
 
     def __add__(self, other: "Moments") -> "Moments":
-        """Those of both."""
+        """Return the moments of the values of both."""
         weight = self.weight + other.weight
         if not (self.weight and other.weight):
             return self if self.weight else other
@@ -97,34 +106,34 @@ class Moments:
 
     @property
     def std(self) -> float:
-        """Standard deviation; 0 if what is there is no more than float32 rounding of the mean."""
+        """The standard deviation; 0 if it is within float32 rounding of the mean."""
         if not self.weight:
             return 0.0
         std = float(np.sqrt(self.squares / self.weight))
         return std if std > np.finfo(np.float32).eps * abs(self.mean) else 0.0
 
     def as_list(self) -> list[float]:
-        """All of it, for `Moments(*numbers)`."""
+        """Return the fields in order, for `Moments(*numbers)`."""
         return list(astuple(self))
 
 
 def apply_transform(values: NDArray[np.floating], variable: VariableConfig) -> NDArray[np.floating]:
-    """`log(1 + x / EPS)` where the variable is `log1p(EPS)`, else the values themselves.
+    """Return `log(1 + x / EPS)` if the variable has `log1p(EPS)`, else the values.
 
-    Below zero, where packing may leave a rainless point, it is as at zero.
+    Negative values count as zero: packing may leave slightly negative rain.
     """
     scale = variable.log1p_scale
     return values if np.isnan(scale) else np.log1p(np.maximum(values, 0) / scale)
 
 
 def apply_transform_tensor(values: Tensor, variable: VariableConfig) -> Tensor:
-    """What `transformed` does, of a tensor; a new one, unless nothing is done."""
+    """Apply the same transform to a tensor; returns it unchanged if there is no transform."""
     scale = variable.log1p_scale
     return values if np.isnan(scale) else values.clamp(min=0).div_(scale).log1p_()
 
 
 def invert_transform(values: Tensor, variable: VariableConfig) -> Tensor:
-    """What `transformed` gave, in the store's units again."""
+    """Return transformed values in the store's units."""
     scale = variable.log1p_scale
     return values if np.isnan(scale) else torch.expm1(values) * scale
 
@@ -132,13 +141,12 @@ def invert_transform(values: Tensor, variable: VariableConfig) -> Tensor:
 STATISTIC_NAMES = ("mean", "std", "tendency_std", "minimum", "maximum")
 
 Vector = NDArray[np.float64]
-StatisticsTable = Mapping[
-    str, Mapping[str, float]
-]  # by the channel's name, then by those of NUMBERS
-Pair = tuple[Moments, Moments]  # of the values and of their changes over one step
+# By the channel's name, then by one of `STATISTIC_NAMES`.
+StatisticsTable = Mapping[str, Mapping[str, float]]
+Pair = tuple[Moments, Moments]  # of values, and of their changes over one step
 
-# Computed forcings and statics are of the size that a network likes: whichever way they are
-# normalised, these numbers leave them as they are.
+# Computed forcings and statics are of order one. With these statistics, every kind of normalisation
+# leaves them unchanged.
 IDENTITY_STATISTICS = {"mean": 0.0, "std": 1.0, "minimum": 0.0, "maximum": 1.0}
 
 
@@ -149,17 +157,17 @@ def _none() -> Vector:
 @final
 @dataclass(frozen=True)
 class Statistics:
-    """Moments of transformed values, weighted by area, over the training dates.
+    """Area-weighted statistics of all channels over the training dates.
 
-    Values are transformed by `transform.py`, in the units that the config converts to. Where a
-    variable has no values it has no weight.
+    They are of transformed values (see `apply_transform`) in the units that the config converts to.
+    Points without values have no weight.
+
+    Constant forcings and statics have std 1; computed ones have mean 0, std 1 and the range 0 to 1.
+    A range is NaN if a given file lacks it, and empty in models exported without ranges.
 
     Shapes:
         `mean`, `std`, `tendency_std` (of the change over one step), `minimum`, `maximum`: `(C,)`,
-        prognostic, then diagnostic; `forcing_...`: `(F,)`; `static_...`: `(S,)`. Constant forcings
-        and statics have std 1; computed ones have mean 0, std 1 and the range 0 to 1. A range is
-        NaN where a file that was given does not say it, and empty in models that were exported
-        without one.
+        prognostic, then diagnostic; `forcing_...`: `(F,)`; `static_...`: `(S,)`.
     """
 
     mean: Vector
@@ -178,21 +186,27 @@ class Statistics:
 
     @classmethod
     def of(cls, table: StatisticsTable, store: Store, where: str) -> "Statistics":
-        """Those of the store's channels, in order.
+        """Return the statistics of the store's channels, in order.
 
         Args:
-            where: what the table comes from, as messages name it.
+            table: statistics by channel name.
+            store: gives channels and config.
+            where: name of the table's origin in error messages.
 
         Raises:
-            UserError: a channel is missing, or is constant, so that it cannot be normalised.
+            UserError: a channel is missing, or constant and so can't be normalised.
         """
-        out = [_find_row(table, channel.name, where) for channel in store.channels.output_channels]
-        for place, (channel, row) in enumerate(
-            zip(store.channels.output_channels, out, strict=True)
+        output_rows = [
+            _find_row(table, channel.name, where) for channel in store.channels.output_channels
+        ]
+        for index, (channel, row) in enumerate(
+            zip(store.channels.output_channels, output_rows, strict=True)
         ):
-            _check_not_constant(channel, row, place < store.channels.states, store.config, where)
+            _check_not_constant(
+                channel, row, index < store.channels.num_states, store.config, where
+            )
         groups = {
-            "": out,
+            "": output_rows,
             "forcing_": [
                 _input(table, name, COMPUTED_FORCINGS, where) for name in store.channels.forcing
             ],
@@ -202,80 +216,90 @@ class Statistics:
         }
         return cls(
             **{
-                prefix + number: _vector([row[number] for row in rows])
+                prefix + statistic: _vector([row[statistic] for row in rows])
                 for prefix, rows in groups.items()
-                for number in STATISTIC_NAMES
-                if number != "tendency_std" or not prefix
+                for statistic in STATISTIC_NAMES
+                if statistic != "tendency_std" or not prefix
             }
         )
 
 
-def check_statistics_range(table: StatisticsTable, store: Store, where: str, cure: str) -> None:
-    """Refuse statistics of values that would be refused: by others, or from before limits were set.
+def check_statistics_range(table: StatisticsTable, store: Store, where: str, remedy: str) -> None:
+    """Refuse statistics of values that are out of range.
+
+    Such statistics come from other programs, or were computed before the limits were set.
 
     Args:
-        where: what the table comes from.
-        cure: what to do about it.
+        table: statistics by channel name.
+        store: gives channels and limits.
+        where: name of the table's origin in error messages.
+        remedy: the advice in the error message, without a full stop.
 
     Raises:
         UserError: names the first channel whose mean or range is out of the channel's limits.
     """
     for channel in store.channels.output_channels:
-        limits = store.limits.of(channel)
-        if limits is None or not np.isnan(store.config.of(channel.variable).log1p_scale):
+        limits = store.limits.range_of(channel)
+        variable = store.config.variable_config(channel.variable)
+        if limits is None or not np.isnan(variable.log1p_scale):
             continue
-        for number in ("minimum", "maximum", "mean"):
-            value = table.get(channel.name, {}).get(number, np.nan)
+        for statistic in ("minimum", "maximum", "mean"):
+            value = table.get(channel.name, {}).get(statistic, np.nan)
             if value < limits.low or value > limits.high:
                 raise UserError(
-                    f"{where}: the {number} of {channel.name} is {value:.6g}, but its limits are "
-                    f"{limits.low:.6g} to {limits.high:.6g}. {cure}, or set "
+                    f"{where}: the {statistic} of {channel.name} is {value:.6g}, but its limits "
+                    f"are {limits.low:.6g} to {limits.high:.6g}. {remedy}, or set "
                     f"data.limits.{channel.variable}."
                 )
 
 
 def empty_moments(piece: Piece) -> list[Pair]:
-    """The moments of a piece before its first window."""
+    """Return the moments of a piece before its first window, one pair per channel."""
     return [(Moments(), Moments()) for _ in piece.channels]
 
 
 def accumulate_moments(store: Store, piece: Piece, windows: Iterable[Window]) -> list[Pair]:
-    """The moments of one piece, channel by channel."""
-    found = empty_moments(piece)
+    """Return the moments of one piece, one pair per channel."""
+    moments = empty_moments(piece)
     for window in windows:
-        found = add_window(store, piece, window, found)
-    return found
+        moments = add_window(store, piece, window, moments)
+    return moments
 
 
-def add_window(store: Store, piece: Piece, window: Window, found: Sequence[Pair]) -> list[Pair]:
-    """Those of the piece with a window more."""
+def add_window(store: Store, piece: Piece, window: Window, moments: Sequence[Pair]) -> list[Pair]:
+    """Return the moments of a piece with those of another window added."""
     weights = row_weights(store.latitude)[piece.rows]
-    more = []
-    for place, (channel, (values, changes)) in enumerate(zip(piece.channels, found, strict=True)):
-        fields = _transform_fields(store, channel, window.fields[:, place].astype(np.float64))
-        steps = fields[window.after] - fields[window.before]
-        fresh = fields if len(window.fresh) == len(fields) else fields[window.fresh]
-        more.append((values + Moments.of(fresh, weights), changes + Moments.of(steps, weights)))
-    return more
+    updated = []
+    for index, (channel, (values, changes)) in enumerate(zip(piece.channels, moments, strict=True)):
+        fields = _transform_fields(store, channel, window.fields[:, index].astype(np.float64))
+        step_changes = fields[window.after] - fields[window.before]
+        # A window repeats fields of the one before that a pair still needs: count those only once.
+        new_fields = fields if len(window.fresh) == len(fields) else fields[window.fresh]
+        updated.append(
+            (values + Moments.of(new_fields, weights), changes + Moments.of(step_changes, weights))
+        )
+    return updated
 
 
 def merge_moments(
-    store: Store, pieces: Sequence[Piece], found: Sequence[Sequence[Pair]]
+    store: Store, pieces: Sequence[Piece], moments: Sequence[Sequence[Pair]]
 ) -> StatisticsTable:
-    """The statistics of all pieces, merged in their order, and those of the statics.
+    """Return the statistics of all pieces and of the static fields.
+
+    Pieces are merged in order, so that the result has the same bits for any number of workers.
 
     Raises:
         UserError: a channel has no value at all.
     """
-    total: dict[str, Pair] = {}
-    for piece, pairs in zip(pieces, found, strict=True):
-        for channel, (values, changes) in zip(piece.channels, pairs, strict=True):
-            before = total.get(channel.name, (Moments(), Moments()))
-            total[channel.name] = (before[0] + values, before[1] + changes)
-    table = {name: _statistics_row(*pair) for name, pair in total.items()} | static_statistics(
+    merged: dict[str, Pair] = {}
+    for piece, pairs in zip(pieces, moments, strict=True):
+        for channel, (more_values, more_changes) in zip(piece.channels, pairs, strict=True):
+            previous = merged.get(channel.name, (Moments(), Moments()))
+            merged[channel.name] = (previous[0] + more_values, previous[1] + more_changes)
+    table = {name: _statistics_row(*pair) for name, pair in merged.items()} | static_statistics(
         store
     )
-    empty = [name for name, pair in total.items() if not pair[0].weight]
+    empty = [name for name, pair in merged.items() if not pair[0].weight]
     if empty:
         raise UserError(
             f"{store.config.store}: {empty[0]} has no value at any training date. Leave it out of "
@@ -285,10 +309,10 @@ def merge_moments(
 
 
 def static_statistics(store: Store) -> dict[str, dict[str, float]]:
-    """The statistics of the static fields, which change on no date."""
+    """Return the statistics of the static fields."""
     weights = row_weights(store.latitude)
     table = {}
-    fields = store.static(slice(None))
+    fields = store.read_static(slice(None))
     for name, values in zip(store.channels.static, fields, strict=True):
         values = _transform_fields(store, Channel(name), values[None].astype(np.float64))
         table[name] = _statistics_row(Moments.of(values, weights), Moments())
@@ -298,7 +322,7 @@ def static_statistics(store: Store) -> dict[str, dict[str, float]]:
 def _transform_fields(
     store: Store, channel: Channel, values: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    config = store.config.of(channel.variable)
+    config = store.config.variable_config(channel.variable)
     return np.asarray(apply_transform(values, config), dtype=np.float64)
 
 
@@ -337,8 +361,8 @@ def _check_not_constant(
     channel: Channel, row: Mapping[str, float], prognostic: bool, config: DataConfig, where: str
 ) -> None:
     # A prognostic channel that never changes leaves nothing to predict. A diagnostic one may be
-    # anything as long as no division by its spread is asked for.
-    normalise = config.of(channel.variable).normalise
+    # constant if it is not divided by its standard deviation.
+    normalise = config.variable_config(channel.variable).normalise
     constant = not row["std"] and normalise != "none"
     if constant or (prognostic and not (row["std"] and row["tendency_std"])):
         role = "prognostic" if prognostic else "diagnostic"
@@ -352,21 +376,21 @@ def _vector(values: list[float]) -> Vector:
     return np.array(values, dtype=np.float64)
 
 
-FILE_FORMAT = "credit_dp statistics 2"  # of the definitions: a new one makes old files unused
+FILE_FORMAT = "credit_dp statistics 2"  # change with the definitions: old files are ignored
 
 
-# What has to be as in the config, and by which key it is changed.
+# Settings of a file that must equal those of the config, and the key that changes each.
 SETTINGS = {"step": "data.step", "dates": "data.dates.train", "grid": "data.store"}
 
 
 @final
 @dataclass(frozen=True)
 class StatisticsFile:
-    """What a file holds.
+    """Statistics on disk, with a description of the data that they were computed from.
 
     Attributes:
-        input_description: see the function of this name.
-        channels: by the channels' names.
+        input_description: see the function `input_description`.
+        channels: statistics by channel name.
     """
 
     input_description: Mapping[str, Any]
@@ -374,28 +398,28 @@ class StatisticsFile:
 
     @classmethod
     def load(cls, path: Path) -> "StatisticsFile | None":
-        """Read what `save` wrote; None if it is absent, damaged or something else."""
+        """Read a file of `save`; None if it is absent, damaged or of another format."""
         try:
-            found = json.loads(path.read_text())
-            if found["form"] != FILE_FORMAT:
+            content = json.loads(path.read_text())
+            if content["form"] != FILE_FORMAT:
                 return None
             rows = {
-                name: {number: float(row[number]) for number in STATISTIC_NAMES}
-                for name, row in found["channels"].items()
+                name: {statistic: float(row[statistic]) for statistic in STATISTIC_NAMES}
+                for name, row in content["channels"].items()
             }
-            made_from = dict(found["made_from"])
-            whole = {"store": str, "every": int, "transforms": dict, "values": dict}
-            if not all(type(made_from[key]) is kind for key, kind in whole.items()):
+            description = dict(content["made_from"])
+            required = {"store": str, "every": int, "transforms": dict, "values": dict}
+            if not all(type(description[key]) is kind for key, kind in required.items()):
                 return None
-            return cls(made_from, rows)
+            return cls(description, rows)
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None
 
     def save(self, path: Path) -> None:
-        """Write it, to the last bit; whole or not at all.
+        """Write the file atomically, with all digits of each number.
 
         Raises:
-            UserError: it cannot be written.
+            UserError: the file cannot be written.
         """
         content = {
             "form": FILE_FORMAT,
@@ -406,67 +430,68 @@ class StatisticsFile:
 
     @property
     def every(self) -> int:
-        """It is of every N-th training date."""
+        """The N of "every N-th training date"."""
         return int(self.input_description["every"])
 
     def check(self, store: Store, where: str, change: str = "data.statistics") -> None:
-        """Refuse statistics of something else than the config's training dates.
+        """Refuse statistics that were not computed from the config's training dates.
 
-        They may hold more channels.
+        The file may have more channels than the config.
 
         Args:
-            where: as messages name the file.
-            change: what they advise to change, apart from the key that differs.
+            store: gives the config and its dates.
+            where: name of the file in error messages.
+            change: what to change besides the key that differs, in error messages.
 
         Raises:
             UserError: names the first thing that differs.
         """
-        own = input_description(store, self.every)
-        for what, key in SETTINGS.items():
-            if own[what] != self.input_description.get(what):
+        expected = input_description(store, self.every)
+        for setting, key in SETTINGS.items():
+            if expected[setting] != self.input_description.get(setting):
                 raise UserError(
-                    f"{where}: is of {what} {_format_value(self.input_description.get(what))}, "
-                    "but the config has "
-                    f"{_format_value(own[what])}. Change {key} or {change}."
+                    f"{where}: has statistics of {setting} "
+                    f"{_format_value(self.input_description.get(setting))}, but the config has "
+                    f"{_format_value(expected[setting])}. Change {key} or {change}."
                 )
-        for name, done in own["transforms"].items():
-            before = self.input_description["transforms"].get(name, done)
-            if before != done:
+        for name, transform in expected["transforms"].items():
+            stored = self.input_description["transforms"].get(name, transform)
+            if stored != transform:
                 raise UserError(
-                    f"{where}: is of {name} {before}, but the config has it {done}. Change "
-                    f"data.variables.{name} or {change}."
+                    f"{where}: has statistics of {name} {stored}, but the config has it "
+                    f"{transform}. Change data.variables.{name} or {change}."
                 )
-        for name, digest in own["values"].items():
+        for name, digest in expected["values"].items():
             if self.input_description["values"].get(name, digest) != digest:
                 raise UserError(
-                    f"{where}: is of {self.input_description['store']}, in which {name} has "
-                    "other values "
-                    f"than in {store.source.where}. Change data.store or {change}."
+                    f"{where}: has statistics of {self.input_description['store']}, in which "
+                    f"{name} has other values than in {store.source.where}. Change data.store or "
+                    f"{change}."
                 )
 
 
 def statistics_path(store: Store, folder: Path, every: int = 1) -> Path:
-    """Where the statistics of this store, these variables, dates and step lie in the cache."""
+    """Return the cache file of the statistics of this store and config."""
     return folder / f"statistics-{statistics_cache_key(store, every)}.json"
 
 
 def statistics_cache_key(store: Store, every: int) -> str:
-    """A name for statistics of this very store, as old as it is now."""
+    """Return a hash of the store (its path and age), variables, dates, step and transforms."""
     config = store.config
     times = store.times[TrainingDates.of(store, every).indices]
-    timed = [channel.variable for group in channel_groups(store) for channel in group]
-    description = store.description([*dict.fromkeys(timed), *config.static])
-    lists = [config.prognostic, config.diagnostic, config.forcing, config.static]
+    variables = [channel.variable for group in channel_groups(store) for channel in group]
+    description = store.description([*dict.fromkeys(variables), *config.static])
+    roles = [config.prognostic, config.diagnostic, config.forcing, config.static]
     dates = [str(time) for time in times]
     transforms = _describe_transforms(store)
-    return fingerprint(FILE_FORMAT, description, lists, dates, every, config.step_hours, transforms)
+    return fingerprint(FILE_FORMAT, description, roles, dates, every, config.step_hours, transforms)
 
 
 def input_description(store: Store, every: int) -> dict[str, Any]:
-    """What the statistics of a store's training dates are made from, as JSON.
+    """Return a description, as JSON, of the data that the statistics are computed from.
 
-    Paths are not part of it: a copy of the store has the same statistics. Instead there is a digest
-    of a row of each channel at the first training date.
+    A copy of the store has the same statistics, so files are not compared by the store's path but
+    by a digest of one row of each channel at the first training date.
     """
     span = split_slice(store.config, "train", store.times)
     times = [str(time) for time in store.times[span].astype("datetime64[s]")]
@@ -484,10 +509,10 @@ def input_description(store: Store, every: int) -> dict[str, Any]:
 
 
 def write_text_atomic(path: Path, text: str) -> None:
-    """Write a file under a temporary name, then give it its own.
+    """Write a file under a temporary name, then rename it.
 
     Raises:
-        UserError: it cannot be written.
+        UserError: the file cannot be written.
     """
     temporary = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
@@ -501,60 +526,65 @@ def write_text_atomic(path: Path, text: str) -> None:
 
 
 def _describe_transforms(store: Store) -> dict[str, str]:
-    """What is done to the values of each variable before their moments are taken."""
+    """Return by variable the transforms of its values before their moments are computed."""
     config = store.config
     names = [*config.prognostic, *config.diagnostic, *config.forcing, *config.static]
-    found = {}
+    transforms = {}
     for name in names:
-        variable = config.of(name)
-        done = [] if np.isnan(variable.log1p_scale) else [variable.normalise]
+        variable = config.variable_config(name)
+        steps = [] if np.isnan(variable.log1p_scale) else [variable.normalise]
         if variable.convert:
-            done.append(variable.convert)
+            steps.append(variable.convert)
         if is_accumulated(name, config):
-            done.append("accumulated")
-        found[name] = ", ".join(done) or "as it is"
-    return found
+            steps.append("accumulated")
+        transforms[name] = ", ".join(steps) or "as it is"
+    return transforms
 
 
-def _value_digests(store: Store, place: int) -> dict[str, str]:
-    """A digest of the middle row of each channel at one date."""
-    middle = store.grid[0] // 2
-    rows = slice(middle, middle + 1)
-    found = {}
+def _value_digests(store: Store, index: int) -> dict[str, str]:
+    """Return a digest of the middle row of each channel at one date."""
+    middle_row = store.grid[0] // 2
+    rows = slice(middle_row, middle_row + 1)
+    digests = {}
     for group in channel_groups(store):
-        for _, block in store.blocks(group, slice(place, place + 1), rows):
+        for _, block in store.blocks(group, slice(index, index + 1), rows):
             for channel, values in zip(group, block[0], strict=True):
-                found[channel.name] = _digest(values)
-    return found
+                digests[channel.name] = _digest(values)
+    return digests
 
 
 def _digest(values: np.ndarray[Any, Any]) -> str:
-    known = np.where(np.isnan(values), np.float32(np.nan), values).astype("<f4")
-    return hashlib.sha256(known.tobytes()).hexdigest()[:16]
+    # NaN has many bit patterns, and the byte order is the machine's: make both the same.
+    canonical = np.where(np.isnan(values), np.float32(np.nan), values).astype("<f4")
+    return hashlib.sha256(canonical.tobytes()).hexdigest()[:16]
 
 
 def _format_value(value: object) -> str:
     return f"[{', '.join(map(str, value))}]" if isinstance(value, list) else str(value)
 
 
-CountCallback = Callable[[int], None]  # how many fields have been seen
+CountCallback = Callable[[int], None]  # number of fields processed so far
 
 
 @final
 class StatisticsRun:
-    """What is to be read for a file of statistics, and what of it has been.
+    """Computes a file of statistics in pieces, and keeps finished pieces beside the file.
+
+    If a run is interrupted, the next one continues with the pieces that are missing.
 
     Attributes:
-        fields: how many there are to be read, each one channel at one date.
-        done: how many of them an earlier run has read.
+        num_fields: fields to be read in all, each one channel at one date.
+        num_done: fields that an earlier run has processed.
 
     Raises:
-        UserError: the file can't be written, another process is making it, or no date has one a
-            step later.
+        UserError: the file can't be written, another process is writing it, or no date has another
+            one a step later.
     """
 
     def __init__(self, store: Store, path: Path, every: int = 1) -> None:
-        self.store, self.path, self.every = store, path, every
+        self.store = store
+        self.path = path
+        self.every = every
         self.dates = TrainingDates.of(store, every)
         self.pieces = all_pieces(store, self.dates)
         self._folder = path.with_name(f"{path.name}.parts")
@@ -566,80 +596,85 @@ class StatisticsRun:
             for index, piece in enumerate(self.pieces)
             if (pairs := self._load_part(index, piece)) is not None
         }
-        self.fields = sum(map(_field_count, self.pieces))
-        self.done = sum(_field_count(self.pieces[index]) for index in self._results)
+        self.num_fields = sum(map(_field_count, self.pieces))
+        self.num_done = sum(_field_count(self.pieces[index]) for index in self._results)
 
     @property
-    def left(self) -> list[Piece]:
-        """The pieces that are still to be done."""
+    def remaining(self) -> list[Piece]:
+        """The pieces that are not finished."""
         return [piece for index, piece in enumerate(self.pieces) if index not in self._results]
 
-    def run(self, workers: PieceWorkers, done: CountCallback) -> StatisticsFile:
-        """Do what is left, write the file and remove what was kept.
+    def run(self, workers: PieceWorkers, report: CountCallback) -> StatisticsFile:
+        """Process the remaining pieces, write the file and remove the finished pieces.
+
+        Args:
+            workers: process the pieces.
+            report: called with the number of fields processed so far.
 
         Raises:
             UserError: a field cannot be read, a channel is constant, or the disk is full.
         """
         waiting = [index for index in range(len(self.pieces)) if index not in self._results]
-        seen = self.done
-        done(seen)
-        for index, pairs in zip(waiting, workers.run(moments_of, self.left), strict=True):
+        num_done = self.num_done
+        report(num_done)
+        for index, pairs in zip(waiting, workers.run(moments_of, self.remaining), strict=True):
             self._save_part(index, pairs)
             self._results[index] = pairs
-            seen += _field_count(self.pieces[index])
-            done(seen)
+            num_done += _field_count(self.pieces[index])
+            report(num_done)
         table = merge_moments(
             self.store, self.pieces, [self._results[i] for i in range(len(self.pieces))]
         )
+        # Raises if a channel is constant, before the file is written.
         Statistics.of(table, self.store, self.store.config.store)
         result = StatisticsFile(input_description(self.store, self.every), table)
         result.save(self.path)
-        self._lock.release()
+        self._lock.release()  # its file is in the folder, too
         shutil.rmtree(self._folder, ignore_errors=True)
         return result
 
     def close(self) -> None:
-        """Let another process go on."""
+        """Release the lock, so that another process may continue."""
         self._lock.release()
 
     def _lock_folder(self) -> None:
-        """Make the folder, which tells before hours of reading that it can be written to."""
+        """Create and lock the folder of pieces; fails before hours of reading if it can't."""
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             self._lock.acquire(blocking=False)
         except Timeout:
             raise UserError(
-                f"{self.path}: another process is making it. Wait, or change out."
+                f"{self.path}: another process is writing it. Wait, or change out."
             ) from None
         except OSError as error:
             raise UserError(
-                f"{self._folder}: cannot be made ({error.strerror}). Change out."
+                f"{self._folder}: cannot be created ({error.strerror}). Change out."
             ) from error
 
     def _part_path(self, index: int) -> Path:
         return self._folder / f"{self._name}-{index:05}.json"
 
     def _save_part(self, index: int, pairs: list[Pair]) -> None:
-        numbers = [[values.as_list(), changes.as_list()] for values, changes in pairs]
-        write_text_atomic(self._part_path(index), json.dumps(numbers))
+        content = [[values.as_list(), changes.as_list()] for values, changes in pairs]
+        write_text_atomic(self._part_path(index), json.dumps(content))
 
     def _load_part(self, index: int, piece: Piece) -> list[Pair] | None:
-        """What an earlier run found; None if it did not, or what it wrote is damaged."""
+        """Read the result of an earlier run; None if it is absent or damaged."""
         try:
-            numbers = json.loads(self._part_path(index).read_text())
-            pairs = [(Moments(*map(float, v)), Moments(*map(float, c))) for v, c in numbers]
+            content = json.loads(self._part_path(index).read_text())
+            pairs = [(Moments(*map(float, v)), Moments(*map(float, c))) for v, c in content]
         except (OSError, ValueError, TypeError):
             return None
         return pairs if len(pairs) == len(piece.channels) else None
 
 
 def moments_of(store: Store, dates: TrainingDates, piece: Piece) -> list[Pair]:
-    """The moments of one piece."""
+    """Read one piece and return its moments."""
     return accumulate_moments(store, piece, stream_windows(store, dates, piece))
 
 
 def process_first_window(store: Store, dates: TrainingDates, piece: Piece) -> int:
-    """Read and use the first fields of a piece, to see how long it takes: how many."""
+    """Process the first fields of a piece, for timing; return how many fields there were."""
     window = next(stream_windows(store, dates, piece))
     accumulate_moments(store, piece, [window])
     return len(piece.channels) * len(window.fields)

@@ -1,4 +1,9 @@
-"""Statistics that `data.statistics` names, whoever computed them."""
+"""Statistics from the files of `data.statistics`, and from the cache.
+
+A native file was written by `credit-dp data stats` and is used unchanged. External files (datasets
+of mean, std and tendency std, as other projects publish them) may lack some statistics, which are
+then computed from the training dates.
+"""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -39,180 +44,49 @@ from credit_dp.errors import UserError
 from credit_dp.variable_names import all_names_of, long_name
 
 SUFFIXES = {"mean": ("_mean", ""), "std": ("_std",), "tendency_std": ("_tendency_std",)}
-# What a dataset has to have of a channel that comes out, by `normalise`; all of it for any other.
+# Statistics that a dataset needs for an output channel, by `normalise`; all of them for any other.
 NEEDED: Mapping[str, tuple[str, ...]] = MappingProxyType({"none": (), "std": ("std",)})
-
-
-def read_external_statistics(entries: Sequence[str], store: Store) -> dict[str, dict[str, float]]:
-    """The statistics of the store's stored channels, as far as the datasets have them.
-
-    A row lacks what no dataset says of its channel; a range, which none of them has, is NaN.
-
-    Raises:
-        UserError: a dataset can't be read, or a channel that comes out can't be normalised as the
-            config wants it without what a dataset lacks.
-    """
-    if len(entries) > len(SUFFIXES):
-        raise UserError(
-            "data.statistics: needs one file, or those of mean, std and tendency std, got "
-            f"{len(entries)}"
-        )
-    datasets = [_open_dataset(entry) for entry in entries]
-    out = store.channels.output_channels
-    names = (*store.channels.forcing, *store.channels.static)
-    inputs = [Channel(x) for x in names if x not in COMPUTED_FORCINGS and x not in COMPUTED_STATICS]
-    table = {}
-    for channel in (*out, *inputs):
-        normalise = store.config.of(channel.variable).normalise
-        needed = NEEDED.get(normalise, ("mean", "std", "tendency_std")) if channel in out else ()
-        row = table[channel.name] = {"minimum": float("nan"), "maximum": float("nan")}
-        for place, number in enumerate(SUFFIXES):
-            value = _find_statistic(entries, datasets, channel, number, place)
-            if value is not None:
-                row[number] = value
-            elif number in needed and (number != "tendency_std" or len(entries) == len(SUFFIXES)):
-                raise UserError(
-                    f"{entries[min(place, len(entries) - 1)]}: has no {number} of {channel.name}. "
-                    "Change data.statistics, to null for those of the training dates, or "
-                    f"data.variables.{channel.variable}.normalise to none."
-                )
-    return table
-
-
-def _find_statistic(
-    entries: Sequence[str],
-    datasets: Sequence[xr.Dataset],
-    channel: Channel,
-    number: str,
-    place: int,
-) -> float | None:
-    """One number of a channel; None if the datasets do not have it."""
-    alone = len(datasets) == 1
-    if not alone and place >= len(datasets):
-        return None
-    dataset = datasets[0 if alone else place]
-    where = entries[0 if alone else place]
-    suffixes = SUFFIXES[number] if alone else ("",)
-    long, level = long_name(channel.variable, channel.level)
-    one = Channel(channel.variable, level)
-    for name in dict.fromkeys([channel.variable, *all_names_of(long)]):
-        for suffix in suffixes:
-            flat = {f"{name}{level}{suffix}", f"{name}_{level}{suffix}"}
-            for found in sorted(flat & set(map(str, dataset))):
-                return _value_on_level(dataset[found], Channel(channel.variable), where)
-            array = dataset.get(name + suffix)
-            if array is not None and not _is_other_variable(array, name, one):
-                return _value_on_level(array, channel if name == channel.variable else one, where)
-    return None
-
-
-def _is_other_variable(array: xr.DataArray, name: str, channel: Channel) -> bool:
-    """Whether a short name stands for a variable on levels, where one off them is asked for.
-
-    `z` is the geopotential, or that at the surface.
-    """
-    on_levels = any(dim in array.coords for dim in array.dims)
-    return name != channel.variable and channel.level is None and on_levels
-
-
-def _value_on_level(array: xr.DataArray, channel: Channel, where: str) -> float | None:
-    """The number of the channel's level; None if that level is not there."""
-    array = array.squeeze()
-    if channel.level is None and not array.ndim:
-        return _check_finite(float(array.values), channel, where)
-    dim = str(array.dims[0]) if array.ndim == 1 else ""
-    if channel.level is None or array.ndim > 1 or (dim and dim not in array.coords):
-        raise UserError(
-            f"{where}: {array.name} needs to be a number for each level, with the levels' values, "
-            f"but has the dims {', '.join(map(str, array.dims)) or 'none'}. Change data.statistics."
-        )
-    levels = array[dim].values if dim else _scalar_level(array, where)
-    if not np.issubdtype(levels.dtype, np.number):
-        raise UserError(
-            f"{where}: {array.name} has levels that are no numbers. Change data.statistics."
-        )
-    places = np.flatnonzero(levels == channel.level)
-    if not len(places):
-        return None
-    return _check_finite(float(np.atleast_1d(array.values)[places[0]]), channel, where)
-
-
-def _scalar_level(array: xr.DataArray, where: str) -> np.ndarray[Any, Any]:
-    """The level of a variable that has one only."""
-    for coordinate in array.coords.values():
-        if np.issubdtype(coordinate.dtype, np.number) and not coordinate.ndim:
-            return np.atleast_1d(coordinate.values)
-    raise UserError(
-        f"{where}: {array.name} does not say of which level it is. Change data.statistics."
-    )
-
-
-def _check_finite(value: float, channel: Channel, where: str) -> float:
-    if not np.isfinite(value):
-        raise UserError(f"{where}: {channel.name} is {value}. Change data.statistics.")
-    return value
-
-
-def _open_dataset(where: str) -> xr.Dataset:
-    """The dataset at a path or address.
-
-    Raises:
-        UserError: there is none that can be read.
-    """
-    check_address(where)
-    try:
-        if not is_remote(where) and local_path(where).is_file():
-            with no_garbage_collection():
-                dataset = xr.open_dataset(local_path(where), engine="netcdf4")
-        else:
-            disk = open_zarr_store(where)
-            metadata = zarr.open_group(disk, mode="r").metadata
-            consolidated = metadata.consolidated_metadata is not None
-            dataset = xr.open_zarr(disk, chunks=None, consolidated=consolidated)
-        with dataset:
-            loaded: xr.Dataset = dataset.load()
-        return loaded
-    except Exception as error:
-        raise UserError(
-            f"{redact_secrets(where)}: no statistics that can be read ({reason_of(error)}). "
-            "Change data.statistics."
-        ) from error
-
-
-SAMPLED_DATES = 500  # dates that determine the tendency std to better than a percent
+SAMPLED_DATES = 500  # enough for the tendency std to better than a percent
 
 logger = logging.getLogger(__name__)
 
 
 class GivenStatistics(NamedTuple):
-    """Statistics, and of which training dates they are: every N-th."""
+    """Statistics of every N-th training date, and that N."""
 
     statistics: Statistics
     every: int
 
 
-def load_given_statistics(store: Store, folder: Path, report: ProgressCallback) -> GivenStatistics:
-    """Read the files of `data.statistics`; what those of others do not say is computed.
+def load_given_statistics(
+    store: Store, folder: Path, progress: ProgressCallback
+) -> GivenStatistics:
+    """Read the files of `data.statistics` and compute what external files lack.
 
-    Of static fields on the spot, of others from a sample of the training dates: changes over a
-    step, forcings, and what a channel is not normalised with.
+    Statistics of static fields are computed now. Others come from a sample of the training dates:
+    tendency std, forcings, and statistics that a channel's normalisation does not need.
 
     Args:
-        folder: the cache, where what is computed is kept.
+        store: gives the config and the fields.
+        folder: the cache for computed statistics.
+        progress: reports the computation.
 
     Raises:
-        UserError: a file can't be read, is of something else, or lacks a variable.
+        UserError: a file can't be read, lacks a variable, or does not fit the config.
     """
     entries = store.config.statistics_files
     where = ", ".join(entries)
-    own = _load_native_file(entries)
-    if own is not None:
-        return _native_statistics(own, store, where)
+    native = _load_native_file(entries)
+    if native is not None:
+        return _native_statistics(native, store, where)
     _check_untransformed(store, where)
     table = read_external_statistics(entries, store)
     check_statistics_range(table, store, where, "Change data.statistics")
     _add_missing(
-        table, store, where, lambda every: load_or_compute_statistics(store, folder, every, report)
+        table,
+        store,
+        where,
+        lambda every: load_or_compute_statistics(store, folder, every, progress),
     )
     return GivenStatistics(Statistics.of(table, store, where), 1)
 
@@ -223,49 +97,51 @@ def _add_missing(
     where: str,
     compute: Callable[[int], StatisticsFile],
 ) -> None:
-    """Add to `table` what the files of others lack.
+    """Add to `table` the statistics that external files lack.
 
     Args:
-        table: what they have, by the channels' names.
-        where: the files.
-        compute: gives the statistics of every N-th training date.
+        table: statistics by channel name, changed in place.
+        store: gives channels and fields.
+        where: names of the files for the log.
+        compute: returns the statistics of every N-th training date.
     """
     for name, row in static_statistics(store).items():
         if not {"mean", "std"} <= table.get(name, {}).keys():
             table[name] = row
     for name in (*store.channels.forcing, *store.channels.static):
         if name in table:
-            table[name]["tendency_std"] = 0.0  # nobody uses that of an input
-            if store.config.of(name).normalise == "none":
+            table[name]["tendency_std"] = 0.0  # not used for inputs
+            if store.config.variable_config(name).normalise == "none":
                 table[name] = {**IDENTITY_STATISTICS, **table[name]}
-    values = [name for name, row in table.items() if not {"mean", "std"} <= row.keys()]
-    changes = [name for name, row in table.items() if "tendency_std" not in row]
-    if not values and not changes:
+    no_mean_or_std = [name for name, row in table.items() if not {"mean", "std"} <= row.keys()]
+    no_tendency = [name for name, row in table.items() if "tendency_std" not in row]
+    if not no_mean_or_std and not no_tendency:
         return
     every = sampling_stride(store)
-    what = ["no tendency std"] if changes else []
-    what += [f"no mean or std of {', '.join(values)}"] if values else []
-    lacking = " and ".join(what)
-    dates = "all training dates" if every == 1 else f"one in {every} training dates"
-    logger.info("%s has %s: computed from %s", where, lacking, dates)
+    missing = ["no tendency std"] if no_tendency else []
+    missing += [f"no mean or std of {', '.join(no_mean_or_std)}"] if no_mean_or_std else []
+    description = " and ".join(missing)
+    source_dates = "all training dates" if every == 1 else f"one in {every} training dates"
+    logger.info("%s has %s: computed from %s", where, description, source_dates)
     computed = compute(every).channels
-    for name in changes:
+    for name in no_tendency:
         table[name]["tendency_std"] = computed[name]["tendency_std"]
-    for name in values:
-        given = {number: value for number, value in table[name].items() if value == value}
+    for name in no_mean_or_std:
+        # Given values replace computed ones, unless they are NaN (which is not equal to itself).
+        given = {statistic: value for statistic, value in table[name].items() if value == value}
         table[name] = {**computed[name], **given}
 
 
 def check_given_statistics(store: Store) -> None:
-    """Refuse files of `data.statistics` that don't fit; what they lack is not computed.
+    """Refuse files of `data.statistics` that don't fit the config, without computing anything.
 
     Raises:
         UserError: see `load_given_statistics`.
     """
     entries = store.config.statistics_files
-    own = _load_native_file(entries)
-    if own is not None:
-        _native_statistics(own, store, ", ".join(entries))
+    native = _load_native_file(entries)
+    if native is not None:
+        _native_statistics(native, store, ", ".join(entries))
     else:
         where = ", ".join(entries)
         _check_untransformed(store, where)
@@ -275,10 +151,10 @@ def check_given_statistics(store: Store) -> None:
 
 
 def _load_native_file(entries: Sequence[str]) -> StatisticsFile | None:
-    """The file that `credit-dp data stats` wrote, if it is one.
+    """Load a file that `credit-dp data stats` wrote; None if the entries are another kind.
 
     Raises:
-        UserError: a path of this machine leads nowhere.
+        UserError: a local path does not exist.
     """
     if len(entries) != 1 or is_remote(entries[0]):
         return None
@@ -289,50 +165,56 @@ def _load_native_file(entries: Sequence[str]) -> StatisticsFile | None:
 
 
 def load_or_compute_statistics(
-    store: Store, folder: Path, every: int, report: ProgressCallback
+    store: Store, folder: Path, every: int, progress: ProgressCallback
 ) -> StatisticsFile:
-    """Those of every N-th training date, from the cache or computed now."""
+    """Return the statistics of every N-th training date, from the cache or computed now."""
     path = statistics_path(store, folder, every)
     with create_once(path, lambda file: StatisticsFile.load(file) is not None) as file:
         if file is not None:
             with closing(StatisticsRun(store, file, every)) as run:
-                done = _fraction_callback(run.fields, report)
-                run.run(ThreadWorkers(store, run.dates, store.config.workers), done)
-    found = StatisticsFile.load(path)
-    if found is None:
-        raise OSError(f"{path}: what was just written cannot be read back")
-    return found
+                report = _fraction_callback(run.num_fields, progress)
+                run.run(ThreadWorkers(store, run.dates, store.config.workers), report)
+    result = StatisticsFile.load(path)
+    if result is None:
+        raise OSError(f"{path}: was just written but cannot be read back")
+    return result
 
 
 def sampling_stride(store: Store) -> int:
-    """Of which N every N-th date is enough for the tendency std, and meets all hours of the day."""
+    """Return N such that every N-th date gives the tendency std and covers all hours of the day."""
     dates = len(TrainingDates.of(store).indices)
     every = max(1, dates // SAMPLED_DATES)
+    # Every 4th of 6-hourly dates, for one, would always be at the same hour of the day.
     while not covers_all_hours(every, store.config.step_hours):
         every -= 1
     return every
 
 
 def covers_all_hours(every: int, step_hours: int) -> bool:
-    """Whether every N-th date meets all hours of the day that the dates have."""
+    """Whether every N-th date covers all hours of the day that the dates have."""
     return gcd(every * step_hours, 24) == gcd(step_hours, 24)
 
 
-def _native_statistics(found: StatisticsFile, store: Store, where: str) -> GivenStatistics:
-    found.check(store, where)
-    check_statistics_range(found.channels, store, where, "Change data.statistics")
-    if found.every > 1:
+def _native_statistics(native: StatisticsFile, store: Store, where: str) -> GivenStatistics:
+    native.check(store, where)
+    check_statistics_range(native.channels, store, where, "Change data.statistics")
+    if native.every > 1:
         logger.info(
-            "%s is of one in %d training dates, and so is the climatology", where, found.every
+            "%s has statistics of one in %d training dates; the climatology uses the same dates",
+            where,
+            native.every,
         )
-    return GivenStatistics(Statistics.of(found.channels, store, where), found.every)
+    return GivenStatistics(Statistics.of(native.channels, store, where), native.every)
 
 
 def _check_untransformed(store: Store, where: str) -> None:
-    """Statistics by others are of values as they are."""
-    out = [channel.variable for channel in store.channels.output_channels]
-    for name in dict.fromkeys([*out, *store.channels.forcing, *store.channels.static]):
-        normalise = store.config.of(name).normalise
+    """Refuse external statistics for variables that the config transforms.
+
+    External statistics are of untransformed values.
+    """
+    outputs = [channel.variable for channel in store.channels.output_channels]
+    for name in dict.fromkeys([*outputs, *store.channels.forcing, *store.channels.static]):
+        normalise = store.config.variable_config(name).normalise
         if normalise.startswith("log1p"):
             raise UserError(
                 f"{where}: is of {name} as it is, but the config normalises it by {normalise}. "
@@ -340,5 +222,167 @@ def _check_untransformed(store: Store, where: str) -> None:
             )
 
 
-def _fraction_callback(total: int, report: ProgressCallback) -> Callable[[int], None]:
-    return lambda done: report("statistics", done / total)
+def _fraction_callback(total: int, progress: ProgressCallback) -> Callable[[int], None]:
+    return lambda done: progress("statistics", done / total)
+
+
+def read_external_statistics(entries: Sequence[str], store: Store) -> dict[str, dict[str, float]]:
+    """Read the statistics of a store's channels from datasets, as far as they have them.
+
+    Args:
+        entries: one dataset, or those of mean, std and tendency std in this order.
+        store: gives the channels; computed ones are left out.
+
+    Returns:
+        Statistics by channel name. A row lacks what the datasets lack; ranges are NaN.
+
+    Raises:
+        UserError: a dataset can't be read, or lacks a statistic that an output channel needs.
+    """
+    if len(entries) > len(SUFFIXES):
+        raise UserError(
+            "data.statistics: needs one file, or those of mean, std and tendency std, got "
+            f"{len(entries)}"
+        )
+    datasets = [_open_dataset(entry) for entry in entries]
+    output_channels = store.channels.output_channels
+    names = (*store.channels.forcing, *store.channels.static)
+    inputs = [
+        Channel(name)
+        for name in names
+        if name not in COMPUTED_FORCINGS and name not in COMPUTED_STATICS
+    ]
+    table = {}
+    for channel in (*output_channels, *inputs):
+        normalise = store.config.variable_config(channel.variable).normalise
+        needed = (
+            NEEDED.get(normalise, ("mean", "std", "tendency_std"))
+            if channel in output_channels
+            else ()
+        )
+        row = table[channel.name] = {"minimum": float("nan"), "maximum": float("nan")}
+        for position, statistic in enumerate(SUFFIXES):
+            value = _find_statistic(entries, datasets, channel, statistic, position)
+            if value is not None:
+                row[statistic] = value
+            # Without a dataset of its own, a tendency std that is absent is computed later.
+            elif statistic in needed and (
+                statistic != "tendency_std" or len(entries) == len(SUFFIXES)
+            ):
+                raise UserError(
+                    f"{entries[min(position, len(entries) - 1)]}: has no {statistic} of "
+                    f"{channel.name}. Change data.statistics, to null for those of the training "
+                    f"dates, or data.variables.{channel.variable}.normalise to none."
+                )
+    return table
+
+
+def _find_statistic(
+    entries: Sequence[str],
+    datasets: Sequence[xr.Dataset],
+    channel: Channel,
+    statistic: str,
+    position: int,
+) -> float | None:
+    """Return one statistic of a channel; None if the datasets do not have it.
+
+    Args:
+        entries: names of the datasets in error messages.
+        datasets: one with all statistics, or one for each.
+        channel: to look for, under its own, its long and its short name.
+        statistic: mean, std or tendency_std.
+        position: of the statistic's dataset, if there are several.
+    """
+    single = len(datasets) == 1
+    if not single and position >= len(datasets):
+        return None
+    dataset = datasets[0 if single else position]
+    where = entries[0 if single else position]
+    suffixes = SUFFIXES[statistic] if single else ("",)
+    canonical, level = long_name(channel.variable, channel.level)
+    long_channel = Channel(channel.variable, level)
+    for name in dict.fromkeys([channel.variable, *all_names_of(canonical)]):
+        for suffix in suffixes:
+            # The level may be part of the name, as in `t850_mean` and `t_850_mean`.
+            flat = {f"{name}{level}{suffix}", f"{name}_{level}{suffix}"}
+            for flat_name in sorted(flat & set(map(str, dataset))):
+                return _value_on_level(dataset[flat_name], Channel(channel.variable), where)
+            array = dataset.get(name + suffix)
+            if array is not None and not _is_other_variable(array, name, long_channel):
+                return _value_on_level(
+                    array, channel if name == channel.variable else long_channel, where
+                )
+    return None
+
+
+def _is_other_variable(array: xr.DataArray, name: str, channel: Channel) -> bool:
+    """Whether an array is on levels while the channel is a surface variable of the same short name.
+
+    `z`, for one, is short for the geopotential and for that at the surface.
+    """
+    on_levels = any(dim in array.coords for dim in array.dims)
+    return name != channel.variable and channel.level is None and on_levels
+
+
+def _value_on_level(array: xr.DataArray, channel: Channel, where: str) -> float | None:
+    """Return the value on the channel's level; None if the array lacks that level."""
+    array = array.squeeze()
+    if channel.level is None and not array.ndim:
+        return _check_finite(float(array.values), channel, where)
+    dim = str(array.dims[0]) if array.ndim == 1 else ""
+    if channel.level is None or array.ndim > 1 or (dim and dim not in array.coords):
+        raise UserError(
+            f"{where}: {array.name} needs one value per level and a coordinate with the levels, "
+            f"but has the dims {', '.join(map(str, array.dims)) or 'none'}. Change data.statistics."
+        )
+    levels = array[dim].values if dim else _scalar_level(array, where)
+    if not np.issubdtype(levels.dtype, np.number):
+        raise UserError(
+            f"{where}: {array.name} has levels that are not numbers. Change data.statistics."
+        )
+    matches = np.flatnonzero(levels == channel.level)
+    if not len(matches):
+        return None
+    return _check_finite(float(np.atleast_1d(array.values)[matches[0]]), channel, where)
+
+
+def _scalar_level(array: xr.DataArray, where: str) -> np.ndarray[Any, Any]:
+    """Return the level of a variable on a single level, from its scalar coordinate."""
+    for coordinate in array.coords.values():
+        if np.issubdtype(coordinate.dtype, np.number) and not coordinate.ndim:
+            return np.atleast_1d(coordinate.values)
+    raise UserError(
+        f"{where}: {array.name} has no coordinate with its level. Change data.statistics."
+    )
+
+
+def _check_finite(value: float, channel: Channel, where: str) -> float:
+    if not np.isfinite(value):
+        raise UserError(f"{where}: {channel.name} is {value}. Change data.statistics.")
+    return value
+
+
+def _open_dataset(where: str) -> xr.Dataset:
+    """Open and load the dataset at a path or address.
+
+    Raises:
+        UserError: there is no readable dataset.
+    """
+    check_address(where)
+    try:
+        if not is_remote(where) and local_path(where).is_file():
+            with no_garbage_collection():
+                dataset = xr.open_dataset(local_path(where), engine="netcdf4")
+        else:
+            zarr_store = open_zarr_store(where)
+            metadata = zarr.open_group(zarr_store, mode="r").metadata
+            consolidated = metadata.consolidated_metadata is not None
+            dataset = xr.open_zarr(zarr_store, chunks=None, consolidated=consolidated)
+        with dataset:
+            loaded: xr.Dataset = dataset.load()
+        return loaded
+    except Exception as error:
+        raise UserError(
+            f"{redact_secrets(where)}: no statistics that can be read ({reason_of(error)}). "
+            "Change data.statistics."
+        ) from error

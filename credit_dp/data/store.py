@@ -1,4 +1,8 @@
-"""The fields that a run needs of its store, only the rows that are asked for."""
+"""The fields of an open store, as a model takes them: selected, converted, checked, by rows.
+
+`Store` reads states, outputs, forcings and statics. Every value read passes two checks: it is not
+missing (`ValidMasks`, `mask_and_find_missing`) and within its range (`credit_dp.data.limits`).
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
@@ -25,131 +29,50 @@ ValidMask = NDArray[np.bool_]  # (rows, W), True where there are values
 ReadFirstFields = Callable[[Sequence[Channel], slice], Fields]
 
 
-@final
-class ValidMasks:
-    """The masks of the channels whose variables have a fill; each band is read once.
-
-    Any thread may ask.
-    """
-
-    def __init__(self, channels: Sequence[Channel], first_fields: ReadFirstFields) -> None:
-        """Take what reads `(C, rows, W)` of the first training date, NaN where there is no value.
-
-        What reads raises the errors of reading.
-        """
-        self.channels = tuple(channels)
-        self._first_fields = first_fields
-        self._known: dict[tuple[int, int], Mapping[Channel, ValidMask]] = {}
-        self._lock = Lock()
-
-    def of(self, band: slice) -> Mapping[Channel, ValidMask]:
-        """The mask of each channel on rows `band`, whose ends are given."""
-        if not self.channels:
-            return {}
-        key = (band.start, band.stop)
-        with self._lock:
-            if key not in self._known:
-                fields = self._first_fields(self.channels, band)
-                self._known[key] = dict(zip(self.channels, ~np.isnan(fields), strict=True))
-            return self._known[key]
-
-
-def all_finite(fields: Fields) -> bool:
-    """Whether no value is NaN or infinite."""
-    # One sum is faster than isfinite, and is finite only if all values are, unless it overflows:
-    # then the slow check decides.
-    with np.errstate(over="ignore", invalid="ignore"):
-        return bool(np.isfinite(fields.sum()) or np.isfinite(fields).all())
-
-
-def mask_and_find_missing(field: Fields, valid: ValidMask | None) -> int | None:
-    """Clear `(T, rows, W)` outside `valid`; the first time with a gap inside it, None if none has.
-
-    Without a mask all points must have values.
-    """
-    if valid is None:
-        if all_finite(field):
-            return None
-        bad = ~np.isfinite(field)
-    else:
-        np.copyto(field, np.nan, where=~valid)
-        bad = ~np.isfinite(field) & valid
-    times = np.flatnonzero(bad.any(axis=(1, 2)))
-    return int(times[0]) if len(times) else None
-
-
-def missing_value_error(
-    where: str, channel: Channel, role: str, field: Fields, times: tuple[object, object] | None
-) -> UserError:
-    """What is said of a gap in `field`.
-
-    Args:
-        where: the store.
-        role: the list of the data config that has the variable.
-        times: of the field, and of the mask, None if it has none; None for a static.
-    """
-    name = channel.variable
-    there = "" if times is None else f" at {_format_minute(times[0])}"
-    if channel.level is not None:
-        there += f" on level {channel.level}"
-    other = f"eave it out of data.{role}" + ("" if times is None else ", or choose other dates")
-    if np.isinf(field).any():
-        return UserError(f"{where}: {name} has infinite values{there}. L{other}.")
-    if times is not None and times[1] is not None:
-        return UserError(
-            f"{where}: {name} has NaN{there}, where it has values at "
-            f"{_format_minute(times[1])}, the "
-            f"first of data.dates.train, which data.variables.{name}.fill goes by. L{other}."
-        )
-    return UserError(
-        f"{where}: {name} has NaN{there}. If it has no values there at any time, set "
-        f"data.variables.{name}.fill=mean, or to a number; else l{other}."
-    )
-
-
-def _format_minute(time: object) -> str:
-    return str(np.datetime64(time, "m"))  # type: ignore[call-overload]
-
-
-BLOCK_BYTES = 8 * 2**20  # of fields read at once in a pass: more leaves the processor's cache
+BLOCK_BYTES = 8 * 2**20  # fields read at once in a pass; more would not fit the processor's cache
 
 
 @final
 class Store:
-    """An open store: fields as float32, row 0 northernmost, columns as the store has them.
+    """An open store: float32 fields with row 0 northernmost and columns in the store's order.
 
-    Values are in the units that the config converts to. Variables with a `fill` are NaN outside
-    their mask, and nowhere else; all others have values everywhere.
+    Values are in the units that the config converts to. Variables with a `fill` are NaN exactly
+    outside their mask; all other variables have values everywhere.
 
     Open it in the process that reads it: zarr's reading thread does not survive a fork.
 
     Attributes:
-        times: `(T,)` datetime64[ns], whole steps, rising, perhaps with gaps.
-        skipped: times left out because a sum over the step before them lacks a time.
+        config: of the data; its dates are complete after `resolve_dates`.
+        channels: the selected ones.
+        times: `(T,)` datetime64[ns], on the config's step, rising, possibly with gaps.
+        num_skipped: times left out because a sum over the step before them lacks a time.
         latitude: `(H,)` degrees, falling.
         longitude: `(W,)` degrees, in the store's order.
-        levels: of the variables that have levels, in channel order.
+        levels: of the variables on levels, in channel order.
         limits: the range that each channel's values must lie in.
-        chosen_dates: a line on the dates that were chosen among `times`; empty if all were given.
+        dates_note: a line on the dates that were chosen automatically; empty if none were.
     """
 
     def __init__(
         self, source: Source, config: DataConfig, ranges: Mapping[str, ValueRange] | None = None
     ) -> None:
-        """Take what the config names.
+        """Select the channels and times of the config; nothing is read.
 
         Args:
-            ranges: see `sampled_ranges`; None: channels that are not known have no limits.
+            source: the open files.
+            config: of the data.
+            ranges: see `sampled_ranges`; with None, unknown channels have no limits.
 
         Raises:
-            UserError: a variable or a level is not as needed.
+            UserError: a variable, level, unit or time axis does not fit the config.
         """
         self.config = config
         self.dates_note = ""
         self.source = source
         self.channels = select_channels(source, config)
         self.levels = _levels(self.channels)
-        self.latitude, self.longitude = source.latitude, source.longitude
+        self.latitude = source.latitude
+        self.longitude = source.longitude
         self.grid = source.grid
         self._forcing = [Channel(name) for name in config.forcing if name not in COMPUTED_FORCINGS]
         self._static = [Channel(name) for name in config.static if name not in COMPUTED_STATICS]
@@ -164,10 +87,10 @@ class Store:
 
     @classmethod
     def open(cls, config: DataConfig) -> "Store":
-        """Open `config.store` and check everything that can be checked without reading fields.
+        """Open `config.store` and check all that can be checked without reading fields.
 
         Raises:
-            UserError: store, variable, dims, units, coordinates, levels or dates are not as needed.
+            UserError: variables, dims, units, coordinates, levels or dates don't fit the config.
         """
         store = cls(open_source(config), config)
         check_units(store.source, config)
@@ -177,221 +100,238 @@ class Store:
         return store
 
     def with_ranges(self, ranges: Mapping[str, ValueRange]) -> "Store":
-        """The same store, with ranges for the channels that are not known; see `sampled_ranges`."""
+        """Return the same store with ranges for unknown channels; see `sampled_ranges`."""
         store = copy(self)
         store.limits = ValueLimits(self.source, self.config, ranges)
         return store
 
     @property
     def channels_without_range(self) -> list[Channel]:
-        """The channels that change in time whose range of values has to be sampled."""
+        """The channels that change in time and whose range of values has to be sampled."""
         return self.limits.channels_without_range([*self.channels.output_channels, *self._forcing])
 
-    def sample(self, channels: Sequence[Channel], most: int) -> Iterator[Fields]:
-        """The channels at some training dates, evenly spread, gaps and all: `(C, H, W)` each."""
-        span = split_slice(self.config, "train", self.times)
-        places = np.linspace(span.start, span.stop - 1, most).round().astype(np.intp)
-        for place in np.unique(places):
-            yield self._step_reader.read(channels, np.array([place]), slice(0, self.grid[0]))[0]
+    def sample(self, channels: Sequence[Channel], count: int) -> Iterator[Fields]:
+        """Yield channels, `(C, H, W)`, at `count` evenly spaced training dates, without checks."""
+        train = split_slice(self.config, "train", self.times)
+        indices = np.linspace(train.start, train.stop - 1, count).round().astype(np.intp)
+        for index in np.unique(indices):
+            yield self._step_reader.read(channels, np.array([index]), slice(0, self.grid[0]))[0]
 
     def resolve_dates(self) -> None:
-        """Choose the dates that the config leaves open; from then on `config` has them all.
+        """Choose the dates that the config leaves to `auto`, and set them in `config`.
 
         Raises:
             UserError: see `resolve_dates`.
         """
-        if self.config.dates.open:
+        if self.config.dates.undetermined:
             dates, self.dates_note = resolve_dates(self.config, self.times)
             self.config = replace(self.config, dates=dates)
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of chunks read from disk since opening, without metadata and shard indices."""
+        """Bytes of chunks read since opening, without metadata and shard indices."""
         return self.source.bytes_read
 
     @property
     def chunk_reads(self) -> int:
-        """Chunks, or inner chunks of shards, read from disk since opening."""
+        """Chunks, or inner chunks of shards, read since opening."""
         return self.source.chunk_reads
 
     @property
     def has_stored_forcing(self) -> bool:
-        """Whether any forcing is read, and not computed."""
+        """Whether any forcing is read from the store instead of computed."""
         return bool(self._forcing)
 
-    def read(self, time: np.datetime64, rows: slice) -> Fields:
-        """The prognostic channels at one time: `(C, rows, W)`.
+    def read_state(self, time: np.datetime64, rows: slice) -> Fields:
+        """Read the prognostic channels at one time, `(C, rows, W)`.
 
         Raises:
-            UserError: the time is not in the store, or a value is missing.
+            UserError: the time is not in the store, or a value is missing or out of range.
         """
         fields: Fields = self.read_states(np.array([time]), rows)[0]
         return fields
 
     def read_states(self, times: Times, rows: slice) -> Fields:
-        """The prognostic channels at several times: `(T, C, rows, W)`.
+        """Read the prognostic channels at several times, `(T, C, rows, W)`; see `read_state`.
 
         A chunk that holds several of the times is read once.
         """
         return self._read(self.channels.prognostic, self._time_indices(times), rows)
 
     def read_outputs(self, times: Times, rows: slice) -> Fields:
-        """The prognostic channels, then the diagnostic ones: `(T, outputs, rows, W)`."""
+        """Read the prognostic, then the diagnostic channels, `(T, outputs, rows, W)`."""
         return self._read(self.channels.output_channels, self._time_indices(times), rows)
 
     def read_channels(self, channels: Sequence[Channel], times: Times, rows: slice) -> Fields:
-        """Some of the channels that change in time, at several times: `(T, C, rows, W)`.
+        """Read any channels that change in time, `(T, C, rows, W)`.
 
         A chunk that holds several of the times is read once.
         """
         return self._read(channels, self._time_indices(times), rows)
 
     def chunk_numbers(self, channel: Channel, times: Times) -> NDArray[np.intp]:
-        """Return for each time the number of its chunk, rising: times of one are decoded at once.
+        """Return the chunk number of each time, rising; times with one number are decoded at once.
 
-        A sum over a step may also need some of the chunk before.
+        A sum over a step may also need part of the chunk before.
         """
         return self._step_reader.chunk_numbers(channel, self._time_indices(times))
 
     def read_inputs(self, times: Times, rows: slice) -> tuple[Fields, Fields]:
-        """The prognostic and the forcing channels: `(T, C, rows, W)` and `(T, F, rows, W)`.
+        """Read prognostic and forcing channels, `(T, C, rows, W)` and `(T, F, rows, W)`.
 
-        What lies in one chunk is read once.
+        A chunk that holds several of them is read once.
         """
         return self._with_forcing(self.channels.prognostic, times, rows)
 
     def read_outputs_and_forcing(self, times: Times, rows: slice) -> tuple[Fields, Fields]:
-        """All that comes out and the forcing channels: `(T, outputs or F, rows, W)`.
+        """Read output and forcing channels, `(T, outputs, rows, W)` and `(T, F, rows, W)`.
 
-        What lies in one chunk is read once.
+        A chunk that holds several of them is read once.
         """
         return self._with_forcing(self.channels.output_channels, times, rows)
 
-    def forcing(self, time: np.datetime64, rows: slice) -> Fields:
-        """The forcing channels at one time, computed ones included: `(F, rows, W)`."""
+    def read_forcing_at(self, time: np.datetime64, rows: slice) -> Fields:
+        """Read or compute the forcing channels at one time, `(F, rows, W)`."""
         fields: Fields = self.read_forcing(np.array([time]), rows)[0]
         return fields
 
     def read_forcing(self, times: Times, rows: slice) -> Fields:
-        """The forcing channels at several times: `(T, F, rows, W)`."""
+        """Read or compute the forcing channels at several times, `(T, F, rows, W)`."""
         band = self._bounded_rows(rows)
         stored = np.empty((len(times), 0, band.stop - band.start, self.grid[1]), dtype=np.float32)
         if self._forcing:
             stored = self._read(self._forcing, self._time_indices(times), rows)
         return self._with_computed(stored, times, rows)
 
-    def static(self, rows: slice) -> Fields:
-        """The static channels, computed ones included: `(S, rows, W)`."""
+    def read_static(self, rows: slice) -> Fields:
+        """Read or compute the static channels, `(S, rows, W)`."""
         band = self._bounded_rows(rows)
         names = self.channels.static
         fields = np.empty((len(names), band.stop - band.start, self.grid[1]), dtype=np.float32)
         stored = self._read_static(band) if self._static else fields[:0]
-        places = {channel.variable: place for place, channel in enumerate(self._static)}
-        for channel, name in enumerate(names):
-            if name in places:
-                fields[channel] = stored[places[name]]
+        stored_index = {channel.variable: index for index, channel in enumerate(self._static)}
+        for out_index, name in enumerate(names):
+            if name in stored_index:
+                fields[out_index] = stored[stored_index[name]]
             else:
-                fields[channel] = COMPUTED_STATICS[name](self.latitude[band], self.longitude)
+                fields[out_index] = COMPUTED_STATICS[name](self.latitude[band], self.longitude)
         return fields
 
     def valid_mask(self, rows: slice) -> NDArray[np.bool_] | None:
-        """Where the channels that come out have values: `(outputs, rows, W)`; None: everywhere.
+        """Return where the output channels have values, `(outputs, rows, W)`; None if everywhere.
 
-        That it is None depends on the config alone: it is so on all ranks or on none. The first
-        call for a band reads the first training date, with the forcings that have a mask.
+        Whether it is None depends on the config alone, so it is the same on all ranks. The first
+        call for a band reads the first training date of all channels with a mask.
         """
         band = self._bounded_rows(rows)
+        # Read before the return below, as forcings may have masks where outputs have none.
         known = self._masks.of(band)
         if not any(self._has_fill(channel) for channel in self.channels.output_channels):
             return None
-        masks = np.ones((self.channels.outputs, band.stop - band.start, self.grid[1]), dtype=bool)
-        for place, channel in enumerate(self.channels.output_channels):
+        masks = np.ones(
+            (self.channels.num_outputs, band.stop - band.start, self.grid[1]), dtype=bool
+        )
+        for index, channel in enumerate(self.channels.output_channels):
             if channel in known:
-                masks[place] = known[channel]
+                masks[index] = known[channel]
         return masks
 
     def blocks(
         self, channels: Sequence[Channel], span: slice, rows: slice
     ) -> Iterator[tuple[int, Fields]]:
-        """All times of `span` in turn, as `(place of the first time, (T, C, rows, W))`.
+        """Read all times of `span` in order, in blocks of bounded size.
 
-        Blocks are of bounded size and end on the store's own chunk edges where they can.
+        Blocks end at the edges of the store's chunks if they can.
+
+        Yields:
+            The index of the first time of a block and its fields, `(T, C, rows, W)`.
         """
         band = self._bounded_rows(rows)
         time_bytes = 4 * len(channels) * (band.stop - band.start) * self.grid[1]
-        size = max(1, BLOCK_BYTES // max(1, time_bytes))
-        for places in self._step_reader.blocks(channels, span, size):
-            yield int(places[0]), self._read(channels, places, band)
+        num_times = max(1, BLOCK_BYTES // max(1, time_bytes))
+        for indices in self._step_reader.blocks(channels, span, num_times):
+            yield int(indices[0]), self._read(channels, indices, band)
 
     def units(self, variable: str) -> str:
-        """The unit after the config's conversion, else as the store gives it; empty if it does not.
+        """Return the unit of a variable after the config's conversion.
 
-        What is computed has none.
+        Without a conversion it is the store's text, empty if there is none. Computed variables are
+        dimensionless, "1".
         """
         if variable in COMPUTED_FORCINGS or variable in COMPUTED_STATICS:
             return "1"
         return converted_unit(self.source, variable, self.config)
 
     def description(self, variables: list[str]) -> list[object]:
-        """What a cached result depends on, as JSON: the source, the levels, what is done to values.
+        """Return what a cached result depends on, for a fingerprint.
 
-        How values are normalised is not part of it.
+        This is the source, the levels and the changes to values: conversion, fill and sums.
+        Normalisation is not one of them.
         """
         stored = [v for v in variables if v not in COMPUTED_FORCINGS and v not in COMPUTED_STATICS]
         described = [*self.source.description(stored), list(self.levels)]
         for name in stored:
-            config = self.config.of(name)
-            done = (config.convert, config.fill is not None, name in self._step_reader.summed)
-            if any(done):
-                described.append([name, *done])
+            config = self.config.variable_config(name)
+            changes = (config.convert, config.fill is not None, name in self._step_reader.summed)
+            if any(changes):
+                described.append([name, *changes])
         return described
 
     def _with_forcing(
         self, channels: Sequence[Channel], times: Times, rows: slice
     ) -> tuple[Fields, Fields]:
-        """Any channels that change in time, and the forcing ones."""
+        """Read any channels that change in time, and the forcing channels."""
         fields = self._read([*channels, *self._forcing], self._time_indices(times), rows)
         stored = fields[:, len(channels) :]
         return fields[:, : len(channels)], self._with_computed(stored, times, rows)
 
-    def _read(self, channels: Sequence[Channel], places: NDArray[np.intp], rows: slice) -> Fields:
-        """Any channels that change in time, their gaps checked: `(T, C, rows, W)`."""
+    def _read(self, channels: Sequence[Channel], indices: NDArray[np.intp], rows: slice) -> Fields:
+        """Read channels that change in time and check their values: `(T, C, rows, W)`."""
         band = self._bounded_rows(rows)
-        fields = self._step_reader.read(channels, places, band)
+        fields = self._step_reader.read(channels, indices, band)
         filled = any(map(self._has_fill, channels))
-        # One pass over the values answers both questions: is one missing, is one out of range?
-        good = self.limits.in_range(channels, *extremes(fields))
-        # Never read for what the data hold: ranks that share reading must all do it, or none.
+        # One pass over the values serves both checks: an extreme is NaN if a value is missing.
+        in_range = self.limits.in_range(channels, *extremes(fields))
+        # Whether masks are read must depend on the config, never on the data: with shared reading
+        # this is a collective, and a rank that met a NaN alone would wait for the others.
         masks = self._masks.of(band) if filled else {}
-        for place in np.flatnonzero(~good.all(axis=0)).tolist():
-            channel = channels[place]
+        for channel_index in np.flatnonzero(~in_range.all(axis=0)).tolist():
+            channel = channels[channel_index]
             mask = masks.get(channel)
-            gap = mask_and_find_missing(fields[:, place], mask)
-            if gap is not None:
+            first_missing = mask_and_find_missing(fields[:, channel_index], mask)
+            if first_missing is not None:
                 times = (
-                    self.times[places[gap]],
+                    self.times[indices[first_missing]],
                     None if mask is None else self._first_training_time,
                 )
-                raise self._missing_value_error(channel, fields[gap, place], times)
-            self._check_limits(channel, fields[:, place], places, band)
+                raise self._missing_value_error(
+                    channel, fields[first_missing, channel_index], times
+                )
+            self._check_limits(channel, fields[:, channel_index], indices, band)
         return fields
 
     def _check_limits(
-        self, channel: Channel, field: Fields, places: NDArray[np.intp] | None, band: slice
+        self, channel: Channel, field: Fields, indices: NDArray[np.intp] | None, band: slice
     ) -> None:
-        """Refuse values of `(T, rows, W)` that are out of range; `places` None: of a static field.
+        """Refuse values of `(T, rows, W)` that are out of range.
+
+        Args:
+            channel: of the field.
+            field: the values.
+            indices: of its times; None for a static field.
+            band: its rows.
 
         Raises:
             UserError: see `ValueLimits.check`.
         """
 
-        def when(time: int) -> tuple[int, str]:
-            if places is None:
+        def date_of(field_index: int) -> tuple[int, str]:
+            if indices is None:
                 return 0, ""
-            place = int(places[time])
-            return self._step_reader.source_index(place), f"{self.times[place].astype('M8[m]')}, "
+            index = int(indices[field_index])
+            return self._step_reader.source_index(index), f"{self.times[index].astype('M8[m]')}, "
 
-        self.limits.check(channel, field, when, band.start)
+        self.limits.check(channel, field, date_of, band.start)
 
     @property
     def _first_training_time(self) -> np.datetime64:
@@ -400,7 +340,7 @@ class Store:
         return first
 
     def _first_fields(self, channels: Sequence[Channel], band: slice) -> Fields:
-        """The first training date, gaps and all: `(C, rows, W)`."""
+        """Read channels at the first training date without checks, `(C, rows, W)`."""
         fields: Fields = self._step_reader.read(
             channels, self._time_indices([self._first_training_time]), band
         )[0]
@@ -409,14 +349,15 @@ class Store:
     def _read_static(self, band: slice) -> Fields:
         fields = self.source.read(self._static, slice(0, 1), band)
         self._step_reader.convert(self._static, fields)
-        for place, channel in enumerate(self._static):
-            field = fields[:, place]
+        for index, channel in enumerate(self._static):
+            field = fields[:, index]
+            # With a fill, NaN in a static field means "no value" and is never missing.
             mask = ~np.isnan(field[0]) if self._has_fill(channel) else None
             if mask_and_find_missing(field, mask) is not None:
                 raise self._missing_value_error(channel, field, None)
             self._check_limits(channel, field, None, band)
-        found: Fields = fields[0]
-        return found
+        static: Fields = fields[0]
+        return static
 
     def _missing_value_error(
         self, channel: Channel, field: Fields, times: tuple[object, object] | None
@@ -425,46 +366,144 @@ class Store:
         return missing_value_error(self.source.where, channel, role, field, times)
 
     def _with_computed(self, stored: Fields, times: Times, rows: slice) -> Fields:
-        """All forcing channels, of which `(T, stored ones, rows, W)` have been read."""
+        """Return all forcing channels in order, given those that are stored, `(T, C, rows, W)`."""
         names = self.channels.forcing
         if len(self._forcing) == len(names):
             return stored
         band = self._bounded_rows(rows)
         fields = np.empty((len(stored), len(names), *stored.shape[2:]), dtype=np.float32)
-        places = {channel.variable: place for place, channel in enumerate(self._forcing)}
-        when = np.asarray(times, dtype="datetime64[ns]")
-        for channel, name in enumerate(names):
-            if name in places:
-                fields[:, channel] = stored[:, places[name]]
+        stored_index = {channel.variable: index for index, channel in enumerate(self._forcing)}
+        instants = np.asarray(times, dtype="datetime64[ns]")
+        for out_index, name in enumerate(names):
+            if name in stored_index:
+                fields[:, out_index] = stored[:, stored_index[name]]
             else:
-                fields[:, channel] = COMPUTED_FORCINGS[name](
-                    when, self.latitude[band], self.longitude
+                fields[:, out_index] = COMPUTED_FORCINGS[name](
+                    instants, self.latitude[band], self.longitude
                 )
         return fields
 
     def _has_fill(self, channel: Channel) -> bool:
-        return self.config.of(channel.variable).fill is not None
+        return self.config.variable_config(channel.variable).fill is not None
 
     def _bounded_rows(self, rows: slice) -> slice:
-        """The same rows with both ends given."""
+        """Return the rows as a slice with both ends."""
         north, south, _ = rows.indices(self.grid[0])
         return slice(north, south)
 
     def _time_indices(self, times: ArrayLike) -> NDArray[np.intp]:
-        """Where the times lie among `times`."""
-        wanted = np.asarray(times, dtype="datetime64[ns]")
-        places = np.minimum(np.searchsorted(self.times, wanted), len(self.times) - 1)
-        absent = wanted[self.times[places] != wanted]
+        """Return the indices of times among `self.times`."""
+        requested = np.asarray(times, dtype="datetime64[ns]")
+        # For a time after the last one, searchsorted returns an index beyond the end.
+        indices = np.minimum(np.searchsorted(self.times, requested), len(self.times) - 1)
+        absent = requested[self.times[indices] != requested]
         if len(absent):
             raise UserError(
                 f"{self.source.where}: has no time {absent[0].astype('M8[m]')} on step "
                 f"{self.config.step}. Choose dates within the store: data.dates.train, .valid "
                 "and .test."
             )
-        return places
+        return indices
 
 
 def _levels(channels: Channels) -> list[int]:
-    """The levels in channel order."""
-    found = (channel.level for channel in channels.output_channels)
-    return list(dict.fromkeys(level for level in found if level is not None))
+    """Return the levels of the output channels in order, each once."""
+    levels = (channel.level for channel in channels.output_channels)
+    return list(dict.fromkeys(level for level in levels if level is not None))
+
+
+@final
+class ValidMasks:
+    """The masks of the channels whose variables have a fill.
+
+    Each band is read once. Threads may share an instance.
+    """
+
+    def __init__(self, channels: Sequence[Channel], first_fields: ReadFirstFields) -> None:
+        """Prepare masks without reading.
+
+        Args:
+            channels: those with a fill.
+            first_fields: reads channels of a band at the first training date, `(C, rows, W)`, NaN
+                where there is no value.
+        """
+        self.channels = tuple(channels)
+        self._first_fields = first_fields
+        self._known: dict[tuple[int, int], Mapping[Channel, ValidMask]] = {}
+        self._lock = Lock()
+
+    def of(self, band: slice) -> Mapping[Channel, ValidMask]:
+        """Return the mask of each channel on rows `band`, a slice with both ends."""
+        if not self.channels:
+            return {}
+        key = (band.start, band.stop)
+        with self._lock:
+            if key not in self._known:
+                fields = self._first_fields(self.channels, band)
+                self._known[key] = dict(zip(self.channels, ~np.isnan(fields), strict=True))
+            return self._known[key]
+
+
+def all_finite(fields: Fields) -> bool:
+    """Whether no value is NaN or infinite."""
+    # A sum is faster than isfinite, and not finite if any value is not. If it is not finite for
+    # another reason, which is overflow, the slow check decides.
+    with np.errstate(over="ignore", invalid="ignore"):
+        return bool(np.isfinite(fields.sum()) or np.isfinite(fields).all())
+
+
+def mask_and_find_missing(field: Fields, valid: ValidMask | None) -> int | None:
+    """Set a field to NaN outside `valid`, then look for missing values inside.
+
+    Without a mask, all points must have finite values.
+
+    Shapes:
+        `field`: `(T, rows, W)`, changed in place.
+
+    Returns:
+        The index along T of the first time with a missing value; None if there is none.
+    """
+    if valid is None:
+        if all_finite(field):
+            return None
+        missing = ~np.isfinite(field)
+    else:
+        np.copyto(field, np.nan, where=~valid)
+        missing = ~np.isfinite(field) & valid
+    times = np.flatnonzero(missing.any(axis=(1, 2)))
+    return int(times[0]) if len(times) else None
+
+
+def missing_value_error(
+    where: str, channel: Channel, role: str, field: Fields, times: tuple[object, object] | None
+) -> UserError:
+    """Return the error about a missing or infinite value.
+
+    Args:
+        where: the store.
+        channel: of the field.
+        role: the list of the data config that has the variable.
+        field: the values.
+        times: of the field and of its mask (None without a mask); None for a static field.
+    """
+    name = channel.variable
+    position = "" if times is None else f" at {_format_minute(times[0])}"
+    if channel.level is not None:
+        position += f" on level {channel.level}"
+    remedy = f"leave it out of data.{role}" + ("" if times is None else ", or choose other dates")
+    if np.isinf(field).any():
+        return UserError(f"{where}: {name} has infinite values{position}; {remedy}.")
+    if times is not None and times[1] is not None:
+        return UserError(
+            f"{where}: {name} has NaN{position}, where it has values at "
+            f"{_format_minute(times[1])}, the first of data.dates.train, which "
+            f"data.variables.{name}.fill goes by; {remedy}."
+        )
+    return UserError(
+        f"{where}: {name} has NaN{position}. If it has no values there at any time, set "
+        f"data.variables.{name}.fill=mean, or to a number; else {remedy}."
+    )
+
+
+def _format_minute(time: object) -> str:
+    return str(np.datetime64(time, "m"))  # type: ignore[call-overload]

@@ -1,4 +1,9 @@
-"""The training dates as a stream of blocks: bounded in memory, each read once, in pieces."""
+"""Read the training dates once, with bounded memory, for statistics and climatology.
+
+The work is divided into `Piece`s (channels, rows, dates) that `PieceWorkers` process in parallel.
+`stream_windows` reads one piece as a sequence of `Window`s, in which each date and each pair of
+dates one step apart occurs once.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,10 +27,10 @@ from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 
 Indices = NDArray[np.intp]
-Cut = Callable[[tuple[Channel, ...]], list[slice]]
+RowSplitter = Callable[[tuple[Channel, ...]], list[slice]]  # channels -> bands of rows
 
-PIECE_CHUNKS = 64  # of times in a piece: the one pair that reaches beyond it is read twice
-TIME_BYTES = 512 * 2**20  # of one time of a group of channels: what is larger is cut into bands
+PIECE_CHUNKS = 64  # chunks of times per piece; the date after a piece is read twice
+TIME_BYTES = 512 * 2**20  # fields of one time; larger ones are split into bands of rows
 
 
 @final
@@ -34,8 +39,8 @@ class TrainingDates:
     """Every N-th training date.
 
     Attributes:
-        chosen: `(T,)`, their places in the store's times.
-        later: `(T,)`, the places of the dates one step later; -1 where there is none in training.
+        indices: `(T,)`, of the store's times.
+        next_indices: `(T,)`, of the times one step later; -1 if that is not a training date.
     """
 
     indices: Indices
@@ -43,29 +48,29 @@ class TrainingDates:
 
     @classmethod
     def of(cls, store: Store, every: int = 1) -> "TrainingDates":
-        """Those of a store.
+        """Return every N-th training date of a store.
 
         Raises:
-            UserError: of none of them the date one step later is there.
+            UserError: no two training dates are one step apart.
         """
-        span = split_slice(store.config, "train", store.times)
-        now, after = one_step_pairs(store.times[span], store.config.step_hours)
-        later = np.full(span.stop - span.start, -1)
-        later[now] = after + span.start
-        found = cls(np.arange(span.start, span.stop)[::every], later[::every])
-        if (found.next_indices < 0).all():
+        train = split_slice(store.config, "train", store.times)
+        earlier, later = one_step_pairs(store.times[train], store.config.step_hours)
+        next_indices = np.full(train.stop - train.start, -1)
+        next_indices[earlier] = later + train.start
+        dates = cls(np.arange(train.start, train.stop)[::every], next_indices[::every])
+        if (dates.next_indices < 0).all():
             nth = f"every={every}: " if every > 1 else ""
             raise UserError(
                 f"{store.config.store}: {nth}no two dates of data.dates.train are "
                 f"{store.config.step_hours} hours apart. Change data.step or data.dates.train."
             )
-        return found
+        return dates
 
 
 @final
 @dataclass(frozen=True)
 class Piece:
-    """Some rows of the channels of one group at some dates: `chosen[first:stop]`."""
+    """Some rows of a group of channels at the training dates `indices[first:stop]`."""
 
     channels: tuple[Channel, ...]
     rows: slice
@@ -80,8 +85,10 @@ class Window:
 
     Attributes:
         fields: `(T, C, h, W)` in the store's units, NaN where there is no value.
-        dates: which of the chosen dates come for the first time, and `fresh`: where in `fields`.
-        before, after: where in `fields` pairs lie whose second one comes for the first time.
+        dates: the training dates that are in a window for the first time, as positions in
+            `TrainingDates.indices`.
+        fresh: their indices along T.
+        before, after: indices along T of pairs one step apart that are complete for the first time.
     """
 
     fields: Fields
@@ -92,19 +99,21 @@ class Window:
 
 
 def channel_groups(store: Store) -> list[tuple[Channel, ...]]:
-    """All channels that change in time and are stored, in groups that share chunks."""
+    """Return all stored channels that change in time, in groups that share chunks."""
     stored = [Channel(name) for name in store.channels.forcing if name not in COMPUTED_FORCINGS]
-    together = store.source.group_by_chunk([*store.channels.output_channels, *stored])
-    return [tuple(group) for group in together]
+    groups = store.source.group_by_chunk([*store.channels.output_channels, *stored])
+    return [tuple(group) for group in groups]
 
 
-def split_rows(store: Store, channels: Sequence[Channel], most: int, per_point: int) -> list[slice]:
-    """The globe as bands of rows of which no more than `most` bytes are held at once.
+def split_rows(
+    store: Store, channels: Sequence[Channel], max_bytes: int, bytes_per_point: int
+) -> list[slice]:
+    """Split the grid into bands of rows that need at most `max_bytes` of memory each.
 
-    Where chunks span the globe, each band reads them anew: there is one band if possible.
+    There are as few bands as possible: if chunks span the globe, each band decodes all of them.
     """
     rows, columns = store.grid
-    count = -(-len(channels) * rows * columns * per_point // most)
+    count = -(-len(channels) * rows * columns * bytes_per_point // max_bytes)
     edges = np.linspace(0, rows, min(count, rows) + 1).astype(int)
     return [slice(int(a), int(b)) for a, b in pairwise(edges)]
 
@@ -112,75 +121,81 @@ def split_rows(store: Store, channels: Sequence[Channel], most: int, per_point: 
 def split_dates(
     store: Store, dates: TrainingDates, channels: tuple[Channel, ...], rows: slice
 ) -> list[Piece]:
-    """The dates of some channels and rows, as pieces in order."""
+    """Return the pieces of some channels and rows, in the order of dates."""
     length = PIECE_CHUNKS * _dates_per_chunk(store, channels)
     edges = range(0, len(dates.indices), length)
-    return [Piece(channels, rows, x, min(x + length, len(dates.indices))) for x in edges]
+    return [
+        Piece(channels, rows, first, min(first + length, len(dates.indices))) for first in edges
+    ]
 
 
-def all_pieces(store: Store, dates: TrainingDates, cut: Cut | None = None) -> list[Piece]:
-    """Everything that statistics have to see, in the order in which it is merged.
+def all_pieces(store: Store, dates: TrainingDates, split: RowSplitter | None = None) -> list[Piece]:
+    """Return all pieces of a pass over the training dates, in the order of merging.
 
     Args:
-        cut: the rows of some channels that are done at once; None: as many as can be read at once.
+        store: gives the channels.
+        dates: of the pass.
+        split: returns the bands of rows for some channels; None limits the fields of one time.
     """
+    # Results are merged in this order for any number of workers, so that all bits are the same.
     return [
         piece
         for channels in channel_groups(store)
-        for rows in (cut(channels) if cut else split_rows(store, channels, TIME_BYTES, 4))
+        for rows in (split(channels) if split else split_rows(store, channels, TIME_BYTES, 4))
         for piece in split_dates(store, dates, channels, rows)
     ]
 
 
 def stream_windows(store: Store, dates: TrainingDates, piece: Piece) -> Iterator[Window]:
-    """Each date of the piece once, and each pair whose first date is in the piece once.
+    """Read a piece: each date once, and once each pair whose first date is in the piece.
 
     Raises:
         UserError: a field cannot be read, or has NaN where it may not.
     """
-    chosen, later = (
-        dates.indices[piece.first : piece.stop],
-        dates.next_indices[piece.first : piece.stop],
-    )
-    places: Indices = np.empty(0, dtype=np.intp)
+    indices = dates.indices[piece.first : piece.stop]
+    next_indices = dates.next_indices[piece.first : piece.stop]
+    window_indices: Indices = np.empty(0, dtype=np.intp)
     fields: Fields | None = None
-    for found, block in _read_blocks(store, piece, np.union1d(chosen, later[later >= 0])):
-        # Dates whose second one is still to come stay, so that no pair is lost between blocks.
-        waiting = np.isin(places, chosen[later >= found[0]])
-        kept = block[:0] if fields is None else fields[waiting]
-        places = np.concatenate([places[waiting], found])
-        fields = np.concatenate([kept, block]) if len(kept) else block
-        fresh, closed = np.isin(chosen, found), np.isin(later, found)
+    needed = np.union1d(indices, next_indices[next_indices >= 0])
+    for block_indices, block in _read_blocks(store, piece, needed):
+        # Keep the dates whose next date is in this block or a later one: else the pairs that
+        # cross the border of two blocks would be lost.
+        waiting = np.isin(window_indices, indices[next_indices >= block_indices[0]])
+        kept_fields = block[:0] if fields is None else fields[waiting]
+        window_indices = np.concatenate([window_indices[waiting], block_indices])
+        fields = np.concatenate([kept_fields, block]) if len(kept_fields) else block
+        fresh = np.isin(indices, block_indices)
+        completed = np.isin(next_indices, block_indices)
         yield Window(
-            fields,
-            piece.first + np.flatnonzero(fresh),
-            np.searchsorted(places, chosen[fresh]),
-            np.searchsorted(places, chosen[closed]),
-            np.searchsorted(places, later[closed]),
+            fields=fields,
+            dates=piece.first + np.flatnonzero(fresh),
+            fresh=np.searchsorted(window_indices, indices[fresh]),
+            before=np.searchsorted(window_indices, indices[completed]),
+            after=np.searchsorted(window_indices, next_indices[completed]),
         )
 
 
-def _read_blocks(store: Store, piece: Piece, wanted: Indices) -> Iterator[tuple[Indices, Fields]]:
-    """The fields at these places, and no others, with their places."""
-    for span in _contiguous_slices(wanted, _dates_per_chunk(store, piece.channels)):
+def _read_blocks(store: Store, piece: Piece, indices: Indices) -> Iterator[tuple[Indices, Fields]]:
+    """Yield time indices and their fields, for the given indices only."""
+    for span in _contiguous_slices(indices, _dates_per_chunk(store, piece.channels)):
         for first, block in store.blocks(piece.channels, span, piece.rows):
-            found = wanted[(wanted >= first) & (wanted < first + len(block))]
-            if len(found) == len(block):
-                yield found, block
-            elif len(found):
-                yield found, block[found - first]
+            block_indices = indices[(indices >= first) & (indices < first + len(block))]
+            if len(block_indices) == len(block):
+                yield block_indices, block
+            elif len(block_indices):
+                yield block_indices, block[block_indices - first]
 
 
-def _contiguous_slices(wanted: Indices, chunk: int) -> Iterator[slice]:
-    """Where the places lie, without the gaps between them that hold a whole chunk or more."""
-    for part in np.split(wanted, np.flatnonzero(np.diff(wanted) > chunk) + 1):
+def _contiguous_slices(indices: Indices, max_gap: int) -> Iterator[slice]:
+    """Yield slices that cover the indices, split at gaps wider than `max_gap`."""
+    for part in np.split(indices, np.flatnonzero(np.diff(indices) > max_gap) + 1):
         yield slice(int(part[0]), int(part[-1]) + 1)
 
 
 def _dates_per_chunk(store: Store, channels: Sequence[Channel]) -> int:
-    """Dates that lie in one chunk of the store."""
-    skipped = max(1, len(store.source.times) // len(store.times))
-    return max(1, store.source.times_together(channels[0]) // skipped)
+    """Return the number of times on the step per chunk of the store."""
+    times_per_date = max(1, len(store.source.times) // len(store.times))
+    return max(1, store.source.times_per_file(channels[0]) // times_per_date)
 
 
 T = TypeVar("T")
@@ -190,49 +205,54 @@ CONNECT_SECONDS = 30
 
 
 class PieceWorkers(ABC):
-    """Does pieces at once, as many as there are workers, and hands the results out in order.
+    """Processes pieces in parallel and yields their results in order.
 
     Attributes:
-        count: how many pieces are done at once.
+        count: number of pieces processed at once.
     """
 
     count: int
 
     @abstractmethod
-    def run(self, work: PieceFunction[T], pieces: Sequence[Piece]) -> Iterator[T]:
-        """The result of each piece, in order."""
+    def run(self, function: PieceFunction[T], pieces: Sequence[Piece]) -> Iterator[T]:
+        """Yield the result of each piece, in order."""
 
     def close(self) -> None:  # noqa: B027
-        """Let go of what was opened."""
+        """Release connections."""
 
 
 @final
 class ThreadWorkers(PieceWorkers):
-    """Threads of this process, that share the open store."""
+    """Threads of this process, which share the open store."""
 
     def __init__(self, store: Store, dates: TrainingDates, count: int) -> None:
         self.count = count
-        self._store, self._dates = store, dates
+        self._store = store
+        self._dates = dates
 
-    def run(self, work: PieceFunction[T], pieces: Sequence[Piece]) -> Iterator[T]:
+    def run(self, function: PieceFunction[T], pieces: Sequence[Piece]) -> Iterator[T]:
         """See `PieceWorkers`."""
         with ThreadPoolExecutor(self.count) as threads:
-            one = partial(work, self._store, self._dates)
-            for start in range(0, len(pieces), self.count):  # few results at once wait to be taken
-                yield from threads.map(one, pieces[start : start + self.count])
+            process = partial(function, self._store, self._dates)
+            # In rounds, so that results don't pile up if the caller is slower than the threads.
+            for start in range(0, len(pieces), self.count):
+                yield from threads.map(process, pieces[start : start + self.count])
 
 
 @final
 class DaskWorkers(PieceWorkers):
-    """The workers of a running `dask.distributed` scheduler; each opens the store itself."""
+    """Workers of a running `dask.distributed` scheduler, which open the store themselves."""
 
     def __init__(self, store: Store, dates: TrainingDates, address: str) -> None:
-        """Connect.
+        """Connect to the scheduler.
 
         Raises:
-            UserError: nobody answers there, it has no workers, or `distributed` is not installed.
+            UserError: it does not answer, has no workers, or `distributed` is not installed.
         """
-        self._config, self._ranges, self._dates = store.config, store.limits.sampled_ranges, dates
+        # Of the store, the workers get what they need to open it themselves.
+        self._config = store.config
+        self._ranges = store.limits.sampled_ranges
+        self._dates = dates
         self._client = _connect_client(address)
         self.count = sum(self._client.nthreads().values())
         if not self.count:
@@ -241,35 +261,37 @@ class DaskWorkers(PieceWorkers):
                 f"{address}: the scheduler has no workers. Start some, or drop scheduler."
             )
 
-    def run(self, work: PieceFunction[T], pieces: Sequence[Piece]) -> Iterator[T]:
+    def run(self, function: PieceFunction[T], pieces: Sequence[Piece]) -> Iterator[T]:
         """See `PieceWorkers`."""
         for start in range(0, len(pieces), self.count):
             tasks = [
-                _delayed_call(_open_and_run, work, self._config, self._ranges, self._dates, piece)
+                _delayed_call(
+                    _open_and_run, function, self._config, self._ranges, self._dates, piece
+                )
                 for piece in pieces[start : start + self.count]
             ]
             yield from self._client.gather(self._client.compute(tasks))
 
     def close(self) -> None:
-        """Leave the scheduler."""
+        """Disconnect from the scheduler."""
         self._client.close()
 
 
 def _delayed_call(function: Callable[..., Any], *arguments: Any) -> Any:
     from dask.delayed import delayed
 
-    # Bound and not traversed: dask would take a piece apart to look for tasks in it.
+    # As one bound function that is not traversed: dask would search a piece for tasks.
     return delayed(partial(function, *arguments), pure=False, traverse=False)()
 
 
 def _open_and_run(
-    work: PieceFunction[T],
+    function: PieceFunction[T],
     config: DataConfig,
     ranges: Mapping[str, ValueRange],
     dates: TrainingDates,
     piece: Piece,
 ) -> T:
-    return work(Store(open_source(config), config, ranges), dates, piece)
+    return function(Store(open_source(config), config, ranges), dates, piece)
 
 
 def _connect_client(address: str) -> Any:

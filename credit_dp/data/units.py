@@ -1,4 +1,8 @@
-"""Units that stores give, checked against those that a model is to see; conversions by name."""
+"""Units of variables: parsing, conversion, and checks against the unit that each should have.
+
+Also what is known of variables by name: their CF standard names, whether they are accumulated in
+time, and whether they can be negative.
+"""
 
 import json
 import math
@@ -20,7 +24,7 @@ from credit_dp.errors import UserError
 from credit_dp.variable_names import canonical_name
 
 DIMENSIONLESS = "1"
-# Whole texts that are no product of units; "~" is ECMWF's for a type or an index.
+# Units that are not products of powers; ECMWF writes "~" for a type or an index.
 WORDS = {
     "dimensionless": "1",
     "unitless": "1",
@@ -84,31 +88,32 @@ FACTOR = re.compile(r"(/?)([A-Za-z°%_]+|1(?![\d.]))(?:\^?\(?([+-]?\d+)\)?)?")
 
 
 def canonical_unit(text: str) -> str:
-    """`m**2 s**-2`, `m2 s-2` and `m^2/s^2` -> `m2 s-2`; `(0 - 1)` and `kg/kg` -> `1`; K -> `K`.
+    """Return the standard form of a unit, so that equal units have equal texts.
 
-    A text that is no product of powers comes back as it is, without spaces around it.
+    `m**2 s**-2`, `m2 s-2` and `m^2/s^2` become `m2 s-2`; `(0 - 1)` and `kg/kg` become `1`. A text
+    that is not a product of powers is returned unchanged, except for spaces around it.
     """
-    bare = text.strip()
-    word = re.sub(r"\s+", " ", bare.strip("()[] ")).lower()
+    stripped = text.strip()
+    word = re.sub(r"\s+", " ", stripped.strip("()[] ")).lower()
     word = WORDS.get(word.replace(" - ", "-"), WORDS.get(word, ""))
     if word:
         return word
-    factors = re.sub(r"\*\*", "^", re.sub(r"[{}]|^[(\[]|[)\]]$", "", bare))
+    factors = re.sub(r"\*\*", "^", re.sub(r"[{}]|^[(\[]|[)\]]$", "", stripped))
     factors = re.sub(r"\s*([/^])\s*", r"\1", factors)
     factors = re.sub(r"(?<=[A-Za-z0-9)])[.*·](?=[A-Za-z])", " ", factors).replace("/", " /")
     powers: Counter[str] = Counter()
     for factor in factors.split():
-        found = FACTOR.fullmatch(factor)
-        if not found:
-            return bare
-        slash, symbol, power = found.groups()
+        match = FACTOR.fullmatch(factor)
+        if not match:
+            return stripped
+        slash, symbol, power = match.groups()
         if symbol != DIMENSIONLESS:
             powers[SYMBOLS.get(symbol.lower(), symbol)] += int(power or 1) * (-1 if slash else 1)
     return _format_powers(powers) if factors.split() else ""
 
 
 def _format_powers(powers: Counter[str]) -> str:
-    """Positive powers first, then by name; `1` if all cancel."""
+    """Format powers, positive ones first, then by name; `1` if all cancel."""
     order = sorted((power < 0, symbol) for symbol, power in powers.items() if power)
     parts = [symbol if powers[symbol] == 1 else f"{symbol}{powers[symbol]}" for _, symbol in order]
     return " ".join(parts) or DIMENSIONLESS
@@ -117,19 +122,19 @@ def _format_powers(powers: Counter[str]) -> str:
 @final
 @dataclass(frozen=True)
 class KnownVariable:
-    """Of one variable: its unit, and the standard names under which stores have it."""
+    """The unit of a variable, and the standard names that stores use for it."""
 
     unit: str
     standard_names: tuple[str, ...] = ()
 
 
 def _parse_known(table: Mapping[str, str]) -> dict[str, KnownVariable]:
-    """From `name: "unit: standard names"`."""
-    found = {}
+    """Parse a table of `name: "unit: standard names"`."""
+    variables = {}
     for name, text in table.items():
         unit, _, names = text.partition(":")
-        found[name] = KnownVariable(unit.strip(), tuple(names.split()))
-    return found
+        variables[name] = KnownVariable(unit.strip(), tuple(names.split()))
+    return variables
 
 
 UPPER = _parse_known(
@@ -199,7 +204,7 @@ SOIL = {
         ),
     )
 }
-# Sums since the time before: of water as a depth, of energy per area.
+# Sums since the previous time: water as a depth, energy per area.
 DEPTHS = (
     "total_precipitation",
     "large_scale_precipitation",
@@ -244,7 +249,7 @@ STATICS = _parse_known(
 KNOWN_VARIABLES: Mapping[str, KnownVariable] = MappingProxyType(
     UPPER | SURFACE | SOIL | SUMS | STATICS
 )
-# Standard names of things that are taken for one of the above.
+# Standard names of quantities that are easily confused with one of the above.
 MISTAKABLE = frozenset(
     {
         "geopotential_height",
@@ -263,7 +268,7 @@ STANDARD_NAMES = MISTAKABLE | {
 GRAVITY = 9.80665  # m s-2, standard acceleration of free fall (CGPM 1901)
 WATER = 1000.0  # kg m-3
 UNSPECIFIED_UNITS = ("", "unknown", "undefined")
-# What is needed of a field under such a standard name, where no unit says more.
+# Standard names of heights, which are converted to geopotential from `gpm`.
 HEIGHTS = ("geopotential_height", "surface_altitude")
 
 # new = old * scale + offset
@@ -294,10 +299,12 @@ CONVERSIONS: dict[tuple[str, str], tuple[float, float]] = {
 
 
 def parse_conversion(text: str) -> tuple[float, float]:
-    """`FROM->TO` as `(scale, offset)`: new = old * scale + offset. FROM may be TO: nothing changes.
+    """Parse `FROM->TO` into `(scale, offset)`, with new = old * scale + offset.
+
+    FROM may equal TO: then values do not change.
 
     Raises:
-        UserError: no such conversion is known.
+        UserError: the conversion is unknown.
     """
     old, new = _split_conversion(text)
     if old == new:
@@ -308,8 +315,8 @@ def parse_conversion(text: str) -> tuple[float, float]:
 
 
 def converted_unit(source: Source, name: str, config: DataConfig) -> str:
-    """The unit that a model sees: what the store is converted to, or else the store's."""
-    convert = config.of(name).convert
+    """Return the unit after the config's conversion, or the store's without a conversion."""
+    convert = config.variable_config(name).convert
     if convert is not None:
         return convert.split("->")[1].strip()
     return source.variables[name].units
@@ -318,62 +325,72 @@ def converted_unit(source: Source, name: str, config: DataConfig) -> str:
 @final
 @dataclass(frozen=True)
 class _UnitMismatch:
-    """A variable that a model can't take as it is.
+    """A variable whose unit or quantity is not the expected one.
 
     Attributes:
-        what: its unit or quantity, and what is needed.
-        convert: the conversion that helps, or vouches for the values; None: none is needed.
-        vouches: whether `convert` is right only if nothing but the store's text is wrong.
+        name: of the variable.
+        problem: its unit or quantity, and the expected one, as text.
+        convert: the conversion to set; None to set none.
+        relabels: `convert` changes no values, it only declares the store's text to be wrong. That
+            is right if the values are in the expected unit already.
     """
 
     name: str
-    what: str
+    problem: str
     convert: str | None
-    vouches: bool = False
+    relabels: bool = False
 
 
 def check_units(source: Source, config: DataConfig) -> None:
-    """Refuse variables of another unit or quantity than a model is to see.
+    """Refuse variables whose unit or quantity is not the expected one.
 
-    Variables and units of which nothing is known pass, and so does a store that gives no unit.
+    Unknown variables pass, and so do variables without a unit.
 
     Raises:
-        UserError: names all such variables, with an override that converts them.
+        UserError: names all such variables, with a command-line override that converts them.
     """
-    wrong = []
+    mismatches = []
     for name in (*config.prognostic, *config.diagnostic, *config.forcing, *config.static):
         known = KNOWN_VARIABLES.get(name) or KNOWN_VARIABLES.get(canonical_name(name))
         if known is None or name not in source.variables:
             continue
-        convert = config.of(name).convert
+        convert = config.variable_config(name).convert
         if convert is None:
-            found = _check_unconverted(name, source.variables[name], known)
+            mismatch = _check_unconverted(name, source.variables[name], known)
         else:
-            found = _check_converted(source.where, name, source.variables[name], known, convert)
-        wrong += [found] if found is not None else []
-    if wrong:
-        whats = "; ".join(one.what for one in wrong)
-        raise UserError(f"{source.where}: {whats}. {_advice(wrong)}")
+            mismatch = _check_converted(source.where, name, source.variables[name], known, convert)
+        mismatches += [mismatch] if mismatch is not None else []
+    if mismatches:
+        problems = "; ".join(each.problem for each in mismatches)
+        raise UserError(f"{source.where}: {problems}. {_advice(mismatches)}")
 
 
 def _check_unconverted(
     name: str, variable: VariableInfo, known: KnownVariable
 ) -> _UnitMismatch | None:
-    """What is wrong with a variable that is taken as it is."""
+    """Return the mismatch of a variable without a conversion; None if it has the expected unit."""
     unit = canonical_unit(variable.units)
     if unit not in (*UNSPECIFIED_UNITS, canonical_unit(known.unit)):
         return _mismatch(name, f"is in {variable.units}, but {known.unit} is needed", unit, known)
-    other = variable.standard_name
-    if other in STANDARD_NAMES and known.standard_names and other not in known.standard_names:
-        what = f"has the standard name {other}, but {known.standard_names[0]} is needed"
-        return _mismatch(name, what, "gpm" if other in HEIGHTS else known.unit, known)
+    standard_name = variable.standard_name
+    if (
+        standard_name in STANDARD_NAMES
+        and known.standard_names
+        and standard_name not in known.standard_names
+    ):
+        problem = f"has the standard name {standard_name}, but {known.standard_names[0]} is needed"
+        return _mismatch(name, problem, "gpm" if standard_name in HEIGHTS else known.unit, known)
     return None
 
 
 def _check_converted(
     where: str, name: str, variable: VariableInfo, known: KnownVariable, convert: str
 ) -> _UnitMismatch | None:
-    """What is wrong with a variable that is converted: from what it is in, to what is needed."""
+    """Return the mismatch of a conversion with the store's unit; None if they agree.
+
+    Raises:
+        UserError: the conversion is unknown, or does not lead to the expected unit.
+    """
     key = f"data.variables.{name}.convert"
     old, new = _split_conversion(convert)
     unit, needed = canonical_unit(variable.units), canonical_unit(known.unit)
@@ -381,39 +398,43 @@ def _check_converted(
         raise UserError(f"{where}: {name} needs {key} to {known.unit}, got {convert!r}.")
     if old != new and (old, new) not in CONVERSIONS:
         raise _unknown_conversion_error(f"{where}: {key}", convert)
-    says = unit == needed or (unit, needed) in CONVERSIONS
-    if not says or unit == old:
+    is_convertible = unit == needed or (unit, needed) in CONVERSIONS
+    # A unit that is neither the needed one nor convertible to it tells nothing: trust the config.
+    if not is_convertible or unit == old:
         return None
-    what = f"is in {variable.units}, but {key} is {convert!r}"
+    problem = f"is in {variable.units}, but {key} is {convert!r}"
     if unit == needed:
-        return _UnitMismatch(name, f"{name} {what}", None)
-    return _mismatch(name, what, unit, known)
+        return _UnitMismatch(name, f"{name} {problem}", None)
+    return _mismatch(name, problem, unit, known)
 
 
-def _mismatch(name: str, what: str, unit: str, known: KnownVariable) -> _UnitMismatch:
-    """It is converted from `unit`; if that can't be done, from the needed unit itself."""
-    vouches = (unit, canonical_unit(known.unit)) not in CONVERSIONS
-    convert = f"{known.unit if vouches else unit}->{known.unit}"
-    return _UnitMismatch(name, f"{name} {what}", convert, vouches)
+def _mismatch(name: str, problem: str, unit: str, known: KnownVariable) -> _UnitMismatch:
+    """Return a mismatch with a conversion from `unit`, or, if unknown, from the expected unit."""
+    relabels = (unit, canonical_unit(known.unit)) not in CONVERSIONS
+    convert = f"{known.unit if relabels else unit}->{known.unit}"
+    return _UnitMismatch(name, f"{name} {problem}", convert, relabels)
 
 
-def _advice(wrong: Sequence[_UnitMismatch]) -> str:
-    """What to put on the command line; other entries of `data.variables` stay as they are."""
-    sure = [one for one in wrong if not one.vouches]
-    unsure = [one for one in wrong if one.vouches]
-    parts = [f"Set {_override(sure)}"] if sure else []
-    if unsure:
-        only = f"only {'these names are' if len(unsure) > 1 else 'this name is'} wrong"
+def _advice(mismatches: Sequence[_UnitMismatch]) -> str:
+    """Return the advice of the error message, with overrides for the command line."""
+    certain = [mismatch for mismatch in mismatches if not mismatch.relabels]
+    uncertain = [mismatch for mismatch in mismatches if mismatch.relabels]
+    parts = [f"Set {_override(certain)}"] if certain else []
+    if uncertain:
+        only = f"only {'these names are' if len(uncertain) > 1 else 'this name is'} wrong"
         change = "change" if parts else "Change"
-        parts.append(f"{change} data.store, or if {only}, set {_override(unsure)}")
+        parts.append(f"{change} data.store, or if {only}, set {_override(uncertain)}")
     return "; ".join(parts) + "."
 
 
-def _override(wrong: Sequence[_UnitMismatch]) -> str:
-    """`data.variables={...}` for a shell: the braces take any name, the quotes any unit."""
+def _override(mismatches: Sequence[_UnitMismatch]) -> str:
+    """Return `data.variables={...}`, quoted for a shell.
+
+    Hydra merges the entries into the config. The braces allow any name, the quotes any unit.
+    """
+    # JSON quotes are valid in Hydra's override grammar, and None becomes null.
     entries = (
-        f"{one.name}:{{convert:{'null' if one.convert is None else json.dumps(one.convert)}}}"
-        for one in wrong
+        f"{mismatch.name}:{{convert:{json.dumps(mismatch.convert)}}}" for mismatch in mismatches
     )
     return shlex.quote(f"data.variables={{{','.join(entries)}}}")
 
@@ -474,13 +495,13 @@ ACCUMULATED = frozenset(
 
 
 def is_accumulated(name: str, config: DataConfig) -> bool:
-    """Whether a variable's values are sums since the time before: as the config says, or known."""
-    given = config.of(name).accumulated
+    """Whether a variable is a sum since the previous time, by the config or else by its name."""
+    given = config.variable_config(name).accumulated
     return canonical_name(name) in ACCUMULATED if given is None else given
 
 
 def time_spacing(times: Times) -> np.timedelta64:
-    """The most common distance of neighbouring times; of a single time, none."""
+    """Return the most common distance of neighbouring times; zero for a single time."""
     if len(times) < 2:
         return np.timedelta64(0, "ns")
     steps, counts = np.unique(np.diff(times), return_counts=True)
@@ -489,32 +510,38 @@ def time_spacing(times: Times) -> np.timedelta64:
 
 
 def indices_on_step(times: Times, step: np.timedelta64) -> NDArray[np.intp]:
-    """Places of the times that are whole steps after midnight 1970-01-01.
+    """Return the indices of times that are whole steps after midnight 1970-01-01.
 
-    If there are none, of those that are whole steps after the first time.
+    If there are none, return those of times that are whole steps after the first time.
     """
     epoch = np.datetime64(0, "ns")
-    places = np.flatnonzero((times - epoch) % step == np.timedelta64(0))
-    return places if len(places) else np.flatnonzero((times - times[0]) % step == np.timedelta64(0))
+    indices = np.flatnonzero((times - epoch) % step == np.timedelta64(0))
+    return (
+        indices if len(indices) else np.flatnonzero((times - times[0]) % step == np.timedelta64(0))
+    )
 
 
 def accumulation_windows(
-    times: Times, places: NDArray[np.intp], step: np.timedelta64
+    times: Times, indices: NDArray[np.intp], step: np.timedelta64
 ) -> NDArray[np.intp]:
-    """Places of all times in `(t - step, t]`, the earliest first: `(T, N)`, -1 where one is absent.
+    """Return the indices of all times in `(t - step, t]`, earliest first; -1 for absent times.
 
-    Shapes:
-        `times`: all of the store's; `places`: `(T,)`, those of the times `t`.
+    Args:
+        times: all times of the store.
+        indices: `(T,)`, of the times `t`.
+        step: the length of a window.
+
+    Returns:
+        `(T, N)`.
     """
-    back = np.arange(np.timedelta64(0, "ns"), step, time_spacing(times))[::-1]
-    wanted = times[places][:, None] - back
-    found = np.minimum(np.searchsorted(times, wanted), len(times) - 1)
-    return np.where(times[found] == wanted, found, -1)
+    offsets = np.arange(np.timedelta64(0, "ns"), step, time_spacing(times))[::-1]
+    window_times = times[indices][:, None] - offsets
+    window_indices = np.minimum(np.searchsorted(times, window_times), len(times) - 1)
+    return np.where(times[window_indices] == window_times, window_indices, -1)
 
 
-# ERA5's names, as in the Climate Data Store and WeatherBench 2; other names are looked up by their
-# meaning. Net thermal radiation, fluxes and evaporation are missing on purpose: they have both
-# signs.
+# ERA5's names, as in the Climate Data Store and WeatherBench 2; other names are translated first.
+# Net thermal radiation, fluxes and evaporation are not listed because they have both signs.
 NONNEGATIVE = (
     "*_cloud_cover",
     "*_precipitation",
@@ -546,9 +573,9 @@ NONNEGATIVE = (
 
 
 def is_nonnegative(name: str, variable: VariableConfig) -> bool:
-    """Whether a variable can't be below zero: as the config says, or as known of the name.
+    """Whether a variable can't be negative, by the config or else by its name.
 
-    What goes through `log1p` is not below zero: smaller values would be lost there.
+    Variables normalised by `log1p` can't, as the transform maps negative values to zero.
     """
     if variable.nonnegative is not None:
         return variable.nonnegative

@@ -1,4 +1,8 @@
-"""What all ranks find out together, so that none goes on, or waits, where another one can't."""
+"""Collectives on Python objects, and errors that all ranks raise together.
+
+A rank that raises alone leaves the others waiting in their next collective. What can fail on one
+rank only therefore goes through `run_on_all_ranks`.
+"""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -11,39 +15,44 @@ T = TypeVar("T")
 
 
 def global_rank() -> int:
-    """This process among all of the run; 0 without a process group."""
+    """Return the rank of this process in the run; 0 without a process group."""
     return dist.get_rank() if has_process_group() else 0
 
 
 def has_process_group() -> bool:
-    """Whether this process is one of several ranks, or could be."""
+    """Whether torch's default process group is initialised."""
     return dist.is_available() and dist.is_initialized()
 
 
 def all_gather_object(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """What each rank gives, in the order of the ranks, on every rank; collective.
+    """Return the value of every rank, in rank order, on every rank; collective.
 
-    `group` has all ranks, too: a thread beside training has one of its own.
+    Args:
+        value: any object that can be pickled.
+        group: a group of all ranks. A thread beside training needs its own: collectives of two
+            threads on one group could meet in another order on each rank.
     """
     if not has_process_group() or dist.get_world_size() == 1:
         return [value]
-    found: list[T | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value, group=group)
-    return found  # type: ignore[return-value]  # every place has been filled
+    values: list[T | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value, group=group)
+    return values  # type: ignore[return-value]  # torch has replaced every None
 
 
 def run_on_all_ranks(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """Do something on every rank, or refuse it on every rank with the same line; see `gather`.
+    """Return the result of `action`, or raise the same error on every rank; collective.
 
     Raises:
-        UserError: that of the first rank that has one.
+        UserError: the error of the lowest rank whose `action` raised one.
     """
-    result, refusal = None, None
+    result = None
+    message = None
     try:
         result = action()
     except UserError as error:
-        refusal = str(error)
-    refusals = [line for line in all_gather_object(refusal, group) if line is not None]
-    if refusals:
-        raise UserError(refusals[0])
-    return result  # type: ignore[return-value]  # nothing was refused, so there is one
+        message = str(error)
+    # Ranks that failed take part as well: the others wait for them here.
+    messages = [line for line in all_gather_object(message, group) if line is not None]
+    if messages:
+        raise UserError(messages[0])
+    return result  # type: ignore[return-value]  # no rank failed, so `action` has returned

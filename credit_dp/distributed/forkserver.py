@@ -1,8 +1,9 @@
-"""Imported by the process that ranks are forked from, before torch is: it must not outlive us.
+"""Tie the process that ranks are forked from to the process that started it.
 
-Only `credit_dp.distributed.local` names this module. Importing it ties the process that imports it
-to its parent, so a terminal's Ctrl-C is left to the parent to handle, and a parent that is killed
-takes it (and by the same means its children) along.
+multiprocessing's fork server imports this module first, before torch. From then on it leaves Ctrl-C
+to its parent, and the kernel kills it when its parent ends. Ranks call `die_with_parent`, too, so
+no process outlives the command. Only `credit_dp.distributed.local` names this module for the fork
+server.
 """
 
 import ctypes
@@ -14,19 +15,23 @@ PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def die_with_parent(parent: int | None = None) -> None:
-    """Have the kernel kill this process when its parent ends, for whatever reason.
+    """Ask the kernel to kill this process when its parent ends, for whatever reason.
 
-    `parent` is the id that the parent had, in case it died before this call. Only Linux can.
+    Does nothing outside Linux.
+
+    Args:
+        parent: the process id of the parent, for a parent that may have ended before this call.
     """
     if sys.platform != "linux":
         return
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    # The kernel only reports deaths after the prctl call; an earlier one shows in the parent's id.
     if parent is not None and os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def is_fork_server() -> bool:
-    """Whether this is multiprocessing's fork server and not a program that imports the package."""
+    """Whether this process is multiprocessing's fork server."""
     return "multiprocessing.forkserver" in " ".join(sys.orig_argv)
 
 

@@ -1,4 +1,4 @@
-"""One call that runs a function on every rank, however the ranks come about."""
+"""Run a function on every rank, whether ranks have to be started or a launcher started them."""
 
 import os
 import sys
@@ -16,62 +16,69 @@ from credit_dp.errors import UserError
 
 
 def launch(config: Config, run: str = "credit_dp.training.run:run") -> int:
-    """Run `module:function` as `function(config, ranks) -> int` on all ranks of the mesh.
+    """Call the function `run` on all ranks of the mesh, and return the exit code.
 
-    Returns the exit code, after saying on stderr what went wrong, once: 0, or 2 for a `UserError`
-    (one line), or 1 for a crash (one traceback), or what the function returned.
+    The exit code is what the function returned, 2 for a `UserError` (reported on stderr in one
+    line), or 1 for a crash (reported as one traceback).
+
+    Args:
+        config: of the run; `device` and `parallel.data` may still be open.
+        run: `module:function`, called as `function(config, ranks) -> int`.
 
     Raises:
         UserError: the mesh does not fit this machine or the launcher's ranks; nothing has started.
-        KeyboardInterrupt, Terminated: Ctrl-C, or SIGTERM or SIGUSR1 where there is no training that
-            could heed it; all ranks are gone by then. A launcher's rank ends at once instead.
+        KeyboardInterrupt, Terminated: Ctrl-C, or SIGTERM or SIGUSR1 while no training handles
+            them; all ranks have ended by then. The rank of a launcher ends at once instead.
     """
     launcher = find_launcher(os.environ)
     with raise_on_stop():
         if launcher is None and is_multi_rank(config):
             start_fork_server(run)  # it imports torch while this process still works out the mesh
         config = resolve_ranks(config, launcher)
-        world = ranks_per_model(config.parallel) * (config.parallel.data or 1)
-        if world == 1:
+        world_size = ranks_per_model(config.parallel) * (config.parallel.data or 1)
+        if world_size == 1:
             return run_single_process(config, run)
         if launcher is None:
-            return run_processes(config, world, run)
+            return run_processes(config, world_size, run)
+    # Outside of `raise_on_stop`: a rank that waits in a collective can't raise until it returns.
     return run_as_launched_rank(config, launcher, run)
 
 
 def is_multi_rank(config: Config) -> bool:
-    """Whether more than one rank is certain before anyone has counted GPUs."""
+    """Whether the config alone, without counting GPUs, asks for more than one rank."""
     return ranks_per_model(config.parallel) * (config.parallel.data or 1) > 1
 
 
 def run_single_process(config: Config, run: str) -> int:
-    """Run in this process alone, and say what went wrong instead of raising it."""
+    """Run in this process alone and return the exit code; failures are reported, not raised."""
     try:
         return run_rank(config, RankInfo(), run)
     except UserError as error:
         report_error(str(error))
         return 2
-    except Exception:  # noqa: BLE001 - the boundary of the program: shown, and told by exit code
+    except Exception:  # noqa: BLE001 - the outermost frame: reported here, returned as exit code
         report_crash(traceback.format_exc())
         return 1
 
 
 def run_as_launched_rank(config: Config, launcher: Launcher, run: str) -> int:
-    """Be one rank of those that a launcher started; one of them says what went wrong."""
+    """Run as one rank of a launcher and return its exit code; one of the ranks reports failures."""
+    # torch's `env://` reads the address of rank 0 from these variables.
     os.environ.setdefault("MASTER_ADDR", launcher.address)
     os.environ.setdefault("MASTER_PORT", str(launcher.port))
-    ranks, witness = launcher.ranks, PeerMonitor(launcher.ranks, config.parallel)
-    with handle_stop_in_thread(witness.stop):
+    ranks = launcher.ranks
+    monitor = PeerMonitor(ranks, config.parallel)
+    with handle_stop_in_thread(monitor.stop):
         try:
-            code = run_rank(config, ranks, run, "env://", witness.start_monitoring)
-            witness.wait_for_all_ranks()
+            code = run_rank(config, ranks, run, "env://", monitor.start_monitoring)
+            monitor.wait_for_all_ranks()
         except UserError as error:
             code, line = 2, str(error)
-            witness.report_failure(lambda: report_error(line))
+            monitor.report_failure(lambda: report_error(line))
         except Exception:  # noqa: BLE001 - as above
             name = rank_name(ranks.rank, config.parallel.data or 1, config.parallel.domain)
             code, text = 1, f"{name} failed:\n{traceback.format_exc()}"
-            witness.report_failure(lambda: report_crash(text))
+            monitor.report_failure(lambda: report_crash(text))
         if code:
             sys.stderr.flush()
             sys.stdout.flush()

@@ -1,4 +1,8 @@
-"""Finds out whether torchrun, srun or submitit started this process, and as which rank."""
+"""Read from the environment whether torchrun, srun or submitit started this process.
+
+Each launcher sets its own variables: the rank, the number of ranks, and, except for submitit's
+local executor, where rank 0 runs. All ranks of a job have to work out the same address and port.
+"""
 
 import re
 import zlib
@@ -12,8 +16,15 @@ from credit_dp.errors import UserError
 @final
 @dataclass(frozen=True)
 class RankInfo:
-    """The place of one process in its run; `local_*` counts those on the same machine, the
-    `node`-th of the run."""
+    """The rank of this process, as torchrun counts.
+
+    Attributes:
+        rank: of this process, among all processes of the run.
+        world_size: processes of the run.
+        local_rank: of this process, among those on its node.
+        local_world_size: processes on its node.
+        node: number of its node, counted from 0.
+    """
 
     rank: int = 0
     world_size: int = 1
@@ -22,14 +33,22 @@ class RankInfo:
     node: int = 0
 
 
-FIRST_PORT, PORT_COUNT = 20_000, 20_000  # below the range that Linux hands out on its own
-STEPS_PER_JOB = 8  # of a job, that have ports of their own
+FIRST_PORT = 20_000
+PORT_COUNT = 20_000
+STEPS_PER_JOB = 8  # consecutive steps of one SLURM job that get different ports
 
 
 @final
 @dataclass(frozen=True)
 class Launcher:
-    """Who started the ranks, which of them this is, and where they meet."""
+    """The program that started the ranks, and how its ranks reach rank 0.
+
+    Attributes:
+        name: torchrun, srun or submitit.
+        ranks: of this process.
+        address: host of rank 0.
+        port: on which rank 0 listens.
+    """
 
     name: str
     ranks: RankInfo
@@ -38,7 +57,7 @@ class Launcher:
 
 
 def find_launcher(environment: Mapping[str, str]) -> Launcher | None:
-    """The launcher that this process runs under; None if it has to start its own ranks.
+    """Return the launcher that started this process; None if the process starts its own ranks.
 
     Raises:
         UserError: a variable that the launcher sets is missing or not a number.
@@ -47,18 +66,20 @@ def find_launcher(environment: Mapping[str, str]) -> Launcher | None:
         return _from_torchrun(environment) or _from_srun(environment) or _from_submitit(environment)
     except (KeyError, ValueError) as error:
         raise UserError(
-            f"the environment is that of a launcher, but one of its variables is unusable ({error})"
+            "environment: a launcher started this process, but one of its variables is missing or "
+            f"malformed ({error}). Start the ranks by torchrun, srun or submitit."
         ) from error
 
 
 def _from_torchrun(env: Mapping[str, str]) -> Launcher | None:
     if "RANK" not in env or "WORLD_SIZE" not in env:
         return None
-    rank, world = int(env["RANK"]), int(env["WORLD_SIZE"])
-    per_node = int(env.get("LOCAL_WORLD_SIZE", world))
+    rank = int(env["RANK"])
+    world_size = int(env["WORLD_SIZE"])
+    per_node = int(env.get("LOCAL_WORLD_SIZE", world_size))
     ranks = RankInfo(
         rank=rank,
-        world_size=world,
+        world_size=world_size,
         local_rank=int(env.get("LOCAL_RANK", rank)),
         local_world_size=per_node,
         node=int(env.get("GROUP_RANK", rank // per_node)),
@@ -68,8 +89,8 @@ def _from_torchrun(env: Mapping[str, str]) -> Launcher | None:
 
 
 def _from_srun(env: Mapping[str, str]) -> Launcher | None:
-    # sbatch and salloc set SLURM_NTASKS too, for a script that is no task of any step; and one task
-    # alone (an interactive shell, a batch step) is no launcher: it starts its own ranks.
+    # sbatch and salloc also set SLURM_NTASKS, for a script that belongs to no step. A step with a
+    # single task (an interactive shell, a batch step) starts its own ranks.
     tasks = int(env.get("SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS", 1)))
     if "SLURM_STEP_ID" not in env or tasks == 1:
         return None
@@ -83,9 +104,9 @@ def _from_srun(env: Mapping[str, str]) -> Launcher | None:
         node=node,
     )
     nodes = env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", "127.0.0.1"))
-    alone = ranks.local_world_size == tasks
-    address = "127.0.0.1" if alone else first_host(nodes)
-    # The jobs of an array have numbers in a row, so that those on one node never share a port.
+    single_node = ranks.local_world_size == tasks
+    address = "127.0.0.1" if single_node else first_host(nodes)
+    # Jobs of an array have consecutive ids and often share a node: each id gets its own ports.
     step = (
         int(env.get("SLURM_JOB_ID", 0)) * STEPS_PER_JOB + int(env["SLURM_STEP_ID"]) % STEPS_PER_JOB
     )
@@ -107,21 +128,21 @@ def _from_submitit(env: Mapping[str, str]) -> Launcher | None:
 
 
 def _port(env: Mapping[str, str], job: int) -> int:
-    """A port that all ranks of a job work out alike; MASTER_PORT if the user gave one."""
+    """Return the same port on all ranks of a job; MASTER_PORT if the user set it."""
     return int(env.get("MASTER_PORT", FIRST_PORT + job % PORT_COUNT))
 
 
 def first_host(nodes: str) -> str:
-    """The first name of a SLURM node list: `gpu[003-005,9],login1` -> `gpu003`."""
-    found = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodes)
-    if found is None:
+    """Return the first host of a SLURM node list: `gpu[003-005,9],login1` -> `gpu003`."""
+    match = re.match(r"([^\[,]+)(?:\[([^\],-]+)[^\]]*\]([^,\[]*))?", nodes)
+    if match is None:
         raise ValueError(f"node list {nodes!r}")
-    prefix, number, suffix = found.groups(default="")
+    prefix, number, suffix = match.groups(default="")
     return f"{prefix}{number}{suffix}"
 
 
 def expand_counts(per_node: str) -> list[int]:
-    """Tasks of each node from SLURM's short form: `2(x3),1` -> `[2, 2, 2, 1]`."""
+    """Return the tasks of each node from SLURM's short form: `2(x3),1` -> `[2, 2, 2, 1]`."""
     counts: list[int] = []
     for part in per_node.split(","):
         count, _, times = part.rstrip(")").partition("(x")

@@ -1,9 +1,11 @@
-"""Starts ranks as processes of this machine and stays with them: they end together.
+"""Start the ranks as processes of this machine, and wait until all of them have ended.
 
-Ranks are forked from a server process that has already imported torch (multiprocessing's
-forkserver), so that all of them cost one import, and CPU and CUDA start alike. Nobody outlives
-anybody: a rank that fails takes the others along, this process takes all ranks along, and the
-kernel does so if this process is killed outright.
+In this order: a fork server imports torch once (multiprocessing's forkserver), each rank is forked
+from it, the parent waits, and the ranks' outcomes are read from files. Forking from a process that
+has never touched CUDA lets CPU and CUDA ranks start alike.
+
+All processes end together: if one rank fails, the parent kills the others; if the parent ends, it
+kills all ranks; and if the parent itself is killed, the kernel does (see `forkserver`).
 """
 
 import contextlib
@@ -31,36 +33,36 @@ from credit_dp.distributed.report import (
 from credit_dp.distributed.signals import STOP_SIGNALS, Terminated, block_signals, handle_stop
 from credit_dp.distributed.worker import rank_main
 
-# What torch imports only when an optimizer is made, and a checkpoint saved: once for all ranks.
+# torch imports these late, for an optimizer and a checkpoint: the fork server does, once for all.
 EXTRA_PRELOADS = {"credit_dp.training.run": ["torch._dynamo", "torch.distributed.checkpoint"]}
-FAILURE_GRACE_SECONDS = (
-    0.5  # seconds in which ranks that fail of the same cause are still listened to
-)
+# After the first failure, ranks that fail for the same reason have so long to report it.
+FAILURE_GRACE_SECONDS = 0.5
 
 
 def start_fork_server(run: str) -> None:
-    """Start the server process that ranks are forked from; it imports torch meanwhile."""
+    """Start the process that ranks are forked from; it imports torch in the background."""
     module = run.partition(":")[0]
     preload = ["credit_dp.distributed.forkserver", "torch", module, "credit_dp.distributed.worker"]
     preload += EXTRA_PRELOADS.get(module, [])
     multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
-    # A job queue may send its signals to all processes at once: those that help with starting keep
-    # them waiting, and what reaches a rank that is just being forked waits until it can act.
+    # A job queue may signal all processes of a job at once. The two helper processes inherit the
+    # blocked signals, and so does each rank until `rank_main` unblocks them: a signal that comes
+    # while a rank is being forked is delivered once the rank can act on it.
     with block_signals(), silence_resource_tracker():
-        resource_tracker.ensure_running()  # unblocks SIGTERM when it is through
-    with block_signals():
+        resource_tracker.ensure_running()  # it unblocks SIGTERM in this process at the end
+    with block_signals():  # so the signals are blocked again for the fork server
         forkserver.ensure_running()
 
 
 @contextlib.contextmanager
 def silence_resource_tracker() -> Iterator[None]:
-    """Have the process that cleans up behind ranks say nothing of what it cleans up.
+    """Silence the warnings of multiprocessing's resource tracker, if it is started meanwhile.
 
-    Ranks that are ended can't release the semaphores of their libraries (numcodecs' blosc has one).
+    It warns of semaphores that a killed rank could not release (numcodecs' blosc has one).
     """
     before = os.environ.get("PYTHONWARNINGS")
-    own = "ignore:resource_tracker:UserWarning"
-    os.environ["PYTHONWARNINGS"] = f"{before},{own}" if before else own
+    ignored = "ignore:resource_tracker:UserWarning"
+    os.environ["PYTHONWARNINGS"] = f"{before},{ignored}" if before else ignored
     try:
         yield
     finally:
@@ -70,37 +72,38 @@ def silence_resource_tracker() -> Iterator[None]:
             os.environ["PYTHONWARNINGS"] = before
 
 
-def run_processes(config: Config, world: int, run: str) -> int:
-    """Run all ranks on this machine to their end; the return value is the exit code.
+def run_processes(config: Config, world_size: int, run: str) -> int:
+    """Run all ranks on this machine, and return the exit code when all have ended.
 
     Raises:
-        Terminated: a signal came before the ranks trained or afterwards, or SIGTERM came again.
+        Terminated: a signal came before training began or after it ended, or SIGTERM came twice.
     """
     start_fork_server(run)
     with tempfile.TemporaryDirectory(prefix="credit_dp-", ignore_cleanup_errors=True) as folder:
         processes: list[ForkServerProcess] = []
         try:
-            for rank in range(world):
-                processes.append(
-                    start_rank(RankInfo(rank, world, rank, world), folder, run, config)
-                )
-            asked: list[int] = []
-            with handle_stop(partial(forward_signal, processes, asked)):
+            for rank in range(world_size):
+                ranks = RankInfo(rank, world_size, rank, world_size)
+                processes.append(start_rank(ranks, folder, run, config))
+            received: list[int] = []
+            with handle_stop(partial(forward_signal, processes, received)):
                 failed = wait_for_all(processes, Path(folder))
-            deaths = [(rank, process.exitcode) for rank, process in enumerate(processes)]
+            # Read before `kill`, which would give the surviving ranks an exit code as well.
+            exit_codes = [(rank, process.exitcode) for rank, process in enumerate(processes)]
         finally:
             kill(processes)
-        outcomes = [read_outcome(Path(folder), rank) for rank in range(world)]
+        outcomes = [read_outcome(Path(folder), rank) for rank in range(world_size)]
         if failed:
-            if asked and any(-(code or 0) in STOP_SIGNALS for _, code in deaths):
-                raise Terminated(asked[0])  # a rank had nothing to save yet, or any more
-            return report_failure(outcomes, deaths, config.parallel)
+            # A rank without a handler, before or after training, ends by the forwarded signal.
+            if received and any(-(code or 0) in STOP_SIGNALS for _, code in exit_codes):
+                raise Terminated(received[0])
+            return report_failure(outcomes, exit_codes, config.parallel)
         return max(outcome.code for outcome in outcomes if outcome is not None)
 
 
-def forward_signal(processes: list[ForkServerProcess], asked: list[int], number: int) -> None:
-    """Hand a signal on to all ranks, as one that they may get several times, and note it."""
-    asked.append(number)
+def forward_signal(processes: list[ForkServerProcess], received: list[int], number: int) -> None:
+    """Record a signal and send SIGUSR1 to all ranks, which may get it several times."""
+    received.append(number)
     for process in processes:
         if process.pid is not None:
             with contextlib.suppress(ProcessLookupError):
@@ -108,8 +111,9 @@ def forward_signal(processes: list[ForkServerProcess], asked: list[int], number:
 
 
 def start_rank(ranks: RankInfo, folder: str, run: str, config: Config) -> ForkServerProcess:
-    """One process, started; the server forks it, so it gets this process's environment as data."""
+    """Start the process of one rank and return it."""
     context = multiprocessing.get_context("forkserver")
+    # The fork server has the environment of the moment it was started: ranks get the current one.
     arguments = (ranks, folder, run, config, dict(os.environ))
     process = context.Process(target=rank_main, args=arguments, name=f"rank {ranks.rank}")
     process.start()
@@ -117,10 +121,10 @@ def start_rank(ranks: RankInfo, folder: str, run: str, config: Config) -> ForkSe
 
 
 def wait_for_all(processes: list[ForkServerProcess], folder: Path) -> bool:
-    """Wait until every rank has returned, or one has failed; whether one has.
+    """Wait until every rank has returned or one has failed; return whether one has failed.
 
-    After the first failure the others get a moment: those that fail because of it should be seen
-    too, so that the cause can be told from the consequences.
+    After the first failure the other ranks have a moment to report theirs: the first rank to end
+    need not be the first that failed.
     """
     waiting = dict(enumerate(processes))
     while waiting:
@@ -136,7 +140,7 @@ def wait_for_all(processes: list[ForkServerProcess], folder: Path) -> bool:
 
 
 def wait_briefly(processes: list[ForkServerProcess]) -> None:
-    """Wait a moment for these processes to end as well."""
+    """Wait until these processes have ended, for at most `FAILURE_GRACE_SECONDS`."""
     deadline = time.monotonic() + FAILURE_GRACE_SECONDS
     while processes and (left := deadline - time.monotonic()) > 0:
         wait([process.sentinel for process in processes], timeout=left)
@@ -144,31 +148,33 @@ def wait_briefly(processes: list[ForkServerProcess]) -> None:
 
 
 def kill(processes: list[ForkServerProcess]) -> None:
-    """End what still runs, with all that it started, and wait until it is gone."""
+    """Kill the processes that still run, with their children, and wait until they have ended."""
     for process in processes:
         if process.pid is not None and process.is_alive():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.kill()  # in case it had no time to make a group of its own
+            process.kill()  # a rank that has just been forked may lack its own process group
     for process in processes:
         process.join()
 
 
 def report_failure(
     outcomes: list[RankOutcome | None],
-    deaths: list[tuple[int, int | None]],
+    exit_codes: list[tuple[int, int | None]],
     parallel: ParallelConfig,
 ) -> int:
-    """Say once why the run failed: the cause, not what followed from it."""
-    silent = [(r, code) for r, code in deaths if outcomes[r] is None and code is not None]
-    told = [outcome for outcome in outcomes if outcome is not None and outcome.kind != "returned"]
-    # nccl and gloo abort a rank whose peer has failed: a consequence, if anyone names a cause.
-    causes = [(r, code) for r, code in silent if code != -signal.SIGABRT or not told]
+    """Report the cause of a failed run, not its consequences, and return the exit code."""
+    silent = [(r, code) for r, code in exit_codes if outcomes[r] is None and code is not None]
+    failures = [o for o in outcomes if o is not None and o.kind != "returned"]
+    # nccl and gloo abort a rank whose peer has failed: if any rank reported an error, an abort is
+    # its consequence.
+    causes = [(r, code) for r, code in silent if code != -signal.SIGABRT or not failures]
     if causes:
         rank, code = causes[0]
         report_error(death_message(mesh_rank_name(rank, parallel), code))
         return 1
-    first = min(told, key=lambda outcome: outcome.time)
+    # Errors of other ranks, such as a lost connection, follow from the first one.
+    first = min(failures, key=lambda outcome: outcome.time)
     if first.kind == "refused":
         report_error(first.text)
     else:
@@ -177,14 +183,14 @@ def report_failure(
 
 
 def mesh_rank_name(rank: int, parallel: ParallelConfig) -> str:
-    """A rank and its place on the mesh."""
+    """Return the name of a rank with its coordinates on the mesh."""
     return rank_name(rank, parallel.data or 1, parallel.domain)
 
 
-def death_message(who: str, code: int) -> str:
-    """One line on a rank that died without a word."""
+def death_message(name: str, code: int) -> str:
+    """Return the error line for a rank that ended without reporting an outcome."""
     if code >= 0:
-        return f"{who} ended with exit code {code} and without a message"
-    name = signal.Signals(-code).name
-    hint = " (out of memory?)" if name == "SIGKILL" else ""
-    return f"{who} was killed by {name}{hint}; the other ranks were ended"
+        return f"{name} ended with exit code {code} and without a message"
+    signal_name = signal.Signals(-code).name
+    hint = " (out of memory?)" if signal_name == "SIGKILL" else ""
+    return f"{name} was killed by {signal_name}{hint}; the other ranks were stopped"

@@ -1,4 +1,4 @@
-"""From the config to what a rank works with: its place on the mesh and its device."""
+"""Build this rank's mesh and choose its device from the config."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ logger = logging.getLogger(__name__)
 
 
 def build_manager(parallel: ParallelConfig, ranks: RankInfo) -> DomainParallelManager:
-    """The pipeline x data x domain mesh, domain innermost so that neighbours share a node.
+    """Return the manager of the pipeline x data x domain mesh; collective.
 
-    Collective: every rank calls it, after the process group is there. Rank 0 warns of domain groups
-    that reach over several nodes.
+    The domain axis is innermost, so that ranks of neighbouring bands share a node. The process
+    group has to be initialised. Rank 0 warns of domain groups that span several nodes.
 
     Raises:
         UserError: the number of ranks is not pipeline x data x domain.
@@ -35,8 +35,8 @@ def build_manager(parallel: ParallelConfig, ranks: RankInfo) -> DomainParallelMa
     if per_model * data != ranks.world_size:
         raise UserError(
             f"parallel.domain: pipeline {parallel.pipeline} x data {data} x domain "
-            f"{parallel.domain} makes {per_model * data} ranks, {ranks.world_size} are running. "
-            "Change parallel.pipeline, parallel.data or parallel.domain."
+            f"{parallel.domain} needs {per_model * data} ranks, but {ranks.world_size} are "
+            "running. Change parallel.pipeline, parallel.data or parallel.domain."
         )
     manager = DomainParallelManager(
         ranks.world_size, parallel.domain, pipeline_parallel_size=parallel.pipeline
@@ -49,19 +49,20 @@ def build_manager(parallel: ParallelConfig, ranks: RankInfo) -> DomainParallelMa
 
 
 def nodes_of_ranks(ranks: RankInfo) -> list[int]:
-    """On which node each rank runs, in rank order; collective."""
+    """Return the number of each rank's node, in rank order; collective."""
     import torch
     from torch import distributed
 
+    # NCCL moves tensors of GPUs only.
     device = "cuda" if "nccl" in distributed.get_backend() else "cpu"
-    own = torch.tensor(ranks.node, device=device)
-    found = [torch.empty_like(own) for _ in range(ranks.world_size)]
-    distributed.all_gather(found, own)
-    return [int(node) for node in found]
+    local_node = torch.tensor(ranks.node, device=device)
+    nodes = [torch.empty_like(local_node) for _ in range(ranks.world_size)]
+    distributed.all_gather(nodes, local_node)
+    return [int(node) for node in nodes]
 
 
 def rank_device(config: Config, ranks: RankInfo) -> torch.device:
-    """Where this rank computes: its own GPU, or the CPU. `auto` takes GPUs if there are any."""
+    """Return the GPU of this rank, or the CPU; `device=auto` uses GPUs if torch sees any."""
     import torch
 
     if config.device == "cuda" or (config.device == "auto" and torch.cuda.is_available()):

@@ -1,8 +1,13 @@
-"""How ranks that a launcher started end together, and say once why.
+"""Let the ranks of a launcher end together, and report a failure once.
 
-The launcher knows no mesh, a rank that was killed can't speak, and those that wait for it may wait
-in C++ for minutes. So every rank lists the processes of its machine, and a thread of its own hears
-from the store, where the ranks met, that the run is over. Of all ranks one has the floor.
+A launcher does not know the mesh, a killed rank can't report itself, and ranks that wait for it may
+be stuck in C++ for minutes. So every rank
+
+1. publishes its process id in the rendezvous store and reads those of its machine,
+2. waits in a thread for the key `credit_dp/end` of the store,
+3. on a failure or a signal, looks which processes have ended, and adds 1 to a counter in the store:
+   exactly one rank, the first, reports,
+4. ends as soon as the key is set, whatever its main thread waits for.
 """
 
 import contextlib
@@ -20,58 +25,60 @@ from credit_dp.config import ParallelConfig
 from credit_dp.distributed.launcher import RankInfo
 from credit_dp.distributed.report import rank_name, report_error, wait_for_first_rank
 from credit_dp.distributed.signals import Terminated
-from credit_dp.distributed.worker import Store
+from credit_dp.distributed.worker import RendezvousStore
 
-DETECTION_SECONDS = (
-    0.2  # seconds until a killed process is seen to be gone by those that it was connected to
-)
-REMOTE_REPORT_SECONDS = 1.0  # seconds that the machine of a lost rank has to tell of it
-END_NOTICE_SECONDS = (
-    0.5  # seconds until all have heard from the store, which this rank may take along
-)
-ROOT_CAUSE_SECONDS = (
-    1.5  # seconds by which others end later, so that the launcher sees what came first
-)
+# Until a killed process shows as ended; its peers may notice the broken connection earlier.
+DETECTION_SECONDS = 0.2
+# The ranks on the machine of an ended rank report it; other machines leave them this time.
+REMOTE_REPORT_SECONDS = 1.0
+# The reporting rank may serve the store: it lives on until the others have read the key.
+END_NOTICE_SECONDS = 0.5
+# Other ranks end later than the first one, so that the launcher names the right one.
+ROOT_CAUSE_SECONDS = 1.5
 FOREVER = timedelta(days=365)
-PF_EXITING = 4  # linux/sched.h; a GPU's driver may take seconds to let go of a killed process
-LAST_RANK_SECONDS = 600.0  # seconds that the first rank that is through waits for the last
+PF_EXITING = 4  # linux/sched.h; a GPU's driver may take seconds to release a killed process
+LAST_RANK_SECONDS = 600.0  # for which a finished rank waits for the last one
 
 
 @final
 class PeerMonitor:
-    """One rank's knowledge of the others' lives; without a store yet it only speaks for itself."""
+    """Watches the processes of the other ranks; before `start_monitoring` it knows only its own."""
 
     def __init__(self, ranks: RankInfo, parallel: ParallelConfig) -> None:
         self.ranks = ranks
         self.parallel = parallel
-        self.store: Store | None = None
-        self.rendezvous_store: Store | None = None
-        self.processes: dict[int, int] = {}  # rank -> id, on this machine
+        self.store: RendezvousStore | None = None
+        self.rendezvous_store: RendezvousStore | None = None
+        self.processes: dict[int, int] = {}  # rank -> process id, on this machine
         self.listener: threading.Thread | None = None
         self.finished = False
-        self.claim_attempted = threading.Lock()  # never released
+        self.claim_attempted = threading.Lock()  # never released: a rank tries once
 
-    def start_monitoring(self, store: Store) -> None:
-        """Exchange process ids over the store and begin to listen; a collective."""
-        own = f"{machine_id()}/{self.ranks.node}"
-        store.set(f"credit_dp/process/{self.ranks.rank}", f"{own} {os.getpid()}")
+    def start_monitoring(self, store: RendezvousStore) -> None:
+        """Exchange process ids over the store and start the listening thread; collective."""
+        machine = f"{machine_id()}/{self.ranks.node}"
+        store.set(f"credit_dp/process/{self.ranks.rank}", f"{machine} {os.getpid()}")
         keys = [f"credit_dp/process/{rank}" for rank in range(self.ranks.world_size)]
-        told = [value.decode().rsplit(" ", 1) for value in store.multi_get(keys)]
-        self.processes = {rank: int(pid) for rank, (where, pid) in enumerate(told) if where == own}
-        self.rendezvous_store = (
-            store  # by one of the ranks, if the launcher does not: until all have left
+        entries = [value.decode().rsplit(" ", 1) for value in store.multi_get(keys)]
+        self.processes = {
+            rank: int(pid) for rank, (name, pid) in enumerate(entries) if name == machine
+        }
+        # Keeps the store alive until all ranks have left, if this rank serves it.
+        self.rendezvous_store = store
+        # One connection for each thread: the listener's call blocks its connection.
+        self.store = store.clone()
+        listening_store = store.clone()
+        self.listener = threading.Thread(
+            target=self.wait_for_end, args=(listening_store,), daemon=True
         )
-        self.store = store.clone()  # a connection of its own: the other one may be busy
-        ear = store.clone()
-        self.listener = threading.Thread(target=self.wait_for_end, args=(ear,), daemon=True)
         self.listener.start()
 
-    def wait_for_end(self, ear: Store) -> None:
-        """Wait for the end of the run; if this rank is not through with it, end at once."""
+    def wait_for_end(self, store: RendezvousStore) -> None:
+        """Wait for the end of the run, and end the process if this rank has not finished."""
         try:
-            ear.wait(["credit_dp/end"], FOREVER)
-            self.claim_attempted.acquire(blocking=False)  # it has been said
-        except RuntimeError:  # the rank that kept the store is gone
+            store.wait(["credit_dp/end"], FOREVER)
+            self.claim_attempted.acquire(blocking=False)  # another rank has reported
+        except RuntimeError:  # the rank that served the store has ended
             if not self.finished:
                 self.report_once(None)
         if not self.finished:
@@ -79,7 +86,7 @@ class PeerMonitor:
             os._exit(1)
 
     def wait_for_all_ranks(self) -> None:
-        """Wait until all ranks are through with the run, so that none misses another that is."""
+        """Wait until all ranks have finished, so that none takes a finished rank for a lost one."""
         if self.store is None or self.listener is None:
             return
         self.finished = True
@@ -88,16 +95,19 @@ class PeerMonitor:
         self.listener.join(LAST_RANK_SECONDS)
 
     def stop(self, number: int) -> None:
-        """End on a signal; if it comes because a rank is gone, one rank has to say so first."""
+        """End the process on a signal; report an ended rank first, if that is why it came."""
         if number == signal.SIGINT and self.ranks.rank == 0:
             sys.stderr.write("\ninterrupted\n")
-        if number != signal.SIGINT and not self.finished:  # else those that are gone were through
+        # Launchers send SIGTERM to all ranks when one has ended. After this rank has finished, an
+        # ended rank is one that has finished as well.
+        if number != signal.SIGINT and not self.finished:
             self.report_once(None)
-        time.sleep(DETECTION_SECONDS)  # others still look who is gone
+        time.sleep(DETECTION_SECONDS)  # other ranks still look which processes have ended
         os._exit(Terminated(number).code)
 
     def report_failure(self, report: Callable[[], None]) -> None:
-        """Report why this rank fails, or what it follows from; not if another rank has spoken."""
+        """Report this rank's failure, or the ended rank behind it, unless another rank has."""
+        # An exception is often the consequence of a peer that was killed: look for one first.
         time.sleep(DETECTION_SECONDS)
         if not self.ended_ranks():
             wait_for_first_rank(self.ranks.rank)
@@ -106,52 +116,56 @@ class PeerMonitor:
         self.report_once(report)
 
     def report_once(self, report: Callable[[], None] | None) -> None:
-        """Take the floor if it is free: name a rank that is gone, else report."""
-        lost = self.ended_ranks()
-        if (lost or report is not None) and self.claim_reporting(lost):
-            if lost:
-                report_error(self.death_message(lost))
+        """Report once in the whole run: an ended rank if there is one, else by `report`."""
+        ended = self.ended_ranks()
+        if (ended or report is not None) and self.claim_reporting(ended):
+            if ended:
+                report_error(self.death_message(ended))
             elif report is not None:
                 report()
             self.announce_end()
-        if lost:
+        if ended:
             time.sleep(ROOT_CAUSE_SECONDS)
 
-    def claim_reporting(self, lost: list[int]) -> bool:
-        """Whether this rank is the one that speaks; it may ask once, from whichever thread."""
+    def claim_reporting(self, ended: list[int]) -> bool:
+        """Return whether this rank reports; each rank can try once, in any of its threads."""
         if not self.claim_attempted.acquire(blocking=False):
             return False
         if self.store is None:
             return True
         try:
             return self.store.add("credit_dp/floor", 1) == 1
-        except RuntimeError:  # nobody can be asked any more: one rank of each machine
-            return self.ranks.rank == min(set(self.processes) - set(lost))
+        except RuntimeError:
+            # The store ended with the rank that served it: one rank of each machine reports.
+            return self.ranks.rank == min(set(self.processes) - set(ended))
 
     def announce_end(self) -> None:
-        """Tell all ranks that the run is over and that it has been said why."""
-        with contextlib.suppress(RuntimeError):  # they find out by the same lack of a store
+        """Set the key that all ranks wait for, after the failure has been reported."""
+        with contextlib.suppress(RuntimeError):  # without a store the others notice that themselves
             if self.store is not None:
                 self.store.set("credit_dp/end", "")
                 time.sleep(END_NOTICE_SECONDS)
 
     def ended_ranks(self) -> list[int]:
-        """Ranks of this machine whose process is gone."""
+        """Return the ranks of this machine whose process has ended."""
         return [rank for rank, pid in self.processes.items() if process_has_ended(pid)]
 
-    def death_message(self, lost: list[int]) -> str:
-        """One line on ranks that died without a word."""
+    def death_message(self, ended: list[int]) -> str:
+        """Return the error line for ranks that ended without reporting."""
         parallel = self.parallel
-        first = rank_name(lost[0], parallel.data or 1, parallel.domain)
-        others = f", and so are {len(lost) - 1} others" if len(lost) > 1 else ""
+        first = rank_name(ended[0], parallel.data or 1, parallel.domain)
+        others = f", and so did {len(ended) - 1} others" if len(ended) > 1 else ""
         return (
-            f"{first} is gone without a word (killed, or out of memory?){others}; "
-            "the other ranks were ended"
+            f"{first} ended without a message (killed, or out of memory?){others}; "
+            "the other ranks were stopped"
         )
 
 
 def machine_id() -> str:
-    """What ranks have in common that see each other's processes."""
+    """Return a text that is equal on ranks that see each other's process ids.
+
+    Process ids are only unique within one boot of a machine and one pid namespace (container).
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}"
@@ -160,7 +174,7 @@ def machine_id() -> str:
 
 
 def process_has_ended(pid: int) -> bool:
-    """Whether no such process runs; one that is ending does not, nor one that awaits its parent."""
+    """Return whether a process has ended; zombies and exiting processes have."""
     try:
         os.kill(pid, 0)
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -168,4 +182,5 @@ def process_has_ended(pid: int) -> bool:
         return True
     except OSError:  # no /proc on this system
         return False
+    # After the command's name in brackets come the state and, six fields later, the flags.
     return fields[0] == "Z" or bool(int(fields[6]) & PF_EXITING)

@@ -1,4 +1,9 @@
-"""How many ranks a run has, on which devices, and on which nodes of a cluster."""
+"""Work out how many ranks a run has, and place them on devices and on the nodes of a cluster.
+
+`resolve_ranks` settles the device and the number of data ranks when a run starts. `place_ranks`
+deals the ranks to nodes before a job is submitted. A domain group, whose ranks exchange rows in
+every layer that couples them, is kept on one node unless the user allows more.
+"""
 
 import os
 import re
@@ -14,37 +19,41 @@ from credit_dp.config import Config, ParallelConfig, microbatches_per_step
 from credit_dp.distributed.launcher import Launcher, RankInfo
 from credit_dp.errors import UserError
 
-# Without any of these Linux has no GPU: of NVIDIA's driver, the same under WSL, and of AMD's.
+# Device files of NVIDIA's driver, of the same under WSL, and of AMD's: without any of them Linux
+# has no GPU, and torch need not be imported to count them.
 GPU_FILES = ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd")
 
 
+# The ranks and devices of a run that starts
+
+
 def resolve_ranks(config: Config, launcher: Launcher | None) -> Config:
-    """The config with `device` and `parallel.data` made definite.
+    """Return the config with definite values of `device` and `parallel.data`.
 
     Raises:
-        UserError: the ranks or GPUs that there are do not make up this mesh, or the batch cannot
-            be dealt to its data ranks.
+        UserError: the ranks or GPUs do not fit the mesh, or the data ranks do not divide the batch.
     """
     gpus = count_visible_gpus() if config.device != "cpu" else 0
     if config.device == "cuda" and gpus == 0:
         raise UserError("device: needs a GPU for cuda, but torch sees none here. Use device=cpu.")
     device = "cuda" if gpus else "cpu"
-    each = config.parallel.gpus_per_rank
+    gpus_per_rank = config.parallel.gpus_per_rank
     if launcher is None:
-        data = data_ranks_on_gpus(config.parallel, gpus // each)
-        here = data * ranks_per_model(config.parallel)
+        data = data_ranks_on_gpus(config.parallel, gpus // gpus_per_rank)
+        local_ranks = data * ranks_per_model(config.parallel)
     else:
         data = data_ranks_of_launcher(config.parallel, launcher)
-        here = launcher.ranks.local_world_size
-    if device == "cuda" and here * each > gpus and each > 1:
+        local_ranks = launcher.ranks.local_world_size
+    if device == "cuda" and local_ranks * gpus_per_rank > gpus and gpus_per_rank > 1:
         raise UserError(
-            f"parallel.layout: counts {each} GPUs for each rank, which makes {here * each} on this "
-            f"machine, but torch sees {gpus}. Name fewer, or start fewer ranks."
+            f"parallel.layout: counts {gpus_per_rank} GPUs for each rank and needs "
+            f"{local_ranks * gpus_per_rank} on this machine, but torch sees {gpus}. Name fewer "
+            "GPUs in parallel.layout, or start fewer ranks."
         )
-    if device == "cuda" and here > gpus:
+    if device == "cuda" and local_ranks > gpus:
         raise UserError(
-            f"parallel.domain: {here} ranks on this machine need {here} GPUs, but torch "
-            f"sees {gpus}. Lower parallel.domain, parallel.data or parallel.pipeline, or use "
+            f"parallel.domain: {local_ranks} ranks on this machine need {local_ranks} GPUs, but "
+            f"torch sees {gpus}. Lower parallel.domain, parallel.data or parallel.pipeline, or use "
             "device=cpu."
         )
     check_batch(config, data)
@@ -53,8 +62,9 @@ def resolve_ranks(config: Config, launcher: Launcher | None) -> Config:
 
 
 def check_batch(config: Config, data: int) -> None:
-    """Refuse a batch that is no whole number of samples for each data rank and micro-batch."""
-    size, parts = config.data.batch_size, microbatches_per_step(config)
+    """Refuse a batch size that the data ranks and their micro-batches do not divide."""
+    size = config.data.batch_size
+    parts = microbatches_per_step(config)
     if size % data:
         raise UserError(
             f"data.batch_size: needs a multiple of the {data} data ranks, "
@@ -62,63 +72,68 @@ def check_batch(config: Config, data: int) -> None:
         )
     if size // data % parts:
         raise UserError(
-            f"data.batch_size: each of {data} data ranks cuts its {size // data} samples into "
+            f"data.batch_size: each of {data} data ranks splits its {size // data} samples into "
             f"{parts} micro-batches, so it needs a multiple of {data * parts}, got {size}. "
             "Change it, trainer.accumulate or parallel.microbatches."
         )
 
 
 def check_fsdp(parallel: ParallelConfig, data: int) -> None:
-    """Refuse settings of fsdp2 on a mesh on which there is nobody to share parameters with."""
+    """Refuse settings of FSDP2 on a mesh with a single data and domain rank."""
     keys = ("param_dtype", "reduce_dtype", "cpu_offload")
     key = next((key for key in keys if getattr(parallel, key)), None)
     if key is not None and data * parallel.domain == 1:
         raise UserError(
             f"parallel.{key}: needs at least two data or domain ranks, got one. Raise "
-            "parallel.data or parallel.domain, or leave it out."
+            f"parallel.data or parallel.domain, or leave parallel.{key} out."
         )
 
 
 def gpu_index(parallel: ParallelConfig, ranks: RankInfo) -> int:
-    """The number of the GPU that a rank computes on, the first one if it drives several."""
+    """Return the index of a rank's GPU on its node; of the first one, if it drives several."""
     return ranks.local_rank * parallel.gpus_per_rank
 
 
 def ranks_per_model(parallel: ParallelConfig) -> int:
-    """Ranks that one copy of the model takes."""
+    """Return the ranks that share one copy of the model: pipeline x domain."""
     return parallel.pipeline * parallel.domain
 
 
 def data_ranks_on_gpus(parallel: ParallelConfig, gpus: int) -> int:
-    """How many globes are trained on at once when this process starts the ranks itself."""
+    """Return the number of data ranks of a run that starts its own ranks on this machine."""
     return parallel.data or max(1, gpus // ranks_per_model(parallel))
 
 
 def data_ranks_of_launcher(parallel: ParallelConfig, launcher: Launcher) -> int:
-    """How many globes the launcher's ranks can hold; all ranks must be used."""
-    world, needed = launcher.ranks.world_size, ranks_per_model(parallel)
+    """Return the number of data ranks among the launcher's ranks, all of which have to be used.
+
+    Raises:
+        UserError: the ranks are no multiple of pipeline x domain, or not as many as the mesh has.
+    """
+    world = launcher.ranks.world_size
+    needed = ranks_per_model(parallel)
     if world % needed:
         fewer, more = world // needed * needed, (world // needed + 1) * needed
         counts = f"{fewer} or {more}" if fewer else f"{more}"
         raise UserError(
             f"parallel.domain: {launcher.name} started {world} ranks, but parallel.pipeline="
             f"{parallel.pipeline} x parallel.domain={parallel.domain} needs a multiple of "
-            f"{needed}. Start {counts} ranks, or let parallel.pipeline x parallel.domain divide "
-            f"{world}."
+            f"{needed}. Start {counts} ranks, or choose parallel.pipeline x parallel.domain to "
+            f"divide {world}."
         )
     data = world // needed
     if parallel.data not in (None, data):
         raise UserError(
             f"parallel.data: {launcher.name} started {world} ranks, but parallel.pipeline="
             f"{parallel.pipeline} x parallel.data={parallel.data} x parallel.domain="
-            f"{parallel.domain} is {needed * parallel.data}. Leave parallel.data null (that makes "
-            f"it {data}), or start {needed * parallel.data} ranks."
+            f"{parallel.domain} needs {needed * parallel.data}. Set parallel.data to null (then it "
+            f"is {data}), or start {needed * parallel.data} ranks."
         )
     return data
 
 
 def count_visible_gpus() -> int:
-    """GPUs that torch sees; looking starts no CUDA context."""
+    """Return the number of GPUs that torch sees, without creating a CUDA context."""
     if sys.platform == "linux" and not any(map(os.path.exists, GPU_FILES)):
         return 0
     import torch  # takes seconds
@@ -129,23 +144,36 @@ def count_visible_gpus() -> int:
 def threads_per_rank(
     parallel: ParallelConfig, ranks: RankInfo, environment: Mapping[str, str]
 ) -> int:
-    """CPU threads of one rank: the config's, else the user's, else this machine's shared out."""
+    """Return the CPU threads of one rank.
+
+    The first of these: `parallel.threads`, OMP_NUM_THREADS, SLURM's CPUs of the task, an equal
+    share of the cores that this process may use.
+    """
     if parallel.threads is not None:
         return parallel.threads
-    # torchrun sets OMP_NUM_THREADS=1 on its own when the user did not.
-    given = environment.get("OMP_NUM_THREADS", "")
-    if given.isdigit() and int(given) > 0 and "TORCHELASTIC_RUN_ID" not in environment:
-        return int(given)
-    # srun pins each task to its own cores, so there is nothing left to share.
+    # torchrun sets OMP_NUM_THREADS=1 if the user did not: under it the variable says nothing.
+    omp_threads = environment.get("OMP_NUM_THREADS", "")
+    if omp_threads.isdigit() and int(omp_threads) > 0 and "TORCHELASTIC_RUN_ID" not in environment:
+        return int(omp_threads)
+    # srun pins each task to its own cores: they are not shared with other ranks.
     if environment.get("SLURM_CPUS_PER_TASK", "").isdigit() and "SLURM_STEP_ID" in environment:
         return int(environment["SLURM_CPUS_PER_TASK"])
     return max(1, len(os.sched_getaffinity(0)) // ranks.local_world_size)
 
 
+# The nodes of a job
+
+
 @final
 @dataclass(frozen=True)
 class ClusterNodes:
-    """What a cluster has: its nodes, and the cores and GPUs of each; None if that is not known."""
+    """The nodes of a cluster, all alike.
+
+    Attributes:
+        count: of nodes; None if unknown, as for the others.
+        cores: of each node.
+        gpus: of each node.
+    """
 
     count: int | None = None
     cores: int | None = None
@@ -155,9 +183,14 @@ class ClusterNodes:
 @final
 @dataclass(frozen=True)
 class PlacementRequest:
-    """What the user decides about the placement; None leaves it to the mesh.
+    """The user's choices for the placement; what is None follows from the mesh.
 
-    `spread` lets a domain group reach over several nodes; messages say `spread_hint`.
+    Attributes:
+        nodes: of the job.
+        tasks_per_node: ranks on each node.
+        cpus_per_task: cores of each rank.
+        spread: whether a domain group may span several nodes.
+        spread_hint: how the user sets `spread`, for messages.
     """
 
     nodes: int | None = None
@@ -170,7 +203,7 @@ class PlacementRequest:
 @final
 @dataclass(frozen=True)
 class Placement:
-    """Where the ranks of a run go: each node has as many, in the order of their numbers."""
+    """The placement of the ranks of a run: in rank order, the same number on each node."""
 
     nodes: int
     tasks_per_node: int
@@ -180,124 +213,148 @@ class Placement:
 
     @property
     def ranks(self) -> int:
-        """All ranks of the run."""
+        """Number of ranks of the run."""
         return self.nodes * self.tasks_per_node
 
 
-def place_ranks(config: Config, has: ClusterNodes, wish: PlacementRequest) -> Placement:
-    """The fewest nodes that hold the mesh, or as many as are wished for.
-
-    A domain group is kept on one node: its ranks exchange rows in every layer that mixes them.
+def place_ranks(config: Config, available: ClusterNodes, request: PlacementRequest) -> Placement:
+    """Return the placement on the fewest nodes that hold the mesh, or on as many as requested.
 
     Raises:
-        UserError: the ranks don't fit on the nodes that there are.
+        UserError: the ranks do not fit on the available nodes.
     """
     parallel = config.parallel
-    gpus_each = parallel.gpus_per_rank if uses_gpus(config, has) else 0
-    cpus = wish.cpus_per_task or cpus_per_rank(config, has, gpus_each)
-    room = rank_capacity(has, cpus, gpus_each)
-    unit = 1 if wish.spread else parallel.domain
-    if room is not None and unit > room:
-        raise UserError(too_small_message(config, has, wish, unit, cpus, gpus_each))
-    ranks = total_ranks(config, wish, unit, room if gpus_each else None)
-    tasks = tasks_per_node(ranks, wish, unit, room)
-    if room is not None and tasks > room:
-        raise UserError(too_small_message(config, has, wish, tasks, cpus, gpus_each))
+    gpus_per_rank = parallel.gpus_per_rank if uses_gpus(config, available) else 0
+    cpus = request.cpus_per_task or cpus_per_rank(config, available, gpus_per_rank)
+    capacity = rank_capacity(available, cpus, gpus_per_rank)
+    # Ranks that have to be on one node: a domain group, unless it may span nodes.
+    unit = 1 if request.spread else parallel.domain
+    if capacity is not None and unit > capacity:
+        raise UserError(too_small_message(config, available, request, unit, cpus, gpus_per_rank))
+    ranks = total_ranks(config, request, unit, capacity if gpus_per_rank else None)
+    tasks = tasks_per_node(ranks, request, unit, capacity)
+    if capacity is not None and tasks > capacity:
+        raise UserError(too_small_message(config, available, request, tasks, cpus, gpus_per_rank))
     nodes = ranks // tasks
-    if has.count is not None and nodes > has.count:
+    if available.count is not None and nodes > available.count:
         raise UserError(
             f"nodes: {ranks} ranks need {nodes} nodes with {tasks} ranks on each, but the "
-            f"partition has {has.count} of that size. Lower parallel.data, parallel.domain or "
-            "parallel.pipeline."
+            f"partition has {available.count} nodes of that size. Lower parallel.data, "
+            "parallel.domain or parallel.pipeline."
         )
-    return Placement(nodes, tasks, cpus, tasks * gpus_each, ranks // ranks_per_model(parallel))
+    return Placement(
+        nodes=nodes,
+        tasks_per_node=tasks,
+        cpus_per_task=cpus,
+        gpus_per_node=tasks * gpus_per_rank,
+        data=ranks // ranks_per_model(parallel),
+    )
 
 
-def uses_gpus(config: Config, has: ClusterNodes) -> bool:
-    """Whether ranks compute on GPUs; where nodes are not known, `device=auto` takes them to."""
-    return config.device == "cuda" or (config.device == "auto" and has.gpus != 0)
+def uses_gpus(config: Config, available: ClusterNodes) -> bool:
+    """Whether ranks compute on GPUs; with `device=auto`, unless nodes are known to have none."""
+    return config.device == "cuda" or (config.device == "auto" and available.gpus != 0)
 
 
-def cpus_per_rank(config: Config, has: ClusterNodes, gpus_each: int) -> int:
-    """Cores of one rank: its threads, or beside a GPU its share of the node or its readers."""
+def cpus_per_rank(config: Config, available: ClusterNodes, gpus_per_rank: int) -> int:
+    """Return the cores of one rank: `parallel.threads` if set.
+
+    Otherwise one on CPUs; beside GPUs the share of the node's cores that belongs to the rank's
+    GPUs, or on unknown nodes one for each reading thread and one for the rank.
+    """
     if config.parallel.threads is not None:
         return config.parallel.threads
-    if not gpus_each:
+    if not gpus_per_rank:
         return 1
-    if has.cores and has.gpus:
-        return max(1, has.cores // has.gpus * gpus_each)
+    if available.cores and available.gpus:
+        return max(1, available.cores // available.gpus * gpus_per_rank)
     return config.data.workers + 1
 
 
-def rank_capacity(has: ClusterNodes, cpus: int, gpus_each: int) -> int | None:
-    """How many ranks a node has room for; None if that is not known."""
-    rooms = []
-    if has.cores is not None:
-        rooms.append(has.cores // cpus)
-    if gpus_each and has.gpus is not None:
-        rooms.append(has.gpus // gpus_each)
-    return min(rooms) if rooms else None
+def rank_capacity(available: ClusterNodes, cpus: int, gpus_per_rank: int) -> int | None:
+    """Return how many ranks fit on one node; None if its size is unknown."""
+    capacities = []
+    if available.cores is not None:
+        capacities.append(available.cores // cpus)
+    if gpus_per_rank and available.gpus is not None:
+        capacities.append(available.gpus // gpus_per_rank)
+    return min(capacities) if capacities else None
 
 
-def total_ranks(config: Config, wish: PlacementRequest, unit: int, room: int | None) -> int:
-    """All ranks: of the mesh, or with `parallel.data=null` as many globes as the nodes hold."""
+def total_ranks(config: Config, request: PlacementRequest, unit: int, capacity: int | None) -> int:
+    """Return the number of ranks: of the mesh, or with `parallel.data=null` as many as fit.
+
+    Args:
+        config: of the run.
+        request: the nodes that `parallel.data=null` fills.
+        unit: ranks that have to be on one node.
+        capacity: ranks that fit on one node; None if unknown.
+    """
     parallel = config.parallel
     if parallel.data is not None:
         return ranks_per_model(parallel) * parallel.data
-    if wish.nodes is None:
+    if request.nodes is None:
         return ranks_per_model(parallel)
-    each = wish.tasks_per_node or (unit if room is None else room // unit * unit)
-    return ranks_per_model(parallel) * max(1, wish.nodes * each // ranks_per_model(parallel))
+    tasks = request.tasks_per_node or (unit if capacity is None else capacity // unit * unit)
+    return ranks_per_model(parallel) * max(1, request.nodes * tasks // ranks_per_model(parallel))
 
 
-def tasks_per_node(ranks: int, wish: PlacementRequest, unit: int, room: int | None) -> int:
-    """The same number for each node, whole domain groups.
+def tasks_per_node(ranks: int, request: PlacementRequest, unit: int, capacity: int | None) -> int:
+    """Return the number of ranks on each node, a multiple of `unit`.
 
     Raises:
-        UserError: the ranks can't be dealt to the nodes like this.
+        UserError: the requested nodes do not divide the ranks, or would split domain groups.
     """
-    if wish.tasks_per_node is None and wish.nodes is None:
-        most = ranks if room is None else min(room, ranks)
+    if request.tasks_per_node is None and request.nodes is None:
+        # As many complete units as fit on a node and divide the ranks.
+        most = ranks if capacity is None else min(capacity, ranks)
         return next(tasks for tasks in range(most // unit * unit, 0, -unit) if ranks % tasks == 0)
-    nodes = wish.nodes or max(1, ranks // (wish.tasks_per_node or 1))
-    tasks = wish.tasks_per_node or max(1, ranks // nodes)
+    nodes = request.nodes or max(1, ranks // (request.tasks_per_node or 1))
+    tasks = request.tasks_per_node or max(1, ranks // nodes)
     if nodes * tasks != ranks:
         raise UserError(
-            f"nodes: {ranks} ranks can't be dealt to {nodes} nodes as {tasks} on each. Give a "
-            f"number of nodes that divides {ranks}, or another mesh."
+            f"nodes: {ranks} ranks can't be divided among {nodes} nodes with {tasks} on each. Give "
+            f"a number of nodes that divides {ranks}, or another mesh."
         )
     if tasks % unit:
         raise UserError(
-            f"nodes: {tasks} ranks on each of {nodes} nodes would part domain groups of {unit} "
-            f"ranks. Take {max(1, ranks // unit)} nodes or fewer, or let them reach over nodes "
-            f"with {wish.spread_hint}."
+            f"nodes: {tasks} ranks on each of {nodes} nodes would split domain groups of {unit} "
+            f"ranks. Use {max(1, ranks // unit)} nodes or fewer, or let groups span nodes with "
+            f"{request.spread_hint}."
         )
     return tasks
 
 
 def too_small_message(
-    config: Config, has: ClusterNodes, wish: PlacementRequest, tasks: int, cpus: int, gpus_each: int
+    config: Config,
+    available: ClusterNodes,
+    request: PlacementRequest,
+    tasks: int,
+    cpus: int,
+    gpus_per_rank: int,
 ) -> str:
-    """Why a node can't hold so many ranks."""
-    few_gpus = gpus_each and has.gpus is not None and tasks * gpus_each > has.gpus
-    needed, there, what = tasks * cpus, has.cores, "cores"
-    if few_gpus:
-        needed, there, what = tasks * gpus_each, has.gpus, "GPUs"
-    domain = config.parallel.domain
-    of = ""
-    if tasks == domain > 1:
-        of = f" (a domain group stays on one node, unless {wish.spread_hint} is given)"
+    """Return the error line for a node that can't hold `tasks` ranks."""
+    needed, limit, resource = tasks * cpus, available.cores, "cores"
+    if gpus_per_rank and available.gpus is not None and tasks * gpus_per_rank > available.gpus:
+        needed, limit, resource = tasks * gpus_per_rank, available.gpus, "GPUs"
+    reason = ""
+    if tasks == config.parallel.domain > 1:
+        reason = f" (a domain group stays on one node, unless {request.spread_hint} is given)"
     return (
-        f"parallel.domain: {tasks} ranks on one node need {needed} {what}, but nodes have {there}"
-        f"{of}. Lower parallel.domain, or take more nodes."
+        f"parallel.domain: {tasks} ranks on one node need {needed} {resource}, but nodes have "
+        f"{limit}{reason}. Lower parallel.domain, or use more nodes."
     )
 
 
 def spread_warning(nodes: Sequence[int], domain: int) -> str | None:
-    """One line on domain groups that no single node holds; None if there are none.
+    """Return a warning about domain groups that span several nodes; None if there are none.
 
-    `nodes` tells of every rank on which node it runs. Such a mesh computes the same and may be what
-    is wanted (a globe too large for a node, nodes that share a fast network), so it is no error.
+    It is no error: such a mesh computes the same, and a globe may be too large for one node, or the
+    network between nodes fast.
+
+    Args:
+        nodes: the number of each rank's node, in rank order.
+        domain: ranks of each domain group.
     """
     groups = [range(first, first + domain) for first in range(0, len(nodes), domain)]
     spread = [group for group in groups if len({nodes[rank] for rank in group}) > 1]
@@ -307,7 +364,7 @@ def spread_warning(nodes: Sequence[int], domain: int) -> str | None:
     edges = sum(nodes[one] != nodes[other] for one, other in pairwise(group))
     sizes = sorted({nodes.count(node) for node in set(nodes)})
     return (
-        f"parallel.domain: {len(spread)} of {len(groups)} domain groups reach over several nodes, "
+        f"parallel.domain: {len(spread)} of {len(groups)} domain groups span several nodes, "
         f"the first is ranks {group[0]} to {group[-1]} on nodes {join_node_names(nodes, group)}: "
         f"{edges} of the {domain - 1} edges between its bands cross the network at every exchange "
         f"of rows. {spread_advice(nodes, domain, sizes)}"
@@ -315,17 +372,24 @@ def spread_warning(nodes: Sequence[int], domain: int) -> str | None:
 
 
 def join_node_names(nodes: Sequence[int], group: Sequence[int]) -> str:
-    """The nodes of a group, each once: `0, 1 and 2`."""
+    """Return the node numbers of a group, each once: `0, 1 and 2`."""
     names = [str(node) for node in dict.fromkeys(nodes[rank] for rank in group)]
     return f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def spread_advice(nodes: Sequence[int], domain: int, sizes: Sequence[int]) -> str:
-    """What keeps each group on one node, as far as anything does."""
+    """Return how to keep each domain group on one node, as far as that is possible.
+
+    Args:
+        nodes: the number of each rank's node, in rank order.
+        domain: ranks of each domain group.
+        sizes: the different numbers of ranks on a node.
+    """
     per_node = " or ".join(map(str, sizes))
+    # Ranks numbered node by node change node once less than there are nodes.
     if sum(one != other for one, other in pairwise(nodes)) >= len(set(nodes)):
         return (
-            "Ranks that follow each other are on different nodes: number them node by node "
+            "Consecutive ranks are on different nodes: number the ranks node by node "
             "(srun --distribution=block)."
         )
     fit = [n for n in range(2, domain) if all(size % n == 0 for size in sizes)]
@@ -336,37 +400,46 @@ def spread_advice(nodes: Sequence[int], domain: int, sizes: Sequence[int]) -> st
     )
 
 
-SLURM_TIMEOUT = 30.0  # seconds for a command of SLURM's
+SLURM_TIMEOUT = 30.0  # seconds in which a SLURM command has to answer
 
 
 def slurm_nodes(partition: str | None) -> ClusterNodes:
-    """The largest nodes of a partition, by default of the default one; unknown without SLURM."""
+    """Return the largest nodes of a SLURM partition; without SLURM their size is unknown.
+
+    Args:
+        partition: its name; None for the default partition.
+    """
     if shutil.which("sinfo") is None:
         return ClusterNodes()
     command = ["sinfo", "--noheader", "--Node", "--format", "%P|%c|%G"]
     command += ["--partition", partition] if partition else []
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             command, capture_output=True, text=True, timeout=SLURM_TIMEOUT, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return ClusterNodes()
-    return largest_nodes(done.stdout, partition is not None)
+    return largest_nodes(result.stdout, partition is not None)
 
 
-def largest_nodes(told: str, of_partition: bool) -> ClusterNodes:
-    """The size of the nodes with most GPUs, then most cores, and how many there are."""
+def largest_nodes(output: str, of_partition: bool) -> ClusterNodes:
+    """Return the nodes with the most GPUs, among these with the most cores, and how many there are.
+
+    Args:
+        output: lines `PARTITION|CORES|GRES` of sinfo, one for each node.
+        of_partition: whether the lines are those of one partition, not of all.
+    """
     sizes: list[tuple[int, int]] = []
-    for line in told.splitlines():
+    for line in output.splitlines():
         name, cores, gres = line.split("|", 2)
         if of_partition or name.endswith("*"):  # a star marks the default partition
             sizes.append((count_gpus(gres), int(cores.rstrip("+"))))
     if not sizes:
         return ClusterNodes()
-    gpus, cores_each = max(sizes)
-    return ClusterNodes(sizes.count((gpus, cores_each)), cores_each, gpus)
+    gpus, cores_per_node = max(sizes)
+    return ClusterNodes(sizes.count((gpus, cores_per_node)), cores_per_node, gpus)
 
 
 def count_gpus(gres: str) -> int:
-    """GPUs of a node: `gpu:a100:4(S:0-1),nvme:1` -> 4."""
+    """Return the GPUs in a node's GRES: `gpu:a100:4(S:0-1),nvme:1` -> 4."""
     return sum(int(count) for count in re.findall(r"(?:^|,)gpu(?::[^:,(]+)?:(\d+)", gres))

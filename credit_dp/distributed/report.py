@@ -1,4 +1,4 @@
-"""How a rank ended, and what a failed run says on stderr: one line, or one traceback."""
+"""Record how each rank ended, and report a failure on stderr: one line or one traceback."""
 
 import contextlib
 import json
@@ -10,45 +10,45 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, final
 
-FIRST_RANK_SECONDS = 3.0  # seconds that other ranks leave to rank 0
+FIRST_RANK_SECONDS = 3.0  # by which other ranks report later than rank 0
 
 _captures: list[list[str]] = []
 
 
 @contextlib.contextmanager
 def capture_reports() -> Iterator[list[str]]:
-    """Collect what this process says meanwhile about runs that fail; it is said nevertheless."""
-    told: list[str] = []
-    _captures.append(told)
+    """Collect the reports that this process writes meanwhile; stderr gets them as well."""
+    lines: list[str] = []
+    _captures.append(lines)
     try:
-        yield told
+        yield lines
     finally:
-        _captures.remove(told)
+        _captures.remove(lines)
 
 
 def wait_for_first_rank(rank: int) -> None:
-    """Let rank 0 speak first, which knows most of what the others do.
+    """Wait a moment on all ranks but rank 0, so that an error of all ranks is reported by rank 0.
 
-    When it has failed as well, the launcher ends this process during the wait, and one voice is
-    heard instead of all. When it has not, what this rank has to say is the only cause there is.
+    If rank 0 has failed as well, the launcher ends this process during the wait. If it has not,
+    this rank's error is the cause.
     """
     if rank > 0:
         time.sleep(FIRST_RANK_SECONDS)
 
 
 def report_error(message: str) -> None:
-    """`error:` and the message, on one line whatever the message holds."""
+    """Write `error:` and the message to stderr, in one line: line breaks become spaces."""
     _write(f"error: {' '.join(message.split())}\n")
 
 
 def report_crash(text: str) -> None:
-    """A traceback or a sentence, as it is."""
+    """Write a text of several lines, such as a traceback, to stderr as it is."""
     _write(text if text.endswith("\n") else f"{text}\n")
 
 
 def _write(text: str) -> None:
-    for told in _captures:
-        told.append(text)
+    for lines in _captures:
+        lines.append(text)
     sys.stderr.write(text)
     sys.stderr.flush()
 
@@ -56,10 +56,14 @@ def _write(text: str) -> None:
 @final
 @dataclass(frozen=True)
 class RankOutcome:
-    """The end of one rank.
+    """How one rank ended.
 
-    `kind`: `returned` (`code` is the exit code), `refused` (`text` is a UserError's line) or
-    `crashed` (`text` is a traceback). `time` is in nanoseconds, to tell cause from consequence.
+    Attributes:
+        rank: of the run.
+        kind: `returned`, `refused` (by a UserError) or `crashed`.
+        code: exit code.
+        text: line of the UserError, or traceback of the crash.
+        time: when it ended, in nanoseconds: the earliest failure is the cause of the others.
     """
 
     rank: int
@@ -70,7 +74,7 @@ class RankOutcome:
 
 
 def write_outcome(folder: Path, outcome: RankOutcome) -> None:
-    """Leave the outcome where the parent looks; it appears whole or not at all."""
+    """Write the outcome where the parent reads it, by a rename: complete or not at all."""
     path = folder / f"{outcome.rank}.json"
     temporary = path.with_suffix(".part")
     temporary.write_text(json.dumps({**asdict(outcome), "time": time.time_ns()}))
@@ -78,12 +82,18 @@ def write_outcome(folder: Path, outcome: RankOutcome) -> None:
 
 
 def read_outcome(folder: Path, rank: int) -> RankOutcome | None:
-    """What the rank left; None if it died without a word."""
+    """Return the outcome that a rank wrote; None if it ended without writing one."""
     path = folder / f"{rank}.json"
     return RankOutcome(**json.loads(path.read_text())) if path.exists() else None
 
 
 def rank_name(rank: int, data: int, domain: int) -> str:
-    """`rank 5 (pipeline 1, data 0, domain 1)` on a mesh of so many data and domain ranks."""
+    """Return a rank with its mesh coordinates: `rank 5 (pipeline 1, data 0, domain 1)`.
+
+    Args:
+        rank: of the run.
+        data: size of the mesh's data axis.
+        domain: size of the mesh's domain axis.
+    """
     stage, rest = divmod(rank, data * domain)
     return f"rank {rank} (pipeline {stage}, data {rest // domain}, domain {rest % domain})"

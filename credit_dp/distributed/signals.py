@@ -1,4 +1,11 @@
-"""Signals that ask a process to stop, and the time at which its job ends."""
+"""Stop a process on a signal or before its job's time limit.
+
+STOP_SIGNALS ask a process to stop. `SignalRouter` decides what happens: the innermost handler that
+`handle_stop` set is called, for instance to save a checkpoint; without a handler the process ends,
+after its clean-up inside `raise_on_stop`. Python runs signal handlers in the main thread only,
+between two of its own instructions, which is why ranks that may wait in a collective use
+`handle_stop_in_thread` instead.
+"""
 
 import contextlib
 import os
@@ -14,14 +21,19 @@ from typing import final
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: start the same command again, with resume=auto
-DUPLICATE_SECONDS = 2.0  # seconds: a job queue signals a rank and its launcher, which hands that on
+# A job queue signals a rank and also its launcher, which forwards the signal: within this time
+# after the first SIGTERM another one counts as the same.
+DUPLICATE_SECONDS = 2.0
 
 
 class Terminated(BaseException):
-    """A signal ends the program; like KeyboardInterrupt, nothing but its end should catch this.
+    """Raised when a signal ends the program; only the outermost frame catches it.
 
-    `code` is that to exit with. SIGUSR1 announces an end that is not of the run's making, so that
-    whoever starts runs again is told to.
+    It derives from BaseException, like KeyboardInterrupt, so that `except Exception` lets it pass.
+
+    Attributes:
+        code: exit code of the process. SIGUSR1 announces the end of a job, not of the run: its
+            code asks to start the same command again.
     """
 
     def __init__(self, number: int = signal.SIGTERM) -> None:
@@ -31,19 +43,30 @@ class Terminated(BaseException):
 
 @final
 class SignalRouter:
-    """Who in this process heeds signals, if anyone, and when SIGTERM first came."""
+    """Passes signals on to the current handler of this process.
+
+    Attributes:
+        handler: called with the number of the signal; None if a signal ends the process.
+        first_sigterm: when the first SIGTERM came, on the monotonic clock.
+    """
 
     def __init__(self) -> None:
         self.handler: Callable[[int], None] | None = None
         self.first_sigterm: float | None = None
 
     def route(self, number: int) -> bool:
-        """Hand a signal on; False if it ends the process instead. Called in any thread."""
+        """Call the handler and return True; return False if the signal has to end the process.
+
+        Can be called in any thread.
+        """
         now = time.monotonic()
         if number == signal.SIGTERM and self.handler is not None:
             self.first_sigterm = self.first_sigterm or now
-        again = number == signal.SIGTERM and now - (self.first_sigterm or now) > DUPLICATE_SECONDS
-        if self.handler is None or again or number not in STOP_SIGNALS:
+        # A second SIGTERM ends a process whose graceful stop takes too long for the sender.
+        repeated = (
+            number == signal.SIGTERM and now - (self.first_sigterm or now) > DUPLICATE_SECONDS
+        )
+        if self.handler is None or repeated or number not in STOP_SIGNALS:
             return False
         self.handler(number)
         return True
@@ -53,141 +76,148 @@ _router = SignalRouter()  # a process has one set of signals
 
 
 @contextlib.contextmanager
-def handle_stop(act: Callable[[int], None]) -> Iterator[None]:
-    """Have a signal that asks to stop call `act(number)` meanwhile, if need be in another thread.
+def handle_stop(handler: Callable[[int], None]) -> Iterator[None]:
+    """Call `handler(number)` on a stop signal meanwhile, possibly in another thread.
 
-    Where nobody else has set this process's signals up, that is done here; only a main thread can.
-    Once it has been asked, the process is taken to end: it is not ended sooner by a signal that
-    says the same and comes late, from a launcher that was slow to hand it on.
+    Signals that still have their default action are caught here; only a main thread can do so.
     """
-    asked: list[int] = []
+    received: list[int] = []
 
-    def note(number: int) -> None:
-        asked.append(number)
-        act(number)
+    def record(number: int) -> None:
+        received.append(number)
+        handler(number)
 
-    def take(number: int, frame: FrameType | None) -> None:
+    def on_signal(number: int, frame: FrameType | None) -> None:
         if not _router.route(number):
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 
-    main = threading.current_thread() is threading.main_thread()
-    ours = [kind for kind in STOP_SIGNALS if main and signal.getsignal(kind) is signal.SIG_DFL]
-    outer, _router.handler, _router.first_sigterm = _router.handler, note, None
-    for kind in ours:
-        signal.signal(kind, take)
+    is_main = threading.current_thread() is threading.main_thread()
+    uncaught = [s for s in STOP_SIGNALS if is_main and signal.getsignal(s) is signal.SIG_DFL]
+    outer = _router.handler
+    _router.handler = record
+    _router.first_sigterm = None
+    for stop_signal in uncaught:
+        signal.signal(stop_signal, on_signal)
     try:
         yield
     finally:
-        if asked and outer is None:
-            _router.handler = asked.append
+        if received and outer is None:
+            # The process is about to end by itself. The same signal, forwarded late by a slow
+            # launcher, must not end it sooner: it is still caught, and only recorded.
+            _router.handler = received.append
         else:
-            for kind in ours:
-                signal.signal(kind, signal.SIG_DFL)
+            for stop_signal in uncaught:
+                signal.signal(stop_signal, signal.SIG_DFL)
             _router.handler = outer
 
 
 @contextlib.contextmanager
 def raise_on_stop() -> Iterator[None]:
-    """Turn signals that nobody heeds into `Terminated`, so that clean-up runs.
+    """Raise `Terminated` on a stop signal without a handler, so that clean-up code runs.
 
-    Only a main thread can.
+    Does nothing outside the main thread, which alone can catch signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
-    def take(number: int, frame: FrameType | None) -> None:
+    def on_signal(number: int, frame: FrameType | None) -> None:
         if not _router.route(number):
             raise Terminated(number)
 
-    before = [signal.signal(kind, take) for kind in STOP_SIGNALS]
+    previous = [signal.signal(stop_signal, on_signal) for stop_signal in STOP_SIGNALS]
     try:
         yield
     finally:
-        for kind, handler in zip(STOP_SIGNALS, before, strict=True):
-            signal.signal(kind, handler)
+        for stop_signal, action in zip(STOP_SIGNALS, previous, strict=True):
+            signal.signal(stop_signal, action)
 
 
 @contextlib.contextmanager
-def handle_stop_in_thread(act: Callable[[int], None]) -> Iterator[None]:
-    """Have SIGINT, and signals that nobody heeds, call `act(number)` in a thread of its own.
+def handle_stop_in_thread(handler: Callable[[int], None]) -> Iterator[None]:
+    """Call `handler(number)` in a separate thread on SIGINT and on unhandled stop signals.
 
-    Python runs handlers in the main thread between two lines of Python: one that waits in a
-    collective gets there only when the collective ends. Only a main thread can set this up.
+    Does nothing outside the main thread, which alone can catch signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def listen() -> None:
-        while number := ear.recv(1):
-            if number[0] in kinds and not _router.route(number[0]):
-                act(number[0])
+        while number := receiver.recv(1):  # empty when the sender is closed
+            if number[0] in signals and not _router.route(number[0]):
+                handler(number[0])
 
-    kinds = (*STOP_SIGNALS, signal.SIGINT)
-    ear, mouth = socket.socketpair()
-    mouth.setblocking(False)
-    before = [signal.signal(kind, lambda number, frame: None) for kind in kinds]
-    woken = signal.set_wakeup_fd(mouth.fileno(), warn_on_full_buffer=False)
+    signals = (*STOP_SIGNALS, signal.SIGINT)
+    # A Python handler would wait until the main thread returns from a collective. The wake-up file
+    # descriptor is written by the C handler, at once, with the number of the signal as one byte.
+    receiver, sender = socket.socketpair()
+    sender.setblocking(False)
+    # The C handler runs only for signals that have a Python handler, which has nothing to do.
+    previous = [signal.signal(each, lambda number, frame: None) for each in signals]
+    previous_wakeup = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
     listener = threading.Thread(target=listen, daemon=True)
     listener.start()
     try:
         yield
     finally:
-        signal.set_wakeup_fd(woken)
-        for kind, handler in zip(kinds, before, strict=True):
-            signal.signal(kind, handler)
-        mouth.close()
+        signal.set_wakeup_fd(previous_wakeup)
+        for each, action in zip(signals, previous, strict=True):
+            signal.signal(each, action)
+        sender.close()  # ends the listener
         listener.join()
-        ear.close()
+        receiver.close()
 
 
 @contextlib.contextmanager
-def block_signals(kinds: tuple[signal.Signals, ...] = STOP_SIGNALS) -> Iterator[None]:
-    """Keep signals waiting, here and in processes that are started meanwhile.
-
-    A thread holds back only what is sent to itself: what reaches the process by another one waits
-    too, where this is the main thread, in which Python runs handlers.
-    """
-    came: list[int] = []
-    main = threading.current_thread() is threading.main_thread()
-    handlers = {kind: signal.getsignal(kind) for kind in kinds if main}
-    handlers = {kind: handler for kind, handler in handlers.items() if callable(handler)}
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, kinds)
-    for kind in handlers:
-        signal.signal(kind, lambda number, frame: came.append(number))
+def block_signals(signals: tuple[signal.Signals, ...] = STOP_SIGNALS) -> Iterator[None]:
+    """Delay signals until the end of the block, here and in processes started meanwhile."""
+    received: list[int] = []
+    is_main = threading.current_thread() is threading.main_thread()
+    handlers = {each: signal.getsignal(each) for each in signals if is_main}
+    handlers = {each: handler for each, handler in handlers.items() if callable(handler)}
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    # The mask belongs to this thread alone: the kernel may deliver a signal of the process to any
+    # other thread, and Python then runs the handler here. Meanwhile handlers only record.
+    for each in handlers:
+        signal.signal(each, lambda number, frame: received.append(number))
     try:
         yield
     finally:
-        for kind, handler in handlers.items():
-            signal.signal(kind, handler)
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        for number in came:
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
+        for number in received:
             signal.raise_signal(number)
 
 
 def slurm_job_id(environment: Mapping[str, str]) -> str | None:
-    """`7`, or `7_2` in an array; None outside of SLURM.
-
-    `SLURM_JOB_ID` will not do: that of an array's last job is the number of the whole array, and
-    `scontrol requeue` would queue all its jobs again, those that are done too.
-    """
+    """Return `7`, or `7_2` for a job of an array; None outside SLURM."""
+    # SLURM_JOB_ID of an array's last job is the id of the whole array: `scontrol requeue` would
+    # queue all its jobs again, finished ones included.
     if "SLURM_ARRAY_JOB_ID" in environment and "SLURM_ARRAY_TASK_ID" in environment:
         return f"{environment['SLURM_ARRAY_JOB_ID']}_{environment['SLURM_ARRAY_TASK_ID']}"
     return environment.get("SLURM_JOB_ID")
 
 
-MARGIN_SECONDS = 120.0  # seconds before the end: for the rest of a step and a checkpoint
-MARGIN_SHARE = 0.1  # of a short job's time, which may be less
-LEAST_MARGIN_SECONDS = 15.0  # seconds that a checkpoint of anything takes on a busy machine
-SLURM_TIMEOUT = 10.0  # seconds for SLURM to answer
+MARGIN_SECONDS = 120.0  # before the time limit: for the rest of a step and a checkpoint
+MARGIN_SHARE = 0.1  # of the time that is left: a smaller margin for a short job
+LEAST_MARGIN_SECONDS = 15.0  # any checkpoint can take this long on a busy machine
+SLURM_TIMEOUT = 10.0  # seconds in which a SLURM command has to answer
 UNIT_SECONDS = (1, 60, 3600, 86400)  # of `[days-[hours:]]minutes:seconds`, from the right
 
 
 @final
 class TimeLimit:
-    """The moment at which a run of a job has to stop to be saved in time; never outside a job."""
+    """The time at which a run has to stop to save a checkpoint within its job.
+
+    Args:
+        seconds_left: until the job ends; None if there is no limit.
+
+    Attributes:
+        deadline: on the monotonic clock; None if there is no limit.
+    """
 
     def __init__(self, seconds_left: float | None) -> None:
         self.deadline: float | None = None
@@ -196,22 +226,25 @@ class TimeLimit:
             self.deadline = time.monotonic() + seconds_left - margin
 
     def reached(self) -> bool:
-        """Whether it is time to stop."""
+        """Whether the run has to stop now."""
         return self.deadline is not None and time.monotonic() >= self.deadline
 
 
 def job_time_limit() -> TimeLimit:
-    """Of the job that this process is part of."""
+    """Return the time limit of the SLURM job of this process."""
     return TimeLimit(seconds_left(os.environ))
 
 
 def seconds_left(environment: Mapping[str, str]) -> float | None:
-    """Until SLURM ends this job; None outside of one, without a limit, or if it can't be told."""
+    """Return the seconds until SLURM ends this job; None outside a job or if there is no limit.
+
+    Also None if SLURM does not answer.
+    """
     job = slurm_job_id(environment)
     if job is None:
         return None
     end = environment.get("SLURM_JOB_END_TIME", "")
-    if end.isdigit():  # set by newer versions
+    if end.isdigit():  # newer versions of SLURM set it
         return max(0.0, int(end) - time.time())
     command = ["squeue", "--noheader", "--jobs", job, "--format", "%L"]
     try:
@@ -224,7 +257,7 @@ def seconds_left(environment: Mapping[str, str]) -> float | None:
 
 
 def parse_duration(text: str) -> float | None:
-    """Seconds of `1-02:03:04`, `2:03:04` or `3:04`; None for `UNLIMITED` and the like."""
+    """Return the seconds of `1-02:03:04`, `2:03:04` or `3:04`; None for `UNLIMITED` and others."""
     if not re.fullmatch(r"(\d+-)?(\d+:){1,2}\d+", text):
         return None
     parts = reversed(re.split("[-:]", text))

@@ -1,5 +1,8 @@
-"""What is asked of the store where ranks meet; torch's own class has no complete stub.
-What one rank does: set itself up, run the function, and say how it ended."""
+"""Set one rank up, run the function on it, and write how it ended.
+
+In this order: signals, threads and logging; the rendezvous with the other ranks; the process group;
+the run folder of rank 0; the function. Everything that needs torch imports it late.
+"""
 
 from __future__ import annotations
 
@@ -28,59 +31,67 @@ from credit_dp.distributed.signals import STOP_SIGNALS
 from credit_dp.errors import UserError
 
 
-class Store(Protocol):
-    """Small values by key, seen by all ranks; a RuntimeError if whoever keeps it is gone."""
+class RendezvousStore(Protocol):
+    """The key-value store that all ranks share; `torch.distributed.Store` has no complete stub.
+
+    Its methods raise a RuntimeError if the process that serves it has ended.
+    """
 
     def set(self, key: str, value: str) -> None:
         """Write a value."""
 
     def add(self, key: str, amount: int) -> int:
-        """Count up, and return what it is then."""
+        """Add to a counter, and return its new value."""
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Wait until all keys are there, and read them."""
+        """Wait until all keys exist, and return their values."""
 
     def wait(self, keys: Sequence[str], timeout: timedelta) -> None:
-        """Wait until all keys are there."""
+        """Wait until all keys exist."""
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """How long reading waits."""
+        """Set for how long reading waits."""
 
-    def clone(self) -> Store:
-        """The same store over a connection of its own, for another thread."""
+    def clone(self) -> RendezvousStore:
+        """Return the same store over another connection, for another thread."""
 
 
 RunFunction = Callable[[Config, RankInfo], int]
 
-GROUP_TIMEOUT = timedelta(minutes=10)  # until a rank that waits for another gives up
+GROUP_TIMEOUT = timedelta(minutes=10)  # for which a rank waits for another one
 
 
 def rank_main(
     ranks: RankInfo, folder: str, run: str, config: Config, environment: dict[str, str]
 ) -> None:
-    """The main function of a process that `credit_dp.distributed.local` starts."""
+    """Run one rank to its end, as a process that `credit_dp.distributed.local` starts."""
     die_with_parent()
-    os.setpgid(0, 0)  # so that the parent can end this rank together with what it started
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to every process: the parent decides
-    for kind in STOP_SIGNALS:  # until there is something to save
-        signal.signal(kind, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    os.setpgid(0, 0)  # the parent kills this rank and its children as one process group
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is left to the parent
+    for stop_signal in STOP_SIGNALS:  # training sets its handler once there is something to save
+        signal.signal(stop_signal, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # blocked by `start_fork_server`
     os.environ.update(environment)
     try:
         code = run_rank(config, ranks, run, f"file://{folder}/store")
     except UserError as error:
         exit_rank(folder, RankOutcome(ranks.rank, "refused", 2, str(error)))
-    except BaseException:  # noqa: BLE001 - whatever it was, the parent has to show it
+    except BaseException:  # noqa: BLE001 - the parent has to show any failure
         exit_rank(folder, RankOutcome(ranks.rank, "crashed", 1, traceback.format_exc()))
     else:
         exit_rank(folder, RankOutcome(ranks.rank, "returned", code))
 
 
 def exit_rank(folder: str, outcome: RankOutcome) -> None:
-    """Leave word and go at once: threads and process groups may be stuck after a failure."""
+    """Write the outcome and end the process at once.
+
+    An orderly exit would wait for threads and process groups, which may be stuck after a failure.
+    """
     write_outcome(Path(folder), outcome)
     if outcome.kind == "returned":
-        multiprocessing.util._run_finalizers(0)  # type: ignore[attr-defined] # else semaphores of libraries count as leaked
+        # `os._exit` skips multiprocessing's finalizers; without them the resource tracker reports
+        # semaphores of libraries as leaked.
+        multiprocessing.util._run_finalizers(0)  # type: ignore[attr-defined]
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
@@ -91,43 +102,54 @@ def run_rank(
     config: Config,
     ranks: RankInfo,
     run: str,
-    meeting_point: str = "",
-    attend: Callable[[Store], None] | None = None,
+    init_method: str = "",
+    on_store: Callable[[RendezvousStore], None] | None = None,
 ) -> int:
-    """Run the function on this rank, inside a process group if there is more than one rank."""
-    if signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:  # job launchers may use it themselves
+    """Run the function on this rank, inside a process group if there are several ranks.
+
+    Args:
+        config: of the run.
+        ranks: this rank.
+        run: `module:function`.
+        init_method: where the ranks find each other, as torch takes it: `env://` or `file://PATH`.
+        on_store: called with the rendezvous store before the process group is initialised.
+    """
+    if signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:  # unless a job launcher uses it
         with contextlib.suppress(ValueError, OSError, AttributeError):  # stderr may be no real file
-            faulthandler.register(signal.SIGUSR2)  # stacks of a run that hangs: kill -USR2
+            faulthandler.register(signal.SIGUSR2)  # `kill -USR2` shows the stacks of a hanging run
     with limit_threads(threads_per_rank(config.parallel, ranks, os.environ)):
         configure_logging(ranks)
         function = import_function(run)
         if ranks.world_size == 1:
             return function(config, ranks)
-        with process_group(config, ranks, meeting_point, attend):
+        with process_group(config, ranks, init_method, on_store):
             return function(broadcast_run_folder(config, ranks), ranks)
 
 
 def import_function(run: str) -> RunFunction:
-    """`package.module:function`. Only our own code passes such names, never a config."""
+    """Return the function of `package.module:function`.
+
+    Only this package passes such names. A config can't: it would choose which code to run.
+    """
     module, _, name = run.partition(":")
     return cast(RunFunction, getattr(importlib.import_module(module), name))
 
 
 @contextlib.contextmanager
 def limit_threads(count: int) -> Iterator[None]:
-    """Share out the cores: ranks that all use every core slow each other down several times.
+    """Limit torch, and libraries loaded later, to `count` CPU threads.
 
-    The environment is as before afterwards: the next run of a sweep, in this same process, would
-    take what is in there for the user's wish.
+    Ranks that each use every core slow each other down several times.
     """
     import torch  # takes seconds
 
     before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = str(count)  # for libraries that start later
+    os.environ["OMP_NUM_THREADS"] = str(count)  # libraries read it when they are loaded
     torch.set_num_threads(count)
     try:
         yield
     finally:
+        # The next run of a sweep, in the same process, takes this variable for the user's choice.
         if before is None:
             os.environ.pop("OMP_NUM_THREADS", None)
         else:
@@ -135,7 +157,7 @@ def limit_threads(count: int) -> Iterator[None]:
 
 
 class EarlyRecords(logging.Handler):
-    """Keeps what is logged before a run has a log file."""
+    """Keeps the records that are logged before a run has its log file."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -146,25 +168,27 @@ class EarlyRecords(logging.Handler):
         self._records.append(record)
 
     def pop_all(self) -> list[logging.LogRecord]:
-        """The records so far, which are not kept any longer."""
-        records, self._records = self._records, []
+        """Return the records so far and forget them."""
+        records = self._records
+        self._records = []
         return records
 
 
 def configure_logging(ranks: RankInfo) -> None:
-    """Show warnings, of ranks with their number; what is below belongs in the log file."""
-    sender = "" if ranks.world_size == 1 else f"[rank {ranks.rank}] "
+    """Show this rank's warnings on stderr, and keep lower levels for the log file."""
+    prefix = "" if ranks.world_size == 1 else f"[rank {ranks.rank}] "
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter(f"{sender}%(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(logging.Formatter(f"{prefix}%(levelname)s %(name)s: %(message)s"))
     handler.setLevel(logging.WARNING)
-    ours = logging.getLogger("credit_dp")
-    ours.handlers = [handler, EarlyRecords()]  # runs of a sweep follow each other in one process
-    ours.propagate = False  # Hydra has a handler of its own at the root
-    ours.setLevel(logging.INFO)
+    package_logger = logging.getLogger("credit_dp")
+    # Replaces the handlers of an earlier run: the runs of a sweep may share a process.
+    package_logger.handlers = [handler, EarlyRecords()]
+    package_logger.propagate = False  # Hydra's handler at the root would repeat every line
+    package_logger.setLevel(logging.INFO)
 
 
 def pop_early_records() -> list[logging.LogRecord]:
-    """What has been logged so far, for a log file or the screen; each record is given once."""
+    """Return the records logged so far and stop keeping them; a second call returns none."""
     handlers = logging.getLogger("credit_dp").handlers
     early = [handler for handler in handlers if isinstance(handler, EarlyRecords)]
     for handler in early:
@@ -172,39 +196,48 @@ def pop_early_records() -> list[logging.LogRecord]:
     return [record for handler in early for record in handler.pop_all()]
 
 
-def join_rendezvous(meeting_point: str, ranks: RankInfo) -> Store:
-    """The store where the ranks find each other; waits for the one that keeps it."""
+def join_rendezvous(init_method: str, ranks: RankInfo) -> RendezvousStore:
+    """Return the store through which the ranks find each other; wait until it is served."""
     from torch.distributed.rendezvous import rendezvous
 
-    meeting = rendezvous(meeting_point, ranks.rank, ranks.world_size, timeout=GROUP_TIMEOUT)
-    store = cast(Store, next(meeting)[0])
+    # torch yields (store, rank, world size), and again after a change of an elastic job.
+    handlers = rendezvous(init_method, ranks.rank, ranks.world_size, timeout=GROUP_TIMEOUT)
+    store = cast(RendezvousStore, next(handlers)[0])
     store.set_timeout(GROUP_TIMEOUT)
     return store
 
 
 @contextlib.contextmanager
 def process_group(
-    config: Config, ranks: RankInfo, meeting_point: str, attend: Callable[[Store], None] | None
+    config: Config,
+    ranks: RankInfo,
+    init_method: str,
+    on_store: Callable[[RendezvousStore], None] | None,
 ) -> Iterator[None]:
-    """All ranks in one group, over nccl or gloo; left in order, as some back ends abort else.
+    """Initialise torch's process group of all ranks, over nccl or gloo, and destroy it at the end.
 
-    `attend` is called with the store where they met, before the group is there.
+    Args:
+        config: of the run.
+        ranks: this rank.
+        init_method: as torch takes it.
+        on_store: called with the rendezvous store before the group is initialised.
     """
     import torch
     from torch import distributed
 
     cuda = config.device == "cuda"
-    # What waits in the host's memory is also added up there.
+    # With cpu_offload gradients are in the host's memory: NCCL can't add them up, gloo can.
     both = cuda and config.parallel.cpu_offload
     backend = "cpu:gloo,cuda:nccl" if both else "nccl" if cuda else "gloo"
     if cuda:
         torch.cuda.set_device(gpu_index(config.parallel, ranks))
     elif ranks.local_world_size == ranks.world_size:
-        # A laptop's host name may resolve to nothing, or to an address that is not its own.
+        # gloo connects to the address of the host's name, which a laptop may resolve to none or to
+        # another machine's. On one machine the loopback interface always works.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback_interface())
-    store = join_rendezvous(meeting_point, ranks)
-    if attend is not None:
-        attend(store)
+    store = join_rendezvous(init_method, ranks)
+    if on_store is not None:
+        on_store(store)
     distributed.init_process_group(
         backend=backend,
         store=cast(Any, store),
@@ -214,23 +247,28 @@ def process_group(
         device_id=torch.device("cuda", gpu_index(config.parallel, ranks)) if cuda else None,
     )
     yield
-    # Not in a `finally`: after a failure the others may never come, and the process ends anyway.
+    # Some back ends abort a process that exits without this. Not in a `finally`: after a failure
+    # the other ranks may never get here, and the process ends anyway.
     distributed.destroy_process_group()
 
 
 def loopback_interface() -> str:
-    """The name of the interface that connects this machine to itself."""
+    """Return the name of this machine's loopback network interface."""
     names = [name for _, name in socket.if_nameindex()]
     return next((name for name in ("lo", "lo0") if name in names), names[0])
 
 
 def broadcast_run_folder(config: Config, ranks: RankInfo) -> Config:
-    """The config with rank 0's run folder: ranks that a launcher started can't agree on one."""
+    """Return the config with rank 0's run folder; collective.
+
+    A launcher's ranks compose the config separately, and may choose different folders.
+    """
     import torch
     from torch import distributed
 
     gpu = gpu_index(config.parallel, ranks)
     device = torch.device("cuda", gpu) if config.device == "cuda" else None
+    # A tensor of fixed size: the other ranks don't know the length of rank 0's path.
     text = torch.zeros(4096, dtype=torch.uint8, device=device)
     folder = config.run.dir.encode()
     text[: len(folder)] = torch.tensor(list(folder), dtype=torch.uint8)

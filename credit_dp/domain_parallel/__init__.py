@@ -1,4 +1,13 @@
-"""Sharding a model by latitude: every rank holds a band of rows of each field."""
+"""Domain parallelism: sharding by latitude, in which each rank holds a band of rows of every field.
+
+The results are those of the unsharded model. A band is this rank's shard along latitude; the ranks
+that share a globe are a domain. How it works, from the call to the messages:
+
+- `convert` replaces the layers that couple rows, `rules` says by which ones, `layers` has them.
+- `planning` runs the model without data, chooses the bands of all levels and audits users' code.
+- `exchange` is how layers fetch rows of other bands, `transport` how messages are sent.
+- `verify` compares a sharded model with the unsharded one, `costs` reports what is sent.
+"""
 
 from credit_dp.domain_parallel.convert import (
     convert_from_domain_parallel,

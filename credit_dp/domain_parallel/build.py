@@ -1,4 +1,4 @@
-"""Sharding a model of this package: the converter plus the rules that the model declares."""
+"""Conversion of models that declare rules for their layers, as the models of this package do."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from credit_dp.domain_parallel.layers import (
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.errors import UserError
 
-# What a model may name in its `row_rules`: module type -> one of these.
+# The names that a model may use in its `row_rules`, a table of module type -> name.
 NAMED_RULES: dict[str, Converter] = {
     "periodic_conv": DomainParallelPeriodicConv2d,
     "periodic_upsample": DomainParallelPeriodicUpsample,
@@ -35,10 +35,15 @@ NAMED_RULES: dict[str, Converter] = {
 def shard_model(
     model: nn.Module, manager: DomainParallelManager, input_shape: Sequence[int]
 ) -> nn.Module:
-    """Convert a model with the rules of its `row_rules`, a table of module type -> rule name.
+    """Convert a model with the rules that it names in its `row_rules`.
 
-    Shapes:
-        `input_shape` is the whole globe's `(B, C, H, W)`.
+    Args:
+        model: any model, see `convert_to_domain_parallel`.
+        manager: this rank's position in the mesh.
+        input_shape: the shape of the global input, `(B, C, H, W)`.
+
+    Raises:
+        UserError: as `declared_converters` and `convert_to_domain_parallel`.
     """
     return convert_to_domain_parallel(
         model,
@@ -49,16 +54,16 @@ def shard_model(
 
 
 def declared_converters(model: nn.Module) -> dict[type[nn.Module], Converter]:
-    """Return the rules that a model names in its `row_rules`, if it has any, as converters.
+    """Return the converters of the rules that a model names in its `row_rules`, if it has any.
 
     Raises:
-        UserError: there is no rule of a name.
+        UserError: a name is unknown.
     """
     rules: dict[type[nn.Module], str] = getattr(model, "row_rules", {})
-    for kind, rule in rules.items():
-        if rule not in NAMED_RULES:
+    for kind, name in rules.items():
+        if name not in NAMED_RULES:
             raise UserError(
                 f"{type(model).__name__}.row_rules: needs one of {', '.join(NAMED_RULES)} for "
-                f"{kind.__name__}, got {rule!r}."
+                f"{kind.__name__}, got {name!r}."
             )
-    return {kind: NAMED_RULES[rule] for kind, rule in rules.items()}
+    return {kind: NAMED_RULES[name] for kind, name in rules.items()}

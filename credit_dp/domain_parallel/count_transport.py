@@ -1,4 +1,8 @@
-"""Counts what every rank would send, and notes each message, without sending anything."""
+"""Transports that count or record the messages of all ranks, without sending anything.
+
+One rank's step on tensors without data is enough: a `RowExchange` holds the rows that all ranks
+need, so that the transport of one rank knows the messages of all (`received_row_counts`).
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ from credit_dp.errors import UserError
 @final
 @dataclass(frozen=True)
 class RankTraffic:
-    """What one rank sends; a collective counts its payload once."""
+    """The messages and bytes that one rank sends; a collective counts its payload once."""
 
     messages: int = 0
     bytes: int = 0
@@ -46,12 +50,12 @@ class RankTraffic:
 
 @final
 class CountingTransport(Transport):
-    """Sends nothing, and counts what every rank would send: exchanges know all ranks' needs.
+    """Counts the messages that every rank would send, and sends nothing.
 
     Args:
-        rank: whose step is run.
+        rank: the rank whose step is run.
         size: number of ranks.
-        partitions: the plan's, for layers that ask for the row counts of all ranks.
+        partitions: the plan's bands, from which gathered numbers of rows are looked up.
     """
 
     def __init__(self, rank: int, size: int, partitions: Sequence[RowPartition] = ()) -> None:
@@ -59,28 +63,29 @@ class CountingTransport(Transport):
         self.partitions = partitions
         self._sent_by_rank = [[0, 0] for _ in range(size)]
 
-    def announce_exchange(self, exchange: RowExchange, row_bytes: int, back: bool) -> None:
-        """Count every rank's messages of an exchange, or of its way back."""
-        for receiver, routes in enumerate(
-            received_row_counts(exchange.partition, exchange.required_rows)
-        ):
-            for owner, rows in routes:
-                moved = self._sent_by_rank[receiver if back else owner]
-                moved[0] += 1
-                moved[1] += rows * row_bytes
+    def announce_exchange(self, exchange: RowExchange, row_bytes: int, backward: bool) -> None:
+        """Count the messages of all ranks in an exchange, or in its backward pass."""
+        received = received_row_counts(exchange.partition, exchange.required_rows)
+        for receiver, row_counts in enumerate(received):
+            for owner, rows in row_counts:
+                # In the backward pass gradients travel from the receiver to the owner.
+                sent = self._sent_by_rank[receiver if backward else owner]
+                sent[0] += 1
+                sent[1] += rows * row_bytes
 
     def announce_sizes(self, sizes: Sequence[Sequence[int]]) -> None:
-        """Count every rank's parcels."""
-        for moved, parcels in zip(self._sent_by_rank, sizes, strict=True):
-            moved[0] += sum(size > 0 for size in parcels)
-            moved[1] += sum(parcels)
+        """Count the messages of all ranks, given their bytes."""
+        for sent, sizes_by_receiver in zip(self._sent_by_rank, sizes, strict=True):
+            sent[0] += sum(size > 0 for size in sizes_by_receiver)
+            sent[1] += sum(sizes_by_receiver)
 
     @property
     def sent(self) -> tuple[RankTraffic, ...]:
-        """What each rank has sent; all reach the same collectives."""
-        together = (self.traffic.collectives, self.traffic.collective_bytes)
+        """Return what each rank has sent so far."""
+        # Collectives are counted for the rank that runs: all ranks call the same ones.
+        collectives = (self.traffic.collectives, self.traffic.collective_bytes)
         return tuple(
-            RankTraffic(messages, size, *together) for messages, size in self._sent_by_rank
+            RankTraffic(messages, size, *collectives) for messages, size in self._sent_by_rank
         )
 
     def _start(self, send: Sequence[PeerTensor], receive: Sequence[PeerTensor]) -> Any:
@@ -89,31 +94,34 @@ class CountingTransport(Transport):
     def _all_gather(self, x: Tensor) -> Tensor:
         if x.is_meta:
             return x.new_empty((self.size, *x.shape))
-        alike = [p for p in self.partitions if p.sizes[self.rank] == x.item()]
-        if not alike:
+        # A tensor with a value is the number of rows of a band: the plan has those of other ranks.
+        # Of several heights with such a band the finest is taken.
+        matches = [p for p in self.partitions if p.sizes[self.rank] == x.item()]
+        if not matches:
             raise UserError(
-                f"a layer asks for all bands of a field with {x.item()} rows on rank {self.rank}, "
-                "which the plan has not seen: what is sent can't be counted."
+                f"a layer gathers the bands of a field with {x.item()} rows on rank {self.rank}, "
+                "but the plan has no such band, so the messages can't be counted."
             )
-        return torch.tensor(max(alike, key=lambda p: p.height).sizes)
+        return torch.tensor(max(matches, key=lambda p: p.height).sizes)
 
-    def _sum(self, x: Tensor) -> Tensor:
+    def _all_reduce(self, x: Tensor) -> Tensor:
         return torch.empty_like(x)
 
 
 @cache
 def received_row_counts(
-    partition: RowPartition, needs: tuple[tuple[RowRange, ...], ...]
+    partition: RowPartition, required_rows: tuple[tuple[RowRange, ...], ...]
 ) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """For every rank, from whom it gets how many rows."""
+    """Return for every rank the senders of its messages and their numbers of rows."""
+    exchanges = (RowExchange(partition, required_rows, rank) for rank in range(partition.ranks))
     return tuple(
-        tuple((route.peer, route.length) for route in RowExchange(partition, needs, rank).receives)
-        for rank in range(partition.ranks)
+        tuple((message.peer, message.length) for message in exchange.receives)
+        for exchange in exchanges
     )
 
 
 class MessageSize(NamedTuple):
-    """Bytes from one rank of a domain to another one."""
+    """The bytes of one message from a rank of a domain to another one."""
 
     sender: int
     receiver: int
@@ -122,17 +130,17 @@ class MessageSize(NamedTuple):
 
 @final
 class RecordingTransport(Transport):
-    """Sends nothing, and notes the messages of all ranks that are under way at once.
+    """Records the messages of all ranks that are under way at the same time, and sends nothing.
 
     Args:
-        rank: whose step is run.
+        rank: the rank whose step is run.
         size: number of ranks.
-        partitions: the plan's, for layers that ask for the row counts of all ranks.
+        partitions: the plan's bands, from which gathered numbers of rows are looked up.
 
     Attributes:
-        exchanges: the messages of each exchange, and how often there was such a one.
-        collectives: the bytes that each rank sends in one if it goes round in a ring, and how
-            often.
+        exchanges: the messages of an exchange -> number of such exchanges.
+        collectives: the bytes that each rank sends in a collective, if it is done in a ring
+            -> number of such collectives.
     """
 
     def __init__(self, rank: int, size: int, partitions: Sequence[RowPartition] = ()) -> None:
@@ -141,24 +149,23 @@ class RecordingTransport(Transport):
         self.collectives: Counter[int] = Counter()
         self._counting = CountingTransport(rank, size, partitions)
 
-    def announce_exchange(self, exchange: RowExchange, row_bytes: int, back: bool) -> None:
-        """Note every rank's messages of an exchange, or of its way back."""
+    def announce_exchange(self, exchange: RowExchange, row_bytes: int, backward: bool) -> None:
+        """Record the messages of all ranks in an exchange, or in its backward pass."""
         messages = []
-        for receiver, routes in enumerate(
-            received_row_counts(exchange.partition, exchange.required_rows)
-        ):
-            for owner, rows in routes:
-                way = (receiver, owner) if back else (owner, receiver)
-                messages.append(MessageSize(*way, rows * row_bytes))
+        received = received_row_counts(exchange.partition, exchange.required_rows)
+        for receiver, row_counts in enumerate(received):
+            for owner, rows in row_counts:
+                ends = (receiver, owner) if backward else (owner, receiver)
+                messages.append(MessageSize(*ends, rows * row_bytes))
         self._record(messages)
 
     def announce_sizes(self, sizes: Sequence[Sequence[int]]) -> None:
-        """Note every rank's parcels."""
+        """Record the messages of all ranks, given their bytes."""
         self._record(
             [
                 MessageSize(sender, receiver, size)
-                for sender, parcels in enumerate(sizes)
-                for receiver, size in enumerate(parcels)
+                for sender, sizes_by_receiver in enumerate(sizes)
+                for receiver, size in enumerate(sizes_by_receiver)
                 if size > 0 and sender != receiver
             ]
         )
@@ -173,9 +180,11 @@ class RecordingTransport(Transport):
         return lambda: None
 
     def _all_gather(self, x: Tensor) -> Any:
+        # In a ring each rank sends its own tensor and all but one of the others'.
         self.collectives[(self.size - 1) * x.nbytes] += 1
         return self._counting.all_gather(x)
 
-    def _sum(self, x: Tensor) -> Tensor:
+    def _all_reduce(self, x: Tensor) -> Tensor:
+        # A ring all-reduce: a reduce-scatter and an all-gather of parts of 1 / size.
         self.collectives[2 * (self.size - 1) * x.nbytes // self.size] += 1
-        return self._counting.sum(x)
+        return self._counting.all_reduce(x)

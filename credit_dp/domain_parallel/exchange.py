@@ -1,4 +1,16 @@
-"""The one communication primitive: every rank names the global rows it needs and gets them."""
+"""The exchange of rows between ranks: every rank names the global rows it needs and receives them.
+
+A `RowExchange` is computed on every rank from the same numbers, so that all ranks know all messages
+without asking. One exchange then happens in this order:
+
+1. `start_fetching` allocates what will be received, packs what the others need, and starts all
+   messages at once; what it returns waits for them and assembles the result.
+2. In the backward pass `start_returning_gradients` sends the gradients of fetched rows back to the
+   ranks that own these rows, which add them up: the adjoint of step 1.
+
+`RowExchange.apply` does both, as a differentiable function of the band. `rows_with_poles` returns
+the rows that a padding mode shows beyond the poles.
+"""
 
 from __future__ import annotations
 
@@ -20,20 +32,30 @@ CHANNELS_LAST_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def memory_format_of(x: Tensor) -> torch.memory_format:
-    """Channels last where each sample of a tensor has them so, else row by row."""
-    last = CHANNELS_LAST_FORMATS.get(x.ndim)
-    if last is None or x.is_contiguous():
+    """Return channels last if each sample of a tensor has that layout, else contiguous."""
+    channels_last = CHANNELS_LAST_FORMATS.get(x.ndim)
+    if channels_last is None or x.is_contiguous():
         return torch.contiguous_format
-    one = x[:1]  # of bands cut from larger ones only single samples are without gaps
-    lies_last = one.is_contiguous(memory_format=last) and not one.is_contiguous()
-    return last if lies_last else torch.contiguous_format
+    # A band that is a slice of a larger tensor has gaps between its samples, not within them:
+    # torch calls such a tensor contiguous in no format, but its first sample is.
+    sample = x[:1]
+    # With one channel or one pixel a sample is contiguous in both formats: then rows win.
+    is_channels_last = (
+        sample.is_contiguous(memory_format=channels_last) and not sample.is_contiguous()
+    )
+    return channels_last if is_channels_last else torch.contiguous_format
 
 
 class RowRange(NamedTuple):
-    """Consecutive rows `start` to `stop - 1` of the globe, as a layer wants to see them.
+    """Consecutive rows `start` to `stop - 1` of the globe, as a layer needs them.
 
-    `flipped`: south to north. `turned`: rotated by half the longitudes (`W // 2` columns), as rows
-    beyond a pole are. `blank`: as many rows of zeros.
+    Attributes:
+        start: first global row.
+        stop: global row after the last.
+        flipped: the rows come in the order from south to north.
+        rotated: the rows are rotated by half the longitudes (`W // 2` columns), as the rows beyond
+            a pole are.
+        zero_filled: zeros instead of rows, as many as `start` and `stop` say.
     """
 
     start: int
@@ -44,12 +66,20 @@ class RowRange(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Number of rows."""
+        """Return the number of rows."""
         return self.stop - self.start
 
 
 class RowCopy(NamedTuple):
-    """Rows `start` to `stop - 1` of what came from `source`, placed at row `at` of the result."""
+    """Rows to copy from one source into the result.
+
+    Attributes:
+        source_rank: the rank that owns the rows; this rank's own band is a source, too.
+        start: first row within what the source sends, or within this rank's band.
+        stop: row after the last.
+        result_start: row of the result at which they begin.
+        row_range: the range that they are part of, which says whether to flip and rotate them.
+    """
 
     source_rank: int
     start: int
@@ -66,17 +96,23 @@ class RowMessage(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Number of rows in the message."""
+        """Return the number of rows in the message."""
         return sum(stop - start for start, stop in self.ranges)
 
 
 @final
 @dataclass(frozen=True)
 class RowExchange:
-    """What every rank needs of a tensor cut by `partition`, seen from `rank`.
+    """The rows that every rank needs of a tensor that is sharded by `partition`.
 
-    `needs[r]` are the runs of rank `r`, in the order in which it wants them. A row that a rank
-    needs several times reaches it once, and one message per pair of ranks carries all its rows.
+    A row that a rank needs several times is sent to it once, and all rows from one rank to another
+    travel in one message.
+
+    Attributes:
+        partition: the bands of the tensor.
+        required_rows: for each rank the ranges that it needs, in the order of its result.
+        rank: the rank that this object belongs to. Partition and required rows are the same on all
+            ranks, so that senders and receivers agree on every message.
     """
 
     partition: RowPartition
@@ -85,290 +121,324 @@ class RowExchange:
 
     @property
     def is_identity(self) -> bool:
-        """Whether every rank needs exactly the rows it owns."""
+        """Return whether every rank needs exactly the rows that it owns."""
         bands = (self.partition.rows(r) for r in range(self.partition.ranks))
         return self.required_rows == tuple((RowRange(band.start, band.stop),) for band in bands)
 
     @property
     def length(self) -> int:
-        """Number of rows that this rank ends up with."""
-        return sum(run.length for run in self.required_rows[self.rank])
+        """Return the number of rows in this rank's result."""
+        return sum(row_range.length for row_range in self.required_rows[self.rank])
 
     @cached_property
     def receives(self) -> tuple[RowMessage, ...]:
-        """What this rank gets from others."""
+        """Return the messages to this rank, by sender."""
         owner = self.partition.owner
-        needed = (
-            run for run in self.required_rows[self.rank] if not run.zero_filled and run.length
-        )
-        owners = {r for run in needed for r in range(owner(run.start), owner(run.stop - 1) + 1)}
-        others = sorted(owners - {self.rank})
-        routes = (RowMessage(other, self._rows_needed_from(self.rank, other)) for other in others)
-        return tuple(route for route in routes if route.ranges)
+        owners: set[int] = set()
+        for row_range in self.required_rows[self.rank]:
+            if not row_range.zero_filled and row_range.length:
+                owners.update(range(owner(row_range.start), owner(row_range.stop - 1) + 1))
+        senders = sorted(owners - {self.rank})
+        messages = (RowMessage(r, self._rows_needed_from(self.rank, r)) for r in senders)
+        # An empty band between two others is in the interval of owners, but sends nothing.
+        return tuple(message for message in messages if message.ranges)
 
     @cached_property
     def sends(self) -> tuple[RowMessage, ...]:
-        """What others get from this rank."""
+        """Return the messages from this rank, by receiver."""
         peers = (r for r in range(self.partition.ranks) if r != self.rank)
-        routes = (RowMessage(peer, self._rows_needed_from(peer, self.rank)) for peer in peers)
-        return tuple(route for route in routes if route.ranges)
+        messages = (RowMessage(peer, self._rows_needed_from(peer, self.rank)) for peer in peers)
+        return tuple(message for message in messages if message.ranges)
 
     @cached_property
     def copies(self) -> tuple[RowCopy, ...]:
-        """How the result is put together, blank rows left out."""
-        pieces: list[RowCopy] = []
-        at = 0
-        for run in self.required_rows[self.rank]:
-            if not run.zero_filled:
-                pieces += self._split_by_owner(run, at)
-            at += run.length
-        return tuple(pieces)
+        """Return the copies that assemble this rank's result, without the rows of zeros."""
+        copies: list[RowCopy] = []
+        result_start = 0
+        for row_range in self.required_rows[self.rank]:
+            if not row_range.zero_filled:
+                copies += self._split_by_owner(row_range, result_start)
+            result_start += row_range.length
+        return tuple(copies)
 
     @cached_property
     def zero_ranges(self) -> tuple[tuple[int, int], ...]:
-        """Where the result is zero: first row and number of rows."""
-        blanks: list[tuple[int, int]] = []
-        at = 0
-        for run in self.required_rows[self.rank]:
-            if run.zero_filled:
-                blanks.append((at, run.length))
-            at += run.length
-        return tuple(blanks)
+        """Return where this rank's result is zero: first row and number of rows."""
+        ranges: list[tuple[int, int]] = []
+        result_start = 0
+        for row_range in self.required_rows[self.rank]:
+            if row_range.zero_filled:
+                ranges.append((result_start, row_range.length))
+            result_start += row_range.length
+        return tuple(ranges)
 
     def _rows_needed_from(self, rank: int, owner: int) -> tuple[tuple[int, int], ...]:
-        """Rows that `rank` needs of `owner`, each once, from north to south."""
+        """Return the rows that `rank` needs from `owner`, each once, from north to south."""
         band = self.partition.rows(owner)
         clipped = (
-            (max(run.start, band.start), min(run.stop, band.stop))
-            for run in self.required_rows[rank]
-            if not run.zero_filled
+            (max(row_range.start, band.start), min(row_range.stop, band.stop))
+            for row_range in self.required_rows[rank]
+            if not row_range.zero_filled
         )
-        wanted = sorted((start, stop) for start, stop in clipped if start < stop)
+        overlaps = sorted((start, stop) for start, stop in clipped if start < stop)
         merged: list[tuple[int, int]] = []
-        for start, stop in wanted:
+        for start, stop in overlaps:
             if merged and start <= merged[-1][1]:
                 merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
             else:
                 merged.append((start, stop))
         return tuple(merged)
 
-    def _split_by_owner(self, run: RowRange, at: int) -> list[RowCopy]:
-        """Split a run where its rows change owner."""
-        pieces = []
-        for owner, group in groupby(range(run.start, run.stop), key=self.partition.owner):
+    def _split_by_owner(self, row_range: RowRange, result_start: int) -> list[RowCopy]:
+        """Split a range where its rows change owner."""
+        copies = []
+        global_rows = range(row_range.start, row_range.stop)
+        for owner, group in groupby(global_rows, key=self.partition.owner):
             rows = list(group)
-            offset = run.stop - 1 - rows[-1] if run.flipped else rows[0] - run.start
+            # A flipped range begins with its southernmost row.
+            flipped_offset = row_range.stop - 1 - rows[-1]
+            offset = flipped_offset if row_range.flipped else rows[0] - row_range.start
             start = self._source_index(owner, rows[0])
-            pieces.append(RowCopy(owner, start, start + len(rows), at + offset, run))
-        return pieces
+            copies.append(
+                RowCopy(owner, start, start + len(rows), result_start + offset, row_range)
+            )
+        return copies
 
     def _source_index(self, owner: int, row: int) -> int:
-        """Return where a global row lies in what came from its owner."""
+        """Return the index of a global row in its owner's message or in this rank's band."""
         if owner == self.rank:
             return row - self.partition.bounds[owner]
-        ranges = next(route.ranges for route in self.receives if route.peer == owner)
+        ranges = next(message.ranges for message in self.receives if message.peer == owner)
         return sum(min(stop, row) - start for start, stop in ranges if start <= row)
 
-    def copies_from(self, source: int) -> list[RowCopy]:
-        """The pieces that come from one rank."""
-        return self._copies_by_source.get(source, [])
+    def copies_from(self, source_rank: int) -> list[RowCopy]:
+        """Return the copies of rows that one rank owns."""
+        return self._copies_by_source.get(source_rank, [])
 
     @cached_property
     def _copies_by_source(self) -> dict[int, list[RowCopy]]:
-        found: dict[int, list[RowCopy]] = {}
-        for piece in self.copies:
-            found.setdefault(piece.source_rank, []).append(piece)
-        return found
+        by_source: dict[int, list[RowCopy]] = {}
+        for copy in self.copies:
+            by_source.setdefault(copy.source_rank, []).append(copy)
+        return by_source
 
-    def is_local_band(self, piece: RowCopy) -> bool:
-        """Whether a piece is this rank's whole band as it is."""
-        own = (
-            piece.source_rank == self.rank
-            and not piece.row_range.flipped
-            and not piece.row_range.rotated
-        )
-        return own and piece.stop - piece.start == self.partition.sizes[self.rank]
+    def is_local_band(self, copy: RowCopy) -> bool:
+        """Return whether a copy is this rank's complete band, neither flipped nor rotated."""
+        if copy.source_rank != self.rank or copy.row_range.flipped or copy.row_range.rotated:
+            return False
+        return copy.stop - copy.start == self.partition.sizes[self.rank]
 
-    def local_ranges(self, route: RowMessage) -> list[tuple[int, int]]:
-        """Return the rows that a route takes from this rank's band: first local row and number."""
+    def local_ranges(self, message: RowMessage) -> list[tuple[int, int]]:
+        """Return the rows of this rank's band in a message: first local row and number of rows."""
         first = self.partition.bounds[self.rank]
-        return [(start - first, stop - start) for start, stop in route.ranges]
+        return [(start - first, stop - start) for start, stop in message.ranges]
 
     def apply(self, x: Tensor, transport: Transport, dim: int = -2) -> Tensor:
-        """Return the rows that this rank needs; differentiable, reached by all ranks together.
+        """Return the rows that this rank needs; differentiable, called by all ranks together.
+
+        Args:
+            x: this rank's band.
+            transport: sends the messages.
+            dim: the row dimension, negative. Rotated ranges rotate the last dimension.
 
         Shapes:
-            `x` has this rank's rows of the partition along the negative `dim`; the result has
-            `length` rows there. `turned` runs rotate the last dimension.
+            `(..., H_local, W)` -> `(..., length, W)` for `dim=-2`.
         """
+        # Equal on all ranks, so that they skip the exchange together.
         if self.is_identity:
             return x
         return _RowExchangeFunction.apply(x, self, transport, dim)  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _row_bytes(x: Tensor, dim: int) -> int:
-    """Bytes of one row: of all samples, channels and columns."""
-    # Of a tensor without any row too: beyond a pole a rank may need none.
+    """Return the bytes of one row: of all samples, channels and columns."""
+    # Not x.nbytes / rows: a rank may need no row at all, as one beyond a pole.
     return x.shape[:dim].numel() * x.shape[dim:][1:].numel() * x.element_size()
 
 
 def _empty_rows(
-    x: Tensor, dim: int, rows: int, lie: torch.memory_format = torch.contiguous_format
+    x: Tensor, dim: int, rows: int, memory_format: torch.memory_format = torch.contiguous_format
 ) -> Tensor:
-    """Room for rows that travel, which lie alike on all ranks."""
+    """Allocate a tensor as `x` with other rows; by default with the same layout on all ranks.
+
+    Messages are bytes: sender and receiver have to agree on the layout, whatever that of their
+    bands is.
+    """
     shape = list(x.shape)
     shape[dim] = rows
-    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=lie)
+    return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=memory_format)
 
 
 def empty_rows_like(x: Tensor, dim: int, rows: int) -> Tensor:
-    """Room for rows that a layer gets, which lie as `x` does."""
+    """Allocate a tensor as `x` with other rows and the memory format of `x`."""
     return _empty_rows(x, dim, rows, memory_format_of(x))
 
 
-def _flip_and_rotate(rows: Tensor, run: RowRange, dim: int, turn: int) -> Tensor:
-    """Flip and rotate rows as a run asks for; `turn` is 1 to do and -1 to undo."""
-    if run.flipped:
+def _flip_and_rotate(rows: Tensor, row_range: RowRange, dim: int, direction: int) -> Tensor:
+    """Flip and rotate rows as a range says; `direction` is 1, or -1 for the inverse."""
+    if row_range.flipped:
         rows = rows.flip(dim)
-    return rows.roll(turn * (rows.shape[-1] // 2), -1) if run.rotated else rows
+    # With an odd number of columns a rotation is not its own inverse: hence the direction.
+    return rows.roll(direction * (rows.shape[-1] // 2), -1) if row_range.rotated else rows
 
 
 class _RowExchangeFunction(torch.autograd.Function):
-    """Forward: owners send the rows that others need. Backward: their cotangents travel home.
+    """Forward: owners send the rows that others need. Backward: their gradients are sent back.
 
-    Saves no tensor, so that activation checkpointing counts the same on every rank.
+    Saves no tensor: activation checkpointing ends a recomputation after as many saved tensors as
+    the forward pass had, so that their number has to be the same on every rank.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, plan: RowExchange, transport: Transport, dim: int) -> Tensor:
-        ctx.plan, ctx.transport, ctx.dim = plan, transport, dim
-        return start_fetching(x, plan, transport, dim)()
+    def forward(
+        ctx: Any, x: Tensor, exchange: RowExchange, transport: Transport, dim: int
+    ) -> Tensor:
+        ctx.exchange = exchange
+        ctx.transport = transport
+        ctx.dim = dim
+        return start_fetching(x, exchange, transport, dim)()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
-        return return_gradients(grad, ctx.plan, ctx.transport, ctx.dim), None, None, None
+        return return_gradients(grad, ctx.exchange, ctx.transport, ctx.dim), None, None, None
 
 
 def start_fetching(
-    x: Tensor, plan: RowExchange, transport: Transport, dim: int
+    x: Tensor, exchange: RowExchange, transport: Transport, dim: int
 ) -> Callable[[], Tensor]:
-    """Send what others need; the result waits for what this rank needs and returns it.
+    """Send the rows that others need; return a function that waits for this rank's rows.
 
-    What is called in between overlaps with the messages. Not differentiable: see
-    `start_returning_gradients`.
+    Whatever is computed before that function is called overlaps with the messages. Not
+    differentiable: see `start_returning_gradients`.
     """
-    came = {route.peer: _empty_rows(x, dim, route.length) for route in plan.receives}
-    send = [(route.peer, _pack_rows(x, plan, route, dim)) for route in plan.sends]
-    transport.announce_exchange(plan, _row_bytes(x, dim), back=False)
-    wait = transport.start(send, list(came.items()))
-    result = empty_rows_like(x, dim, plan.length)
-    for at, length in plan.zero_ranges:
-        result.narrow(dim, at, length).zero_()
-    _copy_rows_from(result, x, plan, plan.rank, dim)
+    received = {message.peer: _empty_rows(x, dim, message.length) for message in exchange.receives}
+    send = [(message.peer, _pack_rows(x, exchange, message, dim)) for message in exchange.sends]
+    transport.announce_exchange(exchange, _row_bytes(x, dim), backward=False)
+    wait = transport.start(send, list(received.items()))
+    # Zeros and this rank's own rows are copied while the messages are under way.
+    result = empty_rows_like(x, dim, exchange.length)
+    for start, length in exchange.zero_ranges:
+        result.narrow(dim, start, length).zero_()
+    _copy_rows_from(result, x, exchange, exchange.rank, dim)
 
     def finish() -> Tensor:
         wait()
-        for peer, rows in came.items():
-            _copy_rows_from(result, rows, plan, peer, dim)
+        for peer, rows in received.items():
+            _copy_rows_from(result, rows, exchange, peer, dim)
         return result
 
     return finish
 
 
-def return_gradients(grad: Tensor, plan: RowExchange, transport: Transport, dim: int) -> Tensor:
-    """Send home the cotangents of fetched rows, and return those of this rank's rows.
+def return_gradients(grad: Tensor, exchange: RowExchange, transport: Transport, dim: int) -> Tensor:
+    """Send the gradients of fetched rows to their owners, and return those of this rank's band.
 
-    The adjoint of `start_fetching`.
+    The adjoint of `start_fetching`: it sums where that copies.
     """
-    finish = start_returning_gradients(grad, plan, transport, dim)
-    whole = next((piece for piece in plan.copies if plan.is_local_band(piece)), None)
-    if whole is None:
-        total = empty_rows_like(grad, dim, plan.partition.sizes[plan.rank]).zero_()
-    else:  # most of it: copied once instead of added to zeros
-        band = grad.narrow(dim, whole.result_start, whole.stop - whole.start)
+    finish = start_returning_gradients(grad, exchange, transport, dim)
+    local_band = next((copy for copy in exchange.copies if exchange.is_local_band(copy)), None)
+    if local_band is None:
+        total = empty_rows_like(grad, dim, exchange.partition.sizes[exchange.rank]).zero_()
+    else:
+        # Most of the gradient stays on this rank: one copy is cheaper than adding it to zeros.
+        band = grad.narrow(dim, local_band.result_start, local_band.stop - local_band.start)
         total = band.clone(memory_format=memory_format_of(grad))
-    finish(total, whole)
+    finish(total, local_band)
     return total
 
 
 class GradientAccumulator(Protocol):
-    """Adds to the cotangents of a rank's rows those that are on their way."""
+    """Adds the gradients of all ranks to those of a rank's band."""
 
     def __call__(self, total: Tensor, done: RowCopy | None = None) -> None:
-        """Add to `total` all but those of the piece that is `done`."""
+        """Add to `total` the gradients of every copy except `done`, which it has already."""
 
 
 def start_returning_gradients(
-    grad: Tensor, plan: RowExchange, transport: Transport, dim: int
+    grad: Tensor, exchange: RowExchange, transport: Transport, dim: int
 ) -> GradientAccumulator:
-    """Send home the cotangents of fetched rows; the result adds all ranks' to this rank's rows.
+    """Send the gradients of fetched rows to their owners; return what adds up this rank's.
 
-    What is called in between overlaps with the messages.
+    Whatever is computed before the result is called overlaps with the messages.
     """
+    # Messages run in the opposite direction: what was received is sent back, one gradient per row
+    # of the message even if the row was copied several times.
     send = []
-    for route in plan.receives:
-        home = _empty_rows(grad, dim, route.length).zero_()
-        _accumulate_rows(home, grad, plan.copies_from(route.peer), dim)
-        send.append((route.peer, home))
-    came = [(route.peer, _empty_rows(grad, dim, route.length)) for route in plan.sends]
-    transport.announce_exchange(plan, _row_bytes(grad, dim), back=True)
-    wait = transport.start(send, came)
+    for message in exchange.receives:
+        returned = _empty_rows(grad, dim, message.length).zero_()
+        _accumulate_rows(returned, grad, exchange.copies_from(message.peer), dim)
+        send.append((message.peer, returned))
+    received = [
+        (message.peer, _empty_rows(grad, dim, message.length)) for message in exchange.sends
+    ]
+    transport.announce_exchange(exchange, _row_bytes(grad, dim), backward=True)
+    wait = transport.start(send, received)
 
     def finish(total: Tensor, done: RowCopy | None = None) -> None:
-        _accumulate_rows(
-            total, grad, [piece for piece in plan.copies_from(plan.rank) if piece != done], dim
-        )
+        local_copies = [copy for copy in exchange.copies_from(exchange.rank) if copy != done]
+        _accumulate_rows(total, grad, local_copies, dim)
         wait()
-        for route, (_, rows) in zip(plan.sends, came, strict=True):
-            _unpack_add(total, rows, plan, route, dim)
+        # Always in the order of ranks, not of arrival: sums are the same bits in every run.
+        for message, (_, rows) in zip(exchange.sends, received, strict=True):
+            _unpack_add(total, rows, exchange, message, dim)
 
     return finish
 
 
-def _pack_rows(x: Tensor, plan: RowExchange, route: RowMessage, dim: int) -> Tensor:
-    strips = [x.narrow(dim, *at) for at in plan.local_ranges(route)]
-    return (torch.cat(strips, dim) if len(strips) > 1 else strips[0]).contiguous()
+def _pack_rows(x: Tensor, exchange: RowExchange, message: RowMessage, dim: int) -> Tensor:
+    """Return the rows of a message as one contiguous tensor."""
+    parts = [x.narrow(dim, start, length) for start, length in exchange.local_ranges(message)]
+    return (torch.cat(parts, dim) if len(parts) > 1 else parts[0]).contiguous()
 
 
 def _unpack_add(
-    total: Tensor, rows: Tensor, plan: RowExchange, route: RowMessage, dim: int
+    total: Tensor, rows: Tensor, exchange: RowExchange, message: RowMessage, dim: int
 ) -> None:
-    at = 0
-    for start, length in plan.local_ranges(route):
-        total.narrow(dim, start, length).add_(rows.narrow(dim, at, length))
-        at += length
+    """Add the gradients of a message to those of the band; the adjoint of `_pack_rows`."""
+    offset = 0
+    for start, length in exchange.local_ranges(message):
+        total.narrow(dim, start, length).add_(rows.narrow(dim, offset, length))
+        offset += length
 
 
-def _copy_rows_from(result: Tensor, rows: Tensor, plan: RowExchange, source: int, dim: int) -> None:
-    """Copy every piece of one source to where the result wants it."""
-    for piece in plan.copies_from(source):
-        length = piece.stop - piece.start
-        stretch = _flip_and_rotate(rows.narrow(dim, piece.start, length), piece.row_range, dim, 1)
-        result.narrow(dim, piece.result_start, length).copy_(stretch)
+def _copy_rows_from(
+    result: Tensor, rows: Tensor, exchange: RowExchange, source_rank: int, dim: int
+) -> None:
+    """Copy all rows of one rank to their positions in the result."""
+    for copy in exchange.copies_from(source_rank):
+        length = copy.stop - copy.start
+        source = _flip_and_rotate(rows.narrow(dim, copy.start, length), copy.row_range, dim, 1)
+        result.narrow(dim, copy.result_start, length).copy_(source)
 
 
-def _accumulate_rows(total: Tensor, grad: Tensor, pieces: Iterable[RowCopy], dim: int) -> None:
-    """Add the cotangents of pieces of one source to those of the rows they came from."""
-    for piece in pieces:
-        length = piece.stop - piece.start
-        stretch = _flip_and_rotate(
-            grad.narrow(dim, piece.result_start, length), piece.row_range, dim, -1
+def _accumulate_rows(total: Tensor, grad: Tensor, copies: Iterable[RowCopy], dim: int) -> None:
+    """Add the gradients of copies to those of their source rows; adjoint of `_copy_rows_from`."""
+    for copy in copies:
+        length = copy.stop - copy.start
+        source = _flip_and_rotate(
+            grad.narrow(dim, copy.result_start, length), copy.row_range, dim, -1
         )
-        total.narrow(dim, piece.start, length).add_(stretch)
+        total.narrow(dim, copy.start, length).add_(source)
 
 
-# What each mode shows at rows -2, -1 | 0, 1, ... (0 is the pole's row):
+# The rows that each mode shows at rows -2, -1 | 0, 1, ... (0 is the northernmost row):
 #   zeros 0, 0     replicate 0, 0     circular H-2, H-1     reflect 2, 1     mirror 1, 0
-#   earth 1, 0 rotated by half the longitudes, as a walk across the pole sees them
+#   earth 1, 0, rotated by half the longitudes: the rows that follow on the way across the pole
 POLE_MODES = ("zeros", "replicate", "circular", "reflect", "mirror", "earth")
 
 
 def rows_with_poles(start: int, stop: int, height: int, mode: str) -> tuple[RowRange, ...]:
-    """Return the rows `start` to `stop - 1`, where those below 0 or from `height` on are padding.
+    """Return the rows `start` to `stop - 1`, padded beyond the poles.
+
+    Args:
+        start: first row; rows below 0 are north of the globe.
+        stop: row after the last; rows from `height` on are south of the globe.
+        height: rows of the globe.
+        mode: one of `POLE_MODES`.
 
     Raises:
-        UserError: the padding is wider than what the mode can show.
+        UserError: the padding is wider than the rows that the mode can show.
     """
     widest = height if mode in ("circular", "mirror", "earth") else height - 1
     if mode not in ("zeros", "replicate") and max(-start, stop - height) > widest:
@@ -376,12 +446,12 @@ def rows_with_poles(start: int, stop: int, height: int, mode: str) -> tuple[RowR
             f"padding: {max(-start, stop - height)} rows beyond a pole need as many on the globe, "
             f"which has {height}. Use a finer grid or less padding."
         )
-    runs = (
+    ranges = (
         *_beyond_north_pole(start, min(stop, 0), height, mode),
         RowRange(max(start, 0), min(stop, height)),
         *_beyond_south_pole(max(start, height), stop, height, mode),
     )
-    return tuple(run for run in runs if run.length > 0)
+    return tuple(row_range for row_range in ranges if row_range.length > 0)
 
 
 def _beyond_north_pole(start: int, stop: int, height: int, mode: str) -> tuple[RowRange, ...]:
@@ -409,5 +479,5 @@ def _beyond_south_pole(start: int, stop: int, height: int, mode: str) -> tuple[R
         case "reflect":
             return (RowRange(2 * height - 1 - stop, 2 * height - 1 - start, flipped=True),)
         case _:
-            turned = mode == "earth"
-            return (RowRange(2 * height - stop, 2 * height - start, flipped=True, rotated=turned),)
+            first, last = 2 * height - stop, 2 * height - start
+            return (RowRange(first, last, flipped=True, rotated=mode == "earth"),)

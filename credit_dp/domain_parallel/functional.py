@@ -1,11 +1,22 @@
-"""Torch's functions that mix rows, for a model's own code: they act on the whole globe."""
+"""Torch functions that couple rows, for the code of users' models: they act on the global field.
+
+In an ordinary model `mean`, `interpolate`, `pad` and `roll` are torch's. In a converted model a
+domain-parallel layer does the work of each call. This is how a call finds its layer:
+
+1. `attach_context` puts a pair of hooks on every module of a converted model that has code of the
+   user's. They push its `ShardingContext` on a stack when the module is called, and pop it.
+2. A call takes the innermost context and looks up its layer there, by function and arguments. The
+   plan creates these layers; afterwards a call that the plan has not seen is an error.
+3. In a backward pass, activation checkpointing may compute a function again without calling any
+   module. The module is then looked for on the Python stack (`recomputing_module`).
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 from weakref import WeakSet
 
 import torch
@@ -24,115 +35,7 @@ from credit_dp.domain_parallel.partition import FIELD_DIMS, ROW_DIM
 from credit_dp.domain_parallel.planning.planner import active_planner
 from credit_dp.errors import UserError
 
-if TYPE_CHECKING:
-    from credit_dp.domain_parallel.layers.base import RowLayer
-
 __all__ = ["interpolate", "mean", "pad", "roll"]
-
-
-_context_stack: ContextVar[tuple[ShardingContext, ...]] = ContextVar(
-    "converted models that run", default=()
-)
-_live_contexts: WeakSet[ShardingContext] = WeakSet()
-
-
-@final
-class ShardingContext:
-    """One converted model, as the code of its modules finds it.
-
-    `layers` are those that `functional` made for its calls, by call; `planned` says whether these
-    are all there may be.
-    """
-
-    def __init__(self, manager: DomainParallelManager) -> None:
-        self.manager = manager
-        self.layers: dict[tuple[str, int], RowLayer] = {}
-        self.planned = False
-
-
-def active_context() -> ShardingContext | None:
-    """Return the converted model whose code runs in this thread, the innermost one."""
-    stack = _context_stack.get()
-    return stack[-1] if stack else None
-
-
-def in_backward() -> bool:
-    """Return whether this thread runs a backward pass, and so maybe a recomputation."""
-    return torch._C._current_graph_task_id() != -1
-
-
-def has_live_contexts() -> bool:
-    """Return whether this process has run a converted model that is still there."""
-    return bool(_live_contexts)
-
-
-def recomputing_module() -> nn.Module | None:
-    """Return the module whose code a backward pass computes again, as far as its calls tell.
-
-    A checkpointed function, unlike a module, runs none of the hooks that `running` relies on.
-    """
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_name != "_engine_run_backward":
-        module = frame.f_locals.get("self")
-        if isinstance(module, nn.Module) and is_user_module(module):
-            return module
-        frame = frame.f_back
-    return None
-
-
-class _ContextHook:
-    def __init__(self, model: ShardingContext) -> None:
-        self.context = model
-
-
-@final
-class _EnterContext(_ContextHook):
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        _live_contexts.add(self.context)
-        _context_stack.set((*_context_stack.get(), self.context))
-
-
-@final
-class _LeaveContext(_ContextHook):
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], made: Any) -> None:
-        _context_stack.set(_context_stack.get()[:-1])
-
-
-def is_user_module(module: nn.Module) -> bool:
-    """Return whether a module has code that is neither torch's nor a sharded layer's."""
-    return not type(module).__module__.startswith(("torch.", f"{__package__}.layers."))
-
-
-def attach_context(model: nn.Module, current: ShardingContext) -> None:
-    """Make `running()` return `current` while any module of the model with code of its own runs.
-
-    Every such module says so itself, because a checkpointed one is run again without the model.
-    """
-    for module in model.modules():
-        if is_user_module(module) and not attached_contexts(module, inside=False):
-            module.register_forward_pre_hook(_EnterContext(current), prepend=True)
-            module.register_forward_hook(_LeaveContext(current), always_call=True)
-
-
-def attached_contexts(model: nn.Module, inside: bool = True) -> list[ShardingContext]:
-    """Return what `announce` has put on a module, and on those inside."""
-    hooks: list[Any] = [
-        hook
-        for module in (model.modules() if inside else [model])
-        for hook in module._forward_pre_hooks.values()
-    ]
-    return list(dict.fromkeys(hook.context for hook in hooks if isinstance(hook, _EnterContext)))
-
-
-def detach_context(model: nn.Module, current: ShardingContext) -> None:
-    """Undo `announce`."""
-    for module in model.modules():
-        holders: tuple[dict[int, Any], ...] = (module._forward_pre_hooks, module._forward_hooks)
-        for hooks in holders:
-            for key, hook in list(hooks.items()):
-                if isinstance(hook, _ContextHook) and hook.context is current:
-                    del hooks[key]
-                    module._forward_hooks_always_called.pop(key, None)
 
 
 LayerFactory = Callable[[DomainParallelManager], RowLayer]
@@ -145,13 +48,13 @@ def mean(
     *,
     manager: DomainParallelManager | None = None,
 ) -> Tensor:
-    """Return `torch.mean` of the whole globe, the same on every rank if rows are among `dim`.
+    """Return `torch.mean` of the global field, the same on every rank if rows are among `dim`.
 
     Args:
         x: `(..., H_local, W)`.
         dim: dimensions to reduce; all by default.
         keepdim: whether they stay, with one entry each.
-        manager: only needed where no module of a converted model runs.
+        manager: only needed outside of a converted model's modules.
     """
     dims = (dim,) if isinstance(dim, int) else tuple(dim or ())
 
@@ -159,8 +62,8 @@ def mean(
         return DomainParallelMean(dims, keepdim, manager=manager)
 
     layer = _layer_for_call(f"functional.mean(dim={dim}, keepdim={keepdim})", x, make, manager)
-    made: Tensor = torch.mean(x, dims, keepdim) if layer is None else layer(x)
-    return made
+    output: Tensor = torch.mean(x, dims, keepdim) if layer is None else layer(x)
+    return output
 
 
 def interpolate(
@@ -172,19 +75,21 @@ def interpolate(
     *,
     manager: DomainParallelManager | None = None,
 ) -> Tensor:
-    """Return this rank's rows of `F.interpolate` of the whole globe.
+    """Return this rank's rows of `F.interpolate` of the global field.
 
     Args:
         x: `(B, C, H_local, W)`, also `(B, C, D, H_local, W)`.
-        size: of the whole globe's result.
+        size: rows and columns of the global result.
         scale_factor: instead of `size`.
         mode: as in torch, without antialias.
         align_corners: as in torch.
-        manager: only needed where no module of a converted model runs.
+        manager: only needed outside of a converted model's modules.
     """
 
     def make(manager: DomainParallelManager) -> RowLayer:
-        if _is_planned():  # then the audit has seen that `size` is not a band's
+        # The audit refuses a `size` that is computed from a band's rows. Without a plan the layer
+        # itself refuses a `size` that looks like one.
+        if _is_planned():
             upsample = nn.Upsample(size, scale_factor, mode, align_corners)
             return DomainParallelUpsample(upsample, manager=manager)
         return DomainParallelInterpolate(
@@ -195,8 +100,8 @@ def interpolate(
     layer = _layer_for_call(f"functional.interpolate({settings})", x, make, manager)
     if layer is None:
         return F.interpolate(x, size, scale_factor, mode, align_corners)
-    made: Tensor = layer(x)
-    return made
+    output: Tensor = layer(x)
+    return output
 
 
 def pad(
@@ -207,14 +112,14 @@ def pad(
     *,
     manager: DomainParallelManager | None = None,
 ) -> Tensor:
-    """Return this rank's rows of `F.pad` of the whole globe; negative widths crop.
+    """Return this rank's rows of `F.pad` of the global field; negative widths crop.
 
     Args:
         x: `(..., H_local, W)`.
         pad: widths in torch's order: west, east, north, south, ...
         mode: as in torch.
         value: as in torch.
-        manager: only needed where no module of a converted model runs.
+        manager: only needed outside of a converted model's modules.
     """
     widths = tuple(pad)
 
@@ -224,8 +129,8 @@ def pad(
     layer = _layer_for_call(
         f"functional.pad(pad={widths}, mode={mode}, value={value})", x, make, manager
     )
-    made: Tensor = F.pad(x, widths, mode, value) if layer is None else layer(x)
-    return made
+    output: Tensor = F.pad(x, widths, mode, value) if layer is None else layer(x)
+    return output
 
 
 def roll(
@@ -235,44 +140,45 @@ def roll(
     *,
     manager: DomainParallelManager | None = None,
 ) -> Tensor:
-    """Return this rank's rows of `torch.roll` of the whole globe.
+    """Return this rank's rows of `torch.roll` of the global field.
 
     Args:
         x: `(..., H_local, W)`.
-        shifts: places to move by, one for each of `dims`.
+        shifts: number of entries to shift by, one for each of `dims`.
         dims: dimensions to roll.
-        manager: only needed where no module of a converted model runs.
+        manager: only needed outside of a converted model's modules.
     """
 
     def make(manager: DomainParallelManager) -> RowLayer:
         return DomainParallelRoll(shifts, dims, manager=manager)
 
     layer = _layer_for_call(f"functional.roll(shifts={shifts}, dims={dims})", x, make, manager)
-    made: Tensor = torch.roll(x, shifts, dims) if layer is None else layer(x)
-    return made
+    output: Tensor = torch.roll(x, shifts, dims) if layer is None else layer(x)
+    return output
 
 
 def _is_planned() -> bool:
-    current = active_context()
-    return active_planner() is not None or (current is not None and current.planned)
+    context = active_context()
+    return active_planner() is not None or (context is not None and context.is_planned)
 
 
 def _layer_for_call(
     call: str, x: Tensor, make: LayerFactory, manager: DomainParallelManager | None
 ) -> RowLayer | None:
-    """Return the layer that does a call; None where it is torch's own."""
-    current, planner = active_context(), active_planner()
-    if current is None and manager is None and in_backward() and has_live_contexts():
-        current = _recomputing_context(call)
-    if current is not None and manager in (None, current.manager):
+    """Return the layer that does the work of a call; None if torch's function does it."""
+    context = active_context()
+    planner = active_planner()
+    if context is None and manager is None and in_backward() and has_live_contexts():
+        context = _recomputing_context(call)
+    if context is not None and manager in (None, context.manager):
         key = (call, x.ndim)
-        if key not in current.layers:
-            if planner is None and current.planned:
+        if key not in context.layers:
+            if planner is None and context.is_planned:
                 raise UserError(
                     f"{call}: the plan has not seen this call. Convert with inputs that lead to it."
                 )
-            current.layers[key] = make(current.manager)
-        layer = current.layers[key]
+            context.layers[key] = make(context.manager)
+        layer = context.layers[key]
     elif manager is not None:
         if manager.domain_parallel_size == 1:
             return None
@@ -281,17 +187,135 @@ def _layer_for_call(
         return None
     if planner is not None:
         planner.names[layer] = call
+    # Without a plan the layer has not heard yet whether it is called on rows.
     elif not layer.is_planned and (x.ndim < FIELD_DIMS or not layer.couples_rows(ROW_DIM, x.ndim)):
         layer.set_rowwise()
     return layer
 
 
 def _recomputing_context(call: str) -> ShardingContext | None:
-    """Return the converted model whose code is computed again in backward; None for a plain one."""
+    """Return the context of the model that a backward pass recomputes; None for an ordinary one."""
     module = recomputing_module()
     if module is None:
         raise UserError(
-            f"{call}: is computed again in a backward pass, where it can't be known whether its "
-            "model is sharded. Pass manager=, or checkpoint a module instead of a function."
+            f"{call}: this call is recomputed in a backward pass, by a function that belongs to no "
+            "module, so whether its model is sharded is unknown. Pass manager=, or checkpoint a "
+            "module instead of a function."
         )
-    return next(iter(attached_contexts(module, inside=False)), None)
+    return next(iter(attached_contexts(module, recursive=False)), None)
+
+
+# A context variable and not a global: the ranks may be threads of one process.
+_context_stack: ContextVar[tuple[ShardingContext, ...]] = ContextVar(
+    "sharding contexts of the running models", default=()
+)
+# Weak, so that a model that is gone no longer counts.
+_live_contexts: WeakSet[ShardingContext] = WeakSet()
+
+
+@final
+class ShardingContext:
+    """The state that all calls in the code of one converted model share.
+
+    Attributes:
+        manager: the manager that the model was converted with.
+        layers: the layers that do the work of its calls, by call and number of dimensions.
+        is_planned: whether a plan has seen every call that there may be.
+    """
+
+    def __init__(self, manager: DomainParallelManager) -> None:
+        self.manager = manager
+        self.layers: dict[tuple[str, int], RowLayer] = {}
+        self.is_planned = False
+
+
+def active_context() -> ShardingContext | None:
+    """Return the context of the innermost converted model whose code runs in this thread."""
+    stack = _context_stack.get()
+    return stack[-1] if stack else None
+
+
+def in_backward() -> bool:
+    """Return whether this thread runs a backward pass, and so perhaps a recomputation."""
+    # The autograd engine numbers its passes; -1 stands for none.
+    return torch._C._current_graph_task_id() != -1
+
+
+def has_live_contexts() -> bool:
+    """Return whether this process has run a converted model that still exists."""
+    return bool(_live_contexts)
+
+
+def recomputing_module() -> nn.Module | None:
+    """Return the module whose code a backward pass recomputes; None if the stack has no module.
+
+    A checkpointed function, unlike a module, does not run the hooks that `active_context` needs.
+    """
+    # Frames beyond torch's entry into the engine belong to the caller of backward(), who may be in
+    # another module.
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_name != "_engine_run_backward":
+        module = frame.f_locals.get("self")
+        if isinstance(module, nn.Module) and is_user_module(module):
+            return module
+        frame = frame.f_back
+    return None
+
+
+class _ContextHook:
+    """A hook that knows its context; as a closure it would be shared by copies of the model."""
+
+    def __init__(self, context: ShardingContext) -> None:
+        self.context = context
+
+
+@final
+class _EnterContext(_ContextHook):
+    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        _live_contexts.add(self.context)
+        _context_stack.set((*_context_stack.get(), self.context))
+
+
+@final
+class _LeaveContext(_ContextHook):
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        _context_stack.set(_context_stack.get()[:-1])
+
+
+def is_user_module(module: nn.Module) -> bool:
+    """Return whether a module's code is neither torch's nor a domain-parallel layer's."""
+    return not type(module).__module__.startswith(("torch.", f"{__package__}.layers."))
+
+
+def attach_context(model: nn.Module, context: ShardingContext) -> None:
+    """Make `active_context()` return `context` while any of the model's user modules runs.
+
+    Every user module gets the hooks, not only the outermost: checkpointing recomputes a module
+    without calling those around it.
+    """
+    for module in model.modules():
+        if is_user_module(module) and not attached_contexts(module, recursive=False):
+            # Entered before the module's other hooks, and left even if its forward fails.
+            module.register_forward_pre_hook(_EnterContext(context), prepend=True)
+            module.register_forward_hook(_LeaveContext(context), always_call=True)
+
+
+def attached_contexts(model: nn.Module, recursive: bool = True) -> list[ShardingContext]:
+    """Return the contexts that `attach_context` has put on a module and on its submodules."""
+    hooks: list[Any] = [
+        hook
+        for module in (model.modules() if recursive else [model])
+        for hook in module._forward_pre_hooks.values()
+    ]
+    return list(dict.fromkeys(hook.context for hook in hooks if isinstance(hook, _EnterContext)))
+
+
+def detach_context(model: nn.Module, context: ShardingContext) -> None:
+    """Undo `attach_context`."""
+    for module in model.modules():
+        holders: tuple[dict[int, Any], ...] = (module._forward_pre_hooks, module._forward_hooks)
+        for hooks in holders:
+            for key, hook in list(hooks.items()):
+                if isinstance(hook, _ContextHook) and hook.context is context:
+                    del hooks[key]
+                    module._forward_hooks_always_called.pop(key, None)

@@ -1,4 +1,9 @@
-"""Halo rows for code that pads by hand; cutting globes into bands and joining them."""
+"""Functions for users' code: halo rows of a band, and bands of global tensors and back.
+
+`HaloExchange` is for code that pads by itself, `shard_tensor` and `shard_batch` return bands of
+global fields, `gather_tensor` joins bands. Converted layers fetch their rows through
+`HaloExchange.fetch`, which takes any `RowExchange`.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +30,7 @@ from credit_dp.errors import UserError
 
 @final
 class HaloExchange(nn.Module):
-    """Adds `halo_width` rows of each neighbour to a band; zeros beyond the poles.
+    """Adds `halo_width` rows of each neighbour to a band, and zeros beyond the poles.
 
     Args:
         halo_width: rows to add on each side.
@@ -36,7 +41,7 @@ class HaloExchange(nn.Module):
         `(..., H_local, W)` -> `(..., H_local + 2 * halo_width, W)` for `dim=-2`.
 
     Raises:
-        UserError: a band has fewer rows than the halo; on every rank alike.
+        UserError: a band has fewer rows than the halo; raised on all ranks.
     """
 
     def __init__(
@@ -49,23 +54,23 @@ class HaloExchange(nn.Module):
 
     @property
     def manager(self) -> DomainParallelManager:
-        """The manager given, or the module-level one."""
+        """Return the given manager, else the module-level one."""
         if self._manager is None:
             self._manager = get_domain_parallel_manager()
         return self._manager
 
     def adopt_manager(self, manager: DomainParallelManager) -> None:
-        """Use this manager unless one was given."""
+        """Use this manager if none was given."""
         self._manager = self._manager or manager
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the band between its halos. Every rank's row count is gathered first."""
-        if active_planner() is not None:  # nothing is sent while planning: the shape will do
+        """Return the band with its halos, after gathering every rank's number of rows."""
+        if active_planner() is not None:  # planning needs the shape only, and must not send
             return F.pad(x.movedim(self.dim, -1), (self.halo_width,) * 2).movedim(-1, self.dim)
         return self.fetch(x, _halo_row_exchange(x.shape[self.dim], self.halo_width, self.manager))
 
     def fetch(self, x: Tensor, exchange: RowExchange) -> Tensor:
-        """Return the rows that `exchange` brings to this rank."""
+        """Return the rows that this rank needs according to `exchange`."""
         dim = self.dim if self.dim < 0 else self.dim - x.ndim
         return exchange.apply(x, self.manager.transport, dim)
 
@@ -78,28 +83,34 @@ class HaloExchange(nn.Module):
 def _halo_row_exchange(rows: int, width: int, manager: DomainParallelManager) -> RowExchange:
     """Return the exchange for a band of `rows` rows; a collective."""
     partition = manager.gather_partition(rows)
+    # All ranks see all sizes, so that they raise together and none waits for another's rows.
     if partition.ranks > 1 and min(partition.sizes) < width:
         raise UserError(
-            f"HaloExchange: halo_width {width} needs as many rows in every band, "
+            f"HaloExchange: halo_width {width} needs as many rows in every band, but "
             f"the bands have {partition.sizes}. Lower halo_width or parallel.domain."
         )
-    height, bounds = partition.height, partition.bounds
-    needs = tuple(
-        rows_with_poles(bounds[r] - width, bounds[r + 1] + width, height, "zeros")
+    bounds = partition.bounds
+    required_rows = tuple(
+        rows_with_poles(bounds[r] - width, bounds[r + 1] + width, partition.height, "zeros")
         for r in range(partition.ranks)
     )
-    return RowExchange(partition, needs, manager.domain_rank)
+    return RowExchange(partition, required_rows, manager.domain_rank)
 
 
 @final
 class _HaloExchangeFunction(torch.autograd.Function):
-    """What `HaloExchange` does, for code that calls `apply(x, halo_width, dim, manager)`."""
+    """`HaloExchange` as a function, for code that calls `apply(x, halo_width, dim, manager)`.
+
+    Compatibility: nothing in this package calls it. The exchanges of converted layers are in
+    `credit_dp.domain_parallel.exchange`.
+    """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, halo_width: int, dim: int, manager: DomainParallelManager
     ) -> Tensor:
-        ctx.dim, ctx.transport = dim % x.ndim - x.ndim, manager.transport
+        ctx.dim = dim % x.ndim - x.ndim  # negative, as exchanges need it
+        ctx.transport = manager.transport
         ctx.exchange = _halo_row_exchange(x.shape[dim], halo_width, manager)
         return start_fetching(x, ctx.exchange, ctx.transport, ctx.dim)()
 
@@ -110,7 +121,7 @@ class _HaloExchangeFunction(torch.autograd.Function):
 
 
 def shard_tensor(x: Tensor, dim: int = -2, manager: DomainParallelManager | None = None) -> Tensor:
-    """Return this rank's band of a tensor that every rank holds whole.
+    """Return this rank's band of a tensor that every rank holds completely.
 
     Shapes:
         `(..., H_global, W)` -> `(..., H_local, W)` for `dim=-2`.
@@ -130,9 +141,9 @@ def shard_tensor(x: Tensor, dim: int = -2, manager: DomainParallelManager | None
 
 
 def gather_tensor(x: Tensor, dim: int = -2, manager: DomainParallelManager | None = None) -> Tensor:
-    """Return the whole globe on every rank, whatever the bands; reached by all ranks together.
+    """Return the global tensor on every rank, from any bands; called by all ranks together.
 
-    Differentiable: the cotangent of a band is the sum of all ranks' cotangents of its rows.
+    Differentiable: the gradient of a band is the sum of all ranks' gradients of its rows.
 
     Shapes:
         `(..., H_local, W)` -> `(..., H_global, W)` for `dim=-2`.
@@ -140,17 +151,18 @@ def gather_tensor(x: Tensor, dim: int = -2, manager: DomainParallelManager | Non
     manager = manager or get_domain_parallel_manager()
     if manager.domain_parallel_size == 1:
         return x
+    # The bands need not be those of the plan: ask all ranks.
     partition = manager.gather_partition(x.shape[dim])
-    whole = (RowRange(0, partition.height),)
-    exchange = RowExchange(partition, (whole,) * partition.ranks, manager.domain_rank)
+    global_rows = (RowRange(0, partition.height),)
+    exchange = RowExchange(partition, (global_rows,) * partition.ranks, manager.domain_rank)
     return exchange.apply(x, manager.transport, dim if dim < 0 else dim - x.ndim)
 
 
 def shard_batch(batch: Any, dim: int = -2, manager: DomainParallelManager | None = None) -> Any:
-    """Return the batch with every field cut to this rank's band.
+    """Return the batch with this rank's band of every field.
 
-    A field is a tensor with at least three dimensions and more than one row. Mappings (which
-    become dicts), lists and tuples are walked; anything else is returned as it is.
+    A field is a tensor with at least three dimensions and more than one row. Fields are found in
+    mappings (which become dicts), lists and tuples; anything else is returned unchanged.
     """
     if isinstance(batch, Tensor):
         is_field = batch.ndim >= FIELD_DIMS and batch.shape[dim] > 1

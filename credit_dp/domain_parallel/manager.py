@@ -1,4 +1,4 @@
-"""Who this rank is: its place on the mesh, its groups and the table of bands."""
+"""The manager of one rank: its position in the mesh, its process groups and the table of bands."""
 
 from __future__ import annotations
 
@@ -21,22 +21,29 @@ from credit_dp.errors import UserError
 
 @final
 class DomainParallelManager:
-    """One rank's place in a mesh of `pipeline` x `data` x `domain` ranks, domain innermost.
+    """One rank's position in a mesh of `pipeline` x `data` x `domain` ranks.
+
+    The domain axis is innermost: ranks that share a globe have consecutive numbers, which is
+    usually on one node.
 
     Args:
-        world_size: all ranks. More than one needs `torch.distributed` to be initialised with as
-            many, unless `transport` is given.
-        domain_parallel_size: ranks that share one globe.
-        shard_dim: the row dimension of the model's input, kept for reading: see the converter.
-        transport: how the ranks of the domain talk; by default over the domain's process group.
-        pipeline_parallel_size: ranks that share one model.
+        world_size: number of all ranks. More than one needs `torch.distributed` to be initialised
+            with as many, unless `transport` is given.
+        domain_parallel_size: number of ranks that share one globe.
+        shard_dim: the row dimension of the model's input. The manager only keeps it: the converter
+            has an argument of its own.
+        transport: sends messages between the ranks of the domain; by default over the domain's
+            process group.
+        pipeline_parallel_size: number of ranks that share one model.
 
     Attributes:
-        mesh: torch's mesh with the axes `pipeline`, `data` and `domain`; None for one rank, or with
-            a `transport` of its own.
+        mesh: torch's mesh with the axes `pipeline`, `data` and `domain`; None for one rank or with
+            a given `transport`.
+        bands: the partition of every global height.
 
     Raises:
-        UserError: the world is not a multiple of pipeline x domain, or not what is running.
+        UserError: the number of ranks is not a multiple of pipeline x domain, or not the number of
+            running ranks.
     """
 
     def __init__(
@@ -82,7 +89,7 @@ class DomainParallelManager:
         if running != self.world_size:
             raise UserError(
                 f"DomainParallelManager: needs {self.world_size} ranks, {running} are running. "
-                "Start that many, with torch.distributed initialised."
+                f"Start {self.world_size} and initialise torch.distributed."
             )
         self.rank = dist.get_rank()
         device = "cuda" if "nccl" in dist.get_backend() else "cpu"
@@ -101,49 +108,45 @@ class DomainParallelManager:
         if self.domain_group is None or self.domain_parallel_size == 1:
             return SingleRankTransport()
         transport = GroupTransport(self.domain_group)
-        # Under nccl all ranks of a group must have met before its first point-to-point message.
+        # If the first operation of an nccl group is a batch of point-to-point messages, all its
+        # ranks have to take part in it. Not every rank has rows to send: start with a collective.
         device = "cuda" if "nccl" in dist.get_backend(self.domain_group) else "cpu"
         dist.all_reduce(torch.zeros(1, device=device), group=self.domain_group)
         return transport
 
     @property
     def domain_rank(self) -> int:
-        """Which band of the globe this rank holds, 0 the northernmost."""
+        """Return the index of this rank's band, 0 for the northernmost."""
         return self.rank % self.domain_parallel_size
 
     @property
     def domain_world_size(self) -> int:
-        """Ranks that share one globe."""
+        """Return the number of ranks that share one globe."""
         return self.domain_parallel_size
 
     @property
     def dp_rank(self) -> int:
-        """Which share of the samples this rank works on."""
+        """Return the index of this rank's share of the samples."""
         return self.rank // self.domain_parallel_size % self.data_parallel_size
 
     @property
     def dp_world_size(self) -> int:
-        """Into how many shares the samples are split."""
+        """Return the number of shares that the samples are split into."""
         return self.data_parallel_size
 
     @property
     def pipeline_rank(self) -> int:
-        """Which stretch of the model this rank holds, 0 the one that takes the input."""
+        """Return the index of this rank's pipeline stage, 0 for the one that takes the input."""
         return self.rank // (self.domain_parallel_size * self.data_parallel_size)
 
     @property
-    def mesh_coordinates(self) -> str:
-        """This rank's coordinates, for people: `pipeline 0, data 1, domain 2`."""
-        return f"pipeline {self.pipeline_rank}, data {self.dp_rank}, domain {self.domain_rank}"
-
-    @property
     def is_first_domain_rank(self) -> bool:
-        """Whether this rank's band ends at the north pole."""
+        """Return whether this rank's band ends at the north pole."""
         return self.domain_rank == 0
 
     @property
     def is_last_domain_rank(self) -> bool:
-        """Whether this rank's band ends at the south pole."""
+        """Return whether this rank's band ends at the south pole."""
         return self.domain_rank == self.domain_parallel_size - 1
 
     def neighbor_ranks(self) -> tuple[int | None, int | None]:
@@ -153,7 +156,7 @@ class DomainParallelManager:
         return north, south
 
     def partition(self, height: int) -> RowPartition:
-        """Return the bands of a global height: the plan's, or balanced ones."""
+        """Return the bands of a global height: planned ones, else balanced ones."""
         return self.bands[height]
 
     def rows(self, height: int) -> slice:
@@ -161,50 +164,52 @@ class DomainParallelManager:
         return self.partition(height).rows(self.domain_rank)
 
     def gather_partition(self, rows: int) -> RowPartition:
-        """Return the bands that all ranks have now, from their numbers of rows; a collective."""
+        """Gather the number of rows of every rank and return the partition; a collective."""
         nccl = self.domain_group is not None and "nccl" in dist.get_backend(self.domain_group)
         local = torch.tensor(rows, device="cuda" if nccl else "cpu")
         return RowPartition.from_sizes(self.transport.all_gather(local).tolist())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DomainParallelManager:
+        # A copy of a converted model belongs to the same rank and uses the same groups.
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        # Process groups can't be pickled: a copy in another process knows its place and no more.
-        unpickled = DetachedTransport(self.domain_rank, self.domain_parallel_size)
+        # Process groups can't be pickled: a copy in another process knows its position in the mesh
+        # but can't exchange anything.
+        transport = self.transport
+        if not isinstance(transport, SingleRankTransport):
+            transport = DetachedTransport(self.domain_rank, self.domain_parallel_size)
         return {
             **self.__dict__,
             "domain_group": None,
             "data_parallel_group": None,
             "pipeline_group": None,
             "mesh": None,
-            "transport": self.transport
-            if isinstance(self.transport, SingleRankTransport)
-            else unpickled,
+            "transport": transport,
         }
 
 
-_default: DomainParallelManager | None = None
+_default_manager: DomainParallelManager | None = None
 
 
 def initialize_domain_parallel(
     world_size: int, domain_parallel_size: int, shard_dim: int = -2
 ) -> DomainParallelManager:
-    """Make a manager and let `get_domain_parallel_manager` return it."""
-    global _default
-    _default = DomainParallelManager(world_size, domain_parallel_size, shard_dim)
-    return _default
+    """Create a manager and make it the one that `get_domain_parallel_manager` returns."""
+    global _default_manager
+    _default_manager = DomainParallelManager(world_size, domain_parallel_size, shard_dim)
+    return _default_manager
 
 
 def get_domain_parallel_manager() -> DomainParallelManager:
-    """Return the manager made last by `initialize_domain_parallel`.
+    """Return the manager that `initialize_domain_parallel` created last.
 
     Raises:
         UserError: there is none.
     """
-    if _default is None:
+    if _default_manager is None:
         raise UserError(
             "get_domain_parallel_manager: there is no manager. "
             "Call initialize_domain_parallel first or pass manager=."
         )
-    return _default
+    return _default_manager

@@ -1,4 +1,9 @@
-"""Which rank owns which latitude rows."""
+"""Bands: contiguous ranges of latitude rows, one per rank.
+
+A band is a rank's shard along latitude. `RowPartition` holds the bands of one number of rows,
+`BandTable` the partitions of all heights that a model's levels have. The partition of a height is
+the same for all layers and on all ranks: whoever knows the height knows every rank's rows.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +18,21 @@ from torch import nn
 
 from credit_dp.errors import UserError
 
-# Bands of two levels that line up save bytes; they are preferred while the largest band stays
-# within this factor of the mean one.
+# Fewer rows travel between two levels whose bands are aligned. Aligned bands are preferred to
+# balanced ones as long as the largest is at most this factor larger than the mean.
 LARGEST_IMBALANCE = 1.1
-# Rows are the last dimension but one of every field.
+# Rows are the last dimension but one of a field, (..., rows, columns).
 ROW_DIM = -2
-# Fewer dimensions than (channel, row, column) mean that a tensor is no field.
+# A tensor with fewer dimensions than (channels, rows, columns) is not a field.
 FIELD_DIMS = 3
 
 
 @final
 @dataclass(frozen=True)
 class RowPartition:
-    """Bands of one globe: rank `r` owns the global rows `bounds[r]` to `bounds[r + 1] - 1`.
+    """The bands of one globe: rank `r` owns the global rows `bounds[r]` to `bounds[r + 1] - 1`.
 
-    Row 0 is the northernmost.
+    Row 0 is the northernmost. A band may be empty.
 
     Raises:
         ValueError: the bounds don't start at 0 or decrease.
@@ -41,34 +46,34 @@ class RowPartition:
 
     @classmethod
     def balanced(cls, height: int, ranks: int) -> RowPartition:
-        """Bands that differ by one row at most, the larger ones first."""
+        """Return bands that differ by at most one row, the larger ones first."""
         share, surplus = divmod(height, ranks)
         return cls(tuple(r * share + min(r, surplus) for r in range(ranks + 1)))
 
     @classmethod
     def in_multiples_of(cls, height: int, ranks: int, unit: int) -> RowPartition:
-        """Balanced bands of whole units of rows; what is less than a unit comes last."""
+        """Return balanced bands in multiples of `unit` rows; the remainder comes last."""
         units = cls.balanced(-(-height // unit), ranks)
         return cls(tuple(min(bound * unit, height) for bound in units.bounds))
 
     @classmethod
     def from_sizes(cls, sizes: list[int]) -> RowPartition:
-        """Bands of these numbers of rows, north to south."""
+        """Return bands with these numbers of rows, from north to south."""
         return cls(tuple(sum(sizes[:r]) for r in range(len(sizes) + 1)))
 
     @property
     def height(self) -> int:
-        """Rows of the whole globe."""
+        """Return the number of rows of the globe."""
         return self.bounds[-1]
 
     @property
     def ranks(self) -> int:
-        """How many bands there are."""
+        """Return the number of bands."""
         return len(self.bounds) - 1
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Rows of each rank."""
+        """Return the number of rows of each rank."""
         return tuple(b - a for a, b in pairwise(self.bounds))
 
     def rows(self, rank: int) -> slice:
@@ -77,71 +82,79 @@ class RowPartition:
 
     def owner(self, row: int) -> int:
         """Return the rank that owns a global row."""
+        # Bisecting to the right skips empty bands, whose bound is repeated.
         return bisect_right(self.bounds, row) - 1
 
     def scaled_to(self, height: int) -> RowPartition:
-        """Bands of another height whose edges lie where these lie on the globe."""
-        ratio_up, ratio_down = height, self.height
-        if height >= self.height:  # one coarse row covers `factor` fine rows, the last one fewer
-            ratio_up, ratio_down = -(-height // self.height), 1
-        scaled = (min(-(-b * ratio_up // ratio_down), height) for b in self.bounds[:-1])
+        """Return bands of another height whose bounds are at the same latitudes."""
+        numerator, denominator = height, self.height
+        # A coarse row covers the same number of fine rows everywhere, except the last row, which
+        # covers fewer: scaling by the ratio of the heights would miss the bounds by some rows.
+        if height >= self.height:
+            numerator, denominator = -(-height // self.height), 1
+        scaled = (min(-(-b * numerator // denominator), height) for b in self.bounds[:-1])
         return RowPartition((*scaled, height))
 
     def bounds_are_multiples_of(self, unit: int) -> bool:
-        """Whether bands end where units of rows do."""
+        """Return whether each band starts at a multiple of `unit` rows."""
         return all(bound % unit == 0 for bound in self.bounds[:-1])
 
     @property
     def is_well_balanced(self) -> bool:
-        """Whether no band is empty and the largest is near the mean."""
+        """Return whether no band is empty and the largest is close to the mean."""
         mean = self.height / self.ranks
         return min(self.sizes) > 0 and max(self.sizes) <= LARGEST_IMBALANCE * mean
 
 
 @final
 class BandTable:
-    """The one partition of every global height, so that all layers of all models line up."""
+    """The partition of every global height: all layers that see a height use the same bands.
+
+    Args:
+        ranks: number of bands.
+    """
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
         self._by_height: dict[int, RowPartition] = {}
 
     def __getitem__(self, height: int) -> RowPartition:
-        """Return the partition of a height, balanced bands for one that no plan has.
+        """Return the partition of a height; balanced bands if the height is not planned.
 
-        Looking changes nothing: a rank may ask what others don't ask, and plans stay the same.
+        Read-only, so that ranks may query different heights and still agree on later plans.
         """
         return self._by_height.get(height) or RowPartition.balanced(height, self.ranks)
 
     @property
     def planned_partitions(self) -> tuple[RowPartition, ...]:
-        """The partitions of all heights that a plan or tensors have."""
+        """Return the partitions of all heights that were planned or registered."""
         return tuple(self._by_height.values())
 
     def register(self, partition: RowPartition) -> RowPartition:
-        """Make the bands that tensors already have those of their height.
+        """Make the bands of existing tensors the partition of their height, and return it.
 
         Raises:
-            UserError: the height has other bands already.
+            UserError: the height has another partition already.
         """
-        known = self._by_height.setdefault(partition.height, partition)
-        if known != partition:
+        planned = self._by_height.setdefault(partition.height, partition)
+        if planned != partition:
             raise UserError(
-                f"bands of {partition.height} rows: the plan has {known.sizes} rows per rank, "
-                f"the tensors have {partition.sizes}. Cut them with shard_tensor."
+                f"bands of {partition.height} rows: the plan has {planned.sizes} rows per rank, "
+                f"the tensors have {partition.sizes}. Shard them with shard_tensor."
             )
-        return known
+        return planned
 
     def aligned_partition(self, height: int, other: RowPartition, unit: int = 1) -> RowPartition:
-        """Return the bands of a height; if new, the first of these that is well balanced.
+        """Return the partition of a height; choose one if the height has none.
 
-        Lined up with `other` and of whole units; of whole units; lined up; whatever is balanced.
+        The first of these that is well balanced: aligned with `other` and in multiples of `unit`
+        rows; in multiples only; aligned only; else balanced bands.
         """
         aligned = other.scaled_to(height)
-        of_units = RowPartition.in_multiples_of(height, self.ranks, unit)
-        choices = [aligned] if aligned.bounds_are_multiples_of(unit) else [of_units, aligned]
-        new = next((bands for bands in choices if bands.is_well_balanced), self[height])
-        return self._by_height.setdefault(height, new)
+        in_multiples = RowPartition.in_multiples_of(height, self.ranks, unit)
+        choices = [aligned] if aligned.bounds_are_multiples_of(unit) else [in_multiples, aligned]
+        chosen = next((bands for bands in choices if bands.is_well_balanced), self[height])
+        return self._by_height.setdefault(height, chosen)
 
     def plan(
         self,
@@ -149,10 +162,16 @@ class BandTable:
         ties: Mapping[int, int] | None = None,
         units: Mapping[int, int] | None = None,
     ) -> None:
-        """Give every height its bands, from the coarsest up, each lined up with a coarser one.
+        """Choose the bands of every height, from the coarsest to the finest.
 
-        `ties` are heights whose rows are several per row of a coarser height, in the same bands;
-        `units` of how many rows a band of a height should be a multiple.
+        Coarse levels come first: with few rows there is least choice of balanced bands. The bands
+        of finer levels are aligned with them.
+
+        Args:
+            heights: global numbers of rows.
+            ties: height -> coarser height, each of whose rows stands for several of this height's;
+                both get the same bands.
+            units: height -> number of rows that its bands should be multiples of.
         """
         units = units or {}
         coarser: list[RowPartition] = []
@@ -160,13 +179,15 @@ class BandTable:
             if ties and height in ties:
                 self._by_height.setdefault(height, self[ties[height]].scaled_to(height))
                 continue
-            fits = [p for p in coarser if -(-height // -(-height // p.height)) == p.height]
-            alone = RowPartition.balanced(height, self.ranks)
-            lined_up = fits[-1] if fits else alone
-            coarser.append(self.aligned_partition(height, lined_up, units.get(height, 1)))
+            # A stride makes ceil(height / stride) rows of this height. If any stride makes exactly
+            # p.height rows, the smallest one that makes no more does.
+            reachable = [p for p in coarser if -(-height // -(-height // p.height)) == p.height]
+            balanced = RowPartition.balanced(height, self.ranks)
+            reference = reachable[-1] if reachable else balanced
+            coarser.append(self.aligned_partition(height, reference, units.get(height, 1)))
 
 
-# Attributes that hold an attention's window.
+# Attributes in which attention modules hold their window.
 WINDOW_ATTRIBUTES = ("window_size", "window")
 STRIDED_CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -174,37 +195,40 @@ STRIDED_CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 def validate_sharding_constraints(
     model: nn.Module, local_h: int, window_sizes: list[int] | None = None
 ) -> list[str]:
-    """Return readable warnings about a band of `local_h` rows, none if it suits the model.
+    """Return warnings about bands of `local_h` rows, one line each; none if they suit the model.
 
-    Every band gives exact results; a level whose band is no multiple of its stride or window has
-    to move rows between ranks, and a level without rows is refused at conversion.
+    Results are exact with any bands. But a level whose bands are not a multiple of its stride or
+    window has to move rows between ranks, and a level without rows is refused at conversion.
 
     Args:
-        model: before or after conversion; its strided convolutions make the levels.
+        model: before or after conversion; each strided convolution begins a level.
         local_h: rows of one rank at the model's input.
-        window_sizes: attention window per level, finest first. By default those of the model:
-            the attributes `window_size` and `window` of its modules, where these stand.
+        window_sizes: attention window per level, finest first. By default those in the attributes
+            `window_size` and `window` of the model's modules.
     """
     levels = _levels(model)
     if window_sizes is not None:
-        given = [{window} for window in window_sizes] + [set[int]()] * len(levels)
-        levels = [_Level(at.stride, windows) for at, windows in zip(levels, given, strict=False)]
-    rows, warnings = local_h, []
+        windows = [{window} for window in window_sizes] + [set[int]()] * len(levels)
+        levels = [_Level(level.stride, w) for level, w in zip(levels, windows, strict=False)]
+    rows = local_h
+    warnings: list[str] = []
     for number, level in enumerate(levels):
-        for size, what in (
-            (level.stride, "stride"),
-            *((w, "window") for w in sorted(level.windows)),
-        ):
-            if rows % size:
-                warnings.append(f"level {number}: {rows} rows are no multiple of the {what} {size}")
+        divisors = [("stride", level.stride), *(("window", w) for w in sorted(level.windows))]
+        warnings += [
+            f"level {number}: {rows} rows are not a multiple of the {name} {divisor}"
+            for name, divisor in divisors
+            if rows % divisor
+        ]
         rows //= level.stride
     if rows < 1:
-        warnings.append(f"the coarsest level has less than one row of {local_h}; use fewer ranks")
+        warnings.append(
+            f"the coarsest level has less than one row for a band of {local_h}; use fewer ranks"
+        )
     return warnings
 
 
 class _Level(NamedTuple):
-    """The windows at one number of rows, and the stride to the next level, 1 after the last."""
+    """The windows at one number of rows, and the stride to the next level (1 at the last)."""
 
     stride: int
     windows: set[int]
@@ -217,10 +241,10 @@ def _levels(model: nn.Module) -> list[_Level]:
         for size in map(_window_rows, (getattr(layer, name, None) for name in WINDOW_ATTRIBUTES)):
             if size is not None and size > 1:
                 levels[-1].windows.add(size)
-        # Rows are the last dimension but one; those of one-dimensional layers are the last.
-        stride = (
-            layer.stride[max(-2, -len(layer.stride))] if isinstance(layer, STRIDED_CONVS) else 1
-        )
+        stride = 1
+        if isinstance(layer, STRIDED_CONVS):
+            # Rows are the last dimension but one; those of one-dimensional layers are the last.
+            stride = layer.stride[max(-2, -len(layer.stride))]
         if stride > 1:
             levels[-1] = levels[-1]._replace(stride=stride)
             levels.append(_Level(1, set()))
@@ -228,7 +252,7 @@ def _levels(model: nn.Module) -> list[_Level]:
 
 
 def _window_rows(window: object) -> int | None:
-    """Return the rows of a window: a number, or the last but one of (levels,) rows, columns."""
+    """Return the rows of a window: one number, (rows, columns) or (levels, rows, columns)."""
     if isinstance(window, (list, tuple)) and len(window) > 1:
         window = window[-2]
     return window if isinstance(window, int) and not isinstance(window, bool) else None

@@ -1,4 +1,9 @@
-"""Which layer is swapped for what: the converter's table of rules by exact type."""
+"""The converter's rules: a table from the type of a layer to its domain-parallel replacement.
+
+A rule gets a layer and returns its replacement, or the layer itself if rows never meet in it. To
+support another torch layer, write its domain-parallel layer in `layers` and add a line to `RULES`.
+Layers of this package's models have names in `build.NAMED_RULES` instead.
+"""
 
 from __future__ import annotations
 
@@ -71,12 +76,13 @@ def _needs_halo_conv_transpose3d(conv: nn.ConvTranspose3d) -> bool:
 def _conv_rule(wrapper: Rule, row_dim: int = ROW_DIM) -> Rule:
     """Return the rule for a kind of convolution, transposed or not, with rows in `row_dim`.
 
-    Kernel = stride sends nothing where bands line up; the wrapper makes them line up elsewhere.
+    Only pointwise convolutions stay. One whose kernel is as large as its stride is wrapped as well:
+    its windows don't overlap, but the edge of a band may cut one.
     """
 
     def rule(conv: _ConvNd) -> nn.Module:
         if is_pointwise(conv, padding_widths(conv), row_dim):
-            return conv  # the audit sees whether rows are in another dimension and meet there
+            return conv  # if rows are in another dimension and meet there, the audit refuses it
         return wrapper(conv)
 
     return rule
@@ -88,7 +94,7 @@ def _shard_conv2d(conv: nn.Conv2d) -> nn.Module:
 
 
 def _shard_distributed_depthwise(layer: DistributedDepthwiseConv2d) -> nn.Module:
-    """One row of a kernel meets no other row: the audit sees whether rows are elsewhere."""
+    # A kernel of one row couples no rows; if they are in another dimension, the audit refuses it.
     return DomainParallelDistributedDepthwiseConv2d(layer) if layer.kernel_size[0] > 1 else layer
 
 
@@ -97,7 +103,7 @@ def _keep(module: nn.Module) -> nn.Module:
 
 
 def _trailing_norm_rule(wrapper: Rule) -> Rule:
-    """Return the rule of a norm over the last dimensions: one alone holds channels."""
+    """Return the rule of a norm over the last dimensions; a single one holds channels."""
 
     def rule(norm: nn.LayerNorm | nn.RMSNorm) -> nn.Module:
         return norm if len(norm.normalized_shape) == 1 else wrapper(norm)
@@ -108,6 +114,7 @@ def _trailing_norm_rule(wrapper: Rule) -> Rule:
 def _adaptive_pool_rule(to_one_row: Rule, to_rows: Rule, row_dim: int = ROW_DIM) -> Rule:
     """Return the rule of a kind of adaptive pool with rows in `row_dim`."""
 
+    # A single output row is the same on all ranks; several are banded.
     def rule(pool: AdaptiveAvgPool | AdaptiveMaxPool) -> nn.Module:
         wrapper = to_one_row if output_size_along(pool, row_dim) == 1 else to_rows
         return wrapper(pool)
@@ -123,8 +130,9 @@ _MAX_POOL_RULE = _adaptive_pool_rule(DomainParallelGlobalMaxPool, DomainParallel
 _MAX_POOL_1D_RULE = _adaptive_pool_rule(
     DomainParallelGlobalMaxPool, DomainParallelAdaptiveMaxPool, -1
 )
-# A subclass has the rule of its layer unless it replaces some of what that one does. What is
-# wrapped and turns out to be where no rows meet does as the plain layer does.
+# Keys are exact types. A subclass gets the rule of its torch layer unless it overrides some of that
+# layer's behaviour. If no rows meet where a wrapped layer is called, it computes what the original
+# layer computes.
 RULES: dict[type[nn.Module], Rule] = {
     nn.Conv1d: _conv_rule(DomainParallelConv1d, -1),  # fetch rows when kernels reach over an edge
     nn.Conv2d: _conv_rule(_shard_conv2d),
@@ -164,7 +172,7 @@ RULES: dict[type[nn.Module], Rule] = {
         ),
         _keep,
     ),
-    **dict.fromkeys(  # the audit sees whether rows meet in them
+    **dict.fromkeys(  # kept as well: the audit finds out whether rows meet in them
         (
             nn.ChannelShuffle, nn.Embedding, nn.Flatten, nn.GLU, nn.GRU, nn.GRUCell,
             nn.LocalResponseNorm, nn.LSTMCell, nn.MultiheadAttention, nn.Softmax2d,

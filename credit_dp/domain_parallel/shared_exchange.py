@@ -1,11 +1,24 @@
-"""One exchange for several layers that read one tensor."""
+"""One exchange for several layers that read the same tensor.
+
+Layers that are called with the same tensor, as the branches of a block, need overlapping rows of
+it. Instead of one exchange each, the first layer that is called fetches the rows of all of them:
+
+1. After planning, `share_exchanges` finds such layers in the traces of the model, and attaches a
+   `SharedExchange` to each group of them.
+2. Hooks open it while the innermost module around the layers runs, and close it afterwards, so that
+   no rows are kept longer than needed.
+3. Backward, the gradients of all layers are returned in one exchange as well.
+
+All ranks have to decide alike whether a layer fetches. They do, because this depends only on which
+tensor object the layer is called with, and all ranks run the same code.
+"""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -23,18 +36,23 @@ from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.domain_parallel.planning.trace import Trace
 from credit_dp.domain_parallel.transport import Transport
 
-if TYPE_CHECKING:
-    from credit_dp.domain_parallel.layers.base import StencilLayer
-
-
-# The rows of one reader within those fetched: the first and how many.
+# The rows of one reader within the fetched rows: the first one and their number.
 Window = tuple[int, int]
 
 
 @final
 @dataclass
 class _FetchedRows:
-    """What was fetched of a tensor, and how often each reader has still to take it."""
+    """The fetched rows of a tensor.
+
+    Attributes:
+        x: the tensor that the readers are called with.
+        version: its version counter at the time of the exchange, which torch increments whenever
+            the tensor is written to.
+        grad_enabled: whether gradients were recorded.
+        rows: the rows of each reader.
+        remaining_uses: for each reader the number of calls that are still to come.
+    """
 
     x: Tensor
     version: int
@@ -43,10 +61,10 @@ class _FetchedRows:
     remaining_uses: list[int]
 
     def is_valid_for(self, x: Tensor, reader: int) -> bool:
-        """Return whether these rows are what a reader of `x` needs now."""
-        same = self.x is x and self.version == x._version
+        """Return whether these rows are still those that a reader of `x` needs."""
+        is_unchanged = self.x is x and self.version == x._version
         return (
-            same
+            is_unchanged
             and self.grad_enabled == torch.is_grad_enabled()
             and self.remaining_uses[reader] > 0
         )
@@ -54,15 +72,14 @@ class _FetchedRows:
 
 @final
 class SharedExchange:
-    """What several layers need of the tensor that they read, in one exchange.
+    """The exchange of several layers that read the same tensor.
 
-    The first of them to be called fetches for all. Whether one fetches is decided by which tensor
-    it is called with, and so alike on all ranks. This happens only while the module around the
-    layers runs: then nothing is held afterwards. Elsewhere each layer fetches for itself.
+    The first of them to be called fetches the rows of all, while the exchange is open; otherwise
+    each layer fetches its own rows.
 
     Args:
-        readers: planned for the same heights, with the same rows beyond the poles.
-        uses: how often each reads one tensor.
+        readers: layers that are planned for the same heights and have the same pole mode.
+        uses: for each reader the number of calls with the same tensor.
     """
 
     def __init__(self, readers: tuple[StencilLayer, ...], uses: tuple[int, ...]) -> None:
@@ -73,36 +90,41 @@ class SharedExchange:
         self._plans: dict[tuple[RowPartition, int], tuple[RowExchange, tuple[Window, ...]]] = {}
 
     def open(self) -> None:
-        """Fetch for all from now on."""
-        self._open_count, self._fetched = self._open_count + 1, None
+        """Let the first reader fetch for all from now on."""
+        # Counted, because the module around the layers may be entered again before it is left.
+        self._open_count += 1
+        self._fetched = None
 
     def close(self) -> None:
-        """Undo one `open`, if there was one, and hold nothing.
+        """Undo one `open` and drop the fetched rows.
 
-        A plan made in the module's first forward comes too late to open.
+        It may not have been open: a plan in the first forward attaches the hooks when the module is
+        running already.
         """
-        self._open_count, self._fetched = max(0, self._open_count - 1), None
+        self._open_count = max(0, self._open_count - 1)
+        self._fetched = None
 
     def fetch(self, layer: StencilLayer, x: Tensor) -> Tensor | None:
         """Return the rows that one of the readers needs; None if it has to fetch them itself."""
-        if (
-            not self._open_count or x.is_inference()
-        ):  # which does not tell if it was written to since
+        # Tensors of inference mode have no version counter.
+        if not self._open_count or x.is_inference():
             return None
         reader = next(i for i, other in enumerate(self.readers) if other is layer)
-        held = self._fetched
-        if held is None or not held.is_valid_for(x, reader):
+        fetched = self._fetched
+        if fetched is None or not fetched.is_valid_for(x, reader):
             rows = self._fetch_for_all(layer, x)
-            held = _FetchedRows(x, x._version, torch.is_grad_enabled(), rows, list(self.uses))
-        held.remaining_uses[reader] -= 1
-        self._fetched = held if any(held.remaining_uses) else None
-        return held.rows[reader]
+            fetched = _FetchedRows(x, x._version, torch.is_grad_enabled(), rows, list(self.uses))
+        fetched.remaining_uses[reader] -= 1
+        # After the last use the rows would only keep memory.
+        self._fetched = fetched if any(fetched.remaining_uses) else None
+        return fetched.rows[reader]
 
     def _fetch_for_all(self, layer: StencilLayer, x: Tensor) -> tuple[Tensor, ...]:
-        plan = layer.bands(x).input, layer.manager.domain_rank
-        if plan not in self._plans:
-            self._plans[plan] = self._make_plan(x)
-        exchange, windows = self._plans[plan]
+        # Dry runs assign the manager to one rank after the other: the rank is part of the key.
+        key = layer.bands(x).input, layer.manager.domain_rank
+        if key not in self._plans:
+            self._plans[key] = self._make_plan(x)
+        exchange, windows = self._plans[key]
         transport = layer.manager.transport
         rows: tuple[Tensor, ...] = _SharedExchangeFunction.apply(  # type: ignore[no-untyped-call]
             x, exchange, transport, layer.dim, windows
@@ -110,50 +132,60 @@ class SharedExchange:
         return rows
 
     def _make_plan(self, x: Tensor) -> tuple[RowExchange, tuple[Window, ...]]:
+        """Return the exchange of the rows that any reader needs, and each reader's part of them."""
         bands = [reader.bands(x) for reader in self.readers]
-        taken, manager, mode = bands[0].input, self.readers[0].manager, self.readers[0].pole_mode
-        needs, windows = [], []
-        for rank in range(taken.ranks):
+        input_bands = bands[0].input
+        required_rows = []
+        windows = []
+        for rank in range(input_bands.ranks):
             spans = [
-                reader.input_span(its.output.rows(rank), taken.height)
-                for reader, its in zip(self.readers, bands, strict=True)
+                reader.input_span(reader_bands.output.rows(rank), input_bands.height)
+                for reader, reader_bands in zip(self.readers, bands, strict=True)
             ]
-            first, stop = min(span[0] for span in spans), max(span[1] for span in spans)
-            needs.append(rows_with_poles(first, stop, taken.height, mode))
-            windows.append(tuple((span[0] - first, span[1] - span[0]) for span in spans))
-        rank = manager.domain_rank
-        return RowExchange(taken, tuple(needs), rank), windows[rank]
+            first = min(start for start, _ in spans)
+            last = max(stop for _, stop in spans)
+            pole_mode = self.readers[0].pole_mode
+            required_rows.append(rows_with_poles(first, last, input_bands.height, pole_mode))
+            windows.append(tuple((start - first, stop - start) for start, stop in spans))
+        rank = self.readers[0].manager.domain_rank
+        return RowExchange(input_bands, tuple(required_rows), rank), windows[rank]
 
 
 @final
 class _SharedExchangeFunction(torch.autograd.Function):
-    """Forward: each reader's rows, as views of those of all. Backward: one exchange for all."""
+    """Forward: each reader's rows, as views of the fetched rows. Backward: one exchange for all."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
-        plan: RowExchange,
+        exchange: RowExchange,
         transport: Transport,
         dim: int,
         windows: tuple[Window, ...],
     ) -> tuple[Tensor, ...]:
+        # A reader whose output is not part of the loss gets None instead of a tensor of zeros.
         ctx.set_materialize_grads(False)
-        ctx.plan, ctx.transport, ctx.dim, ctx.windows = plan, transport, dim, windows
-        rows = start_fetching(x, plan, transport, dim)()
+        ctx.exchange = exchange
+        ctx.transport = transport
+        ctx.dim = dim
+        ctx.windows = windows
+        rows = start_fetching(x, exchange, transport, dim)()
         return tuple(rows.narrow(dim, *window) for window in windows)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        given = [(g, at) for g, at in zip(grads, ctx.windows, strict=True) if g is not None]
-        if not given:
+        pairs = zip(grads, ctx.windows, strict=True)
+        row_grads = [(grad, window) for grad, window in pairs if grad is not None]
+        if not row_grads:
             return (None,) * 5
-        rows = empty_rows_like(given[0][0], ctx.dim, ctx.plan.length).zero_()
-        for grad, window in given:
-            rows.narrow(ctx.dim, *window).add_(grad)
-        home = return_gradients(rows, ctx.plan, ctx.transport, ctx.dim)
-        return home, None, None, None, None
+        # The windows overlap: rows that several readers share sum up their gradients.
+        total = empty_rows_like(row_grads[0][0], ctx.dim, ctx.exchange.length).zero_()
+        for grad, window in row_grads:
+            total.narrow(ctx.dim, *window).add_(grad)
+        band_grad = return_gradients(total, ctx.exchange, ctx.transport, ctx.dim)
+        return band_grad, None, None, None, None
 
 
 @final
@@ -170,12 +202,12 @@ class _OpenHook:
 class _CloseHook:
     shared: SharedExchange
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], made: Any) -> None:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self.shared.close()
 
 
 def attach_shared_exchange(scope: nn.Module, shared: SharedExchange) -> None:
-    """Let layers fetch together while `scope`, a module around them, runs."""
+    """Let layers share an exchange while `scope`, a module around them, runs."""
     for reader in shared.readers:
         reader.shared_exchange = shared
     scope.register_forward_pre_hook(_OpenHook(shared))
@@ -183,7 +215,7 @@ def attach_shared_exchange(scope: nn.Module, shared: SharedExchange) -> None:
 
 
 def detach_shared_exchanges(model: nn.Module) -> None:
-    """Let every layer of a model fetch for itself."""
+    """Let every layer of a model fetch its own rows."""
     for module in model.modules():
         holders: tuple[dict[int, Any], ...] = (module._forward_pre_hooks, module._forward_hooks)
         for hooks in holders:
@@ -195,24 +227,27 @@ def detach_shared_exchanges(model: nn.Module) -> None:
                         reader.shared_exchange = None
 
 
-# The names of layers that were called with one tensor, once per call.
+# The names of layers that were called with the same tensor, once per call.
 ReaderGroup = tuple[str, ...]
 
 
 def reader_groups(trace: Trace) -> frozenset[ReaderGroup]:
-    """Return what was called with each tensor in the run of the whole globe."""
+    """Return for each tensor the layers that were called with it in the run of the global model."""
     by_tensor: dict[int, list[str]] = defaultdict(list)
     for step in trace.steps:
-        place = step.arguments.get("label")
-        if step.op is None and isinstance(place, str) and step.arguments["inputs"]:
-            by_tensor[step.arguments["inputs"][0].number].append(place)
+        layer_name = step.arguments.get("label")
+        if step.op is None and isinstance(layer_name, str) and step.arguments["inputs"]:
+            by_tensor[step.arguments["inputs"][0].number].append(layer_name)
     return frozenset(tuple(sorted(names)) for names in by_tensor.values())
 
 
 def share_exchanges(model: nn.Module, runs: Iterable[frozenset[ReaderGroup]]) -> None:
-    """Let layers that always read the same tensors together fetch together.
+    """Let layers share an exchange if they read the same tensor in every planned run.
 
-    `runs` are the readings of each planned run: a model may do other things while training.
+    Args:
+        model: a converted model.
+        runs: the reader groups of each planned run, as the model may behave differently in training
+            and evaluation.
     """
     detach_shared_exchanges(model)
     modules = dict(model.named_modules())
@@ -221,8 +256,8 @@ def share_exchanges(model: nn.Module, runs: Iterable[frozenset[ReaderGroup]]) ->
         for name, m in modules.items()
         if isinstance(m, StencilLayer) and _fetches_windows(m)
     }
-    found = [_shareable_groups(readings, layers) for readings in runs]
-    for names in frozenset.intersection(*found):
+    shareable = [_shareable_groups(groups, layers) for groups in runs]
+    for names in frozenset.intersection(*shareable):
         uses = Counter(names)
         readers = tuple(layers[name] for name in uses)
         attach_shared_exchange(
@@ -232,20 +267,23 @@ def share_exchanges(model: nn.Module, runs: Iterable[frozenset[ReaderGroup]]) ->
 
 
 def _shareable_groups(
-    readings: frozenset[ReaderGroup], layers: dict[str, StencilLayer]
+    groups: frozenset[ReaderGroup], layers: dict[str, StencilLayer]
 ) -> frozenset[ReaderGroup]:
-    """Return readings by several layers that could fetch together and never read otherwise."""
-    groups: set[ReaderGroup] = set()
-    for names in readings:
-        by_setting: dict[object, list[str]] = defaultdict(list)
+    """Return the groups of several layers that could share an exchange.
+
+    A layer that is in several groups, because it reads several tensors, can't share.
+    """
+    candidates: set[ReaderGroup] = set()
+    for names in groups:
+        by_key: dict[object, list[str]] = defaultdict(list)
         for name in names:
             if name in layers:
-                by_setting[_sharing_key(layers[name])].append(name)
-        groups.update(map(tuple, by_setting.values()))
-    membership = Counter(name for group in groups for name in set(group))
+                by_key[_sharing_key(layers[name])].append(name)
+        candidates.update(map(tuple, by_key.values()))
+    membership = Counter(name for group in candidates for name in set(group))
     return frozenset(
         group
-        for group in groups
+        for group in candidates
         if len(set(group)) > 1
         and all(membership[name] == 1 for name in group)
         and _windows_leave_no_gap([layers[name] for name in set(group)])
@@ -253,44 +291,47 @@ def _shareable_groups(
 
 
 def _sharing_key(layer: StencilLayer) -> object:
+    """Return the settings that layers have to have in common for one exchange."""
     return layer.pole_mode, layer.dim, tuple(sorted(layer.planned_heights))
 
 
 def _fetches_windows(layer: StencilLayer) -> bool:
-    """Return whether a layer gets its rows as window layers do, and gets any from others."""
-    plain = (
-        type(layer).required_rows is StencilLayer.required_rows
-        and type(layer).fetch is StencilLayer.fetch
+    """Return whether a layer fetches its rows as `StencilLayer` does, and needs any from others."""
+    overrides_fetching = (
+        type(layer).required_rows is not StencilLayer.required_rows
+        or type(layer).fetch is not StencilLayer.fetch
     )
-    plain = plain and all(map(layer.fetches_halo, layer.planned_heights))
-    bands = (layer.planned_bands(height) for height in layer.planned_heights)
-    return plain and any(not layer.exchange(its).is_identity for its in bands)
+    if overrides_fetching or not all(map(layer.fetches_halo, layer.planned_heights)):
+        return False
+    bands_by_height = (layer.planned_bands(height) for height in layer.planned_heights)
+    return any(not layer.exchange(bands).is_identity for bands in bands_by_height)
 
 
 def _windows_leave_no_gap(layers: list[StencilLayer]) -> bool:
-    """Return whether every rank's windows leave no gap, whose rows would be sent for nothing."""
+    """Return whether the windows of every rank leave no gap, whose rows would be sent in vain."""
     for height in layers[0].planned_heights:
         bands = [layer.planned_bands(height) for layer in layers]
         for rank in range(bands[0].input.ranks):
             spans = sorted(
-                layer.input_span(its.output.rows(rank), height)
-                for layer, its in zip(layers, bands, strict=True)
+                layer.input_span(layer_bands.output.rows(rank), height)
+                for layer, layer_bands in zip(layers, bands, strict=True)
             )
-            reached = spans[0][1]
+            covered = spans[0][1]
             for first, stop in spans[1:]:
-                if first > reached:
+                if first > covered:
                     return False
-                reached = max(reached, stop)
+                covered = max(covered, stop)
     return True
 
 
 def _innermost_common_module(names: list[str], modules: dict[str, nn.Module]) -> nn.Module:
     """Return the innermost module around all of these that is called itself."""
-    shared = []
+    path = []
     for parts in zip(*(name.split(".")[:-1] for name in names), strict=False):
         if len(set(parts)) > 1:
             break
-        shared.append(parts[0])
-    while shared and type(modules[".".join(shared)]).forward is nn.Module.forward:
-        shared.pop()
-    return modules[".".join(shared)]
+        path.append(parts[0])
+    # A ModuleList has no forward: its hooks would never run.
+    while path and type(modules[".".join(path)]).forward is nn.Module.forward:
+        path.pop()
+    return modules[".".join(path)]

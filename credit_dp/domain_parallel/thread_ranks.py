@@ -1,4 +1,4 @@
-"""Ranks that are threads of this process: for comparing models, without a process group."""
+"""Ranks that are threads of this process: they compare models without a process group."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ThreadRanks(Generic[Result]):
 
     Args:
         world: the mailboxes that the ranks' transports share.
-        timeout: seconds until ranks that have not finished are given up.
+        timeout: seconds after which ranks that have not finished count as stuck.
     """
 
     def __init__(self, world: ThreadWorld, timeout: float) -> None:
@@ -35,10 +35,10 @@ class ThreadRanks(Generic[Result]):
         self._errors: list[tuple[int, Exception]] = []
 
     def run(self, work: Callable[[int], Result]) -> list[Result]:
-        """Return what `work(rank)` returns, in rank order.
+        """Return the results of `work(rank)`, in rank order.
 
         Raises:
-            RankError: some rank failed, and the first that did says why; or one is stuck.
+            RankError: a rank failed (the error is that of the first) or is stuck.
         """
         threads = [
             threading.Thread(target=self._run_rank, args=(work, rank), daemon=True)
@@ -49,27 +49,28 @@ class ThreadRanks(Generic[Result]):
         deadline = time.monotonic() + self.timeout
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
+        # Before the others are woken: afterwards they are at other lines.
         stuck = {rank: current_line(t) for rank, t in enumerate(threads) if t.is_alive()}
-        self.world.fail()  # wakes the ranks that wait for a message
+        self.world.fail()  # the ranks that wait for a message raise an error and end
         if self._errors:
             rank, error = self._errors[0]
             reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             raise RankError(f"rank {rank} of {self.world.size}: {reason}") from error
         if stuck:
-            places = "; ".join(f"rank {rank} is at {place}" for rank, place in stuck.items())
-            raise RankError(f"not finished after {self.timeout:g} s: {places}")
+            lines = "; ".join(f"rank {rank} is at {line}" for rank, line in stuck.items())
+            raise RankError(f"not finished after {self.timeout:g} s: {lines}")
         return [self._results[rank] for rank in range(self.world.size)]
 
     def _run_rank(self, work: Callable[[int], Result], rank: int) -> None:
         try:
             self._results[rank] = work(rank)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the caller is told
+        except Exception as error:  # noqa: BLE001 - `run` raises it in the caller's thread
             self._errors.append((rank, error))
             self.world.fail()
 
 
 def current_line(thread: threading.Thread) -> str:
-    """The line that a thread is at, as `file:line (function)`."""
+    """Return the line that a thread is at, as `file:line (function)`."""
     frame = sys._current_frames().get(thread.ident or 0)
     if frame is None:
         return "its end"

@@ -1,5 +1,13 @@
-"""How ranks of one domain exchange bytes: over a process group, between threads, or not at all.
-Threads in which gloo waits for messages, and their place among those that compute."""
+"""Transports: how the ranks of one domain exchange messages.
+
+`GroupTransport` uses a `torch.distributed` process group, `ThreadTransport` connects ranks that are
+threads of one process (for tests and verification), `SingleRankTransport` sends nothing. Every
+transport has point-to-point messages, which overlap with computation (`start`), and two
+collectives, which all ranks have to call in the same order.
+
+`use_batch_scheduling_for_gloo`, at the end, changes how Linux schedules the threads in which gloo
+waits for messages.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +32,16 @@ if TYPE_CHECKING:
     from credit_dp.domain_parallel.exchange import RowExchange
 
 
-# (rank within the domain, contiguous tensor to send or to fill)
+# (rank within the domain, contiguous tensor to send or to receive into)
 PeerTensor = tuple[int, Tensor]
 
 
 @dataclass
 class Traffic:
-    """What this rank has sent; a collective counts its payload once."""
+    """The messages and bytes that this rank has sent, counted as they are sent.
+
+    A collective counts its payload once, whatever the algorithm sends.
+    """
 
     messages: int = 0
     bytes: int = 0
@@ -39,39 +50,60 @@ class Traffic:
 
 
 class Transport(ABC):
-    """Point-to-point messages and small reductions within one domain group."""
+    """Point-to-point messages and small collectives between the ranks of one domain.
+
+    Args:
+        rank: this rank's index within the domain.
+        size: number of ranks of the domain.
+
+    Attributes:
+        traffic: what this rank has sent so far.
+    """
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
         self.traffic = Traffic()
 
-    def announce_exchange(self, exchange: RowExchange, row_bytes: int, back: bool) -> None:  # noqa: B027
-        """Hear what all ranks are about to exchange; of use to one that only counts."""
+    def announce_exchange(self, exchange: RowExchange, row_bytes: int, backward: bool) -> None:  # noqa: B027
+        """Hook for transports that only count messages: called before all ranks start an exchange.
+
+        Args:
+            exchange: the rows that every rank needs.
+            row_bytes: bytes of one row.
+            backward: whether gradients are returned: then messages go in the opposite direction.
+        """
 
     def announce_sizes(self, sizes: Sequence[Sequence[int]]) -> None:  # noqa: B027
-        """Hear how many bytes each rank is about to send to each; no parcel where it is none."""
+        """Hook for transports that only count messages: called before all ranks start to send.
+
+        Args:
+            sizes: for each sender the bytes to each receiver; zero bytes are not sent.
+        """
 
     def start(
         self, send: Sequence[PeerTensor], receive: Sequence[PeerTensor]
     ) -> Callable[[], None]:
-        """Begin an exchange; the result waits until `receive` is filled and `send` is free."""
+        """Start all messages of an exchange at once; return a function that waits for them.
+
+        Until it has returned, `receive` is not filled and `send` must not be changed.
+        """
         self.traffic.messages += len(send)
         self.traffic.bytes += sum(t.numel() * t.element_size() for _, t in send)
         with profile_region(EXCHANGE):
             return profiled_call(EXCHANGE, self._start(send, receive))
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Return every rank's `x`, stacked along a new first dimension in rank order."""
+        """Return the `x` of every rank, stacked along a new first dimension in rank order."""
         self._count_collective(x)
         with profile_region(EXCHANGE):
             return self._all_gather(x.contiguous())
 
-    def sum(self, x: Tensor) -> Tensor:
-        """Return the sum of every rank's `x`, the same bits on all ranks."""
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Return the sum of `x` over all ranks, with the same bits on each; `x` is not changed."""
         self._count_collective(x)
         with profile_region(EXCHANGE):
-            return self._sum(x)
+            return self._all_reduce(x)
 
     def _count_collective(self, x: Tensor) -> None:
         self.traffic.collectives += 1
@@ -85,13 +117,14 @@ class Transport(ABC):
     @abstractmethod
     def _all_gather(self, x: Tensor) -> Tensor: ...
 
-    def _sum(self, x: Tensor) -> Tensor:
+    def _all_reduce(self, x: Tensor) -> Tensor:
+        # Every rank adds in rank order, so that rounding is the same on all.
         return self._all_gather(x.contiguous()).sum(0)
 
 
 @final
 class SingleRankTransport(Transport):
-    """One rank that owns the whole globe: nothing is sent."""
+    """The transport of a single rank, which owns the complete globe: nothing is sent."""
 
     def __init__(self) -> None:
         super().__init__(0, 1)
@@ -107,7 +140,7 @@ class SingleRankTransport(Transport):
 
 @final
 class DetachedTransport(Transport):
-    """What a manager from another process has: nobody to talk to."""
+    """The transport of a manager that was unpickled: it has no other ranks and raises errors."""
 
     def _start(
         self, send: Sequence[PeerTensor], receive: Sequence[PeerTensor]
@@ -119,9 +152,9 @@ class DetachedTransport(Transport):
 
     def _error(self) -> UserError:
         return UserError(
-            f"DomainParallelManager: rank {self.rank} of {self.size} was unpickled and has no "
-            "other ranks to talk to. Convert the model again with a manager of this process, after "
-            "convert_from_domain_parallel."
+            f"DomainParallelManager: rank {self.rank} of {self.size} was unpickled and is not "
+            "connected to other ranks. Convert the model again with a manager of this process, "
+            "after convert_from_domain_parallel."
         )
 
 
@@ -132,7 +165,7 @@ class GroupTransport(Transport):
     def __init__(self, group: dist.ProcessGroup) -> None:
         super().__init__(dist.get_rank(group), dist.get_world_size(group))
         self.group = group
-        # Point-to-point peers are global ranks, whatever the group.
+        # torch addresses the peers of point-to-point messages by their global ranks in any group.
         self._global_ranks = dist.get_process_group_ranks(group)
 
     def _start(
@@ -140,15 +173,17 @@ class GroupTransport(Transport):
     ) -> Callable[[], None]:
         transfers = [
             dist.P2POp(action, tensor, self._global_ranks[peer], self.group)
-            for action, parcels in ((dist.isend, send), (dist.irecv, receive))
-            for peer, tensor in parcels
+            for action, tensors in ((dist.isend, send), (dist.irecv, receive))
+            for peer, tensor in tensors
         ]
+        # One batch: with nccl, two ranks that both send first and receive later block each other.
         works = dist.batch_isend_irecv(transfers) if transfers else []
 
         def finish() -> None:
             for work in works:
                 work.wait()
-            transfers.clear()  # they kept alive what is sent
+            # The list keeps the sent tensors alive until here: some are temporary copies.
+            transfers.clear()
 
         return finish
 
@@ -157,7 +192,7 @@ class GroupTransport(Transport):
         dist.all_gather(list(gathered.unbind(0)), x, group=self.group)
         return gathered
 
-    def _sum(self, x: Tensor) -> Tensor:
+    def _all_reduce(self, x: Tensor) -> Tensor:
         total = x.clone()
         dist.all_reduce(total, group=self.group)
         return total
@@ -165,11 +200,14 @@ class GroupTransport(Transport):
 
 @final
 class ThreadWorld:
-    """The mailboxes that the ranks of one process, a thread each, share.
+    """The mailboxes that ranks share which are threads of one process.
 
     Args:
         size: number of ranks.
         timeout: seconds that a rank waits for a message before it raises `TimeoutError`.
+
+    Attributes:
+        failed: set once a rank has failed.
     """
 
     def __init__(self, size: int, timeout: float = 60.0) -> None:
@@ -181,14 +219,14 @@ class ThreadWorld:
         self.failed = threading.Event()
 
     def send(self, sender: int, receiver: int, message: Tensor) -> None:
-        """Leave a message; the sender may change its tensor afterwards."""
+        """Put a copy of a message into the receiver's mailbox."""
         self._mailboxes[sender, receiver].put(message.detach().clone())
 
     def receive(self, sender: int, receiver: int) -> Tensor:
         """Wait for the next message of one sender.
 
         Raises:
-            TimeoutError: none came.
+            TimeoutError: no message came in time.
             ConnectionError: another rank failed.
         """
         if self.failed.is_set():
@@ -196,21 +234,23 @@ class ThreadWorld:
         try:
             message = self._mailboxes[sender, receiver].get(timeout=self.timeout)
         except queue.Empty:
-            raise TimeoutError(f"rank {receiver} waits for a message of rank {sender}") from None
+            raise TimeoutError(
+                f"rank {receiver}: no message from rank {sender} in {self.timeout:g} s"
+            ) from None
         if message is None:
             raise ConnectionError(f"rank {receiver}: another rank failed")
         return message
 
     def fail(self) -> None:
-        """Wake every waiting rank with an error."""
+        """Make every rank that waits for a message raise an error."""
         self.failed.set()
-        for box in self._mailboxes.values():
-            box.put(None)
+        for mailbox in self._mailboxes.values():
+            mailbox.put(None)
 
 
 @final
 class ThreadTransport(Transport):
-    """Messages between threads of one process."""
+    """Messages between ranks that are threads of one process."""
 
     def __init__(self, world: ThreadWorld, rank: int) -> None:
         super().__init__(rank, world.size)
@@ -227,8 +267,8 @@ class ThreadTransport(Transport):
                 message = self.world.receive(peer, self.rank)
                 if message.shape != tensor.shape:
                     raise ConnectionError(
-                        f"rank {self.rank} expects {tuple(tensor.shape)} of rank {peer}, "
-                        f"which sends {tuple(message.shape)}"
+                        f"rank {self.rank}: expects a message of shape {tuple(tensor.shape)} from "
+                        f"rank {peer}, got {tuple(message.shape)}"
                     )
                 tensor.copy_(message)
 
@@ -243,22 +283,24 @@ class ThreadTransport(Transport):
         return torch.stack([parts[r] for r in range(self.size)])
 
 
+# One folder for each thread of this process, with the thread's name in `comm`.
 TASK_FOLDER = Path("/proc/self/task")
-NAME = "gloo_tcp_loop"
+GLOO_THREAD_NAME = "gloo_tcp_loop"
 
 
 def use_batch_scheduling_for_gloo() -> None:
-    """Keep those of this process from interrupting a thread that computes or sends; on Linux.
+    """Keep gloo's threads of this process from preempting threads that compute or send; on Linux.
 
-    Such a thread tries again and again for a lock that is held while a message is sent. If it
-    interrupts the sender, for a message that comes in meanwhile, it keeps the core for a time slice
-    in vain, which is many times what the message takes.
+    A gloo thread spins for a lock that is held while a message is sent. If a message arrives
+    meanwhile and the thread preempts the sender, it spins in vain for all of its time slice,
+    many times longer than the message takes. A thread with the scheduling policy SCHED_BATCH does
+    not preempt others when it wakes up.
 
     Source: gloo's `Pair::handleEvents` (gloo/transport/tcp/pair.cc).
     """
     if not TASK_FOLDER.exists():
         return
     for task in TASK_FOLDER.iterdir():
-        with suppress(OSError):  # it has ended meanwhile
-            if (task / "comm").read_text().strip() == NAME:
+        with suppress(OSError):  # the thread may have ended meanwhile
+            if (task / "comm").read_text().strip() == GLOO_THREAD_NAME:
                 os.sched_setscheduler(int(task.name), os.SCHED_BATCH, os.sched_param(0))

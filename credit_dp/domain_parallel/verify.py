@@ -1,4 +1,12 @@
-"""Is the sharded model the model? Both run on random numbers, and all results are compared."""
+"""Numerical verification: a sharded model against the unsharded one, on random numbers.
+
+`verify_domain_parallel` takes these steps:
+
+1. Draw an input and the parameters from the seed, in float64 on the CPU.
+2. Run the unsharded model forward and backward, with random gradients of its outputs.
+3. Convert one copy per rank, and run all ranks as threads on their bands of the same numbers.
+4. Join the bands and compare outputs, gradients of inputs and parameters, and buffers.
+"""
 
 from __future__ import annotations
 
@@ -21,139 +29,29 @@ from credit_dp.domain_parallel.thread_ranks import ThreadRanks
 from credit_dp.domain_parallel.transport import ThreadTransport, ThreadWorld
 from credit_dp.errors import UserError
 
-# A tensor whose entries are all below this share of the largest one of its kind is zero by theory
-# and noise in practice: its errors are taken relative to that share.
+MODEL_TOLERANCE = 1e-11
+TIMEOUT = 300.0  # seconds for all ranks together
+# A tensor whose entries are all below this share of the largest one of its kind (the bias before a
+# norm, say) is zero in theory and noise in practice: its errors are taken relative to that share.
 NOISE_FLOOR = 1e-3
-SMALLEST_DIVISOR = 1e-300  # divides where everything is zero
+SMALLEST_DIVISOR = 1e-300  # avoids 0 / 0 where everything is zero
 NamedTensors = dict[str, Tensor]
 CotangentFunction = Callable[[list[Tensor]], list[Tensor]]
 
 
 @final
 @dataclass(frozen=True)
-class StepResult:
-    """What a model makes of one input and its outputs' cotangents, by name."""
-
-    outputs: NamedTensors
-    input_gradients: NamedTensors
-    gradients: NamedTensors
-    buffers: NamedTensors
-
-
-def run_step(
-    model: nn.Module, inputs: Sequence[Tensor], cotangents: CotangentFunction
-) -> StepResult:
-    """Run a model forward and backward on copies of `inputs`.
-
-    `cotangents` gets the outputs that have gradients, and returns as many tensors of their shapes.
-    """
-    fields = [x.clone().requires_grad_() for x in inputs]
-    outputs = named_tensors(model(*fields))
-    differentiable = [y for y in outputs.values() if y.requires_grad]
-    if differentiable:
-        torch.autograd.backward(differentiable, cotangents(differentiable))
-    of_parameters = {
-        n: _gradient_or_zeros(p) for n, p in model.named_parameters() if p.requires_grad
-    }
-    return StepResult(
-        {name: y.detach() for name, y in outputs.items()},
-        {f"input {i}": _gradient_or_zeros(x) for i, x in enumerate(fields)},
-        of_parameters,
-        {name: buffer.detach().clone() for name, buffer in model.named_buffers()},
-    )
-
-
-def named_tensors(made: object) -> NamedTensors:
-    """The tensors of an output, by where they are in it: `output`, `output[1]`, `output['u']`."""
-    leaves, _ = tree_flatten_with_path(made)
-    return {f"output{keystr(path)}": leaf for path, leaf in leaves if isinstance(leaf, Tensor)}
-
-
-def _gradient_or_zeros(x: Tensor) -> Tensor:
-    """The gradient; zeros where none came."""
-    return torch.zeros_like(x) if x.grad is None else x.grad
-
-
-def step_errors(whole: StepResult, bands: Sequence[StepResult]) -> dict[str, dict[str, float]]:
-    """The relative error of every tensor, by the field of `StepResult` that it is in and by name.
-
-    An output or buffer without rows is the same on all ranks, and the worst one counts; gradients
-    of what all ranks share add up.
-    """
-    largest = {**whole.input_gradients, **whole.gradients}
-    kinds: list[tuple[str, bool, NamedTensors]] = [
-        ("outputs", False, whole.outputs),
-        ("input_gradients", True, largest),
-        ("gradients", True, largest),
-        ("buffers", False, whole.buffers),
-    ]
-    errors = {}
-    for kind, summed, scale in kinds:
-        floor = NOISE_FLOOR * max((_max_abs(x) for x in scale.values()), default=0.0)
-        parts = [getattr(band, kind) for band in bands]
-        errors[kind] = _tensor_errors(getattr(whole, kind), parts, summed, floor)
-    return errors
-
-
-def _tensor_errors(
-    whole: NamedTensors, bands: Sequence[Mapping[str, Tensor]], summed: bool, floor: float
-) -> dict[str, float]:
-    names = dict.fromkeys([*whole, *(name for band in bands for name in band)])
-    errors = {}
-    for name in names:
-        if name not in whole or any(name not in band for band in bands):
-            errors[name] = math.inf
-            continue
-        candidates = join_bands([band[name] for band in bands], whole[name].shape, summed)
-        found = (relative_error(x, whole[name], floor) for x in candidates)
-        errors[name] = max(found, key=severity)
-    return errors
-
-
-def join_bands(parts: Sequence[Tensor], shape: Sequence[int], summed: bool) -> list[Tensor]:
-    """The whole tensor made of what the ranks have; several where each of them has a whole one."""
-    differing = [d for d, (a, b) in enumerate(zip(parts[0].shape, shape, strict=False)) if a != b]
-    if len(differing) == 1:
-        return [torch.cat(list(parts), differing[0])]
-    return [torch.stack(list(parts)).sum(0)] if summed else list(parts)
-
-
-def relative_error(a: Tensor, b: Tensor, floor: float = 0.0) -> float:
-    """Largest difference relative to the largest finite entry of `b`, or to `floor` if larger.
-
-    Infinite if the shapes differ. Equal infinities, as masks have, are no difference; NaN is.
-    """
-    if a.shape != b.shape:
-        return math.inf
-    a, b = _to_double(a), _to_double(b)
-    difference = torch.where(a == b, 0.0, (a - b).abs())
-    return _max_abs(difference) / max(_max_abs(b[b.isfinite()]), floor, SMALLEST_DIVISOR)
-
-
-def severity(error: float) -> float:
-    """What errors are compared by: NaN is as bad as can be."""
-    return math.inf if math.isnan(error) else error
-
-
-def _to_double(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float64))
-
-
-def _max_abs(x: Tensor) -> float:
-    return _to_double(x).abs().max().item() if x.numel() else 0.0
-
-
-MODEL_TOLERANCE = 1e-11
-TIMEOUT = 300.0  # seconds for all ranks together
-
-
-@final
-@dataclass(frozen=True)
 class VerifyReport:
-    """Relative errors of the sharded model, by name: largest difference over largest entry.
+    """Relative errors of the sharded model: largest difference over largest entry.
 
-    `outputs` are named by their place in what the model returns (`output`, `output[1]`),
-    `input_gradients` by the input's number, `gradients` and `buffers` as in the model.
+    Attributes:
+        ranks: number of bands.
+        input_shapes: the shapes of the global inputs.
+        tolerance: the largest error that passes.
+        outputs: by position in the model's output (`output`, `output[1]`, `output['u']`).
+        input_gradients: by number of the input (`input 0`).
+        gradients: by name of the parameter.
+        buffers: by name of the buffer.
     """
 
     ranks: int
@@ -166,7 +64,7 @@ class VerifyReport:
 
     @property
     def errors(self) -> dict[str, float]:
-        """All errors, in words: `output`, `gradient of input 0`, `gradient of stem.weight`."""
+        """Return all errors by a readable name: `output`, `gradient of stem.weight`, ..."""
         gradients = {**self.input_gradients, **self.gradients}
         return {
             **self.outputs,
@@ -176,12 +74,13 @@ class VerifyReport:
 
     @property
     def worst(self) -> tuple[str, float]:
-        """The name of what is farthest off, and its error."""
+        """Return the name of the tensor with the largest error, and that error."""
         return max(self.errors.items(), key=lambda item: severity(item[1]))
 
     @property
     def passed(self) -> bool:
-        """Whether nothing is farther off than the tolerance."""
+        """Return whether no error is larger than the tolerance."""
+        # NaN is not <= anything: it fails.
         return all(error <= self.tolerance for error in self.errors.values())
 
 
@@ -196,51 +95,53 @@ def verify_domain_parallel(
 ) -> VerifyReport:
     """Compare a sharded model with the unsharded one: forward and backward, float64, on the CPU.
 
-    The ranks are threads of this process. Input and cotangents are random. The model is in training
-    mode but for its dropout layers, which draw other numbers on every rank and are switched off.
+    The ranks are threads of this process. The model is in training mode except for its dropout
+    layers, which draw other numbers on every rank and are switched off.
 
     Args:
-        build_model: returns the model, not converted; called once, and what it returns is copied.
-        input_shape: the whole globe's input, batch included, `(B, C, H, W)`, or a tuple of such for
-            several inputs. A small grid will do: heights only have to suit the ranks.
-        ranks: how many bands, at least two.
+        build_model: returns the unconverted model; called once, and the result is copied.
+        input_shape: the shape of the global input with its batch, `(B, C, H, W)`, or a tuple of
+            shapes for several inputs. A small grid will do: heights only have to suit the ranks.
+        ranks: number of bands, at least two.
         custom_converters: as for `convert_to_domain_parallel`.
         tolerance: the largest relative error that passes.
-        seed: of the model's parameters, the input and the cotangents.
+        seed: determines the model's parameters, the inputs and the gradients of the outputs.
 
     Raises:
-        UserError: the model can't be sharded so, or its outputs are random, or a rank failed.
+        UserError: the model can't be sharded, its outputs are random, or a rank failed.
     """
     if ranks < 2:
         raise UserError(
             f"ranks: one rank is the plain model, nothing to verify; needs 2 or more, got {ranks}."
         )
-    globes = as_shapes(input_shape)
+    input_shapes = as_shapes(input_shape)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = train_without_dropout(copy_model(build_model()).to("cpu", torch.float64))
-        inputs = [torch.randn(shape, dtype=torch.float64) for shape in globes]
+        inputs = [torch.randn(shape, dtype=torch.float64) for shape in input_shapes]
         check_outputs_are_deterministic(model, inputs)
         cotangents: list[Tensor] = []
 
         def draw(outputs: list[Tensor]) -> list[Tensor]:
+            # The shapes of the outputs are known only now; the ranks get bands of the same numbers.
             cotangents.extend(torch.randn_like(y) for y in outputs)
             return cotangents
 
-        globe = run_step(copy_model(model), inputs, draw)
-        world = ThreadWorld(
-            ranks, timeout=2 * TIMEOUT
-        )  # before that ThreadRanks tells who is stuck
-        bands = [
-            _BandModel(model, world, rank, globes, custom_converters or {}) for rank in range(ranks)
+        unsharded = run_step(copy_model(model), inputs, draw)
+        # Longer than ThreadRanks waits: its error names the rank that is stuck, while a rank that
+        # waits for a message only knows that none came.
+        world = ThreadWorld(ranks, timeout=2 * TIMEOUT)
+        models = [
+            _BandModel(model, world, rank, input_shapes, custom_converters or {})
+            for rank in range(ranks)
         ]
-        work = ThreadRanks[StepResult](world, TIMEOUT)
-        steps = work.run(lambda rank: bands[rank].step(inputs, cotangents))
-    return VerifyReport(ranks, globes, tolerance, **step_errors(globe, steps))
+        thread_ranks = ThreadRanks[StepResult](world, TIMEOUT)
+        bands = thread_ranks.run(lambda rank: models[rank].step(inputs, cotangents))
+    return VerifyReport(ranks, input_shapes, tolerance, **step_errors(unsharded, bands))
 
 
 def train_without_dropout(model: nn.Module) -> nn.Module:
-    """Put a model into training mode, and its dropout layers out of it."""
+    """Put a model into training mode and its dropout layers into evaluation mode."""
     model.train()
     for module in model.modules():
         if isinstance(module, _DropoutNd):
@@ -248,9 +149,43 @@ def train_without_dropout(model: nn.Module) -> nn.Module:
     return model
 
 
+def check_outputs_are_deterministic(model: nn.Module, inputs: list[Tensor]) -> None:
+    """Refuse a model whose outputs for the same input differ from call to call.
+
+    Raises:
+        UserError: the outputs differ.
+    """
+    state = torch.get_rng_state()
+    with torch.no_grad():
+        first = named_tensors(copy_model(model)(*inputs))
+        if torch.equal(torch.get_rng_state(), state):
+            return
+        # It draws random numbers, which may be without effect on the outputs.
+        second = named_tensors(copy_model(model)(*inputs))
+    if any(not torch.equal(first[name], second[name]) for name in first):
+        raise UserError(
+            f"{type(model).__name__}: draws random numbers in training mode, different ones on "
+            "every rank, so that outputs can't be compared. Switch them off in build_model."
+        )
+
+
+@final
+@dataclass(frozen=True)
+class StepResult:
+    """The outputs, gradients and buffers of one forward and backward pass, by name."""
+
+    outputs: NamedTensors
+    input_gradients: NamedTensors
+    gradients: NamedTensors
+    buffers: NamedTensors
+
+
 @final
 class _BandModel:
-    """One rank's copy of the model. Made before the threads start: planning is not for threads."""
+    """One rank's converted copy of the model.
+
+    Created before the threads start: planning is not meant to run in several threads at once.
+    """
 
     def __init__(
         self,
@@ -268,43 +203,143 @@ class _BandModel:
         self.model = train_without_dropout(converted)
 
     def step(self, inputs: list[Tensor], cotangents: list[Tensor]) -> StepResult:
-        """Run this rank's band of the globe's step."""
+        """Run forward and backward on this rank's bands of the inputs and cotangents."""
 
-        def share(outputs: list[Tensor]) -> list[Tensor]:
+        def local_cotangents(outputs: list[Tensor]) -> list[Tensor]:
             pairs = zip(outputs, cotangents, strict=True)
-            return [local_cotangent(y, whole, self.manager) for y, whole in pairs]
+            return [local_cotangent(y, cotangent, self.manager) for y, cotangent in pairs]
 
         bands = [
             shard_tensor(x, manager=self.manager) if is_banded(tuple(x.shape)) else x
             for x in inputs
         ]
-        return run_step(self.model, bands, share)
+        return run_step(self.model, bands, local_cotangents)
 
 
 def local_cotangent(output: Tensor, cotangent: Tensor, manager: DomainParallelManager) -> Tensor:
-    """This rank's rows of a cotangent, or an equal share of it for an output without rows."""
-    pairs = zip(output.shape, cotangent.shape, strict=True)
-    dim = next((d for d, (mine, whole) in enumerate(pairs) if mine != whole), None)
+    """Return this rank's rows of a cotangent, or an equal share of it for an output without rows.
+
+    An output without rows is on all ranks: their shares add up to the cotangent.
+    """
+    sizes = zip(output.shape, cotangent.shape, strict=True)
+    dim = next((d for d, (local, unsharded) in enumerate(sizes) if local != unsharded), None)
     if dim is None:
         return cotangent / manager.domain_parallel_size
     rows = manager.gather_partition(output.shape[dim]).rows(manager.domain_rank)
     return cotangent[(slice(None),) * dim + (rows,)]
 
 
-def check_outputs_are_deterministic(model: nn.Module, inputs: list[Tensor]) -> None:
-    """Refuse a model that makes something else of the same input every time.
+def run_step(
+    model: nn.Module, inputs: Sequence[Tensor], cotangents: CotangentFunction
+) -> StepResult:
+    """Run a model forward and backward on copies of `inputs`.
 
-    Raises:
-        UserError: it does.
+    Args:
+        model: in the mode in which it is to run.
+        inputs: its inputs.
+        cotangents: returns the gradients of the outputs, given those outputs that require grad.
     """
-    state = torch.get_rng_state()
-    with torch.no_grad():
-        first = named_tensors(copy_model(model)(*inputs))
-        if torch.equal(torch.get_rng_state(), state):
-            return
-        again = named_tensors(copy_model(model)(*inputs))
-    if any(not torch.equal(first[name], again[name]) for name in first):
-        raise UserError(
-            f"{type(model).__name__}: draws random numbers in training mode, other ones on every "
-            "rank, so that outputs can't be compared. Let build_model switch them off."
-        )
+    fields = [x.clone().requires_grad_() for x in inputs]
+    outputs = named_tensors(model(*fields))
+    differentiable = [y for y in outputs.values() if y.requires_grad]
+    if differentiable:
+        torch.autograd.backward(differentiable, cotangents(differentiable))
+    parameter_gradients = {
+        name: _gradient_or_zeros(p) for name, p in model.named_parameters() if p.requires_grad
+    }
+    return StepResult(
+        outputs={name: y.detach() for name, y in outputs.items()},
+        input_gradients={f"input {i}": _gradient_or_zeros(x) for i, x in enumerate(fields)},
+        gradients=parameter_gradients,
+        buffers={name: buffer.detach().clone() for name, buffer in model.named_buffers()},
+    )
+
+
+def named_tensors(output: object) -> NamedTensors:
+    """Return the tensors of an output by their position: `output`, `output[1]`, `output['u']`."""
+    leaves, _ = tree_flatten_with_path(output)
+    return {f"output{keystr(path)}": leaf for path, leaf in leaves if isinstance(leaf, Tensor)}
+
+
+def _gradient_or_zeros(x: Tensor) -> Tensor:
+    return torch.zeros_like(x) if x.grad is None else x.grad
+
+
+def step_errors(unsharded: StepResult, bands: Sequence[StepResult]) -> dict[str, dict[str, float]]:
+    """Return the relative error of every tensor, by field of `StepResult` and by name.
+
+    Outputs and buffers without rows are replicated, and the worst rank counts. Gradients of
+    replicated tensors are summed over the ranks.
+    """
+    # Inputs and parameters have one scale: a gradient that is tiny beside all others is noise.
+    gradients = {**unsharded.input_gradients, **unsharded.gradients}
+    kinds: list[tuple[str, bool, NamedTensors]] = [
+        ("outputs", False, unsharded.outputs),
+        ("input_gradients", True, gradients),
+        ("gradients", True, gradients),
+        ("buffers", False, unsharded.buffers),
+    ]
+    errors = {}
+    for kind, summed, scale in kinds:
+        floor = NOISE_FLOOR * max((_max_abs(x) for x in scale.values()), default=0.0)
+        parts = [getattr(band, kind) for band in bands]
+        errors[kind] = _tensor_errors(getattr(unsharded, kind), parts, summed, floor)
+    return errors
+
+
+def _tensor_errors(
+    unsharded: NamedTensors, bands: Sequence[Mapping[str, Tensor]], summed: bool, floor: float
+) -> dict[str, float]:
+    names = dict.fromkeys([*unsharded, *(name for band in bands for name in band)])
+    errors = {}
+    for name in names:
+        if name not in unsharded or any(name not in band for band in bands):
+            errors[name] = math.inf
+            continue
+        expected = unsharded[name]
+        candidates = join_bands([band[name] for band in bands], expected.shape, summed)
+        candidate_errors = (relative_error(x, expected, floor) for x in candidates)
+        errors[name] = max(candidate_errors, key=severity)
+    return errors
+
+
+def join_bands(parts: Sequence[Tensor], shape: Sequence[int], summed: bool) -> list[Tensor]:
+    """Return the global tensor of this shape that the parts of all ranks make.
+
+    Args:
+        parts: the tensor of each rank, in rank order.
+        shape: of the unsharded tensor.
+        summed: whether to sum the tensors of all ranks if they are not bands; otherwise each of
+            them is returned.
+    """
+    sizes = zip(parts[0].shape, shape, strict=False)
+    row_dims = [dim for dim, (local, unsharded) in enumerate(sizes) if local != unsharded]
+    if len(row_dims) == 1:
+        return [torch.cat(list(parts), row_dims[0])]
+    return [torch.stack(list(parts)).sum(0)] if summed else list(parts)
+
+
+def relative_error(a: Tensor, b: Tensor, floor: float = 0.0) -> float:
+    """Return the largest difference, relative to the largest finite entry of `b` or to `floor`.
+
+    Infinite if the shapes differ. Equal infinities, as in masks, don't differ; NaN always does.
+    """
+    if a.shape != b.shape:
+        return math.inf
+    a, b = _to_double(a), _to_double(b)
+    # Infinity minus infinity is NaN: equal entries first.
+    difference = torch.where(a == b, 0.0, (a - b).abs())
+    return _max_abs(difference) / max(_max_abs(b[b.isfinite()]), floor, SMALLEST_DIVISOR)
+
+
+def severity(error: float) -> float:
+    """Return a key to compare errors by: NaN is as bad as infinity."""
+    return math.inf if math.isnan(error) else error
+
+
+def _to_double(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float64))
+
+
+def _max_abs(x: Tensor) -> float:
+    return _to_double(x).abs().max().item() if x.numel() else 0.0

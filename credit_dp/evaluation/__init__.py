@@ -1,1 +1,5 @@
-"""Evaluation: how well forecasts of held-out dates do, as numbers, a table and a map."""
+"""Score forecasts against the truth, persistence and climatology; write tables, plots and maps.
+
+Two paths share `metrics`: `held_out` scores a run's own model on its test dates, on all ranks;
+`score` scores any stored forecast in one process.
+"""

@@ -1,4 +1,8 @@
-"""A forecast store and the truth beside it, checked against each other before a field is read."""
+"""Open forecast, truth and climatology and check that they fit together, before a field is read.
+
+First the forecast's times and variables are selected, then the truth is opened with just these
+variables, and last the climatology on the truth's grid.
+"""
 
 import dataclasses
 from dataclasses import dataclass
@@ -38,13 +42,14 @@ from credit_dp.evaluation.request import (
 @final
 @dataclass(frozen=True)
 class AlignedForecast:
-    """What a score needs, open and of one kind.
+    """A forecast with its truth and climatology, all open and on one grid.
 
     Attributes:
-        truth: its channels are those that are scored, its grid is the one of scores.
-        climatology_description: what the climatology is, for the reader.
-        initials, leads: places in the forecast's initial and lead times.
-        columns: the forecast's column for each of the truth's.
+        truth: its channels are the scored ones; scores are computed on its grid.
+        climatology_description: the climatology in words, for the scorecard.
+        initial_indices, lead_indices: the scored times, as indices into the forecast's
+            `initial_times` and `lead_times`.
+        columns: for each column of the truth, the index of the forecast's column.
     """
 
     forecast: ForecastStore
@@ -52,13 +57,13 @@ class AlignedForecast:
     climatology: ClimatologySource
     climatology_description: str
     initial_indices: NDArray[np.intp]
-    leads: NDArray[np.intp]
+    lead_indices: NDArray[np.intp]
     columns: NDArray[np.intp]
 
     @property
     def hours(self) -> tuple[int, ...]:
-        """The lead times that are scored."""
-        return tuple(int(lead / HOUR) for lead in self.forecast.leads[self.leads])
+        """Return the scored lead times, in hours."""
+        return tuple(int(lead / HOUR) for lead in self.forecast.lead_times[self.lead_indices])
 
 
 def align(
@@ -67,12 +72,13 @@ def align(
     """Open the truth and the climatology and check that they fit the forecast.
 
     Args:
-        report: called with what is being made and the fraction done.
+        report: called with a title and the fraction done while a climatology is fitted.
 
     Raises:
-        UserError: a store is not as needed, or truth or climatology lack something.
+        UserError: a store is invalid, or truth or climatology lack a variable, level or time.
     """
-    initials, leads = initial_time_indices(request, forecast), lead_time_indices(request, forecast)
+    initials = initial_time_indices(request, forecast)
+    leads = lead_time_indices(request, forecast)
     times = forecast.initial_times[initials]
     names = scored_variables(request, forecast)
     with translate_error_keys("truth"):
@@ -82,30 +88,38 @@ def align(
             cache=request.cache,
             prognostic=names,
             step=f"{truth_step_hours(forecast, names, times, leads)}h",
+            # A fill declares the variable as masked: its missing points are not refused.
             variables={x: VariableConfig(fill="mean") for x in request.masked if x in names},
             limits=dict(request.limits),
         )
         source = open_source(config)
         config = dataclasses.replace(config, levels=_validated_levels(request, forecast, source))
-        there = Store(source, config).times  # without those that lack what they are a sum of
-        fitted = ClimatologyPeriod(request.climatology_dates, there, times[0])
+        # `Store.times` leaves out times whose accumulated variables can't be summed, which the
+        # source's own times still contain.
+        available = Store(source, config).times
+        period = ClimatologyPeriod(request.climatology_dates, available, times[0])
+        # The store's training dates are what a climatology is fitted to.
         config = dataclasses.replace(
-            config, dates=DatesConfig(fitted.span, fitted.span, fitted.span)
+            config, dates=DatesConfig(period.span, period.span, period.span)
         )
         truth = Store(source, config)
         truth = truth.with_ranges(load_or_sample_ranges(truth, cache_folder(request.cache)))
+    # Rows have one order, north first, but columns may begin at any longitude.
     check_same_rows(truth.latitude, forecast.latitude, forecast.where, "forecast")
     columns = column_indices(truth.longitude, forecast.longitude, forecast.where, "forecast")
     _check_times(truth, forecast, initials, leads)
     climatology: ClimatologySource
     if request.climatology:
-        description, grid = redact_secrets(request.climatology), (truth.latitude, truth.longitude)
+        description = redact_secrets(request.climatology)
         with translate_error_keys("climatology"):
             climatology = StoredClimatology(
-                request.climatology, truth.channels.output_channels, *grid
+                request.climatology,
+                truth.channels.output_channels,
+                truth.latitude,
+                truth.longitude,
             )
     else:
-        description = fitted.description
+        description = period.description
         with translate_error_keys("truth"):
             climatology = load_or_fit_climatology(truth, request.cache, report)
     return AlignedForecast(forecast, truth, climatology, description, initials, leads, columns)
@@ -117,26 +131,28 @@ def truth_step_hours(
     times: NDArray[np.datetime64],
     leads: NDArray[np.intp],
 ) -> int:
-    """The hours between the truth's times, over which it is added up where the forecast is a sum.
+    """Return the step of the truth in hours, over which its accumulated variables are summed.
 
-    That is the span of the forecast's sums. Where it does not say one, it is that between its lead
-    times, whichever of them are scored.
+    The forecast's sums and the truth's have to cover the same span. If the forecast states no span,
+    the step is the one between all of its lead times, not only the scored ones.
 
     Raises:
         UserError: initial and lead times are no multiples of the span.
     """
     summed = [name for name in names if is_accumulated(name, DataConfig())]
-    step = common_step_hours(forecast, times, forecast.leads if summed else forecast.leads[leads])
-    said = [name for name in summed if forecast.variables[name].summed]
-    if forecast.span is None or not said:
+    step = common_step_hours(
+        forecast, times, forecast.lead_times if summed else forecast.lead_times[leads]
+    )
+    stated = [name for name in summed if forecast.variables[name].summed]
+    if forecast.span is None or not stated:
         return step
     span = int(forecast.span / HOUR)
-    if len(said) < len(summed) or forecast.span % HOUR or step % span:
-        unsaid = next((name for name in summed if name not in said), "")
-        why = f"{unsaid} does not say over which" if unsaid else f"times are {step} hours apart"
+    if len(stated) < len(summed) or forecast.span % HOUR or step % span:
+        unstated = next((name for name in summed if name not in stated), "")
+        why = f"{unstated} does not state its span" if unstated else f"times are {step} hours apart"
         raise UserError(
-            f"{forecast.where}: {said[0]} is a sum over {forecast.span / HOUR:g} hours, but {why}. "
-            "Leave one of them out with variables=[...]."
+            f"{forecast.where}: {stated[0]} is a sum over {forecast.span / HOUR:g} hours, but "
+            f"{why}. Leave one of them out with variables=[...]."
         )
     return span
 
@@ -144,44 +160,51 @@ def truth_step_hours(
 def _validated_levels(
     request: ScoreRequest, forecast: ForecastStore, source: Source
 ) -> list[int] | None:
-    """Refuse variables, levels or units that the truth has not; the levels that are scored."""
+    """Return the scored levels, after checking variables, levels and units against the truth.
+
+    Returns None if no scored variable is on levels.
+    """
     names = scored_variables(request, forecast)
     levels = list(request.levels) or list(
         next((v.levels for n, v in forecast.variables.items() if n in names and v.levels), ())
     )
-    both = [name for name in forecast.variables if name in source.variables]
+    shared = [name for name in forecast.variables if name in source.variables]
     for name in names:
-        mine = forecast.variables[name]
+        predicted = forecast.variables[name]
         if name not in source.variables:
             raise UserError(
                 f"{source.where}: the truth has no {name}, which {forecast.where} forecasts. "
-                f"Give variables=[{','.join(both)}], or another truth."
+                f"Set variables=[{','.join(shared)}], or change truth."
             )
         truth = source.variables[name]
-        if bool(mine.levels) != bool(truth.levels):
-            with_levels, without = ("forecast", "truth") if mine.levels else ("truth", "forecast")
+        if bool(predicted.levels) != bool(truth.levels):
+            with_levels, without = "forecast", "truth"
+            if not predicted.levels:
+                with_levels, without = without, with_levels
             raise UserError(
                 f"{source.where}: {name} is on levels in the {with_levels}, but not in the "
                 f"{without}. Leave it out of variables, or change truth."
             )
-        if mine.levels and forecast.model_levels != truth.model_levels:
+        if predicted.levels and forecast.model_levels != truth.model_levels:
             kinds = ("pressure", "model") if truth.model_levels else ("model", "pressure")
             raise UserError(
                 f"{forecast.where}: {name} is on {kinds[0]} levels, but on {kinds[1]} levels in "
                 f"the truth {source.where}. Leave it out of variables, or change truth."
             )
-        for where, there in ((forecast.where, mine.levels), (source.where, truth.levels)):
-            lacking = [level for level in levels if there and level not in there]
-            if lacking:
+        for where, available in ((forecast.where, predicted.levels), (source.where, truth.levels)):
+            missing = [level for level in levels if available and level not in available]
+            if missing:
                 raise UserError(
-                    f"{where}: {name} has no level {lacking[0]}. There are: "
-                    f"{', '.join(map(str, sorted(there)))}. Change levels."
+                    f"{where}: {name} has no level {missing[0]}. Available: "
+                    f"{', '.join(map(str, sorted(available)))}. Change levels."
                 )
-        one, two = canonical_unit(mine.units), canonical_unit(truth.units)
-        if one and two and one != two:
+        forecast_unit = canonical_unit(predicted.units)
+        truth_unit = canonical_unit(truth.units)
+        # A store without units can't be checked, and is taken as it is.
+        if forecast_unit and truth_unit and forecast_unit != truth_unit:
             raise UserError(
-                f"{forecast.where}: {name} is in {mine.units}, but in {truth.units} in the truth "
-                f"{source.where}. Convert one of them, or leave it out of variables."
+                f"{forecast.where}: {name} is in {predicted.units}, but in {truth.units} in the "
+                f"truth {source.where}. Convert one of them, or leave it out of variables."
             )
     return levels if any(forecast.variables[name].levels for name in names) else None
 
@@ -189,19 +212,23 @@ def _validated_levels(
 def _check_times(
     truth: Store, forecast: ForecastStore, initials: NDArray[np.intp], leads: NDArray[np.intp]
 ) -> None:
-    """Refuse forecasts from or for times that the truth has not."""
+    """Check that the truth has every initial and every valid time.
+
+    Raises:
+        UserError: names the first time that the truth lacks.
+    """
     times = forecast.initial_times[initials]
-    valid = times[:, None] + np.append(np.timedelta64(0, "ns"), forecast.leads[leads])
-    absent = ~np.isin(valid, truth.times)
-    if absent.any():
-        time = valid[absent].min()
+    # Lead time 0 stands for the initial time itself, which persistence needs.
+    valid = times[:, None] + np.append(np.timedelta64(0, "ns"), forecast.lead_times[leads])
+    missing = ~np.isin(valid, truth.times)
+    if missing.any():
+        time = valid[missing].min()
         raise UserError(
-            f"{truth.source.where}: the truth has no {_format_minute(time)}, which forecasts "
-            "start from "
-            f"or are for ({np.count_nonzero(absent.any(axis=1))} of {len(times)} initial times "
-            f"lack some; it has {_format_minute(truth.times[0])} to "
-            f"{_format_minute(truth.times[-1])}). Choose "
-            "initial times with dates=[first,last] or lead times with hours=[...]."
+            f"{truth.source.where}: the truth has no {_format_minute(time)}, a time that is needed "
+            f"({np.count_nonzero(missing.any(axis=1))} of {len(times)} initial times are affected; "
+            f"the truth has {_format_minute(truth.times[0])} to "
+            f"{_format_minute(truth.times[-1])}). Choose initial times with dates=[first,last] or "
+            "lead times with hours=[...]."
         )
 
 

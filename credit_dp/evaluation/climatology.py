@@ -1,4 +1,8 @@
-"""The climatology that forecasts are compared with: from a store, or fitted to the truth."""
+"""The climatology that forecasts are compared with: from a store, or fitted to the truth.
+
+`StoredClimatology` reads a store by hour and day of the year; `load_or_fit_climatology` fits one
+to the dates that `ClimatologyPeriod` chooses.
+"""
 
 from collections.abc import Sequence
 from itertools import groupby
@@ -30,26 +34,26 @@ Indices = NDArray[np.intp]
 
 
 class ClimatologySource(Protocol):
-    """What a date's fields are on average."""
+    """Mean fields for any date."""
 
     def fields(self, times: Times, channels: slice, rows: slice) -> NDArray[np.float32]:
-        """Some of the channels at several times, `(T, C, rows, W)`; NaN where there is no value."""
+        """Return channels at several times, `(T, C, rows, W)`; NaN where there is no value."""
 
     def chunk_numbers(self, times: Times) -> NDArray[np.intp]:
-        """Return a number for each time: times of one number are read at once."""
+        """Return the chunk number of each time; times of one chunk are best read together."""
 
 
 @final
 class StoredClimatology:
-    """The expected field on any date, from a store with dims `hour`, `dayofyear` and the grid's.
+    """Reads a climatology store with dims `hour`, `dayofyear`, and latitude and longitude.
 
     Args:
         where: path or address.
-        channels: those that are wanted, in order.
-        latitude, longitude: the grid that fields are wanted on, row 0 northernmost.
+        channels: the channels to read, in order.
+        latitude, longitude: the grid of the truth, row 0 northernmost.
 
     Raises:
-        UserError: there is none, or it has not these variables, levels, days or this grid.
+        UserError: the store can't be opened, or lacks a variable, a level, or this grid.
 
     Source: Rasp et al. 2024, "WeatherBench 2", section 2.4.
     """
@@ -69,43 +73,46 @@ class StoredClimatology:
             if dim not in dataset.dims or dim not in dataset.coords:
                 raise UserError(
                     f"{self.where}: a climatology needs the dims hour, dayofyear, latitude and "
-                    f"longitude with coordinates, but it has no {dim} with one among "
-                    f"{', '.join(map(str, dataset.dims))}. Change climatology."
+                    f"longitude with coordinates, but the store has no {dim} with coordinates "
+                    f"among its dims {', '.join(map(str, dataset.dims))}. Change climatology."
                 )
         self._dataset = dataset
         self._channels = tuple(channels)
         self._stored = {c: self._stored_channel(c) for c in channels}
         self._level_indices = {c: self._level_index(stored) for c, stored in self._stored.items()}
-        stored = dataset["latitude"].values.astype(np.float64)
-        self._flipped = bool(stored[0] < stored[-1])
-        check_same_rows(
-            latitude, stored[::-1] if self._flipped else stored, self.where, "climatology"
-        )
+        rows = dataset["latitude"].values.astype(np.float64)
+        self._flipped = bool(rows[0] < rows[-1])
+        check_same_rows(latitude, rows[::-1] if self._flipped else rows, self.where, "climatology")
         self._columns = column_indices(
             longitude, dataset["longitude"].values.astype(np.float64), self.where, "climatology"
         )
         self._days = [int(day) for day in dataset["dayofyear"].values]
+        # Empty for daily means.
         self._hours = [int(hour) for hour in dataset["hour"].values] if "hour" in dataset else []
 
     def fields(self, times: Times, channels: slice, rows: slice) -> NDArray[np.float32]:
-        """Some of the channels at several times: `(T, C, rows, W)`.
+        """Return channels at several times: `(T, C, rows, W)`.
 
-        A chunk that several of the times lie in is read once.
+        A chunk that contains several of the times is read once.
 
         Raises:
-            UserError: it has not one of the hours or days, or can't be read.
+            UserError: the store lacks an hour or day, or can't be read.
         """
         days, hours = self._day_and_hour_indices(times)
-        of_variables = groupby(
+        by_variable = groupby(
             self._channels[channels], lambda channel: self._stored[channel].variable
         )
-        parts = [self._read(name, list(of_name), days, hours) for name, of_name in of_variables]
+        parts = [self._read(name, list(levels), days, hours) for name, levels in by_variable]
         values = np.concatenate(parts, axis=1)
         values = values[:, :, ::-1] if self._flipped else values
         return reorder_columns(values[:, :, rows], self._columns)
 
     def chunk_numbers(self, times: Times) -> NDArray[np.intp]:
-        """Return the number of the chunk of days that each time lies in, another one each year."""
+        """Return the number of the chunk of days that contains each time.
+
+        Numbers differ between years, so that a window that slides over the turn of a year reads
+        the first days anew instead of keeping them for a year.
+        """
         array = self._dataset[self._stored[self._channels[0]].variable]
         chunks = array.encoding.get("chunks") or array.encoding.get("chunksizes")
         length = int(chunks[array.dims.index("dayofyear")]) if chunks else 1
@@ -115,40 +122,43 @@ class StoredClimatology:
     def _read(
         self, name: str, channels: Sequence[Channel], days: Indices, hours: Indices
     ) -> NDArray[np.float32]:
-        """The levels of one stored variable on days and at hours of the store, `(T, C, H, W)`."""
+        """Read levels of one stored variable at indices of days and hours, `(T, C, H, W)`."""
         array = self._dataset[name].variable
-        day, of_day = np.unique(days, return_inverse=True)
-        hour, of_hour = np.unique(hours, return_inverse=True)
+        unique_days, day_inverse = np.unique(days, return_inverse=True)
+        unique_hours, hour_inverse = np.unique(hours, return_inverse=True)
         levels = np.array([self._level_indices[channel] for channel in channels])
-        selection = {"dayofyear": day, "hour": hour, "level": levels}
-        # Every hour on every day, which costs no more than a few fields where chunks hold one.
-        chosen = {dim: as_slice(x) for dim, x in selection.items() if dim in array.dims}
+        indices = {"dayofyear": unique_days, "hour": unique_hours, "level": levels}
+        # One orthogonal selection reads each chunk once. It contains every hour of every day: with
+        # chunks of one field these are a few fields too many.
+        selection = {dim: as_slice(x) for dim, x in indices.items() if dim in array.dims}
         try:
-            values = array.isel(chosen).values
+            values = array.isel(selection).values
         except Exception as error:
             raise UserError(
-                f"{self.where}: {name} can't be read from day {self._days[day[0]]} to "
-                f"{self._days[day[-1]]} ({reason_of(error)}). Change climatology."
+                f"{self.where}: {name} can't be read from day {self._days[unique_days[0]]} to "
+                f"{self._days[unique_days[-1]]} ({reason_of(error)}). Change climatology."
             ) from error
+        # Dims that a variable lacks become dims of length 1; then all variables have one order.
         dims = [str(dim) for dim in array.dims]
-        absent = [dim for dim in DIM_ORDER if dim not in dims]
-        values = values.reshape((1,) * len(absent) + values.shape)
-        values = values.transpose([[*absent, *dims].index(dim) for dim in DIM_ORDER])
-        return np.asarray(values[of_hour, of_day], dtype=np.float32)
+        missing = [dim for dim in DIM_ORDER if dim not in dims]
+        values = values.reshape((1,) * len(missing) + values.shape)
+        values = values.transpose([[*missing, *dims].index(dim) for dim in DIM_ORDER])
+        return np.asarray(values[hour_inverse, day_inverse], dtype=np.float32)
 
     def _day_and_hour_indices(self, times: Times) -> tuple[Indices, Indices]:
-        """Return the indices of the days and of the hours of some times.
+        """Return the store's indices of the days and the hours of several times.
 
         Raises:
-            UserError: one of them is not there.
+            UserError: the store lacks a day or an hour.
         """
+        # Day of the year from 1, as xarray's `dayofyear`: 366 in leap years only.
         days = (times.astype("M8[D]") - times.astype("M8[Y]")) // np.timedelta64(1, "D") + 1
         hours = (times - times.astype("M8[D]")) // np.timedelta64(1, "h")
-        absent = ~np.isin(days, self._days)
+        missing = ~np.isin(days, self._days)
         if self._hours:
-            absent |= ~np.isin(hours, self._hours)
-        if absent.any():
-            first = int(absent.argmax())
+            missing |= ~np.isin(hours, self._hours)
+        if missing.any():
+            first = int(missing.argmax())
             raise UserError(
                 f"{self.where}: has no value for {times[first].astype('M8[m]')}, day "
                 f"{days[first]} at {hours[first]} h: its days are {self._days[0]} to "
@@ -156,21 +166,27 @@ class StoredClimatology:
                 + (f", its hours {', '.join(map(str, self._hours))}" if self._hours else "")
                 + ". Change climatology, or leave it out."
             )
+        # Without the dim `hour` the store has daily means: one index for all hours.
         if not self._hours:
             return _find_indices(self._days, days), np.zeros(len(times), np.intp)
         return _find_indices(self._days, days), _find_indices(self._hours, hours)
 
     def _stored_channel(self, channel: Channel) -> Channel:
-        """The channel as the store calls its mean: by its name, or by another of its meaning."""
+        """Return the channel under the name that the store has for its mean.
+
+        Raises:
+            UserError: the store has it under no known name.
+        """
         dims = {"dayofyear", "hour", "level", *HORIZONTAL}
         variable = channel.variable
         long, level = long_name(variable, channel.level)
-        others = [Channel(name, level) for name in all_names_of(long)]
-        for wanted in (channel, *others):
-            for name in (wanted.variable, f"{wanted.variable}_mean"):
+        synonyms = [Channel(name, level) for name in all_names_of(long)]
+        for candidate in (channel, *synonyms):
+            # Stores with other statistics, too, name the mean with this suffix.
+            for name in (candidate.variable, f"{candidate.variable}_mean"):
                 array: xr.DataArray | None = self._dataset.get(name)
                 if array is not None and {"dayofyear", *HORIZONTAL} <= set(array.dims) <= dims:
-                    return Channel(name, wanted.level)
+                    return Channel(name, candidate.level)
         raise UserError(
             f"{self.where}: no climatology of {variable}. "
             f"{suggest_names(variable, map(str, self._dataset.data_vars))}. "
@@ -178,30 +194,34 @@ class StoredClimatology:
         )
 
     def _level_index(self, channel: Channel) -> int:
-        """Where the level of a stored channel is; 0 if it is on none."""
+        """Return the index of a stored channel's level; 0 for a variable without levels.
+
+        Raises:
+            UserError: the store lacks the level.
+        """
         dims = self._dataset[channel.variable].dims
         if ("level" in dims) != (channel.level is not None):
-            there = "no level" if channel.level is None else f"the level {channel.level}"
+            needed = "no level" if channel.level is None else f"the level {channel.level}"
             raise UserError(
-                f"{self.where}: {channel.variable} is needed on {there}, but has the dims "
-                f"{', '.join(map(str, dims))}. "
-                "Change climatology."
+                f"{self.where}: {channel.variable} is needed on {needed}, but has the dims "
+                f"{', '.join(map(str, dims))}. Change climatology."
             )
         if channel.level is None:
             return 0
         levels = self._dataset["level"].values.tolist()
         if channel.level not in levels:
             raise UserError(
-                f"{self.where}: {channel.variable} has no level {channel.level}. There are: "
+                f"{self.where}: {channel.variable} has no level {channel.level}. Available: "
                 f"{', '.join(f'{level:g}' for level in levels)}. Change climatology, or levels."
             )
         return int(levels.index(channel.level))
 
 
-def _find_indices(there: Sequence[int], wanted: NDArray[np.int64]) -> Indices:
-    """Return where the numbers that are wanted are among those that are there."""
-    order = np.argsort(there)
-    return np.asarray(order[np.searchsorted(there, wanted, sorter=order)])
+def _find_indices(available: Sequence[int], values: NDArray[np.int64]) -> Indices:
+    """Return the index of each value in `available`, which need not be sorted."""
+    # `searchsorted` needs sorted values: search in the sorted ones, return indices as stored.
+    order = np.argsort(available)
+    return np.asarray(order[np.searchsorted(available, values, sorter=order)])
 
 
 YEAR = np.timedelta64(365, "D")
@@ -209,43 +229,53 @@ YEAR = np.timedelta64(365, "D")
 
 @final
 class ClimatologyPeriod:
-    """The dates of the truth that a climatology is fitted to, and their description.
+    """The dates of the truth that a climatology is fitted to, with a description.
 
-    Those that were asked for; else those before the first forecast if they are a year or more, so
-    that climatology knows no more than a forecast; else all, which flatters it.
+    By default the dates before the first forecast, if these are a year or more, so that the
+    climatology knows no more than a forecast does; otherwise all dates, which makes it look better.
+
+    Args:
+        dates: first and last date in ISO format, or empty for the default.
+        times: times of the truth.
+        first_init: initial time of the first forecast.
+
+    Attributes:
+        span: first and last date.
+        description: the period in words, for the scorecard.
     """
 
-    def __init__(self, asked: tuple[str, ...], times: Times, first_init: np.datetime64) -> None:
+    def __init__(self, dates: tuple[str, ...], times: Times, first_init: np.datetime64) -> None:
         earlier = times[times < first_init]
-        if asked:
-            self.span = list(asked)
+        if dates:
+            self.span = list(dates)
         elif len(earlier) and first_init - earlier[0] >= YEAR:
             self.span = [_format_minute(earlier[0]), _format_minute(earlier[-1])]
         else:
             self.span = [_format_minute(times[0]), _format_minute(times[-1])]
-        known = date_interval(self.span[1])[1] >= first_init
+        overlaps = date_interval(self.span[1])[1] >= first_init
         self.description = f"fitted to the truth from {self.span[0]} to {self.span[1]}" + (
-            ", which the forecasts' own dates are among" if known else ""
+            ", which includes dates of the forecasts" if overlaps else ""
         )
 
 
 def load_or_fit_climatology(store: Store, cache: str, report: ProgressCallback) -> Climatology:
-    """The climatology of the store's training dates, from the cache or fitted now.
+    """Return the climatology of the store's training dates, from the cache or fitted now.
 
     Raises:
         UserError: a field can't be read, or no two of the dates are a step apart.
     """
     path = climatology_path(store, cache_folder(cache))
-    found = Climatology.load(path, store.channels)
-    if found is None:
+    climatology = Climatology.load(path, store.channels)
+    if climatology is None:
+        # Of several processes, one fits and the others wait; these get no folder.
         with create_once(path, lambda x: Climatology.load(x, store.channels) is not None) as folder:
             if folder is not None:
                 dates = TrainingDates.of(store)
                 run_training_pass(store, dates, ClimatologyFit(store, dates, folder), False, report)
-        found = Climatology.load(path, store.channels)
-    if found is None:
-        raise OSError(f"{path}: what was just written cannot be read back")
-    return found
+        climatology = Climatology.load(path, store.channels)
+    if climatology is None:
+        raise OSError(f"{path}: the climatology was just written, but can't be read back")
+    return climatology
 
 
 def _format_minute(time: np.datetime64) -> str:

@@ -1,4 +1,8 @@
-"""Runs or scorecards beside each other: where they differ, and which is better where."""
+"""Compare training runs or scorecards: where their configs differ, and which scores are better.
+
+`read_result` reads each folder, `compare` puts the common scores into rows with warnings about
+what makes them incomparable, and `comparison_page` writes them as HTML.
+"""
 
 import csv
 import io
@@ -40,7 +44,7 @@ from credit_dp.evaluation.scorecard import HEADLINE_CHANNELS, MAX_HEADLINES, thr
 RUN, CARD = "training run", "scorecard"
 CONFIG, METRICS, SCORES = "config.yaml", "metrics.json", "scores.json"
 IDENTITY_KEYS = ("run.name", "run.dir")  # keys in which runs always differ
-# What scores depend on besides the forecasts, by how it is called.
+# The setup that scores depend on besides the forecasts: config keys by the name in warnings.
 RUN_SETUP_KEYS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "data": ("data.name", "data.store", "data.quickstart"),
@@ -54,7 +58,7 @@ CARD_SETUP_KEYS: Mapping[str, str] = MappingProxyType(
 
 
 class ScoreKey(NamedTuple):
-    """Of what a number is a score."""
+    """Identifies a score: its name, channel and lead time."""
 
     score: str
     channel: str
@@ -67,13 +71,13 @@ class EvaluationResult:
     """The scores of one run or scorecard.
 
     Attributes:
-        name: what it is called in tables.
+        name: its name in tables.
         kind: `RUN` or `CARD`.
         units: by channel.
-        scores: by place, then by what they are of: `forecast`, `persistence` and so on. Those that
-            are not defined, or infinite, are left out; so are places without the forecast's.
-        facts: what scores depend on besides the forecasts.
-        config: of a run, flat; without the keys in which runs always differ.
+        scores: by key, then by source: `forecast`, `persistence` and so on. Scores that are
+            undefined or infinite are left out; so are keys without a score of the forecast.
+        setup: what scores depend on besides the forecasts.
+        config: a run's config, flat, without the keys in which runs always differ.
     """
 
     name: str
@@ -88,7 +92,7 @@ def read_result(folder: Path, name: str) -> EvaluationResult:
     """Read the folder of a training run or of a scorecard.
 
     Raises:
-        UserError: it is neither, the run has not finished, or a file is damaged.
+        UserError: the folder is neither, the run has not finished, or a file is damaged.
     """
     if (folder / SCORES).is_file():
         return _read_scorecard(folder, name)
@@ -96,29 +100,33 @@ def read_result(folder: Path, name: str) -> EvaluationResult:
         return _read_run(folder, name)
     if (folder / CONFIG).is_file():
         raise UserError(
-            f"{folder}: this run has not finished: it has no {METRICS}. Go on with it, or leave it "
-            "out."
+            f"{folder}: this run has not finished: it has no {METRICS}. Resume it, or leave it out."
         )
-    what = "has neither" if folder.is_dir() else "is no folder: there is neither"
+    what = f"has neither {METRICS} nor {SCORES}" if folder.is_dir() else "is not a folder"
     raise UserError(
-        f"{folder}: {what} {METRICS} of a training run nor {SCORES} of credit-dp evaluate. Give "
-        "the folder of one."
+        f"{folder}: {what}. Give the folder of a training run, which has {METRICS}, or of "
+        f"credit-dp evaluate, which has {SCORES}."
     )
 
 
 def _read_run(folder: Path, name: str) -> EvaluationResult:
     content = _read_json(folder / METRICS)
     config = dict(_flatten_config(_read_yaml(folder / CONFIG)))
-    facts = {
-        fact: [(key, config[key]) for key in config if key.startswith(keys)]
-        for fact, keys in RUN_SETUP_KEYS.items()
+    setup = {
+        aspect: [(key, config[key]) for key in config if key.startswith(keys)]
+        for aspect, keys in RUN_SETUP_KEYS.items()
     }
-    kept = {key: value for key, value in config.items() if key not in IDENTITY_KEYS}
+    comparable = {key: value for key, value in config.items() if key not in IDENTITY_KEYS}
     try:
         nested = {channel: {"rmse": leads} for channel, leads in content["rmse"].items()}
-        facts["dates"].append(("initial_times", content["initial_times"]))
+        setup["dates"].append(("initial_times", content["initial_times"]))
         return EvaluationResult(
-            name, RUN, dict(content["units"]), _flatten_scores(nested), facts, kept
+            name=name,
+            kind=RUN,
+            units=dict(content["units"]),
+            scores=_flatten_scores(nested),
+            setup=setup,
+            config=comparable,
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise _damaged_error(folder / METRICS, error) from error
@@ -127,27 +135,33 @@ def _read_run(folder: Path, name: str) -> EvaluationResult:
 def _read_scorecard(folder: Path, name: str) -> EvaluationResult:
     content = _read_json(folder / SCORES)
     try:
-        facts = {fact: content[key] for fact, key in CARD_SETUP_KEYS.items()}
-        scores = _flatten_scores(content["scores"])
-        return EvaluationResult(name, CARD, dict(content["units"]), scores, facts, {})
+        return EvaluationResult(
+            name=name,
+            kind=CARD,
+            units=dict(content["units"]),
+            scores=_flatten_scores(content["scores"]),
+            setup={aspect: content[key] for aspect, key in CARD_SETUP_KEYS.items()},
+            config={},
+        )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise _damaged_error(folder / SCORES, error) from error
 
 
 def _flatten_scores(nested: Mapping[str, Any]) -> dict[ScoreKey, dict[str, float]]:
-    """From channel, score, lead time and source."""
-    found: dict[ScoreKey, dict[str, float]] = {}
-    for channel, of_channel in nested.items():
-        for score, leads in of_channel.items():
+    """Return finite values by key and source, from JSON by channel, score, lead time, source."""
+    flat: dict[ScoreKey, dict[str, float]] = {}
+    for channel, scores in nested.items():
+        for score, leads in scores.items():
             for lead, sources in leads.items():
+                # A run's metrics say "model" where a scorecard says "forecast".
                 values = {
-                    "forecast" if of == "model" else of: float(value)
-                    for of, value in sources.items()
+                    "forecast" if source == "model" else source: float(value)
+                    for source, value in sources.items()
                     if value is not None and math.isfinite(value)
                 }
                 if "forecast" in values:
-                    found[ScoreKey(score, channel, int(lead.removesuffix("h")))] = values
-    return found
+                    flat[ScoreKey(score, channel, int(lead.removesuffix("h")))] = values
+    return flat
 
 
 def _read_json(path: Path) -> Any:
@@ -166,11 +180,11 @@ def _read_yaml(path: Path) -> Any:
 
 def _damaged_error(path: Path, error: Exception) -> UserError:
     reason = " ".join(str(error).split())[:80] or type(error).__name__
-    return UserError(f"{path}: can't be read ({reason}). Make it again, or leave it out.")
+    return UserError(f"{path}: can't be read ({reason}). Create it again, or leave it out.")
 
 
 def _flatten_config(config: Any, prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Keys with dots, and what they are set to."""
+    """Yield the keys of a nested config, joined with dots, and their values."""
     if not isinstance(config, dict) or not config:
         yield prefix, config
         return
@@ -178,24 +192,22 @@ def _flatten_config(config: Any, prefix: str = "") -> Iterator[tuple[str, object
         yield from _flatten_config(value, f"{prefix}.{key}" if prefix else str(key))
 
 
-# Of which a smaller number is better, and of which a larger one. Activity is to be the truth's;
-# spread is neither good nor bad alone.
+# Scores with a direction. Activity should match the truth's; spread alone is neither good nor bad.
 SMALLER_IS_BETTER = ("rmse", "crps")
 LARGER_IS_BETTER = ("acc",)
 SCORE_ORDER = ("rmse", "acc", "crps", "bias", "activity", "spread")
 BASELINES = ("persistence", "climatology")
-BASELINE_TOLERANCE = (
-    1e-6  # relative: scores of persistence that differ by more are of other truths or dates
-)
+BASELINE_TOLERANCE = 1e-6  # relative: baselines that differ by more have other truths or dates
 
 
 class ComparisonRow(NamedTuple):
     """One score of all results.
 
     Attributes:
-        percent: differences from the first result's; of the bias, in its size. None where the
+        values: the forecasts' scores, one per result.
+        percent: differences from the first result, for bias of its absolute value; None where the
             first is zero.
-        best: the place of the best; None if none is.
+        best_index: index of the best result; None for ties and scores without a direction.
     """
 
     key: ScoreKey
@@ -208,12 +220,12 @@ class ComparisonRow(NamedTuple):
 @final
 @dataclass(frozen=True)
 class Comparison:
-    """What was found out about several results.
+    """Several results with their common scores.
 
     Attributes:
         warnings: why scores can't be compared as they are, one line each.
-        config: keys in which runs differ, and each one's value.
-        rows: of every score that all have, by score, channel and lead time.
+        config: keys in which runs differ, with the value of each run.
+        rows: every score that all results have, ordered by score, then as in the first result.
     """
 
     results: tuple[EvaluationResult, ...]
@@ -223,21 +235,21 @@ class Comparison:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the results."""
+        """Return the names of the results."""
         return tuple(result.name for result in self.results)
 
     @property
     def scores(self) -> tuple[str, ...]:
-        """The scores that all have."""
+        """Return the names of the scores that all results have."""
         return tuple(dict.fromkeys(row.key.score for row in self.rows))
 
     def wins(self, score: str) -> tuple[int, ...]:
-        """How often each is best."""
+        """Return how often each result is the best."""
         count = Counter(row.best_index for row in self.rows if row.key.score == score)
-        return tuple(count[place] for place in range(len(self.results)))
+        return tuple(count[index] for index in range(len(self.results)))
 
     def to_csv(self) -> str:
-        """One line for each score, channel and lead time."""
+        """Return CSV with one line for each score, channel and lead time."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         percents = [f"{name} percent" for name in self.names[1:]]
@@ -245,14 +257,15 @@ class Comparison:
             ("score", "channel", "unit", "lead_hours", *self.names, *percents, "better")
         )
         for row in self.rows:
-            of, better = row.key, "" if row.best_index is None else self.names[row.best_index]
-            shares = ["" if share is None else repr(share) for share in row.percent[1:]]
+            score, channel, hours = row.key
+            better = "" if row.best_index is None else self.names[row.best_index]
+            changes = ["" if change is None else repr(change) for change in row.percent[1:]]
             values = map(repr, row.values)
-            writer.writerow((of.score, of.channel, row.unit, of.hours, *values, *shares, better))
+            writer.writerow((score, channel, row.unit, hours, *values, *changes, better))
         return text.getvalue()
 
     def to_json(self) -> str:
-        """The same, with what differs in the configs."""
+        """Return the same as JSON, with the warnings and the differing config keys."""
         rows = [
             {
                 **row.key._asdict(),
@@ -269,10 +282,10 @@ class Comparison:
 
 
 def compare(results: Sequence[EvaluationResult]) -> Comparison:
-    """Put results beside each other.
+    """Compare the scores that all results have.
 
     Raises:
-        UserError: they are of two kinds, or have no score in common.
+        UserError: the results are of two kinds, or have no score in common.
     """
     first = results[0]
     for other in results[1:]:
@@ -281,15 +294,18 @@ def compare(results: Sequence[EvaluationResult]) -> Comparison:
                 f"{other.name}: is a {other.kind}, but {first.name} is a {first.kind}. Compare "
                 "runs with runs, and scorecards with scorecards."
             )
-    places = [place for place in first.scores if all(place in x.scores for x in results)]
-    odd = {p.channel for p in places if len({x.units.get(p.channel) for x in results}) > 1}
-    kept = [
-        place
+    # Scores in different units are different numbers for the same error: these are left out.
+    common = [key for key in first.scores if all(key in x.scores for x in results)]
+    mismatched = {
+        key.channel for key in common if len({x.units.get(key.channel) for x in results}) > 1
+    }
+    keys = [
+        key
         for score in SCORE_ORDER
-        for place in places
-        if place.score == score and place.channel not in odd
+        for key in common
+        if key.score == score and key.channel not in mismatched
     ]
-    if not kept:
+    if not keys:
         names = " and ".join(result.name for result in results)
         raise UserError(
             f"{names}: have no score of the same channel, unit and lead time in common. Score "
@@ -297,85 +313,84 @@ def compare(results: Sequence[EvaluationResult]) -> Comparison:
         )
     warnings = [
         *_setup_warnings(results),
-        *_baseline_warnings(results, kept),
-        *_omission_warnings(results, places, odd),
+        *_baseline_warnings(results, keys),
+        *_omission_warnings(results, mismatched),
     ]
-    rows = tuple(_compare_score(place, results) for place in kept)
+    rows = tuple(_compare_score(key, results) for key in keys)
     return Comparison(
         tuple(results), tuple(warnings), MappingProxyType(_differing_config(results)), rows
     )
 
 
-def _compare_score(place: ScoreKey, results: Sequence[EvaluationResult]) -> ComparisonRow:
-    found = [result.scores[place] for result in results]
-    values = tuple(of["forecast"] for of in found)
-    sizes = [abs(value) for value in values] if place.score == "bias" else values
+def _compare_score(key: ScoreKey, results: Sequence[EvaluationResult]) -> ComparisonRow:
+    by_result = [result.scores[key] for result in results]
+    values = tuple(sources["forecast"] for sources in by_result)
+    sizes = [abs(value) for value in values] if key.score == "bias" else values
     percent = tuple(100 * (x - sizes[0]) / abs(sizes[0]) if sizes[0] else None for x in sizes)
+    # The result with the smallest cost is best; without costs there is no best.
     costs: list[float] = []
-    if place.score in SMALLER_IS_BETTER:
+    if key.score in SMALLER_IS_BETTER:
         costs = list(values)
-    elif place.score in LARGER_IS_BETTER:
+    elif key.score in LARGER_IS_BETTER:
         costs = [-value for value in values]
-    elif place.score == "bias":
+    elif key.score == "bias":
         costs = list(sizes)
-    elif place.score == "activity" and all("truth" in of for of in found):
-        costs = [abs(of["forecast"] - of["truth"]) for of in found]
-    least = [n for n, cost in enumerate(costs) if cost == min(costs)]
-    unit = "1" if place.score == "acc" else results[0].units.get(place.channel, "")
-    return ComparisonRow(place, unit, values, percent, least[0] if len(least) == 1 else None)
+    elif key.score == "activity" and all("truth" in sources for sources in by_result):
+        costs = [abs(sources["forecast"] - sources["truth"]) for sources in by_result]
+    best = [index for index, cost in enumerate(costs) if cost == min(costs)]
+    unit = "1" if key.score == "acc" else results[0].units.get(key.channel, "")
+    return ComparisonRow(key, unit, values, percent, best[0] if len(best) == 1 else None)
 
 
 def _setup_warnings(results: Sequence[EvaluationResult]) -> list[str]:
-    """What scores depend on, and is not the same."""
+    """Warn about setups that differ from the first result's."""
     return [
-        f"not comparable: {other.name} has other {fact} than {results[0].name}"
-        for fact in results[0].setup
+        f"not comparable: {results[0].name} and {other.name} differ in {aspect}"
+        for aspect in results[0].setup
         for other in results[1:]
-        if other.setup[fact] != results[0].setup[fact]
+        if other.setup[aspect] != results[0].setup[aspect]
     ]
 
 
-def _baseline_warnings(
-    results: Sequence[EvaluationResult], places: Sequence[ScoreKey]
-) -> list[str]:
-    """Persistence and climatology score the same where truth and dates are the same."""
-    first, lines = results[0], []
+def _baseline_warnings(results: Sequence[EvaluationResult], keys: Sequence[ScoreKey]) -> list[str]:
+    """Warn if baselines differ: with the same truth and dates they score the same."""
+    first = results[0]
+    lines = []
     for other in results[1:]:
-        for of in BASELINES:
+        for source in BASELINES:
             pairs = [
-                (first.scores[p][of], other.scores[p][of])
-                for p in places
-                if of in first.scores[p] and of in other.scores[p]
+                (first.scores[key][source], other.scores[key][source])
+                for key in keys
+                if source in first.scores[key] and source in other.scores[key]
             ]
             if any(abs(a - b) > BASELINE_TOLERANCE * max(abs(a), abs(b)) for a, b in pairs):
                 lines.append(
-                    f"not comparable: {of} scores otherwise for {other.name} than for "
-                    f"{first.name}: truth, dates or grid are others"
+                    f"not comparable: {source} has different scores in {first.name} and "
+                    f"{other.name}: truth, dates or grid differ"
                 )
     return lines
 
 
-def _omission_warnings(
-    results: Sequence[EvaluationResult], common: Sequence[ScoreKey], odd: set[str]
-) -> list[str]:
-    lines = [f"left out: {channel} has different units" for channel in sorted(odd)]
+def _omission_warnings(results: Sequence[EvaluationResult], mismatched: set[str]) -> list[str]:
+    """Warn about channels that are left out, at most three by name for each result."""
+    lines = [f"left out: {channel} has different units" for channel in sorted(mismatched)]
     for result in results:
-        lacking = {place.channel for other in results for place in other.scores} - {
-            place.channel for place in result.scores
+        missing = {key.channel for other in results for key in other.scores} - {
+            key.channel for key in result.scores
         }
-        lines += [f"left out: {result.name} has no {channel}" for channel in sorted(lacking)[:3]]
-        if len(lacking) > 3:
-            lines.append(f"left out: and {len(lacking) - 3} more that {result.name} lacks")
+        lines += [f"left out: {result.name} has no {channel}" for channel in sorted(missing)[:3]]
+        if len(missing) > 3:
+            lines.append(f"left out: {result.name} lacks {len(missing) - 3} more channels")
     return lines
 
 
 def _differing_config(results: Sequence[EvaluationResult]) -> dict[str, tuple[str, ...]]:
-    """Keys that are not the same in all runs, and each one's value."""
+    """Return the keys that differ between runs, with the value of each run."""
     if results[0].kind != RUN:
         return {}
     keys = sorted({key for result in results for key in result.config})
-    found = {key: tuple(_config_text(result.config, key) for result in results) for key in keys}
-    return {key: values for key, values in found.items() if len(set(values)) > 1}
+    texts = {key: tuple(_config_text(result.config, key) for result in results) for key in keys}
+    return {key: values for key, values in texts.items() if len(set(values)) > 1}
 
 
 def _config_text(config: Mapping[str, object], key: str) -> str:
@@ -385,10 +400,10 @@ def _config_text(config: Mapping[str, object], key: str) -> str:
 LINE_STYLES = ("-", "--", "-.", ":")
 
 
-def comparison_page(found: Comparison) -> str:
-    """The whole page, as text."""
-    parts = [*_page_header(found), *_config_section(found), *_score_sections(found)]
-    title = escape(f"Comparison of {', '.join(found.names)}")
+def comparison_page(comparison: Comparison) -> str:
+    """Return the page as HTML text."""
+    parts = [*_page_header(comparison), *_config_section(comparison), *_score_sections(comparison)]
+    title = escape(f"Comparison of {', '.join(comparison.names)}")
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
@@ -398,51 +413,52 @@ def comparison_page(found: Comparison) -> str:
     )
 
 
-def percent(share: float | None) -> str:
-    """A difference for people."""
-    return "-" if share is None else f"{share:+.1f} %"
+def format_percent(change: float | None) -> str:
+    """Return a difference in percent as text, "-" for None."""
+    return "-" if change is None else f"{change:+.1f} %"
 
 
-def difference_headings(found: Comparison) -> list[str]:
-    """What the percentages are of, for the head of a table."""
-    return [f"{name} - {found.names[0]}" for name in found.names[1:]]
+def difference_headings(comparison: Comparison) -> list[str]:
+    """Return the headings of the columns with percentages."""
+    return [f"{name} - {comparison.names[0]}" for name in comparison.names[1:]]
 
 
-def rows_for_table(found: Comparison, score: str) -> list[ComparisonRow]:
-    """Those of a few lead times, for tables."""
-    rows = [row for row in found.rows if row.key.score == score]
+def rows_for_table(comparison: Comparison, score: str) -> list[ComparisonRow]:
+    """Return the rows of the few lead times that tables show."""
+    rows = [row for row in comparison.rows if row.key.score == score]
     hours = sorted({row.key.hours for row in rows})
-    few = {hours[place] for place in table_lead_indices(hours)}
-    return [row for row in rows if row.key.hours in few]
+    selected = {hours[index] for index in table_lead_indices(hours)}
+    return [row for row in rows if row.key.hours in selected]
 
 
-def _page_header(found: Comparison) -> Iterable[str]:
-    yield f"<h1>Comparison of {escape(', '.join(found.names))}</h1>"
-    for line in found.warnings:
+def _page_header(comparison: Comparison) -> Iterable[str]:
+    yield f"<h1>Comparison of {escape(', '.join(comparison.names))}</h1>"
+    for line in comparison.warnings:
         yield f'<p class="note"><b>{escape(line)}</b></p>'
     yield (
-        f'<p class="note">Percentages are differences from {escape(found.names[0])}; the best is '
-        "bold. All numbers are in comparison.csv and comparison.json beside this page.</p>"
+        f'<p class="note">Percentages are differences from {escape(comparison.names[0])}; the best '
+        "is bold. All numbers are in comparison.csv and comparison.json beside this page.</p>"
     )
 
 
-def _config_section(found: Comparison) -> Iterable[str]:
-    if not found.config:
+def _config_section(comparison: Comparison) -> Iterable[str]:
+    if not comparison.config:
         return
     yield "<h2>What differs in the configs</h2>"
-    lines = [(key, *values) for key, values in found.config.items()]
+    lines = [(key, *values) for key, values in comparison.config.items()]
     yield _html_table(
-        "config", ("key", *found.names), [[(cell, "text") for cell in x] for x in lines]
+        "config", ("key", *comparison.names), [[(cell, "text") for cell in x] for x in lines]
     )
 
 
-def _score_sections(found: Comparison) -> Iterable[str]:
-    for score in found.scores:
+def _score_sections(comparison: Comparison) -> Iterable[str]:
+    for score in comparison.scores:
         title = TITLES[score]
+        wins = escape(describe_wins(comparison, score))
         yield f"<h2>{title}</h2>"
-        yield f'<p class="note">{EXPLANATIONS[score]} {escape(describe_wins(found, score))}</p>'
-        yield f'<img src="{_curves_image(found, score)}" alt="{title} by lead time">'
-        names = ("channel", "unit", "hours", *found.names, *difference_headings(found))
+        yield f'<p class="note">{EXPLANATIONS[score]} {wins}</p>'
+        yield f'<img src="{_curves_image(comparison, score)}" alt="{title} by lead time">'
+        names = ("channel", "unit", "hours", *comparison.names, *difference_headings(comparison))
         lines = [
             [
                 (row.key.channel, "text"),
@@ -452,25 +468,25 @@ def _score_sections(found: Comparison) -> Iterable[str]:
                     (three_digits(x), "best" if n == row.best_index else "")
                     for n, x in enumerate(row.values)
                 ),
-                *((percent(share), "") for share in row.percent[1:]),
+                *((format_percent(change), "") for change in row.percent[1:]),
             ]
-            for row in rows_for_table(found, score)
+            for row in rows_for_table(comparison, score)
         ]
         yield _html_table(score, names, lines)
 
 
-def describe_wins(found: Comparison, score: str) -> str:
-    """How often each is best, in words; nothing where none can be."""
-    wins = found.wins(score)
+def describe_wins(comparison: Comparison, score: str) -> str:
+    """Return a sentence that says how often each result is the best; "" without a best."""
+    wins = comparison.wins(score)
     if not any(wins):
         return ""
-    of = sum(row.key.score == score for row in found.rows)
-    each = ", ".join(f"{name} {won}" for name, won in zip(found.names, wins, strict=True))
-    return f"Best of {of}: {each}."
+    total = sum(row.key.score == score for row in comparison.rows)
+    each = ", ".join(f"{name} {count}" for name, count in zip(comparison.names, wins, strict=True))
+    return f"Best of {total}: {each}."
 
 
 def _html_table(name: str, heads: Sequence[str], lines: Sequence[Sequence[tuple[str, str]]]) -> str:
-    """Cells with their classes."""
+    """Return an HTML table; each cell is its text and its CSS class."""
     top = "".join(f"<th>{escape(head)}</th>" for head in heads)
     body = "".join(
         "<tr>" + "".join(f'<td class="{kind}">{escape(cell)}</td>' for cell, kind in line) + "</tr>"
@@ -483,41 +499,43 @@ def _html_table(name: str, heads: Sequence[str], lines: Sequence[Sequence[tuple[
 
 
 @figure_style()
-def _curves_image(found: Comparison, score: str) -> str:
-    """One score by lead time, all results in each panel, a panel for each channel shown."""
-    rows = [row for row in found.rows if row.key.score == score]
+def _curves_image(comparison: Comparison, score: str) -> str:
+    """Return curves of a score by lead time: a panel per channel, a line per result."""
+    rows = [row for row in comparison.rows if row.key.score == score]
     channels = headline_channels([row.key.channel for row in rows])
     figure, axes_of = create_panels(len(channels))
     for axes, channel in zip(axes_of, channels, strict=True):
-        own = sorted((row for row in rows if row.key.channel == channel), key=_lead_hours)
-        days = np.array([row.key.hours for row in own]) / 24
-        for n, name in enumerate(found.names):
+        by_lead = sorted((row for row in rows if row.key.channel == channel), key=_lead_hours)
+        days = np.array([row.key.hours for row in by_lead]) / 24
+        for n, name in enumerate(comparison.names):
+            # Another dash pattern each time the colours are used up.
             dashes = LINE_STYLES[n // len(SERIES) % len(LINE_STYLES)]
-            values = [row.values[n] for row in own]
+            values = [row.values[n] for row in by_lead]
             axes.plot(
                 days, values, f".{dashes}", color=series_colour(n), label=escape_mathtext(name)
             )
-        for of in BASELINES:
-            values = [_baseline_score(found, row.key, of) for row in own]
+        for source in BASELINES:
+            values = [_baseline_score(comparison, row.key, source) for row in by_lead]
             if np.isfinite(values).any():
-                axes.plot(days, values, label=of, **{**SOURCE_LINES[of], "linewidth": 1.0})
+                axes.plot(days, values, label=source, **{**SOURCE_LINES[source], "linewidth": 1.0})
         axes.set_title(escape_mathtext(channel))
         axes.set_xlabel("lead time (days)")
-        axes.set_ylabel(with_unit(LABELS[score], own[0].unit))
+        axes.set_ylabel(with_unit(LABELS[score], by_lead[0].unit))
     add_legend(figure, axes_of[0])
     return figure_data_uri(figure, "svg")
 
 
 def headline_channels(channels: Sequence[str]) -> list[str]:
-    """A few channels: those that are known best, then the first others."""
-    there = list(dict.fromkeys(channels))
-    known = [channel.name for channel in HEADLINE_CHANNELS if channel.name in there]
-    few = set((known + [name for name in there if name not in known])[:MAX_HEADLINES])
-    return [name for name in there if name in few]
+    """Return the channels to plot: WeatherBench 2's headline channels, then the first others."""
+    available = list(dict.fromkeys(channels))
+    known = [channel.name for channel in HEADLINE_CHANNELS if channel.name in available]
+    others = [name for name in available if name not in known]
+    selected = set((known + others)[:MAX_HEADLINES])
+    return [name for name in available if name in selected]
 
 
-def _baseline_score(found: Comparison, place: ScoreKey, of: str) -> float:
-    return found.results[0].scores[place].get(of, np.nan)
+def _baseline_score(comparison: Comparison, key: ScoreKey, source: str) -> float:
+    return comparison.results[0].scores[key].get(source, np.nan)
 
 
 def _lead_hours(row: ComparisonRow) -> int:

@@ -1,7 +1,7 @@
-"""The one style of all figures: type, lines, colours, degrees on maps, and units.
+"""The style of all figures: fonts, lines, colours, degrees on maps, and units.
 
-What draws a figure does so within `figure_style()`, as a `with` block or a decorator, and saves it
-there. Notebooks call `use_figure_style()` once.
+Draw and save figures within `figure_style()`, a `with` block or decorator. Notebooks call
+`use_figure_style()` once.
 """
 
 import math
@@ -19,7 +19,8 @@ from matplotlib.ticker import FuncFormatter
 if TYPE_CHECKING:
     from matplotlib.typing import RcKeyType
 
-# Each source has its colour and dashes everywhere; they differ in grey too.
+# Each source has the same colour and dashes in all figures; they also differ in print without
+# colours.
 SOURCE_LINES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "forecast": {"color": "#1f4e9c", "linewidth": 2.0},
@@ -29,24 +30,24 @@ SOURCE_LINES: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "error of the mean": {"color": "#111111", "linestyle": "-."},
     }
 )
-# Lines that are no source, such as the runs of a sweep; persistence and climatology may be beside.
+# Colours of other lines, such as the runs of a sweep; distinct from persistence and climatology.
 SERIES = (
     "#1f4e9c", "#2e8b57", "#b03030", "#8e4fa8", "#d9a000",
     "#1797a6", "#d16ba5", "#7a5230", "#7d8f2a", "#111111",
 )  # fmt: skip
-PALE = "#9db4d8"  # of single values behind their mean, which is in the first colour
-REFERENCE = "#888888"  # of zero, of what would be ideal, of a tolerance
+PALE = "#9db4d8"  # single values behind their mean, which has the first colour of `SERIES`
+REFERENCE = "#888888"  # reference lines: zero, the ideal, a tolerance
 SEQUENTIAL = "viridis"  # colour map of fields
 DIVERGING = "RdBu_r"  # colour map of differences, white at zero
 
 RC_PARAMS: "dict[RcKeyType, Any]" = {
     "font.family": ["sans-serif"],
-    "font.sans-serif": ["DejaVu Sans"],  # comes with matplotlib: figures are the same everywhere
+    "font.sans-serif": ["DejaVu Sans"],  # part of matplotlib: the same figures on every machine
     "font.size": 8,
     "figure.titlesize": 11,
     "axes.titlesize": 9,
     "axes.titlelocation": "left",
-    "axes.titley": 1.0,  # else all ticks are laid out once more, to be kept clear of
+    "axes.titley": 1.0,  # None would lay out all ticks a second time to avoid overlap
     "axes.labelsize": 8,
     "xtick.labelsize": 7,
     "ytick.labelsize": 7,
@@ -64,8 +65,8 @@ RC_PARAMS: "dict[RcKeyType, Any]" = {
     "image.cmap": SEQUENTIAL,
     "savefig.dpi": 130,
     "savefig.facecolor": "white",
-    "svg.fonttype": "none",  # text stays text
-    "svg.hashsalt": "credit_dp",  # the same figure has the same bytes
+    "svg.fonttype": "none",  # text, not outlines of glyphs
+    "svg.hashsalt": "credit_dp",  # matplotlib's ids are random by default: files would differ
 }
 
 # The exponent in a unit: m2 s-2, m**2 s**-2, m^2 s^-2.
@@ -75,45 +76,45 @@ SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 @contextmanager
 def figure_style() -> Iterator[None]:
-    """Draw in the package's style, within a `with` block or, as a decorator, within a function."""
+    """Apply the package's style within a `with` block or a decorated function."""
     with matplotlib.rc_context(RC_PARAMS):
         yield
 
 
 def use_figure_style() -> None:
-    """Draw in the package's style from now on, in a notebook, where figures lay themselves out."""
+    """Apply the package's style to all later figures of a notebook, with constrained layout."""
     matplotlib.rcParams.update({**RC_PARAMS, "figure.constrained_layout.use": True})
 
 
-def series_colour(place: int) -> str:
-    """The colour of a line that is no source; after the last one they begin anew."""
-    return SERIES[place % len(SERIES)]
+def series_colour(index: int) -> str:
+    """Return the colour of a line by its index, cycling through `SERIES`."""
+    return SERIES[index % len(SERIES)]
 
 
 def label_degrees(axes: Axes) -> None:
-    """Write the ticks of a map as degrees north, south, east and west."""
+    """Label the ticks of a map in degrees north, south, east and west."""
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: longitude_label(value)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: latitude_label(value)))
 
 
 def latitude_label(degrees: float) -> str:
-    """Degrees north as on a map: 60°N, 0°, 30°S."""
+    """Return a latitude as map label: 60°N, 0°, 30°S."""
     return f"{abs(degrees):g}°{'N' if degrees > 0 else 'S' if degrees < 0 else ''}"
 
 
 def longitude_label(degrees: float) -> str:
-    """Degrees east as on a map, wherever it begins: 0°, 120°E, 180°, 60°W."""
+    """Return a longitude, in any range, as map label: 0°, 120°E, 180°, 60°W."""
     east = (degrees + 180.0) % 360.0 - 180.0
     return f"{abs(east):g}°{'' if east in (0.0, -180.0) else 'E' if east > 0 else 'W'}"
 
 
 def escape_mathtext(text: str) -> str:
-    """A text as it is, where what is between dollars would be read as a formula."""
+    """Escape dollar signs, between which matplotlib would read a formula."""
     return text.replace("$", r"\$")
 
 
 def with_unit(name: str, unit: str) -> str:
-    """What an axis or a colour bar shows, with its unit in brackets if it has one."""
+    """Return the label of an axis or colour bar, with the unit in brackets if there is one."""
     return (
         escape_mathtext(name)
         if unit in ("", "1")
@@ -122,22 +123,22 @@ def with_unit(name: str, unit: str) -> str:
 
 
 def power_label(unit: str) -> str:
-    """What the axis of a spectrum shows, in the field's unit squared times metres."""
+    """Return the label of a spectrum's axis, in the field's unit squared times metres."""
     label = unit_label(unit)
     squared = f"{label}²" if label.isalpha() else f"({label})²"
     return f"power ({squared} m)" if label else "power"
 
 
 def unit_label(unit: str) -> str:
-    """A unit for a plot, with raised exponents, however they are written."""
+    """Return a unit for a plot, with superscript exponents."""
     return escape_mathtext(superscript(unit))
 
 
 def superscript(unit: str) -> str:
-    """A unit as plain text, with raised exponents, however they are written."""
-    return EXPONENT.sub(lambda found: found[1].translate(SUPERSCRIPTS), unit)
+    """Return a unit as plain text with superscript exponents: m2, m^2 and m**2 become m²."""
+    return EXPONENT.sub(lambda match: match[1].translate(SUPERSCRIPTS), unit)
 
 
 def power_of_ten_label(value: float, _: float) -> str:
-    """The label of a tick at a power of ten, such as 10⁻³."""
+    """Return the label of a tick at a power of ten, such as 10⁻³."""
     return "10" + str(round(math.log10(value))).translate(SUPERSCRIPTS)

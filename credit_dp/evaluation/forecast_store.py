@@ -1,4 +1,8 @@
-"""Stored forecasts in the form of WeatherBench 2, whoever made them, read a field at a time."""
+"""Read stored forecasts in the layout of WeatherBench 2, from any model.
+
+`ForecastStore` checks dims and coordinates on opening and reads fields on demand; the functions at
+the end compare its grid with the truth's.
+"""
 
 import re
 from collections.abc import Mapping
@@ -22,18 +26,18 @@ from credit_dp.data.sources.zarr import is_netcdf, open_netcdf, open_zarr_datase
 from credit_dp.errors import UserError
 
 LEAD_DIM = "prediction_timedelta"
-LEAD_ALIASES = ("lead_time", "step", "leadtime")  # as others call it
-# Source: the CF conventions, section 7.3: dimensions with colons, then the method.
+LEAD_ALIASES = ("lead_time", "step", "leadtime")
+# Source: CF conventions, section 7.3: dimensions with colons, then the method.
 SUM_PATTERN = re.compile(rf"\b(?:{'|'.join((LEAD_DIM, *LEAD_ALIASES))}):(?: \w+:)* sum\b")
 
 
 def is_sum(array: xr.DataArray) -> bool:
-    """Whether a variable says that its values are sums over spans of lead time."""
+    """Whether a variable's `cell_methods` say that its values are sums over lead time."""
     return SUM_PATTERN.search(str(array.attrs.get("cell_methods", ""))) is not None
 
 
 def accumulation_span(dataset: xr.Dataset, where: str) -> np.timedelta64 | None:
-    """The span before each lead time, by the bounds of these; None where there are no sums.
+    """Return the span of sums, from the bounds of the lead times; None without sums or bounds.
 
     Raises:
         UserError: spans differ, or do not end at the lead time.
@@ -44,28 +48,32 @@ def accumulation_span(dataset: xr.Dataset, where: str) -> np.timedelta64 | None:
     if name not in dataset.variables:
         return None
     lead = dataset[LEAD_DIM].variable
-    given = dataset[name].variable
-    if "units" not in given.attrs:  # they are those of the lead time
+    encoded_bounds = dataset[name].variable
+    if "units" not in encoded_bounds.attrs:
+        # CF: bounds without units have those of their coordinate.
         units = lead.attrs.get("units", lead.encoding.get("units"))
-        given = given.copy(deep=False)
-        given.attrs |= {"units": units}
-    bounds, leads = decode_timedelta(given, where).values, decode_timedelta(lead, where).values
+        encoded_bounds = encoded_bounds.copy(deep=False)
+        encoded_bounds.attrs |= {"units": units}
+    bounds = decode_timedelta(encoded_bounds, where).values
+    leads = decode_timedelta(lead, where).values
+    # A sum over another span at each lead time, for instance since the start, can't be compared
+    # with the truth's sums over one step.
     spans = np.diff(bounds).ravel()
     pairs = bounds.shape == (len(leads), 2)
     if not pairs or (bounds[:, 1] != leads).any() or (spans != spans[0]).any() or not spans[0] > 0:
         raise UserError(
-            f"{where}: sums need to be over one span that ends at the lead time, but {name} has "
-            "others. Leave these variables out with variables=[...]."
+            f"{where}: all sums need one span that ends at the lead time, but the bounds {name} "
+            "differ from that. Leave these variables out with variables=[...]."
         )
     span: np.timedelta64 = spans[0].astype("m8[ns]")
     return span
 
 
 def decode_timedelta(variable: xr.Variable, where: str) -> xr.Variable:
-    """Lead times as time spans, which netCDF and older zarr stores have as numbers with a unit.
+    """Return lead times as timedelta64; netCDF and older zarr stores have numbers with a unit.
 
     Raises:
-        UserError: the unit can't be understood.
+        UserError: the unit is unknown.
     """
     if np.issubdtype(variable.dtype, np.timedelta64):
         return variable
@@ -92,11 +100,12 @@ Indices = NDArray[np.intp]
 @final
 @dataclass(frozen=True)
 class ForecastVariable:
-    """What a store says of one variable.
+    """Metadata of one variable of a forecast store.
 
     Attributes:
-        levels: those it has, empty if it is on none.
-        summed: values are sums over the store's `span` before their time.
+        levels: its levels; empty for a variable without levels.
+        units: as in the store; may be empty.
+        summed: values are sums over the store's `span` before the valid time.
     """
 
     levels: tuple[int, ...]
@@ -106,25 +115,25 @@ class ForecastVariable:
 
 @final
 class ForecastStore:
-    """Forecasts by initial and lead time, with or without members; fields with row 0 northernmost.
+    """Forecasts by initial and lead time, with or without members; row 0 is northernmost.
 
     Attributes:
-        where: its address, as messages name it.
+        where: its address, for messages; without secrets.
         initial_times: `(I,)` datetime64[ns], rising.
-        leads: `(L,)` timedelta64[ns], rising.
-        members: how many; 1 of a store without ensemble.
+        lead_times: `(L,)` timedelta64[ns], rising.
+        members: number of members; 1 without an ensemble.
         latitude, longitude: `(H,)` falling, and `(W,)` in the store's order, in degrees.
-        variables: those that are forecast.
-        model_levels: levels are those of a model, by number, not of pressure.
-        span: timedelta64[ns], of sums; None where the store does not say.
-        attributes: of the store as a whole.
+        variables: the forecast variables by name.
+        model_levels: whether levels are model levels, not pressure levels.
+        span: timedelta64[ns], span of sums; None if the store does not state it.
+        attributes: global attributes.
     """
 
     def __init__(self, dataset: xr.Dataset, where: str) -> None:
-        """Check what can be checked without reading a field.
+        """Check dims and coordinates, without reading a field.
 
         Raises:
-            UserError: it has not the dims of forecasts, or its coordinates are not as needed.
+            UserError: the dataset lacks a dim of forecasts, or a coordinate is invalid.
         """
         self.where = redact_secrets(where)
         dataset = _rename_dims(dataset)
@@ -132,16 +141,17 @@ class ForecastStore:
             if dim not in dataset.dims or dim not in dataset.coords:
                 raise UserError(
                     f"{self.where}: forecasts need the dims time (initial time), {LEAD_DIM}, "
-                    "latitude "
-                    f"and longitude, but it has {', '.join(map(str, dataset.dims))}. "
-                    "Change forecast."
+                    "latitude and longitude, but the store has "
+                    f"{', '.join(map(str, dataset.dims))}. Change forecast."
                 )
+        # Both before `standardise_dims`, which renames vertical dims and drops bounds that are
+        # coordinates.
         self.model_levels = has_model_levels(dataset)
         self.span = accumulation_span(dataset, self.where)
         dataset = standardise_dims(dataset, self.where)
         check_coordinates(dataset, self.where)
         self.initial_times: NDArray[np.datetime64] = dataset["time"].values.astype("M8[ns]")
-        self.leads = _read_leads(dataset, self.where)
+        self.lead_times = _read_leads(dataset, self.where)
         self.members = int(dataset.sizes.get(MEMBER_DIM, 1))
         latitude = dataset["latitude"].values.astype(np.float64)
         self._flipped = bool(latitude[0] < latitude[-1])
@@ -154,7 +164,7 @@ class ForecastStore:
                 str(array.attrs.get("units", "")).strip(),
                 self.span is not None and is_sum(array),
             )
-            # Of zarr stores the order may be that of a folder's listing.
+            # Sorted, because a zarr store may list its variables in the order of a folder.
             for name, array in sorted(dataset.data_vars.items(), key=lambda item: str(item[0]))
             if _is_forecast(array)
         }
@@ -166,7 +176,7 @@ class ForecastStore:
         """Open the zarr store at a path or address, or the netCDF file at a path.
 
         Raises:
-            UserError: there is none, or it is not of the form of forecasts.
+            UserError: it can't be opened, or has not the dims of forecasts.
         """
         dataset = open_netcdf(where)[0] if is_netcdf(where) else open_zarr_dataset(where)[0]
         return cls(dataset, where)
@@ -174,15 +184,16 @@ class ForecastStore:
     def read(
         self, name: str, levels: tuple[int, ...], inits: Indices, leads: Indices
     ) -> NDArray[np.float32]:
-        """One variable at some `initial_times` and `leads`: `(I, L, M, levels, H, W)`.
+        """Read a variable at indices of initial and lead times: `(I, L, M, levels, H, W)`.
 
-        One level where the variable is on none; NaN where there is no value. A chunk that holds
-        several of these is read once.
+        Variables without levels have one level here; missing values are NaN. A chunk that contains
+        several of the fields is read once.
 
         Raises:
-            UserError: what is on disk can't be read; names store, variable, date and lead.
+            UserError: a field can't be read; names store, variable, initial and lead time.
         """
         array = self._dataset[name].variable
+        # Slices where possible: zarr reads them faster than lists of indices.
         selection = {"time": as_slice(inits), LEAD_DIM: as_slice(leads)}
         if "level" in array.dims:
             present = self.variables[name].levels
@@ -191,8 +202,8 @@ class ForecastStore:
             values = array.isel(selection).values
         except MemoryError:
             raise
-        except Exception as error:
-            # One by one, to find the one that can't be read, or to read all at a second attempt.
+        except Exception as error:  # of zarr, codecs, netCDF, HDF5 or the network
+            # Read the fields one by one: finds the damaged one, or succeeds if the error passed.
             if len(inits) * len(leads) > 1:
                 rows = [
                     [self.read(name, levels, i, x) for x in single_indices(leads)]
@@ -205,40 +216,39 @@ class ForecastStore:
                 "variables=, dates= or hours=."
             ) from error
         dims = [str(dim) for dim in array.dims]
-        absent = [dim for dim in DIM_ORDER if dim not in dims]
-        values = values.reshape((1,) * len(absent) + values.shape)
-        order = [*absent, *dims]
+        # Dims that a variable lacks, such as members or levels, become dims of length 1.
+        missing = [dim for dim in DIM_ORDER if dim not in dims]
+        values = values.reshape((1,) * len(missing) + values.shape)
+        order = [*missing, *dims]
         values = values.transpose([order.index(dim) for dim in DIM_ORDER])
         fields = np.asarray(values, dtype=np.float32)
         return fields[..., ::-1, :] if self._flipped else fields
 
     def initial_times_per_chunk(self, name: str) -> int:
-        """Initial times that lie in one chunk of a variable."""
+        """Return the number of initial times in one chunk of a variable."""
         array = self._dataset[name]
         chunks = array.encoding.get("chunks") or array.encoding.get("chunksizes")
         return int(chunks[array.dims.index("time")]) if chunks else 1
 
     def describe(self, init: np.intp, lead: np.intp) -> str:
-        """Which forecast it is, for a message."""
-        hours = self.leads[lead] / np.timedelta64(1, "h")
+        """Return initial and lead time as text for messages."""
+        hours = self.lead_times[lead] / np.timedelta64(1, "h")
         return f"from {self.initial_times[init].astype('M8[m]')} at {hours:g} h"
 
 
 def single_indices(indices: Indices) -> list[Indices]:
-    """Return the indices one by one."""
+    """Return arrays of one index each."""
     return [indices[x : x + 1] for x in range(len(indices))]
 
 
 def _rename_dims(dataset: xr.Dataset) -> xr.Dataset:
-    """The dims that only forecasts have under one name each.
-
-    The time that a forecast is for, which some stores give as well, is initial and lead time added.
-    """
+    """Give the dims of forecasts their standard names."""
+    # Redundant, and `standardise_dims` would take it for the time of the fields.
     dataset = dataset.drop_vars("valid_time", errors="ignore")
     for standard, others in DIM_ALIASES.items():
         other = next((name for name in others if name in dataset.dims), None)
         if other is not None and standard not in dataset.dims:
-            # A coordinate that is no dim may be called so.
+            # A coordinate that is not a dim may have the standard name already.
             dataset = dataset.drop_vars(standard, errors="ignore").rename({other: standard})
     return dataset
 
@@ -249,17 +259,17 @@ def _is_forecast(array: xr.DataArray) -> bool:
 
 
 def _read_leads(dataset: xr.Dataset, where: str) -> NDArray[np.timedelta64]:
-    """The lead times, which netCDF and older zarr stores have as numbers with a unit."""
+    """Return the lead times, after checking that they are timedeltas and rise."""
     variable = decode_timedelta(dataset[LEAD_DIM].variable, where)
     if not np.issubdtype(variable.dtype, np.timedelta64) or np.isnat(variable.values).any():
         raise UserError(
-            f"{where}: {LEAD_DIM} needs to be time spans, or numbers with units like hours, but is "
+            f"{where}: {LEAD_DIM} must be timedeltas or numbers with units like hours, but is "
             f"{variable.dtype} with units {variable.attrs.get('units', 'unknown')}. "
             "Change forecast."
         )
     leads: NDArray[np.timedelta64] = variable.values.astype("m8[ns]")
     if np.any(np.diff(leads) <= np.timedelta64(0)) or not len(leads):
-        raise UserError(f"{where}: {LEAD_DIM} does not rise throughout. Change forecast.")
+        raise UserError(f"{where}: {LEAD_DIM} is not strictly increasing. Change forecast.")
     return leads
 
 
@@ -275,46 +285,59 @@ def _read_levels(dataset: xr.Dataset, where: str) -> tuple[int, ...]:
     return tuple(int(level) for level in values)
 
 
-GRID_TOLERANCE = 1e-3  # degrees: stores have them as float32, and rounded
+GRID_TOLERANCE = 1e-3  # degrees; stores have coordinates in float32, or rounded
 
 Degrees = NDArray[np.float64]
 
 
-def check_same_rows(wanted: Degrees, found: Degrees, where: str, key: str) -> None:
-    """Refuse rows that are not those wanted; both `(H,)`, falling.
+def check_same_rows(expected: Degrees, stored: Degrees, where: str, key: str) -> None:
+    """Check that two stores have the same latitudes; both `(H,)`, falling.
+
+    Args:
+        expected: the truth's.
+        stored: those of the store `where`, which was given as `key`.
 
     Raises:
-        UserError: naming the store and the key that gave it.
+        UserError: the latitudes differ.
     """
-    if len(wanted) != len(found) or not np.abs(wanted - found).max() <= GRID_TOLERANCE:  # or NaN
-        raise _grid_error("rows", "latitude", wanted, found, where, key)
+    # `not <=` instead of `>`: NaN compares as False and has to be refused, too.
+    if len(expected) != len(stored) or not np.abs(expected - stored).max() <= GRID_TOLERANCE:
+        raise _grid_error("rows", "latitude", expected, stored, where, key)
 
 
-def column_indices(wanted: Degrees, found: Degrees, where: str, key: str) -> NDArray[np.intp]:
-    """Which column of a store lies at each longitude that is wanted: `(W,)`.
+def column_indices(expected: Degrees, stored: Degrees, where: str, key: str) -> NDArray[np.intp]:
+    """Return the index of the store's column at each expected longitude: `(W,)`.
+
+    Longitudes are compared modulo 360 degrees, so that stores may begin at -180 or 0.
+
+    Args:
+        expected, stored, where, key: as of `check_same_rows`.
 
     Raises:
-        UserError: the columns are others.
+        UserError: the longitudes differ.
     """
-    if len(wanted) != len(found):
-        raise _grid_error("columns", "longitude", wanted, found, where, key)
-    apart = (found[None, :] - wanted[:, None] + FULL_CIRCLE / 2) % FULL_CIRCLE - FULL_CIRCLE / 2
-    places: NDArray[np.intp] = np.abs(apart).argmin(axis=1)
-    if not np.abs(apart[np.arange(len(wanted)), places]).max() <= GRID_TOLERANCE:  # or NaN
-        raise _grid_error("columns", "longitude", wanted, found, where, key)
-    return places
+    if len(expected) != len(stored):
+        raise _grid_error("columns", "longitude", expected, stored, where, key)
+    half = FULL_CIRCLE / 2
+    distance = np.abs((stored[None, :] - expected[:, None] + half) % FULL_CIRCLE - half)
+    columns: NDArray[np.intp] = distance.argmin(axis=1)
+    # `not <=`: also refuses NaN.
+    if not distance[np.arange(len(expected)), columns].max() <= GRID_TOLERANCE:
+        raise _grid_error("columns", "longitude", expected, stored, where, key)
+    return columns
 
 
 def reorder_columns(fields: NDArray[np.float32], columns: NDArray[np.intp]) -> NDArray[np.float32]:
-    """Return `(..., W)` with its columns in this order; not copied where they are in it."""
+    """Return `(..., W)` with its columns in this order; copies only if the order changes."""
     return fields if np.array_equal(columns, np.arange(len(columns))) else fields[..., columns]
 
 
 def _grid_error(
-    what: str, name: str, wanted: Degrees, found: Degrees, where: str, key: str
+    what: str, name: str, expected: Degrees, stored: Degrees, where: str, key: str
 ) -> UserError:
     return UserError(
-        f"{where}: is on another grid than the truth: {len(found)} {what} with {name} from "
-        f"{found[0]:g} to {found[-1]:g}, where the truth has {len(wanted)} from {wanted[0]:g} to "
-        f"{wanted[-1]:g}. Change {key}, or regrid the truth with `credit-dp data prepare`."
+        f"{where}: is on another grid than the truth: {len(stored)} {what} with {name} from "
+        f"{stored[0]:g} to {stored[-1]:g}, where the truth has {len(expected)} from "
+        f"{expected[0]:g} to {expected[-1]:g}. Change {key}, or regrid the truth with "
+        "`credit-dp data prepare`."
     )

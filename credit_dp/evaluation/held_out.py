@@ -1,4 +1,10 @@
-"""Forecasts of held-out dates, scored against persistence and climatology, band by band."""
+"""Score a run's own forecasts of held-out dates against persistence and climatology.
+
+Initial times are split over the data axis, rows over the domain axis: every rank reads, forecasts
+and sums only its band, and the sums are joined at the end. `HeldOutData` reads, `evaluate`
+forecasts and scores, `LastLeadAccumulator` collects spectra and error maps of the longest lead
+time, `example_map` gathers one field to draw.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -28,19 +34,19 @@ from credit_dp.evaluation.metrics import (
 )
 from credit_dp.evaluation.scorecard import SOURCES, HeldOutScores, headline_indices
 
-PROBED_TIMES = 4  # initial times looked at before training, first and last among them
+PROBED_TIMES = 4  # initial times read before training, including the first and the last
 
 
 @final
 @dataclass(frozen=True)
 class EvaluationDates:
-    """From which dates to forecast, and how far.
+    """Initial and lead times to forecast.
 
     Attributes:
         split: train, valid or test.
-        hours: lead times.
-        stride_hours: the least between initial times.
-        most: initial times, evenly spread; None: all.
+        hours: lead times in hours.
+        stride_hours: minimum distance between initial times.
+        max_times: maximum number of initial times, evenly spaced; None: all.
     """
 
     split: str
@@ -50,47 +56,45 @@ class EvaluationDates:
 
     @classmethod
     def for_final_scores(cls, trainer: TrainerConfig) -> "EvaluationDates":
-        """Those of a run's final scores."""
+        """Return the dates of a run's final scores."""
         return cls("test", tuple(trainer.evaluate_hours), trainer.evaluate_stride_hours)
 
     def initial_times(self, store: HasTimes, frames: int) -> Times:
-        """`(N,)`, rising.
+        """Return the initial times, `(N,)`, rising.
 
         Raises:
             UserError: as in `initial_times`.
         """
-        found = initial_times(store, self.split, self.hours, self.stride_hours, frames)
-        return (
-            found
-            if self.max_times is None
-            else found[evenly_spaced_indices(len(found), self.max_times)]
-        )
+        times = initial_times(store, self.split, self.hours, self.stride_hours, frames)
+        if self.max_times is None:
+            return times
+        return times[evenly_spaced_indices(len(times), self.max_times)]
 
 
-def evenly_spaced_indices(count: int, most: int) -> NDArray[np.intp]:
-    """Evenly spread places among `count`, at most so many, first and last among them."""
-    return np.unique(np.linspace(0, count - 1, most).round().astype(np.intp))
+def evenly_spaced_indices(count: int, max_count: int) -> NDArray[np.intp]:
+    """Return at most `max_count` evenly spaced indices below `count`, with first and last."""
+    return np.unique(np.linspace(0, count - 1, max_count).round().astype(np.intp))
 
 
 @final
 class HeldOutData:
-    """Reads what forecasts of held-out dates start from and are compared with.
+    """Reads initial states, forcing, truth and climatology of held-out dates, on this rank's rows.
 
     Args:
-        rows: the rank's own.
-        like: its device and dtype are those of every tensor returned.
-        chosen: which dates; None: those of the final scores.
+        rows: this rank's band.
+        like: gives device and dtype of every tensor returned.
+        dates: initial and lead times; None: those of the final scores.
 
     Attributes:
-        hours, leads: lead times, rising, in hours and in steps of `step`.
-        area_weights: `(h,)`, the globe's have mean 1.
-        points: those with values, if not all fields have them everywhere.
-        initial_times: every one has the states that a forecast starts from and all steps to the
-            longest lead within the split.
+        hours, lead_steps: lead times, rising, in hours and in steps of `step`.
+        area_weights: `(h,)`; their mean over the globe is 1.
+        points: points with values; None: all points have values.
+        initial_times: the split contains all input states of each and all steps to the longest
+            lead time.
 
     Raises:
-        UserError: a lead time is no multiple of the data's step, no date has them all, or one of
-            the few fields that are read at once has gaps.
+        UserError: a lead time is no multiple of the data's step, no initial time has all states,
+            or one of the fields read for a check has missing values.
     """
 
     def __init__(
@@ -99,70 +103,77 @@ class HeldOutData:
         prepared: TrainingData,
         rows: slice,
         like: Tensor,
-        chosen: EvaluationDates | None = None,
+        dates: EvaluationDates | None = None,
     ) -> None:
-        chosen = chosen or EvaluationDates.for_final_scores(config.trainer)
+        dates = dates or EvaluationDates.for_final_scores(config.trainer)
         self.prepared = prepared
         self.rows = rows
         self.normaliser = Normaliser.of(prepared, like.dtype, like.device)
         frames = config.model.frames
-        self.initial_times: Times = chosen.initial_times(prepared.store, frames)
-        self.hours = tuple(sorted(chosen.hours))
+        self.initial_times: Times = dates.initial_times(prepared.store, frames)
+        self.hours = tuple(sorted(dates.hours))
         self.lead_steps = tuple(hour // config.data.step_hours for hour in self.hours)
         self.step = np.timedelta64(config.data.step_hours, "h")
         self._frames = frame_offsets(frames, config.data.step_hours)
         self.area_weights = torch.as_tensor(row_weights(prepared.store.latitude)[rows]).to(like)
         self.points = ValidPoints.of(prepared.store.valid_mask(rows), like)
         self._nonlinear_channels = nonlinear_channels(prepared)
-        self._static = self.normaliser.static(prepared.store.static(rows))
+        self._static = self.normaliser.normalise_static(prepared.store.read_static(rows))
         self._check_readable()
 
     def _check_readable(self) -> None:
-        """Read some of what evaluation needs: gaps should not come to light after training."""
-        for start in self.initial_times[
-            evenly_spaced_indices(len(self.initial_times), PROBED_TIMES)
-        ]:
-            self.prepared.store.forcing(start, self.rows)
+        """Read a few fields before training, so that gaps do not stop the run after it."""
+        probes = self.initial_times[evenly_spaced_indices(len(self.initial_times), PROBED_TIMES)]
+        for start in probes:
+            self.prepared.store.read_forcing_at(start, self.rows)
             for time in (*(start + self._frames), start + self.lead_steps[-1] * self.step):
                 self.prepared.store.read_outputs(np.array([time]), self.rows)
 
     def states(self, times: Times) -> Tensor:
-        """Normalised prognostic fields, `(B, C, h, W)`."""
-        return self.normaliser.state(self.prepared.store.read_states(times, self.rows))
+        """Return normalised prognostic fields, `(B, C, h, W)`."""
+        return self.normaliser.normalise_state(self.prepared.store.read_states(times, self.rows))
 
     def fields(self, times: Times) -> Tensor:
-        """Normalised fields of all that a model makes, `(B, C + D, h, W)`."""
-        return self.normaliser.state(self.prepared.store.read_outputs(times, self.rows))
+        """Return normalised output fields, prognostic and diagnostic, `(B, C + D, h, W)`."""
+        return self.normaliser.normalise_state(self.prepared.store.read_outputs(times, self.rows))
 
-    def newest_fields(self, times: Times, starts: Tensor) -> Tensor:
-        """As `fields`, at the newest time of what forecasts start from, read as far as need be."""
+    def newest_fields(self, times: Times, initial_states: Tensor) -> Tensor:
+        """Return `fields` at `times`, from the initial states unless diagnostic fields exist.
+
+        Args:
+            initial_states: of `times`; they contain prognostic fields only.
+        """
         channels = self.prepared.store.channels
-        return self.fields(times) if channels.diagnostic else starts[:, -channels.states :]
+        if channels.diagnostic:
+            return self.fields(times)
+        return initial_states[:, -channels.num_states :]
 
     def initial_states(self, times: Times) -> Tensor:
-        """What forecasts from these times start from, `(B, frames * C, h, W)`, the newest last.
+        """Return the input states of forecasts, `(B, frames * C, h, W)`, the newest last.
 
-        A state that is in several of them is read once.
+        A state that several forecasts start from is read once.
         """
         if len(self._frames) == 1:
             return self.states(times)
-        wanted, places = np.unique(times[:, None] + self._frames, return_inverse=True)
-        read = self.prepared.store.read_states(wanted, self.rows)
-        return self.normaliser.state(read[places.reshape(len(times), -1)]).flatten(1, 2)
+        unique_times, inverse = np.unique(times[:, None] + self._frames, return_inverse=True)
+        states = self.prepared.store.read_states(unique_times, self.rows)
+        states = states[inverse.reshape(len(times), -1)]
+        return self.normaliser.normalise_state(states).flatten(1, 2)
 
     def climatology(self, times: Times) -> Tensor:
-        """What the climatology expects at these times, normalised, `(B, C + D, h, W)`."""
+        """Return normalised fields of the climatology, `(B, C + D, h, W)`."""
         fields = [self.prepared.climatology.field(time, self.rows) for time in times]
-        return self.normaliser.state(np.stack(fields))
+        return self.normaliser.normalise_state(np.stack(fields))
 
     def denormalise(self, fields: Tensor) -> Tensor:
-        """Normalised fields in the store's units: `(B, C + D, h, W)`; NaN where there are none."""
+        """Return fields in the store's units, `(B, C + D, h, W)`; NaN on points without values."""
         return self.normaliser.denormalise(
             fields, None if self.points is None else self.points.valid
         )
 
     def physical_difference(self, guess: Tensor, truth: Tensor) -> Tensor:
-        """How far normalised fields are apart, in the store's units: `(B, C + D, h, W)`."""
+        """Return guess minus truth in the store's units: `(B, C + D, h, W)`."""
+        # Scaling the small difference rounds less than subtracting two large denormalised fields.
         difference = (guess - truth) * self.normaliser.scale
         if self._nonlinear_channels:
             between = self.normaliser.denormalise(guess) - self.normaliser.denormalise(truth)
@@ -170,26 +181,26 @@ class HeldOutData:
         return difference
 
     def forcing(self, times: Times) -> Tensor:
-        """Normalised forcings, `(B, F, h, W)`."""
-        return self.normaliser.forcing(self.prepared.store.read_forcing(times, self.rows))
+        """Return normalised forcings, `(B, F, h, W)`."""
+        return self.normaliser.normalise_forcing(self.prepared.store.read_forcing(times, self.rows))
 
     def static(self, count: int) -> Tensor:
-        """Normalised static fields, the same for each of `count` samples, `(count, S, h, W)`."""
+        """Return normalised static fields, expanded to `(count, S, h, W)`."""
         return self._static.expand(count, -1, -1, -1)
 
 
 def nonlinear_channels(prepared: TrainingData) -> list[int]:
-    """The channels whose normalised differences say little of those in the store's units.
+    """Return the indices of channels whose denormalisation is not linear.
 
-    Of all others the difference is scaled, which rounds less than two large numbers do.
+    These are log-transformed or cut off at zero: their differences can't be denormalised.
     """
     config = prepared.store.config
-    found = []
-    for place, channel in enumerate(prepared.store.channels.output_channels):
-        variable = config.of(channel.variable)
-        bent = not np.isnan(variable.log1p_scale) or is_nonnegative(channel.variable, variable)
-        found += [place] if bent else []
-    return found
+    indices = []
+    for index, channel in enumerate(prepared.store.channels.output_channels):
+        variable = config.variable_config(channel.variable)
+        if not np.isnan(variable.log1p_scale) or is_nonnegative(channel.variable, variable):
+            indices.append(index)
+    return indices
 
 
 LAST_LEAD_SOURCES = ("forecast", "truth")
@@ -198,17 +209,18 @@ LAST_LEAD_SOURCES = ("forecast", "truth")
 @final
 @dataclass(frozen=True)
 class LastLeadDiagnostics:
-    """What was found, the same on every rank.
+    """Spectra and an error map at the longest lead time, the same on every rank.
 
     Attributes:
         hours: the lead time.
-        shown: the places of the channels with spectra, and `mapped` of the one with a map.
-        spectra: `(2, channels, K, W // 2 + 1)`, of forecast and truth in K bands of latitude.
-        rmse, bias: of the mapped channel on each grid point, `(H, W)`.
+        spectra_channels: indices of the channels with spectra.
+        map_channel: index of the channel with a map.
+        spectra: `(2, channels, K, W // 2 + 1)`, of forecast and truth in K latitude bands.
+        rmse, bias: of the map's channel on each grid point, `(H, W)`.
     """
 
     hours: int
-    shown: tuple[int, ...]
+    spectra_channels: tuple[int, ...]
     map_channel: int
     spectra: np.ndarray
     rmse: np.ndarray
@@ -217,176 +229,196 @@ class LastLeadDiagnostics:
 
 @final
 class LastLeadAccumulator:
-    """Collects it, batch by batch."""
+    """Accumulates `LastLeadDiagnostics` batch by batch."""
 
-    def __init__(self, dates: HeldOutData, manager: DomainParallelManager) -> None:
-        store, rows, like = dates.prepared.store, dates.rows, dates.area_weights
-        self._dates, self._manager = dates, manager
-        self.shown = headline_indices(store.channels.output_channels)
-        self.map_channel = map_channel_index(dates)
-        points = dates.points
+    def __init__(self, held_out: HeldOutData, manager: DomainParallelManager) -> None:
+        store = held_out.prepared.store
+        rows = held_out.rows
+        like = held_out.area_weights
+        self._held_out = held_out
+        self._manager = manager
+        self.spectra_channels = headline_indices(store.channels.output_channels)
+        self.map_channel = map_channel_index(held_out)
+        points = held_out.points
         self._spectra = ZonalSpectra(
-            (len(LAST_LEAD_SOURCES), len(self.shown)),
+            (len(LAST_LEAD_SOURCES), len(self.spectra_channels)),
             latitude_band_weights(store.latitude)[:, rows].to(like.device),
             torch.as_tensor(store.latitude[rows].copy(), device=like.device),
             store.grid[1],
-            None if points is None else ValidPoints(points.valid[self.shown]),
+            None if points is None else ValidPoints(points.valid[self.spectra_channels]),
         )
         sizes = (2, len(like), store.grid[1])
         self._errors = torch.zeros(sizes, dtype=torch.float64, device=like.device)
         self._count = torch.zeros(1, dtype=torch.float64, device=like.device)
 
     def add(self, forecast: Tensor, truth: Tensor) -> None:
-        """Add normalised fields `(B, C, h, W)`."""
-        fields = [self._dates.denormalise(one) for one in (forecast, truth)]
+        """Add normalised fields `(B, C, h, W)` of this rank's rows."""
+        fields = [self._held_out.denormalise(field) for field in (forecast, truth)]
         for source, field in enumerate(fields):
-            self._spectra.add((source,), field[:, self.shown])
+            self._spectra.add((source,), field[:, self.spectra_channels])
         error = (fields[0] - fields[1])[:, self.map_channel].double()
         self._errors += torch.stack([error.sum(dim=0), error.square().sum(dim=0)])
         self._count += len(error)
 
     def result(self) -> LastLeadDiagnostics:
-        """What was found; collective over all axes."""
+        """Return the diagnostics; collective over all axes."""
         manager = self._manager
+        # Each domain rank has all columns of its rows, so that errors on grid points are only
+        # summed over the data axis; spectra average over rows, too.
         count = sum_over_data_ranks(self._count, manager)
         mean, square = sum_over_data_ranks(self._errors, manager) / count
         return LastLeadDiagnostics(
-            hours=self._dates.hours[-1],
-            shown=tuple(self.shown),
+            hours=self._held_out.hours[-1],
+            spectra_channels=tuple(self.spectra_channels),
             map_channel=self.map_channel,
             spectra=self._spectra.result(manager).cpu().numpy(),
-            # One after the other: no more than one field is on its way.
+            # Gathered one after the other, so that one global field is in transit at a time.
             rmse=gather_field(square.sqrt(), manager),
             bias=gather_field(mean, manager),
         )
 
 
-def map_channel_index(dates: HeldOutData) -> int:
-    """The place of the channel that maps show."""
-    names = [channel.name for channel in dates.prepared.store.channels.output_channels]
+def map_channel_index(held_out: HeldOutData) -> int:
+    """Return the index of the channel that maps show: geopotential at 500 hPa, or the first."""
+    names = [channel.name for channel in held_out.prepared.store.channels.output_channels]
     return names.index("geopotential_500") if "geopotential_500" in names else 0
 
 
 def gather_field(field: Tensor, manager: DomainParallelManager) -> np.ndarray:
-    """A field `(h, W)` of which each rank has a band, on the whole globe, `(H, W)`."""
-    whole = gather_tensor(field[None].contiguous(), dim=-2, manager=manager)
-    return np.asarray(whole[0].cpu().numpy())
+    """Return the global field `(H, W)` of the ranks' bands `(h, W)`; collective."""
+    global_field = gather_tensor(field[None].contiguous(), dim=-2, manager=manager)
+    return np.asarray(global_field[0].cpu().numpy())
 
 
-# (states, forcing of each step, static) -> the fields after each step, all `(B, channels, h, W)`
+# (initial states, forcing of each step, static) -> fields after each step, `(B, channels, h, W)`.
 Rollout = Callable[[Tensor, Iterable[Tensor], Tensor], Iterator[Tensor]]
 
 
 @torch.no_grad()
 def evaluate(
     rollout: Rollout,
-    dates: HeldOutData,
+    held_out: HeldOutData,
     manager: DomainParallelManager,
     batch_size: int,
     progress: Callable[[int], None],
     last_lead: LastLeadAccumulator | None = None,
 ) -> HeldOutScores:
-    """Score forecasts from all initial times; the same on every rank.
+    """Return the scores of forecasts from all initial times, on every rank; collective.
 
-    Initial times are split over the data axis, see `shares`, rows over the domain axis. `progress`
-    is told how many of this rank's initial times are done. `last_lead` is given the fields at the
-    longest lead time.
+    Args:
+        batch_size: of the whole data axis, as in training.
+        progress: called with the number of this rank's initial times that are done.
+        last_lead: collects the fields at the longest lead time.
     """
-    store = dates.prepared.store
-    shape = (len(SOURCES), len(dates.lead_steps), store.channels.outputs)
-    errors = RootMeanSquare(shape, dates.area_weights, dates.points)
+    store = held_out.prepared.store
+    shape = (len(SOURCES), len(held_out.lead_steps), store.channels.num_outputs)
+    errors = RootMeanSquare(shape, held_out.area_weights, held_out.points)
     done = 0
-    for times, counts in rank_batches(dates, manager, batch_size):
+    for times, counts in rank_batches(held_out, manager, batch_size):
         if counts:
-            add_errors(errors, rollout, dates, times, last_lead)
+            add_errors(errors, rollout, held_out, times, last_lead)
             done += len(times)
             progress(done)
         else:
-            last_forecast(rollout, dates, times)
+            # Only for the collectives inside the model, which the other ranks are waiting in.
+            last_forecast(rollout, held_out, times)
     return HeldOutScores(
         channels=tuple(channel.name for channel in store.channels.output_channels),
         units=tuple(unit_of(store, channel.variable) for channel in store.channels.output_channels),
-        hours=dates.hours,
+        hours=held_out.hours,
         rmse=errors.result(manager).cpu().numpy(),
-        samples=len(dates.initial_times),
+        samples=len(held_out.initial_times),
     )
 
 
 def rank_batches(
-    dates: HeldOutData, manager: DomainParallelManager, batch_size: int
+    held_out: HeldOutData, manager: DomainParallelManager, batch_size: int
 ) -> Iterator[tuple[Times, bool]]:
-    """This rank's initial times, some at a time, and whether they count.
+    """Yield batches of this rank's initial times, and whether they count.
 
-    All ranks have equally many turns, for those that share parameters out need each other at every
-    step: a rank without times left repeats one that does not count. `batch_size` is that of the
-    whole data axis, as in training.
+    All ranks yield equally many batches: with sharded parameters (FSDP), every forward pass is
+    collective. A rank without times left repeats one that does not count. `batch_size` is that of
+    the whole data axis, as in training.
     """
-    own = dates.initial_times[manager.dp_rank :: manager.dp_world_size]
+    local_times = held_out.initial_times[manager.dp_rank :: manager.dp_world_size]
     size = max(1, batch_size // manager.dp_world_size)
-    most = -(-len(dates.initial_times) // manager.dp_world_size)
-    for start in range(0, most, size):
-        times = own[start : start + size]
-        yield (times, True) if len(times) else (dates.initial_times[:1], False)
+    # Rounded up: the rank with the most times sets the number of batches on all ranks.
+    max_times = -(-len(held_out.initial_times) // manager.dp_world_size)
+    for start in range(0, max_times, size):
+        times = local_times[start : start + size]
+        yield (times, True) if len(times) else (held_out.initial_times[:1], False)
 
 
 def add_errors(
     errors: RootMeanSquare,
     rollout: Rollout,
-    dates: HeldOutData,
+    held_out: HeldOutData,
     times: Times,
     last_lead: LastLeadAccumulator | None,
 ) -> None:
     """Forecast from a batch of initial times and add the errors of all sources."""
-    start = dates.initial_states(times)
-    now = dates.newest_fields(times, start)
-    for lead, forecast in enumerate(run_forecasts(rollout, dates, times, start), start=1):
-        if lead not in dates.lead_steps:
-            continue
-        place = dates.lead_steps.index(lead)
-        valid = times + lead * dates.step
-        truth = dates.fields(valid)
-        guesses = (forecast, now, dates.climatology(valid))
+    start = held_out.initial_states(times)
+    persistence = held_out.newest_fields(times, start)
+    for lead, forecast in enumerate(run_forecasts(rollout, held_out, times, start), start=1):
+        if lead not in held_out.lead_steps:
+            continue  # a step between two scored lead times
+        index = held_out.lead_steps.index(lead)
+        valid_times = times + lead * held_out.step
+        truth = held_out.fields(valid_times)
+        # The order of `SOURCES`.
+        guesses = (forecast, persistence, held_out.climatology(valid_times))
         for source, guess in enumerate(guesses):
-            errors.add((source, place), dates.physical_difference(guess, truth))
-        if last_lead is not None and lead == dates.lead_steps[-1]:
+            errors.add((source, index), held_out.physical_difference(guess, truth))
+        if last_lead is not None and lead == held_out.lead_steps[-1]:
             last_lead.add(forecast, truth)
 
 
 def run_forecasts(
-    rollout: Rollout, dates: HeldOutData, times: Times, start: Tensor
+    rollout: Rollout, held_out: HeldOutData, times: Times, start: Tensor
 ) -> Iterator[Tensor]:
-    """Forecasts from `times`, which start from `start`, up to the longest lead time."""
-    forcings = (dates.forcing(times + lead * dates.step) for lead in range(dates.lead_steps[-1]))
-    return rollout(start, forcings, dates.static(len(times)))
+    """Yield the forecasts from `times` step by step, up to the longest lead time.
+
+    Args:
+        start: the initial states of `times`, as `HeldOutData.initial_states` returns them.
+    """
+    # A generator: the forcing of a step is read when the rollout gets there.
+    forcings = (
+        held_out.forcing(times + lead * held_out.step) for lead in range(held_out.lead_steps[-1])
+    )
+    return rollout(start, forcings, held_out.static(len(times)))
 
 
-def last_forecast(rollout: Rollout, dates: HeldOutData, times: Times) -> Tensor:
-    """The forecasts from `times` to the longest lead time, normalised, `(B, C, h, W)`."""
-    *_, last = run_forecasts(rollout, dates, times, dates.initial_states(times))
+def last_forecast(rollout: Rollout, held_out: HeldOutData, times: Times) -> Tensor:
+    """Return the normalised forecasts at the longest lead time, `(B, C, h, W)`."""
+    *_, last = run_forecasts(rollout, held_out, times, held_out.initial_states(times))
     return last
 
 
 @torch.no_grad()
-def example_map(rollout: Rollout, dates: HeldOutData, manager: DomainParallelManager) -> FieldMap:
-    """One field at the longest lead time from the first initial time, gathered from all bands.
+def example_map(
+    rollout: Rollout, held_out: HeldOutData, manager: DomainParallelManager
+) -> FieldMap:
+    """Return one channel from the first initial time at the longest lead time, on the globe.
 
-    Collective over all axes. Only for what is drawn are fields of the whole globe on a rank: here
-    those of a single channel. Coasts are on rank 0 alone, which draws.
+    Collective over all axes. Global fields are gathered only for drawing, and only of one channel.
+    Only rank 0 reads the coasts, because it draws.
     """
-    store = dates.prepared.store
-    index = map_channel_index(dates)
+    store = held_out.prepared.store
+    index = map_channel_index(held_out)
     channel = store.channels.output_channels[index]
-    times, lead = dates.initial_times[:1], dates.lead_steps[-1]
-    last = last_forecast(rollout, dates, times)
-    truth = dates.fields(times + lead * dates.step)
-    own = dates.denormalise(torch.cat([last, truth]))[:, index]
+    times = held_out.initial_times[:1]
+    lead = held_out.lead_steps[-1]
+    last = last_forecast(rollout, held_out, times)
+    truth = held_out.fields(times + lead * held_out.step)
+    # Denormalise both on the local rows, then gather the one channel that is drawn.
+    local = held_out.denormalise(torch.cat([last, truth]))[:, index]
     coasts = coasts_of(store.source) if manager.rank == 0 else NO_LINES
     start = str(times[0].astype("datetime64[m]")).replace("T", " ")
     return FieldMap(
-        title=f"{channel.name}, {dates.hours[-1]} h forecast from {start} UTC",
+        title=f"{channel.name}, {held_out.hours[-1]} h forecast from {start} UTC",
         unit=unit_of(store, channel.variable),
-        forecast=gather_field(own[0], manager),
-        truth=gather_field(own[1], manager),
+        forecast=gather_field(local[0], manager),
+        truth=gather_field(local[1], manager),
         grid=MapGrid(store.latitude, store.longitude, coasts),
         bounds=manager.partition(len(store.latitude)).bounds,
     )

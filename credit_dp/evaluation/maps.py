@@ -1,8 +1,8 @@
-"""What maps show, before anything is drawn: cells, coasts, and the fields of one.
+"""The data of maps: grid cells, coasts and fields. `plots` draws them.
 
 Coasts are the Earth's, or those of a simulated planet. The Earth's are in `coastlines.npz`, which
-`scripts/make_coastlines.py` makes: Natural Earth's land at 1:110 million (public domain), as the
-npm package world-atlas (ISC) carries it.
+`scripts/make_coastlines.py` writes: Natural Earth's land at 1:110 million (public domain), from the
+npm package world-atlas (ISC).
 """
 
 from collections.abc import Sequence
@@ -28,7 +28,11 @@ NO_LINES: Lines = np.empty((0, 2))
 @final
 @dataclass(frozen=True)
 class MapGrid:
-    """The cells of a map: latitude `(H,)` north first, longitude `(W,)`, in degrees; and coasts."""
+    """The grid and coasts of a map.
+
+    Shapes:
+        latitude `(H,)`, north first, and longitude `(W,)`, in degrees; coasts `(N, 2)`.
+    """
 
     latitude: np.ndarray
     longitude: np.ndarray
@@ -38,10 +42,11 @@ class MapGrid:
 @final
 @dataclass(frozen=True)
 class FieldMap:
-    """One field on the whole globe, and what there is to say about it.
+    """Forecast and truth of one global field, with title and unit.
 
-    Shapes:
-        forecast and truth `(H, W)`, in `unit`; bounds: the first row of each band, and H.
+    Attributes:
+        forecast, truth: `(H, W)`, in `unit`.
+        bounds: the first row of each rank's band, then H.
     """
 
     title: str
@@ -53,11 +58,11 @@ class FieldMap:
 
 
 def coasts_of(source: Source) -> Lines:
-    """The coasts of the planet that a store is about.
+    """Return the coasts of a store's planet.
 
-    That is the Earth, unless the store's title says that it is the quickstart's: that planet has
-    land of its own, where its `land_sea_mask` is above one half, and without one no coasts are
-    known. The mask is read on the whole globe.
+    A store is of the Earth, unless its title says that it is the quickstart's simulated climate:
+    its land is where `land_sea_mask` exceeds one half; without a mask there are no coasts. Reads
+    the mask on the whole globe.
 
     Raises:
         UserError: the mask can't be read.
@@ -72,21 +77,22 @@ def coasts_of(source: Source) -> Lines:
 
 @cache
 def earth_coasts() -> Lines:
-    """The Earth's coasts; longitudes run on where a line crosses 180 degrees."""
+    """Return the Earth's coasts; longitudes continue past 180 degrees where a line crosses it."""
     with files(__package__).joinpath("coastlines.npz").open("rb") as file:
         points: Lines = np.load(file, allow_pickle=False)["points"]
     return points
 
 
 def outline(land: NDArray[np.float32], latitude: Lines, longitude: Lines) -> Lines:
-    """Where a field `(H, W)` is one half, once round the globe."""
-    from matplotlib.figure import Figure  # not on ranks that draw nothing
+    """Return the contours of a field `(H, W)` at one half, once around the globe."""
+    from matplotlib.figure import Figure  # imported only on the rank that draws
 
     if not land.min() < 0.5 < land.max():
         return NO_LINES
+    # The first column once more, one turn further: contours have to cross the seam.
     turns = np.append(np.unwrap(longitude, period=FULL_CIRCLE), np.nan)
     turns[-1] = turns[0] + np.sign(turns[1] - turns[0]) * FULL_CIRCLE
     closed = np.concatenate([land, land[:, :1]], axis=1)
-    found = Figure().subplots().contour(turns, latitude, closed, levels=[0.5]).allsegs[0]
+    lines = Figure().subplots().contour(turns, latitude, closed, levels=[0.5]).allsegs[0]
     gap = np.full((1, 2), np.nan)
-    return np.concatenate([part for line in found for part in (line, gap)])
+    return np.concatenate([part for line in lines for part in (line, gap)])

@@ -1,4 +1,9 @@
-"""Scores as WeatherBench 2 defines them: errors, bias, anomalies, ensembles and spectra."""
+"""Scores as WeatherBench 2 defines them: errors, bias, anomalies, ensembles and spectra.
+
+Every metric is an accumulator: `add` sums fields of this rank's rows and samples, without any
+communication; `result` is collective and returns the same on every rank. `VariableScores` applies
+all of them to the forecasts of one variable; `SCORE_SOURCES` lists what each score is computed for.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,67 +24,71 @@ from credit_dp.variable_names import canonical_name
 
 
 def sum_over_one_rank(sums: Tensor) -> Tensor:
-    """The globe's sums where one rank has all rows."""
+    """Return sums unchanged: one rank has all rows of the globe."""
     return sums
 
 
 @final
 class ValidPoints:
-    """Those of the rank's own rows, channel by channel; the same at all times.
+    """The points of this rank's rows that have values, for each channel; the same at all times.
 
     Args:
         valid: `(C, h, W)`, true where there are values.
-        over_globe: sums a tensor over the ranks that share the globe; collective.
+        sum_over_globe: sums a tensor over the ranks that share the globe; collective.
     """
 
     def __init__(
-        self, valid: Tensor, over_globe: Callable[[Tensor], Tensor] = sum_over_one_rank
+        self, valid: Tensor, sum_over_globe: Callable[[Tensor], Tensor] = sum_over_one_rank
     ) -> None:
-        self.valid, self.missing = valid, ~valid
+        self.valid = valid
+        self.missing = ~valid
         self.columns = valid.shape[-1]
-        self._sum_over_globe = over_globe
+        self._sum_over_globe = sum_over_globe
 
     @classmethod
     def of(
         cls,
         valid: NDArray[np.bool_] | None,
         like: Tensor,
-        over_globe: Callable[[Tensor], Tensor] = sum_over_one_rank,
+        sum_over_globe: Callable[[Tensor], Tensor] = sum_over_one_rank,
     ) -> "ValidPoints | None":
-        """Those of a store's mask, on the device of `like`; None where all points have values."""
-        return None if valid is None else cls(torch.from_numpy(valid).to(like.device), over_globe)
+        """Return the points of a store's mask, on the device of `like`; None if it has no mask."""
+        if valid is None:
+            return None
+        return cls(torch.from_numpy(valid).to(like.device), sum_over_globe)
 
     def weight(self, rows: Tensor) -> Tensor:
-        """Each channel's sum of `rows`, `(h,)`, over its points with values: `(C,)`, float64."""
+        """Return each channel's sum of `rows`, `(h,)`, over its valid points: `(C,)`, float64."""
         return self.valid.sum(dim=-1).double() @ rows.double()
 
     def globe_weight(self, rows: Tensor) -> Tensor:
-        """`weight`, summed over all rows of the globe; collective."""
+        """Return `weight`, summed over all rows of the globe; collective."""
         return self._sum_over_globe(self.weight(rows))
 
     def zero_invalid(self, values: Tensor) -> Tensor:
-        """`(..., C, h, W)` with 0, and no gradient, where there are no values."""
+        """Return `(..., C, h, W)` with 0, and no gradient, on points without values."""
+        # Not a product with the mask: NaN times 0 is NaN, in values and in gradients.
         return values.masked_fill(self.missing, 0)
 
     def fill_invalid(self, values: Tensor, fills: Tensor) -> Tensor:
-        """`(B, C, h, W)` with the channel's fill, of `(C, 1, 1)`, where there are no values."""
+        """Return `(B, C, h, W)` with the channel's fill, `(C, 1, 1)`, on points without values."""
         return torch.where(self.valid, values, fills)
 
 
-Index = tuple[int | slice, ...]  # a place, or several, of what is kept apart
+Index = tuple[int | slice, ...]  # index or slices into the leading dims of an accumulator's sums
 
 
 @final
 class AreaMean:
-    """Collects values of own rows and samples; `result` joins all ranks.
+    """Accumulates the area-weighted mean of fields over the globe and all samples.
 
-    All scores take fields `(B, ..., C, h, W)`: of B samples, which are added up, with whatever else
-    is kept apart behind `index`, for instance lead times.
+    All scores take fields `(B, ..., C, h, W)`: the B samples are summed; further dims, for instance
+    lead times, have to fit the sums that `index` selects.
 
     Args:
-        shape: what values are kept apart, for instance (sources, leads, channels).
-        rows: area weight of each own row, `(h,)`; only their ratios matter.
-        points: those with values, if not all have them; only they count.
+        shape: dims of the sums, for instance (sources, leads, channels).
+        rows: area weight of each local row, `(h,)`; only their ratios matter.
+        points: points with values; None: all points have values.
     """
 
     def __init__(
@@ -87,11 +96,12 @@ class AreaMean:
     ) -> None:
         self.rows = rows.double()
         self.points = points
+        # float64 whatever the model's dtype: float32 would lose digits over many samples.
         self.sums = torch.zeros(shape, dtype=torch.float64, device=rows.device)
         self.weights = torch.zeros_like(self.sums)
 
     def add(self, index: Index, values: Tensor) -> None:
-        """Add values `(B, ..., C, h, W)` of all channels to the place `index`."""
+        """Add values `(B, ..., C, h, W)` of all channels to the sums at `index`."""
         self.sums[index] += weighted_sums(values, self.rows, self.points).sum(dim=0)
         if self.points is None:
             self.weights[index] += len(values) * values.shape[-1] * self.rows.sum()
@@ -99,28 +109,30 @@ class AreaMean:
             self.weights[index] += len(values) * self.points.weight(self.rows)
 
     def result(self, manager: DomainParallelManager) -> Tensor:
-        """The means of the whole globe over all samples, of `shape`, on every rank.
+        """Return the means over the globe and all samples, of `shape`, on every rank.
 
-        Collective: every rank calls it, also one that had no samples.
+        Collective: ranks without samples must call it, too.
         """
+        # Sums and weights travel together: one collective instead of two.
         sums = sum_over_ranks(torch.stack([self.sums, self.weights]), manager)
         return sums[0] / sums[1]
 
 
 def weighted_sums(values: Tensor, rows: Tensor, points: ValidPoints | None) -> Tensor:
-    """`(..., C, h, W)` times the weights `(h,)` of its rows, summed: `(..., C)`, float64."""
+    """Return the sum of `(..., C, h, W)` weighted by row with `(h,)`: `(..., C)`, float64."""
     if points is not None:
         values = points.zero_invalid(values)
     return values.double().sum(dim=-1) @ rows
 
 
 def sum_over_ranks(tensor: Tensor, manager: DomainParallelManager) -> Tensor:
-    """The sum of a detached tensor over the domain and the data axis; a collective."""
-    return sum_over_data_ranks(manager.transport.sum(tensor.detach()), manager)
+    """Return the sum of a detached tensor over the domain and the data axis; collective."""
+    # The domain axis first, then the data axis: the same order on every rank.
+    return sum_over_data_ranks(manager.transport.all_reduce(tensor.detach()), manager)
 
 
 def sum_over_data_ranks(tensor: Tensor, manager: DomainParallelManager) -> Tensor:
-    """The sum of a tensor, which is changed, over the data axis alone; a collective."""
+    """Return the sum of a tensor over the data axis, in place; collective."""
     if manager.data_parallel_size > 1:
         dist.all_reduce(tensor, group=manager.data_parallel_group)
     return tensor
@@ -128,12 +140,9 @@ def sum_over_data_ranks(tensor: Tensor, manager: DomainParallelManager) -> Tenso
 
 @final
 class RootMeanSquare:
-    """Collects squared errors of own rows and samples; `result` joins all ranks.
+    """Accumulates the root of the mean squared error; arguments as of `AreaMean`.
 
-    Args:
-        shape: what errors are kept apart, for instance (sources, leads, channels).
-        rows: area weight of each own row, `(h,)`; only their ratios matter.
-        points: those with values, if not all have them; only they count.
+    The root is taken after the mean over all samples, as WeatherBench 2 does.
     """
 
     def __init__(
@@ -142,20 +151,17 @@ class RootMeanSquare:
         self._squares = AreaMean(shape, rows, points)
 
     def add(self, index: Index, error: Tensor) -> None:
-        """Add errors `(B, ..., C, h, W)` of all channels to the place `index`."""
+        """Add errors `(B, ..., C, h, W)` of all channels to the sums at `index`."""
         self._squares.add(index, error.double().square())
 
     def result(self, manager: DomainParallelManager) -> Tensor:
-        """The errors of the whole globe over all samples, of `shape`, on every rank.
-
-        Collective: every rank calls it, also one that had no samples.
-        """
+        """Return the errors over the globe and all samples, of `shape`; collective."""
         return self._squares.result(manager).sqrt()
 
 
 @final
 class Bias:
-    """Collects errors of own rows and samples; the arguments are those of `AreaMean`."""
+    """Accumulates the mean error, forecast minus truth; arguments as of `AreaMean`."""
 
     def __init__(
         self, shape: tuple[int, ...], rows: Tensor, points: ValidPoints | None = None
@@ -163,27 +169,26 @@ class Bias:
         self._errors = AreaMean(shape, rows, points)
 
     def add(self, index: Index, forecast: Tensor, truth: Tensor) -> None:
-        """Add fields `(B, ..., C, h, W)` of all channels to the place `index`."""
+        """Add fields `(B, ..., C, h, W)` of all channels to the sums at `index`."""
         self._errors.add(index, forecast.double() - truth.double())
 
     def result(self, manager: DomainParallelManager) -> Tensor:
-        """The mean errors of the whole globe, of `shape`, on every rank; collective."""
+        """Return the mean errors over the globe and all samples, of `shape`; collective."""
         return self._errors.result(manager)
 
 
 @final
 class AnomalyCorrelation:
-    """Collects, for each initial time, products of anomalies; `result` joins all ranks.
+    """Accumulates the anomaly correlation: one coefficient per initial time, then their mean.
 
-    The coefficient is one of the globe at one time, then averaged over the initial times. Three
-    sums per initial time are kept, so that no rank needs another before the end; `fold` makes
-    room for as many other initial times.
+    A coefficient needs the sums over the whole globe. Three sums are kept per initial time, so that
+    ranks communicate only in `result`; `fold` reduces them and frees them for further times.
 
     Args:
-        shape: what is kept apart, for instance (sources, leads, channels).
-        samples: how many initial times there are on all ranks together, before `fold` or the end.
-        rows: area weight of each own row, `(h,)`; only their ratios matter.
-        points: those with values, if not all have them; only they count.
+        shape: dims of the result, for instance (sources, leads, channels).
+        samples: number of initial times of all ranks together, until `fold` or `result`.
+        rows: area weight of each local row, `(h,)`; only their ratios matter.
+        points: points with values; None: all points have values.
     """
 
     def __init__(
@@ -195,39 +200,43 @@ class AnomalyCorrelation:
     ) -> None:
         self.rows = rows.double()
         self.points = points
+        # Of each initial time: the product of both anomalies, and the squares of each.
         sizes = (3, *shape, samples)
         self.sums = torch.zeros(sizes, dtype=torch.float64, device=rows.device)
         self.folded = torch.zeros(shape, dtype=torch.float64, device=rows.device)
         self.folds = torch.zeros(shape, dtype=torch.float64, device=rows.device)
 
     def add(self, index: Index, samples: Sequence[int], forecast: Tensor, truth: Tensor) -> None:
-        """Add anomalies `(B, ..., C, h, W)` to the place `index`.
+        """Add anomalies `(B, ..., C, h, W)` to the sums at `index`.
 
-        `samples` says which of all initial times the `B` are, each of which comes once.
+        `samples` are the indices of the B initial times among those of all ranks; add each once.
         """
-        one, two = forecast.double(), truth.double()
-        for kind, product in enumerate((one * two, one.square(), two.square())):
-            found = weighted_sums(product, self.rows, self.points)
-            self.sums[(kind, *index)][..., list(samples)] += found.movedim(0, -1)
+        forecast = forecast.double()
+        truth = truth.double()
+        products = (forecast * truth, forecast.square(), truth.square())
+        for kind, product in enumerate(products):
+            sums = weighted_sums(product, self.rows, self.points)
+            self.sums[(kind, *index)][..., list(samples)] += sums.movedim(0, -1)
 
     def result(self, manager: DomainParallelManager) -> Tensor:
-        """The mean coefficients, of `shape`, on every rank; NaN where an anomaly is zero.
+        """Return the mean coefficients, of `shape`; NaN where an anomaly is zero all over.
 
-        Collective: every rank calls it, also one that had no samples.
+        Collective: ranks without samples must call it, too.
         """
         if not self.folds.any():
             return _mean(self.sums, manager)
         return self.folded / self.folds
 
     def fold(self, manager: DomainParallelManager, index: Index = ()) -> None:
-        """Keep the mean of all `samples`, which have come, and begin anew with others.
+        """Reduce the coefficients of all `samples` to their mean, and reset the sums.
 
-        After it nothing but whole folds counts in `result`. Collective, as `result` is.
+        All samples must have been added. After the first fold, `result` ignores sums that have not
+        been folded. Collective.
 
         Args:
-            index: where in `shape` they have come, for instance at some lead times; everywhere.
+            index: the part of `shape` to fold, for instance some lead times; default: all of it.
         """
-        sums = self.sums[(slice(None), *index)]
+        sums = self.sums[(slice(None), *index)]  # a view: zeroed in place below
         self.folded[index] += _mean(sums.contiguous(), manager)
         self.folds[index] += 1
         sums.zero_()
@@ -235,16 +244,17 @@ class AnomalyCorrelation:
 
 def _mean(sums: Tensor, manager: DomainParallelManager) -> Tensor:
     """Return the mean coefficient over samples, from their three sums; collective."""
-    both, one, two = sum_over_ranks(sums, manager)
-    mean: Tensor = (both / (one.sqrt() * two.sqrt())).mean(dim=-1)
+    # Rows and samples of other ranks are zero here, so that one sum completes every coefficient.
+    products, forecast_squares, truth_squares = sum_over_ranks(sums, manager)
+    mean: Tensor = (products / (forecast_squares.sqrt() * truth_squares.sqrt())).mean(dim=-1)
     return mean
 
 
 @final
 class Activity:
-    """Collects squared anomalies of own rows and samples; see `RootMeanSquare`.
+    """Accumulates the standard deviation of anomalies; arguments as of `AreaMean`.
 
-    Less than the truth's says that a forecast is too smooth.
+    A forecast with less activity than the truth is too smooth.
     """
 
     def __init__(
@@ -253,11 +263,11 @@ class Activity:
         self._squares = RootMeanSquare(shape, rows, points)
 
     def add(self, index: Index, anomaly: Tensor) -> None:
-        """Add anomalies `(B, ..., C, h, W)` of all channels to the place `index`."""
+        """Add anomalies `(B, ..., C, h, W)` of all channels to the sums at `index`."""
         self._squares.add(index, anomaly.double())
 
     def result(self, manager: DomainParallelManager) -> Tensor:
-        """The standard deviations about the climatology, of `shape`, on every rank; collective."""
+        """Return the standard deviations about the climatology, of `shape`; collective."""
         return self._squares.result(manager)
 
 
@@ -266,10 +276,10 @@ MEMBER_DIM = 1  # the dim of an ensemble's members: (B, M, ..., C, h, W)
 
 @final
 class FairCRPS:
-    """Collects the continuous ranked probability score; the arguments are those of `AreaMean`.
+    """Accumulates the fair continuous ranked probability score; arguments as of `AreaMean`.
 
     `E|X - Y| - E|X - X'| / 2`, with X and X' two different members: its expectation does not depend
-    on how many members there are. Of one member it is the mean absolute error.
+    on the number of members. For one member it is the mean absolute error.
     """
 
     def __init__(
@@ -278,32 +288,31 @@ class FairCRPS:
         self._scores = AreaMean(shape, rows, points)
 
     def add(self, index: Index, members: Tensor, truth: Tensor) -> None:
-        """Add members `(B, M, ..., C, h, W)` and truth without M to the place `index`."""
-        # Away from the truth they are small numbers, of which sums lose less.
-        away = members.double() - truth.double().unsqueeze(MEMBER_DIM)
-        self._scores.add(index, away.abs().mean(dim=MEMBER_DIM) - half_pairwise_distance(away))
+        """Add members `(B, M, ..., C, h, W)` and truth without M to the sums at `index`."""
+        # Distances are the same after subtracting the truth, and small numbers round less.
+        error = members.double() - truth.double().unsqueeze(MEMBER_DIM)
+        self._scores.add(index, error.abs().mean(dim=MEMBER_DIM) - half_pairwise_distance(error))
 
     def result(self, manager: DomainParallelManager) -> Tensor:
-        """The scores of the whole globe, of `shape`, on every rank; collective."""
+        """Return the scores over the globe and all samples, of `shape`; collective."""
         return self._scores.result(manager)
 
 
 def half_pairwise_distance(members: Tensor) -> Tensor:
-    """Half the mean distance of two different members: `(B, M, ...)` -> `(B, ...)`.
-
-    Sorted, member i (from 1) is above i - 1 others and below M - i.
-    """
+    """Return half the mean distance of two different members: `(B, M, ...)` -> `(B, ...)`."""
     count = members.shape[MEMBER_DIM]
     if count == 1:
         return torch.zeros_like(members[:, 0])
-    above = 2 * torch.arange(1, count + 1, dtype=members.dtype, device=members.device) - count - 1
+    # In sorted order, member i (from 1) is above i - 1 others and below M - i, so that the sum of
+    # all distances is a weighted sum: M log M operations instead of M squared.
+    weights = 2 * torch.arange(1, count + 1, dtype=members.dtype, device=members.device) - count - 1
     ordered = members.sort(dim=MEMBER_DIM).values
-    return torch.einsum("m,bm...->b...", above, ordered) / (count * (count - 1))
+    return torch.einsum("m,bm...->b...", weights, ordered) / (count * (count - 1))
 
 
 @final
 class EnsembleSpread:
-    """Collects the unbiased variance of the members; the arguments are those of `AreaMean`."""
+    """Accumulates the unbiased variance of the members; arguments as of `AreaMean`."""
 
     def __init__(
         self, shape: tuple[int, ...], rows: Tensor, points: ValidPoints | None = None
@@ -311,22 +320,22 @@ class EnsembleSpread:
         self._variances = AreaMean(shape, rows, points)
 
     def add(self, index: Index, members: Tensor) -> None:
-        """Add members `(B, M, ..., C, h, W)` to the place `index`."""
-        several = members.double()
-        if several.shape[MEMBER_DIM] > 1:
-            variance = several.var(dim=MEMBER_DIM, correction=1)
+        """Add members `(B, M, ..., C, h, W)` to the sums at `index`."""
+        members = members.double()
+        if members.shape[MEMBER_DIM] > 1:
+            variance = members.var(dim=MEMBER_DIM, correction=1)
         else:
-            variance = torch.zeros_like(several[:, 0])
+            variance = torch.zeros_like(members[:, 0])
         self._variances.add(index, variance)
 
     def result(self, manager: DomainParallelManager) -> Tensor:
-        """The root of the mean variance, of `shape`, on every rank; collective. 0 of one member."""
+        """Return the root of the mean variance, of `shape`, 0 for one member; collective."""
         return self._variances.result(manager).sqrt()
 
 
 @final
 class EnsembleMeanRMSE:
-    """Collects squared errors of the ensemble's mean; see `RootMeanSquare`."""
+    """Accumulates the root-mean-square error of the ensemble mean; arguments as of `AreaMean`."""
 
     def __init__(
         self, shape: tuple[int, ...], rows: Tensor, points: ValidPoints | None = None
@@ -334,16 +343,16 @@ class EnsembleMeanRMSE:
         self._errors = RootMeanSquare(shape, rows, points)
 
     def add(self, index: Index, members: Tensor, truth: Tensor) -> None:
-        """Add members `(B, M, ..., C, h, W)` and truth without M to the place `index`."""
+        """Add members `(B, M, ..., C, h, W)` and truth without M to the sums at `index`."""
         self._errors.add(index, members.double().mean(dim=MEMBER_DIM) - truth.double())
 
     def result(self, manager: DomainParallelManager) -> Tensor:
-        """The root-mean-square errors, of `shape`, on every rank; collective."""
+        """Return the root-mean-square errors, of `shape`; collective."""
         return self._errors.result(manager)
 
 
-EARTH_RADIUS = 6_367_500.0  # m, the mean of the polar and the equatorial one, as in WeatherBench 2
-# From and to which latitude, in degrees north.
+EARTH_RADIUS = 6_367_500.0  # m, mean of polar and equatorial radius, as in WeatherBench 2
+# Southern and northern edge, in degrees north.
 LATITUDE_BANDS: Mapping[str, tuple[float, float]] = MappingProxyType(
     {"30N to 60N": (30.0, 60.0), "20S to 20N": (-20.0, 20.0), "60S to 30S": (-60.0, -30.0)}
 )
@@ -352,7 +361,7 @@ LATITUDE_BANDS: Mapping[str, tuple[float, float]] = MappingProxyType(
 def latitude_band_weights(
     latitude: NDArray[np.float64], bands: Mapping[str, tuple[float, float]] = LATITUDE_BANDS
 ) -> Tensor:
-    """Area weights of all rows, zero outside of each band: `(H,)` -> `(K, H)`, float64."""
+    """Return area weights of all rows, zero outside each band: `(H,)` -> `(K, H)`, float64."""
     weights = row_weights(latitude)
     inside = [(latitude >= south) & (latitude <= north) for south, north in bands.values()]
     return torch.from_numpy(np.stack(inside) * weights)
@@ -360,16 +369,16 @@ def latitude_band_weights(
 
 @final
 class ZonalSpectra:
-    """Collects power spectra of own rows and samples; `result` joins all ranks.
+    """Accumulates zonal power spectra, averaged over latitude bands and samples.
 
-    A row with a point without values has no spectrum and is left out.
+    Rows with missing values have no spectrum and are left out.
 
     Args:
-        shape: what spectra are kept apart, for instance (sources, leads, channels).
-        bands: weight of each own row in each band, `(K, h)`; only ratios within a band matter.
-        latitude: of own rows, `(h,)`, in degrees.
-        columns: of the globe, W.
-        points: those with values, if not all have them.
+        shape: leading dims of the sums, for instance (sources, leads, channels).
+        bands: weight of each local row in each band, `(K, h)`; only ratios within a band matter.
+        latitude: of the local rows, `(h,)`, in degrees.
+        columns: number of columns of the globe, W.
+        points: points with values; None: all points have values.
     """
 
     def __init__(
@@ -381,36 +390,38 @@ class ZonalSpectra:
         points: ValidPoints | None = None,
     ) -> None:
         self.bands = bands.double()
-        whole = None if points is None else points.valid.all(dim=-1)
-        self._complete_rows = whole  # (C, h)
+        self._complete_rows = None if points is None else points.valid.all(dim=-1)  # (C, h)
         circles = 2 * torch.pi * EARTH_RADIUS * torch.deg2rad(latitude.double()).cos().abs()
-        times = torch.full((columns // 2 + 1,), 2.0, dtype=torch.float64, device=bands.device)
-        times[0] = 1.0
-        self._lengths = circles[:, None] * times
+        # `rfft` returns each wavenumber but 0 once for a pair of conjugates: its power is doubled.
+        factors = torch.full((columns // 2 + 1,), 2.0, dtype=torch.float64, device=bands.device)
+        factors[0] = 1.0
+        self._lengths = circles[:, None] * factors
         sizes = (*shape, len(bands), columns // 2 + 1)
         self.sums = torch.zeros(sizes, dtype=torch.float64, device=bands.device)
         self.weights = torch.zeros(sizes[:-1], dtype=torch.float64, device=bands.device)
 
     def add(self, index: Index, fields: Tensor) -> None:
-        """Add the spectra of fields `(B, ..., C, h, W)` of all channels to the place `index`."""
+        """Add the spectra of fields `(B, ..., C, h, W)` of all channels to the sums at `index`."""
         channels, height = fields.shape[-3:-1]
         rows = self.bands.expand(channels, -1, height)
         if self._complete_rows is not None:
+            # Weight 0 is not enough: NaN times 0 is NaN.
             rows = rows * self._complete_rows[:, None]
             fields = fields.masked_fill(~self._complete_rows[:, :, None], 0)
         waves = torch.fft.rfft(fields.double(), norm="forward")
-        # Part by part: to sum pairs of numbers takes torch fifteen times as long.
+        # Separate sums of real and imaginary parts: to sum over a dim of 2 takes torch 15 times
+        # as long.
         power = (waves.real.square() + waves.imag.square()).sum(dim=0) * self._lengths
         self.sums[index] += rows @ power
         self.weights[index] += len(fields) * rows.sum(dim=-1)
 
     def result(self, manager: DomainParallelManager) -> Tensor:
-        """The mean spectra, of `shape + (K, W // 2 + 1)`, on every rank; NaN where no row is.
+        """Return the mean spectra, `shape + (K, W // 2 + 1)`; NaN for bands without rows.
 
-        Collective: every rank calls it, also one that had no samples.
+        Collective: ranks without samples must call it, too.
 
         Units:
-            Those of the fields squared, times metres.
+            The field's unit squared, times metres.
         """
         sums = sum_over_ranks(self.sums, manager)
         return sums / sum_over_ranks(self.weights, manager)[..., None]
@@ -437,32 +448,34 @@ class ErrorMap:
 
 @final
 class ErrorMapAccumulator:
-    """Sums errors of a few channels, so that memory does not grow with the forecasts.
+    """Accumulates the errors of a few channels on each grid point, at one lead time.
 
     Args:
-        channels: their places among all.
-        lead: the place of the lead time.
+        channels: indices among all channels.
+        lead: index among the scored lead times.
+        hours: the same lead time in hours.
+        grid: rows and columns.
     """
 
     def __init__(self, channels: Sequence[int], lead: int, hours: int, grid: tuple[int, int]):
-        self._lead, self._hours = lead, hours
+        self._lead = lead
+        self._hours = hours
         self._count = 0
         self._errors = {channel: np.zeros(grid) for channel in channels}
         self._squares = {channel: np.zeros(grid) for channel in channels}
 
     def add(self, leads: slice, first: int, forecast: Fields, truth: Fields) -> None:
-        """Add the errors at the lead time, if it is among these.
-
-        The first channel's forecasts are the ones that are counted.
+        """Add the errors of the ensemble mean, if the map's lead time is among `leads`.
 
         Args:
             leads: indices of the lead times.
-            first: the index of the first of the channels.
-            forecast: `(leads, M, C, H, W)`, of whose members the mean is taken.
+            first: index of the first channel.
+            forecast: `(leads, M, C, H, W)`.
             truth: `(leads, C, H, W)`.
         """
         if not leads.start <= self._lead < leads.stop:
             return
+        # The channels of one forecast come in several calls: only the first one is counted.
         self._count += first == 0
         lead = self._lead - leads.start
         for channel in self._errors:
@@ -473,15 +486,15 @@ class ErrorMapAccumulator:
                 self._squares[channel] += error**2
 
     def result(self) -> list[ErrorMap]:
-        """One map for each channel."""
+        """Return one map per channel."""
         return [
             ErrorMap(c, self._hours, np.sqrt(self._squares[c] / self._count), total / self._count)
             for c, total in self._errors.items()
         ]
 
 
-# Of which fields there is each score. A climatology has no anomaly; that of the truth is what a
-# forecast's activity is compared with.
+# The fields that each score is computed for. Climatology has no anomaly, so no ACC or activity;
+# the truth's activity is the reference for the forecast's.
 SCORE_SOURCES: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "rmse": ("forecast", "persistence", "climatology"),
@@ -499,10 +512,13 @@ SPECTRA_SOURCES = ("forecast", "truth")
 @final
 @dataclass(frozen=True)
 class GridGeometry:
-    """The rows that fields have, and what they weigh.
+    """The rows of the fields with their weights.
 
-    Shapes:
-        rows `(h,)`; bands `(K, h)`; latitude `(h,)` degrees; columns is W.
+    Attributes:
+        rows: area weights, `(h,)`.
+        bands: area weights in each latitude band, `(K, h)`.
+        latitude: `(h,)`, in degrees.
+        columns: W.
     """
 
     rows: Tensor
@@ -513,87 +529,107 @@ class GridGeometry:
 
 @final
 class VariableScores:
-    """Collects the scores of the C levels of a variable.
+    """Accumulates all scores of the C levels of a variable.
 
-    Of an ensemble, the deterministic scores are those of its mean and the spectra those of its
-    members, as in WeatherBench 2. What is kept does not grow with the number of initial times.
+    For an ensemble, deterministic scores are of its mean and spectra of its members, as in
+    WeatherBench 2. Memory does not grow with the number of initial times.
 
     Args:
-        sizes: lead times and channels.
-        members: of the forecast; 1 for none.
-        points: those with values, if not all have them.
+        sizes: number of lead times and of channels.
+        members: number of members; 1 without an ensemble.
+        points: points with values; None: all points have values.
     """
 
     def __init__(
-        self, sizes: tuple[int, int], members: int, globe: GridGeometry, points: ValidPoints | None
+        self,
+        sizes: tuple[int, int],
+        members: int,
+        geometry: GridGeometry,
+        points: ValidPoints | None,
     ) -> None:
         leads, channels = sizes
         shapes = {name: (len(of), leads, channels) for name, of in SCORE_SOURCES.items()}
-        self._rmse = RootMeanSquare(shapes["rmse"], globe.rows, points)
-        self._acc = AnomalyCorrelation(shapes["acc"], 1, globe.rows, points)
-        self._bias = Bias(shapes["bias"], globe.rows, points)
-        self._activity = Activity(shapes["activity"], globe.rows, points)
-        self._crps = FairCRPS(shapes["crps"], globe.rows, points)
-        self._spread = EnsembleSpread(shapes["spread"], globe.rows, points)
+        self._rmse = RootMeanSquare(shapes["rmse"], geometry.rows, points)
+        # Room for one initial time, which `end_initial_time` folds before the next.
+        self._acc = AnomalyCorrelation(shapes["acc"], 1, geometry.rows, points)
+        self._bias = Bias(shapes["bias"], geometry.rows, points)
+        self._activity = Activity(shapes["activity"], geometry.rows, points)
+        self._crps = FairCRPS(shapes["crps"], geometry.rows, points)
+        self._spread = EnsembleSpread(shapes["spread"], geometry.rows, points)
         self._spectra = ZonalSpectra(
             (len(SPECTRA_SOURCES), leads, channels),
-            globe.bands,
-            globe.latitude,
-            globe.columns,
+            geometry.bands,
+            geometry.latitude,
+            geometry.columns,
             points,
         )
         self._ensemble = members > 1
 
     def add(
-        self, leads: slice, members: Tensor, truth: Tensor, guesses: tuple[Tensor, Tensor]
+        self,
+        leads: slice,
+        members: Tensor,
+        truth: Tensor,
+        *,
+        persistence: Tensor,
+        climatology: Tensor,
     ) -> None:
-        """Add the forecasts from the initial time that is not yet ended, at some lead times.
+        """Add the forecasts from one initial time, at some lead times.
+
+        `end_initial_time` has to follow before the same lead times of another initial time.
 
         Args:
             members: `(M, leads, C, h, W)`, M = 1 without an ensemble.
             truth: `(leads, C, h, W)`.
-            guesses: persistence, `(1, C, h, W)`, and climatology, `(leads, C, h, W)`.
+            persistence: `(1, C, h, W)`.
+            climatology: `(leads, C, h, W)`.
         """
-        members, truth = members.double(), truth.double()
-        persistence, normal = (guess.double() for guess in guesses)
+        members = members.double()
+        truth = truth.double()
+        persistence = persistence.double()
+        climatology = climatology.double()
         mean = members.mean(dim=0)
-        for source, field in enumerate((mean, persistence, normal)):
+        # The order of sources is that of `SCORE_SOURCES`.
+        for source, field in enumerate((mean, persistence, climatology)):
             self._rmse.add((source, leads), (field - truth)[None])
             self._bias.add((source, leads), field[None], truth[None])
         for source, field in enumerate((mean, persistence)):
-            self._acc.add((source, leads), [0], (field - normal)[None], (truth - normal)[None])
+            self._acc.add(
+                (source, leads), [0], (field - climatology)[None], (truth - climatology)[None]
+            )
         for source, field in enumerate((mean, truth)):
-            self._activity.add((source, leads), (field - normal)[None])
+            self._activity.add((source, leads), (field - climatology)[None])
         for source, fields in enumerate((members, truth[None])):
             self._spectra.add((source, leads), fields)
         if self._ensemble:
+            # Persistence is one field for all lead times; the score needs it for each.
             constant = persistence.expand_as(truth)
-            for source, several in enumerate((members, constant[None], normal[None])):
-                self._crps.add((source, leads), several[None], truth[None])
+            for source, ensemble in enumerate((members, constant[None], climatology[None])):
+                self._crps.add((source, leads), ensemble[None], truth[None])
             self._spread.add((0, leads), members[None])
 
     def end_initial_time(self, leads: slice, manager: DomainParallelManager) -> None:
-        """Say that these lead times from one initial time have been added; collective."""
+        """Complete these lead times of one initial time; collective."""
         self._acc.fold(manager, (slice(None), leads))
 
     def result(self, manager: DomainParallelManager) -> tuple[dict[str, Tensor], Tensor]:
-        """Scores by name, `(sources, leads, C)` each, and spectra, `(2, leads, C, K, W // 2 + 1)`.
+        """Return scores by name, `(sources, leads, C)` each, and the spectra; collective.
 
-        Collective.
+        Spectra are `(2, leads, C, K, W // 2 + 1)`, of forecast and truth.
         """
-        found = {
+        scores = {
             "rmse": self._rmse.result(manager),
             "acc": self._acc.result(manager),
             "bias": self._bias.result(manager),
             "activity": self._activity.result(manager),
         }
         if self._ensemble:
-            found |= {"crps": self._crps.result(manager), "spread": self._spread.result(manager)}
-        return found, self._spectra.result(manager)
+            scores |= {"crps": self._crps.result(manager), "spread": self._spread.result(manager)}
+        return scores, self._spectra.result(manager)
 
 
 def unit_of(store: Store, variable: str) -> str:
-    """What the store says, else the unit of the variable; nothing where neither is known."""
+    """Return the store's unit, else the variable's usual unit; "" if neither is known."""
     known = KNOWN_VARIABLES.get(variable) or KNOWN_VARIABLES.get(
         canonical_name(variable), KnownVariable("")
     )

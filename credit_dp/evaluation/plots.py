@@ -1,4 +1,4 @@
-"""Maps and curves of a run's evaluation, in one style."""
+"""Draw maps, curves and spectra; `report` uses the panels for scorecards, `draw_*` write PNGs."""
 
 import contextlib
 import os
@@ -24,10 +24,9 @@ from credit_dp.evaluation.figure_style import (
     power_of_ten_label,
     with_unit,
 )
-from credit_dp.evaluation.held_out import LAST_LEAD_SOURCES as SPECTRA_OF
-from credit_dp.evaluation.held_out import LastLeadDiagnostics
+from credit_dp.evaluation.held_out import LAST_LEAD_SOURCES, LastLeadDiagnostics
 from credit_dp.evaluation.maps import FULL_CIRCLE, FieldMap, Lines, MapGrid
-from credit_dp.evaluation.metrics import LATITUDE_BANDS
+from credit_dp.evaluation.metrics import LATITUDE_BANDS, SCORE_SOURCES
 from credit_dp.evaluation.scorecard import HeldOutScores
 
 ColourScale = tuple[str, Normalize]
@@ -35,13 +34,15 @@ ColourScale = tuple[str, Normalize]
 
 @figure_style()
 def draw_map(field: FieldMap, path: Path) -> None:
-    """Write forecast, truth and error below each other as one PNG.
+    """Write forecast, truth and error, one below the other, as one PNG.
 
     Raises:
-        UserError: the file could not be written.
+        UserError: the file can't be written.
     """
     error = field.forecast - field.truth
     low, high = np.nanpercentile(np.stack([field.truth, field.forecast]), [0.5, 99.5])
+    # Percentiles, so that single extreme points do not set the scale; a constant field needs some
+    # span, too.
     far = max(float(np.nanpercentile(np.abs(error), 99.5)), 1e-30)
     shared = Normalize(float(low), float(high) if high > low else float(low) + 1e-30)
     figure = Figure(figsize=(8.0, 11.0), layout="constrained")
@@ -58,7 +59,7 @@ def draw_map(field: FieldMap, path: Path) -> None:
 def draw_panel(
     axes: Axes, field: FieldMap, values: np.ndarray, name: str, colours: ColourScale
 ) -> None:
-    """One map with its colour bar and the edges between bands."""
+    """Draw one map with its colour bar and the edges between bands."""
     draw_cells(axes, field.grid, values, colours)
     bar = axes.figure.colorbar(axes.collections[0], ax=axes, extend="both", pad=0.02)
     bar.set_label(with_unit(name, field.unit))
@@ -67,7 +68,7 @@ def draw_panel(
 
 
 def draw_cells(axes: Axes, grid: MapGrid, values: np.ndarray, colours: ColourScale) -> None:
-    """The cells of a map `(H, W)` in colours, with coasts, and with ticks on round degrees."""
+    """Draw the cells of a map `(H, W)` with coasts, and with ticks at multiples of 30 or 60."""
     cmap, norm = colours
     axes.grid(visible=False)
     axes.spines[:].set_visible(True)
@@ -78,7 +79,7 @@ def draw_cells(axes: Axes, grid: MapGrid, values: np.ndarray, colours: ColourSca
         values,
         cmap=matplotlib.colormaps[cmap],
         norm=norm,
-        rasterized=True,
+        rasterized=True,  # as SVG every cell would be a path of its own
     )
     label_degrees(axes)
     axes.set_yticks([-90, -60, -30, 0, 30, 60, 90])
@@ -90,32 +91,34 @@ def draw_cells(axes: Axes, grid: MapGrid, values: np.ndarray, colours: ColourSca
 
 
 def draw_coasts(axes: Axes, lines: Lines) -> None:
-    """Draw coasts on a map that goes once round the globe, wherever its longitudes begin."""
+    """Draw coasts on a global map, wherever its longitudes begin."""
     if not len(lines):
         return
     west, east = axes.get_xlim()
-    # Lines are about one turn wide and may begin anywhere: what lies outside is not shown.
+    # Draw as many copies, shifted by 360 degrees, as cover the axes; matplotlib clips the rest.
     first = np.floor((west - np.nanmax(lines[:, 0])) / FULL_CIRCLE)
     last = np.ceil((east - np.nanmin(lines[:, 0])) / FULL_CIRCLE)
     turned = [lines + np.array([turn * FULL_CIRCLE, 0.0]) for turn in np.arange(first, last + 1)]
+    # One line with gaps of NaN is drawn faster than hundreds of lines.
     x, y = np.concatenate([part for line in turned for part in (line, [[np.nan, np.nan]])]).T
     axes.plot(x, y, color="black", linewidth=0.6, alpha=0.7, scalex=False, scaley=False)
 
 
 def draw_edges(axes: Axes, latitudes: np.ndarray) -> None:
-    """The edges between bands, seen on dark and on light colours: white below black."""
+    """Draw the edges between bands, black on white, to be visible on any colour."""
     for latitude in latitudes:
         axes.axhline(latitude, color="white", linewidth=2.2, alpha=0.8)
         axes.axhline(latitude, color="black", linewidth=1.0, linestyle=(0, (6, 4)))
 
 
 def row_edges(latitude: np.ndarray) -> np.ndarray:
-    """Edges of rows: halfway between them and at the poles, `(H + 1,)`, north first."""
+    """Return the edges of rows, halfway between them and at the poles: `(H + 1,)`, north first."""
     return np.concatenate([[90.0], (latitude[:-1] + latitude[1:]) / 2, [-90.0]])
 
 
 def column_edges(longitude: np.ndarray) -> np.ndarray:
-    """Edges of columns that go once round the globe evenly, `(W + 1,)`, from the first on."""
+    """Return the edges of evenly spaced columns once around the globe: `(W + 1,)`."""
+    # The sign of the step, also if the first two columns are on both sides of the date line.
     turn = (longitude[1] - longitude[0] + 180.0) % 360.0 - 180.0 if len(longitude) > 1 else 1.0
     columns = np.arange(len(longitude) + 1) - 0.5
     return np.asarray(longitude[0] + np.sign(turn) * columns * 360.0 / len(longitude))
@@ -123,12 +126,12 @@ def column_edges(longitude: np.ndarray) -> np.ndarray:
 
 @figure_style()
 def save_figure(figure: Figure, path: Path) -> None:
-    """Write a PNG, whole or not at all.
+    """Write a PNG atomically.
 
     Raises:
-        UserError: the file could not be written.
+        UserError: the file can't be written.
     """
-    temporary = path.with_name(f".{path.name}.part")  # one name: a killed run leaves at most one
+    temporary = path.with_name(f".{path.name}.part")  # a fixed name: killed runs leave one file
     try:
         figure.savefig(temporary, format="png")
         os.replace(temporary, path)
@@ -142,27 +145,26 @@ def save_figure(figure: Figure, path: Path) -> None:
 
 
 PANEL_COLUMNS = 3
-PANEL_INCHES = (3.6, 2.7)  # inches
-LEGEND_INCHES = 0.4  # inches: two lines
+PANEL_INCHES = (3.6, 2.7)  # width, height
+LEGEND_INCHES = 0.4  # two lines
 LEGEND_COLUMNS = 4
-TITLE_INCHES = 0.3  # inches
-COLOUR_PERCENTILE = 99.5  # percent of points whose errors a colour bar spans
-MAX_POWER_TICKS = 7  # ticks of an axis of powers, at most
-MIN_POWER_RATIO = (
-    100.0  # of the largest to the smallest power: from here on ticks are powers of ten
-)
+TITLE_INCHES = 0.3
+COLOUR_PERCENTILE = 99.5  # of the errors, the end of the colour bar
+MAX_POWER_TICKS = 7  # on the axis of a spectrum
+MIN_POWER_RATIO = 100.0  # largest to smallest power; beyond, ticks are powers of ten
 WAVENUMBER_TICKS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
-MAX_AXIS_HOURS = 48  # hours from which on lead times are told in days
+MAX_AXIS_HOURS = 48  # longer lead times are shown in days
 
 
 def create_panels(count: int, title: str = "") -> tuple[Figure, list[Axes]]:
-    """A figure with room for a legend, and this many panels that are in use."""
+    """Return a figure with room for a legend above, and `count` axes."""
     columns = min(count, PANEL_COLUMNS)
     rows = -(-count // columns)
     top = LEGEND_INCHES + (TITLE_INCHES if title else 0.0)
-    width, height = PANEL_INCHES[0] * columns, PANEL_INCHES[1] * rows + top
+    width = PANEL_INCHES[0] * columns
+    height = PANEL_INCHES[1] * rows + top
     figure = Figure(figsize=(width, height))
-    # Margins are given, for to find them takes longer than to draw.
+    # Fixed margins: a layout engine takes longer than drawing the curves.
     figure.subplots_adjust(
         left=0.75 / width,
         right=1 - 0.15 / width,
@@ -173,14 +175,14 @@ def create_panels(count: int, title: str = "") -> tuple[Figure, list[Axes]]:
     )
     if title:
         figure.suptitle(title, y=1 - 0.08 / height, va="top")
-    found = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for axes in found[count:]:
+    panels = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for axes in panels[count:]:
         axes.set_visible(False)
-    return figure, found[:count]
+    return figure, panels[:count]
 
 
 def add_legend(figure: Figure, axes: Axes, below: float = 0.0) -> None:
-    """What the curves are, above all panels; `below` so many inches."""
+    """Add a legend of the curves above all panels, `below` inches from the top."""
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(
         handles,
@@ -194,13 +196,19 @@ def add_legend(figure: Figure, axes: Axes, below: float = 0.0) -> None:
 def draw_scores(
     axes: Axes, hours: Sequence[int], values: Mapping[str, np.ndarray], title: str, label: str
 ) -> None:
-    """A score `(leads,)` of each source by lead time; `label` says which score, and its unit."""
+    """Draw a score by lead time.
+
+    Args:
+        hours: lead times.
+        values: `(leads,)` of each source.
+        label: of the vertical axis, with unit.
+    """
     in_days = max(hours) > MAX_AXIS_HOURS
     leads = np.array(hours) / (24 if in_days else 1)
-    for source, of_source in values.items():
+    for source, scores in values.items():
         axes.plot(
             leads,
-            of_source,
+            scores,
             label=source,
             marker="o" if len(leads) < 12 else "",
             **SOURCE_LINES[source],
@@ -213,20 +221,20 @@ def draw_scores(
 
 
 def draw_spectrum(axes: Axes, powers: Mapping[str, np.ndarray], name: str, unit: str) -> None:
-    """The power `(W // 2 + 1,)` of each source by zonal wavenumber, from 1 on."""
-    for source, of_source in powers.items():
-        power = of_source[1:]
+    """Draw the power `(W // 2 + 1,)` of each source by zonal wavenumber, starting at 1."""
+    for source, spectrum in powers.items():
+        power = spectrum[1:]
         waves = np.arange(1, len(power) + 1)
-        shown = np.where(power > 0, power, np.nan)
-        axes.plot(waves, shown, label=source, **SOURCE_LINES[source])
+        positive = np.where(power > 0, power, np.nan)  # a logarithmic axis has no zero
+        axes.plot(waves, positive, label=source, **SOURCE_LINES[source])
     axes.set_xscale("log")
     axes.set_yscale("log")
-    # Every tick takes as long to draw as a curve, and a logarithmic axis would have hundreds.
+    # A tick takes as long to draw as a curve, and a logarithmic axis has hundreds by default.
     axes.xaxis.set_major_locator(FixedLocator([k for k in WAVENUMBER_TICKS if k <= len(waves)]))
     axes.xaxis.set_major_formatter("{x:g}")
     axes.xaxis.set_minor_locator(NullLocator())
     low, high = axes.get_ylim()
-    if high > MIN_POWER_RATIO * low:  # else the powers of ten are too few
+    if high > MIN_POWER_RATIO * low:  # otherwise powers of ten would be too few ticks
         axes.yaxis.set_major_locator(LogLocator(numticks=MAX_POWER_TICKS))
         axes.yaxis.set_major_formatter(power_of_ten_label)
         axes.yaxis.set_minor_locator(NullLocator())
@@ -236,13 +244,19 @@ def draw_spectrum(axes: Axes, powers: Mapping[str, np.ndarray], name: str, unit:
 
 
 def draw_error_maps(grid: MapGrid, rmse: np.ndarray, bias: np.ndarray, unit: str) -> Figure:
-    """Root-mean-square and mean error on each grid point, side by side."""
+    """Return a figure with root-mean-square and mean error on each grid point, side by side."""
     figure = Figure(figsize=(9.6, 2.7))
     figure.subplots_adjust(left=0.05, right=0.97, bottom=0.09, top=0.86, wspace=0.14)
-    most, far = _colour_limit(rmse), _colour_limit(np.abs(bias))
+    rmse_limit = _colour_limit(rmse)
+    bias_limit = _colour_limit(np.abs(bias))
     parts = (
-        ("root-mean-square error", rmse, "max", (SEQUENTIAL, Normalize(0, most))),
-        ("mean error (forecast - truth)", bias, "both", (DIVERGING, Normalize(-far, far))),
+        ("root-mean-square error", rmse, "max", (SEQUENTIAL, Normalize(0, rmse_limit))),
+        (
+            "mean error (forecast - truth)",
+            bias,
+            "both",
+            (DIVERGING, Normalize(-bias_limit, bias_limit)),
+        ),
     )
     for axes, (name, values, extend, colours) in zip(figure.subplots(1, 2), parts, strict=True):
         draw_cells(axes, grid, values, colours)
@@ -257,64 +271,68 @@ def _colour_limit(values: np.ndarray) -> float:
     return max(float(np.percentile(finite, COLOUR_PERCENTILE)) if len(finite) else 0.0, 1e-30)
 
 
-SOURCES = ("forecast", "persistence", "climatology")  # as `table.SOURCES`, in the words of plots
+# Held-out scores in the order of `scorecard.SOURCES`, under the names that plots have for them.
+SOURCES = SCORE_SOURCES["rmse"]
 
 
 @figure_style()
-def draw_rmse(scores: HeldOutScores, shown: Sequence[int], path: Path) -> None:
-    """Root-mean-square errors by lead time, a panel for each channel that is shown.
+def draw_rmse(scores: HeldOutScores, channels: Sequence[int], path: Path) -> None:
+    """Write a PNG with root-mean-square errors by lead time, one panel per channel.
 
     Raises:
-        UserError: the file could not be written.
+        UserError: the file can't be written.
     """
-    figure, axes_of = create_panels(len(shown), f"RMSE over {scores.samples} initial times")
-    for axes, c in zip(axes_of, shown, strict=True):
-        values = {of: scores.rmse[source, :, c] for source, of in enumerate(SOURCES)}
+    figure, panels = create_panels(len(channels), f"RMSE over {scores.samples} initial times")
+    for axes, c in zip(panels, channels, strict=True):
+        values = {source: scores.rmse[s, :, c] for s, source in enumerate(SOURCES)}
         label = with_unit("RMSE", scores.units[c])
         draw_scores(axes, scores.hours, values, scores.channels[c], label)
         axes.set_ylim(bottom=0)
-    add_legend(figure, axes_of[0], below=TITLE_INCHES)
+    add_legend(figure, panels[0], below=TITLE_INCHES)
     save_figure(figure, path)
 
 
 @figure_style()
 def draw_spectra(scores: HeldOutScores, last: LastLeadDiagnostics, path: Path) -> None:
-    """Power by zonal wavenumber of a few channels, each with a row of bands of latitude.
+    """Write a PNG with power by zonal wavenumber: a row per channel, a column per latitude band.
 
     Raises:
-        UserError: the file could not be written.
+        UserError: the file can't be written.
     """
     title = f"Zonal power spectra, {last.hours} h forecasts from {scores.samples} initial times"
     drawn = channels_to_draw(scores, last)
-    figure, axes_of = create_panels(len(drawn) * len(LATITUDE_BANDS), title)
-    for place, axes in enumerate(axes_of):
-        channel, band = divmod(place, len(LATITUDE_BANDS))
-        c = drawn[channel]
-        powers = {of: last.spectra[s, last.shown.index(c), band] for s, of in enumerate(SPECTRA_OF)}
+    figure, panels = create_panels(len(drawn) * len(LATITUDE_BANDS), title)
+    for index, axes in enumerate(panels):
+        row, band = divmod(index, len(LATITUDE_BANDS))
+        c = drawn[row]
+        spectra = last.spectra[:, last.spectra_channels.index(c), band]
+        powers = dict(zip(LAST_LEAD_SOURCES, spectra, strict=True))
         name = f"{scores.channels[c]}, {list(LATITUDE_BANDS)[band]}"
         draw_spectrum(axes, powers, name, scores.units[c])
-    add_legend(figure, axes_of[0], below=TITLE_INCHES)
+    add_legend(figure, panels[0], below=TITLE_INCHES)
     save_figure(figure, path)
 
 
 def channels_to_draw(scores: HeldOutScores, last: LastLeadDiagnostics) -> list[int]:
-    """The channel with maps if it has spectra, and one of another kind, by its unit."""
-    first = last.map_channel if last.map_channel in last.shown else last.shown[0]
-    others = [c for c in last.shown if scores.units[c] != scores.units[first]]
-    return [first, *(others or [c for c in last.shown if c != first])[:1]]
+    """Return the map's channel, if it has spectra, and one channel with another unit."""
+    available = last.spectra_channels
+    first = last.map_channel if last.map_channel in available else available[0]
+    others = [c for c in available if scores.units[c] != scores.units[first]]
+    return [first, *(others or [c for c in available if c != first])[:1]]
 
 
 @figure_style()
 def draw_last_lead_errors(
     scores: HeldOutScores, last: LastLeadDiagnostics, grid: MapGrid, path: Path
 ) -> None:
-    """Root-mean-square and mean error of one channel on each grid point.
+    """Write a PNG with root-mean-square and mean error of one channel on each grid point.
 
     Raises:
-        UserError: the file could not be written.
+        UserError: the file can't be written.
     """
-    unit, name = scores.units[last.map_channel], scores.channels[last.map_channel]
+    unit = scores.units[last.map_channel]
+    name = scores.channels[last.map_channel]
     figure = draw_error_maps(grid, last.rmse, last.bias, unit)
-    over = f"{last.hours} h forecasts from {scores.samples} initial times"
-    figure.suptitle(f"{escape_mathtext(name)}, {over}")
+    forecasts = f"{last.hours} h forecasts from {scores.samples} initial times"
+    figure.suptitle(f"{escape_mathtext(name)}, {forecasts}")
     save_figure(figure, path)

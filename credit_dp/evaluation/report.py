@@ -1,4 +1,7 @@
-"""The folder of a scorecard: one HTML page that needs no other file, with its pictures."""
+"""Write a scorecard's folder: CSV, JSON and one self-contained HTML page with its figures.
+
+`scorecard_page` builds the page from sections; `ScoreFolder` writes all files or none.
+"""
 
 import base64
 import contextlib
@@ -26,7 +29,7 @@ from credit_dp.evaluation.plots import (
 )
 from credit_dp.evaluation.scorecard import Array, Scorecard, headline_indices, three_digits
 
-# What an axis says of each score.
+# Labels of the vertical axes.
 LABELS = {
     "rmse": "RMSE",
     "acc": "ACC",
@@ -39,59 +42,58 @@ LABELS = {
 
 @figure_style()
 def score_image(card: Scorecard, name: str) -> str:
-    """One score by lead time, a panel for each channel that is shown."""
-    shown = headline_indices(card.channels)
-    figure, axes_of = create_panels(len(shown))
-    for axes, c in zip(axes_of, shown, strict=True):
+    """Return curves of a score by lead time, one panel per headline channel, as `data:` URI."""
+    channels = headline_indices(card.channels)
+    figure, panels = create_panels(len(channels))
+    for axes, c in zip(panels, channels, strict=True):
         values = {
-            of: card.scores[name][source, :, c] for source, of in enumerate(SCORE_SOURCES[name])
+            source: card.scores[name][s, :, c] for s, source in enumerate(SCORE_SOURCES[name])
         }
         label = with_unit(LABELS[name], "1" if name == "acc" else card.units[c])
         draw_scores(axes, card.hours, values, card.channels[c].name, label)
-        if name == "spread":  # which says nothing without what it is compared with
+        if name == "spread":  # is only meaningful next to the error of the ensemble mean
             error = {"error of the mean": card.scores["rmse"][0, :, c]}
             draw_scores(axes, card.hours, error, card.channels[c].name, label)
         if name == "bias":
             axes.axhline(0, color=REFERENCE, linewidth=0.8)
         elif name != "acc":
             axes.set_ylim(bottom=0)
-    add_legend(figure, axes_of[0])
+    add_legend(figure, panels[0])
     return figure_data_uri(figure, "svg")
 
 
 @figure_style()
 def spectra_image(card: Scorecard, band: int) -> str:
-    """Power by zonal wavenumber at the longest lead time, a panel for each channel shown."""
-    shown = headline_indices(card.channels)
-    figure, axes_of = create_panels(len(shown))
-    for axes, c in zip(axes_of, shown, strict=True):
-        powers = {
-            of: card.spectra[source, -1, c, band] for source, of in enumerate(SPECTRA_SOURCES)
-        }
+    """Return spectra at the longest lead time, one panel per headline channel, as `data:` URI."""
+    channels = headline_indices(card.channels)
+    figure, panels = create_panels(len(channels))
+    for axes, c in zip(panels, channels, strict=True):
+        powers = {source: card.spectra[s, -1, c, band] for s, source in enumerate(SPECTRA_SOURCES)}
         draw_spectrum(axes, powers, card.channels[c].name, card.units[c])
-    add_legend(figure, axes_of[0])
+    add_legend(figure, panels[0])
     return figure_data_uri(figure, "svg")
 
 
 @figure_style()
-def error_map_image(card: Scorecard, found: ErrorMap) -> str:
-    """Root-mean-square and mean error of one channel on each grid point."""
-    unit = card.units[found.channel]
-    return figure_data_uri(draw_error_maps(card.grid, found.rmse, found.bias, unit), "png")
+def error_map_image(card: Scorecard, errors: ErrorMap) -> str:
+    """Return maps of root-mean-square and mean error of one channel, as `data:` URI."""
+    unit = card.units[errors.channel]
+    return figure_data_uri(draw_error_maps(card.grid, errors.rmse, errors.bias, unit), "png")
 
 
 @figure_style()
-def figure_data_uri(figure: Figure, form: str) -> str:
-    """The figure as a `data:` address, so that a page needs no other file."""
-    held = io.BytesIO()
-    metadata = {"Date": None} if form == "svg" else {}
-    figure.savefig(held, format=form, metadata=metadata)
-    kind = "image/svg+xml" if form == "svg" else "image/png"
-    return f"data:{kind};base64,{base64.b64encode(held.getvalue()).decode()}"
+def figure_data_uri(figure: Figure, image_format: str) -> str:
+    """Return the figure as `data:` URI, so that a page needs no other file."""
+    buffer = io.BytesIO()
+    # Without a date the same scores give the same bytes.
+    metadata = {"Date": None} if image_format == "svg" else {}
+    figure.savefig(buffer, format=image_format, metadata=metadata)
+    kind = "image/svg+xml" if image_format == "svg" else "image/png"
+    return f"data:{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}"
 
 
-TABLE_HOURS = (24, 72, 120, 240)  # in tables, as far as there are these
-# In which scores one source is better than another.
+TABLE_HOURS = (24, 72, 120, 240)  # lead times in tables, if the scorecard has any of them
+# Finds the best source of a score; scores without a direction are not listed.
 BEST_INDEX: Mapping[str, Callable[[Array], np.intp]] = MappingProxyType(
     {"rmse": np.nanargmin, "crps": np.nanargmin, "acc": np.nanargmax}
 )
@@ -106,15 +108,15 @@ TITLES = {
 EXPLANATIONS = {
     "rmse": "Weighted by area; the root is taken after the mean over initial times. Smaller is "
     "better; the best of each lead time is bold.",
-    "acc": "Of forecast and true anomaly over the globe, averaged over initial times. 1 is "
-    "perfect; a climatology has none. The best of each lead time is bold.",
-    "bias": "Forecast less truth.",
-    "activity": "Less than the truth's says that the forecast is too smooth.",
-    "crps": "In the unit of the variable; of a single forecast the mean absolute error. Smaller is "
-    "better; the best of each lead time is bold.",
+    "acc": "Correlation of forecast and true anomaly over the globe, averaged over initial times. "
+    "1 is perfect; it is undefined for climatology. The best of each lead time is bold.",
+    "bias": "Forecast minus truth.",
+    "activity": "A forecast with less activity than the truth is too smooth.",
+    "crps": "In the unit of the variable; for a single forecast the mean absolute error. Smaller "
+    "is better; the best of each lead time is bold.",
     # Source: Fortin et al. 2014, "Why should ensemble spread match the RMSE of the ensemble mean?"
-    "spread": "Of members about their mean. If the ensemble is reliable, the root-mean-square "
-    "error of the mean is this times the root of 1 + 1 / members.",
+    "spread": "Standard deviation of the members about their mean. For a reliable ensemble, the "
+    "root-mean-square error of the mean is the spread times the root of 1 + 1 / members.",
 }
 PAGE_CSS = """
 :root { color-scheme: light; background: #fff; }
@@ -136,7 +138,7 @@ dt { float: left; clear: left; width: 9rem; color: #555; } dd { margin-left: 9.5
 
 
 def scorecard_page(card: Scorecard) -> str:
-    """The whole page, as text."""
+    """Return the page as HTML text."""
     parts = [
         *_page_header(card),
         *_score_sections(card),
@@ -154,18 +156,18 @@ def scorecard_page(card: Scorecard) -> str:
 
 
 def table_lead_indices(hours: Sequence[int]) -> list[int]:
-    """The places of a few lead times for tables."""
-    known = [hours.index(hour) for hour in TABLE_HOURS if hour in hours]
-    if known:
-        return known
-    spread = np.linspace(0, len(hours) - 1, len(TABLE_HOURS)).round()
-    return sorted({int(place) for place in spread})
+    """Return the indices of the lead times that tables show."""
+    usual = [hours.index(hour) for hour in TABLE_HOURS if hour in hours]
+    if usual:
+        return usual
+    spaced = np.linspace(0, len(hours) - 1, len(TABLE_HOURS)).round()
+    return sorted({int(index) for index in spaced})
 
 
 def _page_header(card: Scorecard) -> list[str]:
     first, last = (str(card.initial_times[x].astype("M8[m]")) for x in (0, -1))
     count = len(card.initial_times)
-    facts = {
+    metadata = {
         "Forecast": card.forecast + (f", {card.members} members" if card.members > 1 else ""),
         "Truth": card.truth,
         "Climatology": card.climatology,
@@ -173,20 +175,21 @@ def _page_header(card: Scorecard) -> list[str]:
         "Lead times": f"{len(card.hours)}, {card.hours[0]} to {card.hours[-1]} hours",
         "Grid": f"{len(card.latitude)} x {len(card.longitude)}",
     }
-    listed = "".join(f"<dt>{name}</dt><dd>{escape(text)}</dd>" for name, text in facts.items())
+    items = "".join(f"<dt>{name}</dt><dd>{escape(text)}</dd>" for name, text in metadata.items())
     return [
         "<h1>Scorecard</h1>",
-        f"<dl>{listed}</dl>",
+        f"<dl>{items}</dl>",
         '<p class="note">Scores as WeatherBench 2 defines them (Rasp et al. 2024). All numbers are '
         f"in scores.csv and scores.json beside this page.{_omission_note(card)}</p>",
     ]
 
 
 def _omission_note(card: Scorecard) -> str:
-    drawn, count = len(headline_indices(card.channels)), len(card.channels)
-    return (
-        f" Plots are of {drawn} of the {count} variables, tables of all." if drawn < count else ""
-    )
+    plotted = len(headline_indices(card.channels))
+    count = len(card.channels)
+    if plotted == count:
+        return ""
+    return f" Plots show {plotted} of the {count} variables, tables all."
 
 
 def _score_sections(card: Scorecard) -> Iterable[str]:
@@ -198,12 +201,13 @@ def _score_sections(card: Scorecard) -> Iterable[str]:
 
 
 def _score_table(card: Scorecard, name: str) -> str:
-    """Channels below each other; for each lead time the forecast beside the others."""
-    leads, sources = table_lead_indices(card.hours), SCORE_SOURCES[name]
+    """Return an HTML table: one row per channel, all sources for each lead time."""
+    leads = table_lead_indices(card.hours)
+    sources = SCORE_SOURCES[name]
     spans = "".join(
         f'<th colspan="{len(sources)}" class="forecast">{card.hours[lead]} h</th>' for lead in leads
     )
-    names = "".join(f'<th class="{of}">{of}</th>' for _ in leads for of in sources)
+    names = "".join(f'<th class="{source}">{source}</th>' for _ in leads for source in sources)
     lines = []
     for c, channel in enumerate(card.channels):
         unit = "1" if name == "acc" else card.units[c]
@@ -220,19 +224,19 @@ def _score_table(card: Scorecard, name: str) -> str:
 
 
 def _score_cells(name: str, values: Array) -> str:
-    """The cells of one lead time; the best of them marked, where better has a meaning."""
+    """Return the cells of one lead time; the best source has the class `best`."""
     best = BEST_INDEX[name](values) if name in BEST_INDEX and np.isfinite(values).any() else None
     return "".join(
-        f'<td class="{of}{" best" if place == best else ""}">{_format_value(value)}</td>'
-        for place, (of, value) in enumerate(zip(SCORE_SOURCES[name], values, strict=True))
+        f'<td class="{source}{" best" if s == best else ""}">{_format_value(value)}</td>'
+        for s, (source, value) in enumerate(zip(SCORE_SOURCES[name], values, strict=True))
     )
 
 
 def _spectra_sections(card: Scorecard) -> Iterable[str]:
     yield f"<h2>Zonal power spectra at {card.hours[-1]} h</h2>"
     yield (
-        '<p class="note">What lies below the truth at high wavenumbers is smoothed away; what lies '
-        "above is noise.</p>"
+        '<p class="note">At high wavenumbers, power below the truth\'s means that the forecast is '
+        "too smooth, power above it that the forecast is noisy.</p>"
     )
     for band, name in enumerate(card.bands):
         if np.isfinite(card.spectra[:, -1, :, band]).any():
@@ -241,14 +245,14 @@ def _spectra_sections(card: Scorecard) -> Iterable[str]:
 
 
 def _map_sections(card: Scorecard) -> Iterable[str]:
-    for found in card.maps:
-        title = f"Errors of {card.channels[found.channel].name} at {found.hours} h"
+    for errors in card.maps:
+        title = f"Errors of {card.channels[errors.channel].name} at {errors.hours} h"
         yield f"<h2>{escape(title)}</h2>"
-        yield _image_tag(error_map_image(card, found), title)
+        yield _image_tag(error_map_image(card, errors), title)
 
 
-def _image_tag(address: str, told: str) -> str:
-    return f'<div class="wide"><img src="{address}" alt="{escape(told, quote=True)}"></div>'
+def _image_tag(uri: str, alt: str) -> str:
+    return f'<div class="wide"><img src="{uri}" alt="{escape(alt, quote=True)}"></div>'
 
 
 def _format_value(value: float) -> str:
@@ -257,10 +261,13 @@ def _format_value(value: float) -> str:
 
 @final
 class ScoreFolder:
-    """Where scores are written, taken before anything is read: what can't be is told at once.
+    """The output folder of scores, written completely or not at all.
+
+    The temporary folder is created before anything is scored, so that a path that can't be written
+    is reported at once.
 
     Raises:
-        UserError: it is there already, or can't be made.
+        UserError: the folder exists already, or can't be created.
     """
 
     def __init__(self, out: Path) -> None:
@@ -269,27 +276,29 @@ class ScoreFolder:
         try:
             if os.path.lexists(out):
                 raise UserError(
-                    f"{out}: exists already, and scores are not written over others. Change out, "
-                    "or remove it."
+                    f"{out}: exists already, and scores are never overwritten. Change out, or "
+                    "remove it."
                 )
+            # Next to `out`, because a rename is atomic only within one file system.
             self._temporary = out.with_name(f".{out.name}.{os.getpid()}.part")
             self._created_parents = [path for path in out.parents if not path.exists()]
             self._temporary.mkdir(parents=True)
         except OSError as error:
             self._remove_created()
-            raise UserError(f"{out}: can't be made ({error.strerror}). Change out.") from error
+            raise UserError(f"{out}: can't be created ({error.strerror}). Change out.") from error
 
     @contextlib.contextmanager
     def cleanup_on_failure(self) -> Iterator[None]:
-        """Leave nothing behind if what is done inside fails."""
+        """Remove temporary files and empty parent folders if the block fails."""
         try:
             yield
         finally:
+            # After success the temporary folder has its final name, and its parents are not empty.
             shutil.rmtree(self._temporary, ignore_errors=True)
             self._remove_created()
 
     def _remove_created(self) -> None:
-        """Remove the folders made for it that hold nothing, innermost first."""
+        """Remove parent folders that were created here and are empty, innermost first."""
         for path in self._created_parents:
             with contextlib.suppress(OSError):
                 path.rmdir()
@@ -306,14 +315,15 @@ class ScoreFolder:
         )
 
     def write_files(self, files: Mapping[str, str]) -> None:
-        """Write all files, then give the folder its name.
+        """Write all files, then rename the folder to its final name.
 
         Raises:
-            UserError: the disk is full, or the name was taken meanwhile.
+            UserError: the disk is full, or the folder was created by another process meanwhile.
         """
         try:
             for name, text in files.items():
                 (self._temporary / name).write_text(text, encoding="utf-8")
+            # Fails if another process has created a folder that is not empty.
             os.rename(self._temporary, self.out)
         except OSError as error:
             raise UserError(

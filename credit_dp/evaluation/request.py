@@ -1,4 +1,7 @@
-"""What is to be scored against what: the stores, and which of their forecasts."""
+"""The request to score a forecast store: the stores, and the selected times and variables.
+
+`score` goes through `ScoreRequest`, then the functions here turn it into indices of the store.
+"""
 
 import math
 import re
@@ -15,7 +18,7 @@ from credit_dp.data.dates import date_interval
 from credit_dp.errors import UserError
 from credit_dp.evaluation.forecast_store import ForecastStore
 
-# Keys of a run's config, and those that stand for them here.
+# Errors of the data package name keys of a run's config; here they are keys of `ScoreRequest`.
 MESSAGE_REPLACEMENTS = {
     "data.prognostic": "variables",
     "data.levels": "levels",
@@ -33,17 +36,19 @@ FILL_CLAUSE = re.compile(r", which data\.variables\.\w+\.fill goes by")
 @final
 @dataclass(frozen=True)
 class ScoreRequest:
-    """A forecast store, the truth, and what of them is scored; what is empty is all there is.
+    """A forecast store, its truth, and the part to score; empty selections select everything.
 
     Attributes:
-        truth: its stores, as those of `data.store`.
+        truth: paths or addresses, as in `data.store`.
+        cache: folder for a fitted climatology.
         dates: first and last initial time, in ISO format.
-        hours: lead times.
+        hours: lead times in hours.
         climatology: a store by hour and day of the year.
-        climatology_dates: those of the truth that a climatology is fitted to, without such a store.
-        limits: `[low, high]` of a variable's values, or None for any; see `DataConfig`.
-        masked: variables that have no values on some points at any time, as over land.
-        cache: folder for a climatology that is fitted.
+        climatology_dates: first and last date of the truth to fit a climatology to; only used
+            without such a store.
+        masked: variables with points that never have values, such as the sea's temperature
+            on land.
+        limits: `[low, high]` of a variable's values, or None for no limits; see `DataConfig`.
     """
 
     forecast: str
@@ -61,7 +66,10 @@ class ScoreRequest:
 
 @contextmanager
 def translate_error_keys(store: str) -> Iterator[None]:
-    """Errors of the data in terms of the request: `store` is the key that gave the store.
+    """Replace config keys in errors raised inside by the request's keys.
+
+    Args:
+        store: the request's key for the store: truth, forecast or climatology.
 
     Raises:
         UserError: as raised inside, with the request's keys.
@@ -81,7 +89,7 @@ HOURS_PER_DAY = 24
 
 
 def initial_time_indices(request: ScoreRequest, forecast: ForecastStore) -> NDArray[np.intp]:
-    """The places of the initial times.
+    """Return the indices of the selected initial times.
 
     Raises:
         UserError: there are none between the dates.
@@ -89,28 +97,30 @@ def initial_time_indices(request: ScoreRequest, forecast: ForecastStore) -> NDAr
     times = forecast.initial_times
     if not request.dates:
         return np.arange(len(times))
-    first, last = date_interval(request.dates[0])[0], date_interval(request.dates[1])[1]
-    found = np.flatnonzero((times >= first) & (times <= last))
-    if not len(found):
+    # A date without a time is an interval: the last day is included.
+    first = date_interval(request.dates[0])[0]
+    last = date_interval(request.dates[1])[1]
+    indices = np.flatnonzero((times >= first) & (times <= last))
+    if not len(indices):
         raise UserError(
             f"{forecast.where}: no initial time from {request.dates[0]} to {request.dates[1]}: it "
             f"has {times[0].astype('M8[m]')} to {times[-1].astype('M8[m]')}. Change dates."
         )
-    return found
+    return indices
 
 
 def lead_time_indices(request: ScoreRequest, forecast: ForecastStore) -> NDArray[np.intp]:
-    """The places of the lead times.
+    """Return the indices of the selected lead times.
 
     Raises:
-        UserError: one that is asked for is not there.
+        UserError: a requested lead time is missing.
     """
-    hours = forecast.leads / HOUR
-    for wanted in request.hours:
-        if wanted not in hours:
-            there = ", ".join(f"{hour:g}" for hour in hours)
+    hours = forecast.lead_times / HOUR
+    for hour in request.hours:
+        if hour not in hours:
+            available = ", ".join(f"{hour:g}" for hour in hours)
             raise UserError(
-                f"{forecast.where}: no lead time of {wanted} hours. There are: {there}. "
+                f"{forecast.where}: no lead time of {hour} hours. Available: {available}. "
                 "Change hours."
             )
     return np.flatnonzero(np.isin(hours, request.hours or hours))
@@ -119,28 +129,29 @@ def lead_time_indices(request: ScoreRequest, forecast: ForecastStore) -> NDArray
 def common_step_hours(
     forecast: ForecastStore, times: NDArray[np.datetime64], leads: NDArray[np.generic]
 ) -> int:
-    """The hours that all initial and lead times are multiples of, a day at most.
+    """Return the largest step, at most 24 hours, that divides all initial and lead times.
 
-    Sums, such as the truth's precipitation, are over this span.
+    Accumulated variables of the truth, such as precipitation, are summed over this step.
 
     Raises:
-        UserError: one of them is no whole hour.
+        UserError: a time is not a whole hour.
     """
     spans = [*(times - np.datetime64(0, "ns")), *leads]
+    # Initial times count from midnight 1970-01-01, as the times of a run do.
     uneven = next((span for span in spans if span % HOUR), None)
     if uneven is not None:
         raise UserError(
-            f"{forecast.where}: initial and lead times need to be whole hours, but one is "
-            f"{uneven.astype('m8[m]')} off. Change forecast."
+            f"{forecast.where}: initial and lead times must be whole hours, but one is "
+            f"{(uneven % HOUR).astype('m8[m]')} past the hour. Change forecast."
         )
     return math.gcd(HOURS_PER_DAY, *(int(span / HOUR) for span in spans))
 
 
 def scored_variables(request: ScoreRequest, forecast: ForecastStore) -> list[str]:
-    """The variables.
+    """Return the names of the variables to score.
 
     Raises:
-        UserError: one that is asked for is not there, or there are none.
+        UserError: a requested variable is missing, or the store has no forecast variables.
     """
     for name in (*request.variables, *request.masked):
         if name not in forecast.variables:
@@ -152,6 +163,6 @@ def scored_variables(request: ScoreRequest, forecast: ForecastStore) -> list[str
     if not forecast.variables:
         raise UserError(
             f"{forecast.where}: no variable has the dims time, prediction_timedelta, latitude and "
-            "longitude, and no others but level and number. Change forecast."
+            "longitude, with no other dims than level and number. Change forecast."
         )
     return list(request.variables or forecast.variables)

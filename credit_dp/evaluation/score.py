@@ -1,6 +1,7 @@
-"""Scores any store of forecasts against the truth, beside persistence and climatology.
+"""Score any store of forecasts against the truth, with persistence and climatology as baselines.
 
-One process. What is in memory at once is bounded by what `blocks` reads, and by sums.
+Runs in one process. `align` opens the stores, `read_blocks` yields forecasts with truth and
+climatology, `Scorer` sums their scores. Memory is bounded by one block's window and the sums.
 """
 
 from collections.abc import Iterator
@@ -32,37 +33,39 @@ from credit_dp.evaluation.request import ScoreRequest, translate_error_keys
 from credit_dp.evaluation.scorecard import Scorecard, headline_indices
 
 MAP_COUNT = 3  # channels with a map
-MAP_HOURS = 72  # at the lead time next to this one
+MAP_HOURS = 72  # maps show the lead time closest to this one
 PROGRESS_TITLE = "scoring"
-STEP_BYTES = 4 * 2**20  # of float64 fields at once, or one: more leaves the processor's cache
-SMALL_GRID_POINTS = 2**17  # points of a globe that are too few for several threads
+STEP_BYTES = 4 * 2**20  # float64 fields scored at once; more would not stay in the CPU's cache
+SMALL_GRID_POINTS = 2**17  # grids up to this size are scored on one thread
 
 
 def score(request: ScoreRequest, forecast: ForecastStore, report: ProgressCallback) -> Scorecard:
     """Score a forecast store.
 
     Args:
-        report: called with what is being done and the fraction done.
+        report: called with a title and the fraction done.
 
     Raises:
-        UserError: a store is not as needed, or a value is missing.
+        UserError: a store is invalid or does not fit the others, or a value is missing.
     """
-    matched = align(request, forecast, report)
-    total = len(matched.initial_indices) * len(matched.leads) * matched.truth.channels.outputs
-    scorer, done = Scorer(matched), 0
-    with limit_threads(matched.truth.grid):
-        for block in read_blocks(matched, scorer.valid):
+    aligned = align(request, forecast, report)
+    num_channels = aligned.truth.channels.num_outputs
+    total = len(aligned.initial_indices) * len(aligned.lead_indices) * num_channels
+    scorer = Scorer(aligned)
+    done = 0
+    with limit_threads(aligned.truth.grid):
+        for block in read_blocks(aligned, scorer.valid):
             scorer.add(block)
             leads, channels = block.truth.shape[:2]
             done += leads * channels
             report(PROGRESS_TITLE, done / total)
-            del block  # before the next is read
+            del block  # frees its fields before the next block is read
     return scorer.result(request)
 
 
 @contextmanager
 def limit_threads(grid: tuple[int, int]) -> Iterator[None]:
-    """Compute on one thread where fields are so small that others would mostly wait for it."""
+    """Use one thread for small grids, on which further threads would mostly wait."""
     before = torch.get_num_threads()
     torch.set_num_threads(1 if grid[0] * grid[1] <= SMALL_GRID_POINTS else before)
     try:
@@ -75,76 +78,80 @@ def limit_threads(grid: tuple[int, int]) -> Iterator[None]:
 class Scorer:
     """Adds forecasts block by block to the scores of their variables."""
 
-    def __init__(self, matched: AlignedForecast) -> None:
-        self._aligned, self._manager = matched, DomainParallelManager(1, 1)
-        truth = matched.truth
+    def __init__(self, aligned: AlignedForecast) -> None:
+        self._aligned = aligned
+        self._manager = DomainParallelManager(1, 1)  # one rank: the metrics' sums stay local
+        truth = aligned.truth
         with translate_error_keys("truth"):
             self.valid = truth.valid_mask(slice(0, truth.grid[0]))
-        leads = len(matched.leads)
-        globe = GridGeometry(
+        leads = len(aligned.lead_indices)
+        geometry = GridGeometry(
             torch.from_numpy(row_weights(truth.latitude)),
             latitude_band_weights(truth.latitude),
             torch.from_numpy(truth.latitude.copy()),
             truth.grid[1],
         )
-        # Of each variable, the scores of some of its channels, in their order.
+        # Each variable is scored in runs of channels of at most `STEP_BYTES`: (channels, scores).
         self._scores: dict[str, list[tuple[slice, VariableScores]]] = {}
-        most = max(1, STEP_BYTES // (8 * matched.forecast.members * truth.grid[0] * truth.grid[1]))
+        count = max(1, STEP_BYTES // (8 * aligned.forecast.members * truth.grid[0] * truth.grid[1]))
         for name, span in variable_slices(truth.channels.output_channels).items():
             self._scores[name] = []
-            for first in range(span.start, span.stop, most):
-                own = slice(first, min(first + most, span.stop))
-                points = None if self.valid is None else ValidPoints.of(self.valid[own], globe.rows)
-                sizes = leads, own.stop - own.start
-                scores = VariableScores(sizes, matched.forecast.members, globe, points)
-                within = slice(own.start - span.start, own.stop - span.start)
+            for first in range(span.start, span.stop, count):
+                part = slice(first, min(first + count, span.stop))
+                points = (
+                    None if self.valid is None else ValidPoints.of(self.valid[part], geometry.rows)
+                )
+                sizes = (leads, part.stop - part.start)
+                scores = VariableScores(sizes, aligned.forecast.members, geometry, points)
+                within = slice(part.start - span.start, part.stop - span.start)
                 self._scores[name].append((within, scores))
-        hours = np.array(matched.hours)
+        hours = np.array(aligned.hours)
         lead = int(np.abs(hours - MAP_HOURS).argmin())
         shown = headline_indices(truth.channels.output_channels)[:MAP_COUNT]
         self._maps = ErrorMapAccumulator(shown, lead, int(hours[lead]), truth.grid)
 
     def add(self, block: Block) -> None:
-        """Score the forecasts of a block, some lead times and channels at once."""
+        """Add the forecasts of a block, a few lead times and channels at a time."""
         for channels, scores in self._scores[block.variable]:
             forecast = block.forecast[:, :, channels]
             leads = len(forecast)
             step = max(1, STEP_BYTES * leads // (2 * forecast.nbytes))
             for first in range(0, leads, step):
-                own = slice(first, min(first + step, leads))
-                place = slice(block.leads.start + own.start, block.leads.start + own.stop)
+                part = slice(first, min(first + step, leads))
+                scored = slice(block.leads.start + part.start, block.leads.start + part.stop)
                 scores.add(
-                    place,
-                    to_tensor(forecast[own].swapaxes(0, 1)),
-                    to_tensor(block.truth[own, channels]),
-                    (
-                        to_tensor(block.start[:, channels]),
-                        to_tensor(block.climatology[own, channels]),
-                    ),
+                    scored,
+                    to_tensor(forecast[part].swapaxes(0, 1)),
+                    to_tensor(block.truth[part, channels]),
+                    persistence=to_tensor(block.start[:, channels]),
+                    climatology=to_tensor(block.climatology[part, channels]),
                 )
-                scores.end_initial_time(place, self._manager)
+                # A block has one initial time, so that these lead times are complete.
+                scores.end_initial_time(scored, self._manager)
         self._maps.add(block.leads, block.channels.start, block.forecast, block.truth)
 
     def result(self, request: ScoreRequest) -> Scorecard:
-        """What was found.
+        """Return the scorecard of all forecasts that were added.
 
         Raises:
             UserError: a score is not finite.
         """
-        matched, truth = self._aligned, self._aligned.truth
-        found = [
+        aligned = self._aligned
+        truth = aligned.truth
+        results = [
             scores.result(self._manager) for parts in self._scores.values() for _, scores in parts
         ]
         scores = {
-            name: torch.cat([one[name] for one, _ in found], dim=-1).numpy() for name in found[0][0]
+            name: torch.cat([one[name] for one, _ in results], dim=-1).numpy()
+            for name in results[0][0]
         }
         card = Scorecard(
             forecast=redact_secrets(request.forecast),
             truth=", ".join(map(redact_secrets, request.truth)),
-            climatology=redact_secrets(matched.climatology_description),
-            members=matched.forecast.members,
-            initial_times=matched.forecast.initial_times[matched.initial_indices],
-            hours=matched.hours,
+            climatology=redact_secrets(aligned.climatology_description),
+            members=aligned.forecast.members,
+            initial_times=aligned.forecast.initial_times[aligned.initial_indices],
+            hours=aligned.hours,
             channels=truth.channels.output_channels,
             units=tuple(
                 unit_of(truth, channel.variable) for channel in truth.channels.output_channels
@@ -153,7 +160,7 @@ class Scorer:
             longitude=truth.longitude,
             coasts=coasts_of(truth.source),
             scores=scores,
-            spectra=torch.cat([spectra for _, spectra in found], dim=2).numpy(),
+            spectra=torch.cat([spectra for _, spectra in results], dim=2).numpy(),
             bands=tuple(LATITUDE_BANDS),
             maps=tuple(self._maps.result()),
         )
@@ -162,5 +169,5 @@ class Scorer:
 
 
 def to_tensor(fields: Fields) -> Tensor:
-    """On the CPU, in this order of dims."""
+    """Return fields as a contiguous tensor on the CPU, which copies them only if needed."""
     return torch.from_numpy(np.ascontiguousarray(fields))

@@ -1,4 +1,8 @@
-"""Final scores: as numbers for other programs, and as a table for the reader."""
+"""Scores as data: checked, and written as JSON, CSV and tables.
+
+`HeldOutScores` are the RMSE of a run's own model on its test dates; a `Scorecard` has all scores
+of a forecast store.
+"""
 
 import csv
 import io
@@ -19,6 +23,7 @@ from credit_dp.errors import UserError
 from credit_dp.evaluation.maps import Lines, MapGrid
 from credit_dp.evaluation.metrics import SCORE_SOURCES, SPECTRA_SOURCES, ErrorMap
 
+# With line breaks, because a column of the table is as wide as its longest line.
 SOURCE_HEADINGS = {
     "model": "model\n",
     "persistence": "persis-\ntence",
@@ -35,16 +40,18 @@ ZERO_ERROR_QUESTIONS = {
     "persistence": "Does this field change in time?",
     "climatology": "Is this field the same on all its dates?",
 }
-UNLIMITED = 10_000  # columns: more than any table has
+UNLIMITED = 10_000  # characters; wider than any table
 
 
 @final
 @dataclass(frozen=True)
 class HeldOutScores:
-    """Errors of the model and of what it has to beat.
+    """RMSE of the model, persistence and climatology on held-out dates.
 
-    Shapes:
-        rmse `(3, leads, C)`: the sources in the order of `SOURCES`, in each channel's own unit.
+    Attributes:
+        hours: lead times.
+        rmse: `(3, leads, C)`, sources in the order of `SOURCES`, in each channel's unit.
+        samples: number of initial times.
     """
 
     channels: tuple[str, ...]
@@ -57,7 +64,7 @@ class HeldOutScores:
         """Refuse scores that are not finite.
 
         Raises:
-            UserError: names the first variable of which one is NaN or infinite.
+            UserError: names the first channel with a score that is NaN or infinite.
         """
         for s, h, c in np.argwhere(~np.isfinite(self.rmse)):
             source = SOURCES[s]
@@ -67,7 +74,8 @@ class HeldOutScores:
             )
 
     def warnings(self) -> list[str]:
-        """A line for each variable of which persistence or climatology has no error at all."""
+        """Return a line for each channel on which persistence or climatology has zero error."""
+        # Zero error means that the data are suspicious, not that the baseline is good.
         return [
             f"{channel}: the RMSE of {source} is exactly 0 at {self.hours[h]} h. "
             f"{ZERO_ERROR_QUESTIONS[source]}"
@@ -78,7 +86,7 @@ class HeldOutScores:
         ]
 
     def scalars(self) -> dict[str, float]:
-        """Flat names for a tracker: `rmse/geopotential_500/24h/model`."""
+        """Return scores by flat names for loggers: `rmse/geopotential_500/24h/model`."""
         return {
             f"rmse/{channel}/{hours}h/{source}": float(self.rmse[s, h, c])
             for c, channel in enumerate(self.channels)
@@ -87,7 +95,11 @@ class HeldOutScores:
         }
 
     def to_json(self, step: int) -> str:
-        """The same numbers, nested by channel, lead time and source; `step` is the model's."""
+        """Return scores as JSON, nested by channel, lead time and source.
+
+        Args:
+            step: the training step of the model.
+        """
         rmse = {
             channel: {
                 f"{hours}h": {source: float(self.rmse[s, h, c]) for s, source in enumerate(SOURCES)}
@@ -100,20 +112,20 @@ class HeldOutScores:
         return json.dumps(content, indent=2) + "\n"
 
     def tables(self, width: int) -> list[Table]:
-        """One table if it fits into `width` columns, else one for each lead time."""
+        """Return one table if it fits into `width` characters, otherwise one per lead time."""
         leads = range(len(self.hours))
-        whole = self.table(leads)
-        if Console(width=UNLIMITED).measure(whole).maximum <= width:
-            return [whole]
+        table = self.table(leads)
+        if Console(width=UNLIMITED).measure(table).maximum <= width:
+            return [table]
         return [self.table([lead]) for lead in leads]
 
     def table(self, leads: Sequence[int]) -> Table:
-        """One row per channel; for each of these lead times the model beside what it has to beat.
+        """Return a table with one row per channel and all sources for each lead time.
 
-        A narrow screen breaks the unit, never a number of a single lead time.
+        A narrow terminal wraps the unit, never a number of a single lead time.
         """
         title = f"RMSE on held-out dates ({self.samples} initial times)"
-        # Narrow: with two lead times it fits into 80 columns.
+        # Narrow padding: two lead times fit into 80 characters.
         table = Table(title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
         table.add_column("variable", no_wrap=True)
         table.add_column("unit", overflow="fold")
@@ -129,13 +141,14 @@ class HeldOutScores:
 
 
 def three_digits(value: float) -> str:
-    """A number to three significant digits; from a thousand on to whole units, which is shorter."""
+    """Return a number with three significant digits; as an integer from 1000 to a million."""
+    # 1.23e+03 is longer and harder to read than 1234.
     return f"{value:.0f}" if 999.5 <= abs(value) < 1e6 else f"{value:.3g}"
 
 
 Array = NDArray[np.float64]
 CSV_COLUMNS = ("variable", "level", "unit", "lead_hours", "score", "of", "value")
-# What a reader looks at first. Source: Rasp et al. 2024, "WeatherBench 2", its headline scores.
+# Source: Rasp et al. 2024, "WeatherBench 2", headline scores.
 HEADLINE_CHANNELS = (
     Channel("geopotential", 500),
     Channel("temperature", 850),
@@ -152,20 +165,21 @@ MAX_HEADLINES = 6  # channels with curves and spectra
 @final
 @dataclass(frozen=True)
 class Scorecard:
-    """Everything that was found out about a forecast store.
+    """All scores of a forecast store.
 
     Attributes:
-        forecast, truth, climatology: what they are, in words.
-        members: of the ensemble; 1 without.
+        forecast, truth, climatology: their addresses or descriptions.
+        members: number of members; 1 without an ensemble.
         initial_times: `(I,)`.
         hours: lead times.
-        units: one for each channel, empty where the truth gives none.
-        scores: by name, `(sources, leads, C)` each, the sources as in `SOURCES`.
+        units: one for each channel; empty if unknown.
+        latitude, longitude: `(H,)` and `(W,)`, of the truth.
+        coasts: for maps; see `maps.coasts_of`.
+        scores: by name, `(sources, leads, C)` each, sources as in `metrics.SCORE_SOURCES`.
         spectra: `(2, leads, C, K, W // 2 + 1)`, of forecast and truth; in squared units times
             metres.
-        bands: the K bands of latitude by name.
-        maps: of a few channels.
-        coasts: of the planet; see `coasts`.
+        bands: names of the K latitude bands.
+        maps: error maps of a few channels.
     """
 
     forecast: str
@@ -186,69 +200,72 @@ class Scorecard:
 
     @property
     def grid(self) -> MapGrid:
-        """The cells of maps."""
+        """Return the grid of maps."""
         return MapGrid(self.latitude, self.longitude, self.coasts)
 
     def check(self) -> None:
-        """Refuse errors that are not finite; a correlation may be undefined, where nothing varies.
+        """Refuse scores that are not finite, except an ACC that is undefined (zero anomaly).
 
         Raises:
-            UserError: names the first variable of which one is NaN or infinite.
+            UserError: names the first channel with a score that is NaN or infinite.
         """
-        for c, lead, name, of, value in self.iter_scores():
+        for c, lead, name, source, value in self.iter_scores():
             if not math.isfinite(value) and not (name == "acc" and math.isnan(value)):
                 where = {"persistence": self.truth, "truth": self.truth}
                 where |= {"forecast": self.forecast, "climatology": self.climatology}
                 raise UserError(
-                    f"{where[of]}: the {name} of the {of} is {value} for {self.channels[c].name} "
-                    f"at {self.hours[lead]} h. Look at this field, or leave it out of variables=."
+                    f"{where[source]}: the {name} of the {source} is {value} for "
+                    f"{self.channels[c].name} at {self.hours[lead]} h. Look at this field, or "
+                    "leave it out of variables=."
                 )
 
     def warnings(self) -> list[str]:
-        """A line for each channel of which persistence or climatology has no error at all."""
-        zero = {
-            (
-                c,
-                of,
-            ): f"{self.channels[c].name}: the RMSE of {of} is exactly 0. {ZERO_ERROR_QUESTIONS[of]}"
-            for c, lead, name, of, value in self.iter_scores()
-            if name == "rmse" and value == 0 and of in ZERO_ERROR_QUESTIONS and self.hours[lead] > 0
-        }
-        return list(zero.values())
+        """Return a line for each channel on which persistence or climatology has zero error."""
+        lines = {}
+        for c, lead, name, source, value in self.iter_scores():
+            if name != "rmse" or value != 0 or source not in ZERO_ERROR_QUESTIONS:
+                continue
+            if self.hours[lead] > 0:  # at lead time 0 persistence is the truth itself
+                lines[c, source] = (
+                    f"{self.channels[c].name}: the RMSE of {source} is exactly 0. "
+                    f"{ZERO_ERROR_QUESTIONS[source]}"
+                )
+        return list(lines.values())
 
     def iter_scores(self) -> Iterator[tuple[int, int, str, str, float]]:
-        """Channel, lead, score, source and value of each number."""
+        """Yield channel index, lead index, score, source and value of each score."""
         for c in range(len(self.channels)):
             for lead in range(len(self.hours)):
                 for name, values in self.scores.items():
-                    for source, of in enumerate(SCORE_SOURCES[name]):
-                        yield c, lead, name, of, float(values[source, lead, c])
+                    for s, source in enumerate(SCORE_SOURCES[name]):
+                        yield c, lead, name, source, float(values[s, lead, c])
 
     def to_csv(self) -> str:
-        """One line for each number; no value where it is not defined."""
+        """Return CSV with one line for each score; undefined values are empty."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(CSV_COLUMNS)
-        for c, lead, name, of, value in self.iter_scores():
+        for c, lead, name, source, value in self.iter_scores():
             channel = self.channels[c]
             level = "" if channel.level is None else channel.level
             number = repr(value) if math.isfinite(value) else ""
             unit = "1" if name == "acc" else self.units[c]
-            writer.writerow((channel.variable, level, unit, self.hours[lead], name, of, number))
+            writer.writerow((channel.variable, level, unit, self.hours[lead], name, source, number))
         return text.getvalue()
 
     def to_json(self) -> str:
-        """The same, nested by channel, score, lead time and source, with what was scored."""
+        """Return scores as JSON, nested by channel, score, lead time and source, with metadata."""
         nested: dict[str, dict[str, dict[str, dict[str, float | None]]]] = {}
-        for c, lead, name, of, value in self.iter_scores():
-            of_channel = nested.setdefault(self.channels[c].name, {})
-            of_lead = of_channel.setdefault(name, {}).setdefault(f"{self.hours[lead]}h", {})
-            of_lead[of] = value if math.isfinite(value) else None
+        for c, lead, name, source, value in self.iter_scores():
+            by_score = nested.setdefault(self.channels[c].name, {})
+            by_source = by_score.setdefault(name, {}).setdefault(f"{self.hours[lead]}h", {})
+            # JSON has no NaN: undefined is null.
+            by_source[source] = value if math.isfinite(value) else None
         content = {**self.metadata(), "scores": nested}
         return json.dumps(content, indent=2, allow_nan=False) + "\n"
 
     def metadata(self) -> dict[str, object]:
-        """What was scored."""
+        """Return stores, times, grid and units, for JSON."""
         names = [channel.name for channel in self.channels]
         return {
             "forecast": self.forecast,
@@ -262,7 +279,7 @@ class Scorecard:
         }
 
     def spectra_csv(self) -> str:
-        """The spectra of the channels that are shown, one line for each wavenumber."""
+        """Return the spectra of the headline channels as CSV, one line for each wavenumber."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(("variable", "level", "lead_hours", "band", "wavenumber", *SPECTRA_SOURCES))
@@ -278,7 +295,7 @@ class Scorecard:
 
 
 def headline_indices(channels: tuple[Channel, ...]) -> list[int]:
-    """The places of a few channels to show: those that are known best, then the first others."""
+    """Return the indices of the channels to plot: the headline channels, then the first others."""
     known = [channels.index(channel) for channel in HEADLINE_CHANNELS if channel in channels]
-    others = [place for place in range(len(channels)) if place not in known]
+    others = [index for index in range(len(channels)) if index not in known]
     return sorted((known + others)[:MAX_HEADLINES])

@@ -1,1 +1,5 @@
-"""A trained model as one plain file, and back as a model between physical fields."""
+"""Export a trained model to one safetensors file with a model card, and load it to forecast.
+
+`file` reads and writes the tensors and metadata, `card` writes the model card, `forecaster` wraps
+the model so that it takes and returns fields in physical units, `load` is `credit_dp.load`.
+"""

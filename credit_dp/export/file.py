@@ -1,4 +1,9 @@
-"""A trained model as one file: its tensors, and everything needed to use them."""
+"""A trained model with everything needed to use it: read from a file or checkpoint, and written.
+
+`ModelMetadata` describes the model, its channels and their statistics; `TrainedModel` adds the
+tensors. `read_trained` reads both from an exported file, a checkpoint or a run's folder, and
+`write_safetensors` writes them.
+"""
 
 import json
 import os
@@ -26,30 +31,33 @@ from credit_dp.training.shards import check_shards, read_shards, read_tensor_met
 from credit_dp.training.state import AVERAGE_PREFIX, MODEL_PREFIX, STATIC_KEY, VALID_KEY
 
 FORMAT = "credit_dp model 1"
-OPTIONAL_FIELDS = ("diagnostic", "variables")  # not in all files of this format
-MAX_STEP_HOURS = 10**6  # hours: a step that any clock can add
-# What text or numbers that are not what they should be end in.
+OPTIONAL_FIELDS = ("diagnostic", "variables")  # missing in older files of this format
+MAX_STEP_HOURS = 10**6  # larger steps can overflow datetime64[ns]
+# The errors that damaged metadata can cause.
 METADATA_ERRORS = (AttributeError, KeyError, TypeError, ValueError, RecursionError, UserError)
 
 
 @final
 @dataclass(frozen=True)
 class ModelMetadata:
-    """Which model it is, and what its channels mean.
+    """The model's config, channels, grid and statistics.
 
     Attributes:
-        kind, keys: of the model's config.
-        config: of the run, as YAML.
-        channels: (variable, level or None) of all that comes out, in order: states first.
-        units: of these, as far as they are known.
+        kind, keys: name and keys of the model's config.
+        config: the run's config, as YAML.
+        channels: (variable, level or None) of all outputs, in order: states first.
+        units: of the channels; empty if unknown.
         forcing, static: further inputs, in order.
+        frames: number of input states.
+        residual: whether the network predicts the change over a step.
+        step_hours: the model's step.
         latitude, longitude: of rows and columns, in degrees.
         statistics: by the names of `Statistics`, in the store's units.
-        step, seed: of the training: how many steps, and what it was drawn from.
-        versions: what it was trained with.
-        diagnostic: how many of the channels, the last ones, never go in.
-        variables: what is done to the values of each variable, where that is not the default, by
-            the names of `VariableConfig`.
+        step, seed: optimiser steps and seed of the training.
+        versions: of the libraries used for training.
+        diagnostic: number of channels, at the end, that are outputs but no inputs.
+        variables: settings of variables that differ from the default, by the names of
+            `VariableConfig`.
     """
 
     kind: str
@@ -73,74 +81,76 @@ class ModelMetadata:
 
     @property
     def states(self) -> int:
-        """How many channels a state has: those that come out and go in again."""
+        """Return the number of channels of a state, which are both outputs and inputs."""
         return len(self.channels) - self.diagnostic
 
     @property
     def outputs(self) -> list[str]:
-        """What comes out, `geopotential_500` or `2m_temperature`."""
+        """Return the names of the outputs, such as `geopotential_500` or `2m_temperature`."""
         return [Channel(variable, level).name for variable, level in self.channels]
 
     @property
     def inputs(self) -> list[str]:
-        """What goes into the network: states, the oldest first, then forcing and static fields."""
-        ages = [self.step_hours * back for back in reversed(range(self.frames))]
+        """Return the names of the network's inputs: states, oldest first, forcing, static."""
+        ages = [self.step_hours * age for age in reversed(range(self.frames))]
         names = self.outputs[: self.states]
         states = [name if age == 0 else f"{name} -{age}h" for age in ages for name in names]
         return [*states, *self.forcing, *self.static]
 
     @property
     def external_forcing(self) -> list[str]:
-        """The forcings that can't be computed from the time."""
+        """Return the forcings that can't be computed from the time."""
         return [name for name in self.forcing if name not in COMPUTED_FORCINGS]
 
     @property
     def variable_configs(self) -> dict[str, VariableConfig]:
-        """What is done to the values of the variables that are not as by default."""
+        """Return the configs of variables that differ from the default."""
         return {name: VariableConfig(**keys) for name, keys in self.variables.items()}
 
     @property
     def statistics_arrays(self) -> Statistics:
-        """The statistics as arrays."""
+        """Return the statistics as arrays."""
         arrays = {name: np.array(values, float) for name, values in self.statistics.items()}
         return Statistics(**arrays)
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Rows and columns."""
+        """Return the number of rows and columns."""
         return len(self.latitude), len(self.longitude)
 
     def __post_init__(self) -> None:
-        for each in fields(self):
-            kind = get_origin(each.type) or each.type
-            if isinstance(kind, type) and type(getattr(self, each.name)) is not kind:
-                raise TypeError(f"{each.name} is no {kind.__name__}")
+        # The values come from a file that anybody may have written: check them all.
+        for entry in fields(self):
+            kind = get_origin(entry.type) or entry.type
+            if isinstance(kind, type) and type(getattr(self, entry.name)) is not kind:
+                raise TypeError(f"{entry.name} is not of type {kind.__name__}")
         names = [variable for variable, _ in self.channels]
         if not all(type(t) is str for t in (*names, *self.units, *self.forcing, *self.static)):
-            raise TypeError("a name or a unit is no text")
+            raise TypeError("a name or a unit is not a string")
         if not np.isfinite(np.array([*self.latitude, *self.longitude], float)).all():
-            raise ValueError("a latitude or longitude is no number")
+            raise ValueError("a latitude or longitude is not finite")
         for name, variable in self.variable_configs.items():
             variable.check(f"data.variables.{name}")
         if not 0 <= self.diagnostic < max(1, len(self.channels)):
             raise ValueError("diagnostic is out of range")
         if self.frames < 1 or not 1 <= self.step_hours <= MAX_STEP_HOURS:
             raise ValueError("frames or step_hours is out of range")
-        lengths = {len(self.channels), len(self.units), *map(len, self._of_channels())}
+        lengths = {len(self.channels), len(self.units), *map(len, self._channel_statistics())}
         if len(lengths) > 1:
-            raise ValueError("channels, units and statistics are not equally many")
+            raise ValueError("the numbers of channels, units and statistics differ")
         if len(self.forcing) != len(self.statistics_arrays.forcing_mean):
-            raise ValueError("forcing and its statistics are not equally many")
+            raise ValueError("the numbers of forcings and of their statistics differ")
         if len(self.static) != len(self.statistics_arrays.static_mean):
-            raise ValueError("static fields and their statistics are not equally many")
+            raise ValueError("the numbers of static fields and of their statistics differ")
 
-    def _of_channels(self) -> list[NDArray[np.float64]]:
-        moments = self.statistics_arrays
-        return [moments.mean, moments.std, moments.tendency_std]
+    def _channel_statistics(self) -> list[NDArray[np.float64]]:
+        statistics = self.statistics_arrays
+        return [statistics.mean, statistics.std, statistics.tendency_std]
 
     def to_texts(self) -> dict[str, str]:
-        """All of it as the text that a safetensors file may carry; JSON where it is no text."""
-        known = {
+        """Return the metadata of a safetensors file, which is text; other values as JSON."""
+        # Names and units of channels are redundant, for people and other programs.
+        entries = {
             "format": FORMAT,
             "inputs": self.inputs,
             "outputs": self.outputs,
@@ -149,41 +159,43 @@ class ModelMetadata:
         }
         return {
             name: value if isinstance(value, str) else json.dumps(value)
-            for name, value in known.items()
+            for name, value in entries.items()
         }
 
     @classmethod
     def from_texts(cls, where: str, texts: Mapping[str, str]) -> "ModelMetadata":
-        """Read what `texts` made.
+        """Return the metadata from the texts of `to_texts`.
 
         Raises:
-            UserError: it is not there, or is not what it should be.
+            UserError: an entry is missing or invalid.
         """
         if texts.get("format") != FORMAT:
             raise UserError(f"{where}: is not a model that this program exported ({FORMAT}).")
         try:
-            read: dict[str, Any] = {
-                each.name: texts[each.name] if each.type is str else json.loads(texts[each.name])
-                for each in fields(cls)
-                if each.name in texts or each.name not in OPTIONAL_FIELDS
+            entries: dict[str, Any] = {
+                entry.name: (
+                    texts[entry.name] if entry.type is str else json.loads(texts[entry.name])
+                )
+                for entry in fields(cls)
+                if entry.name in texts or entry.name not in OPTIONAL_FIELDS
             }
-            return cls(**read)
+            return cls(**entries)
         except METADATA_ERRORS as error:
             raise UserError(f"{where}: has metadata that can't be read ({error!r}).") from error
 
     @classmethod
-    def from_checkpoint(cls, where: str, numbers: Mapping[str, Any]) -> "ModelMetadata":
-        """What a checkpoint's `state.json` says.
+    def from_checkpoint(cls, where: str, state: Mapping[str, Any]) -> "ModelMetadata":
+        """Return the metadata from a checkpoint's `state.json`.
 
         Raises:
-            UserError: it does not say all of it.
+            UserError: an entry is missing or invalid.
         """
-        data = numbers["data"]
+        data = state["data"]
         try:
             return cls(
                 kind=data["model"]["kind"],
                 keys=data["model"]["keys"],
-                config=numbers["config"],
+                config=state["config"],
                 **data["fields"],
                 forcing=data["data.forcing"],
                 static=data["data.static"],
@@ -191,18 +203,18 @@ class ModelMetadata:
                 residual=data["model.residual"],
                 step_hours=int(data["data.step"].removesuffix("h")),
                 statistics=data["statistics"],
-                step=numbers["step"],
-                seed=numbers["seed"],
-                versions=numbers["versions"],
+                step=state["step"],
+                seed=state["seed"],
+                versions=state["versions"],
             )
         except METADATA_ERRORS as error:
             raise UserError(
-                f"{where}: does not say what its use without the data needs ({error!r}). "
-                "Go on with it for a step, with resume, to have it written anew."
+                f"{where}: lacks what is needed to use it without the data ({error!r}). Resume "
+                "the run for one step to write a new checkpoint."
             ) from error
 
 
-KEY = "checkpoint"  # what lines about one begin with
+KEY = "checkpoint"  # prefix of error messages
 # No module or parameter has names like these.
 STATIC_TENSOR = "credit_dp.static"
 VALID_TENSOR = "credit_dp.valid"
@@ -211,11 +223,12 @@ VALID_TENSOR = "credit_dp.valid"
 @final
 @dataclass(frozen=True)
 class TrainedModel:
-    """A trained model.
+    """A trained model: metadata and tensors.
 
-    Shapes:
-        static `(S, H, W)`, in the store's units; valid `(channels out, H, W)`, not zero where there
-        are values, or None: everywhere.
+    Attributes:
+        weights: the model's tensors by name, averaged ones if weights were averaged.
+        static: static fields, `(S, H, W)`, in the store's units.
+        valid: `(outputs, H, W)`, nonzero on points with values; None: everywhere.
     """
 
     metadata: ModelMetadata
@@ -225,22 +238,22 @@ class TrainedModel:
 
 
 def read_trained(path: str) -> TrainedModel:
-    """Read an exported file, a checkpoint, or the newest checkpoint of a run; needs no ranks.
+    """Read an exported file, a checkpoint, or the newest checkpoint of a run, in one process.
 
     Raises:
-        UserError: there is none, or it can't be read.
+        UserError: there is no model, or it can't be read.
     """
-    place = existing_path(path)
-    if place is not None and place.is_file():
-        return read_safetensors(place)
+    existing = existing_path(path)
+    if existing is not None and existing.is_file():
+        return read_safetensors(existing)
     return read_checkpoint(checkpoint_at(path))
 
 
 def checkpoint_at(path: str) -> Path:
-    """The checkpoint in a folder, in that of a run, or of this path.
+    """Return the folder of a checkpoint, given itself or the folder of its run.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no checkpoint.
     """
     if existing_path(path) is None:
         raise UserError(
@@ -251,77 +264,87 @@ def checkpoint_at(path: str) -> Path:
 
 
 def read_checkpoint(path: Path) -> TrainedModel:
-    """Read what all ranks of a run have written.
+    """Read a checkpoint: the shards of all ranks as complete tensors.
 
     Raises:
-        UserError: it can't be read, or says too little.
+        UserError: it can't be read, or lacks metadata.
     """
-    numbers = read_metadata(KEY, path)
-    contents = ModelMetadata.from_checkpoint(str(path), numbers)
-    shapes = {name: tuple(shape) for name, shape in numbers["tensors"].items()}
+    state = read_metadata(KEY, path)
+    metadata = ModelMetadata.from_checkpoint(str(path), state)
+    shapes = {name: tuple(shape) for name, shape in state["tensors"].items()}
     check_shards(KEY, path, shapes)
-    held = read_tensor_metadata(KEY, path)
-    room = {
-        name: torch.empty(shape, dtype=held[name].properties.dtype)
+    stored = read_tensor_metadata(KEY, path)
+    # Only what a forecast needs: the state of the optimiser is left in the files.
+    tensors = {
+        name: torch.empty(shape, dtype=stored[name].properties.dtype)
         for name, shape in shapes.items()
         if name.startswith((MODEL_PREFIX, AVERAGE_PREFIX)) or name in (STATIC_KEY, VALID_KEY)
     }
-    read_shards(KEY, path, room, together=False)
-    if contents.static and STATIC_KEY not in room:
+    read_shards(KEY, path, tensors, collective=False)  # one process: no collectives
+    if metadata.static and STATIC_KEY not in tensors:
         raise UserError(f"{path}: has no static fields, which the model needs.")
-    static = room.pop(STATIC_KEY, torch.empty(0, *contents.grid))
-    valid = room.pop(VALID_KEY, None)
-    check_fields(str(path), contents, static, valid)
+    static = tensors.pop(STATIC_KEY, torch.empty(0, *metadata.grid))
+    valid = tensors.pop(VALID_KEY, None)
+    check_fields(str(path), metadata, static, valid)
     weights = {
-        n.removeprefix(MODEL_PREFIX): x for n, x in room.items() if n.startswith(MODEL_PREFIX)
+        name.removeprefix(MODEL_PREFIX): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(MODEL_PREFIX)
     }
-    # Where weights were averaged, the averages are what forecasts are made with.
+    # If weights were averaged, forecasts are made with the averages.
     weights |= {
-        n.removeprefix(AVERAGE_PREFIX): x for n, x in room.items() if n.startswith(AVERAGE_PREFIX)
+        name.removeprefix(AVERAGE_PREFIX): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(AVERAGE_PREFIX)
     }
-    return TrainedModel(contents, weights, static, valid)
+    return TrainedModel(metadata, weights, static, valid)
 
 
 def read_safetensors(path: Path) -> TrainedModel:
-    """Read what `write_safetensors` wrote.
+    """Read a file of `write_safetensors`.
 
     Raises:
-        UserError: it can't be read, or is of something else.
+        UserError: it can't be read, or was not exported by this program.
     """
     try:
         with safe_open(str(path), framework="pt") as file:
             texts = file.metadata() or {}
+            # `safe_open` has keys(), but can't be iterated.
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise UserError(f"{path}: is not a readable safetensors file ({error}).") from error
-    contents = ModelMetadata.from_texts(str(path), texts)
-    static = tensors.pop(STATIC_TENSOR, torch.empty(0, *contents.grid))
+    metadata = ModelMetadata.from_texts(str(path), texts)
+    static = tensors.pop(STATIC_TENSOR, torch.empty(0, *metadata.grid))
     valid = tensors.pop(VALID_TENSOR, None)
-    check_fields(str(path), contents, static, valid)
-    return TrainedModel(contents, tensors, static, valid)
+    check_fields(str(path), metadata, static, valid)
+    return TrainedModel(metadata, tensors, static, valid)
 
 
-def check_fields(where: str, contents: ModelMetadata, static: Tensor, valid: Tensor | None) -> None:
-    """Refuse static fields that are not those which the model needs, or points of another grid."""
-    wanted = (len(contents.static), *contents.grid)
-    if tuple(static.shape) != wanted:
+def check_fields(where: str, metadata: ModelMetadata, static: Tensor, valid: Tensor | None) -> None:
+    """Check the shapes of static fields and of the mask of points with values.
+
+    Raises:
+        UserError: a shape is not that of the model's channels and grid.
+    """
+    expected = (len(metadata.static), *metadata.grid)
+    if tuple(static.shape) != expected:
         raise UserError(
             f"{where}: has static fields of shape {tuple(static.shape)}, but its model needs "
-            f"{wanted}."
+            f"{expected}."
         )
-    wanted = (len(contents.channels), *contents.grid)
-    if valid is not None and tuple(valid.shape) != wanted:
+    expected = (len(metadata.channels), *metadata.grid)
+    if valid is not None and tuple(valid.shape) != expected:
         raise UserError(
-            f"{where}: says where there are values in the shape {tuple(valid.shape)}, but its "
-            f"model needs {wanted}."
+            f"{where}: has a mask of valid points of shape {tuple(valid.shape)}, but its model "
+            f"needs {expected}."
         )
 
 
 def write_safetensors(trained: TrainedModel, path: Path) -> None:
-    """Write one plain safetensors file, whole or not at all.
+    """Write one safetensors file atomically.
 
     Raises:
-        UserError: it could not be written.
+        UserError: the file can't be written.
     """
     tensors = {**trained.weights, STATIC_TENSOR: trained.static}
     if trained.valid is not None:
@@ -331,14 +354,15 @@ def write_safetensors(trained: TrainedModel, path: Path) -> None:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file whole, or leave what is there.
+    """Write a file atomically: an existing file is replaced only by a complete one.
 
     Raises:
-        UserError: it could not be written.
+        UserError: the file can't be written.
     """
     temporary = temporary_file(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        # Content on disk before the name: after a crash there is the old file or the new one.
         with temporary.open("wb") as file:
             file.write(content)
             file.flush()

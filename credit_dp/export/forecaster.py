@@ -1,4 +1,7 @@
-"""A trained model on one device: from physical fields to physical fields, one step later."""
+"""A trained model on one device that takes and returns fields in physical units.
+
+`Forecaster.forward` makes one step: normalise states and forcing, run the network, denormalise.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import final
@@ -24,14 +27,13 @@ UNNORMALISED = VariableConfig(normalise="none")
 
 @final
 class ChannelNormaliser:
-    """Normalises some channels and undoes it, as for training; gradients go through both.
+    """Normalises and denormalises channels as in training; differentiable.
 
     Args:
         names: the variable of each channel.
-        variables: what is done to each variable, where that is not the default.
-        statistics: of the training.
-        prefix: of the statistics of these channels: none for what comes out, `forcing_` or
-            `static_`.
+        variables: configs of variables that differ from the default.
+        statistics: of the training data.
+        prefix: prefix of these channels in `statistics`: "" for outputs, `forcing_` or `static_`.
     """
 
     def __init__(
@@ -41,6 +43,7 @@ class ChannelNormaliser:
         statistics: Statistics,
         prefix: str = "",
     ) -> None:
+        # Computed fields such as sines of the time are of order one already.
         computed = dict.fromkeys([*COMPUTED_FORCINGS, *COMPUTED_STATICS], UNNORMALISED)
         self._names = names
         self._variables = {**variables, **computed}
@@ -48,37 +51,39 @@ class ChannelNormaliser:
         self._scales: dict[tuple[torch.dtype, torch.device], ChannelScaler] = {}
 
     def scales(self, like: Tensor) -> ChannelScaler:
-        """Shift, scale and fill of each channel, with the dtype and on the device of `like`."""
+        """Return shift, scale and fill of each channel, cached by dtype and device of `like`."""
         key = (like.dtype, like.device)
         if key not in self._scales:
             self._scales[key] = ChannelScaler(self._names, self._variables, self._extent, *key)
         return self._scales[key]
 
     def normalise(self, values: Tensor, like: Tensor, valid: Tensor | None = None) -> Tensor:
-        """The first channels in the data's units -> normalised, as `like`.
+        """Return the first channels normalised, with dtype and device of `like`.
 
-        What is NaN, or not valid, becomes the variable's fill, if it has one.
+        Values that are NaN or not valid become the variable's fill, if it has one.
 
         Shapes:
             values `(..., c, H, W)`, valid `(C, H, W)` -> `(..., c, H, W)`.
         """
-        scales, values = self.scales(like), values.to(like)
+        scales = self.scales(like)
+        values = values.to(like)
         count = values.shape[-3]
         configs = [self._variables.get(name) or VariableConfig() for name in self._names[:count]]
         if any(config.log1p_scale > 0 for config in configs):
             parts = zip(values.unbind(-3), configs, strict=True)
             values = torch.stack([apply_transform_tensor(*part) for part in parts], dim=-3)
+        # Fewer channels than the scales have are allowed: states are the first of the outputs.
         values = (values - scales.shift[:count]) / scales.scale[:count]
-        filled = torch.tensor([config.fill is not None for config in configs]).to(values.device)
-        if not filled.any():
+        has_fill = torch.tensor([config.fill is not None for config in configs]).to(values.device)
+        if not has_fill.any():
             return values
-        there = ~values.isnan()
+        present = ~values.isnan()
         if valid is not None:
-            there = there & valid[:count].to(values.device)
-        return torch.where(there | ~filled[:, None, None], values, scales.fills[:count])
+            present = present & valid[:count].to(values.device)
+        return torch.where(present | ~has_fill[:, None, None], values, scales.fills[:count])
 
     def denormalise(self, values: Tensor, valid: Tensor | None = None) -> Tensor:
-        """The first channels, normalised -> in the data's units, NaN where not valid."""
+        """Return the first channels in the data's units, NaN on points that are not valid."""
         return self.scales(values).denormalise(values, valid)
 
 
@@ -87,27 +92,27 @@ Times = Sequence[np.datetime64] | np.ndarray
 
 @final
 class Forecaster(nn.Module):
-    """Takes the weather at one time, or at several that are a step apart, one step on.
+    """A trained model that forecasts one step from one state, or from several a step apart.
 
     Shapes:
         fields `(B, frames * states, H, W)`, the oldest state first; times `(B,)`, in UTC, of the
-        newest state; forcing `(B, len(self.forcing), H, W)`, if there is any ->
+        newest state; forcing `(B, len(self.forcing), H, W)`, if the model needs any ->
         `(B, len(self.variables), H, W)`.
 
     Units:
-        of the data that it was trained on, see `units`; rows from north to south. What has no
-        values on some points, such as a sea surface temperature, is NaN there, in and out.
+        Those of the training data, see `units`; rows from north to south. Variables without values
+        on some points, such as a sea surface temperature, are NaN there, in inputs and outputs.
 
     Attributes:
-        variables: the channels that come out, in order.
-        states: how many of them, the first ones, are a state that goes in again.
-        units: of each.
+        variables: names of the output channels, in order.
+        states: number of the first output channels that are the state, and inputs again.
+        units: of each output channel.
         latitude, longitude: `(H,)` and `(W,)`, in degrees.
-        step: from one state to the next.
-        frames: states that go in.
-        forcing: inputs besides, at the time of the newest state; those that follow from the time
-            alone are computed.
-        config: of the run that trained it, as YAML.
+        step: time between two states.
+        frames: number of input states.
+        forcing: names of forcings that the caller gives, at the time of the newest state; those
+            that depend on time and position alone are computed.
+        config: of the run that trained the model, as YAML.
     """
 
     tendency_scale: Tensor
@@ -116,41 +121,47 @@ class Forecaster(nn.Module):
 
     def __init__(self, model: nn.Module, trained: TrainedModel) -> None:
         super().__init__()
-        contents = trained.metadata
+        metadata = trained.metadata
         self.model = model
-        self.variables = tuple(contents.outputs)
-        self.states = contents.states
-        self.units = tuple(contents.units)
-        self.latitude = np.array(contents.latitude)
-        self.longitude = np.array(contents.longitude)
-        self.step = np.timedelta64(contents.step_hours, "h")
-        self.frames = contents.frames
-        self.forcing = tuple(contents.external_forcing)
-        self.config = contents.config
-        self.metadata = contents
+        self.variables = tuple(metadata.outputs)
+        self.states = metadata.states
+        self.units = tuple(metadata.units)
+        self.latitude = np.array(metadata.latitude)
+        self.longitude = np.array(metadata.longitude)
+        self.step = np.timedelta64(metadata.step_hours, "h")
+        self.frames = metadata.frames
+        self.forcing = tuple(metadata.external_forcing)
+        self.config = metadata.config
+        self.metadata = metadata
         self._register_normalisation(trained)
 
     def _register_normalisation(self, trained: TrainedModel) -> None:
-        """Hold what normalises, in the model's type, where it moves with the model."""
-        contents, like = trained.metadata, torch.zeros((), dtype=_compute_dtype(trained))
-        moments, treated = contents.statistics_arrays, contents.variable_configs
-        out = [variable for variable, _ in contents.channels]
-        self._output_normaliser = ChannelNormaliser(out, treated, moments)
-        self._forcing_normaliser = ChannelNormaliser(contents.forcing, treated, moments, "forcing_")
-        scale = self._output_normaliser.scales(like).divide_by_scale(moments.tendency_std)[
-            : contents.states
-        ]
-        self.register_buffer("tendency_scale", scale, persistent=False)
-        units = ChannelNormaliser(contents.static, treated, moments, "static_")
-        self.register_buffer("static", units.normalise(trained.static, like), persistent=False)
+        """Create the normalisers, and buffers in the model's dtype."""
+        metadata = trained.metadata
+        like = torch.zeros((), dtype=_compute_dtype(trained))
+        statistics = metadata.statistics_arrays
+        configs = metadata.variable_configs
+        out = [variable for variable, _ in metadata.channels]
+        self._output_normaliser = ChannelNormaliser(out, configs, statistics)
+        self._forcing_normaliser = ChannelNormaliser(
+            metadata.forcing, configs, statistics, "forcing_"
+        )
+        scales = self._output_normaliser.scales(like)
+        tendency_scale = scales.divide_by_scale(statistics.tendency_std)[: metadata.states]
+        static_normaliser = ChannelNormaliser(metadata.static, configs, statistics, "static_")
+        static = static_normaliser.normalise(trained.static, like)
+        # Buffers move with the model; not persistent, so that its state dict has weights only.
+        self.register_buffer("tendency_scale", tendency_scale, persistent=False)
+        self.register_buffer("static", static, persistent=False)
         valid = None if trained.valid is None else trained.valid.bool()
         self.register_buffer("valid", valid, persistent=False)
 
     @property
     def mean(self) -> Tensor:
-        """The state to start from where there is none: of each channel its mean, in its unit.
+        """Return the mean state of the training dates, in physical units, as a state to start from.
 
-        That of the training dates at points with values, of `log1p` where that is taken.
+        Over points with values; for log-transformed variables the mean of the logarithm,
+        transformed back.
 
         Shapes:
             `(states, 1, 1)`.
@@ -165,126 +176,135 @@ class Forecaster(nn.Module):
         steps: int,
         forcing: Callable[[np.ndarray], Tensor] | None = None,
     ) -> Iterator[Tensor]:
-        """Yield the fields after each of some steps, each made from those before.
+        """Yield the fields after each of several steps.
 
-        All `variables` are yielded, of which only the states go in again; of several frames, the
-        oldest is dropped.
+        All `variables` are yielded, but only the states are inputs of the next step; with several
+        frames the oldest one is dropped.
 
         Args:
             fields, times: see the class.
-            steps: how many.
-            forcing: returns `self.forcing` at times `(B,)`, if there is any.
+            steps: number of steps.
+            forcing: returns `self.forcing` at times `(B,)`; needed if the model has any.
 
         Raises:
             UserError: as in `forward`.
         """
-        moments = _to_datetime64(times)
+        valid_times = _to_datetime64(times)
         for _ in range(steps):
-            later = self(fields, moments, None if forcing is None else forcing(moments))
-            yield later
-            fields = torch.cat([fields, later[:, : self.states]], dim=1)[:, self.states :]
-            moments = moments + self.step
+            output = self(fields, valid_times, None if forcing is None else forcing(valid_times))
+            yield output
+            # Append the new state, drop the oldest.
+            fields = torch.cat([fields, output[:, : self.states]], dim=1)[:, self.states :]
+            valid_times = valid_times + self.step
 
     def forward(self, fields: Tensor, times: Times, forcing: Tensor | None = None) -> Tensor:
-        """The fields one `step` after `times`; for several steps see `rollout`.
+        """Return the fields one `step` after `times`; for several steps see `rollout`.
 
         Raises:
-            UserError: a shape or a type is not as needed.
+            UserError: a shape or a type is invalid.
         """
-        moments = _to_datetime64(times)
-        given = self._checked_forcing(fields, moments, forcing)
-        shape = (len(moments), self.frames, self.states, *self.metadata.grid)
-        now = self._output_normaliser.normalise(
+        dates = _to_datetime64(times)
+        external = self._checked_forcing(fields, dates, forcing)
+        shape = (len(dates), self.frames, self.states, *self.metadata.grid)
+        states = self._output_normaliser.normalise(
             fields.reshape(shape), self.static, self.valid
         ).flatten(1, 2)
         step = ForecastStep(self.model, self.tendency_scale, self.metadata.residual)
-        static = self.static.expand(len(now), -1, -1, -1)
-        later = step(now, self._normalised_forcing(moments, given), static)
-        return self._output_normaliser.denormalise(later, self.valid)
+        static = self.static.expand(len(states), -1, -1, -1)
+        output = step(states, self._normalised_forcing(dates, external), static)
+        return self._output_normaliser.denormalise(output, self.valid)
 
-    def _normalised_forcing(self, times: np.ndarray, given: Tensor) -> Tensor:
-        """Normalised forcings, in the model's order."""
-        found = []
+    def _normalised_forcing(self, times: np.ndarray, external: Tensor) -> Tensor:
+        """Return normalised forcings in the model's order, `(B, F, H, W)`."""
+        forcings = []
         for name in self.metadata.forcing:
             if name in COMPUTED_FORCINGS:
-                # As the store gives them: rounded to single precision.
+                # In single precision first, as a store gives them in training.
                 values = COMPUTED_FORCINGS[name](times, self.latitude, self.longitude).astype(
                     np.float32
                 )
                 field = torch.from_numpy(values).to(self.static)
             else:
-                field = given[:, self.forcing.index(name)].to(self.static)
-            found.append(field)
-        if not found:
+                field = external[:, self.forcing.index(name)].to(self.static)
+            forcings.append(field)
+        if not forcings:
             return self.static.new_empty(len(times), 0, *self.metadata.grid)
-        return self._forcing_normaliser.normalise(torch.stack(found, dim=1), self.static)
+        return self._forcing_normaliser.normalise(torch.stack(forcings, dim=1), self.static)
 
     def _checked_forcing(self, fields: Tensor, times: np.ndarray, forcing: Tensor | None) -> Tensor:
-        """The forcing, empty if there is none; refuse what does not fit."""
-        states, out, grid = self.frames * self.states, len(self.variables), self.metadata.grid
+        """Check fields and forcing, and return the forcing, with no channels if there is none.
+
+        Raises:
+            UserError: a shape or a type is invalid.
+        """
+        states = self.frames * self.states
+        out = len(self.variables)
+        grid = self.metadata.grid
         each = "the states" if self.frames == 1 else f"{self.frames} x {self.states} states"
         hint = ""
+        # The usual mistake: the output of a step is given as input, with diagnostic channels.
         if states != _channel_count(fields) in (out, states - self.states + out):
             hint = (
-                f" The last {out - self.states} of what comes out do not go in again: leave them "
-                "out, with fields[:, : model.states], or use model.rollout."
+                f" The last {out - self.states} output channels are no inputs: leave them out, "
+                "with fields[:, : model.states], or use model.rollout."
             )
-        wanted = (len(times), states, *grid)
-        _check_tensor("fields", fields, wanted, f"{states} channels ({each})", hint)
+        expected = (len(times), states, *grid)
+        _check_tensor("fields", fields, expected, f"{states} channels ({each})", hint)
         count = len(self.forcing)
         if forcing is None and count:
             raise UserError(
                 f"forcing: this model needs {', '.join(self.forcing)} as the third argument, got "
                 "none."
             )
-        given = fields.new_empty(len(times), 0, *grid) if forcing is None else forcing
+        external = fields.new_empty(len(times), 0, *grid) if forcing is None else forcing
         names = f" ({', '.join(self.forcing)})" if count else ""
-        what = f"{count} channel{'s' if count != 1 else ''}{names}"
-        _check_tensor("forcing", given, (len(times), count, *grid), what)
-        return given
+        channels = f"{count} channel{'s' if count != 1 else ''}{names}"
+        _check_tensor("forcing", external, (len(times), count, *grid), channels)
+        return external
 
 
 def _to_datetime64(times: Times) -> np.ndarray:
-    """`(B,)` datetime64[ns].
+    """Return times as `(B,)` datetime64[ns].
 
     Raises:
-        UserError: they are no dates.
+        UserError: they are not dates.
     """
     try:
-        given = np.atleast_1d(np.asarray(times))
-        dates = given.astype("datetime64[ns]")
+        array = np.atleast_1d(np.asarray(times))
+        dates = array.astype("datetime64[ns]")
     except (TypeError, ValueError):
         dates = np.array(["NaT"], dtype="datetime64[ns]")
-    if dates.ndim != 1 or np.isnat(dates).any() or given.dtype.kind not in "MOSU":
+    # NumPy would take numbers for nanoseconds since 1970.
+    if dates.ndim != 1 or np.isnat(dates).any() or array.dtype.kind not in "MOSU":
         raise UserError(f"times: need a date for each sample, like np.datetime64, got {times!r}.")
     return dates
 
 
 def _channel_count(fields: object) -> int | None:
-    """How many channels a tensor has, if it is one of fields."""
+    """Return the number of channels of a 4-dimensional tensor; None for anything else."""
     return fields.shape[1] if isinstance(fields, Tensor) and fields.ndim == 4 else None
 
 
 def _check_tensor(
-    name: str, tensor: object, wanted: tuple[int, int, int, int], channels: str, hint: str = ""
+    name: str, tensor: object, shape: tuple[int, int, int, int], channels: str, hint: str = ""
 ) -> None:
-    """Refuse another shape, whole numbers, or what is no tensor, in words.
+    """Check that an argument is a floating-point tensor of this shape.
 
     Args:
-        wanted: samples, channels, rows and columns.
-        channels: how many, and what they are.
-        hint: what to do, after the message.
+        shape: samples, channels, rows and columns.
+        channels: number and names of the channels, for the message.
+        hint: advice at the end of the message.
 
     Raises:
-        UserError: with what is needed and what came.
+        UserError: says what is needed and what came.
     """
-    count, _, rows, columns = wanted
+    count, _, rows, columns = shape
     needs = f"{count} sample{'s' if count != 1 else ''} (one for each time) x {channels}"
     if not isinstance(tensor, Tensor):
-        got = f"{type(tensor).__name__}, which is no tensor"
+        got = f"{type(tensor).__name__}, which is not a tensor"
     elif not tensor.is_floating_point():
         got = f"{tensor.dtype}; needs floating-point numbers"
-    elif tuple(tensor.shape) != wanted:
+    elif tuple(tensor.shape) != shape:
         got = " x ".join(map(str, tensor.shape)) or "a single number"
     else:
         return
@@ -292,35 +312,38 @@ def _check_tensor(
 
 
 def build_forecaster(where: str, trained: TrainedModel, config: ModelConfig) -> Forecaster:
-    """Build the model of `config` and give it the weights.
+    """Build the model of `config` and load the weights.
 
     Raises:
-        UserError: the weights are not those of this model.
+        UserError: the weights are of another model.
     """
-    contents = trained.metadata
-    out = tuple(Channel(variable, level) for variable, level in contents.channels)
+    metadata = trained.metadata
+    out = tuple(Channel(variable, level) for variable, level in metadata.channels)
     channels = Channels(
-        prognostic=out[: contents.states],
-        forcing=tuple(contents.forcing),
-        static=tuple(contents.static),
-        diagnostic=out[contents.states :],
+        prognostic=out[: metadata.states],
+        forcing=tuple(metadata.forcing),
+        static=tuple(metadata.static),
+        diagnostic=out[metadata.states :],
     )
+    # Initial weights are drawn and then overwritten: the caller's random state stays as it is.
     with torch.random.fork_rng(devices=[]):
-        model = build_model(config, channels.fields(contents.frames), contents.grid)
+        model = build_model(config, channels.fields(metadata.frames), metadata.grid)
     model.to(_compute_dtype(trained))
-    room = {name.removeprefix(MODEL_PREFIX): held for name, held in model_tensors((model,)).items()}
+    parameters = {
+        name.removeprefix(MODEL_PREFIX): tensor for name, tensor in model_tensors((model,)).items()
+    }
     check_model_shapes(
         f"{where}:",
         {name: tuple(tensor.shape) for name, tensor in trained.weights.items()},
-        {name: tuple(tensor.shape) for name, tensor in room.items()},
+        {name: tuple(tensor.shape) for name, tensor in parameters.items()},
         advice="The code of the model has changed since it was trained.",
     )
-    for name, tensor in room.items():
+    for name, tensor in parameters.items():
         tensor.copy_(trained.weights[name])
     return Forecaster(model, trained).eval()
 
 
 def _compute_dtype(trained: TrainedModel) -> torch.dtype:
-    """What the model computes in."""
+    """Return the dtype of the weights, in which the model computes."""
     floats = (x.dtype for x in trained.weights.values() if x.is_floating_point())
     return next(floats, torch.float32)

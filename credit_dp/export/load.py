@@ -1,4 +1,4 @@
-"""`credit_dp.load`: a trained model from a file or a folder, ready to forecast."""
+"""`credit_dp.load`: load a trained model from a file or a folder, ready to forecast."""
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -15,39 +15,40 @@ from credit_dp.training.data_description import MODEL_KINDS
 def load(path: str, device: str = "cpu") -> Forecaster:
     """Return the trained model of an exported file, of a checkpoint, or of a run's folder.
 
-    Nothing in the file is executed: a model of your own has to be known by its file or package, as
-    it was for training.
+    No code in the file is executed: a model of your own needs its file or package, as in training.
 
     Raises:
-        UserError: there is none, it can't be read, or its model is not known.
+        UserError: there is no model, it can't be read, or its kind is unknown.
     """
     trained = read_trained(path)
     config = build_model_config(path, trained.metadata)
     return build_forecaster(path, trained, config).to(device)
 
 
-def build_model_config(where: str, contents: ModelMetadata) -> ModelConfig:
-    """The model's config, checked as on the command line.
+def build_model_config(where: str, metadata: ModelMetadata) -> ModelConfig:
+    """Return the model's config, checked as on the command line.
 
     Raises:
-        UserError: nobody knows a model of this kind, or not with these keys.
+        UserError: the kind of model is unknown, or has other keys.
     """
     known = MODEL_KINDS | find_plugins(OwnModelConfig, MODEL_KINDS)
-    if contents.kind not in known:
+    if metadata.kind not in known:
         raise UserError(
-            f"{where}: needs the model {contents.kind!r}, but only {', '.join(known)} are known."
+            f"{where}: needs the model {metadata.kind!r}, but only {', '.join(known)} are known."
             f"{registration_hint(OwnModelConfig.plugin_kind)}"
         )
-    keys = with_legacy_defaults(contents.kind, contents.keys)
+    # Keys that are newer than the file get the behaviour that the model was trained with.
+    keys = with_legacy_defaults(metadata.kind, metadata.keys)
     if any("${" in str(value) for value in keys.values()):
-        raise UserError(f"{where}: a key of its model holds an interpolation, which is not read.")
+        # An interpolation could read the environment: `${oc.env:...}`.
+        raise UserError(f"{where}: a key of its model has an interpolation, which is not allowed.")
     try:
-        node = OmegaConf.merge(OmegaConf.structured(known[contents.kind]), keys)
+        node = OmegaConf.merge(OmegaConf.structured(known[metadata.kind]), keys)
         config = OmegaConf.to_object(node)
     except OmegaConfBaseException as error:
         raise UserError(
-            f"{where}: has a model with other keys than are known ({first_line(error)})."
+            f"{where}: its model has keys that are unknown or invalid ({first_line(error)})."
         ) from error
     if not isinstance(config, ModelConfig):
-        raise UserError(f"{where}: {contents.kind} is no model.")
+        raise UserError(f"{where}: {metadata.kind} is not a model.")
     return config

@@ -1,4 +1,9 @@
-"""Forecast steps and rollouts on sharded fields, and the files that forecasts are written to."""
+"""Make forecasts with a trained model on sharded fields, and write, check and read them.
+
+In this order: `request` parses what to forecast, `run` builds the model and drives all ranks,
+`initial_states` reads what forecasts start from, `writer` (with `zarr` and `netcdf`) writes fields
+in the layout of `format`; `check` verifies a forecast on disk, `sharded` joins its files.
+"""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,7 +16,7 @@ __all__ = ["open_sharded"]
 
 def open_sharded(path: str | Path) -> "xr.Dataset":
     """Join the files that the ranks of a forecast wrote; see `credit_dp.forecast.sharded`."""
-    # Here, for it imports xarray, which those who only make forecasts don't need.
+    # Imported here, because it imports xarray, which most users of this package don't need.
     from credit_dp.forecast.sharded import open_sharded as open_files
 
     return open_files(path)

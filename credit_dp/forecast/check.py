@@ -1,4 +1,8 @@
-"""Says whether a forecast on disk is complete and sound, or what is wrong with it."""
+"""Check a forecast on disk: which fields are missing or damaged.
+
+`check_forecast` finds the writer of the format, asks it for missing fields, and then reads all
+others: coordinates, dims and shapes, and every field, whose checksum the libraries compare.
+"""
 
 import zlib
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
@@ -27,21 +31,118 @@ from credit_dp.forecast.writer import (
 )
 from credit_dp.forecast.zarr import ZarrWriter
 
-Masks = dict[tuple[str, int], int]  # where a variable has values, by name and first row
+WRITERS: Mapping[str, type[ForecastWriter]] = {
+    "zarr": ZarrWriter,
+    "netcdf": NetcdfWriter,
+    "netcdf_file": NetcdfFileWriter,
+}
+
+MAX_LINES = 5  # missing fields shown, and damaged ones
+Masks = dict[tuple[str, int], int]  # checksum of a variable's valid points, by name and first row
+
+
+@final
+class CheckResult(NamedTuple):
+    """The state of a forecast on disk.
+
+    Attributes:
+        path: the store, file or folder.
+        form: its format.
+        fields: number of fields when complete; a field is one band of one lead time.
+        missing: fields that have not been written, or are gone.
+        damaged: the first lines about faults, and the number of all faults.
+        has_final_name: whether it has the name of a complete forecast.
+    """
+
+    path: Path
+    form: ForecastFormat
+    fields: int
+    missing: list[MissingField]
+    damaged: tuple[list[str], int]
+    has_final_name: bool
+
+    @property
+    def complete(self) -> bool:
+        """Whether no field is missing or damaged, and the forecast has its final name."""
+        return self.has_final_name and not self.missing and not self.damaged[1]
+
+    def lines(self) -> list[str]:
+        """Return text for the screen: a summary, then the first missing and damaged fields."""
+        form = self.form
+        members = f"{form.members} members, " if form.members else ""
+        size = f"{len(form.times)} initial times, {members}{len(form.hours)} lead times"
+        if self.complete:
+            return [f"{self.path}: complete ({size})"]
+        written = self.fields - len(self.missing)
+        state = "damaged" if self.has_final_name and not self.missing else "not complete"
+        lines = [f"{self.path}: {state} ({size}): {written} of {self.fields} fields are written"]
+        missing = [describe_missing(form, field) for field in self.missing[:MAX_LINES]]
+        lines += _indented_lines([f"missing: {line}" for line in missing], len(self.missing))
+        damaged, count = self.damaged
+        return lines + _indented_lines([f"damaged: {line}" for line in damaged], count)
+
+
+def check_forecast(path: str) -> CheckResult:
+    """Check a forecast, complete or not, reading one field at a time.
+
+    Raises:
+        UserError: the path has no forecast that `credit-dp forecast` wrote.
+    """
+    try:
+        out = Path(path).expanduser().absolute()
+        out = out.with_name(out.name.removesuffix(PARTIAL_SUFFIX))
+    except (RuntimeError, ValueError):  # an unknown home folder (~nobody), or an empty name
+        raise UserError(f"{path}: can't be a forecast. Give another path.") from None
+    # The user may give either name; a complete forecast comes first.
+    for candidate in (out, out.with_name(out.name + PARTIAL_SUFFIX)):
+        for writer_type in WRITERS.values():  # the files tell the format, the path does not
+            settings = writer_type.read_settings(candidate)
+            if settings is not None:
+                form = format_from_json(candidate, settings)
+                writer = writer_type(out, form, settings)
+                return _build_result(candidate, writer, has_final_name=candidate == out)
+    if not out.exists():
+        raise UserError(f"{path}: there is no forecast, complete or begun. Give another path.")
+    raise UserError(f"{path}: was not written by credit-dp forecast. Give another path.")
+
+
+def _build_result(path: Path, writer: ForecastWriter, has_final_name: bool) -> CheckResult:
+    missing = writer.missing(path)
+    return CheckResult(
+        path=path,
+        form=writer.form,
+        fields=len(writer.jobs) * len(writer.form.hours) * len(writer.bands(path)),
+        missing=missing,
+        damaged=_first_lines(find_damage(writer, path, missing)),
+        has_final_name=has_final_name,
+    )
+
+
+def _first_lines(lines: Iterable[str]) -> tuple[list[str], int]:
+    """Return the first lines, and the number of all; keeps only the first in memory."""
+    rest = iter(lines)
+    first = list(islice(rest, MAX_LINES))
+    return first, len(first) + sum(1 for _ in rest)
+
+
+def _indented_lines(lines: list[str], count: int) -> list[str]:
+    more = [f"  and {count - len(lines)} more"] if count > len(lines) else []
+    return [f"  {line}" for line in lines] + more
 
 
 def find_damage(
-    writer: ForecastWriter, place: Path, missing: Sequence[MissingField]
+    writer: ForecastWriter, path: Path, missing: Sequence[MissingField]
 ) -> Iterator[str]:
-    """Read everything but what is missing, a field at a time; one line for each fault."""
-    absent = {(found.job, found.lead, found.rows.start) for found in missing}
+    """Read all fields but the missing ones, one at a time; yield one line for each fault."""
+    # Missing fields are reported as missing; reading them would give fill values.
+    skipped = {(field.job, field.lead, field.rows.start) for field in missing}
     masks: Masks = {}
-    for part in writer.parts(place):
+    for part in writer.parts(path):
         try:
             with open_arrays(part.path) as stored:
                 yield from _check_coordinates(writer.form, part, stored)
                 sound = yield from _check_shapes(writer.form, part, stored)
-                yield from _check_fields(writer, part, sound, absent, masks)
+                yield from _check_fields(writer, part, sound, skipped, masks)
         except UserError as error:
             yield str(error)
 
@@ -49,41 +150,43 @@ def find_damage(
 def _check_coordinates(
     form: ForecastFormat, part: ForecastPart, stored: Mapping[str, StoredArray]
 ) -> Iterator[str]:
-    wanted = {name: (found.values, found.attributes) for name, found in form.coordinates.items()}
-    wanted |= {bounds.name: (bounds.values, {}) for bounds in form.bounds}
-    for name, (values, attributes) in wanted.items():
+    """Yield the faults of coordinates and bounds: values and attributes."""
+    coordinates = {name: (axis.values, axis.attributes) for name, axis in form.coordinates.items()}
+    coordinates |= {bounds.name: (bounds.values, {}) for bounds in form.bounds}
+    for name, (values, attributes) in coordinates.items():
         where = f"{part.path}: {name}"
         if name not in stored:
             yield f"{where}: is missing"
             continue
         try:
-            found = read_field(stored[name], (...,), where)
+            actual = read_field(stored[name], (...,), where)
         except UserError as error:
             yield str(error)
             continue
-        right = values[part.slices.get(name, slice(None))]
-        if found.shape != right.shape:
-            yield f"{where}: has the shape {found.shape}, not {right.shape}"
-        elif not np.array_equal(found, right):
-            odd = tuple(np.argwhere(found != right)[0])
-            yield f"{where}: has {found[odd]} where {right[odd]} belongs"
-        for key, said in attributes.items():
-            if stored[name].attributes.get(key) != said:
-                yield f"{where}: its {key} is {stored[name].attributes.get(key)!r}, not {said!r}"
+        expected = values[part.slices.get(name, slice(None))]
+        if actual.shape != expected.shape:
+            yield f"{where}: has the shape {actual.shape}, not {expected.shape}"
+        elif not np.array_equal(actual, expected):
+            first = tuple(np.argwhere(actual != expected)[0])
+            yield f"{where}: has {actual[first]} instead of {expected[first]}"
+        for key, value in attributes.items():
+            if stored[name].attributes.get(key) != value:
+                yield f"{where}: its {key} is {stored[name].attributes.get(key)!r}, not {value!r}"
 
 
 def _check_shapes(
     form: ForecastFormat, part: ForecastPart, stored: Mapping[str, StoredArray]
 ) -> Generator[str, None, dict[str, StoredArray]]:
-    """Faults of the variables; returns those that are as they should be."""
+    """Yield the faults of dims and shapes; return the variables without."""
     sound = {}
     for variable in form.variables:
-        name, where = variable.name, f"{part.path}: {variable.name}"
+        name = variable.name
+        where = f"{part.path}: {name}"
         if name not in stored:
             yield f"{where}: is missing"
             continue
-        whole = zip(variable.dims, form.shape(variable), strict=True)
-        shape = tuple(len(range(n)[part.slices.get(dim, slice(None))]) for dim, n in whole)
+        sizes = zip(variable.dims, form.shape(variable), strict=True)
+        shape = tuple(len(range(n)[part.slices.get(dim, slice(None))]) for dim, n in sizes)
         if (stored[name].dims, stored[name].shape) != (variable.dims, shape):
             yield (
                 f"{where}: has {_format_sizes(stored[name].dims, stored[name].shape)}, not "
@@ -98,35 +201,42 @@ def _check_fields(
     writer: ForecastWriter,
     part: ForecastPart,
     sound: Mapping[str, StoredArray],
-    absent: set[tuple[ForecastJob, int, int]],
+    skipped: set[tuple[ForecastJob, int, int]],
     masks: Masks,
 ) -> Iterator[str]:
     form = writer.form
     for job in part.jobs:
         for lead in range(len(form.hours)):
             for rows in part.bands:
-                if (job, lead, rows.start) in absent:
+                if (job, lead, rows.start) in skipped:
                     continue
                 for name, array in sound.items():
-                    yield from _check_field(writer, part, (name, array), (job, lead, rows), masks)
+                    yield from _check_field(writer, part, name, array, (job, lead, rows), masks)
 
 
 def _check_field(
     writer: ForecastWriter,
     part: ForecastPart,
-    named: tuple[str, StoredArray],
+    name: str,
+    array: StoredArray,
     field: tuple[ForecastJob, int, slice],
     masks: Masks,
 ) -> Iterator[str]:
-    (name, array), (job, lead, rows) = named, field
+    """Yield the faults of one variable at one lead time on one band.
+
+    Args:
+        masks: valid points of the fields read so far; a new variable's are added.
+    """
+    job, lead, rows = field
     span = f"rows {rows.start} to {rows.stop - 1}"
     where = f"{part.path}: {name} {writer.form.describe_field(job, lead)}, {span}"
-    place = writer.form.place(
+    # A file with one member, time or band has it at index 0.
+    index = writer.form.field_index(
         0 if "number" in part.slices else job.member, 0 if "time" in part.slices else job.time, lead
     )
-    own = slice(0, rows.stop - rows.start) if "latitude" in part.slices else rows
+    stored_rows = slice(0, rows.stop - rows.start) if "latitude" in part.slices else rows
     try:
-        values = read_field(array, (*place, ..., own, slice(None)), where)
+        values = read_field(array, (*index, ..., stored_rows, slice(None)), where)
     except UserError as error:
         yield str(error)
         return
@@ -135,6 +245,7 @@ def _check_field(
         if not finite.all():
             yield f"{where}: has NaN or infinite values on {np.count_nonzero(~finite)} points"
         return
+    # The valid points of a masked variable never change; a checksum is enough to compare them.
     mask = zlib.crc32(np.packbits(finite).tobytes())
     if masks.setdefault((name, rows.start), mask) != mask:
         yield f"{where}: has values at other points than the fields before it"
@@ -142,101 +253,3 @@ def _check_field(
 
 def _format_sizes(dims: Sequence[str], shape: Sequence[int]) -> str:
     return " x ".join(f"{n} {dim}" for dim, n in zip(dims, shape, strict=False)) or "no dims"
-
-
-WRITERS: Mapping[str, type[ForecastWriter]] = {
-    "zarr": ZarrWriter,
-    "netcdf": NetcdfWriter,
-    "netcdf_file": NetcdfFileWriter,
-}
-MAX_LINES = 5  # lines of one kind
-
-
-@final
-class CheckResult(NamedTuple):
-    """What there is of a forecast.
-
-    Attributes:
-        place: where it lies.
-        fields, missing: how many there are to be, each one band of one lead time; those that are
-            not there.
-        damaged: the first of what is wrong with the others, and how much there is.
-        named: whether it has the name of a complete one.
-    """
-
-    place: Path
-    form: ForecastFormat
-    fields: int
-    missing: list[MissingField]
-    damaged: tuple[list[str], int]
-    has_final_name: bool
-
-    @property
-    def complete(self) -> bool:
-        """Whether all of it is there, sound and under its name."""
-        return self.has_final_name and not self.missing and not self.damaged[1]
-
-    def lines(self) -> list[str]:
-        """For people: one line that says it, and the first of what is missing or damaged."""
-        form = self.form
-        members = f"{form.members} members, " if form.members else ""
-        what = f"{len(form.times)} initial times, {members}{len(form.hours)} lead times"
-        if self.complete:
-            return [f"{self.place}: complete ({what})"]
-        there = self.fields - len(self.missing)
-        state = "damaged" if self.has_final_name and not self.missing else "not complete"
-        lines = [f"{self.place}: {state} ({what}): {there} of {self.fields} fields are there"]
-        missing = [
-            f"missing: {describe_missing(form, missing)}" for missing in self.missing[:MAX_LINES]
-        ]
-        lines += _indented_lines(missing, len(self.missing))
-        damaged, count = self.damaged
-        return lines + _indented_lines([f"damaged: {line}" for line in damaged], count)
-
-
-def check_forecast(path: str) -> CheckResult:
-    """Read a forecast that is complete, or what is there of it; a field at a time.
-
-    Raises:
-        UserError: there is none that this program wrote.
-    """
-    try:
-        out = Path(path).expanduser().absolute()
-        out = out.with_name(out.name.removesuffix(PARTIAL_SUFFIX))
-    except (RuntimeError, ValueError):  # ~nobody, or no name at all
-        raise UserError(f"{path}: can't be a forecast. Give another path.") from None
-    for place in (out, out.with_name(out.name + PARTIAL_SUFFIX)):
-        for kind in WRITERS.values():
-            said = kind.read_settings(place)
-            if said is not None:
-                return _build_result(
-                    place, kind(out, format_from_json(place, said), said), place == out
-                )
-    if not out.exists():
-        raise UserError(f"{path}: there is no forecast, and none was begun. Give another path.")
-    raise UserError(f"{path}: is no forecast that credit-dp forecast wrote. Give another path.")
-
-
-def _build_result(place: Path, writer: ForecastWriter, named: bool) -> CheckResult:
-    fields = len(writer.jobs) * len(writer.form.hours) * len(writer.bands(place))
-    missing = writer.missing(place)
-    return CheckResult(
-        place,
-        writer.form,
-        fields,
-        missing,
-        _first_lines(find_damage(writer, place, missing)),
-        named,
-    )
-
-
-def _first_lines(lines: Iterable[str]) -> tuple[list[str], int]:
-    """The first few, and how many there are."""
-    rest = iter(lines)
-    first = list(islice(rest, MAX_LINES))
-    return first, len(first) + sum(1 for _ in rest)
-
-
-def _indented_lines(lines: list[str], count: int) -> list[str]:
-    more = [f"  and {count - len(lines)} more"] if count > len(lines) else []
-    return [f"  {line}" for line in lines] + more

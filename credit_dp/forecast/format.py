@@ -1,4 +1,8 @@
-"""A forecast on disk: WeatherBench 2's form, described as CF wants it, and what it depends on."""
+"""The layout of a forecast on disk: WeatherBench 2's dims with CF attributes, and its settings.
+
+`ForecastFormat` describes dims, coordinates and variables for all writers. `settings_of` returns
+what a forecast's values depend on; only a forecast with the same settings is resumed.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -19,7 +23,8 @@ EPOCH = np.datetime64("1900-01-01", "h")
 CALENDAR = {"units": "hours since 1900-01-01", "calendar": "proleptic_gregorian"}
 LEAD_DIM = "prediction_timedelta"
 LEAD_BOUNDS = f"{LEAD_DIM}_bounds"
-LEAD_ENCODING = {"units": "hours", "dtype": "timedelta64[ns]"}  # by which xarray knows a time span
+# xarray decodes hours as timedelta64 only if the attribute `dtype` says so.
+LEAD_ENCODING = {"units": "hours", "dtype": "timedelta64[ns]"}
 PRESSURE_LEVEL = ("air_pressure", "pressure level", "hPa")
 MODEL_LEVEL = ("model_level_number", "model level, from the top", "1")
 
@@ -27,22 +32,22 @@ Attributes = dict[str, Any]
 
 
 class Coordinate(NamedTuple):
-    """One dimension's values and attributes."""
+    """Values and attributes of one dimension."""
 
     values: NDArray[Any]
     attributes: Attributes
 
 
 class Bounds(NamedTuple):
-    """Where the cells of a dimension begin and end, `(N, 2)`; attributes are the dimension's."""
+    """Begin and end of a dimension's cells, `(N, 2)`; CF takes attributes from the dimension."""
 
     name: str
     dims: tuple[str, str]
     values: NDArray[Any]
 
 
-class Variable(NamedTuple):
-    """One variable of a forecast, and where it lies among the channels."""
+class OutputVariable(NamedTuple):
+    """One variable of a forecast, with the slice of its channels."""
 
     name: str
     channels: slice
@@ -51,22 +56,25 @@ class Variable(NamedTuple):
 
     @property
     def on_levels(self) -> bool:
-        """Whether it has levels."""
+        """Whether the variable has levels."""
         return "level" in self.dims
 
 
 @final
 @dataclass(frozen=True)
 class ForecastFormat:
-    """What a forecast consists of.
+    """Dims, coordinates and variables of a forecast.
 
     Attributes:
-        channels: that come out, in order.
+        channels: the model's output channels, in order.
         units: by variable.
+        times: initial times.
         hours: lead times.
-        members: of an ensemble; 0: none.
-        summed: variables whose values are sums over the `span` hours before their time.
-        model_levels: levels are those of a model, by number, not of pressure.
+        latitude, longitude: in degrees.
+        members: members of an ensemble; 0: no dimension of members.
+        summed: variables whose values are sums over the `span` hours before the valid time.
+        span: in hours; 0 without such variables.
+        model_levels: whether levels are model levels, not pressure levels.
     """
 
     channels: tuple[Channel, ...]
@@ -84,7 +92,7 @@ class ForecastFormat:
     def of(
         cls, store: Store, units: Mapping[str, str], request: ForecastRequest
     ) -> "ForecastFormat":
-        """The one of a request, on the grid of a store."""
+        """Return the format of a request, on the grid of a store."""
         names = dict.fromkeys(channel.variable for channel in store.channels.output_channels)
         summed = tuple(name for name in names if is_accumulated(name, store.config))
         return cls(
@@ -96,41 +104,43 @@ class ForecastFormat:
             longitude=store.longitude,
             members=request.members,
             summed=summed,
+            # A model's sums cover one of its steps, whichever lead times are written.
             span=store.config.step_hours if summed else 0,
             model_levels=any(store.source.variables[name].model_levels for name in names),
         )
 
     @property
     def height(self) -> int:
-        """Rows of the globe."""
+        """Return the number of rows of the globe."""
         return len(self.latitude)
 
     @property
     def levels(self) -> list[int]:
-        """Of the variables that have levels, in order."""
+        """Return all levels, in the order of the channels."""
         return list(dict.fromkeys(c.level for c in self.channels if c.level is not None))
 
     @property
-    def variables(self) -> list[Variable]:
-        """All of them, in the order of the channels."""
-        found: list[Variable] = []
+    def variables(self) -> list[OutputVariable]:
+        """Return the variables, in the order of the channels."""
+        variables: list[OutputVariable] = []
         for name in dict.fromkeys(channel.variable for channel in self.channels):
-            places = [i for i, channel in enumerate(self.channels) if channel.variable == name]
-            level = ("level",) if self.channels[places[0]].level is not None else ()
+            indices = [i for i, channel in enumerate(self.channels) if channel.variable == name]
+            level = ("level",) if self.channels[indices[0]].level is not None else ()
             dims = (*self.leading_dims, *level, "latitude", "longitude")
-            span = slice(places[0], places[-1] + 1)
-            found.append(Variable(name, span, dims, self._variable_attributes(name)))
-        return found
+            channels = slice(indices[0], indices[-1] + 1)  # a variable's levels are adjacent
+            attributes = self._variable_attributes(name)
+            variables.append(OutputVariable(name, channels, dims, attributes))
+        return variables
 
     @property
     def leading_dims(self) -> tuple[str, ...]:
-        """The dimensions that every variable begins with: a field on disk is one place of them."""
+        """Return the first dims of every variable; each of their indices is one field on disk."""
         return (*(("number",) if self.members else ()), "time", LEAD_DIM)
 
     @property
     def coordinates(self) -> dict[str, Coordinate]:
-        """Of all dimensions, by name."""
-        known = {
+        """Return the coordinates of all dims that the forecast has, by name."""
+        coordinates = {
             "number": Coordinate(
                 np.arange(self.members),
                 _coordinate_attributes("realization", "member of the ensemble", {"units": "1"}),
@@ -158,27 +168,28 @@ class ForecastFormat:
                 ),
             ),
         }
-        return {name: found for name, found in known.items() if len(found.values)}
+        # Without members or levels their coordinates are empty.
+        return {name: axis for name, axis in coordinates.items() if len(axis.values)}
 
     @property
     def bounds(self) -> tuple[Bounds, ...]:
-        """Over which spans values are sums, if any are."""
+        """Return the bounds of the lead times if there are sums, which cover the span between."""
         if not self.summed:
             return ()
         hours = np.array(self.hours, np.int64)
         values = np.stack([hours - self.span, hours], axis=1)
         return (Bounds(LEAD_BOUNDS, (LEAD_DIM, "bounds"), values),)
 
-    def shape(self, variable: Variable) -> tuple[int, ...]:
-        """Sizes of all dimensions of a variable."""
+    def shape(self, variable: OutputVariable) -> tuple[int, ...]:
+        """Return the sizes of a variable's dims."""
         return tuple(len(self.coordinates[dim].values) for dim in variable.dims)
 
-    def place(self, member: int, time: int, lead: int) -> tuple[int, ...]:
-        """Where a field lies in the `leading` dimensions."""
+    def field_index(self, member: int, time: int, lead: int) -> tuple[int, ...]:
+        """Return the index of a field in the `leading_dims`."""
         return (*((member,) if self.members else ()), time, lead)
 
     def describe_field(self, job: ForecastJob, lead: int) -> str:
-        """Which forecast and lead time, for people."""
+        """Return initial time, lead time and member as text for messages."""
         member = f", member {job.member}" if self.members else ""
         return f"{self.times[job.time].astype('M8[h]')} +{self.hours[lead]}h{member}"
 
@@ -190,7 +201,7 @@ class ForecastFormat:
             **({"standard_name": names[0]} if names else {}),
             "long_name": name.replace("_", " "),
             **({"units": unit} if unit else {}),
-            # As against a difference of temperatures, which has the same unit.
+            # CF 1.11: tells a temperature from a difference of temperatures, also in kelvin.
             **({"units_metadata": "temperature: on_scale"} if unit == "K" else {}),
             **self._cell_methods(name),
         }
@@ -229,12 +240,16 @@ Settings = dict[str, Any]
 def settings_of(
     config: ForecastConfig, form: ForecastFormat, weights: str, stores: Sequence[str]
 ) -> Settings:
-    """All that a forecast depends on but for the mesh, which only rounds differently.
+    """Return all that a forecast's values depend on, as JSON.
+
+    Without the mesh, which changes only rounding: a forecast can be resumed on another one.
 
     Args:
-        weights: the mark of the checkpoint, and `stores` the addresses of the initial states.
+        weights: fingerprint of the checkpoint.
+        stores: addresses of the initial states.
     """
-    request, variables = config.request, config.data.variables
+    request = config.request
+    variables = config.data.variables
     return {
         "checkpoint": str(Path(request.checkpoint).expanduser().absolute()),
         "weights": weights,
@@ -248,7 +263,7 @@ def settings_of(
 
 
 def describe_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """What was another one, for people; empty if all is the same."""
+    """Return the first setting that differs, as text for messages; "" if all are the same."""
     for key in sorted({*before, *now}):
         if before.get(key) != now.get(key):
             values = (before.get(key), now.get(key))
@@ -259,7 +274,7 @@ def describe_difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> st
 
 
 def format_to_json(form: ForecastFormat) -> Settings:
-    """A form as JSON."""
+    """Return a format as JSON."""
     return {
         "channels": [[channel.variable, channel.level] for channel in form.channels],
         "units": dict(form.units),
@@ -274,25 +289,28 @@ def format_to_json(form: ForecastFormat) -> Settings:
     }
 
 
-def format_from_json(place: Path, said: Mapping[str, Any]) -> ForecastFormat:
-    """What `describe` made.
+def format_from_json(path: Path, settings: Mapping[str, Any]) -> ForecastFormat:
+    """Return the format that `format_to_json` wrote.
+
+    Args:
+        path: of the forecast, for messages.
 
     Raises:
-        UserError: it is damaged.
+        UserError: a setting is missing or invalid.
     """
     try:
         return ForecastFormat(
-            tuple(Channel(variable, level) for variable, level in said["channels"]),
-            dict(said["units"]),
-            np.array(said["times"], "M8[ns]"),
-            tuple(map(int, said["hours"])),
-            np.array(said["latitude"], float),
-            np.array(said["longitude"], float),
-            int(said["members"]),
-            # Earlier versions did not say these.
-            tuple(said.get("summed", ())),
-            int(said.get("span", 0)),
-            bool(said.get("model_levels", False)),
+            channels=tuple(Channel(variable, level) for variable, level in settings["channels"]),
+            units=dict(settings["units"]),
+            times=np.array(settings["times"], "M8[ns]"),
+            hours=tuple(map(int, settings["hours"])),
+            latitude=np.array(settings["latitude"], float),
+            longitude=np.array(settings["longitude"], float),
+            members=int(settings["members"]),
+            # Missing in forecasts of earlier versions.
+            summed=tuple(settings.get("summed", ())),
+            span=int(settings.get("span", 0)),
+            model_levels=bool(settings.get("model_levels", False)),
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{place}: what it says of itself can't be read ({error!r}).") from error
+        raise UserError(f"{path}: its settings can't be read ({error!r}).") from error

@@ -1,4 +1,9 @@
-"""Forecasts as netCDF-4: one file, or one for each band, initial time and member."""
+"""Write forecasts as netCDF-4, and read the arrays of any format back.
+
+`NetcdfWriter` writes one file per band, initial time and member, so that no two ranks share a file.
+`NetcdfFileWriter` writes a single file: fields go to a zarr store first, which ranks can write in
+parallel and resume, and rank 0 copies them into the file at the end.
+"""
 
 import json
 import os
@@ -21,7 +26,7 @@ from credit_dp.data.rechunk.target import write_bytes_atomic
 from credit_dp.data.sources.address import reason_of
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.errors import UserError
-from credit_dp.forecast.format import ForecastFormat, Variable
+from credit_dp.forecast.format import ForecastFormat, OutputVariable
 from credit_dp.forecast.request import ForecastJob
 from credit_dp.forecast.writer import (
     PARTIAL_SUFFIX,
@@ -36,133 +41,61 @@ from credit_dp.forecast.writer import (
 )
 from credit_dp.forecast.zarr import ZarrWriter
 
-ROWS_ATTRIBUTE = "credit_dp_rows"  # of a file: first row, the row after the last, rows of the globe
-COMPRESSION_LEVEL: Final = 1  # of compression
-# The libraries are not safe among threads, and stores may be netCDF, too.
+ROWS_ATTRIBUTE = "credit_dp_rows"  # global attribute: first row, last row + 1, rows of the globe
+COMPRESSION_LEVEL: Final = 1
+
+# netCDF and HDF5 are not thread-safe. These are xarray's own locks, because the store of initial
+# states may be netCDF, too, and is read by another thread.
 LIBRARY_LOCK = combine_locks([NETCDFC_LOCK, HDF5_LOCK])
-
-
-def create_file(
-    path: Path,
-    form: ForecastFormat,
-    settings: Mapping[str, Any],
-    parts: Mapping[str, slice],
-    levels_apart: bool = False,
-) -> netCDF4.Dataset:
-    """Make a file, open to be written.
-
-    Args:
-        settings: what the file says of itself.
-        parts: what of a dimension the file has; all where none is given.
-        levels_apart: each level is a chunk of its own.
-    """
-    file = netCDF4.Dataset(path, "w", format="NETCDF4")
-    rows = parts.get("latitude", slice(0, form.height))
-    file.setncatts(global_attributes(settings))
-    file.setncattr(ROWS_ATTRIBUTE, np.array([rows.start, rows.stop, form.height], np.int32))
-    for name, coordinate in form.coordinates.items():
-        values = coordinate.values[parts.get(name, slice(None))]
-        file.createDimension(name, len(values))
-        made = file.createVariable(name, values.dtype, (name,))
-        made.setncatts(coordinate.attributes)
-        made[:] = values
-    for bounds in form.bounds:
-        file.createDimension(bounds.dims[1], 2)
-        made = file.createVariable(bounds.name, bounds.values.dtype, bounds.dims)
-        made[:] = bounds.values
-    for variable in form.variables:
-        _create_variable(
-            file, variable, len(form.leading_dims) + (levels_apart and variable.on_levels)
-        )
-    return file
-
-
-def _create_variable(file: netCDF4.Dataset, variable: Variable, ones: int) -> None:
-    """A variable with chunks of one place along the first `ones` dimensions."""
-    sizes = [len(file.dimensions[dim]) for dim in variable.dims]
-    made = file.createVariable(
-        variable.name,
-        "f4",
-        variable.dims,
-        compression="zlib",
-        complevel=COMPRESSION_LEVEL,
-        shuffle=True,
-        fletcher32=True,
-        chunksizes=[1] * ones + sizes[ones:],
-        fill_value=float("nan"),
-    )
-    made.setncatts(variable.attributes)
-
-
-def publish_file(growing: Path, path: Path) -> None:
-    """Give a file that has been closed its name, once it is on the disk."""
-    fsync_path(growing)
-    os.replace(growing, path)
-
-
-def read_file_settings(path: Path) -> Mapping[str, Any] | None:
-    """What the file says of itself; None if it is none of ours, or can't be read."""
-    try:
-        with LIBRARY_LOCK, as_os_error(), netCDF4.Dataset(path) as file:
-            said: Mapping[str, Any] = json.loads(file.getncattr(SETTINGS_ATTRIBUTE))
-    except (OSError, AttributeError, ValueError, TypeError):
-        return None
-    return said
-
-
-@contextmanager
-def as_os_error() -> Iterator[None]:
-    """Raise what the netCDF library says of a disk as an error of the system."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise OSError(f"netCDF: {error}") from error
-
-
 MANIFEST = "forecast.json"
 BOUNDS_KEY = "bounds"
 
 
 @final
 class NetcdfWriter(ForecastWriter):
-    """See above. `forecast.json` in the folder says what there is to be."""
+    """Writes one file per band, initial time and member to a folder.
+
+    `forecast.json` in the folder has the settings and the bands, from which all file names follow.
+    """
 
     def __init__(self, out: Path, form: ForecastFormat, settings: Mapping[str, Any]) -> None:
         super().__init__(out, form, settings)
         self._open_files: dict[ForecastJob, tuple[netCDF4.Dataset, Path]] = {}
 
     @classmethod
-    def read_settings(cls, place: Path) -> Mapping[str, Any] | None:
+    def read_settings(cls, path: Path) -> Mapping[str, Any] | None:
         """See `ForecastWriter`."""
         try:
-            said: Mapping[str, Any] = json.loads((place / MANIFEST).read_text())[SETTINGS_ATTRIBUTE]
+            manifest = json.loads((path / MANIFEST).read_text())
+            settings: Mapping[str, Any] = manifest[SETTINGS_ATTRIBUTE]
         except (OSError, ValueError, KeyError, TypeError):
             return None
-        return said
+        return settings
 
     def bands_to_write(self, bands: RowPartition) -> RowPartition:
-        """Those that the ranks have."""
+        """Return the bands unchanged: each rank writes the rows that it computes."""
+        # File names contain the rows: with other bands complete files would not be recognised.
         begun = self._bounds(self.partial)
         if begun != bands.bounds:
             raise UserError(
                 f"{self.partial}: was begun with bands that end at rows {list(begun[1:])}, now "
                 f"they end at {list(bands.bounds[1:])}. Set parallel.domain to {len(begun) - 1}, "
-                "or remove it to begin anew."
+                "or remove it to start over."
             )
         return bands
 
     def write(self, job: ForecastJob, lead: int, rows: slice, fields: Sequence[Fields]) -> None:
-        """See `ForecastWriter`; a file that is whole is left as it is."""
+        """See `ForecastWriter`; complete files are not written again."""
         final_path = self.partial / self._file_name(job, rows)
         if final_path.exists():
-            return
+            return  # written before the forecast was resumed
         with LIBRARY_LOCK, as_os_error():
             if job not in self._open_files:
                 self._open_files[job] = self._create_file(job, rows), final_path
             file, _ = self._open_files[job]
-            place = self.form.place(0, 0, lead)
+            index = self.form.field_index(0, 0, lead)  # the file's only member and initial time
             for variable, values in zip(self.form.variables, fields, strict=True):
-                file[variable.name][place] = values
+                file[variable.name][index] = values
 
     def close(self, job: ForecastJob) -> None:
         """See `ForecastWriter`."""
@@ -171,47 +104,47 @@ class NetcdfWriter(ForecastWriter):
         file, path = self._open_files.pop(job)
         with LIBRARY_LOCK, as_os_error():
             file.close()
-        growing = path.with_name(path.name + PARTIAL_SUFFIX)
-        publish_file(growing, path)
+        publish_file(path.with_name(path.name + PARTIAL_SUFFIX), path)
 
-    def bands(self, place: Path) -> list[slice]:
+    def bands(self, path: Path) -> list[slice]:
         """See `ForecastWriter`."""
-        return [slice(*pair) for pair in pairwise(self._bounds(place))]
+        return [slice(*pair) for pair in pairwise(self._bounds(path))]
 
-    def missing(self, place: Path) -> list[MissingField]:
-        """See `ForecastWriter`; of a file that is not there all lead times are missing."""
-        bands = self.bands(place)
+    def missing(self, path: Path) -> list[MissingField]:
+        """See `ForecastWriter`; files are complete, or all their lead times are missing."""
+        bands = self.bands(path)
         return [
             MissingField(job, lead, rows)
             for job in self.jobs
             for rows in bands
-            if not (place / self._file_name(job, rows)).exists()
+            if not (path / self._file_name(job, rows)).exists()
             for lead in range(len(self.form.hours))
         ]
 
-    def parts(self, place: Path) -> Iterator[ForecastPart]:
-        """See `ForecastWriter`: the files that are there."""
+    def parts(self, path: Path) -> Iterator[ForecastPart]:
+        """See `ForecastWriter`: the files that exist."""
         for job in self.jobs:
-            for rows in self.bands(place):
-                path = place / self._file_name(job, rows)
-                if path.exists():
-                    yield ForecastPart(path, _file_slices(job, rows), [job], [rows])
+            for rows in self.bands(path):
+                file = path / self._file_name(job, rows)
+                if file.exists():
+                    yield ForecastPart(file, _file_slices(job, rows), [job], [rows])
 
-    def create(self, place: Path, bands: RowPartition) -> None:
+    def create(self, path: Path, bands: RowPartition) -> None:
         """See `ForecastWriter`."""
+        # Written before any field, so that missing files are known after a crash.
         content = {SETTINGS_ATTRIBUTE: self._settings, BOUNDS_KEY: list(bands.bounds)}
-        write_bytes_atomic(place / MANIFEST, json.dumps(content).encode())
+        write_bytes_atomic(path / MANIFEST, json.dumps(content).encode())
 
     def clean_up(self) -> None:
         """See `ForecastWriter`."""
         for leftover in self.partial.glob(f"*{PARTIAL_SUFFIX}"):
             leftover.unlink()
 
-    def _bounds(self, place: Path) -> tuple[int, ...]:
+    def _bounds(self, path: Path) -> tuple[int, ...]:
         try:
-            return tuple(map(int, json.loads((place / MANIFEST).read_text())[BOUNDS_KEY]))
+            return tuple(map(int, json.loads((path / MANIFEST).read_text())[BOUNDS_KEY]))
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{place}: {MANIFEST} can't be read. Remove {place}.") from error
+            raise UserError(f"{path}: {MANIFEST} can't be read. Remove {path}.") from error
 
     def _file_name(self, job: ForecastJob, rows: slice) -> str:
         member = f"_member-{job.member:03d}" if self.form.members else ""
@@ -219,90 +152,14 @@ class NetcdfWriter(ForecastWriter):
         return f"{time}{member}_rows-{rows.start:04d}-{rows.stop - 1:04d}.nc"
 
     def _create_file(self, job: ForecastJob, rows: slice) -> netCDF4.Dataset:
-        """A new file with all but its fields."""
+        """Create the temporary file of a forecast, without its fields."""
         path = self.partial / (self._file_name(job, rows) + PARTIAL_SUFFIX)
         return create_file(path, self.form, self._settings, _file_slices(job, rows))
 
 
-def _file_slices(job: ForecastJob, rows: slice) -> dict[str, slice]:
-    """What a file has of each dimension of which it has not all."""
-    member, time = slice(job.member, job.member + 1), slice(job.time, job.time + 1)
-    return {"number": member, "time": time, "latitude": rows}
-
-
-@final
-@dataclass(frozen=True)
-class StoredArray:
-    """What is said of an array, and the array itself, from which values come by `[...]`."""
-
-    dims: tuple[str, ...]
-    shape: tuple[int, ...]
-    attributes: Mapping[str, Any]
-    values: Any
-
-
-@contextmanager
-def open_arrays(place: Path) -> Iterator[Mapping[str, StoredArray]]:
-    """The arrays of a zarr store or a netCDF file, by name.
-
-    Raises:
-        UserError: it can't be opened.
-    """
-    if place.is_dir():
-        yield _open_zarr_arrays(place)
-        return
-    with LIBRARY_LOCK:
-        try:
-            file = netCDF4.Dataset(place)
-        except (OSError, RuntimeError) as error:
-            raise UserError(f"{place}: can't be opened ({reason_of(error)}).") from error
-        file.set_auto_maskandscale(False)
-    try:
-        yield {
-            name: StoredArray(found.dimensions, found.shape, found.__dict__, found)
-            for name, found in file.variables.items()
-        }
-    finally:
-        with LIBRARY_LOCK:
-            file.close()
-
-
-def read_field(array: StoredArray, place: tuple[Any, ...], where: str) -> NDArray[Any]:
-    """The values at a place; every checksum is looked at.
-
-    Args:
-        where: what it is, for a message.
-
-    Raises:
-        UserError: they can't be decoded.
-    """
-    try:
-        with LIBRARY_LOCK if isinstance(array.values, netCDF4.Variable) else nullcontext():
-            return np.asarray(array.values[place])
-    except MemoryError:
-        raise
-    except Exception as error:
-        raise UserError(f"{where}: can't be decoded ({reason_of(error)}).") from error
-
-
-def _open_zarr_arrays(place: Path) -> dict[str, StoredArray]:
-    found = {}
-    for folder in sorted(path for path in place.iterdir() if path.is_dir()):
-        try:
-            array = zarr.open_array(LocalStore(place), path=folder.name, mode="r", zarr_format=3)
-        except Exception as error:
-            raise UserError(
-                f"{folder}: has no metadata that can be read ({reason_of(error)})."
-            ) from error
-        dims = getattr(array.metadata, "dimension_names", None) or ()
-        attributes = array.attrs.asdict()
-        found[folder.name] = StoredArray(tuple(map(str, dims)), array.shape, attributes, array)
-    return found
-
-
 @final
 class NetcdfFileWriter(ForecastWriter):
-    """See above."""
+    """Writes a single file, by way of a zarr store at `OUT.partial`."""
 
     def __init__(self, out: Path, form: ForecastFormat, settings: Mapping[str, Any]) -> None:
         super().__init__(out, form, settings)
@@ -310,9 +167,9 @@ class NetcdfFileWriter(ForecastWriter):
         self._temporary_file = out.with_name(f"{out.name}.file{PARTIAL_SUFFIX}")
 
     @classmethod
-    def read_settings(cls, place: Path) -> Mapping[str, Any] | None:
+    def read_settings(cls, path: Path) -> Mapping[str, Any] | None:
         """See `ForecastWriter`."""
-        return ZarrWriter.read_settings(place) if place.is_dir() else read_file_settings(place)
+        return ZarrWriter.read_settings(path) if path.is_dir() else read_file_settings(path)
 
     def bands_to_write(self, bands: RowPartition) -> RowPartition:
         """See `ForecastWriter`."""
@@ -323,66 +180,228 @@ class NetcdfFileWriter(ForecastWriter):
         self._zarr_writer.write(job, lead, rows, fields)
 
     def close(self, job: ForecastJob) -> None:
-        """Nothing is left to do: see `ZarrWriter`."""
+        """Do nothing: see `ZarrWriter`."""
 
     @property
     def piece_count(self) -> int:
-        """See `ForecastWriter`: the lead times of all forecasts."""
+        """See `ForecastWriter`: one piece for each lead time of each forecast."""
         return len(self.jobs) * len(self.form.hours)
 
     def assemble_piece(self, piece: int) -> None:
-        """See `ForecastWriter`: copy one lead time. The first piece begins the file anew."""
-        job, lead = self.jobs[piece // len(self.form.hours)], piece % len(self.form.hours)
+        """See `ForecastWriter`: copy one lead time. The first piece creates the file anew."""
+        job = self.jobs[piece // len(self.form.hours)]
+        lead = piece % len(self.form.hours)
         with disk_errors(self.out):
             try:
                 with LIBRARY_LOCK, as_os_error():
-                    self._copy(job, lead, anew=piece == 0)
-            except OSError:  # room for the store, which is needed more
+                    self._copy(job, lead, create=piece == 0)
+            except OSError:
+                # Frees space on a full disk. The store, which took the computing, stays.
                 self._temporary_file.unlink(missing_ok=True)
                 raise
 
-    def _copy(self, job: ForecastJob, lead: int, anew: bool) -> None:
-        if anew:
+    def _copy(self, job: ForecastJob, lead: int, create: bool) -> None:
+        """Copy one lead time from the store to the file."""
+        if create:
             create_file(
                 self._temporary_file, self.form, self._settings, {}, levels_apart=True
             ).close()
-        place = self.form.place(job.member, job.time, lead)
+        index = self.form.field_index(job.member, job.time, lead)
         with (
             open_arrays(self.partial) as stored,
             netCDF4.Dataset(self._temporary_file, "a") as file,
         ):
             for variable in self.form.variables:
                 where = f"{self.partial}: {variable.name} {self.form.describe_field(job, lead)}"
-                file[variable.name][place] = read_field(stored[variable.name], place, where)
+                file[variable.name][index] = read_field(stored[variable.name], index, where)
 
     def finish(self) -> None:
         """See `ForecastWriter`."""
         self.check_complete()
         with disk_errors(self.out):
+            # The store is removed only after the file is on disk under its final name.
             publish_file(self._temporary_file, self.out)
             fsync_path(self.out.parent)
             shutil.rmtree(self.partial)
 
-    def bands(self, place: Path) -> list[slice]:
+    def bands(self, path: Path) -> list[slice]:
         """See `ForecastWriter`."""
-        return self._zarr_writer.bands(place) if place.is_dir() else [slice(0, self.form.height)]
+        return self._zarr_writer.bands(path) if path.is_dir() else [slice(0, self.form.height)]
 
-    def missing(self, place: Path) -> list[MissingField]:
-        """See `ForecastWriter`: a file is whole, for it has its name last."""
-        return self._zarr_writer.missing(place) if place.is_dir() else []
+    def missing(self, path: Path) -> list[MissingField]:
+        """See `ForecastWriter`: a file with its final name is complete."""
+        return self._zarr_writer.missing(path) if path.is_dir() else []
 
-    def create(self, place: Path, bands: RowPartition) -> None:
+    def create(self, path: Path, bands: RowPartition) -> None:
         """See `ForecastWriter`."""
-        self._zarr_writer.create(place, bands)
+        self._zarr_writer.create(path, bands)
 
     def clean_up(self) -> None:
         """See `ForecastWriter`."""
         self._temporary_file.unlink(missing_ok=True)
         self._zarr_writer.clean_up()
 
-    def parts(self, place: Path) -> Iterator[ForecastPart]:
+    def parts(self, path: Path) -> Iterator[ForecastPart]:
         """See `ForecastWriter`."""
-        if place.is_dir():
-            yield from self._zarr_writer.parts(place)
+        if path.is_dir():
+            yield from self._zarr_writer.parts(path)
         else:
-            yield ForecastPart(place, {}, self.jobs, self.bands(place))
+            yield ForecastPart(path, {}, self.jobs, self.bands(path))
+
+
+def _file_slices(job: ForecastJob, rows: slice) -> dict[str, slice]:
+    """Return the part of each dimension that the file of a forecast contains."""
+    return {
+        "number": slice(job.member, job.member + 1),
+        "time": slice(job.time, job.time + 1),
+        "latitude": rows,
+    }
+
+
+def create_file(
+    path: Path,
+    form: ForecastFormat,
+    settings: Mapping[str, Any],
+    parts: Mapping[str, slice],
+    levels_apart: bool = False,
+) -> netCDF4.Dataset:
+    """Create a file with everything but the fields, and return it open for writing.
+
+    Args:
+        settings: written as global attribute.
+        parts: the part of a dimension that the file contains; dimensions not listed are complete.
+        levels_apart: whether each level is a chunk of its own.
+    """
+    file = netCDF4.Dataset(path, "w", format="NETCDF4")
+    rows = parts.get("latitude", slice(0, form.height))
+    file.setncatts(global_attributes(settings))
+    file.setncattr(ROWS_ATTRIBUTE, np.array([rows.start, rows.stop, form.height], np.int32))
+    for name, coordinate in form.coordinates.items():
+        values = coordinate.values[parts.get(name, slice(None))]
+        file.createDimension(name, len(values))
+        array = file.createVariable(name, values.dtype, (name,))
+        array.setncatts(coordinate.attributes)
+        array[:] = values
+    for bounds in form.bounds:
+        file.createDimension(bounds.dims[1], 2)
+        array = file.createVariable(bounds.name, bounds.values.dtype, bounds.dims)
+        array[:] = bounds.values
+    for variable in form.variables:
+        _create_variable(
+            file, variable, len(form.leading_dims) + (levels_apart and variable.on_levels)
+        )
+    return file
+
+
+def _create_variable(file: netCDF4.Dataset, variable: OutputVariable, unit_dims: int) -> None:
+    """Create a variable whose chunks have the length 1 along the first `unit_dims` dims."""
+    sizes = [len(file.dimensions[dim]) for dim in variable.dims]
+    array = file.createVariable(
+        variable.name,
+        "f4",
+        variable.dims,
+        compression="zlib",
+        complevel=COMPRESSION_LEVEL,
+        shuffle=True,
+        fletcher32=True,  # checksums, for `forecast check`
+        # A chunk is one field, which is written and read at once.
+        chunksizes=[1] * unit_dims + sizes[unit_dims:],
+        fill_value=float("nan"),
+    )
+    array.setncatts(variable.attributes)
+
+
+def publish_file(temporary: Path, path: Path) -> None:
+    """Flush a closed file to disk and rename it to its final name."""
+    fsync_path(temporary)
+    os.replace(temporary, path)
+
+
+def read_file_settings(path: Path) -> Mapping[str, Any] | None:
+    """Return the settings in a file; None if it has none, or can't be read."""
+    try:
+        with LIBRARY_LOCK, as_os_error(), netCDF4.Dataset(path) as file:
+            settings: Mapping[str, Any] = json.loads(file.getncattr(SETTINGS_ATTRIBUTE))
+    except (OSError, AttributeError, ValueError, TypeError):
+        return None
+    return settings
+
+
+@contextmanager
+def as_os_error() -> Iterator[None]:
+    """Turn the RuntimeError that netCDF4 raises, for instance for a full disk, into an OSError."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise OSError(f"netCDF: {error}") from error
+
+
+@final
+@dataclass(frozen=True)
+class StoredArray:
+    """A zarr array or netCDF variable with its metadata; `values[...]` reads it."""
+
+    dims: tuple[str, ...]
+    shape: tuple[int, ...]
+    attributes: Mapping[str, Any]
+    values: Any
+
+
+@contextmanager
+def open_arrays(path: Path) -> Iterator[Mapping[str, StoredArray]]:
+    """Open a zarr store or a netCDF file and yield its arrays by name.
+
+    Raises:
+        UserError: it can't be opened.
+    """
+    if path.is_dir():
+        yield _open_zarr_arrays(path)
+        return
+    # The lock is held for each call of the library, not while the caller works with the arrays.
+    with LIBRARY_LOCK:
+        try:
+            file = netCDF4.Dataset(path)
+        except (OSError, RuntimeError) as error:
+            raise UserError(f"{path}: can't be opened ({reason_of(error)}).") from error
+        file.set_auto_maskandscale(False)  # values as stored, NaN instead of masks
+    try:
+        yield {
+            name: StoredArray(array.dimensions, array.shape, array.__dict__, array)
+            for name, array in file.variables.items()
+        }
+    finally:
+        with LIBRARY_LOCK:
+            file.close()
+
+
+def read_field(array: StoredArray, index: tuple[Any, ...], where: str) -> NDArray[Any]:
+    """Read values; the libraries compare the checksums of all chunks that are read.
+
+    Args:
+        where: describes the field, for messages.
+
+    Raises:
+        UserError: the values can't be decoded.
+    """
+    try:
+        with LIBRARY_LOCK if isinstance(array.values, netCDF4.Variable) else nullcontext():
+            return np.asarray(array.values[index])
+    except MemoryError:
+        raise
+    except Exception as error:  # codecs, checksums and HDF5 raise many types
+        raise UserError(f"{where}: can't be decoded ({reason_of(error)}).") from error
+
+
+def _open_zarr_arrays(path: Path) -> dict[str, StoredArray]:
+    arrays = {}
+    for folder in sorted(entry for entry in path.iterdir() if entry.is_dir()):
+        try:
+            array = zarr.open_array(LocalStore(path), path=folder.name, mode="r", zarr_format=3)
+        except Exception as error:
+            raise UserError(
+                f"{folder}: has no metadata that can be read ({reason_of(error)})."
+            ) from error
+        dims = getattr(array.metadata, "dimension_names", None) or ()
+        attributes = array.attrs.asdict()
+        arrays[folder.name] = StoredArray(tuple(map(str, dims)), array.shape, attributes, array)
+    return arrays

@@ -1,4 +1,4 @@
-"""Which forecasts are wanted, from which model, where they go, and who makes which."""
+"""The request for forecasts: checkpoint, times, members and output; and its split over ranks."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ from credit_dp.config.data import HOURS_PER_UNIT, STEP_PATTERN
 from credit_dp.errors import UserError
 
 FORMATS = ("zarr", "netcdf", "netcdf_file")
-MAX_INITIAL_TIMES = 10**6  # initial times: more are a mistake in the stride
+MAX_INITIAL_TIMES = 10**6  # a longer series is taken for a mistake in the stride
 
 Times = NDArray[np.datetime64]
 
@@ -24,16 +24,18 @@ Times = NDArray[np.datetime64]
 @final
 @dataclass(frozen=True)
 class ForecastRequest:
-    """What the keys of the command say.
+    """The keys of the forecast command, as text.
 
     Attributes:
         checkpoint: the folder of a run or of a checkpoint.
         init: a time, `[a,b,...]` or `FIRST/LAST/STRIDE`.
-        lead, every: hours or days, like 240h: how far, and which lead times are kept; empty: all.
+        lead: longest lead time, in hours or days, like 240h or 10d.
         out: the store or folder to write.
+        every: step between the lead times to write, like 24h; empty: the model's step.
+        format: one of `FORMATS`.
         members: forecasts from each initial time; 0: one, without a dimension of members.
-        perturb: size of the perturbations of initial states, in standard deviations.
-        perturb_seed: what perturbations are drawn from.
+        perturb: amplitude of the perturbations of initial states, in standard deviations.
+        perturb_seed: seed of the perturbations.
     """
 
     checkpoint: str
@@ -47,10 +49,10 @@ class ForecastRequest:
     perturb_seed: int = 0
 
     def check(self, step_hours: int) -> None:
-        """Refuse values that are not allowed, or that do not fit the model's step.
+        """Check all values, and that lead times fit the model's step.
 
         Raises:
-            UserError: naming the key.
+            UserError: names the key with an invalid value.
         """
         checks.one_of("format", self.format, FORMATS)
         checks.at_least("members", self.members, 0)
@@ -58,26 +60,26 @@ class ForecastRequest:
         checks.integer_in("perturb_seed", self.perturb_seed, 0, 2**63 - 1)
         if self.members > 1 and not self.perturb:
             raise UserError(
-                f"members: {self.members} forecasts from the same state would be the same. Give "
-                "the size of perturbations too, like perturb=0.1."
+                f"members: {self.members} forecasts from the same state would be the same. Set "
+                "perturb, too, like perturb=0.1."
             )
         if self.perturb and not self.members:
             raise UserError("perturb: needs members, like members=10, got none. Give both.")
         self.lead_hours(step_hours)
 
     def initial_times(self) -> Times:
-        """`(N,)`, rising, each once.
+        """Return the initial times, `(N,)`, rising, each once.
 
         Raises:
-            UserError: it is not of a form that `init` may have.
+            UserError: `init` is neither a time, nor a list, nor a series.
         """
-        return initial_times(self.init)
+        return parse_initial_times(self.init)
 
     def lead_hours(self, step_hours: int) -> tuple[int, ...]:
-        """The lead times that are written, rising.
+        """Return the lead times to write in hours, rising.
 
         Raises:
-            UserError: one is no multiple of the model's step.
+            UserError: `lead` or `every` is no multiple of the model's step.
         """
         last = parse_hours("lead", self.lead)
         every = parse_hours("every", self.every) if self.every else step_hours
@@ -93,29 +95,29 @@ class ForecastRequest:
 
     @property
     def target(self) -> Path:
-        """Where the forecast is to be.
+        """Return the absolute path of the output.
 
         Raises:
-            UserError: it is no path of this machine.
+            UserError: it is not a local path.
         """
         if not self.out or "://" in self.out:
-            raise UserError(f"out: needs a path of this machine, got {self.out!r}. Change out.")
+            raise UserError(f"out: needs a local path, got {self.out!r}. Change out.")
         return checks.expand_home("out", self.out).absolute()
 
 
 @final
 @dataclass
 class ForecastConfig(Config):
-    """The config of the run that trained the model, and what to forecast with it."""
+    """The config of the run that trained the model, with the request for forecasts."""
 
     request: ForecastRequest = ForecastRequest("", "", "", "")
 
 
-def initial_times(text: str) -> Times:
-    """A time, a list in brackets, or first, last and stride with slashes between them.
+def parse_initial_times(text: str) -> Times:
+    """Parse a time, a list in brackets, or FIRST/LAST/STRIDE.
 
     Raises:
-        UserError: it is none of these.
+        UserError: the text is none of these.
     """
     if "/" in text:
         return _parse_series(text)
@@ -127,15 +129,15 @@ def initial_times(text: str) -> Times:
 
 
 def parse_hours(key: str, text: str) -> int:
-    """`240h` -> 240, `10d` -> 240.
+    """Parse a number of hours or days: `240h` -> 240, `10d` -> 240.
 
     Raises:
-        UserError: it is not of that form.
+        UserError: names the key with the invalid value.
     """
-    found = STEP_PATTERN.fullmatch(text)
-    if found is None:
+    match = STEP_PATTERN.fullmatch(text)
+    if match is None:
         raise UserError(f"{key}: needs hours or days, like 240h or 10d, got {text or 'nothing'!r}")
-    return int(found[1]) * HOURS_PER_UNIT[found[2]]
+    return int(match[1]) * HOURS_PER_UNIT[match[2]]
 
 
 def _parse_series(text: str) -> Times:
@@ -144,15 +146,15 @@ def _parse_series(text: str) -> Times:
         raise UserError(
             f"init: needs FIRST/LAST/STRIDE, like 2001-02-10/2001-02-12/24h, got {text!r}"
         )
-    first, last = _parse_time(parts[0]), _parse_time(parts[1])
+    first = _parse_time(parts[0])
+    last = _parse_time(parts[1])
     stride = np.timedelta64(parse_hours("init", parts[2]), "h")
     if not first <= last or (last - first) // stride >= MAX_INITIAL_TIMES:
-        problem = (
-            "after the last"
-            if first > last
-            else f"more than {MAX_INITIAL_TIMES} strides before the last"
-        )
+        problem = "after the last"
+        if first <= last:
+            problem = f"more than {MAX_INITIAL_TIMES} strides before the last"
         raise UserError(f"init: the first time is {problem}, in {text}. Change init.")
+    # `arange` excludes its end; one more nanosecond includes `last`.
     return np.arange(first, last + np.timedelta64(1, "ns"), stride)
 
 
@@ -167,25 +169,25 @@ def _parse_time(text: str) -> np.datetime64:
 
 
 class ForecastJob(NamedTuple):
-    """One forecast, by the places of its member and initial time."""
+    """One forecast, by the indices of its member and initial time."""
 
     member: int
     time: int
 
 
 def all_jobs(times: int, members: int) -> list[ForecastJob]:
-    """All members of the first initial time, then those of the next."""
+    """Return all forecasts, ordered by initial time, then by member."""
     return [ForecastJob(member, time) for time in range(times) for member in range(members)]
 
 
 def rank_jobs(
     jobs: Sequence[ForecastJob], rank: int, ranks: int
 ) -> Iterator[tuple[ForecastJob, bool]]:
-    """The share of a data rank, and whether it counts.
+    """Yield the jobs of a data rank, and whether they count.
 
-    All ranks have equally many turns, for those that share parameters out need each other at every
-    step: one without a forecast of its own left repeats one that does not count.
+    All ranks yield equally many jobs: with sharded parameters (FSDP), every forward pass is
+    collective. A rank without a job left repeats one that does not count.
     """
     for start in range(0, len(jobs), ranks):
-        own = jobs[start + rank : start + rank + 1]
-        yield (own[0], True) if own else (jobs[0], False)
+        local_jobs = jobs[start + rank : start + rank + 1]
+        yield (local_jobs[0], True) if local_jobs else (jobs[0], False)

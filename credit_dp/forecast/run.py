@@ -1,4 +1,10 @@
-"""Forecasts with a trained model, from its checkpoint to the files: what every rank executes."""
+"""Make forecasts with a trained model, from its checkpoint to files; every rank executes this.
+
+The order, in `make_forecasts`: open checkpoint and store and check that they fit; lock the output;
+build the model; create the output or clean up what was begun; forecast the missing jobs, each data
+rank its own and each domain rank its rows, while a thread writes the lead time before; assemble and
+publish the output on rank 0.
+"""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -47,12 +53,196 @@ from credit_dp.training.forecast_step import ForecastStep
 from credit_dp.training.shards import translate_read_errors
 from credit_dp.training.transfer import load_valid_mask, load_weights
 
+KEY = "checkpoint"  # prefix of error messages
+
+
+def run(config: Config, ranks: RankInfo) -> int:
+    """Make the forecasts of a `ForecastConfig`, and return the exit code; collective.
+
+    Only rank 0 prints to the screen.
+
+    Raises:
+        UserError: checkpoint, store or output are not usable; fields that were written are kept,
+            and the next run resumes.
+    """
+    if not isinstance(config, ForecastConfig):
+        raise TypeError(f"needs a ForecastConfig, got {type(config).__name__}")
+    manager = build_manager(config.parallel, ranks)
+    screen = screen_for(ranks.rank)
+    make_forecasts(config, manager, rank_device(config, ranks), screen)
+    return 0
+
+
+def make_forecasts(
+    config: ForecastConfig, manager: DomainParallelManager, device: torch.device, screen: Screen
+) -> None:
+    """Make the forecasts that are missing; collective over all ranks of the mesh.
+
+    Raises:
+        UserError: see `run`.
+    """
+    setup = ForecastSetup.prepare(config, manager, device, screen)
+    # Messages that were logged before the screen could show them.
+    for note in notes_of(pop_early_records()):
+        screen.show(f"{'note':<13}{note}")
+    writer = setup.writer
+    is_first = manager.rank == 0
+    with ExitStack() as locks:
+        run_on_all_ranks(lambda: locks.enter_context(writer.lock()) if is_first else None)
+        # The model before the folder: a model that can't be built leaves no output behind.
+        step, states = setup.build()
+        bands = manager.partition(writer.form.height)
+        run_on_all_ranks(lambda: writer.begin(bands) if is_first else None)
+        setup.barrier()
+        # All ranks need the same jobs: rank 0's list counts.
+        jobs = all_gather_object(writer.unfinished_jobs())[0]
+        # No rank starts to write while another one is still listing.
+        setup.barrier()
+        runner = ForecastRunner(step, states, writer, manager)
+        count = len(jobs[manager.dp_rank :: manager.dp_world_size]) * len(writer.form.hours)
+        finished = len(writer.jobs) - len(jobs)
+        if finished:
+            screen.show(f"resuming: {finished} of {len(writer.jobs)} forecasts are finished")
+        with screen.bar("forecasting", count) as bar:
+            runner.run(jobs, bar)
+        # `finish` needs the files of all ranks.
+        setup.barrier()
+        # Rank 0 assembles piece by piece, with a collective after each: a single long wait would
+        # run into the process group's timeout on the other ranks.
+        for piece in range(writer.piece_count):
+            run_on_all_ranks(partial(writer.assemble_piece, piece) if is_first else lambda: None)
+        run_on_all_ranks(lambda: writer.finish() if is_first else None)
+        setup.barrier()
+    screen.show(f"{'forecast':<13}{writer.out}")
+
+
+@final
+@dataclass(frozen=True)
+class ForecastSetup:
+    """The opened checkpoint, store and output, before the model is built.
+
+    Attributes:
+        prepared: the store with the checkpoint's statistics.
+        path: the checkpoint's folder.
+        metadata: the checkpoint's metadata.
+        like: gives device and dtype of the model's output.
+        first_gpu: the GPU that `cuda:0` of a layout stands for on this rank.
+    """
+
+    config: ForecastConfig
+    manager: DomainParallelManager
+    prepared: TrainingData
+    path: Path
+    metadata: Metadata
+    writer: ForecastWriter
+    like: torch.Tensor
+    first_gpu: int
+
+    @classmethod
+    def prepare(
+        cls,
+        config: ForecastConfig,
+        manager: DomainParallelManager,
+        device: torch.device,
+        screen: Screen,
+    ) -> "ForecastSetup":
+        """Open checkpoint and store, and check that they fit and that the output can be written.
+
+        Raises:
+            UserError: see `run`; nothing has been written.
+        """
+        request = config.request
+        path = Path(request.checkpoint)
+        metadata = run_on_all_ranks(lambda: read_metadata(KEY, path))
+        with screen.report() as report:
+            store = run_on_all_ranks(lambda: open_store(config, metadata, report))
+        with translate_read_errors(KEY, path):
+            check_fields(path, metadata["data"], store, config.model)
+            statistics = statistics_of(metadata)
+        # Forecasts need no climatology.
+        prepared = TrainingData(store, statistics, Climatology([], []))
+        run_on_all_ranks(lambda: check_times(store, request, config.model.frames))
+        units = {c.variable: unit_of(store, c.variable) for c in store.channels.output_channels}
+        form = ForecastFormat.of(store, units, request)
+        settings = settings_of(config, form, checkpoint_fingerprint(path), store_addresses(store))
+        writer = WRITERS[request.format](request.target, form, settings)
+        run_on_all_ranks(writer.check)
+        # Before `device` changes: a layout may put the model's output on another device.
+        first_gpu = device.index or 0
+        device = model_output_device(config.parallel.layout, device, first_gpu)
+        like = torch.zeros((), device=device, dtype=DTYPES[config.trainer.dtype])
+        return cls(
+            config=config,
+            manager=manager,
+            prepared=prepared,
+            path=path,
+            metadata=metadata,
+            writer=writer,
+            like=like,
+            first_gpu=first_gpu,
+        )
+
+    def build(self) -> tuple[ForecastStep, InitialStates]:
+        """Build the trained model on this rank's rows or stages, and its input; collective.
+
+        Raises:
+            UserError: the weights are those of another model, or the mesh does not fit.
+        """
+        manager = self.manager
+        store = self.prepared.store
+        data = replace(self.config.data, batch_size=forecast_batch_size(self.config, manager))
+        config = replace(self.config, data=data)
+        parts = build_model_parts(config, self.prepared, manager, self.like, self.first_gpu)
+        load_weights(KEY, self.path, self.metadata, parts.parts)
+        for part in parts.parts:
+            part.eval()  # no dropout or stochastic depth
+        rows = manager.rows(store.grid[0])
+        frames = config.model.frames
+        states = InitialStates(self.prepared, config.request, frames, rows, self.like)
+        tendency = states.normaliser.tendency_scale[: store.channels.num_states]
+        valid = load_valid_mask(KEY, self.path, self.metadata)
+        run_on_all_ranks(lambda: self._check_valid(store.valid_mask(rows), valid, rows))
+        # Points without values get their fill after every step, as in training.
+        points = ValidPoints.of(store.valid_mask(rows), self.like)
+        fills = states.normaliser.fills
+        fill = None if points is None else lambda fields: points.fill_invalid(fields, fills)
+        return ForecastStep(parts.forecast_model, tendency, config.model.residual, fill), states
+
+    def _check_valid(
+        self, valid: NDArray[np.bool_] | None, trained: torch.Tensor | None, rows: slice
+    ) -> None:
+        """Check that points without values are those of training.
+
+        The model knows no others: fill values at other points would be forecast as weather.
+
+        Raises:
+            UserError: names the first channel whose points differ.
+        """
+        if valid is None or trained is None:  # both or none, by the config of the checkpoint
+            return
+        store = self.prepared.store
+        differs = (valid != trained[:, rows].numpy()).any(axis=(1, 2))
+        if differs.any():
+            first = self.config.request.initial_times()[0].astype("M8[m]")
+            raise UserError(
+                f"{store.source.where}: "
+                f"{store.channels.output_channels[differs.argmax()].name} has values at "
+                f"other points at {first} than in training. Change init or data.store."
+            )
+
+    def barrier(self) -> None:
+        """Wait for all ranks of the mesh."""
+        # The sum waits for the domain axis, the gather for all ranks. Without a process group the
+        # gather returns at once.
+        self.manager.transport.all_reduce(self.like.new_zeros(1))
+        all_gather_object(None)
+
 
 @final
 class SingleTaskExecutor:
-    """One thread, and one task at a time: never is more than one lead time in its hands.
+    """A thread that runs one task at a time, so that at most one lead time waits to be written.
 
-    An error of a task is raised where the next one is given, or at the end.
+    The error of a task is raised by the next `submit` or `wait`, or at the end of the block.
     """
 
     def __init__(self) -> None:
@@ -60,13 +250,14 @@ class SingleTaskExecutor:
         self._last: Future[None] | None = None
 
     def submit(self, task: Callable[[], None]) -> None:
-        """Wait until the last task is done, then start this one."""
+        """Wait for the last task, then start this one."""
         self.wait()
         self._last = self._thread.submit(task)
 
     def wait(self) -> None:
-        """Wait until all is done."""
-        last, self._last = self._last, None
+        """Wait for the last task and raise its error, once."""
+        last = self._last
+        self._last = None
         if last is not None:
             last.result()
 
@@ -88,14 +279,14 @@ class SingleTaskExecutor:
 
 @final
 class ForecastRunner:
-    """Makes forecasts of this rank's share of initial times and members, on its rows.
+    """Makes this data rank's forecasts on this domain rank's rows and writes them.
 
-    In memory are the state of one forecast, and one lead time of it on its way to the disk.
+    Memory holds the state of one forecast and one lead time that is being written.
 
     Args:
-        step: of the model, on this rank's rows.
-        states: what forecasts start from and are driven by.
-        writer: begun already, on all ranks.
+        step: the model's forecast step, on this rank's rows.
+        states: reads initial states and forcing.
+        writer: after `begin` on rank 0.
     """
 
     def __init__(
@@ -109,249 +300,113 @@ class ForecastRunner:
         self._states = states
         self._writer = writer
         self._manager = manager
-        own = manager.partition(writer.form.height)
-        written = writer.bands_to_write(own)
-        runs = tuple((RowRange(*band),) for band in pairwise(written.bounds))
-        self._exchange = RowExchange(own, runs, manager.domain_rank)
+        computed = manager.partition(writer.form.height)
+        written = writer.bands_to_write(computed)
+        # Moves rows from the rank that computes them to the rank that writes them.
+        ranges = tuple((RowRange(*band),) for band in pairwise(written.bounds))
+        self._exchange = RowExchange(computed, ranges, manager.domain_rank)
         self._rows = written.rows(manager.domain_rank)
         step_hours = states.store.config.step_hours
-        self._leads = {hour // step_hours: place for place, hour in enumerate(writer.form.hours)}
+        # Index of the lead time to write, by number of steps.
+        self._leads = {hour // step_hours: lead for lead, hour in enumerate(writer.form.hours)}
 
     @torch.no_grad()
     def run(self, jobs: Sequence[ForecastJob], progress: Callable[[int], None]) -> None:
-        """Make these forecasts, which are the same on all ranks; collective.
+        """Make and write these forecasts; collective, with the same `jobs` on all ranks.
 
-        `progress` is told how many of this rank's lead times are done.
+        Args:
+            progress: called with the number of this rank's lead times that are done.
 
         Raises:
-            UserError: the disk is full, or a state has gaps.
+            UserError: the disk is full, or a state has missing values.
         """
-        done, ranks = 0, self._manager.dp_world_size
-        with SingleTaskExecutor() as streaming:
-            for job, counts in rank_jobs(jobs, self._manager.dp_rank, ranks):
-                states = self._states
-                rollout = self._step.rollout(states.start(job), states.forcings(job), states.static)
+        done = 0
+        states = self._states
+        with SingleTaskExecutor() as executor:
+            for job, counts in rank_jobs(jobs, self._manager.dp_rank, self._manager.dp_world_size):
+                rollout = self._step.rollout(
+                    states.initial_state(job), states.forcings(job), states.static
+                )
+                # A job that does not count runs to its end, for the collectives in the model.
                 for number, fields in enumerate(rollout, start=1):
                     lead = self._leads.get(number)
                     if counts and lead is not None:
-                        self._write_lead(streaming, job, lead, fields)
+                        self._write_lead(executor, job, lead, fields)
                         progress(done := done + 1)
                 if counts:
-                    streaming.submit(partial(self._write_to_disk, self._writer.close, job))
+                    executor.submit(partial(self._write_to_disk, self._writer.close, job))
 
     def _write_lead(
-        self, streaming: SingleTaskExecutor, job: ForecastJob, lead: int, fields: Tensor
+        self, executor: SingleTaskExecutor, job: ForecastJob, lead: int, fields: Tensor
     ) -> None:
-        """Hand one lead time to the disk; of a pipeline's ranks, which all have it, the first's."""
+        """Pass one lead time to the writer's thread.
+
+        All ranks of a pipeline have the fields; the first one writes them.
+        """
         if self._manager.pipeline_rank > 0:
             return
-        streaming.wait()  # for the lead time before, while this one was computed
+        # The lead time before was written while this one was computed. Waiting before the copy to
+        # the CPU keeps a single lead time in memory.
+        executor.wait()
+        # On this thread: ranks exchange rows here, in an order that has to be the same on all of
+        # them. The writer's thread only touches files.
         physical = self._states.denormalise(fields)
         rows = self._exchange.apply(physical.contiguous(), self._manager.transport)[0]
         values = rows.to(device="cpu", dtype=torch.float32).numpy()
         parts = split_by_variable(self._writer.form, values)
         write = self._writer.write
-        streaming.submit(partial(self._write_to_disk, write, job, lead, self._rows, parts))
+        executor.submit(partial(self._write_to_disk, write, job, lead, self._rows, parts))
 
-    def _write_to_disk(self, act: Callable[..., None], *args: object) -> None:
-        """Do what may find the disk full, and say so then."""
+    def _write_to_disk(self, write: Callable[..., None], *args: object) -> None:
+        """Call a method of the writer and turn errors of the disk into a UserError."""
         with disk_errors(self._writer.out):
-            act(*args)
+            write(*args)
 
 
 def split_by_variable(form: ForecastFormat, values: Fields) -> list[Fields]:
-    """`(channels, rows, W)` -> of each variable `(rows, W)` or `(levels, rows, W)`."""
+    """Split `(channels, rows, W)` into `(rows, W)` or `(levels, rows, W)` of each variable."""
     return [
         values[variable.channels] if variable.on_levels else values[variable.channels.start]
         for variable in form.variables
     ]
 
 
-KEY = "checkpoint"
+def open_store(config: ForecastConfig, metadata: Metadata, report: ProgressCallback) -> Store:
+    """Open the store of initial states, which need not contain the training dates.
 
-
-def run(config: Config, ranks: RankInfo) -> int:
-    """Make the forecasts of a `ForecastConfig`, and say where they are; the exit code.
-
-    Every rank calls this; only rank 0 shows anything.
+    Values are checked against the limits of training, if the checkpoint's metadata have them.
 
     Raises:
-        UserError: something is not as needed; what was written so far is gone on with next time.
-    """
-    if not isinstance(config, ForecastConfig):
-        raise TypeError(f"needs a ForecastConfig, got {type(config).__name__}")
-    manager = build_manager(config.parallel, ranks)
-    screen = screen_for(ranks.rank)
-    make_forecasts(config, manager, rank_device(config, ranks), screen)
-    return 0
-
-
-def make_forecasts(
-    config: ForecastConfig, manager: DomainParallelManager, device: torch.device, screen: Screen
-) -> None:
-    """Make the forecasts that are not there yet; collective over all ranks of the mesh.
-
-    Raises:
-        UserError: see `run`.
-    """
-    forecasting = Forecasting.prepare(config, manager, device, screen)
-    for note in notes_of(pop_early_records()):
-        screen.show(f"{'note':<13}{note}")
-    writer, first = forecasting.writer, manager.rank == 0
-    with ExitStack() as held:
-        run_on_all_ranks(lambda: held.enter_context(writer.lock()) if first else None)
-        # The model before the folder: a forecast that is refused leaves none.
-        step, states = forecasting.model()
-        bands = manager.partition(writer.form.height)
-        run_on_all_ranks(lambda: writer.begin(bands) if first else None)
-        forecasting.barrier()
-        jobs = all_gather_object(writer.unfinished_jobs())[0]
-        forecasting.barrier()
-        rolling = ForecastRunner(step, states, writer, manager)
-        own = len(jobs[manager.dp_rank :: manager.dp_world_size]) * len(writer.form.hours)
-        there = len(writer.jobs) - len(jobs)
-        if there:
-            screen.show(f"going on: {there} of {len(writer.jobs)} forecasts are there")
-        with screen.bar("forecasting", own) as bar:
-            rolling.run(jobs, bar)
-        forecasting.barrier()
-        for piece in range(writer.piece_count):
-            run_on_all_ranks(partial(writer.assemble_piece, piece) if first else lambda: None)
-        run_on_all_ranks(lambda: writer.finish() if first else None)
-        forecasting.barrier()
-    screen.show(f"{'forecast':<13}{writer.out}")
-
-
-@final
-@dataclass(frozen=True)
-class Forecasting:
-    """What is known before the model is built."""
-
-    config: ForecastConfig
-    manager: DomainParallelManager
-    prepared: TrainingData
-    path: Path
-    numbers: Metadata
-    writer: ForecastWriter
-    like: torch.Tensor
-    first_gpu: int
-
-    @classmethod
-    def prepare(
-        cls,
-        config: ForecastConfig,
-        manager: DomainParallelManager,
-        device: torch.device,
-        screen: Screen,
-    ) -> "Forecasting":
-        """Open the checkpoint and the store, and see whether they fit, and the output can be made.
-
-        Raises:
-            UserError: see `run`; nothing has been written.
-        """
-        request, path = config.request, Path(config.request.checkpoint)
-        numbers = run_on_all_ranks(lambda: read_metadata(KEY, path))
-        with screen.report() as report:
-            store = run_on_all_ranks(lambda: open_store(config, numbers, report))
-        with translate_read_errors(KEY, path):
-            check_fields(path, numbers["data"], store, config.model)
-            statistics = statistics_of(numbers)
-        prepared = TrainingData(store, statistics, Climatology([], []))
-        run_on_all_ranks(lambda: check_times(store, request, config.model.frames))
-        units = {c.variable: unit_of(store, c.variable) for c in store.channels.output_channels}
-        form = ForecastFormat.of(store, units, request)
-        settings = settings_of(config, form, checkpoint_fingerprint(path), store_addresses(store))
-        writer = WRITERS[request.format](request.target, form, settings)
-        run_on_all_ranks(writer.check)
-        first_gpu = device.index or 0  # before the layout says where the output goes
-        device = model_output_device(config.parallel.layout, device, first_gpu)
-        like = torch.zeros((), device=device, dtype=DTYPES[config.trainer.dtype])
-        return cls(config, manager, prepared, path, numbers, writer, like, first_gpu)
-
-    def model(self) -> tuple[ForecastStep, InitialStates]:
-        """The trained model on this rank's rows or stages, and what it starts from; collective.
-
-        Raises:
-            UserError: the weights are those of another model, or the mesh does not fit.
-        """
-        config, manager, store = self.config, self.manager, self.prepared.store
-        config = replace(
-            config, data=replace(config.data, batch_size=forecast_batch_size(config, manager))
-        )
-        parts = build_model_parts(config, self.prepared, manager, self.like, self.first_gpu)
-        load_weights(KEY, self.path, self.numbers, parts.parts)
-        for part in parts.parts:
-            part.eval()
-        rows = manager.rows(store.grid[0])
-        frames = config.model.frames
-        states = InitialStates(self.prepared, config.request, frames, rows, self.like)
-        tendency = states.normaliser.tendency_scale[: store.channels.states]
-        valid = load_valid_mask(KEY, self.path, self.numbers)
-        run_on_all_ranks(lambda: self._check_valid(store.valid_mask(rows), valid, rows))
-        points = ValidPoints.of(store.valid_mask(rows), self.like)
-        fills = states.normaliser.fills
-        fill = None if points is None else lambda fields: points.fill_invalid(fields, fills)
-        return ForecastStep(parts.forecast_model, tendency, config.model.residual, fill), states
-
-    def _check_valid(
-        self, own: NDArray[np.bool_] | None, trained: torch.Tensor | None, rows: slice
-    ) -> None:
-        """Refuse a first state with gaps elsewhere than in training: they would be forecast."""
-        if own is None or trained is None:  # as the config says, which is the checkpoint's
-            return
-        store = self.prepared.store
-        differs = (own != trained[:, rows].numpy()).any(axis=(1, 2))
-        if differs.any():
-            first = self.config.request.initial_times()[0].astype("M8[m]")
-            raise UserError(
-                f"{store.source.where}: "
-                f"{store.channels.output_channels[differs.argmax()].name} has values at "
-                f"other points at {first} than in training. Change init or data.store."
-            )
-
-    def barrier(self) -> None:
-        """Wait for all ranks of the mesh."""
-        self.manager.transport.sum(self.like.new_zeros(1))
-        all_gather_object(None)
-
-
-def open_store(config: ForecastConfig, numbers: Metadata, report: ProgressCallback) -> Store:
-    """The store of initial states; which dates were trained on, does not matter.
-
-    Values are held against the limits that they had in training, as far as the checkpoint's
-    `numbers` have them.
-
-    Raises:
-        UserError: it is not as needed.
+        UserError: the store can't be opened, or lacks a variable.
     """
     data = with_quickstart_store(config.data, report)
-    # Points without values are those of the first date of a split.
+    # A store takes its points without values from the first date of a split.
     span = [str(t.astype("M8[s]")) for t in config.request.initial_times()[[0, -1]]]
     data = replace(data, dates=DatesConfig(span, span, span))
     ranges = {
-        name: ValueRange(*limits) for name, limits in numbers["data"].get("ranges", {}).items()
+        name: ValueRange(*limits) for name, limits in metadata["data"].get("ranges", {}).items()
     }
     store = Store(open_source(data), data, ranges)
     check_units(store.source, data)
     return store
 
 
-def statistics_of(numbers: Metadata) -> Statistics:
-    """Those that the model was trained with, whatever the store."""
-    said: dict[str, Any] = numbers["data"]["statistics"]
-    return Statistics(**{name: np.array(values, float) for name, values in said.items()})
+def statistics_of(metadata: Metadata) -> Statistics:
+    """Return the statistics that the model was trained with, from the checkpoint's metadata."""
+    arrays: dict[str, Any] = metadata["data"]["statistics"]
+    return Statistics(**{name: np.array(values, float) for name, values in arrays.items()})
 
 
 def checkpoint_fingerprint(path: Path) -> str:
-    """Differs between any two checkpoints, also of the same name."""
+    """Return a fingerprint that differs between checkpoints, also of the same name."""
     return fingerprint((path / METADATA_FILE).read_text())
 
 
 def forecast_batch_size(config: Config, manager: DomainParallelManager) -> int:
-    """The global batch of which each model has one sample at a time."""
+    """Return the global batch size that gives each model one sample at a time."""
     return manager.dp_world_size * microbatches_per_step(config)
 
 
 def store_addresses(store: Store) -> list[str]:
-    """Where the initial states are, as a forecast says it."""
+    """Return the addresses of the initial states, for a forecast's settings."""
     return [absolute_address(where) for where in store.config.stores or [store.source.where]]

@@ -1,4 +1,8 @@
-"""Joins files that hold bands of rows, exactly: nothing is filled in, nothing is left out."""
+"""Join netCDF files that contain bands of rows, without filling or dropping anything.
+
+Files are grouped by time and member; the bands of each group are joined along latitude, then the
+groups along time and member. Everything that is not joined has to be identical in all files.
+"""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -15,12 +19,12 @@ from credit_dp.forecast.netcdf import ROWS_ATTRIBUTE
 from credit_dp.forecast.writer import PARTIAL_SUFFIX
 
 LATITUDE_NAMES = ("latitude", "lat")
-GAP_TOLERANCE = 1.5  # of the distance between rows: where it is larger, some are missing
+GAP_TOLERANCE = 1.5  # times the usual distance between rows; a larger distance is a gap
 
 
 @final
 class Band(NamedTuple):
-    """An open file, its latitudes, and the name of their dimension."""
+    """An open file with its latitudes and the name of their dim."""
 
     path: Path
     data: xr.Dataset
@@ -29,14 +33,14 @@ class Band(NamedTuple):
 
 
 def open_sharded(path: str | Path) -> xr.Dataset:
-    """Join the netCDF files in a folder, or those that a pattern stands for, along latitude.
+    """Join the netCDF files in a folder, or of a pattern, along latitude.
 
-    Files of several initial times or members are joined along these, too. Values are read when
-    they are needed, by dask.
+    Files of several initial times or members are joined along these, too. Values are read lazily,
+    by dask.
 
     Raises:
-        UserError: there are none; bands overlap or lack rows; or anything that is not joined
-            differs, if only in the last digit: other coordinates, bounds, units.
+        UserError: there are no files; bands overlap or have gaps; or anything else differs between
+            files, even in the last digit: coordinates, bounds, units.
     """
     files = _find_files(expand_home("path", str(path)))
     groups: dict[tuple[Any, ...], list[Band]] = {}
@@ -52,30 +56,30 @@ def open_sharded(path: str | Path) -> xr.Dataset:
 
 def _find_files(path: Path) -> list[Path]:
     if path.name.endswith(PARTIAL_SUFFIX):
-        raise UserError(f"{path}: is not complete. Start the forecast again: it goes on.")
-    found = sorted(path.glob("*.nc") if path.is_dir() else path.parent.glob(path.name))
-    if not found:
+        raise UserError(f"{path}: is not complete. Start the forecast again to resume it.")
+    files = sorted(path.glob("*.nc") if path.is_dir() else path.parent.glob(path.name))
+    if not files:
         raise UserError(f"{path}: needs a folder with netCDF files (.nc), or a pattern of them.")
-    return found
+    return files
 
 
 def _open_band(path: Path) -> Band:
     try:
-        data = xr.open_dataset(path, engine="netcdf4", chunks={})
+        data = xr.open_dataset(path, engine="netcdf4", chunks={})  # lazy, in the file's chunks
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"{path}: is no netCDF file that can be read ({reason}).") from error
+        raise UserError(f"{path}: can't be read as netCDF ({reason}).") from error
     dim = next((name for name in LATITUDE_NAMES if name in data.dims and name in data.coords), None)
     if dim is None:
         raise UserError(f"{path}: has no coordinate latitude to join it by.")
     latitude = data[dim].values
     if latitude.dtype.kind not in "fiu" or not latitude.size or not np.isfinite(latitude).all():
-        raise UserError(f"{path}: needs rows with numbers as {dim}, to join them by. Leave it out.")
+        raise UserError(f"{path}: needs rows with numbers as {dim} to join. Leave this file out.")
     return Band(path, data, latitude, dim)
 
 
 def _globe_key(data: xr.Dataset) -> tuple[Any, ...]:
-    """Which files are bands of one globe: those of the same times and members."""
+    """Return the times and members of a file; files with the same ones are bands of one globe."""
     return tuple(
         tuple(np.atleast_1d(data[name].values).tolist()) if name in data.coords else ()
         for name in ("time", "number")
@@ -83,13 +87,15 @@ def _globe_key(data: xr.Dataset) -> tuple[Any, ...]:
 
 
 def _join_bands(bands: Sequence[Band]) -> xr.Dataset:
-    """The bands of one globe, northernmost or southernmost first, as the rows of a band are."""
+    """Join the bands of one globe, in the order in which the rows of a band are."""
+    # A band of one row neither rises nor falls: the others decide.
     falling = all(band.latitude[0] >= band.latitude[-1] for band in bands)
     ordered = sorted(bands, key=lambda band: band.latitude[0], reverse=falling)
     for band in ordered[1:]:
         _check_consistent(band.path, band.data, ordered[0].data, ordered[0].dim)
     _check_edges(ordered, -1 if falling else 1)
     _check_all_rows(ordered)
+    # After the checks nothing else has to be compared: "override" takes it from the first band.
     data = xr.concat(
         [band.data for band in ordered],
         dim=ordered[0].dim,
@@ -99,65 +105,80 @@ def _join_bands(bands: Sequence[Band]) -> xr.Dataset:
         join="exact",
         combine_attrs="drop_conflicts",
     )
-    data.attrs.pop(ROWS_ATTRIBUTE, None)
+    data.attrs.pop(ROWS_ATTRIBUTE, None)  # of one band
     return data
 
 
 def _check_edges(bands: Sequence[Band], sign: int) -> None:
-    """Refuse bands that overlap, and edges across which a row is missing."""
+    """Check that bands neither overlap nor have gaps between them.
+
+    Args:
+        sign: 1 if latitudes rise, -1 if they fall.
+    """
     edges = [sign * float(b.latitude[0] - a.latitude[-1]) for a, b in pairwise(bands)]
     inner = np.concatenate([sign * np.diff(band.latitude) for band in bands])
-    # Bands of one row each have distances only between them.
+    # Bands of a single row have no distances inside, only between each other.
     usual = float(np.median(inner if len(inner) else edges)) if edges else 0.0
-    for (north, south), step in zip(pairwise(bands), edges, strict=True):
+    for (before, after), step in zip(pairwise(bands), edges, strict=True):
         if step <= 0:
             raise UserError(
-                f"{south.path}: overlaps {north.path.name}: it begins at latitude "
-                f"{south.latitude[0]:g}, which the other, up to {north.latitude[-1]:g}, has "
-                "passed. Remove one of them."
+                f"{after.path}: overlaps {before.path.name}: it begins at latitude "
+                f"{after.latitude[0]:g}, but the other ends at {before.latitude[-1]:g}. Remove "
+                "one of them."
             )
         if step > GAP_TOLERANCE * usual:
             raise UserError(
-                f"{south.path}: there is a gap before it, from latitude {north.latitude[-1]:g} to "
-                f"{south.latitude[0]:g}. Add the file of the rows between them."
+                f"{after.path}: there is a gap before it, from latitude {before.latitude[-1]:g} to "
+                f"{after.latitude[0]:g}. Add the file with the rows between."
             )
 
 
 def _check_all_rows(bands: Sequence[Band]) -> None:
-    """Refuse bands that, by what they say of their rows, do not make up the globe."""
+    """Check that bands make up the globe, by the attribute with their rows.
+
+    Latitudes alone do not tell that the first or the last band is missing.
+    """
     if not all(ROWS_ATTRIBUTE in band.data.attrs for band in bands):
-        return  # somebody else's
-    said = [tuple(map(int, band.data.attrs[ROWS_ATTRIBUTE])) for band in bands]
-    at = 0
-    for band, (first, stop, height) in zip(bands, said, strict=True):
-        if first != at:
+        return  # files of another program
+    stated = [tuple(map(int, band.data.attrs[ROWS_ATTRIBUTE])) for band in bands]
+    total = stated[0][2]
+    row = 0
+    for band, (first, stop, height) in zip(bands, stated, strict=True):
+        if first != row:
             raise UserError(
-                f"{band.path}: begins at row {first}, but the rows before it end at {at - 1}. "
-                "Add the file of the rows between them, or remove the one that is double."
+                f"{band.path}: begins at row {first}, but the rows before it end at {row - 1}. "
+                "Add the file with the rows between, or remove a duplicate."
             )
-        if stop - first != len(band.latitude) or height != said[0][2]:
-            raise UserError(f"{band.path}: does not have the rows that it says. Write it again.")
-        at = stop
-    if at != said[0][2]:
+        if stop - first != len(band.latitude) or height != total:
+            raise UserError(
+                f"{band.path}: its rows are not those of its attribute. Write it again."
+            )
+        row = stop
+    if row != total:
         raise UserError(
-            f"{bands[-1].path}: is the last file, but rows {at} to {said[0][2] - 1} of the globe "
-            "are missing. Add their file."
+            f"{bands[-1].path}: is the last file, but rows {row} to {total - 1} of the globe are "
+            "missing. Add their file."
         )
 
 
 def _check_consistent(path: Path, data: xr.Dataset, other: xr.Dataset, dim: str = "") -> None:
-    """Refuse other variables or units, and other values of anything that is not joined."""
-    odd = sorted({*map(str, data.data_vars)} ^ {*map(str, other.data_vars)})
-    if odd:
-        raise UserError(f"{path}: has other variables than the other files ({odd[0]}).")
+    """Check that two files have the same variables, units, and values that are not joined.
+
+    Args:
+        dim: the dim to join along; "": along time and member.
+    """
+    mismatched = sorted({*map(str, data.data_vars)} ^ {*map(str, other.data_vars)})
+    if mismatched:
+        raise UserError(f"{path}: has other variables than the other files ({mismatched[0]}).")
     along = {dim} if dim else {"time", "number"}
+    # The join takes these from the first file (compat="override") without comparing them.
     for name in sorted(_unjoined_variables(data, along) | _unjoined_variables(other, along)):
         a, b = (x.variables.get(name) for x in (data, other))
         if a is None or b is None or not a.equals(b):  # type: ignore[no-untyped-call]
-            far = "" if a is None or b is None else _describe_difference(a.values, b.values)
+            difference = "" if a is None or b is None else _describe_difference(a.values, b.values)
             raise UserError(
-                f"{path}: has another {name} than the other files{far}. Files are only joined "
-                "where all that is not joined is the same, to the last digit."
+                f"{path}: has another {name} than the other files{difference}. Everything that is "
+                "not joined has to be identical, to the last digit."
             )
     for name in map(str, data.data_vars):
         units = [str(x[name].attrs.get("units", "none")) for x in (data, other)]
@@ -166,8 +187,8 @@ def _check_consistent(path: Path, data: xr.Dataset, other: xr.Dataset, dim: str 
 
 
 def _unjoined_variables(data: xr.Dataset, along: set[str]) -> set[str]:
-    """Variables that a joined dataset has from one file alone."""
-    # Where a file has a time as a mere number, that becomes a dim of all its variables.
+    """Return the variables that a joined dataset takes from one file."""
+    # A scalar time in a file becomes a dim of all its data variables: only coordinates remain.
     scalar = any(dim in data.coords and dim not in data.dims for dim in along)
     variables = data.coords.variables if scalar else data.variables
     return {str(name) for name, of in variables.items() if not along & {name, *of.dims}}
@@ -180,20 +201,24 @@ def _describe_difference(a: NDArray[Any], b: NDArray[Any]) -> str:
 
 
 def _join_times_and_members(joined: dict[tuple[Any, ...], xr.Dataset]) -> xr.Dataset:
-    """Globes of several times and members as one dataset.
+    """Join globes along time, then along members.
+
+    Args:
+        joined: by times and members, as `_globe_key` returns them.
 
     Raises:
-        UserError: a member has not the times that another one has.
+        UserError: a member lacks a time that another one has.
     """
     times = sorted({key[0] for key in joined})
     members = sorted({key[1] for key in joined})
     rows = []
     for member in members:
-        lacks = next((time for time in times if (time, member) not in joined), None)
-        if lacks is not None:
+        missing = next((time for time in times if (time, member) not in joined), None)
+        if missing is not None:
             raise UserError(
-                f"number={list(member)}: there is no file of time "
-                f"{np.array(lacks, 'M8[ns]').astype('M8[h]')[0]}, which other members have. Add it."
+                f"number={list(member)}: there is no file for the time "
+                f"{np.array(missing, 'M8[ns]').astype('M8[h]')[0]}, which other members have. Add "
+                "it."
             )
         rows.append(_concatenate([joined[time, member] for time in times], "time"))
     return _concatenate(rows, "number")

@@ -1,6 +1,9 @@
-"""What every form of a forecast on disk has in common: it grows under another name, and resumes.
+"""The base class of all forecast writers: forecasts can be resumed and are published when complete.
 
-While it grows a forecast `OUT` is called `OUT.partial`. It takes its name when all of it is there.
+While a forecast `OUT` is being written it is called `OUT.partial`; it is renamed when no field is
+missing. The order of calls: `check` on every rank; `lock` and `begin` on rank 0; on every rank
+`unfinished_jobs` and `bands_to_write`, then `write` for each lead time and `close` for each job; on
+rank 0 `assemble_piece` for each piece, and `finish`.
 """
 
 import json
@@ -23,13 +26,13 @@ from credit_dp.forecast.format import CONVENTIONS, ForecastFormat, describe_diff
 from credit_dp.forecast.request import ForecastJob, all_jobs
 
 PARTIAL_SUFFIX = ".partial"
-SETTINGS_ATTRIBUTE = "credit_dp_forecast"  # what a forecast says of itself, as JSON
+SETTINGS_ATTRIBUTE = "credit_dp_forecast"  # global attribute with a forecast's settings, as JSON
 
 Fields = NDArray[np.float32]
 
 
 def global_attributes(settings: Mapping[str, Any]) -> dict[str, str]:
-    """What a whole forecast says of itself: the same of each of its stores and files."""
+    """Return the global attributes, the same in each store and file of a forecast."""
     return {
         "Conventions": CONVENTIONS,
         "title": "forecast of a model that credit_dp trained",
@@ -39,7 +42,7 @@ def global_attributes(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 class MissingField(NamedTuple):
-    """A field that is not there: by the places of its job and lead time, and its rows."""
+    """A field that has not been written: its job, the index of its lead time, and its rows."""
 
     job: ForecastJob
     lead: int
@@ -50,8 +53,8 @@ class ForecastPart(NamedTuple):
     """A zarr store or netCDF file of a forecast.
 
     Attributes:
-        slices: what of a dimension it has; all where none is given.
-        jobs, bands: the forecasts that are in it, and which rows.
+        slices: the part of a dimension that it contains; dimensions not listed are complete.
+        jobs, bands: the forecasts and rows that it contains.
     """
 
     path: Path
@@ -61,12 +64,13 @@ class ForecastPart(NamedTuple):
 
 
 class ForecastWriter(ABC):
-    """Writes the bands of a forecast, each rank its own; all ranks of a run have one each.
+    """Writes a forecast band by band; every rank has a writer and writes its own rows.
 
     Args:
-        out: what the forecast is called when it is whole.
-        form: what it consists of.
-        settings: what its values depend on, as JSON: it is gone on with only for the same.
+        out: final path of the forecast.
+        form: its dims, coordinates and variables.
+        settings: everything that its values depend on, as JSON. A forecast that was begun is only
+            resumed with the same settings.
     """
 
     def __init__(self, out: Path, form: ForecastFormat, settings: Mapping[str, Any]) -> None:
@@ -74,42 +78,44 @@ class ForecastWriter(ABC):
         self.form = form
         self.partial = out.with_name(out.name + PARTIAL_SUFFIX)
         self._new_folder = out.with_name(f"{out.name}.new{PARTIAL_SUFFIX}")
+        # As they come back from a file: tuples are lists, and keys are strings.
         self._settings = json.loads(json.dumps(settings))
 
-    # What rank 0 does while the others wait.
+    # Called on rank 0 while the other ranks wait.
 
     def check(self) -> None:
-        """Refuse to write where something else is.
+        """Check that the forecast can be written or resumed.
 
         Raises:
-            UserError: it is there, or can't be made, or was begun with other settings.
+            UserError: it exists already, can't be written, or was begun with other settings.
         """
         folder = self.out.parent
         if self.out.exists():
-            raise UserError(f"{self.out}: is there already. Change out.")
-        near = next(path for path in (folder, *folder.parents) if path.exists())
-        if not near.is_dir() or not os.access(near, os.W_OK):
-            raise UserError(f"{near}: can't be written in. Change out.")
+            raise UserError(f"{self.out}: exists already. Change out.")
+        nearest = next(path for path in (folder, *folder.parents) if path.exists())
+        if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+            raise UserError(f"{nearest}: is not writable. Change out.")
         if not self.partial.exists():
             return
+        # Resuming with other settings would mix two forecasts in one store.
         begun = self.read_settings(self.partial)
         if begun is None:
             raise UserError(
-                f"{self.partial}: is no forecast that was begun. Move it, or change out."
+                f"{self.partial}: is not a forecast that was begun. Move it, or change out."
             )
-        odd = describe_difference(begun, self._settings)
-        if odd:
+        difference = describe_difference(begun, self._settings)
+        if difference:
             raise UserError(
-                f"{self.partial}: was begun with {odd}. Give the same to go on, remove it to begin "
-                "anew, or change out."
+                f"{self.partial}: was begun with {difference}. Set the same to resume it, remove "
+                "it to start over, or change out."
             )
 
     @contextmanager
     def lock(self) -> Iterator[None]:
-        """Keep other runs from writing the same forecast meanwhile.
+        """Hold a file lock, so that no other run writes the same forecast.
 
         Raises:
-            UserError: another one does.
+            UserError: another process holds the lock.
         """
         lock = FileLock(lock_path(self.out), timeout=0)
         with disk_errors(self.out):
@@ -123,21 +129,24 @@ class ForecastWriter(ABC):
         try:
             yield
         finally:
+            # Unlinked before the release: afterwards it may be another process's lock.
             with suppress(OSError):
                 lock_path(self.out).unlink(missing_ok=True)
             lock.release()
 
     def begin(self, bands: RowPartition) -> None:
-        """Make all but the fields, or clean up what was begun.
+        """Create everything but the fields, or clean up a forecast to resume.
 
         Raises:
-            UserError: it can't be written, or another process has made it since `check`.
+            UserError: it can't be written, or another process has written it since `check`.
         """
+        # Again, under the lock: another process may have finished in the meantime.
         self.check()
         with disk_errors(self.out):
             if self.partial.exists():
                 self.clean_up()
                 return
+            # Created under a third name: `OUT.partial` exists only with all its metadata.
             shutil.rmtree(self._new_folder, ignore_errors=True)
             try:
                 self._new_folder.mkdir()
@@ -151,11 +160,13 @@ class ForecastWriter(ABC):
 
     @property
     def piece_count(self) -> int:
-        """How many turns it takes to put the forecast together, once every field is written."""
+        """Return the number of pieces to assemble after all fields are written."""
         return 0
 
     def assemble_piece(self, piece: int) -> None:
-        """Do one of the `pieces`, in order; the other ranks wait no longer than for one.
+        """Assemble one piece; call for all in order.
+
+        Pieces are short, because the other ranks wait for each in a collective.
 
         Raises:
             UserError: the disk is full, or a field is damaged.
@@ -163,131 +174,132 @@ class ForecastWriter(ABC):
         raise NotImplementedError(f"{type(self).__name__} has no pieces")
 
     def finish(self) -> None:
-        """Give the forecast its name.
+        """Rename the forecast to its final name.
 
         Raises:
-            UserError: not all of it is there.
+            UserError: a field is missing.
         """
         self.check_complete()
         with disk_errors(self.out):
-            fsync_folders(self.partial)  # the files are on the disk, but perhaps not their names
+            # Files were synced when written, but their names in the folders were not.
+            fsync_folders(self.partial)
             os.replace(self.partial, self.out)
             fsync_path(self.out.parent)
 
     def check_complete(self) -> None:
-        """Refuse to go on with a forecast of which something has not been written, or is gone.
+        """Check that no field is missing.
 
         Raises:
-            UserError: something is missing.
+            UserError: names the first missing field.
         """
         missing = self.missing(self.partial)
         if missing:
             raise UserError(
                 f"{self.partial}: {describe_missing(self.form, missing[0])} is missing. Start "
-                "again: it will "
-                "be written."
+                "again to write it."
             )
 
     def unfinished_jobs(self) -> list[ForecastJob]:
-        """The forecasts of which something is missing."""
-        left = {missing.job for missing in self.missing(self.partial)}
-        return [job for job in self.jobs if job in left]
+        """Return the forecasts with missing fields."""
+        unfinished = {field.job for field in self.missing(self.partial)}
+        return [job for job in self.jobs if job in unfinished]
 
     @property
     def masked_variables(self) -> frozenset[str]:
-        """Variables that have no values on some points at any time."""
-        said = self._settings.get("variables", {})
-        return frozenset(name for name, of in said.items() if of.get("fill") is not None)
+        """Return the variables with points that never have values."""
+        configs = self._settings.get("variables", {})
+        # As in training, a variable with a fill is one with missing points.
+        return frozenset(name for name, of in configs.items() if of.get("fill") is not None)
 
     @property
     def jobs(self) -> list[ForecastJob]:
-        """All forecasts."""
+        """Return all forecasts."""
         return all_jobs(len(self.form.times), max(1, self.form.members))
 
-    # What every rank does.
+    # Called on every rank.
 
     @abstractmethod
     def bands_to_write(self, bands: RowPartition) -> RowPartition:
-        """The rows that each rank of a domain writes, given those that it has.
+        """Return the rows that each domain rank writes, given the rows that it computes.
 
         Raises:
-            UserError: what was begun has other bands, and can't be gone on with.
+            UserError: the begun forecast has other bands and can't be resumed.
         """
 
     @abstractmethod
     def write(self, job: ForecastJob, lead: int, rows: slice, fields: Sequence[Fields]) -> None:
-        """Write the fields of one lead time, as the `variables` of the form have them.
+        """Write the fields of one lead time.
 
         Args:
-            job: which forecast.
-            lead: place of the lead time.
-            rows: those that `bands_to_write` gave.
-            fields: of each variable, `(rows, W)` or `(levels, rows, W)`.
+            job: the forecast.
+            lead: index of the lead time.
+            rows: this rank's rows of `bands_to_write`.
+            fields: for each of the format's `variables`, `(rows, W)` or `(levels, rows, W)`.
 
         Raises:
-            OSError: it could not be written.
+            OSError: the fields can't be written.
         """
 
     @abstractmethod
     def close(self, job: ForecastJob) -> None:
-        """Complete a forecast, of which all lead times have been written.
+        """Complete this rank's part of a forecast after all its lead times.
 
         Raises:
-            OSError: it could not be written.
+            OSError: it can't be written.
         """
 
-    # What the forms differ in.
+    # What the formats implement differently. `path` is `out` or `partial`.
 
     @classmethod
     @abstractmethod
-    def read_settings(cls, place: Path) -> Mapping[str, Any] | None:
-        """What a forecast there depends on; None if there is none of this form."""
+    def read_settings(cls, path: Path) -> Mapping[str, Any] | None:
+        """Return the settings of a forecast on disk; None if it is not of this format."""
 
     @abstractmethod
-    def bands(self, place: Path) -> list[slice]:
-        """The rows that are written together."""
+    def bands(self, path: Path) -> list[slice]:
+        """Return the rows of each field on disk."""
 
     @abstractmethod
-    def missing(self, place: Path) -> list[MissingField]:
-        """All that is not there yet, or any more."""
+    def missing(self, path: Path) -> list[MissingField]:
+        """Return the fields that have not been written, or are gone."""
 
     @abstractmethod
-    def parts(self, place: Path) -> Iterator[ForecastPart]:
-        """The stores or files that it consists of, one after the other."""
+    def parts(self, path: Path) -> Iterator[ForecastPart]:
+        """Yield the stores or files of a forecast."""
 
     @abstractmethod
-    def create(self, place: Path, bands: RowPartition) -> None:
-        """Make everything in a new folder but the fields."""
+    def create(self, path: Path, bands: RowPartition) -> None:
+        """Create everything but the fields in a new folder."""
 
     @abstractmethod
     def clean_up(self) -> None:
-        """Clean up behind what was killed."""
+        """Remove temporary files of a run that was killed."""
 
 
 @contextmanager
 def disk_errors(out: Path) -> Iterator[None]:
-    """Say in one line that a disk is full, or gone.
+    """Turn an OSError inside into a one-line error.
 
     Raises:
-        UserError: it is.
+        UserError: the disk is full, or gone.
     """
     try:
         yield
     except OSError as error:
         raise UserError(
-            f"{out}: can't be written ({error.strerror or error}). Mend that, then start again: "
-            "it goes on where it stopped. Or change out."
+            f"{out}: can't be written ({error.strerror or error}). Fix this and start again to "
+            "resume, or change out."
         ) from error
 
 
-def describe_missing(form: ForecastFormat, missing: MissingField) -> str:
-    """A missing field, for people."""
-    rows = missing.rows
-    return f"{form.describe_field(missing.job, missing.lead)}, rows {rows.start} to {rows.stop - 1}"
+def describe_missing(form: ForecastFormat, field: MissingField) -> str:
+    """Return a missing field as text for messages."""
+    rows = field.rows
+    return f"{form.describe_field(field.job, field.lead)}, rows {rows.start} to {rows.stop - 1}"
 
 
 def source_stores(attributes: Mapping[Any, Any]) -> tuple[str, ...]:
-    """The stores that a forecast with these attributes started from; empty if they name none."""
+    """Return the stores that a forecast started from, by its attributes; empty if not stated."""
     try:
         return tuple(map(str, json.loads(attributes[SETTINGS_ATTRIBUTE])["stores"]))
     except (KeyError, TypeError, ValueError):
@@ -295,10 +307,10 @@ def source_stores(attributes: Mapping[Any, Any]) -> tuple[str, ...]:
 
 
 def fsync_tree(folder: Path) -> None:
-    """Make sure that a folder with all that is in it is on the disk.
+    """Flush a folder with all its files to disk.
 
     Raises:
-        OSError: it could not be written.
+        OSError: it can't be written.
     """
     for root, _, names in os.walk(folder):
         for name in names:
@@ -307,21 +319,22 @@ def fsync_tree(folder: Path) -> None:
 
 
 def fsync_folders(folder: Path) -> None:
-    """Make sure that the names of all files in a folder, and in folders in it, are on the disk.
+    """Flush the entries of a folder and its subfolders to disk, but not the files' content.
 
     Raises:
-        OSError: it could not be written.
+        OSError: it can't be written.
     """
     for root, _, _ in os.walk(folder):
         fsync_path(Path(root))
 
 
 def fsync_path(path: Path) -> None:
-    """Make sure that a file, or the names in a folder, are on the disk.
+    """Flush a file, or the entries of a folder, to disk.
 
     Raises:
-        OSError: it could not be written.
+        OSError: it can't be written.
     """
+    # A rename or a new file is durable only after an fsync of its folder.
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,8 @@
-"""Weather models in plain single-device torch, by name."""
+"""Weather models in plain single-device torch; `build_model` builds the one that a config names.
+
+How a model is sharded is not part of it: see `credit_dp.domain_parallel` for its rows and
+`credit_dp.pipeline_parallel` for its layers.
+"""
 
 from __future__ import annotations
 
@@ -23,20 +27,21 @@ from credit_dp.plugins import report_plugin_errors
 
 logger = logging.getLogger(__name__)
 
-# A model of fewer channels than this at its finest level is meant for small grids.
+# A U-Net with fewer channels at its finest level is meant for grids with fewer rows: a larger grid
+# gets a warning.
 TINY_CHANNELS = 64
 TINY_ROWS = 200
 
 
 def build_model(config: ModelConfig, fields: Fields, grid: tuple[int, int]) -> nn.Module:
-    """Build the model that `config` names for these fields on a grid of (rows, columns).
+    """Return the model of a config for these channels and a grid of (rows, columns).
 
     Shapes:
         the model maps `(B, fields.inputs, H, W)` -> `(B, fields.outputs, H, W)`.
 
     Raises:
-        UserError: the grid has too few rows or columns for the model's levels, or the model needs
-            other fields.
+        UserError: the grid has too few rows or columns for the model's levels, the model needs
+            other fields, or a plug-in's `build` fails.
     """
     if isinstance(config, UNetConfig):
         return _build_unet(config, fields, grid)
@@ -56,16 +61,17 @@ def build_model(config: ModelConfig, fields: Fields, grid: tuple[int, int]) -> n
 
 
 def _build_plugin_model(config: OwnModelConfig, fields: Fields, grid: tuple[int, int]) -> object:
-    """Call the user's code; what goes wrong there is told in one line."""
-    kind = type(config)
-    if kind.build is OwnModelConfig.build:
+    """Return what the user's `build` returns; its errors become a `UserError` of one line."""
+    config_type = type(config)
+    if config_type.build is OwnModelConfig.build:
         raise UserError(
-            f"model: {kind.__name__} has no build. It needs a method "
+            f"model: {config_type.__name__} has no build. It needs a method "
             "build(self, in_channels, out_channels, grid) that returns the model."
         )
-    if torch.get_default_device().type == "meta":  # who asked for no data may ask again with
+    # On the meta device the error passes unchanged: the caller may try again on a real device.
+    if torch.get_default_device().type == "meta":
         return config.build(fields.inputs, fields.outputs, grid)
-    with report_plugin_errors(f"model: {kind.__name__}.build"):
+    with report_plugin_errors(f"model: {config_type.__name__}.build"):
         return config.build(fields.inputs, fields.outputs, grid)
 
 
@@ -76,12 +82,13 @@ def _build_unet(config: UNetConfig, fields: Fields, grid: tuple[int, int]) -> nn
     if coarsest < 2:
         raise UserError(
             f"model.channels: {len(config.channels)} levels need at least {factor + 1} rows and "
-            f"columns, the grid has {rows}x{columns}. Give fewer channels or a finer data.grid."
+            f"columns, but the grid has {rows}x{columns}. Give fewer entries in model.channels, or "
+            "a finer data.grid."
         )
     if config.channels[0] < TINY_CHANNELS and rows > TINY_ROWS:
         logger.warning(
-            "model=%s with %d channels is meant for small grids, this one has %d rows; "
-            "model=unet_base is made for 721x1440",
+            "model=%s with %d channels is meant for small grids, but this one has %d rows; "
+            "model=unet_base is meant for 721x1440",
             config.name,
             config.channels[0],
             rows,

@@ -1,4 +1,4 @@
-"""What the blocks of all models share: padding on the globe, dropped branches, recomputation."""
+"""Parts that all models share: stochastic depth, recomputation of blocks, padding on the globe."""
 
 from __future__ import annotations
 
@@ -18,18 +18,17 @@ from credit_dp.constants import constant_tensor
 
 @final
 class StochasticDepth(nn.Module):
-    """Drops the branch of a residual block for a sample, with probability `rate`, while training.
+    """Drops the branch of a residual block for random samples in training.
 
-    What stays is divided by `1 - rate`, so that the mean is the branch.
+    A branch that is kept is divided by `1 - rate`, so that the expected value is the branch.
 
     Args:
-        rate: of samples that lose the branch.
+        rate: probability that a sample loses the branch.
 
     Attributes:
-        draws: a number from [0, 1) for each sample, `(B,)`, set by `draw_stochastic_depths`;
-        None: drawn from torch's random numbers at each forward.
-
-        place: its number in the model, if `number_stochastic_depths` has set it.
+        draws: a number from [0, 1) for each sample, `(B,)`, set by `draw_stochastic_depths`. None:
+            torch's random numbers are drawn at each forward.
+        number: of this layer in the model, if `number_stochastic_depths` has set it.
 
     Shapes:
         `(B, ...)` -> the same.
@@ -47,7 +46,7 @@ class StochasticDepth(nn.Module):
         self.draws: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the branch, zeros for samples that lose it."""
+        """Return the branch, with zeros for the samples that lose it."""
         if not self.training or not self.rate:
             return x
         draws = torch.rand(len(x), device=x.device) if self.draws is None else self.draws
@@ -62,41 +61,50 @@ class StochasticDepth(nn.Module):
 
 
 def number_stochastic_depths(model: nn.Module) -> None:
-    """Number the layers that drop branches, so that a stretch of the model draws as the whole."""
-    for place, layer in enumerate(_stochastic_depths(model)):
-        layer.number = place
+    """Number the layers of the full model, so that each pipeline stage draws as the model does."""
+    for number, layer in enumerate(_stochastic_depths(model)):
+        layer.number = number
 
 
 def draw_stochastic_depths(model: nn.Module, seed: int, step: int, samples: Sequence[int]) -> None:
-    """Decide which samples of a training step lose which branches, sharded or not.
+    """Draw which samples of a training step lose which branches.
 
-    The same for a sample wherever it is computed. `samples` are their numbers in the global batch.
+    The draws of a sample are the same on every rank of every mesh.
+
+    Args:
+        model: sharded or not, or a stage of a pipeline.
+        seed: of the run.
+        step: of training.
+        samples: numbers of the samples in the global batch.
     """
-    for number, layer in enumerate(_stochastic_depths(model)):
-        place = number if layer.number is None else layer.number
-        keys = ([seed, step, sample, place] for sample in samples)
-        drawn = [np.random.default_rng(key).random() for key in keys]
-        layer.draws = constant_tensor(drawn, next(model.parameters()).device)
+    for index, layer in enumerate(_stochastic_depths(model)):
+        number = index if layer.number is None else layer.number
+        # One generator for each sample and layer: a rank's share of the batch, or of the model,
+        # does not change the others' draws.
+        keys = ([seed, step, sample, number] for sample in samples)
+        draws = [np.random.default_rng(key).random() for key in keys]
+        layer.draws = constant_tensor(draws, next(model.parameters()).device)
 
 
 def _stochastic_depths(model: nn.Module) -> list[StochasticDepth]:
+    # A sharded layer keeps the layer that it replaced as `wrapped`.
     layers = (m.__dict__.get("wrapped", m) for m in model.modules())
     return [layer for layer in layers if isinstance(layer, StochasticDepth)]
 
 
 def stochastic_depth_or_identity(rate: float) -> nn.Module:
-    """Return stochastic depth, or a layer that costs nothing where nothing is dropped."""
+    """Return a `StochasticDepth`, or an identity if the rate is 0."""
     return StochasticDepth(rate) if rate else nn.Identity()
 
 
 def stochastic_depth_rates(last: float, blocks: int) -> list[float]:
-    """Return the rates of blocks in a row: from 0 to that of the last one, linearly."""
+    """Return the rates of consecutive blocks, rising linearly from 0 to `last`."""
     return [last * block / max(1, blocks - 1) for block in range(blocks)]
 
 
-def run_block(block: nn.Module, x: Tensor, again: bool) -> Tensor:
-    """Call a block; with `again` keep its input only, and compute the rest again in backward."""
-    if not (again and block.training and torch.is_grad_enabled()):
+def run_block(block: nn.Module, x: Tensor, checkpointing: bool) -> Tensor:
+    """Return the output of a block; with `checkpointing` backward recomputes it from its input."""
+    if not (checkpointing and block.training and torch.is_grad_enabled()):
         return block(x)  # type: ignore[no-any-return]
     if not _stochastic_depths(block):
         return checkpoint(block, x, use_reentrant=False)  # type: ignore[no-any-return]
@@ -106,31 +114,35 @@ def run_block(block: nn.Module, x: Tensor, again: bool) -> Tensor:
 def _draw_contexts(
     block: nn.Module,
 ) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """What surrounds a block's forward, and its second one: by then others may have been drawn."""
+    """Return contexts for the forward of a block and for its recomputation.
+
+    Backward may come after the draws of another micro-batch: the recomputation has to use those of
+    its own forward. torch restores the state of its random numbers, but knows nothing of `draws`.
+    """
     return nullcontext(), _with_draws([(layer, layer.draws) for layer in _stochastic_depths(block)])
 
 
 @contextmanager
 def _with_draws(draws: list[tuple[StochasticDepth, Tensor | None]]) -> Iterator[None]:
-    now = [(layer, layer.draws) for layer, _ in draws]
-    for layer, of_layer in draws:
-        layer.draws = of_layer
+    current = [(layer, layer.draws) for layer, _ in draws]
+    for layer, layer_draws in draws:
+        layer.draws = layer_draws
     yield
-    for layer, of_layer in now:
-        layer.draws = of_layer
+    for layer, layer_draws in current:
+        layer.draws = layer_draws
 
 
 POLE_PADDINGS = ("zeros", "replicate", "reflect", "mirror", "earth")
 
 
 def pad_poles(x: Tensor, width: int, poles: str) -> Tensor:
-    """Add `width` rows beyond each pole; see `PolePad` for what they hold.
+    """Return a field with `width` rows more beyond each pole; see `PolePad` for their values.
 
     Shapes:
         `(B, C, H, W)` -> `(B, C, H + 2 * width, W)`.
 
     Raises:
-        ValueError: the globe has too few rows for what lies beyond its poles.
+        ValueError: the globe has fewer rows than the padding repeats.
     """
     if not width:
         return x
@@ -139,11 +151,11 @@ def pad_poles(x: Tensor, width: int, poles: str) -> Tensor:
     if poles == "replicate":
         return F.pad(x, (0, 0, width, width), mode="replicate")
     rows = x.shape[-2]
-    widest = rows - 1 if poles == "reflect" else rows
+    widest = rows - 1 if poles == "reflect" else rows  # `reflect` leaves out the last row
     if width > widest:
         raise ValueError(
-            f"pad_poles: {width} rows beyond each pole need as many on the globe to show, which "
-            f"has {widest} for poles={poles}. Use a finer grid or less padding."
+            f"pad_poles: {width} rows beyond each pole need as many on the globe, but for "
+            f"poles={poles} it has {widest}. Use a finer grid or less padding."
         )
     if poles == "reflect":
         return F.pad(x, (0, 0, width, width), mode="reflect")
@@ -155,19 +167,18 @@ def pad_poles(x: Tensor, width: int, poles: str) -> Tensor:
 
 @final
 class PolePad(nn.Module):
-    """Pads a field on the globe: by what `poles` says in latitude, around in longitude.
+    """Pads a field on the globe: across the poles in latitude, periodically in longitude.
 
-    On the globe nothing ends at a pole: who walks across comes down on the other side, meets the
-    rows of before in the opposite order, and finds each at the longitude turned by 180 degrees.
-    That is `earth`. A scalar stays what it is there; the components of a vector change sign, which
-    is left to the caller.
+    A path across a pole continues on the opposite meridian: it meets the same rows in the opposite
+    order, at longitudes shifted by 180 degrees. `poles="earth"` pads like this. Scalars keep their
+    value there; components of vectors would change sign, which is left to the caller.
 
     Args:
-        width: rows beyond each pole, up to all that the globe has.
-        poles: what they hold. `earth`: the rows before them, turned by half the longitudes, which
-            for an odd number of columns are `W // 2` to the east, half a column short of the
-            opposite side; `mirror`: the rows before them; `reflect`: those without the last one,
-            for grids with a row on the pole; `replicate`: the last one; `zeros`.
+        width: rows beyond each pole, at most those of the globe.
+        poles: their values. `earth`: the rows before the pole in opposite order, rolled by `W // 2`
+            columns to the east (half a column short of the opposite meridian if `W` is odd);
+            `mirror`: the same rows, not rolled; `reflect`: as `mirror` without the last row, for
+            grids with a row on the pole; `replicate`: the last row; `zeros`.
         columns: columns beyond the first and the last one; by default `width`.
 
     Shapes:
@@ -195,5 +206,5 @@ class PolePad(nn.Module):
         return F.pad(x, (self.columns, self.columns, 0, 0), mode="circular")
 
     def extra_repr(self) -> str:
-        """Describe the widths."""
+        """Describe the padding."""
         return f"width={self.width}, poles={self.poles}, columns={self.columns}"

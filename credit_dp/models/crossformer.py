@@ -1,4 +1,9 @@
-"""The CrossFormer: a U-shaped transformer of short- and long-distance attention on the globe."""
+"""The CrossFormer: a U-shaped transformer of short- and long-distance attention on the globe.
+
+First its layers (embedding, attention, upsampling), then `CrossFormer`. Its forward, in segments:
+padding to whole windows; each level's embedding and blocks, from the finest to the coarsest; the
+decoder, joined with the output of each level; the head, and the crop to the grid.
+"""
 
 from __future__ import annotations
 
@@ -31,17 +36,17 @@ from credit_dp.models.unet import PeriodicConv2d
 
 @final
 class CrossScaleEmbedding(nn.Module):
-    """Convolutions of several kernel sizes with one stride, side by side in the channels.
+    """Convolutions of several kernel sizes with one stride, concatenated in the channels.
 
-    The smallest kernel makes half of the channels, the next one a quarter, and so on: large kernels
-    are expensive. The last one makes what is left.
+    The smallest kernel yields half of the channels, the next one a quarter, and so on, because
+    large kernels are expensive; the largest kernel yields the rest.
 
     Args:
         in_channels: channels of the input.
         out_channels: channels of the output.
-        kernels: their sizes; each has the parity of the stride.
+        kernels: sizes of the kernels; each has the parity of the stride.
         stride: step in rows and columns.
-        poles: what lies beyond the poles, see `PeriodicConv2d`.
+        poles: padding beyond the poles, see `PolePad`.
 
     Shapes:
         `(B, in_channels, H, W)` -> `(B, out_channels, H / stride, W / stride)`.
@@ -65,32 +70,35 @@ class CrossScaleEmbedding(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the patches of all sizes."""
+        """Return the embedding of all kernels."""
         return torch.cat([branch(x) for branch in self.branches], 1)
 
 
 def split_in_halves(channels: int, parts: int) -> list[int]:
-    """Return a half, a quarter, ... of the channels, and in the last part what is left."""
+    """Return a half, a quarter, ... of the channels, and the rest in the last of the parts."""
     shares = [channels // 2 ** (part + 1) for part in range(parts - 1)]
     return [*shares, channels - sum(shares)]
 
 
-# Where a group's own columns are in `(B, groups, rows, columns, columns, C)`.
-FIRST, SECOND = 3, 4
+# Columns are split into two dims, `(B, groups, rows, dim 3, dim 4, C)`. The columns of one group
+# are those along dim 3 if they are dilated (every n-th one), along dim 4 if they are adjacent.
+DILATED_COLUMNS_DIM = 3
+ADJACENT_COLUMNS_DIM = 4
 
 
 @final
 class PositionBias(nn.Module):
-    """What attention between two points of a group gains from where they are to each other.
+    """The position bias of the attention logits of each pair of points of a group.
 
-    A small network makes it of the offset, in rows and columns of the group, for all heads alike.
+    A small network computes it from the offset of the pair, in rows and columns of the group. It is
+    the same for all heads.
 
     Args:
         size: rows, and columns, of a group.
         channels: width of the network.
 
     Shapes:
-        nothing -> `(size ** 2, size ** 2)`, a row of it for each point that asks.
+        no input -> `(size ** 2, size ** 2)`, with one row for each query.
 
     Source: Wang et al. 2021, section 3.3.
     """
@@ -109,9 +117,10 @@ class PositionBias(nn.Module):
         self.layers = nn.Sequential(*stages, nn.Linear(channels, 1))
         steps = torch.arange(1.0 - size, size)
         self.register_buffer("offsets", torch.cartesian_prod(steps, steps), persistent=False)
+        # The offset of a pair is one of (2 * size - 1) ** 2, whose biases are computed once each.
         points = torch.cartesian_prod(torch.arange(size), torch.arange(size))
-        apart = points[:, None] - points[None] + size - 1
-        index = apart[..., 0] * (2 * size - 1) + apart[..., 1]
+        offsets = points[:, None] - points[None] + size - 1
+        index = offsets[..., 0] * (2 * size - 1) + offsets[..., 1]
         self.register_buffer("index", index, persistent=False)
 
     def forward(self) -> Tensor:
@@ -123,8 +132,8 @@ class PositionBias(nn.Module):
 class CrossAttention(GroupedRows, ABC):
     """Multi-head attention of every point to the `size` x `size` points of its group.
 
-    Rows and columns are grouped in the same manner. Channels are last, where linear layers and
-    norms want them.
+    Rows and columns are grouped in the same way. Channels are last, as linear layers and layer
+    norms need them.
 
     Args:
         channels: of the input and the output.
@@ -137,69 +146,73 @@ class CrossAttention(GroupedRows, ABC):
     """
 
     row_dim: ClassVar[int] = -3
-    group_columns_dim: ClassVar[int]  # FIRST: a group has every n-th; SECOND: neighbouring ones
+    group_columns_dim: ClassVar[int]  # DILATED_COLUMNS_DIM or ADJACENT_COLUMNS_DIM
 
     def __init__(self, channels: int, size: int, head_channels: int, dropout: float = 0.0) -> None:
         super().__init__()
-        self.size, self.heads = size, channels // head_channels
+        self.size = size
+        self.heads = channels // head_channels
         self.qkv = nn.Linear(channels, 3 * channels, bias=False)
         self.position_bias = PositionBias(size, max(1, channels // 4))
         self.project = nn.Linear(channels, channels)
         self.dropout = nn.Dropout(dropout)
 
     def treat(self, x: Tensor, groups: slice, height: int) -> Tensor:
-        """Return what the points of these groups of rows see of each other."""
+        """Return the attention within these groups of rows; see `GroupedRows.treat`."""
         batch, _, columns, channels = x.shape
-        count, size = groups.stop - groups.start, self.size
-        others = columns // size
-        parts = (size, others) if self.group_columns_dim == FIRST else (others, size)
-        # Sizes are written out: of no groups, torch can't tell what -1 stands for.
-        x = x.reshape(batch, count, size, *parts, channels)
+        size = self.size
+        row_groups = groups.stop - groups.start
+        column_groups = columns // size
+        is_dilated = self.group_columns_dim == DILATED_COLUMNS_DIM
+        split_columns = (size, column_groups) if is_dilated else (column_groups, size)
+        # All sizes are explicit: torch can't infer -1 for a rank without groups, whose tensor is
+        # empty.
+        x = x.reshape(batch, row_groups, size, *split_columns, channels)
         x = x.movedim((2, self.group_columns_dim), (-3, -2))
-        made = self._attend(x.reshape(batch * count * others, size**2, channels))
-        made = made.reshape(x.shape).movedim((-3, -2), (2, self.group_columns_dim))
-        return made.reshape(batch, count * size, columns, channels)
+        y = self._attend(x.reshape(batch * row_groups * column_groups, size**2, channels))
+        y = y.reshape(x.shape).movedim((-3, -2), (2, self.group_columns_dim))
+        return y.reshape(batch, row_groups * size, columns, channels)
 
     def _attend(self, x: Tensor) -> Tensor:
-        """Attend among the points of each group, `(groups, points, channels)`."""
+        """Return the attention among the points of each group, `(groups, points, channels)`."""
         qkv = self.qkv(x).unflatten(-1, (3, self.heads, x.shape[-1] // self.heads))
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         bias = self.position_bias().to(query.dtype)
-        seen = F.scaled_dot_product_attention(query, key, value, attn_mask=bias)
-        return self.dropout(self.project(seen.transpose(1, 2).flatten(2)))  # type: ignore[no-any-return]
+        y = F.scaled_dot_product_attention(query, key, value, attn_mask=bias)
+        return self.dropout(self.project(y.transpose(1, 2).flatten(2)))  # type: ignore[no-any-return]
 
 
 @final
 class ShortDistanceAttention(CrossAttention):
-    """Attention among the points of a window of `size` x `size`.
+    """Attention among the adjacent points of each window of `size` x `size`.
 
     Source: Wang et al. 2021, section 3.2, short-distance attention.
     """
 
-    group_columns_dim: ClassVar[int] = SECOND
+    group_columns_dim: ClassVar[int] = ADJACENT_COLUMNS_DIM
 
     def groups(self, height: int) -> RowGroups:
-        """Return windows of neighbouring rows."""
+        """Return windows of adjacent rows."""
         return windows(height, self.size)
 
 
 @final
 class LongDistanceAttention(CrossAttention):
-    """Attention among `size` x `size` points as far from each other as the globe allows.
+    """Attention among groups of `size` x `size` points, dilated as far as the globe allows.
 
     Source: Wang et al. 2021, section 3.2, long-distance attention.
     """
 
-    group_columns_dim: ClassVar[int] = FIRST
+    group_columns_dim: ClassVar[int] = DILATED_COLUMNS_DIM
 
     def groups(self, height: int) -> RowGroups:
-        """Return rows a fixed distance apart."""
+        """Return groups of rows a fixed distance apart."""
         return dilated(height, self.size)
 
 
 @final
 class ResidualBranch(nn.Module):
-    """A normalised branch beside a shortcut.
+    """A residual branch: a layer norm, an inner module, and a shortcut around both.
 
     Shapes:
         `(B, H, W, channels)` -> the same.
@@ -212,7 +225,7 @@ class ResidualBranch(nn.Module):
         self.depth = stochastic_depth_or_identity(depth_rate)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the input plus what the branch adds."""
+        """Return the input plus the branch."""
         return x + self.depth(self.inner(self.norm(x)))  # type: ignore[no-any-return]
 
 
@@ -227,31 +240,34 @@ def _feed_forward(channels: int, ratio: int, dropout: float) -> nn.Sequential:
 
 
 def _build_block(config: CrossFormerConfig, level: int, depth_rate: float) -> nn.Sequential:
-    """Short-distance attention, feed-forward, long-distance attention, feed-forward."""
-    channels, heads, dropout = config.channels[level], config.head_channels, config.dropout
-    short = ShortDistanceAttention(channels, config.local_windows[level], heads, dropout)
-    distant = LongDistanceAttention(channels, config.global_windows[level], heads, dropout)
-    feeds = [_feed_forward(channels, config.mlp_ratio, dropout) for _ in range(2)]
-    branches = (short, feeds[0], distant, feeds[1])
+    """Return a block: short-distance attention, MLP, long-distance attention, MLP."""
+    channels = config.channels[level]
+    head_channels = config.head_channels
+    dropout = config.dropout
+    short = ShortDistanceAttention(channels, config.local_windows[level], head_channels, dropout)
+    long = LongDistanceAttention(channels, config.global_windows[level], head_channels, dropout)
+    mlps = [_feed_forward(channels, config.mlp_ratio, dropout) for _ in range(2)]
+    branches = (short, mlps[0], long, mlps[1])
     return nn.Sequential(*(ResidualBranch(channels, branch, depth_rate) for branch in branches))
 
 
 def build_level(
     config: CrossFormerConfig, level: int, in_channels: int, depth_rates: Sequence[float]
 ) -> nn.ModuleDict:
-    """Return one level: an `embedding` of patches of several sizes, and `blocks` of attention.
+    """Return one level: its `embedding` and its `blocks` of attention.
 
     Args:
         config: of the model.
-        level: which level, 0 the finest.
+        level: its number; 0 is the finest.
         in_channels: channels of the finer level, or of the model's input.
-        depth_rates: of the blocks, see `StochasticDepth`.
+        depth_rates: rates of stochastic depth, one for each block.
 
     Shapes:
-        embedding: `(B, in_channels, H, W)` -> `(B, channels, H / stride, W / stride)`. A block has
-        channels last, where linear layers and norms want them: `(B, H, W, channels)` -> the same.
+        embedding: `(B, in_channels, H, W)` -> `(B, channels, H / stride, W / stride)`;
+        block, with channels last: `(B, H, W, channels)` -> the same.
     """
-    channels, stride = config.channels[level], config.strides[level]
+    channels = config.channels[level]
+    stride = config.strides[level]
     embedding = CrossScaleEmbedding(
         in_channels, channels, config.kernels[level], stride, config.poles
     )
@@ -261,26 +277,29 @@ def build_level(
 
 @final
 class SubPixelConv(nn.Module):
-    """A convolution whose channels become the `factor` x `factor` finer points of each point.
+    """A convolution and a pixel shuffle: channels become the `factor` x `factor` finer points.
 
-    At first all finer points of a point are equal, so that no checkerboard has to be unlearnt.
+    With the initial weights all finer points of a point are equal, so training does not begin with
+    a checkerboard.
 
     Args:
         in_channels: channels of the input.
         out_channels: channels of the output.
-        factor: how many times finer the output is.
-        poles: what lies beyond the poles, see `PeriodicConv2d`.
+        factor: ratio of the resolutions of output and input.
+        poles: padding beyond the poles, see `PolePad`.
 
     Shapes:
         `(B, in_channels, H, W)` -> `(B, out_channels, H * factor, W * factor)`.
 
-    Source: Shi et al. 2016; first weights as in Aitken et al. 2017.
+    Source: Shi et al. 2016; initial weights as in Aitken et al. 2017.
     """
 
     def __init__(self, in_channels: int, out_channels: int, factor: int, poles: str) -> None:
         super().__init__()
         self.conv = PeriodicConv2d(in_channels, out_channels * factor**2, poles=poles)
         self.shuffle = nn.PixelShuffle(factor)
+        # Pixel shuffle takes the factor**2 points of an output channel from consecutive channels of
+        # the convolution: give these the same weights.
         with torch.no_grad():
             for parameter in self.conv.parameters():
                 first = parameter[:: factor**2].clone()
@@ -293,14 +312,14 @@ class SubPixelConv(nn.Module):
 
 @final
 class UpBlock(nn.Module):
-    """A finer field, and what two convolutions of it add.
+    """Upsamples a field and adds a residual branch of two convolutions.
 
     Args:
         in_channels: channels of the input.
         out_channels: channels of the output, a multiple of `groups`.
-        factor: how many times finer the output is.
-        groups: of the norms.
-        poles: what lies beyond the poles, see `PeriodicConv2d`.
+        factor: ratio of the resolutions of output and input.
+        groups: of the group norms.
+        poles: padding beyond the poles, see `PolePad`.
 
     Shapes:
         `(B, in_channels, H, W)` -> `(B, out_channels, H * factor, W * factor)`.
@@ -325,27 +344,27 @@ class UpBlock(nn.Module):
         self.residual = nn.Sequential(*stages)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the finer field plus what the convolutions add."""
+        """Return the finer field plus the residual branch."""
         x = self.up(x)
         return x + self.residual(x)  # type: ignore[no-any-return]
 
 
 @final
 class CrossFormer(SegmentedModel):
-    """Predicts one state, or its tendency, from the input channels.
+    """Predicts a state, or its tendency over one step, from the input channels.
 
-    The globe is padded until whole windows cover it at every level, and cropped at the end.
+    The globe is padded so that whole windows cover it at every level, and cropped at the end.
 
     Args:
         config: of the model.
-        fields: channels of the input and the output.
+        fields: layout of the input and output channels.
         grid: rows and columns of the globe.
 
     Shapes:
         `(B, fields.inputs, H, W)` -> `(B, fields.outputs, H, W)`.
 
     Raises:
-        UserError: the globe has too few rows or columns to be padded, or for the kernels.
+        UserError: the globe has too few rows or columns for the padding or the kernels.
 
     Source: Wang et al. 2021; Schreck et al. 2024 (arXiv 2411.07814).
     """
@@ -363,22 +382,27 @@ class CrossFormer(SegmentedModel):
         self.checkpointing = config.activation_checkpointing
         padded = _padded_grid(config, grid)
         _check_kernels(config, padded)
-        widths, steps, poles = config.channels, config.strides, config.poles
+        widths = config.channels
+        strides = config.strides
+        poles = config.poles
         rates = iter(stochastic_depth_rates(config.stochastic_depth, sum(config.depths)))
-        self.enlarge, self.crop = _build_padding(grid, padded, poles), _build_crop(grid, padded)
+        self.enlarge = _build_padding(grid, padded, poles)
+        self.crop = _build_crop(grid, padded)
         self.levels = nn.ModuleList(
-            build_level(config, level, first, list(islice(rates, config.depths[level])))
-            for level, first in enumerate([fields.inputs, *widths[:-1]])
+            build_level(config, level, in_channels, list(islice(rates, config.depths[level])))
+            for level, in_channels in enumerate([fields.inputs, *widths[:-1]])
         )
-        finer = list(zip(widths[1:], widths[:-1], steps[1:], strict=True))  # finest first
-        coarsest = len(finer) - 1
+        # (channels of the coarser level, channels of the finer level, stride), finest first.
+        steps = list(zip(widths[1:], widths[:-1], strides[1:], strict=True))
+        coarsest = len(steps) - 1
+        # Each step but the first gets the previous one's output and its skip connection.
         self.decoder = nn.ModuleList(
-            UpBlock(a if at == coarsest else 2 * a, b, step, config.groups, poles)
-            for at, (a, b, step) in reversed(list(enumerate(finer)))
+            UpBlock(a if index == coarsest else 2 * a, b, stride, config.groups, poles)
+            for index, (a, b, stride) in reversed(list(enumerate(steps)))
         )
-        last = 2 * widths[0] if finer else widths[0]
+        last = 2 * widths[0] if steps else widths[0]
         self.head = nn.Sequential(
-            SubPixelConv(last, fields.outputs, steps[0], poles),
+            SubPixelConv(last, fields.outputs, strides[0], poles),
             PeriodicConv2d(fields.outputs, fields.outputs, poles=poles),
         )
         if config.spectral_norm:
@@ -388,7 +412,7 @@ class CrossFormer(SegmentedModel):
     def segments(self) -> list[Segment]:
         """Return every block, every step of the decoder and the head.
 
-        The state is the field, and those of the levels passed, finest first.
+        The state is the field and the skip connections of finer levels, finest first.
         """
         blocks = [
             self._block_segment(level, block)
@@ -407,9 +431,9 @@ class CrossFormer(SegmentedModel):
 
     def _block_segment(self, level: int, block: int) -> Segment:
         name = f"levels.{level}.blocks.{block}"
-        before = (f"levels.{level}.embedding",) if not block else ()
-        first = ("enlarge",) if not level and not block else ()
-        return Segment(name, partial(self._encode, level, block), (*first, *before, name))
+        embedding = (f"levels.{level}.embedding",) if not block else ()
+        padding = ("enlarge",) if not level and not block else ()
+        return Segment(name, partial(self._encode, level, block), (*padding, *embedding, name))
 
     def _encode(self, level: int, block: int, state: SegmentState) -> SegmentState:
         x, *skips = state
@@ -435,37 +459,38 @@ def _padded_grid(config: CrossFormerConfig, grid: tuple[int, int]) -> tuple[int,
     if any(-(-(wide - size) // 2) > size for wide, size in zip((rows, columns), grid, strict=True)):
         raise UserError(
             f"model.local_windows: with model.global_windows and model.strides, whole windows need "
-            f"a multiple of {config.grid_multiple} rows and columns; the grid has "
-            f"{grid[0]}x{grid[1]}, "
-            f"too few to fill {rows}x{columns}. Use smaller windows or a finer data.grid."
+            f"a multiple of {config.grid_multiple} rows and columns, but the grid of "
+            f"{grid[0]}x{grid[1]} is too small to be padded to {rows}x{columns}. Use smaller "
+            "windows or a finer data.grid."
         )
     return rows, columns
 
 
 def _check_kernels(config: CrossFormerConfig, padded: tuple[int, int]) -> None:
-    """Refuse kernels that reach farther beyond a level's edge than the level is wide."""
+    """Refuse kernels whose padding is wider than their level's grid."""
     for level, kernels in enumerate(config.kernels):
         size = min(padded) // prod(config.strides[:level])
         if max(kernels) // 2 > size:
             raise UserError(
                 f"model.kernels: those of level {level} can have up to {2 * size} rows on this "
-                f"grid, got {max(kernels)}. Give smaller kernels or a finer data.grid."
+                f"grid, got {max(kernels)}. Use smaller kernels or a finer data.grid."
             )
 
 
 def _build_padding(grid: tuple[int, int], padded: tuple[int, int], poles: str) -> nn.Sequential:
-    """Pad both sides alike; where one more than is missing, take it off in the south or east."""
+    """Return the padding of the grid to `padded` rows and columns, on both sides alike."""
     if grid == padded:
         return nn.Sequential()
     missing = [wide - size for wide, size in zip(padded, grid, strict=True)]
     rows, columns = (-(-count // 2) for count in missing)
+    # An odd number is rounded up, and the surplus cut off in the south or east.
     surplus = (0, -(missing[1] % 2), 0, -(missing[0] % 2))
     layers: list[nn.Module] = [PolePad(rows, poles, columns)]
     return nn.Sequential(*layers, *([nn.ZeroPad2d(surplus)] if any(surplus) else []))
 
 
 def _build_crop(grid: tuple[int, int], padded: tuple[int, int]) -> nn.Module:
-    """Undo what `_build_padding` does."""
+    """Return the crop that undoes `_build_padding`."""
     if grid == padded:
         return nn.Identity()
     (south, north), (east, west) = (

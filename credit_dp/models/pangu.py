@@ -1,4 +1,9 @@
-"""A Pangu-style transformer: Earth-specific attention in windows, at two resolutions."""
+"""A Pangu-style transformer: Earth-specific attention in windows, at two resolutions.
+
+First attention, then the embedding of cubes and its inverse, blocks and changes of resolution, and
+at the end `Pangu`. Its forward, in segments: the embedding; four stages of blocks, the second and
+third at half the resolution; the recovery of fields from the first and the last stage's tokens.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +32,13 @@ Size = tuple[int, int, int]  # levels, rows, columns
 
 
 def bias_index(window: Size) -> Tensor:
-    """Return which entry of a window's table is the bias of each pair of its tokens.
+    """Return the index into a window's bias table for each pair of its tokens.
 
-    It depends on the levels and rows of both, and on how many columns lie between them.
+    The bias depends on the levels and rows of both tokens, and on their distance in columns.
 
     Shapes:
-        `(T * T,)` for `T` tokens, the query's number first; entries of a table of
-        `levels^2 * rows^2 * (2 * columns - 1)`.
+        `(T * T,)` for `T` tokens, query by query; the table has
+        `levels^2 * rows^2 * (2 * columns - 1)` entries.
 
     Source: Bi et al. 2023, Earth-specific positional bias.
     """
@@ -45,32 +50,32 @@ def bias_index(window: Size) -> Tensor:
 
 
 def window_columns(window: int, columns: int) -> int:
-    """Return the columns of a window, at most `window`, for a globe of so many.
+    """Return the columns of a window, at most `window`, on a globe of `columns` columns.
 
-    As many as divide the globe's, so that shifted windows go around it evenly; where that
-    leaves less than half of the window, all of it, and zeros in the east make the globe a multiple.
+    The largest divisor of the globe's columns, so that shifted windows wrap around it without a
+    gap. If that is less than half of `window`, the full window: the globe is padded in the east.
     """
     widest = min(window, columns)
-    whole = max(size for size in range(1, widest + 1) if columns % size == 0)
-    return whole if 2 * whole >= widest else widest
+    divisor = max(size for size in range(1, widest + 1) if columns % size == 0)
+    return divisor if 2 * divisor >= widest else widest
 
 
 @final
 class EarthAttention(GroupedRows):
     """Multi-head self-attention in windows of levels, rows and columns.
 
-    Each window of levels and rows has a table of biases of its own, which those along a circle of
-    latitude share. A window that is larger than the globe is as large as the globe, and of fewer
-    columns where that divides the globe's (see `window_columns`).
+    Windows on the same levels and rows share one bias table, whatever their longitude; others have
+    different tables. A window is at most as large as the globe (for columns see `window_columns`).
 
     Args:
         width: channels.
         heads: of the attention; divides `width`.
-        globe: levels, rows and columns of the globe. Zeros in the last level, in the south and in
-            the east make it a multiple of the window; they are attended to, too.
+        globe: levels, rows and columns of the globe. Zeros after the last level, in the south and
+            in the east pad it to a multiple of the window, and take part in the attention.
         window: levels, rows and columns.
-        shifted: windows begin half a window later in each dimension that has several. Around the
-            globe goes longitude; what is at its other end in the others is not attended to.
+        shifted: whether windows begin half a window later, in each dim with several windows. They
+            wrap around in longitude. In levels and rows the last window wraps around as well, but
+            tokens of opposite ends are masked from each other.
 
     Shapes:
         `(B, levels, H, columns, width)` -> the same.
@@ -103,7 +108,7 @@ class EarthAttention(GroupedRows):
         """Return the windows of rows.
 
         Raises:
-            ValueError: the globe has other rows than this was built for.
+            ValueError: the globe does not have the rows that the layer was built for.
         """
         if height != self.globe[1]:
             raise ValueError(
@@ -113,52 +118,62 @@ class EarthAttention(GroupedRows):
         return windows(height, self.window[1], self.shift[1])
 
     def treat(self, x: Tensor, groups: slice, height: int) -> Tensor:
-        """Return the output of the windows of rows of these numbers.
+        """Return the attention in these windows of rows; see `GroupedRows.treat`.
 
         Shapes:
-            `(B, levels, rows, columns, width)` -> the same; rows of whole windows.
+            `(B, levels, rows, columns, width)` -> the same; rows of complete windows.
         """
         levels, _, columns = self.globe
-        beyond = [n * w - e for n, w, e in zip(self.counts, self.window, self.globe, strict=True)]
-        if beyond[0] or beyond[2]:
-            x = F.pad(x, (0, 0, 0, beyond[2], 0, 0, 0, beyond[0]))
-        rolled = (self.shift[0], self.shift[2])
-        if any(rolled):
-            x = x.roll((-rolled[0], -rolled[1]), (1, 3))
+        padding = [n * w - e for n, w, e in zip(self.counts, self.window, self.globe, strict=True)]
+        if padding[0] or padding[2]:
+            x = F.pad(x, (0, 0, 0, padding[2], 0, 0, 0, padding[0]))
+        # Levels and columns are shifted here; rows come shifted and padded from `groups`.
+        shift = (self.shift[0], self.shift[2])
+        if any(shift):
+            x = x.roll((-shift[0], -shift[1]), (1, 3))
         x = self._attend(self.qkv(x), groups)
-        if any(rolled):
-            x = x.roll(rolled, (1, 3))
+        if any(shift):
+            x = x.roll(shift, (1, 3))
         return self.projection(x[:, :levels, :, :columns])  # type: ignore[no-any-return]
 
     def _attend(self, qkv: Tensor, groups: slice) -> Tensor:
-        """Return what each token takes from its window.
-
-        Windows along a circle of latitude share their biases: they count as samples, and all
-        others as heads, so that biases are spread over samples without a copy.
+        """Return the attention of each token to those of its window.
 
         Shapes:
             `(B, levels, rows, columns, 3 * width)` -> `(B, levels, rows, columns, width)`.
         """
         batch, levels, rows, columns, channels = qkv.shape
-        window, heads = self.window, self.heads
-        each = channels // (3 * heads)
-        high, deep, wide = levels // window[0], groups.stop - groups.start, columns // window[2]
+        window = self.window
+        heads = self.heads
+        head_width = channels // (3 * heads)
+        level_windows = levels // window[0]
+        row_windows = groups.stop - groups.start
+        column_windows = columns // window[2]
         qkv = qkv.reshape(
-            batch, high, window[0], deep, window[1], wide, window[2], 3, heads, each
-        ).permute(7, 0, 5, 1, 3, 8, 2, 4, 6, 9)
-        folded = (batch * wide, high * deep * heads, prod(window), each)
+            batch,
+            *(level_windows, window[0]),
+            *(row_windows, window[1]),
+            *(column_windows, window[2]),
+            *(3, heads, head_width),
+        )
+        # To (3, B, column windows, level windows, row windows, heads, tokens of a window, width).
+        # Windows along a circle of latitude share their biases: folded into the samples, they get
+        # them by broadcasting, without a copy. All others are folded into the heads.
+        qkv = qkv.permute(7, 0, 5, 1, 3, 8, 2, 4, 6, 9)
+        samples = batch * column_windows
+        folded = (samples, level_windows * row_windows * heads, prod(window), head_width)
         query, key, value = qkv.reshape(3, *folded).unbind(0)
         bias = self.bias(groups).to(query.dtype)
         x = F.scaled_dot_product_attention(query, key, value, attn_mask=bias[None])
-        x = x.reshape(batch, wide, high, deep, heads, *window, each)
+        x = x.reshape(batch, column_windows, level_windows, row_windows, heads, *window, head_width)
         x = x.permute(0, 2, 5, 3, 6, 1, 7, 4, 8)
-        return x.reshape(batch, levels, rows, columns, heads * each)
+        return x.reshape(batch, levels, rows, columns, heads * head_width)
 
     def bias(self, groups: slice) -> Tensor:
-        """Return what is added to the logits of each pair of tokens, minus infinity apart.
+        """Return the bias of the logits of each pair of tokens; minus infinity for masked pairs.
 
         Shapes:
-            `(windows of levels * windows of rows * heads, T, T)`, for some windows of rows.
+            `(windows of levels * windows of rows * heads, T, T)`, for these windows of rows.
         """
         tokens = prod(self.window)
         table = self.table[:, groups].flatten(0, 2)
@@ -168,48 +183,55 @@ class EarthAttention(GroupedRows):
         return bias.masked_fill(self._masked_pairs(groups), float("-inf"))
 
     def _masked_pairs(self, groups: slice) -> Tensor:
-        """Return which pairs of tokens share a window, but are no neighbours on the globe.
-
-        Only the last window of levels, or rows, goes around: its last `shift` ones are the first.
+        """Return which pairs of tokens share a shifted window, but are not adjacent on the globe.
 
         Shapes:
             as `bias`.
         """
+        # Only the last window of levels, or of rows, wraps around: its last `shift` levels, or
+        # rows, are the globe's first ones. True marks these.
         levels, rows = (
             (torch.arange(n * w, device=self.table.device) >= n * w - s).view(n, w)
             for n, w, s in zip(self.counts[:2], self.window[:2], self.shift[:2], strict=True)
         )
         rows = rows[groups]
-        side = levels[:, None, None, :, None, None] + 2 * rows[None, :, None, None, :, None]
-        each = (len(levels) * len(rows), 1, *self.window)
-        side = side.expand(-1, -1, -1, -1, -1, self.window[2]).reshape(each).flatten(2)
-        side = side.expand(-1, self.heads, -1).flatten(0, 1)
-        return side[:, :, None] != side[:, None]
+        # A number from 0 to 3 for each token: pairs with different numbers are masked.
+        region = levels[:, None, None, :, None, None] + 2 * rows[None, :, None, None, :, None]
+        per_window = (len(levels) * len(rows), 1, *self.window)
+        region = region.expand(-1, -1, -1, -1, -1, self.window[2]).reshape(per_window).flatten(2)
+        region = region.expand(-1, self.heads, -1).flatten(0, 1)
+        return region[:, :, None] != region[:, None]
 
 
 def cube_counts(size: Size, patch: Size) -> Size:
-    """Return how many cubes there are in each dimension, with zeros beyond the last one."""
+    """Return the number of cubes in each dim; the last one may reach beyond the globe."""
     return cast(Size, tuple(-(-s // p) for s, p in zip(size, patch, strict=True)))
 
 
 def cube_padding(size: Size, patch: Size, sign: int) -> tuple[int, ...]:
-    """Return the pads to whole cubes in torch's order: in the east, the south, the last levels."""
-    whole = cube_counts(size, patch)
-    missing = (sign * (n * p - s) for n, p, s in zip(whole, patch, size, strict=True))
+    """Return the padding to whole cubes in torch's order: columns, rows, levels.
+
+    Args:
+        size: levels, rows and columns of the globe.
+        patch: levels, rows and columns of a cube.
+        sign: 1 to pad at the end of each dim, -1 to crop again.
+    """
+    counts = cube_counts(size, patch)
+    missing = (sign * (n * p - s) for n, p, s in zip(counts, patch, size, strict=True))
     return tuple(chain(*((0, pad) for pad in reversed(tuple(missing)))))
 
 
 @final
 class CubeEmbedding(nn.Module):
-    """Makes one token of each cube of upper-air values, and of each patch at the surface.
+    """Embeds cubes of upper-air fields, and patches of surface fields, as tokens.
 
-    What is on no level, and forcings and statics, lies one level beyond the last one. If there is
-    nothing of that kind, there is no such level.
+    Surface fields, forcings and static fields become tokens of an additional last level, if there
+    are any.
 
     Args:
-        fields: what the channels are.
-        size: levels, rows and columns.
-        patch: levels, rows and columns of a cube. Zeros at the end fill the last one.
+        fields: layout of the channels.
+        size: levels, rows and columns of the globe.
+        patch: levels, rows and columns of a cube. Zeros pad the globe to whole cubes.
         width: channels of a token.
 
     Shapes:
@@ -223,7 +245,7 @@ class CubeEmbedding(nn.Module):
         starts = [frame * fields.states for frame in range(fields.frames)]
         upper = [start + channel for start in starts for channel in chain(*fields.upper)]
         surface = [start + channel for start in starts for channel in fields.surface]
-        surface += range(fields.inputs - fields.others, fields.inputs)
+        surface += range(fields.inputs - fields.others, fields.inputs)  # forcings and static fields
         self.levels = size[0]
         self.register_buffer("upper_channels", torch.tensor(upper), persistent=False)
         self.register_buffer("surface_channels", torch.tensor(surface), persistent=False)
@@ -251,13 +273,13 @@ class CubeEmbedding(nn.Module):
 
 @final
 class CubeRecovery(nn.Module):
-    """Makes a state of tokens, its channels in their order, and what only comes out after them.
+    """Turns tokens back into the output channels, in their order.
 
-    Whatever is on no level, and all that only comes out, is made of the last level of tokens.
+    Surface fields and diagnostic channels come from the tokens of the last level.
 
     Args:
-        fields: what the channels are.
-        size: levels, rows and columns; what a cube has beyond them is cut off.
+        fields: layout of the channels.
+        size: levels, rows and columns of the globe, to which the cubes are cropped.
         patch: levels, rows and columns of a cube.
         width: channels of a token.
 
@@ -269,9 +291,10 @@ class CubeRecovery(nn.Module):
 
     def __init__(self, fields: Fields, size: Size, patch: Size, width: int) -> None:
         super().__init__()
-        last = [*fields.surface, *range(fields.states, fields.outputs)]
-        made = [*chain(*fields.upper), *last]
-        order = sorted(range(len(made)), key=made.__getitem__)
+        surface = [*fields.surface, *range(fields.states, fields.outputs)]
+        # `forward` has upper-air fields first; `order` sorts them by number of the channel.
+        channels = [*chain(*fields.upper), *surface]
+        order = sorted(range(len(channels)), key=channels.__getitem__)
         self.register_buffer("order", torch.tensor(order), persistent=False)
         self.levels = cube_counts(size, patch)[0]
         pads = cube_padding(size, patch, -1)
@@ -280,35 +303,35 @@ class CubeRecovery(nn.Module):
             nn.ZeroPad3d(cast(tuple[int, int, int, int, int, int], pads)),
         )
         self.surface = None
-        if last:
+        if surface:
             self.surface = nn.Sequential(
-                nn.ConvTranspose2d(width, len(last), patch[1:], patch[1:]),
+                nn.ConvTranspose2d(width, len(surface), patch[1:], patch[1:]),
                 nn.ZeroPad2d(cast(tuple[int, int, int, int], pads[:4])),
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the state."""
-        made: Tensor = self.upper(x[:, :, : self.levels]).flatten(1, 2)
+        """Return the output channels."""
+        y: Tensor = self.upper(x[:, :, : self.levels]).flatten(1, 2)
         if self.surface is not None:
-            made = torch.cat([made, self.surface(x[:, :, -1])], 1)
-        return made.index_select(1, cast(Tensor, self.order))
+            y = torch.cat([y, self.surface(x[:, :, -1])], 1)
+        return y.index_select(1, cast(Tensor, self.order))
 
 
 CHANNELS_FIRST = (0, 1, 4, 2, 3)  # (B, levels, rows, columns, C) -> (B, levels, C, rows, columns)
 CHANNELS_LAST = (0, 1, 3, 4, 2)
-# Before which block of which stage the resolution changes, and by what.
+# By (stage, block): the modules that change the resolution before this block.
 RESOLUTION_CHANGES = {(1, 0): ("down",), (3, 0): ("up",)}
-INITIAL_GAIN = 0.1  # of the norms at the end of a block's branches
+INITIAL_GAIN = 0.1  # initial weights of the norms at the end of a block's branches
 
 
 @final
 class EarthBlock(nn.Module):
-    """Attention in windows and a perceptron, each normalised before it is added to its input.
+    """Attention in windows and an MLP, each normalised before it is added to its input.
 
     Shapes:
         `(B, levels, H, columns, width)` -> the same.
 
-    Source: Bi et al. 2023; the norm's place as in Liu et al. 2022.
+    Source: Bi et al. 2023; norms after the branches as in Liu et al. 2022.
     """
 
     def __init__(self, attention: EarthAttention, width: int, config: PanguConfig, rate: float):
@@ -331,14 +354,14 @@ class EarthBlock(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the input plus what the two branches add."""
+        """Return the input plus both branches."""
         x = x + self.attention(x)
         return x + self.perceptron(x)  # type: ignore[no-any-return]
 
 
 @final
 class DownSample(nn.Module):
-    """Joins two by two tokens of a level to one of twice the channels.
+    """Halves the resolution: joins 2 x 2 tokens of a level into one of twice the channels.
 
     Shapes:
         `(B, levels, H, W, width)` -> `(B, levels, ceil(H / 2), ceil(W / 2), 2 * width)`.
@@ -358,7 +381,7 @@ class DownSample(nn.Module):
 
 @final
 class UpSample(nn.Module):
-    """Splits each token into two by two of half the channels.
+    """Doubles the resolution: splits each token into 2 x 2 tokens of half the channels.
 
     Shapes:
         `(B, levels, ceil(H / 2), ceil(W / 2), 2 * width)` -> `(B, levels, H, W, width)`.
@@ -380,13 +403,13 @@ class UpSample(nn.Module):
 
 @final
 class Pangu(SegmentedModel):
-    """Predicts the tendency of a state from cubes of its variables on levels and the surface.
+    """Predicts a state, or its tendency over one step, from cubes of fields on levels.
 
     Four stages: the first and the last at the resolution of the cubes, the others at half of it.
 
     Args:
-        config: widths, depths, heads, patches and windows.
-        fields: which channels are on which levels.
+        config: of the model.
+        fields: layout of the channels, with the levels of each variable.
         grid: rows and columns of the globe.
 
     Shapes:
@@ -407,11 +430,14 @@ class Pangu(SegmentedModel):
     def __init__(self, config: PanguConfig, fields: Fields, grid: tuple[int, int]) -> None:
         super().__init__()
         _check_fit(config, fields, grid)
-        size, patch = (fields.levels, *grid), cast(Size, tuple(config.patch))
-        fine, width = cube_counts(size, patch), config.width
+        size = (fields.levels, *grid)
+        patch = cast(Size, tuple(config.patch))
+        fine = cube_counts(size, patch)
+        width = config.width
         self.checkpointing = config.activation_checkpointing
         self.embedding = CubeEmbedding(fields, size, patch, width)
         levels = fine[0] + (self.embedding.surface is not None)
+        # Levels, rows and columns of tokens at the finer and the coarser resolution.
         globes = [(levels, *fine[1:]), (levels, -(-fine[1] // 2), -(-fine[2] // 2))]
         rates = iter(stochastic_depth_rates(config.stochastic_depth, sum(config.depths)))
         self.stages = nn.ModuleList(
@@ -440,7 +466,7 @@ class Pangu(SegmentedModel):
     def segments(self) -> list[Segment]:
         """Return the embedding, every block and the recovery.
 
-        The state is the tokens and, from the second stage on, those of the first.
+        The state is the tokens and, from the second stage on, the first stage's as skip connection.
         """
         embedding = Segment("embedding", self._embed, ("embedding",))
         blocks = [
@@ -460,7 +486,7 @@ class Pangu(SegmentedModel):
     def _block(self, stage: int, block: int, state: SegmentState) -> SegmentState:
         x, *rest = state
         if (stage, block) in RESOLUTION_CHANGES:
-            rest = rest or [x]  # what the first stage made goes across
+            rest = rest or [x]  # the first stage's output is the skip connection
             for name in RESOLUTION_CHANGES[stage, block]:
                 x = self.get_submodule(name)(x)
         layer = cast(nn.ModuleList, self.stages[stage])[block]
@@ -475,26 +501,25 @@ def _check_fit(config: PanguConfig, fields: Fields, grid: tuple[int, int]) -> No
     if not fields.levels:
         raise UserError(
             "model.name: pangu needs variables on levels, but data.prognostic has none. Add "
-            "temperature, or another one on levels, to data.prognostic, or choose model=unet."
+            "temperature, or another variable on levels, to data.prognostic, or use model=unet."
         )
     if min(-(-n // p) for n, p in zip(grid, config.patch[1:], strict=True)) < 3:
         rows, columns = (2 * patch + 1 for patch in config.patch[1:])
         raise UserError(
             f"model.patch: {list(config.patch)} needs a grid of at least {rows} rows and {columns} "
-            f"columns, got {grid[0]}x{grid[1]}. Give a smaller model.patch or a finer data.grid."
+            f"columns, got {grid[0]}x{grid[1]}. Use a smaller model.patch or a finer data.grid."
         )
 
 
 def _initialise(module: nn.Module) -> None:
-    """Draw what the layers of a model begin with.
-
-    Of a sum of blocks that are normalised at their end little of the input would be left: they
-    begin small. Weights go by the width, as small models train slowly from the 0.02 of large ones.
-    """
+    """Draw the initial weights of a layer."""
+    # The branches of blocks end in a norm: with its usual weight of 1, a sum over many blocks would
+    # leave little of the input.
     if isinstance(module, EarthBlock):
         for layer in module.modules():
             if isinstance(layer, nn.LayerNorm):
                 nn.init.constant_(layer.weight, INITIAL_GAIN)
+    # Scaled by the width: small models train slowly from the 0.02 that is usual in large ones.
     if isinstance(module, nn.Linear):
         nn.init.xavier_normal_(module.weight)
     if isinstance(module, nn.ConvTranspose2d | nn.ConvTranspose3d):

@@ -1,4 +1,7 @@
-"""Layers that treat groups of rows apart from each other: windows, or every n-th row."""
+"""Layers that act on groups of rows separately: windows of rows, or rows a fixed distance apart.
+
+Attention in windows is such a layer. When rows are sharded, each rank gets some of the groups.
+"""
 
 from __future__ import annotations
 
@@ -16,9 +19,12 @@ from credit_dp.constants import constant_tensor
 @final
 @dataclass(frozen=True)
 class RowGroups:
-    """The rows of a globe in the order in which groups of `size` rows follow each other.
+    """A division of the globe's rows into groups of `size` rows.
 
-    `order` has every row once; None stands for a row of zeros. A multiple of `size` in all.
+    Attributes:
+        size: rows of each group.
+        order: row numbers, group after group, each row once; None stands for a row of zeros. Its
+            length is a multiple of `size`.
     """
 
     size: int
@@ -26,65 +32,67 @@ class RowGroups:
 
     @property
     def count(self) -> int:
-        """How many groups there are."""
+        """Number of groups."""
         return len(self.order) // self.size
 
     @cached_property
     def positions(self) -> tuple[int, ...]:
-        """Where each row, from north to south, is in the order."""
-        found = sorted((row, at) for at, row in enumerate(self.order) if row is not None)
-        return tuple(at for _, at in found)
+        """Index in `order` of each row, from north to south."""
+        indices = sorted((row, index) for index, row in enumerate(self.order) if row is not None)
+        return tuple(index for _, index in indices)
 
 
 def windows(height: int, size: int, shift: int = 0) -> RowGroups:
     """Return windows of `size` consecutive rows, the first beginning at row `shift`.
 
-    Zeros in the south make the globe a multiple of `size` first. The last window goes around: it
-    holds the southernmost rows and then the `shift` northernmost ones.
+    Rows of zeros in the south pad the globe to a multiple of `size`. With a shift the last window
+    wraps around: it holds the southernmost rows and then the `shift` northernmost ones.
     """
     padded = -(-height // size) * size
-    rows = ((at + shift) % padded for at in range(padded))
+    rows = ((index + shift) % padded for index in range(padded))
     return RowGroups(size, tuple(row if row < height else None for row in rows))
 
 
 def dilated(height: int, size: int) -> RowGroups:
-    """Return groups of `size` rows as far apart from each other as the globe allows.
+    """Return groups of `size` rows at the largest distance that the globe allows.
 
-    Zeros in the south make the globe a multiple of `size` first.
+    Rows of zeros in the south pad the globe to a multiple of `size`.
     """
-    apart = -(-height // size)
-    rows = (first + apart * step for first in range(apart) for step in range(size))
+    dilation = -(-height // size)
+    rows = (first + dilation * step for first in range(dilation) for step in range(size))
     return RowGroups(size, tuple(row if row < height else None for row in rows))
 
 
 class GroupedRows(nn.Module, ABC):
-    """A layer whose output rows depend on the rows of their group only.
+    """A layer whose output rows depend on the input rows of the same group only.
 
-    Its `forward` takes the whole globe; `treat` is what it does, to some of the groups.
+    A subclass defines in `groups` how rows are grouped, and in `treat` the output of some of the
+    groups. `forward` applies `treat` to the whole globe, a sharded layer to the groups of its rank.
     """
 
-    row_dim: ClassVar[int] = -2  # where rows are, counted from the end
+    row_dim: ClassVar[int] = -2  # dim of the rows, counted from the end
 
     @abstractmethod
     def groups(self, height: int) -> RowGroups:
-        """Return the groups of a globe of `height` rows."""
+        """Return the groups of rows of a globe of `height` rows."""
 
     @abstractmethod
     def treat(self, x: Tensor, groups: slice, height: int) -> Tensor:
-        """Return the output of the groups number `groups.start` to `groups.stop - 1`, maybe none.
+        """Return the output of some consecutive groups; of none, if a rank has none.
 
         Args:
-            x: the rows of these groups, one group after the other, in `row_dim`.
-            groups: which ones of the globe's these are.
+            x: the rows of these groups, group after group, in `row_dim`.
+            groups: numbers of these groups among those of the globe.
             height: rows of the globe.
 
         Shapes:
-            the rows and their order stay; other dimensions may change.
+            rows keep their number and order; other dims may change.
         """
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output for the whole globe."""
-        dim, height = self.row_dim, x.shape[self.row_dim]
+        dim = self.row_dim
+        height = x.shape[dim]
         groups = self.groups(height)
         rows = self.treat(_rows_by_group(x, groups, dim), slice(0, groups.count), height)
         if groups.positions == tuple(range(height)):
@@ -96,9 +104,10 @@ def _rows_by_group(x: Tensor, groups: RowGroups, dim: int) -> Tensor:
     height = x.shape[dim]
     if groups.order == tuple(range(height)):
         return x
+    # Rows of zeros are appended, and each None of the order is replaced by the number of one.
     x = F.pad(x, (*[0, 0] * (-dim - 1), 0, len(groups.order) - height))
-    blank = iter(range(height, len(groups.order)))
-    order = [next(blank) if row is None else row for row in groups.order]
-    if order == sorted(order):
+    padding = iter(range(height, len(groups.order)))
+    order = [next(padding) if row is None else row for row in groups.order]
+    if order == sorted(order):  # the copy of `index_select` is not needed
         return x
     return x.index_select(dim, constant_tensor(order, x.device))

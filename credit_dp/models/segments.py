@@ -1,4 +1,4 @@
-"""Models as a row of segments, between which they may be cut: into stages of a pipeline, say."""
+"""Models as a sequence of segments, at whose boundaries a pipeline may cut them into stages."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from typing import final
 
 from torch import Tensor, nn
 
-# What travels from one segment to the next: tensors of floating point, samples first.
+# Passed from one segment to the next: floating-point tensors whose first dim is the samples.
 SegmentState = tuple[Tensor, ...]
 
 
 @final
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of a model's forward.
+    """A part of a model's forward.
 
     Attributes:
-        name: path of its block, a module that the stretch calls once.
-        run: what it makes of the state. What later segments need, it hands on.
-        modules: paths of all modules that it uses, its block among them.
+        name: path of its main block, a module that the segment calls once.
+        run: maps the state before the segment to that after it. The state is all that later
+            segments get, so skip connections are part of it.
+        modules: paths of all modules that the segment calls, the main block among them.
     """
 
     name: str
@@ -30,13 +31,14 @@ class Segment:
 
 
 class SegmentedModel(nn.Module, ABC):
-    """A model whose forward is its segments, one after the other.
+    """A model whose forward runs its segments one after the other.
 
     Attributes:
-        part: which of the segments run; all of them, but for a stage of a pipeline.
+        active_segments: the segments that run: all, or those of one stage of a pipeline.
 
     Shapes:
-        the state of its first segment -> that of its last one; a tensor, where it is only one.
+        the state before its first segment -> the state after its last one; a state of one tensor is
+        returned as a tensor.
     """
 
     def __init__(self) -> None:
@@ -45,12 +47,13 @@ class SegmentedModel(nn.Module, ABC):
 
     @abstractmethod
     def segments(self) -> list[Segment]:
-        """Return the stretches of the forward, in order; each parameter is used by one of them."""
+        """Return the segments in order; each parameter is used by one of them only."""
 
     def forward(self, *state: Tensor) -> Tensor | SegmentState:
-        """Return what the segments make of the input."""
+        """Return the state after the active segments."""
         for segment in self.segments()[self.active_segments]:
             state = segment.run(state)
         if self.active_segments != slice(None):
-            state = tuple(x.contiguous() for x in state)  # what is sent has to be
+            # A stage of a pipeline sends its state, and sends need contiguous tensors.
+            state = tuple(x.contiguous() for x in state)
         return state[0] if len(state) == 1 else state

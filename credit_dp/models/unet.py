@@ -1,4 +1,9 @@
-"""A residual U-Net on the globe: periodic in longitude, padded across the poles in latitude."""
+"""A residual U-Net on the globe: periodic in longitude, padded across the poles in latitude.
+
+First its layers and blocks, then `UNet`. Its forward, in segments: the stem; the blocks of each
+level, from the finest to the coarsest; back to the finest, each level joined with its skip
+connection; the head.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +20,14 @@ from credit_dp.config.model import UNetConfig
 from credit_dp.models.blocks import StochasticDepth, pad_poles, run_block, stochastic_depth_rates
 from credit_dp.models.segments import Segment, SegmentedModel, SegmentState
 
+# A gate has 1 / GATE_REDUCTION of the channels in its hidden layer, but at least this many.
 GATE_REDUCTION = 16
-MIN_GATE_CHANNELS = 4  # hidden channels of a gate
+MIN_GATE_CHANNELS = 4
 
 
 @final
 class SqueezeExcite(nn.Module):
-    """Scales each channel by a gate in (0, 1) that all channels' global means decide on.
+    """Scales each channel by a gate in (0, 1), a function of the global means of all channels.
 
     Shapes:
         `(B, channels, H, W)` -> the same.
@@ -45,17 +51,17 @@ class SqueezeExcite(nn.Module):
 
 @final
 class GlobalConditioning(nn.Module):
-    """Turns the global means of one field into a scale and a shift for channels of others.
+    """Computes scales and shifts for the channels of several fields from global means of one field.
 
     Args:
         channels: of the field that is averaged.
-        conditioned: channels of each field that is to be scaled and shifted.
+        conditioned: channels of each field to scale and shift.
 
     Shapes:
         `(B, channels, H, W)` -> for each of `conditioned`, `(B, 2 * its channels, 1, 1)`; see
-        `condition`.
+        `modulate`.
 
-    Source: Perez et al. 2018, with global means as what conditions.
+    Source: Perez et al. 2018, conditioned on global means.
     """
 
     def __init__(self, channels: int, conditioned: Sequence[int]) -> None:
@@ -65,9 +71,9 @@ class GlobalConditioning(nn.Module):
         self.heads = nn.ModuleList(nn.Linear(channels, 2 * width) for width in conditioned)
 
     def forward(self, x: Tensor) -> list[Tensor]:
-        """Return scales and shifts."""
-        known = F.silu(self.hidden(self.pool(x)[..., 0, 0]))
-        return [head(known)[..., None, None] for head in self.heads]
+        """Return the scale and shift of every field, the two joined in the channels."""
+        hidden = F.silu(self.hidden(self.pool(x)[..., 0, 0]))
+        return [head(hidden)[..., None, None] for head in self.heads]
 
 
 def modulate(x: Tensor, scale_and_shift: Tensor) -> Tensor:
@@ -80,19 +86,19 @@ def modulate(x: Tensor, scale_and_shift: Tensor) -> Tensor:
     return x * (1 + scale) + shift
 
 
-# Channels between the two pointwise layers, for each that comes out.
-EXPANSION = 4
+EXPANSION = 4  # hidden channels of a `GlobalDepthwiseBlock` per output channel
 
 
 @final
 class LongRangeConv2d(nn.Conv2d):
-    """A depthwise convolution, around the globe in longitude, with zeros beyond the poles.
+    """A depthwise convolution, periodic in longitude, with zeros beyond the poles.
 
-    Kernels of `2 * H - 1` rows reach from every row to every other; more change nothing.
+    A kernel of `2 * H - 1` rows connects every row with every other; more rows have no effect.
 
     Args:
         channels: of the input.
-        kernel: rows and columns, odd. More columns than the globe has go around several times.
+        kernel: odd numbers of rows and columns. More columns than the globe has wrap around it
+            several times.
 
     Shapes:
         `(B, channels, H, W)` -> the same.
@@ -105,23 +111,25 @@ class LongRangeConv2d(nn.Conv2d):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the convolution."""
-        left = self.column_padding
-        while left:  # by a whole globe at most: what is around it then repeats it, too
-            turn = min(left, x.shape[-1])
-            x = F.pad(x, (turn, turn, 0, 0), mode="circular")
-            left -= turn
+        remaining = self.column_padding
+        while remaining:
+            # torch pads circularly by the width of its input at most. The padded field is periodic
+            # as well, so padding it again continues the globe.
+            columns = min(remaining, x.shape[-1])
+            x = F.pad(x, (columns, columns, 0, 0), mode="circular")
+            remaining -= columns
         return super().forward(x)
 
 
 @final
 class GlobalDepthwiseBlock(nn.Module):
-    """A long-range convolution of every channel and two pointwise layers, beside a shortcut.
+    """A residual block: a long-range convolution of every channel, then two pointwise layers.
 
     Args:
         in_channels: channels of the input.
         out_channels: channels of the output.
         config: size of the kernel, groups of the norm, dropout, and whether there is a gate.
-        rate: of samples that lose all but the shortcut in a training step.
+        rate: of stochastic depth.
 
     Shapes:
         `(B, in_channels, H, W)` -> `(B, out_channels, H, W)`.
@@ -162,16 +170,14 @@ class PeriodicConv2d(nn.Module):
         out_channels: channels of the output.
         kernel_size: number of rows and columns; even ones need an even stride.
         stride: step in rows and columns.
-        poles: what lies beyond the first and last row. `reflect`: the rows before it without the
-            last one; `zeros`; `mirror`: the rows before it; `earth`: those, rotated by half the
-            longitudes, as a walk across the pole meets them.
+        poles: padding beyond the first and last row, see `PolePad`.
 
     Shapes:
         `(B, in_channels, H, W)` -> `(B, out_channels, ceil(H / stride), ceil(W / stride))`; rounded
         down for an even kernel.
 
     Raises:
-        ValueError: an even kernel has an odd stride: then it is centred on no output point.
+        ValueError: an even kernel has an odd stride, so it would be centred on no output point.
     """
 
     def __init__(
@@ -183,10 +189,10 @@ class PeriodicConv2d(nn.Module):
         poles: str = "reflect",
     ) -> None:
         super().__init__()
-        odd = kernel_size % 2 == 1
-        if not odd and (stride % 2 or kernel_size < stride):
+        is_odd = kernel_size % 2 == 1
+        if not is_odd and (stride % 2 or kernel_size < stride):
             raise ValueError(f"PeriodicConv2d: kernel_size has to be odd, got {kernel_size}")
-        self.padding = kernel_size // 2 if odd else (kernel_size - stride) // 2
+        self.padding = kernel_size // 2 if is_odd else (kernel_size - stride) // 2
         self.poles = poles
         self.conv = nn.Conv2d(in_channels, out_channels, kernel_size, stride)
 
@@ -199,13 +205,13 @@ class PeriodicConv2d(nn.Module):
 
 @final
 class PeriodicUpsample(nn.Module):
-    """Bilinear interpolation to twice the rows and columns, around the globe and across the poles.
+    """Bilinear interpolation to twice the rows and columns, periodic and across the poles.
 
-    Every point becomes four, a quarter of a spacing away from it. All of them are means with the
-    same weights, so none stands out among the four: there is no checkerboard.
+    Each point becomes four, a quarter of a grid spacing away from it. All four are means with the
+    same set of weights, so there is no checkerboard.
 
     Args:
-        poles: what lies beyond the poles, see `PeriodicConv2d`.
+        poles: padding beyond the poles, see `PolePad`.
 
     Shapes:
         `(B, C, H, W)` -> `(B, C, 2 * H, 2 * W)`.
@@ -217,18 +223,19 @@ class PeriodicUpsample(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the finer field."""
+        # One row beyond each pole, and its two finer rows cut off again.
         return self.refine(pad_poles(x, 1, self.poles))[..., 2:-2, :]
 
     @staticmethod
     def refine(x: Tensor) -> Tensor:
-        """Return the finer rows; the first two and the last two lack what lies beyond them."""
+        """Return the finer rows; the first two and the last two lack a neighbour and are wrong."""
         x = F.pad(x, (1, 1, 0, 0), mode="circular")
         return F.interpolate(x, scale_factor=2, mode="bilinear")[..., 2:-2]
 
 
 @final
 class MatchRows(nn.Module):
-    """Crops to the rows and columns of a reference, from the south and the east.
+    """Crops a field to the rows and columns of a reference, at the south and the east.
 
     Shapes:
         `(B, C, H, W)`, `(B, D, h, w)` -> `(B, C, h, w)`.
@@ -241,30 +248,33 @@ class MatchRows(nn.Module):
 
 @final
 class ResidualBlock(nn.Module):
-    """Two normalised convolutions beside a shortcut (He et al. 2016, pre-activation).
+    """A residual block of two convolutions, each after a norm and an activation.
 
     Args:
         in_channels: channels of the input.
         out_channels: channels of the output.
         config: groups of the norms, poles, dropout, and whether there is a gate.
-        rate: of samples that lose the convolutions in a training step.
+        rate: of stochastic depth.
 
     Shapes:
         `(B, in_channels, H, W)` -> `(B, out_channels, H, W)`.
+
+    Source: He et al. 2016, pre-activation.
     """
 
     def __init__(
         self, in_channels: int, out_channels: int, config: UNetConfig, rate: float
     ) -> None:
         super().__init__()
-        groups, poles = config.groups, config.poles
-        self.norm1 = nn.GroupNorm(groups, in_channels)
+        poles = config.poles
+        self.norm1 = nn.GroupNorm(config.groups, in_channels)
         self.conv1 = PeriodicConv2d(in_channels, out_channels, poles=poles)
-        self.norm2 = nn.GroupNorm(groups, out_channels)
+        self.norm2 = nn.GroupNorm(config.groups, out_channels)
         self.conv2 = PeriodicConv2d(out_channels, out_channels, poles=poles)
         same = in_channels == out_channels
         self.shortcut = nn.Identity() if same else nn.Conv2d(in_channels, out_channels, 1)
-        # None where an option is off: then the model has the modules that it had without it.
+        # None, not an identity, if an option is off: the model then has the same modules as models
+        # built before the option existed.
         self.dropout = nn.Dropout(config.dropout) if config.dropout else None
         self.gate = SqueezeExcite(out_channels) if config.squeeze_excite else None
         self.depth = StochasticDepth(rate) if rate else None
@@ -278,7 +288,7 @@ class ResidualBlock(nn.Module):
         return self.shortcut(x) + y  # type: ignore[no-any-return]
 
 
-# By their names in `model.block`.
+# By `model.block`.
 BLOCK_TYPES: dict[str, type[ResidualBlock] | type[GlobalDepthwiseBlock]] = {
     "residual": ResidualBlock,
     "global_depthwise": GlobalDepthwiseBlock,
@@ -288,23 +298,22 @@ BLOCK_TYPES: dict[str, type[ResidualBlock] | type[GlobalDepthwiseBlock]] = {
 def _build_level(
     first: int, channels: int, config: UNetConfig, rates: Sequence[float]
 ) -> nn.Sequential:
-    """Return the blocks of one level."""
-    pairs = pairwise([first] + [channels] * config.blocks)
-    block = BLOCK_TYPES[config.block]
-    blocks = zip(pairs, rates, strict=True)
-    return nn.Sequential(*(block(a, b, config, rate) for (a, b), rate in blocks))
+    """Return the blocks of one level, whose input has `first` channels."""
+    widths = pairwise([first] + [channels] * config.blocks)
+    block_type = BLOCK_TYPES[config.block]
+    blocks = zip(widths, rates, strict=True)
+    return nn.Sequential(*(block_type(a, b, config, rate) for (a, b), rate in blocks))
 
 
 @final
 class UNet(SegmentedModel):
-    """Predicts the tendency of the prognostic channels over one step.
+    """Predicts a state, or its tendency over one step, from the input channels.
 
-    Any number of rows and columns: a level has half of the finer one's, rounded up, and the way
-    back up crops to it.
+    Takes any number of rows and columns: each level has half of the finer one's, rounded up, and
+    the decoder crops what it upsampled too far.
 
     Args:
-        config: channels of each level, finest first; blocks per level and their kind; groups of
-            the norms; poles; upsampling; what blocks have besides.
+        config: of the model.
         in_channels: prognostic, forcing and static channels.
         out_channels: prognostic and diagnostic channels.
 
@@ -324,7 +333,8 @@ class UNet(SegmentedModel):
 
     def __init__(self, config: UNetConfig, in_channels: int, out_channels: int) -> None:
         super().__init__()
-        widths, poles = config.channels, config.poles
+        widths = config.channels
+        poles = config.poles
         steps = list(pairwise(widths))  # (finer, coarser), finest first
         encoder_rates, decoder_rates = _level_depth_rates(config)
         self.checkpointing = config.activation_checkpointing
@@ -335,7 +345,8 @@ class UNet(SegmentedModel):
         )
         self.down = nn.ModuleList(PeriodicConv2d(a, b, stride=2, poles=poles) for a, b in steps)
         self.up = nn.ModuleList(_build_upsampling(b, a, config) for a, b in steps)
-        self.crop = nn.ModuleList(MatchRows() for _ in steps)  # one for each height
+        # One layer for each height of the grid.
+        self.crop = nn.ModuleList(MatchRows() for _ in steps)
         self.decoder = nn.ModuleList(
             _build_level(2 * a, a, config, rates)
             for (a, _), rates in zip(steps, decoder_rates, strict=True)
@@ -347,8 +358,8 @@ class UNet(SegmentedModel):
     def segments(self) -> list[Segment]:
         """Return the stem, every residual block and the head.
 
-        The state is the field; the fields that go across, finest first; then, once the coarsest
-        level is known, what conditions the levels that are left, finest first.
+        The state is the field; the skip connections, finest first; and after the coarsest level the
+        scales and shifts of the levels that are left, finest first.
         """
         stem = Segment("stem", lambda state: (self.stem(state[0]),), ("stem",))
         down = [
@@ -387,11 +398,13 @@ class UNet(SegmentedModel):
             x = self.down[level - 1](x)
         x = run_block(cast(nn.Sequential, self.encoder[level])[block], x, self.checkpointing)
         is_last = self._is_last(level, block)
-        known = self.globe(x) if is_last and self.globe is not None else []
-        return x, *skips, *known
+        conditioning = self.globe(x) if is_last and self.globe is not None else []
+        return x, *skips, *conditioning
 
     def _decode(self, level: int, block: int, state: SegmentState) -> SegmentState:
         x, *rest = state
+        # Both lists in `rest` are finest first, and levels run from the coarsest: this level's skip
+        # connection is the last of those left, its scale and shift the last of all.
         if not block:
             skip = rest.pop(level)
             x = torch.cat([self.crop[level](self.up[level](x), skip), skip], 1)
@@ -405,25 +418,23 @@ class UNet(SegmentedModel):
 
 
 def _build_upsampling(in_channels: int, out_channels: int, config: UNetConfig) -> nn.Module:
-    """Return the module that doubles rows and columns and lowers the number of channels.
-
-    The 1x1 convolution mixes the channels of a point, resizing mixes the points of a channel. Their
-    order makes no difference but where zeros lie beyond the poles, and before resizing there are a
-    quarter of the points.
-    """
+    """Return the module that doubles rows and columns and reduces the number of channels."""
     if config.upsample == "transpose":
         return nn.ConvTranspose2d(in_channels, out_channels, 2, stride=2)
     nearest = config.upsample == "nearest"
     resize = nn.Upsample(scale_factor=2) if nearest else PeriodicUpsample(config.poles)
+    # The 1x1 convolution mixes the channels of a point, resizing mixes the points of a channel: the
+    # two commute, except where zeros lie beyond the poles. Before resizing it costs a quarter.
     return nn.Sequential(nn.Conv2d(in_channels, out_channels, 1), resize)
 
 
 def _level_depth_rates(config: UNetConfig) -> tuple[list[list[float]], list[list[float]]]:
-    """Return the rates of each level's blocks, encoder and decoder, both finest first."""
-    depth, blocks = len(config.channels), config.blocks
+    """Return the rates of stochastic depth by level and block, for the encoder and the decoder."""
+    depth = len(config.channels)
+    blocks = config.blocks
     rates = stochastic_depth_rates(config.stochastic_depth, (2 * depth - 1) * blocks)
-    levels = [rates[at : at + blocks] for at in range(0, len(rates), blocks)]
-    return levels[:depth], levels[:-depth:-1]  # the decoder is passed from the coarsest
+    levels = [rates[start : start + blocks] for start in range(0, len(rates), blocks)]
+    return levels[:depth], levels[:-depth:-1]  # both finest first; the decoder runs backwards
 
 
 def _build_conditioning(config: UNetConfig) -> GlobalConditioning | None:

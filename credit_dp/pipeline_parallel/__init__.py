@@ -1,4 +1,8 @@
-"""Models on several devices of one process, and in stages across processes."""
+"""Models on several devices of one process, and in pipeline stages on several ranks.
+
+`placement` moves modules to devices of one process. `stages` cuts a model into stages, and
+`pipeline` runs them on micro-batches by one of torch's schedules.
+"""
 
 from credit_dp.pipeline_parallel.placement import (
     get_device,

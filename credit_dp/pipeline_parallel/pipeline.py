@@ -1,4 +1,8 @@
-"""A model in stages on several ranks, through which micro-batches go one after the other."""
+"""Run the stages of a model on the ranks of a pipeline, micro-batch by micro-batch.
+
+In this order: what a schedule does on each rank (`schedule_actions`, for plans), a stopwatch for
+the time in which ranks wait, torch's schedules on our stages, and `Pipeline`, which training calls.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +33,12 @@ from credit_dp.profiling import BACKWARD, FORWARD, profile_region
 
 
 class StageAction(NamedTuple):
-    """A forward or backward of one of this rank's stages on one micro-batch."""
+    """One forward or backward of a stage on one micro-batch.
+
+    Attributes:
+        forward: whether it is the forward.
+        local_stage: index of the stage among those of its rank.
+    """
 
     forward: bool
     local_stage: int
@@ -38,73 +47,79 @@ class StageAction(NamedTuple):
 def schedule_actions(
     schedule: str, rank: int, pipeline: int, microbatches: int, virtual: int = 1
 ) -> list[StageAction]:
-    """Return what a rank does in a step, in order.
+    """Return the forwards and backwards of a rank in a step, in order.
 
     Args:
         schedule: gpipe, 1f1b or interleaved.
         rank: of the pipeline.
-        pipeline: ranks.
+        pipeline: number of ranks.
         microbatches: of a step; for interleaved a multiple of the ranks.
-        virtual: stages of each rank.
+        virtual: stages on each rank.
 
     Source: Huang et al. 2019, section 2.3; Narayanan et al. 2021, section 2.2.
     """
     total = virtual * microbatches
-    # Forwards go through the rank's stages in turn, with one micro-batch for each rank at a time.
-    parts = [number // pipeline % virtual for number in range(total)]
+    # An interleaved rank runs its first stage on as many micro-batches as there are ranks, then its
+    # next stage on the same ones.
+    stages = [number // pipeline % virtual for number in range(total)]
     if schedule != "interleaved":
-        parts = [0] * total
-    ahead = {
+        stages = [0] * total
+    # Forwards before the first backward: enough to fill the later stages of the pipeline.
+    warmup = {
         "gpipe": total,
         "1f1b": pipeline - rank,
         "interleaved": (virtual - 1) * pipeline + 2 * (pipeline - 1 - rank) + 1,
     }[schedule]
-    forwards = [StageAction(True, part) for part in parts]
-    backwards = [StageAction(False, virtual - 1 - part) for part in parts]
-    order = forwards[:ahead]
+    forwards = [StageAction(True, stage) for stage in stages]
+    backwards = [StageAction(False, virtual - 1 - stage) for stage in stages]
+    order = forwards[:warmup]
+    # Then backwards and the remaining forwards alternate.
     for number, backward in enumerate(backwards):
-        order += [backward, *forwards[ahead + number : ahead + number + 1]]
+        order += [backward, *forwards[warmup + number : warmup + number + 1]]
     return order
 
 
-def peak_saved_bytes(order: Iterable[StageAction], kept: Sequence[int]) -> int:
-    """Return the most bytes that are kept for backward at any time of a step.
+def peak_saved_bytes(order: Iterable[StageAction], saved: Sequence[int]) -> int:
+    """Return the largest number of bytes saved for backward at any time of a step.
 
     Args:
-        order: this rank's.
-        kept: bytes of each of its stages for one micro-batch.
+        order: forwards and backwards of a rank.
+        saved: bytes that one micro-batch saves on each of the rank's stages.
     """
-    now = most = 0
-    for work in order:
-        now += kept[work.local_stage] if work.forward else -kept[work.local_stage]
-        most = max(most, now)
-    return most
+    current = peak = 0
+    for action in order:
+        change = saved[action.local_stage]
+        current += change if action.forward else -change
+        peak = max(peak, current)
+    return peak
 
 
 def count_gathers(order: Iterable[StageAction]) -> Counter[int]:
-    """Return how often the blocks of each part are gathered in a step, if FSDP2 shares them out.
+    """Return how often FSDP2 gathers the blocks of each stage of a rank in a step.
 
-    What is gathered for a backward stays so until after the next forward, for gradients are shared
-    out only once.
+    Args:
+        order: forwards and backwards of the rank.
     """
     gathered: set[int] = set()
-    times: Counter[int] = Counter()
-    for work in order:
-        if work.local_stage not in gathered:
-            times[work.local_stage] += 1
-        (gathered.discard if work.forward else gathered.add)(work.local_stage)
-    return times
+    counts: Counter[int] = Counter()
+    for action in order:
+        if action.local_stage not in gathered:
+            counts[action.local_stage] += 1
+        # A forward reshards its blocks. A backward leaves them gathered, because gradients are only
+        # reduced after the last one of a step.
+        (gathered.discard if action.forward else gathered.add)(action.local_stage)
+    return counts
 
 
 def theoretical_bubble(pipeline: int, microbatches: int, virtual: int = 1) -> float:
-    """Return the share of a step in which a rank waits, if all stages cost the same.
+    """Return the share of a step in which a rank waits, if all stages take equally long.
 
-    The same for GPipe and for 1F1B.
+    It is the same for GPipe and 1F1B.
 
     Args:
-        pipeline: ranks.
+        pipeline: number of ranks.
         microbatches: of a step.
-        virtual: stages of each rank.
+        virtual: stages on each rank.
 
     Source: Huang et al. 2019, section 2.3; Narayanan et al. 2021, section 2.2.
     """
@@ -113,9 +128,10 @@ def theoretical_bubble(pipeline: int, microbatches: int, virtual: int = 1) -> fl
 
 @final
 class Stopwatch:
-    """Which share of a span of time was not spent in its busy stretches.
+    """Measures the share of a period in which a device was idle.
 
-    On a GPU times are those of its own stream.
+    On a GPU it records events in the current stream, so that the host does not wait for the GPU
+    during the period.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -125,21 +141,22 @@ class Stopwatch:
 
     @contextmanager
     def measure(self) -> Iterator[None]:
-        """Measure a new span; what was measured before is forgotten."""
-        self._busy, self._total = [], None
+        """Measure a new period, instead of the last one."""
+        self._busy = []
+        self._total = None
         start = self._mark()
         yield
         self._total = start, self._mark()
 
     @contextmanager
     def busy(self) -> Iterator[None]:
-        """Count as busy."""
+        """Count this part of the period as busy."""
         start = self._mark()
         yield
         self._busy.append((start, self._mark()))
 
     def idle_share(self) -> float:
-        """Return the idle share of the last span; 0 before the first one."""
+        """Return the idle share of the last period; 0 before the first one."""
         if self._total is None:
             return 0.0
         return 1 - sum(_seconds(*pair) for pair in self._busy) / _seconds(*self._total)
@@ -167,15 +184,17 @@ Schedule = ScheduleGPipe | Schedule1F1B | ScheduleInterleaved1F1B
 
 @final
 class ScheduledStage(PipelineStage):
-    """A stage as torch's schedules want it: they are told shapes, and so make no trial run.
+    """A stage as torch's schedules need it, with the shapes of its input and output.
+
+    With the shapes given, torch makes no trial run to infer them.
 
     Args:
         stage: of this rank.
         samples: of a micro-batch.
-        device: where it computes.
-        group: the ranks of the pipeline.
-        watch: what runs counts there as busy.
-        begin: told which micro-batch comes, before its forward.
+        device: on which the stage computes.
+        group: process group of the pipeline.
+        stopwatch: measures forwards and backwards as busy.
+        begin: called with the number of the micro-batch before its forward.
     """
 
     def __init__(
@@ -185,7 +204,7 @@ class ScheduledStage(PipelineStage):
         device: torch.device,
         group: dist.ProcessGroup | None,
         *,
-        watch: Stopwatch,
+        stopwatch: Stopwatch,
         begin: Callable[[int], None],
     ) -> None:
         super().__init__(
@@ -197,7 +216,8 @@ class ScheduledStage(PipelineStage):
             output_args=_meta_tensors(stage.output_specs, samples),
             group=group,
         )
-        self._stopwatch, self._begin = watch, begin
+        self._stopwatch = stopwatch
+        self._begin = begin
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run a micro-batch forward."""
@@ -208,7 +228,8 @@ class ScheduledStage(PipelineStage):
             _UnwrapUserError(),
             warnings.catch_warnings(),
         ):
-            # FSDP2 says so of what a stage hands on untouched; nothing changes it in place.
+            # FSDP2 warns if a stage passes a tensor of its state on unchanged. That matters for
+            # changes in place only, and there are none.
             warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")
             return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
 
@@ -224,17 +245,19 @@ def build_schedule(
     microbatches: int,
     loss: Callable[[Tensor, Tensor], Tensor],
 ) -> Schedule:
-    """Return the schedule of this rank's stages; gradients are those of the sum of the losses."""
+    """Return torch's schedule for this rank's stages."""
+    # `scale_grads=False`: gradients are those of the sum of the micro-batches' losses, not of their
+    # mean.
     if name == "interleaved":
         return ScheduleInterleaved1F1B(list(stages), microbatches, loss, scale_grads=False)
-    kind = ScheduleGPipe if name == "gpipe" else Schedule1F1B
+    schedule = ScheduleGPipe if name == "gpipe" else Schedule1F1B
     (stage,) = stages
-    return kind(stage, microbatches, loss, scale_grads=False)
+    return schedule(stage, microbatches, loss, scale_grads=False)
 
 
 @final
 class _UnwrapUserError:
-    """Raises a user's mistake itself, without what torch's schedules say around it."""
+    """Raises a `UserError` itself instead of the error in which torch's schedules wrap it."""
 
     def __enter__(self) -> None: ...
 
@@ -243,8 +266,8 @@ class _UnwrapUserError:
             raise error.__cause__ from None
 
 
-def _meta_tensors(slots: StateSpecs, samples: int) -> tuple[Tensor, ...]:
-    return tuple(slot.empty(samples, "meta") for slot in slots)
+def _meta_tensors(specs: StateSpecs, samples: int) -> tuple[Tensor, ...]:
+    return tuple(spec.empty(samples, "meta") for spec in specs)
 
 
 LossFunction = Callable[[Tensor, Tensor], Tensor]
@@ -253,15 +276,15 @@ BeginCallback = Callable[[int, int], None]
 
 @final
 class Pipeline:
-    """This rank's stages, and the schedule by which they work together with those of other ranks.
+    """This rank's stages of a model, and the schedule that runs them with those of other ranks.
 
-    Every method is a collective of the ranks of the pipeline.
+    All methods are collectives of the pipeline's ranks.
 
     Args:
-        stages: see `cut_model`; their modules may have been given to `fully_shard`.
+        stages: see `cut_model`; FSDP2's `fully_shard` may have been applied to their modules.
         manager: of this rank.
-        schedule: gpipe, 1f1b, or interleaved for several stages of each rank.
-        microbatches: into which `backward` cuts its samples.
+        schedule: gpipe, 1f1b, or interleaved for several stages on each rank.
+        microbatches: number into which `forward_backward` splits its samples.
 
     Raises:
         UserError: the schedule needs more micro-batches.
@@ -288,50 +311,54 @@ class Pipeline:
         self._device = _device(manager)
         self._stopwatch = Stopwatch(self._device)
         self._schedule: Schedule | None = None
-        self._samples = 0  # of each call of `backward`, known from the first one on
+        self._samples = 0  # of each call of `forward_backward`, known from the first one on
         self._loss: LossFunction | None = None
         self._begin: BeginCallback | None = None
 
     @property
-    def parts(self) -> tuple[nn.Module, ...]:
-        """This rank's stretches of the model."""
+    def stage_modules(self) -> tuple[nn.Module, ...]:
+        """The modules of this rank's stages."""
         return tuple(stage.module for stage in self._stages)
 
     @property
     def model_output_specs(self) -> StateSpecs:
-        """What the last stage makes."""
+        """Shapes and dtypes of the last stage's output."""
         return self._stages[0].model_output_specs
 
-    def backward(
+    def forward_backward(
         self,
         inputs: Tensor | None,
         target: Tensor | None,
         loss: LossFunction,
         begin: BeginCallback | None = None,
     ) -> Tensor:
-        """Add the gradients of all micro-batches' losses to those of this rank's parameters.
+        """Run all micro-batches and add the gradients of their losses to this rank's parameters.
 
         Args:
-            inputs: this band's, used on the rank of the first stage.
-            target: this band's, used on the rank of the last stage.
-            loss: of a micro-batch's output and target; it is differentiated as it is.
-            begin: told the number of the part and of the micro-batch before each forward.
+            inputs: of this band; used on the rank of the first stage.
+            target: of this band; used on the rank of the last stage.
+            loss: of a micro-batch's output and target; gradients are those of the sum.
+            begin: called before each forward with the index of the stage among those of this rank,
+                and the number of the micro-batch.
 
         Returns:
-            the sum of the micro-batches' losses, zero on ranks without the last stage.
+            The sum of the micro-batches' losses; zero on ranks without the last stage.
 
         Raises:
-            ValueError: the samples are not as many as in the first call, or do not divide.
+            ValueError: the number of samples differs from the first call's, or the micro-batches
+                do not divide it.
         """
         schedule = self._schedule_for(inputs)
-        self._loss, self._begin = loss, begin
+        self._loss = loss
+        self._begin = begin
         losses: list[Tensor] = []
-        first, last = self._stages[0].is_first, self._stages[-1].is_last
+        has_first = self._stages[0].is_first
+        has_last = self._stages[-1].is_last
         with self._stopwatch.measure():
             schedule.step(
-                *((inputs,) if first else ()),
-                target=target if last else None,
-                losses=losses if last else None,
+                *((inputs,) if has_first else ()),
+                target=target if has_last else None,
+                losses=losses if has_last else None,
                 return_outputs=False,
             )
         self._loss = self._begin = None
@@ -340,37 +367,37 @@ class Pipeline:
 
     @torch.no_grad()
     def forward(self, x: Tensor) -> Tensor:
-        """Return what the whole model makes of this band, on all ranks of the pipeline.
+        """Return the model's output for this band, on all ranks of the pipeline.
 
         Args:
             x: used on the rank of the first stage; any number of samples, the same on all ranks.
         """
         state: SegmentState = (x,)
+        # Each stage waits for the state of the one before, so sends and receives pair up in the
+        # order of the stages.
         for stage in self._stages:
             if not stage.is_first:
                 state = self._receive(stage, len(x))
-            made = stage.module(*state)
+            output = stage.module(*state)
             if isinstance(stage.module, FSDPModule):
-                stage.module.reshard()  # without a backward to come it would stay gathered
-            state = made if isinstance(made, tuple) else (made,)
+                stage.module.reshard()  # no backward follows, after which FSDP2 would do it
+            state = output if isinstance(output, tuple) else (output,)
             if not stage.is_last:
                 self._send(stage, state)
-        (slot,) = self.model_output_specs
+        (spec,) = self.model_output_specs
         last = self._stages[-1]
-        made = state[0] if last.is_last else slot.empty(len(x), self._device).detach()
-        dist.broadcast(
-            made, group=self._manager.pipeline_group, group_src=self._rank(last.count - 1)
-        )
-        return made
+        y = state[0] if last.is_last else spec.empty(len(x), self._device).detach()
+        dist.broadcast(y, group=self._manager.pipeline_group, group_src=self._rank(last.count - 1))
+        return y
 
     def bubble(self) -> float:
-        """Return the share of the last `backward` in which a rank waited, their mean."""
+        """Return the share of the last `forward_backward` in which ranks waited, on average."""
         idle = torch.tensor(self._stopwatch.idle_share(), device=self._device)
         dist.all_reduce(idle, group=self._manager.pipeline_group)
         return idle.item() / self._manager.pipeline_parallel_size
 
     def ideal_bubble(self) -> float:
-        """Return what `bubble` would be if all stages took equally long."""
+        """Return the value of `bubble` if all stages took equally long."""
         ranks = self._manager.pipeline_parallel_size
         return theoretical_bubble(ranks, self._microbatches, len(self._stages))
 
@@ -378,7 +405,7 @@ class Pipeline:
         return stage % self._manager.pipeline_parallel_size
 
     def _receive(self, stage: Stage, samples: int) -> SegmentState:
-        state = tuple(slot.empty(samples, self._device).detach() for slot in stage.input_specs)
+        state = tuple(spec.empty(samples, self._device).detach() for spec in stage.input_specs)
         for x in state:
             dist.recv(x, group=self._manager.pipeline_group, group_src=self._rank(stage.index - 1))
         return state
@@ -388,20 +415,21 @@ class Pipeline:
             dist.send(x, group=self._manager.pipeline_group, group_dst=self._rank(stage.index + 1))
 
     def _schedule_for(self, inputs: Tensor | None) -> Schedule:
-        """Return the schedule, made at the first call: only then the number of samples is known."""
+        """Return the schedule, which the first call builds for its number of samples."""
         if self._schedule is None:
+            # Only the first stage's rank has the inputs: it broadcasts their number.
             samples = torch.tensor(0 if inputs is None else len(inputs), device=self._device)
             dist.broadcast(samples, group=self._manager.pipeline_group, group_src=0)
             self._samples = int(samples.item())
             if not self._samples or self._samples % self._microbatches:
                 raise ValueError(
-                    f"Pipeline: {self._samples} samples can't be cut into {self._microbatches} "
+                    f"Pipeline: {self._samples} samples can't be split into {self._microbatches} "
                     "micro-batches"
                 )
             self._schedule = self._build()
         if self._stages[0].is_first and (inputs is None or len(inputs) != self._samples):
-            found = None if inputs is None else len(inputs)
-            raise ValueError(f"Pipeline: needs {self._samples} samples in each call, got {found}")
+            count = None if inputs is None else len(inputs)
+            raise ValueError(f"Pipeline: needs {self._samples} samples in each call, got {count}")
         return self._schedule
 
     def _build(self) -> Schedule:
@@ -412,26 +440,26 @@ class Pipeline:
                 size,
                 self._device,
                 self._manager.pipeline_group,
-                watch=self._stopwatch,
-                begin=partial(self._call_begin, part),
+                stopwatch=self._stopwatch,
+                begin=partial(self._call_begin, local_stage),
             )
-            for part, stage in enumerate(self._stages)
+            for local_stage, stage in enumerate(self._stages)
         ]
         return build_schedule(self._kind, stages, self._microbatches, self._timed_loss)
 
-    def _call_begin(self, part: int, microbatch: int) -> None:
+    def _call_begin(self, local_stage: int, microbatch: int) -> None:
         if self._begin is not None:
-            self._begin(part, microbatch)
+            self._begin(local_stage, microbatch)
 
     def _timed_loss(self, output: Tensor, target: Tensor) -> Tensor:
         if self._loss is None:
-            raise RuntimeError("Pipeline: a loss is only computed in `backward`")
+            raise RuntimeError("Pipeline: a loss is only computed in `forward_backward`")
         with self._stopwatch.busy():
             return self._loss(output, target)
 
 
 def _device(manager: DomainParallelManager) -> torch.device:
-    """Return where this rank computes; its parameters may wait elsewhere."""
+    """Return the device of this rank's computations; parameters may be offloaded to the host."""
     if manager.mesh is not None and manager.mesh.device_type == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -1,4 +1,9 @@
-"""Places the modules of a model on several devices of one process, and takes it back."""
+"""Place the modules of a model on several devices of one process, and undo it.
+
+A placed module computes on one device: its parameters are moved there, and its `forward` is
+replaced by one that moves the input there and the output on. In this order: moving data between
+devices, the replaced methods, checks of names, the public functions, and `parallel.layout`.
+"""
 
 from __future__ import annotations
 
@@ -18,47 +23,48 @@ from torch.nn.utils.rnn import PackedSequence
 from credit_dp.errors import UserError
 
 Device = torch.device | str
-UNCOUNTED_TYPES = ("meta",)  # back ends of torch that no machine lacks and no module describes
+UNCOUNTED_TYPES = ("meta",)  # device types that need no hardware and have no `torch.TYPE` module
 
 
 def get_device(device: Device) -> torch.device:
-    """Return the `torch.device` that is meant.
+    """Return a `torch.device` that this machine has.
 
     Raises:
-        UserError: it is no name of a device, or this machine has no such device.
+        UserError: the name is not that of a device, or this machine has no such device.
     """
     if not isinstance(device, (str, torch.device)):
-        raise UserError(f"{device!r} is no device, it needs a name like cpu or cuda:0")
+        raise UserError(f"{device!r} is not a device, it needs a name like cpu or cuda:0")
     try:
-        meant = torch.device(device)
+        named = torch.device(device)
     except RuntimeError:
-        raise UserError(f"{device!r} is no device, it needs a name like cpu or cuda:0") from None
-    there = count_devices(meant.type)
-    if there is not None and (meant.index or 0) >= there:
+        raise UserError(f"{device!r} is not a device, it needs a name like cpu or cuda:0") from None
+    count = count_devices(named.type)
+    if count is not None and (named.index or 0) >= count:
         raise UserError(
-            f"{meant} needs a machine that has it, but torch finds {there or 'no'} "
-            f"{'device' if there == 1 else 'devices'} of type {meant.type} here. "
+            f"{named} needs a machine that has it, but torch finds {count or 'no'} "
+            f"{'device' if count == 1 else 'devices'} of type {named.type} here. "
             "Name another device."
         )
-    return meant
+    return named
 
 
-def count_devices(kind: str) -> int | None:
-    """Return how many devices of a type this machine has; None: it needs none to exist."""
-    if kind in UNCOUNTED_TYPES:
+def count_devices(device_type: str) -> int | None:
+    """Return the number of devices of a type; None for a type that needs no hardware."""
+    if device_type in UNCOUNTED_TYPES:
         return None
     try:
-        return int(torch.get_device_module(kind).device_count())
-    except (RuntimeError, AttributeError):  # this torch was built without it
+        return int(torch.get_device_module(device_type).device_count())
+    except (RuntimeError, AttributeError):  # torch was built without this type
         return 0
 
 
 def move_to_device(data: Any, device: Device) -> Any:
     """Return `data` with every tensor in it on `device`.
 
-    Goes into lists, tuples, named tuples, dataclasses and mappings, and keeps their types. What
-    holds nothing to move is returned itself; what occurs twice is moved once and still occurs
-    twice. Modules are moved in place. Of an object that contains itself the outer one is moved.
+    Descends into lists, tuples, named tuples, dataclasses and mappings, and keeps their types. An
+    object without anything to move is returned itself. An object that occurs twice is moved once
+    and still occurs twice. Modules are moved in place. If an object contains itself, its copy on
+    the device contains the original.
 
     Raises:
         UserError: there is no such device.
@@ -66,29 +72,29 @@ def move_to_device(data: Any, device: Device) -> Any:
     return _Mover(get_device(device)).move(data)
 
 
-def move_object(thing: Any, device: torch.device) -> Any:
-    """Move one tensor, module or packed sequence: all moves of this package go through here."""
-    return thing.to(device)
+def move_object(data: Any, device: torch.device) -> Any:
+    """Return one tensor, module or packed sequence on a device; every move is a call of this."""
+    return data.to(device)
 
 
 class _Mover:
-    """One call of `move_to_device`, which remembers what it has met."""
+    """One call of `move_to_device`, with the objects that it has moved."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.moved_by_id: dict[int, Any] = {}
-        self.references: list[Any] = []  # an id is an object's own only as long as it lives
+        self.references: list[Any] = []  # keeps the objects alive, as ids of freed ones are reused
 
     def move(self, data: Any) -> Any:
         """Return the object on the device."""
         if id(data) not in self.moved_by_id:
             self.references.append(data)
-            self.moved_by_id[id(data)] = data  # ends the way through an object that contains itself
+            self.moved_by_id[id(data)] = data  # ends the recursion if the object contains itself
             self.moved_by_id[id(data)] = self.move_unseen(data)
         return self.moved_by_id[id(data)]
 
     def move_unseen(self, data: Any) -> Any:
-        """Return an object, met for the first time, on the device."""
+        """Return an object that has not been moved yet on the device."""
         if isinstance(data, (Tensor, nn.Module, PackedSequence)):
             return move_object(data, self.device)
         if isinstance(data, Mapping):
@@ -104,7 +110,7 @@ class _Mover:
         return data
 
     def changed_entries(self, entries: Iterable[tuple[Any, Any]]) -> dict[Any, Any]:
-        """Return those of the entries that are other objects on the device."""
+        """Return the entries that had to be moved, by key."""
         on_device = [(key, value, self.move(value)) for key, value in entries]
         return {key: new for key, old, new in on_device if new is not old}
 
@@ -112,12 +118,12 @@ class _Mover:
 def with_entries(data: Mapping[Any, Any], changed: dict[Any, Any]) -> Mapping[Any, Any]:
     """Return a mapping of the same type and order with some values replaced."""
     if isinstance(data, MutableMapping):
-        mapping = copy.copy(data)
+        mapping = copy.copy(data)  # keeps attributes such as the default factory of a defaultdict
         for key, value in changed.items():
             mapping[key] = value
         return mapping
-    kind = cast(type[MappingProxyType[Any, Any]], type(data))
-    return kind({**data, **changed})
+    mapping_type = cast(type[MappingProxyType[Any, Any]], type(data))
+    return mapping_type({**data, **changed})
 
 
 def with_items(data: Any, changed: dict[int, Any]) -> Any:
@@ -132,7 +138,7 @@ def with_items(data: Any, changed: dict[int, Any]) -> Any:
 
 def with_fields(data: Any, changed: dict[str, Any]) -> Any:
     """Return a dataclass instance with some fields replaced, frozen or not."""
-    new = copy.copy(data)
+    new = copy.copy(data)  # not `dataclasses.replace`, which runs `__init__` again
     for name, value in changed.items():
         object.__setattr__(new, name, value)
     return new
@@ -140,9 +146,10 @@ def with_fields(data: Any, changed: dict[str, Any]) -> Any:
 
 @final
 class OriginalMethod:
-    """A method as a module has it: from its class, or as an attribute of its own.
+    """A module's method before it is replaced: that of its class, or an attribute of the module.
 
-    Refers to the module and not to a bound method, so that copies of the module call their own.
+    It holds the module, not a bound method: `deepcopy` copies both, and the copy of the module
+    calls its own method.
     """
 
     def __init__(self, module: nn.Module, name: str) -> None:
@@ -151,13 +158,13 @@ class OriginalMethod:
         self.attribute = vars(module).get(name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it."""
+        """Call the method."""
         if self.attribute is not None:
             return self.attribute(*args, **kwargs)
         return getattr(type(self.module), self.name)(self.module, *args, **kwargs)
 
     def restore(self) -> None:
-        """Let the module have it again, where it was."""
+        """Undo the replacement."""
         if self.attribute is None:
             del vars(self.module)[self.name]
         else:
@@ -166,7 +173,7 @@ class OriginalMethod:
 
 @final
 class PlacedForward:
-    """The forward of a placed module: input to its device, output to where it is needed."""
+    """The forward of a placed module: moves the input to its device and the output on."""
 
     def __init__(
         self, original: OriginalMethod, processing: torch.device, output: torch.device | None
@@ -176,15 +183,15 @@ class PlacedForward:
         self.output = output
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the module makes of its input."""
+        """Return the output of the original forward, on the output device if there is one."""
         args, kwargs = move_to_device((args, kwargs), self.processing)
-        made = self.original(*args, **kwargs)
-        return made if self.output is None else move_to_device(made, self.output)
+        output = self.original(*args, **kwargs)
+        return output if self.output is None else move_to_device(output, self.output)
 
 
 @final
 class PlacedRepr:
-    """The description of a placed module: its own, and its devices."""
+    """The `extra_repr` of a placed module: the original one, and its devices."""
 
     def __init__(
         self, original: OriginalMethod, processing: torch.device, output: torch.device | None
@@ -199,12 +206,13 @@ class PlacedRepr:
 
 
 def is_placed(module: nn.Module) -> bool:
-    """Return whether the module has devices of its own."""
+    """Whether the module has been placed on a device."""
     return isinstance(vars(module).get("forward"), PlacedForward)
 
 
 def called_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the module; of a list or table of modules, which is never called, those in it."""
+    """Yield the module; for a `ModuleList` or `ModuleDict`, which is never called, its children."""
+    # These two inherit the `forward` of `nn.Module`, which only raises an error.
     if type(module).forward is not nn.Module.forward or "forward" in vars(module):
         yield module
         return
@@ -213,14 +221,15 @@ def called_modules(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def set_devices(module: nn.Module, processing: torch.device, output: torch.device | None) -> None:
-    """Let a module, which is there already, compute on one device and hand its output on."""
+    """Replace the methods of a module, whose parameters are already on the processing device."""
     forward = PlacedForward(OriginalMethod(module, "forward"), processing, output)
     description = PlacedRepr(OriginalMethod(module, "extra_repr"), processing, output)
+    # Attributes of the instance hide the methods of its class, also from `nn.Module.__call__`.
     vars(module).update(forward=forward, extra_repr=description)
 
 
 def restore_methods(module: nn.Module) -> None:
-    """Give the module back the methods it had, if it has been placed; its tensors stay."""
+    """Restore the original methods of a module, if it has been placed; its tensors stay."""
     for name in ("forward", "extra_repr"):
         method = vars(module).get(name)
         if isinstance(method, (PlacedForward, PlacedRepr)):
@@ -228,24 +237,24 @@ def restore_methods(module: nn.Module) -> None:
 
 
 def check_module_names(model: nn.Module, names: Sequence[str]) -> None:
-    """Refuse names of modules that are not there, and two names of one module.
+    """Refuse names of modules that do not exist, and two names of one module.
 
     Raises:
-        UserError: with the nearest names that are there.
+        UserError: with the nearest existing names.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
-    kind = type(model).__name__
+    model_name = type(model).__name__
     unknown = [name for name in names if name not in modules]
     if unknown:
         listed = "; ".join(
             f"{name!r} ({_nearest_names(str(name), list(modules))})" for name in unknown
         )
-        raise UserError(f"{kind}: needs names of its modules, but has no {listed}")
-    seen: dict[nn.Module, str] = {}
+        raise UserError(f"{model_name}: needs names of its modules, but has no {listed}")
+    names_of_modules: dict[nn.Module, str] = {}
     for name in names:
-        other = seen.setdefault(modules[name], name)
+        other = names_of_modules.setdefault(modules[name], name)
         if other != name:
-            raise UserError(f"{kind}: {other} and {name} are one module, name it once")
+            raise UserError(f"{model_name}: {other} and {name} are one module, name it once")
 
 
 def _nearest_names(name: str, known: list[str]) -> str:
@@ -256,24 +265,31 @@ def _nearest_names(name: str, known: list[str]) -> str:
 
 
 def check_tied_parameters(model: nn.Module, devices: Mapping[str, torch.device]) -> None:
-    """Refuse a parameter that two modules share which compute on different devices.
+    """Refuse a parameter that is shared by modules on different devices.
 
     Raises:
         UserError: with both names of the parameter.
     """
-    places: dict[nn.Parameter, tuple[str, torch.device]] = {}
+    first_uses: dict[nn.Parameter, tuple[str, torch.device]] = {}
+    # A shared parameter comes once under each of its names.
     for name, parameter in model.named_parameters(remove_duplicate=False):
         device = innermost_device(name, devices) or parameter.device
-        other, elsewhere = places.setdefault(parameter, (name, device))
-        if device != elsewhere:
+        other, other_device = first_uses.setdefault(parameter, (name, device))
+        if device != other_device:
             raise UserError(
                 f"{type(model).__name__}: {other} and {name} are one parameter and need one "
-                f"device, but got {elsewhere} and {device}. Place both modules on the same device."
+                f"device, but got {other_device} and {device}. Place both modules on the same "
+                "device."
             )
 
 
 def innermost_device(name: str, devices: Mapping[str, torch.device]) -> torch.device | None:
-    """Return the device of the innermost entry that a tensor is in, by the tensor's name."""
+    """Return the device of the innermost placed module that holds a tensor; None if there is none.
+
+    Args:
+        name: of the tensor in the model.
+        devices: by the name of the placed module.
+    """
     while name:
         name = name.rpartition(".")[0]
         if name in devices:
@@ -288,14 +304,14 @@ DevicePair = tuple[torch.device, torch.device | None]
 def parallelize_module(
     module: Module, processing_device: Device, output_device: Device | None = None
 ) -> Module:
-    """Let a module compute on one device and hand its output to another; return the module.
+    """Return the module, placed so that it computes on one device and its output goes to another.
 
-    Its parameters are moved in place, so that an optimiser made before still has them. What it is
-    called with is moved too, keyword arguments included. Without `output_device` the output stays
-    where it was computed.
+    Its parameters are moved in place, so an optimizer built before still has them. At each call the
+    positional and keyword arguments are moved as well. Without `output_device` the output stays on
+    the processing device.
 
     Raises:
-        UserError: there is no such device, or the module or one in it has been parallelized.
+        UserError: there is no such device, or the module or one inside it has been parallelized.
     """
     _refuse_placed(module)
     processing = get_device(processing_device)
@@ -307,12 +323,12 @@ def parallelize_module(
 
 
 def unparallelize_module(module: Module, common_device: Device | None = None) -> Module:
-    """Take back `parallelize_module`, move the module to `common_device`, and return it.
+    """Undo `parallelize_module`, move the module to `common_device`, and return it.
 
     A module that was not parallelized is only moved.
 
     Raises:
-        UserError: there is no such device, or a module inside has to stay where it is.
+        UserError: there is no such device, or a module inside it has been parallelized.
     """
     device = None if common_device is None else get_device(common_device)
     if device is not None:
@@ -329,20 +345,20 @@ def parallelize_pipeline(
 ) -> Module:
     """Place modules of a model on devices, and return the model.
 
-    Entries count level by level, from the model inwards, so that a deeper one has the last word.
-    An entry `""` for the model itself takes inputs, outputs and all that has no entry of its own
-    to a known place. A list of modules, which is never called itself, stands for those in it.
+    The entry of an inner module overrides that of an outer one. The entry `""`, for the model
+    itself, places its inputs, its outputs and all modules without an entry. The entry of a
+    `ModuleList` or `ModuleDict`, which is never called, places its children.
 
-    Each tensor goes straight to its last device, so that no other needs room for it; and none goes
-    unless all entries are right.
+    Each tensor is moved once, directly to its final device, and only after all entries have been
+    checked.
 
     Args:
         model: not parallelized yet.
         module_to_device: names with dots -> a device, or a pair (processing, output).
 
     Raises:
-        UserError: a module or device does not exist, is named twice, or needs two places; or the
-            model has been parallelized.
+        UserError: a module or device does not exist; a module is named twice; a shared parameter
+            would need two devices; or the model has been parallelized.
     """
     _refuse_placed(model)
     check_module_names(model, list(module_to_device))
@@ -350,18 +366,19 @@ def parallelize_pipeline(
     processing = {name: device for name, (device, _) in devices.items()}
     check_tied_parameters(model, processing)
     _move_modules(model, processing)
-    places: dict[nn.Module, DevicePair] = {}
+    # From the outermost entry inwards: later entries override earlier ones of the same module.
+    pairs: dict[nn.Module, DevicePair] = {}
     for name in sorted(devices, key=_nesting_depth):
-        places |= dict.fromkeys(called_modules(model.get_submodule(name)), devices[name])
-    for module, place in places.items():
-        set_devices(module, *place)
+        pairs |= dict.fromkeys(called_modules(model.get_submodule(name)), devices[name])
+    for module, pair in pairs.items():
+        set_devices(module, *pair)
     return model
 
 
 def unparallelize_pipeline(model: Module, common_device: Device | None = None) -> Module:
-    """Take back `parallelize_pipeline`, move the model to `common_device`, and return it.
+    """Undo `parallelize_pipeline`, move the model to `common_device`, and return it.
 
-    Without `common_device` parameters stay on the devices where they are.
+    Without `common_device` its parameters stay on their devices.
 
     Raises:
         UserError: there is no such device.
@@ -375,21 +392,23 @@ def unparallelize_pipeline(model: Module, common_device: Device | None = None) -
 
 
 def _refuse_placed(module: nn.Module, but: Set[nn.Module] = frozenset()) -> None:
-    """Refuse a module that has been placed, or holds one that has."""
+    """Refuse a module that has been placed, or contains one that has, except those in `but`."""
     for name, inner in module.named_modules():
         if is_placed(inner) and inner not in but:
             where = f"{type(module).__name__}{f'.{name}' if name else ''}"
             raise UserError(
-                f"{where}: needs to be without devices of its own, but has been parallelized. "
-                "Call unparallelize_pipeline on it first; outer modules come before inner ones."
+                f"{where}: has been parallelized. Call unparallelize_pipeline on it first; "
+                "parallelize outer modules before inner ones."
             )
 
 
 def _move_modules(model: nn.Module, devices: Mapping[str, torch.device]) -> None:
-    """Move each module's own tensors to the device of the innermost entry that they are in."""
+    """Move the tensors of each module to the device of its innermost entry."""
     for name, module in model.named_modules():
-        device = innermost_device(f"{name}.own" if name else "own", devices)
+        # `innermost_device` drops the last part of a tensor's name.
+        device = innermost_device(f"{name}.tensor" if name else "tensor", devices)
         if device is not None:
+            # `_apply`, not `to`, which would move the children as well.
             module._apply(partial(move_to_device, device=device), recurse=False)
 
 
@@ -398,7 +417,7 @@ def _nesting_depth(name: str) -> int:
 
 
 def _device_pair(name: str, value: Device | Sequence[Device]) -> DevicePair:
-    """Return (processing, output) of one entry."""
+    """Return the processing and the output device of one entry."""
     try:
         if isinstance(value, (str, torch.device)) or not isinstance(value, Sequence):
             return get_device(value), None
@@ -411,30 +430,30 @@ def _device_pair(name: str, value: Device | Sequence[Device]) -> DevicePair:
     )
 
 
-ROOT = "root"  # in the config; a key cannot be empty there
+ROOT = "root"  # the model itself in `parallel.layout`, where a key can't be empty
 
 
 def place_model(model: nn.Module, layout: Mapping[str, Any], first_gpu: int = 0) -> nn.Module:
     """Place the modules that `parallel.layout` names, and return the model.
 
-    Without an entry `root` the model itself computes where it is, and its output comes back there.
+    Without an entry `root` the model computes on its current device, and returns its output there.
 
     Args:
-        model: built, and converted if its rows are sharded.
+        model: with `parallel.domain` above 1, the converted one.
         layout: names of modules -> a device, or [processing, output].
-        first_gpu: the GPU that `cuda:0` stands for on this rank.
+        first_gpu: index of the GPU that is `cuda:0` in the layout of this rank.
 
     Raises:
         UserError: a module or a device does not exist, or a module needs two devices.
     """
     if not layout:
         return model
-    home = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    places: dict[str, Any] = {"": (home, home)}
+    current = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    devices: dict[str, Any] = {"": (current, current)}
     for name, value in layout.items():
-        places["" if name == ROOT else name] = _on_rank(value, first_gpu)
+        devices["" if name == ROOT else name] = _on_rank(value, first_gpu)
     try:
-        return parallelize_pipeline(model, places)
+        return parallelize_pipeline(model, devices)
     except UserError as error:
         raise UserError(f"parallel.layout: {error}") from None
 
@@ -442,12 +461,12 @@ def place_model(model: nn.Module, layout: Mapping[str, Any], first_gpu: int = 0)
 def model_output_device(
     layout: Mapping[str, Any], device: torch.device, first_gpu: int = 0
 ) -> torch.device:
-    """Return where the output of a placed model is, so that targets and loss can be there too.
+    """Return the device of a placed model's output, on which targets and loss have to be, too.
 
     Args:
         layout: as in `parallel.layout`.
-        device: of the run, where the model is built.
-        first_gpu: the GPU that `cuda:0` stands for on this rank.
+        device: of the run, on which the model is built.
+        first_gpu: index of the GPU that is `cuda:0` in the layout of this rank.
 
     Raises:
         UserError: there is no such device.
@@ -462,8 +481,8 @@ def model_output_device(
 
 
 def _on_rank(value: Any, first_gpu: int) -> Any:
-    """Return devices with GPUs counted from the rank's first one."""
+    """Return one or two devices of a layout with the rank's actual GPUs."""
     if isinstance(value, (list, tuple)):
         return [_on_rank(device, first_gpu) for device in value]
-    found = re.fullmatch(r"cuda(?::(\d+))?", str(value))
-    return f"cuda:{first_gpu + int(found[1] or 0)}" if found else value
+    match = re.fullmatch(r"cuda(?::(\d+))?", str(value))
+    return f"cuda:{first_gpu + int(match[1] or 0)}" if match else value

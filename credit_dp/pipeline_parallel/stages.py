@@ -1,4 +1,9 @@
-"""This rank's stages of a model: where it is cut, and copies without what other stages use."""
+"""Cut a model into the stages of a pipeline.
+
+In this order: the cost of each segment (`segment_costs`), the segments of each stage
+(`stage_slices`), this rank's stages as modules (`cut_model`), and the memory and traffic of a stage
+for plans (`measure_stage`). All of it runs on the meta device: nothing is computed but shapes.
+"""
 
 from __future__ import annotations
 
@@ -29,32 +34,32 @@ from credit_dp.models.segments import SegmentedModel, SegmentState
 
 
 def as_segmented(model: nn.Module) -> SegmentedModel:
-    """Return the model, if it says where it may be cut.
+    """Return the model as a `SegmentedModel`.
 
     Raises:
-        UserError: it does not.
+        UserError: it is not one.
     """
     if not isinstance(model, SegmentedModel):
         raise UserError(
-            f"parallel.pipeline: a pipeline needs a model in segments, {type(model).__name__} "
+            f"parallel.pipeline: a pipeline needs a model in segments, but {type(model).__name__} "
             "declares no segments. Derive it from SegmentedModel, or use parallel.pipeline=1."
         )
     return model
 
 
 def parameter_dtype(model: nn.Module) -> torch.dtype | None:
-    """Return what a model computes in; None if nothing tells."""
+    """Return the dtype of a model's first floating-point parameter; None if it has none."""
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
 
 
 def segment_costs(model: nn.Module, shape: Sequence[int]) -> dict[str, int]:
-    """Return the multiply-adds of each segment's forward, estimated without data.
+    """Return the multiply-adds of each segment's forward, by the segment's name.
 
-    Convolutions, matrix products and attention count; what acts on each number alone does not.
+    Convolutions, matrix products and attention count; pointwise operations do not.
 
     Args:
-        model: for the whole globe, not converted: then all ranks find the same numbers.
-        shape: of the whole globe's input, `(B, C, H, W)`.
+        model: before it is sharded, so that all ranks get the same costs.
+        shape: of the global input, `(B, C, H, W)`.
 
     Raises:
         UserError: the model has no segments, or several of one name.
@@ -67,7 +72,7 @@ def segment_costs(model: nn.Module, shape: Sequence[int]) -> dict[str, int]:
             if segment.name in costs:
                 raise UserError(
                     f"parallel.pipeline: {type(model).__name__} has several segments called "
-                    f"{segment.name}. Name each after a module of its own."
+                    f"{segment.name}. Name each segment after a different module."
                 )
             with FlopCounterMode(display=False) as counter:
                 state = segment.run(state)
@@ -78,23 +83,23 @@ def segment_costs(model: nn.Module, shape: Sequence[int]) -> dict[str, int]:
 def stage_slices(
     costs: Mapping[str, int], stages: int, named: Sequence[str] | None = None, *, virtual: int = 1
 ) -> list[slice]:
-    """Return the segments of each stage: the dearest stage as cheap as can be, or as named.
+    """Return the segments of each stage, as named, or such that the largest cost is smallest.
 
     Args:
         costs: of all segments, in order.
-        stages: of all ranks of the pipeline together.
-        named: the first segment of every stage but the first.
-        virtual: stages of each rank, for the message.
+        stages: number of stages on all ranks of the pipeline.
+        named: the first segment of every stage but the first; None to balance the costs.
+        virtual: stages on each rank, for the message.
 
     Raises:
         UserError: there are fewer segments than stages, or the names do not fit.
     """
     names = list(costs)
     if len(names) < stages:
-        of_each = f" with {virtual} stages of each rank" if virtual > 1 else ""
+        with_virtual = f" with {virtual} stages on each rank" if virtual > 1 else ""
         raise UserError(
-            f"parallel.pipeline: {stages} stages need as many segments, the model has "
-            f"{len(names)}. Choose at most {len(names) // virtual}{of_each}."
+            f"parallel.pipeline: {stages} stages need as many segments, but the model has "
+            f"{len(names)}. Choose at most {len(names) // virtual}{with_virtual}."
         )
     starts = _balanced_starts(list(costs.values()), stages) if named is None else [0]
     if named is not None:
@@ -104,10 +109,11 @@ def stage_slices(
 
 
 def _balanced_starts(costs: Sequence[int], stages: int) -> list[int]:
-    """Return where the stages begin; of equally good cuts, the earliest."""
+    """Return the first segment of each stage; of equally good cuts, the earliest."""
     sums = [0, *accumulate(costs)]
     ends = range(1, len(sums))
-    # Of the segments before each end: what the dearest stage costs, and where stages begin.
+    # Dynamic programming over the number of stages. For the segments before each end: the largest
+    # cost of a stage, and the first segments of the stages, for the best cut.
     best = {end: (sums[end], [0]) for end in ends}
     for stage in range(1, stages):
         best = {
@@ -121,33 +127,33 @@ def _balanced_starts(costs: Sequence[int], stages: int) -> list[int]:
 
 
 def _check_names(names: Sequence[str], stages: int, named: Sequence[str]) -> None:
-    every = f"The segments are {', '.join(names)}."
+    all_segments = f"The segments are {', '.join(names)}."
     unknown = next((name for name in named if name not in names), None)
     if unknown is not None:
         raise UserError(
             f"parallel.stages: the model has no segment {unknown!r}.{did_you_mean(unknown, names)} "
-            f"{every}"
+            f"{all_segments}"
         )
     if len(named) != stages - 1:
         raise UserError(
             f"parallel.stages: needs the first segment of each of the {stages} stages but the "
-            f"first, {stages - 1} in all, got {len(named)}. {every}"
+            f"first, {stages - 1} in all, got {len(named)}. {all_segments}"
         )
     for before, name in pairwise([names[0], *named]):
         if names.index(name) <= names.index(before):
             raise UserError(
-                f"parallel.stages: needs segments in the model's order, the first one not among "
-                f"them, got {', '.join(named)}. {every}"
+                f"parallel.stages: needs segments in the model's order, without the first one, "
+                f"got {', '.join(named)}. {all_segments}"
             )
 
 
 @final
 class OtherStageModule(nn.Module):
-    """Stands for a module that only other stages of the pipeline use.
+    """Takes the position of a module that only other stages of the pipeline use.
 
     Args:
         path: of the module.
-        stage: this one.
+        stage: number of the stage that lacks it.
 
     Raises:
         UserError: it is called.
@@ -155,32 +161,39 @@ class OtherStageModule(nn.Module):
 
     def __init__(self, path: str, stage: int) -> None:
         super().__init__()
-        self.path, self.stage = path, stage
+        self.path = path
+        self.stage = stage
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse to run."""
+        """Raise the error."""
         raise UserError(
             f"parallel.pipeline: stage {self.stage} calls {self.path}, which only segments of "
-            f"other stages say they use. Add {self.path} to the modules of the segment that calls "
-            "it, or cut elsewhere with parallel.stages."
+            f"other stages list among their modules. Add {self.path} to the modules of the segment "
+            "that calls it, or change parallel.stages."
         )
 
     def extra_repr(self) -> str:
-        """Describe what is missing."""
+        """Return the path of the missing module."""
         return self.path
 
 
 @final
 @dataclass(frozen=True)
 class StateSpec:
-    """A tensor of the state that stages hand on: its shape for one sample, which comes first."""
+    """A tensor of the state between stages.
+
+    Attributes:
+        shape: for one sample, with the samples' dim of size 1 first.
+        dtype: of its elements.
+        has_gradient: whether backward sends a gradient for it.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     has_gradient: bool
 
     def empty(self, samples: int, device: torch.device | str) -> Tensor:
-        """Return a tensor for so many samples, as a stage takes or makes it."""
+        """Return an uninitialised tensor for this number of samples."""
         shape = (samples, *self.shape[1:])
         return torch.empty(shape, dtype=self.dtype, device=device, requires_grad=self.has_gradient)
 
@@ -191,15 +204,15 @@ StateSpecs = tuple[StateSpec, ...]
 @final
 @dataclass(frozen=True)
 class Stage:
-    """A stretch of a model, on this rank's band of rows.
+    """One stage of a model, on this rank's band of rows.
 
     Attributes:
-        index: which one, 0 takes the input.
-        count: of all stages of the model.
-        module: the model without the modules of other stages; names are those of the whole model.
-        takes: the state that it is given.
-        makes: the state that it hands on.
-        result: what the last stage makes.
+        index: number of the stage; stage 0 gets the model's input.
+        count: number of stages of the model.
+        module: the model without the modules of other stages; names are those of the full model.
+        input_specs: tensors of the state before the stage.
+        output_specs: tensors of the state after the stage.
+        model_output_specs: tensors of the last stage's output.
     """
 
     index: int
@@ -211,83 +224,96 @@ class Stage:
 
     @property
     def is_first(self) -> bool:
-        """Whether it takes the model's input."""
+        """Whether the stage gets the model's input."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether it makes the model's output."""
+        """Whether the stage returns the model's output."""
         return self.index == self.count - 1
 
 
 def cut_model(
     model: nn.Module, manager: DomainParallelManager, cuts: Sequence[slice], shape: Sequence[int]
 ) -> list[Stage]:
-    """Return this rank's stages: every so many-th one, as many as the pipeline has ranks.
+    """Return this rank's stages; stage `i` belongs to pipeline rank `i` modulo their number.
 
-    Nothing is sent, and nothing is computed but shapes. Parameters and buffers are the model's own.
+    Runs the stages on meta tensors and sends nothing. The stages share the model's parameters and
+    buffers.
 
     Args:
-        model: the plain one or, with domains, the converted one.
-        manager: the one that it was converted with.
+        model: with `parallel.domain` above 1, the converted one.
+        manager: the one that the model was converted with.
         cuts: the segments of every stage.
-        shape: of the whole globe's input, `(B, C, H, W)`.
+        shape: of the global input, `(B, C, H, W)`.
 
     Raises:
-        UserError: the model has no segments, or they can't be told apart at these cuts.
+        UserError: the model has no segments, or stages of these cuts share a parameter.
     """
-    whole = as_segmented(model)
-    _check_owners(whole, cuts)
-    ends = _boundary_specs(whole, manager, cuts, shape)
-    mine = range(manager.pipeline_rank, len(cuts), manager.pipeline_parallel_size)
+    segmented = as_segmented(model)
+    _check_owners(segmented, cuts)
+    specs = _boundary_specs(segmented, manager, cuts, shape)
+    local_stages = range(manager.pipeline_rank, len(cuts), manager.pipeline_parallel_size)
     return [
-        Stage(at, len(cuts), _stage_module(whole, cuts, at), ends[at], ends[at + 1], ends[-1])
-        for at in mine
+        Stage(
+            index=index,
+            count=len(cuts),
+            module=_stage_module(segmented, cuts, index),
+            input_specs=specs[index],
+            output_specs=specs[index + 1],
+            model_output_specs=specs[-1],
+        )
+        for index in local_stages
     ]
 
 
 def _stage_module(model: SegmentedModel, cuts: Sequence[slice], stage: int) -> SegmentedModel:
-    part = copy.deepcopy(model, {id(x): x for x in tensors_of(model)})
-    part.active_segments = cuts[stage]
-    paths = _module_paths(part, cuts)
-    for path in {path for of_stage in paths for path in of_stage} - paths[stage]:
+    # A copy of the modules that shares all tensors: the memo of `deepcopy` maps them to themselves.
+    module = copy.deepcopy(model, {id(x): x for x in tensors_of(model)})
+    module.active_segments = cuts[stage]
+    paths = _module_paths(module, cuts)
+    for path in {path for stage_paths in paths for path in stage_paths} - paths[stage]:
         parent_path, _, name = path.rpartition(".")
-        parent = part.get_submodule(parent_path)
-        if getattr(parent, name) is not None:  # a part that this model does without
+        parent = module.get_submodule(parent_path)
+        if getattr(parent, name) is not None:  # None is an optional module that is switched off
             setattr(parent, name, OtherStageModule(path, stage))
-    return part
+    return module
 
 
 def _module_paths(model: SegmentedModel, cuts: Sequence[slice]) -> list[set[str]]:
-    """Return the modules that the segments of each stage use."""
+    """Return the paths of the modules that the segments of each stage use."""
     segments = model.segments()
     return [{path for segment in segments[cut] for path in segment.modules} for cut in cuts]
 
 
 def _check_owners(model: SegmentedModel, cuts: Sequence[slice]) -> None:
-    """Refuse a parameter of no stage, or of several: its gradients would have to be added up."""
+    """Refuse a parameter that belongs to no stage or to several.
+
+    Gradients of several stages would have to be added up, which no rank does.
+    """
     paths = _module_paths(model, cuts)
-    seen: dict[int, tuple[str, int]] = {}
+    first_owners: dict[int, tuple[str, int]] = {}  # by id of the parameter: its name and stage
+    # Tied parameters occur once under each of their names.
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners = [
             stage
-            for stage, of_stage in enumerate(paths)
-            if any(name.startswith(f"{path}.") for path in of_stage)
+            for stage, stage_paths in enumerate(paths)
+            if any(name.startswith(f"{path}.") for path in stage_paths)
         ]
         if not owners:
             raise UserError(
                 f"parallel.pipeline: no segment of {type(model).__name__} says that it uses the "
-                f"parameter {name}. Name its module, which can't be the model itself, among the "
+                f"parameter {name}. Add its module, which can't be the model itself, to the "
                 "modules of the segment that does."
             )
-        other, stage = seen.setdefault(id(parameter), (name, owners[0]))
+        other, stage = first_owners.setdefault(id(parameter), (name, owners[0]))
         if {stage, *owners} != {stage}:
-            among = sorted({stage, *owners})
+            stages = sorted({stage, *owners})
             raise UserError(
                 f"parallel.pipeline: the parameter {name}"
                 f"{f' (also {other})' if other != name else ''} is used by stages "
-                f"{', '.join(map(str, among))}, it can only be in one. Choose cuts that keep its "
-                "segments together with parallel.stages."
+                f"{', '.join(map(str, stages))}, but can only be in one. Choose parallel.stages "
+                "that keep its segments together."
             )
 
 
@@ -297,35 +323,37 @@ def _boundary_specs(
     cuts: Sequence[slice],
     shape: Sequence[int],
 ) -> list[StateSpecs]:
-    """Return the state before, between and after the stages, for one sample of this rank's band."""
+    """Return the specs before, between and after the stages, for one sample of this rank's band."""
     band = [1, *shape[1:]]
     band[ROW_DIM] = manager.partition(shape[ROW_DIM]).sizes[manager.domain_rank]
     state: SegmentState = (torch.empty(band, dtype=parameter_dtype(model), device="meta"),)
-    slots = [_state_specs(state, "the input")]
+    specs = [_state_specs(state, "the input")]
     empty = as_segmented(copy_to_meta(model))
     with use_meta_tensors(), _without_communication(manager):
         for stage in range(len(cuts)):
-            received = [x.detach().requires_grad_(x.requires_grad) for x in state]
-            made = _stage_module(empty, cuts, stage)(*received)
-            state = made if isinstance(made, tuple) else (made,)
-            slots.append(_state_specs(state, f"stage {stage}"))
-    return slots
+            # Between ranks the graph of autograd is cut: each stage gets leaves.
+            inputs = [x.detach().requires_grad_(x.requires_grad) for x in state]
+            output = _stage_module(empty, cuts, stage)(*inputs)
+            state = output if isinstance(output, tuple) else (output,)
+            specs.append(_state_specs(state, f"stage {stage}"))
+    return specs
 
 
 def _state_specs(state: SegmentState, where: str) -> StateSpecs:
-    odd = next((x.shape for x in state if not x.ndim or x.shape[0] != 1), None)
-    if odd is not None:
+    wrong = next((x.shape for x in state if not x.ndim or x.shape[0] != 1), None)
+    if wrong is not None:
         raise UserError(
-            f"parallel.pipeline: {where} makes a tensor of shape {tuple(odd)} of one sample. Every "
-            "tensor between segments needs samples in its first dimension."
+            f"parallel.pipeline: {where} makes a tensor of shape {tuple(wrong)} of one sample. "
+            "Every tensor between segments needs the samples in its first dim."
         )
     return tuple(StateSpec(tuple(x.shape), x.dtype, x.requires_grad) for x in state)
 
 
 @contextmanager
 def _without_communication(manager: DomainParallelManager) -> Iterator[None]:
-    """Let this rank run its band of a converted model alone, where only shapes matter."""
-    transport, size = manager.transport, manager.domain_parallel_size
+    """Let this rank run a converted model on meta tensors without the other ranks."""
+    transport = manager.transport
+    size = manager.domain_parallel_size
     manager.transport = CountingTransport(
         manager.domain_rank, size, manager.bands.planned_partitions
     )
@@ -338,12 +366,12 @@ def _without_communication(manager: DomainParallelManager) -> Iterator[None]:
 @final
 @dataclass(frozen=True)
 class StageFootprint:
-    """What one micro-batch takes on a stage of a pipeline.
+    """The memory and traffic of one micro-batch on a stage of a pipeline.
 
     Attributes:
-        kept_bytes: for backward, on one rank: what autograd saves, and what the stage makes. The
-            state that it is given is not in it: `state_bytes` counts that.
-        sent: by each rank of the domain, forward and backward.
+        saved_bytes: kept for backward on one rank: tensors that autograd saves, and the output of
+            the stage, but not its input state, which `state_bytes` counts.
+        sent: traffic of each rank of the domain, forward and backward.
     """
 
     saved_bytes: int
@@ -351,19 +379,20 @@ class StageFootprint:
 
 
 def measure_stage(stage: Stage, manager: DomainParallelManager, samples: int) -> StageFootprint:
-    """Run a stage forward and backward on tensors without data, as one rank of the domain.
+    """Return the memory and traffic of a stage, from a forward and backward on meta tensors.
 
     Args:
-        stage: its module is left as it is.
-        manager: the one that the model was converted with; its `rank` says whose band it is.
+        stage: its module is left unchanged.
+        manager: the one that the model was converted with; its `rank` chooses the band.
         samples: of a micro-batch.
     """
-    transport, size = manager.transport, manager.domain_parallel_size
-    tally = CountingTransport(manager.domain_rank, size, manager.bands.planned_partitions)
-    manager.transport = tally
+    transport = manager.transport
+    size = manager.domain_parallel_size
+    counting = CountingTransport(manager.domain_rank, size, manager.bands.planned_partitions)
+    manager.transport = counting
     try:
         with use_meta_tensors():
-            return StageFootprint(_saved_for_backward(stage, samples), tally.sent)
+            return StageFootprint(_saved_for_backward(stage, samples), counting.sent)
     finally:
         manager.transport = transport
 
@@ -373,20 +402,22 @@ def _saved_for_backward(stage: Stage, samples: int) -> int:
     model.train()
     for layer in row_layers(model).values():
         layer.forget_exchanges()
-    given = [slot.empty(samples, "meta") for slot in stage.input_specs]
-    own = [*model.parameters(), *model.buffers()]
-    saved = SavedTensors(own if stage.is_first else [*own, *given])
+    inputs = [spec.empty(samples, "meta") for spec in stage.input_specs]
+    # These do not count when autograd saves them: they exist anyway.
+    existing = [*model.parameters(), *model.buffers()]
+    saved = SavedTensors(existing if stage.is_first else [*existing, *inputs])
     with torch.autograd.graph.saved_tensors_hooks(saved.add, lambda x: x):
-        made = model(*given)
-    made = made if isinstance(made, tuple) else (made,)
-    for x in made:
+        output = model(*inputs)
+    outputs = output if isinstance(output, tuple) else (output,)
+    for x in outputs:
         saved.add(x)
-    ends = [x for x in made if x.requires_grad]
-    torch.autograd.backward(ends, [torch.empty_like(x) for x in ends])
+    with_gradient = [x for x in outputs if x.requires_grad]
+    # The backward is run for its messages, which the counting transport records.
+    torch.autograd.backward(with_gradient, [torch.empty_like(x) for x in with_gradient])
     return saved.bytes
 
 
-def state_bytes(slots: StateSpecs, samples: int, *, gradients: bool = False) -> int:
-    """Return the bytes of a state that is handed on, or of the gradients that come back for it."""
-    tensors = [slot.empty(samples, "meta") for slot in slots if slot.has_gradient or not gradients]
+def state_bytes(specs: StateSpecs, samples: int, *, gradients: bool = False) -> int:
+    """Return the bytes of a state between stages, or of the gradients that come back for it."""
+    tensors = [spec.empty(samples, "meta") for spec in specs if spec.has_gradient or not gradients]
     return sum(tensor.nbytes for tensor in tensors)

@@ -1,6 +1,6 @@
-"""Reading sweeps: what the runs of a `--multirun` folder were to do, how far they are, how well.
+"""Read the runs of a `--multirun` folder: their overrides, status, timings and scores.
 
-Files alone are read, also of runs that are under way, failed or half-written. No torch in here.
+Everything is read from files, also of runs that are still going, failed or half-written.
 """
 
 from credit_dp.sweeps.read import Job, Sweep, read_sweep

@@ -1,4 +1,4 @@
-"""Pictures of a sweep: its metric against what was swept, and how it scales over ranks."""
+"""Figures of a sweep: its metric against the swept keys, and its scaling over ranks."""
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -15,18 +15,20 @@ from credit_dp.sweeps.scaling import Kind, ScalingSeries, StepTiming, is_oversub
 from credit_dp.sweeps.tables import SweepTable, swept_values
 
 MARKERS = "osD^vPX*"
-MAX_LABELLED = 12  # lines or values that a legend or an axis has room for
-MIN_RELATIVE_SPAN = 1e-4  # of a value: smaller differences are not drawn as if they were large
-REPEAT_KEYS = ("seed",)  # runs that differ in these alone are repeats of one another
+MAX_LABELLED = 12  # lines in a legend, or values on an axis
+MIN_RELATIVE_SPAN = 1e-4  # minimum span of the axis, relative: hides differences of rounding
+REPEAT_KEYS = ("seed",)  # runs that differ only in these are repeats
+LINE_STYLES: Mapping[Kind, Literal["-", "--"]] = {"strong": "-", "weak": "--"}
+TimingValue = Callable[[ScalingSeries, StepTiming], float]
 
 
 @figure_style()
 def draw_metric(table: SweepTable) -> Figure | None:
-    """The metric of all runs that have it; None if none has.
+    """Return a figure of the metric of all runs that have it; None if no run has it.
 
-    Along the axis goes the number with the most values, each combination of the other keys is a
-    line of its own. Without a number that was swept, runs are bars. Runs that differ in the seed
-    alone are dots about the line, which goes through their mean.
+    The horizontal axis is the numeric key with the most values, with a line for each combination
+    of the other keys. Without a numeric key, runs are bars. Runs that differ only in the seed are
+    dots around the line, which is their mean.
     """
     scored = [job for job in table.sweep.jobs if metric_of(job, table.metric) is not None]
     if not scored:
@@ -45,50 +47,54 @@ def draw_metric(table: SweepTable) -> Figure | None:
 
 
 def axis_key(jobs: Sequence[Job], keys: Sequence[str]) -> str | None:
-    """The key with the most values, among those whose values are all numbers."""
-    of = {key: swept_values(jobs, key) for key in keys}
-    numeric = [key for key in keys if all(parse_number(text) is not None for text in of[key])]
-    numeric = [key for key in numeric if len(of[key]) > 1]
-    return max(numeric, key=lambda key: len(of[key]), default=None)
+    """Return the numeric key with the most values; None if no key is numeric."""
+    values = {key: swept_values(jobs, key) for key in keys}
+    numeric = [key for key in keys if all(parse_number(text) is not None for text in values[key])]
+    # A key can have the same value in all runs that have the metric so far.
+    numeric = [key for key in numeric if len(values[key]) > 1]
+    return max(numeric, key=lambda key: len(values[key]), default=None)
 
 
 def draw_lines(
     axes: Axes, table: SweepTable, jobs: Sequence[Job], along: str, others: Sequence[str]
 ) -> None:
-    """The metric against a number, a line for each combination of the other keys."""
+    """Draw the metric against a numeric key, with a line for each combination of the others."""
     lines: dict[tuple[str, ...], list[Job]] = defaultdict(list)
     for job in jobs:
         lines[tuple(job.value(key) for key in others)].append(job)
-    for place, (values, members) in enumerate(sorted(lines.items(), key=line_order)):
+    for index, (values, members) in enumerate(sorted(lines.items(), key=line_order)):
         points = points_of(members, along, table.metric)
-        colour, marker = series_colour(place), MARKERS[place // len(SERIES) % len(MARKERS)]
+        colour = series_colour(index)
+        marker = MARKERS[index // len(SERIES) % len(MARKERS)]
         name = ", ".join(f"{key}={value}" for key, value in zip(others, values, strict=True))
-        means = [sum(found) / len(found) for found in points.values()]
-        label = name if place < MAX_LABELLED else None
+        means = [sum(repeats) / len(repeats) for repeats in points.values()]
+        # All lines are drawn, but only the first are in the legend.
+        label = name if index < MAX_LABELLED else None
         axes.plot(list(points), means, label=label, color=colour, marker=marker)
-        for x, found in points.items():
-            if len(found) > 1:
-                axes.scatter([x] * len(found), found, s=14, alpha=0.5, color=colour)
-    shown = sorted({parse_number(job.value(along)) or 0.0 for job in jobs})
-    if shown[0] > 0 and shown[-1] / shown[0] >= MAX_LABELLED:
+        for x, repeats in points.items():
+            if len(repeats) > 1:
+                axes.scatter([x] * len(repeats), repeats, s=14, alpha=0.5, color=colour)
+    ticks = sorted({parse_number(job.value(along)) or 0.0 for job in jobs})
+    if ticks[0] > 0 and ticks[-1] / ticks[0] >= MAX_LABELLED:
         axes.set_xscale("log")
-    if len(shown) <= MAX_LABELLED:
-        axes.set_xticks(shown, [f"{value:g}" for value in shown], minor=False)
+    if len(ticks) <= MAX_LABELLED:
+        axes.set_xticks(ticks, [f"{value:g}" for value in ticks], minor=False)
         axes.xaxis.set_minor_formatter(NullFormatter())
     else:
         axes.xaxis.set_major_formatter(ScalarFormatter())
     axes.set_xlabel(along)
     axes.set_ylabel(table.metric)
+    # matplotlib would fill the axis with differences of the last digits.
     low, high = axes.dataLim.intervaly
     if high - low < MIN_RELATIVE_SPAN * abs(high):
         axes.set_ylim(low - MIN_RELATIVE_SPAN * abs(low), high + MIN_RELATIVE_SPAN * abs(high))
     if others:
-        more = f" (first {MAX_LABELLED} of {len(lines)})" if len(lines) > MAX_LABELLED else ""
-        axes.legend(title=more or None)
+        title = f" (first {MAX_LABELLED} of {len(lines)})" if len(lines) > MAX_LABELLED else ""
+        axes.legend(title=title or None)
 
 
 def points_of(jobs: Sequence[Job], along: str, metric: str) -> Mapping[float, list[float]]:
-    """The metric of the runs at each value of a key, in the order of these values."""
+    """Return the metric of the runs by the value of a key, which rises."""
     points: dict[float, list[float]] = defaultdict(list)
     for job in jobs:
         points[parse_number(job.value(along)) or 0.0].append(metric_of(job, metric) or 0.0)
@@ -96,72 +102,74 @@ def points_of(jobs: Sequence[Job], along: str, metric: str) -> Mapping[float, li
 
 
 def draw_bars(axes: Axes, table: SweepTable, jobs: Sequence[Job], keys: Sequence[str]) -> None:
-    """A bar for each combination of the keys, with a dot for each of several runs."""
-    found: dict[tuple[str, ...], list[float]] = defaultdict(list)
+    """Draw a bar for each combination of the keys: the mean of its runs, with a dot for each."""
+    groups: dict[tuple[str, ...], list[float]] = defaultdict(list)
     for job in jobs:
         label = tuple(job.value(key) for key in keys) if keys else (f"job {job.name}",)
-        found[label].append(metric_of(job, table.metric) or 0.0)
-    heights = [sum(values) / len(values) for values in found.values()]
-    bars = axes.barh(range(len(found)), heights, color=PALE)
-    if len(found) <= MAX_LABELLED:
+        groups[label].append(metric_of(job, table.metric) or 0.0)
+    means = [sum(values) / len(values) for values in groups.values()]
+    bars = axes.barh(range(len(groups)), means, color=PALE)
+    if len(groups) <= MAX_LABELLED:
         axes.bar_label(bars, fmt="%.4g", label_type="center")
-    for place, values in enumerate(found.values()):
+    for index, values in enumerate(groups.values()):
         if len(values) > 1:
-            axes.plot(values, [place] * len(values), "o", color=SERIES[0])
-    if len(found) <= 4 * MAX_LABELLED:
-        axes.set_yticks(range(len(found)), [", ".join(label) for label in found])
+            axes.plot(values, [index] * len(values), "o", color=SERIES[0])
+    if len(groups) <= 4 * MAX_LABELLED:
+        axes.set_yticks(range(len(groups)), [", ".join(label) for label in groups])
     axes.invert_yaxis()
     axes.set_ylabel(", ".join(keys))
     axes.set_xlabel(table.metric)
 
 
 def line_order(line: tuple[tuple[str, ...], list[Job]]) -> list[tuple[bool, float, str]]:
-    """Sorts combinations of values, numbers by their value."""
+    """Return the sort key of a combination of values, numbers by value."""
     return [(parse_number(text) is None, parse_number(text) or 0.0, text) for text in line[0]]
 
 
-LINE_STYLES: Mapping[Kind, Literal["-", "--"]] = {"strong": "-", "weak": "--"}
-TimingValue = Callable[[ScalingSeries, StepTiming], float]
-
-
 @figure_style()
-def draw_scaling(found: Sequence[ScalingSeries]) -> Figure:
-    """Three panels over the number of ranks; hollow marks where ranks had to share cores."""
+def draw_scaling(all_series: Sequence[ScalingSeries]) -> Figure:
+    """Return a figure of time, speed-up and efficiency against the number of ranks.
+
+    Hollow marks are runs with more ranks than cores.
+    """
     figure = Figure(figsize=(12.5, 5.0), layout="constrained")
     left, middle, right = figure.subplots(1, 3)
-    draw_panel(left, found, lambda series, timing: timing.seconds, ideal_seconds)
+    draw_panel(left, all_series, lambda series, timing: timing.seconds, ideal_seconds)
     left.set_title("time per step (s)")
     left.set_yscale("log")
     left.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
     left.yaxis.set_major_formatter("{x:g}")
     left.yaxis.set_minor_formatter(NullFormatter())
-    draw_panel(middle, found, lambda series, timing: series.speed_up(timing), ideal_speed_up)
+    draw_panel(middle, all_series, lambda series, timing: series.speed_up(timing), ideal_speed_up)
     middle.set_title("speed-up")
     middle.set_yscale("log", base=2)
     middle.yaxis.set_major_formatter("{x:g}")
     draw_panel(
-        right, found, lambda series, timing: series.efficiency(timing), lambda series, timing: 1.0
+        right,
+        all_series,
+        lambda series, timing: series.efficiency(timing),
+        lambda series, timing: 1.0,
     )
     right.set_title("efficiency")
     right.set_ylim(bottom=0)
-    add_legend(figure, found)
+    add_legend(figure, all_series)
     return figure
 
 
 def draw_panel(
-    axes: Axes, found: Sequence[ScalingSeries], height: TimingValue, ideal: TimingValue
+    axes: Axes, all_series: Sequence[ScalingSeries], value_of: TimingValue, ideal: TimingValue
 ) -> None:
-    """One number of all series against ranks, each above its ideal line."""
-    for place, series in enumerate(found):
+    """Draw one quantity of all series against the number of ranks, with its ideal lines."""
+    for index, series in enumerate(all_series):
         ranks = [timing.ranks for timing in series.timings]
-        values = [height(series, timing) for timing in series.timings]
+        values = [value_of(series, timing) for timing in series.timings]
         axes.plot(ranks, [ideal(series, timing) for timing in series.timings], ":", color=REFERENCE)
-        colour = series_colour(place)
+        colour = series_colour(index)
         axes.plot(ranks, values, color=colour, linestyle=LINE_STYLES[series.kind])
         for timing, value in zip(series.timings, values, strict=True):
             face = "white" if is_oversubscribed(timing) else colour
             axes.plot(timing.ranks, value, "o", color=colour, markerfacecolor=face)
-    ticks = sorted({timing.ranks for series in found for timing in series.timings})
+    ticks = sorted({timing.ranks for series in all_series for timing in series.timings})
     axes.set_xscale("log", base=2)
     axes.set_xticks(ticks, [str(tick) for tick in ticks], minor=False)
     axes.xaxis.set_minor_formatter(NullFormatter())
@@ -169,26 +177,27 @@ def draw_panel(
 
 
 def ideal_seconds(series: ScalingSeries, timing: StepTiming) -> float:
-    """What a step would take if nothing were lost."""
+    """Return the time of a step under ideal scaling."""
     first = series.timings[0]
     return first.seconds * (first.ranks / timing.ranks if series.kind == "strong" else 1.0)
 
 
 def ideal_speed_up(series: ScalingSeries, timing: StepTiming) -> float:
-    """The growth in ranks."""
+    """Return the ratio of ranks to the fewest ranks."""
     return timing.ranks / series.timings[0].ranks
 
 
-def add_legend(figure: Figure, found: Sequence[ScalingSeries]) -> None:
-    """What the lines and marks of all panels mean, below them."""
+def add_legend(figure: Figure, all_series: Sequence[ScalingSeries]) -> None:
+    """Add a legend of lines and marks below the panels."""
     lines = [
-        Line2D([], [], color=series_colour(place), linestyle=LINE_STYLES[series.kind], marker="o")
-        for place, series in enumerate(found)
+        Line2D([], [], color=series_colour(index), linestyle=LINE_STYLES[series.kind], marker="o")
+        for index, series in enumerate(all_series)
     ]
-    names = [f"{series.kind}, {series.axis} ranks: {series.title}" for series in found]
+    names = [f"{series.kind}, {series.axis} ranks: {series.title}" for series in all_series]
     lines.append(Line2D([], [], color=REFERENCE, linestyle=":"))
     names.append("ideal")
-    if any(is_oversubscribed(timing) for series in found for timing in series.timings):
+    # Such runs say nothing about the program's scaling, only about the machine.
+    if any(is_oversubscribed(timing) for series in all_series for timing in series.timings):
         lines.append(Line2D([], [], color="black", linestyle="", marker="o", markerfacecolor="w"))
         names.append("more ranks than cores")
     figure.legend(lines, names, loc="outside lower center", ncols=2)

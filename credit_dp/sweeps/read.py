@@ -1,4 +1,9 @@
-"""Reads the folders of a sweep: what its runs were to do, how far they are, and how well."""
+"""Read the folders of a sweep.
+
+In this order: `Job` with everything about one run and `Sweep`, how to read them, metrics to compare
+runs, overrides, the status of a run from its record and logs, its CSV log, and small files. A
+missing or damaged file is never an error, because runs may be writing.
+"""
 
 import contextlib
 import json
@@ -26,218 +31,57 @@ from credit_dp.training.run_folder import RunFolder
 
 LONGEST_WARM_UP = 10  # steps
 STEP_COLUMNS = ("seconds", "samples_per_second", "wait_seconds", "sent_bytes", "sent_messages")
-
-Row = Mapping[str, float]
-
-
-def read_log(path: Path) -> list[Row]:
-    """The log's rows as numbers, cells that have none left out; none if there is no log."""
-    try:
-        _, rows = read_csv_log(path)
-    except UserError:
-        return []
-    return [
-        {name: found for name, text in row.items() if (found := parse_number(text)) is not None}
-        for row in rows
-    ]
-
-
-def parse_number(text: str) -> float | None:
-    """The finite number that a text is; None if it is none."""
-    try:
-        found = float(text)
-    except ValueError:
-        return None
-    return found if math.isfinite(found) else None
-
-
-def after_warm_up(rows: Sequence[Row]) -> Sequence[Row]:
-    """Rows whose steps all come after the warm-up: ten steps, or a third of all if that is less."""
-    if not rows:
-        return []
-    warm_up = min(LONGEST_WARM_UP, math.ceil(rows[-1]["step"] / 3))
-    before = [0.0, *(row["step"] for row in rows)]
-    return [row for row, begin in zip(rows, before, strict=False) if begin >= warm_up]
-
-
-def summarise(rows: Sequence[Row]) -> dict[str, float]:
-    """One number for each column.
-
-    Medians of what a step takes and sends, without the warm-up; the lowest `validation_rmse`; the
-    last value of everything else.
-    """
-    last = {name: value for row in rows for name, value in row.items()}
-    for name in STEP_COLUMNS:
-        found = column(after_warm_up(rows), name) or column(rows, name)
-        if found:
-            last[name] = median(found)
-    scores = column(rows, "validation_rmse")
-    return last | ({"validation_rmse": min(scores)} if scores else {})
-
-
-def column(rows: Iterable[Row], name: str) -> list[float]:
-    """The values of one column, where there are any."""
-    return [row[name] for row in rows if name in row]
-
-
-# Written in C where there is a compiler: a thousand configs take seconds and not a minute.
-YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-
-
-def read_text(path: Path) -> str:
-    """The text of a file; empty if it can't be read."""
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
-
-
-def read_yaml(path: Path) -> Any:
-    """The content of a YAML file as plain values; None if it has none."""
-    try:
-        return yaml.load(read_text(path), YAML_LOADER)  # both are safe loaders
-    except (yaml.YAMLError, ValueError):
-        return None
-
-
-def read_json(path: Path) -> Any:
-    """The content of a JSON file; None if it has none."""
-    try:
-        return json.loads(read_text(path))
-    except (ValueError, RecursionError):
-        return None
-
-
-def as_mapping(value: Any) -> dict[str, Any]:
-    """A table with texts as keys; an empty one for anything else."""
-    return {str(key): entry for key, entry in value.items()} if isinstance(value, dict) else {}
-
-
-def as_list(value: Any) -> list[str]:
-    """The texts of a list; none for anything else."""
-    return [str(entry) for entry in value] if isinstance(value, list) else []
-
-
-def get_nested(table: Any, key: str) -> Any:
-    """What a key with dots leads to; None if it leads nowhere."""
-    for name in key.split("."):
-        table = table.get(name) if isinstance(table, dict) else None
-    return table
-
-
-def get_nested_int(table: Any, key: str) -> int | None:
-    """The whole number that a key with dots leads to; None if there is none."""
-    value = get_nested(table, key)
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
-
-
+AXES = ("pipeline", "data", "domain")
 ENDED = ("done", "failed", "preempted")
-STALLED_AFTER_SECONDS = 1800.0  # seconds: building, reading and scoring write nothing for a while
-LOG_TAIL_LENGTH = 20_000  # characters of a log
+STALLED_AFTER_SECONDS = 1800.0  # building, reading and scoring write nothing for minutes
+LOG_TAIL_LENGTH = 20_000  # characters read from the end of a rank's log
+
+# A line of the run folder's logger; log_files was the name of its module in older versions.
 LIFECYCLE_LINE = re.compile(
     r"^(\S+ \S+) \[rank \d+\] (\w+) credit_dp\.training\.(?:run_folder|log_files): (.*)$"
 )
+
 LOG_LINE = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} \[rank ")
+HOST_LINE = re.compile(r"started as process \d+ on (\S+)")
+BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
+MULTIRUN_FILE = "multirun.yaml"
+RUN_MARKERS = (".hydra/overrides.yaml", "job.json", "submitted.json")  # any marks a run's folder
+LAUNCH_KEYS = ("run.", "hydra.", "hydra/")  # where and how a run is started, not what it computes
+RELATIVE_RMSE = "relative_rmse"
+
+# The default is the first of these that any run has.
+DEFAULT_METRICS = (RELATIVE_RMSE, "validation_rmse", "loss")
+LARGER_IS_BETTER = ("samples_per_second",)
+
+# The C loader reads a thousand configs in seconds instead of a minute; not every build has it.
+YAML_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+Row = Mapping[str, float]
 
 
 @final
 @dataclass(frozen=True)
 class RunStatus:
-    """`state`: done, running, failed, preempted, stalled or not started; `cause`: one line."""
+    """The status of a run.
+
+    Attributes:
+        state: done, running, failed, preempted, stalled or not started.
+        cause: of a failure, in one line.
+    """
 
     state: str
     cause: str = ""
 
 
-def standing(
-    folder: Path, record: Mapping[str, Any], config: Mapping[str, Any], numbers: Mapping[str, float]
-) -> RunStatus:
-    """How a run stands.
-
-    Args:
-        folder: of the run.
-        record: its `job.json`, or nothing.
-        config: its `config.yaml`, or nothing.
-        numbers: what its log comes to.
-    """
-    if record.get("state") in ENDED:
-        cause = str(record.get("cause") or "")
-        return RunStatus(str(record["state"]), " ".join(cause.split()))
-    complete = "step" in numbers and numbers["step"] == get_nested(config, "trainer.steps")
-    if complete and (folder / "metrics.json").exists():
-        return RunStatus("done")
-    logs = sorted(folder.glob("logs/rank-*.log"))
-    since = start_time(record)
-    found = [last_exit(read_text(log)[-LOG_TAIL_LENGTH:]) for log in logs]
-    ends = [end for end in found if end is not None and end[0] >= since]
-    failures = sorted(end for end in ends if end[1] == "ERROR")
-    if failures:
-        return RunStatus("failed", failures[0][2])  # the first one: others may only follow from it
-    if ends:
-        return RunStatus("preempted")
-    if not (logs or numbers or record or config):
-        return RunStatus("not started")
-    return RunStatus("running" if is_recently_written(folder, config, numbers) else "stalled")
-
-
-def start_time(record: Mapping[str, Any]) -> str:
-    """When the process that a record tells of began, as logs write it; empty if that is not known.
-
-    It keeps a record before its ranks write anything: until then, their logs end a life before.
-    """
-    try:
-        started = datetime.fromisoformat(str(record.get("started")))
-    except ValueError:
-        return ""
-    return f"{started.astimezone():%Y-%m-%d %H:%M:%S}"  # of this place
-
-
-def last_exit(text: str) -> tuple[str, str, str] | None:
-    """When, how (`INFO` or `ERROR`) and why a rank's last life ended; None while it lasts."""
-    lines = text.splitlines()
-    noted = [
-        (place, found) for place, line in enumerate(lines) if (found := LIFECYCLE_LINE.match(line))
-    ]
-    if not noted or not noted[-1][1][3].startswith("ended"):
-        return None
-    place, found = noted[-1]
-    trace = []
-    for line in lines[place + 1 :]:
-        if LOG_LINE.match(line):
-            break
-        trace.append(line)
-    told = [line for line in trace if line and not line.startswith((" ", "Traceback"))]
-    return found[1], found[2], strip_error_type(told[-1] if told else "")
-
-
-def strip_error_type(line: str) -> str:
-    """The last line of a traceback as a user reads it."""
-    return line.removeprefix("credit_dp.errors.UserError: ").strip()
-
-
-def is_recently_written(
-    folder: Path, config: Mapping[str, Any], numbers: Mapping[str, float]
-) -> bool:
-    """Whether something was written within half an hour, or within five times that between rows."""
-    between = numbers.get("seconds", 0.0) * (get_nested_int(config, "trainer.log_every") or 1)
-    written = 0.0
-    for path in (folder, folder / "metrics.csv", folder / "job.json", *folder.glob("logs/*")):
-        with contextlib.suppress(OSError):
-            written = max(written, path.stat().st_mtime)
-    return time.time() - written < max(STALLED_AFTER_SECONDS, 5 * between)
-
-
-AXES = ("pipeline", "data", "domain")
-HOST_LINE = re.compile(r"started as process \d+ on (\S+)")
-
-
 @final
 @dataclass(frozen=True)
 class Job:
-    """What one run was to do, how far it is, and what came of it.
+    """One run of a sweep.
 
-    `overrides`: value by key, as they were given. `config`: resolved; empty before it has started.
-    `numbers`: one for each column of its log, see `summarise`. `scores`: its `metrics.json`.
+    Attributes:
+        overrides: value by key, as given on the command line.
+        config: resolved; empty before the run has started.
+        numbers: one for each column of its log, see `summarise`.
+        scores: its `metrics.json`; empty before its end.
     """
 
     folder: Path
@@ -249,208 +93,135 @@ class Job:
 
     @property
     def name(self) -> str:
-        """Its number in the sweep."""
+        """Return its number in the sweep."""
         return self.folder.name
 
     @property
     def steps(self) -> int:
-        """Optimiser steps that were taken."""
+        """Return the number of optimiser steps that are done."""
         return int(self.numbers.get("step", 0))
 
     @property
     def all_steps(self) -> int | None:
-        """Optimiser steps that are to be taken, if that is known yet."""
+        """Return the number of optimiser steps of the complete run; None if not known yet."""
         return get_nested_int(self.config, "trainer.steps")
 
     @property
     def mesh(self) -> dict[str, int] | None:
-        """Ranks of each axis, if that is known yet."""
+        """Return the number of ranks of each axis; None if not known yet."""
         if not self.config:
             return None
         return {axis: get_nested_int(self.config, f"parallel.{axis}") or 1 for axis in AXES}
 
     def value(self, key: str) -> str:
-        """The value given to a key; what it came to, where that was an interpolation."""
+        """Return the override of a key; for an interpolation, its value in the config."""
         text = self.overrides.get(key, "")
-        found = get_nested(self.config, key) if text.startswith("$") else None
-        return text if found is None else str(found)
+        resolved = get_nested(self.config, key) if text.startswith("$") else None
+        return text if resolved is None else str(resolved)
 
     def rows(self) -> list[Row]:
-        """The rows of its log, which is read again."""
+        """Read the rows of its log anew."""
         return read_log(RunFolder(self.folder).log)
 
     @cached_property
     def hosts(self) -> frozenset[str]:
-        """The machines that its ranks ran on."""
+        """Return the names of the machines that its ranks ran on."""
         texts = (read_text(log) for log in self.folder.glob("logs/rank-*.log"))
         return frozenset(name for text in texts for name in HOST_LINE.findall(text))
-
-
-def read_job(folder: Path, overrides: Mapping[str, str] | None = None) -> Job:
-    """What a run's folder tells; nothing of it need be there.
-
-    `overrides` are those that the sweep has for it, for a run that has left none itself.
-    """
-    files = RunFolder(folder)
-    config, numbers = as_mapping(read_yaml(files.config)), summarise(read_log(files.log))
-    record = as_mapping(read_json(folder / "job.json"))
-    given = read_overrides(folder, record)
-    return Job(
-        folder,
-        overrides_by_key(given) if given else (overrides or {}),
-        standing(folder, record, config, numbers),
-        config,
-        numbers,
-        as_mapping(read_json(files.scores)),
-    )
-
-
-def read_overrides(folder: Path, record: Mapping[str, Any]) -> list[str]:
-    """The overrides of a run; in its record are those that say what it computes."""
-    waiting = as_mapping(read_json(folder / "submitted.json"))
-    noted = as_list(record.get("overrides")) or as_list(waiting.get("overrides"))
-    return noted or as_list(read_yaml(folder / ".hydra" / "overrides.yaml"))
-
-
-def overrides_by_key(overrides: list[str]) -> dict[str, str]:
-    """Values by key; a key's last value counts."""
-    pairs = (text.lstrip("+").partition("=") for text in overrides)
-    return {key: value for key, _, value in pairs}
-
-
-BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
-MULTIRUN_FILE = "multirun.yaml"
-
-
-def planned_jobs(folder: Path) -> list[dict[str, str]]:
-    """Value by key for each run of the sweep in its order; none where they can't be counted.
-
-    Hydra's own sweeper runs the product of all values. Another one makes its runs up as it goes.
-    """
-    hydra = as_mapping(get_nested(read_yaml(folder / MULTIRUN_FILE), "hydra"))
-    if get_nested(hydra, "sweeper._target_") != BASIC_SWEEPER:
-        return []
-    params = as_mapping(get_nested(hydra, "sweeper.params"))
-    task = [str(text) for text in as_list(get_nested(hydra, "overrides.task"))]
-    given = {text.lstrip("+").partition("=")[0] for text in task}
-    left = {key: value for key, value in params.items() if key not in given}
-    typed = [re.sub(r"\\+\$", "$", f"{key}={value}") for key, value in left.items()]
-    typed += task
-    choices: dict[str, list[str]] = {}
-    try:
-        for override in OverridesParser.create().parse_overrides(typed):
-            key = override.get_key_element().lstrip("+")
-            choices[key] = override_values(override)
-    except (HydraException, AssertionError, ValueError):
-        return []
-    return [dict(zip(choices, values, strict=True)) for values in product(*choices.values())]
-
-
-def override_values(override: Override) -> list[str]:
-    """The values of an override.
-
-    Raises:
-        ValueError: they can't be counted without the config, as those of a pattern.
-    """
-    if not override.is_sweep_override():
-        return [override.get_value_element_as_str()]
-    if not (override.is_choice_sweep() or override.is_range_sweep()):
-        raise ValueError(str(override.input_line))
-    return list(override.sweep_string_iterator())
-
-
-RUN_MARKERS = (".hydra/overrides.yaml", "job.json", "submitted.json")  # of a run's folder
-LAUNCH_KEYS = ("run.", "hydra.", "hydra/")  # keys that say where and how a run is started
 
 
 @final
 @dataclass(frozen=True)
 class Sweep:
-    """The runs of a sweep in their order; `keys` are those whose values differ between them."""
+    """The runs of a sweep in order; `keys` are the keys whose values differ between runs."""
 
     folder: Path
     jobs: tuple[Job, ...]
     keys: tuple[str, ...]
 
     def job(self, name: str) -> Job:
-        """The run with this number.
+        """Return the run with this number.
 
         Raises:
-            KeyError: there is none.
+            KeyError: there is no such run.
         """
         return {job.name: job for job in self.jobs}[name]
 
 
 def read_sweep(folder: Path | str) -> Sweep:
-    """Read the folder of a sweep, whatever state its runs are in.
+    """Read the folder of a sweep; its runs may be in any state.
 
     Raises:
-        UserError: the folder is not there, or holds no sweep.
+        UserError: the folder does not exist, or is not that of a sweep.
     """
     folder = Path(folder).expanduser()
     if not folder.is_dir():
-        raise UserError(f"{folder}: needs the folder of a sweep, but there is none.")
+        raise UserError(f"{folder}: is not a folder. Give the folder of a sweep.")
     try:
-        found = {path.name for path in folder.iterdir() if is_run_folder(path)}
+        existing = {path.name for path in folder.iterdir() if is_run_folder(path)}
     except OSError as error:
         raise UserError(f"{folder}: can't be read ({error.strerror}).") from error
-    planned = {str(place): given for place, given in enumerate(planned_jobs(folder))}
-    if not found and not (folder / MULTIRUN_FILE).exists():
+    planned = {str(number): job for number, job in enumerate(planned_jobs(folder))}
+    if not existing and not (folder / MULTIRUN_FILE).exists():
         raise UserError(
-            f"{folder}: is no sweep: there is neither {MULTIRUN_FILE} nor a run's folder in it. "
-            "Give the folder that --multirun made."
+            f"{folder}: is not a sweep: it has neither {MULTIRUN_FILE} nor the folder of a run. "
+            "Give the folder that --multirun created."
         )
-    names = sorted(found | planned.keys(), key=job_order)
+    # Planned runs may not have started, and runs of another sweeper are not planned.
+    names = sorted(existing | planned.keys(), key=job_order)
     jobs = tuple(read_job(folder / name, planned.get(name)) for name in names)
     return Sweep(folder, jobs, swept_keys(jobs))
 
 
 def is_run_folder(folder: Path) -> bool:
-    """Whether a folder looks like that of a run."""
-    return any((folder / sign).exists() for sign in RUN_MARKERS)
+    """Whether a folder is that of a run."""
+    return any((folder / marker).exists() for marker in RUN_MARKERS)
 
 
 def job_order(name: str) -> tuple[bool, int, str]:
-    """Sorts numbers by their value and other names behind them."""
+    """Return a sort key: numbers by value, then other names."""
     return (False, int(name), name) if name.isdecimal() else (True, 0, name)
 
 
 def swept_keys(jobs: tuple[Job, ...]) -> tuple[str, ...]:
-    """Keys whose values are not the same in all runs, in the order in which they were given."""
+    """Return the keys whose values differ between runs, in the order of the command line."""
     keys = dict.fromkeys(
         key for job in jobs for key in job.overrides if not key.startswith(LAUNCH_KEYS)
     )
     return tuple(key for key in keys if len({job.overrides.get(key) for job in jobs}) > 1)
 
 
-RELATIVE_RMSE = "relative_rmse"
-# The first of these that any run has is taken if none is asked for.
-DEFAULT_METRICS = (RELATIVE_RMSE, "validation_rmse", "loss")
-LARGER_IS_BETTER = ("samples_per_second",)
-
-
-def choose_metric(jobs: Sequence[Job], asked: str) -> str:
-    """The metric that was asked for, else the best that there is.
+def choose_metric(jobs: Sequence[Job], requested: str) -> str:
+    """Return the requested metric, or by default the first of `DEFAULT_METRICS` that exists.
 
     Raises:
-        UserError: no run has it.
+        UserError: no run has the requested metric.
     """
     names = available_metrics(jobs)
-    if not asked:
+    if not requested:
         return next((name for name in DEFAULT_METRICS if name in names), RELATIVE_RMSE)
-    if asked not in names:
-        there = [name for name in names if not name.startswith(("rmse/", "loss/"))]
+    if requested not in names:
+        available = [name for name in names if not name.startswith(("rmse/", "loss/"))]
         if any(name.startswith("rmse/") for name in names):
-            there.append("rmse/VARIABLE/HOURSh")
+            available.append("rmse/VARIABLE/HOURSh")
         raise UserError(
-            f"metric: no run of this sweep has {asked!r} yet, but "
-            f"{', '.join(there) or 'nothing'}.{did_you_mean(asked, names)}"
+            f"metric: no run of this sweep has {requested!r} yet, but "
+            f"{', '.join(available) or 'nothing'}.{did_you_mean(requested, names)}"
         )
-    return asked
+    return requested
+
+
+def best(jobs: Sequence[Job], metric: str) -> Job | None:
+    """Return the run with the best metric; None if no run has it."""
+    scored = [(value, job) for job in jobs if (value := metric_of(job, metric)) is not None]
+    if not scored:
+        return None
+    select = max if metric in LARGER_IS_BETTER else min
+    return select(scored, key=lambda pair: pair[0])[1]
 
 
 def available_metrics(jobs: Iterable[Job]) -> list[str]:
-    """The metrics that at least one run has."""
+    """Return the metrics that at least one run has."""
     names: dict[str, None] = {}
     for job in jobs:
         if relative_rmse(job) is not None:
@@ -465,45 +236,301 @@ def available_metrics(jobs: Iterable[Job]) -> list[str]:
 
 
 def metric_of(job: Job, name: str) -> float | None:
-    """The value of a metric; None if the run has none yet."""
+    """Return the value of a metric; None if the run has none yet."""
     if name == RELATIVE_RMSE:
         return relative_rmse(job)
     if name in job.numbers:
         return job.numbers[name]
     kind, _, rest = name.partition("/")
     channel, _, lead = rest.rpartition("/")
-    found = as_mapping(get_nested(job.scores, "rmse")).get(channel) if kind == "rmse" else None
-    return as_nonnegative(as_mapping(as_mapping(found).get(lead)).get("model"))
+    leads = as_mapping(get_nested(job.scores, "rmse")).get(channel) if kind == "rmse" else None
+    return as_nonnegative(as_mapping(as_mapping(leads).get(lead)).get("model"))
 
 
 def relative_rmse(job: Job) -> float | None:
-    """The final RMSE over that of persistence, at the longest lead time, mean over all fields."""
+    """Return the final RMSE relative to persistence, at the longest lead time, over all channels.
+
+    Ratios of different variables have no units, so that their mean is meaningful.
+    """
     ratios = []
     for leads in as_mapping(job.scores.get("rmse")).values():
-        of = as_mapping(leads)
-        hours = [lead for lead in of if lead.removesuffix("h").isdecimal()]
+        by_lead = as_mapping(leads)
+        hours = [lead for lead in by_lead if lead.removesuffix("h").isdecimal()]
         if not hours:
             continue
-        last = as_mapping(of[max(hours, key=lambda lead: int(lead.removesuffix("h")))])
-        model, persistence = (
-            as_nonnegative(last.get("model")),
-            as_nonnegative(last.get("persistence")),
-        )
+        last = as_mapping(by_lead[max(hours, key=lambda lead: int(lead.removesuffix("h")))])
+        model = as_nonnegative(last.get("model"))
+        persistence = as_nonnegative(last.get("persistence"))
         if model is not None and persistence:
             ratios.append(model / persistence)
     return sum(ratios) / len(ratios) if ratios else None
 
 
 def as_nonnegative(value: object) -> float | None:
-    """A finite number of at least 0; None for anything else."""
-    good = isinstance(value, int | float) and math.isfinite(value) and value >= 0
-    return float(value) if good else None  # type: ignore[arg-type]
+    """Return a finite number of at least 0 as float; None for anything else."""
+    valid = isinstance(value, int | float) and math.isfinite(value) and value >= 0
+    return float(value) if valid else None  # type: ignore[arg-type]
 
 
-def best(jobs: Sequence[Job], metric: str) -> Job | None:
-    """The run that does best; None if none has the metric."""
-    scored = [(value, job) for job in jobs if (value := metric_of(job, metric)) is not None]
-    if not scored:
+def read_job(folder: Path, overrides: Mapping[str, str] | None = None) -> Job:
+    """Read the folder of a run, which need not exist yet.
+
+    Args:
+        overrides: planned by the sweep, for a run whose folder has none.
+    """
+    files = RunFolder(folder)
+    config = as_mapping(read_yaml(files.config))
+    numbers = summarise(read_log(files.log))
+    record = as_mapping(read_json(folder / "job.json"))
+    recorded = read_overrides(folder, record)
+    return Job(
+        folder=folder,
+        overrides=overrides_by_key(recorded) if recorded else (overrides or {}),
+        status=run_status(folder, record, config, numbers),
+        config=config,
+        numbers=numbers,
+        scores=as_mapping(read_json(files.scores)),
+    )
+
+
+def read_overrides(folder: Path, record: Mapping[str, Any]) -> list[str]:
+    """Return the overrides of a run: from its record, its submission, or hydra's own file.
+
+    The record has only the overrides that change what the run computes.
+    """
+    submission = as_mapping(read_json(folder / "submitted.json"))
+    recorded = as_list(record.get("overrides")) or as_list(submission.get("overrides"))
+    return recorded or as_list(read_yaml(folder / ".hydra" / "overrides.yaml"))
+
+
+def overrides_by_key(overrides: list[str]) -> dict[str, str]:
+    """Return values by key; the last value of a key counts."""
+    # `+key=` and `++key=` are hydra's words for adding a key.
+    pairs = (text.lstrip("+").partition("=") for text in overrides)
+    return {key: value for key, _, value in pairs}
+
+
+def planned_jobs(folder: Path) -> list[dict[str, str]]:
+    """Return the overrides by key of each planned run, in order; [] if they can't be known.
+
+    Only hydra's basic sweeper runs the product of all values; others choose runs as they go.
+    """
+    hydra = as_mapping(get_nested(read_yaml(folder / MULTIRUN_FILE), "hydra"))
+    if get_nested(hydra, "sweeper._target_") != BASIC_SWEEPER:
+        return []
+    params = as_mapping(get_nested(hydra, "sweeper.params"))
+    task = [str(text) for text in as_list(get_nested(hydra, "overrides.task"))]
+    # The command line takes precedence over the sweeper's parameters in the config.
+    overridden = {text.lstrip("+").partition("=")[0] for text in task}
+    remaining = {key: value for key, value in params.items() if key not in overridden}
+    # In the sweeper's parameters interpolations are escaped: `\${...}`.
+    overrides = [re.sub(r"\\+\$", "$", f"{key}={value}") for key, value in remaining.items()]
+    overrides += task
+    choices: dict[str, list[str]] = {}
+    try:
+        for override in OverridesParser.create().parse_overrides(overrides):
+            key = override.get_key_element().lstrip("+")
+            choices[key] = override_values(override)
+    except (HydraException, AssertionError, ValueError):
+        return []  # only the folders that exist are shown
+    return [dict(zip(choices, values, strict=True)) for values in product(*choices.values())]
+
+
+def override_values(override: Override) -> list[str]:
+    """Return the values of an override.
+
+    Raises:
+        ValueError: the values depend on the config, for instance those of a pattern.
+    """
+    if not override.is_sweep_override():
+        return [override.get_value_element_as_str()]
+    if not (override.is_choice_sweep() or override.is_range_sweep()):
+        raise ValueError(str(override.input_line))
+    return list(override.sweep_string_iterator())
+
+
+def run_status(
+    folder: Path, record: Mapping[str, Any], config: Mapping[str, Any], numbers: Mapping[str, float]
+) -> RunStatus:
+    """Return the status of a run: from its record, else its scores, else the logs of its ranks.
+
+    Args:
+        folder: of the run.
+        record: its `job.json`; {} if there is none.
+        config: its `config.yaml`; {} if there is none.
+        numbers: the summary of its log.
+    """
+    # A job record is written by the launcher, which knows how the process ended.
+    if record.get("state") in ENDED:
+        cause = str(record.get("cause") or "")
+        return RunStatus(str(record["state"]), " ".join(cause.split()))
+    # Runs without a record: finished if all steps are logged and the final scores written.
+    complete = "step" in numbers and numbers["step"] == get_nested(config, "trainer.steps")
+    if complete and (folder / "metrics.json").exists():
+        return RunStatus("done")
+    logs = sorted(folder.glob("logs/rank-*.log"))
+    since = start_time(record)
+    exits = [last_exit(read_text(log)[-LOG_TAIL_LENGTH:]) for log in logs]
+    ends = [end for end in exits if end is not None and end[0] >= since]
+    failures = sorted(end for end in ends if end[1] == "ERROR")
+    if failures:
+        # The earliest: other ranks may have failed because of it.
+        return RunStatus("failed", failures[0][2])
+    if ends:
+        # Ended without an error, but before the last step.
+        return RunStatus("preempted")
+    if not (logs or numbers or record or config):
+        return RunStatus("not started")
+    return RunStatus("running" if is_recently_written(folder, config, numbers) else "stalled")
+
+
+def start_time(record: Mapping[str, Any]) -> str:
+    """Return when the process of a record started, in the format of logs; "" if unknown.
+
+    The record is written before the ranks write logs. Until they do, the logs end with the exit
+    of an earlier attempt, which is older than this time.
+    """
+    try:
+        started = datetime.fromisoformat(str(record.get("started")))
+    except ValueError:
+        return ""
+    return f"{started.astimezone():%Y-%m-%d %H:%M:%S}"  # in local time, as logs have it
+
+
+def last_exit(text: str) -> tuple[str, str, str] | None:
+    """Return time, level (`INFO` or `ERROR`) and cause of a rank's last exit; None while it runs.
+
+    Args:
+        text: the end of the rank's log.
+    """
+    lines = text.splitlines()
+    events = [
+        (index, match) for index, line in enumerate(lines) if (match := LIFECYCLE_LINE.match(line))
+    ]
+    if not events or not events[-1][1][3].startswith("ended"):
         return None
-    pick = max if metric in LARGER_IS_BETTER else min
-    return pick(scored, key=lambda pair: pair[0])[1]
+    index, match = events[-1]
+    # A traceback follows the line, without the prefix of log lines.
+    trace = []
+    for line in lines[index + 1 :]:
+        if LOG_LINE.match(line):
+            break
+        trace.append(line)
+    messages = [line for line in trace if line and not line.startswith((" ", "Traceback"))]
+    return match[1], match[2], strip_error_type(messages[-1] if messages else "")
+
+
+def strip_error_type(line: str) -> str:
+    """Return the last line of a traceback without the type of a UserError."""
+    return line.removeprefix("credit_dp.errors.UserError: ").strip()
+
+
+def is_recently_written(
+    folder: Path, config: Mapping[str, Any], numbers: Mapping[str, float]
+) -> bool:
+    """Whether a file was written in the last half hour, or in the time of five rows of the log."""
+    row_seconds = numbers.get("seconds", 0.0) * (get_nested_int(config, "trainer.log_every") or 1)
+    written = 0.0
+    for path in (folder, folder / "metrics.csv", folder / "job.json", *folder.glob("logs/*")):
+        with contextlib.suppress(OSError):
+            written = max(written, path.stat().st_mtime)
+    # A folder's own time changes when a file is created in it.
+    return time.time() - written < max(STALLED_AFTER_SECONDS, 5 * row_seconds)
+
+
+def read_log(path: Path) -> list[Row]:
+    """Return the rows of a CSV log as numbers, without empty cells; [] if there is no log."""
+    try:
+        _, rows = read_csv_log(path)
+    except UserError:
+        return []
+    return [
+        {name: value for name, text in row.items() if (value := parse_number(text)) is not None}
+        for row in rows
+    ]
+
+
+def parse_number(text: str) -> float | None:
+    """Return a text as finite number; None if it is not one."""
+    try:
+        value = float(text)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def after_warm_up(rows: Sequence[Row]) -> Sequence[Row]:
+    """Return the rows after the warm-up, which is ten steps, or a third of all if that is less."""
+    if not rows:
+        return []
+    warm_up = min(LONGEST_WARM_UP, math.ceil(rows[-1]["step"] / 3))
+    # A row is about all steps since the row before, which have to be after the warm-up.
+    starts = [0.0, *(row["step"] for row in rows)]
+    return [row for row, start in zip(rows, starts, strict=False) if start >= warm_up]
+
+
+def summarise(rows: Sequence[Row]) -> dict[str, float]:
+    """Return one number for each column.
+
+    The median, without the warm-up, of `STEP_COLUMNS`; the minimum of `validation_rmse`; the last
+    value of all others.
+    """
+    summary = {name: value for row in rows for name, value in row.items()}
+    for name in STEP_COLUMNS:
+        values = column(after_warm_up(rows), name) or column(rows, name)
+        if values:
+            summary[name] = median(values)
+    scores = column(rows, "validation_rmse")
+    return summary | ({"validation_rmse": min(scores)} if scores else {})
+
+
+def column(rows: Iterable[Row], name: str) -> list[float]:
+    """Return the values of one column, from the rows that have it."""
+    return [row[name] for row in rows if name in row]
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file; "" if it can't be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def read_yaml(path: Path) -> Any:
+    """Return the content of a YAML file as plain values; None if it can't be parsed."""
+    try:
+        return yaml.load(read_text(path), YAML_LOADER)  # both are safe loaders
+    except (yaml.YAMLError, ValueError):
+        return None
+
+
+def read_json(path: Path) -> Any:
+    """Return the content of a JSON file; None if it can't be parsed."""
+    try:
+        return json.loads(read_text(path))
+    except (ValueError, RecursionError):
+        return None
+
+
+def as_mapping(value: Any) -> dict[str, Any]:
+    """Return a dict with its keys as text; {} for anything else."""
+    return {str(key): entry for key, entry in value.items()} if isinstance(value, dict) else {}
+
+
+def as_list(value: Any) -> list[str]:
+    """Return the entries of a list as text; [] for anything else."""
+    return [str(entry) for entry in value] if isinstance(value, list) else []
+
+
+def get_nested(mapping: Any, key: str) -> Any:
+    """Return the value of a key with dots in nested dicts; None if a level is missing."""
+    for name in key.split("."):
+        mapping = mapping.get(name) if isinstance(mapping, dict) else None
+    return mapping
+
+
+def get_nested_int(mapping: Any, key: str) -> int | None:
+    """Return the integer of a key with dots in nested dicts; None if it is not one."""
+    value = get_nested(mapping, key)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None

@@ -1,4 +1,8 @@
-"""Speed-up and efficiency over numbers of ranks, as numbers."""
+"""Strong and weak scaling of a sweep's runs: speed-up and efficiency as tables.
+
+Each run becomes a `StepTiming`; runs that differ only in the ranks of one axis form a
+`ScalingSeries`, which is compared with its run on the fewest ranks.
+"""
 
 import csv
 import io
@@ -24,13 +28,13 @@ from credit_dp.sweeps.read import (
 )
 
 Kind = Literal["strong", "weak"]
-# A longer pipeline has no more work to do, unless the model is another one.
+# No weak scaling of pipelines: more stages would need a larger model for the same work per rank.
 SERIES_KINDS: tuple[tuple[Kind, str], ...] = (
     *(("strong", axis) for axis in reversed(AXES)),
     *(("weak", axis) for axis in ("domain", "data")),
 )
-MIN_TIMED_STEPS = 3  # steps that a run is timed by
-# Keys that scaling varies, or that change nothing about a step: runs may differ in them.
+MIN_TIMED_STEPS = 3  # logged steps after the warm-up, to take a median of
+# Keys that scaling varies, or that do not change the work of a step: runs may differ in them.
 VARYING_KEYS = (
     *(f"parallel.{axis}" for axis in AXES),
     *("parallel.threads", "data.grid", "data.batch_size", "data.cache", "data.statistics"),
@@ -42,11 +46,17 @@ VARYING_KEYS = (
 @final
 @dataclass(frozen=True)
 class StepTiming:
-    """One run's steps after the warm-up: medians over `steps` of them.
+    """The timing of one run: medians of its logged steps after the warm-up.
 
-    Units:
-        seconds and waited (for data) per step; sent in bytes per step, by all ranks between bands;
-        memory in bytes, of the rank with the most.
+    Attributes:
+        mesh: ranks of the axes pipeline, data and domain.
+        grid: rows and columns as text; None: the grid of the store.
+        batch: global batch size.
+        steps: number of logged steps in the medians.
+        seconds: per step.
+        waited: seconds per step spent waiting for data.
+        sent: bytes per step that all ranks sent between bands; None if unknown.
+        memory: peak bytes of the rank with the most; None if unknown.
     """
 
     job: Job
@@ -61,22 +71,25 @@ class StepTiming:
 
     @property
     def ranks(self) -> int:
-        """All ranks of the mesh."""
+        """Return the number of ranks of the mesh."""
         pipeline, data, domain = self.mesh
         return pipeline * data * domain
 
     @property
     def samples_per_second(self) -> float:
-        """Samples of the global batch in a second."""
+        """Return the samples per second of all ranks together."""
         return self.batch / self.seconds
 
 
 @final
 @dataclass(frozen=True)
 class ScalingSeries:
-    """Runs that differ in the ranks of one axis alone, the fewest ranks first.
+    """Runs that differ only in the ranks of one axis, the fewest ranks first.
 
-    `strong`: grid and batch stay the same. `weak`: those of each rank do.
+    Attributes:
+        kind: `strong`: the same grid and batch; `weak`: the same rows or samples of each rank.
+        axis: pipeline, data or domain.
+        title: tells the series from others of the same sweep.
     """
 
     kind: Kind
@@ -85,68 +98,72 @@ class ScalingSeries:
     timings: tuple[StepTiming, ...]
 
     def speed_up(self, timing: StepTiming) -> float:
-        """How many times the work of the fewest ranks is done in the same time."""
+        """Return the work per time relative to that of the fewest ranks."""
         first = self.timings[0]
+        # In weak scaling the work of a step grows with the ranks.
         work = 1.0 if self.kind == "strong" else timing.ranks / first.ranks
         return work * first.seconds / timing.seconds
 
     def efficiency(self, timing: StepTiming) -> float:
-        """The speed-up over that of ideal scaling; 1 for the fewest ranks."""
+        """Return the speed-up relative to ideal scaling; 1 for the fewest ranks."""
         return self.speed_up(timing) * self.timings[0].ranks / timing.ranks
 
 
 def find_series(sweep: Sweep) -> list[ScalingSeries]:
-    """All strong and weak series among the runs of a sweep.
+    """Return all strong and weak series among the runs of a sweep.
 
     Raises:
-        UserError: there is none with at least two numbers of ranks.
+        UserError: no series has at least two numbers of ranks.
     """
     timings = [timing for job in sweep.jobs if (timing := timing_of(job)) is not None]
-    found: list[ScalingSeries] = []
+    series: list[ScalingSeries] = []
     for kind, axis in SERIES_KINDS:
         groups: dict[str, list[StepTiming]] = defaultdict(list)
         for timing in timings:
             groups[series_key(timing, kind, axis)].append(timing)
         members = [median_timings(group) for group in groups.values()]
-        found += [build_series(kind, axis, m, sweep.keys) for m in members if len(m) > 1]
-    if not found:
+        series += [build_series(kind, axis, m, sweep.keys) for m in members if len(m) > 1]
+    if not series:
         raise UserError(
-            f"{sweep.folder}: needs runs on at least two numbers of ranks, alike in all else, with "
-            f"{MIN_TIMED_STEPS} or more logged steps after the warm-up; {len(timings)} of "
-            f"{len(sweep.jobs)} runs could be timed. Sweep parallel.domain=1,2,4 with "
+            f"{sweep.folder}: needs runs on at least two numbers of ranks that are otherwise the "
+            f"same, with {MIN_TIMED_STEPS} or more logged steps after the warm-up; {len(timings)} "
+            f"of {len(sweep.jobs)} runs could be timed. Sweep parallel.domain=1,2,4 with "
             "experiment=scaling."
         )
-    return found
+    return series
 
 
 def timing_of(job: Job) -> StepTiming | None:
-    """The run's steps in numbers; None if it has not taken three after the warm-up."""
+    """Return the timing of a run; None if it has too few logged steps after the warm-up."""
     rows = after_warm_up(job.rows())
-    mesh, batch = job.mesh, get_nested_int(job.config, "data.batch_size")
+    mesh = job.mesh
+    batch = get_nested_int(job.config, "data.batch_size")
     seconds = column(rows, "seconds")
+    # Medians need several steps: single ones may wait for the disk or for other jobs.
     if mesh is None or not batch or len(seconds) < MIN_TIMED_STEPS or min(seconds) <= 0:
         return None
     grid = get_nested(job.config, "data.grid")
     sent = column(rows, "sent_bytes")
     return StepTiming(
-        job,
-        (mesh["pipeline"], mesh["data"], mesh["domain"]),
-        str(grid) if grid else None,
-        batch,
-        len(seconds),
-        median(seconds),
-        median(column(rows, "wait_seconds") or [0.0]),
-        median(sent) if sent else None,
-        job.numbers.get("peak_memory_bytes"),
+        job=job,
+        mesh=(mesh["pipeline"], mesh["data"], mesh["domain"]),
+        grid=str(grid) if grid else None,
+        batch=batch,
+        steps=len(seconds),
+        seconds=median(seconds),
+        waited=median(column(rows, "wait_seconds") or [0.0]),
+        sent=median(sent) if sent else None,
+        memory=job.numbers.get("peak_memory_bytes"),
     )
 
 
 def series_key(timing: StepTiming, kind: Kind, axis: str) -> str:
-    """Equal for runs that belong to one series."""
+    """Return a text that is the same for all runs of a series."""
     mesh = dict(zip(AXES, timing.mesh, strict=True))
     size = mesh.pop(axis)
     grid: Any = timing.grid
     batch: Any = timing.batch
+    # Weak scaling compares what each rank has, strong scaling what all have together.
     if kind == "weak" and axis == "domain":
         grid = rows_per_rank(timing.grid, size) or f"not known, of {size}"
     if kind == "weak" and axis == "data":
@@ -157,7 +174,7 @@ def series_key(timing: StepTiming, kind: Kind, axis: str) -> str:
 
 
 def rows_per_rank(grid: str | None, ranks: int) -> list[str] | None:
-    """Rows of each rank, and columns; rows that don't divide have shares of their own."""
+    """Return rows per rank, possibly a fraction, and columns; None if the grid is unknown."""
     if grid is None:
         return None
     rows, _, columns = grid.partition("x")
@@ -165,22 +182,27 @@ def rows_per_rank(grid: str | None, ranks: int) -> list[str] | None:
 
 
 def fixed_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A config without the keys that the runs of a series may differ in."""
-    kept: dict[str, Any] = {}
+    """Return a config without the keys in which the runs of a series may differ."""
+    fixed: dict[str, Any] = {}
     for group, values in config.items():
         if group in VARYING_KEYS:
             continue
-        table = as_mapping(values)
-        free = {key for key in table if f"{group}.{key}" in VARYING_KEYS}
-        kept[group] = {k: v for k, v in table.items() if k not in free} if table else values
-    return kept
+        entries = as_mapping(values)
+        if not entries:
+            fixed[group] = values
+            continue
+        fixed[group] = {
+            key: value for key, value in entries.items() if f"{group}.{key}" not in VARYING_KEYS
+        }
+    return fixed
 
 
 def median_timings(timings: Iterable[StepTiming]) -> list[StepTiming]:
-    """The run of median speed for each number of ranks: others are repeats of it."""
+    """Return one run for each number of ranks, of several repeats the one with median speed."""
     by_ranks: dict[int, list[StepTiming]] = defaultdict(list)
     for timing in timings:
         by_ranks[timing.ranks].append(timing)
+    # A run and not the median of times: its other numbers have to belong to the same run.
     groups = [sorted(by_ranks[ranks], key=lambda t: t.seconds) for ranks in sorted(by_ranks)]
     return [group[len(group) // 2] for group in groups]
 
@@ -188,19 +210,23 @@ def median_timings(timings: Iterable[StepTiming]) -> list[StepTiming]:
 def build_series(
     kind: Kind, axis: str, timings: list[StepTiming], keys: Sequence[str]
 ) -> ScalingSeries:
-    """A series, with a title that tells it from others of the same sweep."""
+    """Return a series, with a title that tells it from others of the same sweep.
+
+    Args:
+        keys: the swept keys.
+    """
     first = timings[0]
     grid = first.grid or "the store's grid"
-    named = f"{grid}, batch {first.batch}"
+    size_text = f"{grid}, batch {first.batch}"
     if kind == "weak":
         size = first.mesh[AXES.index(axis)]
         if axis == "domain":
             rows, columns = rows_per_rank(first.grid, size) or ("the store's", "")
-            named = f"{float(rows):g}x{columns} of each rank, batch {first.batch}"
+            size_text = f"{float(rows):g}x{columns} of each rank, batch {first.batch}"
         else:
-            named = f"{grid}, batch {first.batch / size:g} of each rank"
+            size_text = f"{grid}, batch {first.batch / size:g} of each rank"
     others = [f"{key}={first.job.value(key)}" for key in keys if not key.startswith(VARYING_KEYS)]
-    return ScalingSeries(kind, axis, ", ".join([named, *others]), tuple(timings))
+    return ScalingSeries(kind, axis, ", ".join([size_text, *others]), tuple(timings))
 
 
 ROW_NAMES = (
@@ -210,13 +236,13 @@ ROW_NAMES = (
 )
 
 
-def table_rows(found: Sequence[ScalingSeries]) -> list[dict[str, Any]]:
-    """All numbers by name; None where one is not known."""
-    return [table_row(series, timing) for series in found for timing in series.timings]
+def table_rows(all_series: Sequence[ScalingSeries]) -> list[dict[str, Any]]:
+    """Return a row by `ROW_NAMES` for each run of each series; unknown numbers are None."""
+    return [table_row(series, timing) for series in all_series for timing in series.timings]
 
 
 def table_row(series: ScalingSeries, timing: StepTiming) -> dict[str, Any]:
-    """The numbers of one run in its series."""
+    """Return the row of one run in its series."""
     values = (
         *(series.kind, series.axis, series.title, timing.job.name),
         *("x".join(map(str, timing.mesh)), timing.ranks, timing.grid, timing.batch, timing.steps),
@@ -228,31 +254,32 @@ def table_row(series: ScalingSeries, timing: StepTiming) -> dict[str, Any]:
 
 
 def is_oversubscribed(timing: StepTiming) -> bool | None:
-    """Whether ranks had to share cores; None if they ran on another machine than this."""
+    """Whether there were more ranks than cores; None if the run was on another machine."""
     if timing.job.config.get("device") != "cpu" or timing.ranks == 1:
         return False
     if timing.job.hosts != {socket.gethostname()}:
-        return None
+        return None  # this machine's cores say nothing about those
     return timing.ranks > usable_cores()
 
 
 def usable_cores() -> int:
-    """Those that this process may use."""
+    """Return the number of CPU cores that this process may use."""
+    # Linux only; counts the cores of a job or container, not all of the machine.
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
-def series_to_csv(found: Sequence[ScalingSeries]) -> str:
-    """A line for each run of each series."""
-    held = io.StringIO()
-    writer = csv.DictWriter(held, ROW_NAMES, lineterminator="\n")
+def series_to_csv(all_series: Sequence[ScalingSeries]) -> str:
+    """Return CSV with a line for each run of each series."""
+    buffer = io.StringIO()
+    writer = csv.DictWriter(buffer, ROW_NAMES, lineterminator="\n")
     writer.writeheader()
-    writer.writerows(table_rows(found))
-    return held.getvalue()
+    writer.writerows(table_rows(all_series))
+    return buffer.getvalue()
 
 
-def series_to_json(found: Sequence[ScalingSeries]) -> str:
-    """The same as JSON, with how a mesh is written."""
-    content = {"mesh": " x ".join(AXES), "runs": table_rows(found)}
+def series_to_json(all_series: Sequence[ScalingSeries]) -> str:
+    """Return the same as JSON, with the order of axes in a mesh."""
+    content = {"mesh": " x ".join(AXES), "runs": table_rows(all_series)}
     return json.dumps(content, indent=2) + "\n"

@@ -1,4 +1,4 @@
-"""A sweep as a table: one line for each run, for people, CSV and JSON."""
+"""Show a sweep as a table: one line for each run, as text, CSV and JSON."""
 
 import csv
 import io
@@ -18,7 +18,7 @@ SORT_COLUMNS = ("job", "state", "steps", "metric", *TIMING_COLUMNS)
 @final
 @dataclass(frozen=True)
 class SweepTable:
-    """The runs in the order in which they are shown, and the metric that compares them."""
+    """The runs of a sweep in the order to show, with the metric to compare them by."""
 
     sweep: Sweep
     metric: str
@@ -26,12 +26,12 @@ class SweepTable:
 
     @property
     def names(self) -> list[str]:
-        """The columns of a row."""
+        """Return the names of the columns."""
         columns = ("state", "mesh", self.metric, "steps", "all_steps", *TIMING_COLUMNS, "cause")
         return list(dict.fromkeys(["job", *self.sweep.keys, *columns]))
 
     def row(self, job: Job) -> dict[str, Any]:
-        """A run's numbers and texts by column; None where there is nothing yet."""
+        """Return the values of a run by column; None for those that do not exist yet."""
         return {
             "job": job.name,
             **{key: job.value(key) for key in self.sweep.keys},
@@ -45,15 +45,15 @@ class SweepTable:
         }
 
     def to_csv(self) -> str:
-        """All columns, a line for each run."""
-        held = io.StringIO()
-        writer = csv.DictWriter(held, self.names, lineterminator="\n")
+        """Return CSV with all columns and a line for each run."""
+        buffer = io.StringIO()
+        writer = csv.DictWriter(buffer, self.names, lineterminator="\n")
         writer.writeheader()
         writer.writerows(self.row(job) for job in self.jobs)
-        return held.getvalue()
+        return buffer.getvalue()
 
     def to_json(self) -> str:
-        """The same, with what was swept and by what runs are compared."""
+        """Return the same as JSON, with the swept keys and the metric."""
         content = {
             "sweep": str(self.sweep.folder),
             "swept": list(self.sweep.keys),
@@ -64,7 +64,11 @@ class SweepTable:
 
 
 def sorted_jobs(sweep: Sweep, metric: str, by: str) -> tuple[Job, ...]:
-    """The runs by a column, those that have nothing there last; the best first by a metric.
+    """Return the runs sorted by a column, runs without a value last.
+
+    Args:
+        metric: the sweep's metric; by it, the best run comes first.
+        by: a column; with - before it in the opposite order.
 
     Raises:
         UserError: there is no such column.
@@ -76,16 +80,16 @@ def sorted_jobs(sweep: Sweep, metric: str, by: str) -> tuple[Job, ...]:
             f"sort: needs one of {', '.join(allowed)}, or one with - before it, got {by!r}."
             f"{did_you_mean(name, allowed)}"
         )
-    down = by.startswith("-") != (name == "metric" and metric in LARGER_IS_BETTER)
-    # Twice: a sort that is turned round keeps the order of the sweep among equals.
-    having = [job for job in sweep.jobs if sort_key(job, name, metric) is not None]
+    descending = by.startswith("-") != (name == "metric" and metric in LARGER_IS_BETTER)
+    # Runs without a value stay last in either order. `reverse` keeps the order among equals.
+    present = [job for job in sweep.jobs if sort_key(job, name, metric) is not None]
     missing = [job for job in sweep.jobs if sort_key(job, name, metric) is None]
-    having.sort(key=lambda job: sort_key(job, name, metric) or (), reverse=down)
-    return (*having, *missing)
+    present.sort(key=lambda job: sort_key(job, name, metric) or (), reverse=descending)
+    return (*present, *missing)
 
 
 def sort_key(job: Job, name: str, metric: str) -> tuple[bool, float, str] | None:
-    """Where a run belongs by one column: numbers by value, before texts; None if it has none."""
+    """Return the sort key of a run by one column, numbers before texts; None without a value."""
     if name == "state":
         return (True, 0.0, job.status.state)
     if name in ("metric", "steps", *TIMING_COLUMNS):
@@ -99,14 +103,14 @@ def sort_key(job: Job, name: str, metric: str) -> tuple[bool, float, str] | None
 
 
 def mesh_text(job: Job) -> str | None:
-    """`pipeline x data x domain` ranks, as 1x2x4; None if that is not known yet."""
+    """Return pipeline x data x domain ranks, such as 1x2x4; None if not known yet."""
     mesh = job.mesh
     return None if mesh is None else "x".join(str(mesh[axis]) for axis in AXES)
 
 
 def swept_values(jobs: Sequence[Job], key: str) -> list[str]:
-    """The values of a swept key, each once, numbers by value and before other texts."""
-    found = {job.value(key) for job in jobs}
+    """Return the values of a swept key, each once, numbers by value and before other texts."""
+    values = {job.value(key) for job in jobs}
     return sorted(
-        found, key=lambda text: (parse_number(text) is None, parse_number(text) or 0.0, text)
+        values, key=lambda text: (parse_number(text) is None, parse_number(text) or 0.0, text)
     )

@@ -1,1 +1,1 @@
-"""Training: loss, optimiser, checkpoints, logs and the loop that joins them."""
+"""Training: model and optimizer of a run, its loss, checkpoints and logs, and the training loop."""

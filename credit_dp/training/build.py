@@ -1,4 +1,16 @@
-"""Puts a training run together: model, shards, optimizer, loss and loader, from the config."""
+"""Builds a training run from the config: model, optimizer, loss, loader and trainer.
+
+`build_training` is the entry. The model goes through `build_model_parts`, in this order:
+
+1. Build the complete model on every rank from the same seed, and freeze parameters.
+2. Convert its layers to work on this rank's band of rows (`shard_model`); with a pipeline, also cut
+   it into stages.
+3. Move it to the device, and shard its parameters with FSDP2 if the config says so.
+4. Enable autocast and compile.
+
+DDP and activation checkpointing wrap the model only where gradients are computed
+(`ModelParts.build_forward_backward`), so that names of parameters do not depend on them.
+"""
 
 from __future__ import annotations
 
@@ -67,14 +79,14 @@ if TYPE_CHECKING:
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
-    """Let nothing train whose name one of the patterns matches, in the whole model, in place.
+    """Freeze the parameters whose names match a pattern, in place.
 
     Args:
-        model: all of it, so that every rank of a mesh freezes, or refuses, the same.
-        patterns: of full names of parameters, with the wildcards of file names.
+        model: the complete model, so that all ranks freeze the same and raise the same errors.
+        patterns: full names of parameters, with the wildcards of file names.
 
     Raises:
-        UserError: a pattern matches no parameter, or none is left to train.
+        UserError: a pattern matches no parameter, or no parameter is left to train.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     for pattern in patterns:
@@ -89,29 +101,29 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> None:
     if patterns and not any(parameter.requires_grad for parameter in parameters.values()):
         raise UserError(
             f"trainer.freeze: leaves no parameter to train, it matches all {len(parameters)}. "
-            "Take patterns out of trainer.freeze."
+            "Remove patterns from trainer.freeze."
         )
 
 
 def _suggest_pattern(pattern: str, names: Collection[str]) -> str:
-    """What may have been meant: a module's name lacks the wildcard."""
+    """Suggest another pattern or name: often a module's name lacks the wildcard."""
     if any(name.startswith(f"{pattern}.") for name in names):
         return f" Did you mean {pattern}.*?"
     return checks.did_you_mean(pattern, names) or f" Names are like {next(iter(names), '')}."
 
 
 def compile_model(model: nn.Module, device: torch.device) -> None:
-    """Let a model be compiled at its first call, in place: names of parameters stay.
+    """Compile a model at its first call, in place; names of parameters stay.
 
     Args:
-        model: converted and shared out already.
+        model: converted, and sharded if it is to be.
         device: on which it computes.
 
     Raises:
-        UserError: the CPU's code needs a C++ compiler, and there is none.
+        UserError: code for the CPU needs a C++ compiler, and none is installed.
     """
     if device.type == "cpu":
-        # Where torch's compiler looks for it.
+        # Torch's compiler looks for g++ or clang++ in the same way, but fails at the first step.
         name = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
         if shutil.which(name) is None:
             raise UserError(
@@ -122,37 +134,40 @@ def compile_model(model: nn.Module, device: torch.device) -> None:
 
 
 def enable_autocast(part: nn.Module, dtype: torch.dtype, like: Tensor) -> None:
-    """Let a model, or a stage of one, run under autocast, in place.
+    """Run a model, or a stage of one, under autocast, in place.
 
-    Weights, their gradients and updates keep their dtype. What it returns has that of `like`: the
-    loss is computed in that, and stages of a pipeline hand it on.
+    Weights, gradients and updates keep their dtype. Outputs have the dtype of `like`: the loss is
+    computed in it, and pipeline stages send it to the next stage.
 
     Args:
-        part: ready to be called; whatever calls it, it computes so.
-        dtype: of the layers for which torch's autocast takes it to be safe.
-        like: has the device it computes on, and the dtype of what it returns.
+        part: the model or stage.
+        dtype: of the operations that torch's autocast runs in lower precision.
+        like: has the device of the computation, and the dtype of outputs.
     """
-    forward, device = part.forward, like.device.type
+    forward = part.forward
+    device_type = like.device.type
 
-    def restored(x: Tensor) -> Tensor:
+    def restore_dtype(x: Tensor) -> Tensor:
         return x.to(like.dtype) if x.is_floating_point() else x
 
-    def forward_in(*inputs: Any) -> Any:
-        with torch.autocast(device, dtype):
-            made = forward(*inputs)
-        return tree_map_only(Tensor, restored, made)
+    def forward_with_autocast(*inputs: Any) -> Any:
+        with torch.autocast(device_type, dtype):
+            output = forward(*inputs)
+        return tree_map_only(Tensor, restore_dtype, output)
 
-    part.forward = forward_in
+    # Replacing `forward` rather than wrapping the module keeps the names of parameters.
+    part.forward = forward_with_autocast
 
 
 @final
 @dataclass(frozen=True)
 class ModelParts:
-    """What this rank has of the model.
+    """The parts of the model that this rank holds.
 
     Attributes:
-        parts: its stretches of it, converted to this rank's rows; see `TrainingState`.
-        pipeline: of which they are the stages, if there is one.
+        parts: the pipeline stages of this rank, or the complete model without a pipeline; both
+            converted to this rank's rows.
+        pipeline: the pipeline of these stages, if there is one.
     """
 
     parts: tuple[nn.Module, ...]
@@ -160,29 +175,32 @@ class ModelParts:
 
     @property
     def forecast_model(self) -> Model:
-        """The whole model outside of training, on all ranks of a pipeline together."""
+        """Return the complete model for use outside training; collective with a pipeline."""
         return self.parts[0] if self.pipeline is None else self.pipeline.forward
 
     def build_forward_backward(
         self,
         config: Config,
         manager: DomainParallelManager,
-        forecast: ForecastStep,
+        forecast_step: ForecastStep,
         loss: WeightedLoss,
     ) -> ForwardBackward:
-        """How gradients come about: `forecast` says what is made of the model's output."""
-        micros = microbatches_per_step(config)
-        ddp = config.parallel.data_mode == "ddp"
+        """Return the object that computes the gradients of a batch on this mesh."""
+        n_microbatches = microbatches_per_step(config)
+        uses_ddp = config.parallel.data_mode == "ddp"
         if self.pipeline is not None:
-            group = new_stage_group(manager) if ddp else None
-            return PipelineForwardBackward(self.pipeline, forecast, loss, micros, manager, group)
+            group = new_stage_group(manager) if uses_ddp else None
+            return PipelineForwardBackward(
+                self.pipeline, forecast_step, loss, n_microbatches, manager, group
+            )
         model = self.parts[0]
+        # Inside DDP, whose forward would otherwise run once more in the backward pass.
         if config.trainer.checkpoint_activations:
             model = ActivationCheckpointWrapper(model)
-        if ddp and manager.world_size > 1:
+        if uses_ddp and manager.world_size > 1:
             model = wrap_in_ddp(model, config.parallel)
         return ModelForwardBackward(
-            model, forecast.of(model), loss, micros, manager.domain_world_size
+            model, forecast_step.with_model(model), loss, n_microbatches, manager.domain_world_size
         )
 
 
@@ -193,43 +211,45 @@ def build_model_parts(
     like: Tensor,
     first_gpu: int = 0,
 ) -> ModelParts:
-    """Build the model and what this rank holds of it, with the same parameters on every mesh.
+    """Build the model and return this rank's parts, with the same initial weights on every mesh.
 
     Args:
         config: of the run.
-        prepared: says which fields there are, on which grid.
-        manager: this rank's place in the mesh.
+        prepared: has the channels and the grid.
+        manager: this rank's position in the mesh.
         like: has the dtype of the model, and the device of its output.
-        first_gpu: the GPU that `cuda:0` of a layout stands for on this rank.
+        first_gpu: the GPU that `cuda:0` in `parallel.layout` means on this rank.
 
     Raises:
         UserError: the model or the mesh does not fit the grid, or the model can't be cut or placed.
     """
-    store, parallel = prepared.store, config.parallel
-    # Every rank draws the whole model from the same seed: no weights need to be sent.
+    store = prepared.store
+    parallel = config.parallel
+    # Every rank draws the complete model from the same seed, so that no weights are sent.
     torch.manual_seed(config.seed)
     fields = store.channels.fields(config.model.frames)
     model = build_model(config.model, fields, store.grid)
     if isinstance(config.model, OwnModelConfig):
         check_model(model, fields.inputs, fields.outputs, store.grid)
+    # Before the model is cut: layers are numbered, and patterns matched, over the complete model.
     number_stochastic_depths(model)
     freeze(model, config.trainer.freeze)
-    shares = fsdp_mesh(manager) if parallel.data_mode == "fsdp2" else None
+    mesh = fsdp_mesh(manager) if parallel.data_mode == "fsdp2" else None
     batch = config.data.batch_size // manager.dp_world_size // microbatches_per_step(config)
     shape = (batch, fields.inputs, *store.grid)
     if parallel.pipeline > 1:
-        # Here, for torch's schedules bring its compiler, which takes a second: for pipelines alone.
+        # Imported here: torch's pipeline schedules import its compiler, which takes a second.
         from credit_dp.pipeline_parallel.pipeline import Pipeline
 
         model = model.to(like.dtype)
         stages = _build_stages(model, parallel, manager, shape)
         for stage in stages:
-            _move_and_shard(stage.module, shares, parallel, like)
+            _move_and_shard(stage.module, mesh, parallel, like)
             _enable_configured_autocast(stage.module, config, like)
         pipeline = Pipeline(stages, manager, parallel.schedule, microbatches_per_step(config))
-        return ModelParts(pipeline.parts, pipeline)
+        return ModelParts(pipeline.stage_modules, pipeline)
     model = shard_model(model.to(like.dtype), manager, shape)
-    _move_and_shard(model, shares, parallel, like)
+    _move_and_shard(model, mesh, parallel, like)
     model = place_model(model, parallel.layout, first_gpu)
     _enable_configured_autocast(model, config, like)
     if config.compile:
@@ -243,41 +263,45 @@ def _build_stages(
     manager: DomainParallelManager,
     shape: Sequence[int],
 ) -> list[Stage]:
-    """This rank's stages, cut after conversion, at places that are the same on every rank."""
-    costs = segment_costs(model, shape)  # of the whole globe, for bands differ
+    """Return this rank's pipeline stages, cut between the same segments on every rank."""
+    # Costs are those of the unsharded model: bands differ in size, so each rank would cut the
+    # converted model elsewhere.
+    costs = segment_costs(model, shape)
     virtual = parallel.virtual_stages
     cuts = stage_slices(costs, parallel.pipeline * virtual, parallel.stages, virtual=virtual)
     return cut_model(shard_model(model, manager, shape), manager, cuts, shape)
 
 
 def _move_and_shard(
-    part: nn.Module, shares: DeviceMesh | None, parallel: ParallelConfig, like: Tensor
+    part: nn.Module, mesh: DeviceMesh | None, parallel: ParallelConfig, like: Tensor
 ) -> None:
-    """Bring a part to its device, and its parameters to the data ranks, if they share them."""
-    if shares is None or not parallel.cpu_offload:
+    """Move a part to its device, and shard its parameters over the `mesh`, if there is one."""
+    if mesh is None or not parallel.cpu_offload:  # offloaded parameters stay in the host's memory
         part.to(like.device)
-    if shares is not None:
-        shard_parameters(part, shares, parallel, like.dtype)
+    if mesh is not None:
+        shard_parameters(part, mesh, parallel, like.dtype)
 
 
 def _enable_configured_autocast(part: nn.Module, config: Config, like: Tensor) -> None:
-    """Let a part compute in the dtype that the config asks for, if it does."""
+    """Enable autocast for a part if `trainer.autocast` is set."""
     if config.trainer.autocast is not None:
         enable_autocast(part, getattr(torch, config.trainer.autocast), like)
 
 
 def wrap_in_ddp(model: nn.Module, parallel: ParallelConfig) -> nn.Module:
-    """The model, its gradients averaged over all ranks of the run."""
+    """Wrap a model in DDP, which averages its gradients over all ranks of the run."""
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     on_one_gpu = device.type == "cuda" and not parallel.layout
     with warnings.catch_warnings():
-        # torch 2.13 renames broadcast_buffers; the new name still sends buffers once, and 2.11
-        # does not know it.
+        # torch 2.13 renames broadcast_buffers. The new name still sends buffers once, and torch
+        # 2.11 does not have it.
         warnings.simplefilter("ignore", FutureWarning)
         return DistributedDataParallel(
             model,
             device_ids=[device] if on_one_gpu else None,
-            broadcast_buffers=False,  # they follow from the config, and may be of own rows
+            # Buffers follow from the config, so they need not be sent; those that belong to a
+            # band of rows differ between ranks and must not be replaced by rank 0's.
+            broadcast_buffers=False,
             gradient_as_bucket_view=True,
         )
 
@@ -288,21 +312,25 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64}
 @final
 @dataclass(frozen=True)
 class Training:
-    """A run ready to start.
+    """A training run that is ready to start.
 
-    `forecast` is for use outside training; with a pipeline or fsdp2 all ranks call it together.
-    `like` has the device and dtype of everything.
+    Attributes:
+        trainer: takes the steps.
+        loader: reads the batches.
+        forecast_step: for forecasts outside training; collective with a pipeline or fsdp2.
+        like: a tensor with the device and dtype of all fields.
+        rows: the band of this rank.
     """
 
     trainer: Trainer
     loader: Loader
-    forecast: ForecastStep
+    forecast_step: ForecastStep
     like: Tensor
     rows: slice
 
 
 def check_plugins(config: Config) -> None:
-    """Refuse a loss or a schedule of the user's own for what can be said of it without data.
+    """Check a user's own loss and schedule as far as that needs no data.
 
     Raises:
         UserError: see `build_plugin_error` and `check_schedule`.
@@ -315,15 +343,17 @@ def check_plugins(config: Config) -> None:
 def build_training(
     config: Config, prepared: TrainingData, manager: DomainParallelManager, device: torch.device
 ) -> Training:
-    """Build everything that trains, the same on every rank but for its rows, stages and samples.
+    """Build a training run for this rank; collective, as process groups are created.
+
+    Ranks differ in their rows, pipeline stages and samples only.
 
     Raises:
-        UserError: what was asked for does not exist, does not fit the grid, or does not divide.
+        UserError: the config does not fit the data, the grid or the mesh.
     """
-    first_gpu = device.index or 0  # before the layout says where the output goes
+    first_gpu = device.index or 0  # before `device` becomes that of the model's output
     device = model_output_device(config.parallel.layout, device, first_gpu)
     like = torch.zeros((), device=device, dtype=DTYPES[config.trainer.dtype])
-    # First of all: it refuses a batch that does not divide among the data ranks.
+    # Before the model, which takes longer: a batch must divide among the data ranks.
     sequence = build_sample_sequence(config, prepared, manager)
     model = build_model_parts(config, prepared, manager, like, first_gpu)
     rows = manager.rows(prepared.store.grid[0])
@@ -332,45 +362,46 @@ def build_training(
         "train",
         rows,
         sequence,
-        like.dtype,
-        config.data.prefetch,
-        like.device,
-        config.model.frames,
-        batch_selection_of_rank(config, manager),
-        build_chunk_exchange(prepared.store, manager),
-        rollout_lengths(config, sequence),
+        dtype=like.dtype,
+        prefetch=config.data.prefetch,
+        device=like.device,
+        frames=config.model.frames,
+        selection=batch_selection_of_rank(config, manager),
+        exchange=build_chunk_exchange(prepared.store, manager),
+        rollout_lengths=rollout_lengths(config, sequence),
     )
+    # Taken after sharding, which replaces parameters: the optimizer must update the shards.
     parameters = named_parameters(model.parts)
     layout = state_layout(parameters, config.optimizer, config.parallel)
-    optimiser = build_optimizer(parameters, config.optimizer)
-    schedule = build_schedule(optimiser, config.optimizer, config.trainer.steps)
+    optimizer = build_optimizer(parameters, config.optimizer)
+    schedule = build_schedule(optimizer, config.optimizer, config.trainer.steps)
     data = describe_data(prepared, config.model)
     average = None
     if config.optimizer.ema is not None:
         average = WeightAverage(trainable_saved_parameters(model.parts), config.optimizer.ema)
     state = TrainingState(
         model.parts,
-        optimiser,
+        optimizer,
         schedule,
         loader,
         data,
         config.seed,
-        static=lambda: prepared.store.static(slice(None)),
+        static=lambda: prepared.store.read_static(slice(None)),
         valid=lambda: prepared.store.valid_mask(slice(None)),
         average=average,
         optimizer_name=config.optimizer.name,
         layout=layout,
     )
-    forecast, loss = build_forecast_step_and_loss(
+    forecast_step, loss = build_forecast_step_and_loss(
         config, prepared, manager, model.forecast_model, like
     )
-    gradients = model.build_forward_backward(config, manager, forecast, loss)
-    every = config.parallel.check_replicas_every
+    forward_backward = model.build_forward_backward(config, manager, forecast_step, loss)
+    check_every = config.parallel.check_replicas_every
     variables = tuple(channel.variable for channel in prepared.store.channels.output_channels)
     names = LossNames(variables, prepared.store.config.step_hours)
-    trainer = Trainer(config.trainer, state, gradients, manager, every, names=names)
-    use_batch_scheduling_for_gloo()  # in groups that were made meanwhile
-    return Training(trainer, loader, forecast, like, rows)
+    trainer = Trainer(config.trainer, state, forward_backward, manager, check_every, names=names)
+    use_batch_scheduling_for_gloo()  # again, for the threads of groups that were created since
+    return Training(trainer, loader, forecast_step, like, rows)
 
 
 def build_forecast_step_and_loss(
@@ -380,9 +411,9 @@ def build_forecast_step_and_loss(
     model: Model,
     like: Tensor,
 ) -> tuple[ForecastStep, WeightedLoss]:
-    """What is made of the model's output, and how far that is from the truth.
+    """Return the forecast step around a model, and the loss of its forecasts.
 
-    Collective where a variable has points without values.
+    Collective if a variable has points without values.
 
     Raises:
         UserError: see `build_loss`.
@@ -390,9 +421,9 @@ def build_forecast_step_and_loss(
     store = prepared.store
     rows = manager.rows(store.grid[0])
     normaliser = Normaliser.of(prepared, like.dtype, like.device)
-    tendency = normaliser.tendency_scale[: store.channels.states]
+    tendency = normaliser.tendency_scale[: store.channels.num_states]
     scale = torch.cat([tendency, tendency.new_ones(len(store.channels.diagnostic), 1, 1)])
-    points = ValidPoints.of(store.valid_mask(rows), like, manager.transport.sum)
+    points = ValidPoints.of(store.valid_mask(rows), like, manager.transport.all_reduce)
     loss = build_loss(config.loss, store.channels, store.latitude, rows, scale, points)
     fill = None
     if points is not None:
@@ -401,7 +432,10 @@ def build_forecast_step_and_loss(
 
 
 def batch_selection_of_rank(config: Config, manager: DomainParallelManager) -> BatchSelection:
-    """What of a sample this rank's stages need: the first inputs, the last what the loss does."""
+    """Return the parts of a sample that this rank's stages need.
+
+    The first pipeline rank needs the inputs, the last one what the loss is computed from.
+    """
     first = manager.pipeline_rank == 0
     last = manager.pipeline_rank == manager.pipeline_parallel_size - 1
     return BatchSelection(inputs=first, last=last and config.model.residual, target=last)
@@ -410,17 +444,16 @@ def batch_selection_of_rank(config: Config, manager: DomainParallelManager) -> B
 def build_sample_sequence(
     config: Config, prepared: TrainingData, manager: DomainParallelManager
 ) -> SampleSequence:
-    """The order in which this rank meets its share of the samples.
+    """Return the order in which this rank reads its samples.
 
     Raises:
         UserError: the global batch does not divide among the data ranks, or samples are too few.
     """
+    times = sample_times(
+        prepared.store, "train", config.model.frames, config.trainer.longest_rollout
+    )
     return SampleSequence(
-        len(
-            sample_times(
-                prepared.store, "train", config.model.frames, config.trainer.longest_rollout
-            )
-        ),
+        len(times),
         config.data.batch_size,
         manager.dp_rank,
         manager.dp_world_size,
@@ -429,8 +462,9 @@ def build_sample_sequence(
 
 
 def rollout_lengths(config: Config, sequence: SampleSequence) -> RolloutLengths:
-    """How long the rollout of each batch is: batch number n is that of optimiser step n."""
-    trainer, batches = config.trainer, sequence.batches_per_epoch
+    """Return the rollout length of each batch; batch number n is that of optimizer step n."""
+    trainer = config.trainer
+    batches = sequence.batches_per_epoch
     return RolloutLengths(
         trainer.longest_rollout, partial(trainer.rollout_at, steps_per_epoch=batches)
     )

@@ -1,4 +1,17 @@
-"""The folder of checkpoints: its files, and which of them are kept. No torch in here."""
+"""The folder of checkpoints: file names, metadata and retention.
+
+A checkpoint `step-00000042` is a folder with one or more safetensors files (tensors, written by all
+ranks) and `state.json` (numbers and text, written by rank 0). It is written in this order:
+
+1. `create_temporary_folder`: `.step-00000042.part`, which no reader takes for a checkpoint.
+2. `shards.write_shards`: every rank writes its part of the tensors.
+3. `commit_checkpoint`: `state.json` is written, then the folder gets its final name.
+4. `apply_retention`: checkpoints that are no longer needed are removed.
+
+A crash at any point leaves the previous checkpoint untouched.
+
+This file does not import torch, which takes seconds: the command line uses it.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +29,16 @@ from credit_dp import checks
 from credit_dp.errors import UserError
 
 FORMAT_VERSION = 4
-CHECKPOINTS_FOLDER = "checkpoint"  # of a run, its checkpoints are in
+CHECKPOINTS_FOLDER = "checkpoint"  # inside the folder of a run
 METADATA_FILE = "state.json"
 SHARD_SUFFIX = ".safetensors"
 STEP_PATTERN = re.compile(r"step-\d{8,}")
 
 Metadata = dict[str, Any]
 
-MAX_INT64 = 2**63 - 1  # of what torch takes for an integer
+MAX_INT64 = 2**63 - 1  # the largest integer that a tensor can hold
 
-# What `state.json` has to have.
+# Keys that `state.json` must have, and their types.
 METADATA_TYPES = {
     "step": int,
     "seed": int,
@@ -39,33 +52,37 @@ METADATA_TYPES = {
 
 
 def step_folder(folder: Path, step: int) -> Path:
-    """The checkpoint of a step."""
+    """Return the path of the checkpoint of a step."""
     return folder / f"step-{step:08d}"
 
 
 def temporary_folder(path: Path) -> Path:
-    """What the checkpoint is called while it is written."""
+    """Return the path under which a checkpoint is written before it gets its name."""
     return path.with_name(f".{path.name}.part")
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, oldest step first."""
+    """Return the complete checkpoints in a folder, in order of their steps."""
     if not folder.is_dir():
         return []
-    found = [path for path in folder.iterdir() if STEP_PATTERN.fullmatch(path.name)]
-    return sorted((path for path in found if (path / METADATA_FILE).is_file()), key=step_of)
+    candidates = [path for path in folder.iterdir() if STEP_PATTERN.fullmatch(path.name)]
+    return sorted((path for path in candidates if (path / METADATA_FILE).is_file()), key=step_of)
 
 
 def step_of(path: Path) -> int:
-    """The step that a checkpoint's name says."""
+    """Return the step in a checkpoint's name."""
     return int(path.name.removeprefix("step-"))
 
 
 def locate_checkpoint(key: str, value: str) -> Path:
-    """The checkpoint at a path: its own, that of the folder it is in, or that of a run.
+    """Return the checkpoint at a path, or the newest one in a folder of checkpoints or of a run.
+
+    Args:
+        key: config key that error messages begin with.
+        value: the path that this key has.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no checkpoint.
     """
     path = checks.checkpoint_path(key, value)
     if path.is_file():
@@ -81,37 +98,41 @@ def locate_checkpoint(key: str, value: str) -> Path:
     return steps[-1]
 
 
-def create_temporary_folder(part: Path) -> None:
-    """Make the folder to write into; what an earlier, killed run left there goes.
+def create_temporary_folder(temporary: Path) -> None:
+    """Create the folder to write into, and remove those that a killed run left behind.
 
     Raises:
-        OSError: it can't be made.
+        OSError: the folder can't be created.
     """
-    part.parent.mkdir(parents=True, exist_ok=True)
-    for leftover in part.parent.glob(".step-*.part"):
+    temporary.parent.mkdir(parents=True, exist_ok=True)
+    for leftover in temporary.parent.glob(".step-*.part"):
         shutil.rmtree(leftover)
-    part.mkdir()
+    temporary.mkdir()
 
 
-def commit_checkpoint(part: Path, path: Path, numbers: Metadata) -> None:
-    """Complete a checkpoint whose shards are written, and give it its name.
+def commit_checkpoint(temporary: Path, path: Path, metadata: Metadata) -> None:
+    """Write the metadata of a checkpoint whose shards are written, and give it its final name.
 
     Raises:
         OSError: it could not be written.
     """
-    with (part / METADATA_FILE).open("w") as file:
-        json.dump({"format": FORMAT_VERSION, **numbers}, file)
+    with (temporary / METADATA_FILE).open("w") as file:
+        json.dump({"format": FORMAT_VERSION, **metadata}, file)
         file.flush()
         os.fsync(file.fileno())
-    fsync_folder(part)
-    if path.exists():  # the same step once more: a folder can't be replaced in one go
+    # The content reaches the disk before the name does: after a power failure a folder with a
+    # checkpoint's name is complete.
+    fsync_folder(temporary)
+    if path.exists():
+        # The same step was saved before. A rename can't replace a folder that is not empty, so the
+        # old one is moved aside; its new name marks it as a leftover.
         os.replace(path, temporary_folder(path.with_name(f"{path.name}-old")))
-    os.replace(part, path)
+    os.replace(temporary, path)
     fsync_folder(path.parent)
 
 
 def fsync_folder(folder: Path) -> None:
-    """Make sure that the names in a folder are on disk."""
+    """Flush the file names in a folder to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -119,139 +140,136 @@ def fsync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def remove_temporary_folder(part: Path) -> None:
-    """Remove what was written of a checkpoint that won't be completed."""
-    shutil.rmtree(part, ignore_errors=True)
+def remove_temporary_folder(temporary: Path) -> None:
+    """Remove a checkpoint that won't be completed."""
+    shutil.rmtree(temporary, ignore_errors=True)
 
 
 def shard_names(path: Path) -> list[str]:
-    """The files of tensors in a folder."""
+    """Return the names of the safetensors files in a folder, sorted."""
     return sorted(file.name for file in path.iterdir() if file.name.endswith(SHARD_SUFFIX))
 
 
 def read_metadata(key: str, path: Path) -> Metadata:
-    """What `finish` wrote; the shards that belong to it are there.
+    """Read `state.json` of a checkpoint, and check that all of its shards are present.
 
     Raises:
-        UserError: it can't be read, is of another program, or not all of it is there.
+        UserError: the file can't be read, has another format, or shards are missing.
     """
     try:
-        numbers = json.loads((path / METADATA_FILE).read_text())
+        metadata = json.loads((path / METADATA_FILE).read_text())
         shards = shard_names(path)
     except (OSError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"{key}: {path} is not a readable checkpoint ({reason}).") from error
-    if not is_valid_metadata(numbers):
+    if not is_valid_metadata(metadata):
         raise UserError(
             f"{key}: {path} is not a checkpoint of this program (format {FORMAT_VERSION})."
         )
-    odd = sorted(set(shards) ^ set(numbers["shards"]))
-    if odd:
+    unexpected = sorted(set(shards) ^ set(metadata["shards"]))
+    if unexpected:
         raise UserError(
-            f"{key}: {path} is not a readable checkpoint ({odd[0]} is missing or does not belong "
-            "to it)."
+            f"{key}: {path} is not a readable checkpoint ({unexpected[0]} is missing or does not "
+            "belong to it)."
         )
-    return dict(numbers)
+    return dict(metadata)
 
 
-def is_valid_metadata(numbers: Any) -> bool:
-    """Whether all of `METADATA_TYPES` is there, and is what everyone may take it for."""
+def is_valid_metadata(metadata: Any) -> bool:
+    """Whether the content of `state.json` has this format and all `METADATA_TYPES`."""
     return (
-        isinstance(numbers, dict)
-        and numbers.get("format") == FORMAT_VERSION
-        and all(type(numbers.get(name)) is kind for name, kind in METADATA_TYPES.items())
-        and all(0 <= numbers[name] <= MAX_INT64 for name in ("step", "seed"))
-        and all(type(name) is str for name in numbers["shards"])
-        and all(map(is_shape, numbers["tensors"].values()))
+        isinstance(metadata, dict)
+        and metadata.get("format") == FORMAT_VERSION
+        and all(type(metadata.get(name)) is kind for name, kind in METADATA_TYPES.items())
+        and all(0 <= metadata[name] <= MAX_INT64 for name in ("step", "seed"))
+        and all(type(name) is str for name in metadata["shards"])
+        and all(map(is_shape, metadata["tensors"].values()))
     )
 
 
 def is_shape(value: object) -> bool:
-    """Whether it is a list of sizes."""
+    """Whether a value is a list of sizes."""
     return isinstance(value, list) and all(type(size) is int and size >= 0 for size in value)
 
 
 def run_folder_of(path: Path) -> Path:
-    """The folder of the run that wrote a checkpoint, or else the one that it is in."""
+    """Return the run that wrote a checkpoint, or the folder that a copied checkpoint is in."""
     folder = path.resolve().parent
     return folder.parent if folder.name == CHECKPOINTS_FOLDER else folder
 
 
-VALIDATION_KEY = "validation"  # in `state.json`: the error that was found at this step, or null
-BEST_LINK = "best"  # a link beside the checkpoints
+VALIDATION_KEY = "validation"  # in `state.json`: the validation error at this step, or null
+BEST_LINK = "best"  # symbolic link to the checkpoint with the lowest validation error
 
 
 @final
 @dataclass(frozen=True)
 class RetentionPolicy:
-    """How many of the newest stay, and whether the one with the lowest validation error does."""
+    """How many of the newest checkpoints are kept, and whether the best one is kept, too."""
 
     keep_newest: int = 1
     keep_best: bool = False
 
 
-def apply_retention(path: Path, kept: RetentionPolicy) -> None:
-    """Remove what does not stay now that `path` is whole, and say which one is the best.
+def apply_retention(path: Path, retention: RetentionPolicy) -> None:
+    """Remove checkpoints that need not be kept once `path` is complete, and link the best.
 
-    Later steps than that of `path` are of a training that was gone back on: they go, too. What
-    can't be removed is left to the next time.
+    Later steps than that of `path` belong to an abandoned branch of the training and are removed.
+    Errors are ignored: the next call tries again.
     """
     folder = path.parent
-    steps = [other for other in list_checkpoints(folder) if step_of(other) <= step_of(path)]
-    best = best_checkpoint(steps) if kept.keep_best else None
-    with contextlib.suppress(OSError):  # a file system may have no links
+    candidates = [other for other in list_checkpoints(folder) if step_of(other) <= step_of(path)]
+    best = best_checkpoint(candidates) if retention.keep_best else None
+    with contextlib.suppress(OSError):  # some file systems have no symbolic links
         update_link(folder / BEST_LINK, best)
-    stay = {*steps[-kept.keep_newest :], best}
+    keep = {*candidates[-retention.keep_newest :], best}
     for other in list_checkpoints(folder):
-        if other not in stay:
+        if other not in keep:
             remove_checkpoint(other)
     for leftover in folder.glob(".step-*.part"):
         shutil.rmtree(leftover, ignore_errors=True)
 
 
-def best_checkpoint(steps: list[Path]) -> Path | None:
-    """The one with the lowest validation error, of equal ones the first; None if none has one."""
-    errors = {path: error for path in steps if (error := validation_error_of(path)) is not None}
+def best_checkpoint(paths: list[Path]) -> Path | None:
+    """Return the first checkpoint with the lowest validation error; None if none has an error."""
+    errors = {path: error for path in paths if (error := validation_error_of(path)) is not None}
     return min(errors, key=errors.__getitem__, default=None)
 
 
 def validation_error_of(path: Path) -> float | None:
-    """The error that a checkpoint was saved with."""
+    """Read the validation error of a checkpoint; None if it has none or can't be read."""
     try:
-        numbers = json.loads((path / METADATA_FILE).read_text())
+        metadata = json.loads((path / METADATA_FILE).read_text())
     except (OSError, ValueError, RecursionError):
         return None
-    return finite_or_none(numbers.get(VALIDATION_KEY)) if isinstance(numbers, dict) else None
+    return finite_or_none(metadata.get(VALIDATION_KEY)) if isinstance(metadata, dict) else None
 
 
 def finite_or_none(value: Any) -> float | None:
-    """A number that can be compared, or None."""
+    """Return a finite number as it is, and None for anything else."""
     return value if type(value) in (int, float) and math.isfinite(value) else None
 
 
-def update_link(name: Path, target: Path | None) -> None:
-    """Have `name` lead to a checkpoint beside it, in one go, or not be there.
+def update_link(link: Path, target: Path | None) -> None:
+    """Let a symbolic link point to a checkpoint in the same folder, atomically; None removes it.
 
     Raises:
-        OSError: it can't.
+        OSError: the link can't be changed.
     """
     if target is None:
-        name.unlink(missing_ok=True)
+        link.unlink(missing_ok=True)
         return
-    if name.is_symlink() and os.readlink(name) == target.name:
+    if link.is_symlink() and os.readlink(link) == target.name:
         return
-    temporary = name.with_name(f".{name.name}.part")
+    temporary = link.with_name(f".{link.name}.part")
     temporary.unlink(missing_ok=True)
     temporary.symlink_to(target.name)
-    os.replace(temporary, name)
+    os.replace(temporary, link)
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint so that half of one never bears its name."""
+    """Remove a checkpoint, renamed first so that a partial one never has a checkpoint's name."""
     aside = temporary_folder(path.with_name(f"{path.name}-old"))
     with contextlib.suppress(OSError):
         os.replace(path, aside)
         shutil.rmtree(aside)
-
-
-# `torch.distributed.checkpoint` takes a second to import: only where something is saved or read.

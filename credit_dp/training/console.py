@@ -1,4 +1,4 @@
-"""What a run shows while it works, and how long it is going to take."""
+"""Shows the progress of a run on the terminal, and estimates how long it will take."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -21,41 +21,40 @@ from rich.text import Text
 
 from credit_dp.distributed.worker import EarlyRecords
 
-DATA_LOGGERS = (
-    "credit_dp.data",
-    "credit_dp.training.run.dates",
-)  # the loggers of the data and their dates
-LINE_INTERVAL_SECONDS = 10.0  # between two lines where there is no terminal
+# Loggers whose messages are about the data and their dates.
+DATA_LOGGERS = ("credit_dp.data", "credit_dp.training.run.dates")
+LINE_INTERVAL_SECONDS = 10.0  # between two lines of progress where there is no terminal
 
 
 class ProgressBar(Protocol):
-    """Shows how much of something is done."""
+    """Shows the progress of one task."""
 
     def __call__(self, done: int, note: str = "") -> None:
-        """Show that `done` of the total are done, with a remark."""
+        """Show that `done` of the total are done, with a note."""
 
 
 @final
 class Screen:
-    """Where rank 0 tells what happens; the other ranks hold one without a console."""
+    """The output of rank 0; other ranks have one without a console, which shows nothing."""
 
     def __init__(self, console: Console | None) -> None:
         self.console = console
 
     @property
     def width(self) -> int:
-        """Columns that fit on a line."""
+        """Return the number of characters in a line."""
         return self.console.width if self.console is not None else 80
 
-    def show(self, what: RenderableType) -> None:
+    def show(self, renderable: RenderableType) -> None:
         """Show a line, a table or anything else that rich can render."""
         if self.console is not None:
-            # Paths stay on one line, so that they can be copied, and are not taken for markup.
-            self.console.print(what, soft_wrap=isinstance(what, str), markup=False)
+            # Soft wrapping leaves long paths on one line, so that they can be copied. Without
+            # markup, brackets in them are not taken for styles.
+            self.console.print(renderable, soft_wrap=isinstance(renderable, str), markup=False)
 
     @contextmanager
     def bar(self, label: str, total: int, done: int = 0) -> Iterator[ProgressBar]:
-        """A bar from `done` to `total`, to be called with how much is done and a note."""
+        """Show a progress bar from `done` to `total`; lines where there is no terminal."""
         if self.console is None:
             yield lambda done, note="": None
         elif self.console.is_terminal:
@@ -67,9 +66,9 @@ class Screen:
 
     @contextmanager
     def report(self) -> Iterator[Callable[[str, float], None]]:
-        """Show work in several named parts, each told as a fraction done.
+        """Show the progress of several tasks, each by its label and the fraction done.
 
-        On every rank: the one that does the work, while the others wait for it, tells of it.
+        Works on every rank: only the rank that does the work calls it, while the others wait.
         """
         console = self.console or Console()
         if not console.is_terminal:
@@ -84,7 +83,7 @@ class Screen:
 
 @final
 class LiveBar:
-    """A bar that is redrawn in place."""
+    """A progress bar on a terminal."""
 
     def __init__(self, progress: Progress, task: TaskID) -> None:
         self.progress = progress
@@ -97,17 +96,18 @@ class LiveBar:
 
 @final
 class ProgressLines:
-    """A line every few seconds and one at the end, for logs and pipes."""
+    """Shows progress as a line every few seconds and one at the end, for logs and pipes."""
 
-    def __init__(self, say: Callable[[str], None], label: str, total: int, done: int) -> None:
-        self.show = say
+    def __init__(self, show: Callable[[str], None], label: str, total: int, done: int) -> None:
+        self.show = show
         self.label = label
         self.total = total
-        self.started, self.first = time.monotonic(), done
+        self.first = done
+        self.started = time.monotonic()
         self.last_shown = self.started
 
     def __call__(self, done: int, note: str = "") -> None:
-        """Show a line if the last one is long ago, or if all is done."""
+        """Show a line if `LINE_INTERVAL_SECONDS` have passed, or if all is done."""
         now = time.monotonic()
         if done < self.total and now - self.last_shown < LINE_INTERVAL_SECONDS:
             return
@@ -120,32 +120,33 @@ class ProgressLines:
 
 @final
 class TaskLines:
-    """Named parts as lines: when one begins, and every few seconds."""
+    """Shows several tasks as lines: when a task begins, and every few seconds."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self.show = say
+    def __init__(self, show: Callable[[str], None]) -> None:
+        self.show = show
         self.label = ""
         self.last_shown = 0.0
 
     def __call__(self, label: str, fraction: float) -> None:
-        """Show a line if a part begins, or if the last line is long ago."""
+        """Show a line if a task begins, or if `LINE_INTERVAL_SECONDS` have passed."""
         now = time.monotonic()
         if label == self.label and now - self.last_shown < LINE_INTERVAL_SECONDS:
             return
-        self.label, self.last_shown = label, now
+        self.label = label
+        self.last_shown = now
         self.show(f"{label} {100 * fraction:.0f} %")
 
 
 @final
 class TaskBars:
-    """Named parts as one bar each."""
+    """Shows several tasks as one progress bar each."""
 
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
         self.tasks: dict[str, TaskID] = {}
 
     def __call__(self, label: str, fraction: float) -> None:
-        """Move the part's bar, which is made when the part begins."""
+        """Move the bar of a task, which is created at its first call."""
         if label not in self.tasks:
             self.progress.start()
             self.tasks[label] = self.progress.add_task(label, total=1.0, note="")
@@ -154,16 +155,16 @@ class TaskBars:
 
 @final
 class SpeedColumn(ProgressColumn):
-    """Steps per second."""
+    """A column with the steps per second."""
 
     def render(self, task: Task) -> Text:
-        """The speed, or nothing before there is one."""
+        """Return the speed, or an empty text before the first step."""
         speed = task.finished_speed or task.speed
         return Text("" if speed is None else f"{speed:.1f}/s", style="progress.data.speed")
 
 
 def live_progress(console: Console, counts: bool = True) -> Progress:
-    """A progress display with bar, counts, note, speed and time left."""
+    """Return a progress display with bar, counts, note, speed and remaining time."""
     columns: list[str | ProgressColumn] = [TextColumn("{task.description}"), BarColumn()]
     if counts:
         columns += [MofNCompleteColumn(), TextColumn("{task.fields[note]}"), SpeedColumn()]
@@ -171,44 +172,49 @@ def live_progress(console: Console, counts: bool = True) -> Progress:
 
 
 def screen_for(rank: int) -> Screen:
-    """The screen of one rank: only rank 0 shows anything but preparations."""
+    """Return the screen of one rank: only rank 0 shows anything except `Screen.report`."""
     return Screen(Console() if rank == 0 else None)
 
 
 @contextmanager
 def collect_data_notes() -> Iterator[list[str]]:
-    """Collect what a user should know of the data, of what is logged meanwhile; see `notes_of`."""
-    found: list[str] = []
-    logger, handler = getLogger("credit_dp"), EarlyRecords()
+    """Collect notes about the data that are logged inside the context; see `notes_of`.
+
+    The list is filled when the context ends.
+    """
+    notes: list[str] = []
+    logger = getLogger("credit_dp")
+    handler = EarlyRecords()
     level = logger.level
     logger.addHandler(handler)
     logger.setLevel(INFO)
     try:
-        yield found
+        yield notes
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
-        found += notes_of(handler.pop_all())
+        notes += notes_of(handler.pop_all())
 
 
 def notes_of(records: Iterable[LogRecord]) -> list[str]:
-    """What a user should know of the data, of what was logged while they were prepared; each once.
+    """Return the messages about the data among log records, each once.
 
-    Warnings are left out, for they have been shown.
+    Warnings are left out, as the terminal shows them when they are logged.
     """
-    shown = (r for r in records if r.name.startswith(DATA_LOGGERS) and r.levelno < WARNING)
-    return list(dict.fromkeys(record.getMessage() for record in shown))
+    notes = (r for r in records if r.name.startswith(DATA_LOGGERS) and r.levelno < WARNING)
+    return list(dict.fromkeys(record.getMessage() for record in notes))
 
 
-ETA_STEPS = 20  # after which it is told; before the first of them a lot is set up
+# Steps before the time is estimated. The first is not timed, as a lot is set up in it.
+ETA_STEPS = 20
 
 
 @final
 class EtaMessage:
-    """Says once how long an epoch takes, and all that is left.
+    """Estimates once how long an epoch and the rest of the run will take.
 
     Args:
-        step: after which training starts.
+        step: the last step before training starts.
         total: steps of the run.
         per_epoch: steps of an epoch.
     """
@@ -217,22 +223,23 @@ class EtaMessage:
         self.first = step + 1
         self.total = total
         self.per_epoch = per_epoch
-        self._began = 0.0
+        self._started = 0.0
 
     def __call__(self, step: int) -> str | None:
-        """Hear that a step has been taken; the line, after the 20th."""
+        """Return the message after the 20th step, and None after all other steps."""
         now = time.monotonic()
         if step == self.first:
-            self._began = now
+            self._started = now
         if step + 1 != self.first + ETA_STEPS or step >= self.total:
             return None
-        pace = (now - self._began) / (ETA_STEPS - 1)
-        epoch, left = pace * self.per_epoch, pace * (self.total - step)
-        return f"about {format_duration(epoch)} for an epoch, done in about {format_duration(left)}"
+        seconds_per_step = (now - self._started) / (ETA_STEPS - 1)
+        epoch = format_duration(seconds_per_step * self.per_epoch)
+        rest = format_duration(seconds_per_step * (self.total - step))
+        return f"about {epoch} for an epoch, done in about {rest}"
 
 
 def format_duration(seconds: float) -> str:
-    """Seconds in the unit that suits: `45 s`, `12 min`, `3.5 h`, `2.1 days`."""
+    """Format seconds in a suitable unit: `45 s`, `12 min`, `3.5 h`, `2.1 days`."""
     if seconds < 90:
         return f"{seconds:.{0 if seconds >= 9.5 else 1}f} s"
     if seconds < 90 * 60:

@@ -1,4 +1,9 @@
-"""What a model was trained on and for: resuming for anything else is refused."""
+"""Describes the data and the model of a run, and compares them with those of a checkpoint.
+
+`describe_data` is saved in every checkpoint. `check_data` compares it when a run resumes, and
+`check_fields` when a forecast starts: weights must not meet other channels, another grid, step or
+normalisation than they were trained with.
+"""
 
 from collections.abc import Sequence
 from dataclasses import asdict, fields
@@ -16,14 +21,16 @@ from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 from credit_dp.evaluation.metrics import unit_of
 
-DataDescription = dict[str, Any]  # text, numbers and lists only: it lies in the checkpoint
+DataDescription = dict[str, Any]  # only what JSON can hold, as it is saved in `state.json`
 
-# Sums over the same fields differ in their last digits between machines.
+# Relative to the standard deviation: sums over the same fields differ in their last digits between
+# machines.
 TOLERANCE = 1e-6
-# Standard deviations by which a mean or a deviation may differ without weights noticing.
+# Differences of a mean or standard deviation, in standard deviations, that make no difference to a
+# model.
 SCALING_TOLERANCE = 0.01
 
-# What checkpoints that do not say it were made with.
+# The values of keys that older checkpoints do not have.
 DEFAULT_DESCRIPTION: DataDescription = {
     "model.frames": 1,
     "model.residual": True,
@@ -32,9 +39,9 @@ DEFAULT_DESCRIPTION: DataDescription = {
 }
 
 RANGE_SUFFIXES = ("minimum", "maximum")
-CLAMP_KEY = "nonnegative"  # acts on forecasts alone: no reason not to go on
+CLAMP_KEY = "nonnegative"  # acts on forecasts only, so a run may resume with another value
 
-# The models of this package, by what a description calls them; others go by their own name.
+# The models of this package, by their names in a description. Plug-ins have the name in the config.
 MODEL_KINDS: dict[str, type[ModelConfig]] = {
     "unet": UNetConfig,
     "pangu": PanguConfig,
@@ -43,7 +50,7 @@ MODEL_KINDS: dict[str, type[ModelConfig]] = {
 
 
 def describe_data(prepared: TrainingData, model: ModelConfig) -> DataDescription:
-    """Channels in order, step, grid and sample by their config keys, and the normalisation."""
+    """Describe channels, step, grid and samples by config key, the normalisation and the model."""
     store = prepared.store
     rows, columns = store.grid
     statistics = asdict(prepared.statistics)
@@ -54,9 +61,9 @@ def describe_data(prepared: TrainingData, model: ModelConfig) -> DataDescription
         "data.forcing": list(store.channels.forcing),
         "data.static": list(store.channels.static),
         "data.variables": {
-            name: {key: value for key, value in treated.items() if key != CLAMP_KEY}
-            for name, treated in describe_variables(prepared).items()
-            if treated.keys() != {CLAMP_KEY}
+            name: {key: value for key, value in settings.items() if key != CLAMP_KEY}
+            for name, settings in describe_variables(prepared).items()
+            if settings.keys() != {CLAMP_KEY}
         },
         "data.step": f"{store.config.step_hours}h",
         "data.grid": f"{rows}x{columns}",
@@ -70,13 +77,13 @@ def describe_data(prepared: TrainingData, model: ModelConfig) -> DataDescription
 
 
 def describe_model(model: ModelConfig) -> DataDescription:
-    """Which model it is: its kind, and the value of each of its keys."""
+    """Describe a model by its kind and the values of its config keys."""
     kinds = [name for name, kind in MODEL_KINDS.items() if type(model) is kind]
     return {"kind": kinds[0] if kinds else model.name, "keys": asdict(model)}
 
 
 def describe_fields(prepared: TrainingData) -> DataDescription:
-    """The channels that come out, their units, and where they are given."""
+    """Describe the output channels: names, units, grid and settings of their variables."""
     store = prepared.store
     channels = store.channels.output_channels
     return {
@@ -90,45 +97,49 @@ def describe_fields(prepared: TrainingData) -> DataDescription:
 
 
 def describe_variables(prepared: TrainingData) -> dict[str, dict[str, Any]]:
-    """What is done to the values of each variable, where that is not the default."""
-    channels, config = prepared.store.channels, prepared.store.config
+    """Return the settings of each variable that differ from the defaults."""
+    channels = prepared.store.channels
+    config = prepared.store.config
     names = [channel.variable for channel in channels.output_channels]
     default = VariableConfig()
     described = {
         name: {
-            field.name: getattr(config.of(name), field.name)
+            field.name: getattr(config.variable_config(name), field.name)
             for field in fields(VariableConfig)
-            if getattr(config.of(name), field.name) != getattr(default, field.name)
+            if getattr(config.variable_config(name), field.name) != getattr(default, field.name)
         }
         for name in sorted({*names, *channels.forcing, *channels.static})
     }
-    return {name: treated for name, treated in described.items() if treated}
+    return {name: settings for name, settings in described.items() if settings}
 
 
-def check_data(saved: DataDescription, own: DataDescription) -> None:
-    """Refuse to go on with other data, naming the first key that differs.
+def check_data(saved: DataDescription, current: DataDescription) -> None:
+    """Check that a run resumes with the data of its checkpoint.
+
+    Args:
+        saved: the description in the checkpoint.
+        current: that of the present data and config.
 
     Raises:
-        UserError: the weights would meet other channels, another step, grid or normalisation, or
-            stand for something else.
+        UserError: channels, step, grid, normalisation or the kind of model differ; naming the first
+            key that does.
     """
     saved = {**DEFAULT_DESCRIPTION, **saved}
-    for key, value in own.items():
-        before = saved.get(key)
-        if key.startswith(("data.", "model.")) and before != value:
-            raise _mismatch_error(key, before, value)
-    for key, (before, value) in differing_model_keys(saved, own).items():
-        raise _mismatch_error(key, before, value)
-    statistics = own.get("statistics", {})
+    for key, value in current.items():
+        saved_value = saved.get(key)
+        if key.startswith(("data.", "model.")) and saved_value != value:
+            raise _mismatch_error(key, saved_value, value)
+    for key, (saved_value, value) in differing_model_keys(saved, current).items():
+        raise _mismatch_error(key, saved_value, value)
+    statistics = current.get("statistics", {})
     for name, values in statistics.items():
-        if (
-            name.endswith(RANGE_SUFFIXES) and name not in saved["statistics"]
-        ):  # an older one says less
+        # Older checkpoints have no ranges.
+        if name.endswith(RANGE_SUFFIXES) and name not in saved["statistics"]:
             continue
-        # Compared in units of the spread: the mean of a wind may well be near zero.
-        spread = np.array(statistics[std_name_of(name)])
+        # In units of the standard deviation: the mean of a wind component may be near zero.
+        std = np.array(statistics[std_name_of(name)])
         change = np.abs(np.subtract(values, saved["statistics"][name]))
-        if np.any(change > TOLERANCE * np.where(spread > 0, spread, 1.0)):
+        if np.any(change > TOLERANCE * np.where(std > 0, std, 1.0)):
             raise UserError(
                 f"resume: the checkpoint was trained with another {name} of the fields: "
                 "data.store or data.dates.train differs. Set them to those of the checkpoint, or "
@@ -136,44 +147,49 @@ def check_data(saved: DataDescription, own: DataDescription) -> None:
             )
 
 
-def _mismatch_error(key: str, before: object, value: object) -> UserError:
+def _mismatch_error(key: str, saved_value: object, value: object) -> UserError:
     return UserError(
-        f"resume: the checkpoint was trained with {key}={format_value(before)}, the config has "
-        f"{format_value(value)}. Set {key} to that of the checkpoint, or start a new run."
+        f"resume: the checkpoint was trained with {key}={format_value(saved_value)}, the config "
+        f"has {format_value(value)}. Set {key} to that of the checkpoint, or start a new run."
     )
 
 
 def differing_model_keys(
-    saved: DataDescription, own: DataDescription
+    saved: DataDescription, current: DataDescription
 ) -> dict[str, tuple[Any, Any]]:
-    """The keys of one kind of model that differ, as (checkpoint's, own), of those in
-    `LEGACY_DEFAULTS`: a checkpoint need not have them, and their values change the model's form.
+    """Return keys of the same kind of model that differ, as (checkpoint's value, current value).
+
+    Only keys in `LEGACY_DEFAULTS` are compared. Older checkpoints do not have them, and their
+    values change the structure of the model.
     """
-    before, now = saved.get("model"), own.get("model")
-    if not before or not now or before["kind"] != now["kind"]:
+    saved_model = saved.get("model")
+    model = current.get("model")
+    if not saved_model or not model or saved_model["kind"] != model["kind"]:
         return {}
-    former = with_legacy_defaults(now["kind"], {})
-    keys = {**former, **before["keys"]}
-    pairs = {f"model.{key}": (keys[key], now["keys"][key]) for key in former}
+    legacy = with_legacy_defaults(model["kind"], {})
+    saved_keys = {**legacy, **saved_model["keys"]}
+    pairs = {f"model.{key}": (saved_keys[key], model["keys"][key]) for key in legacy}
     return {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
 
 
-def differently_normalised_channels(saved: DataDescription, own: DataDescription) -> list[str]:
-    """Channels in common whose values are not normalised by the same mean and standard deviation.
+def differently_normalised_channels(saved: DataDescription, current: DataDescription) -> list[str]:
+    """Return common channels whose mean or standard deviation differs from the checkpoint's.
 
-    The same are those that differ by less than `SCALING_TOLERANCE` standard deviations.
+    Differences below `SCALING_TOLERANCE` standard deviations are ignored.
     """
-    before, now = channel_means_and_stds(saved), channel_means_and_stds(own)
-    return [
-        name
-        for name, (mean, std) in now.items()
-        if name in before
-        and max(abs(mean - before[name][0]), abs(std - before[name][1])) > SCALING_TOLERANCE * std
-    ]
+    saved_scales = channel_means_and_stds(saved)
+    differing = []
+    for name, (mean, std) in channel_means_and_stds(current).items():
+        if name in saved_scales:
+            saved_mean, saved_std = saved_scales[name]
+            change = max(abs(mean - saved_mean), abs(std - saved_std))
+            if change > SCALING_TOLERANCE * std:
+                differing.append(name)
+    return differing
 
 
 def channel_means_and_stds(data: DataDescription) -> dict[str, tuple[float, float]]:
-    """Mean and standard deviation of each channel, by name."""
+    """Return the mean and standard deviation of each channel, by name."""
     statistics = data["statistics"]
     names = {
         "": [Channel(variable, level).name for variable, level in data["fields"]["channels"]],
@@ -190,13 +206,13 @@ def channel_means_and_stds(data: DataDescription) -> dict[str, tuple[float, floa
 
 
 def std_name_of(name: str) -> str:
-    """The statistics in whose units those of this name are compared."""
-    prefix, _, number = name.rpartition("_")
-    return name if number == "std" else f"{prefix}_std".lstrip("_")
+    """Return the standard deviation in whose units statistics of this name are compared."""
+    prefix, _, statistic = name.rpartition("_")
+    return name if statistic == "std" else f"{prefix}_std".lstrip("_")
 
 
 def format_value(value: object) -> str:
-    """A value as it is written on the command line."""
+    """Return a value as it is written on the command line."""
     if isinstance(value, dict):
         return f"{{{','.join(f'{key}:{format_value(entry)}' for key, entry in value.items())}}}"
     if isinstance(value, list):
@@ -205,79 +221,78 @@ def format_value(value: object) -> str:
 
 
 COORDINATE_TOLERANCE = 1e-3  # degrees: stores round latitudes and longitudes
-PREPROCESSING_KEYS = (
-    "normalise",
-    "fill",
-)  # what was done to values when the model learnt to take them
-TRAINING_ONLY_KEYS = (
-    "dropout",
-    "stochastic_depth",
-    "activation_checkpointing",
-)  # no matter in forecasts
+PREPROCESSING_KEYS = ("normalise", "fill")  # must be the same in training and forecasts
+# Keys of models that do not change forecasts.
+TRAINING_ONLY_KEYS = ("dropout", "stochastic_depth", "activation_checkpointing")
 
 
 def check_fields(path: Path, saved: DataDescription, store: Store, model: ModelConfig) -> None:
-    """Refuse a store with other fields, of another grid or step than a checkpoint was trained on.
+    """Check that a store and a model have the fields, grid, step and settings of a checkpoint.
 
     Args:
-        path: of the checkpoint, and `saved` what it says of its data.
-        store: what forecasts are to start from.
+        path: of the checkpoint.
+        saved: the description in the checkpoint.
+        store: has the initial states of forecasts.
         model: of the config.
 
     Raises:
         UserError: naming the first key that differs.
-        LookupError, TypeError, ValueError: the checkpoint does not say what it should.
+        LookupError, TypeError, ValueError: the description is damaged.
     """
     saved = {**DEFAULT_DESCRIPTION, **saved}
-    fields, channels = saved["fields"], store.channels
-    made = [Channel(variable, level).name for variable, level in fields["channels"]]
-    here = [channel.name for channel in channels.output_channels]
-    _check_names(path, "data.prognostic, data.diagnostic and data.levels", made, here)
+    fields = saved["fields"]
+    channels = store.channels
+    trained_channels = [Channel(variable, level).name for variable, level in fields["channels"]]
+    store_channels = [channel.name for channel in channels.output_channels]
+    key = "data.prognostic, data.diagnostic and data.levels"
+    _check_names(path, key, trained_channels, store_channels)
     _check_names(path, "data.forcing", saved["data.forcing"], channels.forcing)
     _check_names(path, "data.static", saved["data.static"], channels.static)
-    same = {
+    required = {
         "data.step": f"{store.config.step_hours}h",
         "model.frames": model.frames,
         "model.residual": model.residual,
     }
-    for key, value in same.items():
+    for key, value in required.items():
         _check_equal(path, key, saved[key], value)
-    # Weights of the same shapes make something else where other keys of the model differ, too.
-    now = asdict(model)
-    trained = saved.get("model", {})
-    keys = with_legacy_defaults(trained.get("kind", ""), trained.get("keys", {}))
-    for key, value in keys.items():
-        if key in now and key not in TRAINING_ONLY_KEYS:
-            _check_equal(path, f"model.{key}", value, now[key])
+    # Other keys of the model can change the forecast without changing the shapes of weights.
+    current_keys = asdict(model)
+    saved_model = saved.get("model", {})
+    saved_keys = with_legacy_defaults(saved_model.get("kind", ""), saved_model.get("keys", {}))
+    for key, value in saved_keys.items():
+        if key in current_keys and key not in TRAINING_ONLY_KEYS:
+            _check_equal(path, f"model.{key}", value, current_keys[key])
     variables = [*dict.fromkeys(channel.variable for channel in channels.output_channels)]
     for name in [*variables, *channels.forcing, *channels.static]:
-        before = {**asdict(VariableConfig()), **saved["data.variables"].get(name, {})}
+        settings = {**asdict(VariableConfig()), **saved["data.variables"].get(name, {})}
         for key in PREPROCESSING_KEYS:
-            value = getattr(store.config.of(name), key)
-            _check_equal(path, f"data.variables.{name}.{key}", before[key], value)
+            value = getattr(store.config.variable_config(name), key)
+            _check_equal(path, f"data.variables.{name}.{key}", settings[key], value)
     _check_grid(path, fields, store)
 
 
-def _check_equal(path: Path, key: str, wanted: object, found: object) -> None:
-    if wanted != found:
+def _check_equal(path: Path, key: str, saved_value: object, value: object) -> None:
+    if saved_value != value:
         raise UserError(
-            f"checkpoint: {path} was trained with {key}={format_value(wanted)}, the config has "
-            f"{format_value(found)}. Leave {key} out."
+            f"checkpoint: {path} was trained with {key}={format_value(saved_value)}, the config "
+            f"has {format_value(value)}. Leave {key} out."
         )
 
 
-def _check_names(path: Path, key: str, wanted: Sequence[str], found: Sequence[str]) -> None:
-    if list(wanted) == list(found):
+def _check_names(path: Path, key: str, trained: Sequence[str], available: Sequence[str]) -> None:
+    if list(trained) == list(available):
         return
-    odd = next((name for name in wanted if name not in found), None)
-    if odd is not None:
-        what = f"needs {odd}, which the data here lack"
+    missing = next((name for name in trained if name not in available), None)
+    unknown = next((name for name in available if name not in trained), None)
+    if missing is not None:
+        problem = f"needs {missing}, which the store does not have"
+    elif unknown is not None:
+        problem = f"was not trained with {unknown}"
     else:
-        odd = next((name for name in found if name not in wanted), None)
-        what = "has them in another order" if odd is None else f"does not know {odd}"
+        problem = "has them in another order"
     raise UserError(
-        f"checkpoint: {path} was trained on {len(wanted)} fields of {key}, and {what}. Leave these "
-        "keys out, or change data.store or checkpoint."
+        f"checkpoint: {path} was trained on {len(trained)} fields of {key}, and {problem}. Leave "
+        "these keys out, or change data.store or checkpoint."
     )
 
 
@@ -289,17 +304,17 @@ def _check_grid(path: Path, fields: DataDescription, store: Store) -> None:
             f"{store.source.where} has {store.grid[0]}x{store.grid[1]}. Change data.store or "
             "checkpoint."
         )
-    for name, own in (("latitude", store.latitude), ("longitude", store.longitude)):
-        _check_coordinate(path, name, np.array(fields[name], float), own, store.source.where)
+    for name, values in (("latitude", store.latitude), ("longitude", store.longitude)):
+        _check_coordinate(path, name, np.array(fields[name], float), values, store.source.where)
 
 
 def _check_coordinate(
-    path: Path, name: str, wanted: NDArray[np.float64], own: NDArray[np.float64], where: str
+    path: Path, name: str, trained: NDArray[np.float64], values: NDArray[np.float64], where: str
 ) -> None:
-    far = np.flatnonzero(np.abs(wanted - own) > COORDINATE_TOLERANCE)
-    if len(far):
-        place = int(far[0])
+    differing = np.flatnonzero(np.abs(trained - values) > COORDINATE_TOLERANCE)
+    if len(differing):
+        index = int(differing[0])
         raise UserError(
-            f"checkpoint: {path} was trained with {name} {wanted[place]:g} at place {place}, but "
-            f"{where} has {own[place]:g} there. Change data.store or checkpoint."
+            f"checkpoint: {path} was trained with {name} {trained[index]:g} at index {index}, but "
+            f"{where} has {values[index]:g}. Change data.store or checkpoint."
         )

@@ -272,7 +272,7 @@ class NonFiniteGuard:
         if self.manager.mesh is not None:
             dist.all_reduce(total)
         else:
-            total = self.manager.transport.sum(total)
+            total = self.manager.transport.all_reduce(total)
         loss, size = total.tolist()
         return loss / self.manager.dp_world_size, size / self.manager.world_size
 

@@ -1,6 +1,6 @@
-"""One forecast step in normalised space, and rollouts made of such steps.
+"""One forecast step in normalised space, and rollouts of several steps.
 
-Everything acts on the rank's own band of rows: the globe is never gathered between steps.
+Everything acts on the rank's band of rows: the globe is never gathered between steps.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -14,26 +14,27 @@ Model = Callable[[Tensor], Tensor]  # (B, channels in, h, W) -> (B, channels out
 
 @final
 class ForecastStep:
-    """The fields one step later: `next = last + model([now, forcing, static]) * tendency_scale`.
+    """Predicts the next fields: `next = last + model([state, forcing, static]) * tendency_scale`.
 
-    `now` is one state, or several that are one step apart with the `last` one last. The model's
-    output is the tendency in units of each channel's tendency standard deviation, so that all its
-    outputs have about unit variance, whatever the channel; without `residual`, the next state.
-    Diagnostic fields, which follow the state, are the model's output as it is, and never go in.
+    `state` has one state, or several that are one step apart, the `last` one at the end. The
+    model's output is the tendency in units of each channel's tendency standard deviation, so that
+    outputs of all channels have about unit variance. Without `residual` it is the next state.
+    Diagnostic fields follow the state in the output. They are never inputs, and are predicted
+    directly, not as tendencies.
 
     Shapes:
-        now `(B, frames * C, h, W)`, forcing `(B, F, h, W)`, static `(B, S, h, W)` ->
-        `(B, C + D, h, W)`, where h are the rank's own rows and D the diagnostic channels.
+        state `(B, frames * C, h, W)`, forcing `(B, F, h, W)`, static `(B, S, h, W)` ->
+        `(B, C + D, h, W)`, where h are the rank's rows and D the diagnostic channels.
 
     Units:
         Normalised: minus the channel's mean, divided by its standard deviation.
 
     Args:
         model: `(B, frames * C + F + S, h, W)` -> `(B, C + D, h, W)`.
-        tendency_scale: `(C, 1, 1)`, tendency standard deviation over standard deviation.
-        residual: the model predicts the tendency.
-        fill: puts into a forecast, `(B, C + D, h, W)`, what stands for points that have no values,
-            so that the next step starts from what the model has met in training.
+        tendency_scale: `(C, 1, 1)`, tendency standard deviation divided by standard deviation.
+        residual: whether the model predicts the tendency.
+        fill: sets points of a forecast, `(B, C + D, h, W)`, that have no values to those that the
+            model was trained with, so that the next step starts from inputs of the same kind.
     """
 
     def __init__(
@@ -50,36 +51,44 @@ class ForecastStep:
 
     @property
     def states(self) -> int:
-        """Channels of one state."""
+        """Return the number of channels of one state."""
         return len(self.tendency_scale)
 
-    def of(self, model: Model) -> "ForecastStep":
-        """The same step of another model."""
+    def with_model(self, model: Model) -> "ForecastStep":
+        """Return the same step with another model."""
         return ForecastStep(model, self.tendency_scale, self.residual, self.fill)
 
-    def __call__(self, now: Tensor, forcing: Tensor, static: Tensor) -> Tensor:
-        """The fields one step after `now`, whatever they are where there are no values."""
-        output: Tensor = self.model(torch.cat([now, forcing, static], dim=1))
-        return self.fields_from_output(output, now[:, -self.states :])
+    def __call__(self, state: Tensor, forcing: Tensor, static: Tensor) -> Tensor:
+        """Return the fields one step after `state`; points without values are not filled."""
+        output: Tensor = self.model(torch.cat([state, forcing, static], dim=1))
+        return self.fields_from_output(output, state[:, -self.states :])
 
     def fields_from_output(self, output: Tensor, last: Tensor) -> Tensor:
-        """The fields that an output of the model stands for, one step after the state `last`."""
+        """Return the fields of an output of the model, one step after the state `last`."""
         if not self.residual:
             return output
         state, diagnostic = output[:, : self.states], output[:, self.states :]
         state = last + state * self.tendency_scale
         return torch.cat([state, diagnostic], dim=1) if diagnostic.shape[1] else state
 
-    def rollout(self, now: Tensor, forcings: Iterable[Tensor], static: Tensor) -> Iterator[Tensor]:
+    def rollout(
+        self, state: Tensor, forcings: Iterable[Tensor], static: Tensor
+    ) -> Iterator[Tensor]:
         """Yield the fields after one step, two steps and so on, one for each forcing.
 
-        `forcings` are those at the time that each step starts from. With several states in `now`,
+        Each forcing is that of the time from which its step starts. If `state` has several states,
         each step drops the oldest.
         """
         for forcing in forcings:
-            later = self(now, forcing, static)
+            fields = self(state, forcing, static)
             if self.fill is not None:
-                later = self.fill(later)
-            yield later
-            kept, state = now[:, self.states :], later[:, : self.states]
-            now = torch.cat([kept, state], dim=1) if kept.shape[1] else state
+                fields = self.fill(fields)
+            yield fields
+            # The diagnostic channels, at the end of the fields, are no inputs of the next step.
+            newer_states = state[:, self.states :]
+            next_state = fields[:, : self.states]
+            state = (
+                torch.cat([newer_states, next_state], dim=1)
+                if newer_states.shape[1]
+                else next_state
+            )

@@ -317,11 +317,11 @@ class PipelineForwardBackward(ForwardBackward):
             return losses.sum() * self.domain_size
 
         def begin(part: int, micro: int) -> None:
-            prepare(self.pipeline.parts[part], micro)
+            prepare(self.pipeline.stage_modules[part], micro)
 
-        total = self.pipeline.backward(inputs, wanted, loss, begin)
+        total = self.pipeline.forward_backward(inputs, wanted, loss, begin)
         if self.group is not None:
-            parameters = (p for part in self.pipeline.parts for p in part.parameters())
+            parameters = (p for part in self.pipeline.stage_modules for p in part.parameters())
             average_gradients(parameters, self.group)
         return total / self.domain_size
 

@@ -1,4 +1,10 @@
-"""The training loss: an error weighted by area, pressure level and variable."""
+"""The training loss: an error weighted by area, pressure level and variable.
+
+`build_loss` makes a `WeightedLoss` from the config. Its error at a grid point is a function of the
+forecast and the truth at that point: one of this package, or one of a plug-in, which is tried
+before training. Optionally adds a spectral error of each row, with the same weights. Every rank
+computes the part of its band; the parts add up to the loss of the globe.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -17,165 +23,21 @@ from credit_dp.errors import UserError
 from credit_dp.evaluation.metrics import ValidPoints
 from credit_dp.plugins import report_plugin_errors
 
-# Added to the power of a wavenumber, which makes the amplitude smooth where there is none: its
-# gradient is 0 there, and nowhere above 1.
-FLOOR = 1e-8
-
-
-def amplitudes(rows: Tensor) -> Tensor:
-    """How strong each zonal wavenumber is: `A_k = sqrt(n_k |F_k|^2 / W^2 + FLOOR)`.
-
-    `F_k = sum over j of x_j exp(-2 pi i j k / W)`. `n_k` is 2 where the wavenumber -k is another
-    one, 1 for k = 0 and k = W / 2. The powers, without their floor, thus add up to the mean of
-    `x_j^2` (Parseval's theorem).
-
-    Shapes:
-        `(..., W)` -> `(..., W // 2 + 1)`.
-
-    Units:
-        Those of `rows`.
-    """
-    width = rows.shape[-1]
-    waves = torch.view_as_real(torch.fft.rfft(rows, norm="forward"))
-    power = waves.square().sum(dim=-1)
-    times = power.new_full(power.shape[-1:], 2.0)
-    times[0] = 1.0
-    if width % 2 == 0:
-        times[-1] = 1.0
-    return (power * times + FLOOR).sqrt()
-
-
-def spectrum_error(forecast: Tensor, target: Tensor) -> Tensor:
-    """Squared difference of amplitudes, added up over all zonal wavenumbers.
-
-    It is never more than the mean squared difference of the rows themselves, and equals it where
-    the waves of both lie at the same places and differ in strength alone.
-
-    Shapes:
-        `(..., W)` -> `(...)`.
-
-    Source: Subich et al. 2025 (arXiv:2501.19374), the part of their loss that amplitudes have,
-    here with one spectrum for each row in place of one for the sphere.
-    """
-    return (amplitudes(forecast) - amplitudes(target)).square().sum(dim=-1)
-
-
-def huber(difference: Tensor, delta: float) -> Tensor:
-    """`d^2 / 2` up to `delta`, beyond it `delta (|d| - delta / 2)`.
-
-    Source: Huber 1964, Robust estimation of a location parameter.
-    """
-    return functional.huber_loss(
-        difference, torch.zeros_like(difference), reduction="none", delta=delta
-    )
-
-
-def build_difference_error(config: StandardLossConfig) -> Callable[[Tensor], Tensor]:
-    """Return the error at a point as a function of the difference there."""
-    errors: dict[str, Callable[[Tensor], Tensor]] = {
-        "mse": torch.square,
-        "mae": torch.abs,
-        "huber": partial(huber, delta=config.huber_delta),
-    }
-    return errors[config.name]
-
-
-def build_plugin_error(config: OwnLossConfig, like: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the error at a point as a function of forecast and truth, as a plug-in builds it.
-
-    It is tried on small random tensors of the device and dtype of `like`.
-
-    Raises:
-        UserError: it can't be built, or is not one error for each point from that point alone:
-            bands would then not add up to the loss of the globe.
-    """
-    where = f"loss: {type(config).__name__}.build"
-    if type(config).build is OwnLossConfig.build:
-        raise UserError(
-            f"loss: {type(config).__name__} has no build. It needs a method build(self) that "
-            "returns a function of (forecast, truth)."
-        )
-    with report_plugin_errors(where):
-        error = config.build()
-    if not callable(error):
-        raise UserError(
-            f"{where} has to return a function of (forecast, truth), got {type(error).__name__}."
-        )
-    where = f"{where}: its function"
-    draw = torch.Generator().manual_seed(0)
-    forecast, truth = (torch.randn(3, 2, 4, 5, generator=draw).to(like) for _ in range(2))
-    forecast[0, 0, 0, :2] = truth[0, 0, 0, :2]
-    forecast[0, 0, 0, 0] = truth[0, 0, 0, 0] = 0  # as where there are no values
-    with report_plugin_errors(where):
-        check_gradient(where, error, forecast, truth)
-        check_pointwise(where, error, forecast, truth)
-    return error
-
-
-def check_gradient(
-    where: str, error: Callable[[Tensor, Tensor], Tensor], forecast: Tensor, truth: Tensor
-) -> None:
-    """Refuse a function that does not return a finite error for each point, with a gradient.
-
-    Raises:
-        UserError: beginning with `where`.
-    """
-    forecast = forecast.clone().requires_grad_()
-    errors = error(forecast, truth)
-    if not isinstance(errors, Tensor):
-        raise UserError(f"{where} has to return a tensor, got {type(errors).__name__}.")
-    if errors.shape != truth.shape or errors.dtype != truth.dtype:
-        raise UserError(
-            f"{where} has to return an error for each point, {tuple(truth.shape)} of {truth.dtype} "
-            f"for tensors of that shape, got {tuple(errors.shape)} of {errors.dtype}."
-        )
-    gradient = None
-    if errors.requires_grad:
-        (gradient,) = torch.autograd.grad(errors.sum(), forecast, allow_unused=True)
-    if gradient is None or not (errors.isfinite().all() and gradient.isfinite().all()):
-        raise UserError(
-            f"{where} needs finite errors and a finite gradient with respect to the forecast, also "
-            "where forecast and truth are equal."
-        )
-
-
-def check_pointwise(
-    where: str, error: Callable[[Tensor, Tensor], Tensor], forecast: Tensor, truth: Tensor
-) -> None:
-    """Refuse a function whose error at a point depends on other points.
-
-    Raises:
-        UserError: beginning with `where`.
-    """
-    errors = error(forecast.clone(), truth.clone())
-    near = 1000 * torch.finfo(errors.dtype).eps  # vectorised operations may round otherwise
-    for dim, name in enumerate(("samples", "channels", "rows", "columns")):
-        for part in (slice(0, 1), slice(1, None)):
-            cut = (slice(None),) * dim + (part,)
-            alone = error(forecast[cut].clone(), truth[cut].clone())
-            same = alone.shape == errors[cut].shape
-            if not same or not torch.allclose(alone, errors[cut], rtol=near, atol=near):
-                raise UserError(
-                    f"{where} needs errors that depend on their own point alone, but those of some "
-                    f"{name} change without the others. Leave out means and weights: they are "
-                    "taken afterwards."
-                )
-
 
 @final
 class WeightedLoss:
-    """This rank's share of the weighted mean error, in units of each channel's `scale`.
+    """Computes this rank's part of the weighted mean error, in units of each channel's `scale`.
 
     Shapes:
         forecast and target `(B, C, h, W)`, both normalised -> scalar.
 
     Args:
-        config: which error it is; its weights are in `rows` and `channels` already.
-        rows: weight of each own row, `(h,)`, scaled so that the globe's weights have mean 1.
+        config: the kind of error; its weights are already part of `rows` and `channels`.
+        rows: weight of each row of this rank, `(h,)`; the weights of the globe have mean 1.
         channels: weight of each channel, `(C,)`: they sum to 1 if all points have values.
-        scale: what differences are divided by, `(C, 1, 1)`.
-        height: rows of the whole globe.
-        points: those with values, if not all have them.
+        scale: the divisor of differences, `(C, 1, 1)`.
+        height: rows of the globe.
+        points: the points with values, if not all have values.
     """
 
     def __init__(
@@ -194,11 +56,11 @@ class WeightedLoss:
         self.weight = rows[:, None] * channels[:, None, None] / height
 
     def __call__(self, forecast: Tensor, target: Tensor) -> Tensor:
-        """Own rows' weighted error over the weight of the globe and of the batch given."""
+        """Return the weighted error of this rank's rows, divided by that of the globe and batch."""
         return self.by_channel(forecast, target).sum()
 
     def by_channel(self, forecast: Tensor, target: Tensor) -> Tensor:
-        """What each channel adds to the loss, with its spectrum if that counts: `(C,)`."""
+        """Return the part of the loss that each channel adds, `(C,)`, its spectrum included."""
         error = self.pointwise(forecast, target)
         batch, _, _, width = error.shape
         total = (error * self.weight).sum((0, 2, 3)) / (batch * width)
@@ -214,16 +76,17 @@ class WeightedLoss:
             return lambda forecast, target: error(self.scaled(forecast - target))
         if not isinstance(config, OwnLossConfig):
             raise TypeError(f"{type(config).__name__} is the config of no loss")
-        own = build_plugin_error(config, self.scale)
+        plugin_error = build_plugin_error(config, self.scale)
 
-        def of_both(forecast: Tensor, target: Tensor) -> Tensor:
-            errors = own(self.scaled(forecast), self.scaled(target))
+        def masked_error(forecast: Tensor, target: Tensor) -> Tensor:
+            errors = plugin_error(self.scaled(forecast), self.scaled(target))
+            # A plug-in's error of two zeros need not be zero.
             return errors if self.points is None else self.points.zero_invalid(errors)
 
-        return of_both
+        return masked_error
 
     def scaled(self, fields: Tensor) -> Tensor:
-        """In units of the loss; 0 where there are no values, in forecast and target alike."""
+        """Divide fields by the scale, and set points without values to 0."""
         fields = fields / self.scale
         return fields if self.points is None else self.points.zero_invalid(fields)
 
@@ -236,44 +99,49 @@ def build_loss(
     scale: Tensor,
     points: ValidPoints | None = None,
 ) -> WeightedLoss:
-    """The loss that the config asks for, on these rows of the globe.
+    """Build the loss of the config for one band of rows.
 
-    Collective where points are left out: all ranks of the domain call it.
+    Collective if points are left out: all ranks of the domain call it.
 
     Args:
         config: of the loss.
         channels: of the model.
-        latitude: of all rows.
-        rows: the rank's own.
-        scale: `(C, 1, 1)`, of normalised changes over one step, 1 for what only comes out; its
-            device and dtype become the loss's. It counts with `loss.tendency` only.
-        points: those with values, if not all have them.
+        latitude: of all rows of the globe.
+        rows: the band of this rank.
+        scale: `(C, 1, 1)`, standard deviation of normalised changes over one step, 1 for
+            diagnostic channels; used with `loss.tendency` only. Has the loss's device and dtype.
+        points: the points with values, if not all have values.
 
     Raises:
-        UserError: `loss.variable_weight` names no variable that comes out, all weights are 0, or a
-            channel has no values at all; on all ranks alike.
+        UserError: on all ranks, if `loss.variable_weight` names no output variable, all weights are
+            0, or a channel has no values at all.
     """
     weights = row_weights(latitude) if config.latitude_weight else np.ones(len(latitude))
-    own = torch.as_tensor(np.asarray(weights[rows], dtype=np.float64)).to(scale.device)
-    shares = torch.as_tensor(channel_weights(config, channels.output_channels)).to(scale)
-    shares = shares / shares.sum()
+    band_weights = torch.as_tensor(np.asarray(weights[rows], dtype=np.float64)).to(scale.device)
+    by_channel = torch.as_tensor(channel_weights(config, channels.output_channels)).to(scale)
+    by_channel = by_channel / by_channel.sum()
     if points is not None:
-        covered = points.globe_weight(own)
-        check_channels_have_values(channels, covered)
-        # What divides by all points of the globe is to divide by those with values.
-        shares = shares * (len(latitude) * points.columns / covered).to(scale)
+        valid_weight = points.globe_weight(band_weights)
+        check_channels_have_values(channels, valid_weight)
+        # `WeightedLoss` divides by the number of all points of the globe. This factor replaces it
+        # by the weight of the points with values, which differs between channels.
+        by_channel = by_channel * (len(latitude) * points.columns / valid_weight).to(scale)
     if not config.tendency:
         scale = torch.ones_like(scale)
-    return WeightedLoss(config, own.to(scale), shares, scale, len(latitude), points)
+    return WeightedLoss(config, band_weights.to(scale), by_channel, scale, len(latitude), points)
 
 
-def check_channels_have_values(channels: Channels, covered: Tensor) -> None:
-    """Refuse a channel whose weight is 0 all over the globe.
+def check_channels_have_values(channels: Channels, weights: Tensor) -> None:
+    """Check that every channel has values somewhere on the globe.
+
+    Args:
+        channels: of the model.
+        weights: total weight of the points with values, `(C,)`, of the globe.
 
     Raises:
-        UserError: naming the first.
+        UserError: naming the first channel that has no values.
     """
-    for channel, weight in zip(channels.output_channels, covered.tolist(), strict=True):
+    for channel, weight in zip(channels.output_channels, weights.tolist(), strict=True):
         if not weight > 0:
             role = "prognostic" if channel in channels.prognostic else "diagnostic"
             raise UserError(
@@ -284,13 +152,13 @@ def check_channels_have_values(channels: Channels, covered: Tensor) -> None:
 
 
 def channel_weights(config: LossConfig, channels: tuple[Channel, ...]) -> NDArray[np.float64]:
-    """Weight of each channel that comes out, `(C,)`: its level's times its variable's.
+    """Return the weight of each output channel, `(C,)`: its level's times its variable's.
 
-    A level weighs as its pressure, with mean 1 over all channels that have a level; a surface
-    variable weighs 1.
+    The weight of a level is proportional to its pressure, with mean 1 over all channels that have a
+    level; that of a surface variable is 1.
 
     Raises:
-        UserError: `loss.variable_weight` names no variable that comes out, or all weights are 0.
+        UserError: `loss.variable_weight` names no output variable, or all weights are 0.
     """
     variables = {channel.variable for channel in channels}
     unknown = next((name for name in config.variable_weight if name not in variables), None)
@@ -314,3 +182,154 @@ def channel_weights(config: LossConfig, channels: tuple[Channel, ...]) -> NDArra
             "loss.variable_weight: at least one variable needs a weight above 0, all are 0."
         )
     return weights
+
+
+# Added to the power of a wavenumber: the square root has no gradient at 0. With it the amplitude of
+# a wavenumber that is absent has gradient 0, and no gradient is above 1.
+FLOOR = 1e-8
+
+
+def amplitudes(rows: Tensor) -> Tensor:
+    """Return the amplitude of each zonal wavenumber: `A_k = sqrt(n_k |F_k|^2 / W^2 + FLOOR)`.
+
+    `F_k = sum over j of x_j exp(-2 pi i j k / W)`. `n_k` is 1 for k = 0 and k = W / 2, and 2 for
+    all others, which stand for the wavenumber -k as well. The powers without `FLOOR` therefore add
+    up to the mean of `x_j^2` (Parseval's theorem).
+
+    Shapes:
+        `(..., W)` -> `(..., W // 2 + 1)`.
+
+    Units:
+        Those of `rows`.
+    """
+    width = rows.shape[-1]
+    waves = torch.view_as_real(torch.fft.rfft(rows, norm="forward"))
+    power = waves.square().sum(dim=-1)
+    multiplicity = power.new_full(power.shape[-1:], 2.0)
+    multiplicity[0] = 1.0
+    if width % 2 == 0:
+        multiplicity[-1] = 1.0
+    return (power * multiplicity + FLOOR).sqrt()
+
+
+def spectrum_error(forecast: Tensor, target: Tensor) -> Tensor:
+    """Return the squared difference of amplitudes, summed over all zonal wavenumbers.
+
+    It is at most the mean squared difference of the rows, and equals it if the waves of both have
+    the same phases and differ in amplitude only.
+
+    Shapes:
+        `(..., W)` -> `(...)`.
+
+    Source: Subich et al. 2025 (arXiv:2501.19374), the amplitude term of their loss, with one
+    spectrum for each row instead of one for the sphere.
+    """
+    return (amplitudes(forecast) - amplitudes(target)).square().sum(dim=-1)
+
+
+def huber(difference: Tensor, delta: float) -> Tensor:
+    """Return `d^2 / 2` up to `|d| = delta`, and `delta (|d| - delta / 2)` beyond.
+
+    Source: Huber 1964, Robust estimation of a location parameter.
+    """
+    return functional.huber_loss(
+        difference, torch.zeros_like(difference), reduction="none", delta=delta
+    )
+
+
+def build_difference_error(config: StandardLossConfig) -> Callable[[Tensor], Tensor]:
+    """Return the error at a point as a function of the difference there."""
+    errors: dict[str, Callable[[Tensor], Tensor]] = {
+        "mse": torch.square,
+        "mae": torch.abs,
+        "huber": partial(huber, delta=config.huber_delta),
+    }
+    return errors[config.name]
+
+
+def build_plugin_error(config: OwnLossConfig, like: Tensor) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a plug-in's error at a point as a function of forecast and truth.
+
+    The function is tried on small random tensors with the device and dtype of `like`.
+
+    Raises:
+        UserError: it can't be built, or its error at a point depends on other points: the losses
+            of the bands would then not add up to the loss of the globe.
+    """
+    where = f"loss: {type(config).__name__}.build"
+    if type(config).build is OwnLossConfig.build:
+        raise UserError(
+            f"loss: {type(config).__name__} has no build. It needs a method build(self) that "
+            "returns a function of (forecast, truth)."
+        )
+    with report_plugin_errors(where):
+        error = config.build()
+    if not callable(error):
+        raise UserError(
+            f"{where} has to return a function of (forecast, truth), got {type(error).__name__}."
+        )
+    where = f"{where}: its function"
+    draw = torch.Generator().manual_seed(0)
+    forecast, truth = (torch.randn(3, 2, 4, 5, generator=draw).to(like) for _ in range(2))
+    # Equal values: the gradient of some errors, such as a square root, is not finite there.
+    forecast[0, 0, 0, :2] = truth[0, 0, 0, :2]
+    forecast[0, 0, 0, 0] = truth[0, 0, 0, 0] = 0  # like points without values
+    with report_plugin_errors(where):
+        check_gradient(where, error, forecast, truth)
+        check_pointwise(where, error, forecast, truth)
+    return error
+
+
+def check_gradient(
+    where: str, error: Callable[[Tensor, Tensor], Tensor], forecast: Tensor, truth: Tensor
+) -> None:
+    """Check that a function returns a finite error for each point, with a finite gradient.
+
+    Raises:
+        UserError: it does not; the message begins with `where`.
+    """
+    forecast = forecast.clone().requires_grad_()
+    errors = error(forecast, truth)
+    if not isinstance(errors, Tensor):
+        raise UserError(f"{where} has to return a tensor, got {type(errors).__name__}.")
+    if errors.shape != truth.shape or errors.dtype != truth.dtype:
+        raise UserError(
+            f"{where} has to return an error for each point, {tuple(truth.shape)} of {truth.dtype} "
+            f"for tensors of that shape, got {tuple(errors.shape)} of {errors.dtype}."
+        )
+    gradient = None
+    if errors.requires_grad:
+        (gradient,) = torch.autograd.grad(errors.sum(), forecast, allow_unused=True)
+    if gradient is None or not (errors.isfinite().all() and gradient.isfinite().all()):
+        raise UserError(
+            f"{where} needs finite errors and a finite gradient with respect to the forecast, also "
+            "where forecast and truth are equal."
+        )
+
+
+def check_pointwise(
+    where: str, error: Callable[[Tensor, Tensor], Tensor], forecast: Tensor, truth: Tensor
+) -> None:
+    """Check that the error at a point does not depend on other points.
+
+    Parts of the tensors are passed to the function alone; their errors must stay the same.
+
+    Raises:
+        UserError: the errors change; the message begins with `where`.
+    """
+    errors = error(forecast.clone(), truth.clone())
+    # Vectorised kernels may round the same point differently in tensors of another shape.
+    tolerance = 1000 * torch.finfo(errors.dtype).eps
+    for dim, name in enumerate(("samples", "channels", "rows", "columns")):
+        for part in (slice(0, 1), slice(1, None)):
+            cut = (slice(None),) * dim + (part,)
+            alone = error(forecast[cut].clone(), truth[cut].clone())
+            same_shape = alone.shape == errors[cut].shape
+            if not same_shape or not torch.allclose(
+                alone, errors[cut], rtol=tolerance, atol=tolerance
+            ):
+                raise UserError(
+                    f"{where} needs errors that depend on their own point alone, but those of some "
+                    f"{name} change without the others. Leave out means and weights: they are "
+                    "applied afterwards."
+                )

@@ -1,4 +1,4 @@
-"""The curve of a training: its loss, and the validation if there was one, over steps."""
+"""Draws the training loss and the validation error of a run over its steps."""
 
 from pathlib import Path
 from typing import Any
@@ -16,26 +16,30 @@ CURVE_LABELS = {
     "loss": "training loss",
     "validation_rmse": "validation RMSE\n(standard deviations)",
 }
-MIN_ROWS_TO_SMOOTH = 100  # rows from which on a running mean is drawn as well
-SMOOTHING_DIVISOR = 20  # one mean is of this part of all rows
+MIN_ROWS_TO_SMOOTH = 100  # logged steps from which a running mean is drawn as well
+SMOOTHING_DIVISOR = 20  # the running mean is over this fraction of all logged steps
 DECADE = 10.0
 
 
 @figure_style()
 def draw_loss(log: Path, path: Path) -> None:
-    """Draw what a run's log has; nothing where it has no numbers.
+    """Draw the curves of a run's log, one panel each; draw nothing if the log has no numbers.
+
+    Args:
+        log: the CSV file.
+        path: of the figure.
 
     Raises:
-        UserError: the log can't be read, or the file could not be written.
+        UserError: the log can't be read, or the figure can't be written.
     """
     _, rows = read_csv_log(log)
-    found = {label: curve_points(rows, name) for name, label in CURVE_LABELS.items()}
-    found = {label: curve for label, curve in found.items() if len(curve)}
-    if not found:
+    curves = {label: curve_points(rows, name) for name, label in CURVE_LABELS.items()}
+    curves = {label: curve for label, curve in curves.items() if len(curve)}
+    if not curves:
         return
-    figure = Figure(figsize=(7.5, 1.2 + 2.4 * len(found)), layout="constrained")
-    panels = figure.subplots(len(found), 1, sharex=True, squeeze=False)[:, 0]
-    for axes, (label, curve) in zip(panels, found.items(), strict=True):
+    figure = Figure(figsize=(7.5, 1.2 + 2.4 * len(curves)), layout="constrained")
+    panels = figure.subplots(len(curves), 1, sharex=True, squeeze=False)[:, 0]
+    for axes, (label, curve) in zip(panels, curves.items(), strict=True):
         draw_curve(axes, *curve.T)
         axes.set_ylabel(label)
     panels[-1].set_xlabel("step")
@@ -44,14 +48,14 @@ def draw_loss(log: Path, path: Path) -> None:
 
 
 def curve_points(rows: list[Row], name: str) -> np.ndarray:
-    """Step and number of the rows that have one above zero: `(N, 2)`."""
+    """Return step and value, `(N, 2)`, of rows whose value is finite and above 0 (log scale)."""
     pairs = [(float(row["step"]), float(row[name])) for row in rows if row.get(name)]
-    found = np.array(pairs).reshape(-1, 2)
-    return np.asarray(found[np.isfinite(found).all(axis=1) & (found[:, 1] > 0)])
+    points = np.array(pairs).reshape(-1, 2)
+    return np.asarray(points[np.isfinite(points).all(axis=1) & (points[:, 1] > 0)])
 
 
 def draw_curve(axes: Axes, steps: np.ndarray, values: np.ndarray) -> None:
-    """One curve on a log scale, and its running mean where there are many points."""
+    """Draw one curve on a log scale, with its running mean if there are many points."""
     many = len(steps) >= MIN_ROWS_TO_SMOOTH
     marker = "o" if len(steps) < MIN_ROWS_TO_SMOOTH // 2 else ""
     style: dict[str, Any] = {"color": PALE, "linewidth": 0.8} if many else {"color": SERIES[0]}
@@ -65,8 +69,8 @@ def draw_curve(axes: Axes, steps: np.ndarray, values: np.ndarray) -> None:
         axes.legend()
     axes.set_yscale("log")
     if values.max() < DECADE * values.min():
-        # Within a decade hardly a power of ten is there to read from.
+        # The default ticks are powers of ten: within a decade there would be one at most.
         axes.yaxis.set_major_locator(MaxNLocator(6))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _place: f"{value:.4g}"))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _position: f"{value:.4g}"))
         axes.yaxis.set_minor_locator(NullLocator())
     axes.grid(visible=True, which="both")

@@ -48,7 +48,7 @@ class Validation:
         self.every = config.trainer.validate_every
         self.batch_size = config.data.batch_size
         self.state = training.trainer.state
-        self.rollout = training.forecast.rollout
+        self.rollout = training.forecast_step.rollout
         self.manager = manager
         hours = (min(config.trainer.evaluate_hours),)
         chosen = EvaluationDates("valid", hours, config.data.step_hours, MAX_INITIAL_TIMES)
@@ -65,7 +65,7 @@ class Validation:
         Collective; the same number on every rank.
         """
         dates = self.dates
-        channels = dates.prepared.store.channels.outputs
+        channels = dates.prepared.store.channels.num_outputs
         errors = RootMeanSquare((channels,), dates.area_weights, dates.points)
         ahead = dates.lead_steps[-1] * dates.step
         with preserve_rng_state(dates.area_weights.device), self.state.eval_mode():

@@ -1,4 +1,8 @@
-"""The optimizer, its learning rate, the seeds of steps, and the average of weights."""
+"""Optimization: optimizer, learning rate schedule, seeds of steps, moving average of weights.
+
+A step of the trainer calls them in this order: `seed_step`, forward and backward passes, the
+optimizer, the schedule, `WeightAverage.update`.
+"""
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -30,9 +34,9 @@ from credit_dp.training.own_optimizer import (
 )
 from credit_dp.training.replicas import local_tensor
 
-SCHEDULE_SAMPLES = 100  # steps at which a schedule of the user's own is tried before training
-# Ends of the names of parameters on which weight decay does not act, besides those of norms:
-# biases, and tables of what a position adds.
+SCHEDULE_SAMPLES = 100  # steps at which a user's own schedule is tried before training
+# Endings of the names of parameters without weight decay: biases, and tables of position biases and
+# embeddings. Parameters of norms are found by their number of dimensions.
 NO_DECAY_SUFFIXES = ("bias", "table", "pos_embed")
 
 
@@ -54,7 +58,7 @@ def build_optimizer(parameters: Mapping[str, nn.Parameter], config: OptimizerCon
 def state_layout(
     parameters: Mapping[str, nn.Parameter], config: OptimizerConfig, parallel: ParallelConfig
 ) -> StateLayout:
-    """Return what the optimizer of these parameters keeps of each of them.
+    """Return the tensors that the optimizer keeps of each of these parameters.
 
     Raises:
         UserError: a plug-in's optimizer would not train exactly on this mesh or after resuming.
@@ -65,7 +69,7 @@ def state_layout(
 
 
 def moments_per_parameter(part: nn.Module, config: Config) -> int:
-    """Return how many tensors like a parameter the optimizer keeps for each parameter of a model.
+    """Return how many tensors of a parameter's size the optimizer keeps for each parameter.
 
     Raises:
         UserError: see `state_layout`.
@@ -77,7 +81,7 @@ def moments_per_parameter(part: nn.Module, config: Config) -> int:
 def parameter_groups(
     parameters: Mapping[str, nn.Parameter], config: OptimizerConfig
 ) -> list[dict[str, Any]]:
-    """Return the parameters that are not frozen: those with weight decay, and those without."""
+    """Return two groups of the parameters that are not frozen: with and without weight decay."""
     return [
         {
             "params": [
@@ -93,9 +97,10 @@ def parameter_groups(
 
 
 def has_weight_decay(name: str, parameter: nn.Parameter) -> bool:
-    """Whether weight decay acts on a parameter: not on biases, tables and the affine part of norms.
+    """Whether weight decay acts on a parameter: not on biases, tables and weights of norms.
 
-    Told by name and shape, which sharding keeps; module types change on conversion.
+    Decided by name and number of dimensions, which sharding keeps; conversion changes the types of
+    modules.
 
     Source: Liu et al. 2021, whose published training exempts biases, norms, tables of relative
     position biases and position embeddings.
@@ -103,50 +108,53 @@ def has_weight_decay(name: str, parameter: nn.Parameter) -> bool:
     return parameter.ndim > 1 and not name.endswith(NO_DECAY_SUFFIXES)
 
 
-def build_schedule(optimiser: Optimizer, config: OptimizerConfig, steps: int) -> LambdaLR:
-    """The learning rate of each of `steps` steps, as a factor of `lr`.
+def build_schedule(optimizer: Optimizer, config: OptimizerConfig, steps: int) -> LambdaLR:
+    """Return the schedule of the learning rate for a run of `steps` steps.
 
-    It rises in a line over the first `warmup_steps`, the last of which has all of it; what comes
-    then is that of `schedule`.
+    The learning rate rises linearly to `lr` over `warmup_steps`, and then follows
+    `optimizer.schedule`.
 
     Raises:
-        UserError: a schedule of the user's own fails, here or at a later step.
+        UserError: a user's own schedule fails, here or at a later step.
     """
-    own = plugin_schedule(config)
-    after = max(1, steps - config.warmup_steps)
+    plugin = plugin_schedule(config)
+    steps_after_warmup = max(1, steps - config.warmup_steps)
 
-    def later(step: int) -> float:
-        if own is not None:
-            return schedule_factor(own, min(step, after), after)
-        return SCHEDULE_FACTORS[config.schedule](config, step, after)
+    def factor_after_warmup(step: int) -> float:
+        if plugin is not None:
+            # A checkpoint may be beyond the last step of a run that was made shorter: the plug-in
+            # is never called with a later step than the last.
+            return schedule_factor(plugin, min(step, steps_after_warmup), steps_after_warmup)
+        return SCHEDULE_FACTORS[config.schedule](config, step, steps_after_warmup)
 
     def factor(step: int) -> float:
         if step < config.warmup_steps:
             return (step + 1) / config.warmup_steps
-        return later(step - config.warmup_steps)
+        return factor_after_warmup(step - config.warmup_steps)
 
     check_schedule(config, steps)
-    return LambdaLR(optimiser, factor)
+    return LambdaLR(optimizer, factor)
 
 
 def check_schedule(config: OptimizerConfig, steps: int) -> None:
-    """Refuse a schedule of the user's own that fails somewhere in `steps` steps.
+    """Try a user's own schedule at steps spread over a run of `steps` steps.
 
     Raises:
         UserError: see `schedule_factor`.
     """
-    own = plugin_schedule(config)
-    after = max(1, steps - config.warmup_steps)
-    if own is not None:
-        for part in range(SCHEDULE_SAMPLES + 1):
-            schedule_factor(own, part * after // SCHEDULE_SAMPLES, after)
+    plugin = plugin_schedule(config)
+    steps_after_warmup = max(1, steps - config.warmup_steps)
+    if plugin is not None:
+        for sample in range(SCHEDULE_SAMPLES + 1):
+            step = sample * steps_after_warmup // SCHEDULE_SAMPLES
+            schedule_factor(plugin, step, steps_after_warmup)
 
 
 def schedule_factor(schedule: OwnScheduleConfig, step: int, steps: int) -> float:
-    """Return the factor that a schedule of the user's own gives.
+    """Return the factor of `lr` that a user's own schedule gives for a step after the warm-up.
 
     Raises:
-        UserError: it fails, or gives no finite number of at least 0.
+        UserError: it fails, or returns something else than a finite number of at least 0.
     """
     where = f"optimizer.schedule: {type(schedule).__name__}.factor"
     if type(schedule).factor is OwnScheduleConfig.factor:
@@ -162,26 +170,26 @@ def schedule_factor(schedule: OwnScheduleConfig, step: int, steps: int) -> float
 
 
 def cosine_factor(config: OptimizerConfig, step: int, steps: int) -> float:
-    """Half a cosine from 1 to `final_lr` at the end, where it stays.
+    """Return the factor of half a cosine from `lr` at the start to `final_lr` at the end.
 
     Source: Loshchilov & Hutter 2017, eq. 5, without restarts.
     """
     lowest = config.final_lr / config.lr
-    done = min(step / max(1, steps), 1.0)
-    return lowest + (1 - lowest) * 0.5 * (1 + math.cos(math.pi * done))
+    progress = min(step / max(1, steps), 1.0)
+    return lowest + (1 - lowest) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 def constant_factor(config: OptimizerConfig, step: int, steps: int) -> float:
-    """All of it."""
+    """Return 1: the learning rate stays at `lr`."""
     return 1.0
 
 
 def step_factor(config: OptimizerConfig, step: int, steps: int) -> float:
-    """Times `decay_factor` after every `decay_every` steps."""
+    """Return the factor that is multiplied by `decay_factor` every `decay_every` steps."""
     return float(config.decay_factor ** (step // config.decay_every))
 
 
-# By their names in `optimizer.schedule`: (config, steps since the warm-up, all of these) -> factor.
+# By name in `optimizer.schedule`: (config, step after the warm-up, number of these) -> factor.
 SCHEDULE_FACTORS: dict[str, Callable[[OptimizerConfig, int, int], float]] = {
     "cosine": cosine_factor,
     "constant": constant_factor,
@@ -189,32 +197,34 @@ SCHEDULE_FACTORS: dict[str, Callable[[OptimizerConfig, int, int], float]] = {
 }
 
 
-def restore_schedule(optimiser: Optimizer, schedule: LambdaLR, saved: dict[str, Any]) -> None:
-    """Go to the position of a saved schedule, but take no setting from it: those are the config's.
+def restore_schedule(optimizer: Optimizer, schedule: LambdaLR, saved: dict[str, Any]) -> None:
+    """Set a schedule to the step of a saved one; settings such as `lr` stay those of the config.
 
-    Optimiser and schedule come fresh from the config, which may have changed since the save.
+    Optimizer and schedule are newly built from the config, which may have changed since the save.
     """
     step = saved["last_epoch"]
     pairs = zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)
     rates = [float(base) * factor(step) for base, factor in pairs]
-    own = {"base_lrs": schedule.base_lrs, "_last_lr": rates}
-    place = {"last_epoch": step, "_step_count": step + 1}
-    schedule.load_state_dict({**schedule.state_dict(), **place, **own})
-    for group, rate in zip(optimiser.param_groups, rates, strict=True):
+    settings = {"base_lrs": schedule.base_lrs, "_last_lr": rates}
+    position = {"last_epoch": step, "_step_count": step + 1}
+    schedule.load_state_dict({**schedule.state_dict(), **position, **settings})
+    # A LambdaLR writes the rate into the optimizer only when it steps: the first step after
+    # resuming needs it now.
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
 
 
 def seed_step(seed: int, step: int, data_rank: int, domain_rank: int) -> None:
-    """Seed what one training step draws, so that a resumed run draws the same.
+    """Seed the random numbers of one training step, so that a resumed run draws the same.
 
-    Ranks draw different numbers, for different samples or rows of dropout; the first domain rank
-    of the first data rank draws what one process would.
+    Ranks draw different numbers, as they have different samples or rows. The first rank of the
+    mesh draws the same numbers as a single process.
     """
     state = torch.tensor([seed, step, data_rank, domain_rank], dtype=torch.int64)
     mixed = 0
     for part in state.tolist():
-        # The 64-bit finaliser of SplitMix (Steele, Lea & Flood 2014): neighbouring steps and ranks
-        # get unrelated seeds.
+        # The 64-bit finaliser of SplitMix (Steele, Lea & Flood 2014) gives neighbouring steps and
+        # ranks unrelated seeds.
         mixed = (mixed + part + 0x9E3779B97F4A7C15) % 2**64
         mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
         mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB % 2**64
@@ -224,20 +234,20 @@ def seed_step(seed: int, step: int, data_rank: int, domain_rank: int) -> None:
 
 @final
 class WeightAverage:
-    """An exponential moving average of parameters, of this rank's shares where they are shared out.
+    """An exponential moving average of parameters, or of this rank's shards of them.
 
-    Nothing is sent: the average of a share is the share of the average. Buffers are not averaged.
+    Nothing is sent: the average of a shard is the shard of the average. Buffers are not averaged.
 
     Args:
-        parameters: by name; what they are averaged of. They have to be in their shared-out form.
-        decay: of the average in one update, once it has seen enough of them; see `current_decay`.
+        parameters: by name; FSDP parameters in their sharded form.
+        decay: of the average in one update, after the first updates; see `current_decay`.
 
     Attributes:
-        averages: by the names of the parameters, and shared out as they are.
-        updates: that the average has taken in.
+        averages: by the names of the parameters, sharded as they are.
+        updates: number of updates so far.
 
-    Source: Polyak & Juditsky 1992; the weights of early updates as the documentation of
-    TensorFlow's `ExponentialMovingAverage` gives them for `num_updates`.
+    Source: Polyak & Juditsky 1992; the decay of early updates as the documentation of TensorFlow's
+    `ExponentialMovingAverage` gives it for `num_updates`.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float) -> None:
@@ -248,30 +258,30 @@ class WeightAverage:
 
     @property
     def current_decay(self) -> float:
-        """What the next update leaves of the average: little at first, when weights are random."""
+        """Return the decay of the next update: small at first, when weights are still random."""
         return min(self.decay, (1 + self.updates) / (10 + self.updates))
 
     @torch.no_grad()
     def update(self) -> None:
-        """Take in what the parameters are now.
+        """Add the present parameters to the average.
 
-        All in one operation on this rank's shares: one each would cost a GPU more time to start
-        than to do, and through `DTensor` many times that.
+        One fused operation on all local shards: launching one kernel for each parameter would take
+        a GPU longer than the arithmetic, and dispatch through `DTensor` many times longer.
         """
         if self.parameters:
             averages = [local_tensor(self.averages[name]) for name in self.parameters]
-            now = [local_tensor(parameter) for parameter in self.parameters.values()]
-            take_in = get_ema_multi_avg_fn(self.current_decay)  # type: ignore[no-untyped-call]
-            take_in(averages, now, self.updates)
+            current = [local_tensor(parameter) for parameter in self.parameters.values()]
+            update = get_ema_multi_avg_fn(self.current_decay)  # type: ignore[no-untyped-call]
+            update(averages, current, self.updates)
         self.updates += 1
 
     @torch.no_grad()
     def reset_to_parameters(self, names: Collection[str], updates: int = 0) -> None:
-        """Forget the averages of these names: they are what the parameters are now.
+        """Set the averages of these names to the present parameters.
 
         Args:
             names: of parameters.
-            updates: that those of other names have taken in.
+            updates: number of updates of the other averages.
         """
         for name in names:
             self.averages[name].copy_(self.parameters[name])
@@ -279,7 +289,7 @@ class WeightAverage:
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Let the model have the averages for its parameters meanwhile."""
+        """Replace the parameters by their averages inside the context."""
         self._swap()
         try:
             yield
@@ -289,6 +299,6 @@ class WeightAverage:
     @torch.no_grad()
     def _swap(self) -> None:
         for name, parameter in self.parameters.items():
-            now = parameter.detach().clone()
+            current = parameter.detach().clone()
             parameter.copy_(self.averages[name])
-            self.averages[name].copy_(now)
+            self.averages[name].copy_(current)

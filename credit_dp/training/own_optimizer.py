@@ -1,8 +1,8 @@
-"""An optimizer of the user's own: built by a plug-in, and tried on small tensors before it trains.
+"""A user's own optimizer: built by a plug-in, and tried on small tensors before training.
 
-What can't be exact is refused then. Of an optimizer a checkpoint holds tensors for each parameter
-and nothing else, so the next step has to follow from these. Where ranks hold parts of the
-parameters (fsdp2, a pipeline), the update of a part has to be the part of the update.
+An optimizer that would not train exactly is refused. A checkpoint holds tensors of each parameter
+and nothing else of an optimizer, so the next step must follow from these tensors. If ranks hold
+parts of the parameters (fsdp2, a pipeline), updating a part must give that part of the update.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from credit_dp.training.parameter_shards import is_dtensor
 
 ParamGroups = Sequence[Mapping[str, Any]]
 
-TRIAL_SIZES = (4, 3, 2, 2, 2, 2)  # of a small parameter, as many as it has dimensions
+TRIAL_SIZES = (4, 3, 2, 2, 2, 2)  # of the first dimensions of a trial parameter
 TRIAL_STEPS = 3
-TRIAL_LR = 0.1  # so large that steps stand out from rounding
+TRIAL_LR = 0.1  # large, so that updates are well above rounding errors
 STATE_REQUIREMENT = (
     "Checkpoints hold tensors of the parameter's shape and dtype, and single numbers in tensors, "
     "by keys without dots."
@@ -34,12 +34,12 @@ STATE_REQUIREMENT = (
 @final
 @dataclass(frozen=True)
 class StateLayout:
-    """What an optimizer keeps of a parameter between steps.
+    """The tensors that an optimizer keeps of each parameter between steps.
 
     Attributes:
-        numbers: an example of each that is a single number instead of a tensor like the parameter.
-        moments: how many are like the parameter.
-        keys: the keys that a parameter may have, in sets of all that it then has; None: any.
+        scalars: an example of each single number (for instance a step counter), by key.
+        moments: the number of tensors with the parameter's shape.
+        keys: the sets of keys that a parameter may have; None: any.
     """
 
     scalars: Mapping[str, Tensor]
@@ -64,39 +64,40 @@ def build_plugin_optimizer(config: OwnOptimizerConfig, groups: ParamGroups) -> O
             "returns a torch.optim.Optimizer."
         )
     with report_plugin_errors(where):
-        optimiser = config.build([dict(group) for group in groups])
-    if not isinstance(optimiser, Optimizer):
+        # Copies, because torch's optimizers write their defaults into the groups.
+        optimizer = config.build([dict(group) for group in groups])
+    if not isinstance(optimizer, Optimizer):
         raise UserError(
-            f"{where} has to return a torch.optim.Optimizer, got {type(optimiser).__name__}."
+            f"{where} has to return a torch.optim.Optimizer, got {type(optimizer).__name__}."
         )
-    given, taken = (
-        {id(p) for group in each for p in group["params"]}
-        for each in (groups, optimiser.param_groups)
+    given, used = (
+        {id(p) for group in parameter_groups for p in group["params"]}
+        for parameter_groups in (groups, optimizer.param_groups)
     )
-    if given != taken:
+    if given != used:
         raise UserError(f"{where} has to use the parameters of all groups, and no others.")
-    return optimiser
+    return optimizer
 
 
 def probe_plugin_optimizer(
     config: OwnOptimizerConfig, groups: ParamGroups, parallel: ParallelConfig
 ) -> StateLayout:
-    """Return what an optimizer keeps, after steps on small parameters like those of `groups`.
+    """Return an optimizer's state layout after steps on small parameters like those of `groups`.
 
     Raises:
         UserError: it fails, or would not train exactly on this mesh or after resuming.
     """
     groups = [{**group, "lr": TRIAL_LR} for group in groups]
-    small = trial_parameters(groups)
-    gpus = sorted({s.value.get_device() for s in small if s.value.is_cuda})
-    with torch.random.fork_rng(gpus):  # what it draws here changes nothing in training
-        trained, optimiser = run_trial_steps(config, groups, small)
-        layout = observed_layout(config, optimiser, trained)
-        check_resuming(config, groups, small, trained)
+    trials = trial_parameters(groups)
+    gpus = sorted({t.value.get_device() for t in trials if t.value.is_cuda})
+    with torch.random.fork_rng(gpus):  # the training's random numbers stay the same
+        trained, optimizer = run_trial_steps(config, groups, trials)
+        layout = observed_layout(config, optimizer, trained)
+        check_resuming(config, groups, trials, trained)
         if parallel.data_mode == "fsdp2":
-            check_sharded_update(config, groups, small, trained)
+            check_sharded_update(config, groups, trials, trained)
         if parallel.pipeline > 1:
-            check_pipeline(config, groups, small, trained)
+            check_pipeline(config, groups, trials, trained)
     return layout
 
 
@@ -104,10 +105,10 @@ class TrialParameter(NamedTuple):
     """A small random parameter.
 
     Attributes:
-        group: the number of its group.
-        like: a parameter of the model, with its dtype, device and number of dimensions.
+        group: the index of its parameter group.
+        like: a parameter of the model with the same dtype, device and number of dimensions.
         value: before the first step.
-        gradients: of each step.
+        gradients: one for each step.
     """
 
     group: int
@@ -116,159 +117,179 @@ class TrialParameter(NamedTuple):
     gradients: Sequence[Tensor]
 
     def sliced(self, rows: slice) -> TrialParameter:
-        """Return some rows of it."""
+        """Return the parameter cut to some entries of its first dimension."""
         return self._replace(value=self.value[rows], gradients=[g[rows] for g in self.gradients])
 
     def as_dtensor(self) -> TrialParameter:
-        """Return it as this rank's share of a larger one, if the model's parameter is shared."""
+        """Return the parameter as this rank's shard of a larger one, if the model's is sharded."""
         if not is_dtensor(self.like):
             return self
         from torch.distributed.tensor import DTensor
 
         mesh, placements = self.like.device_mesh, self.like.placements
+        # Every rank's shard gets the values of the trial parameter; without the check nothing is
+        # sent.
         value, *gradients = (
-            DTensor.from_local(each, mesh, placements, run_check=False)
-            for each in (self.value, *self.gradients)
+            DTensor.from_local(tensor, mesh, placements, run_check=False)
+            for tensor in (self.value, *self.gradients)
         )
         return self._replace(value=value, gradients=gradients)
 
 
 def trial_parameters(groups: ParamGroups) -> list[TrialParameter]:
-    """Return one for each number of dimensions in each group, the same on all ranks."""
-    draw = torch.Generator().manual_seed(0)
-    found = []
+    """Return a trial parameter for each number of dimensions in each group; equal on all ranks."""
+    generator = torch.Generator().manual_seed(0)
+    trials = []
     for number, group in enumerate(groups):
+        # Some optimizers treat matrices and vectors differently.
         by_dims = {p.ndim: p for p in group["params"]}
         for dims, like in sorted(by_dims.items()):
             device = "cpu" if like.is_meta else like.device
             value, *gradients = (
-                torch.randn(TRIAL_SIZES[:dims], generator=draw).to(device, like.dtype)
+                torch.randn(TRIAL_SIZES[:dims], generator=generator).to(device, like.dtype)
                 for _ in range(1 + TRIAL_STEPS)
             )
-            found.append(TrialParameter(number, like.detach(), value, gradients))
-    return found
+            trials.append(TrialParameter(number, like.detach(), value, gradients))
+    return trials
 
 
 def run_trial_steps(
     config: OwnOptimizerConfig,
     groups: ParamGroups,
-    small: Sequence[TrialParameter],
+    trials: Sequence[TrialParameter],
     steps: Iterable[int] = range(TRIAL_STEPS),
     state: Sequence[Mapping[str, Any]] = (),
 ) -> tuple[list[nn.Parameter], Optimizer]:
-    """Return small parameters and their optimizer after some steps.
+    """Return the trial parameters and their optimizer after some steps.
 
     Args:
         config: of the optimizer.
-        groups: whose settings the parameters have.
-        small: the parameters.
-        steps: by number.
-        state: what the optimizer has kept of each parameter from steps before, if there were any.
+        groups: have the settings of the parameters.
+        trials: the parameters before the first step, and their gradients.
+        steps: the indices of the gradients to use.
+        state: the optimizer's state of each parameter after earlier steps, if there were any.
 
     Raises:
         UserError: the optimizer fails.
     """
-    parameters = [nn.Parameter(each.value.clone()) for each in small]
-    filled = [
-        {**group, "params": [p for p, s in zip(parameters, small, strict=True) if s.group == n]}
+    parameters = [nn.Parameter(trial.value.clone()) for trial in trials]
+    trial_groups = [
+        {**group, "params": [p for p, t in zip(parameters, trials, strict=True) if t.group == n]}
         for n, group in enumerate(groups)
     ]
-    optimiser = build_plugin_optimizer(config, filled)
-    optimiser.state.update(zip(parameters, map(dict, state), strict=False))
+    optimizer = build_plugin_optimizer(config, trial_groups)
+    # Not strict: without earlier steps there is no state at all.
+    optimizer.state.update(zip(parameters, map(dict, state), strict=False))
     with report_plugin_errors(f"optimizer: the optimizer of {type(config).__name__}"):
         for step in steps:
-            for parameter, each in zip(parameters, small, strict=True):
-                parameter.grad = each.gradients[step].clone()
-            optimiser.step()
-    return parameters, optimiser
+            for parameter, trial in zip(parameters, trials, strict=True):
+                parameter.grad = trial.gradients[step].clone()
+            optimizer.step()
+    return parameters, optimizer
 
 
 def observed_layout(
-    config: OwnOptimizerConfig, optimiser: Optimizer, parameters: Sequence[nn.Parameter]
+    config: OwnOptimizerConfig, optimizer: Optimizer, parameters: Sequence[nn.Parameter]
 ) -> StateLayout:
-    """Return what an optimizer keeps of these parameters.
+    """Return the layout of the state that an optimizer has after steps on these parameters.
 
     Raises:
-        UserError: it keeps what no checkpoint holds.
+        UserError: the state has something that a checkpoint can't hold.
     """
-    numbers: dict[str, Tensor] = {}
+    scalars: dict[str, Tensor] = {}
     moments: list[int] = []
     known = {id(parameter) for parameter in parameters}
-    if any(id(key) not in known for key in optimiser.state):
+    if any(id(key) not in known for key in optimizer.state):
         raise UserError(
-            f"optimizer={config.name}: keeps a state of no parameter. {STATE_REQUIREMENT}"
+            f"optimizer={config.name}: keeps state that belongs to no parameter. "
+            f"{STATE_REQUIREMENT}"
         )
-    for parameter in sorted(parameters, key=lambda p: -p.ndim):  # one without any tells nothing
-        state = optimiser.state[parameter]
+    # A parameter without dimensions comes last: its moments can't be told from single numbers.
+    for parameter in sorted(parameters, key=lambda p: -p.ndim):
+        state = optimizer.state[parameter]
         for key, value in state.items():
-            tensor = isinstance(value, Tensor) and value.dtype != torch.bool
-            if not isinstance(key, str) or "." in key or not tensor:
+            can_be_saved = isinstance(value, Tensor) and value.dtype != torch.bool
+            if not isinstance(key, str) or "." in key or not can_be_saved:
                 kind = str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
                 raise UserError(
                     f"optimizer={config.name}: keeps {key!r} of a parameter as {kind}. "
                     f"{STATE_REQUIREMENT}"
                 )
             if value.ndim == 0 < parameter.ndim:
-                numbers[key] = value
+                scalars[key] = value
             elif value.shape != parameter.shape or value.dtype != parameter.dtype:
                 raise UserError(
                     f"optimizer={config.name}: keeps {key!r} as {tuple(value.shape)} of "
                     f"{value.dtype} for a parameter of {tuple(parameter.shape)} of "
                     f"{parameter.dtype}. {STATE_REQUIREMENT}"
                 )
-        moments.append(len(state.keys() - numbers.keys()))
-    keys = frozenset(frozenset(optimiser.state[p]) for p in parameters)
-    return StateLayout(numbers, max(moments, default=0), keys)
+        moments.append(len(state.keys() - scalars.keys()))
+    keys = frozenset(frozenset(optimizer.state[p]) for p in parameters)
+    return StateLayout(scalars, max(moments, default=0), keys)
 
 
 def check_resuming(
     config: OwnOptimizerConfig,
     groups: ParamGroups,
-    small: Sequence[TrialParameter],
+    trials: Sequence[TrialParameter],
     trained: Sequence[nn.Parameter],
 ) -> None:
-    """Refuse an optimizer whose next step does not follow from what it keeps of parameters."""
-    *before, last = range(TRIAL_STEPS)
-    parameters, optimiser = run_trial_steps(config, groups, small, before)
-    values = [s._replace(value=p.detach()) for s, p in zip(small, parameters, strict=True)]
-    state = [{k: v.clone() for k, v in optimiser.state[p].items()} for p in parameters]
+    """Check that an optimizer's last step follows from its state of the parameters alone.
+
+    A new optimizer with a copy of this state must take the same step as the one that `trained`.
+
+    Raises:
+        UserError: it takes another step.
+    """
+    *earlier, last = range(TRIAL_STEPS)
+    parameters, optimizer = run_trial_steps(config, groups, trials, earlier)
+    values = [t._replace(value=p.detach()) for t, p in zip(trials, parameters, strict=True)]
+    state = [{k: v.clone() for k, v in optimizer.state[p].items()} for p in parameters]
     resumed, _ = run_trial_steps(config, groups, values, [last], state)
     if not all_close(resumed, trained):
         raise UserError(
-            f"optimizer={config.name}: takes another step when it goes on from a checkpoint, which "
-            "holds optimizer.state of each parameter only. Keep everything there, and draw nothing."
+            f"optimizer={config.name}: takes another step when it resumes from a checkpoint, which "
+            "holds optimizer.state of each parameter only. Keep everything in it, and draw no "
+            "random numbers."
         )
 
 
 def check_sharded_update(
     config: OwnOptimizerConfig,
     groups: ParamGroups,
-    small: Sequence[TrialParameter],
+    trials: Sequence[TrialParameter],
     trained: Sequence[nn.Parameter],
 ) -> None:
-    """Refuse an optimizer that does not update each entry on its own, or no shares of tensors."""
+    """Check that an optimizer updates each entry of a parameter independently, also of a `DTensor`.
+
+    Raises:
+        UserError: updating half of the entries, or a shard, gives another result.
+    """
     half = slice(0, TRIAL_SIZES[0] // 2)
-    cut = [each.sliced(half) if each.value.ndim else each for each in small]
-    parts, _ = run_trial_steps(config, groups, cut)
-    shares, _ = run_trial_steps(config, groups, [each.as_dtensor() for each in small])
-    own = [p.to_local() if is_dtensor(p) else p for p in shares]
-    if not all_close(parts, [p[half] if p.ndim else p for p in trained]) or not all_close(
-        own, trained
-    ):
+    halves = [trial.sliced(half) if trial.value.ndim else trial for trial in trials]
+    updated_halves, _ = run_trial_steps(config, groups, halves)
+    shards, _ = run_trial_steps(config, groups, [trial.as_dtensor() for trial in trials])
+    updated_shards = [p.to_local() if is_dtensor(p) else p for p in shards]
+    expected_halves = [p[half] if p.ndim else p for p in trained]
+    if not (all_close(updated_halves, expected_halves) and all_close(updated_shards, trained)):
         raise UserError(
             f"optimizer={config.name}: does not update each entry of a parameter on its own, as "
-            "parallel.data_mode=fsdp2 needs, which shares parameters out. Use ddp."
+            "parallel.data_mode=fsdp2 needs, which shards parameters. Use ddp."
         )
 
 
 def check_pipeline(
     config: OwnOptimizerConfig,
     groups: ParamGroups,
-    small: Sequence[TrialParameter],
+    trials: Sequence[TrialParameter],
     trained: Sequence[nn.Parameter],
 ) -> None:
-    """Refuse an optimizer that does not update each parameter on its own."""
-    alone = [run_trial_steps(config, groups, [each])[0][0] for each in small]
+    """Check that an optimizer updates each parameter independently of the others.
+
+    Raises:
+        UserError: it updates a parameter otherwise when it has no others.
+    """
+    alone = [run_trial_steps(config, groups, [trial])[0][0] for trial in trials]
     if not all_close(alone, trained):
         raise UserError(
             f"optimizer={config.name}: does not update each parameter on its own, as "
@@ -276,10 +297,10 @@ def check_pipeline(
         )
 
 
-def all_close(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
-    """Return whether tensors agree but for rounding, wherever they lie."""
-    for a, b in zip(found, wanted, strict=True):
-        rounding = 1000 * torch.finfo(b.dtype).eps
-        if not torch.allclose(a.to(b.device), b, rtol=rounding, atol=rounding):
+def all_close(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+    """Return whether tensors agree within rounding errors, on whichever devices they are."""
+    for a, b in zip(actual, expected, strict=True):
+        tolerance = 1000 * torch.finfo(b.dtype).eps
+        if not torch.allclose(a.to(b.device), b, rtol=tolerance, atol=tolerance):
             return False
     return True

@@ -1,4 +1,8 @@
-"""Parameters shared out among the data ranks (FSDP2), alike on all ranks of a domain."""
+"""Shards parameters over the data ranks with FSDP2, equally on all ranks of a domain.
+
+`shard_parameters` is called on the converted model. Each block of a segmented model is one FSDP
+unit, which is gathered while it computes; the rest of the model is another one.
+"""
 
 from __future__ import annotations
 
@@ -13,24 +17,25 @@ from torch.distributed.device_mesh import DeviceMesh
 from credit_dp.config import ParallelConfig
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.layers.base import RowLayer
-from credit_dp.domain_parallel.row_tensors import cuts
+from credit_dp.domain_parallel.row_tensors import row_shardings
 from credit_dp.errors import UserError
 from credit_dp.models.segments import SegmentedModel
 
-# Torch's modules of shares take a second to import: only where parameters are shared out.
+# Torch's FSDP modules take a second to import: only runs with fsdp2 import them.
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
 
 def is_fsdp_module(module: nn.Module) -> TypeGuard[FSDPModule]:
-    """Return whether the parameters of this module are gathered while it computes."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # whoever has made one has imported it
+    """Return whether FSDP2 manages the parameters of this module."""
+    # If nobody has imported torch's FSDP, there can be no such module.
+    fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Return whether a rank holds but a share of this parameter, gradient or norm."""
+    """Return whether a parameter, gradient or norm is a `DTensor`."""
     tensors = sys.modules.get("torch.distributed.tensor")
     return tensors is not None and isinstance(tensor, tensors.DTensor)
 
@@ -38,20 +43,20 @@ def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
 def shard_parameters(
     part: nn.Module, mesh: DeviceMesh, parallel: ParallelConfig, dtype: torch.dtype
 ) -> None:
-    """Share out the parameters of a model, or a stage of one, among the data ranks, in place.
+    """Shard the parameters of a model, or of a pipeline stage, over the data ranks, in place.
 
-    The blocks of its segments are gathered one at a time while they compute, what is left as a
-    whole. Gradients are averaged over all ranks of both axes, as DDP does.
+    Blocks are gathered one at a time while they compute; all other parameters are gathered at once.
+    Gradients are averaged over the ranks of both axes of the mesh, as DDP does.
 
     Args:
-        part: converted already. Its output keeps `dtype`, whatever the parameters compute in.
+        part: the model or stage, converted to this rank's rows.
         mesh: see `fsdp_mesh`.
-        parallel: dtypes and whether parameters wait in the host's memory.
-        dtype: of the model's output.
+        parallel: has the dtypes, and whether parameters are offloaded to the host's memory.
+        dtype: of the output, whatever the parameters compute in.
 
     Raises:
-        UserError: a parameter has a row for each of the globe's: bands of it can't be cut from
-            what is shared out; or several blocks have it.
+        UserError: a parameter has an entry for each row of the globe, so that a band of it can't be
+            cut from a shard; or several blocks share a parameter.
     """
     from torch.distributed.fsdp import (
         CPUOffloadPolicy,
@@ -60,24 +65,27 @@ def shard_parameters(
         fully_shard,
     )
 
-    cut = next((cut.path for _, of_owner in cuts(part) for cut in of_owner.values()), None)
+    shardings = (sharding for _, by_name in row_shardings(part) for sharding in by_name.values())
+    cut = next((sharding.path for sharding in shardings), None)
     if cut is not None:
         raise UserError(
-            f"parallel.data_mode: fsdp2 can't share out {cut}, which has a row for each of the "
-            "globe's. Use parallel.data_mode=ddp, or parallel.domain=1."
+            f"parallel.data_mode: fsdp2 can't shard {cut}, which has an entry for each row of the "
+            "globe. Use parallel.data_mode=ddp, or parallel.domain=1."
         )
     policy = MixedPrecisionPolicy(_dtype(parallel.param_dtype), _dtype(parallel.reduce_dtype))
-    of_root = replace(policy, output_dtype=dtype)  # blocks hand on what they compute in
+    # Only the root casts its output: blocks pass on the dtype that they compute in.
+    root_policy = replace(policy, output_dtype=dtype)
     offload = OffloadPolicy()
     if parallel.cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+    # Blocks first: the call on the root takes the parameters that no block has.
     for block in fsdp_blocks(part):
         fully_shard(block, mesh=mesh, mp_policy=policy, offload_policy=offload)
-    fully_shard(part, mesh=mesh, mp_policy=of_root, offload_policy=offload)
+    fully_shard(part, mesh=mesh, mp_policy=root_policy, offload_policy=offload)
 
 
 def fsdp_blocks(part: nn.Module) -> list[nn.Module]:
-    """Return the modules that are gathered on their own; a sharded layer is too small to be one."""
+    """Return the modules that are FSDP units of their own; single layers are too small for it."""
     if not isinstance(part, SegmentedModel):
         return []
     names = dict.fromkeys(segment.name for segment in part.segments()[part.active_segments])
@@ -91,26 +99,28 @@ def fsdp_blocks(part: nn.Module) -> list[nn.Module]:
 
 
 def _check_tied(part: nn.Module, blocks: list[str]) -> None:
-    """Refuse a parameter of several blocks, each of which would share it out on its own."""
+    """Check that no parameter belongs to several blocks, which would each shard it."""
     owners: dict[nn.Parameter, str] = {}
     for block in blocks:
         for name, parameter in part.get_submodule(block).named_parameters():
             if owners.setdefault(parameter, block) != block:
                 raise UserError(
-                    f"parallel.data_mode: fsdp2 can't share out {block}.{name}, which "
+                    f"parallel.data_mode: fsdp2 can't shard {block}.{name}, which "
                     f"{owners[parameter]} has too. Use parallel.data_mode=ddp."
                 )
 
 
 def fsdp_mesh(manager: DomainParallelManager) -> DeviceMesh | None:
-    """Return the mesh (domain, data) of this pipeline rank: replicas first, as torch wants it.
+    """Return the mesh (domain, data) of this pipeline rank, or None if it has a single rank.
 
-    None if there is nobody to share with. A collective of all ranks, which makes process groups.
+    Torch replicates over the first axis and shards over the second. Collective of all ranks, as
+    process groups are created.
     """
     if manager.mesh is None or manager.dp_world_size * manager.domain_world_size == 1:
         return None
     if manager.domain_parallel_size == 1:
         return manager.mesh["data"]
+    # Ranks of the manager's mesh are ordered (pipeline, data, domain).
     ranks = manager.mesh.mesh.permute(0, 2, 1)
     axes = ("pipeline", "domain", "data")
     return DeviceMesh(manager.mesh.device_type, ranks, mesh_dim_names=axes)["domain", "data"]

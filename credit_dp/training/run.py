@@ -31,7 +31,7 @@ from credit_dp.evaluation.held_out import (
 from credit_dp.evaluation.maps import FieldMap
 from credit_dp.evaluation.scorecard import HeldOutScores
 from credit_dp.training.build import Training, build_training, check_plugins
-from credit_dp.training.checkpoint import Checkpoints, find_checkpoint, load_checkpoint
+from credit_dp.training.checkpoint import CheckpointSaver, find_checkpoint, load_checkpoint
 from credit_dp.training.checkpoint_files import read_metadata
 from credit_dp.training.console import Screen, notes_of, screen_for
 from credit_dp.training.loggers import Tracker, open_tracker
@@ -67,7 +67,7 @@ def run(config: Config, ranks: RankInfo) -> int:
     manager = build_manager(config.parallel, ranks)
     check_plugins(config)  # before hours of statistics
     with screen.report() as report:
-        if config.data.dates.open:
+        if config.data.dates.undetermined:
             settled = resolve_dates(config, folder, report)
             config = replace(config, data=replace(config.data, dates=settled))
         prepared = prepare_training_data(config.data, report)
@@ -102,7 +102,7 @@ def resolve_dates(config: Config, folder: RunFolder, report: ProgressCallback) -
     Raises:
         UserError: on all ranks; see `find_checkpoint` and `Store.open`.
     """
-    path = find_checkpoint(config.resume, folder.checkpoint)
+    path = find_checkpoint(config.resume, folder.checkpoints)
     if path is not None:
         return run_on_all_ranks(lambda: dates_of_checkpoint(path, config.data.dates))
 
@@ -181,7 +181,7 @@ class _Run:
             UserError: the checkpoint does not fit, or not all ranks see it.
         """
         config, state = self.config, self.training.trainer.state
-        path = find_checkpoint(config.resume, self.folder.checkpoint)
+        path = find_checkpoint(config.resume, self.folder.checkpoints)
         if path is not None:
             load_checkpoint(path, state)
             self.screen.show(f"resumed after step {state.step} from {path}")
@@ -224,11 +224,11 @@ class _Run:
                 f"trainer.steps is {total}; evaluating only"
             )
             return True
-        folder, yaml, stop = self.folder.checkpoint, resolved_yaml(self.config), False
+        folder, yaml, stop = self.folder.checkpoints, resolved_yaml(self.config), False
         with (
             self.training.loader,
             self.screen.bar("training", total, trainer.state.step) as bar,
-            Checkpoints(folder, self.config.trainer, trainer.state.step) as checkpoints,
+            CheckpointSaver(folder, self.config.trainer, trainer.state.step) as checkpoints,
         ):
             trainer.guard.checkpoint = checkpoints.newest_checkpoint
             for record in watch.steps(trainer.steps(watch.batches())):
@@ -260,7 +260,7 @@ class _Run:
         size = self.config.data.batch_size
         with training.trainer.state.eval_mode(), self.screen.bar("evaluating", own) as bar:
             sums = LastLeadAccumulator(dates, manager)
-            scores = evaluate(training.forecast.rollout, dates, manager, size, bar, sums)
+            scores = evaluate(training.forecast_step.rollout, dates, manager, size, bar, sums)
             scores.check()
             return scores, sums.result()
 
@@ -276,10 +276,10 @@ class _Run:
         for line in scores.warnings():
             self.screen.show(f"{'warning':<13}{line}")
         with self.training.trainer.state.eval_mode():
-            field = example_map(self.training.forecast.rollout, dates, self.manager)
+            field = example_map(self.training.forecast_step.rollout, dates, self.manager)
         if self._is_rank_0:
             self.draw(scores, last, field)
-        for label, path in self.folder.shown().items():
+        for label, path in self.folder.existing_files().items():
             self.screen.show(f"{label:<13}{path}")
         self.screen.show(f"{'once more':<13}{self.folder.rerun_command}")
 
@@ -295,6 +295,6 @@ class _Run:
 
         draw_map(field, self.folder.map_plot)
         draw_loss(self.folder.log, self.folder.loss_plot)
-        draw_rmse(scores, last.shown, self.folder.rmse_plot)
+        draw_rmse(scores, last.spectra_channels, self.folder.rmse_plot)
         draw_spectra(scores, last, self.folder.spectra_plot)
-        draw_last_lead_errors(scores, last, field.grid, self.folder.errors)
+        draw_last_lead_errors(scores, last, field.grid, self.folder.errors_plot)

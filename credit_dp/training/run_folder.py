@@ -1,4 +1,8 @@
-"""The folder of one run: its files, its log files, and which code it is made with."""
+"""The folder of one run: the paths of its files, its log files, and the version of the code.
+
+`RunFolder` has the paths. `write_text_atomic` writes small files, `provenance` finds out which code
+runs, and `log_to_file` copies the log of each rank into the folder.
+"""
 
 import contextlib
 import logging
@@ -26,23 +30,23 @@ from credit_dp.training.checkpoint_files import CHECKPOINTS_FOLDER
 @final
 @dataclass(frozen=True)
 class RunFolder:
-    """Paths of what a run leaves behind."""
+    """The paths of a run's files."""
 
     path: Path
 
     @property
-    def checkpoint(self) -> Path:
-        """The folder of checkpoints: weights and all that a resumed run needs."""
+    def checkpoints(self) -> Path:
+        """The folder of checkpoints."""
         return self.path / CHECKPOINTS_FOLDER
 
     @property
     def log(self) -> Path:
-        """Loss and its company, one row for each logged step."""
+        """The metrics of training, one row for each logged step."""
         return self.path / "metrics.csv"
 
     @property
     def scores(self) -> Path:
-        """Errors on the held-out dates."""
+        """The scores on the held-out dates."""
         return self.path / "metrics.json"
 
     @property
@@ -52,51 +56,51 @@ class RunFolder:
 
     @property
     def code(self) -> Path:
-        """Versions, commit and uncommitted changes of the code that ran."""
+        """Versions, commit and uncommitted changes of the code."""
         return self.path / "code.diff"
 
     @property
     def trace(self) -> Path:
-        """Chrome's trace of a few steps of rank 0, if it was asked for."""
+        """The profile of a few steps of rank 0 in Chrome's trace format, with `trainer.profile`."""
         return self.path / "trace-rank0.json"
 
     @property
     def map_plot(self) -> Path:
-        """Forecast, truth and error of one field."""
+        """Maps of forecast, truth and error of one field."""
         return self.path / "forecast.png"
 
     @property
     def loss_plot(self) -> Path:
-        """Loss and validation scores over steps, drawn."""
+        """A plot of the loss and the validation error over steps."""
         return self.path / "loss.png"
 
     @property
     def rmse_plot(self) -> Path:
-        """Errors by lead time, drawn."""
+        """A plot of the errors by lead time."""
         return self.path / "rmse.png"
 
     @property
     def spectra_plot(self) -> Path:
-        """Power by zonal wavenumber at the longest lead time, drawn."""
+        """A plot of the power by zonal wavenumber at the longest lead time."""
         return self.path / "spectra.png"
 
     @property
-    def errors(self) -> Path:
-        """Errors on each grid point at the longest lead time, drawn."""
+    def errors_plot(self) -> Path:
+        """Maps of the errors at the longest lead time."""
         return self.path / "errors.png"
 
     @property
     def rerun_command(self) -> str:
-        """The command that does the run once more, in another folder."""
+        """The command that repeats the run in another folder."""
         return f"credit-dp train --again {shlex.quote(str(self.path.absolute()))}"
 
-    def shown(self) -> dict[str, Path]:
-        """What a user is told of at the end, by label: what is there, and plots as a pattern.
+    def existing_files(self) -> dict[str, Path]:
+        """Return the files to name at the end of a run, by label; plots as a pattern.
 
-        A run that only evaluates another's checkpoint has none of its own.
+        Files that do not exist are left out: a run that only evaluates has no checkpoints.
         """
         files = {
-            "checkpoint": self.checkpoint,
+            "checkpoint": self.checkpoints,
             "metrics": self.scores,
             "training log": self.log,
             "config": self.config,
@@ -108,15 +112,15 @@ class RunFolder:
 
 
 def resolved_yaml(config: Config) -> str:
-    """The whole config as plain YAML, interpolations resolved."""
+    """Return the config as YAML with all interpolations resolved."""
     return OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True)
 
 
 def write_text_atomic(path: Path, text: str) -> None:
-    """Write a small file so that readers see the old one or the new one, never half of it.
+    """Write a small file so that readers see the old or the new content, never a part of it.
 
     Raises:
-        UserError: the folder cannot be written to.
+        UserError: the file can't be written.
     """
     temporary = temporary_file(path)
     with translate_write_errors(path):
@@ -131,7 +135,7 @@ def write_text_atomic(path: Path, text: str) -> None:
 
 @contextlib.contextmanager
 def translate_write_errors(path: Path) -> Iterator[None]:
-    """Say in one line that `path` could not be written.
+    """Turn an error of the disk into a `UserError` of one line that names `path`.
 
     Raises:
         UserError: the disk is full, the folder is not writable, or the like.
@@ -146,24 +150,24 @@ def translate_write_errors(path: Path) -> Iterator[None]:
 
 
 def temporary_file(path: Path) -> Path:
-    """Where a file is written before it takes its name.
+    """Return the path under which a file is written before it gets its name.
 
-    Always the same: a killed run leaves one such file at most, and the next write replaces it. Only
-    one process writes to a run's folder.
+    It is always the same, so that a killed run leaves one such file at most, which the next write
+    replaces. Only one process writes a run's files.
     """
     return path.with_name(f".{path.name}.part")
 
 
 def remove_if_possible(path: Path) -> None:
-    """Remove a file where possible."""
+    """Remove a file, ignoring errors."""
     with contextlib.suppress(OSError):
         path.unlink()
 
 
 PACKAGE = Path(__file__).resolve().parents[1]
-GIT_TIMEOUT = 10.0  # seconds for an answer of git, which may sit on a slow file system
-MAX_PATCH_CHARACTERS = 2**20  # characters of a difference that are kept
-# What a user's settings may change about a difference so that it is no patch of the whole checkout.
+GIT_TIMEOUT = 10.0  # seconds for one git command; the checkout may be on a slow file system
+MAX_PATCH_CHARACTERS = 2**20  # longer patches are cut
+# Override the user's git settings that would give something else than a patch of the checkout.
 PATCH_OPTIONS = (
     "--binary",
     "--no-color",
@@ -175,42 +179,39 @@ PATCH_OPTIONS = (
     "--src-prefix=a/",
     "--dst-prefix=b/",
 )
-MAX_UNTRACKED_NAMES = 50  # names of files that git does not know
+MAX_UNTRACKED_NAMES = 50  # further untracked files are counted
 
 
 @cache
 def provenance() -> dict[str, str]:
-    """Versions, and the commit if the package is run from a git checkout; small enough to repeat.
+    """Return the versions of the code, and the commit if it runs from a git checkout.
 
-    `changed` says whether the checkout differs from its commit. Asked for once in a process, as
-    what is imported does not change with the files either.
+    `changed` says whether the checkout differs from its commit. The result is cached: imported code
+    does not change when its files do.
     """
-    import torch  # which takes seconds; the command line only reads names of files
+    import torch  # takes seconds, and the command line needs only names of files from this module
 
-    found = {
+    versions = {
         "credit_dp": credit_dp.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
     commit = run_git("rev-parse", "HEAD") if in_checkout() else None
     if commit is not None:
-        found["commit"] = commit.strip()
-        found["changed"] = "yes" if git_diff() or untracked_files() else "no"
-    return found
+        versions["commit"] = commit.strip()
+        versions["changed"] = "yes" if git_diff() or untracked_files() else "no"
+    return versions
 
 
 def provenance_text() -> str:
-    """`provenance`, and the difference to the commit as a patch that `git apply` takes."""
+    """Return `provenance` as text, with the uncommitted changes as a patch for `git apply`."""
     lines = [f"{name}: {value}" for name, value in provenance().items()]
     if "commit" not in provenance():
         return "\n".join([*lines, ""])
     names = untracked_files()
     lines += [f"not in git: {name}" for name in names[:MAX_UNTRACKED_NAMES]]
-    lines += (
-        [f"not in git: {len(names) - MAX_UNTRACKED_NAMES} more files"]
-        if len(names) > MAX_UNTRACKED_NAMES
-        else []
-    )
+    if len(names) > MAX_UNTRACKED_NAMES:
+        lines.append(f"not in git: {len(names) - MAX_UNTRACKED_NAMES} more files")
     patch = git_diff()
     if len(patch) > MAX_PATCH_CHARACTERS:
         lines.append(
@@ -220,29 +221,30 @@ def provenance_text() -> str:
 
 
 def in_checkout() -> bool:
-    """Whether git knows the package; an installed one may lie in a folder of another project."""
+    """Whether git tracks the package; an installed one may be inside another project's checkout."""
     return run_git("ls-files", "--error-unmatch", "__init__.py") is not None
 
 
 def git_diff() -> str:
-    """What differs from the commit in files that git knows, whatever form the user likes best."""
+    """Return the uncommitted changes of tracked files as a patch."""
     return run_git("diff", "HEAD", *PATCH_OPTIONS) or ""
 
 
 def untracked_files() -> list[str]:
-    """Files of the package that git does not know."""
+    """Return the untracked files of the package."""
     return (run_git("ls-files", "--others", "--exclude-standard") or "").splitlines()
 
 
 def run_git(*arguments: str) -> str | None:
-    """What git answers about the checkout; None if it can't, for whatever reason."""
-    # A hook of git sets variables that point to its own repository.
-    own = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
+    """Return the output of a git command in the package's folder; None if it fails."""
+    # Inside a git hook, GIT_* variables point to the repository of the hook.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     command = ["git", "-C", str(PACKAGE), "-c", "core.fsmonitor=false", *arguments]
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             command,
-            env={**own, "GIT_OPTIONAL_LOCKS": "0"},
+            # Without optional locks `git diff` does not write to the index, which others may use.
+            env={**environment, "GIT_OPTIONAL_LOCKS": "0"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -251,7 +253,7 @@ def run_git(*arguments: str) -> str | None:
         )
     except (OSError, subprocess.SubprocessError):
         return None
-    return done.stdout.decode(errors="replace")
+    return result.stdout.decode(errors="replace")
 
 
 logger = logging.getLogger(__name__)
@@ -259,15 +261,15 @@ logger = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def log_to_file(folder: Path, rank: int, early: Iterable[logging.LogRecord] = ()) -> Iterator[None]:
-    """Write `logs/rank-RANK.log` in a run's folder meanwhile, after what it has from earlier.
+    """Append the log to `logs/rank-RANK.log` in a run's folder, inside the context.
 
-    The terminal shows what it showed before. The error that ends a run is in the file, too. That
-    the file can't be written is one warning, and nothing else happens.
+    The terminal shows the same as without the file. The error that ends a run is logged to the
+    file. If the file can't be written, there is one warning.
 
     Args:
         folder: of the run.
         rank: of this process.
-        early: what was logged before there was a file.
+        early: records from before the file was opened.
     """
     path = folder / "logs" / f"rank-{rank}.log"
     try:
@@ -296,7 +298,7 @@ def log_to_file(folder: Path, rank: int, early: Iterable[logging.LogRecord] = ()
 
 @final
 class LogFile(logging.FileHandler):
-    """Lines with a time and a rank; a disk that is full is told once."""
+    """Writes log records with time and rank; warns once if the disk is full."""
 
     def __init__(self, path: Path, rank: int) -> None:
         super().__init__(path, encoding="utf-8")
@@ -305,36 +307,43 @@ class LogFile(logging.FileHandler):
         self.warned = False
 
     def write_line(self, level: int, message: str, *args: object, error: bool = False) -> None:
-        """Write a line that nobody else is to see; with the error that is under way."""
+        """Write a line to this file only; with `error`, the traceback of the present error."""
         trace = sys.exc_info() if error else None
         self.handle(logging.LogRecord(__name__, level, "", 0, message, args, trace))
 
-    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - as it is called
-        """Warn the others instead of showing a traceback for each line."""
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
+        """Warn once, instead of printing a traceback for each line."""
         if not self.warned:
             self.warned = True
             logger.warning("%s: could not be written (%s).", self.baseFilename, sys.exc_info()[1])
 
     def close(self) -> None:
-        """Write what waits, if that is possible."""
+        """Flush and close the file, ignoring errors of the disk."""
         with contextlib.suppress(OSError):
             super().close()
 
 
 @contextlib.contextmanager
 def attach_to_loggers(file: LogFile) -> Iterator[None]:
-    """Hear this package's loggers from INFO on, and all others; what else hears them stays so."""
-    ours, root = logging.getLogger("credit_dp"), logging.getLogger()
-    heard_by = [(handler, handler.level) for handler in ours.handlers]
-    level = ours.level
+    """Send the records of this package from INFO on, and of all other loggers, to a file.
+
+    Other handlers get the same records as before.
+    """
+    package = logging.getLogger("credit_dp")
+    root = logging.getLogger()
+    package_handlers = [(handler, handler.level) for handler in package.handlers]
+    level = package.level
     added: list[tuple[logging.Logger, logging.Handler]] = [(root, file)]
-    if not ours.propagate:
-        added.append((ours, file))
-        for handler, own in heard_by:
-            handler.setLevel(max(own, level))
-        ours.setLevel(min(ours.getEffectiveLevel(), logging.INFO))
+    if not package.propagate:
+        added.append((package, file))
+        # The logger's level is lowered to INFO for the file. The other handlers get the logger's
+        # former level, so that the terminal does not show more.
+        for handler, handler_level in package_handlers:
+            handler.setLevel(max(handler_level, level))
+        package.setLevel(min(package.getEffectiveLevel(), logging.INFO))
     if not root.handlers and logging.lastResort is not None:
-        added.append((root, logging.lastResort))  # it shows what has no handler: now there is one
+        # Python uses this handler for loggers without one. Now there is one: the file's.
+        added.append((root, logging.lastResort))
     for source, handler in added:
         source.addHandler(handler)
     try:
@@ -342,15 +351,15 @@ def attach_to_loggers(file: LogFile) -> Iterator[None]:
     finally:
         for source, handler in added:
             source.removeHandler(handler)
-        for handler, own in heard_by:
-            handler.setLevel(own)
-        ours.setLevel(level)
+        for handler, handler_level in package_handlers:
+            handler.setLevel(handler_level)
+        package.setLevel(level)
 
 
 @contextlib.contextmanager
 def log_warnings(log: LogFile) -> Iterator[None]:
-    """Write warnings that are shown into the file as well."""
-    shown = warnings.showwarning
+    """Write Python's warnings to the file as well as to the terminal."""
+    original = warnings.showwarning
 
     def show(
         message: Warning | str,
@@ -360,7 +369,7 @@ def log_warnings(log: LogFile) -> Iterator[None]:
         file: TextIO | None = None,
         line: str | None = None,
     ) -> None:
-        shown(message, category, filename, lineno, file, line)
+        original(message, category, filename, lineno, file, line)
         text = warnings.formatwarning(message, category, filename, lineno, line)
         log.write_line(logging.WARNING, "%s", text.rstrip())
 
@@ -368,5 +377,5 @@ def log_warnings(log: LogFile) -> Iterator[None]:
     try:
         yield
     finally:
-        if warnings.showwarning is show:
-            warnings.showwarning = shown
+        if warnings.showwarning is show:  # unless somebody else has replaced it meanwhile
+            warnings.showwarning = original

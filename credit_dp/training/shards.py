@@ -1,6 +1,7 @@
-"""Sharded tensors on disk: written by all ranks, any other mesh reads the parts that it needs.
+"""Writes sharded tensors to one folder; any mesh can read the parts it needs.
 
-The files are safetensors: nothing in them is executed.
+The files are safetensors, so that reading them never executes code. `torch.distributed.checkpoint`
+takes a second to import, so the functions below import it.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 Shape = tuple[int, ...]
 
-# What damaged content ends in, in torch's reader or ours.
+# Errors that torch's reader or ours raises for damaged files.
 READ_ERRORS = (
     AssertionError,
     AttributeError,
@@ -39,10 +40,10 @@ READ_ERRORS = (
 def write_shards(
     folder: Path, tensors: dict[str, Tensor], group: dist.ProcessGroup | None = None
 ) -> None:
-    """Write this rank's share of tensors, sharded or replicated; collective.
+    """Write this rank's part of tensors, sharded or replicated; collective.
 
-    Call it inside `ignore_single_process_warning`, which a thread beside training must not enter
-    itself.
+    Call it inside `ignore_single_process_warning`. This function does not enter it itself, because
+    it may run in a thread, and warning filters are those of the whole process.
 
     Raises:
         OSError: on all ranks, if one could not write.
@@ -51,13 +52,14 @@ def write_shards(
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+    contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
     writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
-    # Of what several ranks have, the lowest one's is saved, whatever the mesh.
+    # Torch spreads replicated tensors over the ranks that have them, to balance the load. Here the
+    # lowest rank writes them, so that what is saved does not depend on the mesh.
     planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
     with raise_first_failure():
         save(
-            whole,
+            contiguous,
             storage_writer=writer,
             planner=planner,
             process_group=group,
@@ -65,23 +67,27 @@ def write_shards(
         )
 
 
-def check_shards(key: str, folder: Path, wanted: dict[str, Shape]) -> None:
-    """Refuse shards that are damaged or do not hold the tensors that they should."""
-    held = read_tensor_metadata(key, folder)
-    for name, shape in wanted.items():
-        if name not in held or tuple(held[name].size) != shape:
+def check_shards(key: str, folder: Path, expected: dict[str, Shape]) -> None:
+    """Check that the shards of a checkpoint are readable and hold exactly the expected tensors.
+
+    Raises:
+        UserError: they are damaged, or a tensor is missing, has another shape or is unexpected.
+    """
+    stored = read_tensor_metadata(key, folder)
+    for name, shape in expected.items():
+        if name not in stored or tuple(stored[name].size) != shape:
             raise UserError(
                 f"{key}: {folder} is not a readable checkpoint (its shards do not hold {name})."
             )
-    if len(held) > len(wanted):
-        extra = min(held.keys() - wanted.keys())
+    if len(stored) > len(expected):
+        extra = min(stored.keys() - expected.keys())
         raise UserError(
             f"{key}: {folder} is not a readable checkpoint (its shards hold {extra} besides)."
         )
 
 
 def read_tensor_metadata(key: str, folder: Path) -> dict[str, TensorStorageMetadata]:
-    """Shape and dtype of all tensors in a folder, by name.
+    """Read the shape and dtype of all tensors in a folder, by name.
 
     Raises:
         UserError: the files can't be read.
@@ -90,12 +96,18 @@ def read_tensor_metadata(key: str, folder: Path) -> dict[str, TensorStorageMetad
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     with translate_read_errors(key, folder):
-        found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
-    return {name: held for name, held in found.items() if isinstance(held, TensorStorageMetadata)}
+        entries = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    return {
+        name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)
+    }
 
 
-def read_shards(key: str, folder: Path, room: dict[str, Tensor], *, together: bool = True) -> None:
-    """Fill tensors, sharded in any way; each rank reads what it needs, which is collective.
+def read_shards(
+    key: str, folder: Path, tensors: dict[str, Tensor], *, collective: bool = True
+) -> None:
+    """Fill tensors in place, sharded in any way: each rank reads the parts that it needs.
+
+    All ranks of the run call it, unless `collective` is false.
 
     Raises:
         UserError: on all ranks, if one could not read.
@@ -103,15 +115,15 @@ def read_shards(key: str, folder: Path, room: dict[str, Tensor], *, together: bo
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    alone = not together or not has_process_group()
+    single_process = not collective or not has_process_group()
     with translate_read_errors(key, folder), ignore_single_process_warning(), raise_first_failure():
         reader = HuggingFaceStorageReader(str(folder))
-        load(dict(room), storage_reader=reader, no_dist=alone)
+        load(dict(tensors), storage_reader=reader, no_dist=single_process)
 
 
 @contextmanager
 def translate_read_errors(key: str, folder: Path) -> Iterator[None]:
-    """Say in one line that a checkpoint can't be read."""
+    """Turn errors of a damaged checkpoint into a `UserError` of one line."""
     try:
         yield
     except READ_ERRORS as error:
@@ -121,7 +133,7 @@ def translate_read_errors(key: str, folder: Path) -> Iterator[None]:
 
 @contextmanager
 def raise_first_failure() -> Iterator[None]:
-    """Raise what the first rank that failed has raised, on every rank."""
+    """Raise the error of the lowest rank that failed, instead of torch's collection of errors."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
@@ -133,9 +145,9 @@ def raise_first_failure() -> Iterator[None]:
 
 @contextmanager
 def ignore_single_process_warning() -> Iterator[None]:
-    """One process without a process group is as good as several ranks: no warning.
+    """Silence torch's warning that it saves or loads in a single process, which is intended here.
 
-    Which warnings are shown is a matter of the whole process: for its main thread only.
+    Warning filters belong to the whole process: enter this in the main thread only.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)

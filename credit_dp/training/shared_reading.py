@@ -1,4 +1,8 @@
-"""Whether the ranks of a domain share their reading, and how they meet for it."""
+"""Decides whether the ranks of a domain share the reading of a store, and connects them for it.
+
+If chunks span the bands of several ranks, each chunk is decoded once and its bands are sent; see
+`data.sources.shared`. Messages go through a gloo group of the reading threads.
+"""
 
 import logging
 import time
@@ -25,19 +29,22 @@ from credit_dp.domain_parallel import DomainParallelManager
 
 logger = logging.getLogger(__name__)
 
-MESSAGE_BYTES = 1000  # bytes of a problem that others are told
-MIN_POLL_SECONDS, MAX_POLL_SECONDS = 0.0002, 0.005  # seconds between two looks at what is under way
-# Ranks wait for each other as long as training does: through evaluations and checkpoints.
+MESSAGE_BYTES = 1000  # longer error messages are cut
+# Seconds between two tests whether a collective is done.
+MIN_POLL_SECONDS = 0.0002
+MAX_POLL_SECONDS = 0.005
+# A rank may wait for others as long as training does, for instance while they evaluate.
 GROUP_TIMEOUT = timedelta(days=1)
 
 
 def build_chunk_exchange(
     store: Store, manager: DomainParallelManager
 ) -> "GroupChunkExchange | None":
-    """How this rank shares the reading of `store` with its domain; None where that saves nothing.
+    """Return the exchange by which this rank's domain shares reading; None if that saves nothing.
 
-    Decided from the store's chunks and everybody's bands alone. Collective: every rank of the mesh
-    calls it. Rank 0 says what reading without sharing would cost, and the remedy.
+    The decision depends only on the chunks of the store and the bands of all ranks, so that it is
+    the same on all ranks. Collective: all ranks of the mesh call it. Rank 0 logs what reading
+    without sharing would cost, and how to avoid both.
     """
     bounds = manager.partition(store.grid[0]).bounds
     if manager.domain_group is None or manager.domain_world_size == 1:
@@ -52,7 +59,7 @@ def build_chunk_exchange(
         logger.warning(
             "%s: chunks span the bands of several ranks: reading band by band would decode %.1f "
             "times the fields. The %d ranks of a domain share the reading instead, and send each "
-            "other bands. To spare them that: "
+            "other bands. To avoid that: "
             "credit-dp data prepare store=%s 'domains=[%d]' out=NEW",
             *(store.source.where, sum(excess) / len(excess), ranks, store.source.where, ranks),
         )
@@ -64,23 +71,29 @@ def _amplification(store: Store, channel: Channel, bounds: Sequence[int]) -> flo
 
 
 def _new_domain_group(manager: DomainParallelManager) -> dist.ProcessGroup:
-    """The domain's ranks once more, for the thread that reads: training uses the other group."""
+    """Create a second group of the domain's ranks, for the reading thread.
+
+    In the group of training, the collectives of the two threads could run in another order on each
+    rank.
+    """
     size = manager.domain_world_size
-    own: dist.ProcessGroup | None = None
+    own_group: dist.ProcessGroup | None = None
+    # Torch requires that all ranks create all groups in the same order, also those of others.
     for first in range(0, manager.world_size, size):
         members = list(range(first, first + size))
         group = dist.new_group(members, timeout=GROUP_TIMEOUT, backend="gloo")
-        own = group if manager.rank in members else own
-    if own is None:
+        own_group = group if manager.rank in members else own_group
+    if own_group is None:
         raise RuntimeError(f"rank {manager.rank} is in no domain")
-    return own
+    return own_group
 
 
 @final
 class GroupChunkExchange:
-    """The ranks of a process group meet; see `ChunkExchange`. One thread at a time.
+    """A `ChunkExchange` over a process group, for one thread at a time.
 
-    Nobody waits inside the back end, so that a thread that waits for a rank that is gone can end.
+    It polls instead of waiting inside the back end, so that `stop` can end a thread that waits for
+    a rank that is gone.
     """
 
     def __init__(self, group: dist.ProcessGroup, bounds: Sequence[int]) -> None:
@@ -90,13 +103,14 @@ class GroupChunkExchange:
         self._stopped = Event()
 
     def gather_problems(self, problem: str) -> list[str]:
-        """See `ChunkExchange`; what is long is cut."""
+        """See `ChunkExchange`; long messages are cut."""
         text = problem.encode()[:MESSAGE_BYTES]
-        own = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
-        own[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-        told = [torch.empty_like(own) for _ in self.bounds[1:]]
-        self._poll_until_done(dist.all_gather(told, own, group=self._group, async_op=True))
-        return [_decode_text(found) for found in told]
+        # Gathered as bytes of a fixed size: gathering objects can't be polled.
+        local = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
+        local[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+        messages = [torch.empty_like(local) for _ in self.bounds[1:]]
+        self._poll_until_done(dist.all_gather(messages, local, group=self._group, async_op=True))
+        return [_decode_text(message) for message in messages]
 
     def all_to_all(
         self, parcels: Fields, sizes: Sequence[int], coming: Sequence[int]
@@ -119,14 +133,14 @@ class GroupChunkExchange:
         self._stopped.set()
 
     def _poll_until_done(self, work: dist.Work) -> None:
-        nap = MIN_POLL_SECONDS
+        interval = MIN_POLL_SECONDS
         while not work.is_completed():
             if self._stopped.is_set():
                 raise ExchangeStoppedError
-            time.sleep(nap)
-            nap = min(2 * nap, MAX_POLL_SECONDS)
-        work.wait()  # for its error
+            time.sleep(interval)
+            interval = min(2 * interval, MAX_POLL_SECONDS)
+        work.wait()  # raises an error of the collective
 
 
-def _decode_text(told: Tensor) -> str:
-    return bytes(told.tolist()).rstrip(b"\0").decode(errors="ignore")
+def _decode_text(message: Tensor) -> str:
+    return bytes(message.tolist()).rstrip(b"\0").decode(errors="ignore")

@@ -1,4 +1,10 @@
-"""All that changes while training: what a checkpoint holds, under names that every mesh shares."""
+"""The state of a training run: all that a checkpoint holds, under the same names on every mesh.
+
+`TrainingState` gathers model, optimizer, schedule, sampler and random numbers. Saving takes its
+`tensors`, `constant_fields` and `metadata`. Loading happens in three steps, in this order:
+`allocate_tensors` creates what the checkpoint has, the reader fills these tensors in place, and
+`load_metadata` restores the rest.
+"""
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
@@ -20,63 +26,80 @@ from credit_dp.training.own_optimizer import ADAMW, StateLayout
 from credit_dp.training.parameter_shards import is_fsdp_module
 from credit_dp.training.shards import Shape
 
-MODEL_PREFIX, OPTIMIZER_PREFIX, GENERATOR_KEY, STATIC_KEY = (
-    "model.",
-    "optimiser.",
-    "random.generator",
-    "static",
-)
+# Names of tensors in a checkpoint; a prefix is followed by the name in the model.
+MODEL_PREFIX = "model."
+OPTIMIZER_PREFIX = "optimiser."
+AVERAGE_PREFIX = "average."
+GENERATOR_KEY = "random.generator"
+STATIC_KEY = "static"
 VALID_KEY = "valid"
-AVERAGE_UPDATES_KEY = "averaged"  # how many updates averages have taken in
-AVERAGE_PREFIX = "average."  # of a weight, which is called as in the model
-HISTORY_KEY = "gradients"
-OPTIMIZER_KEY = "optimizer"  # its name; checkpoints without one are of adamw
 
-NORM_WINDOW = 100  # accepted gradient norms that new ones are compared with
+# Keys of the metadata.
+AVERAGE_UPDATES_KEY = "averaged"  # number of updates of the averages
+HISTORY_KEY = "gradients"
+OPTIMIZER_KEY = "optimizer"  # its name; checkpoints without this key are of adamw
+
+NORM_WINDOW = 100  # number of accepted gradient norms that a new one is compared with
 
 
 @final
 @dataclass
 class GradientHistory:
-    """What has been seen of gradients: the last norms whose steps were taken, and skipped steps."""
+    """The gradient norms of the last accepted steps, and the number of skipped steps.
+
+    Attributes:
+        norms: before clipping, of steps whose update was applied.
+        skipped: steps of the whole run whose update was skipped.
+        in_a_row: how many of these came last, without an accepted step between them.
+    """
 
     norms: deque[float] = field(default_factory=lambda: deque(maxlen=NORM_WINDOW))
     skipped: int = 0
     in_a_row: int = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """As plain numbers."""
+        """Return the history as plain numbers."""
         return {**asdict(self), "norms": list(self.norms)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Stand there again."""
+        """Restore the history."""
         self.norms.clear()
         self.norms.extend(state["norms"])
-        self.skipped, self.in_a_row = state["skipped"], state["in_a_row"]
+        self.skipped = state["skipped"]
+        self.in_a_row = state["in_a_row"]
 
 
 class Stateful(Protocol):
-    """Something that can tell and take back where it stands."""
+    """An object whose state can be saved and restored."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Where it stands."""
+        """Return the state."""
 
     def load_state_dict(self, state: dict[str, Any], /) -> object:
-        """Stand there again."""
+        """Restore the state."""
 
 
 @final
 @dataclass
 class TrainingState:
-    """All that changes while training, so that a checkpoint of it is complete.
+    """All that changes during training, so that a checkpoint of it is complete.
 
-    `parts` are the stretches of the plain or converted model that this rank holds, all of it
-    without a pipeline; not their DDP wrapper: names are then the same on every mesh. `data`
-    describes what it trains on; see `describe_data`. `static` reads the globe's static fields,
-    `(S, H, W)` in the store's units, and `valid` where the fields that come out have values,
-    `(outputs, H, W)`, or None: checkpoints carry both for use of the model without the data.
-    `average` follows the weights, if they are averaged; `history` is of the gradients. `optimizer`
-    is the optimiser's name in the config, and `layout` what it keeps.
+    Attributes:
+        parts: the pipeline stages that this rank holds, or the complete model without a pipeline.
+            They are not wrapped in DDP, so that names are the same on every mesh.
+        optimizer: of all parameters that are not frozen.
+        schedule: of the learning rate.
+        sampler: the position in the sequence of samples.
+        data: what the model is trained on; see `describe_data`.
+        seed: of everything random.
+        step: the number of steps taken.
+        static: reads the static fields of the globe, `(S, H, W)` in the store's units.
+        valid: reads where output fields have values, `(outputs, H, W)`; None if everywhere.
+            Checkpoints have `static` and `valid` so that the model can be used without the data.
+        average: the moving average of the weights, if there is one.
+        history: of the gradients.
+        optimizer_name: the optimizer's name in the config.
+        layout: the tensors that the optimizer keeps of each parameter.
     """
 
     parts: tuple[nn.Module, ...]
@@ -95,35 +118,37 @@ class TrainingState:
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:
-        """Let the model forecast meanwhile, with the averages of its weights if there are any."""
+        """Switch to evaluation mode inside the context, with averaged weights if there are any."""
+        # Averages replace sharded parameters: gathered ones would keep their old values. They are
+        # sharded again before the averages are swapped out, as callbacks run in reverse order.
         reshard_parameters(self.parts)
-        with ExitStack() as after:
+        with ExitStack() as stack:
             if self.average is not None:
-                after.enter_context(self.average.swapped_in())
-            after.callback(reshard_parameters, self.parts)
-            after.callback(self.train)
+                stack.enter_context(self.average.swapped_in())
+            stack.callback(reshard_parameters, self.parts)
+            stack.callback(self.train)
             self.train(False)
             yield
 
     @property
     def trainable_parameters(self) -> dict[str, nn.Parameter]:
-        """Those of `parameters` that are not frozen."""
+        """Return the parameters on this rank that are not frozen, by name."""
         return {name: p for name, p in self.parameters.items() if p.requires_grad}
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters that this rank holds, or has a share of, by name."""
+        """Return the parameters that this rank holds, or has a shard of, by name."""
         return named_parameters(self.parts)
 
     def train(self, mode: bool = True) -> None:
-        """Set whether the model trains or forecasts."""
+        """Set the model to training mode or evaluation mode."""
         for part in self.parts:
             part.train(mode)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All tensors that this rank has or has a share of; writing into them changes the state.
+        """Return the tensors that this rank has or has a shard of, by their names in a checkpoint.
 
-        But for the random generator, which is a copy.
+        Writing into them changes the state, except for the random generator's, which is a copy.
         """
         moments = {
             f"{OPTIMIZER_PREFIX}{name}.{key}": value
@@ -132,21 +157,21 @@ class TrainingState:
         }
         averages = {} if self.average is None else self.average.averages
         averaged = {f"{AVERAGE_PREFIX}{name}": average for name, average in averages.items()}
-        # Each step's numbers are drawn from (seed, step, rank), so the seed is what has to be
-        # kept; the generator's own state is for whoever draws outside of a step.
+        # `seed_step` seeds every step from (seed, step, rank), so that training needs the seed
+        # only. The generator's state is saved for random numbers that are drawn between steps.
         model = model_tensors(self.parts)
         return {**model, **moments, **averaged, GENERATOR_KEY: torch.get_rng_state()}
 
     def constant_fields(self) -> dict[str, Tensor]:
-        """What a checkpoint carries besides: read by one rank, for all."""
-        found = {} if self.static is None else {STATIC_KEY: torch.from_numpy(self.static())}
+        """Read the fields that do not change in training; one rank does it for all."""
+        fields = {} if self.static is None else {STATIC_KEY: torch.from_numpy(self.static())}
         valid = None if self.valid is None else self.valid()
         if valid is not None:  # as bytes: shards hold no booleans
-            found[VALID_KEY] = torch.from_numpy(valid).to(torch.uint8)
-        return found
+            fields[VALID_KEY] = torch.from_numpy(valid).to(torch.uint8)
+        return fields
 
     def metadata(self) -> dict[str, Any]:
-        """The rest: numbers and text, the same on every rank."""
+        """Return the numbers and texts of a checkpoint, which are the same on every rank."""
         return {
             "step": self.step,
             "seed": self.seed,
@@ -159,53 +184,62 @@ class TrainingState:
         }
 
     def allocate_tensors(self, saved: dict[str, Shape]) -> dict[str, Tensor]:
-        """The tensors to load those of a checkpoint into; forgets the optimiser's own.
+        """Return the tensors into which those of a checkpoint are to be read.
 
-        What it knows of a parameter that is frozen now has no room, nor has an average that it does
-        not have: that one starts from the weights, see `load_metadata`.
+        The optimizer's tensors are allocated anew; those of parameters that are frozen now are left
+        out. So are averages that the checkpoint does not have: `load_metadata` sets them to the
+        weights.
+
+        Args:
+            saved: shapes of the checkpoint's tensors, by name.
 
         Raises:
-            UserError: the checkpoint has others of a parameter than the optimiser keeps.
+            UserError: the checkpoint has other tensors of a parameter than the optimizer keeps.
         """
-        if self.step:  # else they are those that some optimisers have before their first step
+        if self.step:  # at step 0, keep what some optimizers allocate when they are constructed
             self.optimizer.state.clear()
-        parameters, found = self.trainable_parameters, defaultdict[str, list[str]](list)
-        for each in saved:
-            name, _, key = each.removeprefix(OPTIMIZER_PREFIX).rpartition(".")
-            if each.startswith(OPTIMIZER_PREFIX) and name in parameters:
-                found[name].append(key)
-        for name, keys in found.items():
+        parameters = self.trainable_parameters
+        saved_keys = defaultdict[str, list[str]](list)
+        for tensor_name in saved:
+            name, _, key = tensor_name.removeprefix(OPTIMIZER_PREFIX).rpartition(".")
+            if tensor_name.startswith(OPTIMIZER_PREFIX) and name in parameters:
+                saved_keys[name].append(key)
+        for name, keys in saved_keys.items():
             if self.layout.keys is not None and {*keys} not in self.layout.keys:
                 raise UserError(
                     f"resume: the checkpoint has {', '.join(sorted(keys))} of {name}, which "
                     f"optimizer={self.optimizer_name} does not keep with its keys now. Set the "
-                    "keys of "
-                    "optimizer to those of the checkpoint, or start a new run with init_from."
+                    "keys of optimizer to those of the checkpoint, or start a new run with "
+                    "init_from."
                 )
             for key in keys:
-                number = self.layout.scalars.get(key)
                 self.optimizer.state[parameters[name]][key] = allocate_moment(
-                    parameters[name], number
+                    parameters[name], self.layout.scalars.get(key)
                 )
         tensors = self.tensors().items()
         optional = (AVERAGE_PREFIX, OPTIMIZER_PREFIX)
         return {n: t for n, t in tensors if n in saved or not n.startswith(optional)}
 
-    def load_metadata(self, numbers: dict[str, Any], generator: Tensor) -> None:
-        """Stand where a checkpoint's numbers do; what the config sets stays as it is."""
-        restore_schedule(self.optimizer, self.schedule, numbers["schedule"])
-        self.sampler.load_state_dict(numbers["sampler"])
+    def load_metadata(self, metadata: dict[str, Any], generator: Tensor) -> None:
+        """Restore counters, schedule and random numbers; settings of the present config stay.
+
+        Call it after the tensors are filled: averages that the checkpoint lacks start from them.
+        """
+        restore_schedule(self.optimizer, self.schedule, metadata["schedule"])
+        self.sampler.load_state_dict(metadata["sampler"])
         torch.set_rng_state(generator)
-        self.seed, self.step = numbers["seed"], numbers["step"]
-        if HISTORY_KEY in numbers:  # not in those of earlier versions
-            self.history.load_state_dict(numbers[HISTORY_KEY])
+        self.seed = metadata["seed"]
+        self.step = metadata["step"]
+        if HISTORY_KEY in metadata:  # absent from checkpoints of earlier versions
+            self.history.load_state_dict(metadata[HISTORY_KEY])
         if self.average is not None:
-            new = [n for n in self.average.averages if AVERAGE_PREFIX + n not in numbers["tensors"]]
-            self.average.reset_to_parameters(new, numbers.get(AVERAGE_UPDATES_KEY, 0))
+            saved = metadata["tensors"]
+            new = [n for n in self.average.averages if AVERAGE_PREFIX + n not in saved]
+            self.average.reset_to_parameters(new, metadata.get(AVERAGE_UPDATES_KEY, 0))
 
 
 def reshard_parameters(parts: tuple[nn.Module, ...]) -> None:
-    """Bring parameters that are shared out back to that form; forwards without backwards don't."""
+    """Reshard FSDP parameters, which a forward pass without a backward pass leaves gathered."""
     for part in parts:
         for module in part.modules():
             if is_fsdp_module(module):
@@ -213,34 +247,36 @@ def reshard_parameters(parts: tuple[nn.Module, ...]) -> None:
 
 
 def named_parameters(parts: tuple[nn.Module, ...]) -> dict[str, nn.Parameter]:
-    """The parameters of some stretches of a model, sorted by name."""
+    """Return the parameters of some stages of a model, sorted by name."""
     return dict(sorted(p for part in parts for p in part.named_parameters()))
 
 
 def trainable_saved_parameters(parts: tuple[nn.Module, ...]) -> dict[str, nn.Parameter]:
-    """Those that are not frozen, by their names in `model_tensors`."""
+    """Return the parameters that are not frozen, by their names in `named_tensors`."""
     saved = named_tensors(parts).items()
     return {n: p for n, p in saved if isinstance(p, nn.Parameter) and p.requires_grad}
 
 
 def model_tensors(parts: tuple[nn.Module, ...]) -> dict[str, Tensor]:
-    """What `named_tensors` names, as it is in a checkpoint."""
+    """Return the tensors of `named_tensors` by their names in a checkpoint, detached."""
     return {MODEL_PREFIX + name: value.detach() for name, value in named_tensors(parts).items()}
 
 
 def named_tensors(parts: tuple[nn.Module, ...]) -> dict[str, Tensor]:
-    """Parameters and buffers that are saved, by name; of a tied one only the first name.
+    """Return the parameters and persistent buffers by name; of a tied one only the first name.
 
     Raises:
-        UserError: a module keeps something else, which no checkpoint could hold without pickle.
+        UserError: a `state_dict` has something else, which only a pickled file could hold.
     """
-    found = {
+    entries = {
         name: value for part in parts for name, value in part.state_dict(keep_vars=True).items()
     }
     tensors: dict[str, Tensor] = {}
     known: set[int] = set()
-    for name in sorted(found):  # by name, as modules may be registered in another order elsewhere
-        value = found[name]
+    # Sorted, because modules may be registered in another order on another mesh: the first name of
+    # a tied parameter must be the same everywhere.
+    for name in sorted(entries):
+        value = entries[name]
         if not isinstance(value, Tensor):
             raise UserError(
                 f"model: {name} is kept by the model's state_dict, but is a "
@@ -252,8 +288,9 @@ def named_tensors(parts: tuple[nn.Module, ...]) -> dict[str, Tensor]:
     return tensors
 
 
-def allocate_moment(parameter: nn.Parameter, number: Tensor | None) -> Tensor:
-    """Room for what the optimiser keeps of a parameter: a tensor like it, or like a `number`."""
-    if number is None:
+def allocate_moment(parameter: nn.Parameter, scalar: Tensor | None) -> Tensor:
+    """Return zeros like a parameter, or like a `scalar` that the optimizer keeps of it."""
+    if scalar is None:
         return torch.zeros_like(parameter, requires_grad=False)
-    return torch.zeros_like(number, device="cpu" if number.is_cpu else parameter.device)
+    # A counter that the optimizer keeps on the CPU belongs there whatever the parameter's device.
+    return torch.zeros_like(scalar, device="cpu" if scalar.is_cpu else parameter.device)

@@ -1,4 +1,4 @@
-"""What a run is about to do and to take: memory, bytes sent, and disk, on one screen."""
+"""Summarises a run before it starts: model, mesh, data, steps, communication, memory and disk."""
 
 from __future__ import annotations
 
@@ -26,20 +26,21 @@ logger = logging.getLogger(__name__)
 @final
 @dataclass(frozen=True)
 class RunEstimate:
-    """Bytes of this rank, but for those of checkpoints, which are of all ranks together.
+    """The estimated memory, communication and disk space of a run.
 
     Attributes:
-        held: at once, by item.
-        messages, sent: of rows, in a step.
-        averaged: of gradients that are added up with other ranks' in each step.
-        checkpoint: each of them.
+        memory: bytes of this rank at once, by item.
+        messages: number of messages with rows that this rank sends in a step.
+        sent_bytes: of these messages.
+        reduced_bytes: of gradients that this rank adds up with other ranks in a step.
+        checkpoint_bytes: of one checkpoint, of all ranks together.
     """
 
-    held: dict[str, int]
+    memory: dict[str, int]
     messages: int
-    sent: int
-    averaged: int
-    checkpoint: int
+    sent_bytes: int
+    reduced_bytes: int
+    checkpoint_bytes: int
 
 
 def estimate_run(
@@ -47,50 +48,54 @@ def estimate_run(
 ) -> RunEstimate:
     """Estimate the needs of a run that is ready to start; collective with a pipeline.
 
-    Activations and messages are those of a training step on tensors without data, which only ranks
-    that hold the whole model can take; `held` has no activations on others.
+    Activations and messages are those of a training step on tensors without data. That needs a rank
+    with the complete model: otherwise activations are left out and messages are 0.
     """
     state = training.trainer.state
-    trained, averages = state.trainable_parameters.values(), 1 if state.average is not None else 0
-    learning = local_bytes(trained)
-    held = {
+    trained = state.trainable_parameters.values()
+    averages = 1 if state.average is not None else 0
+    trained_bytes = local_bytes(trained)
+    memory = {
         "weights": local_bytes(state.parameters.values()),
-        "gradients": learning,
-        "moments": state.layout.moments * learning,
-        "averages": averages * learning,
+        "gradients": trained_bytes,
+        "moments": state.layout.moments * trained_bytes,
+        "averages": averages * trained_bytes,
     }
-    whole = sum(p.nbytes for p in state.parameters.values())
-    whole += (state.layout.moments + averages) * sum(p.nbytes for p in trained)
+    # `nbytes` of a DTensor is that of the unsharded tensor: each rank counts the parameters of its
+    # pipeline stages in full.
+    checkpoint_bytes = sum(p.nbytes for p in state.parameters.values())
+    checkpoint_bytes += (state.layout.moments + averages) * sum(p.nbytes for p in trained)
     if manager.pipeline_parallel_size > 1:
-        copies = manager.domain_world_size * manager.dp_world_size
-        whole = sum(all_gather_object(whole)) // copies
+        ranks_per_stage = manager.domain_world_size * manager.dp_world_size
+        checkpoint_bytes = sum(all_gather_object(checkpoint_bytes)) // ranks_per_stage
     step = dry_run_step(config, prepared, training, manager) if manager.rank == 0 else None
-    messages = sent = 0
+    messages = sent_bytes = 0
     if step is not None:
-        # A later forecast step keeps as much as the first, unless it is computed again.
+        # Each forecast step saves as much as the first one for the backward pass, unless
+        # activation checkpointing recomputes them one at a time.
         steps = config.trainer.longest_rollout
-        again = config.trainer.checkpoint_activations
-        held["activations"] = step.saved_bytes * (1 if again else steps)
+        recomputed = config.trainer.checkpoint_activations
+        memory["activations"] = step.saved_bytes * (1 if recomputed else steps)
         passes = steps * microbatches_per_step(config)
         totals = [t[manager.domain_rank] for t in (*step.forward.values(), *step.backward.values())]
         messages = passes * sum(total.messages for total in totals)
-        sent = passes * sum(total.bytes for total in totals)
-    averaged = learning if manager.domain_world_size * manager.dp_world_size > 1 else 0
-    return RunEstimate(held, messages, sent, averaged, whole)
+        sent_bytes = passes * sum(total.bytes for total in totals)
+    reduced_bytes = trained_bytes if manager.domain_world_size * manager.dp_world_size > 1 else 0
+    return RunEstimate(memory, messages, sent_bytes, reduced_bytes, checkpoint_bytes)
 
 
 def local_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of tensors, or of this rank's shares of them."""
+    """Return the bytes of tensors, or of this rank's shards of them."""
     return sum(local_tensor(t).nbytes for t in tensors)
 
 
 def dry_run_step(
     config: Config, prepared: TrainingData, training: Training, manager: DomainParallelManager
 ) -> DryRun | None:
-    """A micro-batch's training step without data; None where the model can't take one."""
+    """Run a training step of one micro-batch without data; None if that is not possible."""
     parallel = config.parallel
-    plain = parallel.pipeline == 1 and parallel.data_mode == "ddp" and not parallel.layout
-    if not plain or config.compile:
+    is_unsharded = parallel.pipeline == 1 and parallel.data_mode == "ddp" and not parallel.layout
+    if not is_unsharded or config.compile:
         return None
     store = prepared.store
     samples = config.data.batch_size // manager.dp_world_size // microbatches_per_step(config)
@@ -98,7 +103,7 @@ def dry_run_step(
     (model,) = training.trainer.state.parts
     try:
         return dry_run(model, manager, [(samples, inputs, *store.grid)], manager.rank)
-    except Exception as error:  # noqa: BLE001 - a model of the user's own; an estimate ends no run
+    except Exception as error:  # noqa: BLE001 - a failed estimate ends no run
         logger.info("no estimate of activations: %s: %s", type(error).__name__, error)
         return None
 
@@ -106,36 +111,36 @@ def dry_run_step(
 def summary_lines(
     config: Config, prepared: TrainingData, training: Training, manager: DomainParallelManager
 ) -> list[str]:
-    """Lines for people; collective with a pipeline."""
-    needs = estimate_run(config, prepared, training, manager)
-    parts = {
+    """Return the lines of the summary; collective with a pipeline."""
+    estimate = estimate_run(config, prepared, training, manager)
+    lines = {
         "model": model_line(config, training),
         "mesh": mesh_line(manager, prepared.store.grid[0]),
         "data": data_line(config, prepared, training),
         "batch": batch_line(config, manager),
         "training": training_line(config, training),
-        "sent": sent_line(needs),
-        "memory": memory_line(needs),
-        "disk": disk_line(config, needs),
+        "sent": sent_line(estimate),
+        "memory": memory_line(estimate),
+        "disk": disk_line(config, estimate),
         "writes to": config.run.dir,
     }
-    return [f"{label:<11}{text}" for label, text in parts.items() if text]
+    return [f"{label:<11}{text}" for label, text in lines.items() if text]
 
 
 def model_line(config: Config, training: Training) -> str:
-    """Name, parameters and numbers."""
+    """Return the model's name, its number of parameters and its dtype."""
     state = training.trainer.state
     count = sum(p.numel() for p in state.parameters.values())
     frozen = count - sum(p.numel() for p in state.trainable_parameters.values())
-    kind = config.trainer.dtype
-    kind += f", computes in {config.trainer.autocast}" if config.trainer.autocast else ""
-    of_rank = " on rank 0" if config.parallel.pipeline > 1 else ""
-    stay = f", {frozen:,} of them frozen" if frozen else ""
-    return f"{config.model.name}, {count:,} parameters{of_rank}{stay}, {kind}"
+    dtype = config.trainer.dtype
+    dtype += f", computes in {config.trainer.autocast}" if config.trainer.autocast else ""
+    on_rank = " on rank 0" if config.parallel.pipeline > 1 else ""
+    of_them = f", {frozen:,} of them frozen" if frozen else ""
+    return f"{config.model.name}, {count:,} parameters{on_rank}{of_them}, {dtype}"
 
 
 def mesh_line(manager: DomainParallelManager, rows: int) -> str:
-    """The mesh, and how the globe's rows are shared out."""
+    """Return the sizes of the mesh, and the rows of each band."""
     axes = {
         "pipeline": manager.pipeline_parallel_size,
         "data": manager.data_parallel_size,
@@ -148,12 +153,12 @@ def mesh_line(manager: DomainParallelManager, rows: int) -> str:
 
 
 def data_line(config: Config, prepared: TrainingData, training: Training) -> str:
-    """The store, its fields and the span that is trained on."""
+    """Return the name of the data, the dates and samples of training, and the fields."""
     store = prepared.store
     first, last = config.data.dates.train
     rows, columns = store.grid
     samples = training.loader.state_dict()["count"]
-    fields = store.channels.states
+    fields = store.channels.num_states
     return (
         f"{config.data.name}, {first} to {last}, {samples:,} samples of {fields} fields on "
         f"{rows} x {columns} points"
@@ -161,56 +166,63 @@ def data_line(config: Config, prepared: TrainingData, training: Training) -> str
 
 
 def batch_line(config: Config, manager: DomainParallelManager) -> str:
-    """How the batch is shared out."""
-    batch, micros = config.data.batch_size, microbatches_per_step(config)
-    own = batch // manager.dp_world_size
-    shared = f", {own} on each data rank" if manager.dp_world_size > 1 else ""
-    return f"{batch} samples{shared}{f', {micros} parts one by one' if micros > 1 else ''}"
+    """Return the samples of a batch, of each data rank, and the number of micro-batches."""
+    batch = config.data.batch_size
+    n_microbatches = microbatches_per_step(config)
+    local = batch // manager.dp_world_size
+    on_each_rank = f", {local} on each data rank" if manager.dp_world_size > 1 else ""
+    microbatches = f", in {n_microbatches} micro-batches" if n_microbatches > 1 else ""
+    return f"{batch} samples{on_each_rank}{microbatches}"
 
 
 def training_line(config: Config, training: Training) -> str:
-    """Steps, epochs, and forecast steps."""
-    steps, per_epoch = config.trainer.steps, steps_per_epoch(config, training)
+    """Return the number of steps, of epochs, and of forecast steps in a sample."""
+    steps = config.trainer.steps
+    per_epoch = steps_per_epoch(config, training)
     done = training.trainer.state.step
     line = f"{steps:,} steps, {done:,} of them done" if done else f"{steps:,} steps"
     line += f", {steps / per_epoch:.3g} epochs of {per_epoch:,} steps"
     lengths = dict(sorted(config.trainer.rollout.items()))
     if lengths == {0: 1}:
         return line
-    told = ", ".join(
+    rollout = ", ".join(
         f"{length} from {config.trainer.rollout_unit} {start}" for start, length in lengths.items()
     )
-    return f"{line}; forecast steps: {told}"
+    return f"{line}; forecast steps: {rollout}"
 
 
 def steps_per_epoch(config: Config, training: Training) -> int:
-    """Whole batches among the samples."""
+    """Return the number of complete batches in an epoch."""
     return int(training.loader.state_dict()["count"]) // config.data.batch_size
 
 
-def sent_line(needs: RunEstimate) -> str:
-    """What rank 0 sends in a step; nothing for a rank that is alone."""
+def sent_line(estimate: RunEstimate) -> str:
+    """Return the rows and gradients that rank 0 sends in a step; empty for a single rank."""
     parts = []
-    if needs.messages:
-        parts.append(f"{decimal(needs.sent)} of rows in {needs.messages} messages")
-    if needs.averaged:
-        parts.append(f"{decimal(needs.averaged)} of gradients added up")
+    if estimate.messages:
+        parts.append(f"{decimal(estimate.sent_bytes)} of rows in {estimate.messages} messages")
+    if estimate.reduced_bytes:
+        parts.append(f"{decimal(estimate.reduced_bytes)} of gradients to add up")
     return f"{', '.join(parts)}, by each rank in a step" if parts else ""
 
 
-def memory_line(needs: RunEstimate) -> str:
-    """About how much a rank holds, by item; small ones are left out."""
-    total = sum(needs.held.values())
-    items = [f"{name} {decimal(size)}" for name, size in needs.held.items() if size > total // 100]
-    about = "about" if "activations" in needs.held else "activations and"
+def memory_line(estimate: RunEstimate) -> str:
+    """Return the memory of a rank, in total and by item; items below 1 % are left out."""
+    memory = estimate.memory
+    total = sum(memory.values())
+    items = [f"{name} {decimal(size)}" for name, size in memory.items() if size > total // 100]
+    about = "about" if "activations" in memory else "activations and"
     return f"{about} {decimal(total)} on each rank: {', '.join(items)}"
 
 
-def disk_line(config: Config, needs: RunEstimate) -> str:
-    """Room for checkpoints: one more than stay, while it is written."""
+def disk_line(config: Config, estimate: RunEstimate) -> str:
+    """Return the disk space for checkpoints, and how much is free."""
+    # Old checkpoints are removed only when a new one is complete: one more than are kept.
     count = config.trainer.keep_checkpoints + 1 + config.trainer.keep_best
-    needed, free = count * needs.checkpoint, free_space(Path(config.run.dir))
-    line = f"{decimal(needed)} for checkpoints, at most {count} of {decimal(needs.checkpoint)}"
+    size = estimate.checkpoint_bytes
+    needed = count * size
+    free = free_space(Path(config.run.dir))
+    line = f"{decimal(needed)} for checkpoints, at most {count} of {decimal(size)}"
     if free is None:
         return line
     short = ": TOO LITTLE, lower trainer.keep_checkpoints" if free < needed else ""
@@ -218,10 +230,10 @@ def disk_line(config: Config, needs: RunEstimate) -> str:
 
 
 def free_space(folder: Path) -> int | None:
-    """Bytes that are free where a folder is or will be; None if nobody can tell."""
-    for place in (folder, *folder.absolute().parents):
+    """Return the free bytes on the disk of a folder, which need not exist yet; None if unknown."""
+    for path in (folder, *folder.absolute().parents):
         try:
-            return shutil.disk_usage(place).free
+            return shutil.disk_usage(path).free
         except FileNotFoundError:
             continue
         except OSError:

@@ -1,4 +1,12 @@
-"""Weights of another run: matched tensor by tensor and channel by channel."""
+"""Loads weights from checkpoints of other runs.
+
+`load_initial_weights` (for `init_from`) matches tensors by name, and inside a tensor channel by
+channel, where the two runs have other variables. In this order: `channel_dims` finds the dimensions
+of each tensor that depend on the channels, `match_tensor` compares them with the checkpoint, and
+`copy_matches` reads and copies the entries in common.
+
+`load_weights` and `load_valid_mask` are for forecasts: the model must be that of the checkpoint.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -38,132 +46,38 @@ from credit_dp.training.state import (
     named_tensors,
 )
 
-ChannelNames = dict[str, list[str]]  # of the channels of each kind, in order
+ChannelNames = dict[str, list[str]]  # by kind of channel, in the order of the channels
 
 
 @final
 class ChannelDim(NamedTuple):
-    """A dimension with `each` neighbouring entries for each channel of a kind.
+    """A dimension of a tensor that has neighbouring entries for each channel of a kind.
 
-    `kind` is empty where no kind accounts for its size.
+    Attributes:
+        kind: a key of `ChannelNames`; empty if the size is explained by no kind.
+        entries_per_channel: the number of entries for one channel.
     """
 
     kind: str
     entries_per_channel: int
 
 
-ChannelDims = Mapping[str, Mapping[int, ChannelDim]]  # by tensor and dimension
+ChannelDims = Mapping[str, Mapping[int, ChannelDim]]  # by name of the tensor and dimension
 
-
-def channel_names(data: DataDescription) -> ChannelNames:
-    """The channels that go in and come out, as a run's description of its data has them.
-
-    A model may treat variables on levels as one channel each: those are listed besides, and so is
-    what is left.
-
-    Raises:
-        LookupError: the description does not say.
-    """
-    fields = data["fields"]
-    out = [Channel(variable, level) for variable, level in fields["channels"]]
-    states = out[: len(out) - fields.get("diagnostic", 0)]
-    diagnostic = [channel.name for channel in out[len(states) :]]
-    others = [*data["data.forcing"], *data["data.static"]]
-    upper = list(dict.fromkeys(c.variable for c in states if c.level is not None))
-    surface = [channel.name for channel in states if channel.level is None]
-    frames = data.get("model.frames", 1)
-    return {
-        "input": [*names_of_frames([c.name for c in states], frames), *others],
-        "input off levels": [*names_of_frames(surface, frames), *others],
-        "input on levels": names_of_frames(upper, frames),
-        "output": [channel.name for channel in out],
-        "output off levels": [*surface, *diagnostic],
-        "output on levels": upper,
-    }
-
-
-def names_of_frames(names: Sequence[str], frames: int) -> list[str]:
-    """Names of the states that go in, the oldest first; the newest have their own."""
-    ages = reversed(range(frames))
-    return [f"{name} {age} steps ago" if age else name for age in ages for name in names]
-
-
-def channel_dims(
-    config: ModelConfig, fields: Fields, grid: tuple[int, int], names: ChannelNames
-) -> ChannelDims:
-    """The dimensions of each saved tensor of a model that go by channels, by the tensor's name.
-
-    Args:
-        config: of the model.
-        fields: of its channels.
-        grid: rows and columns.
-        names: of its channels.
-
-    Raises:
-        UserError: the model can't be built for one more channel.
-    """
-    shapes = state_dict_shapes(config, fields, grid)
-    found: dict[str, dict[int, ChannelDim]] = {name: {} for name in shapes}
-    for more, kinds in fields_with_one_more(fields):
-        for name, larger in state_dict_shapes(config, more, grid).items():
-            for dim, (size, grown) in enumerate(zip(shapes.get(name, ()), larger, strict=False)):
-                if grown != size and dim not in found[name]:
-                    each = [(k, (grown - size) / added) for k, added in kinds.items()]
-                    fits = [ChannelDim(k, int(n)) for k, n in each if n * len(names[k]) == size]
-                    found[name][dim] = fits[0] if fits else ChannelDim("", 0)
-    if type(config) in MODEL_KINDS.values():
-        return found
-    # Of another's model nobody knows how the entries of a channel lie if there are several.
-    return {
-        name: {
-            at: dim if dim.entries_per_channel == 1 else ChannelDim("", 0)
-            for at, dim in dims.items()
-        }
-        for name, dims in found.items()
-    }
-
-
-def fields_with_one_more(fields: Fields) -> list[tuple[Fields, Mapping[str, int]]]:
-    """One more channel of each kind in turn, and how many there are then more of each kind."""
-    states = fields.states
-    variable = tuple(range(states, states + fields.levels))
-    more: list[tuple[Fields, Mapping[str, int]]] = [
-        (replace(fields, others=fields.others + 1), {"input": 1, "input off levels": 1}),
-        (replace(fields, diagnostic=fields.diagnostic + 1), {"output": 1, "output off levels": 1}),
-    ]
-    if variable:
-        kinds = {"input on levels": fields.frames, "output on levels": 1}
-        more.append((replace(fields, upper=(*fields.upper, variable)), kinds))
-    return more
-
-
-def state_dict_shapes(
-    config: ModelConfig, fields: Fields, grid: tuple[int, int]
-) -> dict[str, tuple[int, ...]]:
-    """The shapes of all that a model saves, without data where it can be built so."""
-    with torch.random.fork_rng(devices=[]):
-        try:
-            with torch.device("meta"):
-                model: nn.Module = build_model(config, fields, grid)
-        except (NotImplementedError, RuntimeError):  # it reads numbers while it is built
-            model = build_model(config, fields, grid)
-    saved: dict[str, Any] = model.state_dict()
-    return {name: tuple(x.shape) for name, x in saved.items() if isinstance(x, torch.Tensor)}
-
-
-MAX_NAMED_TENSORS = 3  # so many tensors are named, further ones are counted
+MAX_NAMED_TENSORS = 3  # the summary names these, and counts the others
 
 
 @final
 @dataclass(frozen=True)
 class TensorMatch:
-    """What of a tensor is in the checkpoint.
+    """The part of a tensor that a checkpoint has.
 
     Attributes:
-        source: its name there; empty if there is nothing.
-        own, saved: for each dimension that goes by channels, the entries here and there that
-            belong together, where these are not all in the same order.
-        note: which channels, for people.
+        source: the tensor's name in the checkpoint; empty if nothing matches.
+        model_entries: for each dimension, the indices of the entries in common in the model's
+            tensor; None where all entries match in order.
+        checkpoint_entries: likewise in the checkpoint's tensor.
+        note: the number of channels in common, for the summary; empty if everything matches.
     """
 
     source: str = ""
@@ -172,142 +86,68 @@ class TensorMatch:
     note: str = ""
 
 
-def match_tensor(
-    name: str,
-    shape: Shape,
-    saved: Mapping[str, Shape],
-    dims: Mapping[int, ChannelDim],
-    names: tuple[ChannelNames, ChannelNames],
-) -> TensorMatch:
-    """What a checkpoint has of a tensor.
-
-    Args:
-        name: in the model.
-        shape: of all of it.
-        saved: shapes of the checkpoint's tensors.
-        dims: those of the tensor that go by channels, where channels are not the same.
-        names: of the channels, here and in the checkpoint.
-    """
-    source = next((p + name for p in (AVERAGE_PREFIX, MODEL_PREFIX) if p + name in saved), "")
-    if not source or len(saved[source]) != len(shape):
-        return TensorMatch()
-    own: list[list[int] | None] = []
-    there: list[list[int] | None] = []
-    notes = []
-    for at, (size, size_there) in enumerate(zip(shape, saved[source], strict=True)):
-        kind, each = dims.get(at, ChannelDim("", 1))
-        here, before = (of_kind.get(kind, []) for of_kind in names)
-        if at not in dims or here == before != []:
-            if size != size_there:
-                return TensorMatch()
-            own.append(None)
-            there.append(None)
-            continue
-        common = [channel for channel in here if channel in before]
-        if not common or size_there != each * len(before):
-            return TensorMatch()
-        own.append(entry_indices(common, here, each))
-        there.append(entry_indices(common, before, each))
-        notes.append(f"{len(common)} of {len(here)} {kind.split()[0]} channels")
-    return TensorMatch(source, tuple(own), tuple(there), " and ".join(notes))
-
-
-def entry_indices(channels: list[str], among: list[str], each: int) -> list[int]:
-    """The numbers of the entries of some channels, `each` for every one of them."""
-    return [among.index(channel) * each + entry for channel in channels for entry in range(each)]
-
-
-def match_summary(
-    folder: Path,
-    matches: Mapping[str, TensorMatch],
-    saved: Mapping[str, Shape],
-    otherwise: list[str],
-) -> str:
-    """What was found, in one line; `otherwise` are channels that are normalised differently."""
-    parts = [f"{name}: {match.note}" for name, match in sorted(matches.items()) if match.note]
-    fresh = [name for name, match in sorted(matches.items()) if not match.source]
-    used = {
-        match.source.removeprefix(AVERAGE_PREFIX).removeprefix(MODEL_PREFIX)
-        for match in matches.values()
-    }
-    there = {name.removeprefix(MODEL_PREFIX) for name in saved if name.startswith(MODEL_PREFIX)}
-    found = len(matches) - len(fresh)
-    averages = any(match.source.startswith(AVERAGE_PREFIX) for match in matches.values())
-    return (
-        f"{found} of {len(matches)} tensors from {folder}"
-        f"{' (averages)' if averages else ''}{count_and_names(parts, 'in part')}"
-        f"{count_and_names(fresh, 'fresh')}"
-        f"{count_and_names(sorted(there - used), 'of the checkpoint not used')}"
-        f"{count_and_names(otherwise, 'channels normalised by another mean or deviation')}"
-    )
-
-
-def count_and_names(names: list[str], what: str) -> str:
-    """How many they are, and the first ones."""
-    if not names:
-        return ""
-    more = f", and {len(names) - MAX_NAMED_TENSORS} more" if len(names) > MAX_NAMED_TENSORS else ""
-    return f"; {len(names)} {what} ({', '.join(names[:MAX_NAMED_TENSORS])}{more})"
-
-
 KEY = "init_from"
 
 
 def load_initial_weights(
     path: str, state: TrainingState, model: ModelConfig, prepared: TrainingData
 ) -> str:
-    """Take over the weights of a checkpoint by their names; averages, if it has any.
+    """Load the weights of a checkpoint by name; the averaged weights, if it has any.
 
-    Where variables have been added, dropped or moved, the weights of the channels in common are
-    taken over, and the others stay as they were drawn. Nothing else is taken over: no optimiser
-    state and no step. Collective: all ranks of the run call it, before the first step.
+    If variables were added, dropped or moved, the weights of the channels in common are loaded and
+    the others keep their initial values. Optimizer state and step are not loaded. Collective: all
+    ranks of the run call it, before the first step.
 
     Args:
         path: of a checkpoint, of a folder of checkpoints, or of a run.
-        state: whose weights are changed.
+        state: its weights are changed.
         model: the model's config.
-        prepared: says which fields there are, on which grid.
+        prepared: has the channels and the grid.
 
     Returns:
-        what was found, in one line; the same on every rank.
+        A summary in one line, the same on every rank.
 
     Raises:
-        UserError: on all ranks, if it can't be read or has no weight of this model.
+        UserError: on all ranks, if the checkpoint can't be read or has no weight of this model.
     """
     folder = run_on_all_ranks(lambda: resolve_checkpoint(path))
-    numbers = run_on_all_ranks(lambda: checkpoint_files.read_metadata(KEY, folder))
-    saved = {name: tuple(shape) for name, shape in numbers["tensors"].items()}
+    metadata = run_on_all_ranks(lambda: checkpoint_files.read_metadata(KEY, folder))
+    saved = {name: tuple(shape) for name, shape in metadata["tensors"].items()}
     run_on_all_ranks(lambda: check_shards(KEY, folder, saved))
     with translate_read_errors(KEY, folder):
-        before = channel_names(numbers["data"])
-        otherwise = differently_normalised_channels(numbers["data"], state.data)
-        form = differing_model_keys(numbers["data"], state.data)
+        source_names = channel_names(metadata["data"])
+        rescaled = differently_normalised_channels(metadata["data"], state.data)
+        differing_keys = differing_model_keys(metadata["data"], state.data)
     names = channel_names(state.data)
-    dims = run_on_all_ranks(lambda: changed_dims(names, before, model, prepared))
-    own = {name: tensor.detach() for name, tensor in named_tensors(state.parts).items()}
+    dims = run_on_all_ranks(lambda: changed_dims(names, source_names, model, prepared))
+    tensors = {name: tensor.detach() for name, tensor in named_tensors(state.parts).items()}
     matches = {
-        name: match_tensor(name, tuple(tensor.shape), saved, dims.get(name, {}), (names, before))
-        for name, tensor in own.items()
+        name: match_tensor(
+            name, tuple(tensor.shape), saved, dims.get(name, {}), (names, source_names)
+        )
+        for name, tensor in tensors.items()
     }
-    everywhere = {
-        name: match for part in all_gather_object(matches) for name, match in part.items()
+    # Ranks of a pipeline hold different tensors: only all of them together know whether the
+    # checkpoint has anything of the model.
+    all_matches = {
+        name: match for of_rank in all_gather_object(matches) for name, match in of_rank.items()
     }
-    check_any_match(folder, everywhere)
-    copy_matches(folder, own, matches, saved)
+    check_any_match(folder, all_matches)
+    copy_matches(folder, tensors, matches, saved)
     if state.average is not None:
         state.average.reset_to_parameters(state.average.averages)
     settings = ", ".join(
-        f"{key}={format_value(saved_value)}" for key, (saved_value, _) in form.items()
+        f"{key}={format_value(saved_value)}" for key, (saved_value, _) in differing_keys.items()
     )
     differing = f"; the checkpoint has {settings}" if settings else ""
-    return f"{KEY}: {match_summary(folder, everywhere, saved, otherwise)}{differing}"
+    return f"{KEY}: {match_summary(folder, all_matches, saved, rescaled)}{differing}"
 
 
 def resolve_checkpoint(path: str) -> Path:
-    """The checkpoint at a path, or the newest of a run.
+    """Return the checkpoint at a path, or the newest one of a run.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no checkpoint.
     """
     if checks.existing_path(path) is None:
         raise UserError(
@@ -318,20 +158,20 @@ def resolve_checkpoint(path: str) -> Path:
 
 
 def changed_dims(
-    names: ChannelNames, before: ChannelNames, model: ModelConfig, prepared: TrainingData
+    names: ChannelNames, source_names: ChannelNames, model: ModelConfig, prepared: TrainingData
 ) -> ChannelDims:
-    """The dimensions that go by channels, if these are not the same."""
-    if names == before:
+    """Return the dimensions that depend on the channels, or none if the channels are the same."""
+    if names == source_names:
         return {}
     fields = prepared.store.channels.fields(model.frames)
     return channel_dims(model, fields, prepared.store.grid, names)
 
 
 def check_any_match(folder: Path, matches: dict[str, TensorMatch]) -> None:
-    """Refuse a checkpoint that has nothing of the model.
+    """Check that a checkpoint has at least part of one tensor of the model.
 
     Raises:
-        UserError: no tensor has anything.
+        UserError: nothing matches.
     """
     if not any(match.source for match in matches.values()):
         raise UserError(
@@ -340,92 +180,291 @@ def check_any_match(folder: Path, matches: dict[str, TensorMatch]) -> None:
         )
 
 
-def copy_matches(
-    folder: Path, own: dict[str, Tensor], matches: dict[str, TensorMatch], saved: dict[str, Shape]
-) -> None:
-    """Fill tensors with what a checkpoint has of them; collective."""
-    found = {name: match for name, match in matches.items() if match.source}
-    # Of a tensor that fits in part all is read: a share of other channels would be no use.
-    room = {
-        match.source: torch.empty(saved[match.source], dtype=own[name].dtype)
-        if match.note
-        else own[name]
-        for name, match in found.items()
+def channel_names(data: DataDescription) -> ChannelNames:
+    """Return the names of the input and output channels in a run's description of its data.
+
+    Some models treat a variable on levels as one channel with a level dimension. Their kinds are
+    "on levels", with variables in place of channels, and "single-level", with all other channels.
+
+    Raises:
+        LookupError: the description is incomplete.
+    """
+    fields = data["fields"]
+    outputs = [Channel(variable, level) for variable, level in fields["channels"]]
+    states = outputs[: len(outputs) - fields.get("diagnostic", 0)]
+    diagnostic = [channel.name for channel in outputs[len(states) :]]
+    others = [*data["data.forcing"], *data["data.static"]]
+    upper = list(dict.fromkeys(c.variable for c in states if c.level is not None))
+    surface = [channel.name for channel in states if channel.level is None]
+    frames = data.get("model.frames", 1)
+    return {
+        "input": [*names_of_frames([c.name for c in states], frames), *others],
+        "input single-level": [*names_of_frames(surface, frames), *others],
+        "input on levels": names_of_frames(upper, frames),
+        "output": [channel.name for channel in outputs],
+        "output single-level": [*surface, *diagnostic],
+        "output on levels": upper,
     }
-    read_shards(KEY, folder, room)
-    for name, match in found.items():
+
+
+def names_of_frames(names: Sequence[str], frames: int) -> list[str]:
+    """Return the names of the input states, oldest first; the newest have plain names."""
+    ages = reversed(range(frames))
+    return [f"{name} {age} steps ago" if age else name for age in ages for name in names]
+
+
+def channel_dims(
+    config: ModelConfig, fields: Fields, grid: tuple[int, int], names: ChannelNames
+) -> ChannelDims:
+    """Return the dimensions that depend on the channels, of each saved tensor of a model.
+
+    The model is built with one more channel of each kind: a dimension that grows depends on it.
+
+    Args:
+        config: of the model.
+        fields: the number of its channels.
+        grid: rows and columns.
+        names: of its channels.
+
+    Raises:
+        UserError: the model can't be built with one more channel.
+    """
+    shapes = state_dict_shapes(config, fields, grid)
+    by_tensor: dict[str, dict[int, ChannelDim]] = {name: {} for name in shapes}
+    for larger_fields, added_by_kind in fields_with_one_more(fields):
+        for name, larger in state_dict_shapes(config, larger_fields, grid).items():
+            for dim, (size, grown) in enumerate(zip(shapes.get(name, ()), larger, strict=False)):
+                if grown != size and dim not in by_tensor[name]:
+                    # Several kinds grow at once. The right one explains the size of the dimension:
+                    # the entries added for one channel, times the number of channels.
+                    entries = [(k, (grown - size) / added) for k, added in added_by_kind.items()]
+                    fits = [ChannelDim(k, int(n)) for k, n in entries if n * len(names[k]) == size]
+                    by_tensor[name][dim] = fits[0] if fits else ChannelDim("", 0)
+    if type(config) in MODEL_KINDS.values():
+        return by_tensor
+    # A plug-in's model may order several entries of a channel in any way: only a single entry is
+    # sure to belong to its channel.
+    return {
+        name: {
+            at: dim if dim.entries_per_channel == 1 else ChannelDim("", 0)
+            for at, dim in dims.items()
+        }
+        for name, dims in by_tensor.items()
+    }
+
+
+def fields_with_one_more(fields: Fields) -> list[tuple[Fields, Mapping[str, int]]]:
+    """Return fields with one channel more, and how many that adds to each kind, for all kinds."""
+    states = fields.states
+    new_variable = tuple(range(states, states + fields.levels))
+    larger: list[tuple[Fields, Mapping[str, int]]] = [
+        (replace(fields, others=fields.others + 1), {"input": 1, "input single-level": 1}),
+        (
+            replace(fields, diagnostic=fields.diagnostic + 1),
+            {"output": 1, "output single-level": 1},
+        ),
+    ]
+    if new_variable:
+        kinds = {"input on levels": fields.frames, "output on levels": 1}
+        larger.append((replace(fields, upper=(*fields.upper, new_variable)), kinds))
+    return larger
+
+
+def state_dict_shapes(
+    config: ModelConfig, fields: Fields, grid: tuple[int, int]
+) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a model's saved tensors, without allocating them if possible."""
+    with torch.random.fork_rng(devices=[]):
+        try:
+            with torch.device("meta"):
+                model: nn.Module = build_model(config, fields, grid)
+        except (NotImplementedError, RuntimeError):  # it needs values of tensors while it is built
+            model = build_model(config, fields, grid)
+    saved: dict[str, Any] = model.state_dict()
+    return {name: tuple(x.shape) for name, x in saved.items() if isinstance(x, torch.Tensor)}
+
+
+def match_tensor(
+    name: str,
+    shape: Shape,
+    saved: Mapping[str, Shape],
+    dims: Mapping[int, ChannelDim],
+    names: tuple[ChannelNames, ChannelNames],
+) -> TensorMatch:
+    """Find the entries of a tensor that a checkpoint has.
+
+    Averaged weights are preferred to those of the last step.
+
+    Args:
+        name: of the tensor in the model.
+        shape: of the unsharded tensor.
+        saved: shapes of the checkpoint's tensors.
+        dims: the tensor's dimensions that depend on the channels; none if channels are the same.
+        names: of the channels of the model, and of the checkpoint.
+    """
+    source = next((p + name for p in (AVERAGE_PREFIX, MODEL_PREFIX) if p + name in saved), "")
+    if not source or len(saved[source]) != len(shape):
+        return TensorMatch()
+    model_entries: list[list[int] | None] = []
+    source_entries: list[list[int] | None] = []
+    notes = []
+    for at, (size, source_size) in enumerate(zip(shape, saved[source], strict=True)):
+        kind, per_channel = dims.get(at, ChannelDim("", 1))
+        channels, source_channels = (names_by_kind.get(kind, []) for names_by_kind in names)
+        if at not in dims or channels == source_channels != []:
+            if size != source_size:
+                return TensorMatch()
+            model_entries.append(None)
+            source_entries.append(None)
+            continue
+        common = [channel for channel in channels if channel in source_channels]
+        if not common or source_size != per_channel * len(source_channels):
+            return TensorMatch()
+        model_entries.append(entry_indices(common, channels, per_channel))
+        source_entries.append(entry_indices(common, source_channels, per_channel))
+        notes.append(f"{len(common)} of {len(channels)} {kind.split()[0]} channels")
+    return TensorMatch(source, tuple(model_entries), tuple(source_entries), " and ".join(notes))
+
+
+def entry_indices(selected: list[str], channels: list[str], per_channel: int) -> list[int]:
+    """Return the indices of the entries of the selected channels in a dimension of all channels."""
+    return [
+        channels.index(channel) * per_channel + entry
+        for channel in selected
+        for entry in range(per_channel)
+    ]
+
+
+def match_summary(
+    folder: Path,
+    matches: Mapping[str, TensorMatch],
+    saved: Mapping[str, Shape],
+    rescaled: list[str],
+) -> str:
+    """Summarise the matches in one line; `rescaled` are channels with another normalisation."""
+    partial = [f"{name}: {match.note}" for name, match in sorted(matches.items()) if match.note]
+    unmatched = [name for name, match in sorted(matches.items()) if not match.source]
+    used = {
+        match.source.removeprefix(AVERAGE_PREFIX).removeprefix(MODEL_PREFIX)
+        for match in matches.values()
+    }
+    available = {name.removeprefix(MODEL_PREFIX) for name in saved if name.startswith(MODEL_PREFIX)}
+    averages = any(match.source.startswith(AVERAGE_PREFIX) for match in matches.values())
+    return (
+        f"{len(matches) - len(unmatched)} of {len(matches)} tensors from {folder}"
+        f"{' (averages)' if averages else ''}{count_and_names(partial, 'partly')}"
+        f"{count_and_names(unmatched, 'newly initialised')}"
+        f"{count_and_names(sorted(available - used), 'of the checkpoint not used')}"
+        f"{count_and_names(rescaled, 'channels normalised with another mean or deviation')}"
+    )
+
+
+def count_and_names(names: list[str], label: str) -> str:
+    """Return a clause with the number of names, the label and the first names."""
+    if not names:
+        return ""
+    more = f", and {len(names) - MAX_NAMED_TENSORS} more" if len(names) > MAX_NAMED_TENSORS else ""
+    return f"; {len(names)} {label} ({', '.join(names[:MAX_NAMED_TENSORS])}{more})"
+
+
+def copy_matches(
+    folder: Path,
+    tensors: dict[str, Tensor],
+    matches: dict[str, TensorMatch],
+    saved: dict[str, Shape],
+) -> None:
+    """Fill tensors with the entries that a checkpoint has; collective."""
+    matches = {name: match for name, match in matches.items() if match.source}
+    # A tensor that matches partly is read unsharded on every rank: the shard that this rank would
+    # read may have the entries of other channels.
+    buffers = {
+        match.source: torch.empty(saved[match.source], dtype=tensors[name].dtype)
+        if match.note
+        else tensors[name]
+        for name, match in matches.items()
+    }
+    read_shards(KEY, folder, buffers)
+    for name, match in matches.items():
         if match.note:
-            copy_entries(own[name], room[match.source], match)
+            copy_entries(tensors[name], buffers[match.source], match)
 
 
-def copy_entries(own: Tensor, source: Tensor, match: TensorMatch) -> None:
-    """Fill the entries of a tensor, or of this rank's share of it, that belong to those given."""
-    for dim, entries_there in enumerate(match.checkpoint_entries):
-        if entries_there is not None:
-            source = source.index_select(dim, torch.tensor(entries_there))
-    whole = range(source.ndim)
-    places = [
+def copy_entries(target: Tensor, source: Tensor, match: TensorMatch) -> None:
+    """Copy the matching entries of a checkpoint's tensor into a tensor, which may be sharded."""
+    for dim, source_indices in enumerate(match.checkpoint_entries):
+        if source_indices is not None:
+            source = source.index_select(dim, torch.tensor(source_indices))
+    indices = [
         torch.tensor(match.model_entries[dim])
         if match.model_entries[dim] is not None
-        else torch.arange(own.shape[dim])
-        for dim in whole
+        else torch.arange(target.shape[dim])
+        for dim in range(source.ndim)
     ]
-    at = torch.meshgrid(*places, indexing="ij")
-    value = torch.zeros(own.shape, dtype=own.dtype)
-    value[at] = source
-    taken = torch.zeros(own.shape, dtype=torch.bool)
-    taken[at] = True
-    local = local_tensor(own)
-    value, taken = (local_part_of(own, x).to(local.device) for x in (value, taken))
-    local.copy_(torch.where(taken, value, local))
+    at = torch.meshgrid(*indices, indexing="ij")
+    # A sharded tensor can't be indexed by global entries. So values and a mask of the entries to
+    # copy are laid out unsharded, and each rank cuts its shard from both.
+    values = torch.zeros(target.shape, dtype=target.dtype)
+    values[at] = source
+    mask = torch.zeros(target.shape, dtype=torch.bool)
+    mask[at] = True
+    local = local_tensor(target)
+    values, mask = (local_part_of(target, x).to(local.device) for x in (values, mask))
+    local.copy_(torch.where(mask, values, local))
 
 
-def local_part_of(own: Tensor, whole: Tensor) -> Tensor:
-    """This rank's share of a tensor that every rank has, cut as another one is; sends nothing."""
-    if not is_dtensor(own):
-        return whole
+def local_part_of(target: Tensor, unsharded: Tensor) -> Tensor:
+    """Cut a tensor that every rank has as another tensor is sharded; sends nothing."""
+    if not is_dtensor(target):
+        return unsharded
     from torch.distributed.tensor import distribute_tensor
 
-    shared = distribute_tensor(whole, own.device_mesh, own.placements, src_data_rank=None)
-    return shared.to_local()
+    # Without a source rank each rank cuts its own copy, instead of receiving rank 0's.
+    sharded = distribute_tensor(
+        unsharded, target.device_mesh, target.placements, src_data_rank=None
+    )
+    return sharded.to_local()
 
 
 ADVICE = "Leave the model group out, which comes with the checkpoint, or change checkpoint."
 
 
-def load_valid_mask(key: str, path: Path, numbers: Metadata) -> Tensor | None:
-    """Where the fields that come out had values in training, `(outputs, H, W)`; None: everywhere.
+def load_valid_mask(key: str, path: Path, metadata: Metadata) -> Tensor | None:
+    """Load where the output fields had values in training; None if everywhere.
 
     Collective: all ranks of the run call it. Arguments and errors are those of `load_weights`.
+
+    Shapes:
+        `(outputs, H, W)`, of the globe.
     """
-    if VALID_KEY not in numbers["tensors"]:
+    if VALID_KEY not in metadata["tensors"]:
         return None
-    valid = torch.zeros(tuple(numbers["tensors"][VALID_KEY]), dtype=torch.uint8)
+    valid = torch.zeros(tuple(metadata["tensors"][VALID_KEY]), dtype=torch.uint8)
     read_shards(key, path, {VALID_KEY: valid})
     return valid.bool()
 
 
-def load_weights(key: str, path: Path, numbers: Metadata, parts: tuple[nn.Module, ...]) -> None:
-    """Fill the stretches of a model that this rank has; with averages, where weights have one.
+def load_weights(key: str, path: Path, metadata: Metadata, parts: tuple[nn.Module, ...]) -> None:
+    """Load the weights of a checkpoint into this rank's parts of a model; averages, if there are.
 
     Collective: all ranks of the run call it.
 
     Args:
-        key: which messages begin with.
-        path: of the checkpoint, and `numbers` what its `state.json` says.
+        key: config key that error messages begin with.
+        path: of the checkpoint.
+        metadata: the content of its `state.json`.
         parts: see `TrainingState`.
 
     Raises:
         UserError: on all ranks, if the weights are of another model, or can't be read.
     """
-    saved = {name: tuple(shape) for name, shape in numbers["tensors"].items()}
-    own = model_tensors(parts)
+    saved = {name: tuple(shape) for name, shape in metadata["tensors"].items()}
+    model = model_tensors(parts)
     check_model_shapes(
-        f"{key}: {path}", model_shapes(saved), model_shapes(gather_shapes(own)), ADVICE
+        f"{key}: {path}", model_shapes(saved), model_shapes(gather_shapes(model)), ADVICE
     )
     run_on_all_ranks(lambda: check_shards(key, path, saved))
-    room = {}
-    for name, tensor in own.items():
+    tensors = {}
+    for name, tensor in model.items():
         average = AVERAGE_PREFIX + name.removeprefix(MODEL_PREFIX)
-        room[average if average in saved else name] = tensor
-    read_shards(key, path, room)
+        tensors[average if average in saved else name] = tensor
+    read_shards(key, path, tensors)

@@ -9,23 +9,23 @@
 #SBATCH --gpus-per-node=8
 #SBATCH --time=24:00:00
 #SBATCH --output=slurm-%j.log
-#SBATCH --open-mode=append   # after a requeue the log goes on
+#SBATCH --open-mode=append   # after a requeue the log continues
 #SBATCH --requeue            # a preempted job is queued again
 #SBATCH --signal=B:USR1@180  # seconds before the end, to this script
 
-# What your site needs: modules, the environment, the network of the ranks.
+# Settings of your site: modules, the environment, the network of the ranks.
 # module load cuda
 # source .venv/bin/activate
 # export NCCL_SOCKET_IFNAME=ib0 GLOO_SOCKET_IFNAME=ib0
-export PYTHONUNBUFFERED=1    # the log is written at once
+export PYTHONUNBUFFERED=1    # lines appear in the log at once
 
 keys=(model=crossformer parallel.domain=8)
 job=$SLURM_JOB_ID
 
-# torchrun hands SIGTERM on to the ranks, which save after the step that they are in.
-told=0
-trap 'told=1; scancel --signal=TERM "$job"' USR1
-trap 'told=1' TERM
+# torchrun passes SIGTERM on to the ranks, which finish their step and save.
+stopping=0
+trap 'stopping=1; scancel --signal=TERM "$job"' USR1
+trap 'stopping=1' TERM
 
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((20000 + SLURM_JOB_ID * 8 % 20000))
@@ -36,13 +36,14 @@ srun --nodes=4 --ntasks-per-node=1 \
     -m credit_dp train "${keys[@]}" run.name=slurm-"$SLURM_JOB_ID" resume=auto &
 ranks=$!
 
-# A signal to this script ends a wait, and not the ranks.
+# A signal to this script interrupts `wait` while the ranks still run, so wait again.
 wait "$ranks"
 while kill -0 "$ranks" 2> /dev/null; do wait "$ranks"; done
 wait "$ranks" && code=0 || code=$?
 
-# 75: stopped; 138: SIGUSR1 came before or after training. Not if cancelled, and not for ever.
-if { [ "$code" != 0 ] && [ "$told" = 1 ]; } && [ "${SLURM_RESTART_COUNT:-0}" -lt 20 ] &&
+# 75: stopped after saving; 138: SIGUSR1 came before or after training. A cancelled job is no longer
+# RUNNING and is not requeued.
+if { [ "$code" != 0 ] && [ "$stopping" = 1 ]; } && [ "${SLURM_RESTART_COUNT:-0}" -lt 20 ] &&
     [ "$(squeue --noheader --jobs "$job" --format %T)" = RUNNING ]; then
     scontrol requeue "$job"
 fi

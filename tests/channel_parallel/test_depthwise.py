@@ -1,4 +1,4 @@
-"""The depthwise convolution that shares weights between channels, and channels between ranks."""
+"""`DistributedDepthwiseConv2d`: weights shared by channels, channels distributed over ranks."""
 
 from __future__ import annotations
 
@@ -91,31 +91,31 @@ def test_groups_that_do_not_divide_the_channels_are_refused(groups):
 
 
 def _shared(manager, channels, groups):
-    """Convolve this rank's channels of a tensor; sum the gradients as who owns the step does."""
+    """Convolve this rank's channels of a tensor; sum the gradients as a training step does."""
     torch.manual_seed(0)
     group, rank = manager.domain_group, manager.domain_rank
-    whole = DistributedDepthwiseConv2d(channels, (5, 3), groups, bias=True, **DOUBLE)
-    mine = copy.deepcopy(whole)
+    unsharded = DistributedDepthwiseConv2d(channels, (5, 3), groups, bias=True, **DOUBLE)
+    layer = copy.deepcopy(unsharded)
     x, cotangent = (torch.randn(2, channels, 6, 7, dtype=torch.float64) for _ in range(2))
-    x_whole = x.clone().requires_grad_()
-    expected = whole(x_whole)
+    x_global = x.clone().requires_grad_()
+    expected = unsharded(x_global)
     expected.backward(cotangent)
 
     local = channels // manager.domain_world_size
-    share = slice(rank * local, (rank + 1) * local)
-    x_mine = x[:, share].clone().requires_grad_()
-    y = mine(x_mine, group)
-    y.backward(cotangent[:, share])
-    torch.testing.assert_close(y, expected[:, share], rtol=0, atol=1e-14)
-    torch.testing.assert_close(x_mine.grad, x_whole.grad[:, share], rtol=0, atol=1e-14)
-    for name, parameter in mine.named_parameters():
-        total = manager.transport.sum(parameter.grad)
-        expected_grad = whole.get_parameter(name).grad
+    channel_slice = slice(rank * local, (rank + 1) * local)
+    x_local = x[:, channel_slice].clone().requires_grad_()
+    y = layer(x_local, group)
+    y.backward(cotangent[:, channel_slice])
+    torch.testing.assert_close(y, expected[:, channel_slice], rtol=0, atol=1e-14)
+    torch.testing.assert_close(x_local.grad, x_global.grad[:, channel_slice], rtol=0, atol=1e-14)
+    for name, parameter in layer.named_parameters():
+        total = manager.transport.all_reduce(parameter.grad)
+        expected_grad = unsharded.get_parameter(name).grad
         torch.testing.assert_close(total, expected_grad, rtol=1e-12, atol=1e-12)
-        assert not torch.equal(parameter.grad, expected_grad)  # it is this rank's part
+        assert not torch.equal(parameter.grad, expected_grad)  # each rank has only a part of it
 
     with pytest.raises(RuntimeError, match=f"needs {local} of {channels} channels"):
-        mine(x, cp_group=group)
+        layer(x, cp_group=group)
 
 
 @pytest.mark.slow

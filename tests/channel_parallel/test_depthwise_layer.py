@@ -1,4 +1,4 @@
-"""Depthwise convolutions on bands of rows, by rows fetched and by rows traded for channels."""
+"""Depthwise convolutions on bands of rows, with halos and with transposes of rows to channels."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ from tests.domain_parallel.equality import _RANDOM, assert_same_as_whole_globe
 from tests.ranks import PROCESSES, on_processes, on_threads
 
 BYTES = 8  # float64
-CHOOSES = DepthwiseLayer._transpose_moves_less
+TRANSPOSE_MOVES_LESS = DepthwiseLayer._transpose_moves_less
 
 
 @contextmanager
-def _made_to(trade):
-    """Let every layer trade, or none: the plan's own choice depends on the kernel."""
-    DepthwiseLayer._transpose_moves_less = lambda self, bands: trade
+def _forced_to(transpose):
+    """Let every layer transpose, or none: the plan chooses by the size of the kernel."""
+    DepthwiseLayer._transpose_moves_less = lambda self, bands: transpose
     try:
         yield
     finally:
-        DepthwiseLayer._transpose_moves_less = CHOOSES
+        DepthwiseLayer._transpose_moves_less = TRANSPOSE_MOVES_LESS
 
 
-def _conv(channels, many, kernel, stride, padding, dilation, mode, bias=True):
+def _conv(channels, multiplier, kernel, stride, padding, dilation, mode, bias=True):
     return nn.Conv2d(
-        channels, many * channels, kernel, stride, padding, dilation, channels, bias, mode
+        channels, multiplier * channels, kernel, stride, padding, dilation, channels, bias, mode
     )
 
 
@@ -58,25 +58,25 @@ def _distributed(channels, kernel, groups, bias):
     ranks=st.sampled_from([2, 3, 4]),
     height=st.integers(4, 14),
     channels=st.integers(2, 5),
-    many=st.sampled_from([1, 1, 2]),
+    multiplier=st.sampled_from([1, 1, 2]),
     kernel=st.tuples(st.integers(2, 9), st.integers(1, 4)),
     stride=st.sampled_from([(1, 1), (1, 1), (2, 1), (1, 2), (3, 2)]),
     padding=st.tuples(st.integers(0, 9), st.integers(0, 3)),
     dilation=st.sampled_from([1, 2, (2, 1)]),
     mode=st.sampled_from(["zeros", "zeros", "circular", "reflect", "replicate"]),
     bias=st.booleans(),
-    trade=st.booleans(),
+    transpose=st.booleans(),
 )
 def test_depthwise(
-    ranks, height, channels, many, kernel, stride, padding, dilation, mode, bias, trade
+    ranks, height, channels, multiplier, kernel, stride, padding, dilation, mode, bias, transpose
 ):
     rows, columns = (dilation, dilation) if isinstance(dilation, int) else dilation
     out = (height + 2 * padding[0] - rows * (kernel[0] - 1) - 1) // stride[0] + 1
     assume(out >= ranks)
     assume(8 + 2 * padding[1] > columns * (kernel[1] - 1))
     assume(mode in ("zeros", "replicate") or padding[0] < height)
-    args = (channels, many, kernel, stride, padding, dilation, mode, bias)
-    with _made_to(trade):
+    args = (channels, multiplier, kernel, stride, padding, dilation, mode, bias)
+    with _forced_to(transpose):
         _same(ranks, _conv, args, (2, channels, height, 8))
 
 
@@ -90,17 +90,17 @@ def _same(ranks, build, args, shape):
     groups=st.sampled_from([1, 2, 3, 6]),
     kernel=st.tuples(st.integers(2, 30), st.integers(1, 4)),
     bias=st.booleans(),
-    trade=st.booleans(),
+    transpose=st.booleans(),
 )
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
-def test_distributed_depthwise(ranks, height, groups, kernel, bias, trade):
-    with _made_to(trade):
+def test_distributed_depthwise(ranks, height, groups, kernel, bias, transpose):
+    with _forced_to(transpose):
         _same(ranks, _distributed, (6, kernel, groups, bias), (2, 6, height, 5))
 
 
-@pytest.mark.parametrize("trade", [True, False])
-def test_a_tensor_without_batch(trade):
-    with _made_to(trade):
+@pytest.mark.parametrize("transpose", [True, False])
+def test_a_tensor_without_batch(transpose):
+    with _forced_to(transpose):
         _same(3, _conv, (4, 2, (9, 3), 1, "same", 1, "zeros"), (4, 8, 5))
 
 
@@ -121,7 +121,7 @@ def test_planned_at_the_first_forward():
 
 
 class _Twice(nn.Module):
-    """One layer at two heights, and layers with kernels of several sizes that read one tensor."""
+    """A layer at two heights, and layers with kernels of several sizes on the same tensor."""
 
     def __init__(self):
         super().__init__()
@@ -135,12 +135,12 @@ class _Twice(nn.Module):
         return self.mixes[2](self.down(x))
 
 
-def test_several_heights_and_readers_of_one_tensor():
+def test_several_heights_and_readers_of_the_same_tensor():
     _same(3, _Twice, (), (2, 3, 24, 6))
 
 
 class _Block(nn.Module):
-    """What is computed again in backward has to end at the same place on every rank."""
+    """Recomputation in backward has to end at the same operation on every rank."""
 
     def __init__(self):
         super().__init__()
@@ -148,21 +148,21 @@ class _Block(nn.Module):
         self.mix = nn.Conv2d(2, 2, (25, 1), padding="same", groups=2)
 
     def forward(self, x):
-        run = torch.utils.checkpoint.checkpoint
-        return run(self._run, self.first(x), use_reentrant=False)
+        checkpoint = torch.utils.checkpoint.checkpoint
+        return checkpoint(self._mix, self.first(x), use_reentrant=False)
 
-    def _run(self, x):
+    def _mix(self, x):
         return self.mix(torch.sin(x)) + x
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", PROCESSES)
-def test_computed_again_with_fewer_channels_than_ranks(ranks):
+def test_recomputation_with_fewer_channels_than_ranks(ranks):
     on_processes(ranks, assert_same_as_whole_globe, _Block, (), (2, 2, 13, 4))
 
 
 def _step(manager, kernel, channels, rows):
-    """Run a training step; return the bytes and messages of a forward and of all, and the plan."""
+    """Run a training step; return its messages and bytes (forward, total) and the plan."""
     with _RANDOM:
         torch.manual_seed(0)
         conv = _conv(channels, 1, kernel, 1, "same", 1, "zeros")
@@ -174,27 +174,27 @@ def _step(manager, kernel, channels, rows):
     y = sharded(x[..., manager.rows(rows), :].contiguous())
     forward = (traffic.messages, traffic.bytes)
     y.sum().backward()
-    trades = sharded[1].transposes(rows)
-    return forward, (traffic.messages, traffic.bytes), trades, sharded[1].title
+    transposes = sharded[1].transposes(rows)
+    return forward, (traffic.messages, traffic.bytes), transposes, sharded[1].title
 
 
-def _traded(ranks, rank, rows, channels):
-    """Parcels and bytes of one rank, there and back, counted one by one."""
+def _transpose_traffic(ranks, rank, rows, channels):
+    """Return the messages and bytes of one rank in both transposes, counted one by one."""
     bands, shares = ([n // ranks + (r < n % ranks) for r in range(ranks)] for n in (rows, channels))
-    there = [bands[rank] * shares[r] for r in range(ranks) if r != rank]
-    back = [shares[rank] * bands[r] for r in range(ranks) if r != rank]
-    return sum(n > 0 for n in there + back), sum(there + back) * 2 * 5 * BYTES
+    to_channels = [bands[rank] * shares[r] for r in range(ranks) if r != rank]
+    to_rows = [shares[rank] * bands[r] for r in range(ranks) if r != rank]
+    return sum(n > 0 for n in to_channels + to_rows), sum(to_channels + to_rows) * 2 * 5 * BYTES
 
 
 @pytest.mark.parametrize(
     ("ranks", "rows", "channels"), [(2, 9, 4), (3, 11, 5), (4, 14, 4), (4, 7, 2)]
 )
-def test_what_trading_sends(ranks, rows, channels):
+def test_traffic_of_a_transpose(ranks, rows, channels):
     kernel = (2 * rows - 1, 3)
     steps = on_threads(ranks, _step, kernel, channels, rows)
-    for rank, (forward, both, trades, _) in enumerate(steps):
-        assert trades
-        messages, size = _traded(ranks, rank, rows, channels)
+    for rank, (forward, both, transposes, _) in enumerate(steps):
+        assert transposes
+        messages, size = _transpose_traffic(ranks, rank, rows, channels)
         assert forward == (messages, size)
         assert both == (2 * messages, 2 * size)
 
@@ -210,13 +210,13 @@ def test_what_trading_sends(ranks, rows, channels):
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("kernel", [3, 13, 17, 31])
-def test_what_sends_less_is_chosen_alike_on_every_rank(ranks, kernel):
+def test_all_ranks_choose_what_sends_less(ranks, kernel):
     args = ((kernel, 1), 4, 24)
     chosen = on_threads(ranks, _step, *args)
     sent = {}
-    for trade in (True, False):
-        with _made_to(trade):
-            sent[trade] = sum(step[0][1] for step in on_threads(ranks, _step, *args))
+    for transpose in (True, False):
+        with _forced_to(transpose):
+            sent[transpose] = sum(step[0][1] for step in on_threads(ranks, _step, *args))
     assert sum(step[0][1] for step in chosen) == min(sent.values())
     choices = {step[2] for step in chosen}
     assert choices == {sent[True] <= sent[False]}
@@ -226,17 +226,17 @@ def test_what_sends_less_is_chosen_alike_on_every_rank(ranks, kernel):
 
 
 @pytest.mark.parametrize(("ranks", "smallest"), [(4, 363), (16, 93), (32, 47)])
-def test_from_which_kernel_on_rows_are_traded(ranks, smallest):
-    """What the documentation says of 721 rows."""
+def test_smallest_kernel_that_transposes(ranks, smallest):
+    """The numbers that the documentation gives for 721 rows."""
     manager = DomainParallelManager(ranks, ranks, transport=CountingTransport(0, ranks))
-    for kernel, trades in ((smallest - 2, False), (smallest, True)):
+    for kernel, transposes in ((smallest - 2, False), (smallest, True)):
         conv = nn.Conv2d(64, 64, (kernel, 1), padding="same", groups=64, device="meta")
         layer = DomainParallelDepthwiseConv2d(conv, manager=manager)
         layer.set_plan(-2, {721: 721})
-        assert layer.transposes(721) is trades
+        assert layer.transposes(721) is transposes
 
 
-def test_the_choice_is_shown(caplog):
+def test_the_choice_is_logged_and_reported(caplog):
     def build():
         return nn.Sequential(
             *(nn.Conv2d(2, 2, (kernel, 1), padding="same", groups=2) for kernel in (3, 47))
@@ -247,9 +247,9 @@ def test_the_choice_is_shown(caplog):
 
     with caplog.at_level(logging.INFO):
         model, _ = on_threads(2, convert)
-    # A halo: one row of both channels. Traded: 12 rows of one channel, there and home.
+    # A halo: one row of both channels. Two transposes: 12 rows of one channel each.
     sent = 2 * 4 * 4 + 2 * 12 * 4 * 4
-    assert "2 DomainParallelDepthwiseConv2d; rows traded for channels: 1; " in caplog.text
+    assert "2 DomainParallelDepthwiseConv2d; rows transposed to channels: 1; " in caplog.text
     assert f"at most {sent} bytes of rows per forward" in caplog.text
     titles = [layer.type for layer in plan_report(build(), (1, 2, 24, 4), 2).layers]
     assert titles == [

@@ -1,4 +1,4 @@
-"""Rows of all channels become all rows of some channels, and come back; gradients go with them."""
+"""Transposes of rows to channels and back, and their gradients."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from credit_dp.errors import UserError
 from tests.ranks import on_processes, on_threads
 
 
-def _there_and_back(manager, rows, channels, before, columns, dtype=torch.float64):
-    """Compare with slices of the whole tensor, and return what was sent: nothing is rounded."""
+def _transpose_both_ways(manager, rows, channels, before, columns, dtype=torch.float64):
+    """Compare with slices of the global tensor, bit by bit; return what was sent."""
     transport, rank = manager.transport, manager.domain_rank
     generator = torch.Generator().manual_seed(0)
     shape = (*before, sum(channels), sum(rows), columns)
-    whole, cotangent = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
-    mine, share = channel_slice(rows, rank), channel_slice(channels, rank)
+    globe, cotangent = (torch.randn(shape, generator=generator).to(dtype) for _ in range(2))
+    row_slice, local_channels = channel_slice(rows, rank), channel_slice(channels, rank)
     sent_before = vars(transport.traffic).copy()
 
-    band = whole[..., mine, :].clone().requires_grad_()
-    turned = rows_to_channels(band, rows, transport, channels)
-    assert torch.equal(turned, whole[..., share, :, :])
-    turned.backward(cotangent[..., share, :, :])
-    assert torch.equal(band.grad, cotangent[..., mine, :])
+    band = globe[..., row_slice, :].clone().requires_grad_()
+    transposed = rows_to_channels(band, rows, transport, channels)
+    assert torch.equal(transposed, globe[..., local_channels, :, :])
+    transposed.backward(cotangent[..., local_channels, :, :])
+    assert torch.equal(band.grad, cotangent[..., row_slice, :])
 
-    part = whole[..., share, :, :].clone().requires_grad_()
-    home = channels_to_rows(part, rows, transport, channels)
-    assert torch.equal(home, whole[..., mine, :])
-    home.backward(cotangent[..., mine, :])
-    assert torch.equal(part.grad, cotangent[..., share, :, :])
+    part = globe[..., local_channels, :, :].clone().requires_grad_()
+    returned = channels_to_rows(part, rows, transport, channels)
+    assert torch.equal(returned, globe[..., row_slice, :])
+    returned.backward(cotangent[..., row_slice, :])
+    assert torch.equal(part.grad, cotangent[..., local_channels, :, :])
     return {name: value - sent_before[name] for name, value in vars(transport.traffic).items()}
 
 
@@ -52,7 +52,7 @@ def _cuts(draw):
 @given(cuts=_cuts(), before=st.sampled_from([(), (2,), (2, 3)]), columns=st.integers(1, 4))
 def test_both_ways_and_their_gradients(cuts, before, columns):
     ranks, rows, channels = cuts
-    on_threads(ranks, _there_and_back, rows, channels, before, columns)
+    on_threads(ranks, _transpose_both_ways, rows, channels, before, columns)
 
 
 CASES = [((3, 2), (2, 1)), ((3, 2, 2), (1, 1, 0)), ((1, 4, 2, 2), (3, 0, 2, 1))]
@@ -60,29 +60,29 @@ CASES = [((3, 2), (2, 1)), ((3, 2, 2), (1, 1, 0)), ((1, 4, 2, 2), (3, 0, 2, 1))]
 
 @pytest.mark.parametrize(("rows", "channels"), CASES)
 def test_on_gloo_ranks(rows, channels):
-    on_processes(len(rows), _there_and_back, rows, channels, (2,), 3, torch.bfloat16)
+    on_processes(len(rows), _transpose_both_ways, rows, channels, (2,), 3, torch.bfloat16)
 
 
 @pytest.mark.parametrize(("rows", "channels"), CASES)
-def test_every_entry_moves_once_and_a_tally_counts_it(rows, channels):
-    sent = on_threads(len(rows), _there_and_back, rows, channels, (2,), 3)
+def test_every_entry_moves_once_and_is_counted(rows, channels):
+    sent = on_threads(len(rows), _transpose_both_ways, rows, channels, (2,), 3)
     unit = 2 * 3 * 8  # samples x columns x bytes
     for rank, of_rank in enumerate(sent):
-        away = [r for r in range(len(rows)) if r != rank]
-        there = [rows[rank] * channels[r] for r in away]
-        back = [channels[rank] * rows[r] for r in away]
-        assert of_rank["bytes"] == 2 * unit * sum(there + back)  # each also as a gradient
-        assert of_rank["messages"] == 2 * sum(size > 0 for size in there + back)
+        peers = [r for r in range(len(rows)) if r != rank]
+        to_channels = [rows[rank] * channels[r] for r in peers]
+        to_rows = [channels[rank] * rows[r] for r in peers]
+        assert of_rank["bytes"] == 2 * unit * sum(to_channels + to_rows)  # each also as a gradient
+        assert of_rank["messages"] == 2 * sum(size > 0 for size in to_channels + to_rows)
         assert of_rank["collectives"] == 0
 
-    for rank in range(len(rows)):  # each counts for all, without data or others
-        tally = CountingTransport(rank, len(rows))
+    for rank in range(len(rows)):  # each counts the messages of all, without data and other ranks
+        counting = CountingTransport(rank, len(rows))
         like = {"dtype": torch.float64, "device": "meta", "requires_grad": True}
         band = torch.empty(2, sum(channels), rows[rank], 3, **like)
-        turned = rows_to_channels(band, rows, tally, channels)
-        channels_to_rows(turned, rows, tally, channels).sum().backward()
-        assert [s.bytes for s in tally.sent] == [of_rank["bytes"] for of_rank in sent]
-        assert [s.messages for s in tally.sent] == [of_rank["messages"] for of_rank in sent]
+        transposed = rows_to_channels(band, rows, counting, channels)
+        channels_to_rows(transposed, rows, counting, channels).sum().backward()
+        assert [s.bytes for s in counting.sent] == [of_rank["bytes"] for of_rank in sent]
+        assert [s.messages for s in counting.sent] == [of_rank["messages"] for of_rank in sent]
 
 
 def test_shares_differ_by_one_at_most():
@@ -95,23 +95,23 @@ def test_shares_differ_by_one_at_most():
     ]
 
 
-def _own_shares(manager):
+def _default_shares(manager):
     rank = manager.domain_rank
     return tuple(rows_to_channels(torch.zeros(5, 2, 3), (2, 2), manager.transport).shape), rank
 
 
-def test_channels_are_shared_out_by_default():
-    assert on_threads(2, _own_shares) == [((3, 4, 3), 0), ((2, 4, 3), 1)]
+def test_channels_are_distributed_by_default():
+    assert on_threads(2, _default_shares) == [((3, 4, 3), 0), ((2, 4, 3), 1)]
 
 
-def _refused(manager, turn, shape, *args, match):
+def _refused(manager, function, shape, *args, match):
     rows, *channels = args
     with pytest.raises(UserError, match=match):
-        turn(torch.zeros(shape), rows, manager.transport, *channels)
+        function(torch.zeros(shape), rows, manager.transport, *channels)
 
 
 @pytest.mark.parametrize(
-    ("turn", "shape", "args", "match"),
+    ("function", "shape", "args", "match"),
     [
         (rows_to_channels, (4, 3, 2), ((2, 2),), r"needs 2 rows, got 3 of \(4, 3, 2\)"),
         (rows_to_channels, (4, 2, 2), ((2, 2), (2, 3)), "needs 5 channels, got 4"),
@@ -121,8 +121,8 @@ def _refused(manager, turn, shape, *args, match):
         (channels_to_rows, (2, 4, 2), ((2, 2), (4,)), "channels: needs a number for each of 2"),
     ],
 )
-def test_other_numbers_than_given_are_refused(turn, shape, args, match):
+def test_wrong_numbers_are_refused(function, shape, args, match):
     def refused(manager):
-        _refused(manager, turn, shape, *args, match=match)
+        _refused(manager, function, shape, *args, match=match)
 
     on_threads(2, refused)

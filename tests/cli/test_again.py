@@ -36,7 +36,7 @@ def parsed(texts: Sequence[str]) -> list[str]:
 
 
 def saved(folder: Path, *overrides: str) -> Config:
-    config = Composer("train").config(parsed(overrides))
+    config = Composer("train").compose_config(parsed(overrides))
     (folder / "config.yaml").write_text(f"# a comment\n{resolved_yaml(config)}")
     return config
 
@@ -44,7 +44,7 @@ def saved(folder: Path, *overrides: str) -> Config:
 def again(folder: Path, *overrides: str) -> Config:
     composer = Composer("train")
     earlier = overrides_of_run(str(folder), overrides, composer)
-    return composer.config(parsed([*earlier, *overrides]))
+    return composer.compose_config(parsed([*earlier, *overrides]))
 
 
 def test_the_config_is_the_same_but_for_the_folder(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_what_is_no_run_is_one_line(
 def test_an_experiment_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     saved(tmp_path)
     line = refusal(monkeypatch, "--again", str(tmp_path), "experiment=fast")
-    assert line.startswith("experiment: --again takes every key")
+    assert line.startswith("experiment: --again sets every key")
 
 
 def test_literals() -> None:

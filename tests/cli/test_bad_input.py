@@ -24,12 +24,12 @@ CASES = {
     "too deep": (["seed.a=1"], "seed takes a value"),
     "plus": (["+foo=1"], "foo: no such key"),
     "two pluses": (["++trainer.stepz=1"], "trainer.stepz: no such key.*trainer.steps?"),
-    "minus": (["~seed"], "seed: keys cannot be removed"),
+    "minus": (["~seed"], "seed: keys can't be removed"),
     "unknown model": (["model=unett"], "model: needs one of .*, unet, .*got 'unett'.*mean unet?"),
     "unknown model of one's own": (["model=mine"], "'mine'.* set CREDIT_DP_PLUGINS=my_model.py"),
     "no model": (["model=null"], "model: needs one of"),
     "unknown experiment": (["experiment=fasst"], "mean fast?"),
-    "plus before a group": (["+model=unet"], "write model=unet, without the"),
+    "plus before a group": (["+model=unet"], "Write model=unet, without the"),
     "unknown group": (["hydra/lancher=basic"], "mean hydra/launcher?"),
     "unknown launcher": (["hydra/launcher=basik"], "mean basic?"),
     "unknown hydra key": (["hydra.foo=1"], "hydra.foo"),
@@ -79,13 +79,16 @@ CASES = {
     "interpolation": (["data.store=${nope}"], "data.store: Interpolation key 'nope' not found"),
     "several values": (["seed=1,2"], "seed: several values need --multirun"),
     "no value": (["seed"], "seed: needs the form KEY=VALUE"),
-    "no key": (["a b=1=2"], "does not parse"),
+    "no key": (["a b=1=2"], "can't be parsed"),
     "unknown dash": (["--frobnicate"], "--frobnicate"),
-    "no such folder": (["--config-dir", "/nope"], "--config-dir: no folder /nope"),
+    "no such folder": (
+        ["--config-dir", "/nope"],
+        "--config-dir: needs a folder, but /nope is none",
+    ),
     "no such config": (["--config-name", "nope"], "nope"),
     "sweep of an unknown model": (["-m", "model=unet,unett"], "mean unet?"),
     "sweep of wrong types": (["-m", "seed=0,1", "parallel.domain=2,x"], "needs an integer"),
-    "sweep of names": (["-m", "run.name=a,b"], "run.name: names the whole sweep"),
+    "sweep of names": (["-m", "run.name=a,b"], "run.name: names the folder of the sweep"),
     "sweep checked": (["-m", "--check", "seed=0,1", "model.channels=[8],[9]"], "model.groups"),
     "sweep checked in all combinations": (
         ["-m", "--check", "parallel.domain=2,16", "model.channels=[8],[8,8,8]"],
@@ -152,7 +155,7 @@ def test_grids_and_checkpoints_that_are_there_pass(
     ):
         assert answer(monkeypatch, "--check", *arguments)[0] == 0
     check_run_config(
-        Composer("train").config([f"resume={tmp_path}"])
+        Composer("train").compose_config([f"resume={tmp_path}"])
     )  # what is in it is seen later
 
 

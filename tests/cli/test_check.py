@@ -61,7 +61,7 @@ def test_it_says_what_is_there(
         "The config is valid.",
         f"data    {store}: 40 times, 2000-01-01T00:00 to 2000-01-10T18:00, "
         "6 fields on 16 x 32 points",
-        "samples 27 to train on, 6 steps of 4 in an epoch; 4 forecasts to 24 h to test with",
+        "samples 27 for training, 6 steps of 4 in an epoch; 4 forecasts to 24 h for testing",
     ]
     assert "\nmodel   unet, " in out
     assert "\nmemory  each rank: about " in out
@@ -79,15 +79,15 @@ def test_it_says_what_gaps_cost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     present = [i for i in range(40) if i not in (3, 10, 11)]
     path = stores.write(data_with(present), tmp_path / "s.zarr")
     out = answer(monkeypatch, *run_on(path))[1]
-    assert "samples 22 to train on" in out
-    assert "2 in the times, 3 are missing; 2 samples to train on span one and are skipped" in out
+    assert "samples 22 for training" in out
+    assert "2 in the times, 3 are missing; 2 training samples span one and are skipped" in out
 
 
 @pytest.mark.slow
 def test_it_says_which_sums_are_not_whole(monkeypatch: pytest.MonkeyPatch, store: Path) -> None:
     sums = ("data.variables.solar.accumulated=true", "data.forcing=[solar]", "data.step=12h")
     out = answer(monkeypatch, *run_on(store, *sums, "trainer.evaluate_hours=[12]"))[1]
-    assert "sums    1 times lack some of the hours that are added up, and are left out" in out
+    assert "sums    1 times are left out: some hours of their sums are missing" in out
 
 
 def with_gap(data: xr.Dataset) -> xr.Dataset:
@@ -145,7 +145,7 @@ def test_the_first_fields_and_their_units_are_looked_at(
     assert needed in refusal(monkeypatch, *run_on(path))
     monkeypatch.setattr(check, "READ_BYTES", 0)
     if change is with_gap:
-        assert "values  not looked at" in answer(monkeypatch, *run_on(path))[1]
+        assert "values  not read" in answer(monkeypatch, *run_on(path))[1]
 
 
 @pytest.mark.slow
@@ -166,7 +166,7 @@ def test_a_checkpoint_has_to_fit(
 ) -> None:
     texts = [*run_on(store)[1:], f"run.dir={tmp_path}", f"data.cache={tmp_path / 'cache'}"]
     parsed = [str(override.input_line) for override in parse_overrides(texts)]
-    config = Composer("train").config(parsed)
+    config = Composer("train").compose_config(parsed)
     training = built(config, alone())
     with training.loader:
         save_checkpoint(tmp_path / "checkpoint", training.trainer.state, resolved_yaml(config))
@@ -234,7 +234,7 @@ def test_a_store_elsewhere_is_opened(monkeypatch: pytest.MonkeyPatch, address: s
     assert (code, "values" in out) == (0, False)
     monkeypatch.setattr(check, "REMOTE_READ_BYTES", 0)
     out = answer(monkeypatch, *run_on(f"{address}/s.zarr"))[1]
-    assert "values  not looked at: those of 2000-01-01T00:00 take" in out
+    assert "values  not read: those of 2000-01-01T00:00 take" in out
     line = refusal(monkeypatch, *run_on(f"{address}/t.zarr"))
     assert f"{address}/t.zarr: not a zarr group" in line
     assert "no variable x" in refusal(monkeypatch, *run_on(f"{address}/s.zarr", "data.static=[x]"))
@@ -257,7 +257,9 @@ def test_a_host_that_is_not_known_is_told_at_once(monkeypatch: pytest.MonkeyPatc
         monkeypatch.delenv(name.upper(), raising=False)
     code, out, err = answer(monkeypatch, *run_on("https://nobody.invalid/s.zarr"))
     assert (code, err) == (3, "")
-    assert out.startswith("The config is valid.\nThere is no plan, for the data are not known: ")
+    assert out.startswith(
+        "The config is valid.\nThere is no plan, because the data can't be read: "
+    )
     assert "nobody.invalid/s.zarr: can't be reached from here (nobody.invalid: " in out
     assert out.count("\n") == 2
 

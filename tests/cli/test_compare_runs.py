@@ -113,13 +113,12 @@ def test_what_is_not_comparable_is_said(tmp_path, monkeypatch):
     (c / "metrics.json").write_text(json.dumps(content))
     _, said, _ = told(monkeypatch, a, b, c)
     assert said.splitlines()[:3] == [
-        "not comparable: b has other data than a",
-        "not comparable: persistence scores otherwise for c than for a: truth, dates or grid are "
-        "others",
+        "not comparable: a and b differ in data",
+        "not comparable: persistence has different scores in a and c: truth, dates or grid differ",
         "left out: z_500 has different units",
     ]
     cards = card(tmp_path, "d", rmse=(1, 2)), card(tmp_path, "e", "mine", rmse=(1, 2))
-    assert told(monkeypatch, *cards)[1].startswith("not comparable: e has other truth than d\n")
+    assert told(monkeypatch, *cards)[1].startswith("not comparable: d and e differ in truth\n")
 
 
 def test_keys_of_older_scorecards_do_not_matter(tmp_path, monkeypatch):
@@ -157,10 +156,10 @@ def test_refused_in_one_line(tmp_path, monkeypatch):
     other = run(tmp_path, "other")
     (other / "metrics.json").write_text(json.dumps({**METRICS, "rmse": {}}))
     for words, part in (
-        ([a], "needs the folders of two runs or more, got 1"),
-        ([a, a], "comes twice"),
+        ([a], "needs the folders of at least two runs, got 1"),
+        ([a, a], "is given twice"),
         ([a, tmp_path], "has neither metrics.json"),
-        ([a, tmp_path / "nowhere"], "is no folder: there is neither metrics.json"),
+        ([a, tmp_path / "nowhere"], "nowhere: is not a folder. Give the folder of a training run"),
         ([a, unfinished], "unfinished: this run has not finished: it has no metrics.json"),
         ([a, damaged], "damaged/metrics.json: can't be read"),
         ([a, scores], "card: is a scorecard, but a is a training run"),

@@ -36,7 +36,7 @@ def choice_of(path: Path) -> str:
 @pytest.mark.parametrize("path", every(4, FILES), ids=choice_of)
 def test_every_file_composes(path: Path) -> None:
     choice = choice_of(path)
-    config = Composer("train").config([choice, *NEEDS.get(choice, [])])
+    config = Composer("train").compose_config([choice, *NEEDS.get(choice, [])])
     assert isinstance(config, Config)
 
 
@@ -48,7 +48,7 @@ def test_no_file_names_a_class_to_import() -> None:
 def test_every_model_builds(path: Path) -> None:
     import torch
 
-    config = Composer("train").config([choice_of(path)])
+    config = Composer("train").compose_config([choice_of(path)])
     with torch.device("meta"):
         model = build_model(config.model, Fields(((0, 1), (2, 3)), (4,), 2), (64, 128))
     assert sum(parameter.numel() for parameter in model.parameters()) > 0
@@ -127,7 +127,7 @@ def test_a_users_loss_has_our_numbers(monkeypatch: pytest.MonkeyPatch, tmp_path:
     (own / "mine.yaml").write_text("defaults: [schema, _self_]\nname: mae\n")
     monkeypatch.chdir(tmp_path)
     composer = Composer("train")
-    assert composer.config(["loss=mine"]).loss == composer.config(["loss=mae"]).loss
+    assert composer.compose_config(["loss=mine"]).loss == composer.compose_config(["loss=mae"]).loss
 
 
 @pytest.mark.slow
@@ -147,11 +147,11 @@ def test_check_starts_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
 
 @pytest.mark.slow
 def test_the_fast_experiment_is_for_every_model() -> None:
-    config = Composer("train").config(["experiment=fast"])
+    config = Composer("train").compose_config(["experiment=fast"])
     assert (config.model.channels, config.trainer.steps) == ([8, 16], 5)
     for path in conf_folder().glob("model/*.yaml"):
-        chosen = Composer("train").config([choice_of(path)]).model
-        config = Composer("train").config([choice_of(path), "experiment=fast"])
+        chosen = Composer("train").compose_config([choice_of(path)]).model
+        config = Composer("train").compose_config([choice_of(path), "experiment=fast"])
         assert (config.model, config.trainer.steps) == (chosen, 5)
 
 
@@ -219,7 +219,7 @@ def test_a_users_model_is_found_in_the_working_directory(
     own.mkdir(parents=True)
     (own / "mine.yaml").write_text("defaults: [unet, _self_]\nchannels: [8, 24]\n")
     monkeypatch.chdir(tmp_path)
-    assert Composer("train").config(["model=mine"]).model.channels == [8, 24]
+    assert Composer("train").compose_config(["model=mine"]).model.channels == [8, 24]
 
 
 @pytest.mark.slow
@@ -232,9 +232,9 @@ def test_a_users_choice_goes_before_ours_of_that_name(
     (tmp_path / "conf" / "config.yaml").write_text("of: another program\n")
     (tmp_path / "conf" / "mine.yaml").write_text("defaults: [config, _self_]\nseed: 5\n")
     monkeypatch.chdir(tmp_path)
-    config = Composer("train").config(["experiment=fast"])
+    config = Composer("train").compose_config(["experiment=fast"])
     assert (config.trainer.steps, config.data.grid, config.seed) == (77, None, 0)
-    assert Composer("train", config_name="mine").config([]).seed == 5
+    assert Composer("train", config_name="mine").compose_config([]).seed == 5
 
 
 def test_a_users_file_that_includes_itself_is_one_line(
@@ -249,7 +249,7 @@ def test_a_users_file_that_includes_itself_is_one_line(
 
 def data_of(*texts: str) -> DataConfig:
     overrides = [str(override.input_line) for override in parse_overrides(texts)]
-    return Composer("train").config(overrides).data
+    return Composer("train").compose_config(overrides).data
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import pytest
 
 from credit_dp.cli.data import as_text
 from credit_dp.data.channels import Channel
-from credit_dp.data.inspection import amplification, inspect_source, report_time_axis
+from credit_dp.data.inspection import band_read_amplification, inspect_source, report_time_axis
 from credit_dp.data.sources.opening import open_source
 from credit_dp.domain_parallel.partition import RowPartition
 from tests.cli.answers import answer
@@ -91,9 +91,9 @@ def test_what_is_told_is_what_is_read(
 
 
 def test_levels_in_one_chunk_count(tmp_path: Path) -> None:
-    assert amplification((1, 13, 10, 4), 13, 10, 1) == 1
-    assert amplification((1, 13, 10, 4), 3, 10, 1) == pytest.approx(13 / 3)
-    assert amplification((5, 1, 10, 4), 3, 10, 2) == 10
+    assert band_read_amplification((1, 13, 10, 4), 13, 10, 1) == 1
+    assert band_read_amplification((1, 13, 10, 4), 3, 10, 1) == pytest.approx(13 / 3)
+    assert band_read_amplification((5, 1, 10, 4), 3, 10, 2) == 10
 
 
 @pytest.mark.slow
@@ -102,7 +102,7 @@ def test_a_prepared_store_needs_nothing(monkeypatch: pytest.MonkeyPatch, tmp_pat
     told = ask(monkeypatch, f"store={path}", "domain=4")
     assert told["form"] == "prepared"
     assert told["amplification"] == {"4": 1.0}
-    assert told["advice"] == ["Every rank reads little but its own rows: nothing to do."]
+    assert told["advice"] == ["Every rank reads little more than its own rows: nothing to do."]
 
 
 def test_the_long_names_of_short_ones_are_said(tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_the_long_names_of_short_ones_are_said(tmp_path: Path) -> None:
     assert report.long_names == short
     assert {variable.name for variable in report.variables} >= {"z", "t2m", "temperature"}
     said = as_text(report, [str(path)])
-    assert "A config finds them by these names too: " in said
+    assert "A config may also use these names: " in said
     assert "geopotential (z)" in said
 
 

@@ -72,20 +72,20 @@ def test_what_is_there_is_not_made_again_and_nothing_else_is_replaced(keys, tmp_
     capsys.readouterr()
     assert stats(*keys, f"out={out}", "every=3", "workers=1") == 0
     assert capsys.readouterr().out.splitlines() == [f"{out}: train with data.statistics={out}"]
-    assert "is there, of every=3, not 1. Change out" in refused(*keys, f"out={out}")
+    assert "exists with every=3, not 1. Change out" in refused(*keys, f"out={out}")
     keys[3] = "data.dates.train=[2000-01-01,2000-01-01]"
-    assert "is of dates" in refused(*keys, f"out={out}", "every=3")
+    assert "has statistics of dates" in refused(*keys, f"out={out}", "every=3")
     assert out.read_text() == written
     other = tmp_path / "notes.txt"
     other.write_text("mine")
-    assert "no file of statistics" in refused(*keys, f"out={other}")
+    assert "is no file of statistics" in refused(*keys, f"out={other}")
     assert other.read_text() == "mine"
 
 
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        (["out=/proc/nowhere/stats.json"], "cannot be made"),
+        (["out=/proc/nowhere/stats.json"], "cannot be created"),
         (["every=0"], "every: needs a whole number of at least 1"),
         (["workers=x"], "workers: needs a whole number"),
         (["evry=2"], "Did you mean every?"),

@@ -183,7 +183,7 @@ def test_the_truth_may_be_several_stores(monkeypatch: pytest.MonkeyPatch, stores
         (["levels=[low]"], "levels: needs a list of whole numbers, like [24,72], got ['low']"),
         (["dates=[2000-01-02]"], "dates: needs [first, last] in ISO format"),
         (["variables=[wind]"], "no forecast of wind"),
-        (["climatology_dates=[2000-01-01,2000-01-02]"], "no use beside climatology="),
+        (["climatology_dates=[2000-01-01,2000-01-02]"], "no effect together with climatology="),
         (["truht=x"], "Did you mean truth?"),
         (["truth="], "forecast.zarr does not say what it started from"),
         (["out="], "out: needs the folder to write, like out=scores"),
@@ -191,14 +191,14 @@ def test_the_truth_may_be_several_stores(monkeypatch: pytest.MonkeyPatch, stores
         (["out=."], ".: exists already"),
         (["out=deep/er/new", "truth=nowhere.zarr"], "nowhere.zarr: no such zarr store. Set truth"),
         (["variables=[temperature,temperature]"], "error: variables: needs each entry once"),
-        (["limits=3"], "limits: needs entries in braces, like {NAME:[A,B]}, got '3'"),
+        (["limits=3"], "limits: needs a table in braces, like {NAME:[A,B]}, got '3'"),
         (["limits={temperature:[9,1]}"], "limits.temperature: needs [low, high]"),
         (
             ["limits={temprature:null}"],
             "limits.temprature: what is scored has no variable temprature. Nearest: temp",
         ),
         (["limits={t:[300,400]}"], "its limits are 300 to 400"),
-        (["out=truth.zarr/zarr.json/x"], "can't be made (Not a directory). Change out"),
+        (["out=truth.zarr/zarr.json/x"], "can't be created (Not a directory). Change out"),
     ],
 )
 def test_refused_in_one_line_and_nothing_written(

@@ -48,7 +48,7 @@ def test_it_forecasts_into_the_folder_of_the_run(run, monkeypatch):
     code, out, _ = told(monkeypatch, "check", found)
     assert code == 0
     assert out == f"{found}: complete (2 initial times, 2 lead times)\n"
-    assert f"{found}: is there already. Change out." in refused(
+    assert f"{found}: exists already. Change out." in refused(
         monkeypatch, f"checkpoint={run}", *TIMES
     )
     (found / "geopotential/c.0.0.0.0.0").unlink()
@@ -60,7 +60,7 @@ def test_it_forecasts_into_the_folder_of_the_run(run, monkeypatch):
 
 def test_checks_of_what_is_no_forecast(run, tmp_path, monkeypatch):
     assert "there is no forecast" in refused(monkeypatch, "check", tmp_path / "f.zarr")
-    assert "is no forecast that credit-dp forecast wrote" in refused(monkeypatch, "check", run)
+    assert "was not written by credit-dp forecast" in refused(monkeypatch, "check", run)
     assert "needs the path of one forecast, got 0" in refused(monkeypatch, "check")
     for path in ("/", "~nobody-has-this/f.zarr"):
         assert f"{path}: can't be a forecast" in refused(monkeypatch, "check", path)
@@ -107,17 +107,20 @@ NOTHING_WRITTEN = {
     ),
     "home": (["out=~nobody-has-this/f.zarr"], "out: there is no home folder as in ~nobody"),
     "frames": (["model.frames=2"], "trained with model.frames=1, the config has 2"),
-    "fields": (["data.prognostic=[temperature]"], "which the data here lack"),
+    "fields": (["data.prognostic=[temperature]"], "which the store does not have"),
     "more fields": (["data.diagnostic=[solar]"], "solar"),
     "ranks": (["parallel.domain=40"], "parallel.domain: the model's coarsest level has 9 of the"),
     "store variable": (["data.store=VARIABLE"], "2m_temperature"),
-    "store level": (["data.store=LEVEL"], "and needs geopotential_850, which the data here lack"),
+    "store level": (
+        ["data.store=LEVEL"],
+        "and needs geopotential_850, which the store does not have",
+    ),
     "store grid": (["data.store=GRID"], "was trained on a grid of 17x16, but"),
-    "store latitudes": (["data.store=LATITUDES"], "was trained with latitude 90 at place 0, but"),
-    "store longitudes": (["data.store=LONGITUDES"], "was trained with longitude 0 at place 0"),
+    "store latitudes": (["data.store=LATITUDES"], "was trained with latitude 90 at index 0, but"),
+    "store longitudes": (["data.store=LONGITUDES"], "was trained with longitude 0 at index 0"),
     "store short": (["data.store=SHORT"], "init: needs a state at 2000-01-04T12:00, but"),
     "no store": (["data.store=nowhere.zarr"], "nowhere.zarr: no such zarr store"),
-    "out": (["out=gs://b/f.zarr"], "out: needs a path of this machine"),
+    "out": (["out=gs://b/f.zarr"], "out: needs a local path"),
 }
 
 
@@ -212,4 +215,4 @@ def test_torchrun_starts_it_too(run, tmp_path):
     done = subprocess.run(
         [*start, "forecast", *words], check=False, timeout=200, capture_output=True, text=True
     )
-    assert done.stderr.count("is there already. Change out.") == 1
+    assert done.stderr.count("exists already. Change out.") == 1

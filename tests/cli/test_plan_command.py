@@ -66,7 +66,7 @@ def test_the_table_says_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         *("DomainParallelPeriodicConv2d", "1", "2", f"{2 * row:.1f}", "kB"),
         *("0", "B", f"{4 * row:.0f}", "kB", "-"),
     ]
-    assert "\nkept for backward: " in out
+    assert "\nsaved for backward: " in out
     assert " on the fullest rank, " in out
 
 
@@ -94,7 +94,7 @@ def test_one_path_for_each_line() -> None:
 def test_one_rank_is_the_plain_model(monkeypatch: pytest.MonkeyPatch) -> None:
     code, out, err = plan(monkeypatch, *SMALL)
     assert (code, err) == (0, "")
-    assert re.search(r"\n\nkept for backward: [0-9.]+ MB\n$", out)
+    assert re.search(r"\n\nsaved for backward: [0-9.]+ MB\n$", out)
     assert "layer" not in out
 
 

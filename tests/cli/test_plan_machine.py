@@ -262,9 +262,9 @@ def without(key: str) -> dict[str, Any]:
 FILES = {
     "no table": ([1, 2], "needs the keys name, source, ranks_per_node"),
     "nothing": ("", "got nothing"),
-    "no YAML": ("name: [", "is no YAML at line"),
-    "a program": ("!!python/object/apply:os.getcwd []", "is no YAML at line 1"),
-    "an unknown key": (CONTENT | {"memry_gib": 1}, "'memry_gib'. It may have name, source"),
+    "no YAML": ("name: [", "is not valid YAML at line"),
+    "a program": ("!!python/object/apply:os.getcwd []", "is not valid YAML at line 1"),
+    "an unknown key": (CONTENT | {"memry_gib": 1}, "'memry_gib'. Allowed: name, source"),
     "a missing key": (without("overhead_us"), "needs overhead_us too"),
     "a text": (
         CONTENT | {"memory_gib": "80 GiB"},
@@ -289,7 +289,7 @@ FILES = {
         "1e+15, got a huge number",
     ),
     "hardly a number": (CONTENT | {"overhead_us": 5e-324}, "from 1e-09 to 1e+15, got 5e-324"),
-    "too large a share": (CONTENT | {"links_reached": 2}, "needs a share above 0, and 1 at most"),
+    "too large a share": (CONTENT | {"links_reached": 2}, "needs a share above 0 and at most 1"),
     "no rates": (CONTENT | {"tflops": {}}, "tflops: needs one of float64, float32"),
     "an unknown dtype": (CONTENT | {"tflops": {"float8": 1}}, "Did you mean float64?"),
     "half a link": (CONTENT | {"within_node": {"gb_per_s": 1}}, "within_node: needs latency_us"),
@@ -318,7 +318,7 @@ def test_a_machine_without_the_dtype(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 ARGUMENTS = {
     "no file": (["--machine", "h10"], "'h10' is neither. Did you mean h100?"),
     "a folder": (["--machine", "/"], "needs a YAML file, or one of a100"),
-    "memory": (["--machine", "h100", "--memory", "8"], "--memory: --machine has the GiB"),
+    "memory": (["--machine", "h100", "--memory", "8"], "--memory: has no effect with --machine"),
     "no ranks": (["--machine", "h100", "--up-to", "0"], "--up-to: needs at least 1 rank"),
     "too few": (["--machine", "h100", "--up-to", "2", "parallel.domain=4"], "at least the 4 ranks"),
     "a pipeline": (["--machine", "h100", "parallel.pipeline=2"], "parallel.pipeline=1 only, got 2"),

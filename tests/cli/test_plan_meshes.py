@@ -257,14 +257,20 @@ def test_meshes_up_to_so_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
 REFUSED = {
     "no ranks": (["--up-to", "0"], "--up-to: needs at least 1 rank, got 0"),
     "no number": (["--up-to", "many"], "argument --up-to: invalid int value: 'many'"),
-    "a domain": (["--up-to", "8", "parallel.domain=2"], "--up-to: tries meshes of data x domain"),
-    "data ranks": (["--up-to", "8", "parallel.data=2"], "--up-to: gives every mesh all"),
+    "a domain": (
+        ["--up-to", "8", "parallel.domain=2"],
+        "--up-to: chooses the meshes of data x domain",
+    ),
+    "data ranks": (
+        ["--up-to", "8", "parallel.data=2"],
+        "--up-to: gives every mesh as many data ranks",
+    ),
     "a pipeline": (["--up-to", "8", "parallel.pipeline=2"], "got parallel.pipeline=2"),
-    "memory of nothing": (["--memory", "40"], "--memory: needs --up-to, and GiB of a rank"),
-    "no memory": (["--up-to", "8", "--memory", "0"], "GiB of a rank above 0, got 0"),
+    "memory of nothing": (["--memory", "40"], "--memory: needs --up-to, and more than 0 GiB"),
+    "no memory": (["--up-to", "8", "--memory", "0"], "more than 0 GiB, got 0"),
     "micro-batches": (
         ["parallel.data=2", "trainer.accumulate=4"],
-        "data.batch_size: each of 2 data ranks cuts its 2 samples into 4 micro-batches",
+        "data.batch_size: each of 2 data ranks splits its 2 samples into 4 micro-batches",
     ),
     "an unknown segment": (
         ["parallel.pipeline=2", "parallel.stages=[hed]"],

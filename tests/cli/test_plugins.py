@@ -142,14 +142,14 @@ def test_the_variable_makes_the_model_a_choice(
     monkeypatch.setenv(PLUGINS_VARIABLE, os.pathsep.join(map(str, two)))
     composer = Composer("train")
     assert {"custom", "other", "unet"} <= set(composer.groups["model"])
-    config = composer.config(["model=custom", "model.width=4", "model.layer.kernel=5"])
+    config = composer.compose_config(["model=custom", "model.width=4", "model.layer.kernel=5"])
     assert isinstance(config.model, OwnModelConfig)
     assert vars(config.model) | {"layer": None} == {
         **{"name": "custom", "frames": 1, "residual": True},
         **{"width": 4, "layer": None, "weights": {}},
     }
     assert config.model.layer.kernel == 5
-    assert composer.config(["model=other"]).model.name == "other"
+    assert composer.compose_config(["model=other"]).model.name == "other"
     model = config.model.build(3, 2, (8, 16))
     assert model[0].weight.shape == (4, 3, 5, 5)
 
@@ -158,7 +158,7 @@ def test_a_process_with_the_variable_unpickles_the_config(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv(PLUGINS_VARIABLE, str(written(tmp_path, MODEL)))
-    config = Composer("train").config(["model=custom", "model.layer.kernel=5"])
+    config = Composer("train").compose_config(["model=custom", "model.layer.kernel=5"])
     sent = tmp_path / "config.pickle"
     sent.write_bytes(pickle.dumps(config))
     code = (
@@ -177,7 +177,7 @@ def test_a_file_may_have_plugins_of_every_kind(
     monkeypatch.setenv(LEGACY_VARIABLE, str(written(tmp_path, MODEL)))  # both variables name files
     composer = Composer("train")
     options = ["loss.scale=2", "optimizer.momentum=0.5", "++optimizer.schedule_options.power=2"]
-    config = composer.config(["model=custom", *ALL, *options, "loss.level_weight=true"])
+    config = composer.compose_config(["model=custom", *ALL, *options, "loss.level_weight=true"])
     assert isinstance(config.loss, OwnLossConfig)
     assert vars(config.loss) == {
         **{"name": "logcosh", "latitude_weight": True, "level_weight": True, "scale": 2.0},
@@ -189,7 +189,7 @@ def test_a_file_may_have_plugins_of_every_kind(
     schedule = plugin_schedule(config.optimizer)
     assert schedule is not None
     assert schedule.factor(1, 2) == 0.25
-    assert composer.config(["model=custom"]).loss.name == "mse"
+    assert composer.compose_config(["model=custom"]).loss.name == "mse"
 
 
 def test_ranks_get_the_configs_of_all_kinds(
@@ -197,7 +197,7 @@ def test_ranks_get_the_configs_of_all_kinds(
 ) -> None:
     monkeypatch.setenv(PLUGINS_VARIABLE, str(written(tmp_path, TRAINING)))
     sent = tmp_path / "config.pickle"
-    sent.write_bytes(pickle.dumps(Composer("train").config(ALL)))
+    sent.write_bytes(pickle.dumps(Composer("train").compose_config(ALL)))
     code = (
         "import pickle, sys; config = pickle.load(open(sys.argv[1], 'rb'))\n"
         "from credit_dp.config.training import plugin_schedule\n"
@@ -271,11 +271,11 @@ def test_without_the_file_every_kind_says_how_to_register(
 ) -> None:
     key, _, name = choice.partition("=")
     word = key.rpartition(".")[2]
-    one = f"An {word}" if word == "optimizer" else f"A {word}"
+    one = f"an {word}" if word == "optimizer" else f"a {word}"
     line = told(monkeypatch, "", choice)
     assert line.startswith(f"{key}: needs one of ")
     assert line.endswith(
-        f"got {name!r}. {one} of your own is known by its file: set "
+        f"got {name!r}. To use {one} of your own, set {PLUGINS_VARIABLE} to its file, like "
         f"{PLUGINS_VARIABLE}=my_{word}.py."
     )
 
@@ -286,11 +286,11 @@ def test_a_users_file_may_change_a_plugin(monkeypatch: pytest.MonkeyPatch, tmp_p
     with pytest.MonkeyPatch.context() as environment:
         environment.chdir(tmp_path)
         environment.setenv(PLUGINS_VARIABLE, str(written(tmp_path, TRAINING)))
-        assert vars(Composer("train").config(["loss=wide"]).loss)["scale"] == 3
+        assert vars(Composer("train").compose_config(["loss=wide"]).loss)["scale"] == 3
         environment.delenv(PLUGINS_VARIABLE)
         ConfigStore.instance().repo["loss"].clear()
         line = refusal(environment, "loss=wide")
-    assert line.startswith("In 'loss/wide': Could not load 'loss/logcosh'. A loss of your own is")
+    assert line.startswith("In 'loss/wide': Could not load 'loss/logcosh'. To use a loss of your")
 
 
 @pytest.mark.slow
@@ -299,11 +299,11 @@ def test_the_run_again_says_which_variable_is_missing(
 ) -> None:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv(PLUGINS_VARIABLE, str(written(tmp_path, TRAINING)))
-        config = Composer("train").config([*ALL, "++optimizer.schedule_options.power=2"])
+        config = Composer("train").compose_config([*ALL, "++optimizer.schedule_options.power=2"])
         (tmp_path / "config.yaml").write_text(resolved_yaml(config))
         composer = Composer("train")
         earlier = parse_overrides(overrides_of_run(str(tmp_path), [], composer))
-        assert composer.config([str(override.input_line) for override in earlier]) == config
+        assert composer.compose_config([str(override.input_line) for override in earlier]) == config
     for group in ("loss", "optimizer"):
         ConfigStore.instance().repo[group].clear()
     line = refusal(monkeypatch, "--again", str(tmp_path), "--check")
@@ -332,7 +332,7 @@ def test_a_forecast_needs_the_model_of_a_run_only(
 ) -> None:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv(PLUGINS_VARIABLE, str(written(tmp_path, TRAINING)))
-        saved = as_dict(Composer("train").config(ALL))
+        saved = as_dict(Composer("train").compose_config(ALL))
     monkeypatch.setattr(saved_config, "read_checkpoint_config", lambda path: saved)
     for group in ("loss", "optimizer"):
         ConfigStore.instance().repo[group].clear()
@@ -351,7 +351,7 @@ def test_packages_name_plugins_of_every_kind(monkeypatch: pytest.MonkeyPatch) ->
         "entry_points",
         lambda group: [EntryPoint("mine", entries[group], group)] if group in entries else [],
     )
-    config = Composer("train").config(["loss=mine", "optimizer=mine", "loss.above=3"])
+    config = Composer("train").compose_config(["loss=mine", "optimizer=mine", "loss.above=3"])
     assert (config.loss.name, config.optimizer.name) == ("mine", "mine")
     assert vars(config.loss)["above"] == 3
     assert find_plugins(OwnScheduleConfig, ()) == {}
@@ -362,7 +362,10 @@ def test_without_the_variable_the_line_says_how_to_register(
 ) -> None:
     line = told(monkeypatch, "", "model=custom")
     assert line.startswith("model: needs one of crossformer, ")
-    known_by = f"A model of your own is known by its file: set {PLUGINS_VARIABLE}=my_model.py."
+    known_by = (
+        f"To use a model of your own, set {PLUGINS_VARIABLE} to its file, like "
+        f"{PLUGINS_VARIABLE}=my_model.py."
+    )
     assert line.endswith(f"got 'custom'. {known_by}")
 
 
@@ -382,31 +385,31 @@ BAD = {
     "no plug-in": ("import torch.nn", r"my_model.py has no plug-in. It needs a dataclass that"),
     "imported only": (HEAD, r"no plug-in. It needs a .*: OwnModelConfig, OwnLossConfig, OwnOpti"),
     "two of one name": (MODEL + _named("custom", "B"), r"MyModelConfig and B are both named 'cust"),
-    "name of ours": (_named("pangu"), r"named 'pangu', as a model of this package is. Give it an"),
-    "name of a preset": (_named("unet_base"), r"named 'unet_base', as a model of this package is"),
+    "name of ours": (_named("pangu"), r"named 'pangu', like a model of this package. Give it an"),
+    "name of a preset": (_named("unet_base"), r"named 'unet_base', like a model of this package"),
     "no name": (MODEL.replace('    name: str = "custom"\n', ""), r"a field `name: str = .*None"),
     "name without a type": (MODEL.replace("name: str", "name"), r"needs a field `name: str = ...`"),
-    "name with a space": (_named("my model"), r"letters, digits, _ and -, got 'my model'"),
+    "name with a space": (_named("my model"), r"letters, digits, .* chooses it, got 'my model'"),
     "hidden name": (_named("schema_mine"), r"needs a field `name: str"),
     "not a dataclass": (
         f"{HEAD}\nclass Mine(OwnModelConfig):\n    name: str = 'mine'\n",
-        r"Mine in .*my_model.py is no dataclass. Write @dataclass above it.",
+        r"Mine in .*my_model.py is not a dataclass. Write @dataclass above it.",
     ),
     "a type that YAML has not": (
         MODEL.replace("width: int = 8", "width: object = object()"),
         r"model=custom: the fields of MyModelConfig need types that YAML has \(Unexpected type",
     ),
-    "loss of ours": (_training('"logcosh"', '"mae"'), r"LogCosh is named 'mae', as a loss of th"),
+    "loss of ours": (_training('"logcosh"', '"mae"'), r"LogCosh is named 'mae', like a loss of th"),
     "optimizer of ours": (_training('"sgd"', '"adamw"'), r"named 'adamw', as an optimizer of thi"),
-    "schedule of ours": (_training('"power"', '"step"'), r"named 'step', as a schedule of th"),
+    "schedule of ours": (_training('"power"', '"step"'), r"named 'step', like a schedule of th"),
     "nameless loss": (
-        _training('    name: str = "logcosh"\n', ""), r"which loss=NAME chooses it by, .* got None",
+        _training('    name: str = "logcosh"\n', ""), r"by which loss=NAME chooses it, got None",
     ),
     "nameless schedule": (
         _training('    name: str = "power"\n', ""), r"which optimizer\.schedule=NAME chooses",
     ),
     "no dataclass of a schedule": (
-        _training("@dataclass\nclass Power", "class Power"), r"Power in .* is no dataclass\. ",
+        _training("@dataclass\nclass Power", "class Power"), r"Power in .* is not a dataclass\. ",
     ),
     "a type of a schedule": (
         _training("power: float = 1.0", "power: object = object()"),
@@ -446,7 +449,7 @@ def test_a_name_of_an_installed_package_is_refused(
             lambda base: {"custom": OwnModelConfig} if base is OwnModelConfig else {},
         )
         line = told(monkeypatch, written(tmp_path, MODEL))
-    assert "named 'custom', as a model of the entry point of OwnModelConfig is." in line
+    assert "named 'custom', like a model of the entry point of OwnModelConfig." in line
 
 
 def test_a_check_tries_the_loss(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -465,7 +468,7 @@ def test_a_check_tries_the_schedule(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 def test_kinds_have_names_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     text = MODEL.replace('"custom"', '"power"') + TRAINING.replace('"logcosh"', '"power"')
     monkeypatch.setenv(PLUGINS_VARIABLE, str(written(tmp_path, text)))
-    config = Composer("train").config(
+    config = Composer("train").compose_config(
         ["model=power", "loss=power", "optimizer=sgd", "optimizer.schedule=power"]
     )
     assert (config.model.name, config.loss.name) == ("power", "power")
@@ -477,7 +480,7 @@ def test_one_model_may_derive_from_another(monkeypatch: pytest.MonkeyPatch, tmp_
     for text, names in ((MODEL + wide, {"custom", "wide"}), (base + wide, {"wide"})):
         monkeypatch.setenv(PLUGINS_VARIABLE, str(written(tmp_path, text, f"{len(names)}.py")))
         assert set(find_plugins(OwnModelConfig, ())) == names
-    assert Composer("train").config(["model=wide"]).model.width == 64
+    assert Composer("train").compose_config(["model=wide"]).model.width == 64
 
 
 def _train(folder: Path, *overrides: str) -> str:
@@ -555,7 +558,7 @@ def test_a_build_that_fails_is_one_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, build: str, expected: str
 ) -> None:
     monkeypatch.setenv(PLUGINS_VARIABLE, str(written(tmp_path, HEAD + BROKEN.format(build=build))))
-    config = Composer("train").config(["model=custom"]).model
+    config = Composer("train").compose_config(["model=custom"]).model
     with pytest.raises(UserError, match=expected):
         build_model(config, Fields.flat(2), (4, 6))
 

@@ -61,7 +61,7 @@ def test_a_mesh_gets_what_it_needs(keys: list[str], lines: list[str]) -> None:
         (["start=mpirun"], "start: needs one of srun, torchrun"),
         (["time=tomorrow"], "time: needs HH:MM:SS"),
         (["nods=4"], "nods: no such key"),
-        (["resume=."], "resume: each job goes on from its own checkpoint"),
+        (["resume=."], "resume: each job resumes from its own checkpoint"),
     ],
 )
 def test_what_cannot_be_placed_is_refused(keys: list[str], words: str) -> None:

@@ -48,11 +48,11 @@ def test_json_on_a_grid_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_a_wrong_reduction_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ThreadTransport, "_sum", lambda self, x: x.clone())
+    monkeypatch.setattr(ThreadTransport, "_all_reduce", lambda self, x: x.clone())
     code, out, err = verify(monkeypatch, *SMALL, "parallel.domain=2", "data.grid=8x8")
     assert (code, err) == (1, "")
     assert out.splitlines()[-1].startswith("FAILED: the largest error is ")
-    monkeypatch.setattr(ThreadTransport, "_sum", lambda self, x: x.clone())
+    monkeypatch.setattr(ThreadTransport, "_all_reduce", lambda self, x: x.clone())
     arguments = ("--json", *SMALL, "parallel.domain=2", "data.grid=8x8")
     code, out, _ = verify(monkeypatch, *arguments)
     assert (code, json.loads(out)["passed"]) == (1, False)
@@ -66,7 +66,7 @@ def test_nan_is_text_in_json() -> None:
 
 
 REFUSED = {
-    "one rank": (["parallel.domain=1"], "parallel.domain: one rank is the plain model, nothing"),
+    "one rank": (["parallel.domain=1"], "parallel.domain: with one rank the model is not sharded"),
     "no ranks": (["parallel.domain=0"], "parallel.domain: needs an integer of at least 1"),
     "too many ranks": (
         ["parallel.domain=3", "data.grid=8x16"],

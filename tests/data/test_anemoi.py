@@ -30,12 +30,12 @@ def test_fields_north_first_for_any_band(tmp_path, rising, chunks):
     assert np.array_equal(source.latitude, DATA["latitude"].values)
     assert np.array_equal(source.longitude, DATA["longitude"].values)
     for rows in (slice(0, 11), slice(0, 1), slice(3, 8), slice(10, 11)):
-        for places in (slice(2, 3), slice(1, 12, 4), np.array([4, 1])):
+        for times in (slice(2, 3), slice(1, 12, 4), np.array([4, 1])):
             for wanted in (list(range(8)), [3, 0], [6]):
                 channels = [CHANNELS[place] for place in wanted]
-                fields = source.read(channels, places, rows)
+                fields = source.read(channels, times, rows)
                 assert fields.dtype == np.float32
-                assert np.array_equal(fields, FIELDS[places][:, wanted, rows])
+                assert np.array_equal(fields, FIELDS[times][:, wanted, rows])
 
 
 def test_own_names_and_long_ones(path):
@@ -53,8 +53,8 @@ def test_own_names_and_long_ones(path):
 def test_constants_are_static(path):
     source = opened(path)
     names = ["geopotential_at_surface", "land_sea_mask"]
-    assert [source.variables[name].timed for name in (*names, "lsm", "z")] == [False] * 4
-    assert source.variables["geopotential"].timed
+    assert [source.variables[name].has_time for name in (*names, "lsm", "z")] == [False] * 4
+    assert source.variables["geopotential"].has_time
     fields = source.read([Channel(name) for name in names], slice(0, 1), slice(2, 9))
     assert np.array_equal(fields[0], [DATA[name].values[2:9] for name in names])
 
@@ -63,10 +63,10 @@ def test_what_the_attributes_say(tmp_path):
     about = {"2t": {"units": "degC"}, "solar": {"constant_in_time": True}}
     source = opened(anemoi_stores.write(DATA, tmp_path / "a.zarr", variables_metadata=about))
     assert source.variables["2m_temperature"].units == "degC"
-    assert not source.variables["solar"].timed
+    assert not source.variables["solar"].has_time
     dataset = ["cos_latitude", "insolation", "tp"]
     found = AnemoiVariables.of(dataset, {"constant_fields": ["tp"]}).variables
-    assert [found[name].timed for name in found] == [False, True, False]
+    assert [found[name].has_time for name in found] == [False, True, False]
     assert list(found) == ["cos_latitude", "insolation", "total_precipitation"]
 
 
@@ -75,9 +75,9 @@ def test_missing_dates_are_gaps(tmp_path):
     source = opened(anemoi_stores.write(DATA, tmp_path / "a.zarr", missing_dates=missing))
     kept = [0, 2, 3, *range(5, 12)]
     assert np.array_equal(source.times, DATA["time"].values[kept])
-    for places in (slice(0, 5), np.array([4, 1]), slice(1, 3)):
-        fields = source.read(CHANNELS, places, slice(0, 11))
-        assert np.array_equal(fields, FIELDS[kept][places])
+    for times in (slice(0, 5), np.array([4, 1]), slice(1, 3)):
+        fields = source.read(CHANNELS, times, slice(0, 11))
+        assert np.array_equal(fields, FIELDS[kept][times])
 
 
 def test_constants_where_the_first_date_is_missing(tmp_path):
@@ -91,14 +91,14 @@ def test_constants_where_the_first_date_is_missing(tmp_path):
 
 def test_the_sizes_that_a_reader_plans_with(path, tmp_path):
     source = opened(path)
-    assert source.times_together(CHANNELS[0]) == 1
+    assert source.times_per_file(CHANNELS[0]) == 1
     assert source.chunk_shape(CHANNELS[0]) == (1, 10, 11, 8)
     assert source.group_by_chunk(CHANNELS) == [list(CHANNELS)]
     source.read(CHANNELS, slice(0, 3), slice(2, 4))
     assert source.chunk_reads == 3
     assert source.bytes_read == sum((path / "data" / f"{n}.0.0.0").stat().st_size for n in "012")
     source = opened(anemoi_stores.write(DATA, tmp_path / "b.zarr", (2, 4, 1, 20)))
-    assert source.times_together(CHANNELS[0]) == 2
+    assert source.times_per_file(CHANNELS[0]) == 2
     assert source.chunk_shape(CHANNELS[0]) == (2, 4, 4, 8)
     # Of the three chunks along the variables, the one between these two is not read.
     assert anemoi_stores.names_of(DATA).index("lsm") == 1

@@ -128,21 +128,21 @@ def test_dates_between_two_times(good):
         (
             "latitude",
             np.r_[90, 80, 85, np.linspace(60, -90, 9)],
-            "latitude neither rises nor falls",
+            "latitude must increase or decrease",
         ),
         ("latitude", np.linspace(100, -90, 12), "within -90 to 90"),
         ("latitude", np.linspace(60, 20, 12), "cover the globe from pole to pole"),
         ("latitude", np.linspace(90, -30, 12), "cover the globe from pole to pole"),
-        ("latitude", np.r_[90:70:6j, -70:-90:6j], "in rows of about one distance"),
+        ("latitude", np.r_[90:70:6j, -70:-90:6j], "in roughly equal steps"),
         ("level", np.array([0.1, 0.5, 500]), "levels must be whole numbers"),
         ("longitude", np.linspace(0, 360, 8), "equal steps"),
         ("longitude", np.linspace(0, 180, 8), "equal steps"),
         ("longitude", np.array([0, 45, 90, 135, 180, 225, 271, 315.0]), "equal steps"),
-        ("time", stores.times(12)[::-1], "time does not rise"),
+        ("time", stores.times(12)[::-1], "time must increase"),
         (
             "time",
             stores.times(12)[[0, *range(11)]],
-            "time does not rise throughout: after 2000-01-01T00:00 comes 2000-01-01T00:00",
+            "time must increase throughout, but 2000-01-01T00:00 follows 2000-01-01T00:00",
         ),
         ("level", np.array([500, 850, 500]), "a level comes twice"),
         ("time", np.arange(12), "standard calendar"),
@@ -285,7 +285,7 @@ def test_values_that_are_not_finite(tmp_path, name, kind, place, where, value):
 def test_time_that_is_not_there(good):
     store = Store.open(stores.config(good))
     with pytest.raises(UserError, match="no time 2000-01-01T03:00"):
-        store.read(stores.START + np.timedelta64(3, "h"), slice(0, 2))
+        store.read_state(stores.START + np.timedelta64(3, "h"), slice(0, 2))
 
 
 def test_step_that_the_store_does_not_have(good):

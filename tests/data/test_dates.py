@@ -116,7 +116,7 @@ def test_splits_never_overlap_and_are_never_empty(places, hours, limit):
     found = resolve_dates(config, times).dates
     config.dates = found
     taken = [split_slice(config, split, times) for split in SPLITS]
-    assert not found.open
+    assert not found.undetermined
     assert all(span.stop > span.start for span in taken)
     assert all(one.stop <= two.start for one, two in pairwise(taken))
     if limit is None:

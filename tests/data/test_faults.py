@@ -56,10 +56,10 @@ def chunk(path: Path, name: str = "temperature", time: int = BAD) -> Path:
     return path / name / ("/".join(["c", *keys]) if v3 else ".".join(keys))
 
 
-def refusal(source: GriddedSource, *names: str, places=slice(3, 8)) -> str:
+def refusal(source: GriddedSource, *names: str, times=slice(3, 8)) -> str:
     channels = [Channel(name) for name in names] or TEMPERATURE
     with pytest.raises(UserError) as caught:
-        source.read(channels, places, WHOLE)
+        source.read(channels, times, WHOLE)
     message = str(caught.value)
     assert "\n" not in message
     assert source.where in message
@@ -95,7 +95,7 @@ def test_truncated_chunk(tmp_path, version, compressors):
     for length in (0, 1, 10, len(raw) // 2, len(raw) - 1):
         chunk(path).write_bytes(raw[:length])
         assert_names_it(refusal(source))
-        assert_names_it(refusal(source, places=np.array([7, 5])))
+        assert_names_it(refusal(source, times=np.array([7, 5])))
         assert source.read(TEMPERATURE, slice(6, 8), WHOLE).shape == (2, 3, 12, 8)
     chunk(path).write_bytes(raw)
     assert np.isfinite(source.read(TEMPERATURE, slice(3, 8), WHOLE)).all()
@@ -195,7 +195,7 @@ def test_a_chunk_of_zeros_may_be_left_out_where_zero_is_usual(tmp_path, name):
 def test_missing_static_field(tmp_path, name):
     path = written(tmp_path)
     shutil.rmtree(path / name / "c")
-    message = refusal(opened(path), name, places=slice(0, 1))
+    message = refusal(opened(path), name, times=slice(0, 1))
     assert name in message
     assert "is missing" in message
     assert "dates" not in message
@@ -273,10 +273,10 @@ def test_a_failure_that_passes_is_read_again(tmp_path, monkeypatch):
         return await get(self, *args, **options)
 
     monkeypatch.setattr(LocalStore, "get", failing)
-    for places in (slice(3, 6), np.array([5, 1])):
+    for times in (slice(3, 6), np.array([5, 1])):
         failures.append(1)
-        read = source.read(TEMPERATURE, places, WHOLE)
-        assert np.array_equal(read, data["temperature"].values[places])
+        read = source.read(TEMPERATURE, times, WHOLE)
+        assert np.array_equal(read, data["temperature"].values[times])
 
 
 @pytest.mark.parametrize("version", [2, 3])
@@ -299,7 +299,7 @@ def test_store_resized_while_it_is_read(tmp_path):
     path = written(tmp_path)
     source = opened(path)
     zarr.open_group(path)["temperature"].resize((3, 3, 12, 8))
-    message = refusal(source, places=slice(5, 6))
+    message = refusal(source, times=slice(5, 6))
     assert "has changed since it was opened" in message
 
 

@@ -42,10 +42,10 @@ def test_fields_of_both_in_the_order_asked_for(pair, order):
     source = JoinedSource(pair)
     assert np.array_equal(source.times, DATA["time"].values[KEPT])
     channels = [CHANNELS[place] for place in order]
-    for places in (slice(0, 8), slice(1, 6, 2), np.array([5, 1])):
-        fields = source.read(channels, places, slice(3, 9))
+    for times in (slice(0, 8), slice(1, 6, 2), np.array([5, 1])):
+        fields = source.read(channels, times, slice(3, 9))
         assert fields.dtype == np.float32
-        assert np.array_equal(fields, FIELDS[KEPT][places][:, order, 3:9])
+        assert np.array_equal(fields, FIELDS[KEPT][times][:, order, 3:9])
 
 
 def test_statics_of_both(pair):
@@ -82,7 +82,7 @@ def test_groups_keep_the_order(pair):
     order = [CHANNELS[place] for place in (0, 1, 6, 3, 4)]
     groups = source.group_by_chunk(order)
     assert groups == [order[:2], order[2:3], order[3:]]
-    assert source.times_together(CHANNELS[0]) == 1
+    assert source.times_per_file(CHANNELS[0]) == 1
     assert source.chunk_shape(CHANNELS[0]) == pair[0].chunk_shape(CHANNELS[0])
 
 
@@ -137,8 +137,8 @@ def test_equal_times_say_nothing_and_others_how_many(pair, tmp_path, caplog):
     assert caplog.messages == []
     JoinedSource(pair)
     assert [message.split(": ")[1].split(" times")[0] for message in caplog.messages] == [
-        "8 of 10",
-        "8 of 10",
+        "uses 8 of 10",
+        "uses 8 of 10",
     ]
 
 
@@ -164,7 +164,7 @@ def test_other_grids_are_refused(tmp_path, change, expected):
     with pytest.raises(UserError) as caught:
         JoinedSource([first, other])
     message = str(caught.value)
-    assert message.startswith(f"{other.where}: has not the grid of {first.where}: its {expected}")
+    assert message.startswith(f"{other.where}: is not on the grid of {first.where}: its {expected}")
 
 
 @pytest.mark.parametrize("offset", [1e-9, 2e-5])  # float64's and float32's
@@ -206,7 +206,7 @@ def test_a_run_sees_the_same_whatever_the_form(tmp_path, form):
     for rows in (slice(0, 4), slice(4, 11)):
         assert np.array_equal(store.read_states(when, rows), first.read_states(when, rows))
         assert np.array_equal(store.read_forcing(when, rows), first.read_forcing(when, rows))
-        assert np.array_equal(store.static(rows), first.static(rows))
+        assert np.array_equal(store.read_static(rows), first.read_static(rows))
 
 
 def test_chunks_are_numbered_across_files_and_stores(tmp_path):

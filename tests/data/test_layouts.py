@@ -77,13 +77,13 @@ def test_any_band_is_that_of_the_dataset(written, name, data):
     rows = slice(north, data.draw(st.integers(north + 1, height)))
     variable = data.draw(st.sampled_from(sorted(map(str, canonical.data_vars))))
     stored = layout.renamed.get(variable, variable)
-    places = slice(0, 1)
+    times = slice(0, 1)
     if "time" in canonical[variable].dims:
-        places = data.draw(st.sampled_from([slice(0, 3), np.array([2, 0]), slice(1, 2)]))
+        times = data.draw(st.sampled_from([slice(0, 3), np.array([2, 0]), slice(1, 2)]))
     channels = [Channel(stored, c.level) for c in channels_of(canonical, variable)]
     chosen = data.draw(st.permutations(range(len(channels))))[:5]
-    read = source.read([channels[place] for place in chosen], places, rows)
-    wanted = fields_of(canonical, variable)[places][:, chosen][:, :, rows]
+    read = source.read([channels[place] for place in chosen], times, rows)
+    wanted = fields_of(canonical, variable)[times][:, chosen][:, :, rows]
     assert read.dtype == np.float32
     if layout.packed:
         assert np.array_equal(np.isnan(read), np.isnan(wanted))
@@ -119,9 +119,9 @@ def test_samples_of_a_run_are_bit_identical(written, name):
     time = np.datetime64("2020-02-29T06", "ns")
     whole = stores.expected(renamed, config, time)
     cut = layout.rows // 3
-    bands = [store.read(time, rows) for rows in (slice(0, cut), slice(cut, layout.rows))]
+    bands = [store.read_state(time, rows) for rows in (slice(0, cut), slice(cut, layout.rows))]
     assert np.array_equal(np.concatenate(bands, axis=1), whole)
-    bands = [store.static(rows) for rows in (slice(0, cut), slice(cut, layout.rows))]
+    bands = [store.read_static(rows) for rows in (slice(0, cut), slice(cut, layout.rows))]
     assert np.array_equal(np.concatenate(bands, axis=1)[0], renamed[static].values)
 
 
@@ -174,9 +174,9 @@ def test_yearly_files_by_pattern_are_one_store(tmp_path, suffix):
     source = opened(tmp_path / f"era5_*.{suffix}")
     assert np.array_equal(source.times, whole["time"].values)
     channels = channels_of(whole, "temperature")
-    for places in (slice(0, 15), slice(3, 12, 2), np.array([14, 0, 7, 7]), slice(6, 8)):
-        read = source.read(channels, places, slice(2, 9))
-        assert np.array_equal(read, whole["temperature"].values[places][:, :, 2:9])
+    for times in (slice(0, 15), slice(3, 12, 2), np.array([14, 0, 7, 7]), slice(6, 8)):
+        read = source.read(channels, times, slice(2, 9))
+        assert np.array_equal(read, whole["temperature"].values[times][:, :, 2:9])
     assert np.all(source.read([Channel("land_sea_mask")], slice(0, 1), slice(0, 12)) == 0.5)
 
 

@@ -208,7 +208,7 @@ class TestLocation:
         path = prepared_stores.write(data, tmp_path / "in.zarr")
         message = refusal(lambda: read_all(stores.config(path)))
         assert f"{path}, chunk fields/c.5.0.0.0: 2m_temperature is 0 at" in message
-        static = refusal(lambda: Store.open(stores.config(path)).static(ALL))
+        static = refusal(lambda: Store.open(stores.config(path)).read_static(ALL))
         assert f"{path}, chunk static/c.0.0.0: land_sea_mask is 7 at row 0, column 0, but" in static
 
 
@@ -273,7 +273,7 @@ class TestWhereValuesEnter:
         def change(data: xr.Dataset) -> None:
             data[name].values[2, 3] = -32767
 
-        message = refusal(lambda: Store.open(made(tmp_path, change)).static(slice(1, 5)))
+        message = refusal(lambda: Store.open(made(tmp_path, change)).read_static(slice(1, 5)))
         assert f"{name} is -32767 at row 2, column 3, but its limits are" in message
 
     @pytest.mark.slow

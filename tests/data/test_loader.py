@@ -48,13 +48,13 @@ def test_batch_is_what_the_store_holds_normalised(ready):
     assert batch.times.tolist() == stores.times(SAMPLES)[sequence.indices(0)].tolist()
     for sample, time in enumerate(batch.times):
         for side, at in ((batch.state, time), (batch.target, time + stores.STEP)):
-            field = store.read(at, WHOLE).astype(np.float64)
+            field = store.read_state(at, WHOLE).astype(np.float64)
             wanted = (field - statistics.mean[:, None, None]) / statistics.std[:, None, None]
             assert np.allclose(side[sample].numpy(), wanted, rtol=1e-12, atol=1e-12)
-        field = store.forcing(time, WHOLE) - statistics.forcing_mean[:, None, None]
+        field = store.read_forcing_at(time, WHOLE) - statistics.forcing_mean[:, None, None]
         wanted = field / statistics.forcing_std[:, None, None]
         assert np.allclose(batch.forcing[sample].numpy(), wanted)
-        field = store.static(WHOLE) - statistics.static_mean[:, None, None]
+        field = store.read_static(WHOLE) - statistics.static_mean[:, None, None]
         assert np.allclose(batch.static[sample], field / statistics.static_std[:, None, None])
 
 
@@ -211,9 +211,9 @@ def test_nothing_is_read_after_closing(ready):
 @pytest.mark.parametrize(("prefetch", "most"), [(0, 2), (1, 2), (3, 4)])
 def test_no_more_batches_exist_than_asked_for(ready, monkeypatch, prefetch, most):
     made = []
-    empty = BatchReader.empty
+    allocate = BatchReader.allocate
     monkeypatch.setattr(
-        BatchReader, "empty", lambda *args: made.append(batch := empty(*args)) or batch
+        BatchReader, "allocate", lambda *args: made.append(batch := allocate(*args)) or batch
     )
     with loader(ready, prefetch=prefetch) as source:
         for number in range(1, 6):
@@ -263,7 +263,7 @@ def rollouts(ready, at, longest=3, prefetch=2, frames=1, **settings):
         dtype=torch.float64,
         prefetch=prefetch,
         frames=frames,
-        lengths=lengths,
+        rollout_lengths=lengths,
         **settings,
     )
 
@@ -271,7 +271,7 @@ def rollouts(ready, at, longest=3, prefetch=2, frames=1, **settings):
 def assert_steps_of_the_store(ready, batch, length, frames=1):
     """The targets and forcings of a batch, from the store field by field."""
     normaliser = Normaliser.of(ready, torch.float64)
-    outputs, forced = ready.store.channels.outputs, len(ready.store.channels.forcing)
+    outputs, forced = ready.store.channels.num_outputs, len(ready.store.channels.forcing)
     assert batch.target.shape[1] == length * outputs
     assert batch.forcing.shape[1] == length * forced
     for sample, time in enumerate(batch.times):
@@ -279,12 +279,14 @@ def assert_steps_of_the_store(ready, batch, length, frames=1):
             at = time + step * stores.STEP
             found = batch.target[sample, step * outputs : (step + 1) * outputs]
             fields = ready.store.read_outputs(np.array([at + stores.STEP]), WHOLE)[0]
-            assert torch.equal(found, normaliser.outputs(fields))
+            assert torch.equal(found, normaliser.normalise_outputs(fields))
             found = batch.forcing[sample, step * forced : (step + 1) * forced]
-            assert torch.equal(found, normaliser.forcing(ready.store.forcing(at, WHOLE)))
+            assert torch.equal(
+                found, normaliser.normalise_forcing(ready.store.read_forcing_at(at, WHOLE))
+            )
         for back, state in enumerate(reversed(batch.state[sample].tensor_split(frames))):
-            fields = ready.store.read(time - back * stores.STEP, WHOLE)
-            assert torch.equal(state, normaliser.state(fields))
+            fields = ready.store.read_state(time - back * stores.STEP, WHOLE)
+            assert torch.equal(state, normaliser.normalise_state(fields))
 
 
 @pytest.mark.slow
@@ -343,7 +345,7 @@ def test_a_chunk_of_all_channels_is_read_once_by_a_rollout(tmp_path):
     ],
 )
 def test_a_rollout_reads_no_more_than_is_wanted(ready, reads, state, forcing, target):
-    with rollouts(ready, lambda batch: 3, reads=reads) as source:
+    with rollouts(ready, lambda batch: 3, selection=reads) as source:
         batch = next(source)
     shapes = [x.shape[1] for x in (batch.state, batch.forcing, batch.target)]
     assert shapes == [state, forcing, target]
@@ -365,7 +367,7 @@ def test_diagnostic_channels_come_last_in_the_target_only(tmp_path):
     assert batch.state.shape == (2, 3, 12, 8)
     assert batch.target.shape == (2, 6, 12, 8)
     fields = ready.store.read_outputs(batch.times + stores.STEP, WHOLE)
-    wanted = Normaliser.of(ready, torch.float64).state(fields)
+    wanted = Normaliser.of(ready, torch.float64).normalise_state(fields)
     assert torch.equal(batch.target, wanted)
 
 
@@ -383,8 +385,8 @@ def test_batch_moves_to_a_device(ready):
 
 def test_normalising_there_and_back(ready):
     normaliser = Normaliser(ready.statistics, torch.float64)
-    field = ready.store.read(stores.START, WHOLE)
-    state = normaliser.state(field)
+    field = ready.store.read_state(stores.START, WHOLE)
+    state = normaliser.normalise_state(field)
     assert np.allclose(normaliser.denormalise(state).numpy(), field, rtol=1e-12)
     scale = ready.statistics.tendency_std / ready.statistics.std
     assert np.allclose(normaliser.tendency_scale[:, 0, 0].numpy(), scale)

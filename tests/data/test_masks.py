@@ -56,7 +56,7 @@ def read_all(store, places):
     rows = slice(0, ROWS)
     store.read_outputs(store.times[places], rows)
     store.read_forcing(store.times[places], rows)
-    store.static(rows)
+    store.read_static(rows)
 
 
 @pytest.mark.parametrize("rows", [slice(None), slice(0, 4), slice(3, 9), slice(8, 12)])
@@ -78,7 +78,7 @@ def test_masks_are_where_there_are_values(tmp_path, rows, rising):
     assert np.array_equal(states, fields[:, :4], equal_nan=True)
     assert np.array_equal(forcing[:, 1], data["sea_ice_cover"].values[4:6, rows], equal_nan=True)
     assert np.array_equal(forcing[:, 2], data["solar"].values[4:6, rows])
-    static = store.static(rows)
+    static = store.read_static(rows)
     assert np.array_equal(static[1], data["lake_depth"].values[rows], equal_nan=True)
     assert np.array_equal(static[2], data["land_sea_mask"].values[rows])
 
@@ -108,7 +108,7 @@ def test_values_that_come_and_go_inside_the_mask_are_left_out(tmp_path):
     data = masked_dataset()
     data["sea_surface_temperature"].values[3:, 9] = 271
     store = opened(tmp_path, data)
-    assert np.isnan(store.read(store.times[5], slice(8, 12))[3]).all()
+    assert np.isnan(store.read_state(store.times[5], slice(8, 12))[3]).all()
 
 
 def test_the_mask_is_that_of_the_first_training_date(tmp_path):
@@ -195,9 +195,9 @@ def test_units_are_converted_once_however_often_a_field_is_read(tmp_path):
     store = opened(tmp_path, data, variables=variables)
     expected = masked_dataset()["sea_surface_temperature"].values[4]
     for _ in range(2):
-        found = store.read(store.times[4], slice(0, 12))[3]
+        found = store.read_state(store.times[4], slice(0, 12))[3]
         assert np.allclose(found, expected, atol=1e-4, equal_nan=True)
-        static = store.static(slice(0, 12))[2]
+        static = store.read_static(slice(0, 12))[2]
         assert np.allclose(static, masked_dataset()["land_sea_mask"].values, rtol=1e-6)
     assert store.units("sea_surface_temperature") == "K"
     assert found.dtype == np.float32

@@ -152,7 +152,7 @@ def test_forcings_and_statics_are_filled_and_computed_ones_stay():
     of_all = normaliser(
         solar={"normalise": "minmax", "fill": 500}, lake_depth={"normalise": "std", "fill": "mean"}
     )
-    forcing, static = of_all.forcing(fields), of_all.static(fields)
+    forcing, static = of_all.normalise_forcing(fields), of_all.normalise_static(fields)
     for found in (forcing, static):
         assert np.array_equal(found[:, 0], fields[:, 0].astype("f8"))
     assert np.allclose(forcing[:, 1, 0], 0.5)
@@ -165,7 +165,7 @@ def test_computed_fields_stay_whatever_statistics_say():
     found = statistics(forcing_mean=[0.3, 200.0], static_std=[0.7, 5.0])
     fields = np.random.default_rng(0).random((2, 2, 4, 6)).astype("f4")
     assert np.array_equal(normaliser(found=found).forcing(fields)[:, 0], fields[:, 0])
-    assert np.array_equal(normaliser(found=found).static(fields)[:, 0], fields[:, 0])
+    assert np.array_equal(normaliser(found=found).normalise_static(fields)[:, 0], fields[:, 0])
 
 
 def test_what_cannot_be_negative_is_clamped_in_forecasts_only():
@@ -234,7 +234,7 @@ def test_a_range_that_nobody_knows():
 
 
 def test_without_a_config_all_is_standardised():
-    found = Normaliser(statistics(), torch.float64).outputs(outputs())
+    found = Normaliser(statistics(), torch.float64).normalise_outputs(outputs())
     assert torch.equal(found, normaliser().outputs(outputs()))
 
 

@@ -17,7 +17,7 @@ DATA = stores.dataset(rows=11)
 CHANNELS = prepared_stores.channels_of(DATA)
 FIELDS = prepared_stores.stacked(DATA, CHANNELS)
 SHARD = "fields/c.3.0.0.0"
-PLACES = (slice(0, 1), slice(2, 9, 3), np.array([7, 2, 3]), slice(0, 12))
+TIMES = (slice(0, 1), slice(2, 9, 3), np.array([7, 2, 3]), slice(0, 12))
 ROWS = (slice(0, 11), slice(4, 8), slice(3, 9), slice(10, 11))
 
 
@@ -33,10 +33,10 @@ def opened(path):
 @pytest.mark.parametrize("wanted", [[0, 1, 2], [2, 5, 1], [7], [0, 2, 4, 6], list(range(8))])
 def test_fields_are_what_was_written(path, wanted):
     source = opened(path)
-    for places, rows in product(PLACES, ROWS):
-        fields = source.read([CHANNELS[place] for place in wanted], places, rows)
+    for times, rows in product(TIMES, ROWS):
+        fields = source.read([CHANNELS[place] for place in wanted], times, rows)
         assert fields.dtype == np.float32
-        assert np.array_equal(fields, FIELDS[places][:, wanted, rows])
+        assert np.array_equal(fields, FIELDS[times][:, wanted, rows])
 
 
 def test_what_it_says_of_itself(path):
@@ -46,11 +46,11 @@ def test_what_it_says_of_itself(path):
     assert np.array_equal(source.longitude, DATA["longitude"].values)
     temperature = source.variables["temperature"]
     assert (temperature.levels, temperature.units) == (stores.LEVELS, "K")
-    assert (temperature.timed, temperature.standard_name) == (True, "t")
+    assert (temperature.has_time, temperature.standard_name) == (True, "t")
     assert source.variables["2m_temperature"].levels == ()
-    assert not source.variables["land_sea_mask"].timed
+    assert not source.variables["land_sea_mask"].has_time
     assert source.group_by_chunk(CHANNELS) == [list(CHANNELS)]
-    assert source.times_together(CHANNELS[0]) == 1
+    assert source.times_per_file(CHANNELS[0]) == 1
     assert source.chunk_shape(CHANNELS[0]) == (1, 8, 4, 8)
     assert source.description(["solar"]) == opened(path).description(["solar"])
     assert source.description(["solar"]) != source.description(["2m_temperature"])
@@ -110,9 +110,9 @@ DAMAGES = {
 def test_a_damaged_shard_is_named(path, damage):
     DAMAGES[damage](path / SHARD)
     source = opened(path)
-    for places in (slice(0, 12), np.array([1, 3, 8]), slice(3, 4)):
+    for times in (slice(0, 12), np.array([1, 3, 8]), slice(3, 4)):
         with pytest.raises(UserError) as caught:
-            source.read([CHANNELS[4], CHANNELS[0]], places, slice(0, 4))
+            source.read([CHANNELS[4], CHANNELS[0]], times, slice(0, 4))
         message = str(caught.value)
         assert "\n" not in message
         assert message.startswith(f"{path}: {SHARD} with all variables at 2000-01-01T18:00")
@@ -163,13 +163,13 @@ def replace(name, values):
 
 
 BAD = {
-    "form": (attributes(form=2), "form 1"),
-    "channels": (attributes(channels=[{"name": "t"}]), "form 1"),
+    "form": (attributes(form=2), "format version 1"),
+    "channels": (attributes(channels=[{"name": "t"}]), "format version 1"),
     "fewer channels": (attributes(channels=[{"variable": "t", "level": None}]), "needs the shape"),
     "fewer statics": (attributes(static=["a"]), "needs the shape"),
     "times": (replace("time", np.arange(11)), "needs the shape"),
-    "twice": (replace("time", np.arange(12) // 2), "does not rise"),
-    "rising rows": (replace("latitude", np.linspace(-90, 90, 11)), "latitude has to fall"),
+    "twice": (replace("time", np.arange(12) // 2), "must increase"),
+    "rising rows": (replace("latitude", np.linspace(-90, 90, 11)), "latitude has to decrease"),
     "no rows": (lambda group: group.__delitem__("latitude"), "has no array latitude"),
     "no fields": (lambda group: group.__delitem__("fields"), "has no array fields"),
 }

@@ -122,7 +122,7 @@ def test_what_is_there_is_not_written_again(
     again = RechunkJob(request(small, out))
     told: list[int] = []
     with again.locked():
-        assert again.done == 3
+        assert again.num_done == 3
         again.begin("lz4")
         again.write_missing(told.append)
         again.finish()

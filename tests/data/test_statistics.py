@@ -51,7 +51,7 @@ def test_statistics_equal_the_direct_ones(tmp_path, monkeypatch, chunk, block_by
     mean, std = direct(solar, weights)
     assert np.allclose(found.forcing_mean, [0, mean[0]], rtol=1e-12)
     assert np.allclose(found.forcing_std, [1, std[0]], rtol=1e-12)
-    mean, std = direct(store.static(slice(None))[None], weights)
+    mean, std = direct(store.read_static(slice(None))[None], weights)
     assert np.allclose(found.static_mean, mean)
     assert np.allclose(found.static_std, std)
 

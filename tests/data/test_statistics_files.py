@@ -114,7 +114,7 @@ def test_every_is_part_of_it(path, tmp_path, caplog):
     file = own_file(path, tmp_path / "stats.json", every=3)
     with caplog.at_level(logging.INFO, "credit_dp"):
         ready = prepare_training_data(stores.config(path, statistics=file))
-    assert "is of one in 3 training dates" in caplog.text
+    assert "has statistics of one in 3 training dates" in caplog.text
     fields = stores.dataset()["2m_temperature"].values[:8:3].astype(np.float64)
     assert ready.statistics.maximum[3] == fields.max()
     store = ready.store
@@ -287,8 +287,8 @@ def test_the_surface_has_the_short_name_of_the_levels_too(path, tmp_path):
     [
         (lambda data: data.drop_vars("2m_temperature"), "0.nc: has no mean of 2m_temperature."),
         (lambda data: data.isel(level=[0, 1]), "0.nc: has no mean of geopotential_850."),
-        (lambda data: data.drop_vars("level"), "needs to be a number for each level"),
-        (lambda data: data.expand_dims(x=2), "needs to be a number for each level"),
+        (lambda data: data.drop_vars("level"), "needs one value per level"),
+        (lambda data: data.expand_dims(x=2), "needs one value per level"),
         (lambda data: data * np.nan, "geopotential_500|geopotential is nan"),
     ],
 )

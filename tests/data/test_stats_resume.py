@@ -108,7 +108,7 @@ def test_a_damaged_or_foreign_part_is_made_again(path, tmp_path):
 def test_two_at_once_do_not_mix(path, tmp_path):
     store = opened(path)
     run = StatisticsRun(store, tmp_path / "stats.json")
-    with pytest.raises(UserError, match="another process is making it"):
+    with pytest.raises(UserError, match="another process is writing it"):
         StatisticsRun(store, tmp_path / "stats.json")
     run.close()
     StatisticsRun(store, tmp_path / "stats.json").close()

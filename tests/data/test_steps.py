@@ -134,7 +134,9 @@ def test_short_names_are_added_up_too(tmp_path):
     found = store.read_outputs(store.times[3:4], slice(0, ROWS))
     assert np.allclose(found[0, 1], rain, rtol=1e-6)
     radiation = sums(data, "ssrd", store.times[3], 6)
-    assert np.allclose(store.forcing(store.times[3], slice(0, ROWS))[0], radiation, rtol=1e-6)
+    assert np.allclose(
+        store.read_forcing_at(store.times[3], slice(0, ROWS))[0], radiation, rtol=1e-6
+    )
 
 
 def test_sums_over_a_named_time_are_not_added_up(tmp_path):

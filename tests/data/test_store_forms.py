@@ -60,7 +60,7 @@ def test_one_config_reads_them_all(written, form, caplog):
         read = store.read_outputs(store.times[places], rows)
         pairs = [*zip(read.swapaxes(0, 1), wanted[:, places][:, :, rows], strict=True)]
         statics = [DATA[name].values[rows] for name in earth.STATICS]
-        pairs += zip(store.static(rows), statics, strict=True)
+        pairs += zip(store.read_static(rows), statics, strict=True)
         names = [*np.repeat(earth.ON_LEVELS, 2), *earth.AT_SURFACE, *earth.STATICS]
         for name, (mine, theirs) in zip(names, pairs, strict=True):
             packed = float(np.ptp(DATA[name].values)) / 60000 if form in earth.PACKED else 0
@@ -94,7 +94,7 @@ def test_a_config_of_short_names_reads_them_too(written, form, names):
     store = Store.open(config(written(form), **lists))
     assert store.channels.prognostic[0].name == f"{short[0]}_850"  # as the config calls it
     assert np.array_equal(store.read_outputs(store.times[:2], slice(0, 13)), expected(DATA)[:2])
-    assert np.array_equal(store.static(slice(0, 13))[1], DATA["land_sea_mask"].values)
+    assert np.array_equal(store.read_static(slice(0, 13))[1], DATA["land_sea_mask"].values)
 
 
 @pytest.mark.parametrize("form", ["weatherbench2", "cds", "anemoi", "without levels", "prepared"])
@@ -118,7 +118,7 @@ def test_the_exact_name_wins(tmp_path):
     for entries in ([whole], parts, parts[::-1]):
         for name in ("t2m", "2m_temperature"):
             store = Store.open(config(entries, prognostic=[name], **lists))
-            read = store.read(store.times[3], slice(0, 13))
+            read = store.read_state(store.times[3], slice(0, 13))
             assert np.array_equal(read[0], data[name].values[3])
         other = Store.open(config(entries, prognostic=["2t"], **lists))
         assert other.read(other.times[3], slice(0, 13)).shape == (1, 13, 12)
@@ -159,7 +159,7 @@ def test_static_fields_of_a_file_of_their_own_shorten_nothing(tmp_path, at, plac
     read = store.read_outputs(store.times[:3], slice(0, 13))
     assert np.array_equal(read, expected(DATA)[1:4])
     statics = np.stack([DATA[name].values for name in earth.STATICS])
-    assert np.array_equal(store.static(slice(0, 13)), statics)
+    assert np.array_equal(store.read_static(slice(0, 13)), statics)
 
 
 def test_what_only_a_file_of_one_time_has_is_no_field_in_time(tmp_path):
@@ -182,7 +182,7 @@ def test_a_file_of_one_time_goes_on_where_others_end(tmp_path):
     assert np.array_equal(source.times, DATA["time"].values)
     source = open_source(config([path["copy"], path["first"]], **lists))
     assert np.array_equal(source.times, DATA["time"].values[:23])
-    assert source.variables["2m_temperature"].timed
+    assert source.variables["2m_temperature"].has_time
 
 
 def test_a_static_field_is_taken_where_it_does_not_change(tmp_path):
@@ -192,10 +192,10 @@ def test_a_static_field_is_taken_where_it_does_not_change(tmp_path):
     names = {"prognostic": ["2m_temperature"], "diagnostic": [], "static": ["land_sea_mask"]}
     entries = [netcdf(surface, tmp_path / "surface.nc")]
     alone = Store.open(config(entries, **names, levels=None))
-    assert np.all(alone.static(slice(0, 13)) == 0.5)  # the first of all times
+    assert np.all(alone.read_static(slice(0, 13)) == 0.5)  # the first of all times
     entries.append(netcdf(DATA[["land_sea_mask"]], tmp_path / "static.nc"))
     store = Store.open(config(entries, **names, levels=None))
-    assert np.array_equal(store.static(slice(0, 13))[0], DATA["land_sea_mask"].values)
+    assert np.array_equal(store.read_static(slice(0, 13))[0], DATA["land_sea_mask"].values)
     changing = config(entries, **(names | {"static": ["total_precipitation"]}), levels=None)
     with pytest.raises(UserError, match="total_precipitation changes in time"):
         Store.open(changing)
@@ -214,7 +214,7 @@ def test_a_static_file_on_another_grid_is_refused(tmp_path):
         netcdf(DATA[[*LONG["prognostic"], "total_precipitation"]], tmp_path / "era5.nc"),
         netcdf(DATA[[*earth.STATICS]].isel(longitude=slice(None, None, 2)), tmp_path / "static.nc"),
     ]
-    with pytest.raises(UserError, match=r"static\.nc: has not the grid of .*era5\.nc"):
+    with pytest.raises(UserError, match=r"static\.nc: is not on the grid of .*era5\.nc"):
         Store.open(config(entries))
 
 
@@ -248,7 +248,7 @@ def test_kinds_of_files_that_cannot_be_told_apart_are_refused(tmp_path, third, w
     with pytest.raises(UserError) as caught:
         Store.open(config([str(tmp_path / "era5_*.nc")], static=[]))
     message = str(caught.value)
-    assert f"{tmp_path}/era5_*.nc: stands for stores with different variables" in message
+    assert f"{tmp_path}/era5_*.nc: matches stores with different variables" in message
     assert why in message
     assert message.endswith("as in 'data.store=[era5_pl_*.nc,era5_sfc_*.nc]'.")
     assert "\n" not in message
@@ -265,7 +265,7 @@ def test_a_level_that_is_only_a_coordinate_counts(tmp_path):
         "geopotential_500",
         "temperature_500",
     ]
-    assert np.array_equal(store.read(store.times[2], slice(0, 13))[0], one["z"].values[2])
+    assert np.array_equal(store.read_state(store.times[2], slice(0, 13))[0], one["z"].values[2])
     with pytest.raises(UserError, match="no variable geopotential_at_surface"):
         Store.open(config(entries, **(lists | {"static": ["geopotential_at_surface"]})))
 
@@ -287,7 +287,7 @@ def test_a_value_out_of_range_is_found_where_it_is_stored(written, form):
     reads = (
         lambda: store.read_channels([Channel("2m_temperature")], times, rows),
         lambda: store.read_channels([Channel("temperature", 850)], times, rows),
-        lambda: store.static(rows),
+        lambda: store.read_static(rows),
     )
     for name, read in zip(names, reads, strict=True):
         with pytest.raises(UserError) as caught:
@@ -308,7 +308,7 @@ def test_a_value_out_of_range_of_a_file_without_time(tmp_path):
     files = [netcdf(DATA, tmp_path / "era5.nc"), netcdf(odd, tmp_path / "odd.nc")]
     store = Store.open(config(files, static=["my_mask"], limits={"my_mask": [5, 6]}))
     with pytest.raises(UserError, match=r"odd\.nc.*: my_mask is 0"):
-        store.static(slice(0, 13))
+        store.read_static(slice(0, 13))
 
 
 @pytest.mark.parametrize(

@@ -250,7 +250,7 @@ def test_the_override_keeps_what_is_said_of_the_variables_otherwise():
         check("total_precipitation_6hr", "mm")
     (text,) = shlex.split(str(caught.value).partition("Set ")[2].rstrip("."))
     overrides = parse_overrides(["data=weatherbench2", text, "data.variables.solar.fill=0"])
-    config = Composer("test").config([str(x.input_line) for x in overrides]).data
+    config = Composer("test").compose_config([str(x.input_line) for x in overrides]).data
     whole = VariableConfig(normalise="log1p(1e-3)", convert="mm->m")
     assert config.variables == {
         "total_precipitation_6hr": whole,

@@ -13,7 +13,7 @@ from tests.data import stores
 
 def composed(*texts: str) -> DataConfig:
     overrides = [str(override.input_line) for override in parse_overrides(texts)]
-    return Composer("test").config(overrides).data
+    return Composer("test").compose_config(overrides).data
 
 
 @pytest.mark.slow
@@ -40,12 +40,14 @@ def composed(*texts: str) -> DataConfig:
     ],
 )
 def test_keys_of_a_variable_are_set_one_by_one(texts, name, expected):
-    assert composed(*(f"data.variables.{text}" for text in texts)).of(name) == expected
+    assert composed(*(f"data.variables.{text}" for text in texts)).variable_config(name) == expected
 
 
 @pytest.mark.slow
 def test_a_variable_of_which_nothing_is_said_has_the_defaults():
-    assert composed("data.variables.sst.fill=mean").of("geopotential") == VariableConfig()
+    assert (
+        composed("data.variables.sst.fill=mean").variable_config("geopotential") == VariableConfig()
+    )
 
 
 @pytest.mark.parametrize(
@@ -82,7 +84,7 @@ def test_what_is_wrong_is_told_by_its_key(text, answer):
 def test_a_variable_may_go_by_another_name_here(listed, key, names):
     config = DataConfig(prognostic=listed, variables={key: VariableConfig(fill=1)})
     for name in listed:
-        assert config.of(name) == VariableConfig(fill=1 if name in names else None)
+        assert config.variable_config(name) == VariableConfig(fill=1 if name in names else None)
     assert sorted(config.variables) == sorted(names)
 
 
@@ -115,7 +117,7 @@ def test_a_variable_may_go_by_its_short_name(tmp_path):
     path = stores.write(rain, tmp_path / "s.zarr")
     log = {"total_precipitation": VariableConfig(normalise="std")}
     lists = {"forcing": [], "static": [], "diagnostic": ["tp"]}
-    assert Store.open(stores.config(path, variables=log, **lists)).channels.outputs == 8
+    assert Store.open(stores.config(path, variables=log, **lists)).channels.num_outputs == 8
     six_hours = {"total_precipitation_6hr": VariableConfig(normalise="std")}
     with pytest.raises(UserError, match="no list of the data config has a variable total_prec"):
         Store.open(stores.config(path, variables=six_hours, **lists))
@@ -146,7 +148,7 @@ def test_diagnostic_channels_come_out_last(tmp_path):
         "temperature_850",
         "temperature_1000",
     ]
-    assert (channels.states, channels.outputs) == (1, 4)
-    assert channels.of("temperature") == slice(1, 4)
+    assert (channels.num_states, channels.num_outputs) == (1, 4)
+    assert channels.slice_of("temperature") == slice(1, 4)
     fields = channels.fields(frames=2)
     assert (fields.inputs, fields.outputs) == (2 + 4, 4)

@@ -126,7 +126,7 @@ def test_a_killed_rank_ends_all_that_we_started(tmp_path: Path, victim: int, nam
     with failing(tmp_path, victim, "kill") as environment:
         program = begin("step_until_one_fails", tmp_path, 2, 2, 2, **environment)
         [(code, said)] = ends([program])
-    line = f"error: {name} was killed by SIGKILL (out of memory?); the other ranks were ended\n"
+    line = f"error: {name} was killed by SIGKILL (out of memory?); the other ranks were stopped\n"
     assert (code, said) == (1, line)
 
 
@@ -155,7 +155,7 @@ def test_a_killed_rank_ends_a_launchers_ranks(
     assert all(code != 0 for code, _ in results)
     place = f"pipeline {victim // 4}, data {victim // 2 % 2}, domain {victim % 2}"
     [said] = voices("\n".join(text for _, text in results))
-    assert said.startswith(f"error: rank {victim} ({place}) is gone without a word")
+    assert said.startswith(f"error: rank {victim} ({place}) ended without a message")
 
 
 @pytest.mark.slow

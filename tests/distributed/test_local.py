@@ -157,8 +157,8 @@ def test_ranks_that_train_stop_after_the_same_step(
 def test_a_signal_to_all_processes_at_once_is_one(tmp_path: Path, sent: signal.Signals) -> None:
     """Job queues send it so: the program that started the ranks hands it on besides."""
     process, pids = hanging(tmp_path, "train")
-    [nursery] = {int(Path(f"/proc/{pid}/stat").read_text().split()[3]) for pid in pids}
-    for pid in (*pids, nursery, process.pid, process.pid):
+    [fork_server] = {int(Path(f"/proc/{pid}/stat").read_text().split()[3]) for pid in pids}
+    for pid in (*pids, fork_server, process.pid, process.pid):
         os.kill(pid, sent)
     assert finish(process) == (EXIT_PREEMPTED, "", "")
 

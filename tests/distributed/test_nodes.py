@@ -1,4 +1,4 @@
-"""Domain groups that reach over nodes are told with their numbers; others are not."""
+"""Domain groups that span nodes are reported with their numbers; others are not."""
 
 import pytest
 

@@ -20,15 +20,18 @@ CPU_NODES = ClusterNodes(4, cores=8, gpus=0)
 
 
 def placed(
-    mesh: tuple[int, int | None, int], has: ClusterNodes, wish: PlacementRequest, device: str
+    mesh: tuple[int, int | None, int],
+    available: ClusterNodes,
+    requested: PlacementRequest,
+    device: str,
 ) -> Placement:
     pipeline, data, domain = mesh
     config = a_config("", domain, data, pipeline=pipeline)
-    return place_ranks(replace(config, device=device), has, wish)
+    return place_ranks(replace(config, device=device), available, requested)
 
 
 @pytest.mark.parametrize(
-    ("mesh", "has", "wish", "device", "expected"),
+    ("mesh", "available", "requested", "device", "expected"),
     [
         pytest.param(
             (1, None, 8),
@@ -93,16 +96,16 @@ def placed(
 )
 def test_ranks_are_dealt_to_nodes(
     mesh: tuple[int, int | None, int],
-    has: ClusterNodes,
-    wish: PlacementRequest,
+    available: ClusterNodes,
+    requested: PlacementRequest,
     device: str,
     expected: Placement,
 ) -> None:
-    assert placed(mesh, has, wish, device) == expected
+    assert placed(mesh, available, requested, device) == expected
 
 
 @pytest.mark.parametrize(
-    ("mesh", "has", "wish", "device", "words"),
+    ("mesh", "available", "requested", "device", "words"),
     [
         (
             (1, 1, 16),
@@ -130,14 +133,14 @@ def test_ranks_are_dealt_to_nodes(
             CPU_NODES,
             PlacementRequest(nodes=2),
             "cpu",
-            "would part domain groups of 8 ranks. Take 1",
+            "would split domain groups of 8 ranks. Use 1",
         ),
         (
             (1, 2, 4),
             CPU_NODES,
             PlacementRequest(nodes=3),
             "cpu",
-            "8 ranks can't be dealt to 3 nodes as 2",
+            "8 ranks can't be divided among 3 nodes with 2",
         ),
         (
             (1, 2, 8),
@@ -157,21 +160,21 @@ def test_ranks_are_dealt_to_nodes(
 )
 def test_what_fits_nowhere_is_refused(
     mesh: tuple[int, int | None, int],
-    has: ClusterNodes,
-    wish: PlacementRequest,
+    available: ClusterNodes,
+    requested: PlacementRequest,
     device: str,
     words: str,
 ) -> None:
     with pytest.raises(UserError) as refused:
-        placed(mesh, has, wish, device)
+        placed(mesh, available, requested, device)
     assert words in str(refused.value)
     assert "\n" not in str(refused.value)
 
 
 def test_the_largest_nodes_of_the_default_partition_count() -> None:
-    told = "gpu*|64|gpu:a100:4(S:0-1)\ngpu*|64|gpu:a100:8(S:0-1)\ngpu*|32|(null)\nbig|128|gpu:9\n"
-    assert largest_nodes(told, of_partition=False) == ClusterNodes(1, 64, 8)
-    assert largest_nodes(told, of_partition=True) == ClusterNodes(1, 128, 9)
+    output = "gpu*|64|gpu:a100:4(S:0-1)\ngpu*|64|gpu:a100:8(S:0-1)\ngpu*|32|(null)\nbig|128|gpu:9\n"
+    assert largest_nodes(output, of_partition=False) == ClusterNodes(1, 64, 8)
+    assert largest_nodes(output, of_partition=True) == ClusterNodes(1, 128, 9)
     assert largest_nodes("", of_partition=True) == ClusterNodes()
 
 

@@ -73,7 +73,7 @@ def test_two_machines_train_as_one_process_does(tmp_path: Path, cache: Path) -> 
     assert quiet[0] == expected
     assert told[0] == expected
     assert "network" not in quiet[1]
-    line = "1 of 1 domain groups reach over several nodes, the first is ranks 0 to 3 on nodes 0 and"
+    line = "1 of 1 domain groups span several nodes, the first is ranks 0 to 3 on nodes 0 and"
     assert told[1].count(line) == 1
 
 
@@ -85,8 +85,8 @@ def children(parent: int, word: str = "") -> list[int]:
 
 def rank_processes(program: subprocess.Popen[str]) -> list[int]:
     """Ids of the ranks that a program started, in rank order."""
-    [nursery] = children(program.pid, "forkserver")
-    return children(nursery)
+    [fork_server] = children(program.pid, "forkserver")
+    return children(fork_server)
 
 
 @pytest.mark.parametrize(("victim", "name"), VICTIMS)
@@ -103,7 +103,7 @@ def test_a_rank_killed_while_training_ends_all(
     [(code, said)] = ends([program])
     assert time.monotonic() - died < SOON
     assert code == 1
-    line = f"error: {name} was killed by SIGKILL (out of memory?); the other ranks were ended"
+    line = f"error: {name} was killed by SIGKILL (out of memory?); the other ranks were stopped"
     assert said.splitlines()[-1] == line
     assert "Traceback" not in said
     assert all(gone(pid) for pid in ranks)

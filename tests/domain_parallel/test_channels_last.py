@@ -1,4 +1,4 @@
-"""Fields whose channels lie last stay so, and so do their cotangents."""
+"""Layers keep the memory format channels last, of fields and of their gradients."""
 
 import pytest
 import torch
@@ -32,43 +32,43 @@ LAYERS = {
 }
 
 
-def last(x):
+def channels_last(x):
     return x.to(memory_format=CHANNELS_LAST_FORMATS[x.ndim])
 
 
-def stays(layer, x):
-    """Whether what a layer makes and the cotangent of what it is given lie so."""
-    given = x.detach().requires_grad_()
-    made = layer(given)
-    made.backward(last(torch.randn(made.shape)))
-    fields = made, given.grad
+def keeps_format(layer, x):
+    """Return whether a layer's output and the gradient of its input are channels last."""
+    x_leaf = x.detach().requires_grad_()
+    output = layer(x_leaf)
+    output.backward(channels_last(torch.randn(output.shape)))
+    fields = output, x_leaf.grad
     return all(t.is_contiguous(memory_format=CHANNELS_LAST_FORMATS[t.ndim]) for t in fields)
 
 
 def layer_keeps(manager, name):
     model = nn.Sequential(LAYERS[name]()).to(memory_format=torch.channels_last)
     sharded = convert_to_domain_parallel(model, manager, input_shape=(2, 6, 24, 8))
-    return stays(sharded, last(torch.randn(2, 6, 8, 8)))
+    return keeps_format(sharded, channels_last(torch.randn(2, 6, 8, 8)))
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_layers_keep_it(name):
+def test_layers_keep_channels_last(name):
     assert all(on_threads(3, layer_keeps, name))
 
 
 def exchange_keeps(manager, shape):
-    return stays(HaloExchange(2, manager=manager), last(torch.randn(shape)))
+    return keeps_format(HaloExchange(2, manager=manager), channels_last(torch.randn(shape)))
 
 
 @pytest.mark.parametrize("shape", [(2, 6, 7, 5), (1, 6, 2, 7, 5)])
-def test_a_halo_exchange_keeps_it(shape):
+def test_a_halo_exchange_keeps_channels_last(shape):
     assert all(on_threads(3, exchange_keeps, shape))
 
 
 def exchange_of_rows_keeps(manager):
     exchange = HaloExchange(2, manager=manager)
-    return stays(lambda x: exchange(x[..., 1:, :]), last(torch.randn(2, 6, 7, 5)))
+    return keeps_format(lambda x: exchange(x[..., 1:, :]), channels_last(torch.randn(2, 6, 7, 5)))
 
 
-def test_samples_that_lie_apart_keep_it():
+def test_samples_with_gaps_keep_channels_last():
     assert all(on_threads(3, exchange_of_rows_keeps))

@@ -19,7 +19,7 @@ from credit_dp.domain_parallel import (
 from credit_dp.domain_parallel.convert import _needs_halo_conv2d, _needs_halo_conv3d
 from credit_dp.errors import UserError
 from tests.domain_parallel.equality import assert_same_as_whole_globe
-from tests.domain_parallel.moved import BACK, THERE, Moved
+from tests.domain_parallel.moved import MOVE, MOVE_BACK, Moved
 from tests.ranks import PROCESSES, on_processes, on_threads
 
 RANKS = st.sampled_from([2, 3, 4, 8])
@@ -319,5 +319,5 @@ def test_wrappers_made_by_hand_take_any_bands(ranks, wrapper, conv, rows, shape)
 
 def test_moves_undo_each_other():
     x = torch.randn(2, 3, 5, 4)
-    for name in THERE:
-        assert torch.equal(BACK[name](x, THERE[name](x)), x)
+    for name in MOVE:
+        assert torch.equal(MOVE_BACK[name](x, MOVE[name](x)), x)

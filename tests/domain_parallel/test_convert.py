@@ -1,4 +1,4 @@
-"""The converter: names stay, what has no rule is refused, planning changes nothing."""
+"""The converter: names stay, layers without a rule are refused, planning changes nothing."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def _model():
 
 
 def _mock():
-    """A manager that can tell its size and nothing else."""
+    """Return a manager that has a size and nothing else."""
     return Mock(spec=["domain_parallel_size"], domain_parallel_size=2)
 
 
-def test_what_is_replaced_and_what_stays():
+def test_replaced_and_kept_layers():
     model = _model()
     pointwise, parameters = model[3], dict(model.named_parameters())
     keys = list(model.state_dict())
@@ -101,7 +101,7 @@ def test_casts_copies_loads_and_modes_reach_the_wrapped_layer():
     assert "kernel_size=(3, 3)" in repr(model[0])
 
 
-def test_custom_converters_replace_whole_wrappers():
+def test_custom_converters_replace_wrappers_with_children():
     model = nn.Sequential(PeriodicConv2d(2, 3), nn.Conv2d(3, 3, 3, padding=1))
     keys = list(model.state_dict())
     convert_to_domain_parallel(
@@ -134,7 +134,7 @@ class _LayerScale(nn.Module):
 
 
 class _ChannelNorm(nn.Module):
-    """Normalises over channels, at every point apart."""
+    """Normalises over channels, at each point separately."""
 
     def forward(self, x):
         mean, variance = x.mean(1, keepdim=True), x.var(1, keepdim=True, unbiased=False)
@@ -170,18 +170,22 @@ def test_a_leaf_can_be_registered():
 SHAPE = (2, 4, 13, 6)
 
 
-def _with(*leaves):
+def _between_convolutions(*leaves):
     return nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), *leaves, nn.Conv2d(4, 4, 3, padding=1))
 
 
-def test_leaves_of_ones_own_that_keep_rows_apart_stay_and_are_listed(caplog):
+def test_user_leaves_that_keep_rows_apart_stay_and_are_listed(caplog):
     def build():
-        return _with(_LayerScale(), _ChannelNorm(), _LayerScale(), _Subclass1x1(4, 4, 1))
+        return _between_convolutions(
+            _LayerScale(), _ChannelNorm(), _LayerScale(), _Subclass1x1(4, 4, 1)
+        )
 
     with caplog.at_level(logging.INFO):
         on_threads(3, assert_same_as_whole_globe, build, (), SHAPE)
-    listed = "layers of your own, kept and audited: 1 _ChannelNorm, 2 _LayerScale, 1 _Subclass1x1"
-    assert listed in caplog.text
+    summary_part = (
+        "layers of your own, kept and audited: 1 _ChannelNorm, 2 _LayerScale, 1 _Subclass1x1"
+    )
+    assert summary_part in caplog.text
 
 
 class _Subclass1x1(nn.Conv2d):
@@ -196,11 +200,11 @@ class _Subclass1x1(nn.Conv2d):
         (_Subclass(4, 4, 3, padding=1), r"^1 \(_Subclass\), \S+:\d+: aten\.flip: mixes rows.*"),
     ],
 )
-def test_leaves_of_ones_own_that_mix_rows_are_refused(leaf, message):
+def test_user_leaves_that_mix_rows_are_refused(leaf, message):
     def refused(manager):
         copied = copy.deepcopy(leaf)
         with pytest.raises(UserError, match=message + "custom_converters={TYPE: ") as caught:
-            convert_to_domain_parallel(_with(copied), manager, input_shape=SHAPE)
+            convert_to_domain_parallel(_between_convolutions(copied), manager, input_shape=SHAPE)
         assert "\n" not in str(caught.value)
 
     on_threads(2, refused)
@@ -208,7 +212,7 @@ def test_leaves_of_ones_own_that_mix_rows_are_refused(leaf, message):
 
 def test_the_summary_says_what_is_sent(caplog):
     def summary(manager):
-        model = _with(nn.GroupNorm(2, 4), _Leaf(), _Subclass(4, 4, 3))
+        model = _between_convolutions(nn.GroupNorm(2, 4), _Leaf(), _Subclass(4, 4, 3))
         convert_to_domain_parallel(
             model, manager, input_shape=SHAPE,
             custom_converters={_Leaf: lambda m: m, _Subclass: lambda m: nn.Identity()},
@@ -279,7 +283,7 @@ class _Attention(nn.Module):
         vars(self).update(attributes)
 
 
-def test_windows_are_found_in_the_model():
+def test_windows_are_read_from_the_model():
     down = (nn.Conv2d(1, 1, 4, 2, 1), nn.Conv3d(1, 1, (1, 3, 3), (1, 3, 1)))
     model = nn.Sequential(
         _Attention(window_size=(2, 7, 12)), down[0], _Attention(window=4, window_size=5),
@@ -287,12 +291,12 @@ def test_windows_are_found_in_the_model():
     )  # fmt: skip
     assert validate_sharding_constraints(model, 2 * 3 * 7 * 20) == []
     assert validate_sharding_constraints(model, 16) == [
-        "level 0: 16 rows are no multiple of the window 7",
-        "level 1: 8 rows are no multiple of the stride 3",
-        "level 1: 8 rows are no multiple of the window 5",
+        "level 0: 16 rows are not a multiple of the window 7",
+        "level 1: 8 rows are not a multiple of the stride 3",
+        "level 1: 8 rows are not a multiple of the window 5",
     ]
     assert validate_sharding_constraints(model, 16, [8, 4, 1]) == [
-        "level 1: 8 rows are no multiple of the stride 3",
+        "level 1: 8 rows are not a multiple of the stride 3",
     ]
 
 
@@ -300,15 +304,17 @@ def test_constraints_are_readable():
     model = nn.Sequential(nn.Conv2d(1, 1, 4, 2, 1), nn.Conv2d(1, 1, 3, 2, 1))
     assert validate_sharding_constraints(model, 16) == []
     assert validate_sharding_constraints(model, 6) == [
-        "level 1: 3 rows are no multiple of the stride 2"
+        "level 1: 3 rows are not a multiple of the stride 2"
     ]
-    assert "no multiple of the window 5" in validate_sharding_constraints(model, 16, [5, 4, 2])[0]
+    assert (
+        "not a multiple of the window 5" in validate_sharding_constraints(model, 16, [5, 4, 2])[0]
+    )
     assert "less than one row" in validate_sharding_constraints(model, 2)[-1]
     converted = convert_to_domain_parallel(model, _mock())
     assert validate_sharding_constraints(converted, 6) != []
 
 
-def test_equality_finds_a_wrong_layer():
+def test_the_comparison_notices_a_wrong_layer():
     class Wrong(nn.Sequential):
         row_rules = {_Subclass: "keep"}  # noqa: RUF012
 

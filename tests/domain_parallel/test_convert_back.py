@@ -27,8 +27,8 @@ from tests.ranks import on_processes, on_threads
 SHAPE = (2, 3, 13, 6)
 
 
-class Own(nn.Module):
-    """Code, a shared layer, rows of its own, and a layer that a custom converter replaces."""
+class UserModel(nn.Module):
+    """Has code, a shared layer, a row tensor, and a layer that a custom converter replaces."""
 
     def __init__(self):
         super().__init__()
@@ -56,7 +56,7 @@ class Doubles(nn.Module):
 
 
 class AlsoDoubles(Doubles):
-    """Takes the place of `Doubles`, with the same names and its own parameters."""
+    """Replaces `Doubles`, with the same names and other parameters."""
 
 
 CONVERTERS = {
@@ -72,14 +72,14 @@ def _converted(model, manager, **settings):
 
 
 def _description(model):
-    """All that a conversion may have changed."""
+    """Return everything that a conversion may have changed."""
     return [
         (name, module, type(module), len(module._forward_hooks), len(module._forward_pre_hooks))
         for name, module in model.named_modules(remove_duplicate=False)
     ]
 
 
-def _there_and_back(manager, plain, planned):
+def _convert_and_back(manager, plain, planned):
     model, state = copy.deepcopy(plain), copy.deepcopy(plain.state_dict())
     before = _description(model)
     x = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
@@ -99,12 +99,12 @@ def _there_and_back(manager, plain, planned):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("planned", [True, False])
-def test_there_and_back(planned):
-    on_threads(3, _there_and_back, Own().eval(), planned)
+def test_convert_and_back(planned):
+    on_threads(3, _convert_and_back, UserModel().eval(), planned)
 
 
 def _trained(manager, plain):
-    """Parameters that the converted model was given are those of the plain one afterwards."""
+    """Values, dtypes and hooks of the converted model stay after converting back."""
     model = _converted(copy.deepcopy(plain), manager)
     model.load_state_dict({k: 2 * v for k, v in plain.state_dict().items()}, assign=True)
     model.double()
@@ -120,8 +120,8 @@ def _trained(manager, plain):
     assert hooked
 
 
-def test_what_happened_meanwhile_stays():
-    on_threads(2, _trained, Own().eval())
+def test_values_and_hooks_since_conversion_stay():
+    on_threads(2, _trained, UserModel().eval())
 
 
 def test_the_root_may_be_a_layer():
@@ -139,7 +139,7 @@ def test_the_root_may_be_a_layer():
 
 def test_conversions_of_parts_and_of_all_are_undone():
     def parts(manager):
-        model = Own()
+        model = UserModel()
         before = _description(model)
         convert_to_domain_parallel(model.blocks, manager)
         _converted(model, manager)
@@ -155,7 +155,7 @@ def test_conversions_of_parts_and_of_all_are_undone():
 
 def test_a_copy_converts_back_by_itself():
     def copied(manager):
-        model = _converted(Own(), manager)
+        model = _converted(UserModel(), manager)
         other = copy.deepcopy(model)
         convert_from_domain_parallel(other)
         assert not any(isinstance(module, RowLayer) for module in other.modules())
@@ -168,7 +168,7 @@ def test_a_copy_converts_back_by_itself():
 
 
 def test_a_plain_model_and_one_rank_are_left_alone():
-    model = Own()
+    model = UserModel()
     before = _description(model)
     assert convert_from_domain_parallel(model) is model
     convert_to_domain_parallel(model, DomainParallelManager(1, 1))
@@ -204,7 +204,7 @@ def test_replan():
     on_threads(3, _replanned, Strided())
 
 
-def test_a_plan_at_the_first_forward_is_made_anew_too():
+def test_replan_before_the_first_forward():
     def later(manager):
         model = convert_to_domain_parallel(Strided(), manager)
         replan(model, (1, 3, 8, 6))
@@ -215,9 +215,9 @@ def test_a_plan_at_the_first_forward_is_made_anew_too():
     on_threads(2, later)
 
 
-def test_rows_of_its_own_are_told_at_another_height():
+def test_a_model_with_row_tensors_refuses_another_height():
     def other(manager):
-        model = _converted(Own(), manager)
+        model = _converted(UserModel(), manager)
         with pytest.raises(UserError, match=r"\d: fails on the whole globe's input "):
             replan(model, (2, 3, 14, 6))
         assert model(shard_tensor(torch.ones(SHAPE), manager=manager)).shape[0] == 2
@@ -226,14 +226,14 @@ def test_rows_of_its_own_are_told_at_another_height():
 
 
 def _without_data(manager, planned):
-    plain = Own().eval().double()
+    plain = UserModel().eval().double()
     with torch.random.fork_rng(devices=[]):
         generator = torch.Generator().manual_seed(0)
         for tensor in plain.state_dict().values():
             if tensor.is_floating_point():
                 tensor.uniform_(0.5, 1.5, generator=generator)
     with torch.device("meta"):
-        model = Own().eval().double()
+        model = UserModel().eval().double()
     _converted(model, manager, input_shape=SHAPE if planned else None)
     assert all(p.device.type == "meta" and type(p) is nn.Parameter for p in model.parameters())
     assert all(b.device.type == "meta" for b in model.buffers())

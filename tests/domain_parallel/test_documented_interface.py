@@ -1,4 +1,4 @@
-"""The interface that other code is written against: names, attributes and ways to call them."""
+"""The interface that other code relies on: names, attributes and signatures."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests.domain_parallel.equality import MODEL, assert_same_as_whole_globe
 from tests.ranks import on_processes, on_threads
 
 
-def test_what_needs_a_halo():
+def test_convolutions_that_need_a_halo():
     assert not _needs_halo_conv2d(nn.Conv2d(1, 1, (1, 3)))
     assert _needs_halo_conv2d(nn.Conv2d(1, 1, (3, 1)))
     assert not _needs_halo_conv3d(nn.Conv3d(1, 1, (3, 1, 3)))
@@ -146,13 +146,13 @@ def _function(manager, width, dim):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 3, 13, 5, dtype=torch.float64, generator=generator)
     band = x[..., manager.rows(13), :].clone().requires_grad_()
-    made = _HaloExchangeFunction.apply(band, width, dim, manager)
+    padded = _HaloExchangeFunction.apply(band, width, dim, manager)
     module = HaloExchange(width, dim, manager=manager)(band)
-    assert torch.equal(made, module)
-    cotangent = torch.randn(made.shape, dtype=torch.float64, generator=generator)
-    given = cotangent.clone()
-    (grad,) = torch.autograd.grad(made, band, cotangent)
-    assert torch.equal(cotangent, given)
+    assert torch.equal(padded, module)
+    cotangent = torch.randn(padded.shape, dtype=torch.float64, generator=generator)
+    cotangent_before = cotangent.clone()
+    (grad,) = torch.autograd.grad(padded, band, cotangent)
+    assert torch.equal(cotangent, cotangent_before)
     (expected,) = torch.autograd.grad(module, band, cotangent)
     assert torch.equal(grad, expected)
 
@@ -163,7 +163,7 @@ def test_the_halo_function_is_the_halo_module(ranks, width, dim):
     on_threads(ranks, _function, width, dim)
 
 
-def test_names_that_are_looked_up():
+def test_names_are_importable():
     assert halo_exchange.HaloExchange is HaloExchange
     assert layers.DomainParallelGroupNorm is DomainParallelGroupNorm
     assert issubclass(_HaloExchangeFunction, torch.autograd.Function)

@@ -1,4 +1,4 @@
-"""The exchange primitive: right rows, true adjoint, least bytes and messages."""
+"""Row exchanges: the rows, the adjoint, and as few bytes and messages as possible."""
 
 from __future__ import annotations
 
@@ -15,96 +15,102 @@ from tests.ranks import PROCESSES, on_processes, on_threads
 
 @st.composite
 def exchanges(draw):
-    """Any bands (empty ones too) and any runs on every rank."""
+    """Draw any bands (empty ones too) and any ranges on every rank."""
     ranks = draw(st.sampled_from([2, 3, 4]))
     sizes = draw(st.lists(st.integers(0, 5), min_size=ranks, max_size=ranks).filter(any))
     partition = RowPartition.from_sizes(sizes)
 
-    def run():
+    def row_range():
         start = draw(st.integers(0, partition.height - 1))
         stop = draw(st.integers(start + 1, partition.height))
         return RowRange(start, stop, *(draw(st.booleans()) for _ in range(2)))
 
-    needs = []
+    required_rows = []
     for _ in range(ranks):
-        runs = [run() for _ in range(draw(st.integers(0, 3)))]
+        ranges = [row_range() for _ in range(draw(st.integers(0, 3)))]
         if draw(st.booleans()):
-            runs.insert(
-                draw(st.integers(0, len(runs))),
+            ranges.insert(
+                draw(st.integers(0, len(ranges))),
                 RowRange(0, draw(st.integers(1, 3)), zero_filled=True),
             )
-        needs.append(tuple(runs))
-    return partition, tuple(needs)
+        required_rows.append(tuple(ranges))
+    return partition, tuple(required_rows)
 
 
-def _expected(x, runs):
+def _expected(x, ranges):
     parts = [x[..., :0, :]]
-    for run in runs:
-        rows = x[..., run.start : run.stop, :]
-        rows = rows.flip(-2) if run.flipped else rows
-        rows = rows.roll(x.shape[-1] // 2, -1) if run.rotated else rows
-        parts.append(torch.zeros_like(rows) if run.zero_filled else rows)
-        if run.zero_filled:
-            parts[-1] = x.new_zeros(*x.shape[:-2], run.length, x.shape[-1])
+    for row_range in ranges:
+        rows = x[..., row_range.start : row_range.stop, :]
+        rows = rows.flip(-2) if row_range.flipped else rows
+        rows = rows.roll(x.shape[-1] // 2, -1) if row_range.rotated else rows
+        parts.append(torch.zeros_like(rows) if row_range.zero_filled else rows)
+        if row_range.zero_filled:
+            parts[-1] = x.new_zeros(*x.shape[:-2], row_range.length, x.shape[-1])
     return torch.cat(parts, -2)
 
 
-def _check(manager, partition, needs):
+def _check(manager, partition, required_rows):
     generator = torch.Generator().manual_seed(0)
-    whole = torch.randn(2, 3, partition.height, 5, dtype=torch.float64, generator=generator)
+    globe = torch.randn(2, 3, partition.height, 5, dtype=torch.float64, generator=generator)
     cotangents = [
-        torch.randn(2, 3, sum(r.length for r in runs), 5, dtype=torch.float64, generator=generator)
-        for runs in needs
+        torch.randn(
+            2, 3, sum(r.length for r in ranges), 5, dtype=torch.float64, generator=generator
+        )
+        for ranges in required_rows
     ]
     rank = manager.domain_rank
     rows = partition.rows(rank)
-    x = whole[..., rows, :].clone().requires_grad_()
+    x = globe[..., rows, :].clone().requires_grad_()
     before = vars(manager.transport.traffic).copy()
-    result = RowExchange(partition, needs, rank).apply(x, manager.transport)
-    assert torch.equal(result, _expected(whole, needs[rank]))
+    result = RowExchange(partition, required_rows, rank).apply(x, manager.transport)
+    assert torch.equal(result, _expected(globe, required_rows[rank]))
 
     after = vars(manager.transport.traffic).copy()
-    wanted = {
+    rows_of_peers = {
         peer: {
             row
-            for run in runs
-            if not run.zero_filled
-            for row in range(run.start, run.stop)
+            for row_range in ranges
+            if not row_range.zero_filled
+            for row in range(row_range.start, row_range.stop)
             if rows.start <= row < rows.stop
         }
-        for peer, runs in enumerate(needs)
+        for peer, ranges in enumerate(required_rows)
         if peer != rank
     }
-    assert after["messages"] - before["messages"] == sum(1 for r in wanted.values() if r)
-    assert after["bytes"] - before["bytes"] == sum(len(r) for r in wanted.values()) * 2 * 3 * 5 * 8
+    assert after["messages"] - before["messages"] == sum(1 for r in rows_of_peers.values() if r)
+    assert (
+        after["bytes"] - before["bytes"]
+        == sum(len(r) for r in rows_of_peers.values()) * 2 * 3 * 5 * 8
+    )
 
-    reference = whole.clone().requires_grad_()
+    reference = globe.clone().requires_grad_()
     sum(
-        (_expected(reference, runs) * c).sum() for runs, c in zip(needs, cotangents, strict=True)
+        (_expected(reference, ranges) * c).sum()
+        for ranges, c in zip(required_rows, cotangents, strict=True)
     ).backward()
-    kept = cotangents[rank].clone()
+    cotangent_before = cotangents[rank].clone()
     (result * 1).backward(cotangents[rank])
-    assert torch.equal(cotangents[rank], kept)
+    assert torch.equal(cotangents[rank], cotangent_before)
     torch.testing.assert_close(x.grad, reference.grad[..., rows, :], rtol=1e-13, atol=1e-13)
 
 
 @given(case=exchanges())
 def test_rows_adjoint_and_bytes_on_threads(case):
-    partition, needs = case
-    on_threads(partition.ranks, _check, partition, needs)
+    partition, required_rows = case
+    on_threads(partition.ranks, _check, partition, required_rows)
 
 
 @pytest.mark.parametrize("ranks", PROCESSES)
 def test_rows_adjoint_and_bytes_on_processes(ranks):
     partition = RowPartition.balanced(3 * ranks + 1, ranks)
     height = partition.height
-    needs = tuple(
+    required_rows = tuple(
         rows_with_poles(partition.bounds[r] - 5, partition.bounds[r + 1] + 4, height, "earth")
         for r in range(ranks)
     )
-    on_processes(ranks, _check, partition, needs)
-    whole = ((RowRange(0, height),),) * ranks
-    on_processes(ranks, _check, partition, whole)
+    on_processes(ranks, _check, partition, required_rows)
+    all_rows = ((RowRange(0, height),),) * ranks
+    on_processes(ranks, _check, partition, all_rows)
 
 
 def _pad(x, width, mode):
@@ -130,8 +136,8 @@ def test_rows_beyond_the_poles(height, width, mode, data):
     padded = _pad(x, width, mode)
     start = data.draw(st.integers(-width, height + width - 1))
     stop = data.draw(st.integers(start + 1, height + width))
-    runs = rows_with_poles(start, stop, height, mode)
-    assert torch.equal(_expected(x, runs), padded[..., start + width : stop + width, :])
+    ranges = rows_with_poles(start, stop, height, mode)
+    assert torch.equal(_expected(x, ranges), padded[..., start + width : stop + width, :])
 
 
 def test_padding_wider_than_the_globe_is_refused():
@@ -139,12 +145,16 @@ def test_padding_wider_than_the_globe_is_refused():
         rows_with_poles(-5, 3, 4, "reflect")
 
 
-def _nothing_moves(manager):
+def _identity(manager):
     partition = RowPartition.balanced(7, manager.domain_parallel_size)
-    needs = tuple((RowRange(partition.bounds[r], partition.bounds[r + 1]),) for r in range(2))
+    required_rows = tuple(
+        (RowRange(partition.bounds[r], partition.bounds[r + 1]),) for r in range(2)
+    )
     x = torch.randn(1, 1, partition.sizes[manager.domain_rank], 3)
-    assert RowExchange(partition, needs, manager.domain_rank).apply(x, manager.transport) is x
+    assert (
+        RowExchange(partition, required_rows, manager.domain_rank).apply(x, manager.transport) is x
+    )
 
 
-def test_own_rows_cost_nothing():
-    on_threads(2, _nothing_moves)
+def test_an_identity_sends_nothing():
+    on_threads(2, _identity)

@@ -1,4 +1,4 @@
-"""`credit_dp.domain_parallel.functional`: the whole globe's results, where torch's are refused."""
+"""`credit_dp.domain_parallel.functional`: global results, where torch's functions are refused."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("code", OTHERS.values(), ids=OTHERS)
-def test_what_has_no_exact_function_goes_to_custom_converters(code):
+def test_code_without_an_exact_function_needs_custom_converters(code):
     on_threads(2, _refused, code, r"test_functional\.py:\d+: aten\.\w+: .* custom_converters=")
 
 
@@ -160,7 +160,7 @@ def test_several_in_one_model(ranks, rows, sides, shift, mode):
     on_threads(ranks, assert_same_as_whole_globe, Model, (code,), (1, 4, rows, 5), MODEL)
 
 
-def test_a_size_taken_from_a_band_is_refused():
+def test_the_size_of_a_band_is_refused():
     def twice(x):
         return functional.interpolate(x, (2 * x.shape[-2], 6))
 
@@ -192,7 +192,7 @@ def _gated(x, manager=None):
 
 
 class Checkpointed(nn.Module):
-    """Computes again in backward: a module, a method, or a function that belongs to none."""
+    """Recomputes in backward: a module, a method, or a function that belongs to no module."""
 
     def __init__(self, what):
         super().__init__()
@@ -235,7 +235,7 @@ def _recomputed_function(manager):
     model.zero_grad()
     model.manager = manager
     model(shard_tensor(x, manager=manager)).backward(shard_tensor(c, manager=manager))
-    total = manager.transport.sum(model.block.conv.weight.grad)
+    total = manager.transport.all_reduce(model.block.conv.weight.grad)
     torch.testing.assert_close(total, expected, rtol=1e-11, atol=1e-11)
 
 
@@ -275,7 +275,7 @@ def test_planned_calls_gather_no_row_counts():
 
 
 class Chooses(nn.Module):
-    """Calls what the plan has not seen when a switch is turned."""
+    """Makes a call that the plan has not seen if `switch` is set."""
 
     def __init__(self):
         super().__init__()
@@ -341,7 +341,7 @@ def test_an_error_leaves_no_model_running():
     on_threads(2, fails)
 
 
-def test_an_error_of_the_models_own_is_told_with_its_cause():
+def test_an_error_of_the_model_is_raised_with_its_cause():
     def fails(manager):
         model = Fails()
         model.switch = True

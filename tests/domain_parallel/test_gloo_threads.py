@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from credit_dp.domain_parallel.transport import NAME, TASK_FOLDER
+from credit_dp.domain_parallel.transport import GLOO_THREAD_NAME, TASK_FOLDER
 from tests.ranks import on_processes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="of Linux's scheduler")
@@ -16,7 +16,7 @@ def policies(manager):
     waiting = {
         os.sched_getscheduler(int(task.name))
         for task in TASK_FOLDER.iterdir()
-        if (task / "comm").read_text().strip() == NAME
+        if (task / "comm").read_text().strip() == GLOO_THREAD_NAME
     }
     return waiting, os.sched_getscheduler(0)
 

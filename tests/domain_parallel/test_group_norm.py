@@ -74,7 +74,7 @@ def _both(manager, dtype, mean, change=lambda x: x, shape=(2, 6, 17, 16)):
     band, its = (change(shard_tensor(t, manager=manager)) for t in (x, cotangent))
     fields, grads = _step(layer, band, its)
     sharded = [gather_tensor(t, manager=manager) for t in fields]
-    totals = [manager.transport.sum(g) for g in grads]
+    totals = [manager.transport.all_reduce(g) for g in grads]
     return sharded + totals, [*whole[0], *whole[1]], [*exact[0], *exact[1]]
 
 

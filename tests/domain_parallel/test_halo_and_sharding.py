@@ -1,4 +1,4 @@
-"""Halos by hand, cutting and joining, and a rank's place in the mesh."""
+"""Halo exchange by hand, sharding and gathering tensors, and a rank's position in the mesh."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ def _field(height, seed=0):
 
 
 def _halo(manager, height, width, dim):
-    whole = _field(height).requires_grad_()
-    padded = F.pad(whole, (0, 0, width, width))
+    globe = _field(height).requires_grad_()
+    padded = F.pad(globe, (0, 0, width, width))
     cotangent = torch.randn(padded.shape, generator=torch.Generator().manual_seed(1)).double()
     rows = manager.rows(height)
-    x = whole.detach()[..., rows, :].clone().requires_grad_()
+    x = globe.detach()[..., rows, :].clone().requires_grad_()
     y = HaloExchange(width, dim, manager=manager)(x)
     wide = slice(rows.start, rows.stop + 2 * width)
     assert torch.equal(y, padded[..., wide, :])
     assert torch.equal(HaloExchange.trim(y, width, width, dim), x)
 
-    # The ranks' outputs overlap: the adjoint is that of the sum of all their scalars.
+    # The ranks' outputs overlap: the gradient is that of the sum of all their losses.
     bounds = manager.partition(height).bounds
     parts = [
         padded[..., a : b + 2 * width, :] * cotangent[..., a : b + 2 * width, :]
@@ -53,7 +53,7 @@ def _halo(manager, height, width, dim):
     ]
     sum(part.sum() for part in parts).backward()
     y.backward(cotangent[..., wide, :])
-    torch.testing.assert_close(x.grad, whole.grad[..., rows, :], rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(x.grad, globe.grad[..., rows, :], rtol=1e-13, atol=1e-13)
 
 
 @given(ranks=st.sampled_from([1, 2, 3, 4]), rows=st.integers(1, 5), data=st.data())
@@ -79,12 +79,12 @@ def test_halo_wider_than_a_band_is_refused_on_every_rank():
 
 def _gather(manager, sizes):
     height = sum(sizes)
-    whole = _field(height)
+    globe = _field(height)
     start = sum(sizes[: manager.domain_rank])
     rows = slice(start, start + sizes[manager.domain_rank])
-    x = whole[..., rows, :].clone().requires_grad_()
+    x = globe[..., rows, :].clone().requires_grad_()
     y = gather_tensor(x, manager=manager)
-    assert torch.equal(y, whole)
+    assert torch.equal(y, globe)
     cotangents = [_field(height, seed=7 + r) for r in range(len(sizes))]
     y.backward(cotangents[manager.domain_rank])
     torch.testing.assert_close(x.grad, sum(cotangents)[..., rows, :], rtol=1e-13, atol=1e-13)
@@ -101,21 +101,21 @@ Sample = namedtuple("Sample", "field flag")
 
 
 def _batch(manager):
-    whole = _field(7)
+    globe = _field(7)
     rows = manager.rows(7)
     batch = {
-        "x": whole,
-        "list": [whole, "text"],
-        "sample": Sample(whole, torch.ones(2, 5)),
+        "x": globe,
+        "list": [globe, "text"],
+        "sample": Sample(globe, torch.ones(2, 5)),
         "profile": torch.ones(2, 3, 1, 4),
         "step": 3,
     }
-    cut = shard_batch(batch, manager=manager)
-    for field in (cut["x"], cut["list"][0], cut["sample"].field):
-        assert torch.equal(field, whole[..., rows, :])
-    assert cut["sample"].flag is batch["sample"].flag
-    assert cut["profile"] is batch["profile"]
-    assert (cut["list"][1], cut["step"]) == ("text", 3)
+    sharded = shard_batch(batch, manager=manager)
+    for field in (sharded["x"], sharded["list"][0], sharded["sample"].field):
+        assert torch.equal(field, globe[..., rows, :])
+    assert sharded["sample"].flag is batch["sample"].flag
+    assert sharded["profile"] is batch["profile"]
+    assert (sharded["list"][1], sharded["step"]) == ("text", 3)
     with pytest.raises(UserError, match="1 rows can't be shared by 3 ranks"):
         shard_tensor(torch.ones(2, 3, 1, 4), manager=manager)
 
@@ -124,7 +124,7 @@ def test_shard_batch_cuts_fields_and_nothing_else():
     on_threads(3, _batch)
 
 
-def _place(manager):
+def _position(manager):
     return (
         manager.rank,
         manager.domain_rank,
@@ -141,10 +141,10 @@ def _place(manager):
 
 
 @pytest.mark.slow
-def test_places_in_a_2x2_mesh():
-    places = on_processes(4, _place, domain=2)
-    assert places[0] == (0, 0, 0, 2, 2, 2, True, False, (None, 1), [0, 1], [0, 2])
-    assert places[3] == (3, 1, 1, 2, 2, 2, False, True, (2, None), [2, 3], [1, 3])
+def test_positions_in_a_2x2_mesh():
+    positions = on_processes(4, _position, domain=2)
+    assert positions[0] == (0, 0, 0, 2, 2, 2, True, False, (None, 1), [0, 1], [0, 2])
+    assert positions[3] == (3, 1, 1, 2, 2, 2, False, True, (2, None), [2, 3], [1, 3])
 
 
 def test_one_process_needs_no_group():
@@ -197,10 +197,10 @@ def _hang(manager):
 
 @pytest.mark.slow
 def test_a_rank_that_waits_for_nothing_fails(monkeypatch):
-    assert on_processes(2, _place, domain=1)  # their start is not what takes long
+    assert on_processes(2, _position, domain=1)  # so that starting them does not count
     monkeypatch.setattr("tests.ranks.TIMEOUT", 2.0)
     with pytest.raises(RankError, match="a rank hangs"):
         on_threads(2, _hang)
     with pytest.raises(RankError, match=r"ranks \[0\] hang"):
         on_processes(2, _hang)
-    assert on_processes(2, _place, domain=1)
+    assert on_processes(2, _position, domain=1)

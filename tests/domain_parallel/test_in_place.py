@@ -1,4 +1,4 @@
-"""What a sharded layer returns may be changed in place, as what torch's layers return may be."""
+"""The outputs of sharded layers may be changed in place, as those of torch's layers may."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LAYERS = {
 
 
 class _ChangedInPlace(nn.Module):
-    """Adds to what a layer returns, and applies an activation in place."""
+    """Adds to the output of a layer and applies an activation, both in place."""
 
     def __init__(self, layer):
         super().__init__()

@@ -67,7 +67,7 @@ def _assert_gradients_equal(manager, whole, sharded, tolerance=MODEL):
     for name, grad in wanted.items():
         assert (found[name].grad is None) == (grad is None), name
         if grad is not None:
-            total = manager.transport.sum(found[name].grad)
+            total = manager.transport.all_reduce(found[name].grad)
             assert error(total, grad, 1e-3 * largest) <= tolerance, name
 
 
@@ -155,7 +155,7 @@ def _autocast(manager):
     assert y.dtype == y_whole.dtype
     for made in (y, y_whole, y_exact):
         made.float().square().sum().backward()
-    found = manager.transport.sum(_gradient(sharded))
+    found = manager.transport.all_reduce(_gradient(sharded))
     wanted = _gradient(exact)
     off, off_whole = (found - wanted).norm(), (_gradient(whole) - wanted).norm()
     assert 0 < off <= 2 * off_whole <= 0.1 * wanted.norm()

@@ -1,4 +1,4 @@
-"""The comparison is sharp: breaking the core makes it fail."""
+"""The exactness tests notice errors: each of these mutants makes them fail."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def _build():
     )
 
 
-def _no_neighbours_share(total, rows, plan, route, dim):
-    """Backward without what the neighbours found."""
+def _no_returned_gradients(total, rows, row_exchange, message, dim):
+    """Leave out the gradients that other ranks return."""
 
 
 def _band_edges_are_poles(start, stop, height, mode):
-    runs = exchange.rows_with_poles(start, stop, height, mode)
-    return (exchange.RowRange(0, 1, zero_filled=True), *runs[1:]) if start > 0 else runs
+    ranges = exchange.rows_with_poles(start, stop, height, mode)
+    return (exchange.RowRange(0, 1, zero_filled=True), *ranges[1:]) if start > 0 else ranges
 
 
 def _moments_of_the_band(x, groups, rows, transport):
@@ -46,7 +46,7 @@ def _poles_are_neighbours(start, stop, height, mode):
 
 
 def _one_row_off(self, out, height):
-    first, stop = _span(self, out, height)
+    first, stop = _INPUT_SPAN(self, out, height)
     return first + 1, stop + 1
 
 
@@ -56,16 +56,16 @@ def _halo_on_the_wrong_side(kernel, rows, taps):
 
 
 def _no_halo_in_the_weight_gradient(self, total, of_taps):
-    """The weight learns of the band's own rows only."""
+    """Leave out the rows of the halo."""
 
 
-_span = conv._RowConv.input_span
+_INPUT_SPAN = conv._RowConv.input_span
 
 
 @pytest.mark.parametrize(
-    ("where", "name", "mutant", "found"),
+    ("where", "name", "mutant", "match"),
     [
-        (exchange, "_unpack_add", _no_neighbours_share, "input gradient"),
+        (exchange, "_unpack_add", _no_returned_gradients, "input gradient"),
         (base, "rows_with_poles", _band_edges_are_poles, "output|sizes|size"),
         (group_norm, "_global_moments", _moments_of_the_band, "output"),
         (conv._RowConv, "input_span", _phase_of_the_band, "output|size"),
@@ -75,55 +75,57 @@ _span = conv._RowConv.input_span
         (conv.BandEdge, "add_weight_grad", _no_halo_in_the_weight_gradient, "weight"),
     ],
 )
-def test_a_broken_core_is_found(monkeypatch, where, name, mutant, found):
+def test_a_broken_core_is_noticed(monkeypatch, where, name, mutant, match):
     case = (3, assert_same_as_whole_globe, _build, (), (1, 2, 13, 5))
     on_threads(*case)
     monkeypatch.setattr(where, name, mutant)
-    with pytest.raises(RankError, match=found):
+    with pytest.raises(RankError, match=match):
         on_threads(*case)
 
 
-def _own_rows_instead(self, bands):
-    """Attention within the band, as if windows began anew on each rank."""
-    dealt = _dealt(self, bands)
-    own = bands.rows(self.manager.domain_rank)
-    rows = tuple(row for row in range(own.start, own.stop))
-    runs = tuple(
+def _rows_of_the_band(self, bands):
+    """Attend within the band, as if each rank began a new window."""
+    assignment = _ASSIGNMENT(self, bands)
+    band = bands.rows(self.manager.domain_rank)
+    rows = tuple(row for row in range(band.start, band.stop))
+    ranges = tuple(
         (exchange.RowRange(*b),) for b in zip(bands.bounds, bands.bounds[1:], strict=False)
     )
-    there = exchange.RowExchange(bands, runs, self.manager.domain_rank)
-    return dealt._replace(order=rows, fetch_exchange=there, return_exchange=there)
+    identity = exchange.RowExchange(bands, ranges, self.manager.domain_rank)
+    return assignment._replace(order=rows, fetch_exchange=identity, return_exchange=identity)
 
 
 def _bias_of_the_first_groups(self, bands):
-    dealt = _dealt(self, bands)
-    return dealt._replace(groups=slice(0, dealt.groups.stop - dealt.groups.start))
+    assignment = _ASSIGNMENT(self, bands)
+    return assignment._replace(groups=slice(0, assignment.groups.stop - assignment.groups.start))
 
 
-def _nobody_comes_home(self, bands):
-    dealt = _dealt(self, bands)
-    order = dealt.return_exchange.partition
-    needs = tuple(
+def _rows_are_not_returned(self, bands):
+    assignment = _ASSIGNMENT(self, bands)
+    order = assignment.return_exchange.partition
+    required_rows = tuple(
         (exchange.RowRange(*b),) for b in zip(order.bounds, order.bounds[1:], strict=False)
     )
-    return dealt._replace(return_exchange=replace(dealt.return_exchange, required_rows=needs))
+    return assignment._replace(
+        return_exchange=replace(assignment.return_exchange, required_rows=required_rows)
+    )
 
 
-_dealt = row_groups.DomainParallelRowGroups.assignment
+_ASSIGNMENT = row_groups.DomainParallelRowGroups.assignment
 
 
 @pytest.mark.parametrize("kind", ["windows", "dilated"])
 @pytest.mark.parametrize(
-    ("mutant", "found"),
+    ("mutant", "match"),
     [
-        (_own_rows_instead, "output"),
+        (_rows_of_the_band, "output"),
         (_bias_of_the_first_groups, "output"),
-        (_nobody_comes_home, "output|size"),
+        (_rows_are_not_returned, "output|size"),
     ],
 )
-def test_groups_dealt_wrongly_are_found(monkeypatch, kind, mutant, found):
+def test_wrongly_assigned_groups_are_noticed(monkeypatch, kind, mutant, match):
     case = (3, assert_same_as_whole_globe, Attention, (kind, 2, 1, 18), (1, 2, 18, 3))
     on_threads(*case)
     monkeypatch.setattr(row_groups.DomainParallelRowGroups, "assignment", mutant)
-    with pytest.raises(RankError, match=found):
+    with pytest.raises(RankError, match=match):
         on_threads(*case)

@@ -335,7 +335,7 @@ class _Moves(nn.Module):
         ),
         (
             _Moves(nn.InstanceNorm2d(4, track_running_stats=True), (2, 1, 0, 3)),
-            "rows are among the samples, over which running statistics are averaged",
+            "rows are in the samples' dimension, over which running statistics are averaged",
         ),
     ],
 )

@@ -106,7 +106,7 @@ def test_pad_by_hand(args):
 
 
 def test_pad_refuses_unknown_modes():
-    with pytest.raises(UserError, match="mode is one of constant"):
+    with pytest.raises(UserError, match="mode must be one of constant"):
         DomainParallelPad((1, 1), "symmetric")
 
 

@@ -116,7 +116,7 @@ def _assert_same(manager, name):
         assert error(y, shard_tensor(y_whole, manager=manager)) < 1e-12
     for key, value in whole.state_dict().items():
         assert torch.equal(sharded.state_dict()[key], value), key
-    sums = {k: manager.transport.sum(p.grad) for k, p in sharded.named_parameters()}
+    sums = {k: manager.transport.all_reduce(p.grad) for k, p in sharded.named_parameters()}
     largest = max(p.grad.abs().max().item() for p in whole.parameters())
     for key, parameter in whole.named_parameters():
         assert error(sums[key], parameter.grad, 1e-3 * largest) < 1e-11, key

@@ -180,7 +180,7 @@ def test_scale_factor_by_hand_follows_another_dtype_and_height():
     [
         ({"size": (4, 6)}, "size is the whole globe's output, got 4 rows"),
         ({"size": (3, 6)}, "size is the whole globe's output, got 3 rows"),
-        ({"size": (24, 6), "mode": "cubic"}, "mode has to be one of nearest"),
+        ({"size": (24, 6), "mode": "cubic"}, "mode must be one of nearest"),
         ({"size": (24, 6), "antialias": True}, "bilinear with antialias"),
     ],
 )

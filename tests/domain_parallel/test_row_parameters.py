@@ -1,4 +1,4 @@
-"""Parameters and buffers with rows: whole in `state_dict()`, a rank's rows in the code."""
+"""Row-sharded parameters and buffers: complete in `state_dict()`, a rank's rows in the code."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ B, C, H, W = SHAPE
 
 
 class Embeds(nn.Module):
-    """A convolution, a tensor of rows of the module's own joined with its output, a convolution."""
+    """A convolution, a row tensor that is joined with its output, a convolution."""
 
     def __init__(self, shape, join, buffer=False):
         super().__init__()
@@ -123,27 +123,29 @@ def test_exact_on_gloo_ranks(name):
 
 
 class Square(nn.Module):
-    """As many rows as columns, and as channels: only one dimension is right."""
+    """As many rows as columns and channels: only one dimension is right."""
 
-    def __init__(self, size, place):
+    def __init__(self, size, row_dim):
         super().__init__()
         self.conv = nn.Conv2d(size, size, 3, padding=1)
         self.rows = nn.Parameter(torch.randn(size, size, size))
-        self.place = place
+        self.row_dim = row_dim
 
     def forward(self, x):
         x = self.conv(x)
         return (
-            x + self.rows.movedim(self.place, 1) if self.place < 3 else x + self.rows + self.rows.mT
+            x + self.rows.movedim(self.row_dim, 1)
+            if self.row_dim < 3
+            else x + self.rows + self.rows.mT
         )
 
 
 @given(
-    ranks=st.sampled_from([2, 3, 4, 8]), size=st.integers(8, 11), place=st.sampled_from([0, 1, 2])
+    ranks=st.sampled_from([2, 3, 4, 8]), size=st.integers(8, 11), row_dim=st.sampled_from([0, 1, 2])
 )
-def test_the_right_one_of_several_equal_dimensions_is_found(ranks, size, place):
+def test_the_right_one_of_several_equal_dimensions_is_chosen(ranks, size, row_dim):
     shape = (1, size, size, size)
-    on_threads(ranks, assert_same_as_whole_globe, Square, (size, place), shape, MODEL)
+    on_threads(ranks, assert_same_as_whole_globe, Square, (size, row_dim), shape, MODEL)
 
 
 def test_a_tensor_with_rows_in_two_dimensions_is_refused_by_name():
@@ -168,7 +170,7 @@ class MoreThanRows(Embeds):
         return x - x.mean(-2, keepdim=True)
 
 
-def test_another_refusal_is_told_as_it_is():
+def test_another_error_is_raised_unchanged():
     def refused(manager):
         with pytest.raises(UserError, match=r"aten\.mean: mixes rows.*functional\.mean"):
             convert_to_domain_parallel(MoreThanRows(*CASES["(H, W)"]), manager, input_shape=SHAPE)
@@ -184,7 +186,7 @@ class WithAndWithout(Embeds):
         return self.after(x) + self.after(functional.mean(x, (2, 3), True))
 
 
-def test_what_is_refused_after_the_audit_is_the_plain_model_again():
+def test_a_model_refused_after_the_audit_is_restored():
     def refused(manager):
         model = WithAndWithout(*CASES["(H, W)"])
         with pytest.raises(UserError, match=r"after: is used .* with and without"):
@@ -226,7 +228,7 @@ def test_a_buffer_of_rows_that_changes_is_refused(kind):
 
 
 class Many(nn.Module):
-    """Rows in lists and dictionaries, and shared by two modules, one of them checkpointed."""
+    """Row tensors in lists and dictionaries, and in two modules, one of them checkpointed."""
 
     def __init__(self):
         super().__init__()
@@ -241,10 +243,10 @@ class Many(nn.Module):
     def forward(self, x):
         x = self.conv(x) * self.several[0] + self.several[1] * self.named["a"]
         x = checkpoint(self.first, x, use_reentrant=False, preserve_rng_state=False)
-        x = checkpoint(self._own, x, use_reentrant=False, preserve_rng_state=False)
+        x = checkpoint(self._add_rows, x, use_reentrant=False, preserve_rng_state=False)
         return self.second(self.first(x)) * self.scale.sum()
 
-    def _own(self, x):
+    def _add_rows(self, x):
         return torch.tanh(x + self.several[0])
 
 
@@ -256,7 +258,7 @@ def _twice(m, x):
     return x + m.rows * m.rows
 
 
-def _whole_outside(manager, plain):
+def _complete_outside(manager, plain):
     model = copy.deepcopy(plain)
     state = copy.deepcopy(model.state_dict())
     names = [name for name, _ in model.named_parameters()]
@@ -271,7 +273,7 @@ def _whole_outside(manager, plain):
 
     band = shard_tensor(torch.ones(SHAPE), manager=manager)
     expected = model(band)
-    # A pickled copy knows its place, and has no ranks to talk to.
+    # A pickled copy knows its position in the mesh, but is not connected to other ranks.
     loaded = pickle.loads(pickle.dumps(model.first))  # noqa: S301
     assert torch.equal(loaded.rows, model.first.rows)
     assert isinstance(loaded, Embeds)
@@ -284,14 +286,14 @@ def _whole_outside(manager, plain):
 
     assert convert_from_domain_parallel(model) is model
     assert type(model.first) is Embeds
-    whole = model(torch.ones(SHAPE))
-    torch.testing.assert_close(gather_tensor(expected, manager=manager), whole)
+    unsharded = model(torch.ones(SHAPE))
+    torch.testing.assert_close(gather_tensor(expected, manager=manager), unsharded)
 
 
-def test_whole_outside_of_the_models_code():
+def test_tensors_are_complete_outside_of_the_models_code():
     model = Many()
     model.first.join = model.second.join = _twice
-    on_threads(2, _whole_outside, model)
+    on_threads(2, _complete_outside, model)
 
 
 def test_the_summary_names_them(caplog):

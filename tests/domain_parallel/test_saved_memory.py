@@ -1,4 +1,4 @@
-"""What a sharded model keeps for its backward is a rank's share of what the whole one keeps."""
+"""A sharded model saves for backward each rank's share of what the unsharded one saves."""
 
 from __future__ import annotations
 
@@ -20,37 +20,37 @@ def _stack():
     return nn.Sequential(*(layer for block in blocks for layer in block))
 
 
-def _kept(model, x):
-    """Bytes that a forward keeps, each storage once, parameters apart."""
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept = {}
+def _saved_bytes(model, x):
+    """Return the bytes that a forward pass saves: each storage once, without parameters."""
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    saved = {}
 
     def pack(t):
         storage = t.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
+        saved[storage.data_ptr()] = storage.nbytes()
         return t
 
     with saved_tensors_hooks(pack, lambda t: t):
         y = model(x.requires_grad_())
     y.sum().backward()
-    return sum(size for place, size in kept.items() if place not in own)
+    return sum(size for address, size in saved.items() if address not in parameters)
 
 
 def _share(manager):
-    whole = _stack()
-    sharded = convert_to_domain_parallel(copy.deepcopy(whole), manager, input_shape=SHAPE)
+    unsharded = _stack()
+    sharded = convert_to_domain_parallel(copy.deepcopy(unsharded), manager, input_shape=SHAPE)
     x = torch.randn(SHAPE)
     band = shard_tensor(x, manager=manager)
     # A halo on either side of each of four convolutions.
     halos = 8 * x[..., :1, :].numel() * x.element_size()
-    kept, total = _kept(sharded, band), _kept(whole, x)
+    saved, total = _saved_bytes(sharded, band), _saved_bytes(unsharded, x)
     rows = band.shape[-2] / SHAPE[-2]
-    assert kept <= rows * total + halos + 0.01 * total
-    return kept / total
+    assert saved <= rows * total + halos + 0.01 * total
+    return saved / total
 
 
 @pytest.mark.parametrize("run", [on_threads, on_processes])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_a_rank_keeps_its_share(run, ranks):
+def test_a_rank_saves_its_share(run, ranks):
     shares = run(ranks, _share)
     assert max(shares) <= 1.1 / ranks + 2 / SHAPE[-2]

@@ -1,4 +1,4 @@
-"""Layers that read one tensor fetch its rows together: exact, least traffic, nothing held."""
+"""Layers that read the same tensor share an exchange: exact, least traffic, no memory kept."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.ranks import PROCESSES, on_processes, on_threads
 SHAPE = (2, 3, 64, 8)
 
 
-def _whole(branch, x):
+def _direct(branch, x):
     return branch(x)
 
 
@@ -38,9 +38,9 @@ def _recomputed_reentrant(branch, x):
 
 
 class Branches(nn.Module):
-    """Windows of several sizes around the same points; `call` says how each is run."""
+    """Windows of several sizes around the same points; `call` calls each convolution."""
 
-    def __init__(self, sizes=(4, 8, 16), step=4, mode="zeros", call=_whole, first=_whole):
+    def __init__(self, sizes=(4, 8, 16), step=4, mode="zeros", call=_direct, first=_direct):
         super().__init__()
         self.branches = nn.ModuleList(
             nn.Conv2d(3, 2, (size, 4), (step, 4), ((size - step) // 2, 0), padding_mode=mode)
@@ -50,12 +50,12 @@ class Branches(nn.Module):
 
     def forward(self, x):
         first, *others = self.branches
-        made = [self.first(first, x), *(self.call(branch, x) for branch in others)]
-        return torch.cat(made, 1)
+        outputs = [self.first(first, x), *(self.call(branch, x) for branch in others)]
+        return torch.cat(outputs, 1)
 
 
 class Model(nn.Module):
-    def __init__(self, way=_whole, **options):
+    def __init__(self, way=_direct, **options):
         super().__init__()
         self.before = nn.Conv2d(3, 3, 1)
         self.branches = Branches(**options)
@@ -83,13 +83,13 @@ class Changed(Branches):
 
     def forward(self, x):
         x = x * 2
-        made = [self.branches[0](x), self.branches[1](x)]
+        outputs = [self.branches[0](x), self.branches[1](x)]
         x[..., :4] *= 3
-        return torch.cat([*made, self.branches[2](x)], 1)
+        return torch.cat([*outputs, self.branches[2](x)], 1)
 
 
 class Otherwise(Branches):
-    """May do something else than what was planned."""
+    """Behaves differently from the plan if `scale` is set."""
 
     scale = None
 
@@ -100,12 +100,12 @@ class Otherwise(Branches):
 
 
 class WhileTraining(Branches):
-    """Reads otherwise while training."""
+    """Reads another tensor in training mode."""
 
     def forward(self, x):
         first, *others = self.branches
-        made = [first(x * 2 if self.training else x), *(branch(x) for branch in others)]
-        return torch.cat(made, 1)
+        outputs = [first(x * 2 if self.training else x), *(branch(x) for branch in others)]
+        return torch.cat(outputs, 1)
 
 
 @pytest.mark.slow
@@ -137,7 +137,7 @@ WAYS = {
 }
 
 
-# Planning runs without gradients, which the old way warns of.
+# Planning runs without gradients: reentrant checkpointing warns.
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @pytest.mark.parametrize("planned", [True, False])
 @pytest.mark.parametrize("build", WAYS.values(), ids=WAYS)
@@ -149,11 +149,11 @@ def _exact(manager, build, planned):
     assert_same_as_whole_globe(manager, build, (), SHAPE, MODEL, planned=planned)
 
 
-def _model(way=_whole):
+def _model(way=_direct):
     return Model(way)
 
 
-@pytest.mark.parametrize("way", [_whole, _recomputed])
+@pytest.mark.parametrize("way", [_direct, _recomputed])
 @pytest.mark.parametrize("ranks", PROCESSES)
 def test_exact_on_gloo_ranks(ranks, way):
     on_processes(ranks, assert_same_as_whole_globe, _model, (way,), SHAPE)
@@ -162,9 +162,9 @@ def test_exact_on_gloo_ranks(ranks, way):
 def _sharded(manager, build=Model):
     with _RANDOM:
         torch.manual_seed(0)
-        whole, x = build(), torch.randn(SHAPE)
-        sharded = convert_to_domain_parallel(copy.deepcopy(whole), manager, input_shape=SHAPE)
-    return whole, sharded, x
+        unsharded, x = build(), torch.randn(SHAPE)
+        sharded = convert_to_domain_parallel(copy.deepcopy(unsharded), manager, input_shape=SHAPE)
+    return unsharded, sharded, x
 
 
 def _sent(manager, act):
@@ -178,13 +178,13 @@ def _each_row_once(manager):
     _, model, x = _sharded(manager)
     band = shard_tensor(x, manager=manager)
     neighbours = len([r for r in manager.neighbor_ranks() if r is not None])
-    rows = (16 - 4) // 2  # what the largest window needs of either neighbour
+    rows = (16 - 4) // 2  # the largest window needs as many of either neighbour
     row = x[:, :, 0].numel() * x.element_size()
-    made = []
+    outputs = []
     for _ in range(2):
-        forward = _sent(manager, lambda: made.append(model(band)))
+        forward = _sent(manager, lambda: outputs.append(model(band)))
         assert forward == (neighbours, neighbours * rows * row)
-        assert _sent(manager, lambda: made[-1].sum().backward()) == forward
+        assert _sent(manager, lambda: outputs[-1].sum().backward()) == forward
         with torch.no_grad():
             assert _sent(manager, lambda: model(band)) == forward
 
@@ -195,26 +195,26 @@ def test_each_row_is_sent_once(ranks):
 
 
 def _alone(manager):
-    whole, model, x = _sharded(manager)
+    unsharded, model, x = _sharded(manager)
     band = shard_tensor(x, manager=manager)
-    branch, its = model.branches.branches[1], whole.branches.branches[1]
+    branch, original = model.branches.branches[1], unsharded.branches.branches[1]
     for _ in range(2):
         y = gather_tensor(branch(band).detach(), manager=manager)
-        assert error(y, its(x).detach()) <= 1e-6
+        assert error(y, original(x).detach()) <= 1e-6
     y = gather_tensor(model(band).detach(), manager=manager)
-    assert error(y, whole(x).detach()) <= 1e-6
+    assert error(y, unsharded(x).detach()) <= 1e-6
 
 
-def test_a_reader_called_alone():
+def test_a_reader_that_is_called_alone():
     on_threads(2, _alone)
 
 
 def _written(manager):
-    whole, model, x = _sharded(manager, Changed)
+    unsharded, model, x = _sharded(manager, Changed)
     for context in (torch.no_grad(), torch.inference_mode()):
         with context:
             y = gather_tensor(model(shard_tensor(x, manager=manager)), manager=manager)
-            assert error(y, whole(x)) <= 1e-6
+            assert error(y, unsharded(x)) <= 1e-6
 
 
 def test_a_tensor_written_to_between_two_readers():
@@ -222,10 +222,10 @@ def test_a_tensor_written_to_between_two_readers():
 
 
 def _otherwise(manager):
-    whole, model, x = _sharded(manager, Otherwise)
-    whole.scale = model.scale = 3.0
+    unsharded, model, x = _sharded(manager, Otherwise)
+    unsharded.scale = model.scale = 3.0
     y = gather_tensor(model(shard_tensor(x, manager=manager)).detach(), manager=manager)
-    assert error(y, whole(x).detach()) <= 1e-6
+    assert error(y, unsharded(x).detach()) <= 1e-6
 
 
 def test_other_tensors_than_planned():
@@ -255,12 +255,12 @@ def _held(manager):
 
 
 @pytest.mark.slow
-def test_nothing_is_held_afterwards():
+def test_fetched_rows_are_released():
     on_threads(2, _held)
 
 
 def _copies(manager):
-    whole, model, x = _sharded(manager)
+    unsharded, model, x = _sharded(manager)
     band = shard_tensor(x, manager=manager)
     twin = copy.deepcopy(model)
     shared = twin.branches.branches[1].shared_exchange
@@ -268,7 +268,7 @@ def _copies(manager):
     assert torch.equal(twin(band), model(band))
     plain = convert_from_domain_parallel(model)
     assert not plain.branches._forward_pre_hooks
-    assert torch.equal(plain(x), whole(x))
+    assert torch.equal(plain(x), unsharded(x))
 
 
 def test_copied_and_converted_back():

@@ -116,13 +116,13 @@ def _patched():
 
 
 OWN = [
-    (DomainParallelConv2d, lambda: Flipped(4, 4, 3), "Flipped has a forward of its own"),
-    (DomainParallelConv2d, lambda: FromInside(4, 4, 3), "FromInside has a _conv_forward of its"),
-    (DomainParallelConv2d, lambda: Called(4, 4, 3), "Called has a __call__ of its own"),
-    (DomainParallelConv2d, lambda: Mixed(4, 4, 3), "Mixed has a forward of its own"),
-    (DomainParallelConv2d, _patched, "Conv2d has a forward of its own"),
-    (DomainParallelBatchNorm, lambda: Frozen(4), "Frozen has a train of its own"),
-    (DomainParallelPadLayer, lambda: OwnPad(1), "OwnPad has a forward of its own"),
+    (DomainParallelConv2d, lambda: Flipped(4, 4, 3), "Flipped overrides forward"),
+    (DomainParallelConv2d, lambda: FromInside(4, 4, 3), "FromInside overrides _conv_forward"),
+    (DomainParallelConv2d, lambda: Called(4, 4, 3), "Called overrides __call__"),
+    (DomainParallelConv2d, lambda: Mixed(4, 4, 3), "Mixed overrides forward"),
+    (DomainParallelConv2d, _patched, "Conv2d overrides forward"),
+    (DomainParallelBatchNorm, lambda: Frozen(4), "Frozen overrides train"),
+    (DomainParallelPadLayer, lambda: OwnPad(1), "OwnPad overrides forward"),
 ]
 
 

@@ -1,4 +1,4 @@
-"""What a training step of the U-Net sends: exactly what other bands need, and nothing twice."""
+"""A training step of the U-Net sends exactly the rows that other bands need, each once."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ RESAMPLING = (nn.ConvTranspose2d, nn.Upsample, PeriodicUpsample, MatchRows)
 
 
 def _needed(layer, inputs, out_rows):
-    """Input rows that influence some output rows, found by differentiating the layer."""
+    """Return the input rows that influence some output rows, by differentiating the layer."""
     x, *others = (torch.rand_like(i) + 0.5 for i in inputs)
     x.requires_grad_()
     positive = copy.deepcopy(layer)
-    for parameter in positive.parameters():  # so that no influences cancel
+    for parameter in positive.parameters():  # so that influences don't cancel
         nn.init.constant_(parameter, 1.0)
     positive(x, *others)[..., out_rows, :].sum().backward()
     return set(x.grad.abs().sum((0, 1, 3)).nonzero().flatten().tolist())
 
 
 def _least(manager, model, x):
-    """Messages and bytes of this rank, forward and backward, from the whole model's layers."""
+    """Return the least traffic of this rank in a step, from the layers of the unsharded model."""
     calls, norms, hooks = [], [], []
     for layer in model.modules():
         if isinstance(layer, (PeriodicConv2d, *RESAMPLING)):
@@ -45,16 +45,16 @@ def _least(manager, model, x):
         hook.remove()
     rank, messages, size = manager.domain_rank, 0, 0
     for layer, inputs, output in calls:
-        taken = manager.partition(inputs[0].shape[-2])
-        made = manager.partition(output.shape[-2])
+        input_bands = manager.partition(inputs[0].shape[-2])
+        output_bands = manager.partition(output.shape[-2])
         row = inputs[0][..., 0, :].numel() * BYTES
-        for peer in range(taken.ranks):
+        for peer in range(input_bands.ranks):
             if peer == rank:
                 continue
-            mine = set(range(taken.height)[taken.rows(rank)])
-            theirs = set(range(taken.height)[taken.rows(peer)])
-            to_peer = _needed(layer, inputs, made.rows(peer)) & mine
-            back_to_peer = _needed(layer, inputs, made.rows(rank)) & theirs
+            local_rows = set(range(input_bands.height)[input_bands.rows(rank)])
+            peer_rows = set(range(input_bands.height)[input_bands.rows(peer)])
+            to_peer = _needed(layer, inputs, output_bands.rows(peer)) & local_rows
+            back_to_peer = _needed(layer, inputs, output_bands.rows(rank)) & peer_rows
             if inputs[0] is x:
                 back_to_peer = set()  # the model's input needs no gradient
             messages += bool(to_peer) + bool(back_to_peer)
@@ -72,12 +72,12 @@ def _step(manager, rows, upsample="bilinear"):
     with _RANDOM:
         torch.manual_seed(0)
         config = UNetConfig(channels=[4, 8, 8], blocks=1, groups=2, upsample=upsample)
-        whole = UNet(config, 3, 2).double()
+        unsharded = UNet(config, 3, 2).double()
         x = torch.randn(2, 3, rows, 8, dtype=torch.float64)
-    model = shard_model(copy.deepcopy(whole), manager, x.shape)
+    model = shard_model(copy.deepcopy(unsharded), manager, x.shape)
     model(x[..., manager.rows(rows), :].contiguous()).sum().backward()
     with torch.random.fork_rng():
-        least = _least(manager, whole, x)
+        least = _least(manager, unsharded, x)
     assert vars(manager.transport.traffic) == least
     return least
 

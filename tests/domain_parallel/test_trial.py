@@ -28,7 +28,7 @@ def test_a_good_model_passes_and_is_left_as_it_was():
 @pytest.mark.parametrize(
     ("act", "expected"),
     [
-        (nn.ZeroPad2d((0, 0, 1, 0)), r"needs to make \(2, 2, 4, 6\) .* got \(2, 2, 5, 6\)"),
+        (nn.ZeroPad2d((0, 0, 1, 0)), r"needs to return \(2, 2, 4, 6\) .* got \(2, 2, 5, 6\)"),
         (nn.Conv2d(2, 5, 1), r"got \(2, 5, 4, 6\)"),
         (lambda x: (x, x), "got tuple"),
         (

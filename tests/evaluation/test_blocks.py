@@ -105,9 +105,9 @@ def test_variables_that_share_chunks_are_read_together(tmp_path: Path) -> None:
     write(forecasts.climatology(data), tmp_path / "climatology.zarr", {})
     path = write(predicted(), tmp_path / "forecast.zarr", {})
     request = forecasts.request(tmp_path, path)
-    matched = align(request, ForecastStore.open(request.forecast), lambda title, part: None)
-    found = list(blocks.read_blocks(matched, None))
-    assert matched.truth.chunk_reads == 3 * TIMES  # of four rows each
+    aligned = align(request, ForecastStore.open(request.forecast), lambda title, part: None)
+    found = list(blocks.read_blocks(aligned, None))
+    assert aligned.truth.chunk_reads == 3 * TIMES  # of four rows each
     assert [block.variable for block in found[:3]] == sorted(forecasts.NAMES)
     (tmp_path / "other").mkdir()
     same(forecasts.scored(tmp_path, path), scored(tmp_path / "other", {}))
@@ -141,7 +141,7 @@ def test_little_room_changes_no_score(
     assert max(held) <= room * FIELD_BYTES
 
 
-def window(most: int) -> tuple[TimeWindow, list[list[int]]]:
+def window(max_times: int) -> tuple[TimeWindow, list[list[int]]]:
     """Ten times in chunks of four, and the hours that are read at once."""
     read: list[list[int]] = []
 
@@ -151,7 +151,7 @@ def window(most: int) -> tuple[TimeWindow, list[list[int]]]:
         return np.broadcast_to(hours[:, None, None, None], (len(times), 2, 1, 1)).astype("f4")
 
     times = np.arange(10).astype("M8[h]").astype("M8[ns]")
-    return TimeWindow(times, np.arange(10) // 4, fields, most), read
+    return TimeWindow(times, np.arange(10) // 4, fields, max_times), read
 
 
 def hours(*numbers: int) -> Times:
@@ -159,7 +159,7 @@ def hours(*numbers: int) -> Times:
 
 
 def test_a_window_holds_what_shares_a_chunk_until_it_has_passed() -> None:
-    held, read = window(most=100)
+    held, read = window(max_times=100)
     held.load(hours(1, 2))
     held.load(hours(0, 3))
     assert read == [[0, 1, 2, 3]]
@@ -170,7 +170,7 @@ def test_a_window_holds_what_shares_a_chunk_until_it_has_passed() -> None:
 
 
 def test_a_window_holds_what_is_needed_and_what_there_is_room_for() -> None:
-    held, read = window(most=3)
+    held, read = window(max_times=3)
     held.load(hours(1, 2))
     assert read == [[0, 1, 2]]
     held.drop_before(hours(2)[0])
@@ -182,10 +182,10 @@ def test_a_window_holds_what_is_needed_and_what_there_is_room_for() -> None:
 
 def test_a_window_reads_few_times_at_once_but_whole_chunks() -> None:
     """What is read at once is freed at once."""
-    held, read = window(most=2 * blocks.READ_PARTS)
+    held, read = window(max_times=2 * blocks.READ_PARTS)
     held.load(hours(1, 4, 8))
     assert read == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
-    held, read = window(most=8 * blocks.READ_PARTS)
+    held, read = window(max_times=8 * blocks.READ_PARTS)
     held.load(hours(1, 4, 8))
     assert read == [list(range(8)), [8, 9]]
 

@@ -71,7 +71,7 @@ def test_they_are_those_of_the_definition(config: Config) -> None:
     north = latitude_band_weights(store.latitude).numpy()[0]
     circles = 2 * np.pi * EARTH_RADIUS * np.cos(np.deg2rad(store.latitude))
     for source, fields in enumerate((forecast, truth)):
-        waves = np.fft.rfft(fields[:, last.shown[1]].astype(np.float64), norm="forward")
+        waves = np.fft.rfft(fields[:, last.spectra_channels[1]].astype(np.float64), norm="forward")
         power = 2 * circles[:, None] * (np.abs(waves) ** 2).mean(axis=0)
         power = (north @ power)[1:] / north.sum()
         assert last.spectra[source, 1, 0, 1:] == pytest.approx(power, rel=1e-4)

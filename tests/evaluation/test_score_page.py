@@ -68,7 +68,7 @@ def test_exponents_are_raised_however_they_are_written(unit: str) -> None:
 @pytest.mark.parametrize(("channels", "told"), [(MAX_HEADLINES, False), (MAX_HEADLINES + 1, True)])
 def test_it_is_told_that_not_all_variables_are_plotted(channels: int, told: bool) -> None:
     text = scorecard_page(card({"acc": [0.5, 0.5]}, channels))
-    assert (f"Plots are of {MAX_HEADLINES} of the {channels} variables" in text) == told
+    assert (f"Plots show {MAX_HEADLINES} of the {channels} variables" in text) == told
 
 
 def test_spread_is_drawn_beside_the_error_that_it_should_match() -> None:

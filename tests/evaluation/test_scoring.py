@@ -242,7 +242,7 @@ def test_a_climatology_is_fitted_to_dates_of_the_truth(folder: Path) -> None:
     wanted = np.sqrt(globe((normal - truth) ** 2).mean("time")).values
     place = [channel.name for channel in card.channels].index("2m_temperature")
     assert card.scores["rmse"][2, :, place] == pytest.approx(wanted, rel=1e-5)
-    assert "from 2000-01-01 to 2000-01-03, which the forecasts' own dates are among" in (
+    assert "from 2000-01-01 to 2000-01-03, which includes dates of the forecasts" in (
         card.climatology
     )
 

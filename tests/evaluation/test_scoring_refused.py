@@ -120,7 +120,7 @@ def test_a_climatology_needs_to_say_its_hours(folder: Path, tmp_path: Path) -> N
     made = without_members(forecasts.forecast(observed, members=1))
     store = forecasts.write(forecasts.climatology(observed).drop_vars("hour"), tmp_path / "c.zarr")
     said = refusal(folder, forecasts.write(made, tmp_path / "f.zarr"), climatology=str(store))
-    assert "has no hour with one" in said
+    assert "has no hour with coordinates" in said
 
 
 def test_coordinates_with_nan_are_another_grid() -> None:
@@ -150,7 +150,7 @@ def test_forecasts_that_are_not_whole_are_refused(folder: Path, tmp_path: Path) 
         folder,
         forecasts.write(made.assign_coords(prediction_timedelta=[0, 1, 2]), tmp_path / "bare.zarr"),
     )
-    assert "prediction_timedelta needs to be time spans" in said
+    assert "prediction_timedelta must be timedeltas" in said
 
 
 class TestLimits:

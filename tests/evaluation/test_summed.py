@@ -70,9 +70,9 @@ def test_without_one_it_is_that_between_lead_times(folder, observed):
 def test_spans_that_can_not_be_are_refused(folder, observed):
     made = forecast(observed, 6)
     for name, change, line in (
-        ("uneven", [1, 2], "sums need to be over one span"),
-        ("later", [1, 1], "sums need to be over one span"),
-        ("ends", [0, 0], "sums need to be over one span"),
+        ("uneven", [1, 2], "all sums need one span"),
+        ("later", [1, 1], "all sums need one span"),
+        ("ends", [0, 0], "all sums need one span"),
     ):
         odd = made.copy(deep=True)
         odd["spans"].values[:, 1 if name == "later" else 0] -= np.array(change, "m8[h]")

@@ -37,7 +37,7 @@ def trained(config: Config) -> Training:
     """Train a little, and leave a checkpoint."""
     training = built(config, alone())
     train_on(training)
-    folder = RunFolder(Path(config.run.dir)).checkpoint
+    folder = RunFolder(Path(config.run.dir)).checkpoints
     save_checkpoint(folder, training.trainer.state, resolved_yaml(config))
     training.trainer.state.train(False)
     return training
@@ -68,7 +68,7 @@ def forecast(config: Config, training: Training, count: int) -> tuple[list[objec
     dates = HeldOutData(config, prepared, slice(None), training.like)
     times = dates.initial_times[:count]
     with torch.no_grad():
-        wanted = training.forecast(
+        wanted = training.forecast_step(
             dates.initial_states(times), dates.forcing(times), dates.static(count)
         )
     moments = (times[:, None] + frame_offsets(config.model.frames, config.data.step_hours)).ravel()
@@ -141,7 +141,7 @@ def test_the_file_is_plain_and_says_it_all(run, file):
         tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     static = tensors.pop("credit_dp.static")
     prepared = prepare_training_data(config.data)
-    assert np.array_equal(static.numpy(), prepared.store.static(slice(None)))
+    assert np.array_equal(static.numpy(), prepared.store.read_static(slice(None)))
     wanted = training.trainer.state.parts[0].state_dict()
     assert tensors.keys() == wanted.keys()
     assert all(torch.equal(tensors[name], wanted[name]) for name in wanted)
@@ -239,9 +239,9 @@ def test_what_does_not_fit_is_one_line(run, file, raining):
         "got 2 x 7 x 12 x 15.": (model, fields[..., 1:], times, solar),
         "got 7 x 12 x 16.": (model, fields[0], times[:1], solar[:1]),
         "got torch.int64; needs floating-point numbers.": (model, fields.long(), times, solar),
-        "got ndarray, which is no tensor.": (model, fields.numpy(), times, solar),
+        "got ndarray, which is not a tensor.": (model, fields.numpy(), times, solar),
         "x 8 channels (2 x 4 states) x 12 rows x 16 columns, got 1 x 11 x 12 x 16. The last 3 of "
-        "what comes out do not go in again": (other, out, times[:1], None),
+        "output channels are no inputs": (other, out, times[:1], None),
         "got 1 x 7 x 12 x 16. The last 3 of what": (other, out[:, :7], times[:1], None),
         "got 1 x 9 x 12 x 16.": (other, out[:, :9], times[:1], None),
         "forcing: this model needs solar as the third argument": (model, fields, times, None),
@@ -282,12 +282,12 @@ def test_what_is_no_model_is_one_line(tmp_path, file):
     ("changes", "told"),
     [
         ({"kind": "os.system"}, "needs the model 'os.system', but only unet, pangu"),
-        ({"kind": "pangu"}, "has a model with other keys than are known"),
+        ({"kind": "pangu"}, "its model has keys that are unknown or invalid"),
         ({"statistics": "{}"}, "has metadata that can't be read"),
         ({"latitude": "3"}, "has metadata that can't be read"),
         ({"units": "[]"}, "has metadata that can't be read"),
         ({"keys": "[]"}, "has metadata that can't be read"),
-        ({"keys": '{"name": "${oc.env:HOME}"}'}, "holds an interpolation"),
+        ({"keys": '{"name": "${oc.env:HOME}"}'}, "has an interpolation"),
         ({"frames": "2"}, "which is"),
         ({"frames": "-1"}, "has metadata that can't be read"),
         ({"frames": "true"}, "has metadata that can't be read"),
@@ -311,7 +311,7 @@ def test_a_checkpoint_that_says_too_little_is_not_exported(run, tmp_path):
     training = run[2]
     state = replace(training.trainer.state, data={}, static=None)
     path = save_checkpoint(tmp_path / "run" / "checkpoint", state, "")
-    with pytest.raises(UserError, match="does not say what its use without the data needs"):
+    with pytest.raises(UserError, match="lacks what is needed to use it without the data"):
         checkpoint(["export", str(path)], "credit-dp checkpoint")
     state = replace(training.trainer.state, static=None)
     path = save_checkpoint(tmp_path / "run" / "checkpoint", state, "")

@@ -34,7 +34,7 @@ def leave_checkpoint(config: Config) -> Training:
     """Train, and write one."""
     training = built(config, alone())
     train_on(training)
-    folder = RunFolder(Path(config.run.dir)).checkpoint
+    folder = RunFolder(Path(config.run.dir)).checkpoints
     save_checkpoint(folder, training.trainer.state, resolved_yaml(config))
     return training
 

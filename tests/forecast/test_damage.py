@@ -29,7 +29,7 @@ def damage_told(path) -> list[str]:
     finding = check_forecast(str(path))
     assert not finding.complete
     first, *rest = finding.lines()
-    assert str(finding.place) in first
+    assert str(finding.path) in first
     assert all("\n" not in line for line in rest)
     return rest
 
@@ -68,10 +68,10 @@ def test_values_that_can_not_be(store):
 @pytest.mark.parametrize(
     ("name", "line"),
     [
-        ("time", "time: has 876612 where 876648 belongs"),
-        ("prediction_timedelta", "prediction_timedelta: has 0 where 6 belongs"),
-        ("latitude", "latitude: has 0.0 where 90.0 belongs"),
-        ("level", "level: has 0 where 500 belongs"),
+        ("time", "time: has 876612 instead of 876648"),
+        ("prediction_timedelta", "prediction_timedelta: has 0 instead of 6"),
+        ("latitude", "latitude: has 0.0 instead of 90.0"),
+        ("level", "level: has 0 instead of 500"),
     ],
 )
 def test_wrong_coordinates(store, name, line):
@@ -115,7 +115,7 @@ def test_files_of_ranks(bands, tmp_path):
     cut = max(folder.glob("*.nc"))
     os.truncate(cut, cut.stat().st_size // 2)
     lines = "\n".join(damage_told(folder))
-    assert f"{path}: longitude: has 0.5 where 22.5 belongs" in lines
+    assert f"{path}: longitude: has 0.5 instead of 22.5" in lines
     assert "2m_temperature 2000-01-04T00 +12h, member 0, rows 0 to 5: has NaN" in lines
     assert f"{cut}: can't be opened" in lines
 

@@ -106,7 +106,7 @@ def test_it_is_what_evaluation_makes(config, tmp_path, name):
     times = np.array(["2000-01-04T12"], "M8[ns]")
     with torch.no_grad(), training.trainer.state.eval_mode():
         *_, last = run_forecasts(
-            training.forecast.rollout, dates, times, dates.initial_states(times)
+            training.forecast_step.rollout, dates, times, dates.initial_states(times)
         )
     wanted = dates.denormalise(last)[0].float().numpy()
     with xr.open_zarr(forecast(asked)) as found:

@@ -8,7 +8,7 @@ from credit_dp.forecast.request import (
     ForecastJob,
     ForecastRequest,
     all_jobs,
-    initial_times,
+    parse_initial_times,
     rank_jobs,
 )
 
@@ -26,7 +26,7 @@ BEGINNING = {"checkpoint": "run", "out": "f.zarr", "init": "2000-01-01", "lead":
     ],
 )
 def test_initial_times(text, wanted):
-    assert np.array_equal(initial_times(text), np.array(wanted, "M8[ns]"))
+    assert np.array_equal(parse_initial_times(text), np.array(wanted, "M8[ns]"))
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_initial_times(text, wanted):
 )
 def test_what_is_no_initial_time(text, line):
     with pytest.raises(UserError) as refused:
-        initial_times(text)
+        parse_initial_times(text)
     assert str(refused.value).startswith(line)
     assert "\n" not in str(refused.value)
 

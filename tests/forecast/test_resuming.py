@@ -68,7 +68,7 @@ def test_it_goes_on_to_the_same_bits(config, whole, tmp_path, monkeypatch, form)
     partial = tmp_path / "f.partial"
     finding = check_forecast(str(out))
     assert not finding.complete
-    assert finding.place == partial
+    assert finding.path == partial
     assert len(finding.missing) == (2 if form == "zarr" else 4)
     assert "2000-01-04T12 +24h, rows 0 to 16" in "\n".join(finding.lines())
     kept = {path: path.stat().st_mtime_ns for path in partial.rglob("*") if "." in path.name}
@@ -105,7 +105,7 @@ def test_a_whole_store_that_lost_a_chunk_is_not_complete(whole, tmp_path):
     (damaged / "temperature/c.1.2.0.0.0").unlink()
     finding = check_forecast(str(damaged))
     assert not finding.complete
-    assert finding.lines()[0].endswith("7 of 8 fields are there")
+    assert finding.lines()[0].endswith("7 of 8 fields are written")
     assert "2000-01-04T12 +18h, rows 0 to 16" in finding.lines()[1]
 
 
@@ -122,7 +122,7 @@ def test_other_forecasts_are_not_mixed(config, tmp_path, monkeypatch):
     single = replace(asked, trainer=replace(asked.trainer, dtype="float32"))
     with pytest.raises(UserError, match=r"was begun with trainer\.dtype=float64, not"):
         forecast(single)
-    with pytest.raises(UserError, match="is no forecast that was begun"):
+    with pytest.raises(UserError, match="is not a forecast that was begun"):
         forecast(asking(config, tmp_path / "f", format="netcdf"))
     # The mesh may be another one.
     assert xr.open_zarr(forecast(asking(config, tmp_path / "f"))).sizes["time"] == 2

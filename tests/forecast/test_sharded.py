@@ -89,7 +89,7 @@ def test_a_gap_in_the_south_is_refused(folder):
 def test_a_time_without_a_member_is_refused(folder):
     for path in folder.glob("2000-01-04T12_member-001*"):
         path.unlink()
-    assert "there is no file of time 2000-01-04T12" in refusal(folder)
+    assert "there is no file for the time 2000-01-04T12" in refusal(folder)
 
 
 def test_overlaps_are_refused(folder):
@@ -140,5 +140,5 @@ def test_coordinates_of_other_times_are_compared_too(folder):
 def test_what_is_no_file_is_refused(folder, tmp_path):
     assert "needs a folder with netCDF files" in refusal(tmp_path / "nothing")
     one_of(folder, NORTH).write_bytes(b"nothing")
-    assert "is no netCDF file that can be read" in refusal(folder)
+    assert "be read as netCDF" in refusal(folder)
     assert "is not complete" in refusal(tmp_path / "f.partial")

@@ -14,7 +14,7 @@ FIELDS = Fields(((0, 1), (2, 3)), (4,), others=1)
 
 
 def _model(manager, name):
-    model = build_model(Composer("train").config([f"model={name}"]).model, FIELDS, GRID)
+    model = build_model(Composer("train").compose_config([f"model={name}"]).model, FIELDS, GRID)
     if manager.domain_parallel_size > 1:
         shard_model(model, manager, (1, FIELDS.inputs, *GRID))
     return model.to("cuda")

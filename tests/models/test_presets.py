@@ -21,7 +21,7 @@ RANKS = (2, 3, 4)
 
 
 def _built(preset, rows):
-    config = Composer("train").config([f"model={preset}"]).model
+    config = Composer("train").compose_config([f"model={preset}"]).model
     return lambda: build_model(config, FIELDS, (rows, COLUMNS))
 
 
@@ -39,14 +39,14 @@ def test_sharded_equals_whole(turn, preset, number, rows):
 def test_all_unets_go_back_up_alike():
     names = [name for name in Composer("train").groups["model"] if name.startswith("unet")]
     assert len(names) == 4
-    configs = [Composer("train").config([f"model={name}"]).model for name in names]
+    configs = [Composer("train").compose_config([f"model={name}"]).model for name in names]
     assert {config.upsample for config in configs} == {UNetConfig().upsample} == {"bilinear"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("preset", "most"), [("unet_base", 91), ("pangu_base", 91)])
 def test_only_a_level_with_too_few_rows_is_refused(preset, most):
-    config = Composer("train").config([f"model={preset}"]).model
+    config = Composer("train").compose_config([f"model={preset}"]).model
     with torch.device("meta"):
         model = build_model(config, FIELDS, (721, 1440))
     shape, rules = (1, FIELDS.inputs, 721, 1440), declared_converters(model)

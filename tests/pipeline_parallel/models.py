@@ -125,19 +125,19 @@ def assert_pipeline_is_model(
     x, target = batch(name, rows)
     for _ in range(2):  # gradients add up
         wanted = train_step(whole, x, target, micro)
-        found = pipeline.backward(band(x, manager), band(target, manager), squared)
-        if pipeline.parts[-1] is stages[-1].module and stages[-1].is_last:
-            assert relative_error(manager.transport.sum(found), wanted) < 1e-11
+        found = pipeline.forward_backward(band(x, manager), band(target, manager), squared)
+        if pipeline.stage_modules[-1] is stages[-1].module and stages[-1].is_last:
+            assert relative_error(manager.transport.all_reduce(found), wanted) < 1e-11
         else:
             assert found == 0
-    errors = gradient_errors(manager, pipeline.parts, whole)
+    errors = gradient_errors(manager, pipeline.stage_modules, whole)
     assert max(errors.values()) < 1e-11, errors
-    for part in pipeline.parts:
+    for part in pipeline.stage_modules:
         for key, buffer in part.named_buffers():
             assert relative_error(buffer, whole.get_buffer(key)) < 1e-11, key
     assert 0 <= pipeline.bubble() < 1
     whole.eval()
-    for part in pipeline.parts:
+    for part in pipeline.stage_modules:
         part.eval()
     for samples in (1, 3):
         x, _ = batch(name, rows, samples)
@@ -165,7 +165,7 @@ def gradient_errors(
     wanted = {name: p.grad for name, p in whole.named_parameters()}
     largest = max(grad.abs().max() for grad in wanted.values()).item()
     return {
-        name: relative_error(manager.transport.sum(p.grad), wanted[name], 1e-3 * largest)
+        name: relative_error(manager.transport.all_reduce(p.grad), wanted[name], 1e-3 * largest)
         for part in parts
         for name, p in part.named_parameters()
     }

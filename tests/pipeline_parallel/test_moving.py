@@ -25,7 +25,7 @@ def test_devices_are_made_of_names():
 
 @pytest.mark.parametrize("wrong", ["gpu", "", "cuda:x", None, 0])
 def test_what_is_no_device_is_refused(wrong):
-    with pytest.raises(UserError, match="is no device, it needs a name like cpu"):
+    with pytest.raises(UserError, match="is not a device, it needs a name like cpu"):
         get_device(wrong)
 
 

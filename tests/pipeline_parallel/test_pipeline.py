@@ -85,11 +85,11 @@ def assert_shared_out(manager: DomainParallelManager, schedule: str) -> None:
     x, target = batch("unet", 16, 2 * SAMPLES)
     train_step(whole, x, target, 1)
     own = slice(manager.dp_rank * SAMPLES, (manager.dp_rank + 1) * SAMPLES)
-    pipeline.backward(x[own], target[own], squared)
+    pipeline.forward_backward(x[own], target[own], squared)
     with torch.no_grad():
         assert relative_error(pipeline.forward(x[own]), whole(x[own])) < 1e-11
     largest = max(p.grad.abs().max() for p in whole.parameters()).item()
-    for part in pipeline.parts:
+    for part in pipeline.stage_modules:
         for name, parameter in part.named_parameters():
             assert isinstance(parameter, DTensor), name
             summed = parameter.grad.full_tensor() * manager.dp_world_size
@@ -110,13 +110,15 @@ def calls_of(manager: DomainParallelManager, schedule: str) -> list[tuple[str, i
     _, stages = stages_of(manager, "computed again", 16, 2 * virtual)
     pipeline = Pipeline(stages, manager, schedule, SAMPLES)
     found: list[tuple[str, int, int]] = []
-    for number, part in enumerate(pipeline.parts):
+    for number, part in enumerate(pipeline.stage_modules):
         part.register_forward_pre_hook(
             lambda part, x, number=number: found.append(("forward", number, len(x[0])))
         )
     x, target = batch("unet", 16)
-    pipeline.backward(x, target, squared, lambda part, micro: found.append(("begin", part, micro)))
-    pipeline.backward(x, target, squared)
+    pipeline.forward_backward(
+        x, target, squared, lambda part, micro: found.append(("begin", part, micro))
+    )
+    pipeline.forward_backward(x, target, squared)
     return found
 
 
@@ -147,9 +149,9 @@ def mistake_of(manager: DomainParallelManager) -> str:
         if len(calls) == 2 or manager.pipeline_rank == 1:
             raise UserError("key: needs this, got that")
 
-    pipeline.parts[0].register_forward_pre_hook(stumble)
+    pipeline.stage_modules[0].register_forward_pre_hook(stumble)
     with pytest.raises(UserError) as error:
-        pipeline.backward(*batch("unet", 16), squared)
+        pipeline.forward_backward(*batch("unet", 16), squared)
     return str(error.value)
 
 
@@ -165,8 +167,8 @@ def refusals_of(manager: DomainParallelManager) -> list[str]:
     with pytest.raises(UserError, match="1f1b needs at least one for each of the 2 ranks") as error:
         Pipeline(stages, manager, "1f1b", 1)
     found.append(str(error.value))
-    with pytest.raises(ValueError, match="4 samples can't be cut into 3") as cut:
-        Pipeline(stages, manager, "gpipe", 3).backward(x, target, squared)
+    with pytest.raises(ValueError, match="4 samples can't be split into 3") as cut:
+        Pipeline(stages, manager, "gpipe", 3).forward_backward(x, target, squared)
     found.append(str(cut.value))
     return found
 

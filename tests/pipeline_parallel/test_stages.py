@@ -321,10 +321,10 @@ def test_cuts_by_name():
             "no segment 'decodr.0'. Did you mean decoder.0? The segments are stem",
         ),
         (3, ["head"], 1, "of the 3 stages but the first, 2 in all, got 1"),
-        (2, ["stem"], 1, "in the model's order, the first one not among them, got stem"),
+        (2, ["stem"], 1, "in the model's order, without the first one, got stem"),
         (3, ["head", "encoder.0"], 1, "in the model's order"),
-        (6, None, 1, "6 stages need as many segments, the model has 5. Choose at most 5."),
-        (6, None, 2, "Choose at most 2 with 2 stages of each rank"),
+        (6, None, 1, "6 stages need as many segments, but the model has 5. Choose at most 5."),
+        (6, None, 2, "Choose at most 2 with 2 stages on each rank"),
     ],
 )
 def test_cuts_that_can_not_be_are_refused(stages, named, virtual, words):

@@ -178,7 +178,7 @@ def test_while_nothing_is_scored_the_lowest_validation_counts(tmp_path: Path) ->
 
 
 def test_a_folder_that_is_no_sweep_is_one_line(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="is no sweep"):
+    with pytest.raises(UserError, match="is not a sweep"):
         read_sweep(tmp_path)
-    with pytest.raises(UserError, match="there is none"):
+    with pytest.raises(UserError, match="is not a folder"):
         read_sweep(tmp_path / "nowhere")

@@ -142,14 +142,14 @@ def test_a_second_key_makes_lines_and_names_make_bars(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["nowhere"], "nowhere: needs the folder of a sweep"),
+        (["nowhere"], "nowhere: is not a folder. Give the folder of a sweep"),
         ([], "credit-dp sweep show: needs the folder of one sweep"),
         (["SWEEP", "SWEEP"], "credit-dp sweep show: needs the folder of one sweep"),
         (["SWEEP", "metrik=loss"], "Did you mean metric?"),
         (["SWEEP", "metric=rmse"], "metric: no run of this sweep has 'rmse' yet"),
         (["SWEEP", "sort=optimiser.lr"], "Did you mean optimizer.lr?"),
         (["SWEEP", "out=SWEEP/multirun.yaml"], "out: cannot write"),
-        (["SWEEP/0"], "is no sweep"),
+        (["SWEEP/0"], "is not a sweep"),
     ],
 )
 def test_mistakes_are_one_line(

@@ -59,7 +59,7 @@ def test_the_model_returns_what_its_weights_are(config):
     training = built(config, alone())
     now = next(iter(training.trainer.state.parameters.values()))
     inputs = training.trainer.state.parameters["stem.conv.weight"].shape[1]
-    made = training.forecast.model(torch.zeros(1, inputs, 17, 16))
+    made = training.forecast_step.model(torch.zeros(1, inputs, 17, 16))
     assert now.dtype == made.dtype == torch.float32
     training.loader.close()
 

@@ -16,7 +16,7 @@ from credit_dp.config import TrainerConfig
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
 from credit_dp.training.checkpoint import (
-    Checkpoints,
+    CheckpointSaver,
     TrainingState,
     find_checkpoint,
     load_checkpoint,
@@ -54,7 +54,7 @@ def test_a_state_is_saved_as_it_was_while_training_goes_on(tmp_path):
     state, then, loaded = state_of(seed=1), state_of(seed=1), state_of(seed=2)
     step(state)
     step(then)
-    with slow_disk() as ready, Checkpoints(tmp_path, trainer()) as checkpoints:
+    with slow_disk() as ready, CheckpointSaver(tmp_path, trainer()) as checkpoints:
         checkpoints.save(state, "seed: 1\n")
         for _ in range(3):
             step(state)
@@ -71,7 +71,10 @@ def test_a_state_is_saved_as_it_was_while_training_goes_on(tmp_path):
 def test_the_next_save_waits_for_the_one_before(tmp_path):
     state = state_of()
     order = []
-    with slow_disk() as ready, Checkpoints(tmp_path, trainer(keep_checkpoints=2)) as checkpoints:
+    with (
+        slow_disk() as ready,
+        CheckpointSaver(tmp_path, trainer(keep_checkpoints=2)) as checkpoints,
+    ):
         checkpoints.save(state, "")
         step(state)
         late = threading.Timer(0.2, lambda: (order.append("disk"), ready.set()))
@@ -87,11 +90,11 @@ def test_the_next_save_waits_for_the_one_before(tmp_path):
 @pytest.mark.parametrize("behind", [False, True])
 def test_the_newest_stay_and_a_later_past_goes(tmp_path, behind):
     config = trainer(keep_checkpoints=2, checkpoint_async=behind)
-    with Checkpoints(tmp_path, config) as checkpoints:
+    with CheckpointSaver(tmp_path, config) as checkpoints:
         for number in (2, 4, 6, 8):
             checkpoints.save(at(number), "")
     assert kept(tmp_path) == [6, 8]
-    with Checkpoints(tmp_path, config, 6) as checkpoints:  # gone on from the older one
+    with CheckpointSaver(tmp_path, config, 6) as checkpoints:  # gone on from the older one
         checkpoints.save(at(6), "")
         assert kept(tmp_path) == [6, 8]  # nothing was learnt since
         checkpoints.save(at(7), "")
@@ -114,12 +117,12 @@ def kept(folder: Path) -> list[int]:
 
 def test_the_best_stays_and_is_known_after_a_resume(tmp_path):
     config = trainer(keep_best=True, validate_every=1)
-    with Checkpoints(tmp_path, config) as checkpoints:
+    with CheckpointSaver(tmp_path, config) as checkpoints:
         for number, error in ((1, None), (2, 0.5), (3, 0.25), (4, float("nan")), (5, 0.75)):
             checkpoints.save(at(number), "", error)
     assert kept(tmp_path) == [3, 5]
     assert json.loads((tmp_path / "step-00000005" / "state.json").read_text())["validation"] == 0.75
-    with Checkpoints(tmp_path, config, 5) as checkpoints:
+    with CheckpointSaver(tmp_path, config, 5) as checkpoints:
         checkpoints.save(at(6), "", 0.5)
         checkpoints.save(at(7), "", 0.25)  # as good as the best: the first one stays
     assert kept(tmp_path) == [3, 7]
@@ -128,11 +131,11 @@ def test_the_best_stays_and_is_known_after_a_resume(tmp_path):
     load_checkpoint(best, loaded)
     assert loaded.step == 3
     assert find_checkpoint("auto", tmp_path) == tmp_path / "step-00000007"
-    with Checkpoints(tmp_path, config, 7) as checkpoints:
+    with CheckpointSaver(tmp_path, config, 7) as checkpoints:
         checkpoints.save(at(8), "", 0.125)
     assert kept(tmp_path) == [8]
     assert os.readlink(tmp_path / "best") == "step-00000008"
-    with Checkpoints(tmp_path, trainer(), 8) as checkpoints:
+    with CheckpointSaver(tmp_path, trainer(), 8) as checkpoints:
         checkpoints.save(at(9), "", 0.5)
     assert names(tmp_path) == ["step-00000009"]
 
@@ -142,14 +145,14 @@ def test_without_links_the_best_stays_all_the_same(tmp_path, monkeypatch):
         raise PermissionError(errno.EPERM, "no links here")
 
     monkeypatch.setattr(Path, "symlink_to", refused)
-    with Checkpoints(tmp_path, trainer(keep_best=True, validate_every=1)) as checkpoints:
+    with CheckpointSaver(tmp_path, trainer(keep_best=True, validate_every=1)) as checkpoints:
         for number, error in ((1, 0.5), (2, 0.75), (3, 1.0)):
             checkpoints.save(at(number), "", error)
     assert kept(tmp_path) == [1, 3]
 
 
 def test_a_checkpoint_that_says_nothing_of_its_validation_is_gone_on_from(tmp_path):
-    with Checkpoints(tmp_path, trainer()) as checkpoints:
+    with CheckpointSaver(tmp_path, trainer()) as checkpoints:
         checkpoints.save(at(1), "")
     file = tmp_path / "step-00000001" / "state.json"
     numbers = json.loads(file.read_text())
@@ -159,7 +162,7 @@ def test_a_checkpoint_that_says_nothing_of_its_validation_is_gone_on_from(tmp_pa
     loaded = state_of()
     load_checkpoint(tmp_path, loaded)
     config = trainer(keep_best=True, validate_every=1)
-    with Checkpoints(tmp_path, config, 1) as checkpoints:
+    with CheckpointSaver(tmp_path, config, 1) as checkpoints:
         checkpoints.save(at(2), "", 0.5)
     assert kept(tmp_path) == [2]
 
@@ -167,12 +170,12 @@ def test_a_checkpoint_that_says_nothing_of_its_validation_is_gone_on_from(tmp_pa
 @pytest.mark.parametrize("at_the_end", [False, True])
 def test_a_full_disk_ends_the_run_with_the_previous_checkpoint(tmp_path, at_the_end):
     state = state_of()
-    with Checkpoints(tmp_path, trainer()) as checkpoints:
+    with CheckpointSaver(tmp_path, trainer()) as checkpoints:
         checkpoints.save(state, "")
     step(state)
 
     def train() -> None:
-        with Checkpoints(tmp_path, trainer()) as checkpoints:
+        with CheckpointSaver(tmp_path, trainer()) as checkpoints:
             checkpoints.save(state, "")
             if not at_the_end:
                 step(state)
@@ -193,7 +196,7 @@ def test_what_is_being_written_is_completed_when_training_fails(tmp_path, error)
 
 
 def test_the_newest_is_what_will_be_there_when_all_is_written(tmp_path):
-    with slow_disk() as ready, Checkpoints(tmp_path, trainer()) as checkpoints:
+    with slow_disk() as ready, CheckpointSaver(tmp_path, trainer()) as checkpoints:
         assert checkpoints.newest_checkpoint() is None
         checkpoints.save(at(1), "")
         threading.Timer(0.1, ready.set).start()
@@ -204,7 +207,7 @@ def test_the_newest_is_what_will_be_there_when_all_is_written(tmp_path):
 
 def fail_after_a_save(folder: Path, error: BaseException, then: Callable[[], None]) -> None:
     """Training that ends with an error."""
-    with Checkpoints(folder, trainer()) as checkpoints:
+    with CheckpointSaver(folder, trainer()) as checkpoints:
         checkpoints.save(at(1), "")
         then()
         raise error
@@ -235,7 +238,7 @@ def on_the_way(manager: DomainParallelManager, folder: Path, full: bool) -> dict
     state.optimizer.step()
     state.step = 1
     then = {name: tensor.clone() for name, tensor in whole(state).items()}
-    with slow_disk() as ready, Checkpoints(folder, trainer()) as checkpoints:
+    with slow_disk() as ready, CheckpointSaver(folder, trainer()) as checkpoints:
         checkpoints.save(state, "")
         for _ in range(3):
             state.optimizer.step()
@@ -249,7 +252,7 @@ def on_the_way(manager: DomainParallelManager, folder: Path, full: bool) -> dict
         return {"told": refused(checkpoints, state)} if full else then
 
 
-def refused(checkpoints: Checkpoints, state: TrainingState) -> Any:
+def refused(checkpoints: CheckpointSaver, state: TrainingState) -> Any:
     """What a rank is told of a save that fails on another."""
     state.step = 2
     checkpoints.save(state, "")

@@ -113,17 +113,19 @@ def test_a_diagnostic_is_the_models_output_and_weighs_in_its_own_spread(config):
     training = built(config, alone())
     loss = training.trainer.forward_backward.loss
     channels = prepare_training_data(config.data).store.channels
-    assert loss.scale[channels.states :].flatten().tolist() == [1, 1]
-    assert (loss.scale[: channels.states] != 1).all()
+    assert loss.scale[channels.num_states :].flatten().tolist() == [1, 1]
+    assert (loss.scale[: channels.num_states] != 1).all()
     with training.loader:
         batch = next(training.loader)
-    assert batch.state.shape[1] == 2 * channels.states
-    assert batch.target.shape[1] == channels.outputs
+    assert batch.state.shape[1] == 2 * channels.num_states
+    assert batch.target.shape[1] == channels.num_outputs
     with torch.no_grad():
-        made = training.forecast(batch.state, batch.forcing, batch.static)
-        output = training.forecast.model(torch.cat([batch.state, batch.forcing, batch.static], 1))
-    assert torch.equal(made[:, channels.states :], output[:, channels.states :])
-    assert not torch.equal(made[:, : channels.states], output[:, : channels.states])
+        made = training.forecast_step(batch.state, batch.forcing, batch.static)
+        output = training.forecast_step.model(
+            torch.cat([batch.state, batch.forcing, batch.static], 1)
+        )
+    assert torch.equal(made[:, channels.num_states :], output[:, channels.num_states :])
+    assert not torch.equal(made[:, : channels.num_states], output[:, : channels.num_states])
 
 
 def train_all(
@@ -200,7 +202,9 @@ def forecast(config: Config, training: Training) -> tuple[tuple[object, ...], to
     dates = HeldOutData(config, prepared, slice(None), training.like)
     times = dates.initial_times[:2]
     with torch.no_grad():
-        made = training.forecast(dates.initial_states(times), dates.forcing(times), dates.static(2))
+        made = training.forecast_step(
+            dates.initial_states(times), dates.forcing(times), dates.static(2)
+        )
     moments = (times[:, None] + np.array([-6, 0], "timedelta64[h]")).ravel()
     states = torch.from_numpy(store.read_states(moments, slice(None))).reshape(2, -1, ROWS, COLUMNS)
     forcing = torch.from_numpy(store.read_forcing(times, slice(None)))
@@ -242,6 +246,6 @@ def test_the_file_and_its_card_say_which_come_out_only(exported):
     assert RAIN in texts["outputs"]
     assert RAIN not in texts["inputs"]
     card = file.with_suffix(".md").read_text()
-    assert f"| 4 | {RAIN} (comes out only) |" in card
+    assert f"| 4 | {RAIN} (output only) |" in card
     assert f"| 3 | {SEA} |" in card
     assert f"torch.zeros(1, 8, {ROWS}, {COLUMNS})" in card

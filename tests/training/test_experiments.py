@@ -25,7 +25,7 @@ def config_of(folder: Path, *overrides: str) -> Config:
         *overrides,
     ]
     parsed = [str(override.input_line) for override in parse_overrides(texts)]
-    return Composer("train").config(parsed)
+    return Composer("train").compose_config(parsed)
 
 
 def losses(config: Config, steps: int | None = None) -> list[float]:
@@ -47,15 +47,15 @@ def test_few_times_of_any_store_are_used(tmp_path, name):
     store = make_store(tmp_path, 12, steps=204)
     lists = ["data.prognostic=[temperature]", "data.levels=[500]"]
     texts = [f"experiment={name}", "data=zarr", f"data.store='{store}'", *lists]
-    config = Composer("train").config(texts)
+    config = Composer("train").compose_config(texts)
     dates = Store.open(config.data).config.dates
     assert dates.train == ["2000-01-01T00", "2000-01-20T18"]  # of 164 times the first 80
     assert dates.test == ["2000-02-16T00", "2000-02-20T18"]
     if name != "scaling":
         assert len(losses(config)) == config.trainer.steps
-    leads = Composer("train").config([*texts, "data.step=12h"]).trainer.evaluate_hours
+    leads = Composer("train").compose_config([*texts, "data.step=12h"]).trainer.evaluate_hours
     assert leads == ([12] if name == "scaling" else [12, 48])
-    quickstart = Composer("train").config([f"experiment={name}"])
+    quickstart = Composer("train").compose_config([f"experiment={name}"])
     assert quickstart.trainer.evaluate_hours == ([6] if name == "scaling" else [6, 24])
     quickstart = quickstart.data
     assert quickstart.grid == ("48x48" if name == "scaling" else "24x48")

@@ -63,7 +63,8 @@ def test_wandb_that_raises_is_left_out_and_told_once(tmp_path, monkeypatch, mome
     warnings, rows = three_steps(LoggerConfig(wandb=mode), tmp_path)
     assert len(rows) == 3
     assert warnings == [
-        "Weights & Biases: left out from here on (ConnectionError: no network). Training goes on."
+        "Weights & Biases: disabled for the rest of the run (ConnectionError: no network). "
+        "Training continues."
     ]
     if moment == "log":
         assert wandb.calls.count("log") == 1
@@ -97,7 +98,9 @@ def test_tensorboard_that_raises_is_left_out_and_told_once(tmp_path, monkeypatch
     warnings, rows = three_steps(LoggerConfig(trackers=["tensorboard"]), tmp_path)
     assert len(rows) == 3
     assert len(warnings) == 1
-    assert warnings[0].startswith("TensorBoard: left out from here on (OSError: [Errno 28]")
+    assert warnings[0].startswith(
+        "TensorBoard: disabled for the rest of the run (OSError: [Errno 28]"
+    )
 
 
 def test_one_that_fails_leaves_the_others_alone(tmp_path, monkeypatch):
@@ -116,12 +119,12 @@ class Hanging:
     def __init__(self):
         self.go, self.steps = threading.Event(), []
 
-    def log(self, step, numbers):
+    def log(self, step, metrics):
         self.go.wait()
         self.steps.append(step)
         raise TimeoutError("too late")
 
-    def summarise(self, numbers):
+    def summarise(self, metrics):
         pass
 
     def close(self):
@@ -131,35 +134,39 @@ class Hanging:
 def test_one_that_hangs_is_not_waited_for():
     sink = Hanging()
     with heard_from() as warnings:
-        background = BackgroundSink("Slow", lambda: sink, room=10, patience=60.0)
+        background = BackgroundSink("Slow", lambda: sink, queue_size=10, timeout=60.0)
         for step in range(100):
             background.log(step, {})
         background.close()
         assert sink.steps == []
         sink.go.set()
         background.thread.join()  # told once, although it raises as well
-    assert warnings == ["Slow: left out from here on (it hangs). Training goes on."]
+    assert warnings == ["Slow: disabled for the rest of the run (it hangs). Training continues."]
     assert sink.steps == [0]
 
 
 def test_the_end_waits_for_a_while_only():
     sink = Hanging()
     with heard_from() as warnings:
-        background = BackgroundSink("Slow", lambda: sink, patience=0.01)
+        background = BackgroundSink("Slow", lambda: sink, timeout=0.01)
         background.log(1, {})
         background.close()
-    assert warnings == ["Slow: left out from here on (not done after 0.01 s). Training goes on."]
+    assert warnings == [
+        "Slow: disabled for the rest of the run (not done after 0.01 s). Training continues."
+    ]
     sink.go.set()
 
 
 def test_an_interrupt_waits_for_a_shorter_while(monkeypatch):
     monkeypatch.setattr("credit_dp.training.loggers.INTERRUPT_TIMEOUT", 0.01)
     sink = Hanging()
-    tracker = Tracker([BackgroundSink("Slow", lambda: sink, patience=60.0)])
+    tracker = Tracker([BackgroundSink("Slow", lambda: sink, timeout=60.0)])
     tracker.log(1, {})
     with heard_from() as warnings:
         tracker.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
-    assert warnings == ["Slow: left out from here on (not done after 0.01 s). Training goes on."]
+    assert warnings == [
+        "Slow: disabled for the rest of the run (not done after 0.01 s). Training continues."
+    ]
     sink.go.set()
 
 
@@ -178,7 +185,7 @@ def test_a_full_disk_loses_rows_and_nothing_else(tmp_path):
     assert steps == [*range(100, 100 + len(steps) - 2), 200, 201]
     first, last = warnings
     assert "could not be written (File too large)" in first
-    assert first.endswith(f"Training goes on; step {100 + len(steps) - 2} is not in the log.")
+    assert first.endswith(f"Training continues; step {100 + len(steps) - 2} is not in the log.")
     assert last == f"{log}: {100 - (len(steps) - 2)} rows could not be written."
 
 

@@ -54,7 +54,7 @@ def gradients(manager: DomainParallelManager) -> list[Tensor]:
     x, target, valid = fields()
     found = []
     for name, spectrum, masked, data in KINDS:
-        points = ValidPoints(valid[:, rows], manager.transport.sum) if masked else None
+        points = ValidPoints(valid[:, rows], manager.transport.all_reduce) if masked else None
         kind = LogCoshConfig if name == "logcosh" else StandardLossConfig
         config = kind(name=name, spectrum=spectrum, level_weight=True, variable_weight={"sea": 3.0})
         loss = build_loss(config, CHANNELS, LATITUDE, rows, SCALE, points)

@@ -98,7 +98,7 @@ def test_channels_in_common_are_treated_as_before(config, kind, tmp_path):
     for tensor in named_tensors(target.trainer.state.parts).values():
         tensor.detach().zero_()
     told = load(target, second, tmp_path)
-    assert "in part" in told
+    assert "partly" in told
     for training in (source, target):
         training.trainer.state.train(False)
     (old,), (new,) = (t.trainer.state.parts for t in (source, target))
@@ -125,7 +125,7 @@ def test_new_and_dropped_channels_of_a_unet(config, tmp_path):
     drawn = {name: p.detach().clone() for name, p in target.trainer.state.parameters.items()}
     told = load(target, second, tmp_path)
     assert (
-        "; 3 in part (head.bias: 3 of 4 output channels, head.weight: 3 of 4 output channels, "
+        "; 3 partly (head.bias: 3 of 4 output channels, head.weight: 3 of 4 output channels, "
         "stem.conv.weight: 5 of 6 input channels)" in told
     )
     before, after = (t.trainer.state.parameters for t in (source, target))
@@ -211,7 +211,7 @@ def test_other_statistics_are_told_of(config, tmp_path):
     told = load(training, config, tmp_path)
     name = channel_names(training.trainer.state.data)["output"][2]
     forcing = config.data.forcing[0]
-    words = f"; 2 channels normalised by another mean or deviation ({name}, {forcing})"
+    words = f"; 2 channels normalised with another mean or deviation ({name}, {forcing})"
     assert told.endswith(words)
 
 

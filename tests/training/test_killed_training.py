@@ -36,7 +36,7 @@ SEEN = "seen"  # in what an earlier life has left unfinished
 LATE = 0.01  # seconds that a slow disk takes for each file
 
 
-def live(config: Config, ranks: RankInfo, meeting_point: str, late: float) -> None:
+def live(config: Config, ranks: RankInfo, init_method: str, late: float) -> None:
     """One life of one rank: until the end of training, or until it is killed."""
     fsync = os.fsync
 
@@ -49,9 +49,9 @@ def live(config: Config, ranks: RankInfo, meeting_point: str, late: float) -> No
     folder.mkdir(parents=True, exist_ok=True)
     if ranks.rank == 0:
         with lock_folder(folder):
-            run_rank(config, ranks, RUN, meeting_point)
+            run_rank(config, ranks, RUN, init_method)
     else:
-        run_rank(config, ranks, RUN, meeting_point)
+        run_rank(config, ranks, RUN, init_method)
     os._exit(0)
 
 
@@ -61,10 +61,10 @@ def lives(config: Config, folder: Path, late: float = 0.0) -> Iterator[list[Fork
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["torch._dynamo", "tests.training.test_killed_training"])
     world = config.parallel.domain
-    meeting_point = f"file://{folder}/store-{time.monotonic_ns()}"
+    init_method = f"file://{folder}/store-{time.monotonic_ns()}"
     processes = []
     for rank in range(world):
-        arguments = (config, RankInfo(rank, world, rank, world), meeting_point, late)
+        arguments = (config, RankInfo(rank, world, rank, world), init_method, late)
         processes.append(context.Process(target=live, args=arguments, daemon=True))
         processes[-1].start()
     try:
@@ -121,7 +121,7 @@ def kill_once(
     Returns:
         How the ranks ended, and whether that left a checkpoint unfinished.
     """
-    checkpoints = RunFolder(Path(config.run.dir)).checkpoint
+    checkpoints = RunFolder(Path(config.run.dir)).checkpoints
     with lives(config, folder, LATE) as processes:
         if saving:
             for _ in range(chance.randint(1, MOST)):
@@ -144,7 +144,7 @@ class Loads:
 
     def __init__(self, config: Config) -> None:
         self.training: Training = built(config, alone())
-        self.checkpoints = RunFolder(Path(config.run.dir)).checkpoint
+        self.checkpoints = RunFolder(Path(config.run.dir)).checkpoints
         self.step = 0
 
     def __call__(self) -> None:

@@ -184,11 +184,11 @@ def test_bands_have_the_loss_and_the_gradient_of_the_globe(config, bounds, cover
     everywhere = ValidPoints(valid)
 
     def share(rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        def over_globe(_: torch.Tensor) -> torch.Tensor:
+        def sum_over_globe(_: torch.Tensor) -> torch.Tensor:
             area = row_weights(LATITUDE) if config.latitude_weight else np.ones(13)
             return everywhere.weight(torch.as_tensor(area))
 
-        points = None if covered is None else ValidPoints(valid[:, rows], over_globe)
+        points = None if covered is None else ValidPoints(valid[:, rows], sum_over_globe)
         loss = build_loss(config, CHANNELS, LATITUDE, rows, SCALE, points)
         own = forecast[:, :, rows].clone().requires_grad_()
         parts = loss.by_channel(own, target[:, :, rows])

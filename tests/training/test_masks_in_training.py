@@ -40,7 +40,7 @@ def fields() -> tuple[torch.Tensor, torch.Tensor]:
 def shares(manager: DomainParallelManager, name: str, even: bool) -> tuple[float, torch.Tensor]:
     """This rank's share of the loss, and the gradient with respect to its rows of the forecast."""
     rows = manager.rows(ROWS)
-    points = ValidPoints(valid()[:, rows], manager.transport.sum)
+    points = ValidPoints(valid()[:, rows], manager.transport.all_reduce)
     config = StandardLossConfig(
         name=name, latitude_weight=not even, level_weight=True, variable_weight={SEA: 3.0}
     )
@@ -90,7 +90,7 @@ def no_soil(manager: DomainParallelManager) -> str:
             LATITUDE,
             rows,
             SCALE,
-            ValidPoints(points[:, rows], manager.transport.sum),
+            ValidPoints(points[:, rows], manager.transport.all_reduce),
         )
     return str(error.value)
 
@@ -171,8 +171,8 @@ def train_all(
     prepared = prepare_training_data(config.data)
     dates = HeldOutData(config, prepared, training.rows, training.like)
     training.trainer.state.train(False)
-    scores = evaluate(training.forecast.rollout, dates, manager, 4, lambda _: None)
-    field = example_map(training.forecast.rollout, dates, manager)
+    scores = evaluate(training.forecast_step.rollout, dates, manager, 4, lambda _: None)
+    field = example_map(training.forecast_step.rollout, dates, manager)
     return numbers, weights(training), scores.rmse, field.forecast
 
 
@@ -231,7 +231,7 @@ def test_forecasts_have_no_values_there_and_none_below_zero(config):
     dates = HeldOutData(config, prepare_training_data(config.data), training.rows, training.like)
     times = dates.initial_times[:1]
     with torch.no_grad():
-        state = training.forecast(
+        state = training.forecast_step(
             dates.initial_states(times), dates.forcing(times), dates.static(1)
         )
         made = dates.denormalise(state - 3)[0]

@@ -49,7 +49,7 @@ def older(tmp_path_factory) -> tuple[Config, Training, Path]:
     run = RunFolder(folder / "run")
     run.config.write_text(resolved_yaml(config))
     run.config.write_text(without_the_key(run.config))
-    (path,) = run.checkpoint.iterdir()
+    (path,) = run.checkpoints.iterdir()
     state = path / METADATA_FILE
     numbers = json.loads(state.read_text())
     assert numbers["data"]["model"]["keys"].pop("upsample") == "transpose"
@@ -90,10 +90,10 @@ def test_its_weights_start_another_run_which_is_told_of_the_key(older):
     prepared = prepare_training_data(config.data)
     told = load_initial_weights(str(older[2]), training.trainer.state, config.model, prepared)
     assert same_weights(older[1], training)
-    assert "fresh" not in told
+    assert "newly initialised" not in told
     training, config = state_with(older, "bilinear")
     told = load_initial_weights(str(older[2]), training.trainer.state, config.model, prepared)
-    assert "2 fresh (up.0.0.bias, up.0.0.weight)" in told
+    assert "2 newly initialised (up.0.0.bias, up.0.0.weight)" in told
     assert told.endswith("; the checkpoint has model.upsample=transpose")
 
 
@@ -136,6 +136,8 @@ def test_forecasts_are_made_with_it(older, tmp_path):
 def test_the_run_is_done_again_with_it(older):
     composer = Composer("train")
     overrides = overrides_of_run(older[0].run.dir, [], composer)
-    made = composer.config([str(override.input_line) for override in parse_overrides(overrides)])
+    made = composer.compose_config(
+        [str(override.input_line) for override in parse_overrides(overrides)]
+    )
     assert made.model == older[0].model
     assert 'model.upsample="transpose"' in overrides

@@ -76,7 +76,7 @@ def _entries(monkeypatch, value):
     ("value", "told"),
     [
         ("no_such_package:Config", "no_such_package:Config can't be imported"),
-        ("tests.ranks:RankError", "tests.ranks:RankError is no OwnModelConfig"),
+        ("tests.ranks:RankError", "tests.ranks:RankError is not a subclass of OwnModelConfig"),
     ],
 )
 def test_what_is_no_model_is_told_and_skipped(monkeypatch, caplog, value, told):

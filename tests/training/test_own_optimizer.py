@@ -219,10 +219,13 @@ def by_all(optimizer: Plain, p: nn.Parameter, state: dict[str, Any], group: dict
             r"keeps 'mean' as \(4, 3, 2, 2\) of torch\.bfloat16 for a parameter of",
         ),
         (keeps_dots, r"keeps 'a\.b' of a parameter as torch\.float32\. .* by keys without dots"),
-        (keeps_more, r"optimizer=made: keeps a state of no parameter\. Checkpoints hold"),
-        (group_counts, r"takes another step when it goes on from a checkpoint, which holds optimi"),
-        (hides, r"takes another step when it goes on from a checkpoint, .* draw nothing\.$"),
-        (noise, r"takes another step when it goes on from a checkpoint"),
+        (keeps_more, r"optimizer=made: keeps state that belongs to no parameter\. Checkpoints"),
+        (group_counts, r"takes another step when it resumes from a checkpoint, which holds optimi"),
+        (
+            hides,
+            r"takes another step when it resumes from a checkpoint, .* draw no random numbers\.$",
+        ),
+        (noise, r"takes another step when it resumes from a checkpoint"),
         (fails, r"optimizer: the optimizer of Made fails at .*:\d+ \(RuntimeError: no way\)\.$"),
     ],
 )

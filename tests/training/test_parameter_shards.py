@@ -120,7 +120,7 @@ def shard_rows(manager: DomainParallelManager) -> None:
 
 
 def test_parameters_with_a_row_for_each_of_the_globes_are_refused():
-    with pytest.raises(RankError, match=r"parallel.data_mode: fsdp2 can't share out bias"):
+    with pytest.raises(RankError, match=r"parallel.data_mode: fsdp2 can't shard bias"):
         on_processes(2, shard_rows)
 
 
@@ -145,5 +145,5 @@ def shard_tied(manager: DomainParallelManager) -> None:
 
 
 def test_parameters_of_several_blocks_are_refused():
-    with pytest.raises(RankError, match=r"can't share out second\.weight, which first has too"):
+    with pytest.raises(RankError, match=r"can't shard second\.weight, which first has too"):
         on_processes(2, shard_tied, domain=1)

@@ -15,7 +15,7 @@ from credit_dp.config import Config
 from credit_dp.distributed import RankInfo, signals
 from credit_dp.distributed.signals import EXIT_PREEMPTED, handle_stop
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.training.checkpoint import Checkpoints
+from credit_dp.training.checkpoint import CheckpointSaver
 from credit_dp.training.preemption import Preemption
 from credit_dp.training.run import run
 from credit_dp.training.trainer import Trainer
@@ -100,15 +100,15 @@ def test_the_same_run_folder_goes_on(config, capfd, ranks, sent):
 
 @pytest.mark.slow
 def test_a_signal_while_the_last_checkpoint_is_written_is_heeded(config, monkeypatch, capfd):
-    wait = Checkpoints.wait
+    wait = CheckpointSaver.wait
 
-    def waited(self: Checkpoints) -> None:
+    def waited(self: CheckpointSaver) -> None:
         if self._pending_write is not None and self._saved_step == config.trainer.steps:
             os.kill(os.getpid(), signal.SIGUSR1)
         wait(self)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Checkpoints, "wait", waited)
+        patched.setattr(CheckpointSaver, "wait", waited)
         assert of(alone(), config) == EXIT_PREEMPTED
     assert "stopped after step 6" in " ".join(capfd.readouterr().out.split())
     scores = Path(config.run.dir) / "metrics.json"

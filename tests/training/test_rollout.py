@@ -86,15 +86,17 @@ def by_hand(config: Config) -> Found:
         return torch.stack([torch.from_numpy(read(time, rows)).double() for time in places])
 
     def fields(places: Any) -> torch.Tensor:
-        return normaliser.outputs(store.read_outputs(places, rows))
+        return normaliser.normalise_outputs(store.read_outputs(places, rows))
 
-    states = store.channels.states
+    states = store.channels.num_states
     frames = config.model.frames
     now = [fields(times - back * STEP)[:, :states] for back in range(frames - 1, -1, -1)]
-    static = normaliser.static(store.static(rows))[None].expand(len(times), -1, -1, -1)
+    static = normaliser.normalise_static(store.read_static(rows))[None].expand(
+        len(times), -1, -1, -1
+    )
     masks = store.valid_mask(rows)
     valid = torch.ones((), dtype=torch.bool) if masks is None else torch.from_numpy(masks)
-    scale = torch.ones(store.channels.outputs, 1, 1, dtype=torch.float64)
+    scale = torch.ones(store.channels.num_outputs, 1, 1, dtype=torch.float64)
     scale[:states] = normaliser.tendency_scale[:states]
     area = torch.from_numpy(row_weights(store.latitude))[:, None] * valid
     weight = torch.from_numpy(channel_weights(config.loss, store.channels.output_channels))
@@ -102,7 +104,7 @@ def by_hand(config: Config) -> Found:
     model = training.trainer.state.parts[0]
     total = torch.zeros((), dtype=torch.float64)
     for step in range(3):
-        forcing = normaliser.forcing(store.read_forcing(times + step * STEP, rows))
+        forcing = normaliser.normalise_forcing(store.read_forcing(times + step * STEP, rows))
         made = model(torch.cat([*now, forcing, static], dim=1))
         made = torch.cat([now[-1] + made[:, :states] * scale[:states], made[:, states:]], dim=1)
         error = (made - fields(times + (step + 1) * STEP)) / scale

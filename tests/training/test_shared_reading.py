@@ -106,7 +106,7 @@ def take(path, count, rows, prefetch=2, trade=None, frames=1, **changes):
     sequence = SampleSequence(SAMPLES + 1 - frames, 2, seed=3)
     before = ready.store.bytes_read
     with Loader(
-        ready, "train", rows, sequence, torch.float64, prefetch, frames=frames, trade=trade
+        ready, "train", rows, sequence, torch.float64, prefetch, frames=frames, exchange=trade
     ) as loader:
         batches = [next(loader) for _ in range(count)]
     return batches, ready.store.bytes_read - before
@@ -241,7 +241,7 @@ def test_no_rank_begins_a_step_that_another_cannot_take(tmp_path):
         rows = slice(*trade.bounds[rank : rank + 2])
         own = SampleSequence(SAMPLES, 1)
         # Nobody reads ahead, as if each rank waited for the others in its first step.
-        with Loader(ready, "train", rows, own, prefetch=0, trade=trade) as loader:
+        with Loader(ready, "train", rows, own, prefetch=0, exchange=trade) as loader:
             next(loader)
 
     found = on_trading_threads(3, shared)
@@ -271,7 +271,7 @@ def test_closing_does_not_wait_for_ranks_that_never_come(path):
     ready = prepare_training_data(stores.config(path))
     trade = ThreadTrade(ThreadWorld((0, 7, 12)), 0)
     sequence = SampleSequence(SAMPLES, 2)
-    loader = Loader(ready, "train", slice(0, 7), sequence, prefetch=3, trade=trade)
+    loader = Loader(ready, "train", slice(0, 7), sequence, prefetch=3, exchange=trade)
     loader._read_ahead(3)
     loader.close()
     assert not any(thread.name.startswith("loader") for thread in threading.enumerate())
@@ -281,7 +281,7 @@ def test_state_is_loaded_while_ranks_read_ahead(path):
     def shared(rank, trade):
         ready = prepare_training_data(stores.config(path))
         rows = slice(*trade.bounds[rank : rank + 2])
-        with Loader(ready, "train", rows, SampleSequence(SAMPLES, 2), trade=trade) as loader:
+        with Loader(ready, "train", rows, SampleSequence(SAMPLES, 2), exchange=trade) as loader:
             first = [next(loader) for _ in range(2)]
             loader.load_state_dict({**loader.state_dict(), "position": 0})
             again = [next(loader) for _ in range(2)]
@@ -316,11 +316,11 @@ def shared_on_rank(manager, path):
     trade = build_chunk_exchange(ready.store, manager)
     before = ready.store.bytes_read
     with Loader(
-        ready, "train", rows, sequence_of(manager), prefetch=1, reads=reads, trade=trade
+        ready, "train", rows, sequence_of(manager), prefetch=1, selection=reads, exchange=trade
     ) as loader:
         batches = [next(loader) for _ in range(3)]
     read = ready.store.bytes_read - before
-    with Loader(ready, "train", rows, sequence_of(manager), reads=reads) as alone:
+    with Loader(ready, "train", rows, sequence_of(manager), selection=reads) as alone:
         return all(same(batch, next(alone)) for batch in batches), trade is not None, read
 
 
@@ -329,7 +329,9 @@ def broken_on_rank(manager, path):
     ready = prepare_training_data(stores.config(path))
     (path / "temperature" / "c" / "3" / "0" / "0" / "0").write_bytes(b"short")
     trade = build_chunk_exchange(ready.store, manager)
-    loader = Loader(ready, "train", manager.rows(12), SampleSequence(SAMPLES, SAMPLES), trade=trade)
+    loader = Loader(
+        ready, "train", manager.rows(12), SampleSequence(SAMPLES, SAMPLES), exchange=trade
+    )
     with loader, pytest.raises(UserError) as caught:
         next(loader)
     return str(caught.value)

@@ -32,7 +32,7 @@ def expected_and_measured(manager, config):
     saved = sum(
         t.nbytes for n, t in tensors if n.startswith((MODEL_PREFIX, OPTIMIZER_PREFIX)) and t.ndim
     )
-    return (needs.messages, needs.sent, needs.checkpoint), (*sent, saved)
+    return (needs.messages, needs.sent_bytes, needs.checkpoint_bytes), (*sent, saved)
 
 
 @pytest.mark.slow
@@ -63,9 +63,9 @@ def test_it_fits_on_a_screen(config):
 def test_longer_rollouts_hold_more(config):
     training = built(config, alone())
     training.loader.close()
-    held = estimate_run(config, prepare_training_data(config.data), training, alone()).held
+    held = estimate_run(config, prepare_training_data(config.data), training, alone()).memory
     config.trainer.checkpoint_activations = True
-    again = estimate_run(config, prepare_training_data(config.data), training, alone()).held
+    again = estimate_run(config, prepare_training_data(config.data), training, alone()).memory
     assert held["activations"] == 2 * again["activations"] > 0
     assert held["moments"] == 2 * held["weights"]
 

@@ -128,7 +128,7 @@ def test_dates_that_are_given_with_a_limit_have_those_of_the_checkpoint(config):
     shutil.rmtree(config.data.store)
     stores.write(stores.dataset(12, 16, 40), Path(config.data.store))
     run(with_open_dates(config, limit=8), RankInfo())
-    path = find_checkpoint("auto", RunFolder(Path(config.run.dir)).checkpoint)
+    path = find_checkpoint("auto", RunFolder(Path(config.run.dir)).checkpoints)
     saved = dates_of_checkpoint(path, DatesConfig(limit=8)).train
     assert (
         dates_of_checkpoint(path, DatesConfig(["2000-01-01", "2000-01-05"], limit=8)).train == saved

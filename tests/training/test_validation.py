@@ -78,7 +78,7 @@ def test_it_is_the_mean_of_normalised_rmse(config):
             dates.static(len(dates.initial_times)),
         )
         forcing = dates.forcing(dates.initial_times)
-        (made,) = training.forecast.rollout(starts, [forcing], statics)
+        (made,) = training.forecast_step.rollout(starts, [forcing], statics)
         squares = (made - dates.fields(dates.initial_times + ahead)).square()
     area = np.cos(np.deg2rad(prepared.store.latitude))
     rows = torch.as_tensor(area / area.sum()).to(squares)

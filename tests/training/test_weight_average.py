@@ -115,7 +115,7 @@ def predicted_with(training):
     rows = training.rows
     x = torch.ones(2, inputs, rows.stop - rows.start, 16, dtype=training.like.dtype)
     with torch.no_grad():
-        training.forecast.model(x)
+        training.forecast_step.model(x)
 
 
 def whole_tensors(parameters):

@@ -1,6 +1,8 @@
-"""The embedded climate: a three-level quasi-geostrophic atmosphere that makes its own data set.
+"""The embedded climate: a three-level quasi-geostrophic atmosphere that generates a data set.
 
-`build` writes a store like those of WeatherBench 2; `store_name` is its name in the cache.
+`build` writes a store in the form of WeatherBench 2; `store_name` is its name in the cache.
+`dynamics.py` integrates the model, `fields.py` turns its state into physical fields, `dataset.py`
+runs both in worker processes (`worker.py`) and writes the store.
 """
 
 from credit_dp.data.quickstart.dataset import build, store_name

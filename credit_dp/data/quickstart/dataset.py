@@ -1,4 +1,8 @@
-"""Makes a quickstart store: runs of the climate, one process each, laid end to end."""
+"""Makes a quickstart store: independent runs of the climate, one process each, end to end in time.
+
+`build` creates the store (`create`), starts one `worker` per run, which writes its own shards
+(`write`), consolidates the metadata (`finish`) and renames the folder.
+"""
 
 import json
 import os
@@ -26,22 +30,26 @@ from credit_dp.data.quickstart.dynamics import LEVELS, TITLE, Array, Physics
 from credit_dp.data.quickstart.fields import Synthesis
 from credit_dp.errors import UserError
 
-VERSION = 2  # raise it when code changes what a store holds
+VERSION = 2  # to be raised when the content of stores changes
 GAP_DAYS = 10
 STEPS_PER_DAY = 4
-BYTES_AT_ONCE = 64 * 2**20  # of fields in memory per process
-LONGEST_SHARD = 40  # time steps: keeps the index that a read fetches small
-FIELDS = 14  # two-dimensional fields in one time step
+BLOCK_BYTES = 64 * 2**20  # of fields in memory per process
+MAX_SHARD_STEPS = 40  # time steps: the index that every read fetches stays small
+FIELDS_PER_STEP = 14  # two-dimensional fields in one time step
 
 Times = NDArray[np.datetime64]
 
 
 def resolve_grid(config: QuickstartConfig, grid: tuple[int, int] | None) -> tuple[int, int]:
-    """The grid asked for, or the one that resolves products of fields at this truncation."""
+    """Return `grid`, or by default the grid that resolves products of fields at this truncation.
+
+    Raises:
+        UserError: the truncation or the grid is out of range.
+    """
     if not 5 <= config.truncation <= 255:
         raise UserError(
             f"data.quickstart.truncation: needs a number from 5 to 255, but it is "
-            f"{config.truncation}. Take 21 (the default) or 42."
+            f"{config.truncation}. Set it to 21 (the default) or 42."
         )
     if grid is None:
         rows = 8 * -(-(3 * config.truncation + 1) // 16)
@@ -55,17 +63,17 @@ def resolve_grid(config: QuickstartConfig, grid: tuple[int, int] | None) -> tupl
 
 
 def store_name(config: QuickstartConfig, grid: tuple[int, int] | None) -> str:
-    """A folder name that differs whenever the store's content would."""
+    """Return the store's folder name: it differs whenever the content would."""
     rows, columns = resolve_grid(config, grid)
-    content = [asdict(config), asdict(Physics()), rows, columns, VERSION]
-    fingerprint = sha256(dumps(content, sort_keys=True).encode()).hexdigest()[:12]
+    settings = [asdict(config), asdict(Physics()), rows, columns, VERSION]
+    fingerprint = sha256(dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
     return f"quickstart-T{config.truncation}-{rows}x{columns}-{fingerprint}.zarr"
 
 
 @final
 @dataclass(frozen=True)
 class Run:
-    """One independent integration. Its time steps `first:first + steps` are its own."""
+    """One independent integration, which fills the time steps `first:first + steps`."""
 
     index: int
     start: np.datetime64
@@ -74,13 +82,17 @@ class Run:
 
     @property
     def times(self) -> Times:
-        """Six-hourly, `(steps,)`."""
-        hours = 24 // STEPS_PER_DAY
-        return np.asarray(self.start + np.arange(self.steps) * np.timedelta64(hours, "h"))
+        """Return the six-hourly times, `(steps,)`."""
+        step_hours = 24 // STEPS_PER_DAY
+        return np.asarray(self.start + np.arange(self.steps) * np.timedelta64(step_hours, "h"))
 
 
 def plan_runs(config: QuickstartConfig) -> list[Run]:
-    """The runs of a store in order of time."""
+    """Return the runs of a store in order of time.
+
+    Raises:
+        UserError: the start is not a date.
+    """
     try:
         start = np.datetime64(config.start, "h")
     except ValueError:
@@ -93,15 +105,139 @@ def plan_runs(config: QuickstartConfig) -> list[Run]:
 
 
 def shard_steps(steps: int, grid: tuple[int, int]) -> int:
-    """Time steps per file: the most that memory allows and that divide a run."""
-    per_step = FIELDS * 4 * grid[0] * grid[1]
-    most = max(1, min(LONGEST_SHARD, BYTES_AT_ONCE // per_step))
-    return max(n for n in range(1, most + 1) if steps % n == 0)
+    """Return the time steps per shard: the most that fit in memory and divide a run evenly.
+
+    So no shard is shared by two runs, whose processes write at the same time.
+    """
+    per_step = FIELDS_PER_STEP * 4 * grid[0] * grid[1]
+    max_steps = max(1, min(MAX_SHARD_STEPS, BLOCK_BYTES // per_step))
+    return max(
+        steps_per_shard
+        for steps_per_shard in range(1, max_steps + 1)
+        if steps % steps_per_shard == 0
+    )
 
 
 def day_of_year(time: np.datetime64) -> float:
-    """Days since the year's first midnight."""
+    """Return the days since the first midnight of the year."""
     return float((time - time.astype("datetime64[Y]")) / np.timedelta64(1, "D"))
+
+
+WORKER = "credit_dp.data.quickstart.worker"
+# Read by BLAS libraries. Workers get one thread each, as there is up to one worker per core.
+THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
+
+
+def build(
+    config: QuickstartConfig,
+    grid: tuple[int, int] | None,
+    path: Path,
+    progress: ProgressCallback | None = None,
+) -> None:
+    """Integrate the climate and write it to `path`, which appears complete or not at all.
+
+    The bytes depend on `config` and `grid` only, not on the number of cores. The caller holds a
+    lock, so that a path is built once at a time.
+
+    Raises:
+        UserError: a setting is out of range, or a run failed, for example as the disk is full.
+    """
+    resolved_grid = resolve_grid(config, grid)
+    runs = plan_runs(config)
+    title = f"{TITLE}, T{config.truncation}, seed {config.seed}"
+    partial = path.with_name(f".{path.name}.partial")
+    # The caller's lock makes sure that no other process is writing it.
+    shutil.rmtree(partial, ignore_errors=True)  # what a killed build left
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        create(partial, Synthesis(config.truncation, resolved_grid), runs, title)
+        _integrate(
+            config, resolved_grid, partial, runs, progress or (lambda _message, _share: None)
+        )
+        finish(partial)
+        partial.rename(path)
+    except OSError as error:
+        raise UserError(
+            f"quickstart climate: {path} could not be written ({error.strerror or error}). "
+            f"Free some space or point data.cache at another folder."
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _integrate(
+    config: QuickstartConfig,
+    grid: tuple[int, int],
+    path: Path,
+    runs: list[Run],
+    progress: ProgressCallback,
+) -> None:
+    total = sum(run.steps for run in runs)
+    num_done = 0
+    ticks: queue.Queue[int] = queue.Queue()
+    started: list[subprocess.Popen[str]] = []
+    progress("making the quickstart climate", 0.0)
+    with ThreadPoolExecutor(min(_cores(), len(runs))) as pool:
+        try:
+            common_job = {"config": asdict(config), "grid": grid, "path": str(path)}
+            jobs = [common_job | {"run": run.index} for run in runs]
+            futures = [pool.submit(_one_run, job, ticks, started) for job in jobs]
+            while num_done < total:
+                # A timeout, so that failures are noticed while no worker reports progress.
+                with suppress(queue.Empty):
+                    num_done += ticks.get(timeout=0.2)
+                    progress("making the quickstart climate", num_done / total)
+                # A run that failed ends the wait: its remaining steps never come.
+                _raise_first(futures)
+            for future in futures:
+                future.result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in started:  # also after an error or Ctrl-C
+                process.kill()
+
+
+def _raise_first(futures: list[Future[None]]) -> None:
+    for future in futures:
+        if future.done():
+            future.result()
+
+
+def _one_run(
+    job: Mapping[str, object], ticks: "queue.Queue[int]", started: list[subprocess.Popen[str]]
+) -> None:
+    environment = os.environ | dict.fromkeys(THREADS, "1")
+    environment["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
+    with subprocess.Popen(
+        # -P: a file in the working folder must not shadow a package.
+        [sys.executable, "-P", "-m", WORKER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    ) as process:
+        started.append(process)
+        if process.stdin is None or process.stdout is None or process.stderr is None:
+            raise RuntimeError("the worker process has no pipes")
+        # stdin stays open while the worker runs: the worker ends itself when it is closed.
+        process.stdin.write(json.dumps(job) + "\n")
+        process.stdin.flush()
+        for line in process.stdout:
+            ticks.put(int(line))
+        errors = process.stderr.read().strip().splitlines()
+        if process.wait() != 0:
+            reason = errors[-1] if errors else f"exit code {process.returncode}"
+            raise UserError(
+                f"quickstart climate: run {job['run']} failed: {reason}. "
+                f"If the disk is full, point data.cache at another folder."
+            )
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 LEVEL_VARIABLES = {
@@ -118,29 +254,29 @@ STATIC_VARIABLES = {
     "geopotential_at_surface": ("surface_geopotential", "m**2 s**-2"),
     "land_sea_mask": ("land_area_fraction", "1"),
 }
-BANDS = 4
+BANDS = 4  # chunks along latitude
 
 
-def create(path: Path, synthesis: Synthesis, members: list[Run], title: str) -> None:
-    """Makes the store at `path`: coordinates and statics written, the rest empty."""
+def create(path: Path, synthesis: Synthesis, runs: list[Run], title: str) -> None:
+    """Create the store at `path` with coordinates and static fields; all other arrays are empty."""
     group = zarr.create_group(
         path, zarr_format=3, attributes={"title": title, "Conventions": "CF-1.11"}
     )
-    _write_coordinates(group, synthesis, np.concatenate([run.times for run in members]))
+    _write_coordinates(group, synthesis, np.concatenate([run.times for run in runs]))
     grid = (len(synthesis.latitude), len(synthesis.longitude))
     band = -(-grid[0] // BANDS)
     for name, values in synthesis.statics().items():
         standard_name, units = STATIC_VARIABLES[name]
         _write_array(group, name, values, ("latitude", "longitude"), standard_name, units)
-    times = sum(run.steps for run in members)
-    together = shard_steps(members[0].steps, grid)
+    times = sum(run.steps for run in runs)
+    shard_length = shard_steps(runs[0].steps, grid)
     for name, (standard_name, units) in (LEVEL_VARIABLES | SURFACE_VARIABLES).items():
         levels = (len(LEVELS),) if name in LEVEL_VARIABLES else ()
         group.create_array(
             name,
             shape=(times, *levels, *grid),
             chunks=(1, *levels, band, grid[1]),
-            shards=(together, *levels, band * -(-grid[0] // band), grid[1]),
+            shards=(shard_length, *levels, band * -(-grid[0] // band), grid[1]),
             dtype=np.float32,
             fill_value=np.nan,
             compressors=None,
@@ -150,17 +286,17 @@ def create(path: Path, synthesis: Synthesis, members: list[Run], title: str) -> 
 
 
 def write(path: Path, first: int, fields: dict[str, Array]) -> None:
-    """Writes whole shards: `fields` begin at time step `first`."""
+    """Write complete shards, of `fields` that begin at time step `first`."""
     group = zarr.open_group(path, mode="r+", zarr_format=3, use_consolidated=False)
     for name, values in fields.items():
         array = group[name]
         if not isinstance(array, zarr.Array):
-            raise TypeError(f"{path / name} is no array")
+            raise TypeError(f"{path / name} is not an array")
         array[first : first + len(values)] = values
 
 
 def finish(path: Path) -> None:
-    """Gathers all metadata in one file, so that opening reads one."""
+    """Consolidate the metadata, so that opening the store reads one file."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Consolidated metadata")
         zarr.consolidate_metadata(path, zarr_format=3)
@@ -168,8 +304,8 @@ def finish(path: Path) -> None:
 
 def _write_coordinates(group: zarr.Group, synthesis: Synthesis, times: Times) -> None:
     hours = (times - times[0]) // np.timedelta64(1, "h")
-    since = f"hours since {np.datetime_as_string(times[0], unit='D')}"
-    time = _write_array(group, "time", hours.astype(np.int64), ("time",), "time", since)
+    time_units = f"hours since {np.datetime_as_string(times[0], unit='D')}"
+    time = _write_array(group, "time", hours.astype(np.int64), ("time",), "time", time_units)
     time.attrs["calendar"] = "proleptic_gregorian"
     level = np.array(LEVELS, np.int64)
     _write_array(group, "level", level, ("level",), "air_pressure", "hPa").attrs["positive"] = (
@@ -199,112 +335,3 @@ def _write_array(
     )
     array[...] = values
     return array
-
-
-WORKER = "credit_dp.data.quickstart.worker"
-THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
-
-
-def build(
-    config: QuickstartConfig,
-    grid: tuple[int, int] | None,
-    path: Path,
-    report: ProgressCallback | None = None,
-) -> None:
-    """Integrates the climate and writes it to `path`, which appears whole or not at all.
-
-    The bytes depend on `config` and `grid` only, not on the number of cores. One build of a path at
-    a time: the caller holds a lock.
-
-    Raises:
-        UserError: a setting makes no sense, or a run failed (a full disk, say).
-    """
-    shape = resolve_grid(config, grid)
-    members = plan_runs(config)
-    title = f"{TITLE}, T{config.truncation}, seed {config.seed}"
-    partial = path.with_name(f".{path.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # what a killed build left
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        create(partial, Synthesis(config.truncation, shape), members, title)
-        _integrate(config, shape, partial, members, report or (lambda _message, _share: None))
-        finish(partial)
-        partial.rename(path)
-    except OSError as error:
-        raise UserError(
-            f"quickstart climate: {path} could not be written ({error.strerror or error}). "
-            f"Free some space or point data.cache at another folder."
-        ) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _integrate(
-    config: QuickstartConfig,
-    grid: tuple[int, int],
-    path: Path,
-    members: list[Run],
-    report: ProgressCallback,
-) -> None:
-    total, done = sum(run.steps for run in members), 0
-    ticks: queue.Queue[int] = queue.Queue()
-    started: list[subprocess.Popen[str]] = []
-    report("making the quickstart climate", 0.0)
-    with ThreadPoolExecutor(min(_cores(), len(members))) as pool:
-        try:
-            shared = {"config": asdict(config), "grid": grid, "path": str(path)}
-            jobs = [shared | {"run": run.index} for run in members]
-            futures = [pool.submit(_one_run, job, ticks, started) for job in jobs]
-            while done < total:
-                with suppress(queue.Empty):
-                    done += ticks.get(timeout=0.2)
-                    report("making the quickstart climate", done / total)
-                _raise_first(futures)
-            for future in futures:
-                future.result()
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-            for process in started:
-                process.kill()
-
-
-def _raise_first(futures: list[Future[None]]) -> None:
-    for future in futures:
-        if future.done():
-            future.result()
-
-
-def _one_run(
-    job: Mapping[str, object], ticks: "queue.Queue[int]", started: list[subprocess.Popen[str]]
-) -> None:
-    environment = os.environ | dict.fromkeys(THREADS, "1")
-    environment["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
-    with subprocess.Popen(
-        [sys.executable, "-P", "-m", WORKER],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-    ) as process:
-        started.append(process)
-        if process.stdin is None or process.stdout is None or process.stderr is None:
-            raise RuntimeError("a worker without pipes")
-        # Its input stays open while it works: closing it is what ends a worker.
-        process.stdin.write(json.dumps(job) + "\n")
-        process.stdin.flush()
-        for line in process.stdout:
-            ticks.put(int(line))
-        complaint = process.stderr.read().strip().splitlines()
-        if process.wait() != 0:
-            last = complaint[-1] if complaint else f"exit code {process.returncode}"
-            raise UserError(
-                f"quickstart climate: run {job['run']} failed: {last}. "
-                f"If the disk is full, point data.cache at another folder."
-            )
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

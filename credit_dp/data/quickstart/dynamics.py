@@ -1,4 +1,12 @@
-"""A three-level quasi-geostrophic atmosphere with seasons, mountains and continents."""
+"""A spectral three-level quasi-geostrophic atmosphere with seasons, mountains and continents.
+
+The file has, in this order: spherical harmonics and transforms (`GaussianGrid`), the shape of the
+planet (`land_fraction`, `terrain`), the model (`QuasiGeostrophic`) and its time stepping
+(`integrate_six_hourly`). Spectral coefficients have the shape `(fields, order, 2, degree)`, with
+the real and the imaginary part in the third dim.
+
+Source: Marshall & Molteni 1993.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,12 +19,12 @@ Array = NDArray[np.floating[Any]]
 
 
 def ladder(orders: Array, degree: int) -> Array:
-    """`eps` of `mu P[n] = eps[n + 1] P[n + 1] + eps[n] P[n - 1]`, zero where `n <= m`."""
+    """Return `eps[n]` of `mu P[n] = eps[n + 1] P[n + 1] + eps[n] P[n - 1]`, zero for `n <= m`."""
     return np.sqrt(np.maximum(degree**2 - orders**2, 0) / (4.0 * degree**2 - 1))
 
 
 def legendre(truncation: int, degrees: int, mu: Array) -> Array:
-    """Normalised associated Legendre functions.
+    """Return normalised associated Legendre functions.
 
     Shapes:
         mu `(L,)` -> `(truncation + 1, L, degrees)`, indexed by order, latitude, degree.
@@ -32,15 +40,15 @@ def legendre(truncation: int, degrees: int, mu: Array) -> Array:
         table[m, :, m] = sectoral
     for n in range(1, degrees):
         lower = orders < n
-        below = table[lower, :, n - 2] * ladder(orders[lower], n - 1)[:, None] if n > 1 else 0.0
-        table[lower, :, n] = (mu * table[lower, :, n - 1] - below) / ladder(orders[lower], n)[
+        previous = table[lower, :, n - 2] * ladder(orders[lower], n - 1)[:, None] if n > 1 else 0.0
+        table[lower, :, n] = (mu * table[lower, :, n - 1] - previous) / ladder(orders[lower], n)[
             :, None
         ]
     return table
 
 
 def legendre_slope(truncation: int, degrees: int, mu: Array) -> Array:
-    """`(1 - mu^2) dP/dmu` of the functions that `legendre` returns, in the same shape."""
+    """Return `(1 - mu^2) dP/dmu` of the functions of `legendre`, in the same shape."""
     table = legendre(truncation, degrees + 1, mu)
     orders = np.arange(truncation + 1, dtype=np.float64)
     slope = np.zeros((truncation + 1, len(mu), degrees))
@@ -52,23 +60,23 @@ def legendre_slope(truncation: int, degrees: int, mu: Array) -> Array:
 
 
 def fourier(truncation: int, longitudes: Array) -> Array:
-    """Rows of cosines and minus sines: coefficients to values at `longitudes` (radians).
+    """Return the matrix of cosines and minus sines that sums a Fourier series.
 
     Shapes:
-        `(W,)` -> `(W, 2 (truncation + 1))`.
+        longitudes in radians `(W,)` -> `(W, 2 (truncation + 1))`.
     """
     angle = longitudes[:, None] * np.arange(truncation + 1)
     return np.stack([np.cos(angle), -np.sin(angle)], axis=-1).reshape(len(longitudes), -1)
 
 
 def degrees_squared(degrees: int) -> Array:
-    """`n (n + 1)`: minus the Laplacian's eigenvalues on the unit sphere."""
-    n = np.arange(degrees, dtype=np.float64)
-    return n * (n + 1)
+    """Return `n (n + 1)`, minus the eigenvalues of the Laplacian on the unit sphere."""
+    degree = np.arange(degrees, dtype=np.float64)
+    return degree * (degree + 1)
 
 
 def along_longitude(coefficients: Array) -> Array:
-    """The coefficients of the derivative in longitude: multiplication by `i m`."""
+    """Return the coefficients of the derivative in longitude: multiply by `i m`."""
     m = np.arange(coefficients.shape[1], dtype=coefficients.dtype)[:, None]
     result = np.empty_like(coefficients)
     np.multiply(-m, coefficients[:, :, 1], out=result[:, :, 0])
@@ -77,7 +85,7 @@ def along_longitude(coefficients: Array) -> Array:
 
 
 def to_grid(associated: Array, waves: Array, coefficients: Array) -> Array:
-    """Sums a spectral series at the points of a grid.
+    """Sum a spectral series at the points of a grid.
 
     Shapes:
         associated `(M, L, N)`, waves `(W, 2 M)`, coefficients `(F, M, 2, N)` -> `(W, F, L)`.
@@ -85,6 +93,7 @@ def to_grid(associated: Array, waves: Array, coefficients: Array) -> Array:
     orders, latitudes, degrees = associated.shape
     fields = len(coefficients)
     folded = coefficients.transpose(1, 3, 2, 0).reshape(orders, degrees, 2 * fields)
+    # First over degrees for each order and latitude, then over orders: two matrix products.
     zonal = np.matmul(associated, folded).reshape(orders, latitudes, 2, fields)
     zonal = zonal.transpose(0, 2, 3, 1).reshape(2 * orders, fields * latitudes)
     return np.asarray((waves @ zonal).reshape(len(waves), fields, latitudes))
@@ -114,15 +123,15 @@ class GaussianGrid:
 
     @classmethod
     def of(cls, truncation: int, dtype: type[np.floating[Any]] = np.float32) -> "GaussianGrid":
-        """The smallest such grid for `truncation`, with its tables in `dtype`."""
-        latitudes = -(-(3 * truncation + 1) // 4) * 2
-        mu, weights = np.polynomial.legendre.leggauss(latitudes)
-        longitudes = 2 * np.pi * np.arange(2 * latitudes) / (2 * latitudes)
+        """Return the smallest grid without aliasing, with tables in `dtype`."""
+        num_latitudes = -(-(3 * truncation + 1) // 4) * 2
+        mu, weights = np.polynomial.legendre.leggauss(num_latitudes)
+        longitudes = 2 * np.pi * np.arange(2 * num_latitudes) / (2 * num_latitudes)
         table = legendre(truncation, truncation + 1, mu)
         slope = legendre_slope(truncation, truncation + 1, mu)
         weight = (weights / (2 * (1 - mu**2)))[:, None]
         waves = fourier(truncation, longitudes)
-        # Folding +m and -m into one real part doubles every wave but the zonal mean.
+        # A real field has equal waves at +m and -m: all but the zonal mean count twice.
         analysis = (
             waves.T * (np.where(np.arange(2 * truncation + 2) < 2, 1, 2) / len(waves))[:, None]
         )
@@ -137,7 +146,7 @@ class GaussianGrid:
         return cls(mu, longitudes, *(np.ascontiguousarray(t, dtype=dtype) for t in tables))
 
     def transform(self, values: Array, slope: bool = False) -> Array:
-        """Projects `values` on the harmonics (or on their slopes), weighted by `1 / (1 - mu^2)`.
+        """Project `values` on the harmonics (or on their slopes), weighted by `1 / (1 - mu^2)`.
 
         Shapes:
             `(W, F, L)` -> `(F, T + 1, 2, T + 1)`.
@@ -151,7 +160,7 @@ class GaussianGrid:
         return np.asarray(spectrum.transpose(3, 0, 2, 1))
 
     def project(self, values: Array) -> Array:
-        """The coefficients of `values`: the inverse of `to_grid` for truncated fields."""
+        """Return the coefficients of `values`: the inverse of `to_grid` for truncated fields."""
         return self.transform(values * (1 - self.mu**2).astype(values.dtype))
 
 
@@ -163,7 +172,7 @@ DAY = 86400.0  # s
 YEAR_DAYS = 365.2425
 LAPSE_RATE = 6.5e-3  # K m-1
 COLDEST_DAY = 15.0  # of the year, in the north
-TITLE = "Quasi-geostrophic quickstart climate"  # how the titles of its stores begin
+TITLE = "Quasi-geostrophic quickstart climate"  # the beginning of the title of its stores
 
 
 @final
@@ -177,7 +186,7 @@ class Bump:
     height: float
 
     def distance(self, longitude: Array, latitude: Array) -> Array:
-        """Squared distance from the centre in half widths, on the outer product of both axes."""
+        """Return the squared distance from the centre in half widths, `(W, L)`."""
         east = np.sin(np.radians(longitude - self.longitude) / 2)[:, None]
         east = 2 * np.degrees(np.arcsin(np.abs(east))) * np.cos(np.radians(latitude))[None, :]
         north = (latitude - self.latitude)[None, :]
@@ -203,7 +212,11 @@ MOUNTAINS = (
 
 
 def land_fraction(longitude: Array, latitude: Array) -> Array:
-    """Share of land, 0 to 1. Shapes: `(W,)` and `(L,)`, both in degrees, -> `(W, L)`."""
+    """Return the fraction of land.
+
+    Shapes:
+        longitudes `(W,)`, latitudes `(L,)`, in degrees -> `(W, L)`.
+    """
     sea = np.ones((len(longitude), len(latitude)))
     for continent in CONTINENTS:
         edge = np.sqrt(continent.distance(longitude, latitude)) - 1
@@ -212,7 +225,7 @@ def land_fraction(longitude: Array, latitude: Array) -> Array:
 
 
 def terrain(longitude: Array, latitude: Array) -> Array:
-    """Height of the ground in metres. Shapes as `land_fraction`."""
+    """Return the surface height in metres; shapes as for `land_fraction`."""
     height = np.zeros((len(longitude), len(latitude)))
     for peak, bump in MOUNTAINS:
         height += peak * np.exp(-bump.distance(longitude, latitude))
@@ -220,50 +233,56 @@ def terrain(longitude: Array, latitude: Array) -> Array:
 
 
 def winter(day_of_year: float) -> float:
-    """1 in the depth of the northern winter, -1 half a year later."""
+    """Return the season as a number: 1 in the northern mid-winter, -1 half a year later."""
     return float(np.cos(2 * np.pi * (day_of_year - COLDEST_DAY) / YEAR_DAYS))
 
 
 LEVELS = (200, 500, 800)  # hPa
-STREAM = RADIUS**2 * ROTATION  # m2 s-1 of one unit of streamfunction
+STREAM = RADIUS**2 * ROTATION  # m2 s-1, the unit of the streamfunction
 
 
 @final
 @dataclass(frozen=True)
 class Physics:
-    """The model's constants."""
+    """The constants of the model."""
 
     deformation: tuple[float, float] = (700e3, 450e3)  # m, Marshall & Molteni
     relaxation_days: float = 15.0
     friction_days: float = 5.0
-    depth: float = 9000.0  # m, scale height over which mountains squeeze the lowest layer
-    shear: tuple[float, float] = (32.0, 16.0)  # m s-1 at the jet's core, 200-500 and 500-800 hPa
-    season: float = 0.35  # the jet's strength swings by this share
+    depth: float = 9000.0  # m, scale height by which mountains act on the lowest layer
+    shear: tuple[float, float] = (32.0, 16.0)  # m s-1 in the core of the jet: 200-500, 500-800 hPa
+    season: float = 0.35  # seasonal amplitude of the jet, relative to its mean
     core: float = 45.0  # degrees of latitude, annual mean
     core_swing: float = 5.0  # degrees towards the equator in winter
     core_width: float = 16.0  # degrees
-    land_swing: float = 20.0  # K, a continent's winter cold below the zonal mean
-    smallest_days: float = 0.6  # hyperdiffusion's time on the smallest wave
+    land_swing: float = 20.0  # K by which a continent is colder than the zonal mean in winter
+    smallest_days: float = 0.6  # time scale of hyperdiffusion at the smallest wave
     order: int = 4  # power of the Laplacian
 
 
 def jet(latitude: Array, physics: Physics, cold: float) -> Array:
-    """Zonal shear in units of its core's, positive eastward; `cold` is 1 in the north's winter."""
+    """Return the zonal shear relative to that in the core of the jet, positive eastward.
+
+    Args:
+        latitude: degrees, `(L,)`.
+        physics: position and width of the jet.
+        cold: see `winter`.
+    """
     speed = np.zeros_like(latitude)
-    for side in (1.0, -1.0):
-        here = side * cold
-        centre = physics.core - physics.core_swing * here
-        strength = 1 + physics.season * here
-        speed += strength * np.exp(-(((side * latitude - centre) / physics.core_width) ** 2))
+    for hemisphere in (1.0, -1.0):
+        local_winter = hemisphere * cold
+        centre = physics.core - physics.core_swing * local_winter
+        strength = 1 + physics.season * local_winter
+        speed += strength * np.exp(-(((hemisphere * latitude - centre) / physics.core_width) ** 2))
     return np.asarray(speed * np.cos(np.radians(latitude)) / np.cos(np.radians(physics.core)))
 
 
 @final
 class QuasiGeostrophic:
-    """Steps the model; the state is potential vorticity less that of the resting planet.
+    """The tendencies of the model; its state is potential vorticity minus that of a planet at rest.
 
     Shapes:
-        states and tendencies `(3, T + 1, 2, T + 1)`, coefficients as in `spectral`.
+        states and tendencies `(3, T + 1, 2, T + 1)`, spectral coefficients on three levels.
     """
 
     def __init__(
@@ -283,14 +302,17 @@ class QuasiGeostrophic:
         self.forcing = self._forcing()
 
     def streamfunction(self, state: Array) -> Array:
-        """`psi` in Earth radii squared times Omega; its mean is zero."""
+        """Return the streamfunction in Earth radii squared times Omega; its mean is zero."""
         return product(self.invert, state)
 
     def advection(self, state: Array) -> Array:
-        """`-J(psi, q)` in flux form: conserves energy and enstrophy but for the time stepping."""
-        psi, levels = self.streamfunction(state), len(state)
-        carried = np.concatenate([along_longitude(psi), state + self.resting])
-        values = to_grid(self.grid.inverse, self.grid.waves, carried)
+        """Return `-J(psi, q)` in flux form: only the time stepping breaks energy and enstrophy."""
+        psi = self.streamfunction(state)
+        levels = len(state)
+        # -J = d/dlon(q dpsi/dmu) - d/dmu(q dpsi/dlon). Products are formed on the grid. Projecting
+        # on slopes gives minus the derivative in mu, integrated by parts.
+        coefficients = np.concatenate([along_longitude(psi), state + self.resting])
+        values = to_grid(self.grid.inverse, self.grid.waves, coefficients)
         north, q = values[:, :levels], values[:, levels:]
         west = to_grid(self.grid.inverse_slope, self.grid.waves, psi)
         divergence = along_longitude(self.grid.transform(west * q))
@@ -298,12 +320,12 @@ class QuasiGeostrophic:
         return divergence * self.mask
 
     def sources(self, state: Array, cold: float) -> Array:
-        """Relaxation and friction; `cold` is 1 in the depth of the north's winter."""
+        """Return the tendency by relaxation and friction; for `cold` see `winter`."""
         mean, swing = self.forcing
         return product(self.linear, state) + (mean + self.dtype(cold) * swing)
 
     def hyperdiffusion(self) -> Array:
-        """Its rate for each degree. Shapes: `(T + 1,)`."""
+        """Return the rate of hyperdiffusion for each degree, `(T + 1,)`."""
         scale = degrees_squared(self.truncation + 1) / (self.truncation * (self.truncation + 1))
         rate = scale**self.physics.order / (self.physics.smallest_days * DAY * ROTATION)
         return rate.astype(self.dtype)
@@ -315,9 +337,9 @@ class QuasiGeostrophic:
     def _inversion(self) -> Array:
         laplacian = -degrees_squared(self.truncation + 1)[:, None, None] * np.eye(3)
         operator = laplacian + self._stretching()
-        operator[0] = np.eye(3)
+        operator[0] = np.eye(3)  # degree 0 is singular: any matrix that can be inverted
         inverse = np.linalg.inv(operator)
-        inverse[0] = 0  # no mean: only differences of a streamfunction mean anything
+        inverse[0] = 0  # degree 0: only differences of a streamfunction have a meaning
         return inverse.transpose(1, 2, 0).astype(self.dtype)
 
     def _damping(self) -> Array:
@@ -334,7 +356,7 @@ class QuasiGeostrophic:
         return self.grid.project(vorticity.astype(self.dtype)) * self.mask
 
     def _forcing(self) -> tuple[Array, Array]:
-        """Potential vorticity per time towards the mean climate, and its swing with the season."""
+        """Return the forcing of the annual mean, and its change with the season."""
         stretching = self._stretching() / (self.physics.relaxation_days * DAY * ROTATION)
         north, south = (
             product(stretching[..., None], self._equilibrium(cold)).astype(self.dtype)
@@ -343,7 +365,7 @@ class QuasiGeostrophic:
         return (north + south) / 2, (north - south) / 2
 
     def _equilibrium(self, cold: float) -> Array:
-        """A streamfunction that has the thicknesses of the climate relaxed to."""
+        """Return a streamfunction with the thicknesses of the climate that the model relaxes to."""
         latitude = np.degrees(np.arcsin(self.grid.mu))
         shear = jet(latitude, self.physics, cold) / (RADIUS * ROTATION)
         zonal = np.tile(shear * np.sqrt(1 - self.grid.mu**2), (len(self.grid.longitudes), 1, 1))
@@ -357,60 +379,68 @@ class QuasiGeostrophic:
         )
 
     def _land_contrast(self) -> Array:
-        """Streamfunction thickness of the winter cold over land (the summer's has its sign)."""
+        """Return the change of thickness by winter cold over land, as a streamfunction."""
         mu = self.grid.mu
         land = land_fraction(np.degrees(self.grid.longitudes), np.degrees(np.arcsin(mu)))
         contrast = land - land.mean(axis=0)
         # The sign of latitude enters twice, through the season and through f in psi =
         # geopotential / f; the division is softened at the equator.
-        kelvin = -self.physics.land_swing * np.abs(mu) / (mu**2 + 0.15)
-        psi = DRY_AIR * np.log(LEVELS[1] / LEVELS[0]) * kelvin / (2 * ROTATION) / STREAM
+        cooling = -self.physics.land_swing * np.abs(mu) / (mu**2 + 0.15)
+        psi = DRY_AIR * np.log(LEVELS[1] / LEVELS[0]) * cooling / (2 * ROTATION) / STREAM
         return self.grid.project((contrast * psi)[:, None].astype(self.dtype)) * self.mask
 
 
 def product(left: Array, right: Array) -> Array:
-    """Matrix product over levels, elementwise in the rest. Shapes: `(3, 3, N)`, `(3, ..., N)`."""
-    spread = left.reshape(3, 3, *(1,) * (right.ndim - 2), left.shape[-1])
-    return np.asarray((spread * right[None]).sum(axis=1))
+    """Return the matrix product over levels, elementwise in all other dims.
+
+    Shapes:
+        `(3, 3, N)`, `(3, ..., N)` -> `(3, ..., N)`.
+    """
+    matrix = left.reshape(3, 3, *(1,) * (right.ndim - 2), left.shape[-1])
+    return np.asarray((matrix * right[None]).sum(axis=1))
 
 
 SAMPLE_SECONDS = 21600.0
 LONGEST_STEP = 64000.0  # s, divided by the truncation: a wind of 100 m/s stays stable
-FILTER = 0.04  # Robert's coefficient
-SHARE = 0.53  # Williams' split of the filter between two steps
+FILTER_COEFFICIENT = 0.04  # of the Robert filter
+FILTER_SPLIT = 0.53  # of the Williams filter: the part that acts on the current step
 
 
 def initial_state(model: QuasiGeostrophic, rng: np.random.Generator) -> Array:
-    """Weak, large-scale noise: what the baroclinic instability grows from."""
+    """Return weak, large-scale noise, from which baroclinic instability grows."""
     size = model.truncation + 1
     degree = np.arange(size)
     noise = rng.standard_normal((3, size, 2, size)) * 1e-2 * np.exp(-(((degree - 8) / 5) ** 2))
-    noise[:, 0, 1] = 0
+    noise[:, 0, 1] = 0  # order 0 has no imaginary part
     return np.asarray((noise * model.mask).astype(model.dtype))
 
 
 def integrate_six_hourly(
     model: QuasiGeostrophic, state: Array, day_of_year: float
 ) -> Iterator[Array]:
-    """Yields `state` and then the state of every six hours that follow, without end.
+    """Yield `state` and then the state every six hours, without end.
 
-    Source: Robert 1966 and Williams 2009 for the filter; linear terms from the earlier step and
-    implicit hyperdiffusion keep the damping stable.
+    The scheme is leapfrog: advection is centred in time, linear terms are taken from the earlier
+    step and hyperdiffusion is implicit, which keeps the damping stable. The filter suppresses the
+    computational mode of the leapfrog.
+
+    Source: Robert 1966 and Williams 2009 for the filter.
     """
     substeps = int(np.ceil(SAMPLE_SECONDS / (LONGEST_STEP / model.truncation)))
     seconds = SAMPLE_SECONDS / substeps
     step = model.dtype(seconds * ROTATION)
-    smooth = 1 / (1 + 2 * step * model.hyperdiffusion())
-    before = state
-    now = state + step * (model.advection(state) + model.sources(state, winter(day_of_year)))
-    yield before
+    diffusion_factor = 1 / (1 + 2 * step * model.hyperdiffusion())
+    previous = state
+    current = state + step * (model.advection(state) + model.sources(state, winter(day_of_year)))
+    yield previous
     count = 1
     while True:
         if count % substeps == 0:
-            yield now
+            yield current
         cold = winter(day_of_year + count * seconds / DAY)
-        after = (before + 2 * step * (model.advection(now) + model.sources(before, cold))) * smooth
-        wiggle = model.dtype(FILTER / 2) * (before - 2 * now + after)
-        before = now + model.dtype(SHARE) * wiggle
-        now = after - model.dtype(1 - SHARE) * wiggle
+        tendency = model.advection(current) + model.sources(previous, cold)
+        following = (previous + 2 * step * tendency) * diffusion_factor
+        correction = model.dtype(FILTER_COEFFICIENT / 2) * (previous - 2 * current + following)
+        previous = current + model.dtype(FILTER_SPLIT) * correction
+        current = following - model.dtype(1 - FILTER_SPLIT) * correction
         count += 1

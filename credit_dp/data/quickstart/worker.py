@@ -1,7 +1,7 @@
-"""One run of the climate in a process of its own: `python -m credit_dp.data.quickstart.worker`.
+"""Integrates one run of the climate, as `python -m credit_dp.data.quickstart.worker`.
 
-The first line of standard input is the job as JSON; a line is written per finished block of time
-steps. The process ends when its input closes, so that it never outlives the one that started it.
+The first line of stdin is the job as JSON. For each finished block, the number of its time steps
+is written to stdout. The process ends when stdin closes, so that it never outlives its parent.
 """
 
 import json
@@ -34,11 +34,15 @@ from credit_dp.data.quickstart.fields import Synthesis
 
 
 def streamfunctions(config: QuickstartConfig, run: Run) -> Iterator[Array]:
-    """The run's six-hourly streamfunctions, `(3, T + 1, 2, T + 1)` each, spin-up left out."""
+    """Yield the run's six-hourly streamfunctions, `(3, T + 1, 2, T + 1)` each, after the spin-up.
+
+    Raises:
+        FloatingPointError: the model became unstable.
+    """
     model = QuasiGeostrophic(config.truncation)
-    noise = np.random.default_rng([config.seed, run.index])
-    begin = run.start - np.timedelta64(config.spinup_days, "D")
-    states = integrate_six_hourly(model, initial_state(model, noise), day_of_year(begin))
+    rng = np.random.default_rng([config.seed, run.index])
+    start = run.start - np.timedelta64(config.spinup_days, "D")
+    states = integrate_six_hourly(model, initial_state(model, rng), day_of_year(start))
     for state in islice(states, config.spinup_days * STEPS_PER_DAY, None):
         if not np.isfinite(state[0, 0, 0, 1]):
             raise FloatingPointError(f"run {run.index} became unstable")
@@ -46,32 +50,34 @@ def streamfunctions(config: QuickstartConfig, run: Run) -> Iterator[Array]:
 
 
 def blocks(config: QuickstartConfig, grid: tuple[int, int], run: Run) -> Iterator[dict[str, Array]]:
-    """The run's fields, one shard of time steps after the other."""
+    """Yield the run's fields, one shard of time steps at a time."""
     synthesis = Synthesis(config.truncation, grid)
-    together = shard_steps(run.steps, grid)
+    shard_length = shard_steps(run.steps, grid)
     states = streamfunctions(config, run)
-    for _ in range(run.steps // together):
-        yield synthesis.fields(np.stack(list(islice(states, together))))
+    for _ in range(run.steps // shard_length):
+        yield synthesis.fields(np.stack(list(islice(states, shard_length))))
 
 
 def main() -> None:
-    """Reads the job, writes the run's blocks into the store, tells of each."""
+    """Read the job, write the run's blocks into the store, and report each."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
     job = json.loads(sys.stdin.readline())
     threading.Thread(target=_end_with_parent, daemon=True).start()
     config = QuickstartConfig(**job["config"])
     grid = (int(job["grid"][0]), int(job["grid"][1]))
     run = plan_runs(config)[job["run"]]
-    first = run.first
+    step = run.first
     for fields in blocks(config, grid, run):
-        dataset.write(Path(job["path"]), first, fields)
+        dataset.write(Path(job["path"]), step, fields)
         count = len(fields["geopotential"])
-        first += count
+        step += count
         sys.stdout.write(f"{count}\n")
         sys.stdout.flush()
 
 
 def _end_with_parent() -> None:
+    # read() returns when the pipe closes, also if the parent was killed. sys.exit() would end only
+    # this thread.
     sys.stdin.read()
     os._exit(1)
 

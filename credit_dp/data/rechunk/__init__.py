@@ -1,1 +1,1 @@
-"""Copies what a run needs of a store into the prepared form, which ranks read fastest."""
+"""Copies the fields that a run needs into a prepared store, the format that ranks read fastest."""

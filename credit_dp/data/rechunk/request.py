@@ -1,4 +1,8 @@
-"""What is to be prepared: the channels of a config at some dates, perhaps on another grid."""
+"""Selects the fields that `credit-dp data prepare` copies, and regrids them if needed.
+
+`FieldSelection` is the request, which can be sent to other processes; `SelectedFields` opens the
+store and reads. Regridding is first-order conservative on regular grids (`Regridder`).
+"""
 
 import itertools
 from collections.abc import Sequence
@@ -27,103 +31,14 @@ Array = NDArray[np.float64]
 
 
 @final
-class Regridder:
-    """Takes fields from one regular grid to another; global means stay.
-
-    NaN: a target cell is the mean over the valid part of its area, and NaN where none is valid.
-    Global means then stay only as far as all of a target cell is valid or none.
-
-    Args:
-        latitude, longitude: of the source, `(H,)` and `(W,)` degrees; rows reach from midpoint to
-            midpoint, the outermost to the poles; columns are equal and close the circle.
-        new_latitude, new_longitude: of the target.
-    """
-
-    def __init__(
-        self, latitude: Array, longitude: Array, new_latitude: Array, new_longitude: Array
-    ) -> None:
-        self._rows = _normalise_rows(_row_overlap(row_edges(latitude), row_edges(new_latitude)))
-        self._columns = _normalise_rows(_column_overlap(longitude, new_longitude))
-
-    def __call__(self, fields: NDArray[np.floating]) -> NDArray[np.floating]:
-        """Computed in float64, a field at a time; of the type that came.
-
-        Shapes:
-            `(..., H, W)` -> `(..., H_new, W_new)`.
-        """
-        shape = (*fields.shape[:-2], len(self._rows), len(self._columns))
-        result = np.empty(shape, dtype=fields.dtype)
-        for place in np.ndindex(shape[:-2]):
-            result[place] = self._regrid_field(fields[place].astype(np.float64))
-        return result
-
-    def _regrid_field(self, field: Array) -> Array:
-        valid = ~np.isnan(field)
-        if valid.all():
-            return self._means(field)
-        covered = self._means(valid.astype(np.float64))
-        total = self._means(np.where(valid, field, 0.0))
-        # Rounding leaves a speck of area where there is none.
-        some = covered > 1e-9
-        return np.where(some, total / np.where(some, covered, 1.0), np.nan)
-
-    def _means(self, field: Array) -> Array:
-        means: Array = self._rows @ field @ self._columns.T
-        return means
-
-
-def regular_grid(rows: int, columns: int) -> tuple[Array, Array]:
-    """Latitudes (falling) and longitudes of the usual grid of this size.
-
-    An odd number of rows has one on each pole and one on the equator, an even number has neither.
-    """
-    latitude = np.linspace(POLE, -POLE, rows, dtype=np.float64)
-    if rows % 2 == 0:
-        latitude = POLE - (np.arange(rows, dtype=np.float64) + 0.5) * (2 * POLE / rows)
-    return latitude, np.arange(columns) * FULL_CIRCLE / columns
-
-
-def row_edges(latitude: Array) -> Array:
-    """Edges of rows in sin(latitude), falling: `(H,)` degrees, falling -> `(H + 1,)`."""
-    middle = (latitude[1:] + latitude[:-1]) / 2
-    inner = np.sin(np.deg2rad(middle))
-    return np.asarray(np.concatenate([[1.0], inner, [-1.0]]), dtype=np.float64)
-
-
-def _row_overlap(old: Array, new: Array) -> Array:
-    """What each new row has of each old one, in sin(latitude): `(H_new, H)`."""
-    upper = np.minimum(new[:-1, None], old[None, :-1])
-    lower = np.maximum(new[1:, None], old[None, 1:])
-    return np.asarray(np.maximum(upper - lower, 0.0), dtype=np.float64)
-
-
-def _column_overlap(old: Array, new: Array) -> Array:
-    """What each new column has of each old one, in degrees: `(W_new, W)`."""
-    width, new_width = FULL_CIRCLE / len(old), FULL_CIRCLE / len(new)
-    # Distance between centres, the short way round: from -180 up to 180.
-    apart = (new[:, None] - old[None, :] + FULL_CIRCLE / 2) % FULL_CIRCLE - FULL_CIRCLE / 2
-    overlap = np.zeros_like(apart)
-    for turn in (-FULL_CIRCLE, 0.0, FULL_CIRCLE):  # wide columns may meet on both sides
-        east = np.minimum(apart + turn + new_width / 2, width / 2)
-        west = np.maximum(apart + turn - new_width / 2, -width / 2)
-        overlap += np.maximum(east - west, 0.0)
-    return overlap
-
-
-def _normalise_rows(overlap: Array) -> Array:
-    """Each row divided by its sum, so that a constant stays one."""
-    return np.asarray(overlap / overlap.sum(axis=1, keepdims=True), dtype=np.float64)
-
-
-@final
 @dataclass(frozen=True)
 class FieldSelection:
-    """Which fields, as a user asks for them.
+    """The request for fields.
 
     Attributes:
         config: store, variables, levels, step and units.
-        dates: `(first, last)`, both inclusive; empty: all of the store's.
-        grid: `ROWSxCOLUMNS` of the grid to regrid to, or None.
+        dates: `(first, last)`, both inclusive; empty for all dates of the store.
+        grid: the target grid as `ROWSxCOLUMNS`; None for the store's grid.
     """
 
     config: DataConfig
@@ -131,10 +46,10 @@ class FieldSelection:
     grid: str | None = None
 
     def check(self) -> None:
-        """Refuse dates and a grid that can't be read.
+        """Refuse dates and grids that can't be parsed.
 
         Raises:
-            UserError: naming the key.
+            UserError: it names the key.
         """
         checks.grid("grid", self.grid)
         if self.dates:
@@ -143,23 +58,26 @@ class FieldSelection:
 
 @final
 class SelectedFields:
-    """The fields that a question asks for, gaps (NaN) and all.
+    """Reads the fields of a selection; missing values (NaN) stay.
 
     Open it in the process that reads it.
 
     Attributes:
         times: `(T,)`.
-        latitude, longitude: degrees, of the prepared store; latitude falls.
-        form: what the prepared store says of itself.
+        latitude, longitude: degrees on the target grid; latitude decreases.
+        metadata: for the attributes of the prepared store.
     """
 
-    def __init__(self, source: Source, question: FieldSelection) -> None:
-        config = question.config
+    def __init__(self, source: Source, selection: FieldSelection) -> None:
+        config = selection.config
+        # Computed forcings and static fields are not copied: a run computes them again.
         channels = select_channels(source, config)
         check_units(source, config)
-        stored = [Channel(name) for name in channels.forcing if name not in COMPUTED_FORCINGS]
-        self._channels = [*channels.prognostic, *channels.diagnostic, *stored]
-        self._static = [Channel(x) for x in channels.static if x not in COMPUTED_STATICS]
+        stored_forcing = [
+            Channel(name) for name in channels.forcing if name not in COMPUTED_FORCINGS
+        ]
+        self._channels = [*channels.prognostic, *channels.diagnostic, *stored_forcing]
+        self._static = [Channel(name) for name in channels.static if name not in COMPUTED_STATICS]
         variables = [channel.variable for channel in (*self._channels, *self._static)]
         self._variables = list(dict.fromkeys(variables))
         self._source = source
@@ -167,67 +85,71 @@ class SelectedFields:
         self._step_reader = StepReader(source, config, self._variables)
         check_limit_keys(config, [*self._channels, *self._static])
         self._limits = ValueLimits(source, config)
-        self._start, stop = _date_bounds(self._step_reader.times, question.dates, source.where)
+        self._start, stop = _date_bounds(self._step_reader.times, selection.dates, source.where)
         self.times: Times = self._step_reader.times[self._start : stop]
-        self.latitude, self.longitude = source.latitude, source.longitude
+        self.latitude = source.latitude
+        self.longitude = source.longitude
         self._regridder: Regridder | None = None
-        if question.grid is not None:
-            old = self.latitude, self.longitude
-            self.latitude, self.longitude = regular_grid(*_parse_grid(question.grid))
-            self._regridder = Regridder(*old, self.latitude, self.longitude)
-        self.form = self._form()
+        if selection.grid is not None:
+            source_grid = self.latitude, self.longitude
+            self.latitude, self.longitude = regular_grid(*_parse_grid(selection.grid))
+            self._regridder = Regridder(*source_grid, self.latitude, self.longitude)
+        self.metadata = self._metadata()
 
     @classmethod
-    def open(cls, question: FieldSelection) -> "SelectedFields":
-        """Open the store.
+    def open(cls, selection: FieldSelection) -> "SelectedFields":
+        """Open the store of a selection.
 
         Raises:
-            UserError: it doesn't hold what is asked for.
+            UserError: it lacks a requested variable, level or date.
         """
-        return cls(open_source(question.config), question)
+        return cls(open_source(selection.config), selection)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Times, channels, rows, columns."""
+        """Return the numbers of times, channels, rows and columns."""
         return len(self.times), len(self._channels), len(self.latitude), len(self.longitude)
 
     def blocks(self, size: int) -> list[tuple[int, int]]:
-        """The times in parts of at most `size`, as `(first, stop)`.
+        """Split the times into blocks `(first, stop)` of at most `size` times.
 
-        Cut where the store's chunks end, so that each is decoded once if `size` allows it.
+        Blocks end where the store's chunks end, so that each chunk is decoded once if `size`
+        allows it.
         """
         span = slice(self._start, self._start + len(self.times))
         parts: list[tuple[int, int]] = []
-        for places in self._step_reader.blocks(self._channels, span, 1):
-            first, stop = int(places[0]) - self._start, int(places[-1]) + 1 - self._start
-            if parts and stop - parts[-1][0] <= size:
+        # Size 1 gives the smallest parts that end at chunk edges; they are joined up to `size`.
+        for indices in self._step_reader.blocks(self._channels, span, 1):
+            first, stop = int(indices[0]) - self._start, int(indices[-1]) + 1 - self._start
+            if parts and stop - parts[-1][0] <= size:  # joins the block before
                 first, _ = parts.pop()
             parts += itertools.pairwise([*range(first, stop, size), stop])
         return parts
 
     def fields(self, first: int, stop: int, rows: slice = slice(None)) -> Fields:
-        """All channels at the times from `first` up to `stop`: `(T, C, rows, W)`."""
-        places = np.arange(self._start + first, self._start + stop)
+        """Read all channels at the times from `first` up to `stop`: `(T, C, rows, W)`."""
+        indices = np.arange(self._start + first, self._start + stop)
         if self._regridder is None:
-            return self._read(places, rows)
-        whole_globe = self._read(places, slice(None))
-        return np.asarray(self._regridder(whole_globe), dtype=np.float32)[:, :, rows]
+            return self._read(indices, rows)
+        # A target row needs source rows of other latitudes: regrid the globe, then take `rows`.
+        globe = self._read(indices, slice(None))
+        return np.asarray(self._regridder(globe), dtype=np.float32)[:, :, rows]
 
     def static(self) -> Fields:
-        """The static channels: `(S, H, W)`."""
+        """Read the static channels: `(S, H, W)`."""
         if not self._static:
             return np.empty((0, *self.shape[2:]), dtype=np.float32)
         fields = self._source.read(self._static, slice(0, 1), slice(None))
         self._step_reader.convert(self._static, fields)
-        for number, channel in enumerate(self._static):
-            self._limits.check(channel, fields[:, number], lambda _: (0, ""))
+        for index, channel in enumerate(self._static):
+            self._limits.check(channel, fields[:, index], lambda _: (0, ""))
         if self._regridder is None:
             return np.asarray(fields[0])
         return np.asarray(self._regridder(fields[0]), dtype=np.float32)
 
     def settings(self) -> dict[str, object]:
-        """What the fields depend on, as JSON."""
-        done = {name: self._config.of(name).convert for name in self._variables}
+        """Return everything that the fields depend on, as JSON."""
+        conversions = {name: self._config.variable_config(name).convert for name in self._variables}
         return {
             "store": self._source.where,
             "store's fingerprint": fingerprint(*self._source.description(self._variables)),
@@ -235,51 +157,54 @@ class SelectedFields:
             "data.step": self._config.step_hours,
             "variables": [channel.name for channel in (*self._channels, *self._static)],
             "summed over the step": sorted(self._step_reader.summed),
-            "conversions": {name: text for name, text in done.items() if text},
+            "conversions": {name: text for name, text in conversions.items() if text},
             "grid": list(self.shape[2:]),
         }
 
-    def _read(self, places: NDArray[np.intp], rows: slice) -> Fields:
-        """Group by group, so that no more than one group's chunks are in memory besides."""
+    def _read(self, indices: NDArray[np.intp], rows: slice) -> Fields:
+        """Read group by group, so that the chunks of only one group are in memory at a time."""
         groups = self._source.group_by_chunk(self._channels)
         if len(groups) == 1:
-            return self._read_checked(self._channels, places, rows)
-        parts = [self._read_checked(group, places, rows) for group in groups]
+            return self._read_checked(self._channels, indices, rows)
+        parts = [self._read_checked(group, indices, rows) for group in groups]
         return np.concatenate(parts, axis=1)
 
     def _read_checked(
-        self, channels: Sequence[Channel], places: NDArray[np.intp], rows: slice
+        self, channels: Sequence[Channel], indices: NDArray[np.intp], rows: slice
     ) -> Fields:
-        """Read fields whose values can be; of a prepared store their source is no longer known."""
+        """Read fields and check that their values are plausible.
 
-        def when(time: int) -> tuple[int, str]:
-            place = int(places[time])
-            date = self._step_reader.times[place].astype("M8[m]")
-            return self._step_reader.source_index(place), f"{date}, "
+        This is the last chance: a prepared store no longer knows which file a value came from.
+        """
 
-        fields = self._step_reader.read(channels, places, rows)
-        for number, channel in enumerate(channels):
-            self._limits.check(channel, fields[:, number], when, rows.start or 0)
+        def describe_time(time: int) -> tuple[int, str]:
+            index = int(indices[time])
+            date = self._step_reader.times[index].astype("M8[m]")
+            return self._step_reader.source_index(index), f"{date}, "
+
+        fields = self._step_reader.read(channels, indices, rows)
+        for position, channel in enumerate(channels):
+            self._limits.check(channel, fields[:, position], describe_time, rows.start or 0)
         return fields
 
-    def _form(self) -> PreparedMetadata:
-        found = {name: self._source.variables[name] for name in self._variables}
+    def _metadata(self) -> PreparedMetadata:
+        variables = {name: self._source.variables[name] for name in self._variables}
         return PreparedMetadata(
             channels=tuple(self._channels),
             static=tuple(channel.variable for channel in self._static),
-            units={name: converted_unit(self._source, name, self._config) for name in found},
-            standard_names={name: variable.standard_name for name, variable in found.items()},
+            units={name: converted_unit(self._source, name, self._config) for name in variables},
+            standard_names={name: variable.standard_name for name, variable in variables.items()},
             origin=self._source.where,
-            model_levels=any(variable.model_levels for variable in found.values()),
+            model_levels=any(variable.model_levels for variable in variables.values()),
             title=self._source.title,
         )
 
 
 def _date_bounds(times: Times, dates: Sequence[str], where: str) -> tuple[int, int]:
-    """Places of the first time of `dates` and of the one after the last.
+    """Return the index of the first time within `dates`, and the index after the last one.
 
     Raises:
-        UserError: there is none.
+        UserError: no time is within `dates`.
     """
     if not dates:
         return 0, len(times)
@@ -299,3 +224,95 @@ def _parse_grid(text: str) -> tuple[int, int]:
     if rows < 2:
         raise UserError(f"grid: needs at least two rows, got {text}. Change grid.")
     return rows, columns
+
+
+@final
+class Regridder:
+    """First-order conservative regridding between regular grids: global means are preserved.
+
+    NaN: a target cell is the mean over the valid part of its area, and NaN if no part is valid.
+    The global mean is then preserved only where target cells are valid entirely or not at all.
+
+    Args:
+        latitude, longitude: of the source, `(H,)` and `(W,)` degrees. Rows extend to the midpoints
+            between latitudes, the outermost to the poles; columns are equally wide.
+        new_latitude, new_longitude: of the target.
+    """
+
+    def __init__(
+        self, latitude: Array, longitude: Array, new_latitude: Array, new_longitude: Array
+    ) -> None:
+        # The weights of rows and columns are independent, so two small matrices do the work.
+        self._rows = _normalise_rows(_row_overlap(row_edges(latitude), row_edges(new_latitude)))
+        self._columns = _normalise_rows(_column_overlap(longitude, new_longitude))
+
+    def __call__(self, fields: NDArray[np.floating]) -> NDArray[np.floating]:
+        """Regrid fields one by one in float64; the result has the input's dtype.
+
+        Shapes:
+            `(..., H, W)` -> `(..., H_new, W_new)`.
+        """
+        shape = (*fields.shape[:-2], len(self._rows), len(self._columns))
+        result = np.empty(shape, dtype=fields.dtype)
+        for index in np.ndindex(shape[:-2]):
+            result[index] = self._regrid_field(fields[index].astype(np.float64))
+        return result
+
+    def _regrid_field(self, field: Array) -> Array:
+        valid = ~np.isnan(field)
+        if valid.all():
+            return self._means(field)
+        covered = self._means(valid.astype(np.float64))
+        total = self._means(np.where(valid, field, 0.0))
+        # Rounding leaves a tiny covered area where there is none.
+        has_valid = covered > 1e-9
+        return np.where(has_valid, total / np.where(has_valid, covered, 1.0), np.nan)
+
+    def _means(self, field: Array) -> Array:
+        means: Array = self._rows @ field @ self._columns.T
+        return means
+
+
+def regular_grid(rows: int, columns: int) -> tuple[Array, Array]:
+    """Return latitudes (decreasing) and longitudes of the usual grid of this size.
+
+    An odd number of rows includes the poles and the equator, an even number includes neither.
+    """
+    latitude = np.linspace(POLE, -POLE, rows, dtype=np.float64)
+    if rows % 2 == 0:
+        latitude = POLE - (np.arange(rows, dtype=np.float64) + 0.5) * (2 * POLE / rows)
+    return latitude, np.arange(columns) * FULL_CIRCLE / columns
+
+
+def row_edges(latitude: Array) -> Array:
+    """Return the edges of rows in sin(latitude), decreasing: `(H,)` degrees -> `(H + 1,)`."""
+    # The area between two latitudes is proportional to the difference of their sines.
+    middle = (latitude[1:] + latitude[:-1]) / 2
+    inner = np.sin(np.deg2rad(middle))
+    return np.asarray(np.concatenate([[1.0], inner, [-1.0]]), dtype=np.float64)
+
+
+def _row_overlap(old: Array, new: Array) -> Array:
+    """Return the overlap of each new row with each old row in sin(latitude): `(H_new, H)`."""
+    upper = np.minimum(new[:-1, None], old[None, :-1])
+    lower = np.maximum(new[1:, None], old[None, 1:])
+    return np.asarray(np.maximum(upper - lower, 0.0), dtype=np.float64)
+
+
+def _column_overlap(old: Array, new: Array) -> Array:
+    """Return the overlap of each new column with each old one in degrees: `(W_new, W)`."""
+    width, new_width = FULL_CIRCLE / len(old), FULL_CIRCLE / len(new)
+    # The distance between centres the short way round, from -180 up to 180.
+    distance = (new[:, None] - old[None, :] + FULL_CIRCLE / 2) % FULL_CIRCLE - FULL_CIRCLE / 2
+    overlap = np.zeros_like(distance)
+    # A wide column can overlap another one on both of its sides.
+    for turn in (-FULL_CIRCLE, 0.0, FULL_CIRCLE):
+        east = np.minimum(distance + turn + new_width / 2, width / 2)
+        west = np.maximum(distance + turn - new_width / 2, -width / 2)
+        overlap += np.maximum(east - west, 0.0)
+    return overlap
+
+
+def _normalise_rows(overlap: Array) -> Array:
+    """Divide each row by its sum, so that a constant field stays constant."""
+    return np.asarray(overlap / overlap.sum(axis=1, keepdims=True), dtype=np.float64)

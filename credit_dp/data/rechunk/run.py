@@ -1,4 +1,10 @@
-"""Prepares a store from beginning to end: requested, begun or resumed, written, verified."""
+"""Copies fields into a prepared store: estimated, begun or resumed, written, verified, renamed.
+
+`RechunkJob` is the whole sequence. Its work is cut into `RechunkTask`s, blocks of times that
+processes of this machine or the workers of a dask scheduler write independently. Tasks are safe to
+repeat: each writes only the shards that do not exist yet, and a shard that exists is complete (see
+`target.py`). So a job that was killed needs no journal to resume.
+"""
 
 import json
 import shutil
@@ -32,23 +38,23 @@ from credit_dp.data.rechunk.target import (
 from credit_dp.data.sources.base import Fields
 from credit_dp.errors import UserError
 
-BLOCK_BYTES = 2**29  # of fields that a worker reads at once
-TASKS = 1000  # about so many: each opens the store once
-SCHEDULER_TIMEOUT = "20s"  # for a scheduler to answer
+BLOCK_BYTES = 2**29  # of fields that a worker reads together
+MAX_TASKS = 1000  # approximately: each task opens the store once
+SCHEDULER_TIMEOUT = "20s"  # for the dask scheduler to answer
 
-CountCallback = Callable[[int], None]  # how many times were done
-WorkerInitializer = Callable[[], None]  # what a worker process does first
+CountCallback = Callable[[int], None]  # is given the number of times that were written
+WorkerInitializer = Callable[[], None]  # runs first in a worker process
 
 
 @final
 @dataclass(frozen=True)
 class WorkerConfig:
-    """Who works.
+    """The workers that write a prepared store.
 
     Attributes:
-        count: processes of this machine; one is this process.
-        scheduler: address of a distributed scheduler whose workers do it instead; or empty.
-        start: called first in each process.
+        count: processes of this machine; with 1, the work is done in this process.
+        scheduler: address of a dask scheduler whose workers are used instead; or empty.
+        start: runs first in each process.
     """
 
     count: int = 1
@@ -59,228 +65,6 @@ class WorkerConfig:
 ONE_PROCESS = WorkerConfig()
 
 
-@final
-@dataclass(frozen=True)
-class RechunkTask:
-    """Some blocks of times, `(first, stop)` each, one after the other."""
-
-    selection: FieldSelection
-    out: str
-    overwrite: bool
-    blocks: tuple[tuple[int, int], ...]
-
-    @property
-    def times(self) -> int:
-        """How many."""
-        return self.blocks[-1][1] - self.blocks[0][0]
-
-    def run(self) -> tuple[int, str]:
-        """Write the shards that aren't there; how many times are done, and what went wrong."""
-        try:
-            target = RechunkTarget(self.out, self.overwrite)
-            if target.missing(self.blocks[0][0], self.blocks[-1][1]):
-                self._write(target)
-        except UserError as error:
-            return 0, str(error)
-        except OSError as error:
-            return 0, disk_error_message(error, self.out)
-        return self.times, ""
-
-    def _write(self, target: RechunkTarget) -> None:
-        asked = SelectedFields.open(self.selection)
-        array = target.fields()
-        for first, stop in self.blocks:
-            missing = target.missing(first, stop)
-            if not missing:
-                continue
-            fields = asked.fields(missing[0], missing[-1] + 1)
-            for at in missing:
-                array[at : at + 1] = fields[at - missing[0], None]
-
-
-def disk_error_message(error: OSError, out: str) -> str:
-    """What a user is told of a disk that is full or gone."""
-    return (
-        f"{error.filename or out}: cannot be written or read ({error.strerror or error}). "
-        "Mend that, then start again: it goes on where it stopped."
-    )
-
-
-def time_blocks(asked: SelectedFields) -> list[tuple[int, int]]:
-    """What is read at once: as many times as fit."""
-    _, channels, height, columns = asked.shape
-    return asked.blocks(max(1, BLOCK_BYTES // (4 * channels * height * columns)))
-
-
-def group_blocks(
-    blocks: Sequence[tuple[int, int]], workers: int
-) -> list[tuple[tuple[int, int], ...]]:
-    """The blocks in batches, a task each: a few for each worker, and not too many in all."""
-    length = max(1, min(len(blocks) // (4 * workers), -(-len(blocks) // TASKS)))
-    return [tuple(blocks[start : start + length]) for start in range(0, len(blocks), length)]
-
-
-def run_tasks(tasks: Sequence[RechunkTask], workers: WorkerConfig, done: CountCallback) -> None:
-    """Run all; `done` is told of each.
-
-    Raises:
-        UserError: what the first task that failed says.
-    """
-
-    def finished(result: tuple[int, str]) -> None:
-        times, problem = result
-        if problem:
-            raise UserError(problem)
-        done(times)
-
-    if workers.scheduler:
-        _run_distributed(tasks, workers.scheduler, finished)
-        return
-    calls = [delayed(task.run, pure=False)() for task in tasks]
-    options: dict[str, Any] = {"scheduler": "synchronous"}
-    if workers.count > 1:
-        options = {
-            "scheduler": "processes",
-            "num_workers": workers.count,
-            "chunksize": 1,
-            "initializer": workers.start,
-        }
-    with _ResultCallback(finished):
-        compute(*calls, optimize_graph=False, **options)  # type: ignore[no-untyped-call]
-
-
-@final
-class _ResultCallback(Callback):
-    """Hands on the result of each task as it ends."""
-
-    def __init__(self, finished: Callable[[tuple[int, str]], None]) -> None:
-        super().__init__(posttask=self._after)  # type: ignore[no-untyped-call]
-        self._finished = finished
-
-    def _after(self, key: object, result: object, *rest: object) -> None:
-        if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], str):
-            self._finished(result)
-
-
-def _run_distributed(
-    tasks: Sequence[RechunkTask], address: str, finished: Callable[[tuple[int, str]], None]
-) -> None:
-    try:
-        from distributed import Client, as_completed
-    except ImportError:
-        raise UserError(
-            "scheduler: needs the package distributed. Install it, or leave scheduler out."
-        ) from None
-    try:
-        client = Client(address, timeout=SCHEDULER_TIMEOUT, set_as_default=False)  # type: ignore[no-untyped-call]
-    except (OSError, TimeoutError, ValueError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(
-            f"scheduler: no dask scheduler answers at {address} ({reason}). Change scheduler."
-        ) from None
-    with client:
-        futures = client.map(RechunkTask.run, tasks, pure=False)
-        for _, result in as_completed(futures, loop=client.loop, with_results=True):  # type: ignore[no-untyped-call]
-            finished(result)
-
-
-# A rank of N reads at most this share of 1/N of a sample, where the bands allow it.
-LARGEST_EXCESS = 1.05
-# Each inner chunk costs a reader about 0.1 ms, and 16 bytes of a shard's index.
-MOST_CHUNKS = 1024
-
-
-def check_domains(domains: Sequence[object], height: int) -> tuple[int, ...]:
-    """The rank counts, each once, rising.
-
-    Raises:
-        UserError: one is no number of ranks that this many rows can be split over.
-    """
-    for count in domains:
-        if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= height:
-            raise UserError(
-                f"domains: needs numbers of ranks from 1 to {height}, the rows of the grid, "
-                f"got {count!r}. Change domains."
-            )
-    if not domains:
-        raise UserError("domains: needs at least one number of ranks, like domains=[1,2,4].")
-    return tuple(sorted({int(str(count)) for count in domains}))
-
-
-def choose_chunk_rows(height: int, domains: Sequence[int]) -> int:
-    """The most rows per chunk with which no rank of any of `domains` reads much that isn't its own.
-
-    Chunks are of one size, bands are not, so edges can't always meet: 721 rows over 2 ranks begin
-    at 361. The fewest chunks win whose `max_read_excess` is at most `LARGEST_EXCESS`, or at most
-    that of the smallest chunks allowed where even those are above it.
-    """
-    smallest = -(-height // MOST_CHUNKS)
-    bearable = max(LARGEST_EXCESS, max_read_excess(height, domains, smallest))
-    fitting = (
-        rows
-        for rows in range(height, smallest - 1, -1)
-        if max_read_excess(height, domains, rows) <= bearable
-    )
-    return next(fitting)
-
-
-def max_read_excess(height: int, domains: Sequence[int], chunk: int) -> float:
-    """Rows that a rank reads over an even share of the rows, of the worst rank of all `domains`."""
-    return max(max(rows_touched(height, ranks, chunk)) * ranks / height for ranks in domains)
-
-
-SAMPLES = 16
-
-
-def verify_samples(asked: SelectedFields, target: RechunkTarget, seed: int) -> int:
-    """Check that all shards are there, and some rows of some times; how many of those.
-
-    Reading them back also checks the checksums of their chunks.
-
-    Raises:
-        UserError: something is missing or not what the store holds.
-    """
-    missing = target.missing(0, asked.shape[0])
-    if missing:
-        date = asked.times[missing[0]].astype("M8[m]")
-        raise UserError(f"{target.partial}: {date} is missing. Start again: it will be written.")
-    array = target.fields()
-    random = np.random.default_rng(seed)
-    times = random.permutation(asked.shape[0])[:SAMPLES]
-    for at in map(int, np.sort(times)):
-        first = int(random.integers(asked.shape[2]))
-        stop = int(random.integers(first, asked.shape[2])) + 1
-        _compare(asked, target, array, at, slice(first, stop))
-    return len(times)
-
-
-def _compare(
-    asked: SelectedFields, target: RechunkTarget, array: "zarr.Array[Any]", time: int, rows: slice
-) -> None:
-    try:
-        read: Fields = np.asarray(array[time : time + 1, :, rows], dtype=np.float32)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise _mismatch_error(asked, target, time, rows, f"cannot be read ({error})") from error
-    if not same_bits(read, asked.fields(time, time + 1, rows)):
-        raise _mismatch_error(asked, target, time, rows, "differ from what the store holds now")
-
-
-def same_bits(one: Fields, other: Fields) -> bool:
-    """Whether two arrays are equal, NaN and signs of zero too."""
-    a, b = (np.ascontiguousarray(x, dtype=np.float32).view(np.uint32) for x in (one, other))
-    return np.array_equal(a, b)
-
-
-def _mismatch_error(
-    asked: SelectedFields, target: RechunkTarget, time: int, rows: slice, what: str
-) -> UserError:
-    date = asked.times[time].astype("M8[m]")
-    return UserError(
-        f"{target.partial}: rows {rows.start} to {rows.stop - 1} at {date} {what}. "
-        f"Remove {target.partial}, see to the disk and the store, and start again."
-    )
-
-
 CODEC = "codec"
 CHUNK_ROWS = "rows of a chunk (domains)"
 
@@ -288,13 +72,15 @@ CHUNK_ROWS = "rows of a chunk (domains)"
 @final
 @dataclass(frozen=True)
 class RechunkRequest:
-    """What a user asks for.
+    """The settings of a rechunking job.
 
     Attributes:
+        selection: the fields to copy.
         out: path of the prepared store.
-        domains: numbers of ranks whose bands the chunks are to fit.
+        domains: numbers of ranks whose bands the chunks should fit.
         codec: `auto` or a key of `CODECS`.
         overwrite: whether a prepared store at `out` may be replaced.
+        workers: who writes.
     """
 
     selection: FieldSelection
@@ -308,29 +94,31 @@ class RechunkRequest:
 @final
 @dataclass(frozen=True)
 class RechunkEstimate:
-    """What it will take.
+    """The estimated costs of a job.
 
     Attributes:
-        codecs: what was measured, by name; the disk's speed with it.
-        disk_speed: bytes per second.
-        codec: the one that is taken.
-        raw, stored: bytes of all fields, before and after compression.
-        left: bytes still to be written.
-        hours: of all workers.
+        codecs: measurements of all codecs that were tried, by name.
+        disk_bandwidth: bytes per second.
+        codec: the name of the chosen codec.
+        raw_bytes, stored_bytes: of all fields, before and after compression.
+        remaining_bytes: still to be written.
+        hours: of work, with all workers busy.
     """
 
     codecs: Mapping[str, CodecMeasurement]
     disk_bandwidth: float
     codec: str
-    raw: float
-    stored: float
+    raw_bytes: float
+    stored_bytes: float
     remaining_bytes: float
     hours: float
 
 
 @final
 class RechunkJob:
-    """One store on its way. Call `begin`, `work`, `verify` and `finish`, inside `alone`.
+    """Writes one prepared store.
+
+    Call `estimate`, `begin`, `write_missing`, `verify` and `finish` in this order, inside `locked`.
 
     Raises:
         UserError: the request can't be met, naming the key to change.
@@ -340,25 +128,30 @@ class RechunkJob:
         request.selection.check()
         check_codec(request.codec)
         if request.workers.count < 1:
-            raise UserError(f"workers: needs 1 or more, got {request.workers.count}")
+            raise UserError(
+                f"workers: needs 1 or more, got {request.workers.count}. Change workers."
+            )
         if request.workers.scheduler:
             _check_absolute_paths(request.selection.config.stores)
         self._request = request
         self.target = RechunkTarget(request.out, request.overwrite)
         self.selected = SelectedFields.open(request.selection)
         height = self.selected.shape[2]
-        self.rows = choose_chunk_rows(height, check_domains(request.domains, height))
+        self.chunk_rows = choose_chunk_rows(height, check_domains(request.domains, height))
+        # Through JSON, as it is read back from a partial store: tuples become lists.
         self._settings = json.loads(
-            json.dumps({**self.selected.settings(), CHUNK_ROWS: self.rows, CODEC: request.codec})
+            json.dumps(
+                {**self.selected.settings(), CHUNK_ROWS: self.chunk_rows, CODEC: request.codec}
+            )
         )
         self._previous_settings: Mapping[str, Any] | None = None
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keep others from preparing the same store meanwhile.
+        """Lock the target, so that no other process prepares the same store.
 
         Raises:
-            UserError: another does, or what is there was begun with other settings.
+            UserError: another process holds the lock, or a partial store has other settings.
         """
         lock = FileLock(lock_path(self.target.out), timeout=0)
         try:
@@ -376,40 +169,54 @@ class RechunkJob:
 
     @property
     def resumed(self) -> bool:
-        """Whether some of it is there."""
+        """Whether a partial store is continued."""
         return self._previous_settings is not None
 
     @property
-    def done(self) -> int:
-        """Times that are written."""
+    def num_done(self) -> int:
+        """Return how many times are written."""
         return self.selected.shape[0] - len(self._missing()) if self.resumed else 0
 
     def estimate(self) -> RechunkEstimate:
-        """Read a block of times, and try how fast it is compressed and read.
+        """Read a block of times and measure how fast each codec compresses and reads it.
 
         Raises:
-            UserError: it would not fit on the disk.
+            UserError: the store would not fit on the disk.
         """
         missing = self._missing() or [0]
-        block = next(b for b in time_blocks(self.selected) if b[0] <= missing[0] < b[1])
+        block = next(
+            candidate
+            for candidate in time_blocks(self.selected)
+            if candidate[0] <= missing[0] < candidate[1]
+        )
         start = time.perf_counter()
         fields = self.selected.fields(*block)
-        read = (time.perf_counter() - start) / len(fields)
-        speed = measure_disk_bandwidth(self.target.out.parent)
-        measured = measure_codecs(fields[len(fields) // 2], self.rows, self._codecs(), speed)
-        chosen = choose_codec(measured)
-        sample = fields[0].nbytes
-        seconds = len(self._missing()) * (read + sample * chosen.encode) / self._workers
-        raw, left = sample * self.selected.shape[0], sample * len(self._missing())
-        stored = raw / chosen.ratio
+        read_seconds = (time.perf_counter() - start) / len(fields)
+        bandwidth = measure_disk_bandwidth(self.target.out.parent)
+        codecs = measure_codecs(
+            fields[len(fields) // 2], self.chunk_rows, self._codecs(), bandwidth
+        )
+        best = choose_codec(codecs)
+        time_bytes = fields[0].nbytes
+        # All workers read and compress; the disk is assumed to keep up.
+        seconds = len(self._missing()) * (read_seconds + time_bytes * best.encode) / self._workers
+        raw_bytes = time_bytes * self.selected.shape[0]
+        remaining_bytes = time_bytes * len(self._missing()) / best.ratio
+        stored_bytes = raw_bytes / best.ratio
         estimate = RechunkEstimate(
-            measured, speed, chosen.name, raw, stored, left / chosen.ratio, seconds / 3600
+            codecs=codecs,
+            disk_bandwidth=bandwidth,
+            codec=best.name,
+            raw_bytes=raw_bytes,
+            stored_bytes=stored_bytes,
+            remaining_bytes=remaining_bytes,
+            hours=seconds / 3600,
         )
         self._check_space(estimate)
         return estimate
 
     def begin(self, codec: str) -> None:
-        """Start a store with this codec, or clean up the one that was begun.
+        """Start a partial store with this codec, or clean up the one that is continued.
 
         Raises:
             UserError: it can't be written.
@@ -419,30 +226,33 @@ class RechunkJob:
             if self.resumed:
                 self.target.resume()
             else:
-                self.target.begin(self.selected, self.rows, codec, settings)
+                self.target.begin(self.selected, self.chunk_rows, codec, settings)
         except OSError as error:
             raise UserError(disk_error_message(error, str(self.target.out))) from error
 
-    def write_missing(self, done: CountCallback) -> None:
-        """Write what is missing; `done` is told how many more times are there."""
+    def write_missing(self, on_written: CountCallback) -> None:
+        """Write all missing times, and report those that existed before as well."""
         request = self._request
-        parts = group_blocks(time_blocks(self.selected), self._workers)
+        groups = group_blocks(time_blocks(self.selected), self._workers)
         out = str(self.target.out)
-        tasks = [RechunkTask(request.selection, out, request.overwrite, part) for part in parts]
-        left = []
+        tasks = [
+            RechunkTask(request.selection, out, request.overwrite, blocks) for blocks in groups
+        ]
+        remaining = []
         for task in tasks:
             if self.target.missing(task.blocks[0][0], task.blocks[-1][1]):
-                left.append(task)
+                remaining.append(task)
             else:
-                done(task.times)
-        run_tasks(left, request.workers, done)
+                on_written(task.num_times)
+        run_tasks(remaining, request.workers, on_written)
 
     def verify(self) -> int:
-        """Compare random parts with the store; how many."""
+        """Compare random samples with the source; return how many."""
+        # The seed is a hash of the settings: the same job compares the same samples.
         return verify_samples(self.selected, self.target, int(fingerprint(self._settings), 16))
 
     def finish(self) -> None:
-        """Give it its name."""
+        """Rename the complete store from `OUT.partial` to `OUT`."""
         self.target.finish()
 
     @property
@@ -457,23 +267,24 @@ class RechunkJob:
             return [str(self._previous_settings[CODEC])]
         return list(CODECS) if self._request.codec == AUTO else [self._request.codec]
 
-    def _check_resumable(self, found: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-        """The settings of a partial store if it can be gone on with; None to begin anew."""
-        if found is None:
+    def _check_resumable(self, previous: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+        """Return the settings of a partial store that can be continued; None to begin anew."""
+        if previous is None:
             return None
-        wanted = dict(self._settings)
-        if wanted[CODEC] == AUTO:
-            wanted[CODEC] = found.get(CODEC)
-        different = [key for key in wanted if found.get(key) != wanted[key]]
+        current = dict(self._settings)
+        # The codec was measured when the store was begun; measuring again might choose another.
+        if current[CODEC] == AUTO:
+            current[CODEC] = previous.get(CODEC)
+        different = [key for key in current if previous.get(key) != current[key]]
         if not different:
-            return found
+            return previous
         if self._request.overwrite:
             return None
         key = different[0]
         raise UserError(
-            f"{self.target.partial}: was begun with {key} {_short(found.get(key))}, now it is "
-            f"{_short(wanted[key])}. Ask for the same again, say overwrite=true to begin anew, or "
-            "change out."
+            f"{self.target.partial}: was begun with {key} {_short(previous.get(key))}, now it is "
+            f"{_short(current[key])}. Use the same settings to resume, overwrite=true to begin "
+            "anew, or change out."
         )
 
     def _check_space(self, estimate: RechunkEstimate) -> None:
@@ -482,21 +293,261 @@ class RechunkJob:
         if estimate.remaining_bytes > free:
             raise UserError(
                 f"{folder}: about {estimate.remaining_bytes / 1e9:.1f} GB are needed, "
-                f"{free / 1e9:.1f} GB are "
-                "free. Change out, dates, data.levels or data.step."
+                f"{free / 1e9:.1f} GB are free. Change out, dates, data.levels or data.step."
             )
 
 
 def _check_absolute_paths(stores: Sequence[str]) -> None:
-    """Refuse paths that mean something else in another folder: other machines work in theirs."""
+    """Refuse relative paths, which workers on other machines would resolve differently."""
     for store in stores:
         if "://" not in store and not expand_home("data.store", store).is_absolute():
             raise UserError(
-                f"store: workers of another machine need a whole path, got {store}. Change "
+                f"store: workers on another machine need an absolute path, got {store}. Change "
                 "data.store, or leave scheduler out."
             )
 
 
-def _short(value: object, most: int = 60) -> str:
+def _short(value: object, max_length: int = 60) -> str:
     text = str(value)
-    return text if len(text) <= most else f"{text[:most]}..."
+    return text if len(text) <= max_length else f"{text[:max_length]}..."
+
+
+@final
+@dataclass(frozen=True)
+class RechunkTask:
+    """Writes adjacent blocks of times, `(first, stop)` each.
+
+    A task is sent to other processes, so it holds a request, not open stores.
+    """
+
+    selection: FieldSelection
+    out: str
+    overwrite: bool
+    blocks: tuple[tuple[int, int], ...]
+
+    @property
+    def num_times(self) -> int:
+        """Return the number of times."""
+        return self.blocks[-1][1] - self.blocks[0][0]
+
+    def run(self) -> tuple[int, str]:
+        """Write missing shards; return the number of times and an error message, or an empty one.
+
+        Errors are returned, not raised: some exceptions can't be sent between processes.
+        """
+        try:
+            target = RechunkTarget(self.out, self.overwrite)
+            if target.missing(self.blocks[0][0], self.blocks[-1][1]):
+                self._write(target)
+        except UserError as error:
+            return 0, str(error)
+        except OSError as error:
+            return 0, disk_error_message(error, self.out)
+        return self.num_times, ""
+
+    def _write(self, target: RechunkTarget) -> None:
+        selected = SelectedFields.open(self.selection)
+        array = target.fields()
+        for first, stop in self.blocks:
+            missing = target.missing(first, stop)
+            if not missing:
+                continue
+            # One read for all times of a block: they may share chunks.
+            fields = selected.fields(missing[0], missing[-1] + 1)
+            for index in missing:
+                array[index : index + 1] = fields[index - missing[0], None]
+
+
+def disk_error_message(error: OSError, out: str) -> str:
+    """Return the message for a disk that is full or gone."""
+    return (
+        f"{error.filename or out}: cannot be written or read ({error.strerror or error}). "
+        "Fix this and run the same command again: it resumes where it stopped."
+    )
+
+
+def time_blocks(selected: SelectedFields) -> list[tuple[int, int]]:
+    """Return the blocks of times that are read together: as many as `BLOCK_BYTES` allows."""
+    _, channels, height, columns = selected.shape
+    return selected.blocks(max(1, BLOCK_BYTES // (4 * channels * height * columns)))
+
+
+def group_blocks(
+    blocks: Sequence[tuple[int, int]], workers: int
+) -> list[tuple[tuple[int, int], ...]]:
+    """Group blocks into tasks: several for each worker, but about `MAX_TASKS` at most."""
+    length = max(1, min(len(blocks) // (4 * workers), -(-len(blocks) // MAX_TASKS)))
+    return [tuple(blocks[start : start + length]) for start in range(0, len(blocks), length)]
+
+
+def run_tasks(
+    tasks: Sequence[RechunkTask], workers: WorkerConfig, on_written: CountCallback
+) -> None:
+    """Run all tasks, and report the times of each that succeeded.
+
+    Raises:
+        UserError: the message of the first task that failed.
+    """
+
+    def on_result(result: tuple[int, str]) -> None:
+        num_times, problem = result
+        if problem:
+            raise UserError(problem)
+        on_written(num_times)
+
+    if workers.scheduler:
+        _run_distributed(tasks, workers.scheduler, on_result)
+        return
+    calls = [delayed(task.run, pure=False)() for task in tasks]
+    options: dict[str, Any] = {"scheduler": "synchronous"}
+    if workers.count > 1:
+        options = {
+            "scheduler": "processes",
+            "num_workers": workers.count,
+            "chunksize": 1,  # or dask sends several tasks at once, and their progress comes late
+            "initializer": workers.start,
+        }
+    with _ResultCallback(on_result):
+        compute(*calls, optimize_graph=False, **options)  # type: ignore[no-untyped-call]
+
+
+@final
+class _ResultCallback(Callback):
+    """Reports the result of each task when it ends; dask's own call returns only at the end."""
+
+    def __init__(self, on_result: Callable[[tuple[int, str]], None]) -> None:
+        super().__init__(posttask=self._after)  # type: ignore[no-untyped-call]
+        self._on_result = on_result
+
+    def _after(self, key: object, result: object, *rest: object) -> None:
+        if isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], str):
+            self._on_result(result)
+
+
+def _run_distributed(
+    tasks: Sequence[RechunkTask], address: str, on_result: Callable[[tuple[int, str]], None]
+) -> None:
+    try:
+        from distributed import Client, as_completed
+    except ImportError:
+        raise UserError(
+            "scheduler: needs the package distributed. Install it, or leave scheduler out."
+        ) from None
+    try:
+        client = Client(address, timeout=SCHEDULER_TIMEOUT, set_as_default=False)  # type: ignore[no-untyped-call]
+    except (OSError, TimeoutError, ValueError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise UserError(
+            f"scheduler: no dask scheduler answers at {address} ({reason}). Change scheduler."
+        ) from None
+    # Results come as tasks end, in any order: progress is reported, and the first error ends the
+    # job.
+    with client:
+        # pure=False: an equal task that the scheduler still remembers would not run again.
+        futures = client.map(RechunkTask.run, tasks, pure=False)
+        for _, result in as_completed(futures, loop=client.loop, with_results=True):  # type: ignore[no-untyped-call]
+            on_result(result)
+
+
+# The rows that a rank of N reads, relative to 1/N of the rows: the goal where bands allow it.
+MAX_EXCESS = 1.05
+# Each inner chunk costs a reader about 0.1 ms, and 16 bytes of a shard's index.
+MAX_CHUNKS = 1024
+
+
+def check_domains(domains: Sequence[object], height: int) -> tuple[int, ...]:
+    """Return the numbers of ranks, sorted and without duplicates.
+
+    Raises:
+        UserError: the grid's rows can't be split over one of them.
+    """
+    for ranks in domains:
+        if not isinstance(ranks, int) or isinstance(ranks, bool) or not 1 <= ranks <= height:
+            raise UserError(
+                f"domains: needs numbers of ranks from 1 to {height}, the rows of the grid, "
+                f"got {ranks!r}. Change domains."
+            )
+    if not domains:
+        raise UserError("domains: needs at least one number of ranks, like domains=[1,2,4].")
+    return tuple(sorted({int(str(ranks)) for ranks in domains}))
+
+
+def choose_chunk_rows(height: int, domains: Sequence[int]) -> int:
+    """Return the largest number of rows per chunk with which ranks read few rows of others.
+
+    All chunks have one size and bands do not, so not all edges can coincide: of 721 rows, the
+    second of 2 ranks starts at row 361. The result is the largest size whose `max_read_excess` is
+    at most `MAX_EXCESS`, or, if no size is that good, as good as the smallest size allowed.
+    """
+    smallest = -(-height // MAX_CHUNKS)
+    max_excess = max(MAX_EXCESS, max_read_excess(height, domains, smallest))
+    candidates = (
+        rows
+        for rows in range(height, smallest - 1, -1)
+        if max_read_excess(height, domains, rows) <= max_excess
+    )
+    return next(candidates)
+
+
+def max_read_excess(height: int, domains: Sequence[int], chunk: int) -> float:
+    """Return the rows that the worst rank of all `domains` reads, relative to an even share."""
+    return max(max(rows_touched(height, ranks, chunk)) * ranks / height for ranks in domains)
+
+
+VERIFIED_TIMES = 16
+
+
+def verify_samples(selected: SelectedFields, target: RechunkTarget, seed: int) -> int:
+    """Check that all shards exist, and that random rows of some times equal the source.
+
+    Reading them back also verifies the checksums of their chunks. Returns how many times were
+    compared.
+
+    Raises:
+        UserError: a shard is missing, damaged, or differs from the source.
+    """
+    missing = target.missing(0, selected.shape[0])
+    if missing:
+        date = selected.times[missing[0]].astype("M8[m]")
+        raise UserError(f"{target.partial}: {date} is missing. Run the same command again.")
+    array = target.fields()
+    random = np.random.default_rng(seed)
+    times = random.permutation(selected.shape[0])[:VERIFIED_TIMES]
+    for index in map(int, np.sort(times)):
+        first = int(random.integers(selected.shape[2]))
+        stop = int(random.integers(first, selected.shape[2])) + 1
+        _compare(selected, target, array, index, slice(first, stop))
+    return len(times)
+
+
+def _compare(
+    selected: SelectedFields,
+    target: RechunkTarget,
+    array: "zarr.Array[Any]",
+    time: int,
+    rows: slice,
+) -> None:
+    try:
+        written: Fields = np.asarray(array[time : time + 1, :, rows], dtype=np.float32)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise _mismatch_error(selected, target, time, rows, f"cannot be read ({error})") from error
+    if not same_bits(written, selected.fields(time, time + 1, rows)):
+        raise _mismatch_error(selected, target, time, rows, "differ from what the store holds now")
+
+
+def same_bits(first: Fields, second: Fields) -> bool:
+    """Whether two arrays are equal bit by bit, including NaN and signs of zero."""
+    a, b = (
+        np.ascontiguousarray(fields, dtype=np.float32).view(np.uint32) for fields in (first, second)
+    )
+    return np.array_equal(a, b)
+
+
+def _mismatch_error(
+    selected: SelectedFields, target: RechunkTarget, time: int, rows: slice, problem: str
+) -> UserError:
+    date = selected.times[time].astype("M8[m]")
+    return UserError(
+        f"{target.partial}: rows {rows.start} to {rows.stop - 1} at {date} {problem}. "
+        f"Check the disk and the store, remove {target.partial}, and start again."
+    )

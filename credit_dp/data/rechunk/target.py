@@ -1,4 +1,12 @@
-"""The prepared store while it is written: under a temporary name, resumed, then renamed."""
+"""Writes a prepared store, so that a process killed at any point leaves nothing half done.
+
+A store is created as `OUT.new.partial` with everything but its fields, then renamed to
+`OUT.partial`. Its shards are added one by one, each under a temporary name first. The complete
+store is renamed to `OUT`. A rename is atomic, so whatever exists under its final name is complete,
+and what is missing can be written by anybody at any time.
+
+The codec is chosen here, too: `measure_codecs` tries all of them on a sample.
+"""
 
 import asyncio
 import json
@@ -26,19 +34,186 @@ from credit_dp.data.sources.base import Fields, Times
 from credit_dp.data.sources.prepared import EPOCH, METADATA_ATTRIBUTE, TIME_UNITS
 from credit_dp.errors import UserError
 
-ENDING = ".partial"
+PARTIAL_SUFFIX = ".partial"
+
+
+SETTINGS = "prepared"  # attribute with all that the content depends on, chunks and codec included
+FIELD_DIMS = ("channel", "latitude", "longitude")
+
+
+@final
+class RechunkTarget:
+    """The prepared store `OUT`, and `OUT.partial` while it is written.
+
+    Shards that exist are complete, so the folder itself records the progress.
+
+    Args:
+        out: path of the prepared store.
+        overwrite: whether a prepared store at `out` may be replaced.
+
+    Raises:
+        UserError: `out` can't be written, or exists.
+    """
+
+    def __init__(self, out: str, overwrite: bool) -> None:
+        if not out or "://" in out:
+            raise UserError(f"out: needs the path of a store to write, got {out!r}. Change out.")
+        self.out = expand_home("out", out).absolute()
+        self.partial = self.out.with_name(self.out.name + PARTIAL_SUFFIX)
+        self._overwrite = overwrite
+        self._new = self.out.with_name(f"{self.out.name}.new{PARTIAL_SUFFIX}")
+        self._old = self.out.with_name(f"{self.out.name}.old{PARTIAL_SUFFIX}")
+        folder = self.out.parent
+        if not folder.is_dir() or not os.access(folder, os.W_OK):
+            problem = "is not writable" if folder.is_dir() else "there is no such folder"
+            raise UserError(f"{folder}: {problem}. Make it, or change out.")
+        if self.out.exists() and not self._replaceable():
+            is_prepared = METADATA_ATTRIBUTE in (_read_attributes(self.out) or {})
+            advice = ", or say overwrite=true" if is_prepared else ""
+            raise UserError(f"{self.out}: is there already. Change out{advice}.")
+
+    def settings(self) -> Mapping[str, Any] | None:
+        """Return the settings of the partial store; None if there is none.
+
+        Raises:
+            UserError: `OUT.partial` exists and is something else.
+        """
+        if not self.partial.exists():
+            return None
+        attributes = _read_attributes(self.partial)
+        if attributes is None or SETTINGS not in attributes:
+            raise UserError(
+                f"{self.partial}: is not a partial prepared store. Move it, or change out."
+            )
+        settings: Mapping[str, Any] = attributes[SETTINGS]
+        return settings
+
+    def begin(
+        self, selected: SelectedFields, rows: int, codec: str, settings: Mapping[str, Any]
+    ) -> None:
+        """Create the partial store with everything but its fields, in one rename."""
+        for leftover in (self._new, self.partial):
+            shutil.rmtree(leftover, ignore_errors=True)
+        self._new.mkdir()
+        attributes = {METADATA_ATTRIBUTE: selected.metadata.attributes(), SETTINGS: dict(settings)}
+        group = zarr.create_group(LocalStore(self._new), attributes=attributes)
+        group.create_array(
+            "fields",
+            shape=selected.shape,
+            dimension_names=("time", *FIELD_DIMS),
+            **shard_options(selected.shape, rows, codec),
+        )
+        _write_static(group, selected, rows, codec)
+        _write_coordinates(group, selected)
+        os.replace(self._new, self.partial)
+
+    def resume(self) -> None:
+        """Remove what a killed process left in the partial store."""
+        remove_leftovers(self.partial / "fields")
+
+    def missing(self, first: int, stop: int) -> list[int]:
+        """Return the times from `first` up to `stop` that have no shard yet."""
+        folder = self.partial / "fields"
+        return [index for index in range(first, stop) if not (folder / shard_name(index)).exists()]
+
+    def fields(self) -> "zarr.Array[Any]":
+        """Open the fields of the partial store, `(T, C, H, W)`, for writing complete shards."""
+        array = zarr.open_array(
+            AtomicFileStore(LocalStore(self.partial)), path="fields", mode="r+", zarr_format=3
+        )
+        # The setting is not stored with the array, and open_array() ignores it.
+        return array.with_config({"write_empty_chunks": True})
+
+    def finish(self) -> None:
+        """Rename the partial store to `OUT`, and remove a store that it replaces."""
+        # A folder can't replace another one in one rename: the old store makes way first, and is
+        # removed only when the new one has its name.
+        if self.out.exists():
+            shutil.rmtree(self._old, ignore_errors=True)
+            os.replace(self.out, self._old)
+        os.replace(self.partial, self.out)
+        shutil.rmtree(self._old, ignore_errors=True)
+
+    def _replaceable(self) -> bool:
+        """Whether `OUT` may be removed: it is a prepared store, and the user allows it."""
+        attributes = _read_attributes(self.out)
+        return self._overwrite and attributes is not None and METADATA_ATTRIBUTE in attributes
+
+
+def shard_name(time: int) -> str:
+    """Return the name of the file in `fields` that holds a time."""
+    return f"c.{time}.0.0.0"
+
+
+def _read_attributes(folder: Path) -> Mapping[str, Any] | None:
+    """Return the attributes of a zarr group of format 3; None if there is none."""
+    try:
+        metadata = json.loads((folder / "zarr.json").read_text())
+        attributes: Mapping[str, Any] = metadata["attributes"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return attributes
+
+
+def _write_static(group: zarr.Group, selected: SelectedFields, rows: int, codec: str) -> None:
+    if not selected.metadata.static:
+        return
+    values: Fields = selected.static()
+    options = shard_options(values.shape, rows, codec)
+    array = group.create_array(
+        "static", shape=values.shape, dimension_names=("static", *FIELD_DIMS[1:]), **options
+    )
+    array[:] = values
+
+
+def _write_coordinates(group: zarr.Group, selected: SelectedFields) -> None:
+    attributes: dict[str, dict[str, Any]] = {
+        "time": {"units": TIME_UNITS, "calendar": "proleptic_gregorian", "standard_name": "time"},
+        "latitude": {"units": "degrees_north", "standard_name": "latitude"},
+        "longitude": {"units": "degrees_east", "standard_name": "longitude"},
+    }
+    values = {
+        "time": hours_since_epoch(selected.times, selected.metadata.origin),
+        "latitude": selected.latitude,
+        "longitude": selected.longitude,
+    }
+    for name, numbers in values.items():
+        group.create_array(
+            name,
+            data=np.ascontiguousarray(numbers),
+            chunks=numbers.shape,
+            compressors=None,
+            dimension_names=(name,),
+            attributes=attributes[name],
+        )
+
+
+def hours_since_epoch(times: Times, where: str) -> "np.ndarray[Any, np.dtype[np.int64]]":
+    """Return times as hours since `EPOCH`.
+
+    Raises:
+        UserError: a time is not a full hour.
+    """
+    hours = times.astype("M8[h]")
+    not_whole = times[hours != times]
+    if len(not_whole):
+        raise UserError(
+            f"{where}: a prepared store needs full hours, but has {not_whole[0].astype('M8[s]')}. "
+            "Choose other dates, or another data.step."
+        )
+    return (hours - EPOCH).astype(np.int64)
 
 
 @final
 class AtomicFileStore(WrapperStore[LocalStore]):
-    """Writes each file under another name, makes sure that it is on the disk, then renames it.
+    """A zarr store on disk whose files appear complete or not at all.
 
-    A process that is killed at any point leaves files that are whole, and at worst one with
-    `PARTIAL_SUFFIX`. Two writers of the same content don't harm each other.
+    A process that is killed leaves complete files, and at worst one with `PARTIAL_SUFFIX`. Two
+    processes may write the same content at once.
     """
 
     async def set(self, key: str, value: Buffer) -> None:
-        """See `zarr.abc.store.Store`."""
+        """Write one key; see `zarr.abc.store.Store`."""
         path = self._store.root / key
         await asyncio.to_thread(
             write_bytes_atomic, path, memoryview(value.as_buffer_like()).cast("B")
@@ -46,8 +221,9 @@ class AtomicFileStore(WrapperStore[LocalStore]):
 
 
 def write_bytes_atomic(path: Path, content: bytes | memoryview) -> None:
-    """Write a file so that it is there whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}{ENDING}")
+    """Write a file that appears complete or not at all, even if the machine fails."""
+    # fsync before the rename: else a crash of the machine may leave the name with no content.
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}{PARTIAL_SUFFIX}")
     try:
         with temporary.open("wb") as file:
             file.write(content)
@@ -60,16 +236,16 @@ def write_bytes_atomic(path: Path, content: bytes | memoryview) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what killed processes were writing in a folder."""
+    """Remove the temporary files that killed processes left in a folder."""
     for entry in os.scandir(folder):
-        if entry.name.startswith(".") and entry.name.endswith(ENDING):
+        if entry.name.startswith(".") and entry.name.endswith(PARTIAL_SUFFIX):
             Path(entry.path).unlink(missing_ok=True)
 
 
 SAMPLE_BYTES = 64 * 2**20  # compressed for each measurement, at most
-DISK_BYTES = 64 * 2**20  # written and read to see how fast the disk is
-REPEATS = 3  # of which the fastest counts
-BEARABLE = 1.05  # a codec that makes files smaller wins if it is slower by this factor at most
+DISK_BYTES = 64 * 2**20  # written and read to measure the bandwidth of the disk
+REPEATS = 3  # the fastest counts
+READ_TOLERANCE = 1.05  # of codecs within this factor of the fastest, the smallest wins
 AUTO = "auto"
 
 
@@ -93,13 +269,13 @@ CODECS: Mapping[str, tuple[BytesBytesCodec, ...]] = MappingProxyType(
 @final
 @dataclass(frozen=True)
 class CodecMeasurement:
-    """One codec on a sample.
+    """The costs of one codec, measured on a sample.
 
     Attributes:
         name: its key in `CODECS`.
-        ratio: bytes before over bytes after.
-        encode, decode: seconds for each byte before, on one thread of this machine.
-        read: seconds to have one of those bytes from the disk, decoded.
+        ratio: uncompressed over compressed bytes.
+        encode, decode: seconds per uncompressed byte, on one thread of this machine.
+        read: seconds per uncompressed byte to read it from the disk and decode it.
     """
 
     name: str
@@ -109,43 +285,43 @@ class CodecMeasurement:
     read: float
 
 
-def check_codec(name: str) -> None:
-    """Refuse what is neither `auto` nor a codec."""
-    one_of("codec", name, (AUTO, *CODECS))
+def check_codec(codec: str) -> None:
+    """Refuse a name that is neither `auto` nor a key of `CODECS`."""
+    one_of("codec", codec, (AUTO, *CODECS))
 
 
 def measure_codecs(
-    fields: Fields, rows: int, names: Sequence[str], disk_speed: float
+    fields: Fields, rows: int, names: Sequence[str], disk_bandwidth: float
 ) -> dict[str, CodecMeasurement]:
-    """Try codecs on one sample, in chunks as they will be.
+    """Measure codecs on one sample, in chunks of the final size.
 
     Args:
         fields: `(C, H, W)`.
         rows: of a chunk.
         names: of the codecs.
-        disk_speed: bytes that the disk gives in a second.
+        disk_bandwidth: bytes per second that the disk reads.
     """
     channels, height, columns = fields.shape
-    part = max(rows, min(height, SAMPLE_BYTES // (4 * channels * columns)))
-    middle = max(0, (height - part) // 2)
-    sample = np.ascontiguousarray(fields[None, :, middle : middle + part])
-    return {name: _measure_codec(sample, rows, name, disk_speed) for name in names}
+    sample_rows = max(rows, min(height, SAMPLE_BYTES // (4 * channels * columns)))
+    start = max(0, (height - sample_rows) // 2)
+    sample = np.ascontiguousarray(fields[None, :, start : start + sample_rows])
+    return {name: _measure_codec(sample, rows, name, disk_bandwidth) for name in names}
 
 
 def choose_codec(measured: Mapping[str, CodecMeasurement]) -> CodecMeasurement:
-    """The smallest of those that are read about as fast as the fastest."""
-    least = min(one.read for one in measured.values())
-    near = [one for one in measured.values() if one.read <= BEARABLE * least]
-    return max(near, key=lambda one: one.ratio)
+    """Return the codec with the best ratio among those that read about as fast as the fastest."""
+    fastest = min(codec.read for codec in measured.values())
+    candidates = [codec for codec in measured.values() if codec.read <= READ_TOLERANCE * fastest]
+    return max(candidates, key=lambda codec: codec.ratio)
 
 
 def measure_disk_bandwidth(folder: Path) -> float:
-    """Bytes per second that are read from the disk of a folder, without the system's cache."""
+    """Return the bytes per second that the disk of a folder reads, without the system's cache."""
     content = np.random.default_rng(0).bytes(DISK_BYTES)
     with NamedTemporaryFile(dir=folder, prefix=".speed-", buffering=0) as file:
         file.write(content)
         os.fsync(file.fileno())
-        if hasattr(os, "posix_fadvise"):
+        if hasattr(os, "posix_fadvise"):  # drops the file from the cache; not on macOS
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         file.seek(0)
         start = time.perf_counter()
@@ -155,30 +331,30 @@ def measure_disk_bandwidth(folder: Path) -> float:
 
 
 def shard_options(shape: Sequence[int], rows: int, codec: str) -> dict[str, Any]:
-    """What `zarr.create_array` is told of shards: chunks of some rows, one shard for each time.
+    """Return the arguments of `zarr.create_array`: chunks of some rows, and one shard per time.
 
     Args:
-        shape: `(..., C, H, W)`; before the channels there is time, or nothing.
+        shape: `(T, C, H, W)`, or `(C, H, W)` for fields without a time.
         rows: of a chunk.
         codec: key of `CODECS`.
     """
     *times, channels, height, columns = shape
-    one = (1,) * len(times)
+    ones = (1,) * len(times)
     channels = max(1, channels)
     return {
-        "chunks": (*one, channels, rows, columns),
-        "shards": (*one, channels, -(-height // rows) * rows, columns),
+        "chunks": (*ones, channels, rows, columns),
+        "shards": (*ones, channels, -(-height // rows) * rows, columns),
         "compressors": (*CODECS[codec], Crc32cCodec()),
         "dtype": np.float32,
         "fill_value": np.nan,
-        # One file for each time in one folder, not four folders for each.
+        # All shards in one folder: `/` would make four nested folders for each of them.
         "chunk_key_encoding": {"name": "default", "separator": "."},
-        # A chunk that is NaN throughout is there too: one that is not there is a fault.
+        # Chunks full of NaN are written, too, so that a missing chunk means damage.
         "config": {"write_empty_chunks": True},
     }
 
 
-def _measure_codec(sample: Fields, rows: int, name: str, disk_speed: float) -> CodecMeasurement:
+def _measure_codec(sample: Fields, rows: int, name: str, disk_bandwidth: float) -> CodecMeasurement:
     store = MemoryStore()
     array = zarr.create_array(store, shape=sample.shape, **shard_options(sample.shape, rows, name))
 
@@ -189,178 +365,13 @@ def _measure_codec(sample: Fields, rows: int, name: str, disk_speed: float) -> C
     decode = _seconds(lambda: array[:]) / sample.nbytes
     stored = sum(len(value) for key, value in store._store_dict.items() if "zarr.json" not in key)
     ratio = sample.nbytes / stored
-    return CodecMeasurement(name, ratio, encode, decode, decode + 1 / (ratio * disk_speed))
+    return CodecMeasurement(name, ratio, encode, decode, decode + 1 / (ratio * disk_bandwidth))
 
 
-def _seconds(work: Callable[[], object]) -> float:
+def _seconds(action: Callable[[], object]) -> float:
     best = float("inf")
     for _ in range(REPEATS):
         start = time.perf_counter()
-        work()
+        action()
         best = min(best, time.perf_counter() - start)
     return best
-
-
-SETTINGS = "prepared"  # attribute with what the fields depend on, chunks and codec
-FIELD_DIMS = ("channel", "latitude", "longitude")
-
-
-@final
-class RechunkTarget:
-    """`OUT` and `OUT.partial`.
-
-    The shards are their own journal: one that is there is whole, so what is done is what is there.
-
-    Args:
-        out: where the prepared store is to be.
-        overwrite: whether a prepared store that is there may be replaced.
-
-    Raises:
-        UserError: `out` can't be made, or is there.
-    """
-
-    def __init__(self, out: str, overwrite: bool) -> None:
-        if not out or "://" in out:
-            raise UserError(f"out: needs the path of a store to write, got {out!r}. Change out.")
-        self.out = expand_home("out", out).absolute()
-        self.partial = self.out.with_name(self.out.name + ENDING)
-        self._overwrite = overwrite
-        self._new = self.out.with_name(f"{self.out.name}.new{ENDING}")
-        self._old = self.out.with_name(f"{self.out.name}.old{ENDING}")
-        folder = self.out.parent
-        if not folder.is_dir() or not os.access(folder, os.W_OK):
-            problem = "cannot be written in" if folder.is_dir() else "there is no such folder"
-            raise UserError(f"{folder}: {problem}. Make it, or change out.")
-        if self.out.exists() and not self._replaceable():
-            known = METADATA_ATTRIBUTE in (_read_attributes(self.out) or {})
-            advice = ", or say overwrite=true" if known else ""
-            raise UserError(f"{self.out}: is there already. Change out{advice}.")
-
-    def settings(self) -> Mapping[str, Any] | None:
-        """Those of the partial store; None if there is none.
-
-        Raises:
-            UserError: something else is in its place.
-        """
-        if not self.partial.exists():
-            return None
-        attributes = _read_attributes(self.partial)
-        if attributes is None or SETTINGS not in attributes:
-            raise UserError(
-                f"{self.partial}: is no store that was being prepared. Move it, or change out."
-            )
-        settings: Mapping[str, Any] = attributes[SETTINGS]
-        return settings
-
-    def begin(
-        self, asked: SelectedFields, rows: int, codec: str, settings: Mapping[str, Any]
-    ) -> None:
-        """Write all but the fields; the partial store is there with all of that, or not at all."""
-        for leftover in (self._new, self.partial):
-            shutil.rmtree(leftover, ignore_errors=True)
-        self._new.mkdir()
-        attributes = {METADATA_ATTRIBUTE: asked.form.attributes(), SETTINGS: dict(settings)}
-        group = zarr.create_group(LocalStore(self._new), attributes=attributes)
-        group.create_array(
-            "fields",
-            shape=asked.shape,
-            dimension_names=("time", *FIELD_DIMS),
-            **shard_options(asked.shape, rows, codec),
-        )
-        _write_static(group, asked, rows, codec)
-        _write_coordinates(group, asked)
-        os.replace(self._new, self.partial)
-
-    def resume(self) -> None:
-        """Clean up behind what was killed."""
-        remove_leftovers(self.partial / "fields")
-
-    def missing(self, first: int, stop: int) -> list[int]:
-        """The times from `first` up to `stop` that have no shard yet."""
-        folder = self.partial / "fields"
-        return [time for time in range(first, stop) if not (folder / shard_name(time)).exists()]
-
-    def fields(self) -> "zarr.Array[Any]":
-        """`(time, channel, latitude, longitude)` of the partial store, to write whole shards to."""
-        array = zarr.open_array(
-            AtomicFileStore(LocalStore(self.partial)), path="fields", mode="r+", zarr_format=3
-        )
-        # Opening ignores a config.
-        return array.with_config({"write_empty_chunks": True})
-
-    def finish(self) -> None:
-        """Give the partial store its name; what had it is removed."""
-        if self.out.exists():
-            shutil.rmtree(self._old, ignore_errors=True)
-            os.replace(self.out, self._old)
-        os.replace(self.partial, self.out)
-        shutil.rmtree(self._old, ignore_errors=True)
-
-    def _replaceable(self) -> bool:
-        """Only a prepared store is ever removed, and only if a user says so."""
-        attributes = _read_attributes(self.out)
-        return self._overwrite and attributes is not None and METADATA_ATTRIBUTE in attributes
-
-
-def shard_name(time: int) -> str:
-    """The file in `fields` that holds a time."""
-    return f"c.{time}.0.0.0"
-
-
-def _read_attributes(folder: Path) -> Mapping[str, Any] | None:
-    """Those of a zarr group of version 3; None if there is none."""
-    try:
-        metadata = json.loads((folder / "zarr.json").read_text())
-        attributes: Mapping[str, Any] = metadata["attributes"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return attributes
-
-
-def _write_static(group: zarr.Group, asked: SelectedFields, rows: int, codec: str) -> None:
-    if not asked.form.static:
-        return
-    values: Fields = asked.static()
-    options = shard_options(values.shape, rows, codec)
-    array = group.create_array(
-        "static", shape=values.shape, dimension_names=("static", *FIELD_DIMS[1:]), **options
-    )
-    array[:] = values
-
-
-def _write_coordinates(group: zarr.Group, asked: SelectedFields) -> None:
-    attributes: dict[str, dict[str, Any]] = {
-        "time": {"units": TIME_UNITS, "calendar": "proleptic_gregorian", "standard_name": "time"},
-        "latitude": {"units": "degrees_north", "standard_name": "latitude"},
-        "longitude": {"units": "degrees_east", "standard_name": "longitude"},
-    }
-    values = {
-        "time": hours_since_epoch(asked.times, asked.form.origin),
-        "latitude": asked.latitude,
-        "longitude": asked.longitude,
-    }
-    for name, numbers in values.items():
-        group.create_array(
-            name,
-            data=np.ascontiguousarray(numbers),
-            chunks=numbers.shape,
-            compressors=None,
-            dimension_names=(name,),
-            attributes=attributes[name],
-        )
-
-
-def hours_since_epoch(times: Times, where: str) -> "np.ndarray[Any, np.dtype[np.int64]]":
-    """Hours since `EPOCH`.
-
-    Raises:
-        UserError: a time is no whole hour.
-    """
-    hours = times.astype("M8[h]")
-    odd = times[hours != times]
-    if len(odd):
-        raise UserError(
-            f"{where}: a prepared store has whole hours, but there is {odd[0].astype('M8[s]')}. "
-            "Choose other dates, or another data.step."
-        )
-    return (hours - EPOCH).astype(np.int64)

@@ -1,1 +1,1 @@
-"""Where fields are read from: one class for each form of store, all alike to who reads them."""
+"""Data sources: one class for each storage format, all with the interface `base.Source`."""

@@ -1,6 +1,7 @@
-"""Where a store is: a path of this machine or an address that fsspec knows, and with what rights.
+"""Addresses of stores: local paths and fsspec URLs, patterns, credentials and network errors.
 
-Credentials come from the environment only, and no message shows one.
+Credentials come from the environment only, and no message shows one: every text that may contain
+an address passes `redact_secrets` first.
 """
 
 import os
@@ -18,7 +19,7 @@ from fsspec.spec import AbstractFileSystem
 from credit_dp.checks import expand_home
 from credit_dp.errors import UnreachableError, UserError
 
-LOCAL_PROTOCOLS = ("file", "local")  # protocols of paths on this machine
+LOCAL_PROTOCOLS = ("file", "local")
 PROTOCOL = re.compile(r"([A-Za-z][\w+.-]*)(?:://|::)")
 PASSWORD = re.compile(r"(?<=://)[^/@\s]*@")
 QUERY = re.compile(r"(?<=\w)\?\S*")
@@ -31,7 +32,7 @@ AMAZON = (
     "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
     "AWS_CONTAINER_CREDENTIALS_FULL_URI",
 )
-# Packages whose errors are of the network or of the rights on the other side, and what is absent.
+# Packages whose exceptions mean that the network failed or that access was refused.
 NETWORK = (
     "aiobotocore",
     "aiohttp",
@@ -48,16 +49,16 @@ SECRETS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 
 
 def is_remote(where: str) -> bool:
-    """Whether `where` is an address, not a path of this machine."""
+    """Whether `where` is a URL rather than a path on this machine."""
     protocols = _protocols(where)
     return bool(protocols) and not (len(protocols) == 1 and protocols[0] in LOCAL_PROTOCOLS)
 
 
 def local_path(where: str) -> Path:
-    """The path of a store on this machine, given as such or as `file://`.
+    """Return the path of a local store, given as a path or as `file://...`.
 
     Raises:
-        UserError: it begins with the home folder of nobody.
+        UserError: it begins with `~USER` and there is no such user.
     """
     for protocol in LOCAL_PROTOCOLS:
         where = where.removeprefix(f"{protocol}://")
@@ -65,10 +66,10 @@ def local_path(where: str) -> Path:
 
 
 def absolute_address(where: str) -> str:
-    """The address of a store that is the same in every folder.
+    """Return an address that is valid in every working folder.
 
     Raises:
-        UserError: it begins with the home folder of nobody.
+        UserError: it begins with `~USER` and there is no such user.
     """
     return where if is_remote(where) else str(local_path(where).absolute())
 
@@ -79,6 +80,7 @@ def check_address(where: str) -> None:
     Raises:
         UserError: it has a user, a password or a query; the message shows none of them.
     """
+    # A signed URL has its key in the query.
     signed = where.startswith(("http://", "https://")) and "?" in where
     if is_remote(where) and (PASSWORD.search(where) or signed):
         raise UserError(
@@ -88,7 +90,8 @@ def check_address(where: str) -> None:
 
 
 def redact_secrets(text: str) -> str:
-    """Text of a message without passwords and queries of addresses or keys of the environment."""
+    """Remove passwords, URL queries and keys of the environment from the text of a message."""
+    # An address may stand anywhere in an error message of a library.
     text = QUERY.sub("?...", PASSWORD.sub("...@", text)) if "://" in text else text
     for name in SECRETS:
         if os.environ.get(name):
@@ -97,19 +100,24 @@ def redact_secrets(text: str) -> str:
 
 
 def storage_options(where: str) -> dict[str, dict[str, Any]]:
-    """What fsspec is told for each protocol of an address: anonymous, unless the environment
-    has credentials."""
+    """Return fsspec's options by protocol: anonymous access unless the environment has credentials.
+
+    `simplecache::s3://bucket` needs `{"s3": {"anon": True}}`.
+    """
     anonymous: Mapping[str, dict[str, Any]] = {
         "s3": {"anon": not _any_set(AMAZON)},
         "gs": {} if _any_set(GOOGLE) else {"token": "anon"},
     }
-    same = {"s3a": "s3", "gcs": "gs"}
-    found = {name: anonymous.get(same.get(name, name), {}) for name in _protocols(where)}
-    return {name: options for name, options in found.items() if options}
+    canonical = {"s3a": "s3", "gcs": "gs"}
+    by_protocol = {
+        protocol: anonymous.get(canonical.get(protocol, protocol), {})
+        for protocol in _protocols(where)
+    }
+    return {protocol: options for protocol, options in by_protocol.items() if options}
 
 
 def filesystem(where: str) -> tuple[AbstractFileSystem, str]:
-    """The file system of a remote address, and the path in it.
+    """Return the file system of a remote address and the path in it.
 
     Raises:
         UserError: the protocol is unknown, or a package for it is missing.
@@ -130,21 +138,23 @@ def filesystem(where: str) -> tuple[AbstractFileSystem, str]:
 
 
 def expand_pattern(where: str) -> list[str]:
-    """The addresses that a pattern with `*`, `?` or `[...]` stands for, sorted; one without is
-    itself.
+    """Return the sorted addresses that match a pattern with `*`, `?` or `[...]`.
+
+    An address without a pattern is returned as it is, and so is a local path that exists under
+    the very name of the pattern.
 
     Raises:
-        UserError: nothing is there, or what is there can't be listed.
+        UserError: nothing matches, or the folder can't be listed.
     """
     check_address(where)
     if not has_magic(where) or (not is_remote(where) and local_path(where).exists()):
         return [where]
     if not is_remote(where):
-        found = sorted(glob(str(local_path(where)), recursive=True))
+        matches = sorted(glob(str(local_path(where)), recursive=True))
     else:
         system, pattern = filesystem(where)
         try:
-            found = sorted(str(system.unstrip_protocol(path)) for path in system.glob(pattern))
+            matches = sorted(str(system.unstrip_protocol(path)) for path in system.glob(pattern))
         except Exception as error:
             if is_network_error(error):
                 raise unreachable_error(where, reason_of(error)) from error
@@ -152,18 +162,18 @@ def expand_pattern(where: str) -> list[str]:
                 f"{redact_secrets(where)}: can't be listed ({reason_of(error)}). Give the stores "
                 "one by one in data.store."
             ) from error
-    if not found:
+    if not matches:
         raise UserError(f"{where}: no store fits this pattern. Change data.store.")
-    return found
+    return matches
 
 
 def reason_of(error: BaseException) -> str:
-    """What went wrong, as the part of a line that a message can show."""
+    """Return the first line of an error, without secrets, as a part of a message."""
     return redact_secrets(_first_line(error))
 
 
 def zarr_open_error(where: str, error: BaseException) -> UserError:
-    """What to say of a zarr store that can't be opened: it is none, or can't be reached."""
+    """Return the error for a zarr store that can't be opened or can't be reached."""
     if is_remote(where) and is_network_error(error):
         return unreachable_error(where, reason_of(error))
     return UserError(
@@ -173,29 +183,29 @@ def zarr_open_error(where: str, error: BaseException) -> UserError:
 
 
 def unreachable_error(where: str, reason: str) -> UnreachableError:
-    """What to say of a store elsewhere of which nothing is known."""
+    """Return the error for a remote store that does not answer."""
     return UnreachableError(
-        f"{redact_secrets(where)}: can't be reached from here ({reason}). Look at the network and "
-        "at the credentials in the environment, or change data.store."
+        f"{redact_secrets(where)}: can't be reached from here ({reason}). Check the network "
+        "and the credentials in the environment, or change data.store."
     )
 
 
 def is_network_error(error: BaseException) -> bool:
-    """Whether nobody answered, or nothing may be read, rather than that something is not there."""
-    for each in _error_chain(error):
-        package = type(each).__module__.partition(".")[0]
-        if package in NETWORK or (isinstance(each, OSError) and not isinstance(each, ABSENT)):
+    """Whether the network or the access rights failed, rather than the store being absent."""
+    for cause in _error_chain(error):
+        package = type(cause).__module__.partition(".")[0]
+        if package in NETWORK or (isinstance(cause, OSError) and not isinstance(cause, ABSENT)):
             return True
     return False
 
 
 def check_host(where: str) -> None:
-    """Refuse an address whose host has no name here, which libraries try again for minutes.
+    """Refuse an address whose host name can't be resolved: libraries would retry for minutes.
 
-    Only what is certain is refused: not where a proxy or settings of fsspec lead elsewhere.
+    The check is skipped where a proxy or fsspec's own settings may lead to another host.
 
     Raises:
-        UnreachableError: the name is not known here.
+        UnreachableError: the host name can't be resolved.
     """
     host = _certain_host(where)
     protocol = (_protocols(where) or [""])[-1]
@@ -208,20 +218,22 @@ def check_host(where: str) -> None:
 
 
 def _certain_host(where: str) -> str | None:
-    """The host that an address leads to, if that is certain."""
+    """Return the host that an address leads to; None if settings may choose another one."""
     protocol = (_protocols(where) or [""])[-1]
     if protocol in ("http", "https"):
         return urlsplit(where.rpartition("::")[2]).hostname
     if protocol in ("gs", "gcs") and not _any_set(("STORAGE_EMULATOR_HOST",)):
         return "storage.googleapis.com"
-    elsewhere = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", *AMAZON)
-    if protocol in ("s3", "s3a") and not _any_set(elsewhere):
+    # A profile or an endpoint may lead to any S3 server.
+    custom_endpoints = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", *AMAZON)
+    if protocol in ("s3", "s3a") and not _any_set(custom_endpoints):
         return "s3.amazonaws.com"
     return None
 
 
 def _error_chain(error: BaseException | None) -> Iterator[BaseException]:
-    """The error and all that led to it."""
+    """Yield an error and its causes."""
+    # `raise ... from` can build a chain that leads back to itself.
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         yield error
@@ -230,7 +242,10 @@ def _error_chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _protocols(where: str) -> list[str]:
-    """`simplecache::s3://bucket` -> `["simplecache", "s3"]`; none for a path."""
+    """Return the protocols of an address, outermost first; none for a path.
+
+    `simplecache::s3://bucket` has `["simplecache", "s3"]`.
+    """
     return PROTOCOL.findall(where)
 
 

@@ -1,4 +1,7 @@
-"""Datasets of anemoi: all variables of a time in one array, the globe's cells in one row."""
+"""Reads datasets of anemoi: all variables of a time in one array, with all grid cells in one dim.
+
+The cells have to be the points of a regular grid, so that rows of latitude can be cut out of them.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,71 +37,74 @@ from credit_dp.errors import UserError
 from credit_dp.variable_names import STATIC_NAMES, long_name
 
 Degrees = NDArray[np.float64]
-SAME = 1e-3  # degrees by which cells of one row may differ: they are often kept as float32
-N320 = 542080  # cells; of ERA5's own grid
-COARSEST = 16  # of octahedral grids that anybody uses
+GRID_TOLERANCE = 1e-3  # degrees within one row or column: coordinates are often stored as float32
+N320_CELLS = 542080  # ERA5's native grid
+MIN_OCTAHEDRAL = 16  # the coarsest octahedral grid in use
 
 
 def read_regular_grid(
     group: zarr.Group, attributes: Mapping[str, Any], where: str
 ) -> tuple[Degrees, Degrees]:
-    """`(H,)` latitudes and `(W,)` longitudes, in the order of the cells.
+    """Return `(H,)` latitudes and `(W,)` longitudes in the order of the cells.
 
     Raises:
-        UserError: the cells are not the points of rows and columns, row after row.
+        UserError: the cells are not the points of a regular grid, row after row.
     """
     latitudes = read_array(group, "latitudes", where).astype(np.float64)
     longitudes = read_array(group, "longitudes", where).astype(np.float64)
-    cells = group["data"].shape[3]  # type: ignore[union-attr]
-    if latitudes.shape != (cells,) or longitudes.shape != (cells,):
+    num_cells = group["data"].shape[3]  # type: ignore[union-attr]
+    if latitudes.shape != (num_cells,) or longitudes.shape != (num_cells,):
         raise UserError(
-            f"{where}: needs a latitude and a longitude for each of {cells} cells, but has "
+            f"{where}: needs a latitude and a longitude for each of {num_cells} cells, but has "
             f"{latitudes.shape} and {longitudes.shape}. Change data.store."
         )
     shape = attributes.get("field_shape") or []
-    if len(shape) == 2 and int(shape[0]) * int(shape[1]) == cells:
+    if len(shape) == 2 and int(shape[0]) * int(shape[1]) == num_cells:
         rows, columns = latitudes.reshape(*shape), longitudes.reshape(*shape)
-        if np.ptp(rows, axis=1).max() < SAME and np.ptp(columns, axis=0).max() < SAME:
+        if (
+            np.ptp(rows, axis=1).max() < GRID_TOLERANCE
+            and np.ptp(columns, axis=0).max() < GRID_TOLERANCE
+        ):
             return rows[:, 0], columns[0]
     raise UserError(
-        f"{where}: is on {_grid_name(cells, attributes)}, but a regular grid is needed: rows "
-        "of one "
-        "latitude with the same longitudes, and field_shape [rows, columns]. Make the dataset on a "
-        "regular grid such as 1.0/1.0 degrees, or change data.store."
+        f"{where}: is on {_grid_name(num_cells, attributes)}, but a regular grid is needed: rows "
+        "of one latitude with the same longitudes, and field_shape [rows, columns]. Make the "
+        "dataset on a regular grid such as 1.0/1.0 degrees, or change data.store."
     )
 
 
-def _grid_name(cells: int, attributes: Mapping[str, Any]) -> str:
-    """The grid as people call it."""
-    said = str(attributes.get("resolution") or _reduced_grid_name(cells))
-    reduced = said[:1].lower() in ("n", "o") and said[1:].isdecimal()
+def _grid_name(num_cells: int, attributes: Mapping[str, Any]) -> str:
+    """Return the usual name of a grid, for a message."""
+    name = str(attributes.get("resolution") or _reduced_grid_name(num_cells))
+    reduced = name[:1].lower() in ("n", "o") and name[1:].isdecimal()
     kind = "the reduced Gaussian grid " if reduced else "the grid "
-    return (
-        f"{kind}{said.upper()} of {cells} cells" if said else f"an irregular grid of {cells} cells"
-    )
+    if not name:
+        return f"an irregular grid of {num_cells} cells"
+    return f"{kind}{name.upper()} of {num_cells} cells"
 
 
-def _reduced_grid_name(cells: int) -> str:
-    """The octahedral reduced Gaussian grid of so many cells, or N320; empty if it is neither.
+def _reduced_grid_name(num_cells: int) -> str:
+    """Return the name of the octahedral or N320 grid with this many cells; empty if it is neither.
 
     Row n from the pole of an octahedral grid has 4 n + 16 cells, so ON has 4 N (N + 9).
 
     Source: ECMWF, octahedral reduced Gaussian grid.
     """
-    if cells == N320:
+    if num_cells == N320_CELLS:
         return "N320"
-    number = round((81 + cells) ** 0.5 / 2 - 4.5)
-    return f"O{number}" if 4 * number * (number + 9) == cells and number >= COARSEST else ""
+    number = round((81 + num_cells) ** 0.5 / 2 - 4.5)  # solves 4 N (N + 9) = cells for N
+    is_octahedral = 4 * number * (number + 9) == num_cells and number >= MIN_OCTAHEDRAL
+    return f"O{number}" if is_octahedral else ""
 
 
 @final
 @dataclass(frozen=True)
 class AnemoiVariables:
-    """What a dataset has.
+    """The variables of a dataset.
 
     Attributes:
-        variables: by long names; each is found by the dataset's own name and others too.
-        places: of each channel along the variables of the array, under all its names.
+        variables: by long names; the dataset's own names and others are aliases.
+        indices: of each channel along the variable dim of the array, under all its names.
     """
 
     variables: AliasedVariables
@@ -106,54 +112,60 @@ class AnemoiVariables:
 
     @classmethod
     def of(cls, names: list[str], attributes: Mapping[str, Any]) -> "AnemoiVariables":
-        """From the names in the array's order, and what the attributes say of them.
+        """Combine the names, in the array's order, with what the attributes say about them.
 
-        Constant in time is what the attributes say is, and what is known to be.
+        A variable is constant in time if the attributes say so, or if it is known to be.
         """
-        about = attributes.get("variables_metadata") or {}
+        metadata = attributes.get("variables_metadata") or {}
         constants = {*STATIC_NAMES, *(attributes.get("constant_fields") or ())}
         constants |= {
             name
             for name in names
-            if _variable_metadata(about, name).get("constant_in_time") is True
+            if _variable_metadata(metadata, name).get("constant_in_time") is True
         }
-        long: dict[str, VariableInfo] = {}
-        own: dict[str, VariableInfo] = {}
-        places: dict[Channel, int] = {}
-        for place, name in enumerate(names):
-            timed = name not in constants
-            unit = str(_variable_metadata(about, name).get("units") or "")
-            own[name] = VariableInfo(timed, (), unit)
-            places[Channel(name)] = place
+        by_long_name: dict[str, VariableInfo] = {}
+        by_stored_name: dict[str, VariableInfo] = {}
+        indices: dict[Channel, int] = {}
+        for index, name in enumerate(names):
+            has_time = name not in constants
+            unit = str(_variable_metadata(metadata, name).get("units") or "")
+            by_stored_name[name] = VariableInfo(has_time, (), unit)
+            # Under its own name, such as `z_500`, and below as a level of the variable.
+            indices[Channel(name)] = index
             variable, level = long_name(name)
-            levels = long[variable].levels if variable in long else ()
-            long[variable] = VariableInfo(
-                timed, levels if level is None else (*levels, level), unit
+            levels = by_long_name[variable].levels if variable in by_long_name else ()
+            by_long_name[variable] = VariableInfo(
+                has_time, levels if level is None else (*levels, level), unit
             )
-            places[Channel(variable, level)] = place
-        found = StoredNames.of({**own, **long})
-        aliases = {**found.variables.aliases, **own}
-        return cls(AliasedVariables(long, aliases), found.under_all_names(places))
+            indices[Channel(variable, level)] = index
+        stored_names = StoredNames.of({**by_stored_name, **by_long_name})
+        aliases = {**stored_names.variables.aliases, **by_stored_name}
+        return cls(AliasedVariables(by_long_name, aliases), stored_names.under_all_names(indices))
 
 
-def _variable_metadata(about: Any, name: str) -> Mapping[str, Any]:
-    found = about.get(name) if isinstance(about, Mapping) else None
-    return found if isinstance(found, Mapping) else {}
+def _variable_metadata(metadata: Any, name: str) -> Mapping[str, Any]:
+    entry = metadata.get(name) if isinstance(metadata, Mapping) else None
+    return entry if isinstance(entry, Mapping) else {}
 
 
 @final
 class AnemoiSource(Source):
-    """One dataset on a regular grid, of one member. Its missing dates are gaps."""
+    """A source that reads one dataset on a regular grid with one ensemble member.
 
-    def __init__(self, group: zarr.Group, disk: CountingStore, address: str) -> None:
+    The dataset's missing dates are left out of `times`, so that they are gaps.
+    """
+
+    def __init__(self, group: zarr.Group, store: CountingStore, address: str) -> None:
         where = redact_secrets(address)
-        self.where, self._address = where, address
+        self.where = where
+        self._address = address
         attributes = dict(group.attrs)
         data = get_array(group, "data", where)
         names = _read_variables(attributes, data, where)
         dates = _read_dates(group, data, where)
         missing = np.array(attributes.get("missing_dates") or [], dtype="datetime64[ns]")
         self._present = np.flatnonzero(~np.isin(dates, missing))
+        # The array has an entry for each missing date: `_present` are the indices of all others.
         self.times: Times = dates[self._present]
         latitude, self.longitude = read_regular_grid(group, attributes, where)
         self._flipped = bool(latitude[0] < latitude[-1])
@@ -162,51 +174,51 @@ class AnemoiSource(Source):
         self.variables: Mapping[str, VariableInfo] = names.variables
         self._channel_indices = names.indices
         self._data = StackedArray(data, where, dates, StoreChangeDetector(address, ["data"]))
-        self.counters = [disk]
-        disk.reset()
+        self.counters = [store]
+        store.reset()
 
     @classmethod
     def open(cls, where: str) -> "AnemoiSource":
         """Open the dataset at a path or address.
 
         Raises:
-            UserError: there is none, or its grid is not regular, or it has several members.
+            UserError: there is no dataset, its grid is not regular, or it has several members.
         """
         return cls(*open_stacked(where, ("data",)), where)
 
-    def read(self, channels: Sequence[Channel], places: Indexer, rows: slice) -> Fields:
+    def read(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> Fields:
         """See `Source`."""
         height, width = self.grid
         north, south, _ = rows.indices(height)
-        if self._flipped:
+        if self._flipped:  # rows are stored from the south
             north, south = height - south, height - north
-        wanted = [self._channel_indices[channel] for channel in channels]
+        indices = [self._channel_indices[channel] for channel in channels]
         cells = slice(north * width, south * width)
-        values = self._data.read(as_slice(self._present[places]), wanted, (0, cells))
+        values = self._data.read(as_slice(self._present[times]), indices, (0, cells))
         fields = values.reshape(*values.shape[:2], south - north, width)
         return fields[:, :, ::-1] if self._flipped else fields
 
     def group_by_chunk(self, channels: Sequence[Channel]) -> list[list[Channel]]:
-        """See `Source`: all of them."""
+        """See `Source`; all channels share their chunks."""
         return [list(channels)]
 
-    def times_together(self, channel: Channel) -> int:
+    def times_per_file(self, channel: Channel) -> int:
         """See `Source`."""
-        return self._data.times_together
+        return self._data.times_per_file
 
     def chunk_shape(self, channel: Channel) -> tuple[int, int, int, int]:
-        """See `Source`; a chunk of cells that begins or ends within a row reaches into both."""
-        times, variables, _, cells = self._data.array.chunks
+        """See `Source`; a chunk of cells that starts or ends within a row touches that row."""
+        num_times, num_variables, _, num_cells = self._data.array.chunks
         height, width = self.grid
-        whole = cells // width if cells % width == 0 else cells // width + 2
-        return times, variables, min(height, whole), width
+        chunk_rows = num_cells // width if num_cells % width == 0 else num_cells // width + 2
+        return num_times, num_variables, min(height, chunk_rows), width
 
-    def location(self, channel: Channel, place: int, row: int, column: int) -> str:
+    def location(self, channel: Channel, time: int, row: int, column: int) -> str:
         """See `Source`."""
         height, width = self.grid
-        stored = height - 1 - row if self._flipped else row
-        cell = stored * width + column
-        time = int(self._present[place])
+        stored_row = height - 1 - row if self._flipped else row
+        cell = stored_row * width + column
+        time = int(self._present[time])
         return (
             f"{self.where}, "
             f"{self._data.chunk_name((time, self._channel_indices[channel], 0, cell))}"
@@ -220,10 +232,10 @@ class AnemoiSource(Source):
 def _read_variables(
     attributes: Mapping[str, Any], data: zarr.Array[Any], where: str
 ) -> AnemoiVariables:
-    """The variables.
+    """Return the variables of a dataset.
 
     Raises:
-        UserError: there is not one name for each, or more than one member.
+        UserError: the array needs one name for each variable, and exactly one member.
     """
     if data.ndim != 4:
         raise UserError(
@@ -245,10 +257,10 @@ def _read_variables(
 
 
 def _read_dates(group: zarr.Group, data: zarr.Array[Any], where: str) -> Times:
-    """`(T,)` of all of the array, missing ones too.
+    """Return all dates of the array, `(T,)`, including missing ones.
 
     Raises:
-        UserError: they are no dates, or not one for each time.
+        UserError: the array `dates` does not hold one date for each time.
     """
     dates = read_array(group, "dates", where)
     if not np.issubdtype(dates.dtype, np.datetime64) or dates.shape != data.shape[:1]:

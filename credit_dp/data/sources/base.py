@@ -1,4 +1,10 @@
-"""What every form of store offers: coordinates, variables, and fields of some rows."""
+"""The interface of all data sources, and the checks that every store's grid has to pass.
+
+`Source` is what the rest of the package reads from; its subclasses in this folder read one format
+each (zarr and netCDF, anemoi, prepared stores) or combine other sources. Each of them brings its
+coordinates to one form first: dims are renamed (`standardise_dims`), dims of length 1 are dropped
+(`squeeze_other_dims`), then the coordinates are checked (`check_coordinates`).
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,28 +27,28 @@ Indexer = slice | NDArray[np.intp]
 @final
 @dataclass(frozen=True)
 class VariableInfo:
-    """What a source says of one variable before any field is read.
+    """The metadata of one variable, known before any field is read.
 
     Attributes:
-        timed: whether it changes in time.
-        levels: the levels it has, as in the store; empty if it is on none.
+        has_time: whether the variable changes in time.
+        levels: its levels in the store's order; empty if it has no level dim.
         units, standard_name: as the source gives them; empty if it gives none.
-        problem: why it can't be read, after its name; empty if it can.
-        model_levels: its levels are those of a model, by number, not of pressure.
-        stored: what the store calls it, where that is another name.
+        problem: why the variable can't be read, to be shown after its name; empty if it can.
+        model_levels: whether `levels` are numbers of model levels, not pressures.
+        stored_name: its name in the store, if that is another one.
     """
 
-    timed: bool
+    has_time: bool
     levels: tuple[int, ...] = ()
     units: str = ""
     standard_name: str = ""
     problem: str = ""
     model_levels: bool = False
-    stored: str = ""
+    stored_name: str = ""
 
 
 class ReadCounter(Protocol):
-    """Counts what is read of one place."""
+    """Counts what is read from one store."""
 
     data_bytes: int
     chunk_reads: int
@@ -51,7 +57,7 @@ class ReadCounter(Protocol):
 @final
 @dataclass(frozen=True)
 class AliasedVariables(Mapping[str, VariableInfo]):
-    """Variables by name; those of `aliases` are found as well, but not listed."""
+    """Variables by name; the names in `aliases` can be looked up, but are not listed."""
 
     listed: Mapping[str, VariableInfo]
     aliases: Mapping[str, VariableInfo]
@@ -67,29 +73,29 @@ class AliasedVariables(Mapping[str, VariableInfo]):
 
 
 def all_names(variables: Mapping[str, VariableInfo]) -> list[str]:
-    """All names that are found, listed or not."""
+    """Return all names that can be looked up, listed or not."""
     aliases = variables.aliases if isinstance(variables, AliasedVariables) else ()
     return list(dict.fromkeys([*variables, *aliases]))
 
 
 def is_listed(name: str, variables: Mapping[str, VariableInfo]) -> bool:
-    """Whether it is a name that the store itself has."""
+    """Whether `name` is the store's own name, not an alias."""
     return name in (variables.listed if isinstance(variables, AliasedVariables) else variables)
 
 
 class Source(ABC):
-    """An open store, checked: fields as float32, row 0 northernmost.
+    """An open store with checked coordinates: float32 fields with row 0 in the north.
 
     Open it in the process that reads it: zarr's reading thread does not survive a fork.
 
     Attributes:
-        where: its address, as messages name it.
-        times: `(T,)` datetime64[ns], rising, perhaps with gaps.
-        latitude: `(H,)` degrees, falling.
+        where: its address as messages show it.
+        times: `(T,)` datetime64[ns], increasing, perhaps with gaps.
+        latitude: `(H,)` degrees, decreasing.
         longitude: `(W,)` degrees, in the store's order.
-        variables: by their names in the config.
-        counters: what counts the reads, one for each place that is read.
-        title: what the store says that it is, if it does.
+        variables: metadata of the variables by their names in the config.
+        counters: one counter of reads for each store that is read.
+        title: the store's own title; empty if it has none.
     """
 
     where: str
@@ -102,77 +108,85 @@ class Source(ABC):
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Rows and columns."""
+        """Return the numbers of rows and columns."""
         return len(self.latitude), len(self.longitude)
 
     @abstractmethod
-    def read(self, channels: Sequence[Channel], places: Indexer, rows: slice) -> Fields:
-        """Some channels at some places of `times`: `(T, C, rows, W)`, NaN where there is no value.
+    def read(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> Fields:
+        """Read channels at some times: `(T, C, rows, W)`, with NaN for missing values.
 
-        All of them change in time, or none: then `places` is `slice(0, 1)`. A chunk that holds
-        several of what is asked for is read once.
+        Either all channels change in time or none does. A chunk that holds several of them is
+        read once.
+
+        Args:
+            channels: in the order of the result.
+            times: indices into `self.times`; `slice(0, 1)` for channels without a time.
+            rows: counted from the north.
 
         Raises:
-            UserError: what is on disk cannot be read; names file, variable and date.
+            UserError: the store can't be read; the message names file, variable and date.
         """
 
     @abstractmethod
     def group_by_chunk(self, channels: Sequence[Channel]) -> list[list[Channel]]:
-        """The channels in groups, in order, of which each shares its chunks with no other."""
+        """Split the channels, in order, into groups that share no chunk with each other."""
 
     @abstractmethod
-    def times_together(self, channel: Channel) -> int:
-        """Times that lie in one shard of the channel or, without shards, in one chunk."""
+    def times_per_file(self, channel: Channel) -> int:
+        """Return how many times share one shard of the channel, or one chunk without shards."""
 
     def chunk_shape(self, channel: Channel) -> tuple[int, int, int, int]:
-        """What is decoded at once: times, channels, rows, columns. Here one channel's whole globe.
+        """Return the shape that is decoded at once: times, channels, rows, columns.
 
-        Of shards, the inner chunk.
+        This is the chunk, or the inner chunk of a shard. By default it is one channel on the
+        globe.
         """
-        return self.times_together(channel), 1, *self.grid
+        return self.times_per_file(channel), 1, *self.grid
 
-    def location(self, channel: Channel, place: int, row: int, column: int) -> str:
-        """The file or store, and the chunk, that one value was read from, for a message.
+    def location(self, channel: Channel, time: int, row: int, column: int) -> str:
+        """Return the file (or store) and the chunk that hold one value, for a message.
 
         Args:
-            place: in `times`; 0 for what does not change in time.
+            channel: the channel of the value.
+            time: index into `self.times`; 0 for a channel without a time.
             row: counted from the north.
+            column: in the store's order.
         """
         return self.where
 
-    def chunk_numbers(self, channel: Channel, places: NDArray[np.intp]) -> NDArray[np.intp]:
-        """Return for each of some places of `times` the number of its chunk, rising with time.
+    def chunk_numbers(self, channel: Channel, times: NDArray[np.intp]) -> NDArray[np.intp]:
+        """Return the number of the chunk that holds each of `times`, increasing with time.
 
-        Places of one number are decoded at once.
+        Times with the same number are decoded together.
         """
-        return places // self.chunk_shape(channel)[0]
+        return times // self.chunk_shape(channel)[0]
 
     @abstractmethod
     def description(self, variables: Sequence[str]) -> list[object]:
-        """What a cached result depends on, as JSON: where, how old, coordinates, variables."""
+        """Return what a cached result depends on, as JSON: address, age, grid and variables."""
 
     @property
     def bytes_read(self) -> int:
-        """Bytes of chunks read since opening, without metadata and shard indices."""
+        """Return the bytes of chunks read since opening, without metadata and shard indices."""
         return sum(counter.data_bytes for counter in self.counters)
 
     @property
     def chunk_reads(self) -> int:
-        """Chunks, or inner chunks of shards, read since opening."""
+        """Return how many chunks (or inner chunks of shards) were read since opening."""
         return sum(counter.chunk_reads for counter in self.counters)
 
 
-def as_slice(places: NDArray[np.intp]) -> Indexer:
-    """The same places as a slice if they rise evenly, which zarr reads faster, else unchanged."""
-    steps = np.diff(places)
+def as_slice(indices: NDArray[np.intp]) -> Indexer:
+    """Return evenly increasing indices as a slice, which zarr reads faster; others unchanged."""
+    steps = np.diff(indices)
     step = int(steps[0]) if len(steps) else 1
-    if len(places) == 0 or step < 1 or np.any(steps != step):
-        return places
-    return slice(int(places[0]), int(places[-1]) + 1, step)
+    if len(indices) == 0 or step < 1 or np.any(steps != step):
+        return indices
+    return slice(int(indices[0]), int(indices[-1]) + 1, step)
 
 
-MODEL_LEVELS = ("hybrid", "model_level", "model_level_number")  # dims
-MODEL_LEVEL_NAMES = (  # standard names of their coordinate
+MODEL_LEVELS = ("hybrid", "model_level", "model_level_number")  # names of dims
+MODEL_LEVEL_NAMES = (  # CF standard names of the coordinate
     "model_level_number",
     "atmosphere_hybrid_sigma_pressure_coordinate",
     "atmosphere_hybrid_height_coordinate",
@@ -185,59 +199,62 @@ DIM_ALIASES: Mapping[str, tuple[str, ...]] = {
 }
 PASCALS = 100  # in one hPa
 HORIZONTAL = ("latitude", "longitude")
-GRID_TYPES = {  # as GRIB calls them
+GRID_TYPES = {  # GRIB's names of grids that can't be read
     "reduced_gg": "reduced Gaussian",
     "rotated_ll": "rotated regional",
     "lambert": "Lambert regional",
     "polar_stereographic": "polar stereographic regional",
     "healpix": "HEALPix",
 }
-CHUNKS = ("chunks", "shards", "chunksizes")  # in the encoding of a variable
-CELLS = ("values", "cell", "cells", "ncells", "nCells", "grid_index")  # dims of all cells in a row
+CHUNKS = ("chunks", "shards", "chunksizes")  # keys in the encoding of a variable
+# Names of the one dim that unstructured grids have in place of latitude and longitude.
+CELLS = ("values", "cell", "cells", "ncells", "nCells", "grid_index")
 
 
 def standardise_dims(dataset: xr.Dataset, where: str) -> xr.Dataset:
-    """The dataset with its dims called time, level, latitude and longitude, in whatever order.
+    """Rename the dims to time, level, latitude and longitude; their order stays.
 
-    Coordinates that are no dims, such as an ensemble member's number, are left out.
+    Coordinates that are not dims, such as the number of an ensemble member, are dropped.
 
     Raises:
-        UserError: its grid is not of rows and columns.
+        UserError: the grid does not consist of rows and columns.
     """
     _check_grid(dataset, where)
     valid = dataset.coords.get("valid_time")
-    along = None if valid is None or valid.ndim != 1 else str(valid.dims[0])
-    if valid is not None and along in ("time", "step"):
-        # The times that fields are for; GRIB's own time is that of the analysis or forecast run.
-        dataset = dataset.drop_vars([x for x in ("time", along) if x in dataset.coords])
-        dataset = dataset.rename({along: "time"} if along != "time" else {})
+    time_dim = None if valid is None or valid.ndim != 1 else str(valid.dims[0])
+    if valid is not None and time_dim in ("time", "step"):
+        # valid_time is the time of the fields; GRIB's `time` is when the analysis or forecast
+        # started, and would repeat if the dim were `step`.
+        dataset = dataset.drop_vars([x for x in ("time", time_dim) if x in dataset.coords])
+        dataset = dataset.rename({time_dim: "time"} if time_dim != "time" else {})
         dataset = dataset.assign_coords(time=("time", valid.values))
     dataset = dataset.drop_vars([name for name in dataset.coords if name not in dataset.dims])
-    for standard, others in DIM_ALIASES.items():
-        other = next((name for name in others if name in dataset.dims), None)
-        if other is not None and standard not in dataset.dims:
-            dataset = dataset.rename({other: standard})
+    for standard, aliases in DIM_ALIASES.items():
+        alias = next((name for name in aliases if name in dataset.dims), None)
+        if alias is not None and standard not in dataset.dims:
+            dataset = dataset.rename({alias: standard})
     if "level" in dataset.coords and dataset["level"].attrs.get("units") == "Pa":
         dataset = dataset.assign_coords(level=dataset["level"].values / PASCALS)
     return dataset
 
 
 def squeeze_other_dims(dataset: xr.Dataset) -> xr.Dataset:
-    """The dataset without dims of length 1 such as GRIB's `number`, `step` or `surface`."""
-    known = {*DIM_ALIASES, *(name for others in DIM_ALIASES.values() for name in others)}
+    """Drop dims of length 1 such as GRIB's `number`, `step` or `surface`."""
+    known = {*DIM_ALIASES, *(name for aliases in DIM_ALIASES.values() for name in aliases)}
     single = [dim for dim, size in dataset.sizes.items() if size == 1 and dim not in known]
-    found = dataset.isel(dict.fromkeys(single, 0))
+    squeezed = dataset.isel(dict.fromkeys(single, 0))
     for name, array in dataset.variables.items():
+        # isel() keeps the encoding as it was: chunk shapes have to lose the same dims.
         kept = [axis for axis, dim in enumerate(array.dims) if dim not in single]
         for key in CHUNKS:
             if len(kept) < array.ndim and array.encoding.get(key):
                 sizes = array.encoding[key]
-                found[name].encoding[key] = tuple(sizes[axis] for axis in kept)
-    return found
+                squeezed[name].encoding[key] = tuple(sizes[axis] for axis in kept)
+    return squeezed
 
 
 def scalar_level(dataset: xr.Dataset) -> int | None:
-    """The pressure level, in hPa, that a dataset without a dim of levels says it is on."""
+    """Return the pressure level in hPa of a dataset without a level dim; None if unknown."""
     for name in ("level", *DIM_ALIASES["level"]):
         if name in dataset.coords and name not in (*dataset.dims, *MODEL_LEVELS):
             level = dataset[name]
@@ -247,48 +264,52 @@ def scalar_level(dataset: xr.Dataset) -> int | None:
 
 
 def has_model_levels(dataset: xr.Dataset) -> bool:
-    """Whether its levels are those of a model, by number, as names and attributes say.
+    """Whether the levels are numbers of model levels, by their names and attributes.
 
-    Give it the dataset as it came, before its dims are renamed.
+    Call this before `standardise_dims` renames the dims.
     """
     if any(name in dataset.dims for name in MODEL_LEVELS):
         return True
-    said = dataset["level"].attrs if "level" in dataset.coords else {}
-    long_name = str(said.get("long_name", "")).lower()
-    return said.get("standard_name") in MODEL_LEVEL_NAMES or "model level" in long_name
+    attributes = dataset["level"].attrs if "level" in dataset.coords else {}
+    long_name = str(attributes.get("long_name", "")).lower()
+    return attributes.get("standard_name") in MODEL_LEVEL_NAMES or "model level" in long_name
 
 
 def _check_grid(dataset: xr.Dataset, where: str) -> None:
-    """Refuse, by its name, a grid whose cells don't lie on rows and columns."""
-    kinds = {str(array.attrs.get("GRIB_gridType", "")) for array in dataset.variables.values()}
-    known = next((GRID_TYPES[kind] for kind in sorted(kinds) if kind in GRID_TYPES), None)
+    """Refuse a grid that does not consist of rows and columns, and name its type."""
+    grid_types = {str(array.attrs.get("GRIB_gridType", "")) for array in dataset.variables.values()}
+    grid_name = next(
+        (GRID_TYPES[grid_type] for grid_type in sorted(grid_types) if grid_type in GRID_TYPES), None
+    )
     dims = [str(dim) for dim in dataset.dims if dim in CELLS]
     for standard in HORIZONTAL:
         for name in (standard, *DIM_ALIASES[standard]):
             if name in dataset.variables and name not in dataset.dims:
                 dims += [", ".join(map(str, dataset[name].dims))] if dataset[name].dims else []
-    if known is None and not dims:
+    if grid_name is None and not dims:
         return
-    if known is None:
-        known = "curvilinear or regional" if "," in dims[-1] else "reduced Gaussian or unstructured"
+    if grid_name is None:
+        grid_name = (
+            "curvilinear or regional" if "," in dims[-1] else "reduced Gaussian or unstructured"
+        )
     raise _store_error(
         where,
-        f"has a {known} grid{f' (cells along {dims[-1]})' if dims else ''}, but a grid with a row "
-        "for each latitude and a column for each longitude is needed: regrid it first",
+        f"has a {grid_name} grid{f' (cells along {dims[-1]})' if dims else ''}, but a grid with a "
+        "row for each latitude and a column for each longitude is needed: regrid it first",
     )
 
 
 def check_coordinates(dataset: xr.Dataset, where: str, timed: bool = True) -> None:
-    """Refuse coordinates on which row, column or time numbers would mean something else.
+    """Refuse coordinates with which row, column or time indices would mean something else.
 
     Args:
-        dataset: with its standard names.
-        where: as messages name it.
+        dataset: with standard names of dims.
+        where: its address as messages show it.
         timed: whether it needs times.
 
     Raises:
-        UserError: a coordinate is missing, latitude or time is not monotone, or longitude is not
-            one whole circle in equal steps.
+        UserError: a coordinate is missing, latitude or time is not monotonic, or longitude does
+            not go round the globe once in equal steps.
     """
     for dim in ("time", *HORIZONTAL) if timed else HORIZONTAL:
         if dim not in dataset.dims or dim not in dataset.coords:
@@ -308,46 +329,51 @@ def _check_time(dataset: xr.Dataset, where: str) -> None:
     times = dataset["time"].values
     if not np.issubdtype(times.dtype, np.datetime64):
         calendar = getattr(times.flat[0], "calendar", None) if times.size else None
-        found = f", but in {calendar}" if calendar else ""
-        raise _store_error(where, f"time is not in the standard calendar{found}")
+        calendar_note = f", but in {calendar}" if calendar else ""
+        raise _store_error(where, f"time is not in the standard calendar{calendar_note}")
     if len(times) == 0:
         raise _store_error(where, "has no times")
     if np.isnat(times).any():
         raise _store_error(where, "time has missing values")
     wrong = np.flatnonzero(np.diff(times) <= np.timedelta64(0))
     if len(wrong):
-        one, other = times[wrong[0] : wrong[0] + 2].astype("datetime64[m]")
-        raise _store_error(where, f"time does not rise throughout: after {one} comes {other}")
+        earlier, later = times[wrong[0] : wrong[0] + 2].astype("datetime64[m]")
+        raise _store_error(where, f"time must increase throughout, but {later} follows {earlier}")
 
 
 def _check_latitude(latitude: np.ndarray, where: str) -> None:
-    """Weights and padding take the outermost rows to be next to the poles, and rows to be alike."""
+    """Refuse latitudes that area weights and pole padding could not use.
+
+    Both assume that the outermost rows are next to the poles, and that rows are equally wide.
+    """
     steps = np.diff(latitude)
     if not (np.all(steps > 0) or np.all(steps < 0)):
-        raise _store_error(where, "latitude neither rises nor falls throughout")
+        raise _store_error(where, "latitude must increase or decrease throughout")
     if np.abs(latitude).max() > POLE:
         raise _store_error(where, "latitude must lie within -90 to 90 degrees")
     if len(latitude) < 2:
         raise _store_error(where, "needs at least two rows of latitude, has one")
     widest = np.abs(steps).max()
+    # Between the outermost row and its pole.
     gap = POLE - min(abs(latitude[0]), abs(latitude[-1]))
     if latitude[0] * latitude[-1] >= 0 or gap > 1.5 * widest or widest > 2 * np.abs(steps).min():
         raise _store_error(
             where,
-            f"latitude must cover the globe from pole to pole in rows of about one distance, but "
+            f"latitude must cover the globe from pole to pole in roughly equal steps, but "
             f"goes from {latitude[0]:g} to {latitude[-1]:g} in steps of "
             f"{np.abs(steps).min():g} to {widest:g} degrees; a regional grid can't be used",
         )
 
 
 def _check_longitude(longitude: np.ndarray, where: str) -> None:
-    """Models take the last column to be next to the first, so the circle must close evenly."""
+    """Refuse longitudes that don't close the circle: models pad the last column by the first."""
     steps = np.diff(np.append(longitude, longitude[0])) % FULL_CIRCLE
+    # Columns may go east or west, but all of them the same way.
     signed = np.where(steps > FULL_CIRCLE / 2, steps - FULL_CIRCLE, steps)
-    even = np.abs(np.abs(signed) - FULL_CIRCLE / len(longitude)) < 1e-2 * FULL_CIRCLE / len(
+    is_even_step = np.abs(np.abs(signed) - FULL_CIRCLE / len(longitude)) < 1e-2 * FULL_CIRCLE / len(
         longitude
     )
-    if len(longitude) > 2 and not (even.all() and len(set(np.sign(signed))) == 1):
+    if len(longitude) > 2 and not (is_even_step.all() and len(set(np.sign(signed))) == 1):
         raise _store_error(
             where,
             f"longitude must go once round the globe in {len(longitude)} equal steps, without "
@@ -356,5 +382,5 @@ def _check_longitude(longitude: np.ndarray, where: str) -> None:
         )
 
 
-def _store_error(where: str, what: str) -> UserError:
-    return UserError(f"{where}: {what}. Change data.store.")
+def _store_error(where: str, problem: str) -> UserError:
+    return UserError(f"{where}: {problem}. Change data.store.")

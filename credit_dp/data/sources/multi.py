@@ -1,4 +1,7 @@
-"""Several stores read as one: along time, or joined by variables on one grid."""
+"""Combines several sources into one: `FilesSource` along time, `JoinedSource` by variables.
+
+A `JoinedSource` may hold `FilesSource`s, not the other way round; see `opening.py`.
+"""
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
@@ -27,17 +30,21 @@ from credit_dp.errors import UserError
 
 @final
 class FilesSource(Source):
-    """Sources with other times each and all else alike, in the order of their times.
+    """Sources that follow each other in time and are alike in all else.
 
-    A variable that one of them lacks, or has on other levels or in another unit, is there with a
-    problem: it is refused if it is asked for. Fields that don't change in time are the first's.
+    A variable that one source lacks, or has on other levels or in other units, is listed with a
+    problem, so that only its use is refused. Static fields are read from the first source.
     """
 
     def __init__(self, sources: Sequence[Source], where: str) -> None:
-        """Put `sources` in order; `where` is the pattern that they fit.
+        """Sort the sources in time.
+
+        Args:
+            sources: in any order.
+            where: the address for messages, such as the pattern that the files match.
 
         Raises:
-            UserError: their times overlap, or their rows or columns differ.
+            UserError: their times overlap, or their latitudes or longitudes differ.
         """
         self.where = where
         self._sources = sorted(sources, key=lambda source: source.times[0])
@@ -46,6 +53,7 @@ class FilesSource(Source):
         for source in self._sources[1:]:
             _check_same_grid(first, source)
         self.times: Times = np.concatenate([source.times for source in self._sources])
+        # The index in `times` of each source's first time, and their number at the end.
         self._starts = np.cumsum([0, *(len(source.times) for source in self._sources)])
         self.latitude: NDArray[np.float64] = first.latitude
         self.longitude: NDArray[np.float64] = first.longitude
@@ -53,78 +61,81 @@ class FilesSource(Source):
         self.counters = [counter for source in sources for counter in source.counters]
         self.variables: Mapping[str, VariableInfo] = _merge_variables(self._sources)
 
-    def read(self, channels: Sequence[Channel], places: Indexer, rows: slice) -> Fields:
+    def read(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> Fields:
         """See `Source`: file by file."""
-        if not self.variables[channels[0].variable].timed:
-            return self._sources[0].read(channels, places, rows)
-        wanted = np.arange(len(self.times))[places]
-        files = np.searchsorted(self._starts, wanted, side="right") - 1
+        if not self.variables[channels[0].variable].has_time:
+            return self._sources[0].read(channels, times, rows)
+        time_indices = np.arange(len(self.times))[times]
+        files = np.searchsorted(self._starts, time_indices, side="right") - 1
         height, width = self.grid
         north, south, _ = rows.indices(height)
-        fields = np.empty((len(wanted), len(channels), south - north, width), dtype=np.float32)
+        fields = np.empty(
+            (len(time_indices), len(channels), south - north, width), dtype=np.float32
+        )
+        # Each file is read once, whatever the order of the requested times.
         for file in np.unique(files).tolist():
-            mine = files == file
-            within = as_slice(wanted[mine] - self._starts[file])
-            fields[mine] = self._sources[file].read(channels, within, rows)
+            in_file = files == file
+            times_in_file = as_slice(time_indices[in_file] - self._starts[file])
+            fields[in_file] = self._sources[file].read(channels, times_in_file, rows)
         return fields
 
     def group_by_chunk(self, channels: Sequence[Channel]) -> list[list[Channel]]:
-        """See `Source`: as in the first."""
+        """See `Source`; as in the first source."""
         return self._sources[0].group_by_chunk(channels)
 
-    def times_together(self, channel: Channel) -> int:
-        """See `Source`: in the first."""
-        return self._sources[0].times_together(channel)
+    def times_per_file(self, channel: Channel) -> int:
+        """See `Source`; as in the first source."""
+        return self._sources[0].times_per_file(channel)
 
     def chunk_shape(self, channel: Channel) -> tuple[int, int, int, int]:
-        """See `Source`: in the first."""
+        """See `Source`; as in the first source."""
         return self._sources[0].chunk_shape(channel)
 
-    def location(self, channel: Channel, place: int, row: int, column: int) -> str:
+    def location(self, channel: Channel, time: int, row: int, column: int) -> str:
         """See `Source`."""
-        if not self.variables[channel.variable].timed:
-            return self._sources[0].location(channel, place, row, column)
-        file = int(np.searchsorted(self._starts, place, side="right")) - 1
-        return self._sources[file].location(channel, place - int(self._starts[file]), row, column)
+        if not self.variables[channel.variable].has_time:
+            return self._sources[0].location(channel, time, row, column)
+        file = int(np.searchsorted(self._starts, time, side="right")) - 1
+        return self._sources[file].location(channel, time - int(self._starts[file]), row, column)
 
-    def chunk_numbers(self, channel: Channel, places: NDArray[np.intp]) -> NDArray[np.intp]:
-        """See `Source`: no chunk reaches into another file."""
-        files = np.searchsorted(self._starts, places, side="right") - 1
-        numbers = np.empty_like(places)
+    def chunk_numbers(self, channel: Channel, times: NDArray[np.intp]) -> NDArray[np.intp]:
+        """See `Source`; chunks of different files have different numbers."""
+        files = np.searchsorted(self._starts, times, side="right") - 1
+        numbers = np.empty_like(times)
         first = 0
+        # Files number their chunks from 0: shift them by the chunks of all files before.
         for file, source in enumerate(self._sources):
-            mine = files == file
-            numbers[mine] = first + source.chunk_numbers(channel, places[mine] - self._starts[file])
+            in_file = files == file
+            numbers[in_file] = first + source.chunk_numbers(
+                channel, times[in_file] - self._starts[file]
+            )
             last = np.array([len(source.times) - 1])
             first += int(source.chunk_numbers(channel, last)[0]) + 1
         return numbers
 
     def description(self, variables: Sequence[str]) -> list[object]:
-        """See `Source`: of all of them."""
+        """See `Source`; one entry for each source."""
         return [source.description(variables) for source in self._sources]
 
 
 def _check_times(sources: Sequence[Source]) -> None:
-    """Refuse times that are in two of the sources, or between those of another."""
+    """Refuse sources, sorted in time, whose times overlap."""
     for earlier, later in pairwise(sources):
         if later.times[0] <= earlier.times[-1]:
             raise UserError(
-                f"{later.where}: its times from {_format_minute(later.times[0])} on overlap "
-                "those of "
-                f"{earlier.where}, to {_format_minute(earlier.times[-1])}. Change data.store "
-                "so that "
-                "each time is in one of its files."
+                f"{later.where}: its times from {_format_minute(later.times[0])} on overlap those "
+                f"of {earlier.where}, which end at {_format_minute(earlier.times[-1])}. Change "
+                "data.store so that each time is in one of its files."
             )
 
 
 def _check_same_grid(first: Source, other: Source) -> None:
     for name in ("latitude", "longitude"):
-        one, two = getattr(first, name), getattr(other, name)
-        if not np.array_equal(one, two):
+        expected, actual = getattr(first, name), getattr(other, name)
+        if not np.array_equal(expected, actual):
             raise UserError(
-                f"{other.where}: its {name} ({_format_range(two)}) is not exactly that of "
-                f"{first.where} "
-                f"({_format_range(one)}). Change data.store."
+                f"{other.where}: its {name} ({_format_range(actual)}) is not exactly that of "
+                f"{first.where} ({_format_range(expected)}). Change data.store."
             )
 
 
@@ -133,33 +144,40 @@ def _format_range(values: NDArray[np.float64]) -> str:
 
 
 def _merge_variables(sources: Sequence[Source]) -> AliasedVariables:
-    """Those of any of the sources, each with a problem if it isn't alike in all."""
-    found: dict[str, VariableInfo] = {}
-    of_each = [(source, source.variables) for source in sources]
-    for name in dict.fromkeys(name for _, variables in of_each for name in all_names(variables)):
-        all_sources = [(source, variables.get(name)) for source, variables in of_each]
-        lacking = next((source for source, variable in all_sources if variable is None), None)
-        having = [(source, variable) for source, variable in all_sources if variable is not None]
-        first, variable = having[0]
+    """Merge the variables of all sources; one that differs between them gets a problem."""
+    merged: dict[str, VariableInfo] = {}
+    by_source = [(source, source.variables) for source in sources]
+    for name in dict.fromkeys(name for _, variables in by_source for name in all_names(variables)):
+        versions = [(source, variables.get(name)) for source, variables in by_source]
+        without = next((source for source, variable in versions if variable is None), None)
+        with_it = [(source, variable) for source, variable in versions if variable is not None]
+        first, variable = with_it[0]
         problem = variable.problem
-        if lacking is not None:
-            problem = f"is not in {lacking.where}, while it is in {first.where}"
-        for source, other in having[1:]:
+        if without is not None:
+            problem = f"is not in {without.where}, while it is in {first.where}"
+        for source, other in with_it[1:]:
             if other != variable:
                 problem = problem or _difference(variable, first, other, source)
-        found[name] = replace(variable, problem=problem)
+        merged[name] = replace(variable, problem=problem)
     listed = dict.fromkeys(name for source in sources for name in source.variables)
-    return AliasedVariables({name: found[name] for name in listed}, found)
+    return AliasedVariables({name: merged[name] for name in listed}, merged)
 
 
-def _difference(one: VariableInfo, first: Source, two: VariableInfo, other: Source) -> str:
-    if two.problem:
-        return f"in {other.where} {two.problem}"
-    for what in ("timed", "levels", "units"):
-        mine, others = getattr(one, what), getattr(two, what)
-        if mine != others:
-            key = "change in time" if what == "timed" else what
-            return f"has other {key} in {other.where} ({others}) than in {first.where} ({mine})"
+def _difference(
+    variable: VariableInfo, first: Source, other_variable: VariableInfo, other: Source
+) -> str:
+    if other_variable.problem:
+        return f"in {other.where} {other_variable.problem}"
+    for field in ("has_time", "levels", "units"):
+        value, other_value = getattr(variable, field), getattr(other_variable, field)
+        if value != other_value:
+            if field == "has_time":
+                changing, constant = (other, first) if other_value else (first, other)
+                return f"changes in time in {changing.where}, but not in {constant.where}"
+            return (
+                f"has other {field} in {other.where} ({other_value}) than in {first.where} "
+                f"({value})"
+            )
     return ""
 
 
@@ -167,16 +185,17 @@ def _format_minute(time: np.datetime64) -> str:
     return str(time.astype("datetime64[m]"))
 
 
-GRID_TOLERANCE = 5e-5  # degrees: float32 can't tell coordinates that are less apart
+GRID_TOLERANCE = 5e-5  # degrees: more than the rounding of coordinates in float32
 
 log = logging.getLogger(__name__)
 
 
 @final
 class JoinedSource(Source):
-    """The times that all stores have; of a variable in several, the first store's.
+    """Sources with different variables on one grid, at the times that all of them have.
 
-    A store that has the variable under this very name comes before one that has it under another.
+    A variable that several stores have is read from the first one; a store that has it under this
+    very name comes before a store that has it under another.
     """
 
     def __init__(
@@ -185,148 +204,160 @@ class JoinedSource(Source):
         timeless: Sequence[Source] = (),
         static: Collection[str] = (),
     ) -> None:
-        """Join them.
+        """Join sources by variables.
 
         Args:
             sources: stores with times.
-            timeless: stores of static fields; if they have a time, it does not count.
-            static: names that are wanted as static fields: they are taken from a store of static
-                fields, if one has them, and all others from a store where they change in time.
+            timeless: stores of static fields; if they have a time, it is ignored.
+            static: names that are used as static fields. They are read from a timeless store if
+                one has them; all other names from a store in which they change in time.
 
         Raises:
-            UserError: they are on different grids, or have no time in common.
+            UserError: the grids differ, or there is no time in common.
         """
-        everything = [*sources, *timeless]
-        first = everything[0]
-        self.where = " with ".join(source.where for source in everything)
-        self.latitude, self.longitude = first.latitude, first.longitude
-        for other in everything[1:]:
+        all_sources = [*sources, *timeless]
+        first = all_sources[0]
+        self.where = " with ".join(source.where for source in all_sources)
+        self.latitude = first.latitude
+        self.longitude = first.longitude
+        for other in all_sources[1:]:
             _check_grid(first, other)
         self.times: Times = _common_times(sources)
+        # The common times have other indices in each store.
         self._time_indices = [np.searchsorted(source.times, self.times) for source in sources]
-        self._sources = everything
+        self._sources = all_sources
         self._variables_by_source = [source.variables for source in sources]
         self._variables_by_source += [_without_time(source.variables) for source in timeless]
         self._owners: dict[str, int] = {}
         for name in dict.fromkeys(
-            x for found in self._variables_by_source for x in all_names(found)
+            name for variables in self._variables_by_source for name in all_names(variables)
         ):
+            # A variable that no store can read has no owner, but stays listed, with its problem.
             owners = self._owners_of(name, name in static)
             if owners:
                 self._owners[name] = owners[0]
         self.title = first.title
-        self.counters = [counter for source in everything for counter in source.counters]
+        self.counters = [counter for source in all_sources for counter in source.counters]
         self.variables: Mapping[str, VariableInfo] = self._variables()
 
-    def read(self, channels: Sequence[Channel], places: Indexer, rows: slice) -> Fields:
+    def read(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> Fields:
         """See `Source`: store by store."""
         owners = [self._owner(channel) for channel in channels]
         if len(set(owners)) == 1:
-            return self._read_from(owners[0], channels, places, rows)
+            return self._read_from(owners[0], channels, times, rows)
         fields: Fields | None = None
         for owner in dict.fromkeys(owners):
-            mine = [place for place, number in enumerate(owners) if number == owner]
-            part = self._read_from(owner, [channels[place] for place in mine], places, rows)
+            positions = [position for position, other in enumerate(owners) if other == owner]
+            part = self._read_from(
+                owner, [channels[position] for position in positions], times, rows
+            )
             if fields is None:
                 shape = (part.shape[0], len(channels), *part.shape[2:])
                 fields = np.empty(shape, dtype=np.float32)
-            fields[:, mine] = part
+            fields[:, positions] = part
         return fields if fields is not None else np.empty((0, 0, *self.grid), dtype=np.float32)
 
     def group_by_chunk(self, channels: Sequence[Channel]) -> list[list[Channel]]:
-        """See `Source`: as each store says of its own."""
+        """See `Source`; channels of different stores share no chunk."""
         return [
             group
             for owner, run in groupby(channels, self._owner)
             for group in self._sources[owner].group_by_chunk(list(run))
         ]
 
-    def times_together(self, channel: Channel) -> int:
+    def times_per_file(self, channel: Channel) -> int:
         """See `Source`."""
-        return self._sources[self._owner(channel)].times_together(channel)
+        return self._sources[self._owner(channel)].times_per_file(channel)
 
     def chunk_shape(self, channel: Channel) -> tuple[int, int, int, int]:
         """See `Source`."""
         return self._sources[self._owner(channel)].chunk_shape(channel)
 
-    def location(self, channel: Channel, place: int, row: int, column: int) -> str:
+    def location(self, channel: Channel, time: int, row: int, column: int) -> str:
         """See `Source`."""
         owner = self._owner(channel)
-        if self._variables_by_source[owner][channel.variable].timed:
-            place = int(self._time_indices[owner][place])
-        return self._sources[owner].location(channel, place, row, column)
+        # A static field is at index 0 in its own store, too.
+        if self._variables_by_source[owner][channel.variable].has_time:
+            time = int(self._time_indices[owner][time])
+        return self._sources[owner].location(channel, time, row, column)
 
-    def chunk_numbers(self, channel: Channel, places: NDArray[np.intp]) -> NDArray[np.intp]:
+    def chunk_numbers(self, channel: Channel, times: NDArray[np.intp]) -> NDArray[np.intp]:
         """See `Source`."""
         owner = self._owner(channel)
-        return self._sources[owner].chunk_numbers(channel, self._time_indices[owner][places])
+        return self._sources[owner].chunk_numbers(channel, self._time_indices[owner][times])
 
     def description(self, variables: Sequence[str]) -> list[object]:
-        """See `Source`: of each store, with the variables that are taken from it."""
-        of_each: list[list[str]] = [[] for _ in self._sources]
+        """See `Source`; one entry for each store, with the variables that are read from it."""
+        names_by_source: list[list[str]] = [[] for _ in self._sources]
         for name in variables:
-            of_each[self._owners[name]].append(name)
+            names_by_source[self._owners[name]].append(name)
         return [
-            source.description(names) for source, names in zip(self._sources, of_each, strict=True)
+            source.description(names)
+            for source, names in zip(self._sources, names_by_source, strict=True)
         ]
 
     def _owners_of(self, name: str, static: bool) -> list[int]:
-        """The numbers of the stores that a variable may be read from, the best first."""
+        """Return the numbers of the stores that can provide a variable, the best first."""
 
         def order(number: int) -> tuple[bool, bool, bool]:
-            """First those of the wanted kind, then stores of that kind, then this very name."""
+            """Prefer, as False sorts before True: a matching time dependence, then timeless
+            stores for static fields, then the store's own name."""
             variables = self._variables_by_source[number]
-            of_many_times = number < len(self._time_indices)
+            has_times = number < len(self._time_indices)
             return (
-                variables[name].timed == static,
-                static and of_many_times,
+                variables[name].has_time == static,
+                static and has_times,
                 not is_listed(name, variables),
             )
 
-        found = [(number, of.get(name)) for number, of in enumerate(self._variables_by_source)]
-        return sorted((n for n, x in found if x is not None and not x.problem), key=order)
+        candidates = [
+            (number, variables.get(name))
+            for number, variables in enumerate(self._variables_by_source)
+        ]
+        return sorted((n for n, x in candidates if x is not None and not x.problem), key=order)
 
     def _owner(self, channel: Channel) -> int:
-        """The number of the store that it is read from."""
+        """Return the number of the store that a channel is read from."""
         return self._owners[channel.variable]
 
     def _read_from(
-        self, owner: int, channels: Sequence[Channel], places: Indexer, rows: slice
+        self, owner: int, channels: Sequence[Channel], times: Indexer, rows: slice
     ) -> Fields:
-        """Channels of one store, all of which change in time or none."""
+        """Read channels of one store: either all change in time or none does."""
         source = self._sources[owner]
-        if self._variables_by_source[owner][channels[0].variable].timed:
-            places = as_slice(self._time_indices[owner][places])
-        return source.read(channels, places, rows)
+        if self._variables_by_source[owner][channels[0].variable].has_time:
+            times = as_slice(self._time_indices[owner][times])
+        return source.read(channels, times, rows)
 
     def _variables(self) -> AliasedVariables:
-        """Also those that can't be read, for the message that says so."""
+        """Return the metadata of all variables; unreadable ones stay, for their error message."""
         listed: dict[str, VariableInfo] = {}
+        # Backwards, so that the entry of the first store is the one that stays.
         for variables in reversed(self._variables_by_source):
             listed |= variables
-        owned = {name: self._variables_by_source[at][name] for name, at in self._owners.items()}
+        owned = {
+            name: self._variables_by_source[owner][name] for name, owner in self._owners.items()
+        }
         return AliasedVariables({name: owned.get(name, listed[name]) for name in listed}, owned)
 
 
 def _without_time(variables: Mapping[str, VariableInfo]) -> AliasedVariables:
-    """The variables of a store of static fields, none of which changes in time."""
-    found = {name: replace(variables[name], timed=False) for name in all_names(variables)}
-    return AliasedVariables({name: found[name] for name in variables}, found)
+    """Return the variables of a store of static fields, marked as constant in time."""
+    static = {name: replace(variables[name], has_time=False) for name in all_names(variables)}
+    return AliasedVariables({name: static[name] for name in variables}, static)
 
 
 def _check_grid(first: Source, other: Source) -> None:
-    """Refuse a store that is not on the first one's grid."""
-    for name, one, two in (
+    """Refuse a store whose grid differs from that of the first one."""
+    for name, expected, actual in (
         ("latitude", first.latitude, other.latitude),
         ("longitude", first.longitude, other.longitude),
     ):
-        if len(one) != len(two) or np.abs(one - two).max() > GRID_TOLERANCE:
+        if len(expected) != len(actual) or np.abs(expected - actual).max() > GRID_TOLERANCE:
             raise UserError(
-                f"{other.where}: has not the grid of {first.where}: its {name} is "
-                f"{_format_axis(two)}, "
-                f"theirs {_format_axis(one)}. Stores that are joined need one grid: change "
-                "data.store, "
-                "or regrid one with `credit-dp data prepare`."
+                f"{other.where}: is not on the grid of {first.where}: its {name} is "
+                f"{_format_axis(actual)}, not {_format_axis(expected)}. Stores that are joined "
+                "need one grid: change data.store, or regrid one with `credit-dp data prepare`."
             )
 
 
@@ -335,26 +366,26 @@ def _format_axis(degrees: NDArray[np.float64]) -> str:
 
 
 def _common_times(sources: Sequence[Source]) -> Times:
-    """Those of all the stores.
+    """Return the times that all sources have.
 
     Raises:
-        UserError: there are none.
+        UserError: there is no time in common.
     """
     common: Times = reduce(np.intersect1d, [source.times for source in sources])
     if len(common) == 0:
-        spans = ", ".join(
+        ranges = ", ".join(
             f"{source.where} has {source.times[0].astype('M8[m]')} to "
             f"{source.times[-1].astype('M8[m]')}"
             for source in sources
         )
         raise UserError(
-            f"data.store: stores that are joined need times in common, but {spans}. "
+            f"data.store: stores that are joined need times in common, but {ranges}. "
             "Change data.store."
         )
     for source in sources:
         if len(source.times) > len(common):
             log.info(
-                "%s: %d of %d times are in the other stores too; the others are left out",
+                "%s: uses %d of %d times, those that all other stores have too",
                 source.where,
                 len(common),
                 len(source.times),

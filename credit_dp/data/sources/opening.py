@@ -1,4 +1,11 @@
-"""Opens whatever `data.store` names."""
+"""Opens what `data.store` names: one store, several, or patterns of files.
+
+1. Every entry is expanded (`expand_pattern`), and each address is opened by the class for its
+   format (`open_single_source`).
+2. Stores without times hold static fields; they are set apart (`_split_timeless`).
+3. Stores that follow each other in time become one `FilesSource`; stores with different variables
+   become one `JoinedSource` (`_join`).
+"""
 
 import logging
 from collections.abc import Collection, Sequence
@@ -29,14 +36,14 @@ logger = logging.getLogger(__name__)
 
 
 def open_source(config: DataConfig) -> Source:
-    """Open what `config.store` names, in whatever form it is.
+    """Open what `config.store` names as one source, whatever its format.
 
-    Several entries are joined: along time if none has a time of another, else by variables. Those
-    without a time axis, or with one time beside stores of many, are stores of static fields, and so
-    are those of nothing but what is known to be constant.
+    Several entries are joined: along time if their times don't overlap, else by variables. These
+    stores count as static: those without a time axis, those with one time beside stores with many,
+    and those that hold nothing but variables that are known to be constant.
 
     Raises:
-        UserError: there is nothing, nothing that can be read, or its coordinates are not as needed.
+        UserError: a store is missing or can't be read, or its coordinates don't fit.
     """
     if not config.stores:
         raise UserError("data.store: needs the path of a zarr store, but is empty. Set it.")
@@ -48,29 +55,31 @@ def open_source(config: DataConfig) -> Source:
             "latitude and longitude, but time is missing. Change data.store, or add a store with "
             "times to it: static fields may be in a store of their own."
         )
-    for one in timeless:
-        if len(one.times):
-            time = one.times[0].astype("M8[m]")
-            logger.info("%s: its fields are static, those of %s", one.where, time)
+    for source in timeless:
+        if len(source.times):
+            date = source.times[0].astype("M8[m]")
+            logger.info("%s: its fields are used as static fields of %s", source.where, date)
     source = _join(timed, timeless, config)
     _log_names(source, config)
     return source
 
 
 def open_single_source(where: str, static: Collection[str] = ()) -> Source:
-    """Open the store at one path or address, in whatever form it is.
+    """Open the store at one path or address, whatever its format.
 
     Args:
         where: the path or address.
-        static: names that are wanted as static fields, see `StoredNames.of`.
+        static: names that are used as static fields, see `StoredNames.of`.
 
     Raises:
-        UserError: there is none that can be read.
+        UserError: there is no store that can be read.
     """
     check_address(where)
     if is_netcdf(where):
         return GriddedSource.open(where, static)
     group = _open_group(where)
+    # Only prepared stores have this attribute; everything unknown is taken for a gridded store,
+    # whose error messages say what is missing.
     if METADATA_ATTRIBUTE in group.attrs:
         return PreparedSource.open(where)
     if _is_anemoi(group):
@@ -79,36 +88,47 @@ def open_single_source(where: str, static: Collection[str] = ()) -> Source:
 
 
 def _log_names(source: Source, config: DataConfig) -> None:
-    """Say which variables of the config the store has under other names."""
+    """Log which variables of the config have another name in the store."""
     names = (*config.prognostic, *config.diagnostic, *config.forcing, *config.static)
-    found = {name: source.variables[name].stored for name in names if name in source.variables}
-    texts = [f"{name} from {stored}" for name, stored in found.items() if stored]
+    stored_names = {
+        name: source.variables[name].stored_name for name in names if name in source.variables
+    }
+    texts = [
+        f"{name} from {stored_name}" for name, stored_name in stored_names.items() if stored_name
+    ]
     if texts:
         logger.info("%s: reads %s", source.where, ", ".join(texts))
 
 
 def _open_entry(entry: str, static: Collection[str]) -> list[Source]:
-    """One store, or all that a pattern stands for: along time, one source of each kind."""
+    """Open one entry of `data.store`; the files of a pattern become one source per group.
+
+    A group has the same variables on the same levels, and is concatenated in time.
+    """
     sources = [open_single_source(where, static) for where in expand_pattern(entry)]
     if len(sources) == 1:
         return sources
     pattern = redact_secrets(entry)
     timed, timeless = _split_timeless(sources)
-    kinds = [timed] if _follow_in_time(timed) else _group_by_variables(timed)
-    _check_groups(kinds, pattern)
-    whole = len(kinds) == 1
-    return [*(_concat_in_time(kind, pattern if whole else "") for kind in kinds if kind), *timeless]
+    groups = [timed] if _follow_in_time(timed) else _group_by_variables(timed)
+    _check_groups(groups, pattern)
+    is_one_group = len(groups) == 1
+    return [
+        *(_concat_in_time(group, pattern if is_one_group else "") for group in groups if group),
+        *timeless,
+    ]
 
 
 def _join(timed: Sequence[Source], timeless: Sequence[Source], config: DataConfig) -> Source:
-    """All entries of `config.store` as one source."""
+    """Combine all entries of `config.store` into one source."""
     if _follow_in_time(timed):
         sources = [_concat_in_time(timed, redact_secrets(", ".join(config.stores)))]
     else:
         sources = []
-        for kind in _group_by_variables(timed):
-            follow = _follow_in_time(kind)
-            sources += [_concat_in_time(kind, "")] if follow else kind
+        for group in _group_by_variables(timed):
+            # Stores that overlap in time stay apart: a variable is read from the first one.
+            is_sequence = _follow_in_time(group)
+            sources += [_concat_in_time(group, "")] if is_sequence else group
     if len(sources) == 1 and not timeless:
         return sources[0]
     return JoinedSource(sources, timeless, config.static)
@@ -122,28 +142,31 @@ def _concat_in_time(sources: Sequence[Source], where: str) -> Source:
 
 
 def _split_timeless(sources: Sequence[Source]) -> tuple[list[Source], list[Source]]:
-    """The stores with times, and those of static fields.
+    """Split sources into those with times and those that hold static fields.
 
-    These have no time axis, or nothing but known constants, or one time where others have many,
-    unless they go on where stores of the same variables end.
+    A source is static if it has no time axis or nothing but known constants, or if it has one time
+    where other groups have many. A single time that follows the others of its own group is not
+    static: it continues their series.
     """
     with_times = [source for source in sources if len(source.times)]
-    kinds = _group_by_variables([x for x in with_times if not _is_constant(x)] or with_times)
-    most = max((sum(len(x.times) for x in kind) for kind in kinds), default=0)
+    # Stores of nothing but constants are static, unless there are no others.
+    groups = _group_by_variables([x for x in with_times if not _is_constant(x)] or with_times)
+    max_times = max((sum(len(x.times) for x in group) for group in groups), default=0)
     timed = []
-    for kind in kinds:
-        count = sum(len(x.times) for x in kind)
-        spans = [(x.times[0], x.times[-1]) for x in kind if len(x.times) > 1]
-        for source in kind:
+    for group in groups:
+        count = sum(len(x.times) for x in group)
+        # A single time within the series of others of its group can't continue it.
+        spans = [(x.times[0], x.times[-1]) for x in group if len(x.times) > 1]
+        for source in group:
             inside = any(first <= source.times[0] <= last for first, last in spans)
-            if len(source.times) > 1 or not (inside or 1 == count < most):
+            if len(source.times) > 1 or not (inside or 1 == count < max_times):
                 timed.append(source)
     ordered = [source for source in sources if source in timed]
     return ordered, [source for source in sources if source not in timed]
 
 
 def _is_constant(source: Source) -> bool:
-    """Whether all that changes in time, as far as the store says, is known not to."""
+    """Whether all variables with a time axis are known to be constant."""
     return all(
         canonical_name(name) in STATIC_NAMES.values() and not levels
         for name, levels in _timed_variables(source)
@@ -151,47 +174,52 @@ def _is_constant(source: Source) -> bool:
 
 
 def _group_by_variables(sources: Sequence[Source]) -> list[list[Source]]:
-    """The sources in groups with the same variables, on the same levels."""
-    kinds: dict[object, list[Source]] = {}
+    """Group sources that have the same variables on the same levels."""
+    groups: dict[object, list[Source]] = {}
     for source in sources:
-        kinds.setdefault(_timed_variables(source), []).append(source)
-    return list(kinds.values())
+        groups.setdefault(_timed_variables(source), []).append(source)
+    return list(groups.values())
 
 
 def _timed_variables(source: Source) -> frozenset[tuple[str, tuple[int, ...]]]:
-    """What changes in time in a source: names and levels."""
-    found = source.variables
-    return frozenset((x, found[x].levels) for x in found if found[x].timed and not found[x].problem)
+    """Return names and levels of the readable variables that change in time."""
+    variables = source.variables
+    return frozenset(
+        (name, variables[name].levels)
+        for name in variables
+        if variables[name].has_time and not variables[name].problem
+    )
 
 
-def _check_groups(kinds: Sequence[Sequence[Source]], pattern: str) -> None:
-    """Refuse kinds of which it is not clear how they belong together.
+def _check_groups(groups: Sequence[Sequence[Source]], pattern: str) -> None:
+    """Refuse groups of files of one pattern if it is ambiguous how they belong together.
 
     Raises:
-        UserError: two have a variable in common, or no time.
+        UserError: two groups share a variable, or have no time in common.
     """
-    for one, two in combinations(kinds, 2):
-        same = {name for name, _ in _timed_variables(one[0]) & _timed_variables(two[0])}
-        times = np.concatenate([source.times for source in one])
-        if same or not any(np.isin(source.times, times).any() for source in two):
-            why = f"both have {min(same)}" if same else "have no time in common"
+    for first, second in combinations(groups, 2):
+        shared = {name for name, _ in _timed_variables(first[0]) & _timed_variables(second[0])}
+        times = np.concatenate([source.times for source in first])
+        if shared or not any(np.isin(source.times, times).any() for source in second):
+            conflict = f"both have {min(shared)}" if shared else "have no time in common"
             raise UserError(
-                f"{pattern}: stands for stores with different variables at the same times, but "
-                f"{one[0].where} and {two[0].where} {why}. Give one pattern for each kind, as in "
-                "'data.store=[era5_pl_*.nc,era5_sfc_*.nc]'."
+                f"{pattern}: matches stores with different variables at the same times, but "
+                f"{first[0].where} and {second[0].where} {conflict}. Give one pattern for each "
+                "kind, as in 'data.store=[era5_pl_*.nc,era5_sfc_*.nc]'."
             )
 
 
 def _open_group(where: str) -> zarr.Group:
-    """The zarr group at a path or address."""
+    """Open the zarr group at a path or address."""
     if not is_remote(where) and local_path(where).is_file():
         raise UserError(
             f"{where}: is a file, but not a netCDF file by its name (.nc). Set data.store to a "
             "zarr store or to a netCDF file."
         )
-    disk = open_zarr_store(where)
+    # Opened only to see the format: the source opens it again.
+    store = open_zarr_store(where)
     try:
-        return zarr.open_group(disk, mode="r")
+        return zarr.open_group(store, mode="r")
     except Exception as error:
         raise zarr_open_error(where, error) from error
 

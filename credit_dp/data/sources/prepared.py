@@ -1,4 +1,8 @@
-"""Stores that `credit-dp data prepare` wrote: all channels stacked, cut by latitude."""
+"""Reads the stores that `credit-dp data prepare` writes, and defines their format.
+
+One array `fields` holds all channels of a time in one shard, cut into bands of latitude, and one
+array `static` the fields without a time. `rechunk/target.py` writes them.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -41,15 +45,15 @@ EPOCH = np.datetime64("1900-01-01", "h")
 @final
 @dataclass(frozen=True)
 class PreparedMetadata:
-    """What the attributes of a prepared store say.
+    """The metadata in the attributes of a prepared store.
 
     Attributes:
         channels: of `fields`, in order.
         static: of `static`, in order.
         units, standard_names: by variable; empty where the source gave none.
         origin: where the fields came from, for people.
-        model_levels: levels are those of a model, by number, not of pressure.
-        title: what the source said that it is.
+        model_levels: whether levels are numbers of model levels, not pressures.
+        title: the title of the source.
     """
 
     channels: tuple[Channel, ...]
@@ -61,15 +65,15 @@ class PreparedMetadata:
     title: str = ""
 
     def attributes(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the metadata as JSON for a zarr attribute."""
         return {"form": FORMAT_VERSION, **asdict(self)}
 
     @classmethod
     def of(cls, attributes: Any, where: str) -> "PreparedMetadata":
-        """What `attributes` made.
+        """Read the metadata that `attributes()` returned.
 
         Raises:
-            UserError: they are of another form, or damaged.
+            UserError: they have another format version, or are damaged.
         """
         try:
             if attributes["form"] != FORMAT_VERSION:
@@ -80,12 +84,12 @@ class PreparedMetadata:
                 dict(attributes["units"]),
                 dict(attributes["standard_names"]),
                 str(attributes["origin"]),
-                bool(attributes.get("model_levels", False)),  # earlier versions did not say
-                str(attributes.get("title", "")),  # stores of before don't have it
+                bool(attributes.get("model_levels", False)),  # absent in older stores
+                str(attributes.get("title", "")),  # absent in older stores
             )
         except (KeyError, TypeError, ValueError):
             raise UserError(
-                f"{where}: is not a store that this version prepared (form {FORMAT_VERSION}). "
+                f"{where}: is not a prepared store of format version {FORMAT_VERSION}. "
                 "Prepare it again with `credit-dp data prepare`."
             ) from None
 
@@ -95,13 +99,14 @@ ARRAYS = ("fields", "static")
 
 @final
 class PreparedSource(Source):
-    """One prepared store: a read of neighbouring channels is one read of `fields`."""
+    """A source that reads one prepared store; adjacent channels are one read of `fields`."""
 
-    def __init__(self, group: zarr.Group, disk: CountingStore, address: str) -> None:
+    def __init__(self, group: zarr.Group, store: CountingStore, address: str) -> None:
         where = redact_secrets(address)
-        form = PreparedMetadata.of(group.attrs.get(METADATA_ATTRIBUTE), where)
-        self.where, self._address = where, address
-        self.title = form.title
+        metadata = PreparedMetadata.of(group.attrs.get(METADATA_ATTRIBUTE), where)
+        self.where = where
+        self._address = address
+        self.title = metadata.title
         hours = read_array(group, "time", where).astype("timedelta64[h]")
         self.times: Times = (EPOCH + hours).astype("datetime64[ns]")
         self.latitude: NDArray[np.float64] = read_array(group, "latitude", where).astype(float)
@@ -109,73 +114,77 @@ class PreparedSource(Source):
         check_coordinates(coordinate_dataset(self), where)
         if self.latitude[0] < self.latitude[-1]:
             raise UserError(
-                f"{where}: latitude has to fall in a prepared store, but rises. Prepare it again "
-                "with `credit-dp data prepare`."
+                f"{where}: latitude has to decrease in a prepared store, but increases. Prepare it "
+                "again with `credit-dp data prepare`."
             )
-        names = StoredNames.of(_variables(form))
+        names = StoredNames.of(_variables(metadata))
         self.variables: Mapping[str, VariableInfo] = names.variables
-        channels = {channel: place for place, channel in enumerate(form.channels)}
-        constants = {Channel(name): place for place, name in enumerate(form.static)}
+        channels = {channel: index for index, channel in enumerate(metadata.channels)}
+        constants = {Channel(name): index for index, name in enumerate(metadata.static)}
         self._channel_indices = names.under_all_names(channels)
         self._static_indices = names.under_all_names(constants)
-        watch = StoreChangeDetector(address, ARRAYS)
-        quick = partial(open_shard_reader, address, disk=disk)
+        change_detector = StoreChangeDetector(address, ARRAYS)
+        open_reader = partial(open_shard_reader, address, store=store)
         fields = get_array(group, "fields", where)
-        self._fields = StackedArray(fields, where, self.times, watch, quick("fields"))
+        self._fields = StackedArray(
+            fields, where, self.times, change_detector, open_reader("fields")
+        )
+        # Coordinates and attributes are separate files: a copy that was interrupted may lack some.
         self._check("fields", self._fields, (len(self.times), len(channels), *self.grid))
+        # Without static fields, no channel refers to `_static`.
         self._static = self._fields
-        if form.static:
+        if metadata.static:
             static = get_array(group, "static", where)
-            self._static = StackedArray(static, where, None, watch, quick("static"))
-            self._check("static", self._static, (len(form.static), *self.grid))
-        self.counters = [disk]
-        disk.reset()
+            self._static = StackedArray(static, where, None, change_detector, open_reader("static"))
+            self._check("static", self._static, (len(metadata.static), *self.grid))
+        self.counters = [store]
+        store.reset()
 
     @classmethod
     def open(cls, where: str) -> "PreparedSource":
         """Open the store at a path or address.
 
         Raises:
-            UserError: there is none, or it is of another form, or damaged.
+            UserError: there is no store, it has another format version, or it is damaged.
         """
         return cls(*open_stacked(where, ARRAYS), where)
 
-    def read(self, channels: Sequence[Channel], places: Indexer, rows: slice) -> Fields:
+    def read(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> Fields:
         """See `Source`."""
         if channels[0] in self._static_indices:
-            of_static = [self._static_indices[channel] for channel in channels]
-            return self._static.read(places, of_static, (rows, slice(None)))
+            indices = [self._static_indices[channel] for channel in channels]
+            return self._static.read(times, indices, (rows, slice(None)))
         return self._fields.read(
-            places, [self._channel_indices[channel] for channel in channels], (rows, slice(None))
+            times, [self._channel_indices[channel] for channel in channels], (rows, slice(None))
         )
 
     def group_by_chunk(self, channels: Sequence[Channel]) -> list[list[Channel]]:
-        """See `Source`: all of them."""
+        """See `Source`; all channels share their chunks."""
         return [list(channels)]
 
-    def times_together(self, channel: Channel) -> int:
+    def times_per_file(self, channel: Channel) -> int:
         """See `Source`."""
-        return self._fields.times_together
+        return self._fields.times_per_file
 
     def chunk_shape(self, channel: Channel) -> tuple[int, int, int, int]:
         """See `Source`."""
         times, channels, rows, columns = self._fields.array.chunks
         return times, channels, rows, columns
 
-    def location(self, channel: Channel, place: int, row: int, column: int) -> str:
+    def location(self, channel: Channel, time: int, row: int, column: int) -> str:
         """See `Source`."""
         if channel in self._static_indices:
-            number = self._static_indices[channel]
-            return f"{self.where}, {self._static.chunk_name((number, row, column))}"
-        at = (place, self._channel_indices[channel], row, column)
-        return f"{self.where}, {self._fields.chunk_name(at)}"
+            index = self._static_indices[channel]
+            return f"{self.where}, {self._static.chunk_name((index, row, column))}"
+        indices = (time, self._channel_indices[channel], row, column)
+        return f"{self.where}, {self._fields.chunk_name(indices)}"
 
     def description(self, variables: Sequence[str]) -> list[object]:
         """See `Source`."""
         return describe_source(self, self._address, variables)
 
     def _check(self, name: str, array: StackedArray, shape: tuple[int, ...]) -> None:
-        """Refuse an array that is not as long as its coordinates say."""
+        """Refuse an array whose shape differs from that of its coordinates."""
         if array.array.shape != shape:
             raise UserError(
                 f"{self.where}: {name} needs the shape {shape} of its coordinates, but has "
@@ -183,18 +192,20 @@ class PreparedSource(Source):
             )
 
 
-def _variables(form: PreparedMetadata) -> dict[str, VariableInfo]:
+def _variables(metadata: PreparedMetadata) -> dict[str, VariableInfo]:
     levels: dict[str, tuple[int, ...]] = {}
-    for channel in form.channels:
+    for channel in metadata.channels:
         level = () if channel.level is None else (channel.level,)
+        # Levels in the order of the channels.
         levels[channel.variable] = levels.get(channel.variable, ()) + level
-    found = {name: _variable(form, name, True, levels[name]) for name in levels}
-    return found | {name: _variable(form, name, False, ()) for name in form.static}
+    variables = {name: _variable(metadata, name, True, levels[name]) for name in levels}
+    return variables | {name: _variable(metadata, name, False, ()) for name in metadata.static}
 
 
 def _variable(
-    form: PreparedMetadata, name: str, timed: bool, levels: tuple[int, ...]
+    metadata: PreparedMetadata, name: str, has_time: bool, levels: tuple[int, ...]
 ) -> VariableInfo:
-    units, standard_name = form.units.get(name, ""), form.standard_names.get(name, "")
-    model_levels = form.model_levels and bool(levels)
-    return VariableInfo(timed, levels, units, standard_name, model_levels=model_levels)
+    units = metadata.units.get(name, "")
+    standard_name = metadata.standard_names.get(name, "")
+    model_levels = metadata.model_levels and bool(levels)
+    return VariableInfo(has_time, levels, units, standard_name, model_levels=model_levels)

@@ -1,7 +1,18 @@
-"""Reading shared among ranks: each decodes a share of the chunks, and sends every rank its band.
+"""Shares the reading of a store among ranks: each decodes some chunks and sends bands to the rest.
 
-For stores whose chunks span more rows than a band needs: there every rank would decode nearly
-everything, and keep little of it.
+This pays for stores whose chunks span more rows than a band: without it, every rank would decode
+nearly everything and keep little of it.
+
+A read of `SharedSource`, on every rank alike:
+
+1. The requested fields are split into pieces: one group of channels in one chunk along time.
+2. Pieces with chunks no taller than bands are read by every rank for itself.
+3. Of the other pieces, each rank decodes one per round, on the globe.
+4. The ranks exchange error messages (`gather_problems`), and stop together if there is one.
+5. One `all_to_all` per round gives every rank its band of every piece.
+
+Every rank enters 4 and 5 equally often and in the same order, or the exchange would hang. This is
+why a rank that fails still takes part in one `gather_problems`, by `fail`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,55 +28,55 @@ from credit_dp.data.channels import Channel
 from credit_dp.data.sources.base import Fields, Indexer, Source, Times, VariableInfo, as_slice
 from credit_dp.errors import UserError
 
-SHARING_THRESHOLD = 1.05  # times the rows of all bands, from which on reading is shared
+SHARING_THRESHOLD = 1.05  # reading is shared above this amplification
 
 
 class ChunkExchange(Protocol):
-    """How the ranks that share reading meet; all call the same, in the same order."""
+    """The collectives of the ranks that share reading; all ranks call them in the same order."""
 
     @property
     def rank(self) -> int:
-        """This one's number among them."""
+        """Return this rank's number among them."""
         ...
 
     @property
     def bounds(self) -> Sequence[int]:
-        """Rank r owns the rows `bounds[r]` to `bounds[r + 1] - 1`."""
+        """Return the edges of all bands: rank r has the rows `bounds[r]` to `bounds[r + 1] - 1`."""
         ...
 
     def gather_problems(self, problem: str) -> list[str]:
-        """Every rank's problem, in rank order; empty for none."""
+        """Return every rank's error message in rank order, empty for none: an all-gather."""
         ...
 
     def all_to_all(
-        self, parcels: Fields, sizes: Sequence[int], coming: Sequence[int]
+        self, send: Fields, send_sizes: Sequence[int], receive_sizes: Sequence[int]
     ) -> list[Fields]:
-        """Send each rank its parcel, and get one from each, in rank order.
+        """Send each rank its part of `send`, and return the parts received, in rank order.
 
         Shapes:
-            `parcels`: all of them flat, one after the other, of the given `sizes`; `coming`: the
-            sizes of those of the others.
+            `send`: the parts one after the other, flat, with `send_sizes` entries each. The
+            results are flat, with `receive_sizes` entries each.
         """
         ...
 
     def stop(self) -> None:
-        """Let nobody here wait any longer: `ExchangeStoppedError` in the thread that does."""
+        """Wake this rank's reading thread; it gets an `ExchangeStoppedError` in its collective."""
         ...
 
 
 class ExchangeStoppedError(Exception):
-    """Whoever read for others was told to stop."""
+    """The exchange was stopped while a thread waited in it."""
 
 
 @final
 @dataclass(frozen=True)
 class _DecodedChunk:
-    """What one rank decodes at once: one group of channels, in one chunk along time.
+    """The unit of decoding: one group of channels in one chunk along time.
 
     Attributes:
-        columns: where the channels are to be in the result.
-        steps: where the times are to be in the result.
-        places: of the times in the source.
+        columns: positions of the channels in the result.
+        steps: positions of the times in the result.
+        time_indices: indices of the times in the source.
     """
 
     channels: list[Channel]
@@ -75,22 +86,25 @@ class _DecodedChunk:
 
     @property
     def planes(self) -> int:
+        """Return the number of two-dimensional fields."""
         return len(self.columns) * len(self.steps)
 
 
 def unshared_amplification(height: int, chunk_rows: int, bounds: Sequence[int]) -> float:
-    """Rows that all ranks read if each reads for itself, relative to the globe's.
+    """Return the rows that all ranks decode, each for itself, relative to the rows of the globe.
 
-    Chunks begin at the pole where that is worse: stores may hold either pole first.
+    Stores may begin at either pole: the worse of the two counts.
     """
     from_south = [height - bound for bound in reversed(bounds)]
-    rows = max(_rows_read(height, chunk_rows, edges) for edges in (bounds, from_south))
-    return rows / height
+    rows_read = max(
+        _rows_read(height, chunk_rows, row_bounds) for row_bounds in (bounds, from_south)
+    )
+    return rows_read / height
 
 
-def _rows_read(height: int, chunk_rows: int, edges: Sequence[int]) -> int:
+def _rows_read(height: int, chunk_rows: int, bounds: Sequence[int]) -> int:
     total = 0
-    for first, stop in pairwise(edges):
+    for first, stop in pairwise(bounds):
         if stop > first:
             chunks_end = min(height, -(-stop // chunk_rows) * chunk_rows)
             total += chunks_end - first // chunk_rows * chunk_rows
@@ -99,21 +113,23 @@ def _rows_read(height: int, chunk_rows: int, edges: Sequence[int]) -> int:
 
 @final
 class SharedSource(Source):
-    """A source of which this rank is asked for its own band only, whose ranks share the reading.
+    """A source that reads one rank's band, with the work of decoding shared among ranks.
 
-    Every rank reads the same channels and places in the same order, in one thread. Chunks that are
-    no taller than bands are read by each rank for itself, as are fields that don't change in time.
-    After an error on one rank all of them have one, at this read or the next, and no rank reads on.
+    Every rank reads the same channels and times in the same order, in one thread. Fields without
+    a time, and chunks that are no taller than bands, are read by each rank for itself. After an
+    error on one rank all ranks raise one, in this read or the next, and none reads on.
 
     Attributes:
         stopped: whether `stop` was called.
     """
 
-    def __init__(self, source: Source, trade: ChunkExchange) -> None:
+    def __init__(self, source: Source, exchange: ChunkExchange) -> None:
         self._source = source
-        self._exchange = trade
-        self._ranks = len(trade.bounds) - 1
-        self._next_decoder = 0  # of the rank that decodes the next piece
+        self._exchange = exchange
+        self._ranks = len(exchange.bounds) - 1
+        # Kept between reads, so that reads of few pieces don't all go to the first ranks. It is the
+        # same on all ranks, as they read the same pieces.
+        self._next_decoder = 0
         self._error: Exception | None = None
         self.stopped = False
         self.where = source.where
@@ -127,96 +143,103 @@ class SharedSource(Source):
         """See `Source`."""
         return self._source.group_by_chunk(channels)
 
-    def times_together(self, channel: Channel) -> int:
+    def times_per_file(self, channel: Channel) -> int:
         """See `Source`."""
-        return self._source.times_together(channel)
+        return self._source.times_per_file(channel)
 
     def chunk_shape(self, channel: Channel) -> tuple[int, int, int, int]:
         """See `Source`."""
         return self._source.chunk_shape(channel)
 
-    def location(self, channel: Channel, place: int, row: int, column: int) -> str:
+    def location(self, channel: Channel, time: int, row: int, column: int) -> str:
         """See `Source`."""
-        return self._source.location(channel, place, row, column)
+        return self._source.location(channel, time, row, column)
 
-    def chunk_numbers(self, channel: Channel, places: NDArray[np.intp]) -> NDArray[np.intp]:
+    def chunk_numbers(self, channel: Channel, times: NDArray[np.intp]) -> NDArray[np.intp]:
         """See `Source`."""
-        return self._source.chunk_numbers(channel, places)
+        return self._source.chunk_numbers(channel, times)
 
     def description(self, variables: Sequence[str]) -> list[object]:
         """See `Source`."""
         return self._source.description(variables)
 
-    def read(self, channels: Sequence[Channel], places: Indexer, rows: slice) -> Fields:
-        """See `Source`; `rows` are this rank's.
+    def read(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> Fields:
+        """See `Source`; `rows` has to be this rank's band.
 
         Raises:
-            UserError: something cannot be read, on whichever rank.
+            UserError: a read failed, on any rank.
         """
         if self._error is not None:
             raise self._error
-        if not self.variables[channels[0].variable].timed:
-            return self._source.read(channels, places, rows)
+        # Without collectives, as on every other rank.
+        if not self.variables[channels[0].variable].has_time:
+            return self._source.read(channels, times, rows)
         try:
-            return self._read(channels, np.arange(len(self.times))[places], rows)
+            return self._read(channels, np.arange(len(self.times))[times], rows)
         except Exception as error:
             self.fail(error)
             raise
 
     def fail(self, error: Exception) -> None:
-        """Tell the others that this rank can't go on, unless one of them was first."""
+        """Report an error of this rank to the others, unless an error is known already."""
         if self._error is None:
             self._error = error
-            known = isinstance(error, UserError)
-            text = str(error) if known else f"{self.where}: {type(error).__name__}: {error}"
+            is_user_error = isinstance(error, UserError)
+            text = str(error) if is_user_error else f"{self.where}: {type(error).__name__}: {error}"
+            # The collective that the other ranks are in, or enter next, is a gather_problems().
             with suppress(ExchangeStoppedError):
                 self._exchange.gather_problems(text)
 
     def check_all_ranks(self) -> None:
-        """Go on only if what has been read so far is well on every rank.
+        """Raise an error unless all reads so far succeeded on every rank.
 
-        Whoever met an error has to have told of it by `fail`: else the others would take what they
-        have read, and wait elsewhere for a rank that waits for them here.
+        A rank that met an error must have called `fail`. Otherwise the others would use what they
+        have read and wait for it in a collective elsewhere, while it waits for them here.
 
         Raises:
-            UserError: the first problem of the others.
+            UserError: the first problem of another rank.
         """
         if self._error is not None:
             raise self._error
         self._raise_any_problem()
 
     def stop(self) -> None:
-        """Wait for the others no longer; there is no reading on."""
+        """Stop waiting for other ranks; nothing can be read afterwards."""
         self.stopped = True
         self._exchange.stop()
 
-    def _read(self, channels: Sequence[Channel], places: NDArray[np.intp], rows: slice) -> Fields:
+    def _read(
+        self, channels: Sequence[Channel], time_indices: NDArray[np.intp], rows: slice
+    ) -> Fields:
         first, stop = self._exchange.bounds[self._exchange.rank : self._exchange.rank + 2]
         if (rows.start, rows.stop) != (first, stop):
             raise ValueError(f"this rank shares the reading of rows {first} to {stop}, not {rows}")
-        shape = (len(places), len(channels), stop - first, self.grid[1])
+        shape = (len(time_indices), len(channels), stop - first, self.grid[1])
         fields = np.empty(shape, dtype=np.float32)
         shared = []
-        for piece in self._pieces(channels, places):
+        for piece in self._pieces(channels, time_indices):
             if self._is_shared(piece.channels[0]):
                 shared.append(piece)
             else:
-                own = self._source.read(piece.channels, as_slice(piece.time_indices), rows)
-                fields[np.ix_(piece.steps, piece.columns)] = own
+                values = self._source.read(piece.channels, as_slice(piece.time_indices), rows)
+                fields[np.ix_(piece.steps, piece.columns)] = values
         for start in range(0, len(shared), self._ranks):
             self._exchange_pieces(shared[start : start + self._ranks], fields)
         return fields
 
-    def _pieces(self, channels: Sequence[Channel], places: NDArray[np.intp]) -> list[_DecodedChunk]:
+    def _pieces(
+        self, channels: Sequence[Channel], time_indices: NDArray[np.intp]
+    ) -> list[_DecodedChunk]:
         columns = {channel: column for column, channel in enumerate(channels)}
-        found = []
+        pieces = []
         for group in self._source.group_by_chunk(channels):
-            chunks = self._source.chunk_numbers(group[0], places)
+            chunks = self._source.chunk_numbers(group[0], time_indices)
+            # In order of first use, so that all ranks have the pieces in the same order.
             for chunk in dict.fromkeys(chunks.tolist()):
                 steps = np.flatnonzero(chunks == chunk)
-                at = np.array([columns[channel] for channel in group])
-                found.append(_DecodedChunk(group, at, steps, places[steps]))
-        return found
+                positions = np.array([columns[channel] for channel in group])
+                pieces.append(_DecodedChunk(group, positions, steps, time_indices[steps]))
+        return pieces
 
     def _is_shared(self, channel: Channel) -> bool:
         chunk_rows = self._source.chunk_shape(channel)[2]
@@ -226,41 +249,47 @@ class SharedSource(Source):
         )
 
     def _exchange_pieces(self, pieces: Sequence[_DecodedChunk], fields: Fields) -> None:
-        """Have each piece decoded by another rank, the next one in turn, and take all bands.
+        """Have each piece decoded by a different rank, and distribute the bands of all of them.
 
-        A rank holds one decoded piece at a time, twice while it is put in order for sending.
+        A rank holds one decoded piece at a time, and a second copy of it while it is packed.
         """
-        dealt = {(self._next_decoder + n) % self._ranks: piece for n, piece in enumerate(pieces)}
+        piece_of_rank = {
+            (self._next_decoder + number) % self._ranks: piece
+            for number, piece in enumerate(pieces)
+        }
         self._next_decoder += len(pieces)
-        mine = dealt.get(self._exchange.rank)
-        parcels = self._pack_bands(mine)
+        local_piece = piece_of_rank.get(self._exchange.rank)
+        send = self._pack_bands(local_piece)
+        # Before any data is sent: a rank that failed to decode does not enter the all_to_all.
         self._raise_any_problem()
-        columns = self.grid[1]
-        heights = np.diff(self._exchange.bounds) * columns
-        sizes = [mine.planes * int(height) if mine else 0 for height in heights]
-        own = int(heights[self._exchange.rank])
-        coming = [dealt[rank].planes * own if rank in dealt else 0 for rank in range(self._ranks)]
-        bands = self._exchange.all_to_all(parcels, sizes, coming)
-        del parcels
-        for rank, piece in dealt.items():
+        band_sizes = np.diff(self._exchange.bounds) * self.grid[1]  # values of one field
+        send_sizes = [local_piece.planes * int(size) if local_piece else 0 for size in band_sizes]
+        local_size = int(band_sizes[self._exchange.rank])
+        receive_sizes = [
+            piece_of_rank[rank].planes * local_size if rank in piece_of_rank else 0
+            for rank in range(self._ranks)
+        ]
+        bands = self._exchange.all_to_all(send, send_sizes, receive_sizes)
+        del send  # it is as large as a piece
+        for rank, piece in piece_of_rank.items():
             shape = (len(piece.steps), len(piece.columns), *fields.shape[2:])
             fields[np.ix_(piece.steps, piece.columns)] = bands[rank].reshape(shape)
 
     def _pack_bands(self, piece: _DecodedChunk | None) -> Fields:
-        """The whole globe of a piece, decoded, band after band."""
+        """Decode a piece on the globe and return its bands one after the other, flat."""
         if piece is None:
             return np.empty(0, dtype=np.float32)
-        whole = self._source.read(
+        globe = self._source.read(
             piece.channels, as_slice(piece.time_indices), slice(0, self.grid[0])
         )
-        bands = [whole[:, :, first:stop].ravel() for first, stop in pairwise(self._exchange.bounds)]
+        bands = [globe[:, :, first:stop].ravel() for first, stop in pairwise(self._exchange.bounds)]
         return np.concatenate(bands)
 
     def _raise_any_problem(self) -> None:
-        """Go on only if every rank can.
+        """Raise an error if any rank reports one.
 
         Raises:
-            UserError: the first problem of the others.
+            UserError: the first problem of another rank.
         """
         problem = next(filter(None, self._exchange.gather_problems("")), None)
         if problem is not None:

@@ -1,6 +1,18 @@
-"""Zarr stores opened for reading: what is counted, and damage that zarr would not notice."""
+"""Zarr stores opened for reading: counted reads, and checks for damage that zarr does not make.
+
+A read passes these stores from the outside to the inside:
+
+1. `CompleteStore` refuses a missing chunk, which zarr would replace by fill values.
+2. `IntactStore` refuses a chunk that is too short, which a decoder might read beyond its end.
+3. `CountingStore` counts bytes and chunks.
+4. zarr's own store reads the file or the remote object.
+
+`StoreChangeDetector` notices a store that is written anew while it is read. `ShardedArray` finds
+chunks in shards, for readers that don't use zarr.
+"""
 
 import atexit
+import os
 from collections.abc import Collection, Iterator, Sequence
 from itertools import product
 from pathlib import Path
@@ -26,18 +38,20 @@ from credit_dp.data.sources.address import (
 )
 from credit_dp.errors import UserError
 
-EXIT_SECONDS = 30.0  # for zarr's reading thread, on however busy a machine
+EXIT_SECONDS = 30.0  # for zarr's reading thread to end, on a busy machine, too
 METADATA = ("zarr.json", ".zmetadata", ".zgroup", ".zarray", ".zattrs")
 
 
 class CountingStore(WrapperStore[Store]):
-    """Hands every read on and adds up the bytes of chunks; metadata is not counted.
+    """Counts the bytes and chunks that are read through it; metadata is not counted.
 
-    The index at the end of a shard is counted apart: it is the price of reading part of a shard.
+    The index at the end of a shard is counted separately: it is the overhead of reading a part of
+    a shard.
     """
 
     def __init__(self, store: Store) -> None:
         super().__init__(store)
+        # `get` runs in zarr's event loop, `add` in the threads that read.
         self._lock = Lock()
         self.reset()
 
@@ -46,18 +60,19 @@ class CountingStore(WrapperStore[Store]):
         self.data_bytes = 0
         self.chunk_reads = 0
         self.index_bytes = 0
-        self.absent_chunks = 0  # chunks that were not there
+        self.absent_chunks = 0
 
     async def get(
         self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None
     ) -> Buffer | None:
-        """As the wrapped store's, counted. None, and only `absent` counted, for an absent chunk."""
+        """Read and count; for an absent chunk, return None and count it in `absent_chunks`."""
         value = await super().get(key, prototype, byte_range)
         if key.endswith(METADATA):
             return value
         with self._lock:
             if value is None:
                 self.absent_chunks += 1
+            # The last bytes of a file: this is how zarr reads the index of a shard.
             elif isinstance(byte_range, SuffixByteRequest):
                 self.index_bytes += len(value)
             else:
@@ -66,24 +81,24 @@ class CountingStore(WrapperStore[Store]):
         return value
 
     def add(self, size: int, chunks: int) -> None:
-        """Count what was read past this store: so many bytes of chunks."""
+        """Count chunks that were read without this store, of `size` bytes in all."""
         with self._lock:
             self.data_bytes += size
             self.chunk_reads += chunks
 
     def count_requested(self, size: int) -> None:
-        """Nothing: what a reader asks for is counted when its chunks are read."""
+        """Do nothing: chunks are counted when they are read."""
 
 
 def open_zarr_store(where: str) -> CountingStore:
-    """The zarr store at a path or address, for reading.
+    """Open the zarr store at a path or address for reading.
 
     Raises:
-        UserError: there is nothing at the path, or the address can't be used.
+        UserError: the path does not exist, or the address can't be used.
     """
     check_address(where)
     if is_remote(where):
-        filesystem(where)  # for its errors
+        filesystem(where)  # raises a UserError for an unknown protocol or a missing package
         return CountingStore(
             FsspecStore.from_url(where, storage_options=storage_options(where), read_only=True)
         )
@@ -94,14 +109,14 @@ def open_zarr_store(where: str) -> CountingStore:
 
 
 def resolved_address(where: str) -> str:
-    """A store's address as results remember it: the whole path, or the address without secrets."""
+    """Return the absolute path of a store, or its address without secrets, for cached results."""
     return redact_secrets(where) if is_remote(where) else str(local_path(where).resolve())
 
 
 def version_stamp(where: str | Path) -> str:
-    """What changes when a store is written anew: its root metadata, and how old they are.
+    """Return a text that changes when a store is written anew: its root metadata and their ages.
 
-    Of one file, such as netCDF: its size and age.
+    For a single file, such as netCDF, it is its size and age.
     """
     if isinstance(where, str) and is_remote(where):
         return _remote_version_stamp(where)
@@ -109,27 +124,29 @@ def version_stamp(where: str | Path) -> str:
     if path.is_file():
         status = path.stat()
         return f"{status.st_size} {status.st_mtime_ns}"
-    parts = []
+    stamps = []
     for name in METADATA:
         file = path / name
         if file.is_file():
-            parts.append(f"{name} {file.stat().st_mtime_ns} {file.read_text()}")
-    return "\n".join(parts)
+            stamps.append(f"{name} {file.stat().st_mtime_ns} {file.read_text()}")
+    return "\n".join(stamps)
 
 
 def _remote_version_stamp(where: str) -> str:
-    """The metadata alone: not every server says how old they are."""
+    """Return the root metadata without ages, which not every server knows."""
     system, root = filesystem(where)
     paths = {f"{root.rstrip('/')}/{name}": name for name in METADATA}
-    found = system.cat(list(paths), on_error="omit")
-    return "\n".join(f"{paths[path]} {found[path].decode()}" for path in paths if path in found)
+    contents = system.cat(list(paths), on_error="omit")
+    return "\n".join(
+        f"{paths[path]} {contents[path].decode()}" for path in paths if path in contents
+    )
 
 
 def stop_reading_thread() -> None:
-    """Let zarr's reading thread end before zarr closes its event loop at exit.
+    """Stop zarr's reading thread before zarr closes its event loop at exit.
 
     zarr waits 0.2 s for the thread, which is too short on a busy machine: closing the loop of a
-    thread that runs prints a traceback after everything has been done.
+    running thread prints a traceback at the end of a successful run.
     """
     loop, thread = zarr.core.sync.loop[0], zarr.core.sync.iothread[0]
     if loop is not None and thread is not None and thread.is_alive():
@@ -137,17 +154,18 @@ def stop_reading_thread() -> None:
         thread.join(EXIT_SECONDS)
 
 
-atexit.register(stop_reading_thread)  # what is registered last runs first: before zarr's
+# Handlers run in reverse order of registration: this one before zarr's, imported above.
+atexit.register(stop_reading_thread)
 
 
 @final
 class AbsentChunkError(OSError):
-    """A chunk's file is not in the store; the message is its key."""
+    """A chunk is missing in the store; the message is its key."""
 
 
 @final
 class CompleteStore(WrapperStore[Store]):
-    """Hands every read on, and refuses that a chunk of one of the `arrays` is absent."""
+    """Raises an error for a missing chunk of `arrays`, where zarr would return fill values."""
 
     def __init__(self, store: Store, arrays: Sequence[str]) -> None:
         super().__init__(store)
@@ -156,32 +174,32 @@ class CompleteStore(WrapperStore[Store]):
     async def get(
         self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None
     ) -> Buffer | None:
-        """As the wrapped store's.
+        """Read a key.
 
         Raises:
-            AbsentChunkError: there is no such chunk.
+            AbsentChunkError: the chunk is missing.
         """
         value = await super().get(key, prototype, byte_range)
-        ours = key.split("/")[0] in self._arrays and not key.endswith(METADATA)
-        if value is None and ours:
+        is_required = key.split("/")[0] in self._arrays and not key.endswith(METADATA)
+        if value is None and is_required:
             raise AbsentChunkError(key)
         return value
 
 
-HEADER = 16  # bytes before the data of a Blosc chunk; the last 4 say how long the chunk is
+HEADER = 16  # bytes before the data of a Blosc chunk; the last 4 are the length of the chunk
 
 
 @final
 class TruncatedChunkError(OSError):
-    """A chunk is shorter than it says; the message is its key, and how long it is."""
+    """A chunk is shorter than its header says; the message has its key and both lengths."""
 
 
 @final
 class IntactStore(WrapperStore[Store]):
-    """Hands every read on, and refuses short chunks of the arrays in `blosc`, and short ranges.
+    """Raises an error for chunks of the `blosc` arrays, and for byte ranges, that are too short.
 
-    The Blosc decoder reads on behind the end of a short chunk. A shard's reader takes an empty
-    inner chunk for fill values.
+    zarr does not check either: the Blosc decoder reads beyond the end of a short chunk, and the
+    shard reader takes an empty inner chunk for fill values.
 
     Source: Blosc chunk format (header), https://github.com/Blosc/c-blosc/blob/main/README_CHUNK_FORMAT.rst
     """
@@ -193,10 +211,10 @@ class IntactStore(WrapperStore[Store]):
     async def get(
         self, key: str, prototype: BufferPrototype, byte_range: ByteRequest | None = None
     ) -> Buffer | None:
-        """As the wrapped store's.
+        """Read a key.
 
         Raises:
-            TruncatedChunkError: the chunk, or the range of it, ends too early.
+            TruncatedChunkError: the chunk, or the requested range of it, is too short.
         """
         value = await super().get(key, prototype, byte_range)
         if value is None:
@@ -221,12 +239,12 @@ READS_BETWEEN_CHECKS = 64
 def unreadable_error(
     where: str, variable: str, date: np.datetime64 | None, error: BaseException
 ) -> UserError:
-    """One line: file, variable and date, what is wrong, and what to do."""
-    when = "" if date is None else f" at {date.astype('M8[m]')}"
+    """Return an error that names file, variable and date, the problem, and what to do."""
+    date_text = "" if date is None else f" at {date.astype('M8[m]')}"
     advice = "" if date is None else ", or choose other dates: data.dates.train, .valid and .test"
     return UserError(
-        f"{redact_secrets(where)}: {variable}{when} can't be read: {_describe_problem(error)}. "
-        f"Restore the file{advice}."
+        f"{redact_secrets(where)}: {variable}{date_text} can't be read: "
+        f"{_describe_problem(error)}. Restore the file{advice}."
     )
 
 
@@ -245,11 +263,11 @@ def _describe_problem(error: BaseException) -> str:
 
 @final
 class StoreChangeDetector:
-    """Notices that a store was written anew since it was opened.
+    """Detects that a store was written anew since it was opened.
 
-    It looks at the metadata: of a store on this machine every 64 reads and when there is reason, of
-    a remote one only when a read has failed. Values that are written over in place, under the
-    same metadata, are not noticed.
+    It compares the metadata: of a local store after every 64 reads and when a read found chunks
+    missing, of a remote store only after a failed read, as asking costs a round trip. Values that
+    were overwritten in place under the same metadata are not detected.
     """
 
     def __init__(self, where: str, variables: Sequence[str]) -> None:
@@ -258,30 +276,31 @@ class StoreChangeDetector:
         self._files = [
             local_path(where) / folder / name for folder in ("", *variables) for name in METADATA
         ]
+        # For a single file, such as netCDF.
         self._files.append(local_path(where))
         self._reads = 0
         self._initial_state = self._current_state()
 
     def after_read(self, suspicious: bool) -> None:
-        """Look, if it is time to, or if there is reason.
+        """Check now and then, and always after a `suspicious` read.
 
         Raises:
             UserError: the store has changed.
         """
         self._reads += 1
-        due = self._reads % READS_BETWEEN_CHECKS == 0
-        if not self._remote and (suspicious or due):
+        is_due = self._reads % READS_BETWEEN_CHECKS == 0
+        if not self._remote and (suspicious or is_due):
             self.check()
 
     def check(self) -> None:
-        """Look now.
+        """Check now.
 
         Raises:
             UserError: the store has changed.
         """
         try:
             changed = self._current_state() != self._initial_state
-        except (OSError, UserError):  # what failed is what the caller knows of
+        except (OSError, UserError):  # the caller reports the failed read itself
             return
         if changed:
             raise UserError(
@@ -292,25 +311,25 @@ class StoreChangeDetector:
     def _current_state(self) -> object:
         if self._remote:
             return version_stamp(self._where)
-        found = []
+        states = []
         for path in self._files:
             if path.is_file():
                 status = path.stat()
-                found.append((str(path), status.st_mtime_ns, status.st_size))
-        return found
+                states.append((str(path), status.st_mtime_ns, status.st_size))
+        return states
 
 
-ENTRY = 16  # bytes of a shard's index for each inner chunk: where it begins, and how long it is
-CHECKSUM = 4  # bytes after whatever has one
+ENTRY = 16  # bytes of a shard's index for each inner chunk: its offset and its length
+CHECKSUM = 4  # bytes of a CRC-32C, at the end of the chunk or index that it belongs to
 
 
 class ChunkPart(NamedTuple):
-    """What is wanted of one inner chunk.
+    """The part of one inner chunk that belongs to a selection.
 
     Attributes:
-        begin, size: of the chunk in its file, in bytes.
-        inside: of its entries, those wanted.
-        place: theirs among all that is wanted.
+        begin, size: offset and length of the chunk in its file, in bytes.
+        inside: the selected part of the chunk.
+        destination: its position in the result.
     """
 
     begin: int
@@ -321,7 +340,7 @@ class ChunkPart(NamedTuple):
 
 @final
 class ShardedArray:
-    """The shards of one array, with an index at the end of each.
+    """Finds the chunks of one array in its shards, by the index at the end of each shard.
 
     Raises:
         ValueError: the array has no shards.
@@ -330,17 +349,20 @@ class ShardedArray:
     def __init__(self, folder: Path, array: "zarr.Array[Any]") -> None:
         if array.shards is None:
             raise ValueError(f"{folder} has no shards")
-        self.folder, self.shape, self.chunks = folder, array.shape, array.chunks
-        self._shards, self._metadata = array.shards, array.metadata
+        self.folder = folder
+        self.shape = array.shape
+        self.chunks = array.chunks
+        self._shards = array.shards
+        self._metadata = array.metadata
         self._counts = [s // c for s, c in zip(self._shards, self.chunks, strict=True)]
 
     def spans(self, selection: Sequence[slice]) -> list[tuple[int, int]]:
-        """First and last but one of what is selected in each dim."""
+        """Return `(first, stop)` of a selection in each dim."""
         sizes = zip(selection, self.shape, strict=True)
         return [part.indices(size)[:2] for part, size in sizes]
 
     def files(self, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[Path, tuple[int, ...]]]:
-        """Those that have some of it, each with the shard's number in each dim."""
+        """Yield the files that overlap `spans`, each with the shard's number in each dim."""
         touched = zip(spans, self._shards, strict=True)
         ranges = [range(first // size, -(-stop // size)) for (first, stop), size in touched]
         for shard in product(*ranges):
@@ -349,7 +371,7 @@ class ShardedArray:
     def parts(
         self, file: BinaryIO, shard: Sequence[int], spans: Sequence[tuple[int, int]]
     ) -> Iterator[ChunkPart]:
-        """What of a shard is wanted, chunk by chunk.
+        """Yield the parts of a shard's chunks that overlap `spans`.
 
         Raises:
             OSError, ValueError: its index can't be read, or is damaged.
@@ -357,37 +379,38 @@ class ShardedArray:
         index = self._index(file)
         dims = zip(spans, shard, self._shards, self.chunks, strict=True)
         for chunk in product(*(_chunks_along(*dim) for dim in dims)):
-            at, inside, place = zip(*chunk, strict=True)
-            begin, size = index[at].tolist()
-            yield ChunkPart(begin, size, inside, place)
+            number, inside, destination = zip(*chunk, strict=True)
+            begin, size = index[number].tolist()
+            yield ChunkPart(begin, size, inside, destination)
 
     def _index(self, file: BinaryIO) -> np.ndarray[Any, np.dtype[np.uint64]]:
         length = ENTRY * int(np.prod(self._counts)) + CHECKSUM
-        file.seek(-length, 2)
-        found = file.read(length)
-        if not has_valid_checksum(found):
+        file.seek(-length, os.SEEK_END)
+        content = file.read(length)
+        if not has_valid_checksum(content):
             raise ValueError(f"{file.name}: its index is damaged")
-        return np.frombuffer(found, "<u8", len(found) // 8).reshape(*self._counts, 2)
+        return np.frombuffer(content, "<u8", len(content) // 8).reshape(*self._counts, 2)
 
 
 def _chunks_along(
-    span: tuple[int, int], number: int, shard: int, chunk: int
+    span: tuple[int, int], shard_number: int, shard_size: int, chunk_size: int
 ) -> list[tuple[int, slice, slice]]:
-    """Along one dim, the chunks of a shard that have some of a span.
+    """Return the chunks of a shard that overlap a span in one dim.
 
-    Of each its number in the shard, what of it is wanted, and the place of that in the span.
+    Each comes with its number in the shard, its part inside the span, and the position of that
+    part in the span.
     """
-    first, start = span[0], number * shard
-    low, high = max(first, start), min(span[1], start + shard)
-    found = []
-    for origin in range(low - (low - start) % chunk, high, chunk):
-        inside = slice(max(low - origin, 0), min(high - origin, chunk))
-        place = slice(origin + inside.start - first, origin + inside.stop - first)
-        found.append(((origin - start) // chunk, inside, place))
-    return found
+    first, start = span[0], shard_number * shard_size
+    low, high = max(first, start), min(span[1], start + shard_size)
+    parts = []
+    for origin in range(low - (low - start) % chunk_size, high, chunk_size):
+        inside = slice(max(low - origin, 0), min(high - origin, chunk_size))
+        destination = slice(origin + inside.start - first, origin + inside.stop - first)
+        parts.append(((origin - start) // chunk_size, inside, destination))
+    return parts
 
 
 def has_valid_checksum(content: Any) -> bool:
-    """Whether bytes end with the checksum of those before."""
-    sum_: int = google_crc32c.value(content[:-CHECKSUM])
-    return sum_ == int.from_bytes(content[-CHECKSUM:], "little")
+    """Whether `content` ends with the CRC-32C of the bytes before it."""
+    checksum: int = google_crc32c.value(content[:-CHECKSUM])
+    return checksum == int.from_bytes(content[-CHECKSUM:], "little")

@@ -1,4 +1,8 @@
-"""Stores with one array per variable: zarr groups and netCDF files."""
+"""Reads stores with one array per variable: zarr groups and netCDF files.
+
+The form is that of WeatherBench 2, ARCO-ERA5 or the CDS. xarray opens the store and decodes its
+values (`open_zarr_dataset`, `open_netcdf`), without dask; `GriddedSource` reads it.
+"""
 
 import gc
 import re
@@ -53,8 +57,8 @@ from credit_dp.variable_names import all_names_of, canonical_name
 
 TIMES = {"time", *DIM_ALIASES["time"]}
 GLOBE = {name for dim in HORIZONTAL for name in (dim, *DIM_ALIASES[dim])}
-# Words of names of fields, one of several, that can be zero all over a chunk: at night, over land,
-# in the dry.
+# Words in the names of fields that can be zero throughout a chunk: at night, over land, in dry air.
+# zarr may leave such a chunk out when it writes, so that its absence is no sign of damage.
 ZERO = re.compile(
     r"(^|_)(precipitation|rain|snow|snowfall|snowmelt|hail|ice|cloud|radiation|solar|insolation|"
     r"runoff|evaporation|mask|cover|fraction|vegetation|lake|depth|reservoir|tp|cp|lsp|sf|sd|"
@@ -63,68 +67,71 @@ ZERO = re.compile(
 
 
 def open_zarr_dataset(where: str) -> tuple[xr.Dataset, CountingStore]:
-    """The store at a path or address, version 2 or 3, consolidated or not, and its counter.
+    """Open a zarr store of format 2 or 3, consolidated or not, with a counter of its reads.
 
     Raises:
-        UserError: there is nothing, or nothing that zarr can read.
+        UserError: there is no store, or zarr can't read it.
     """
-    disk = open_zarr_store(where)
+    counting_store = open_zarr_store(where)
     try:
-        group = zarr.open_group(disk, mode="r")
+        group = zarr.open_group(counting_store, mode="r")
+        # Passed to xarray, which would try both otherwise, and warn.
         consolidated = group.metadata.consolidated_metadata is not None
         arrays = dict(group.arrays())
         blosc = [name for name, array in arrays.items() if _is_blosc(array)]
-        whole = [name for name, array in arrays.items() if _must_be_complete(name, array)]
-        store = CompleteStore(IntactStore(disk, blosc), whole)
+        required = [name for name, array in arrays.items() if _must_be_complete(name, array)]
+        store = CompleteStore(IntactStore(counting_store, blosc), required)
         # Without dask: it would add milliseconds to each read.
+        # decode_timedelta: durations, such as sunshine in seconds, have to stay numbers.
         dataset = xr.open_zarr(
             store, chunks=None, consolidated=consolidated, decode_timedelta=False
         )
     except Exception as error:
         raise zarr_open_error(where, error) from error
-    return dataset, disk
+    return dataset, counting_store
 
 
 def _is_blosc(array: zarr.Array[Any]) -> bool:
-    """Whether a chunk's file is a Blosc buffer."""
+    """Whether each file of the array is one Blosc buffer."""
     codecs = array.compressors
     return array.shards is None and bool(codecs) and "Blosc" in type(codecs[-1]).__name__
 
 
 def _must_be_complete(name: str, array: zarr.Array[Any]) -> bool:
-    """Whether a missing chunk of an array can't have been left out on purpose."""
+    """Whether a missing chunk of an array means damage: no writer would have left it out."""
     if array.ndim < 2:  # coordinates are checked by their values
         return False
-    fill = array.metadata.fill_value
+    fill_value = array.metadata.fill_value
     masks = [array.attrs.get(key) for key in ("_FillValue", "missing_value")]
-    masked = fill is not None and (array.metadata.zarr_format == 2 or fill in masks)
-    if masked or fill != fill:
+    # xarray masks the fill value of format 2; of format 3 it masks only what these attributes say.
+    masked = fill_value is not None and (array.metadata.zarr_format == 2 or fill_value in masks)
+    if masked or fill_value != fill_value:  # NaN
         return _stores_global_fields(array)
-    zero = not fill and not array.attrs.get("add_offset")
-    static_in_one = not TIMES & set(_dims(array)) and array.nchunks == 1
+    fills_with_zero = not fill_value and not array.attrs.get("add_offset")
+    is_static_in_one_chunk = not TIMES & set(_dims(array)) and array.nchunks == 1
     names = (name, *all_names_of(canonical_name(name)))
-    return static_in_one or not (zero and any(map(ZERO.search, names)))
+    return is_static_in_one_chunk or not (fills_with_zero and any(map(ZERO.search, names)))
 
 
 def _stores_global_fields(array: zarr.Array[Any]) -> bool:
-    """Whether a file of the array holds whole fields: where one is missing, so is a whole field."""
+    """Whether each file holds global fields, so that a missing file loses a complete field."""
     sizes = zip(_dims(array), array.shards or array.chunks, array.shape, strict=False)
     return all(chunk >= size for dim, chunk, size in sizes if dim in GLOBE)
 
 
 def _dims(array: zarr.Array[Any]) -> list[str]:
-    named = getattr(array.metadata, "dimension_names", None)
-    return list(named or array.attrs.get("_ARRAY_DIMENSIONS", ()))  # type: ignore[arg-type]
+    names = getattr(array.metadata, "dimension_names", None)
+    return list(names or array.attrs.get("_ARRAY_DIMENSIONS", ()))  # type: ignore[arg-type]
 
 
-ENDINGS = (".nc", ".nc4", ".netcdf", ".cdf")
+NETCDF_SUFFIXES = (".nc", ".nc4", ".netcdf", ".cdf")
 
 
 @final
 class RequestedBytesCounter:
-    """Adds up the bytes of the values that are asked for, as they are stored.
+    """Counts the bytes of requested values, in the type that they are stored in.
 
-    What the netCDF library reads for them, whole chunks, it does not say.
+    The netCDF library reads complete chunks for them, but does not report how many.
     """
 
     absent_chunks = 0
@@ -147,34 +154,33 @@ class RequestedBytesCounter:
 
 @contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """No file that nobody uses any more is closed meanwhile, by whatever thread.
+    """Keep the garbage collector from closing unused files, in any thread, for a while.
 
-    xarray reads what a file says of its variables without holding its lock. The collector may run
-    in another thread, such as zarr's, and the netCDF library crashes where one thread closes a
-    file while another reads.
+    xarray reads a file's metadata without holding its lock. The collector may run in another
+    thread, such as zarr's, and the netCDF library crashes if one thread closes a file while
+    another one reads.
     """
-    running = gc.isenabled()
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if running:
+        if was_enabled:
             gc.enable()
 
 
 def is_netcdf(where: str) -> bool:
-    """Whether this is the name of a netCDF file, not of a zarr store."""
-    return where.lower().endswith(ENDINGS) and not local_path(where).is_dir()
+    """Whether a path is named like a netCDF file and is not a folder."""
+    return where.lower().endswith(NETCDF_SUFFIXES) and not local_path(where).is_dir()
 
 
 def open_netcdf(where: str) -> tuple[xr.Dataset, RequestedBytesCounter]:
-    """The file at a path of this machine, and its counter.
+    """Open a local netCDF file, with a counter of its reads.
 
-    xarray holds one lock of the whole process while the netCDF library works, which is not safe
-    among threads.
+    The netCDF library is not thread-safe: xarray holds one lock of the process while it works.
 
     Raises:
-        UserError: there is none, or none that can be read.
+        UserError: there is no file, or it can't be read.
     """
     if is_remote(where):
         raise UserError(
@@ -200,7 +206,7 @@ NEEDED = "it needs latitude and longitude, and no others but time and level"
 
 
 class DatasetCounter(ReadCounter, Protocol):
-    """What counts the reads of a dataset."""
+    """Counts the reads of a dataset."""
 
     absent_chunks: int
 
@@ -208,14 +214,14 @@ class DatasetCounter(ReadCounter, Protocol):
         """Start counting from zero."""
 
     def count_requested(self, size: int) -> None:
-        """So many bytes of values were asked for, as they are stored."""
+        """Count `size` bytes of requested values, in the type that they are stored in."""
 
 
 @final
 class GriddedSource(Source):
-    """One dataset, zarr or netCDF, in the form of WeatherBench 2, ARCO-ERA5 or the CDS.
+    """A source that reads one zarr or netCDF dataset with one array per variable.
 
-    One without a time axis has no times, and can only be a part of others.
+    A dataset without a time axis has no times; it can only be combined with others.
     """
 
     def __init__(
@@ -226,7 +232,9 @@ class GriddedSource(Source):
         static: Collection[str] = (),
     ) -> None:
         self.where = redact_secrets(where)
-        model_levels, only_level = has_model_levels(dataset), scalar_level(dataset)
+        # Before the dims are renamed: the names say which levels they are.
+        model_levels = has_model_levels(dataset)
+        only_level = scalar_level(dataset)
         dataset = standardise_dims(squeeze_other_dims(dataset), self.where)
         timed = "time" in dataset.dims
         check_coordinates(dataset, self.where, timed)
@@ -236,11 +244,12 @@ class GriddedSource(Source):
         self._flipped = bool(latitude[0] < latitude[-1])
         self.latitude: NDArray[np.float64] = latitude[::-1] if self._flipped else latitude
         self.longitude: NDArray[np.float64] = dataset["longitude"].values.astype(np.float64)
-        own = _variables(dataset, self.where, model_levels)
-        self._names = StoredNames.of(own, static, only_level)
+        stored_variables = _variables(dataset, self.where, model_levels)
+        self._names = StoredNames.of(stored_variables, static, only_level)
         self.variables: Mapping[str, VariableInfo] = self._names.variables
         self._dataset = dataset
-        self._counter, self.counters = counter, [counter]
+        self._counter = counter
+        self.counters = [counter]
         self._address = where
         self.title = str(dataset.attrs.get("title", ""))
         self._change_detector = StoreChangeDetector(where, list(self.variables))
@@ -252,34 +261,35 @@ class GriddedSource(Source):
 
         Args:
             where: the path or address.
-            static: names that are wanted as static fields, see `StoredNames.of`.
+            static: names that are used as static fields, see `StoredNames.of`.
 
         Raises:
-            UserError: there is none, or its coordinates are not as needed.
+            UserError: there is no store, or its coordinates don't fit.
         """
         dataset: xr.Dataset
         counter: DatasetCounter
         dataset, counter = open_netcdf(where) if is_netcdf(where) else open_zarr_dataset(where)
         return cls(dataset, counter, where, static)
 
-    def read(self, channels: Sequence[Channel], places: Indexer, rows: slice) -> Fields:
+    def read(self, channels: Sequence[Channel], times: Indexer, rows: slice) -> Fields:
         """See `Source`: variable by variable."""
         parts = []
-        stored = map(self._names.stored, channels)
-        for name, of_name in groupby(stored, lambda channel: channel.variable):
-            levels = [channel.level for channel in of_name if channel.level is not None]
-            parts.append(self._read_variable(name, levels, places, rows))
+        # Adjacent channels of one variable are one read, with several levels.
+        stored_channels = map(self._names.stored_channel, channels)
+        for name, run in groupby(stored_channels, lambda channel: channel.variable):
+            levels = [channel.level for channel in run if channel.level is not None]
+            parts.append(self._read_variable(name, levels, times, rows))
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
 
     def group_by_chunk(self, channels: Sequence[Channel]) -> list[list[Channel]]:
         """See `Source`: the levels of a variable."""
         return [list(group) for _, group in groupby(channels, self._stored_variable)]
 
-    def times_together(self, channel: Channel) -> int:
+    def times_per_file(self, channel: Channel) -> int:
         """See `Source`."""
         array = self._dataset[self._stored_variable(channel)]
-        given = array.encoding
-        chunks = given.get("shards") or given.get("chunks") or given.get("chunksizes")
+        encoding = array.encoding
+        chunks = encoding.get("shards") or encoding.get("chunks") or encoding.get("chunksizes")
         # A netCDF variable that is not chunked can be read at any time without the others.
         return int(chunks[array.dims.index("time")]) if chunks else 1
 
@@ -291,59 +301,69 @@ class GriddedSource(Source):
         time, level, rows, columns = (sizes.get(dim, 1) for dim in ORDER)
         return time, level, rows, columns
 
-    def location(self, channel: Channel, place: int, row: int, column: int) -> str:
-        """See `Source`; a netCDF file that is not chunked is named alone."""
-        found = self._names.stored(channel)
-        name, level = found.variable, found.level
+    def location(self, channel: Channel, time: int, row: int, column: int) -> str:
+        """See `Source`; a netCDF file without chunks is named alone."""
+        stored_channel = self._names.stored_channel(channel)
+        name, level = stored_channel.variable, stored_channel.level
         array = self._dataset[name]
         levels = self.variables[name].levels
-        at = {
-            "time": place,
+        indices = {
+            "time": time,
             "level": 0 if level is None else levels.index(level),
             "latitude": self.grid[0] - 1 - row if self._flipped else row,
             "longitude": column,
         }
-        given = array.encoding
-        sizes = given.get("shards") or given.get("chunks") or given.get("chunksizes")
+        encoding = array.encoding
+        sizes = encoding.get("shards") or encoding.get("chunks") or encoding.get("chunksizes")
         if not sizes:
             return self.where
         pairs = zip(array.dims, sizes, strict=True)
-        chunk = tuple(at[str(dim)] // int(size) for dim, size in pairs)
+        chunk = tuple(indices[str(dim)] // int(size) for dim, size in pairs)
         if isinstance(self._counter, CountingStore):
-            stored = zarr.open_array(self._counter, path=name, mode="r")
-            left = list(zip(array.shape, chunk, strict=True))
-            # Dims of length 1 have been left out.
-            whole = [left.pop(0)[1] if left and left[0][0] == n else 0 for n in stored.shape]
-            return f"{self.where}, chunk {name}/{stored.metadata.encode_chunk_key(tuple(whole))}"
+            array_on_disk = zarr.open_array(self._counter, path=name, mode="r")
+            remaining = list(zip(array.shape, chunk, strict=True))
+            # squeeze_other_dims() dropped dims of length 1: the file's key has them, with a 0.
+            full_chunk = [
+                remaining.pop(0)[1] if remaining and remaining[0][0] == length else 0
+                for length in array_on_disk.shape
+            ]
+            key = array_on_disk.metadata.encode_chunk_key(tuple(full_chunk))
+            return f"{self.where}, chunk {name}/{key}"
         return f"{self.where}, chunk {chunk}"
 
     def description(self, variables: Sequence[str]) -> list[object]:
         """See `Source`."""
-        described: list[object] = [resolved_address(self._address), version_stamp(self._address)]
-        described += [self.latitude.tolist(), self.longitude.tolist()]
+        description: list[object] = [resolved_address(self._address), version_stamp(self._address)]
+        description += [self.latitude.tolist(), self.longitude.tolist()]
         for name in variables:
-            for stored in self._names.stored_variables(name):
-                array = self._dataset[stored]
-                form = [list(map(str, array.dims)), list(array.shape), str(array.dtype)]
-                described.append([name, *form] if stored == name else [name, stored, *form])
-        return described
+            for stored_name in self._names.stored_variables(name):
+                array = self._dataset[stored_name]
+                layout = [list(map(str, array.dims)), list(array.shape), str(array.dtype)]
+                description.append(
+                    [name, *layout] if stored_name == name else [name, stored_name, *layout]
+                )
+        return description
 
     def _stored_variable(self, channel: Channel) -> str:
-        return self._names.stored(channel).variable
+        return self._names.stored_channel(channel).variable
 
-    def _read_variable(self, name: str, levels: list[int], places: Indexer, rows: slice) -> Fields:
-        """`(T, levels, rows, W)`; one level or one time if the variable has no such dim."""
+    def _read_variable(self, name: str, levels: list[int], times: Indexer, rows: slice) -> Fields:
+        """Read one variable: `(T, levels, rows, W)`, with length 1 for dims that it lacks."""
         height = self.grid[0]
         north, south, _ = rows.indices(height)
-        stored = slice(height - south, height - north) if self._flipped else slice(north, south)
+        stored_rows = (
+            slice(height - south, height - north) if self._flipped else slice(north, south)
+        )
         array = self._dataset[name].variable
-        selection: dict[str, Indexer] = {"latitude": stored}
+        selection: dict[str, Indexer] = {"latitude": stored_rows}
         if "time" in array.dims:
-            selection["time"] = places
+            selection["time"] = times
         if "level" in array.dims:
-            present = self.variables[name].levels
-            selection["level"] = as_slice(np.array([present.index(level) for level in levels]))
-        # The dims change place after reading, never while it: the disk sees the store's own order.
+            levels_in_store = self.variables[name].levels
+            selection["level"] = as_slice(
+                np.array([levels_in_store.index(level) for level in levels])
+            )
+        # The store is read in its own order of dims; they are reordered in memory, after the read.
         values = self._read_selection(array, selection, name)
         missing = [dim for dim in ("time", "level") if dim not in array.dims]
         dims = [*missing, *map(str, array.dims)]
@@ -355,10 +375,10 @@ class GriddedSource(Source):
     def _read_selection(
         self, array: xr.Variable, selection: dict[str, Indexer], name: str
     ) -> NDArray[np.generic]:
-        """What is selected, in the store's order of dims and type.
+        """Read a selection, in the store's order of dims and in its type.
 
         Raises:
-            UserError: it can't be read, or the store has changed.
+            UserError: the values can't be read, or the store has changed.
         """
         absent = self._counter.absent_chunks
         try:
@@ -370,18 +390,19 @@ class GriddedSource(Source):
             if "time" not in array.dims:
                 raise unreadable_error(self.where, name, None, error) from error
             return self._read_time_by_time(array, selection, name)
+        # Chunks that are suddenly absent are a sign of a store that is being rewritten.
         self._change_detector.after_read(self._counter.absent_chunks > absent)
         return values
 
     def _read_time_by_time(
         self, array: xr.Variable, selection: dict[str, Indexer], name: str
     ) -> NDArray[np.generic]:
-        """Time by time, to find the one that can't be read, or to read all at a second attempt."""
+        """Read each time by itself, to name the one that fails, or to succeed after all."""
         fields = []
         for time in np.arange(len(self.times))[selection["time"]].tolist():
             try:
-                one = selection | {"time": slice(time, time + 1)}
-                fields.append(self._read_counted(array, one))
+                selected_time = selection | {"time": slice(time, time + 1)}
+                fields.append(self._read_counted(array, selected_time))
             except Exception as error:
                 raise unreadable_error(self.where, name, self.times[time], error) from error
         return np.concatenate(fields, axis=array.dims.index("time"))
@@ -391,26 +412,26 @@ class GriddedSource(Source):
     ) -> NDArray[np.generic]:
         selected = array.isel(selection)
         values: NDArray[np.generic] = selected.values
-        stored = array.encoding.get("dtype") or array.dtype
-        self._counter.count_requested(selected.size * np.dtype(stored).itemsize)
+        dtype = array.encoding.get("dtype") or array.dtype
+        self._counter.count_requested(selected.size * np.dtype(dtype).itemsize)
         return values
 
 
 def _variables(dataset: xr.Dataset, where: str, model_levels: bool) -> dict[str, VariableInfo]:
-    """All variables, also those that can't be read."""
+    """Return the metadata of all variables; those that can't be read have a `problem`."""
     levels = _levels(dataset, where)
-    found = {}
+    variables = {}
     for name, array in dataset.data_vars.items():
         dims = list(map(str, array.dims))
-        found[str(name)] = VariableInfo(
-            timed="time" in dims,
+        variables[str(name)] = VariableInfo(
+            has_time="time" in dims,
             levels=levels if "level" in dims else (),
             units=str(array.attrs.get("units", "")).strip(),
             standard_name=str(array.attrs.get("standard_name", "")),
             problem=_problem(array, dims),
             model_levels=model_levels and "level" in dims,
         )
-    return found
+    return variables
 
 
 def _problem(array: xr.DataArray, dims: list[str]) -> str:
@@ -422,18 +443,18 @@ def _problem(array: xr.DataArray, dims: list[str]) -> str:
 
 
 def _levels(dataset: xr.Dataset, where: str) -> tuple[int, ...]:
-    """The levels in the store's order.
+    """Return the levels in the store's order.
 
     Raises:
-        UserError: they have no values, or are not whole numbers.
+        UserError: the level coordinate has no values, or they are not unique whole numbers.
     """
     if "level" not in dataset.dims:
         return ()
     if "level" not in dataset.coords:
         raise UserError(f"{where}: has a dim level, but no values for it. Change data.store.")
     values = dataset["level"].values
-    numbers = np.issubdtype(values.dtype, np.number) and np.isfinite(values).all()
-    if not numbers or (values != values.astype(int)).any():
+    is_numeric = np.issubdtype(values.dtype, np.number) and np.isfinite(values).all()
+    if not is_numeric or (values != values.astype(int)).any():
         raise UserError(
             f"{where}: levels must be whole numbers, but are {values.tolist()}. Change data.store."
         )

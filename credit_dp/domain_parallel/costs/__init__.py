@@ -1,1 +1,1 @@
-"""What a sharded model computes, keeps and sends, counted without ranks, data or memory."""
+"""Counts operations, memory and messages of a sharded model, in one process and without data."""

@@ -1,4 +1,10 @@
-"""What a sharded model takes, for any number of ranks, and the least that it could send."""
+"""The plan report: bands, memory and traffic of a sharded model, for any number of ranks.
+
+`plan_report` converts a copy of the model, plans it, and runs one training step on tensors without
+data (`dry_runs`) in this process. As exchanges know what all ranks need, the step of a single rank
+counts the messages of all; the other ranks run for their memory only. `TrafficLowerBound` adds up
+what the layers would have to send at least, for comparison.
+"""
 
 from __future__ import annotations
 
@@ -40,355 +46,15 @@ from credit_dp.domain_parallel.planning.trace import (
 )
 from credit_dp.errors import UserError
 
-# A global row, and the rank that gets it.
-RowTransfer = tuple[int, int]
-
-
-@final
-class TrafficLowerBound:
-    """Adds up what the layers of a step would have to send at least, all ranks together.
-
-    `bytes`: by the global rows of a layer's input. What is computed again in backward, to save
-    memory, is fetched again.
-    """
-
-    def __init__(self) -> None:
-        self.bytes: Counter[int] = Counter()
-        # What has crossed of each tensor. The tensors are held: the address of a freed one would
-        # be given out again.
-        self._transferred: dict[object, set[RowTransfer]] = defaultdict(set)
-        self._tensors: list[Tensor] = []
-
-    def add(self, layer: RowLayer, bands: Bands, x: Tensor, made: object) -> None:
-        """Add one call of a layer: of `x`, whose rows are where its plan says."""
-        height = bands.input.height
-        if isinstance(layer, DepthwiseLayer) and layer.transposes(height):
-            there, back = layer.transpose_pair(bands)
-            self._add(height, there.total_rows_sent(to_channels=True), _channel_row_bytes(x), x)
-            if isinstance(made, Tensor):
-                self._add(
-                    height, back.total_rows_sent(to_channels=False), _channel_row_bytes(made), made
-                )
-            return
-        size = row_bytes(x, layer.dim)
-        if not isinstance(layer, DomainParallelRowGroups):
-            self._add(
-                height, len(self._not_yet_transferred(required_transfers(layer, bands), x)), size, x
-            )
-            return
-        rows = min_rows_moved(layer, bands.input)
-        self._add(height, rows, size, x)
-        if isinstance(made, Tensor):  # the rows go home again
-            self._add(height, rows, row_bytes(made, layer.dim), made)
-
-    def _add(self, height: int, rows: int, size: int, x: Tensor) -> None:
-        """Add rows of `x` of some bytes, there and, if it needs a gradient, back."""
-        directions = 2 if x.requires_grad and not in_backward() else 1
-        self.bytes[height] += rows * size * directions
-
-    def _not_yet_transferred(self, crossings: set[RowTransfer], x: Tensor) -> set[RowTransfer]:
-        """Return what hasn't crossed yet, for another layer that reads this tensor."""
-        self._tensors.append(x)
-        crossed = self._transferred[id(x), x._version, in_backward()]
-        new = crossings - crossed
-        crossed |= new
-        return new
-
-
-def required_transfers(layer: RowLayer, bands: Bands) -> set[RowTransfer]:
-    """Return each row that a rank needs for its output and doesn't own."""
-    if isinstance(layer, ReductionLayer):  # whose rows stay where they are
-        return set()
-    return {
-        (row, rank)
-        for rank, runs in enumerate(layer.exchange(bands).required_rows)
-        for run in runs
-        if not run.zero_filled
-        for row in range(run.start, run.stop)
-        if bands.input.owner(row) != rank
-    }
-
-
-def min_rows_moved(layer: DomainParallelRowGroups, bands: RowPartition) -> int:
-    """Return how many rows must leave home if each group is treated where most of its rows are."""
-    groups = layer.wrapped.groups(bands.height)
-    away = 0
-    for first in range(0, len(groups.order), groups.size):
-        group = groups.order[first : first + groups.size]
-        owners = Counter(bands.owner(row) for row in group if row is not None)
-        away += owners.total() - max(owners.values(), default=0)
-    return away
-
-
-def _channel_row_bytes(x: Tensor) -> int:
-    """Return the bytes of one row of one channel, of all samples."""
-    return x.shape[:-3].numel() * x.shape[-1] * x.element_size()
-
-
-def row_bytes(x: Tensor, dim: int) -> int:
-    """Return the bytes of one row, which is in the negative dimension `dim`."""
-    return x.shape[:dim].numel() * x.shape[dim:][1:].numel() * x.element_size()
-
-
-# Messages outside the layers: of a module from `custom_converters`, say.
-OUTSIDE_LAYERS = "(elsewhere)"
-
-
-@final
-@dataclass(frozen=True)
-class DryRun:
-    """What all ranks send in a step, by layer, and the bytes that one rank saves for backward.
-
-    `sent_bytes` of rows, and the `least_bytes` that could be, are of all ranks in the whole step,
-    by the global rows of the input of the layers that send them.
-    """
-
-    forward: dict[str, tuple[RankTraffic, ...]]
-    backward: dict[str, tuple[RankTraffic, ...]]
-    saved_bytes: int
-    sent_bytes: Mapping[int, int]
-    least_bytes: Mapping[int, int]
-
-
-def dry_run(
-    model: nn.Module,
-    manager: DomainParallelManager,
-    shapes: Sequence[Shape],
-    rank: int,
-) -> DryRun:
-    """Run a planned model's training step as one of the ranks, on tensors without data.
-
-    Args:
-        model: converted and planned; left as it is.
-        manager: the one that it was converted with.
-        shapes: of the whole globe's inputs, which need no gradient.
-        rank: whose band is taken.
-    """
-    return dry_runs(model, manager, shapes, [rank])[0]
-
-
-def dry_runs(
-    model: nn.Module,
-    manager: DomainParallelManager,
-    shapes: Sequence[Shape],
-    ranks: Sequence[int],
-) -> list[DryRun]:
-    """Run the step of `dry_run` as each of these ranks.
-
-    Only the first one's has a backward, which sends for all ranks. What is saved for it is known
-    before.
-    """
-    place = manager.rank, manager.transport
-    found: list[DryRun] = []
-    try:
-        with use_meta_tensors():
-            empty = copy_to_meta(model)
-            before = ModelSnapshot(empty)
-            for rank in ranks:
-                manager.rank = rank
-                found.append(_run_step(empty, manager, shapes, backward=not found))
-                before.restore()
-    finally:
-        manager.rank, manager.transport = place
-    return found
-
-
-@contextmanager
-def use_meta_tensors() -> Iterator[None]:
-    """Let code run on tensors without data; torch's random numbers stay where they were."""
-    mode = _MetaTensorMode()
-    with mode, torch.random.fork_rng(devices=[]):
-        yield
-
-
-@final
-class _MetaTensorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lets tensors that code makes on the CPU meet those that have no data."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._memo = ShapeMemo()
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled while planning: spare every operation torch's check of that."""
-        return False
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Run an operation without data if one of its operands has none."""
-        given = (args, kwargs or {})
-        devices = {
-            x.is_meta for operands in (args, given[1].values()) for x in tensors_in(operands)
-        }
-        if len(devices) > 1:
-            given = tree_map_only(Tensor, lambda x: x if x.is_meta else _to_meta(x), given)
-        return self._memo.run(func, *given)
-
-
-def _run_step(
-    model: nn.Module, manager: DomainParallelManager, shapes: Sequence[Shape], backward: bool
-) -> DryRun:
-    model.train()
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
-    bands = [_band_shape(shape, manager) for shape in shapes]
-    inputs = [torch.empty(band, dtype=dtype, device="meta") for band in bands]
-    saved = SavedTensors([*model.parameters(), *model.buffers()])
-    with _count_by_layer(model, manager) as tallies:
-        with torch.autograd.graph.saved_tensors_hooks(saved.add, lambda x: x):
-            made = [x for x in tree_leaves(model(*inputs)) if isinstance(x, Tensor)]
-        forward = tallies.by_layer()
-        made = [x for x in made if x.requires_grad]
-        if made and backward:
-            torch.autograd.backward(made, [torch.empty_like(x) for x in made])
-    back = {
-        name: tuple(a - b for a, b in zip(sent, forward[name], strict=True))
-        for name, sent in tallies.by_layer().items()
-    }
-    return DryRun(forward, back, saved.bytes, tallies.by_height(), tallies.lower_bound.bytes)
-
-
-def _band_shape(shape: Shape, manager: DomainParallelManager) -> Shape:
-    if not is_banded(shape):
-        return shape
-    rows = manager.bands[shape[ROW_DIM]].sizes[manager.domain_rank]
-    return (*shape[:ROW_DIM], rows, *shape[ROW_DIM + 1 :])
-
-
-@final
-class _LayerCounters:
-    """A transport for each layer and each height of its input, and one for what is elsewhere."""
-
-    def __init__(self, names: Iterable[str], manager: DomainParallelManager) -> None:
-        self.manager = manager
-        self.lower_bound = TrafficLowerBound()
-        self.outside_layers = self._new_counter()
-        self._counters: dict[str, dict[int | None, CountingTransport]] = {
-            name: {} for name in names
-        }
-
-    def enter(self, name: str, height: int | None) -> None:
-        """Count for a layer from now on; backward counts where its forward did."""
-        known = self._counters[name]
-        if height not in known:
-            known[height] = self._new_counter()
-        self.manager.transport = known[height]
-
-    def leave(self) -> None:
-        """Count for no layer."""
-        self.manager.transport = self.outside_layers
-
-    def by_layer(self) -> dict[str, tuple[RankTraffic, ...]]:
-        """Return what each rank has sent so far for each layer, and elsewhere."""
-        nothing = (RankTraffic(),) * self.manager.domain_parallel_size
-        sums = {name: [t.sent for t in known.values()] for name, known in self._counters.items()}
-        return {OUTSIDE_LAYERS: self.outside_layers.sent} | {
-            name: tuple(sum(of_rank, RankTraffic()) for of_rank in zip(nothing, *sent, strict=True))
-            for name, sent in sums.items()
-        }
-
-    def by_height(self) -> dict[int, int]:
-        """Return the bytes of rows that all ranks have sent, by the rows of the layer's input."""
-        sums: Counter[int] = Counter()
-        for known in self._counters.values():
-            for height, tally in known.items():
-                if height is not None:
-                    sums[height] += sum(sent.bytes for sent in tally.sent)
-        return sums
-
-    def _new_counter(self) -> CountingTransport:
-        manager = self.manager
-        return CountingTransport(
-            manager.rank, manager.domain_parallel_size, manager.bands.planned_partitions
-        )
-
-
-@contextmanager
-def _count_by_layer(model: nn.Module, manager: DomainParallelManager) -> Iterator[_LayerCounters]:
-    """Count what each layer sends while the model runs."""
-    layers = row_layers(model)
-    tallies = _LayerCounters(layers, manager)
-    tallies.leave()
-    with ExitStack() as stack:
-        for name, layer in layers.items():
-            layer.forget_exchanges()
-
-            def enter(layer: RowLayer, args: tuple[Any, ...], name: str = name) -> None:
-                bands = _bands_of_call(layer, args)
-                tallies.enter(name, None if bands is None else bands.input.height)
-
-            def leave(layer: RowLayer, args: tuple[Any, ...], made: Any) -> None:
-                tallies.leave()
-                bands = _bands_of_call(layer, args)
-                if bands is not None:
-                    tallies.lower_bound.add(layer, bands, args[0], made)
-
-            stack.callback(layer.register_forward_pre_hook(enter).remove)
-            # Always: what is computed again stops at the last tensor needed, inside a layer.
-            hook = layer.register_forward_hook(leave, always_call=True)
-            stack.callback(hook.remove)
-        yield tallies
-
-
-def _bands_of_call(layer: RowLayer, args: tuple[Any, ...]) -> Bands | None:
-    """Return the bands of a call; None if no rows meet in it."""
-    return layer.bands(*args) if args and layer._planned_heights else None
-
-
-def row_layers(model: nn.Module) -> dict[str, RowLayer]:
-    """Return the sharded layers of a planned model by path, and those of `functional` by call."""
-    layers = {name: m for name, m in model.named_modules() if isinstance(m, RowLayer)}
-    calls = (items for current in attached_contexts(model) for items in current.layers.items())
-    return layers | {call: layer for (call, _), layer in calls}
-
-
-@final
-class SavedTensors:
-    """The bytes of all tensors saved for backward, each storage once, those of `own` left out."""
-
-    def __init__(self, own: Iterable[Tensor]) -> None:
-        # Holds on to the storages: the address of a freed one would be given out again.
-        self._storages = {x.untyped_storage()._cdata: x.untyped_storage() for x in own}
-        self.bytes = 0
-
-    def add(self, x: Tensor) -> Tensor:
-        """Count one."""
-        storage = x.untyped_storage()
-        if storage._cdata not in self._storages:
-            self._storages[storage._cdata] = storage
-            self.bytes += storage.nbytes()
-        return x
-
-
-def copy_to_meta(model: nn.Module) -> nn.Module:
-    """Return a copy whose parameters, buffers and other tensors have shapes only."""
-    return copy.deepcopy(model, {id(x): _to_meta(x) for x in tensors_of(model)})
-
-
-def tensors_of(model: nn.Module) -> list[Tensor]:
-    """Return the parameters, buffers and other tensors that modules of a model hold."""
-    modules = [m for module in model.modules() for m in (module, vars(module).get("wrapped"))]
-    tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
-    for module in modules:
-        if module is not None:
-            tensors += [value for value in vars(module).values() if isinstance(value, Tensor)]
-    return tensors
-
-
-def _to_meta(x: Tensor) -> Tensor:
-    empty = torch.empty_like(x, device="meta", requires_grad=False)
-    return nn.Parameter(empty, x.requires_grad) if isinstance(x, nn.Parameter) else empty
-
 
 @final
 @dataclass(frozen=True)
 class ResolutionLevel:
-    """A number of rows that fields of the model have, and how many of them each rank owns.
+    """A global height of fields in the model, and the rows of each rank at that height.
 
-    `sent_bytes` are those of rows that all ranks send in a step, forward and backward, for the
-    layers whose input has this many rows; no exchange could do with less than `least_bytes`.
-    Statistics that all ranks add up, as those of norms, are in neither.
+    `sent_bytes` is what all ranks send in a step, forward and backward, in rows for layers whose
+    input has this height; `least_bytes` is the lower bound for any exchange. Neither contains the
+    statistics of norms and other reductions.
     """
 
     rows: int
@@ -398,19 +64,19 @@ class ResolutionLevel:
 
     @property
     def imbalance(self) -> float:
-        """Rows of the largest band over the mean."""
+        """The largest band, relative to the mean."""
         return max(self.bands) * len(self.bands) / self.rows
 
     @property
     def excess(self) -> float | None:
-        """What is sent over the least; None where nothing needs to be."""
+        """Bytes sent, relative to the lower bound; None if that is 0."""
         return self.sent_bytes / self.least_bytes if self.least_bytes else None
 
 
 @final
 @dataclass(frozen=True)
 class LayerTraffic:
-    """What each rank sends for one layer, forward and backward."""
+    """The traffic of each rank for one layer, in forward and backward."""
 
     path: str
     type: str
@@ -423,12 +89,12 @@ class LayerTraffic:
 class PlanReport:
     """A model's sharding over `ranks` ranks, for one training step.
 
-    `saved_bytes` is an estimate of each rank's activation memory: the tensors that autograd saves
-    for backward, in a step on tensors without data. Ranks with the same bands count as alike. What
-    an operation needs while it runs, gradients and the optimiser come on top.
+    `saved_bytes` estimates the activation memory of each rank: the tensors that autograd saves for
+    backward. Temporary memory of operations, gradients and the optimiser come on top. Ranks with
+    the same bands share one estimate.
 
-    `problems` are all reasons found why the model can't be sharded so; if there are any, there are
-    no layers, and bands are those of a model without levels.
+    `problems` has all reasons why the model can't be sharded like this. If there is any, `layers`
+    is empty and `levels` have the bands of a model without levels.
     """
 
     input_shapes: tuple[Shape, ...]
@@ -442,12 +108,12 @@ class PlanReport:
 
     @property
     def forward(self) -> tuple[RankTraffic, ...]:
-        """What each rank sends in a forward."""
+        """The traffic of each rank in a forward."""
         return self._total([layer.forward for layer in self.layers])
 
     @property
     def backward(self) -> tuple[RankTraffic, ...]:
-        """What each rank sends in a backward."""
+        """The traffic of each rank in a backward."""
         return self._total([layer.backward for layer in self.layers])
 
     def _total(self, parts: Sequence[tuple[RankTraffic, ...]]) -> tuple[RankTraffic, ...]:
@@ -461,22 +127,24 @@ def plan_report(
     *,
     custom_converters: Mapping[type[nn.Module], Converter] | None = None,
 ) -> PlanReport:
-    """Report on sharding a model; takes seconds, sends nothing and holds no activations.
+    """Return a report on sharding a model; takes seconds and sends nothing.
 
     Args:
-        model: not converted; left as it is. Its parameters may be on the meta device.
-        input_shape: the whole globe's input, batch included, `(B, C, H, W)`, or a tuple of such.
-        ranks: how many bands.
-        custom_converters: as for `convert_to_domain_parallel`.
+        model: a model that is not converted; it does not change. May be on the meta device.
+        input_shape: shape of the whole globe's input, `(B, C, H, W)`, or a tuple of shapes.
+        ranks: number of bands.
+        custom_converters: see `convert_to_domain_parallel`.
 
     Raises:
-        UserError: no ranks or no input. Why a model can't be sharded is in `problems` instead.
+        UserError: `ranks` is below 1 or `input_shape` is empty. Reasons why a model can't be
+            sharded are in `problems` instead.
     """
     if ranks < 1:
         raise UserError(f"ranks: needs at least 1, got {ranks}.")
     shapes = as_shapes(input_shape)
     manager = DomainParallelManager(ranks, ranks, transport=CountingTransport(0, ranks))
     conversion = _CollectingConversion(manager, custom_converters or {})
+    # A copy, as conversion replaces layers in place.
     sharded = conversion.apply(copy_model(model))
     heights, refusals = _heights_and_refusals(sharded, shapes, conversion)
     problems = conversion.problems + refusals
@@ -488,20 +156,20 @@ def plan_report(
         except UserError as error:
             problems.append(str(error))
     return PlanReport(
-        shapes,
-        ranks,
-        _levels(heights, manager, runs),
-        _layer_traffic(sharded, runs[0]) if runs else (),
-        sum(p.numel() for p in model.parameters()),
-        sum(p.numel() * p.element_size() for p in model.parameters()),
-        tuple(run.saved_bytes for run in runs),
-        tuple(problems),
+        input_shapes=shapes,
+        ranks=ranks,
+        levels=_levels(heights, manager, runs),
+        layers=_layer_traffic(sharded, runs[0]) if runs else (),
+        parameters=sum(p.numel() for p in model.parameters()),
+        parameter_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
+        saved_bytes=tuple(run.saved_bytes for run in runs),
+        problems=tuple(problems),
     )
 
 
 @final
 class _CollectingConversion(Conversion):
-    """A conversion that notes what has no rule, and goes on."""
+    """A conversion that collects modules without a rule as problems instead of raising."""
 
     def __init__(
         self, manager: DomainParallelManager, custom: Mapping[type[nn.Module], Converter]
@@ -521,11 +189,12 @@ class _CollectingConversion(Conversion):
 def _heights_and_refusals(
     model: nn.Module, shapes: tuple[Shape, ...], conversion: _CollectingConversion
 ) -> tuple[Collection[int], list[str]]:
-    """Plan a converted model; return the heights of its fields, and why there is no plan.
+    """Plan a converted model; return the heights of its fields and the reasons for a refusal.
 
-    What has too few rows for the ranks is found in a run of its own, where there is no plan.
+    If there is no plan, a separate run on the globe finds all levels with too few rows.
     """
-    ranks, refusals = conversion.manager.domain_parallel_size, list[str]()
+    ranks = conversion.manager.domain_parallel_size
+    refusals: list[str] = []
     try:
         if ranks > 1 and not conversion.problems:
             planner = plan_model(model, conversion.manager, shapes, conversion.trusted)
@@ -556,21 +225,21 @@ def _dry_runs_by_rank(
     shapes: Sequence[Shape],
     heights: Iterable[int],
 ) -> list[DryRun]:
-    """A run for each rank; ranks that have as many rows everywhere share theirs.
+    """Return a run for each rank; ranks with equal bands at all heights share one.
 
-    The first rank's tells what all ranks send; of the others only what they save is asked.
+    Only the first run counts messages, those of all ranks; the others count saved tensors.
     """
     sizes = [manager.bands[height].sizes for height in heights]
     bands = list(zip(*sizes, strict=True)) or [()] * manager.domain_parallel_size
-    ranks = [bands.index(of_rank) for of_rank in dict.fromkeys(bands)]
+    ranks = [bands.index(rank_bands) for rank_bands in dict.fromkeys(bands)]
     runs = dict(zip(dict.fromkeys(bands), dry_runs(model, manager, shapes, ranks), strict=True))
-    return [runs[of_rank] for of_rank in bands]
+    return [runs[rank_bands] for rank_bands in bands]
 
 
 def _levels(
     heights: Iterable[int], manager: DomainParallelManager, runs: Sequence[DryRun]
 ) -> tuple[ResolutionLevel, ...]:
-    """The levels from the finest on; every rank's run counts the same for all ranks."""
+    """Return the levels, finest first; the traffic is in the first run, for all ranks."""
     sent, least = (runs[0].sent_bytes, runs[0].least_bytes) if runs else ({}, {})
     return tuple(
         ResolutionLevel(h, manager.bands[h].sizes, sent.get(h, 0), least.get(h, 0))
@@ -579,15 +248,377 @@ def _levels(
 
 
 def _layer_traffic(model: nn.Module, run: DryRun) -> tuple[LayerTraffic, ...]:
-    """The layers in the model's order; what is sent outside them last, if it is anything."""
+    """Return the traffic of layers in the model's order, then that outside of layers, if any."""
     paths = [path for path in run.forward if path != OUTSIDE_LAYERS]
     if any(
         sent != RankTraffic()
         for sent in (*run.forward[OUTSIDE_LAYERS], *run.backward[OUTSIDE_LAYERS])
     ):
         paths.append(OUTSIDE_LAYERS)
-    kinds = {path: layer.title for path, layer in row_layers(model).items()}
+    titles = {path: layer.title for path, layer in row_layers(model).items()}
     return tuple(
-        LayerTraffic(path, kinds.get(path, ""), run.forward[path], run.backward[path])
+        LayerTraffic(path, titles.get(path, ""), run.forward[path], run.backward[path])
         for path in paths
     )
+
+
+# The entry for messages outside the layers, such as those of a module from `custom_converters`.
+OUTSIDE_LAYERS = "(elsewhere)"
+
+
+@final
+@dataclass(frozen=True)
+class DryRun:
+    """Traffic of all ranks in one step, by layer, and the bytes that one rank saves for backward.
+
+    `sent_bytes` and their lower bound `least_bytes` count rows, over all ranks and the whole step,
+    by the global height of the layer's input.
+    """
+
+    forward: dict[str, tuple[RankTraffic, ...]]
+    backward: dict[str, tuple[RankTraffic, ...]]
+    saved_bytes: int
+    sent_bytes: Mapping[int, int]
+    least_bytes: Mapping[int, int]
+
+
+def dry_run(
+    model: nn.Module,
+    manager: DomainParallelManager,
+    shapes: Sequence[Shape],
+    rank: int,
+) -> DryRun:
+    """Run a planned model's training step as one of the ranks, on tensors without data.
+
+    Args:
+        model: a converted and planned model; it does not change.
+        manager: the manager that it was converted with.
+        shapes: shapes of the whole globe's inputs, which need no gradient.
+        rank: the rank to run as.
+    """
+    return dry_runs(model, manager, shapes, [rank])[0]
+
+
+def dry_runs(
+    model: nn.Module,
+    manager: DomainParallelManager,
+    shapes: Sequence[Shape],
+    ranks: Sequence[int],
+) -> list[DryRun]:
+    """Run the step of `dry_run` as each of these ranks.
+
+    Only the first rank runs a backward, which counts the messages of all ranks. The tensors saved
+    for backward are known after a forward.
+    """
+    saved = manager.rank, manager.transport
+    runs: list[DryRun] = []
+    try:
+        with use_meta_tensors():
+            meta_model = copy_to_meta(model)
+            snapshot = ModelSnapshot(meta_model)
+            for rank in ranks:
+                manager.rank = rank
+                runs.append(_run_step(meta_model, manager, shapes, backward=not runs))
+                snapshot.restore()
+    finally:
+        manager.rank, manager.transport = saved
+    return runs
+
+
+def _run_step(
+    model: nn.Module, manager: DomainParallelManager, shapes: Sequence[Shape], backward: bool
+) -> DryRun:
+    model.train()
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+    bands = [_band_shape(shape, manager) for shape in shapes]
+    inputs = [torch.empty(band, dtype=dtype, device="meta") for band in bands]
+    saved = SavedTensors([*model.parameters(), *model.buffers()])
+    with _count_by_layer(model, manager) as counters:
+        with torch.autograd.graph.saved_tensors_hooks(saved.add, lambda x: x):
+            outputs = [x for x in tree_leaves(model(*inputs)) if isinstance(x, Tensor)]
+        forward = counters.by_layer()
+        outputs = [x for x in outputs if x.requires_grad]
+        if outputs and backward:
+            torch.autograd.backward(outputs, [torch.empty_like(x) for x in outputs])
+    # Counters only grow: the backward is the difference to the counts after the forward.
+    backward_traffic = {
+        name: tuple(a - b for a, b in zip(sent, forward[name], strict=True))
+        for name, sent in counters.by_layer().items()
+    }
+    return DryRun(
+        forward, backward_traffic, saved.bytes, counters.by_height(), counters.lower_bound.bytes
+    )
+
+
+def _band_shape(shape: Shape, manager: DomainParallelManager) -> Shape:
+    if not is_banded(shape):
+        return shape
+    rows = manager.bands[shape[ROW_DIM]].sizes[manager.domain_rank]
+    return (*shape[:ROW_DIM], rows, *shape[ROW_DIM + 1 :])
+
+
+@final
+class _LayerCounters:
+    """One counting transport for each layer and input height, and one for all other code."""
+
+    def __init__(self, names: Iterable[str], manager: DomainParallelManager) -> None:
+        self.manager = manager
+        self.lower_bound = TrafficLowerBound()
+        self.outside_layers = self._new_counter()
+        self._counters: dict[str, dict[int | None, CountingTransport]] = {
+            name: {} for name in names
+        }
+
+    def enter(self, name: str, height: int | None) -> None:
+        """Count for a layer until `leave`.
+
+        Its backward counts there, too, as autograd functions keep the transport of their forward.
+        """
+        by_height = self._counters[name]
+        if height not in by_height:
+            by_height[height] = self._new_counter()
+        self.manager.transport = by_height[height]
+
+    def leave(self) -> None:
+        """Count for no layer from now on."""
+        self.manager.transport = self.outside_layers
+
+    def by_layer(self) -> dict[str, tuple[RankTraffic, ...]]:
+        """Return the traffic of each rank so far, by layer and outside of layers."""
+        no_traffic = (RankTraffic(),) * self.manager.domain_parallel_size
+        sums = {
+            name: [t.sent for t in by_height.values()] for name, by_height in self._counters.items()
+        }
+        return {OUTSIDE_LAYERS: self.outside_layers.sent} | {
+            name: tuple(
+                sum(of_rank, RankTraffic()) for of_rank in zip(no_traffic, *sent, strict=True)
+            )
+            for name, sent in sums.items()
+        }
+
+    def by_height(self) -> dict[int, int]:
+        """Return the bytes of rows that all ranks have sent, by the layer's global input height."""
+        sums: Counter[int] = Counter()
+        for by_height in self._counters.values():
+            for height, counter in by_height.items():
+                if height is not None:
+                    sums[height] += sum(sent.bytes for sent in counter.sent)
+        return sums
+
+    def _new_counter(self) -> CountingTransport:
+        manager = self.manager
+        return CountingTransport(
+            manager.rank, manager.domain_parallel_size, manager.bands.planned_partitions
+        )
+
+
+@contextmanager
+def _count_by_layer(model: nn.Module, manager: DomainParallelManager) -> Iterator[_LayerCounters]:
+    """Count the traffic of each layer while the model runs."""
+    layers = row_layers(model)
+    counters = _LayerCounters(layers, manager)
+    counters.leave()
+    with ExitStack() as stack:
+        for name, layer in layers.items():
+            layer.forget_exchanges()
+
+            def enter(layer: RowLayer, args: tuple[Any, ...], name: str = name) -> None:
+                bands = _bands_of_call(layer, args)
+                counters.enter(name, None if bands is None else bands.input.height)
+
+            def leave(layer: RowLayer, args: tuple[Any, ...], outputs: Any) -> None:
+                counters.leave()
+                bands = _bands_of_call(layer, args)
+                if bands is not None:
+                    counters.lower_bound.add(layer, bands, args[0], outputs)
+
+            stack.callback(layer.register_forward_pre_hook(enter).remove)
+            # always_call: activation checkpointing stops recomputing inside a layer, by an
+            # exception, once it has the last tensor that it needs.
+            hook = layer.register_forward_hook(leave, always_call=True)
+            stack.callback(hook.remove)
+        yield counters
+
+
+def _bands_of_call(layer: RowLayer, args: tuple[Any, ...]) -> Bands | None:
+    """Return the bands of a call; None if the layer couples no rows."""
+    return layer.bands(*args) if args and layer._planned_heights else None
+
+
+def row_layers(model: nn.Module) -> dict[str, RowLayer]:
+    """Return the sharded layers of a planned model by path; those of `functional` by call."""
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, RowLayer)}
+    calls = (items for context in attached_contexts(model) for items in context.layers.items())
+    return layers | {call: layer for (call, _), layer in calls}
+
+
+@contextmanager
+def use_meta_tensors() -> Iterator[None]:
+    """Run code on tensors without data; torch's random state does not change."""
+    mode = _MetaTensorMode()
+    with mode, torch.random.fork_rng(devices=[]):
+        yield
+
+
+@final
+class _MetaTensorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Moves operands to the meta device if an operation combines CPU and meta tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._memo = ShapeMemo()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: nothing is compiled while planning, so torch need not check for it."""
+        return False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an operation, on the meta device if one of its operands is there."""
+        operands = (args, kwargs or {})
+        devices = {x.is_meta for values in (args, operands[1].values()) for x in tensors_in(values)}
+        if len(devices) > 1:
+            operands = tree_map_only(Tensor, lambda x: x if x.is_meta else _to_meta(x), operands)
+        return self._memo.run(func, *operands)
+
+
+def copy_to_meta(model: nn.Module) -> nn.Module:
+    """Return a copy with all tensors on the meta device."""
+    return copy.deepcopy(model, {id(x): _to_meta(x) for x in tensors_of(model)})
+
+
+def tensors_of(model: nn.Module) -> list[Tensor]:
+    """Return parameters, buffers and plain tensor attributes of all modules of a model."""
+    modules = [m for module in model.modules() for m in (module, vars(module).get("wrapped"))]
+    tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
+    for module in modules:
+        if module is not None:
+            tensors += [value for value in vars(module).values() if isinstance(value, Tensor)]
+    return tensors
+
+
+def _to_meta(x: Tensor) -> Tensor:
+    empty = torch.empty_like(x, device="meta", requires_grad=False)
+    return nn.Parameter(empty, x.requires_grad) if isinstance(x, nn.Parameter) else empty
+
+
+@final
+class SavedTensors:
+    """Counts the bytes of tensors saved for backward: each storage once, `excluded` ones never."""
+
+    def __init__(self, excluded: Iterable[Tensor]) -> None:
+        # The storages are kept alive, as the address of a freed one would be reused.
+        self._storages = {x.untyped_storage()._cdata: x.untyped_storage() for x in excluded}
+        self.bytes = 0
+
+    def add(self, x: Tensor) -> Tensor:
+        """Count a tensor and return it, as a pack hook of autograd."""
+        storage = x.untyped_storage()
+        # Views and tensors that several operations save share a storage.
+        if storage._cdata not in self._storages:
+            self._storages[storage._cdata] = storage
+            self.bytes += storage.nbytes()
+        return x
+
+
+# A global row and the rank that receives it.
+RowTransfer = tuple[int, int]
+
+
+@final
+class TrafficLowerBound:
+    """Sums the bytes that the layers have to send at least in one step, over all ranks.
+
+    `bytes`: by the global height of a layer's input. Layers that activation checkpointing computes
+    again in backward fetch their rows again.
+    """
+
+    def __init__(self) -> None:
+        self.bytes: Counter[int] = Counter()
+        # The transfers of each tensor so far, by `id`. The tensors are kept alive, as Python would
+        # reuse the `id` of a freed one.
+        self._transferred: dict[object, set[RowTransfer]] = defaultdict(set)
+        self._tensors: list[Tensor] = []
+
+    def add(self, layer: RowLayer, bands: Bands, x: Tensor, output: object) -> None:
+        """Add one call of a layer with first input `x`."""
+        height = bands.input.height
+        if isinstance(layer, DepthwiseLayer) and layer.transposes(height):
+            to_channels, to_rows = layer.transpose_pair(bands)
+            self._add(
+                height, to_channels.total_rows_sent(to_channels=True), _channel_row_bytes(x), x
+            )
+            if isinstance(output, Tensor):
+                self._add(
+                    height,
+                    to_rows.total_rows_sent(to_channels=False),
+                    _channel_row_bytes(output),
+                    output,
+                )
+            return
+        row_size = row_bytes(x, layer.dim)
+        if not isinstance(layer, DomainParallelRowGroups):
+            self._add(
+                height,
+                len(self._not_yet_transferred(required_transfers(layer, bands), x)),
+                row_size,
+                x,
+            )
+            return
+        # Whole groups move to one rank and their output moves back to the owners of the rows.
+        rows = min_rows_moved(layer, bands.input)
+        self._add(height, rows, row_size, x)
+        if isinstance(output, Tensor):  # the output rows are returned
+            self._add(height, rows, row_bytes(output, layer.dim), output)
+
+    def _add(self, height: int, rows: int, row_size: int, x: Tensor) -> None:
+        """Add `rows` rows of `x`, twice if their gradients are returned in backward."""
+        # Activation checkpointing runs a forward again within backward: it fetches again, but its
+        # gradients were counted the first time.
+        directions = 2 if x.requires_grad and not in_backward() else 1
+        self.bytes[height] += rows * row_size * directions
+
+    def _not_yet_transferred(self, transfers: set[RowTransfer], x: Tensor) -> set[RowTransfer]:
+        """Return new transfers only: layers that read the same tensor can share them."""
+        self._tensors.append(x)
+        transferred = self._transferred[id(x), x._version, in_backward()]
+        new = transfers - transferred
+        transferred |= new
+        return new
+
+
+def required_transfers(layer: RowLayer, bands: Bands) -> set[RowTransfer]:
+    """Return every row that a rank needs for its output and does not own."""
+    if isinstance(layer, ReductionLayer):  # sends statistics, no rows
+        return set()
+    return {
+        (row, rank)
+        for rank, ranges in enumerate(layer.exchange(bands).required_rows)
+        for rows in ranges
+        if not rows.zero_filled
+        for row in range(rows.start, rows.stop)
+        if bands.input.owner(row) != rank
+    }
+
+
+def min_rows_moved(layer: DomainParallelRowGroups, bands: RowPartition) -> int:
+    """Return the rows to send if each group is processed by the rank that owns most of its rows."""
+    groups = layer.wrapped.groups(bands.height)
+    rows_moved = 0
+    for first in range(0, len(groups.order), groups.size):
+        group = groups.order[first : first + groups.size]
+        owners = Counter(bands.owner(row) for row in group if row is not None)
+        rows_moved += owners.total() - max(owners.values(), default=0)
+    return rows_moved
+
+
+def _channel_row_bytes(x: Tensor) -> int:
+    """Return the bytes of one row of one channel, over all samples."""
+    return x.shape[:-3].numel() * x.shape[-1] * x.element_size()
+
+
+def row_bytes(x: Tensor, dim: int) -> int:
+    """Return the bytes of one row, given the negative row dimension `dim`."""
+    return x.shape[:dim].numel() * x.shape[dim:][1:].numel() * x.element_size()

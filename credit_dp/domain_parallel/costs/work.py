@@ -1,4 +1,8 @@
-"""All that a training step makes the ranks of a domain do: operations, messages, memory."""
+"""The work of a training step on a domain: operations, messages and saved memory.
+
+A step runs on tensors without data, once for each combination of bands that a rank may have. The
+prediction of step times is built on these counts.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,7 @@ from credit_dp.domain_parallel.planning.trace import copy_model
 
 aten = torch.ops.aten
 CONVOLUTIONS = (aten.convolution, aten.convolution_backward)
-# They make room and touch nothing; like views, they start no work.
+# Operations that allocate memory without touching it; like views, they start no kernel.
 ALLOCATIONS = {
     aten.empty,
     aten.empty_like,
@@ -35,12 +39,12 @@ ALLOCATIONS = {
     aten.new_empty,
     aten.new_empty_strided,
 }
-# Views whose schema doesn't say so.
+# Views that their schema does not declare as such.
 UNDECLARED_VIEWS = {aten._unsafe_view}
 
 
 class OperationCost(NamedTuple):
-    """One operation: floating-point operations, bytes read and written, whether it convolves."""
+    """One operation: floating-point operations, bytes read and written, whether a convolution."""
 
     flops: int
     bytes: int
@@ -49,11 +53,10 @@ class OperationCost(NamedTuple):
 
 @final
 class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the operations on tensors without data that run meanwhile, by what they cost.
+    """Counts operations on meta tensors inside the context, by their cost.
 
-    Views and reserved room count as nothing. Every operand is read once and every result written
-    once, however large the caches are; an operand that was expanded is as large as what it was
-    expanded from.
+    Views and allocations are free. Every operand is read once and every result written once, as if
+    there were no caches; an expanded operand has the size of its storage.
     """
 
     def __init__(self) -> None:
@@ -63,20 +66,20 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run the operation and count it."""
+        """Run and count an operation."""
         kwargs = kwargs or {}
-        made = func(*args, **kwargs)
-        given = _tensors((args, kwargs))
-        results = _tensors(made)
-        on_meta = any(x.is_meta for x in (*given, *results))
+        result = func(*args, **kwargs)
+        operands = _tensors((args, kwargs))
+        results = _tensors(result)
+        on_meta = any(x.is_meta for x in (*operands, *results))
         if on_meta and not _is_free(func):
-            # An operation on lists returns nothing and changes its first one.
+            # Operations on lists (`_foreach_*_`) return nothing and write to their first argument.
             written = results or _tensors(args[:1])
-            touched = sum(map(_bytes, given)) + sum(map(_bytes, written))
+            bytes_touched = sum(map(_bytes, operands)) + sum(map(_bytes, written))
             packet = func._overloadpacket
-            flops = _flops(packet, args, kwargs, made)
-            self.counts[OperationCost(flops, touched, packet in CONVOLUTIONS)] += 1
-        return made
+            flops = _flops(packet, args, kwargs, result)
+            self.counts[OperationCost(flops, bytes_touched, packet in CONVOLUTIONS)] += 1
+        return result
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -88,41 +91,43 @@ def _bytes(x: Tensor) -> int:
 
 
 def _is_free(func: Any) -> bool:
-    """Whether an operation is a view, or only reserves room."""
+    """Whether an operation is a view or an allocation."""
     if func.namespace != "aten" or func._overloadpacket in ALLOCATIONS | UNDECLARED_VIEWS:
         return True
     aliases = [result.alias_info for result in func._schema.returns]
     return any(alias is not None and not alias.is_write for alias in aliases)
 
 
-def _flops(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], made: Any) -> int:
+def _flops(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     if packet is aten.convolution_backward:
         return _convolution_backward_flops(*args)
     if packet not in flop_registry:
         return 0
-    return int(flop_registry[packet](*args, **kwargs, out_val=made))
+    return int(flop_registry[packet](*args, **kwargs, out_val=result))
 
 
 def _convolution_backward_flops(grad: Tensor, x: Tensor, weight: Tensor, *rest: Any) -> int:
-    """Each of the two gradients takes as many multiplications as forward.
+    """Return the FLOPs of a convolution's backward: those of the forward for each gradient.
 
-    torch's formula for the weight's gradient leaves out that groups of channels don't meet.
+    torch's own formula for the weight's gradient ignores groups.
     """
-    transposed, mask = rest[4], rest[-1]
-    once = conv_flop_count([*x.shape], [*weight.shape], [*grad.shape], transposed)
-    return once * sum(map(bool, mask[:2]))
+    transposed = rest[4]
+    mask = rest[-1]
+    forward_flops = conv_flop_count([*x.shape], [*weight.shape], [*grad.shape], transposed)
+    return forward_flops * sum(map(bool, mask[:2]))
 
 
 @final
 @dataclass(frozen=True)
 class StepWork:
-    """Forward and backward of one micro-batch on a domain of `ranks`.
+    """Forward and backward of one micro-batch on a domain of `ranks` ranks.
 
     Attributes:
-        operations: of each combination of bands that a rank may have, how many cost what.
-        exchanges: the messages that are under way at once, and how often.
-        collectives: bytes that each rank sends in a ring, and how often.
-        saved_bytes: for backward, on the fullest rank.
+        operations: for each combination of bands that a rank may have, the number of operations by
+            their cost.
+        exchanges: the number of times that a set of messages is sent at once.
+        collectives: the number of collectives by the bytes that each rank sends in a ring.
+        saved_bytes: tensors saved for backward, on the rank with most of them.
     """
 
     ranks: int
@@ -133,38 +138,38 @@ class StepWork:
 
 
 def step_work(model: nn.Module, shape: Shape, ranks: int) -> StepWork:
-    """Follow a step on tensors without data, once for each combination of bands.
+    """Return the work of a step, from runs on meta tensors for each combination of bands.
 
     Args:
-        model: not converted; left as it is.
-        shape: of the whole globe's input, `(B, C, H, W)`.
-        ranks: how many bands.
+        model: a model that is not converted; it does not change.
+        shape: shape of the whole globe's input, `(B, C, H, W)`.
+        ranks: number of bands.
 
     Raises:
-        UserError: the model can't be sharded so.
+        UserError: the model can't be sharded over `ranks` ranks.
     """
-    rounds = RecordingTransport(0, ranks)
-    manager = DomainParallelManager(ranks, ranks, transport=rounds)
+    transport = RecordingTransport(0, ranks)
+    manager = DomainParallelManager(ranks, ranks, transport=transport)
     if ranks > 1:
         model = shard_model(copy_model(model), manager, shape)
-    found: dict[tuple[int, ...], tuple[Counter[OperationCost], int]] = {}
+    by_bands: dict[tuple[int, ...], tuple[Counter[OperationCost], int]] = {}
     for rank in range(ranks):
         bands = tuple(partition.sizes[rank] for partition in manager.bands.planned_partitions)
-        if bands not in found:
+        if bands not in by_bands:
             manager.rank = rank
-            manager.transport = rounds = RecordingTransport(
+            manager.transport = transport = RecordingTransport(
                 rank, ranks, manager.bands.planned_partitions
             )
-            found[bands] = _count_step(model, manager, shape)
-    operations, kept = zip(*found.values(), strict=True)
-    # Every run notes the messages of all ranks: the last one's are as good as the first one's.
-    return StepWork(ranks, operations, rounds.exchanges, rounds.collectives, max(kept))
+            by_bands[bands] = _count_step(model, manager, shape)
+    operations, saved = zip(*by_bands.values(), strict=True)
+    # Every run records the messages of all ranks, so those of the last run serve.
+    return StepWork(ranks, operations, transport.exchanges, transport.collectives, max(saved))
 
 
 def _count_step(
     model: nn.Module, manager: DomainParallelManager, shape: Shape
 ) -> tuple[Counter[OperationCost], int]:
-    """Return the operations of one rank's step, and the bytes that it keeps for backward."""
+    """Return the operations of one rank's step and the bytes that it saves for backward."""
     rows = manager.bands[shape[ROW_DIM]].sizes[manager.domain_rank]
     band = (*shape[:ROW_DIM], rows, *shape[ROW_DIM + 1 :])
     with use_meta_tensors():
@@ -177,20 +182,21 @@ def _count_step(
         x = torch.empty(band, dtype=dtype, device="meta")
         operations = OperationCounter()
         with operations:
-            with torch.autograd.graph.saved_tensors_hooks(saved.add, lambda kept: kept):
-                made = model(x)
-            torch.autograd.backward(made, torch.empty_like(made))
+            with torch.autograd.graph.saved_tensors_hooks(saved.add, lambda tensor: tensor):
+                y = model(x)
+            torch.autograd.backward(y, torch.empty_like(y))
     return operations.counts, saved.bytes
 
 
 def optimiser_step_work(model: nn.Module) -> Counter[OperationCost]:
-    """Return the operations of an update of all parameters by AdamW."""
-    learning = [p for p in model.parameters() if p.requires_grad]
-    weights = [nn.Parameter(torch.empty_like(p, device="meta")) for p in learning]
+    """Return the operations of one AdamW step on all trainable parameters."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    # On the meta device: the update of a model of any size takes no memory.
+    weights = [nn.Parameter(torch.empty_like(p, device="meta")) for p in trainable]
     for weight in weights:
         weight.grad = torch.empty_like(weight)
     optimiser = torch.optim.AdamW(weights, foreach=True)
-    optimiser.step()  # makes the moments
+    optimiser.step()  # allocates the moments
     operations = OperationCounter()
     with operations:
         optimiser.step()

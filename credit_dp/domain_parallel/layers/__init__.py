@@ -1,4 +1,4 @@
-"""Layers that mix rows, on one band each, equal to the layer on the whole globe."""
+"""Layers that couple rows, on one band of rows; equal to the same layers on the whole globe."""
 
 from credit_dp.domain_parallel.layers.conv import (
     DomainParallelConv1d,

@@ -1,4 +1,11 @@
-"""What every domain-parallel layer is: a wrapper that keeps names and knows its bands."""
+"""The base classes of all domain-parallel layers.
+
+A layer is a wrapper around the module that it shards: it keeps the names of that module's
+parameters and computes this rank's band of the output. `RowLayer.forward` looks up the partitions
+of its input and output (`bands`) and calls `compute`, which fetches the rows that `required_rows`
+names (`fetch`) and applies the operation to them. While a model is being planned, the planner
+answers the call instead.
+"""
 
 from __future__ import annotations
 
@@ -20,35 +27,39 @@ if TYPE_CHECKING:
     from credit_dp.domain_parallel.shared_exchange import SharedExchange
 
 
-# Modules of one's own are made from these; what they do is their own.
+# Users derive their own modules from these, so the type says nothing about what they compute.
 CONTAINER_TYPES = (nn.Module, nn.Sequential, nn.ModuleList, nn.ModuleDict)
-# What a subclass may say anew without acting otherwise, and the special methods that do act.
+# Methods that a subclass may override without computing anything else, and the special methods
+# that do change the result.
 HARMLESS_OVERRIDES = ("extra_repr", "reset_parameters")
 BEHAVIOURAL_METHODS = ("__call__", "__getattr__", "__getattribute__", "__setattr__")
 
 
-def torch_layer_type(kind: type) -> type[nn.Module] | None:
-    """Return the nearest layer of torch that a type is or is made from."""
-    for base in kind.__mro__:
+def torch_layer_type(module_type: type) -> type[nn.Module] | None:
+    """Return the nearest torch layer that a type is or derives from, None for containers."""
+    for base in module_type.__mro__:
         if base.__module__.startswith("torch.nn.modules.") and base.__name__[0] != "_":
             return None if base in CONTAINER_TYPES else base
     return None
 
 
 def overridden_method(module: nn.Module) -> str | None:
-    """Return what of the nearest layer of torch a module replaces, as `forward`, if anything."""
-    kind = type(module)
-    layer = torch_layer_type(kind)
+    """Return a method of the nearest torch layer that a module overrides, `forward` first."""
+    module_type = type(module)
+    layer = torch_layer_type(module_type)
     if "forward" in module.__dict__:
         return "forward"
-    if layer is None or layer is kind:
+    if layer is None or layer is module_type:
         return None
     known = {*dir(layer), *module.__dict__, *module._parameters, *module._buffers}
-    before = kind.__mro__[: kind.__mro__.index(layer)]
-    own = [
-        name for base in before for name in vars(base) if name in known and _changes_behaviour(name)
+    subclasses = module_type.__mro__[: module_type.__mro__.index(layer)]
+    overrides = [
+        name
+        for base in subclasses
+        for name in vars(base)
+        if name in known and _changes_behaviour(name)
     ]
-    return min(own, key="forward".__ne__, default=None)
+    return min(overrides, key="forward".__ne__, default=None)
 
 
 def _changes_behaviour(name: str) -> bool:
@@ -56,8 +67,15 @@ def _changes_behaviour(name: str) -> bool:
     return name in BEHAVIOURAL_METHODS if special else name not in HARMLESS_OVERRIDES
 
 
-# Shared with the wrapped module by identity: conversion then keeps the names in state_dict() and
-# named_parameters(), and assignment, casting, copying and hooks reach both.
+# A layer shares these dictionaries with the wrapped module: the same objects, not copies. If the
+# wrapped module were a child instead, every parameter would be called `wrapped.weight`, and neither
+# checkpoints nor weight-decay groups, which go by name, would survive a conversion. As it is, both
+# modules always see the same entries. `load_state_dict(assign=True)`, `.double()` and FSDP2's
+# `fully_shard` put new tensors into `_parameters` of the module that they walk to, the wrapper, and
+# the wrapped module computes with them. `copy.deepcopy` copies each dictionary once, so that the
+# copies of both modules share theirs, too. Hooks that were registered before conversion still run.
+# The price is a list of private attributes of `nn.Module`: an attribute that a new version of torch
+# adds has to be added here.
 SHARED_ATTRIBUTES = (
     "_parameters",
     "_buffers",
@@ -78,18 +96,22 @@ SHARED_ATTRIBUTES = (
 
 
 class Bands(NamedTuple):
-    """A layer's input and output partitions for one global height."""
+    """Input and output partitions of a layer at one global height."""
 
     input: RowPartition
     output: RowPartition
 
 
 class _WrappedTypeMixin:
-    """In the plan's run of the whole globe `isinstance` sees a wrapped layer, else its wrapper.
+    """Shows `isinstance` the wrapped module's type during the plan's run on the whole globe.
 
-    Code that decides by the type of a layer then differs between the runs, and is refused.
+    Everywhere else the wrapper's type is shown.
     """
 
+    # User code may branch on `isinstance(layer, nn.Conv2d)`. The run on the whole globe must trace
+    # what the unsharded model does, so the check has to hold there although the layer has been
+    # replaced. In the run on a band, as in training, it sees the wrapper: if that sends the code
+    # down another path, the two traces differ and the audit refuses the model before it trains.
     @property
     def __class__(self) -> Any:
         planner = active_planner()
@@ -97,6 +119,7 @@ class _WrappedTypeMixin:
             return type(self)
         return type(self.__dict__.get("wrapped", self))
 
+    # `fully_shard` and parametrisations assign a new class; a property without a setter refuses it.
     @__class__.setter
     def __class__(self, kind: type) -> None:
         object.__dict__["__class__"].__set__(self, kind)
@@ -105,15 +128,15 @@ class _WrappedTypeMixin:
 class RowLayer(_WrappedTypeMixin, nn.Module, ABC):
     """A layer whose output rows depend on rows of other bands.
 
-    `output_is_banded`: whether the output is cut into bands too; else it is the same on every
-    rank, and has the input's rows nowhere.
+    `output_is_banded`: whether the output is cut into bands, too. If not, it is the same on every
+    rank and has no dimension of rows.
 
     Args:
         wrapped: the layer to shard; it keeps its parameters.
         shard_dim: the row dimension of the input.
         manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
-        halo_width: rows that a band's edge reaches over, for the record.
-        ndim: dimensions of the input.
+        halo_width: rows that the layer reads beyond each edge of a band; informational.
+        ndim: number of dimensions of the input.
     """
 
     output_is_banded: ClassVar[bool] = True
@@ -134,10 +157,11 @@ class RowLayer(_WrappedTypeMixin, nn.Module, ABC):
         self._is_full_backward_hook = wrapped._is_full_backward_hook
         self.training = wrapped.training
         self.shard_dim = shard_dim
-        # Where rows are, counted from the end, until the plan finds them elsewhere.
+        # The row dimension, counted from the end; the plan may replace it.
         self.dim = shard_dim if shard_dim < 0 else shard_dim - ndim
         self._check_dim()
-        # Neither may become a child: the names of parameters would change.
+        # Written past `nn.Module.__setattr__`, which would register both as children and so change
+        # the names of the parameters.
         self.__dict__["wrapped"] = wrapped
         self.__dict__["halo_exchange"] = HaloExchange(halo_width, self.dim, manager=manager)
         self._planned_heights: dict[int, int] = {}
@@ -145,16 +169,17 @@ class RowLayer(_WrappedTypeMixin, nn.Module, ABC):
         self._exchanges: dict[Bands, RowExchange] = {}
 
     def _check_is_torch(self, wrapped: nn.Module) -> None:
-        """Refuse a layer that does otherwise than the one of torch that it is made from."""
-        own, kind = overridden_method(wrapped), type(wrapped).__name__
-        if own:
+        """Refuse a subclass of a torch layer that overrides its behaviour."""
+        override = overridden_method(wrapped)
+        type_name = type(wrapped).__name__
+        if override:
             raise UserError(
-                f"{kind} has a {own} of its own, which {type(self).__name__} would leave out. "
-                f"Name {kind} in custom_converters, or build it from a plain layer of torch."
+                f"{type_name} overrides {override}, which {type(self).__name__} would ignore. "
+                f"Name {type_name} in custom_converters, or build it from a plain torch layer."
             )
 
     def _check_dim(self) -> None:
-        """Refuse rows where no field has them."""
+        """Refuse a row dimension that this layer does not support."""
         if self.dim != ROW_DIM:
             raise UserError(
                 f"{type(self).__name__}: only latitude rows, the last dimension but one, can be "
@@ -163,33 +188,35 @@ class RowLayer(_WrappedTypeMixin, nn.Module, ABC):
 
     @property
     def title(self) -> str:
-        """What a table of layers says of this one."""
+        """The name of this layer in tables."""
         return type(self).__name__
 
     @property
     def manager(self) -> DomainParallelManager:
-        """The manager given, or the module-level one."""
+        """The manager of this layer, or else the module-level one."""
         exchange: HaloExchange = self.__dict__["halo_exchange"]
         return exchange.manager
 
     def adopt_manager(self, manager: DomainParallelManager) -> None:
-        """Use this manager unless one was given."""
+        """Use `manager` unless one was passed to the constructor."""
         halo: HaloExchange = self.__dict__["halo_exchange"]
         halo.adopt_manager(manager)
 
     def train(self, mode: bool = True) -> RowLayer:
-        """Set the mode of this layer and of the one it wraps."""
+        """Set the mode of this layer and of the wrapped one."""
         self.__dict__["wrapped"].train(mode)
         super().train(mode)
         return self
 
     def extra_repr(self) -> str:
-        """Describe the layer as the wrapped one does."""
+        """Return the description of the wrapped layer."""
         return str(self.__dict__["wrapped"].extra_repr())
 
-    def set_plan(self, dim: int, planned: dict[int, int]) -> None:
-        """Adopt where the plan found rows, and the global heights: taken -> made."""
-        self.dim, self._planned_heights, self._is_rowwise = dim, planned, False
+    def set_plan(self, dim: int, heights: dict[int, int]) -> None:
+        """Adopt the plan: the row dimension, and the global output height of each input height."""
+        self.dim = dim
+        self._planned_heights = heights
+        self._is_rowwise = False
         halo: HaloExchange = self.__dict__["halo_exchange"]
         halo.dim = dim
         self._exchanges = {}
@@ -200,18 +227,22 @@ class RowLayer(_WrappedTypeMixin, nn.Module, ABC):
         return bool(self._planned_heights) or self._is_rowwise
 
     def forget_exchanges(self) -> None:
-        """Make exchanges anew, because the manager has become another rank."""
+        """Drop cached exchanges after the manager was re-assigned to another rank (dry runs)."""
         self._exchanges = {}
 
     def set_rowwise(self) -> None:
-        """Do from now on what the wrapped layer does: no rows meet where it is used."""
+        """From now on call the wrapped layer: it couples no rows where the model uses it."""
         self._is_rowwise = True
 
     def couples_rows(self, dim: int, ndim: int) -> bool:
-        """Return whether rows in the negative dimension `dim` of `ndim` meet in this layer.
+        """Return whether an output row depends on several input rows.
+
+        Args:
+            dim: the row dimension of the input, negative.
+            ndim: number of dimensions of the input.
 
         Raises:
-            UserError: they do, and this layer can't be exact there.
+            UserError: the layer couples rows in `dim`, but supports them elsewhere only.
         """
         if dim != self.dim:
             raise UserError(
@@ -221,11 +252,11 @@ class RowLayer(_WrappedTypeMixin, nn.Module, ABC):
         return True
 
     def global_forward(self, x: Tensor, *others: Tensor) -> Any:
-        """Return what the layer makes of the whole globe, or of a tensor where no rows meet."""
+        """Apply the wrapped layer to the whole globe, or to a band if it couples no rows."""
         return self.__dict__["wrapped"].forward(x, *others)
 
     def forward(self, x: Tensor, *others: Tensor) -> Any:
-        """Return this rank's rows of what the wrapped layer makes of the whole globe."""
+        """Return this rank's rows of the output that the wrapped layer has on the whole globe."""
         planner = active_planner()
         if planner is not None:
             return planner.call_layer(self, x, *others)
@@ -234,9 +265,14 @@ class RowLayer(_WrappedTypeMixin, nn.Module, ABC):
         return self.compute(x, self.bands(x, *others))
 
     def bands(self, x: Tensor, *others: Tensor) -> Bands:
-        """Return the partitions of this input: from the plan, else gathered from all ranks."""
+        """Return the partitions of input and output.
+
+        With a plan nothing is sent: this rank's number of rows identifies the global height.
+        Without one, all ranks gather their numbers of rows, a collective.
+        """
         rows = x.shape[self.dim]
-        table, rank = self.manager.bands, self.manager.domain_rank
+        table = self.manager.bands
+        rank = self.manager.domain_rank
         if self._planned_heights:
             for height, out_height in self._planned_heights.items():
                 if table[height].sizes[rank] == rows:
@@ -244,55 +280,61 @@ class RowLayer(_WrappedTypeMixin, nn.Module, ABC):
             expected = {h: table[h].sizes[rank] for h in self._planned_heights}
             raise UserError(
                 f"{type(self).__name__}: rank {rank} got {rows} rows, the plan has "
-                f"{expected} (globe: band). Convert with the input_shape that is used."
+                f"{expected} (global height: band). Convert with the input_shape of this call."
             )
-        taken = table.register(self.manager.gather_partition(rows))
+        input_partition = table.register(self.manager.gather_partition(rows))
         if not self.output_is_banded:
-            return Bands(taken, taken)
-        made = table.aligned_partition(self.out_height(taken.height, *others), taken)
-        if min(taken.sizes + made.sizes) < 1:
+            return Bands(input_partition, input_partition)
+        output_partition = table.aligned_partition(
+            self.out_height(input_partition.height, *others), input_partition
+        )
+        if min(input_partition.sizes + output_partition.sizes) < 1:
             raise UserError(
-                f"{type(self).__name__}: every rank needs a row, the bands are {taken.sizes} going "
-                f"in and {made.sizes} coming out. Lower parallel.domain or cut with shard_tensor."
+                f"{type(self).__name__}: every rank needs a row, but the bands have "
+                f"{input_partition.sizes} rows in the input and {output_partition.sizes} in the "
+                "output. Lower parallel.domain or shard the input with shard_tensor."
             )
-        return Bands(taken, made)
+        return Bands(input_partition, output_partition)
 
     def exchange(self, bands: Bands) -> RowExchange:
-        """Return what every rank needs of the input, for the output that the bands say."""
+        """Return the exchange that gives every rank the input rows of its output band."""
         exchange = self._exchanges.get(bands)
         if exchange is None:
-            needs = tuple(
+            # Every rank computes the requirements of all ranks, and so knows without a message what
+            # to send to whom.
+            required_rows = tuple(
                 self.required_rows(bands.output.rows(r), bands.input.height)
                 for r in range(bands.output.ranks)
             )
-            exchange = RowExchange(bands.input, needs, self.manager.domain_rank)
+            exchange = RowExchange(bands.input, required_rows, self.manager.domain_rank)
             self._exchanges[bands] = exchange
         return exchange
 
     def row_multiple(self, height: int) -> int:
-        """Return of how many rows a band should be a multiple for less to be sent."""
+        """Return the number of rows whose multiples make bands that send least."""
         return 1
 
     def fetch(self, x: Tensor, bands: Bands) -> Tensor:
-        """Return the input rows that this rank's output rows need, poles included."""
+        """Return the input rows of this rank's output rows, with padding beyond the poles."""
         halo: HaloExchange = self.__dict__["halo_exchange"]
         return halo.fetch(x, self.exchange(bands))
 
     @abstractmethod
     def out_height(self, height: int, *others: Tensor) -> int:
-        """Return the global rows that come out of `height` global rows."""
+        """Return the global height of the output, given that of the input."""
 
     @abstractmethod
     def required_rows(self, out: slice, height: int) -> tuple[RowRange, ...]:
-        """Return the input rows that the output rows `out` are made of."""
+        """Return the global input rows that the global output rows `out` depend on."""
 
     @abstractmethod
     def compute(self, x: Tensor, bands: Bands) -> Any:
-        """Return this rank's output rows: a tensor, or several."""
+        """Return this rank's output rows: one tensor or several."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # What hooks like the old spectral_norm set before a forward, the wrapped layer computes
-        # with; it is read back from there.
+        # Hooks such as those of the old spectral_norm set a plain tensor (`weight`) on the module
+        # that they run on, the wrapper, before each forward. The wrapped layer computes with it, so
+        # it is stored there; __getattr__ reads it back.
         wrapped = self.__dict__.get("wrapped")
         if isinstance(value, Tensor) and wrapped is not None and name in wrapped.__dict__:
             setattr(wrapped, name, value)
@@ -300,74 +342,78 @@ class RowLayer(_WrappedTypeMixin, nn.Module, ABC):
             super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
-        # What the wrapped layer has (kernel_size, num_groups, eps, ...) is read from it.
+        # Settings (kernel_size, num_groups, eps, ...) are read from the wrapped layer.
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name.startswith("__"):  # how Python copies and compares is the wrapper's own
+            if name.startswith("__"):  # copying and comparing must not use the wrapped layer
                 raise
             return getattr(self.__dict__["wrapped"], name)
 
 
 class StencilLayer(RowLayer):
-    """A layer that needs an interval of rows; beyond the poles it sees what `pole_mode` says."""
+    """A layer whose output row depends on an interval of input rows: a stencil.
+
+    `pole_mode` is the padding beyond the poles.
+    """
 
     pole_mode: str = "zeros"
-    # With layers that read the same tensor; the plan finds them.
+    # One exchange for all layers that read the same tensor; set by the plan.
     shared_exchange: SharedExchange | None = None
 
     @property
     def planned_heights(self) -> Mapping[int, int]:
-        """Global rows that the plan has seen going in, and what comes out of them."""
+        """The global output height of each global input height in the plan."""
         return self._planned_heights
 
     def fetches_halo(self, height: int) -> bool:
-        """Return whether rows of this planned height are fetched as windows."""
+        """Return whether inputs of this planned height are computed by fetching a halo."""
         return True
 
     def planned_bands(self, height: int) -> Bands:
-        """Return the partitions of a planned height."""
+        """Return the partitions at a planned input height."""
         table = self.manager.bands
         return Bands(table[height], table[self._planned_heights[height]])
 
     def fetch(self, x: Tensor, bands: Bands) -> Tensor:
-        """Return the rows of the windows, poles included."""
+        """Return the rows of the stencil, with padding beyond the poles."""
         shared = self.shared_exchange
         rows = None if shared is None else shared.fetch(self, x)
         return super().fetch(x, bands) if rows is None else rows
 
     @abstractmethod
     def input_span(self, out: slice, height: int) -> tuple[int, int]:
-        """Return the first row that the output rows `out` need and the row after the last.
+        """Return the input rows that the output rows `out` depend on, as `(start, stop)`.
 
         Rows below 0 and from `height` on lie beyond a pole.
         """
 
     def required_rows(self, out: slice, height: int) -> tuple[RowRange, ...]:
-        """Return the rows of the windows, poles included."""
+        """Return the rows of the stencil, with padding beyond the poles."""
         return rows_with_poles(*self.input_span(out, height), height, self.pole_mode)
 
     def halo(self, out: slice, height: int) -> tuple[RowRange, ...]:
-        """Return the rows of the windows beyond those of the same numbers, north ones first."""
+        """Return the rows of the stencil outside the rows `out` themselves, northern ones first."""
         first, stop = self.input_span(out, height)
         north = rows_with_poles(first, out.start, height, self.pole_mode)
         return (*north, *rows_with_poles(out.stop, stop, height, self.pole_mode))
 
 
 class ConstantFillLayer(StencilLayer):
-    """A window layer that fetches the globe's rows only and fills in those beyond the poles."""
+    """A stencil that fetches only rows of the globe and fills those beyond the poles."""
 
     def required_rows(self, out: slice, height: int) -> tuple[RowRange, ...]:
-        """Return the rows of the windows that the globe has, maybe none."""
+        """Return the rows of the stencil that lie on the globe, maybe none."""
         first, stop = self.input_span(out, height)
-        run = RowRange(max(first, 0), min(stop, height))
-        return (run,) if run.length > 0 else ()
+        rows = RowRange(max(first, 0), min(stop, height))
+        return (rows,) if rows.length > 0 else ()
 
     def fetch_with_fill(self, x: Tensor, bands: Bands, value: float) -> Tensor:
-        """Return the rows of the windows, with `value` in those beyond the poles."""
+        """Return the rows of the stencil, with `value` in those beyond the poles."""
         height = bands.input.height
         first, stop = self.input_span(bands.output.rows(self.manager.domain_rank), height)
-        north, south = max(0, min(stop, 0) - first), max(0, stop - max(first, height))
+        north = max(0, min(stop, 0) - first)
+        south = max(0, stop - max(first, height))
         rows = self.fetch(x, bands)
         if not north and not south:
             return rows

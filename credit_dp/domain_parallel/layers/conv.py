@@ -1,4 +1,13 @@
-"""Convolutions on one band of rows."""
+"""Convolutions on one band of rows.
+
+There are two ways to compute a band:
+
+- Any stride, kernel and partition: fetch all rows under the kernel, then convolve
+  (`_RowConv.convolve`).
+- Equal halos north and south (`convolve_band`): start fetching the halo, convolve the band with
+  zeros in place of the halo, then add what the halo contributes at both edges (`BandEdge`).
+  Convolution is linear, so the sum is exact, and the messages travel while the band is computed.
+"""
 
 from __future__ import annotations
 
@@ -26,26 +35,27 @@ from credit_dp.errors import UserError
 
 
 def padding_widths(conv: _ConvNd) -> tuple[int, ...]:
-    """Return a convolution's padding as `F.pad` takes it: west, east, north, south, ..."""
+    """Return the padding of a convolution in the order of `F.pad`: west, east, north, south, ..."""
     return tuple(conv._reversed_padding_repeated_twice)
 
 
-def is_pointwise(conv: _ConvNd, sides: tuple[int, ...], dim: int) -> bool:
-    """Return whether every output entry along `dim` is made of the input entry of its index."""
+def is_pointwise(conv: _ConvNd, padding: tuple[int, ...], dim: int) -> bool:
+    """Return whether output entry `i` along `dim` depends on input entry `i` only."""
     start = 2 * (-dim - 1)
-    extra = (*sides[start : start + 2], conv.output_padding[dim])
-    return (conv.kernel_size[dim], conv.stride[dim]) == (1, 1) and not any(extra)
+    padding_of_dim = (*padding[start : start + 2], conv.output_padding[dim])
+    return (conv.kernel_size[dim], conv.stride[dim]) == (1, 1) and not any(padding_of_dim)
 
 
 class ConvLayer(StencilLayer):
-    """A layer around an `nn.Conv*d` or `nn.ConvTranspose*d`, which is its `conv`.
+    """Base of the layers around an `nn.Conv*d` or `nn.ConvTranspose*d`, their `conv`.
 
-    `row_dim`: where rows are in its input; settings of `conv` are indexed by it, from the end.
+    `row_dim` is the row dimension of the input, counted from the end; it also indexes the settings
+    of `conv`.
 
     Args:
         wrapped: the layer to shard, `conv` itself or a module around it.
         conv: the convolution.
-        sides: padding on each side, west, east, north, south, ...
+        padding_widths: padding in the order of `F.pad`: west, east, north, south, ...
         shard_dim: the row dimension of the input.
         manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
     """
@@ -57,20 +67,20 @@ class ConvLayer(StencilLayer):
         self,
         wrapped: nn.Module,
         conv: _ConvNd,
-        sides: tuple[int, ...],
+        padding_widths: tuple[int, ...],
         shard_dim: int,
         manager: DomainParallelManager | None,
     ) -> None:
         dim = self.row_dim
-        reach = conv.dilation[dim] * (conv.kernel_size[dim] - 1) + 1
-        halo_width = max(0, (reach - conv.stride[dim]) // 2)
+        kernel_extent = conv.dilation[dim] * (conv.kernel_size[dim] - 1) + 1
+        halo_width = max(0, (kernel_extent - conv.stride[dim]) // 2)
         ndim = len(conv.kernel_size) + 2
         super().__init__(wrapped, shard_dim, manager, halo_width=halo_width, ndim=ndim)
         if wrapped is conv:
             self.__dict__["conv"] = conv
         self.halo_width = halo_width
-        self.padding_widths = sides
-        self.north, self.south = sides[2 * (-dim - 1) : -2 * dim]
+        self.padding_widths = padding_widths
+        self.north, self.south = padding_widths[2 * (-dim - 1) : -2 * dim]
 
     def _check_dim(self) -> None:
         if self.dim != self.row_dim:
@@ -85,15 +95,18 @@ class ConvLayer(StencilLayer):
 
     @property
     def _kernel_extent(self) -> int:
-        """Rows from the kernel's first to its last."""
-        conv, dim = self.conv, self.row_dim
+        """Rows that the dilated kernel spans."""
+        conv = self.conv
+        dim = self.row_dim
         return int(conv.dilation[dim] * (conv.kernel_size[dim] - 1) + 1)
 
     def couples_rows(self, dim: int, ndim: int) -> bool:
-        """Rows meet in a spatial dimension; the audit sees whether they do among the channels.
+        """Return whether the kernel couples rows along `dim`.
+
+        Along channels or samples it does not; the audit checks those.
 
         Raises:
-            UserError: the kernel spans another spatial dimension with rows in it.
+            UserError: the rows are in a spatial dimension that this layer does not shard.
         """
         if dim == self.row_dim:
             return True
@@ -110,7 +123,8 @@ class ConvLayer(StencilLayer):
 class ConvSettings:
     """Settings of a convolution with stride 1 along the rows.
 
-    `padding`: zeros on both sides of every spatial dimension. `dim`: the rows', from the end.
+    `padding` is the number of zeros on both sides of each spatial dimension. `dim` is the row
+    dimension, counted from the end.
     """
 
     stride: tuple[int, ...]
@@ -120,42 +134,61 @@ class ConvSettings:
     dim: int
 
     def without_row_padding(self) -> ConvSettings:
-        """Return the same without zeros north and south."""
+        """Return these settings without padding north and south."""
         padding = list(self.padding)
         padding[self.dim] = 0
         return replace(self, padding=tuple(padding))
 
     def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Convolve a batch."""
-        none = (0,) * len(self.padding)
+        """Return the convolution of a batch."""
+        no_output_padding = (0,) * len(self.padding)
         return torch.convolution(
-            x, weight, bias, self.stride, self.padding, self.dilation, False, none, self.groups
+            x,
+            weight,
+            bias,
+            self.stride,
+            self.padding,
+            self.dilation,
+            False,
+            no_output_padding,
+            self.groups,
         )
 
     def gradients(
-        self, grad: Tensor, x: Tensor, weight: Tensor, wanted: tuple[bool, bool, bool]
+        self, grad: Tensor, x: Tensor, weight: Tensor, needs_grad: tuple[bool, bool, bool]
     ) -> list[Tensor]:
-        """Return the gradients of input, weight and bias, as far as wanted."""
+        """Return the gradients of input, weight and bias where `needs_grad` is true."""
         sizes = (list(s) for s in (self.stride, self.padding, self.dilation))
-        none = [0] * len(self.padding)
-        made: list[Tensor] = torch.ops.aten.convolution_backward(
-            grad, x, weight, [len(weight)], *sizes, False, none, self.groups, list(wanted)
+        no_output_padding = [0] * len(self.padding)
+        grads: list[Tensor] = torch.ops.aten.convolution_backward(
+            grad,
+            x,
+            weight,
+            [len(weight)],
+            *sizes,
+            False,
+            no_output_padding,
+            self.groups,
+            list(needs_grad),
         )
-        return made
+        return grads
 
 
 @final
 @dataclass(frozen=True)
 class BandEdge:
-    """What the halo on one side of a band adds to the band's rows at that edge.
+    """The contribution of the halo on one side of a band to the output rows at that edge.
+
+    Ranges of rows and taps are `(start, length)`, as `Tensor.narrow` takes them.
 
     Args:
-        settings: of the convolution, without padding along the rows.
-        taps: those of the kernel's taps that meet the halo: the first and how many.
-        halo: this side's rows of the whole halo: the first and how many.
-        zeros: rows north and south of them that stand for the band, as far as the taps reach.
-        reached_rows: the band's rows that are given something: the first and how many.
-        skipped_rows: rows before those that the halo gives to more rows than the band has.
+        settings: settings of the convolution, without padding along the rows.
+        taps: the kernel's taps that reach into the halo.
+        halo: the rows of this side in the tensor that holds both halos.
+        zeros: rows of zeros to add north and south of them, in place of the band.
+        reached_rows: the band's output rows that depend on the halo.
+        skipped_rows: output rows of the halo before `reached_rows`: they belong to another band,
+            as this one is narrower than the halo.
     """
 
     settings: ConvSettings
@@ -166,29 +199,30 @@ class BandEdge:
     skipped_rows: int
 
     def add(self, y: Tensor, halo: Tensor, weight: Tensor) -> None:
-        """Add to the convolved band what the halo gives."""
-        made = self.settings.convolve(self._rows_of(halo), self._taps_of(weight))
+        """Add the contribution of the halo to the convolved band `y`, in place."""
+        contribution = self.settings.convolve(self._rows_of(halo), self._taps_of(weight))
         dim = self.settings.dim
         y.narrow(dim, *self.reached_rows).add_(
-            made.narrow(dim, self.skipped_rows, self.reached_rows[1])
+            contribution.narrow(dim, self.skipped_rows, self.reached_rows[1])
         )
 
     def gradients(
-        self, grad: Tensor, halo: Tensor, weight: Tensor, wanted: tuple[bool, bool]
+        self, grad: Tensor, halo: Tensor, weight: Tensor, needs_grad: tuple[bool, bool]
     ) -> tuple[Tensor, Tensor]:
-        """Return those of this side's halo and taps, as far as wanted, given the band's."""
-        parts = (self._gradient_of_rows(grad), self._rows_of(halo), self._taps_of(weight))
-        of_rows, of_taps, _ = self.settings.gradients(*parts, (*wanted, False))
-        return of_rows, of_taps
+        """Return the gradients of this side's halo and taps, given that of the band's output."""
+        operands = (self._gradient_of_rows(grad), self._rows_of(halo), self._taps_of(weight))
+        grad_rows, grad_taps, _ = self.settings.gradients(*operands, (*needs_grad, False))
+        return grad_rows, grad_taps
 
-    def add_halo_grad(self, total: Tensor, of_rows: Tensor) -> None:
-        """Add the first of `gradients` to those of the whole halo."""
-        dim, (first, number) = self.settings.dim, self.halo
-        total.narrow(dim, first, number).add_(of_rows.narrow(dim, self.zeros[0], number))
+    def add_halo_grad(self, total: Tensor, grad_rows: Tensor) -> None:
+        """Add the first result of `gradients` to the gradient of both halos, in place."""
+        dim = self.settings.dim
+        first, length = self.halo
+        total.narrow(dim, first, length).add_(grad_rows.narrow(dim, self.zeros[0], length))
 
-    def add_weight_grad(self, total: Tensor, of_taps: Tensor) -> None:
-        """Add the second of `gradients` to those of the whole weight."""
-        self._taps_of(total).add_(of_taps)
+    def add_weight_grad(self, total: Tensor, grad_taps: Tensor) -> None:
+        """Add the second result of `gradients` to the gradient of the weight, in place."""
+        self._taps_of(total).add_(grad_taps)
 
     def _taps_of(self, weight: Tensor) -> Tensor:
         return weight.narrow(self.settings.dim, *self.taps)
@@ -198,7 +232,9 @@ class BandEdge:
         return _pad_rows(halo.narrow(dim, *self.halo), *self.zeros, dim).contiguous()
 
     def _gradient_of_rows(self, grad: Tensor) -> Tensor:
-        dim, missing = self.settings.dim, self.halo[1] - self.reached_rows[1]
+        # The adjoint of `add`: zeros stand for the output rows that this band does not own.
+        dim = self.settings.dim
+        missing = self.halo[1] - self.reached_rows[1]
         rows = grad.narrow(dim, *self.reached_rows)
         return _pad_rows(rows, self.skipped_rows, missing - self.skipped_rows, dim).contiguous()
 
@@ -207,45 +243,62 @@ def _pad_rows(rows: Tensor, north: int, south: int, dim: int) -> Tensor:
     return F.pad(rows, (*(0, 0) * (-dim - 1), north, south)) if north or south else rows
 
 
-def edges_of(kernel: ConvSettings, rows: int, taps: int) -> tuple[BandEdge, BandEdge]:
+def edges_of(settings: ConvSettings, rows: int, taps: int) -> tuple[BandEdge, BandEdge]:
     """Return the northern and the southern edge of a band of `rows` rows.
 
-    `kernel` has `taps` taps along the rows and pads by half of what they reach over, `width` rows.
-    The halo is `width` rows north of the band followed by as many south of it.
+    The kernel has `taps` taps along the rows. `settings` pads by `width` rows on either side, as
+    far as the kernel reaches from its centre. The halo holds `width` rows from north of the band,
+    followed by `width` rows from south of it.
     """
-    width, reaching = kernel.padding[kernel.dim], taps // 2
-    beside = kernel.dilation[kernel.dim] * (reaching - 1)
-    met, bare = min(width, rows), kernel.without_row_padding()
-    north = BandEdge(bare, (0, reaching), (0, width), (0, beside), (0, met), 0)
-    last = (taps - reaching, reaching), (width, width), (beside, 0)
-    return north, BandEdge(bare, *last, (rows - met, met), width - met)
+    width = settings.padding[settings.dim]
+    taps_beyond = taps // 2
+    zeros = settings.dilation[settings.dim] * (taps_beyond - 1)
+    reached = min(width, rows)  # a narrow band has fewer rows than the halo reaches
+    unpadded = settings.without_row_padding()
+    north = BandEdge(
+        unpadded,
+        taps=(0, taps_beyond),
+        halo=(0, width),
+        zeros=(0, zeros),
+        reached_rows=(0, reached),
+        skipped_rows=0,
+    )
+    south = BandEdge(
+        unpadded,
+        taps=(taps - taps_beyond, taps_beyond),
+        halo=(width, width),
+        zeros=(zeros, 0),
+        reached_rows=(rows - reached, reached),
+        skipped_rows=width - reached,
+    )
+    return north, south
 
 
 @final
 @dataclass(frozen=True)
 class ColumnPadding:
-    """Padding of every dimension but the rows', as `F.pad` takes it: that of the rows is zero."""
+    """Padding of all dimensions except the rows, in the order of `F.pad`; zero along the rows."""
 
     padding_widths: tuple[int, ...]
     mode: str
 
     def pad(self, x: Tensor) -> Tensor:
-        """Return `x` with its padding; equal sides may go around the globe several times."""
-        left = self.padding_widths
-        while any(left):
-            turn = self._single_turn(left, x)
+        """Return `x` with its padding; circular padding may be wider than the globe."""
+        remaining = self.padding_widths
+        while any(remaining):
+            turn = self._single_turn(remaining, x)
             x = F.pad(x, turn, mode=self.mode)
-            left = tuple(a - b for a, b in zip(left, turn, strict=True))
+            remaining = tuple(a - b for a, b in zip(remaining, turn, strict=True))
         return x
 
-    def _single_turn(self, sides: tuple[int, ...], x: Tensor) -> tuple[int, ...]:
-        """Return what of the padding is made at once: of a circular one, a turn at most."""
+    def _single_turn(self, widths: tuple[int, ...], x: Tensor) -> tuple[int, ...]:
+        """Return the widths to pad in one call: torch wraps circularly once at most."""
         if self.mode != "circular":
-            return sides
-        return tuple(min(side, x.shape[-1 - at // 2]) for at, side in enumerate(sides))
+            return widths
+        return tuple(min(width, x.shape[-1 - index // 2]) for index, width in enumerate(widths))
 
     def unpad(self, padded: Tensor) -> Tensor:
-        """View what is not padding."""
+        """Return a view of the entries that are not padding."""
         for dim, (before, after) in enumerate(
             zip(self.padding_widths[::2], self.padding_widths[1::2], strict=True)
         ):
@@ -255,9 +308,10 @@ class ColumnPadding:
         return padded
 
     def gradients(self, grad: Tensor) -> Tensor:
-        """Return those of `x`, from those of `x` with its padding."""
+        """Return the gradient of `x`, given that of the padded `x`."""
         if not any(self.padding_widths):
             return grad
+        # torch's own adjoint of `pad`, whatever the mode; the values of `x` don't matter.
         with torch.enable_grad():
             x = torch.zeros_like(self.unpad(grad)).requires_grad_()
             return torch.autograd.grad(self.pad(x), x, grad)[0]
@@ -266,9 +320,9 @@ class ColumnPadding:
 @final
 @dataclass(frozen=True)
 class Halo:
-    """How a band gets the rows north and south of it: `exchange` brings them, north first.
+    """The rows next to a band: `exchange` fetches them, northern ones first.
 
-    The columns' padding is not sent: each rank pads what it gets.
+    Column padding is not sent: each rank pads the rows that it receives.
     """
 
     exchange: RowExchange
@@ -277,40 +331,43 @@ class Halo:
     dim: int
 
     def is_blank(self, edge: BandEdge) -> bool:
-        """Return whether only zeros are on that side."""
+        """Return whether the halo on that side is zero: beyond a pole."""
         return edge.halo in self.exchange.zero_ranges
 
 
 def convolve_band(
-    padded: Tensor, weight: Tensor, bias: Tensor | None, kernel: ConvSettings, halo: Halo
+    padded: Tensor, weight: Tensor, bias: Tensor | None, settings: ConvSettings, halo: Halo
 ) -> Tensor:
-    """Convolve the rows that this rank owns of a globe; reached by all ranks together.
+    """Return the convolution of this rank's rows of a globe; a collective.
 
     Args:
-        padded: the band, with the halo's columns. Other dimensions than the rows' may be padded
-            with zeros besides, as the kernel says.
-        weight: an odd number of taps, or dilated by an even one.
-        bias: one value per channel, or none.
-        kernel: it pads rows as well, so that as many come out as go in.
-        halo: as many rows on either side as the kernel pads.
+        padded: the band with `halo.column_padding`. `settings` may add zeros in all dimensions.
+        weight: the kernel. Along the rows its number of taps is odd, or its dilation even.
+        bias: one value per channel, or None.
+        settings: their padding along the rows keeps the number of rows.
+        halo: as many rows on either side as `settings` pads.
 
     Shapes:
         `(B, C_in, ..., H_local, W)` -> `(B, C_out, ..., H_local, W_out)`; without `B` too.
     """
-    device = "cpu" if padded.is_meta else padded.device.type  # there is no autocast on meta
+    device = "cpu" if padded.is_meta else padded.device.type  # autocast does not know meta
+    # A custom function is opaque to autocast, which would cast the operands of a plain convolution.
     if torch.is_autocast_enabled(device) and padded.dtype != torch.float64:
-        lower = torch.get_autocast_dtype(device)
-        padded, weight = padded.to(lower), weight.to(lower)
-        bias = bias if bias is None else bias.to(lower)
+        autocast_dtype = torch.get_autocast_dtype(device)
+        padded, weight = padded.to(autocast_dtype), weight.to(autocast_dtype)
+        bias = bias if bias is None else bias.to(autocast_dtype)
     unbatched = padded.ndim == weight.ndim - 1
     x = padded[None] if unbatched else padded
-    y: Tensor = _BandConv.apply(x, weight, bias, kernel, halo)  # type: ignore[no-untyped-call]
+    y: Tensor = _BandConv.apply(x, weight, bias, settings, halo)  # type: ignore[no-untyped-call]
     return y[0] if unbatched else y
 
 
 @final
 class _BandConv(torch.autograd.Function):
-    """Saves the same number of tensors on every rank, for activation checkpointing."""
+    """Convolution of a band that is padded with zeros, plus the contribution of its halo.
+
+    Saves the same number of tensors on every rank: activation checkpointing compares the numbers.
+    """
 
     @staticmethod
     def forward(
@@ -318,51 +375,59 @@ class _BandConv(torch.autograd.Function):
         padded: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        kernel: ConvSettings,
+        settings: ConvSettings,
         halo: Halo,
     ) -> Tensor:
         x = halo.column_padding.unpad(padded)
+        # Every rank starts the exchange, whichever edges it skips below: sends match receives.
         finish = start_fetching(x, halo.exchange, halo.transport, halo.dim)
-        y = kernel.convolve(padded, weight, bias)  # while the halo travels
+        y = settings.convolve(padded, weight, bias)  # while the halo travels
         rows = halo.column_padding.pad(finish())
-        both = edges_of(kernel, padded.shape[halo.dim], weight.shape[halo.dim])
-        edges = [edge for edge in both if not halo.is_blank(edge)]
+        north_and_south = edges_of(settings, padded.shape[halo.dim], weight.shape[halo.dim])
+        edges = [edge for edge in north_and_south if not halo.is_blank(edge)]
         for edge in edges:
             edge.add(y, rows, weight)
         ctx.save_for_backward(padded, weight, rows)
-        ctx.settings, ctx.halo, ctx.edges = kernel, halo, edges
+        ctx.settings = settings
+        ctx.halo = halo
+        ctx.edges = edges
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         padded, weight, rows = ctx.saved_tensors
-        halo, wanted = ctx.halo, tuple(ctx.needs_input_grad[:3])
-        # Both at once, though only the halo's are waited for: they are of a few rows.
-        found = [(edge, *edge.gradients(grad, rows, weight, wanted[:2])) for edge in ctx.edges]
-        if wanted[0]:  # the same on every rank
-            home = torch.zeros_like(rows)
-            for edge, of_rows, _ in found:
-                edge.add_halo_grad(home, of_rows)
-            home = halo.column_padding.gradients(home)
-            finish = start_returning_gradients(home, halo.exchange, halo.transport, halo.dim)
-        grad_x, grad_weight, grad_bias = ctx.settings.gradients(grad, padded, weight, wanted)
-        if wanted[1]:
-            for edge, _, of_taps in found:
-                edge.add_weight_grad(grad_weight, of_taps)
-        if wanted[0]:
+        halo = ctx.halo
+        needs_grad = tuple(ctx.needs_input_grad[:3])
+        # The edges come first: the halo's gradient is sent while that of the band is computed. The
+        # gradients of the taps are computed in the same call, as they concern a few rows only.
+        edge_gradients = [
+            (edge, *edge.gradients(grad, rows, weight, needs_grad[:2])) for edge in ctx.edges
+        ]
+        if needs_grad[0]:  # the same on every rank, so that all of them take part
+            halo_grad = torch.zeros_like(rows)
+            for edge, grad_rows, _ in edge_gradients:
+                edge.add_halo_grad(halo_grad, grad_rows)
+            halo_grad = halo.column_padding.gradients(halo_grad)
+            finish = start_returning_gradients(halo_grad, halo.exchange, halo.transport, halo.dim)
+        grad_x, grad_weight, grad_bias = ctx.settings.gradients(grad, padded, weight, needs_grad)
+        if needs_grad[1]:
+            for edge, _, grad_taps in edge_gradients:
+                edge.add_weight_grad(grad_weight, grad_taps)
+        if needs_grad[0]:  # add the gradients that neighbours computed for this band's rows
             finish(halo.column_padding.unpad(grad_x))
         return grad_x, grad_weight, grad_bias, None, None
 
 
-# By number of spatial dimensions.
+# Keys: the number of spatial dimensions.
 CONV_FUNCTIONS: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 
 
 class _RowConv(ConvLayer):
-    """The geometry that all convolutions share: stride, kernel, and padding beyond the poles."""
+    """Geometry that all convolutions share: stride, kernel, and padding beyond the poles."""
 
-    # Padding to be made first, and zeros that the convolution makes: none along the rows.
+    # Padding to add before the convolution, and zeros that the convolution itself adds in each
+    # spatial dimension. Neither pads rows: those come from the exchange.
     column_padding: ColumnPadding
     zeros: tuple[int, ...]
 
@@ -371,7 +436,10 @@ class _RowConv(ConvLayer):
         self._halos: dict[RowPartition, RowExchange] = {}
 
     def out_height(self, height: int, *others: Tensor) -> int:
-        """Return the rows of the output: Dumoulin & Visin 2016, relationship 15."""
+        """Return the global output height.
+
+        Source: Dumoulin & Visin 2016, relationship 15.
+        """
         return (height + self.north + self.south - self._kernel_extent) // self._stride + 1
 
     def input_span(self, out: slice, height: int) -> tuple[int, int]:
@@ -381,18 +449,20 @@ class _RowConv(ConvLayer):
 
     def compute(self, x: Tensor, bands: Bands) -> Tensor:
         """Return this rank's output rows."""
-        if not self._has_equal_halos(bands):
+        if not self._has_equal_halos(bands):  # fetch first, then convolve
             return self.convolve(self.column_padding.pad(self.fetch(x, bands)))
-        conv, dim, zeros = self.conv, self.row_dim, list(self.zeros)
+        conv = self.conv
+        dim = self.row_dim
+        zeros = list(self.zeros)
         zeros[dim] = self.north
-        kernel = ConvSettings(conv.stride, tuple(zeros), conv.dilation, conv.groups, dim)
+        settings = ConvSettings(conv.stride, tuple(zeros), conv.dilation, conv.groups, dim)
         halo = Halo(self._halo_of(bands.input), self.manager.transport, self.column_padding, dim)
-        return convolve_band(self.column_padding.pad(x), self.weight, self.bias, kernel, halo)
+        return convolve_band(self.column_padding.pad(x), self.weight, self.bias, settings, halo)
 
     def _has_equal_halos(self, bands: Bands) -> bool:
-        """Return whether a band of the output is made of that of the input and equal halos.
+        """Return whether an output band depends on the same input band and equal halos.
 
-        Rows that come for several layers at once are glued to the band: it is copied once for all.
+        Not with a shared exchange: its rows arrive joined to the band, copied once for all layers.
         """
         if self.shared_exchange is not None:
             return False
@@ -402,17 +472,20 @@ class _RowConv(ConvLayer):
     def _halo_of(self, bands: RowPartition) -> RowExchange:
         exchange = self._halos.get(bands)
         if exchange is None:
-            needs = tuple(self.halo(bands.rows(r), bands.height) for r in range(bands.ranks))
-            exchange = self._halos[bands] = RowExchange(bands, needs, self.manager.domain_rank)
+            halos = tuple(self.halo(bands.rows(r), bands.height) for r in range(bands.ranks))
+            exchange = self._halos[bands] = RowExchange(bands, halos, self.manager.domain_rank)
         return exchange
 
     @abstractmethod
     def convolve(self, rows: Tensor) -> Tensor:
-        """Convolve rows that are padded by `column_padding`. Reads the weight once."""
+        """Return the convolution of fetched rows that have `column_padding`.
+
+        Reads the weight once: a parametrised weight is computed at each access.
+        """
 
 
 class _PaddedConv(_RowConv):
-    """An `nn.Conv*d`, or a module that acts as one, which pads as its `padding_mode` says."""
+    """An `nn.Conv*d`, or a module that acts like one, with its `padding_mode`."""
 
     def __init__(
         self,
@@ -425,17 +498,21 @@ class _PaddedConv(_RowConv):
         super().__init__(outer, conv, padding_widths(conv), shard_dim, manager)
         self.pole_mode = conv.padding_mode
         north = 2 * (-self.row_dim - 1)
-        sides = (*self.padding_widths[:north], 0, 0, *self.padding_widths[north + 2 :])
-        none = (0,) * len(sides)
-        if self.pole_mode == "zeros" and sides[::2] == sides[1::2]:
-            self.column_padding, self.zeros = ColumnPadding(none, "constant"), sides[-2::-2]
+        without_rows = (*self.padding_widths[:north], 0, 0, *self.padding_widths[north + 2 :])
+        no_padding = (0,) * len(without_rows)
+        # Equal zeros on both sides can be left to the convolution, which saves a copy of the input.
+        if self.pole_mode == "zeros" and without_rows[::2] == without_rows[1::2]:
+            self.column_padding = ColumnPadding(no_padding, "constant")
+            self.zeros = without_rows[-2::-2]
         else:
             mode = "constant" if self.pole_mode == "zeros" else self.pole_mode
-            self.column_padding, self.zeros = ColumnPadding(sides, mode), none[::2]
+            self.column_padding = ColumnPadding(without_rows, mode)
+            self.zeros = no_padding[::2]
 
     def convolve(self, rows: Tensor) -> Tensor:
-        """Convolve rows that are padded by `column_padding`."""
-        conv, zeros = self.conv, self.zeros
+        """Return the convolution of fetched rows that have `column_padding`."""
+        conv = self.conv
+        zeros = self.zeros
         return CONV_FUNCTIONS[len(zeros)](
             rows, self.weight, self.bias, conv.stride, zeros, conv.dilation, conv.groups
         )
@@ -445,7 +522,7 @@ class _PaddedConv(_RowConv):
 class DomainParallelConv1d(_PaddedConv):
     """A `Conv1d` along the rows of one band, equal to that layer on the whole globe.
 
-    Any kernel, stride, dilation, padding and padding mode, any bands.
+    Supports every kernel, stride, dilation, padding and padding mode, and any bands.
 
     Args:
         conv: the layer to shard; parameters are shared with it.
@@ -456,7 +533,7 @@ class DomainParallelConv1d(_PaddedConv):
         `(B, C_in, H_local)` -> `(B, C_out, H_out_local)`; without `B` too.
 
     Raises:
-        UserError: `shard_dim` is another one.
+        UserError: `shard_dim` is not the last dimension.
     """
 
     row_dim = -1
@@ -475,7 +552,7 @@ class DomainParallelConv1d(_PaddedConv):
 class DomainParallelConv2d(_PaddedConv):
     """A `Conv2d` on one band of rows, equal to that layer on the whole globe.
 
-    Any kernel, stride, dilation, padding and padding mode, any bands.
+    Supports every kernel, stride, dilation, padding and padding mode, and any bands.
 
     Args:
         conv: the layer to shard; parameters are shared with it.
@@ -486,7 +563,7 @@ class DomainParallelConv2d(_PaddedConv):
         `(B, C_in, H_local, W)` -> `(B, C_out, H_out_local, W_out)`; without `B` too.
 
     Raises:
-        UserError: `shard_dim` is not that of rows.
+        UserError: `shard_dim` is not the last dimension but one.
     """
 
     def __init__(
@@ -503,7 +580,7 @@ class DomainParallelConv2d(_PaddedConv):
 class DomainParallelConv3d(_PaddedConv):
     """A `Conv3d` on one band of rows, equal to that layer on the whole globe.
 
-    Any kernel, stride, dilation, padding and padding mode, any bands.
+    Supports every kernel, stride, dilation, padding and padding mode, and any bands.
 
     Args:
         conv: the layer to shard; parameters are shared with it.
@@ -512,10 +589,10 @@ class DomainParallelConv3d(_PaddedConv):
 
     Shapes:
         `(B, C_in, T, H_local, W)` -> `(B, C_out, T_out, H_out_local, W_out)`; without `B` too.
-        `T` may be times or levels.
+        `T` are times or levels.
 
     Raises:
-        UserError: `shard_dim` is not that of rows.
+        UserError: `shard_dim` is not the last dimension but one.
     """
 
     def __init__(
@@ -534,8 +611,8 @@ class DomainParallelPeriodicConv2d(_RowConv):
 
     Args:
         periodic_conv: a module that pads by `padding` on all sides, circular in longitude, and then
-            applies `conv`, an `nn.Conv2d` without padding. Its `poles` say how latitude is padded
-            (`reflect`, `zeros`, `mirror`, `earth`); without that attribute it reflects.
+            applies `conv`, an `nn.Conv2d` without padding. Its `poles` attribute is the padding in
+            latitude: `reflect` (the default), `zeros`, `mirror` or `earth`.
         shard_dim: the row dimension of the input.
         manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
 
@@ -543,7 +620,7 @@ class DomainParallelPeriodicConv2d(_RowConv):
         `(B, C_in, H_local, W)` -> `(B, C_out, H_out_local, W_out)`.
 
     Raises:
-        UserError: the inner convolution pads.
+        UserError: the inner convolution has padding.
     """
 
     def __init__(
@@ -557,13 +634,13 @@ class DomainParallelPeriodicConv2d(_RowConv):
         if conv.padding not in ("valid", (0, 0)):
             raise UserError(
                 f"{type(periodic_conv).__name__}: conv has to leave padding to the module around "
-                f"it, got padding {conv.padding}. Give its Conv2d padding=0."
+                f"it, got padding {conv.padding}. Set padding=0 in its Conv2d."
             )
-        sides = (periodic_conv.padding,) * 4
-        super().__init__(periodic_conv, conv, sides, shard_dim, manager)
+        widths = (periodic_conv.padding,) * 4
+        super().__init__(periodic_conv, conv, widths, shard_dim, manager)
         self.padding: int = periodic_conv.padding
         self.pole_mode = getattr(periodic_conv, "poles", "reflect")
-        # Longitudes are wrapped here.
+        # Padding in longitude needs no messages: bands hold complete rows.
         self.column_padding = ColumnPadding((self.padding, self.padding, 0, 0), "circular")
         self.zeros = (0, 0)
 
@@ -578,11 +655,12 @@ class DomainParallelPeriodicConv2d(_RowConv):
         return self.conv.bias  # type: ignore[no-any-return]
 
     def _has_equal_halos(self, bands: Bands) -> bool:
+        # The overlapped path does not call the inner module: its hooks and overrides would not run.
         conv = self.conv
         hooked = conv._forward_hooks or conv._forward_pre_hooks or conv._backward_hooks
         plain = not overridden_method(conv) and not hooked
         return plain and super()._has_equal_halos(bands)
 
     def convolve(self, rows: Tensor) -> Tensor:
-        """Call the inner convolution: it may have hooks."""
+        """Call the inner convolution as a module, as it may have hooks."""
         return self.conv(rows)  # type: ignore[no-any-return]

@@ -1,4 +1,8 @@
-"""Transposed convolutions on one band of rows."""
+"""Transposed convolutions on one band of rows.
+
+A band fetches the input rows whose kernel reaches its output rows, computes everything that these
+reach and crops it. Output rows that no input row reaches hold the bias only; they are added last.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +18,7 @@ from credit_dp.domain_parallel.layers.conv import ConvLayer, padding_widths
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.errors import UserError
 
-# By number of spatial dimensions.
+# Keys: the number of spatial dimensions.
 CONV_TRANSPOSE_FUNCTIONS: dict[int, Callable[..., Tensor]] = {
     1: F.conv_transpose1d,
     2: F.conv_transpose2d,
@@ -23,14 +27,14 @@ CONV_TRANSPOSE_FUNCTIONS: dict[int, Callable[..., Tensor]] = {
 
 
 def _with_zero(settings: tuple[int, ...], dim: int) -> tuple[int, ...]:
-    """Return settings with a zero for the rows."""
-    kept = list(settings)
-    kept[dim] = 0
-    return tuple(kept)
+    """Return settings with a zero in the row dimension."""
+    changed = list(settings)
+    changed[dim] = 0
+    return tuple(changed)
 
 
 class _RowConvTranspose(ConvLayer):
-    """Makes all rows that the fetched ones reach, and keeps this rank's."""
+    """Computes all rows that the fetched ones reach and crops them to this rank's band."""
 
     def __init__(
         self, conv: _ConvTransposeNd, shard_dim: int, manager: DomainParallelManager | None
@@ -41,23 +45,29 @@ class _RowConvTranspose(ConvLayer):
         """Return this rank's output rows.
 
         Raises:
-            UserError: `output_size` is given, which would mean the band's size to the caller.
+            UserError: `output_size` is given; callers would pass the size of a band.
         """
         if output_size is not None:
             raise UserError(
                 f"{type(self.conv).__name__}: output_size has no meaning on a band of rows. "
                 "Set output_padding in the layer, or crop with a MatchRows module."
             )
-        made: Tensor = super().forward(x)
-        return made
+        y: Tensor = super().forward(x)
+        return y
 
     def out_height(self, height: int, *others: Tensor) -> int:
-        """Return the rows of the output: Dumoulin & Visin 2016, relationship 14, with dilation."""
+        """Return the global output height.
+
+        Source: Dumoulin & Visin 2016, relationship 14, with dilation.
+        """
         extra = self._kernel_extent + self.conv.output_padding[self.row_dim] - 2 * self.north
         return int((height - 1) * self._stride + extra)
 
     def input_span(self, out: slice, height: int) -> tuple[int, int]:
-        """Return the input rows that reach the output rows; one at least, as convolutions do."""
+        """Return the input rows that reach the output rows `out`; at least one.
+
+        torch refuses a convolution without rows, so a row is fetched even if none reaches `out`.
+        """
         first = -(-(out.start + self.north - self._kernel_extent + 1) // self._stride)
         last = (out.stop - 1 + self.north) // self._stride
         first = min(max(first, 0), height - 1)
@@ -65,31 +75,44 @@ class _RowConvTranspose(ConvLayer):
 
     def compute(self, x: Tensor, bands: Bands) -> Tensor:
         """Return this rank's output rows."""
-        out, dim = bands.output.rows(self.manager.domain_rank), self.row_dim
+        dim = self.row_dim
+        out = bands.output.rows(self.manager.domain_rank)
         first, last = self.input_span(out, bands.input.height)
-        # No input row reaches others than those from `made_from` to `made_to - 1`.
-        made_from = first * self._stride - self.north
-        made_to = (last - 1) * self._stride - self.north + self._kernel_extent
-        start = min(max(out.start, made_from), out.stop)
-        stop = max(min(out.stop, made_to), start)
-        north, south = start - out.start, out.stop - stop
+        # The fetched rows reach the output rows from `reached_start` to `reached_stop - 1`; from
+        # `start` to `stop - 1` these belong to this rank.
+        reached_start = first * self._stride - self.north
+        reached_stop = (last - 1) * self._stride - self.north + self._kernel_extent
+        start = min(max(out.start, reached_start), out.stop)
+        stop = max(min(out.stop, reached_stop), start)
+        north = start - out.start
+        south = out.stop - stop
         rows = self.fetch(x, bands)
         bias: Tensor | None = self.bias
-        made = self._convolve(rows, None if north + south else bias)
-        made = made.narrow(dim, min(max(0, start - made_from), made.shape[dim]), stop - start)
+        y = self._convolve(rows, None if north + south else bias)
+        y = y.narrow(dim, min(max(0, start - reached_start), y.shape[dim]), stop - start)
         if not north + south:
-            return made
-        made = F.pad(made, (*(0, 0) * (-dim - 1), north, south))
+            return y
+        # The rows that nothing reaches are the bias, which is therefore added after padding.
+        y = F.pad(y, (*(0, 0) * (-dim - 1), north, south))
         if bias is None:
-            return made
-        return made + bias.to(made.dtype).reshape(-1, *(1,) * len(self.conv.kernel_size))
+            return y
+        return y + bias.to(y.dtype).reshape(-1, *(1,) * len(self.conv.kernel_size))
 
     def _convolve(self, rows: Tensor, bias: Tensor | None) -> Tensor:
-        """Convolve without cropping or adding rows."""
-        conv, dim = self.conv, self.row_dim
-        padding, extra = _with_zero(conv.padding, dim), _with_zero(conv.output_padding, dim)
+        """Return the transposed convolution without padding or output padding along the rows."""
+        conv = self.conv
+        dim = self.row_dim
+        padding = _with_zero(conv.padding, dim)
+        output_padding = _with_zero(conv.output_padding, dim)
         return CONV_TRANSPOSE_FUNCTIONS[len(padding)](
-            rows, self.weight, bias, conv.stride, padding, extra, conv.groups, conv.dilation
+            rows,
+            self.weight,
+            bias,
+            conv.stride,
+            padding,
+            output_padding,
+            conv.groups,
+            conv.dilation,
         )
 
 
@@ -97,8 +120,8 @@ class _RowConvTranspose(ConvLayer):
 class DomainParallelConvTranspose1d(_RowConvTranspose):
     """A `ConvTranspose1d` along the rows of one band, equal to that layer on the whole globe.
 
-    Any kernel, stride, padding, output padding, dilation and groups. Where the kernel equals the
-    stride and the bands line up, nothing is sent.
+    Supports every kernel, stride, padding, output padding, dilation and number of groups. Nothing
+    is sent where the kernel equals the stride and the bands line up.
 
     Args:
         conv: the layer to shard; parameters are shared with it.
@@ -109,7 +132,7 @@ class DomainParallelConvTranspose1d(_RowConvTranspose):
         `(B, C_in, H_local)` -> `(B, C_out, H_out_local)`; without `B` too.
 
     Raises:
-        UserError: `shard_dim` is another one.
+        UserError: `shard_dim` is not the last dimension.
     """
 
     row_dim = -1
@@ -128,8 +151,8 @@ class DomainParallelConvTranspose1d(_RowConvTranspose):
 class DomainParallelConvTranspose2d(_RowConvTranspose):
     """A `ConvTranspose2d` on one band of rows, equal to that layer on the whole globe.
 
-    Any kernel, stride, padding, output padding, dilation and groups. Where the kernel equals the
-    stride and the bands line up, nothing is sent.
+    Supports every kernel, stride, padding, output padding, dilation and number of groups. Nothing
+    is sent where the kernel equals the stride and the bands line up.
 
     Args:
         conv: the layer to shard; parameters are shared with it.
@@ -140,7 +163,7 @@ class DomainParallelConvTranspose2d(_RowConvTranspose):
         `(B, C_in, H_local, W)` -> `(B, C_out, H_out_local, W_out)`; without `B` too.
 
     Raises:
-        UserError: `shard_dim` is not that of rows.
+        UserError: `shard_dim` is not the last dimension but one.
     """
 
     def __init__(
@@ -157,8 +180,8 @@ class DomainParallelConvTranspose2d(_RowConvTranspose):
 class DomainParallelConvTranspose3d(_RowConvTranspose):
     """A `ConvTranspose3d` on one band of rows, equal to that layer on the whole globe.
 
-    Any kernel, stride, padding, output padding, dilation and groups. Where the kernel equals the
-    stride and the bands line up, nothing is sent.
+    Supports every kernel, stride, padding, output padding, dilation and number of groups. Nothing
+    is sent where the kernel equals the stride and the bands line up.
 
     Args:
         conv: the layer to shard; parameters are shared with it.
@@ -167,10 +190,10 @@ class DomainParallelConvTranspose3d(_RowConvTranspose):
 
     Shapes:
         `(B, C_in, T, H_local, W)` -> `(B, C_out, T_out, H_out_local, W_out)`; without `B` too.
-        `T` may be times or levels.
+        `T` are times or levels.
 
     Raises:
-        UserError: `shard_dim` is not that of rows.
+        UserError: `shard_dim` is not the last dimension but one.
     """
 
     def __init__(

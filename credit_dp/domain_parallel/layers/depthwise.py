@@ -1,4 +1,9 @@
-"""Depthwise convolutions on one band of rows, with kernels up to the whole globe and beyond."""
+"""Depthwise convolutions on one band of rows, with kernels up to the whole globe and beyond.
+
+A kernel that spans many bands would fetch most of the globe. As the channels of a depthwise
+convolution are independent, the ranks can instead transpose: each receives all rows of some
+channels, convolves them, and sends the output rows back. The plan chooses what sends less.
+"""
 
 from __future__ import annotations
 
@@ -27,37 +32,40 @@ CHANNEL_DIM = -3
 
 
 class DepthwiseLayer(_PaddedConv):
-    """Fetches the rows under its kernel or trades rows for channels, whichever moves less.
+    """Fetches the rows under its kernel, or transposes rows to channels if that sends less.
 
-    The plan decides, by the bytes that all ranks together send in a forward, and so alike on every
-    rank; without a plan rows are fetched. Gradients of weights and biases are those of this rank's
-    rows or of its channels: either way their sum over the ranks is the gradient.
+    The plan decides by the bytes that all ranks together send in a forward; without a plan rows are
+    fetched. A rank's gradients of weight and bias come from its rows or from its channels. In both
+    cases their sum over the ranks is the gradient.
     """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._transposed_heights: frozenset[int] = frozenset()
-        # By global height: columns of the input and of the output.
+        # Global input height -> columns of the input and of the output.
         self._column_counts: dict[int, tuple[int, int]] = {}
 
     def global_forward(self, x: Tensor, *others: Tensor) -> Any:
-        """Return what the layer makes of the whole globe, and note its columns while planning."""
-        made = super().global_forward(x, *others)
+        """Apply the wrapped layer to the whole globe; while planning, record the columns."""
+        y = super().global_forward(x, *others)
         if active_planner() is not None:
-            self._column_counts[x.shape[ROW_DIM]] = x.shape[-1], made.shape[-1]
-        return made
+            self._column_counts[x.shape[ROW_DIM]] = x.shape[-1], y.shape[-1]
+        return y
 
-    def set_plan(self, dim: int, planned: dict[int, int]) -> None:
-        """Adopt where the plan found rows, and decide for each global height."""
-        super().set_plan(dim, planned)
+    def set_plan(self, dim: int, heights: dict[int, int]) -> None:
+        """Adopt the plan and choose between halo and transpose for each global height."""
+        # The choice depends on global sizes only: all ranks have to run the same collectives.
+        super().set_plan(dim, heights)
         table = self.manager.bands
-        bands = (Bands(table[taken], table[made]) for taken, made in planned.items())
+        pairs = (
+            Bands(table[in_height], table[out_height]) for in_height, out_height in heights.items()
+        )
         self._transposed_heights = frozenset(
-            its.input.height for its in bands if self._transpose_moves_less(its)
+            pair.input.height for pair in pairs if self._transpose_moves_less(pair)
         )
 
     def transposes(self, height: int) -> bool:
-        """Return whether rows of this global height are traded for channels."""
+        """Return whether inputs of this global height are transposed from rows to channels."""
         return height in self._transposed_heights
 
     def fetches_halo(self, height: int) -> bool:
@@ -65,59 +73,71 @@ class DepthwiseLayer(_PaddedConv):
         return not self.transposes(height)
 
     def transpose_pair(self, bands: Bands) -> tuple[TransposePlan, TransposePlan]:
-        """Return how the input goes there and how the output comes back."""
-        conv, ranks = self.conv, bands.input.ranks
-        taken = channels_per_rank(conv.in_channels, ranks)
-        made = tuple(share * (conv.out_channels // conv.in_channels) for share in taken)
-        return TransposePlan(bands.input.sizes, taken), TransposePlan(bands.output.sizes, made)
+        """Return the transposes of the input to channels and of the output back to rows."""
+        conv = self.conv
+        ranks = bands.input.ranks
+        in_channels = channels_per_rank(conv.in_channels, ranks)
+        out_channels = tuple(
+            number * (conv.out_channels // conv.in_channels) for number in in_channels
+        )
+        to_channels = TransposePlan(bands.input.sizes, in_channels)
+        to_rows = TransposePlan(bands.output.sizes, out_channels)
+        return to_channels, to_rows
 
     def _transpose_moves_less(self, bands: Bands) -> bool:
-        """Return whether trading moves no more than fetching: then each row is convolved once."""
-        taken, made = self._column_counts.get(bands.input.height, (1, 1))
+        """Return whether the transposes send no more than a halo would.
+
+        Equal amounts favour the transpose, which convolves each row once.
+        """
+        in_columns, out_columns = self._column_counts.get(bands.input.height, (1, 1))
         routes = received_row_counts(bands.input, self.exchange(bands).required_rows)
-        rows = sum(rows for of_rank in routes for _, rows in of_rank)
-        there, back = self.transpose_pair(bands)
-        traded = (
-            there.total_rows_sent(to_channels=True) * taken
-            + back.total_rows_sent(to_channels=False) * made
+        rows_fetched = sum(rows for received in routes for _, rows in received)
+        to_channels, to_rows = self.transpose_pair(bands)
+        entries_transposed = (
+            to_channels.total_rows_sent(to_channels=True) * in_columns
+            + to_rows.total_rows_sent(to_channels=False) * out_columns
         )
-        fetched: int = rows * self.conv.in_channels * taken
-        return 0 < traded <= fetched
+        entries_fetched: int = rows_fetched * self.conv.in_channels * in_columns
+        return 0 < entries_transposed <= entries_fetched
 
     @property
     def title(self) -> str:
-        """The type, and what the plan has chosen."""
-        chosen = {
+        """The type and the plan's choice: halo, transpose or both."""
+        methods = {
             "transpose" if self.transposes(height) else "halo" for height in self.planned_heights
         }
-        return f"{super().title} ({' and '.join(sorted(chosen)) or 'halo'})"
+        return f"{super().title} ({' and '.join(sorted(methods)) or 'halo'})"
 
     def compute(self, x: Tensor, bands: Bands) -> Tensor:
         """Return this rank's output rows."""
         if not self.transposes(bands.input.height):
             return super().compute(x, bands)
-        there, back = self.transpose_pair(bands)
+        to_channels, to_rows = self.transpose_pair(bands)
         transport = self.manager.transport
-        globe = rows_to_channels(x, there.rows, transport, there.channels)
-        made = self._convolve_globe(globe, channel_slice(back.channels, self.manager.domain_rank))
-        return channels_to_rows(made, back.rows, transport, back.channels)
+        globe = rows_to_channels(x, to_channels.rows, transport, to_channels.channels)
+        y = self._convolve_globe(globe, channel_slice(to_rows.channels, self.manager.domain_rank))
+        return channels_to_rows(y, to_rows.rows, transport, to_rows.channels)
 
-    def _convolve_globe(self, globe: Tensor, made: slice) -> Tensor:
-        """Convolve all rows of this rank's channels, which make the output channels `made`."""
-        conv, channels = self.conv, globe.shape[CHANNEL_DIM]
+    def _convolve_globe(self, globe: Tensor, out_channels: slice) -> Tensor:
+        """Return the convolution of all rows of this rank's channels: the slice `out_channels`."""
+        conv = self.conv
+        channels = globe.shape[CHANNEL_DIM]
         if not channels:
-            # It convolves one channel of zeros: what is saved for backward has to be as many
-            # tensors on every rank, for activation checkpointing.
+            # A rank without channels convolves one channel of zeros: activation checkpointing needs
+            # the same number of saved tensors on every rank.
             globe = F.pad(globe, (0, 0, 0, 0, 0, 1))
-            made = slice(0, conv.out_channels // conv.in_channels)
-        globe, zeros = self.column_padding.pad(globe), (0, self.zeros[-1])
+            out_channels = slice(0, conv.out_channels // conv.in_channels)
+        globe = self.column_padding.pad(globe)
+        zeros = (0, self.zeros[-1])
         if self.pole_mode == "zeros" and self.north == self.south:
             zeros = (self.north, zeros[-1])
         else:
             mode = "constant" if self.pole_mode == "zeros" else self.pole_mode
             globe = F.pad(globe, (0, 0, self.north, self.south), mode=mode)
-        weight, bias = self.weight[made], self.bias
-        bias = None if bias is None else bias[made]
+        # Slices of the parameters: gradients of other ranks' channels are zero here.
+        weight = self.weight[out_channels]
+        bias = self.bias
+        bias = None if bias is None else bias[out_channels]
         groups = globe.shape[CHANNEL_DIM]
         y = F.conv2d(globe, weight, bias, conv.stride, zeros, conv.dilation, groups)
         return y if channels else y.narrow(CHANNEL_DIM, 0, 0)
@@ -127,9 +147,10 @@ class DepthwiseLayer(_PaddedConv):
 class DomainParallelDepthwiseConv2d(DepthwiseLayer):
     """A depthwise `Conv2d` on one band of rows, equal to that layer on the whole globe.
 
-    As many groups as input channels, several output channels for each as well; any kernel, stride,
-    dilation, padding and padding mode, any bands. A plan lets it trade rows for channels where that
-    moves less than fetching rows does; then a rank may have no channel at all.
+    The convolution has one group per input channel, each with one or more output channels. Supports
+    every kernel, stride, dilation, padding and padding mode, and any bands. With a plan it
+    transposes rows to channels where that sends less than fetching rows; a rank may then have no
+    channel.
 
     Args:
         conv: the layer to shard; parameters are shared with it.
@@ -140,7 +161,7 @@ class DomainParallelDepthwiseConv2d(DepthwiseLayer):
         `(B, C, H_local, W)` -> `(B, C_out, H_out_local, W_out)`; without `B` too.
 
     Raises:
-        UserError: `shard_dim` is not that of rows, or channels are mixed.
+        UserError: `shard_dim` is not the last dimension but one, or a group has several channels.
     """
 
     def __init__(
@@ -152,7 +173,7 @@ class DomainParallelDepthwiseConv2d(DepthwiseLayer):
     ) -> None:
         if conv.groups != conv.in_channels:
             raise UserError(
-                f"DomainParallelDepthwiseConv2d: needs a convolution with a group per channel, got "
+                f"DomainParallelDepthwiseConv2d: needs one group per channel, got "
                 f"{conv.groups} groups of {conv.in_channels} channels. Use DomainParallelConv2d."
             )
         super().__init__(conv, shard_dim, manager)
@@ -162,8 +183,8 @@ class DomainParallelDepthwiseConv2d(DepthwiseLayer):
 class DomainParallelDistributedDepthwiseConv2d(DepthwiseLayer):
     """A `DistributedDepthwiseConv2d` on one band of rows, equal to that layer on the whole globe.
 
-    Its ranks share rows outside and, where that moves less, channels inside: `cp_group` has to be
-    None.
+    The ranks hold bands of rows and, where that sends less, transpose them to channels inside the
+    layer. It replaces the layer's own channel parallelism, so `cp_group` must be None.
 
     Args:
         depthwise: the layer to shard; parameters are shared with it.
@@ -174,7 +195,7 @@ class DomainParallelDistributedDepthwiseConv2d(DepthwiseLayer):
         `(B, C, H_local, W)` -> the same.
 
     Raises:
-        UserError: `shard_dim` is not that of rows, or a `cp_group` is given.
+        UserError: `shard_dim` is not the last dimension but one, or `cp_group` is not None.
     """
 
     def __init__(
@@ -186,23 +207,23 @@ class DomainParallelDistributedDepthwiseConv2d(DepthwiseLayer):
     ) -> None:
         settings = _as_conv(depthwise)
         super().__init__(settings, shard_dim, manager, depthwise)
-        self.__dict__["conv"] = settings  # no child: it has no parameters that anyone uses
+        self.__dict__["conv"] = settings  # not a child: its weight is never used
 
     @property
     def weight(self) -> Tensor:
-        """The kernel of each channel, as a convolution of torch has it."""
+        """The kernels in the layout of `nn.Conv2d`, `(C, 1, k_H, k_W)`."""
         expanded: Tensor = self.wrapped.expand_to_channels(self.wrapped.weight)
         return expanded[:, None]
 
     @property
     def bias(self) -> Tensor | None:
-        """The bias of each channel."""
+        """The bias of each channel, `(C,)`."""
         bias: Tensor | None = self.wrapped.bias
         return None if bias is None else self.wrapped.expand_to_channels(bias)
 
     def forward(self, x: Tensor, *others: Any, cp_group: Any = None) -> Any:
-        """Return this rank's rows of what the layer makes of the whole globe."""
-        if any(given is not None for given in (*others, cp_group)):
+        """Return this rank's rows of the output that the layer has on the whole globe."""
+        if any(argument is not None for argument in (*others, cp_group)):
             raise UserError(
                 "DistributedDepthwiseConv2d: its rows are sharded, which leaves no channels to "
                 "share. Call it without cp_group in a model with parallel.domain above 1."
@@ -214,11 +235,11 @@ class DomainParallelDistributedDepthwiseConv2d(DepthwiseLayer):
 class DomainParallelLongRangeConv2d(DepthwiseLayer):
     """A depthwise convolution that is circular in longitude, on one band of rows.
 
-    The columns around the globe are not sent: each rank pads what it has.
+    Padding in longitude sends nothing: each rank pads its own rows.
 
     Args:
-        layer: an `nn.Conv2d` with a group per channel and zeros in latitude, whose forward first
-            pads `reach` columns on both sides, circularly; if need be more than once around.
+        layer: an `nn.Conv2d` with one group per channel and zeros in latitude. Its forward first
+            pads `column_padding` circular columns on both sides, maybe more than the globe has.
         shard_dim: the row dimension of the input.
         manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
 
@@ -226,7 +247,7 @@ class DomainParallelLongRangeConv2d(DepthwiseLayer):
         `(B, C, H_local, W)` -> `(B, C_out, H_out_local, W_out)`.
 
     Raises:
-        UserError: `shard_dim` is not that of rows.
+        UserError: `shard_dim` is not the last dimension but one.
     """
 
     def __init__(
@@ -237,16 +258,17 @@ class DomainParallelLongRangeConv2d(DepthwiseLayer):
         manager: DomainParallelManager | None = None,
     ) -> None:
         super().__init__(layer, shard_dim, manager)
-        reach = layer.column_padding
-        self.padding_widths = (reach, reach, self.north, self.south)
-        self.column_padding, self.zeros = ColumnPadding((reach, reach, 0, 0), "circular"), (0, 0)
+        width = layer.column_padding
+        self.padding_widths = (width, width, self.north, self.south)
+        self.column_padding = ColumnPadding((width, width, 0, 0), "circular")
+        self.zeros = (0, 0)
 
     def _check_is_torch(self, wrapped: nn.Module) -> None:
-        """Its forward is its own, and done here."""
+        """Accept the overridden forward: this class reproduces it."""
 
 
 def _as_conv(depthwise: DistributedDepthwiseConv2d) -> nn.Conv2d:
-    """Return a convolution with the settings of a layer, and no weights."""
+    """Return a convolution with the settings of `depthwise`, without data (meta device)."""
     channels = depthwise.hidden_dim
     return nn.Conv2d(
         channels, channels, depthwise.kernel_size, padding="same", groups=channels, bias=False,

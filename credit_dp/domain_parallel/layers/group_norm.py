@@ -1,4 +1,10 @@
-"""Group normalisation with the statistics of the whole globe."""
+"""Group normalisation with the statistics of the whole globe.
+
+torch's own group norm can't be used on a band, as it takes the statistics of its input. Here
+forward gathers each band's moments (one collective) and applies `(x - center) * scale + shift` per
+channel; backward sums the gradients of both moments over all bands (one collective). Both passes
+use torch's batch-norm kernels with given statistics, chunk by chunk: a chunk fits in the cache.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +22,7 @@ from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.transport import Transport
 from credit_dp.errors import UserError
 
-# As many numbers are taken at a time: what is made of them on the way stays in a core's cache.
+# Entries that are processed at a time, so that intermediate results stay in a core's cache.
 CHUNK_ENTRIES = 2**19
 
 
@@ -24,8 +30,8 @@ CHUNK_ENTRIES = 2**19
 class DomainParallelGroupNorm(ReductionLayer):
     """A `GroupNorm` on one band of rows, equal to that layer on the whole globe.
 
-    One small collective forward and one backward. Rows may be in any dimension but the samples' and
-    the channels'; half-precision input has float32 statistics, without a float32 copy of it.
+    One small collective in forward and one in backward. Rows may be in any dimension except the
+    channels'. Statistics of half-precision input are float32, without a float32 copy of the input.
 
     Args:
         norm: the layer to shard; parameters are shared with it.
@@ -45,7 +51,11 @@ class DomainParallelGroupNorm(ReductionLayer):
         self.affine = norm.affine
 
     def couples_rows(self, dim: int, ndim: int) -> bool:
-        """Rows meet wherever they are but among the samples."""
+        """Return whether `dim` is one that groups are averaged over: not that of the samples.
+
+        Raises:
+            UserError: the rows are in the channels' dimension.
+        """
         if dim + ndim == 1:
             raise UserError("GroupNorm: rows are in the channels' dimension. Move them elsewhere.")
         return dim + ndim > 1
@@ -53,21 +63,22 @@ class DomainParallelGroupNorm(ReductionLayer):
     def reduce(self, x: Tensor, bands: Bands) -> Tensor:
         """Return the band, normalised by the globe's moments."""
         if x.is_cuda and torch.is_autocast_enabled("cuda"):
-            x = x.float()  # what autocast does with a GroupNorm there, and not on a CPU
-        wide = accumulation_dtype(x)
-        weight, bias = (p if p is None else p.to(wide) for p in (self.weight, self.bias))
-        rows, transport = bands.input.sizes, self.manager.transport
+            x = x.float()  # as autocast does with a GroupNorm on GPUs, but not on CPUs
+        dtype = accumulation_dtype(x)
+        weight, bias = (p if p is None else p.to(dtype) for p in (self.weight, self.bias))
+        rows = bands.input.sizes
+        transport = self.manager.transport
         area = x.shape[2:].numel() // x.shape[self.dim] * bands.input.height
-        made: Tensor = _GlobalGroupNorm.apply(  # type: ignore[no-untyped-call]
+        y: Tensor = _GlobalGroupNorm.apply(  # type: ignore[no-untyped-call]
             x, weight, bias, self.num_groups, self.eps, rows, area, transport
         )
-        return made
+        return y
 
 
 class _Chunk(NamedTuple):
-    """Some samples and groups of a batch, the channels of those groups, and a slab of these.
+    """A part of a batch: samples, groups, the channels of these groups, and a slab.
 
-    Slabs are cut from the first dim after the channels.
+    A slab is a range of the first dimension after the channels.
     """
 
     samples: slice = slice(None)
@@ -76,11 +87,11 @@ class _Chunk(NamedTuple):
     slab: slice = slice(None)
 
     def select(self, field: Tensor) -> Tensor:
-        """Its part of `(B, C, ...)`."""
+        """Return this part of `(B, C, ...)`."""
         return field if self is FULL_CHUNK else field[self.samples, self.channels, self.slab]
 
     def select_channels(self, values: Tensor) -> Tensor:
-        """Its part of `(B, C)`, one after the other."""
+        """Return this part of `(B, C)`, flattened."""
         return (values if self is FULL_CHUNK else values[self.samples, self.channels]).flatten()
 
 
@@ -88,38 +99,44 @@ FULL_CHUNK = _Chunk()
 
 
 def _chunks(x: Tensor, groups: int) -> list[_Chunk]:
-    """Cut a batch into samples and groups that fit in the cache; or into slabs of each sample.
+    """Return chunks that fit in the cache: samples and groups, or slabs if channels are last.
 
-    Of two passes one goes backwards: it starts with what the one before has left in the cache.
+    Of two consecutive passes one runs in reverse: it starts with the chunk that the other has just
+    left in the cache.
     """
     samples, channels = x.shape[:2]
     if _is_channels_last(x):
-        return [_Chunk(slice(s, s + 1), slab=slab) for s in range(samples) for slab in _slabs(x)]
-    width = channels // groups
-    at_once = max(1, CHUNK_ENTRIES * groups // max(1, x.shape[1:].numel()))
-    if 0 < samples * groups <= at_once or x.is_meta:  # all fits, or there is nothing in memory
+        return [
+            _Chunk(slice(sample, sample + 1), slab=slab)
+            for sample in range(samples)
+            for slab in _slabs(x)
+        ]
+    group_channels = channels // groups
+    groups_at_once = max(1, CHUNK_ENTRIES * groups // max(1, x.shape[1:].numel()))
+    if 0 < samples * groups <= groups_at_once or x.is_meta:  # it all fits, or has no data
         return [FULL_CHUNK]
-    some_groups, some_samples = min(groups, at_once), max(1, at_once // groups)
+    group_step = min(groups, groups_at_once)
+    sample_step = max(1, groups_at_once // groups)
     return [
         _Chunk(
-            slice(s, s + some_samples),
-            slice(g, min(g + some_groups, groups)),
-            slice(g * width, min(g + some_groups, groups) * width),
+            slice(sample, sample + sample_step),
+            slice(group, min(group + group_step, groups)),
+            slice(group * group_channels, min(group + group_step, groups) * group_channels),
         )
-        for s in range(0, samples, some_samples)
-        for g in range(0, groups, some_groups)
+        for sample in range(0, samples, sample_step)
+        for group in range(0, groups, group_step)
     ]
 
 
 def _slabs(x: Tensor) -> list[slice]:
-    """Cut the first dim after the channels so that a sample's slab fits in the cache."""
+    """Return ranges of the first dimension after the channels that fit in the cache."""
     height = x.shape[2]
-    at_once = max(1, CHUNK_ENTRIES * height // x.shape[1:].numel())
-    return [slice(h, min(h + at_once, height)) for h in range(0, height, at_once)]
+    rows_at_once = max(1, CHUNK_ENTRIES * height // x.shape[1:].numel())
+    return [slice(row, min(row + rows_at_once, height)) for row in range(0, height, rows_at_once)]
 
 
 def _memory_format(x: Tensor) -> torch.memory_format:
-    """How a field is normalised: as it lies, but row by row on a GPU."""
+    """Return the format to normalise in: that of the tensor on CPUs, contiguous on GPUs."""
     return memory_format_of(x) if x.is_cpu else torch.contiguous_format
 
 
@@ -128,35 +145,39 @@ def _is_channels_last(x: Tensor) -> bool:
 
 
 def _local_moments(x: Tensor, groups: int) -> Tensor:
-    """Mean and variance of each sample's groups, `(2, B, G)`."""
-    wide = accumulation_dtype(x)
+    """Return mean and variance of each sample's groups on this band, `(2, B, G)`."""
+    dtype = accumulation_dtype(x)
     if _is_channels_last(x):
         slabs = _slabs(x)
         sizes = tuple(slab.stop - slab.start for slab in slabs)
-        found = []
+        of_samples = []
         for sample in range(len(x)):
-            parts = (x[sample : sample + 1, :, slab] for slab in slabs)
-            of_parts = [_moments_of_slab(part.to(wide), groups) for part in parts]
-            found.append(torch.stack(_combine_moments(torch.stack(of_parts), sizes)))
-        return torch.cat(found, 1)
-    (samples, channels), area = x.shape[:2], x.shape[2:].numel()
-    moments = x.new_empty((2, samples, groups), dtype=wide)
-    mean, inverse = moments.unbind()
-    for piece in reversed(_chunks(x, groups)):
-        part = piece.select(x).to(wide).contiguous()
-        (some, its), at = part.shape[:2], (piece.samples, piece.groups)
-        # eps 0 makes this one stable pass; a constant group has an infinite rstd: a variance of 0.
-        _, mean[at], inverse[at] = torch.native_group_norm(
-            part, None, None, some, its, area, its * groups // channels, 0.0
+            slab_values = (x[sample : sample + 1, :, slab] for slab in slabs)
+            of_slabs = [_moments_of_slab(values.to(dtype), groups) for values in slab_values]
+            of_samples.append(torch.stack(_combine_moments(torch.stack(of_slabs), sizes)))
+        return torch.cat(of_samples, 1)
+    samples, channels = x.shape[:2]
+    area = x.shape[2:].numel()
+    moments = x.new_empty((2, samples, groups), dtype=dtype)
+    mean, variance = moments.unbind()
+    for chunk in reversed(_chunks(x, groups)):
+        values = chunk.select(x).to(dtype).contiguous()
+        chunk_samples, chunk_channels = values.shape[:2]
+        chunk_groups = chunk_channels * groups // channels
+        index = (chunk.samples, chunk.groups)
+        # torch's group norm computes both moments in one stable pass. With eps=0 it returns
+        # 1 / sqrt(variance): infinite for a constant group, whose variance below is 0 again.
+        _, mean[index], variance[index] = torch.native_group_norm(
+            values, None, None, chunk_samples, chunk_channels, area, chunk_groups, 0.0
         )
-    inverse.pow_(-2)
+    variance.pow_(-2)
     return moments
 
 
 def _moments_of_slab(x: Tensor, groups: int) -> Tensor:
-    """Mean and variance of one sample's groups, `(2, 1, G)`, where channels lie last.
+    """Return mean and variance of one sample's groups, `(2, 1, G)`, for channels last.
 
-    There torch's own pass takes E[x^2] - E[x]^2.
+    In that format torch's own pass computes E[x^2] - E[x]^2, which cancels for a large mean.
     """
 
     def mean_of(field: Tensor) -> Tensor:
@@ -165,29 +186,32 @@ def _moments_of_slab(x: Tensor, groups: int) -> Tensor:
     flat = x.movedim(1, -1).reshape(-1, x.shape[1])
     mean = mean_of(flat)
     centered = flat - mean.repeat_interleave(x.shape[1] // groups)
-    off = mean_of(centered)  # what rounding left of it
-    variance = mean_of(centered.square_()) - off.square()
-    return torch.stack([mean + off, variance])[:, None]
+    mean_error = mean_of(centered)  # the rounding error of `mean`
+    variance = mean_of(centered.square_()) - mean_error.square()
+    return torch.stack([mean + mean_error, variance])[:, None]
 
 
 def _global_moments(
     x: Tensor, groups: int, rows: tuple[int, ...], transport: Transport
 ) -> tuple[Tensor, Tensor]:
-    """Mean and variance of each sample's groups over all bands, `(B, G)`."""
+    """Return mean and variance of each sample's groups over all bands, `(B, G)`; a collective."""
     return _combine_moments(transport.all_gather(_local_moments(x, groups)), rows)
 
 
 def _combine_moments(parts: Tensor, sizes: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Mean and variance of all of `(N, 2, B, G)`, weighed by size, never E[x^2] - E[x]^2."""
-    share = constant_tensor([[[size / sum(sizes)]] for size in sizes], parts.device, parts.dtype)
+    """Return mean and variance of N parts `(N, 2, B, G)`, weighted by their sizes.
+
+    Source: Chan, Golub & LeVeque 1983, eq. 2.1, for any number of parts.
+    """
+    weights = constant_tensor([[[size / sum(sizes)]] for size in sizes], parts.device, parts.dtype)
     means, variances = parts.unbind(1)
-    # From one part's mean on: equal means give exactly that one.
-    mean = means[0] + (share * (means - means[0])).sum(0)
-    return mean, (share * (variances + (means - mean).square())).sum(0)
+    # Averaging differences from the first mean returns equal means without rounding.
+    mean = means[0] + (weights * (means - means[0])).sum(0)
+    return mean, (weights * (variances + (means - mean).square())).sum(0)
 
 
 class _Factors(NamedTuple):
-    """What channels are centered, scaled and shifted by: `(B, C)` each, of one type."""
+    """Factors of each sample's channels: `(B, C)` each, of one dtype."""
 
     center: Tensor
     scale: Tensor
@@ -195,28 +219,31 @@ class _Factors(NamedTuple):
 
 
 def _apply_affine(
-    x: Tensor, groups: int, by: _Factors, added: tuple[Tensor, Tensor] | None = None
+    x: Tensor, groups: int, factors: _Factors, addend: tuple[Tensor, Tensor] | None = None
 ) -> Tensor:
-    """Return `(x - center) * scale + shift`, plus a field times its factors if there is one."""
-    last = _is_channels_last(x)
-    made = torch.empty_like(x, memory_format=_memory_format(x))
-    ones, unused = torch.ones_like(by.center), [by.center.new_empty(0) for _ in range(2)]
-    for piece in _chunks(x, groups):
-        center, scale, shift, one = map(piece.select_channels, (*by, ones))
-        part = piece.select(made)
-        # What a batch norm does that is evaluated, in one pass.
+    """Return `(x - center) * scale + shift`, plus `addend[0]` times the factors `addend[1]`."""
+    channels_last = _is_channels_last(x)
+    y = torch.empty_like(x, memory_format=_memory_format(x))
+    ones = torch.ones_like(factors.center)
+    empty_statistics = [factors.center.new_empty(0) for _ in range(2)]
+    for chunk in _chunks(x, groups):
+        center, scale, shift, one = map(chunk.select_channels, (*factors, ones))
+        out = chunk.select(y)
+        # An evaluating batch norm with variance 1 and eps 0 computes this in one pass. Samples are
+        # made channels, as each sample has its own factors.
         torch.native_batch_norm(
-            _as_one_sample(piece.select(x), last), scale, shift, center, one, False, 0.0, 0.0,
-            out=(_as_one_sample(part, last), *unused),
+            _as_one_sample(chunk.select(x), channels_last),
+            scale, shift, center, one, False, 0.0, 0.0,
+            out=(_as_one_sample(out, channels_last), *empty_statistics),
         )  # fmt: skip
-        if added is not None:
-            factor = piece.select_channels(added[1]).view(part.shape[:2])
-            part.addcmul_(piece.select(added[0]), _as_field(factor, x))
-    return made
+        if addend is not None:
+            factor = chunk.select_channels(addend[1]).view(out.shape[:2])
+            out.addcmul_(chunk.select(addend[0]), _as_field(factor, x))
+    return y
 
 
 class _GlobalGroupNorm(torch.autograd.Function):
-    """Normalisation by global moments; backward sums the two moments' cotangents over all bands."""
+    """Normalisation by global moments; backward sums the moments' gradients over all bands."""
 
     @staticmethod
     def forward(
@@ -233,7 +260,9 @@ class _GlobalGroupNorm(torch.autograd.Function):
         mean, variance = _global_moments(x, groups, rows, transport)
         moments = torch.stack([mean, (variance + eps).rsqrt()])
         ctx.save_for_backward(x, weight, moments)
-        ctx.groups, ctx.transport, ctx.area = groups, transport, area
+        ctx.groups = groups
+        ctx.transport = transport
+        ctx.area = area
         center, rstd = _repeat_per_channel(moments, x).unbind()
         scale = rstd if weight is None else rstd * weight
         shift = torch.zeros_like(scale) if bias is None else bias.expand_as(scale)
@@ -250,14 +279,16 @@ class _GlobalGroupNorm(torch.autograd.Function):
         grad_weight, grad_bias = sums.sum(1).unbind()
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         grad_x = None
-        if needs_x:  # the same on every rank: so is what is sent
+        if needs_x:  # the same on every rank, so that all of them call the collective
             weighted = sums if weight is None else sums * weight
-            totals = ctx.transport.sum(weighted.unflatten(2, (ctx.groups, -1)).sum(3))
+            totals = ctx.transport.all_reduce(weighted.unflatten(2, (ctx.groups, -1)).sum(3))
+            # Gradients of the standardised output with respect to x through standard deviation and
+            # mean: minus the means of `grad * standardised x` and of `grad` over the group.
             totals /= -(x.shape[1] // ctx.groups * ctx.area)
-            of_std, of_mean = _repeat_per_channel(totals, x) * rstd
-            by = _Factors(center, of_std * rstd, of_mean)
+            grad_std, grad_mean = _repeat_per_channel(totals, x) * rstd
+            factors = _Factors(center, grad_std * rstd, grad_mean)
             scale = rstd if weight is None else rstd * weight
-            grad_x = _apply_affine(x, ctx.groups, by, (grad, scale))
+            grad_x = _apply_affine(x, ctx.groups, factors, (grad, scale))
         return (
             grad_x,
             grad_weight if needs_weight else None,
@@ -269,34 +300,39 @@ class _GlobalGroupNorm(torch.autograd.Function):
 def _channel_gradient_sums(
     grad: Tensor, x: Tensor, centers: Tensor, rstd: Tensor, groups: int
 ) -> Tensor:
-    """Each channel's sum of `grad` times standardised `x`, and of `grad`: `(2, B, C)`."""
-    last = _is_channels_last(x)
-    sums, ones = centers.new_zeros((2, *x.shape[:2])), torch.ones_like(centers)
-    for piece in reversed(_chunks(x, groups)):
-        part = piece.select(x)
-        center, one = map(piece.select_channels, (centers, ones))
-        # The gradients of what `_apply_affine` scales and shifts by; unlike a group norm's,
-        # centered.
-        _, *made = torch.ops.aten.native_batch_norm_backward(
-            _as_one_sample(piece.select(grad), last), _as_one_sample(part, last),
+    """Return each channel's sums of `grad` times standardised `x` and of `grad`, `(2, B, C)`.
+
+    They are the gradients of weight and bias before the sum over samples.
+    """
+    channels_last = _is_channels_last(x)
+    sums = centers.new_zeros((2, *x.shape[:2]))
+    ones = torch.ones_like(centers)
+    for chunk in reversed(_chunks(x, groups)):
+        values = chunk.select(x)
+        center, one = map(chunk.select_channels, (centers, ones))
+        # The gradients of `scale` and `shift` in `_apply_affine`. The backward of torch's group
+        # norm would sum uncentered `x`, which cancels for a large mean.
+        _, *grads = torch.ops.aten.native_batch_norm_backward(
+            _as_one_sample(chunk.select(grad), channels_last),
+            _as_one_sample(values, channels_last),
             one, center, one, None, None, False, 0.0, [False, True, True],
         )  # fmt: skip
-        its = torch.stack(made).view(2, *part.shape[:2])
-        sums[:, piece.samples, piece.channels] += its
+        chunk_sums = torch.stack(grads).view(2, *values.shape[:2])
+        sums[:, chunk.samples, chunk.channels] += chunk_sums
     sums[0] *= rstd
     return sums
 
 
-def _as_one_sample(x: Tensor, last: bool) -> Tensor:
-    """View each sample's channels as those of one, `(1, B * C, ...)`; channels last are of one."""
-    return x if last else x.reshape(1, x.shape[0] * x.shape[1], -1)
+def _as_one_sample(x: Tensor, channels_last: bool) -> Tensor:
+    """Return `(B, C, ...)` as `(1, B * C, -1)`; channels last have one sample a chunk already."""
+    return x if channels_last else x.reshape(1, x.shape[0] * x.shape[1], -1)
 
 
 def _repeat_per_channel(values: Tensor, x: Tensor) -> Tensor:
-    """Spread `(..., B, G)` over the channels of each group: `(..., B, C)`."""
+    """Return `(..., B, G)` repeated for the channels of each group, `(..., B, C)`."""
     return values.repeat_interleave(x.shape[1] // values.shape[-1], -1)
 
 
 def _as_field(values: Tensor, x: Tensor) -> Tensor:
-    """View `(B, C)` so that it broadcasts over the rows and columns of `x`."""
+    """Return a view of `(B, C)` that broadcasts against `x`."""
     return values.reshape(*values.shape, *(1,) * (x.ndim - 2))

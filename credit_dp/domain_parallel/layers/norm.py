@@ -1,4 +1,10 @@
-"""Batch, instance, layer and root-mean-square norms with the statistics of the whole globe."""
+"""Batch, instance, layer and root-mean-square norms with the statistics of the whole globe.
+
+Forward: each rank computes the moments of its band, one collective gathers them, and every rank
+combines them in the same way (`mean_and_variance`, `mean_square`). Backward: the output also
+depends on `x` through the moments, so the sums that this term needs go through one more collective
+(`_gradient_through_moments`). `ReductionLayer` serves all layers that reduce over rows.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +26,7 @@ from credit_dp.errors import UserError
 
 
 class ReductionLayer(RowLayer):
-    """A layer that reduces over rows, wherever they are in its input."""
+    """A layer that reduces over rows, in any dimension of its input."""
 
     def _check_dim(self) -> None:
         """Accept rows in any dimension."""
@@ -30,7 +36,7 @@ class ReductionLayer(RowLayer):
         return height
 
     def required_rows(self, out: slice, height: int) -> tuple[RowRange, ...]:
-        """Return the rows as they are."""
+        """Return the output rows themselves: nothing is fetched."""
         return (RowRange(out.start, out.stop),)
 
     @abstractmethod
@@ -38,56 +44,60 @@ class ReductionLayer(RowLayer):
         """Return whether the layer reduces over dimension `dim`."""
 
     def compute(self, x: Tensor, bands: Bands) -> Any:
-        """Reduce over all bands; over this one alone where its rows stay apart."""
+        """Reduce over all bands, or apply the wrapped layer if it couples no rows."""
         if not self.couples_rows(self.dim, x.ndim):
             return self.global_forward(x)
         return self.reduce(x, bands)
 
     @abstractmethod
     def reduce(self, x: Tensor, bands: Bands) -> Any:
-        """Return what the layer makes of this band with the statistics of all."""
+        """Return this band's output, with statistics of all bands; a collective."""
 
 
 def accumulation_dtype(x: Tensor) -> torch.dtype:
-    """Return the type to reduce in, as torch does: half-precision sums are too coarse."""
+    """Return the dtype to reduce in: at least float32, as in torch."""
     return torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else x.dtype
 
 
 def cast_for_autocast(x: Tensor) -> Tensor:
-    """Return `x` in the type in which autocast sums, takes a softmax or norms a layer.
+    """Return `x` in the dtype in which autocast runs sums, softmax and layer norm.
 
-    On GPUs it is float32; on CPUs autocast leaves these alone.
+    On GPUs that is at least float32; on CPUs autocast does not change these operations.
     """
-    kind = x.device.type
-    if kind == "cpu" or not torch.amp.is_autocast_available(kind):
+    device_type = x.device.type
+    if device_type == "cpu" or not torch.amp.is_autocast_available(device_type):
         return x
-    return x.to(accumulation_dtype(x)) if torch.is_autocast_enabled(kind) else x
+    return x.to(accumulation_dtype(x)) if torch.is_autocast_enabled(device_type) else x
 
 
 def sum_over_bands(part: Tensor, transport: Transport) -> Tensor:
-    """Return the sum of every rank's part, on every rank; differentiable."""
+    """Return the sum of all ranks' `part` on every rank; a differentiable collective."""
     return _SumOverBands.apply(part, transport)  # type: ignore[no-any-return, no-untyped-call]
 
 
 @final
 class _SumOverBands(torch.autograd.Function):
-    """The sum is on every rank, so that each part's cotangent is the sum of all ranks' ones."""
+    """All-reduce whose backward is an all-reduce, too.
+
+    The sum is replicated: each rank's loss depends on it, so the gradient of a part is the sum of
+    the gradients that all ranks have for the sum.
+    """
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, transport: Transport) -> Tensor:
         ctx.transport = transport
-        return transport.sum(part.contiguous())
+        return transport.all_reduce(part.contiguous())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.transport.sum(grad.contiguous()), None
+        return ctx.transport.all_reduce(grad.contiguous()), None
 
 
 class GlobalReduction(NamedTuple):
-    """What moments are taken over: negative `dims`, one of them that of the rows.
+    """A reduction of all bands over the negative dimensions `dims`, which include `row_dim`.
 
-    `rows` are those of each rank.
+    `rows` is the number of rows of each rank.
     """
 
     dims: tuple[int, ...]
@@ -96,41 +106,44 @@ class GlobalReduction(NamedTuple):
     transport: Transport
 
     def count(self, x: Tensor) -> int:
-        """Return how many entries of the globe each moment is made of."""
+        """Return the number of entries of the globe in each moment."""
         area = prod(x.shape[dim] for dim in self.dims if dim != self.row_dim)
         return area * sum(self.rows)
 
     def weighted_mean(self, parts: Tensor) -> Tensor:
-        """Return the mean of all bands' means, the first dimension, each weighed by its rows."""
-        share = constant_tensor(self.rows, parts.device, parts.dtype) / sum(self.rows)
-        return (share.view(-1, *(1,) * (parts.ndim - 1)) * parts).sum(0)
+        """Return the mean of the bands' means, stacked in dimension 0, weighted by rows."""
+        weights = constant_tensor(self.rows, parts.device, parts.dtype) / sum(self.rows)
+        return (weights.view(-1, *(1,) * (parts.ndim - 1)) * parts).sum(0)
 
 
-# Mean (None: taken to be 0) and variance about it, with one entry in every reduced dimension.
+# Mean (None means 0) and variance about it, with size 1 in every reduced dimension.
 Moments = tuple[Tensor | None, Tensor]
 
 
 @torch.no_grad()
-def mean_and_variance(x: Tensor, spread: GlobalReduction) -> tuple[Tensor, Tensor]:
-    """Return mean and variance of the globe; a collective. Never E[x^2] - E[x]^2.
+def mean_and_variance(x: Tensor, reduction: GlobalReduction) -> tuple[Tensor, Tensor]:
+    """Return mean and variance of the globe; a collective.
+
+    E[x^2] - E[x]^2 would cancel where the mean is large, as for geopotential or temperature.
 
     Source: Chan, Golub & LeVeque 1983, eq. 2.1, for any number of parts.
     """
-    wide = accumulation_dtype(x)
-    mean = x.mean(spread.dims, True, dtype=wide)
-    variance = (x - mean).square_().mean(spread.dims, True)
-    means, variances = spread.transport.all_gather(torch.stack([mean, variance])).unbind(1)
-    mean = means[0] + spread.weighted_mean(
-        means - means[0]
-    )  # differences keep a large mean's digits
-    return mean, spread.weighted_mean(variances + (means - mean).square())
+    dtype = accumulation_dtype(x)
+    mean = x.mean(reduction.dims, True, dtype=dtype)
+    variance = (x - mean).square_().mean(reduction.dims, True)
+    # One message for both moments. All ranks combine the same numbers in the same order, so their
+    # results are equal bit by bit.
+    means, variances = reduction.transport.all_gather(torch.stack([mean, variance])).unbind(1)
+    # Averaging differences from the first band's mean keeps the digits of a large mean.
+    mean = means[0] + reduction.weighted_mean(means - means[0])
+    return mean, reduction.weighted_mean(variances + (means - mean).square())
 
 
 @torch.no_grad()
-def mean_square(x: Tensor, spread: GlobalReduction) -> Moments:
-    """Return the mean of the globe's squares; a collective."""
-    part = x.to(accumulation_dtype(x)).square().mean(spread.dims, True)
-    return None, spread.weighted_mean(spread.transport.all_gather(part))
+def mean_square(x: Tensor, reduction: GlobalReduction) -> Moments:
+    """Return the mean square of the globe, without a mean; a collective."""
+    part = x.to(accumulation_dtype(x)).square().mean(reduction.dims, True)
+    return None, reduction.weighted_mean(reduction.transport.all_gather(part))
 
 
 def normalise(
@@ -139,21 +152,21 @@ def normalise(
     eps: float,
     weight: Tensor | None,
     bias: Tensor | None,
-    spread: GlobalReduction,
+    reduction: GlobalReduction,
 ) -> Tensor:
     """Return `(x - mean) / sqrt(variance + eps) * weight + bias`.
 
-    Differentiable also through the moments, which must be those of `x`: backward is a collective.
-    `weight` and `bias` broadcast against `x`.
+    `moments` have to be those of `x`: backward also differentiates through them and is a
+    collective. `weight` and `bias` broadcast against `x`.
     """
     mean, variance = moments
     rstd = (variance + eps).rsqrt_()
-    return _Normalise.apply(x, weight, bias, mean, rstd, spread)  # type: ignore[no-any-return, no-untyped-call]
+    return _Normalise.apply(x, weight, bias, mean, rstd, reduction)  # type: ignore[no-any-return, no-untyped-call]
 
 
 @final
 class _Normalise(torch.autograd.Function):
-    """Normalisation; backward sums the moments' cotangents over all bands."""
+    """Normalisation; backward sums the gradients of the moments over all bands."""
 
     @staticmethod
     def forward(
@@ -163,10 +176,11 @@ class _Normalise(torch.autograd.Function):
         bias: Tensor | None,
         mean: Tensor | None,
         rstd: Tensor,
-        spread: GlobalReduction,
+        reduction: GlobalReduction,
     ) -> Tensor:
+        # The standardised input is computed again in backward: it is as large as the input.
         ctx.save_for_backward(x, weight, mean, rstd)
-        ctx.spread = spread
+        ctx.reduction = reduction
         ctx.bias_like = None if bias is None else (bias.shape, bias.dtype)
         y = _standardise(x, mean, rstd)
         if weight is not None:
@@ -181,14 +195,15 @@ class _Normalise(torch.autograd.Function):
         grad = grad.to(rstd.dtype)
         standard = _standardise(x, mean, rstd)
         grad_x = grad_weight = grad_bias = None
+        # Gradients of parameters are this band's share; the trainer sums them over the domain.
         if needs_weight:
             grad_weight = (grad * standard).sum_to_size(weight.shape).to(weight.dtype)
         if needs_bias:
             shape, dtype = ctx.bias_like
             grad_bias = grad.sum_to_size(shape).to(dtype)
-        if needs_x:
+        if needs_x:  # the same on every rank, as the input's gradient is a collective
             scaled = grad if weight is None else grad * weight
-            grad_x = _gradient_through_moments(scaled, standard, mean is not None, ctx.spread)
+            grad_x = _gradient_through_moments(scaled, standard, mean is not None, ctx.reduction)
             grad_x = grad_x.mul_(rstd).to(x.dtype)
         return grad_x, grad_weight, grad_bias, None, None, None
 
@@ -198,14 +213,20 @@ def _standardise(x: Tensor, mean: Tensor | None, rstd: Tensor) -> Tensor:
 
 
 def _gradient_through_moments(
-    scaled: Tensor, standard: Tensor, centred: bool, spread: GlobalReduction
+    scaled: Tensor, standard: Tensor, centred: bool, reduction: GlobalReduction
 ) -> Tensor:
-    """Take from a cotangent what moving mean and spread takes from it; a collective."""
+    """Return the gradient of the standardised output, projected for the moments; a collective.
+
+    With `g` the scaled gradient and `s` the standardised input, both over N entries of the globe:
+    `g - s * sum(g * s) / N - sum(g) / N`, the last term only if the mean was subtracted. The sums
+    cover all bands.
+    """
     product = scaled * standard
-    parts = [product.sum(spread.dims, True)]
+    # One all-reduce for both sums.
+    parts = [product.sum(reduction.dims, True)]
     if centred:
-        parts.append(scaled.sum(spread.dims, True))
-    totals = spread.transport.sum(torch.stack(parts)) / spread.count(scaled)
+        parts.append(scaled.sum(reduction.dims, True))
+    totals = reduction.transport.all_reduce(torch.stack(parts)) / reduction.count(scaled)
     grad = torch.addcmul(scaled, standard, totals[0], value=-1, out=product)
     return grad.sub_(totals[1]) if centred else grad
 
@@ -217,8 +238,8 @@ BatchNorm = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d
 class DomainParallelBatchNorm(ReductionLayer):
     """A `BatchNorm` on one band of rows, equal to that layer on the whole globe.
 
-    One small collective forward and one backward; none where running statistics are used. Running
-    statistics are those of the whole globe, the same on every rank of a domain.
+    One small collective in forward and one in backward; none where running statistics are used.
+    Running statistics are those of the whole globe, the same on all ranks that share it.
 
     Args:
         norm: the layer to shard; parameters and buffers are shared with it.
@@ -234,16 +255,21 @@ class DomainParallelBatchNorm(ReductionLayer):
         super().__init__(norm, -2, manager)
 
     def couples_rows(self, dim: int, ndim: int) -> bool:
-        """Rows meet in every dimension but the channels'."""
+        """Return True: statistics cover all dimensions except the channels.
+
+        Raises:
+            UserError: the rows are in the channels' dimension.
+        """
         if dim + ndim == 1:
             raise UserError("BatchNorm: rows are in the channels' dimension. Move them elsewhere.")
         return True
 
     def global_forward(self, x: Tensor, *others: Tensor) -> Tensor:
-        """Normalise a tensor where no rows meet."""
+        """Normalise a tensor that has no bands."""
         if not self._is_tracking or self.momentum is not None:
             return super().global_forward(x, *others)  # type: ignore[no-any-return]
-        # torch would read the number of batches, which is no number yet while planning.
+        # With momentum=None torch reads num_batches_tracked as a Python number, which has no value
+        # on fake tensors during planning.
         y = functional.batch_norm(x, None, None, self.weight, self.bias, True, 0.0, self.eps)
         variance, mean = torch.var_mean(x.detach(), self._reduced_dims(x), correction=0)
         self._update_running_statistics((mean, variance), x[:, 0].numel())
@@ -252,16 +278,17 @@ class DomainParallelBatchNorm(ReductionLayer):
     def reduce(self, x: Tensor, bands: Bands) -> Tensor:
         """Return the band, normalised by the globe's moments or by running statistics."""
         if not self.training and self.running_mean is not None:
-            return self.global_forward(x)
-        spread = GlobalReduction(
+            return self.global_forward(x)  # with running statistics, entries are independent
+        reduction = GlobalReduction(
             self._reduced_dims(x), self.dim, bands.input.sizes, self.manager.transport
         )
-        moments = mean_and_variance(x, spread)
+        moments = mean_and_variance(x, reduction)
         if self._is_tracking:
-            self._update_running_statistics(moments, spread.count(x))
+            self._update_running_statistics(moments, reduction.count(x))
+        # Parameters broadcast against `(B, C, ...)`.
         per_channel = (-1, *(1,) * (x.ndim - 2))
         weight, bias = (p if p is None else p.view(per_channel) for p in (self.weight, self.bias))
-        return normalise(x, moments, self.eps, weight, bias, spread)
+        return normalise(x, moments, self.eps, weight, bias, reduction)
 
     @property
     def _is_tracking(self) -> bool:
@@ -271,7 +298,7 @@ class DomainParallelBatchNorm(ReductionLayer):
         return tuple(dim for dim in range(-x.ndim, 0) if dim != 1 - x.ndim)
 
     def _update_running_statistics(self, moments: tuple[Tensor, Tensor], count: int) -> None:
-        """Count the batch and move the running statistics towards it."""
+        """Count the batch and move the running statistics towards its moments."""
         self.num_batches_tracked.add_(1)
         momentum = self.momentum
         if momentum is None:
@@ -286,11 +313,15 @@ def update_running_statistics(
     count: int,
     momentum: float | Tensor,
 ) -> None:
-    """Move running mean and variance towards moments of `count` entries, averaged over samples."""
+    """Move running mean and variance towards `moments`, averaged over samples, in place.
+
+    `count` is the number of entries in each moment.
+    """
     mean, variance = moments
-    for old, new in zip(running, (mean, variance * (count / (count - 1))), strict=True):
-        average = new.reshape(-1, len(old)).mean(0).to(old.dtype)
-        old.mul_(1 - momentum).add_(average * momentum)
+    # As in torch, the running variance is the unbiased one.
+    for statistic, moment in zip(running, (mean, variance * (count / (count - 1))), strict=True):
+        average = moment.reshape(-1, len(statistic)).mean(0).to(statistic.dtype)
+        statistic.mul_(1 - momentum).add_(average * momentum)
 
 
 InstanceNorm = nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d
@@ -300,7 +331,7 @@ InstanceNorm = nn.InstanceNorm1d | nn.InstanceNorm2d | nn.InstanceNorm3d
 class DomainParallelInstanceNorm(ReductionLayer):
     """An `InstanceNorm` on one band of rows, equal to that layer on the whole globe.
 
-    One small collective forward and one backward; none where running statistics are used.
+    One small collective in forward and one in backward; none where running statistics are used.
 
     Args:
         norm: the layer to shard; parameters and buffers are shared with it.
@@ -314,19 +345,24 @@ class DomainParallelInstanceNorm(ReductionLayer):
 
     def __init__(self, norm: InstanceNorm, *, manager: DomainParallelManager | None = None) -> None:
         super().__init__(norm, -2, manager)
-        # Dimensions of one channel of a sample.
+        # Number of dimensions of one channel of a sample.
         self._spatial_ndim = norm._get_no_batch_dim() - 1
 
     def couples_rows(self, dim: int, ndim: int) -> bool:
-        """Rows meet where a channel's entries are."""
+        """Return whether `dim` is one that each channel is averaged over.
+
+        Raises:
+            UserError: the rows are in the dimension of the channels, or in that of the samples with
+                running statistics.
+        """
         if dim == -self._spatial_ndim - 1:
             raise UserError(
                 "InstanceNorm: rows are in the channels' dimension. Move them elsewhere."
             )
         if dim < -self._spatial_ndim and self.track_running_stats:
             raise UserError(
-                "InstanceNorm: rows are among the samples, over which running statistics are "
-                "averaged. Move them elsewhere or set track_running_stats=False."
+                "InstanceNorm: rows are in the samples' dimension, over which running statistics "
+                "are averaged. Move them elsewhere or set track_running_stats=False."
             )
         return dim >= -self._spatial_ndim
 
@@ -335,20 +371,20 @@ class DomainParallelInstanceNorm(ReductionLayer):
         if not self.training and self.track_running_stats:
             return self.global_forward(x)  # type: ignore[no-any-return]
         dims = tuple(range(-self._spatial_ndim, 0))
-        spread = GlobalReduction(dims, self.dim, bands.input.sizes, self.manager.transport)
-        moments = mean_and_variance(x, spread)
+        reduction = GlobalReduction(dims, self.dim, bands.input.sizes, self.manager.transport)
+        moments = mean_and_variance(x, reduction)
         if self.running_mean is not None:
-            # As torch does: batches are not counted, so that no momentum means no update.
+            # As in torch, batches are not counted: momentum=None means no update.
             momentum = self.momentum or 0.0
             running = (self.running_mean, self.running_var)
-            update_running_statistics(running, moments, spread.count(x), momentum)
+            update_running_statistics(running, moments, reduction.count(x), momentum)
         per_channel = (-1, *(1,) * self._spatial_ndim)
         weight, bias = (p if p is None else p.view(per_channel) for p in (self.weight, self.bias))
-        return normalise(x, moments, self.eps, weight, bias, spread)
+        return normalise(x, moments, self.eps, weight, bias, reduction)
 
 
 class _TrailingNorm(ReductionLayer):
-    """Normalisation over the last dimensions of a shape that is the whole globe's."""
+    """Normalisation over the last dimensions, with a `normalized_shape` of the whole globe."""
 
     def __init__(
         self,
@@ -360,31 +396,34 @@ class _TrailingNorm(ReductionLayer):
         super().__init__(norm, shard_dim, manager)
 
     def couples_rows(self, dim: int, ndim: int) -> bool:
-        """Rows meet where they are among the normalised dimensions."""
+        """Return whether `dim` is one of the normalised dimensions."""
         return -dim <= len(self.normalized_shape)
 
     def reduce(self, x: Tensor, bands: Bands) -> Tensor:
-        """Return the band, normalised by the globe's moments, scaled by its rows' parameters."""
+        """Return the band, normalised by the globe's moments, with its rows of the parameters."""
         if self.normalized_shape[self.dim] != bands.input.height:
             raise UserError(
                 f"{type(self).__name__}: the globe has {bands.input.height} rows, normalized_shape "
-                f"is {tuple(self.normalized_shape)}. Make dimension {self.dim} of it that number."
+                f"is {tuple(self.normalized_shape)}. Set its dimension {self.dim} to that height."
             )
         x = cast_for_autocast(x)
         dims = tuple(range(-len(self.normalized_shape), 0))
-        spread = GlobalReduction(dims, self.dim, bands.input.sizes, self.manager.transport)
+        reduction = GlobalReduction(dims, self.dim, bands.input.sizes, self.manager.transport)
         weight, bias = (self._local_rows(p, bands) for p in (self.weight, self._bias()))
-        return normalise(x, self._moments(x, spread), self._eps(x), weight, bias, spread)
+        return normalise(x, self._moments(x, reduction), self._eps(x), weight, bias, reduction)
 
     def _local_rows(self, parameter: Tensor | None, bands: Bands) -> Tensor | None:
-        """View this rank's rows: the gradient of the others' is zero, and the ranks' sum whole."""
+        """Return a view of this rank's rows of a parameter.
+
+        Autograd gives the other rows a gradient of zero, so the sum over ranks is the gradient.
+        """
         if parameter is None:
             return None
         rows = bands.input.rows(self.manager.domain_rank)
         return parameter.narrow(self.dim, rows.start, rows.stop - rows.start)
 
     @abstractmethod
-    def _moments(self, x: Tensor, spread: GlobalReduction) -> Moments: ...
+    def _moments(self, x: Tensor, reduction: GlobalReduction) -> Moments: ...
 
     @abstractmethod
     def _eps(self, x: Tensor) -> float: ...
@@ -395,27 +434,27 @@ class _TrailingNorm(ReductionLayer):
 
 @final
 class DomainParallelLayerNorm(_TrailingNorm):
-    """A `LayerNorm` over rows on one band of them, equal to that layer on the whole globe.
+    """A `LayerNorm` over rows on one band, equal to that layer on the whole globe.
 
-    Parameters stay those of the whole globe; each rank uses its rows of them. One small collective
-    forward and one backward.
+    Parameters keep the globe's shape; each rank uses its rows of them. One small collective in
+    forward and one in backward.
 
     Args:
         norm: the layer to shard; parameters are shared with it.
-        shard_dim: the input's row dimension, until the plan finds it elsewhere.
+        shard_dim: the row dimension of the input; a plan may replace it.
         manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
 
     Shapes:
         `(..., H_local, ...)` -> the same; `normalized_shape` has `H_global`.
 
     Raises:
-        UserError: the globe's rows are not those of `normalized_shape`.
+        UserError: `normalized_shape` has another number of rows than the globe.
 
     Source: Ba, Kiros & Hinton 2016, eq. 4.
     """
 
-    def _moments(self, x: Tensor, spread: GlobalReduction) -> Moments:
-        return mean_and_variance(x, spread)
+    def _moments(self, x: Tensor, reduction: GlobalReduction) -> Moments:
+        return mean_and_variance(x, reduction)
 
     def _eps(self, x: Tensor) -> float:
         return float(self.eps)
@@ -427,16 +466,16 @@ class DomainParallelLayerNorm(_TrailingNorm):
 
 @final
 class DomainParallelRMSNorm(_TrailingNorm):
-    """An `RMSNorm` over rows on one band of them, equal to that layer on the whole globe.
+    """An `RMSNorm` over rows on one band, equal to that layer on the whole globe.
 
     See `DomainParallelLayerNorm` for arguments, shapes and errors.
 
     Source: Zhang & Sennrich 2019, eq. 4.
     """
 
-    def _moments(self, x: Tensor, spread: GlobalReduction) -> Moments:
-        return mean_square(x, spread)
+    def _moments(self, x: Tensor, reduction: GlobalReduction) -> Moments:
+        return mean_square(x, reduction)
 
     def _eps(self, x: Tensor) -> float:
-        # As torch does: that of the type it computes in.
+        # As in torch, None means the machine epsilon of the dtype it computes in.
         return torch.finfo(accumulation_dtype(x)).eps if self.eps is None else float(self.eps)

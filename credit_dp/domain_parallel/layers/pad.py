@@ -1,4 +1,8 @@
-"""Padding, cropping and rolling on one band of rows."""
+"""Padding, cropping and rolling on one band of rows.
+
+Each layer computes which global rows its output band shows, fetches them, and leaves all other
+dimensions to torch.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +29,7 @@ MODES = ("constant", "reflect", "replicate", "circular")
 
 
 class _RowPad(ConstantFillLayer, ABC):
-    """`F.pad`: its rows by exchange, all other dimensions by torch."""
+    """`F.pad`: rows by an exchange, all other dimensions by torch."""
 
     def __init__(
         self,
@@ -37,65 +41,70 @@ class _RowPad(ConstantFillLayer, ABC):
         manager: DomainParallelManager | None,
     ) -> None:
         super().__init__(wrapped, shard_dim, manager)
-        self.pad, self.mode, self.value = pad, mode, value
+        self.pad = pad
+        self.mode = mode
+        self.value = value
 
     def _check_dim(self) -> None:
-        """Accept rows wherever this pads; those of one-dimensional pads are last."""
+        """Accept rows in any dimension; one-dimensional pads have them in the last."""
 
     def couples_rows(self, dim: int, ndim: int) -> bool:
-        """Rows meet, or change in number, in the dimensions that are padded."""
+        """Return whether `dim` is padded."""
         return 2 * -dim <= len(self.pad)
 
     def _row_padding(self) -> tuple[int, int]:
-        """Return the rows to add in the north and in the south, or to crop if negative."""
-        at = 2 * (-self.dim - 1)
-        north, south = (*self.pad, *[0] * (at + 2))[at : at + 2]
+        """Return the rows to add in the north and in the south; negative numbers crop."""
+        # `F.pad` lists widths from the last dimension on and may leave out leading dimensions.
+        index = 2 * (-self.dim - 1)
+        north, south = (*self.pad, *[0] * (index + 2))[index : index + 2]
         return north, south
 
     def out_height(self, height: int, *others: Tensor) -> int:
-        """Return the rows of the padded globe."""
+        """Return the height of the padded globe."""
         return height + sum(self._row_padding())
 
     def input_span(self, out: slice, height: int) -> tuple[int, int]:
-        """Return the same rows, counted from the globe's first one."""
+        """Return the same rows, counted from the first row of the unpadded globe."""
         north, _ = self._row_padding()
         return out.start - north, out.stop - north
 
     def required_rows(self, out: slice, height: int) -> tuple[RowRange, ...]:
-        """Return the rows inside and those that the mode shows beyond the poles."""
+        """Return the rows of the globe and those that the mode shows beyond the poles."""
         if self.mode == "constant":
             return super().required_rows(out, height)
         first, stop = self.input_span(out, height)
         if self.mode != "circular":
             return rows_with_poles(first, stop, height, self.mode)
-        # Circular rows are those of the globe that cropping leaves.
-        cropped = [max(0, -side) for side in self._row_padding()]
-        runs = rows_with_poles(
-            first - cropped[0], stop - cropped[0], height - sum(cropped), self.mode
+        # Negative widths crop first: circular padding repeats the rows that are left.
+        cropping = [max(0, -side) for side in self._row_padding()]
+        ranges = rows_with_poles(
+            first - cropping[0], stop - cropping[0], height - sum(cropping), self.mode
         )
-        return tuple(RowRange(run.start + cropped[0], run.stop + cropped[0]) for run in runs)
+        return tuple(RowRange(rows.start + cropping[0], rows.stop + cropping[0]) for rows in ranges)
 
     def compute(self, x: Tensor, bands: Bands) -> Tensor:
         """Return this rank's rows of the padded globe."""
-        at = 2 * (-self.dim - 1)
-        others = tuple(0 if i in (at, at + 1) else side for i, side in enumerate(self.pad))
+        index = 2 * (-self.dim - 1)
+        other_widths = tuple(
+            0 if i in (index, index + 1) else width for i, width in enumerate(self.pad)
+        )
         if self.mode != "constant":
             rows = self.fetch(x, bands)
-            return F.pad(rows, others, self.mode) if any(others) else rows
+            return F.pad(rows, other_widths, self.mode) if any(other_widths) else rows
         rows = self.fetch_with_fill(x, bands, self.value)
-        return F.pad(rows, others, value=self.value) if any(others) else rows
+        return F.pad(rows, other_widths, value=self.value) if any(other_widths) else rows
 
 
 @final
 class DomainParallelPad(_RowPad):
     """`F.pad` on one band of rows, equal to it on the whole globe.
 
-    Any width, also wider than a band; negative widths crop.
+    Supports every width, also wider than a band; negative widths crop.
 
     Args:
         pad: widths in the order of `torch.nn.functional.pad`: west, east, north, south, ...
         mode: `constant`, `reflect`, `replicate` or `circular`.
-        value: what a constant pad holds, 0 by default.
+        value: the fill value of the mode `constant`, 0 by default.
         shard_dim: the row dimension of the input.
         manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
 
@@ -116,19 +125,21 @@ class DomainParallelPad(_RowPad):
         manager: DomainParallelManager | None = None,
     ) -> None:
         if mode not in MODES:
-            raise UserError(f"DomainParallelPad: mode is one of {', '.join(MODES)}, got {mode}.")
+            raise UserError(
+                f"DomainParallelPad: mode must be one of {', '.join(MODES)}, got {mode}."
+            )
         pad = tuple(pad)
         super().__init__(_Pad(pad, mode, value), pad, mode, value or 0.0, shard_dim, manager)
 
 
 @final
 class DomainParallelPadLayer(_RowPad):
-    """A padding layer of torch on one band of rows, equal to that layer on the whole globe.
+    """A torch padding layer on one band of rows, equal to that layer on the whole globe.
 
     Args:
         layer: an `nn.ZeroPad*d`, `nn.ConstantPad*d`, `nn.ReflectionPad*d`, `nn.ReplicationPad*d` or
             `nn.CircularPad*d`.
-        shard_dim: the row dimension of the input; by default -2, or -1 of one-dimensional layers.
+        shard_dim: the row dimension of the input; by default -2, or -1 for one-dimensional layers.
         manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
 
     Shapes:
@@ -165,27 +176,29 @@ class _Pad(nn.Module):
 
     def __init__(self, pad: tuple[int, ...], mode: str, value: float | None) -> None:
         super().__init__()
-        self.pad, self.mode, self.value = pad, mode, value
+        self.pad = pad
+        self.mode = mode
+        self.value = value
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the padded tensor."""
         return F.pad(x, self.pad, self.mode, self.value)
 
     def extra_repr(self) -> str:
-        """Describe the widths and the mode."""
+        """Return the widths and the mode."""
         return f"pad={self.pad}, mode={self.mode}"
 
 
 @final
 class DomainParallelPolePad(StencilLayer):
-    """A padding of the globe on one band of rows, equal to it on the whole globe.
+    """Padding around the globe on one band of rows, equal to it on the whole globe.
 
-    Any width up to the globe's height, also wider than a band.
+    Supports every width up to the globe's height, also wider than a band.
 
     Args:
-        pad: a module that adds `width` rows beyond each pole, which hold what `poles` says
-            (`zeros`, `replicate`, `reflect`, `mirror`, `earth`), and then `columns` circular ones
-            on both sides, as `credit_dp.models.blocks.PolePad` does.
+        pad: a module that adds `width` rows beyond each pole, in the mode `poles` (`zeros`,
+            `replicate`, `reflect`, `mirror` or `earth`), and then `columns` circular columns on
+            both sides, as `credit_dp.models.blocks.PolePad` does.
         shard_dim: the row dimension of the input.
         manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
 
@@ -201,22 +214,23 @@ class DomainParallelPolePad(StencilLayer):
         self.pole_mode = pad.poles
 
     def out_height(self, height: int, *others: Tensor) -> int:
-        """Return the rows of the padded globe."""
+        """Return the height of the padded globe."""
         return int(height + 2 * self.width)
 
     def input_span(self, out: slice, height: int) -> tuple[int, int]:
-        """Return the same rows, counted from the globe's first one."""
+        """Return the same rows, counted from the first row of the unpadded globe."""
         return out.start - self.width, out.stop - self.width
 
     def compute(self, x: Tensor, bands: Bands) -> Tensor:
         """Return this rank's rows of the padded globe."""
+        # Columns last: rows beyond a pole may be rolled in longitude, which needs the plain globe.
         rows = self.fetch(x, bands)
         return F.pad(rows, (self.columns, self.columns, 0, 0), mode="circular")
 
 
 @final
 class DomainParallelMatchRows(RowLayer):
-    """Crops the southernmost rows and easternmost columns of a globe to those of a reference.
+    """Crops southern rows and eastern columns of a globe to the shape of a reference.
 
     Args:
         crop: a module whose `forward(x, reference)` returns
@@ -240,15 +254,15 @@ class DomainParallelMatchRows(RowLayer):
         return rows[..., : reference.shape[-1]]
 
     def out_height(self, height: int, *others: Tensor) -> int:
-        """Return the reference's global rows; a collective."""
+        """Return the global height of the reference; a collective."""
         return self.manager.gather_partition(others[0].shape[self.dim]).height
 
     def required_rows(self, out: slice, height: int) -> tuple[RowRange, ...]:
-        """Return the rows as they are."""
+        """Return the output rows themselves: only southern rows are cropped."""
         return (RowRange(out.start, out.stop),)
 
     def compute(self, x: Tensor, bands: Bands) -> Tensor:
-        """Return the rows that this rank owns of the cropped globe."""
+        """Return this rank's rows of the cropped globe."""
         return self.fetch(x, bands)
 
 
@@ -257,7 +271,7 @@ class DomainParallelRoll(RowLayer):
     """`torch.roll` on one band of rows, equal to it on the whole globe.
 
     Args:
-        shifts: places to move by, one for each of `dims`.
+        shifts: number of entries to shift by, one for each of `dims`.
         dims: dimensions to roll, counted from the start or the end.
         shard_dim: the row dimension of the input.
         manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
@@ -266,7 +280,7 @@ class DomainParallelRoll(RowLayer):
         `(..., H_local, W)` -> the same.
 
     Raises:
-        UserError: there are more shifts than dimensions, or no dimensions.
+        UserError: `shifts` and `dims` differ in length, or `dims` is empty.
     """
 
     def __init__(
@@ -284,7 +298,7 @@ class DomainParallelRoll(RowLayer):
         if not roll.dims or len(roll.shifts) != len(roll.dims):
             raise UserError(
                 f"DomainParallelRoll: needs one shift for each dimension, got shifts {roll.shifts} "
-                f"and dims {roll.dims}. Name the dimensions."
+                f"and dims {roll.dims}. Give both the same length."
             )
         super().__init__(roll, shard_dim, manager)
         self._row_shift = 0
@@ -301,22 +315,24 @@ class DomainParallelRoll(RowLayer):
         return height
 
     def required_rows(self, out: slice, height: int) -> tuple[RowRange, ...]:
-        """Return the rows that come to lie here: around a pole they are two runs."""
+        """Return the rows that are shifted to `out`: two ranges if they wrap around."""
         start = (out.start - self._row_shift) % height
         stop = start + out.stop - out.start
-        runs = (RowRange(start, min(stop, height)), RowRange(0, stop - height))
-        return tuple(run for run in runs if run.length > 0)
+        ranges = (RowRange(start, min(stop, height)), RowRange(0, stop - height))
+        return tuple(rows for rows in ranges if rows.length > 0)
 
     def compute(self, x: Tensor, bands: Bands) -> Tensor:
         """Return this rank's rows of the rolled globe."""
-        moves = [(s, d % x.ndim) for s, d in zip(self.shifts, self.dims, strict=True)]
-        rows = self.dim % x.ndim
-        row_shift = sum(shift for shift, dim in moves if dim == rows)
+        shifts = [(s, d % x.ndim) for s, d in zip(self.shifts, self.dims, strict=True)]
+        row_dim = self.dim % x.ndim
+        row_shift = sum(shift for shift, dim in shifts if dim == row_dim)
         if row_shift != self._row_shift:
-            self._row_shift, self._exchanges = row_shift, {}
-        others = [(shift, dim) for shift, dim in moves if dim != rows]
+            # Cached exchanges fetch the rows of another shift.
+            self._row_shift = row_shift
+            self._exchanges = {}
+        other_shifts = [(shift, dim) for shift, dim in shifts if dim != row_dim]
         x = self.fetch(x, bands)
-        return x.roll(*zip(*others, strict=True)) if others else x
+        return x.roll(*zip(*other_shifts, strict=True)) if other_shifts else x
 
 
 @final
@@ -325,12 +341,13 @@ class _Roll(nn.Module):
 
     def __init__(self, shifts: tuple[int, ...], dims: tuple[int, ...]) -> None:
         super().__init__()
-        self.shifts, self.dims = shifts, dims
+        self.shifts = shifts
+        self.dims = dims
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the rolled tensor."""
         return torch.roll(x, self.shifts, self.dims)
 
     def extra_repr(self) -> str:
-        """Describe the shifts."""
+        """Return the shifts and dimensions."""
         return f"shifts={self.shifts}, dims={self.dims}"

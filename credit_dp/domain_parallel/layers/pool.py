@@ -1,4 +1,8 @@
-"""Pooling on one band of rows."""
+"""Pooling on one band of rows.
+
+Pools with a kernel (max, average, power) fetch the rows of their windows. Adaptive pools to one row
+reduce over all bands with one collective; those to several rows are in `resample.py`.
+"""
 
 from __future__ import annotations
 
@@ -29,16 +33,16 @@ SPATIAL_NDIM: dict[type[nn.Module], int] = {
 
 
 def spatial_ndim(pool: nn.Module) -> int:
-    """Return how many dimensions a pool's kernel has."""
-    return next(ndim for kind, ndim in SPATIAL_NDIM.items() if isinstance(pool, kind))
+    """Return the number of dimensions of a pool's kernel."""
+    return next(ndim for pool_type, ndim in SPATIAL_NDIM.items() if isinstance(pool, pool_type))
 
 
 class PoolLayer(StencilLayer):
-    """A layer around a pool with a kernel.
+    """Base of the layers around a pool with a kernel.
 
     Args:
         pool: the layer to shard.
-        shard_dim: the row dimension of the input; by default -2, or -1 of one-dimensional pools.
+        shard_dim: the row dimension of the input; by default -2, or -1 for one-dimensional pools.
         manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
     """
 
@@ -58,19 +62,19 @@ class PoolLayer(StencilLayer):
             super()._check_dim()
 
     def couples_rows(self, dim: int, ndim: int) -> bool:
-        """Rows meet where the kernel reaches."""
+        """Return whether `dim` is one of the kernel's dimensions."""
         return dim >= -self._spatial_ndim
 
     def setting(self, name: str) -> list[int]:
         """Return a setting of the pool, one number for each dimension of the kernel."""
         value: Any = getattr(self.__dict__["wrapped"], name)
-        if value is None:  # the stride
+        if value is None:  # the stride defaults to the kernel size
             return self.setting("kernel_size")
         values = [value] if isinstance(value, int) else list(value)
         return values * self._spatial_ndim if len(values) == 1 else values
 
     def setting_without_rows(self, name: str) -> list[int]:
-        """Return a setting that is 0 along the rows."""
+        """Return a setting, with 0 along the rows."""
         values = self.setting(name)
         values[self.dim] = 0
         return values
@@ -89,13 +93,14 @@ class PoolLayer(StencilLayer):
 
     @property
     def _kernel_extent(self) -> int:
-        """Rows from the kernel's first to its last."""
+        """Rows that the kernel spans."""
         return self._kernel
 
     def out_height(self, height: int, *others: Tensor) -> int:
-        """Return the rows of the output.
+        """Return the global output height.
 
-        In ceil mode the last window may reach over the padding, but has to start before its end.
+        In ceil mode the last window may reach beyond the southern padding, but has to start on the
+        globe or in the northern padding, as in torch.
         """
         spare = height + 2 * self._padding - self._kernel_extent
         if not self.ceil_mode:
@@ -104,7 +109,7 @@ class PoolLayer(StencilLayer):
         return last + 1 if last * self._stride < height + self._padding else last
 
     def input_span(self, out: slice, height: int) -> tuple[int, int]:
-        """Return the rows of the windows."""
+        """Return the rows of the windows, padding included."""
         first = out.start * self._stride - self._padding
         return first, (out.stop - 1) * self._stride - self._padding + self._kernel_extent
 
@@ -129,22 +134,25 @@ class _AveragePool(PoolLayer, ABC):
         if self._divisor is not None:
             settings.append(self._divisor)
         rows = self.fetch(x, bands)
-        made: Tensor = getattr(nn.functional, f"avg_pool{self._spatial_ndim}d")(rows, *settings)
-        return self._rescale_by_count(made, bands)
+        means: Tensor = getattr(nn.functional, f"avg_pool{self._spatial_ndim}d")(rows, *settings)
+        return self._rescale_by_count(means, bands)
 
-    def _rescale_by_count(self, made: Tensor, bands: Bands) -> Tensor:
-        """Divide by the rows that count in each window, where all of the kernel's were."""
-        height, kernel = bands.input.height, self._kernel
+    def _rescale_by_count(self, means: Tensor, bands: Bands) -> Tensor:
+        """Return the means, divided by the rows that count instead of all rows of the kernel."""
+        height = bands.input.height
+        kernel = self._kernel
+        # torch's pool has divided by all rows of the kernel, as it can't know which fetched rows
+        # are padding. The counts are those of the whole globe, so all ranks decide alike.
         counts = [self._counted_rows(i, height) for i in range(bands.output.height)]
-        if self._divisor is not None or set(counts) == {kernel}:  # on every rank alike
-            return made
-        out = counts[bands.output.rows(self.manager.domain_rank)]
-        shares = [kernel / count if count > 0 else 0.0 for count in out]
-        factors = constant_tensor(shares, made.device, made.dtype)
-        return made * factors.view(-1, *[1] * (-self.dim - 1))
+        if self._divisor is not None or set(counts) == {kernel}:
+            return means
+        local_counts = counts[bands.output.rows(self.manager.domain_rank)]
+        ratios = [kernel / count if count > 0 else 0.0 for count in local_counts]
+        factors = constant_tensor(ratios, means.device, means.dtype)
+        return means * factors.view(-1, *[1] * (-self.dim - 1))
 
     def _counted_rows(self, out: int, height: int) -> int:
-        """Return how many rows of the window of an output row count."""
+        """Return the number of rows that count in the window of one output row."""
         first, stop = self.input_span(slice(out, out + 1), height)
         if self._counts_padding:
             return min(stop, height + self._padding) - first
@@ -155,7 +163,8 @@ class _AveragePool(PoolLayer, ABC):
 class DomainParallelAvgPool(_AveragePool):
     """An `nn.AvgPool*d` on one band of rows, equal to that layer on the whole globe.
 
-    Any kernel, stride and padding, ceil mode, `count_include_pad` and `divisor_override`.
+    Supports every kernel, stride and padding, ceil mode, `count_include_pad` and
+    `divisor_override`.
 
     Shapes:
         `(B, C, H_local, W)` -> `(B, C, H_out_local, W_out)`; also `(B, C, D, H_local, W)`, and
@@ -208,16 +217,20 @@ class DomainParallelPowerPool(_AveragePool):
     def compute(self, x: Tensor, bands: Bands) -> Tensor:
         """Return this rank's output rows."""
         means = self.average(x.pow(self.norm_type), bands)
+        # The sum over a window is its mean times the kernel's size. Written like torch's lp_pool,
+        # whose gradient is that of `sign * relu(abs)`.
         powers = means.sign() * means.abs().relu() * prod(self.setting("kernel_size"))
         return powers.pow(1 / self.norm_type)
 
 
 def global_flat_indices(indices: Tensor, rows: Tensor, columns: int, height: int) -> Tensor:
-    """Return positions in a channel of the globe, in row-major order.
+    """Return flat indices into a channel of the globe, given those into fetched rows.
+
+    Both count in row-major order.
 
     Args:
-        indices: positions in a channel of these rows, in row-major order.
-        rows: the global row of each of the rows.
+        indices: flat indices into a channel of the fetched rows.
+        rows: the global row of each fetched row.
         columns: entries of a row; 1 if rows are the last dimension.
         height: rows of the globe.
     """
@@ -230,8 +243,8 @@ def global_flat_indices(indices: Tensor, rows: Tensor, columns: int, height: int
 class DomainParallelMaxPool(PoolLayer, ConstantFillLayer):
     """An `nn.MaxPool*d` on one band of rows, equal to that layer on the whole globe.
 
-    Any kernel, stride, padding and dilation, with or without ceil mode. `return_indices` returns
-    positions on the whole globe.
+    Supports every kernel, stride, padding and dilation, with and without ceil mode.
+    `return_indices` returns flat indices into the whole globe.
 
     Shapes:
         `(B, C, H_local, W)` -> `(B, C, H_out_local, W_out)`; also `(B, C, D, H_local, W)`, and
@@ -245,7 +258,7 @@ class DomainParallelMaxPool(PoolLayer, ConstantFillLayer):
     def compute(self, x: Tensor, bands: Bands) -> Tensor | tuple[Tensor, Tensor]:
         """Return this rank's output rows."""
         rows = self.fetch_with_fill(x, bands, -torch.inf)
-        made = getattr(nn.functional, f"max_pool{self._spatial_ndim}d")(
+        pooled = getattr(nn.functional, f"max_pool{self._spatial_ndim}d")(
             rows,
             self.setting("kernel_size"),
             self.setting("stride"),
@@ -255,14 +268,15 @@ class DomainParallelMaxPool(PoolLayer, ConstantFillLayer):
             return_indices=self.return_indices,
         )
         if not self.return_indices:
-            return made  # type: ignore[no-any-return]
-        maxima, indices = made
+            return pooled  # type: ignore[no-any-return]
+        maxima, indices = pooled
         height = bands.input.height
         first, stop = self.input_span(bands.output.rows(self.manager.domain_rank), height)
-        # Where all rows of the globe are -inf the first of them counts, as in torch.
-        taken = torch.arange(first, stop, device=x.device).clamp(0, height - 1)
+        # A filled row holds the maximum only if all rows of the globe are -inf; clamping then gives
+        # the first of these, as in torch.
+        global_rows = torch.arange(first, stop, device=x.device).clamp(0, height - 1)
         columns = x.shape[self.dim :].numel() // x.shape[self.dim]
-        return maxima, global_flat_indices(indices, taken, columns, height)
+        return maxima, global_flat_indices(indices, global_rows, columns, height)
 
 
 AdaptiveAvgPool = nn.AdaptiveAvgPool1d | nn.AdaptiveAvgPool2d | nn.AdaptiveAvgPool3d
@@ -275,13 +289,13 @@ ADAPTIVE_SPATIAL_NDIM: dict[type[nn.Module], int] = {
 
 
 def output_size_along(pool: AdaptiveAvgPool | AdaptiveMaxPool, dim: int) -> int | None:
-    """Return a pool's output size in a negative dimension; None keeps the input's."""
+    """Return a pool's output size along the negative dimension `dim`; None keeps the input's."""
     size: Any = pool.output_size
     return size[dim] if isinstance(size, tuple | list) else size  # type: ignore[no-any-return]
 
 
 class _GlobalPool(ReductionLayer, ABC):
-    """Pooling of all bands to one row, the same on every rank."""
+    """Pooling of all bands to one row, which is the same on every rank."""
 
     output_is_banded = False
 
@@ -294,17 +308,21 @@ class _GlobalPool(ReductionLayer, ABC):
     ) -> None:
         super().__init__(pool, shard_dim, manager)
         self._spatial_ndim = next(
-            n for kind, n in ADAPTIVE_SPATIAL_NDIM.items() if isinstance(pool, kind)
+            ndim for pool_type, ndim in ADAPTIVE_SPATIAL_NDIM.items() if isinstance(pool, pool_type)
         )
 
     def couples_rows(self, dim: int, ndim: int) -> bool:
-        """Rows meet where the pool is."""
+        """Return whether `dim` is pooled.
+
+        Raises:
+            UserError: it is pooled to more than one entry.
+        """
         if dim < -self._spatial_ndim:
             return False
         if output_size_along(self.__dict__["wrapped"], dim) != 1:
             raise UserError(
                 f"{type(self.__dict__['wrapped']).__name__}: rows are in dimension {dim}, where "
-                f"output_size is {self.output_size}. Make it 1 there."
+                f"output_size is {self.output_size}. Set it to 1 there."
             )
         return True
 
@@ -315,7 +333,7 @@ class DomainParallelGlobalAvgPool(_GlobalPool):
 
     Args:
         pool: the layer to shard; its output size is 1 along the rows.
-        shard_dim: the input's row dimension, until the plan finds it elsewhere.
+        shard_dim: the row dimension of the input; a plan may replace it.
         manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
 
     Shapes:
@@ -323,8 +341,9 @@ class DomainParallelGlobalAvgPool(_GlobalPool):
     """
 
     def reduce(self, x: Tensor, bands: Bands) -> Tensor:
-        """Weigh the means of all bands by their rows."""
-        rows, height = bands.input.sizes[self.manager.domain_rank], bands.input.height
+        """Return the mean of the bands' means, weighted by their rows."""
+        rows = bands.input.sizes[self.manager.domain_rank]
+        height = bands.input.height
         part = self.global_forward(x.to(accumulation_dtype(x))) * (rows / height)
         return sum_over_bands(part, self.manager.transport).to(x.dtype)
 
@@ -333,47 +352,53 @@ class DomainParallelGlobalAvgPool(_GlobalPool):
 class DomainParallelGlobalMaxPool(_GlobalPool):
     """An `AdaptiveMaxPool` to one row, equal to that layer on the whole globe.
 
-    As in torch, the first of several equal maxima gets the gradient, and `return_indices` returns
-    where it is in the whole globe. See `DomainParallelGlobalAvgPool` for arguments and shapes.
+    As in torch, the first of several equal maxima gets the gradient. `return_indices` returns its
+    flat index into the whole globe. See `DomainParallelGlobalAvgPool` for arguments and shapes.
     """
 
     def reduce(self, x: Tensor, bands: Bands) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the largest of all bands' maxima."""
+        """Return the maximum of the bands' maxima."""
         wrapped = self.__dict__["wrapped"]
         pool = getattr(nn.functional, f"adaptive_max_pool{self._spatial_ndim}d")
-        part, indices = pool(x, wrapped.output_size, return_indices=True)
-        first = self._to_global_indices(indices, x, bands.input)
-        top, place = _FirstMax.apply(part, first, self.manager.transport)  # type: ignore[no-untyped-call]
-        return (top, place) if wrapped.return_indices else top
+        maxima, indices = pool(x, wrapped.output_size, return_indices=True)
+        global_indices = self._to_global_indices(indices, x, bands.input)
+        maximum, index = _FirstMax.apply(maxima, global_indices, self.manager.transport)  # type: ignore[no-untyped-call]
+        return (maximum, index) if wrapped.return_indices else maximum
 
-    def _to_global_indices(self, indices: Tensor, x: Tensor, taken: RowPartition) -> Tensor:
-        """Turn positions in a channel of the band, in row-major order, into those in the globe."""
-        beyond = x.shape[self.dim + 1 :].numel() if self.dim < -1 else 1
-        outer = indices // (x.shape[self.dim] * beyond)
-        missing = taken.height - x.shape[self.dim]
-        north = taken.bounds[self.manager.domain_rank]
-        return indices + (outer * missing + north) * beyond
+    def _to_global_indices(self, indices: Tensor, x: Tensor, partition: RowPartition) -> Tensor:
+        """Return flat indices into a channel of the globe, given those into the band."""
+        row_entries = x.shape[self.dim + 1 :].numel() if self.dim < -1 else 1
+        level = indices // (x.shape[self.dim] * row_entries)
+        other_rows = partition.height - x.shape[self.dim]
+        north = partition.bounds[self.manager.domain_rank]
+        return indices + (level * other_rows + north) * row_entries
 
 
 class _FirstMax(torch.autograd.Function):
-    """The maximum of all bands' maxima, of equal ones the first; that one gets the gradient."""
+    """Maximum over bands; the first of several equal maxima gets the gradient."""
 
     @staticmethod
     def forward(
-        ctx: Any, part: Tensor, place: Tensor, transport: Transport
+        ctx: Any, maxima: Tensor, indices: Tensor, transport: Transport
     ) -> tuple[Tensor, Tensor]:
-        # float64 holds both exactly: one collective serves.
-        parts, places = transport.all_gather(torch.stack([part.double(), place.double()])).unbind(1)
-        top = parts.amax(0)
-        first = torch.where((parts == top) | parts.isnan(), places, torch.inf).amin(0)
-        ctx.save_for_backward(place == first)
+        # One collective for both: float64 holds indices up to 2**53 and all values exactly. A band
+        # with NaN competes with its index, so that NaN wins as in torch.
+        all_maxima, all_indices = transport.all_gather(
+            torch.stack([maxima.double(), indices.double()])
+        ).unbind(1)
+        maximum = all_maxima.amax(0)
+        first = torch.where(
+            (all_maxima == maximum) | all_maxima.isnan(), all_indices, torch.inf
+        ).amin(0)
+        ctx.save_for_backward(indices == first)
         ctx.transport = transport
-        place = first.long()
-        ctx.mark_non_differentiable(place)
-        return top.to(part.dtype), place
+        indices = first.long()
+        ctx.mark_non_differentiable(indices)
+        return maximum.to(maxima.dtype), indices
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, None, None]:
-        (mine,) = ctx.saved_tensors
-        return ctx.transport.sum(grad.contiguous()) * mine, None, None
+        # Every rank holds the maximum: its gradient is the sum of theirs, for the band that has it.
+        (is_local,) = ctx.saved_tensors
+        return ctx.transport.all_reduce(grad.contiguous()) * is_local, None, None

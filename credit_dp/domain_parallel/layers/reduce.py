@@ -1,4 +1,8 @@
-"""Reductions and softmax over dimensions that may hold the globe's rows, and stochastic depth."""
+"""Sum, mean, maximum and softmax over dimensions with the globe's rows, and stochastic depth.
+
+Each rank reduces its band; one collective combines the results, and one more in backward sums their
+gradients, as each rank's output depends on all bands.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,7 @@ from credit_dp.errors import UserError
 
 @final
 class Reduction(nn.Module):
-    """One of torch's reductions as a module."""
+    """A torch reduction as a module."""
 
     def __init__(
         self, function: Callable[..., Tensor], dims: tuple[int, ...], keepdim: bool
@@ -37,24 +41,24 @@ class Reduction(nn.Module):
         self.keepdim = keepdim
 
     def forward(self, x: Tensor) -> Tensor:
-        """Reduce `x` over its dimensions, all if none is named."""
+        """Return `x` reduced over `dims`; over all dimensions if `dims` is empty."""
         return self.function(x, self.dims, self.keepdim)
 
     def extra_repr(self) -> str:
-        """Name the reduction and its dimensions."""
+        """Return the name of the reduction and its dimensions."""
         return f"{self.function.__name__}, dims={self.dims or 'all'}, keepdim={self.keepdim}"
 
 
 class _DomainParallelReduction(ReductionLayer, ABC):
-    """A reduction over all bands: the same result on every rank.
+    """A reduction over all bands, with the same result on every rank.
 
-    Where the rows are not among the dimensions it is an ordinary reduction.
+    It is an ordinary reduction if the row dimension is not one of `dims`.
 
     Args:
-        dims: dimensions to reduce, counted from the start or the end; none means all.
-        keepdim: whether they stay, with one entry each.
+        dims: dimensions to reduce, counted from the start or the end; None means all.
+        keepdim: whether reduced dimensions stay, with size 1.
         manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
-        shard_dim: the input's row dimension, until the plan finds it elsewhere.
+        shard_dim: the row dimension of the input; a plan may replace it.
 
     Shapes:
         `(..., H_local, ...)` -> the shape of the whole globe's result.
@@ -71,9 +75,9 @@ class _DomainParallelReduction(ReductionLayer, ABC):
         manager: DomainParallelManager | None = None,
         shard_dim: int = -2,
     ) -> None:
-        named = (dims,) if isinstance(dims, int) else tuple(dims or ())
-        super().__init__(Reduction(type(self).function, named, keepdim), shard_dim, manager)
-        self.dims = named
+        dims_tuple = (dims,) if isinstance(dims, int) else tuple(dims or ())
+        super().__init__(Reduction(type(self).function, dims_tuple, keepdim), shard_dim, manager)
+        self.dims = dims_tuple
         self.keepdim = keepdim
 
     def couples_rows(self, dim: int, ndim: int) -> bool:
@@ -91,10 +95,10 @@ class DomainParallelSum(_DomainParallelReduction):
     function = torch.sum
 
     def reduce(self, x: Tensor, bands: Bands) -> Tensor:
-        """Add up the sums of all bands."""
+        """Return the sum of the bands' sums."""
         x = cast_for_autocast(x)
-        wide = accumulation_dtype(x) if x.is_floating_point() else None
-        part = x.sum(self.dims, self.keepdim, dtype=wide)
+        dtype = accumulation_dtype(x) if x.is_floating_point() else None
+        part = x.sum(self.dims, self.keepdim, dtype=dtype)
         total = sum_over_bands(part, self.manager.transport)
         return total.to(x.dtype) if x.is_floating_point() else total
 
@@ -104,21 +108,22 @@ class DomainParallelMean(_DomainParallelReduction):
     """The mean over dimensions of the whole globe, however many rows each band has.
 
     Args:
-        dims: dimensions to reduce, counted from the start or the end; none means all.
-        keepdim: whether they stay, with one entry each.
+        dims: dimensions to reduce, counted from the start or the end; None means all.
+        keepdim: whether reduced dimensions stay, with size 1.
         manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
-        shard_dim: the input's row dimension, until the plan finds it elsewhere.
+        shard_dim: the row dimension of the input; a plan may replace it.
 
     Shapes:
-        `(..., H_local, ...)` -> the shape of the whole globe's mean, the same on every rank. The
-        ordinary mean where rows are not among `dims`.
+        `(..., H_local, ...)` -> the shape of the whole globe's mean, the same on every rank. It is
+        the ordinary mean of the band if the row dimension is not one of `dims`.
     """
 
     function = torch.mean
 
     def reduce(self, x: Tensor, bands: Bands) -> Tensor:
-        """Weigh the means of all bands by their rows."""
-        rows, height = bands.input.sizes[self.manager.domain_rank], bands.input.height
+        """Return the mean of the bands' means, weighted by their rows."""
+        rows = bands.input.sizes[self.manager.domain_rank]
+        height = bands.input.height
         part = x.mean(self.dims, self.keepdim, dtype=accumulation_dtype(x)) * (rows / height)
         return sum_over_bands(part, self.manager.transport).to(x.dtype)
 
@@ -133,44 +138,46 @@ class DomainParallelMax(_DomainParallelReduction):
     function = torch.amax
 
     def reduce(self, x: Tensor, bands: Bands) -> Tensor:
-        """Return the largest of all bands' maxima."""
-        part = x.amax(self.dims, True)
-        ties = (x.detach() == part.detach()).sum(self.dims, True)
-        top: Tensor = _MaxOverBands.apply(part, ties, self.manager.transport)  # type: ignore[no-untyped-call]
-        return top if self.keepdim else top.squeeze(self.dims or tuple(range(x.ndim)))
+        """Return the maximum of the bands' maxima."""
+        maxima = x.amax(self.dims, True)
+        counts = (x.detach() == maxima.detach()).sum(self.dims, True)
+        maximum: Tensor = _MaxOverBands.apply(maxima, counts, self.manager.transport)  # type: ignore[no-untyped-call]
+        return maximum if self.keepdim else maximum.squeeze(self.dims or tuple(range(x.ndim)))
 
 
 class _MaxOverBands(torch.autograd.Function):
-    """The maximum of all bands' maxima; each band's cotangent is weighed by its ties with it."""
+    """Maximum over bands; equal maxima, `counts` of them in a band, share the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, ties: Tensor, transport: Transport) -> Tensor:
-        # float64 holds both exactly: one collective serves.
-        mine = torch.stack([part.double(), ties.double()])
-        parts, counts = transport.all_gather(mine).unbind(1)
-        top = parts.amax(0)
-        total = torch.where(parts == top, counts, 0.0).sum(0)
-        ctx.save_for_backward(torch.where(mine[0] == top, mine[1], 0.0) / total)
+    def forward(ctx: Any, maxima: Tensor, counts: Tensor, transport: Transport) -> Tensor:
+        # One collective for both: float64 holds counts up to 2**53 and all values exactly. torch
+        # shares the gradient among equal maxima; the number of these is that of the whole globe.
+        local = torch.stack([maxima.double(), counts.double()])
+        all_maxima, all_counts = transport.all_gather(local).unbind(1)
+        maximum = all_maxima.amax(0)
+        total = torch.where(all_maxima == maximum, all_counts, 0.0).sum(0)
+        ctx.save_for_backward(torch.where(local[0] == maximum, local[1], 0.0) / total)
         ctx.transport = transport
-        return top.to(part.dtype)
+        return maximum.to(maxima.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        # Every rank holds the maximum: its gradient is the sum of theirs.
         (share,) = ctx.saved_tensors
-        return ctx.transport.sum(grad.contiguous()) * share.to(grad.dtype), None, None
+        return ctx.transport.all_reduce(grad.contiguous()) * share.to(grad.dtype), None, None
 
 
 @final
 class DomainParallelSoftmax(ReductionLayer):
     """A `Softmax`, `LogSoftmax` or `Softmin` over rows, equal to that layer on the whole globe.
 
-    One collective forward and one backward, each of one slice or two of the band; none where the
-    rows are in another dimension than the layer's.
+    One collective in forward, of two rows, and one in backward, of one row. None if the rows are in
+    another dimension than that of the softmax.
 
     Args:
         layer: the layer to shard.
-        shard_dim: the input's row dimension, until the plan finds it elsewhere.
+        shard_dim: the row dimension of the input; a plan may replace it.
         manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
 
     Shapes:
@@ -189,14 +196,14 @@ class DomainParallelSoftmax(ReductionLayer):
         self.sign = -1 if isinstance(layer, nn.Softmin) else 1
 
     def couples_rows(self, dim: int, ndim: int) -> bool:
-        """Return whether `dim` is the layer's; without one torch takes the first or second."""
-        own = self.__dict__["wrapped"].dim
-        if own is None:
-            own = 0 if ndim in (0, 1, 3) else 1
-        return bool(dim % ndim == own % ndim)
+        """Return whether `dim` is that of the softmax."""
+        softmax_dim = self.__dict__["wrapped"].dim
+        if softmax_dim is None:  # torch's deprecated default
+            softmax_dim = 0 if ndim in (0, 1, 3) else 1
+        return bool(dim % ndim == softmax_dim % ndim)
 
     def reduce(self, x: Tensor, bands: Bands) -> Tensor:
-        """Return the band's share of the globe's softmax."""
+        """Return this band of the softmax over the globe."""
         x = cast_for_autocast(x)
         wide = self.sign * x.to(accumulation_dtype(x))
         y: Tensor = _Softmax.apply(wide, self.dim, self.logarithm, self.manager.transport)  # type: ignore[no-untyped-call]
@@ -205,22 +212,28 @@ class DomainParallelSoftmax(ReductionLayer):
 
 @final
 class _Softmax(torch.autograd.Function):
-    """Exponentials relative to the globe's maximum; backward sums over all bands once."""
+    """Softmax or its logarithm over all bands, relative to the globe's maximum."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, logarithm: bool, transport: Transport) -> Tensor:
-        top = x.amax(dim, True)
-        # A band without any finite entry adds nothing.
-        y = (x - torch.where(top.isneginf(), 0.0, top)).exp_()
-        tops, sums = transport.all_gather(torch.stack([top, y.sum(dim, True)])).unbind(1)
-        highest = tops.amax(0)
-        total = (sums * (tops - highest).exp()).sum(0)
+        local_max = x.amax(dim, True)
+        # A band that is -inf everywhere contributes exp(-inf) = 0; -inf - (-inf) would be NaN.
+        y = (x - torch.where(local_max.isneginf(), 0.0, local_max)).exp_()
+        # Each band's sum is relative to its own maximum; one message carries both, and the sums are
+        # then scaled to the maximum of the globe. exp() never overflows.
+        local_maxima, local_sums = transport.all_gather(
+            torch.stack([local_max, y.sum(dim, True)])
+        ).unbind(1)
+        maximum = local_maxima.amax(0)
+        total = (local_sums * (local_maxima - maximum).exp()).sum(0)
         if logarithm:
-            y = (x - highest).sub_(total.log())
+            y = (x - maximum).sub_(total.log())
         else:
-            y.mul_((top - highest).exp_().div_(total))
+            y.mul_((local_max - maximum).exp_().div_(total))
         ctx.save_for_backward(y)
-        ctx.dim, ctx.logarithm, ctx.transport = dim, logarithm, transport
+        ctx.dim = dim
+        ctx.logarithm = logarithm
+        ctx.transport = transport
         return y
 
     @staticmethod
@@ -228,34 +241,35 @@ class _Softmax(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (y,) = ctx.saved_tensors
         share = grad if ctx.logarithm else grad * y
-        total = ctx.transport.sum(share.sum(ctx.dim, True))
+        total = ctx.transport.all_reduce(share.sum(ctx.dim, True))
         grad_x = grad - y.exp() * total if ctx.logarithm else share.sub_(y * total)
         return grad_x, None, None, None
 
 
 @final
 class DomainParallelStochasticDepth(RowLayer):
-    """Drops branches of samples as the layer on the whole globe does.
+    """Stochastic depth on one band of rows, with the same branches dropped on every rank.
 
     Args:
-        layer: has a `rate` and `draws`, one number for each sample, None until they are set.
+        layer: a module with a `rate` and `draws`: one random number per sample, or None before
+            they are set.
         manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
 
     Shapes:
-        `(B, ...)`, rows in any dimension but the first -> the same.
+        `(B, ...)`, with rows in any dimension except the first -> the same.
 
     Raises:
-        UserError: in training, nobody has set the numbers: each rank would draw its own.
+        UserError: `draws` is None in training: each rank would draw other numbers.
     """
 
     def __init__(self, layer: Any, *, manager: DomainParallelManager | None = None) -> None:
         super().__init__(layer, ROW_DIM, manager)
 
     def couples_rows(self, dim: int, ndim: int) -> bool:
-        """All ranks have to draw alike wherever rows are, but among the samples.
+        """Return True: all ranks that share a globe must drop the same branches.
 
         Raises:
-            UserError: rows are in the samples' dimension.
+            UserError: the rows are in the samples' dimension.
         """
         if dim == -ndim:
             raise UserError(
@@ -268,14 +282,14 @@ class DomainParallelStochasticDepth(RowLayer):
         return height
 
     def required_rows(self, out: slice, height: int) -> tuple[RowRange, ...]:
-        """Return the same rows."""
+        """Return the output rows themselves: nothing is fetched."""
         return (RowRange(out.start, out.stop),)
 
     def compute(self, x: Tensor, bands: Bands) -> Tensor:
-        """Return the branches that stay."""
+        """Return the branches that are kept."""
         if self.training and self.rate and self.draws is None and not x.is_meta:
             raise UserError(
-                f"{type(self).__name__}: the ranks of a globe have to drop the same branches. "
+                f"{type(self).__name__}: all ranks of a globe have to drop the same branches. "
                 "Call credit_dp.models.blocks.draw_stochastic_depths before each training step."
             )
         return self.global_forward(x)  # type: ignore[no-any-return]

@@ -1,4 +1,10 @@
-"""Interpolation, adaptive pooling and pixel shuffle on one band of rows."""
+"""Interpolation, adaptive pooling and pixel shuffle on one band of rows.
+
+Interpolation along rows is linear, so torch's operator is read off once per global height, as a
+table of the input rows and weights of every output row (`interpolation_table_of`). A band applies
+its part of the table to the rows that it fetches, with exactly torch's weights; all other
+dimensions are left to torch (`InterpolationLayer`).
+"""
 
 from __future__ import annotations
 
@@ -27,7 +33,7 @@ from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import ROW_DIM
 from credit_dp.errors import UserError
 
-# Unit rows that are sent through the operator at a time.
+# Unit vectors to which the operator is applied at a time: bounds the memory.
 UNIT_ROWS_PER_CALL = 256
 
 Operator = Callable[[Tensor], Tensor]
@@ -39,8 +45,8 @@ class InterpolationTable:
     """Row `i` of the output is the sum over `k` of `weights[i, k]` x input row `sources[i, k]`.
 
     Shapes:
-        `sources`, `weights`: `(H_out, K)`, rows of the globe. Rows with fewer sources repeat one
-        with weight 0. `weights` is None where every output row is a copy of one input row.
+        `sources`, `weights`: `(H_out, K)`, in rows of the globe. Output rows with fewer than `K`
+        sources repeat one with weight 0. `weights` is None if each output row copies an input row.
     """
 
     sources: Tensor
@@ -48,7 +54,7 @@ class InterpolationTable:
 
     @property
     def out_height(self) -> int:
-        """Rows of the output."""
+        """The global height of the output."""
         return self.sources.shape[0]
 
     @cached_property
@@ -64,39 +70,40 @@ class InterpolationTable:
         return self._source_lists == other._source_lists
 
     def input_span(self, out: slice) -> tuple[int, int]:
-        """Return the first input row that the output rows `out` need and the row after the last."""
-        reached = self._source_lists[out]
-        return min(map(min, reached)), max(map(max, reached)) + 1
+        """Return the input rows that the output rows `out` depend on, as `(start, stop)`."""
+        sources = self._source_lists[out]
+        return min(map(min, sources)), max(map(max, sources)) + 1
 
     def apply(self, x: Tensor, dim: int, out: slice, first: int) -> Tensor:
-        """Return the output rows `out`; the rows of `x` begin at input row `first`.
+        """Return the output rows `out`, given the input rows `x` from row `first` on.
 
-        Half precision becomes float32, unless rows are only copied.
+        Half precision is promoted to float32, unless rows are only copied.
         """
-        places = (self.sources[out] - first).unbind(1)
+        indices = (self.sources[out] - first).unbind(1)
         if self.weights is None:
-            return x.index_select(dim, places[0])
-        weights = self.weights[out].reshape(-1, *[1] * (-dim - 1), len(places)).unbind(-1)
-        total = x.index_select(dim, places[0]) * weights[0]
-        for place, weight in zip(places[1:], weights[1:], strict=True):
-            total = torch.addcmul(total, x.index_select(dim, place).to(total.dtype), weight)
+            return x.index_select(dim, indices[0])
+        weights = self.weights[out].reshape(-1, *[1] * (-dim - 1), len(indices)).unbind(-1)
+        total = x.index_select(dim, indices[0]) * weights[0]
+        for index, weight in zip(indices[1:], weights[1:], strict=True):
+            total = torch.addcmul(total, x.index_select(dim, index).to(total.dtype), weight)
         return total
 
 
-@_disable_dynamo  # as torch.compiler.disable, which takes a second to import
-@torch.inference_mode(False)  # a table is kept, maybe for training
+@_disable_dynamo  # what torch.compiler.disable calls; importing that takes a second
+@torch.inference_mode(False)  # the table is cached and may be used in training later
 @torch.no_grad()
 def interpolation_table_of(
     operator: Operator, height: int, dtype: torch.dtype, device: torch.device
 ) -> InterpolationTable:
     """Return the table of an operator that maps `(1, C, height, 1)` to `(1, C, H_out, 1)`.
 
-    It has to be linear and to treat the channels alike.
+    The operator has to be linear and the same for all channels: each channel carries the unit
+    vector of one input row, so that the outputs are the columns of its matrix.
     """
     dtype = torch.promote_types(dtype, torch.float32)  # as torch computes half precision
-    if device.type == "meta":  # which rows are tapped, is read off numbers
+    if device.type == "meta":  # the table is read off values, which meta tensors lack
         device = torch.device("cpu")
-    made, taken, weight = [], [], []
+    out_rows, in_rows, weights = [], [], []
     for start in range(0, height, UNIT_ROWS_PER_CALL):
         stop = min(start + UNIT_ROWS_PER_CALL, height)
         units = torch.zeros(stop - start, height, dtype=dtype, device=device)
@@ -104,47 +111,49 @@ def interpolation_table_of(
         with torch.autocast(device.type, enabled=False):
             matrix = operator(units[None, :, :, None])[0, :, :, 0].T
         rows, columns = matrix.nonzero(as_tuple=True)
-        made.append(rows)
-        taken.append(columns + start)
-        weight.append(matrix[rows, columns])
+        out_rows.append(rows)
+        in_rows.append(columns + start)
+        weights.append(matrix[rows, columns])
     return _table_from_triples(
-        torch.cat(made), torch.cat(taken), torch.cat(weight), matrix.shape[0]
+        torch.cat(out_rows), torch.cat(in_rows), torch.cat(weights), matrix.shape[0]
     )
 
 
 def _table_from_triples(
-    made: Tensor, taken: Tensor, weight: Tensor, out_height: int
+    out_rows: Tensor, in_rows: Tensor, weights: Tensor, out_height: int
 ) -> InterpolationTable:
-    """Put triples of output row, input row and weight into rows of one length."""
-    order = made.argsort(stable=True)
-    made, taken, weight = made[order], taken[order], weight[order]
-    counts = made.bincount(minlength=out_height)
-    begins = counts.cumsum(0) - counts
-    nth = torch.arange(len(made), device=made.device) - begins[made]
+    """Return the table of triples of output row, input row and weight."""
+    # Sort by output row; within a row, `column` counts its sources.
+    order = out_rows.argsort(stable=True)
+    out_rows, in_rows, weights = out_rows[order], in_rows[order], weights[order]
+    counts = out_rows.bincount(minlength=out_height)
+    first_entry = counts.cumsum(0) - counts
+    column = torch.arange(len(out_rows), device=out_rows.device) - first_entry[out_rows]
     widest = int(counts.max())
-    sources = taken[begins][:, None].repeat(1, widest)
-    weights = weight.new_zeros(out_height, widest)
-    sources[made, nth] = taken
-    weights[made, nth] = weight
-    copies = widest == 1 and bool((weights == 1).all())
-    return InterpolationTable(sources, None if copies else weights)
+    sources = in_rows[first_entry][:, None].repeat(1, widest)
+    weight_table = weights.new_zeros(out_height, widest)
+    sources[out_rows, column] = in_rows
+    weight_table[out_rows, column] = weights
+    # Nearest interpolation only copies rows, which keeps half precision as it is.
+    copies = widest == 1 and bool((weight_table == 1).all())
+    return InterpolationTable(sources, None if copies else weight_table)
 
 
-# Samples and channels come before the dimensions of space.
+# The number of dimensions before the spatial ones: samples and channels.
 NON_SPATIAL = 2
 
 
 class DtypeAndDevice(NamedTuple):
-    """Positions of taps are rounded: the rows needed may depend on these."""
+    """The dtype and device of a table: torch rounds source positions differently for each."""
 
     dtype: torch.dtype
     device: torch.device
 
 
 class InterpolationLayer(RowLayer):
-    """A layer that is a table of taps along rows and torch's own operator along all else.
+    """A linear operator: a table along the rows, torch's own operator along other dimensions.
 
-    What makes fewer columns acts before rows travel, what makes more of them afterwards.
+    Other dimensions are resampled before rows are sent if that makes a row smaller, else after.
     """
 
     def __init__(
@@ -160,41 +169,44 @@ class InterpolationLayer(RowLayer):
         self._dtype_and_device = DtypeAndDevice(torch.float32, torch.device("cpu"))
 
     def couples_rows(self, dim: int, ndim: int) -> bool:
-        """Rows meet wherever they are but among samples and channels."""
+        """Return whether `dim` is a spatial dimension."""
         return dim + ndim >= NON_SPATIAL
 
     def row_setting(self, value: Any) -> Any:
-        """Return what a setting for all dimensions, or one of each, says about rows."""
+        """Return a setting along the rows, given one value or one for each dimension."""
         return value[self.dim] if isinstance(value, (tuple, list)) else value
 
     @abstractmethod
     def apply_along_rows(self, x: Tensor) -> Tensor:
-        """Return the operator on `(1, C, H, 1)`, one column wide."""
+        """Apply the operator to `(1, C, H, 1)`, a single column."""
 
     @abstractmethod
     def apply_along_other_dims(self, x: Tensor) -> Tensor:
-        """Return the operator on a band along every dimension but the rows'."""
+        """Apply the operator to a band along all dimensions except the rows."""
 
     def interpolation_table(self, height: int) -> InterpolationTable:
         """Return the table for a global height."""
         return self._cached_table(height, self._dtype_and_device)
 
     def gradient_table(self, height: int) -> InterpolationTable:
-        """Return the table that gradients follow."""
+        """Return the table of the backward pass."""
         return self.interpolation_table(height)
 
-    def _cached_table(self, height: int, kind: DtypeAndDevice) -> InterpolationTable:
-        key = (self.dim, height, kind)
+    def _cached_table(self, height: int, dtype_and_device: DtypeAndDevice) -> InterpolationTable:
+        key = (self.dim, height, dtype_and_device)
         if key not in self._table_cache:
-            self._table_cache[key] = interpolation_table_of(self.apply_along_rows, height, *kind)
+            self._table_cache[key] = interpolation_table_of(
+                self.apply_along_rows, height, *dtype_and_device
+            )
         return self._table_cache[key]
 
     def out_height(self, height: int, *others: Tensor) -> int:
-        """Return the rows of the output."""
+        """Return the global output height."""
         return self.interpolation_table(height).out_height
 
     def required_rows(self, out: slice, height: int) -> tuple[RowRange, ...]:
-        """Return the rows from the first to the last tap."""
+        """Return the rows from the first to the last source of both tables."""
+        # Forward and backward read the same fetched rows, so both tables have to fit.
         spans = [
             table.input_span(out)
             for table in (self.interpolation_table(height), self.gradient_table(height))
@@ -203,29 +215,38 @@ class InterpolationLayer(RowLayer):
 
     def compute(self, x: Tensor, bands: Bands) -> Tensor:
         """Return this rank's output rows."""
-        kind = DtypeAndDevice(x.dtype, x.device)
-        if kind != self._dtype_and_device:
-            self._dtype_and_device, self._exchanges = kind, {}
+        dtype_and_device = DtypeAndDevice(x.dtype, x.device)
+        if dtype_and_device != self._dtype_and_device:
+            # Other source rows may be needed: cached exchanges are outdated.
+            self._dtype_and_device = dtype_and_device
+            self._exchanges = {}
+        # Try the other dimensions on one row: if that shrinks rows, do it before they are sent.
         with torch.no_grad():
-            row = self.apply_along_other_dims(x.narrow(self.dim, 0, 1))
-        if row.numel() <= x.narrow(self.dim, 0, 1).numel():
-            return self._resample_rows(self.apply_along_other_dims(x), bands).to(row.dtype)
-        return self.apply_along_other_dims(self._resample_rows(x, bands)).to(row.dtype)
+            resampled_row = self.apply_along_other_dims(x.narrow(self.dim, 0, 1))
+        if resampled_row.numel() <= x.narrow(self.dim, 0, 1).numel():
+            return self._resample_rows(self.apply_along_other_dims(x), bands).to(
+                resampled_row.dtype
+            )
+        return self.apply_along_other_dims(self._resample_rows(x, bands)).to(resampled_row.dtype)
 
     def _resample_rows(self, x: Tensor, bands: Bands) -> Tensor:
-        height, out = bands.input.height, bands.output.rows(self.manager.domain_rank)
-        taps, gradient_taps = self.interpolation_table(height), self.gradient_table(height)
-        rows, first = self.fetch(x, bands), self.required_rows(out, height)[0].start
-        if taps.is_identity(height):
+        height = bands.input.height
+        out = bands.output.rows(self.manager.domain_rank)
+        table = self.interpolation_table(height)
+        gradient_table = self.gradient_table(height)
+        rows = self.fetch(x, bands)
+        first = self.required_rows(out, height)[0].start
+        if table.is_identity(height):
             return rows
-        made = gradient_taps.apply(rows, self.dim, out, first)
-        if gradient_taps is taps:
-            return made
-        return made + (taps.apply(rows, self.dim, out, first) - made).detach()
+        y = gradient_table.apply(rows, self.dim, out, first)
+        if gradient_table is table:
+            return y
+        # The value of `table` with the gradient of `gradient_table`.
+        return y + (table.apply(rows, self.dim, out, first) - y).detach()
 
 
 NEAREST = ("nearest", "nearest-exact")
-# Along one dimension these are the same operator.
+# The same operator along one dimension.
 LINEAR = ("linear", "bilinear", "trilinear")
 MODES = (*NEAREST, *LINEAR, "bicubic", "area")
 
@@ -249,7 +270,7 @@ class _Interpolate(InterpolationLayer, ABC):
         )
 
     def apply_along_rows(self, x: Tensor) -> Tensor:
-        """Return the interpolation of one column."""
+        """Return the interpolation of a single column."""
         mode = "bilinear" if self.mode in LINEAR else self.mode
         if self.size is not None:
             return self._interpolate(x, (self.row_setting(self.size), 1), None, mode)
@@ -271,23 +292,24 @@ class _Interpolate(InterpolationLayer, ABC):
     def gradient_table(self, height: int) -> InterpolationTable:
         """Return the table that gradients follow.
 
-        For float64 torch rounds nearest positions in float64 forward and in float32 backward, and
-        one in 300 pairs of heights has rows where these differ.
+        For float64 torch rounds nearest positions in float64 in forward, but in float32 in
+        backward. About one in 300 pairs of heights has rows where these differ.
         """
-        taps = self.interpolation_table(height)
+        table = self.interpolation_table(height)
         if self.mode not in NEAREST or self._dtype_and_device.dtype != torch.float64:
-            return taps
-        coarse = self._cached_table(
+            return table
+        float32_table = self._cached_table(
             height, DtypeAndDevice(torch.float32, self._dtype_and_device.device)
         )
-        return taps if coarse.has_same_sources(taps) else coarse
+        return table if float32_table.has_same_sources(table) else float32_table
 
 
 @final
 class DomainParallelUpsample(_Interpolate):
     """An `nn.Upsample` on one band of rows, equal to that layer on the whole globe.
 
-    Every mode, `size` or `scale_factor` up and down, `align_corners`, `recompute_scale_factor`.
+    Supports every mode, `size` or `scale_factor` up and down, `align_corners` and
+    `recompute_scale_factor`.
 
     Args:
         upsample: the layer to shard; its `size` is the whole globe's.
@@ -313,16 +335,16 @@ class DomainParallelUpsample(_Interpolate):
 class DomainParallelInterpolate(_Interpolate):
     """`F.interpolate` on one band of rows, equal to it on the whole globe.
 
-    `size` is what it would be without sharding: that of the whole globe's output, never of a band.
+    `size` is the same as without sharding: that of the whole globe's output, never of a band.
 
     Args:
         size: rows and columns of the whole globe's output; None with `scale_factor`.
         mode: `nearest`, `nearest-exact`, `linear`, `bilinear`, `trilinear`, `bicubic` or `area`.
         shard_dim: the row dimension of the input; -1 if it is `(B, C, H)`.
-        scale_factor: instead of `size`, for all dimensions or one for each.
+        scale_factor: instead of `size`, one for all dimensions or one for each.
         align_corners: see `torch.nn.functional.interpolate`.
-        recompute_scale_factor: likewise.
-        antialias: has to be False.
+        recompute_scale_factor: see `torch.nn.functional.interpolate`.
+        antialias: must be False.
         manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
 
     Shapes:
@@ -330,8 +352,8 @@ class DomainParallelInterpolate(_Interpolate):
         `(B, C, H_local)`.
 
     Raises:
-        UserError: the mode is unknown or antialiased; `size` has a band's rows where the globe has
-            more (an `nn.Upsample` that makes so few rows of a globe is converted).
+        UserError: the mode is unknown or `antialias` is set; or `size` has as many rows as an input
+            band, which is most likely a mistake (convert an `nn.Upsample` if it is not).
     """
 
     def __init__(
@@ -347,34 +369,35 @@ class DomainParallelInterpolate(_Interpolate):
         manager: DomainParallelManager | None = None,
     ) -> None:
         if mode not in MODES or antialias:
-            came = f"{mode} with antialias" if antialias else mode
+            got = f"{mode} with antialias" if antialias else mode
             raise UserError(
-                f"DomainParallelInterpolate: mode has to be one of {', '.join(MODES)}, without "
-                f"antialias, got {came}."
+                f"DomainParallelInterpolate: mode must be one of {', '.join(MODES)}, without "
+                f"antialias, got {got}."
             )
         upsample = nn.Upsample(size, scale_factor, mode, align_corners, recompute_scale_factor)
         super().__init__(upsample, shard_dim, manager)
 
     def compute(self, x: Tensor, bands: Bands) -> Tensor:
         """Return this rank's output rows."""
+        # A size that was computed from a band's shape would shrink the globe to a band unnoticed.
         rows = self.row_setting(self.size)
         if rows in bands.input.sizes and rows != bands.input.height:
             raise UserError(
-                f"DomainParallelInterpolate: size is the whole globe's output, got {rows} rows, as "
-                f"a band of the {bands.input.height} rows going in has. Give the globe's number, "
-                "or convert an nn.Upsample if that is it."
+                f"DomainParallelInterpolate: size is the whole globe's output, got {rows} rows, "
+                f"which is a band of the {bands.input.height} input rows. Give the globe's "
+                "number, or convert an nn.Upsample if this is it."
             )
         return super().compute(x, bands)
 
 
 @final
 class DomainParallelPeriodicUpsample(StencilLayer):
-    """A doubling of rows and columns around the globe on one band, equal to it on the whole globe.
+    """Doubling of rows and columns around the globe on one band, equal to it on the whole globe.
 
     Args:
-        upsample: a module that adds a row beyond each pole, which its `poles` describe, calls its
-            `refine` for twice the rows and columns, and leaves out the two finer rows of each
-            added one, as `credit_dp.models.unet.PeriodicUpsample` does.
+        upsample: a module that adds a row beyond each pole in the mode `poles`, calls its `refine`,
+            which doubles rows and columns, and crops the two finer rows of each added row, as
+            `credit_dp.models.unet.PeriodicUpsample` does.
         shard_dim: the row dimension of the input.
         manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
 
@@ -397,7 +420,7 @@ class DomainParallelPeriodicUpsample(StencilLayer):
         return 2 * height
 
     def input_span(self, out: slice, height: int) -> tuple[int, int]:
-        """Return the rows around the output rows: row `i` becomes the rows `2 i` and `2 i + 1`."""
+        """Return the rows around `out`: row `i` becomes the rows `2 i` and `2 i + 1`."""
         return (out.start - 1) // 2, out.stop // 2 + 1
 
     def compute(self, x: Tensor, bands: Bands) -> Tensor:
@@ -409,7 +432,7 @@ class DomainParallelPeriodicUpsample(StencilLayer):
 
 
 class _AdaptivePool(RowLayer, ABC):
-    """Pooling to a number of rows, each of a window that follows from the heights."""
+    """Pooling to several rows; the heights of input and output determine the windows."""
 
     def __init__(
         self,
@@ -419,7 +442,7 @@ class _AdaptivePool(RowLayer, ABC):
         manager: DomainParallelManager | None = None,
     ) -> None:
         self._spatial_ndim = next(
-            n for kind, n in ADAPTIVE_SPATIAL_NDIM.items() if isinstance(pool, kind)
+            ndim for pool_type, ndim in ADAPTIVE_SPATIAL_NDIM.items() if isinstance(pool, pool_type)
         )
         dim = max(ROW_DIM, -self._spatial_ndim) if shard_dim is None else shard_dim
         super().__init__(pool, dim, manager, ndim=self._spatial_ndim + 2)
@@ -429,10 +452,10 @@ class _AdaptivePool(RowLayer, ABC):
             super()._check_dim()
 
     def couples_rows(self, dim: int, ndim: int) -> bool:
-        """Rows meet where the pool is.
+        """Return whether `dim` is pooled.
 
         Raises:
-            UserError: it makes one row of them.
+            UserError: it is pooled to one entry, which this layer can't do.
         """
         wrapped = self.__dict__["wrapped"]
         if dim < -self._spatial_ndim:
@@ -449,7 +472,7 @@ class _AdaptivePool(RowLayer, ABC):
         return output_size_along(self.__dict__["wrapped"], self.dim) or height
 
     def _pool_to_rows(self, x: Tensor, rows: int) -> Any:
-        """Return torch's pool with another number of output rows."""
+        """Apply torch's pool with another number of output rows."""
         size: list[int | None] = [
             output_size_along(self.__dict__["wrapped"], dim)
             for dim in range(-self._spatial_ndim, 0)
@@ -467,8 +490,8 @@ class DomainParallelAdaptiveAvgPool(_AdaptivePool, InterpolationLayer):
     """An `nn.AdaptiveAvgPool*d` to several rows, equal to that layer on the whole globe.
 
     Args:
-        pool: the layer to shard; its output size is that of the whole globe, and not 1 along rows.
-        shard_dim: the row dimension of the input; by default -2, or -1 of one-dimensional pools.
+        pool: the layer to shard; its output size is that of the whole globe, not 1 along the rows.
+        shard_dim: the row dimension of the input; by default -2, or -1 for one-dimensional pools.
         manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
 
     Shapes:
@@ -478,72 +501,75 @@ class DomainParallelAdaptiveAvgPool(_AdaptivePool, InterpolationLayer):
     _pool_name = "avg"
 
     def apply_along_rows(self, x: Tensor) -> Tensor:
-        """Return the pool of one column."""
+        """Return the pooled single column."""
         return nn.functional.adaptive_avg_pool2d(x, (self._output_height(x.shape[-2]), 1))
 
     def apply_along_other_dims(self, x: Tensor) -> Tensor:
-        """Return the pool of all dimensions but the rows'."""
-        made: Tensor = self._pool_to_rows(x, x.shape[self.dim])
-        return made
+        """Return the band, pooled along all dimensions except the rows."""
+        y: Tensor = self._pool_to_rows(x, x.shape[self.dim])
+        return y
 
 
 @final
 class DomainParallelAdaptiveMaxPool(_AdaptivePool, StencilLayer):
     """An `nn.AdaptiveMaxPool*d` to several rows, equal to that layer on the whole globe.
 
-    `return_indices` returns positions on the whole globe. See `DomainParallelAdaptiveAvgPool` for
-    arguments and shapes.
+    `return_indices` returns flat indices into the whole globe. See `DomainParallelAdaptiveAvgPool`
+    for arguments and shapes.
     """
 
     _pool_name = "max"
 
     def out_height(self, height: int, *others: Tensor) -> int:
-        """Return the rows of the output."""
+        """Return the global output height."""
         return self._output_height(height)
 
     def input_span(self, out: slice, height: int) -> tuple[int, int]:
         """Return the rows of the windows."""
-        made = self._output_height(height)
-        return out.start * height // made, -(-out.stop * height // made)
+        out_height = self._output_height(height)
+        return out.start * height // out_height, -(-out.stop * height // out_height)
 
     def _window_rows(self, bands: Bands) -> list[int]:
-        """Return the rows of this rank's windows one after another, each as long as the longest.
+        """Return the rows of this rank's windows, one window after the other, of equal length.
 
-        Shorter windows repeat their last row.
+        Shorter windows repeat their last row, which does not change a maximum. torch's pool on the
+        rearranged rows then has exactly these windows.
         """
-        height, out = bands.input.height, bands.output.rows(self.manager.domain_rank)
+        height = bands.input.height
+        out = bands.output.rows(self.manager.domain_rank)
         spans = [self.input_span(slice(i, i + 1), height) for i in range(bands.output.height)]
         longest = max(stop - first for first, stop in spans)
         return [min(first + k, stop - 1) for first, stop in spans[out] for k in range(longest)]
 
     def compute(self, x: Tensor, bands: Bands) -> Tensor | tuple[Tensor, Tensor]:
         """Return this rank's output rows."""
-        height, out = bands.input.height, bands.output.rows(self.manager.domain_rank)
-        taken = constant_tensor(self._window_rows(bands), x.device)
+        height = bands.input.height
+        out = bands.output.rows(self.manager.domain_rank)
+        window_rows = constant_tensor(self._window_rows(bands), x.device)
         rows = self.fetch(x, bands)
-        if height % bands.output.height:  # else the windows lie side by side
-            rows = rows.index_select(self.dim, taken - self.input_span(out, height)[0])
-        made = self._pool_to_rows(rows, out.stop - out.start)
+        if height % bands.output.height:  # else the windows do not overlap
+            rows = rows.index_select(self.dim, window_rows - self.input_span(out, height)[0])
+        pooled = self._pool_to_rows(rows, out.stop - out.start)
         if not self.return_indices:
-            return made  # type: ignore[no-any-return]
-        maxima, indices = made
+            return pooled  # type: ignore[no-any-return]
+        maxima, indices = pooled
         columns = x.shape[self.dim :].numel() // x.shape[self.dim]
-        return maxima, global_flat_indices(indices, taken, columns, height)
+        return maxima, global_flat_indices(indices, window_rows, columns, height)
 
 
-# Channels, rows and columns trade places: rows may be in either of the last two dimensions.
+# Pixel shuffles move entries between these dimensions; rows may be in either of the spatial ones.
 SPATIAL_DIMS = (-2, -1)
 CHANNEL_DIM = -3
 
 
 class _PixelShuffleLayer(RowLayer, ABC):
-    """Rows and columns become channels, or the other way round."""
+    """Rows and columns become channels, or vice versa."""
 
     def couples_rows(self, dim: int, ndim: int) -> bool:
-        """Rows meet in the last two dimensions.
+        """Return whether `dim` is one of the last two.
 
         Raises:
-            UserError: rows are among the channels.
+            UserError: the rows are in the channels' dimension.
         """
         if dim == CHANNEL_DIM:
             raise UserError(
@@ -553,22 +579,24 @@ class _PixelShuffleLayer(RowLayer, ABC):
 
     @abstractmethod
     def out_rows(self, rows: slice) -> slice:
-        """Return the output rows that whole input rows make."""
+        """Return the output rows of complete input rows."""
 
     def compute(self, x: Tensor, bands: Bands) -> Tensor:
-        """Shuffle whole groups of rows and crop to this rank's."""
+        """Return this rank's output rows: shuffle complete input rows and crop."""
         out = bands.output.rows(self.manager.domain_rank)
-        (taken,) = self.required_rows(out, bands.input.height)
-        made: Tensor = self.global_forward(self.fetch(x, bands))
-        start = self.out_rows(slice(taken.start, taken.stop)).start
-        return made.narrow(self.dim, out.start - start, out.stop - out.start)
+        # An input row becomes several output rows or vice versa. Bands may cut through such a
+        # group, so complete groups are shuffled and the surplus is cropped.
+        (in_rows,) = self.required_rows(out, bands.input.height)
+        y: Tensor = self.global_forward(self.fetch(x, bands))
+        start = self.out_rows(slice(in_rows.start, in_rows.stop)).start
+        return y.narrow(self.dim, out.start - start, out.stop - out.start)
 
 
 @final
 class DomainParallelPixelShuffle(_PixelShuffleLayer):
     """A `PixelShuffle` on one band of rows, equal to that layer on the whole globe.
 
-    Where the bands line up nothing is sent.
+    Nothing is sent where the bands line up.
 
     Args:
         shuffle: the layer to shard.
@@ -589,16 +617,16 @@ class DomainParallelPixelShuffle(_PixelShuffleLayer):
         super().__init__(shuffle, shard_dim, manager)
 
     def out_height(self, height: int, *others: Tensor) -> int:
-        """Return the rows of the output."""
+        """Return the global output height."""
         return int(height * self.upscale_factor)
 
     def required_rows(self, out: slice, height: int) -> tuple[RowRange, ...]:
-        """Return the rows of which these are made."""
+        """Return the input rows of the output rows `out`."""
         factor = self.upscale_factor
         return (RowRange(out.start // factor, -(-out.stop // factor)),)
 
     def out_rows(self, rows: slice) -> slice:
-        """Return the output rows that whole input rows make."""
+        """Return the output rows of complete input rows."""
         return slice(rows.start * self.upscale_factor, rows.stop * self.upscale_factor)
 
 
@@ -606,7 +634,7 @@ class DomainParallelPixelShuffle(_PixelShuffleLayer):
 class DomainParallelPixelUnshuffle(_PixelShuffleLayer):
     """A `PixelUnshuffle` on one band of rows, equal to that layer on the whole globe.
 
-    Where the bands line up nothing is sent.
+    Nothing is sent where the bands line up.
 
     Args:
         unshuffle: the layer to shard.
@@ -627,13 +655,13 @@ class DomainParallelPixelUnshuffle(_PixelShuffleLayer):
         super().__init__(unshuffle, shard_dim, manager)
 
     def out_height(self, height: int, *others: Tensor) -> int:
-        """Return the rows of the output."""
+        """Return the global output height."""
         return int(height // self.downscale_factor)
 
     def required_rows(self, out: slice, height: int) -> tuple[RowRange, ...]:
-        """Return the rows of which these are made."""
+        """Return the input rows of the output rows `out`."""
         return (RowRange(out.start * self.downscale_factor, out.stop * self.downscale_factor),)
 
     def out_rows(self, rows: slice) -> slice:
-        """Return the output rows that whole input rows make."""
+        """Return the output rows of complete input rows."""
         return slice(rows.start // self.downscale_factor, rows.stop // self.downscale_factor)

@@ -1,4 +1,9 @@
-"""Layers that treat groups of rows apart from each other: whole groups are dealt to ranks."""
+"""Layers that process groups of rows independently of each other, such as windowed attention.
+
+Each rank processes whole groups. Forward: fetch the rows of this rank's groups, apply the layer to
+them, and return the output rows to the ranks whose bands they are in. Nothing is sent where the
+groups line up with the bands.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +25,10 @@ RowOrder = tuple[int | None, ...]
 
 
 class GroupAssignment(NamedTuple):
-    """Which groups this rank treats, their rows in order, and how these come and go home."""
+    """The work of one rank: its groups, their rows in order, and the exchanges of these rows.
+
+    `fetch_exchange` fetches the rows of the groups, `return_exchange` returns the output.
+    """
 
     groups: slice
     order: RowOrder
@@ -32,19 +40,18 @@ class GroupAssignment(NamedTuple):
 class DomainParallelRowGroups(RowLayer):
     """A layer of row groups (windows, or every n-th row) on one band, equal to it on the globe.
 
-    Each rank treats whole groups, as many as the others or one more, maybe none: it fetches their
-    rows and sends the output home. Where groups end where bands do, nothing is sent.
+    Groups are spread evenly over the ranks. A rank may have no group at all.
 
     Args:
-        layer: has `row_dim`, where rows are, counted from the end; `groups(height)`, which returns
-            the `size` of a group, how many there are (`count`), the rows in the `order` of the
-            groups (None: a row of zeros) and the `positions` of the rows in that order; and
-            `treat(x, groups, height)`, the output of some of the groups, maybe of none. See
-            `credit_dp.models.row_groups.GroupedRows`.
+        layer: a module with `row_dim`, the row dimension, counted from the end; `groups(height)`,
+            which returns the `size` of a group, the number of groups (`count`), the rows in the
+            `order` of the groups (None: a row of zeros) and the `positions` of the rows in that
+            order; and `treat(x, groups, height)`, which returns the output of some of the groups,
+            maybe of none. See `credit_dp.models.row_groups.GroupedRows`.
         manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
 
     Shapes:
-        the input's `H_local` rows in `row_dim` stay; other dimensions may change.
+        The `H_local` rows in `row_dim` stay; other dimensions may change.
     """
 
     def __init__(self, layer: Any, *, manager: DomainParallelManager | None = None) -> None:
@@ -52,20 +59,20 @@ class DomainParallelRowGroups(RowLayer):
         self._assignments: dict[RowPartition, GroupAssignment] = {}
 
     def _check_dim(self) -> None:
-        """Rows are where the layer says."""
+        """Accept the row dimension of the layer."""
 
     def couples_rows(self, dim: int, ndim: int) -> bool:
-        """Rows meet in the layer's own dimension of rows, and may be in no other."""
+        """Return True; rows in another dimension than the layer's `row_dim` are refused."""
         self.dim = self.wrapped.row_dim
         return super().couples_rows(dim, ndim)
 
-    def set_plan(self, dim: int, planned: dict[int, int]) -> None:
-        """Adopt where the plan found rows, and the global heights: taken -> made."""
-        super().set_plan(dim, planned)
+    def set_plan(self, dim: int, heights: dict[int, int]) -> None:
+        """Adopt the plan: the row dimension, and the global output height of each input height."""
+        super().set_plan(dim, heights)
         self._assignments = {}
 
     def forget_exchanges(self) -> None:
-        """Make exchanges anew, because the manager has become another rank."""
+        """Drop cached exchanges after the manager was re-assigned to another rank (dry runs)."""
         super().forget_exchanges()
         self._assignments = {}
 
@@ -74,97 +81,113 @@ class DomainParallelRowGroups(RowLayer):
         return height
 
     def required_rows(self, out: slice, height: int) -> tuple[RowRange, ...]:
-        """Return the rows as they are: what is fetched depends on the groups, see `assignment`."""
+        """Return the output rows themselves: `assignment` decides what is fetched."""
         return (RowRange(out.start, out.stop),)
 
     def row_multiple(self, height: int) -> int:
-        """Return of how many rows a band should be a multiple; 1 if that would spare nothing."""
+        """Return the size of a group, or 1 if aligned bands would not send less."""
         groups = self.wrapped.groups(height)
         in_order = groups.positions == tuple(range(height))
         return int(groups.size) if in_order else 1
 
     def assignment(self, bands: RowPartition) -> GroupAssignment:
-        """Return what this rank does of a globe in these bands."""
+        """Return the work of this rank on a globe in these bands."""
         if bands not in self._assignments:
-            groups, rank = self.wrapped.groups(bands.height), self.manager.domain_rank
+            rank = self.manager.domain_rank
+            groups = self.wrapped.groups(bands.height)
             shares = assign_groups(bands, groups)
             orders = [
                 groups.order[share.start * groups.size : share.stop * groups.size]
                 for share in shares
             ]
-            rows = [[row for row in order if row is not None] for order in orders]
-            at = {row: place for place, row in enumerate(chain(*rows))}
-            home = [[at[row] for row in _range(bands.rows(r))] for r in range(bands.ranks)]
-            there = RowExchange(bands, tuple(map(_row_ranges, rows)), rank)
-            treated = RowPartition.from_sizes(list(map(len, rows)))
-            back = RowExchange(treated, tuple(map(_row_ranges, home)), rank)
-            self._assignments[bands] = GroupAssignment(shares[rank], orders[rank], there, back)
+            fetched = [[row for row in order if row is not None] for order in orders]
+            # On the way back the bands are the fetched rows of the ranks, one after the other.
+            index_of_row = {row: index for index, row in enumerate(chain(*fetched))}
+            returned = [
+                [index_of_row[row] for row in _range(bands.rows(r))] for r in range(bands.ranks)
+            ]
+            fetch_exchange = RowExchange(bands, tuple(map(_row_ranges, fetched)), rank)
+            grouped_rows = RowPartition.from_sizes(list(map(len, fetched)))
+            return_exchange = RowExchange(grouped_rows, tuple(map(_row_ranges, returned)), rank)
+            self._assignments[bands] = GroupAssignment(
+                shares[rank], orders[rank], fetch_exchange, return_exchange
+            )
         return self._assignments[bands]
 
     def compute(self, x: Tensor, bands: Bands) -> Tensor:
-        """Fetch the rows of this rank's groups, treat them, and send them home."""
-        groups, order, there, back = self.assignment(bands.input)
-        transport, dim = self.manager.transport, self.dim
-        rows = insert_zero_rows(there.apply(x, transport, dim), order, dim)
-        treated = remove_zero_rows(self.treat(rows, groups, bands.input.height), order, dim)
+        """Return this rank's output rows: fetch, apply the layer to whole groups, return."""
+        groups, order, fetch_exchange, return_exchange = self.assignment(bands.input)
+        transport = self.manager.transport
+        dim = self.dim
+        rows = insert_zero_rows(fetch_exchange.apply(x, transport, dim), order, dim)
+        y = remove_zero_rows(self.treat(rows, groups, bands.input.height), order, dim)
         if not order:
-            # Without a group every parameter gets a gradient of zeros, and not none, and the rows'
-            # way home is taken in backward: what is made of nothing may have forgotten both.
-            treated = sum((weight.sum() for weight in self.parameters()), treated + rows.sum())
-        return back.apply(treated, transport, dim)
+            # The output for no groups is empty and may not depend on parameters and input at all.
+            # Adding sums to an empty tensor connects it to both without a change: every parameter
+            # gets a gradient of zeros instead of None, and backward reaches the fetch, in which the
+            # other ranks wait for this one.
+            y = sum((weight.sum() for weight in self.parameters()), y + rows.sum())
+        return return_exchange.apply(y, transport, dim)
 
 
 def assign_groups(bands: RowPartition, groups: Any) -> list[slice]:
-    """Share out groups, to each rank consecutive ones of which it has many rows.
+    """Return the consecutive groups of each rank, chosen such that it owns many of their rows.
 
-    No rank gets more than if all had the same number, rounded up.
+    No rank gets more groups than the average, rounded up.
     """
-    size, count, first = groups.size, groups.count, groups.positions[0]
-    most = -(-count // bands.ranks)
+    size = groups.size
+    count = groups.count
+    max_groups = -(-count // bands.ranks)
+    # Windows: let each rank's groups end as close as possible to its band, if that is balanced.
     if _is_consecutive(groups.positions):
-        shift = -first % (size * count)
-        near = [(2 * (bound - shift) + size) // (2 * size) for bound in bands.bounds[1:-1]]
-        nearest = RowPartition((0, *(min(max(at, 0), count) for at in near), count))
-        if max(nearest.sizes) <= most:
-            return [nearest.rows(rank) for rank in range(bands.ranks)]
+        shift = -groups.positions[0] % (size * count)  # rows by which windows are shifted
+        inner_ends = [(2 * (bound - shift) + size) // (2 * size) for bound in bands.bounds[1:-1]]
+        assignment = RowPartition((0, *(min(max(end, 0), count) for end in inner_ends), count))
+        if max(assignment.sizes) <= max_groups:
+            return [assignment.rows(rank) for rank in range(bands.ranks)]
+    # Every n-th row, or unbalanced windows: cut the groups into equal shares and give them to ranks
+    # greedily, by the number of rows that a rank already owns. Ties go by index on every rank.
     ranks = range(bands.ranks)
-    ends = [-(-at * count // bands.ranks) for at in range(bands.ranks + 1)]
-    shares = [slice(*each) for each in pairwise(ends)]
-    owned = [
+    ends = [-(-index * count // bands.ranks) for index in range(bands.ranks + 1)]
+    shares = [slice(*start_and_stop) for start_and_stop in pairwise(ends)]
+    rows_by_owner = [
         Counter(bands.owner(row) for row in order if row is not None)
         for order in (groups.order[share.start * size : share.stop * size] for share in shares)
     ]
-    dealt: dict[int, int] = {}
-    for at, rank in sorted(product(ranks, ranks), key=lambda pair: -owned[pair[0]][pair[1]]):
-        if rank not in dealt and at not in dealt.values():
-            dealt[rank] = at
-    return [shares[dealt[rank]] for rank in ranks]
+    share_of_rank: dict[int, int] = {}
+    for share_index, rank in sorted(
+        product(ranks, ranks), key=lambda pair: -rows_by_owner[pair[0]][pair[1]]
+    ):
+        if rank not in share_of_rank and share_index not in share_of_rank.values():
+            share_of_rank[rank] = share_index
+    return [shares[share_of_rank[rank]] for rank in ranks]
 
 
 def _is_consecutive(positions: Sequence[int]) -> bool:
-    """Return whether rows that follow each other do so in the groups, but for one place."""
+    """Return whether neighbouring rows are neighbours in the groups, with one exception at most."""
     return sum(b - a != 1 for a, b in pairwise(positions)) <= 1
 
 
 def insert_zero_rows(x: Tensor, order: RowOrder, dim: int) -> Tensor:
-    """Put rows of zeros where an order has None."""
-    blanks = order.count(None)
-    if not blanks:
+    """Return `x` with a row of zeros wherever `order` has None."""
+    zero_rows = order.count(None)
+    if not zero_rows:
         return x
-    rows = F.pad(x, (*[0, 0] * (-dim - 1), 0, blanks))
-    if order[-blanks:] == (None,) * blanks:
+    rows = F.pad(x, (*[0, 0] * (-dim - 1), 0, zero_rows))
+    if order[-zero_rows:] == (None,) * zero_rows:
         return rows
-    row, blank = count(), count(len(order) - blanks)
-    source = [next(blank if entry is None else row) for entry in order]
+    next_row = count()
+    next_zero = count(len(order) - zero_rows)
+    source = [next(next_zero if entry is None else next_row) for entry in order]
     return rows.index_select(dim, constant_tensor(source, x.device))
 
 
 def remove_zero_rows(x: Tensor, order: RowOrder, dim: int) -> Tensor:
-    """Undo `insert_zero_rows`."""
-    places = [place for place, row in enumerate(order) if row is not None]
-    if places == list(range(len(places))):
-        return x.narrow(dim, 0, len(places))
-    return x.index_select(dim, constant_tensor(places, x.device))
+    """Return `x` without the rows that `insert_zero_rows` has added."""
+    kept = [index for index, row in enumerate(order) if row is not None]
+    if kept == list(range(len(kept))):
+        return x.narrow(dim, 0, len(kept))
+    return x.index_select(dim, constant_tensor(kept, x.device))
 
 
 def _range(rows: slice) -> range:
@@ -172,11 +195,11 @@ def _range(rows: slice) -> range:
 
 
 def _row_ranges(rows: Iterable[int]) -> tuple[RowRange, ...]:
-    """Return rows as runs of consecutive ones."""
-    runs: list[RowRange] = []
+    """Return the rows as ranges of consecutive rows."""
+    ranges: list[RowRange] = []
     for row in rows:
-        if runs and runs[-1].stop == row:
-            runs[-1] = RowRange(runs[-1].start, row + 1)
+        if ranges and ranges[-1].stop == row:
+            ranges[-1] = RowRange(ranges[-1].start, row + 1)
         else:
-            runs.append(RowRange(row, row + 1))
-    return tuple(runs)
+            ranges.append(RowRange(row, row + 1))
+    return tuple(ranges)

@@ -1,1 +1,1 @@
-"""What a converted model does to rows, found on tensors without data before it runs."""
+"""Plans a converted model on tensors without data: heights, bands, and an audit of its code."""

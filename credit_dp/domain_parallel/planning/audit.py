@@ -1,4 +1,11 @@
-"""The audit of code between the layers: does any operation mix rows?"""
+"""The audit of code between the layers: does any operation couple rows?
+
+The planner traces the model twice, on the whole globe and on a band. The audit walks through both
+traces together and keeps a `RowLayout` for every tensor: the dimension that holds its rows, if any.
+For each operation, a rule (`LAYOUT_RULES`) derives the layout of the result from those of the
+operands or raises `RowCouplingError`; an operation without a rule is refused. The result is then
+checked against the shapes of both runs.
+"""
 
 from __future__ import annotations
 
@@ -23,39 +30,39 @@ class RowLayout(NamedTuple):
 
     @property
     def alignment(self) -> tuple[int, int, int]:
-        """Equal for tensors whose bands hold the same entries of dimension `dim`."""
+        """A key that is equal if bands of two tensors hold the same entries of dimension `dim`."""
         return self.dim, self.outer, self.height * self.inner
 
 
-def narrow_to_band(whole: Tensor, rows: RowLayout, band: slice) -> Tensor:
-    """Return the globe's rows `band` of a tensor that has all of them, as a view."""
-    first, number = band.start * rows.inner, (band.stop - band.start) * rows.inner
-    return whole.narrow(rows.dim, first, number)
+def narrow_to_band(global_tensor: Tensor, rows: RowLayout, band: slice) -> Tensor:
+    """Return a view of the rows `band` of a tensor with all rows of the globe."""
+    first, length = band.start * rows.inner, (band.stop - band.start) * rows.inner
+    return global_tensor.narrow(rows.dim, first, length)
 
 
 class RowCouplingError(Exception):
-    """The operation mixes rows, or may."""
+    """The operation couples rows or is not known to be row-local."""
 
 
 Layout = RowLayout | None
 LayoutRule = Callable[[TraceStep, list[Layout]], Layout]
 
 
-def _pointwise(step: TraceStep, given: list[Layout]) -> Layout:
-    """Operands broadcast against each other: their rows must fall on each other."""
+def _pointwise(step: TraceStep, layouts: list[Layout]) -> Layout:
+    """Elementwise operations: after broadcasting, all operands must have aligned rows."""
     ndim = max(len(ref.shape) for ref in step.inputs)
     aligned = [
         layout._replace(dim=layout.dim + ndim - len(ref.shape))
-        for ref, layout in zip(step.inputs, given, strict=True)
+        for ref, layout in zip(step.inputs, layouts, strict=True)
         if layout is not None
     ]
     if len({layout.alignment for layout in aligned}) > 1:
-        raise RowCouplingError("joins tensors whose rows lie in different places")
+        raise RowCouplingError("combines tensors whose rows are not aligned")
     return aligned[0]
 
 
-def _like_first_input(step: TraceStep, given: list[Layout]) -> Layout:
-    return given[0]
+def _like_first_input(step: TraceStep, layouts: list[Layout]) -> Layout:
+    return layouts[0]
 
 
 def _dims_argument(step: TraceStep, key: str, ndim: int, default: int | None = None) -> set[int]:
@@ -65,21 +72,22 @@ def _dims_argument(step: TraceStep, key: str, ndim: int, default: int | None = N
 
 
 def _acts_along(key: str, default: int | None = None) -> LayoutRule:
-    """Operations along dimensions that may not be the rows'."""
+    """Return a rule for operations along the dimensions in argument `key`: not those of rows."""
 
-    def handler(step: TraceStep, given: list[Layout]) -> Layout:
-        (ref, *_), layout = step.inputs, given[0]
+    def rule(step: TraceStep, layouts: list[Layout]) -> Layout:
+        ref = step.inputs[0]
+        layout = layouts[0]
         if layout is None:
-            raise RowCouplingError("takes rows where none are expected")
+            raise RowCouplingError("has rows in another operand than its first")
         if layout.dim in _dims_argument(step, key, len(ref.shape), default):
             raise RowCouplingError("mixes rows")
         return layout
 
-    return handler
+    return rule
 
 
-def _reduce(step: TraceStep, given: list[Layout]) -> Layout:
-    layout = _acts_along("dim")(step, given)
+def _reduce(step: TraceStep, layouts: list[Layout]) -> Layout:
+    layout = _acts_along("dim")(step, layouts)
     ndim = len(step.inputs[0].shape)
     if layout is None or step.arguments.get("keepdim"):
         return layout
@@ -87,24 +95,25 @@ def _reduce(step: TraceStep, given: list[Layout]) -> Layout:
     return layout._replace(dim=layout.dim - len(before))
 
 
-def _slice(step: TraceStep, given: list[Layout]) -> Layout:
-    layout = given[0]
+def _slice(step: TraceStep, layouts: list[Layout]) -> Layout:
+    layout = layouts[0]
+    # `x[:, :, :n]` with n not below the number of rows cuts nothing off.
     unchanged = step.inputs[0].shape == step.outputs[0].shape and step.arguments.get("step", 1) == 1
-    return layout if unchanged else _acts_along("dim", 0)(step, given)
+    return layout if unchanged else _acts_along("dim", 0)(step, layouts)
 
 
-def _select(step: TraceStep, given: list[Layout]) -> Layout:
-    layout = _acts_along("dim", 0)(step, given)
+def _select(step: TraceStep, layouts: list[Layout]) -> Layout:
+    layout = _acts_along("dim", 0)(step, layouts)
     dim = step.arguments.get("dim", 0) % len(step.inputs[0].shape)
     return layout and layout._replace(dim=layout.dim - (dim < layout.dim))
 
 
-def _cat(step: TraceStep, given: list[Layout]) -> Layout:
-    (layout, *others) = given
+def _cat(step: TraceStep, layouts: list[Layout]) -> Layout:
+    (layout, *others) = layouts
     ndim = len(step.inputs[0].shape)
     dim = step.arguments.get("dim", 0) % (ndim + (step.name == "aten.stack"))
     if layout is None or any(not other or other.alignment != layout.alignment for other in others):
-        raise RowCouplingError("joins tensors whose rows lie in different places")
+        raise RowCouplingError("combines tensors whose rows are not aligned")
     if step.name == "aten.stack":
         return layout._replace(dim=layout.dim + (dim <= layout.dim))
     if dim == layout.dim:
@@ -112,24 +121,28 @@ def _cat(step: TraceStep, given: list[Layout]) -> Layout:
     return layout
 
 
-def _view(step: TraceStep, given: list[Layout]) -> Layout:
-    """A view keeps the order of entries: find the dimension that holds whole rows again."""
-    layout, old, new = given[0], step.inputs[0].shape, step.outputs[0].shape
+def _view(step: TraceStep, layouts: list[Layout]) -> Layout:
+    """Views keep the order of entries: find the new dimension that holds complete rows."""
+    layout = layouts[0]
+    old = step.inputs[0].shape
+    new = step.outputs[0].shape
     if layout is None:
         return None
+    # Entries before and after the rows in row-major order; the new dimensions must split likewise.
     before = prod(old[: layout.dim]) * layout.outer
     after = layout.inner * prod(old[layout.dim + 1 :])
     for dim, size in enumerate(new):
-        ahead, behind = prod(new[:dim]), prod(new[dim + 1 :])
-        if before % ahead == 0 and after % behind == 0:
-            outer, inner = before // ahead, after // behind
+        before_dim, after_dim = prod(new[:dim]), prod(new[dim + 1 :])
+        if before % before_dim == 0 and after % after_dim == 0:
+            outer, inner = before // before_dim, after // after_dim
             if outer * layout.height * inner == size:
                 return RowLayout(dim, outer, inner, layout.height)
     raise RowCouplingError("splits rows")
 
 
-def _permute(step: TraceStep, given: list[Layout]) -> Layout:
-    layout, ndim = given[0], len(step.inputs[0].shape)
+def _permute(step: TraceStep, layouts: list[Layout]) -> Layout:
+    layout = layouts[0]
+    ndim = len(step.inputs[0].shape)
     order = list(range(ndim))
     if step.name == "aten.permute":
         order = [d % ndim for d in step.arguments["dims"]]
@@ -139,42 +152,47 @@ def _permute(step: TraceStep, given: list[Layout]) -> Layout:
     return layout and layout._replace(dim=order.index(layout.dim))
 
 
-def _expand(step: TraceStep, given: list[Layout]) -> Layout:
-    layout = given[0]
+def _expand(step: TraceStep, layouts: list[Layout]) -> Layout:
+    layout = layouts[0]
     extra = len(step.outputs[0].shape) - len(step.inputs[0].shape)
     return layout and layout._replace(dim=layout.dim + extra)
 
 
-def _repeat(step: TraceStep, given: list[Layout]) -> Layout:
-    layout = _expand(step, given)
+def _repeat(step: TraceStep, layouts: list[Layout]) -> Layout:
+    layout = _expand(step, layouts)
     if layout is None or step.arguments["repeats"][layout.dim] != 1:
         raise RowCouplingError("changes the number of rows")
     return layout
 
 
-def _index(step: TraceStep, given: list[Layout]) -> Layout:
-    """One list of indices along a dimension that holds no rows."""
-    layout, indices = given[0], step.arguments["indices"]
-    places = [dim for dim, index in enumerate(indices) if index is not None]
-    if layout is None or any(given[1:]) or len(places) != 1 or places[0] == layout.dim:
+def _index(step: TraceStep, layouts: list[Layout]) -> Layout:
+    """Indexing with a single vector of indices, along a dimension without rows."""
+    layout = layouts[0]
+    indices = step.arguments["indices"]
+    dims = [dim for dim, index in enumerate(indices) if index is not None]
+    if layout is None or any(layouts[1:]) or len(dims) != 1 or dims[0] == layout.dim:
         raise RowCouplingError("mixes rows")
-    if len(indices[places[0]].shape) != 1:
-        raise RowCouplingError("is not known to keep rows apart")
+    if len(indices[dims[0]].shape) != 1:
+        raise RowCouplingError("is not known to be row-local")
     return layout
 
 
-def _pad(step: TraceStep, given: list[Layout]) -> Layout:
-    layout, ndim = given[0], len(step.inputs[0].shape)
+def _pad(step: TraceStep, layouts: list[Layout]) -> Layout:
+    layout = layouts[0]
+    ndim = len(step.inputs[0].shape)
     pads = step.arguments.get("pad") or step.arguments["padding"]
-    at = 2 * (ndim - 1 - layout.dim) if layout else 0
-    if any(pads[at : at + 2]):
+    index = 2 * (ndim - 1 - layout.dim) if layout else 0
+    if any(pads[index : index + 2]):
         raise RowCouplingError("changes the number of rows")
     return layout
 
 
-def _resize(step: TraceStep, given: list[Layout]) -> Layout:
-    """Interpolation to as many rows, by a size and not by a factor, leaves them as they are."""
-    layout = given[0]
+def _resize(step: TraceStep, layouts: list[Layout]) -> Layout:
+    """Interpolation to the same number of rows, by `size`, leaves rows as they are.
+
+    With a scale factor torch may sample between rows even if their number stays.
+    """
+    layout = layouts[0]
     if layout is None or layout.dim < 2:
         return layout
     by_factor = any(step.arguments.get(f"scales{axis}") for axis in ("", "_d", "_h", "_w"))
@@ -183,42 +201,46 @@ def _resize(step: TraceStep, given: list[Layout]) -> Layout:
     return layout
 
 
-def _matmul(step: TraceStep, given: list[Layout]) -> Layout:
-    """`mm`, `bmm` and their forms with an addend: the contracted dimension may hold no rows."""
-    a, b = given[-2:]
+def _matmul(step: TraceStep, layouts: list[Layout]) -> Layout:
+    """`mm`, `bmm` and their forms with an addend: no rows in the contracted dimension."""
+    # Operands are `([addend,] a, b)`; `a` is contracted along its last dimension, `b` along its
+    # last but one. If both have rows, these have to be in the batch of `bmm`.
+    a, b = layouts[-2:]
     batched = len(step.inputs[-1].shape) - 2  # 1 for bmm
     if (a and a.dim == batched + 1) or (b and b.dim == batched):
         raise RowCouplingError("mixes rows")
     if a and b and (a != b or a.dim >= batched):
         raise RowCouplingError("mixes rows")
-    return _join_addends(step, a or b, list(zip(given[:-2], step.inputs, strict=False)))
+    return _join_addends(step, a or b, list(zip(layouts[:-2], step.inputs, strict=False)))
 
 
 def _join_addends(
     step: TraceStep, layout: Layout, addends: Sequence[tuple[Layout, TensorRef]]
 ) -> Layout:
-    """What is added to a result has its rows where the result has them, or none."""
+    """Return the layout of a sum: addends have rows aligned with the result, or none."""
     for addend, ref in addends:
         shifted = addend and addend._replace(
             dim=addend.dim + len(step.outputs[0].shape) - len(ref.shape)
         )
         if shifted and layout and shifted.alignment != layout.alignment:
-            raise RowCouplingError("joins tensors whose rows lie in different places")
+            raise RowCouplingError("combines tensors whose rows are not aligned")
         layout = layout or shifted
     return layout
 
 
-def _layer_norm(step: TraceStep, given: list[Layout]) -> Layout:
-    layout, ndim = given[0], len(step.inputs[0].shape)
+def _layer_norm(step: TraceStep, layouts: list[Layout]) -> Layout:
+    layout = layouts[0]
+    ndim = len(step.inputs[0].shape)
     if layout is None or layout.dim >= ndim - len(step.arguments["normalized_shape"]):
         raise RowCouplingError("mixes rows")
     return layout
 
 
-def _convolution(step: TraceStep, given: list[Layout]) -> Layout:
-    layout = given[0]
+def _convolution(step: TraceStep, layouts: list[Layout]) -> Layout:
+    layout = layouts[0]
     if layout is not None and layout.dim == 0:
         return layout  # rows are folded with samples
+    # Along the rows only a pointwise kernel is row-local: size 1, stride 1, no padding.
     spatial = layout.dim - 2 if layout else -1
     if layout is None or spatial < 0:
         raise RowCouplingError("mixes rows")
@@ -228,30 +250,32 @@ def _convolution(step: TraceStep, given: list[Layout]) -> Layout:
     return layout
 
 
-def _avg_pool(step: TraceStep, given: list[Layout]) -> Layout:
-    """Windows of one row, or rows among samples or channels."""
-    layout, kernel = given[0], step.arguments["kernel_size"]
-    window = layout.dim - len(step.inputs[0].shape) + len(kernel) if layout else 0
+def _avg_pool(step: TraceStep, layouts: list[Layout]) -> Layout:
+    """Average pools with windows of one row, or with rows among samples or channels."""
+    layout = layouts[0]
+    kernel = step.arguments["kernel_size"]
+    kernel_dim = layout.dim - len(step.inputs[0].shape) + len(kernel) if layout else 0
     sizes = [kernel, step.arguments.get("stride") or kernel, step.arguments.get("padding", [0])]
-    if layout is None or (window >= 0 and [s[window % len(s)] for s in sizes] != [1, 1, 0]):
+    if layout is None or (kernel_dim >= 0 and [s[kernel_dim % len(s)] for s in sizes] != [1, 1, 0]):
         raise RowCouplingError("mixes rows")
     return layout
 
 
 def _couples_last_dims(spatial: int) -> LayoutRule:
-    """Operations on the last dimensions, where no rows may be."""
+    """Return a rule for operations that couple the last `spatial` dimensions."""
 
-    def handler(step: TraceStep, given: list[Layout]) -> Layout:
-        layout = given[0]
+    def rule(step: TraceStep, layouts: list[Layout]) -> Layout:
+        layout = layouts[0]
         if layout is None or layout.dim >= len(step.inputs[0].shape) - spatial:
             raise RowCouplingError("mixes rows")
         return layout
 
-    return handler
+    return rule
 
 
-def _pixel_shuffle(step: TraceStep, given: list[Layout]) -> Layout:
-    layout, ndim = given[0], len(step.inputs[0].shape)
+def _pixel_shuffle(step: TraceStep, layouts: list[Layout]) -> Layout:
+    layout = layouts[0]
+    ndim = len(step.inputs[0].shape)
     if layout is not None and layout.dim < ndim - 3:
         return layout  # rows are folded with samples
     if layout is None or layout.dim != ndim - 2:
@@ -264,58 +288,58 @@ def _pixel_shuffle(step: TraceStep, given: list[Layout]) -> Layout:
     return layout._replace(inner=inner)
 
 
-def _attention(step: TraceStep, given: list[Layout]) -> Layout:
-    layouts = set(given[:3])
-    layout = given[0]
-    if len(layouts) > 1 or layout is None or layout.dim > 1:
+def _attention(step: TraceStep, layouts: list[Layout]) -> Layout:
+    # Query, key and value: rows may only be among samples or heads, which do not interact.
+    layout = layouts[0]
+    if len(set(layouts[:3])) > 1 or layout is None or layout.dim > 1:
         raise RowCouplingError("attends across rows")
-    return _join_addends(step, layout, list(zip(given[3:], step.inputs[3:], strict=True)))
+    return _join_addends(step, layout, list(zip(layouts[3:], step.inputs[3:], strict=True)))
 
 
-def _gather(step: TraceStep, given: list[Layout]) -> Layout:
-    """Entries by number along a dimension without rows; the numbers have the entries' rows."""
-    entries, numbers = given
-    if entries is None or numbers is None or entries.alignment != numbers.alignment:
-        raise RowCouplingError("joins tensors whose rows lie in different places")
-    return _acts_along("dim")(step, given)
+def _gather(step: TraceStep, layouts: list[Layout]) -> Layout:
+    """`gather` along a dimension without rows, with an index whose rows are aligned."""
+    source, index = layouts
+    if source is None or index is None or source.alignment != index.alignment:
+        raise RowCouplingError("combines tensors whose rows are not aligned")
+    return _acts_along("dim")(step, layouts)
 
 
-def _embedding(step: TraceStep, given: list[Layout]) -> Layout:
-    """A table's line for each number: the numbers may have rows."""
-    table, numbers = given
+def _embedding(step: TraceStep, layouts: list[Layout]) -> Layout:
+    """A lookup in a table without rows; the indices may have rows."""
+    table, indices = layouts
     if table is not None:
         raise RowCouplingError("mixes rows")
-    return numbers
+    return indices
 
 
 def _couples_dims(*dims: int) -> LayoutRule:
-    """Operations that mix entries of some dimensions, counted from the start, and no others."""
+    """Return a rule for operations that couple the dimensions `dims`, counted from the start."""
 
-    def handler(step: TraceStep, given: list[Layout]) -> Layout:
-        layout = given[0]
+    def rule(step: TraceStep, layouts: list[Layout]) -> Layout:
+        layout = layouts[0]
         if layout is None or layout.dim in dims:
             raise RowCouplingError("mixes rows")
         return layout
 
-    return handler
+    return rule
 
 
-def _view_as_complex(step: TraceStep, given: list[Layout]) -> Layout:
-    return _couples_dims(len(step.inputs[0].shape) - 1)(step, given)
+def _view_as_complex(step: TraceStep, layouts: list[Layout]) -> Layout:
+    return _couples_dims(len(step.inputs[0].shape) - 1)(step, layouts)
 
 
 def _fused_layer(inputs: int) -> LayoutRule:
-    """Layers of a transformer in one operation: samples alone are apart."""
+    """Return a rule for fused transformer layers: only samples are independent of each other."""
 
-    def handler(step: TraceStep, given: list[Layout]) -> Layout:
-        layout = given[0]
-        if layout is None or layout.dim != 0 or set(given[:inputs]) != {layout}:
+    def rule(step: TraceStep, layouts: list[Layout]) -> Layout:
+        layout = layouts[0]
+        if layout is None or layout.dim != 0 or set(layouts[:inputs]) != {layout}:
             raise RowCouplingError("attends across rows")
-        if any(given[inputs:]):
-            raise RowCouplingError("joins tensors whose rows lie in different places")
+        if any(layouts[inputs:]):
+            raise RowCouplingError("combines tensors whose rows are not aligned")
         return layout
 
-    return handler
+    return rule
 
 
 FACTORIES = {
@@ -325,7 +349,7 @@ FACTORIES = {
         *("new_empty", "new_zeros", "new_ones", "new_full"),
     )
 }
-# Their sizes may depend on the number of rows; the shapes are compared instead.
+# Their size arguments may depend on the number of rows; the shapes of the results are compared.
 RESHAPES = {f"aten.{name}" for name in ("view", "_unsafe_view", "reshape", "expand")}
 SIZE_ARGUMENTS = ("size", "shape", "output_size")
 RESIZES = {
@@ -345,8 +369,8 @@ RANDOM_OPERATIONS = {
 }
 
 
-def _rules_for(handler: LayoutRule, *names: str) -> dict[str, LayoutRule]:
-    return {f"aten.{name}": handler for name in names}
+def _rules_for(rule: LayoutRule, *names: str) -> dict[str, LayoutRule]:
+    return {f"aten.{name}": rule for name in names}
 
 
 LAYOUT_RULES: dict[str, LayoutRule] = {
@@ -394,9 +418,9 @@ LAYOUT_RULES: dict[str, LayoutRule] = {
     **_rules_for(_avg_pool, "avg_pool2d", "avg_pool3d"),
     **_rules_for(_couples_last_dims(1), "max_pool1d"),
     **{
-        name: handler
+        name: rule
         for n in (1, 2, 3)
-        for name, handler in _rules_for(
+        for name, rule in _rules_for(
             _couples_last_dims(n),
             *(f"max_pool{n}d_with_indices", f"_adaptive_avg_pool{n}d", f"adaptive_max_pool{n}d"),
         ).items()
@@ -413,29 +437,29 @@ LAYOUT_RULES: dict[str, LayoutRule] = {
 }
 
 
-def layout_of_new_tensor(step: TraceStep, given: list[Layout]) -> Layout:
-    """Return the rows of the tensor that a new one is made after, if they fit the new one."""
-    layout = given[0] if given else None
+def layout_of_new_tensor(step: TraceStep, layouts: list[Layout]) -> Layout:
+    """Return the layout of a new tensor (`new_zeros`, ...): that of its template if it fits."""
+    layout = layouts[0] if layouts else None
     if layout is None or len(step.inputs[0].shape) != len(step.outputs[0].shape):
         return None
     return layout if step.inputs[0].shape[layout.dim] == step.outputs[0].shape[layout.dim] else None
 
 
-def layout_after(step: TraceStep, given: list[Layout]) -> Layout:
-    """Return where the rows are after an operation; `given` has those of its tensors.
+def layout_after(step: TraceStep, layouts: list[Layout]) -> Layout:
+    """Return the layout of an operation's result, given those of its tensor operands.
 
     Raises:
-        MixedError: the operation mixes rows, or is not known not to.
+        RowCouplingError: the operation couples rows or is not known to be row-local.
     """
     if step.op is not None and torch.Tag.pointwise in step.op.tags:
-        return _pointwise(step, given)
-    handler = LAYOUT_RULES.get(step.name)
-    if handler is None:
-        raise RowCouplingError("is not known to keep rows apart")
-    return handler(step, given)
+        return _pointwise(step, layouts)
+    rule = LAYOUT_RULES.get(step.name)
+    if rule is None:
+        raise RowCouplingError("is not known to be row-local")
+    return rule(step, layouts)
 
 
-# Part of an operation's name -> the exact one of `functional`.
+# Part of an operation's name -> the exact function in `functional` to recommend.
 FUNCTIONAL_ALTERNATIVES = {
     "aten.mean": "mean",
     "aten.sum": "mean",
@@ -449,170 +473,196 @@ CONTROL_FLOW_DIFFERS = (
     "control flow depends on the number of rows or on the type of a sharded layer"
 )
 
-# What these need instead of a size taken from a tensor, which is a band's.
+# How to call these: a size that is read from a tensor would be that of a band.
 CALL_HINTS = {
     "interpolate": "(x, scale_factor=...), or with size=(rows, columns) of the whole globe as "
     "constants, or nn.Upsample"
 }
 
 
-def audit(whole: Trace, band: Trace, heights: dict[int, int]) -> None:
-    """Refuse code that mixes rows.
+def audit(global_trace: Trace, band_trace: Trace, heights: dict[int, int]) -> None:
+    """Refuse code that couples rows.
 
     Args:
-        whole: the trace of the whole globe.
-        band: the trace of one band.
-        heights: global number of rows -> the band's.
+        global_trace: the trace of the run on the whole globe.
+        band_trace: the trace of the run on one band.
+        heights: global height -> rows of the band.
 
     Raises:
-        AuditError: an operation mixes rows or is unknown, with the line of code.
+        AuditError: an operation couples rows or is unknown; names the line of code.
     """
-    refusals = list(_refusals(whole, band, heights))
+    refusals = list(_refusals(global_trace, band_trace, heights))
     if refusals:
         raise AuditError(refusals)
 
 
 class AuditError(UserError):
-    """Code mixes rows. The message tells of the first place, `refusals` of all that were found."""
+    """Code couples rows. The message names the first line of code, `refusals` has all of them."""
 
     def __init__(self, refusals: list[str]) -> None:
         super().__init__(refusals[0])
         self.refusals = refusals
 
 
-def _refusals(whole: Trace, band: Trace, heights: dict[int, int]) -> Iterator[str]:
-    """Tell of each operation that is refused, as long as it is clear where rows are after it."""
-    layouts: dict[int, Layout] = {}
-    last = ""
-    for step, other in zip(whole.steps, band.steps, strict=False):
-        last = step.location or last
-        if step.op is not other.op:
-            yield refusal_message(last, CONTROL_FLOW_DIFFERS)
+def _refusals(global_trace: Trace, band_trace: Trace, heights: dict[int, int]) -> Iterator[str]:
+    """Yield a message for each refused operation.
+
+    Stops when the layout after a refused operation can't be told from the shapes of both runs.
+    """
+    layouts: dict[int, Layout] = {}  # by number of the tensor, which is the same in both runs
+    location = ""
+    for global_step, band_step in zip(global_trace.steps, band_trace.steps, strict=False):
+        location = global_step.location or location
+        if global_step.op is not band_step.op:
+            yield refusal_message(location, CONTROL_FLOW_DIFFERS)
             return
         try:
-            _check_step(step, other, heights, layouts)
+            _check_step(global_step, band_step, heights, layouts)
         except RowCouplingError as error:
-            yield refusal_message(step.location, str(error), _operation_label(step))
-            if len(step.outputs) != len(other.outputs):
+            yield refusal_message(global_step.location, str(error), _operation_label(global_step))
+            if len(global_step.outputs) != len(band_step.outputs):
                 return
             try:
-                for ref, made in zip(step.outputs, other.outputs, strict=True):
-                    layouts[ref.number] = _layout_from_shapes(ref, made, heights)
+                for ref, band_ref in zip(global_step.outputs, band_step.outputs, strict=True):
+                    layouts[ref.number] = _layout_from_shapes(ref, band_ref, heights)
             except RowCouplingError:
                 return
-    if len(whole.steps) != len(band.steps):
-        yield refusal_message(last, CONTROL_FLOW_DIFFERS)
+    if len(global_trace.steps) != len(band_trace.steps):
+        yield refusal_message(location, CONTROL_FLOW_DIFFERS)
 
 
-def refusal_message(where: str, reason: str, operation: str = "") -> str:
-    """Say where code mixes rows, what it does, and what to do instead."""
-    instead = next(
+def refusal_message(location: str, reason: str, operation: str = "") -> str:
+    """Return the error message: the line of code, the operation, the reason and the fix."""
+    alternative = next(
         (name for part, name in FUNCTIONAL_ALTERNATIVES.items() if part in operation), None
     )
-    call = f"credit_dp.domain_parallel.functional.{instead}{CALL_HINTS.get(instead or '', '')}"
-    fix = f"Use {call}, or put" if instead else "Put"
+    hint = CALL_HINTS.get(alternative or "", "")
+    call = f"credit_dp.domain_parallel.functional.{alternative}{hint}"
+    fix = f"Use {call}, or put" if alternative else "Put"
     colon = ": " if operation else ""
     return (
-        f"{where}: {operation}{colon}{reason}. {fix} this into a module of its own and name it in "
+        f"{location}: {operation}{colon}{reason}. {fix} this into its own module and name it in "
         "custom_converters={TYPE: function(module) -> replacement}."
     )
 
 
 def _operation_label(step: TraceStep) -> str:
-    place = step.arguments.get("label", "output")
-    return step.name or (place if isinstance(place, str) else "a module from custom_converters")
+    label = step.arguments.get("label", "output")
+    return step.name or (label if isinstance(label, str) else "a module from custom_converters")
 
 
 def _check_step(
-    step: TraceStep, other: TraceStep, heights: dict[int, int], layouts: dict[int, Layout]
+    global_step: TraceStep,
+    band_step: TraceStep,
+    heights: dict[int, int],
+    layouts: dict[int, Layout],
 ) -> None:
-    given = [layouts.get(ref.number) for ref in step.inputs]
-    if [(r.number, r.value) for r in step.inputs] != [(r.number, r.value) for r in other.inputs]:
-        raise RowCouplingError("what it works on depends on the number of rows")
-    if len(step.outputs) != len(other.outputs):
-        raise RowCouplingError("what it makes depends on the number of rows")
-    if step.op is None:
-        _check_layer(step, other, heights, layouts, given)
+    input_layouts = [layouts.get(ref.number) for ref in global_step.inputs]
+    operands, band_operands = (
+        [(ref.number, ref.value) for ref in step.inputs] for step in (global_step, band_step)
+    )
+    if operands != band_operands:
+        raise RowCouplingError("its operands depend on the number of rows")
+    if len(global_step.outputs) != len(band_step.outputs):
+        raise RowCouplingError("its number of results depends on the number of rows")
+    if global_step.op is None:
+        _check_layer(global_step, band_step, heights, layouts, input_layouts)
         return
-    if _comparable_settings(step) != _comparable_settings(other):
-        raise RowCouplingError("a number depends on the number of rows")
-    if step.name in FACTORIES or (step.name in RESHAPES and not any(given)):
-        seen = [
-            _layout_from_shapes(ref, band, heights)
-            for ref, band in zip(step.outputs, other.outputs, strict=True)
+    if _comparable_settings(global_step) != _comparable_settings(band_step):
+        raise RowCouplingError("an argument depends on the number of rows")
+    # New tensors, and constants that are expanded to a field's size, have rows without an operand
+    # that has them: only the shapes show it.
+    if global_step.name in FACTORIES or (global_step.name in RESHAPES and not any(input_layouts)):
+        from_shapes = [
+            _layout_from_shapes(ref, band_ref, heights)
+            for ref, band_ref in zip(global_step.outputs, band_step.outputs, strict=True)
         ]
-        made = [layout and (layout_of_new_tensor(step, given) or layout) for layout in seen]
+        output_layouts = [
+            layout and (layout_of_new_tensor(global_step, input_layouts) or layout)
+            for layout in from_shapes
+        ]
     else:
-        layout = layout_after(step, given) if any(given) else None
-        # Beside its result an operation may make what has no rows: the state of random numbers.
-        made = [
-            None if 0 in ref.shape or (at > 0 and ref.shape == band.shape) else layout
-            for at, (ref, band) in enumerate(zip(step.outputs, other.outputs, strict=True))
+        layout = layout_after(global_step, input_layouts) if any(input_layouts) else None
+        # Beside its result an operation may return tensors without rows, such as random states.
+        output_layouts = [
+            None if 0 in ref.shape or (index > 0 and ref.shape == band_ref.shape) else layout
+            for index, (ref, band_ref) in enumerate(
+                zip(global_step.outputs, band_step.outputs, strict=True)
+            )
         ]
-    if step.name in RANDOM_OPERATIONS and not any(made):
-        raise RowCouplingError("draws numbers that would differ between the ranks of a globe")
-    for ref, band, layout in zip(step.outputs, other.outputs, made, strict=True):
-        _check_shapes(ref, band, layout, heights)
+    # Noise on rows is independent anyway; noise without rows must be equal on all ranks.
+    if global_step.name in RANDOM_OPERATIONS and not any(output_layouts):
+        raise RowCouplingError("draws random numbers that differ between the ranks of a globe")
+    for ref, band_ref, layout in zip(
+        global_step.outputs, band_step.outputs, output_layouts, strict=True
+    ):
+        _check_shapes(ref, band_ref, layout, heights)
         layouts[ref.number] = layout
 
 
 def _check_layer(
-    step: TraceStep,
-    other: TraceStep,
+    global_step: TraceStep,
+    band_step: TraceStep,
     heights: dict[int, int],
     layouts: dict[int, Layout],
-    given: list[Layout],
+    input_layouts: list[Layout],
 ) -> None:
-    """A layer gets rows where it was planned to; others have them in the last dimension but one."""
-    if step.settings != other.settings:
+    """Check a boundary: rows are where the plan has them, or else in the last dimension but one."""
+    if global_step.settings != band_step.settings:
         raise RowCouplingError(CONTROL_FLOW_DIFFERS)
-    takes = step.arguments.get("input_layouts")
-    for at, (ref, layout) in enumerate(zip(step.inputs, given, strict=True)):
-        if takes is not None and (layout and layout.alignment) != (
-            takes[at] and takes[at].alignment
+    planned_inputs = global_step.arguments.get("input_layouts")
+    for index, (ref, layout) in enumerate(zip(global_step.inputs, input_layouts, strict=True)):
+        if planned_inputs is not None and (layout and layout.alignment) != (
+            planned_inputs[index] and planned_inputs[index].alignment
         ):
-            raise RowCouplingError("gets rows in another place than it seemed")
-        if takes is None and layout and layout.alignment[:2] != (len(ref.shape) - 2, 1):
-            raise RowCouplingError("rows have left the last dimension but one")
-    makes = step.arguments.get("output_layouts") or [None] * len(step.outputs)
-    for ref, band, layout in zip(step.outputs, other.outputs, makes, strict=True):
-        if takes is None:
-            layout = _layout_from_shapes(ref, band, heights)
-        _check_shapes(ref, band, layout, heights)
+            raise RowCouplingError("gets rows in another dimension than the plan expects")
+        if planned_inputs is None and layout and layout.alignment[:2] != (len(ref.shape) - 2, 1):
+            raise RowCouplingError("rows are no longer in the last dimension but one")
+    outputs = global_step.outputs
+    planned_outputs = global_step.arguments.get("output_layouts") or [None] * len(outputs)
+    for ref, band_ref, layout in zip(outputs, band_step.outputs, planned_outputs, strict=True):
+        if planned_inputs is None:  # the input of the model or a trusted module
+            layout = _layout_from_shapes(ref, band_ref, heights)
+        _check_shapes(ref, band_ref, layout, heights)
         layouts[ref.number] = layout
 
 
 def _comparable_settings(step: TraceStep) -> dict[str, object]:
-    """What is given beside tensors, without sizes that are compared as shapes."""
+    """Return the arguments that must be equal in both runs: not tensors, not sizes of results."""
     settings = step.settings
     if step.name == "aten.slice":
-        whole = step.inputs[0].shape == step.outputs[0].shape and settings.get("step", 1) == 1
-        return {} if whole else settings
+        is_identity = step.inputs[0].shape == step.outputs[0].shape and settings.get("step", 1) == 1
+        return {} if is_identity else settings
     sized = step.name in RESHAPES | FACTORIES | RESIZES
     return {key: value for key, value in settings.items() if not (sized and key in SIZE_ARGUMENTS)}
 
 
-def _layout_from_shapes(ref: TensorRef, band: TensorRef, heights: dict[int, int]) -> Layout:
-    """Where the two runs' shapes differ, one dimension at most, there are the rows."""
-    if len(ref.shape) != len(band.shape):
-        raise RowCouplingError(f"makes {ref.shape} of the globe and {band.shape} of a band")
-    differing = [d for d, (a, b) in enumerate(zip(ref.shape, band.shape, strict=True)) if a != b]
+def _layout_from_shapes(ref: TensorRef, band_ref: TensorRef, heights: dict[int, int]) -> Layout:
+    """Return the layout with rows in the one dimension in which the runs' shapes differ."""
+    if len(ref.shape) != len(band_ref.shape):
+        raise RowCouplingError(f"has shape {ref.shape} on the globe and {band_ref.shape} on a band")
+    differing = [
+        d for d, (a, b) in enumerate(zip(ref.shape, band_ref.shape, strict=True)) if a != b
+    ]
     if not differing:
         return None
     dim = differing[0]
-    size, local = ref.shape[dim], band.shape[dim]
+    size, local = ref.shape[dim], band_ref.shape[dim]
+    # Heights may shrink by the same ratio; the largest one has the fewest entries in a row.
     for height in sorted(heights, reverse=True):
         if len(differing) == 1 and size * heights[height] == local * height and size % height == 0:
             return RowLayout(dim, 1, size // height, height)
-    raise RowCouplingError(f"makes {ref.shape} of the globe and {band.shape} of a band")
+    raise RowCouplingError(f"has shape {ref.shape} on the globe and {band_ref.shape} on a band")
 
 
-def _check_shapes(ref: TensorRef, band: TensorRef, layout: Layout, heights: dict[int, int]) -> None:
-    """The layout predicted must be the one that the shapes show."""
+def _check_shapes(
+    ref: TensorRef, band_ref: TensorRef, layout: Layout, heights: dict[int, int]
+) -> None:
+    """Check the predicted layout against the shapes of both runs."""
     expected = list(ref.shape)
     if layout is not None:
         expected[layout.dim] = layout.outer * heights[layout.height] * layout.inner
         if ref.shape[layout.dim] != layout.outer * layout.height * layout.inner:
             raise RowCouplingError("changes the number of rows")
-    if tuple(expected) != band.shape:
-        raise RowCouplingError(f"makes {ref.shape} of the globe and {band.shape} of a band")
+    if tuple(expected) != band_ref.shape:
+        raise RowCouplingError(f"has shape {ref.shape} on the globe and {band_ref.shape} on a band")

@@ -1,4 +1,10 @@
-"""The plan of a converted model: bands of every height it sees."""
+"""The plan of a converted model: the bands of every global height that occurs in it.
+
+For training and for evaluation, `_plan_mode` runs the model on fake tensors of the whole globe,
+which gives the heights; cuts these heights into bands; runs the model once more for every distinct
+band; and audits each of these runs against the global one. Nothing is sent and no data are held.
+`check_model` is a smaller check of a user's model that is not sharded.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +35,10 @@ from credit_dp.domain_parallel.shared_exchange import ReaderGroup, reader_groups
 from credit_dp.errors import UserError
 
 Shape = tuple[int, ...]
-# What a call is made with, for a function from whole-globe shapes to those wanted.
+# Returns the arguments of a call, given a function from shapes of the whole globe to those to use.
 InputFactory = Callable[[Callable[[Shape], Shape]], tuple[list[Any], dict[str, Any]]]
-# Sizes that stand for any batch: views that fold rows into a batch of one look harmless.
+# Placeholder batch sizes. With a batch of one, a view that folds rows into the batch would look
+# row-local. Primes that differ from all other sizes keep such views recognisable.
 PLACEHOLDER_BATCH_SIZES = (2, 3, 5, 7, 11, 13, 17, 19, 23)
 
 
@@ -39,32 +46,42 @@ def plan_model(
     model: nn.Module,
     manager: DomainParallelManager,
     input_shape: Shape | Sequence[Shape],
-    trusted: Iterable[nn.Module] = (),
+    excluded: Iterable[nn.Module] = (),
 ) -> Planner:
-    """Give every height that the model sees its bands, and every layer its heights.
+    """Plan a model: bands for every height that occurs in it, and heights for every layer.
 
-    Runs the model on fake tensors: once whole, once per distinct band, training and evaluating.
-    Nothing is sent, no activation is held, the model and random state stay as they are. Returns
-    what followed these runs.
+    The model runs on fake tensors, on the whole globe and on each distinct band, in training and in
+    evaluation mode. Nothing is sent; values of the model and the random state do not change.
+
+    Args:
+        model: a converted model.
+        manager: the manager that it was converted with.
+        input_shape: one shape of the whole globe's input, or several.
+        excluded: modules whose operations are not audited.
+
+    Returns:
+        The planner that was active in these runs.
 
     Raises:
-        UserError: a level has fewer rows than there are ranks, code between the layers mixes or
-            changes rows, or the model's control flow depends on data.
+        UserError: a level has fewer rows than there are ranks, code between the layers couples rows
+            or changes their number, or control flow depends on data.
     """
     shapes = list(as_shapes(input_shape))
-    return plan_calls(model, manager, shapes, _input_factory(model, shapes), trusted)
+    return plan_calls(model, manager, shapes, _input_factory(model, shapes), excluded)
 
 
 def as_shapes(input_shape: Shape | Sequence[Shape]) -> tuple[Shape, ...]:
-    """Return one shape, or several, as several.
+    """Return one shape or several as a tuple of shapes.
 
     Raises:
-        UserError: it is empty.
+        UserError: there is none.
     """
     if not input_shape:
-        raise UserError("input_shape: needs the whole globe's, like (1, 5, 181, 360), got none.")
-    whole = isinstance(input_shape[0], int)
-    return (tuple(input_shape),) if whole else tuple(tuple(s) for s in input_shape)  # type: ignore
+        raise UserError(
+            "input_shape: needs the whole globe's shape, like (1, 5, 181, 360), got none."
+        )
+    is_single_shape = isinstance(input_shape[0], int)
+    return (tuple(input_shape),) if is_single_shape else tuple(tuple(s) for s in input_shape)  # type: ignore
 
 
 def _input_factory(model: nn.Module, shapes: list[Shape]) -> InputFactory:
@@ -77,29 +94,29 @@ def _input_factory(model: nn.Module, shapes: list[Shape]) -> InputFactory:
 
 
 def find_heights(
-    model: nn.Module, input_shape: Shape | Sequence[Shape], trusted: Iterable[nn.Module] = ()
+    model: nn.Module, input_shape: Shape | Sequence[Shape], excluded: Iterable[nn.Module] = ()
 ) -> dict[int, str]:
-    """Return every banded number of rows that a converted model sees, and the first place.
+    """Return every banded height in a converted model, with the path of its first layer.
 
-    Runs the whole globe only, so that heights are found for which there are too many ranks.
+    Runs on the whole globe only, so it also returns heights with fewer rows than there are ranks.
 
     Raises:
-        UserError: the model's control flow depends on data.
+        UserError: control flow depends on data.
     """
     shapes = list(as_shapes(input_shape))
     planner = Planner(model, _layer_names(model), BandTable(1))
     planner.add_field_heights(shape[ROW_DIM] for shape in shapes if is_banded(shape))
     with (
-        planner.exclude_from_trace(trusted),
+        planner.exclude_from_trace(excluded),
         planner.record_module_names(),
         use_fake_tensors(model),
     ):
         _trace_run(planner, None, True, lambda: _input_factory(model, shapes)(lambda shape: shape))
-    places = {shape[ROW_DIM]: "input" for shape in shapes if is_banded(shape)}
+    first_use = {shape[ROW_DIM]: "input" for shape in shapes if is_banded(shape)}
     for layer, calls in planner.layer_rows.items():
         for height in (h for call in sorted(calls) for h in call[1:]):
-            places.setdefault(height, planner.names[layer])
-    return places
+            first_use.setdefault(height, planner.names[layer])
+    return first_use
 
 
 def _layer_names(model: nn.Module) -> dict[RowLayer, str]:
@@ -117,60 +134,65 @@ def plan_calls(
     manager: DomainParallelManager,
     shapes: list[Shape],
     inputs: InputFactory,
-    trusted: Iterable[nn.Module] = (),
+    excluded: Iterable[nn.Module] = (),
 ) -> Planner:
-    """Plan the calls that `inputs` makes, whose tensors have these whole-globe shapes.
+    """Plan calls with the arguments of `inputs`, whose tensors have these shapes of the globe.
 
-    What `trusted` modules do inside is not audited. A parameter or buffer that turns out to have
-    rows is cut, and all is planned again.
+    Operations inside `excluded` modules are not audited.
     """
-    names, trusted = _layer_names(model), list(trusted)
+    names = _layer_names(model)
+    excluded = list(excluded)
     parameters = RowTensorSharder(model, manager)
     with use_fake_tensors(model):
         while True:
             planner = Planner(model, dict(names), manager.bands)
             try:
-                with planner.exclude_from_trace(trusted), planner.record_module_names():
+                with planner.exclude_from_trace(excluded), planner.record_module_names():
                     runs = _plan_batches(planner, manager.bands.ranks, shapes, inputs)
                 break
             except UserError as error:
+                # A parameter or buffer may have a row for each row of the globe, which shows only
+                # when it meets a band: cut it into bands and plan again.
                 if not parameters.shard_more(error, planner.provenance.candidates):
                     raise parameters.revert(error) from error.__cause__
     for layer in planner.layer_rows:
         layer.set_plan(*planner.layer_plan(layer))
     for layer in planner.rowwise_layers:
         layer.set_rowwise()
+    # Layers that read the same tensor in every run fetch their rows together.
     share_exchanges(model, runs)
-    for converted in attached_contexts(model):
-        converted.planned = True
+    for context in attached_contexts(model):
+        context.is_planned = True
     return planner
 
 
 def _plan_batches(
     planner: Planner, ranks: int, shapes: list[Shape], inputs: InputFactory
 ) -> list[frozenset[ReaderGroup]]:
-    """Plan and audit both modes at a batch size that stands for any, and a batch of one.
+    """Plan and audit both modes with a placeholder batch size, and evaluation with one sample.
 
-    Which inputs have the batch is tried: some models take others of the same size.
+    Tries which inputs have a batch dimension: other inputs may start with the same size by chance.
     """
     refused: GlobalForwardError | None = None
     for has_batch in _possible_batch_ndims(shapes):
-        many, one = (
+        placeholder_batch, single_sample = (
             _batch_resizer(shapes, has_batch, size) for size in (_placeholder_batch_size(shapes), 1)
         )
         try:
             runs = [
-                _plan_mode(planner, ranks, shapes, inputs, many, training)
+                _plan_mode(planner, ranks, shapes, inputs, placeholder_batch, training)
                 for training in (True, False)
             ]
         except GlobalForwardError as error:
             refused = refused or error
             continue
-        if any(one(shape) != shape or many(shape) != shape for shape in shapes):
-            with suppress(GlobalForwardError):  # what takes no single sample never will
-                _plan_mode(planner, ranks, shapes, inputs, one, False)
+        if any(
+            single_sample(shape) != shape or placeholder_batch(shape) != shape for shape in shapes
+        ):
+            with suppress(GlobalForwardError):  # models may refuse a single sample
+                _plan_mode(planner, ranks, shapes, inputs, single_sample, False)
         return runs
-    raise refused or AssertionError("the inputs as they are were tried")
+    raise refused or AssertionError("the unchanged inputs were tried last")
 
 
 def _plan_mode(
@@ -181,28 +203,30 @@ def _plan_mode(
     any_batch: Callable[[Shape], Shape],
     training: bool,
 ) -> frozenset[ReaderGroup]:
-    """Plan and audit the model in training or in evaluation mode; return who reads what."""
+    """Plan and audit the model in one mode; return groups of layers that read the same tensor."""
     bands = planner.bands
     planner.batch_sizes = (
         (any_batch(shapes[0])[0], shapes[0][0]) if shapes and shapes[0] else (1, 1)
     )
     planner.add_field_heights(shape[ROW_DIM] for shape in shapes if is_banded(shape))
-    whole = _trace_run(planner, None, training, lambda: inputs(any_batch))
+    global_run = _trace_run(planner, None, training, lambda: inputs(any_batch))
     heights = planner.heights() | {shape[ROW_DIM] for shape in shapes if is_banded(shape)}
     _check_rows(planner, heights, ranks)
+    # Bands first: the run on a band needs those of all heights.
     bands.plan(heights, planner.tied_heights, planner.row_multiples())
+    # Ranks with the same number of rows at all heights run the same operations.
     for rank in _distinct_ranks([bands[h] for h in heights], ranks):
 
-        def cut(shape: Shape, rank: int = rank) -> Shape:
+        def band_of(shape: Shape, rank: int = rank) -> Shape:
             if not is_banded(shape):
                 return any_batch(shape)
             rows = bands[shape[ROW_DIM]].sizes[rank]
             return any_batch((*shape[:ROW_DIM], rows, *shape[ROW_DIM + 1 :]))
 
-        part = _trace_run(planner, rank, training, lambda cut=cut: inputs(cut))  # type: ignore[misc]
-        audit(whole.trace, part.trace, {h: bands[h].sizes[rank] for h in heights})
-        _check_outputs(whole.outputs, part.outputs, bands, rank)
-    return reader_groups(whole.trace)
+        band_run = _trace_run(planner, rank, training, lambda band_of=band_of: inputs(band_of))  # type: ignore[misc]
+        audit(global_run.trace, band_run.trace, {h: bands[h].sizes[rank] for h in heights})
+        _check_outputs(global_run.outputs, band_run.outputs, bands, rank)
+    return reader_groups(global_run.trace)
 
 
 def _placeholder_batch_size(shapes: list[Shape]) -> int:
@@ -211,17 +235,17 @@ def _placeholder_batch_size(shapes: list[Shape]) -> int:
 
 
 def _possible_batch_ndims(shapes: list[Shape]) -> list[set[int]]:
-    """Return which numbers of dimensions a tensor with the batch may have, likely answers first."""
+    """Return guesses of the `ndim` of inputs that have the batch dimension, likely ones first."""
     if not shapes or len(shapes[0]) <= FIELD_DIMS:
         return [set()]
     every = {len(shape) for shape in shapes}
     likely = every & {1, 2, len(shapes[0])}
     readings = [likely, every, {len(shapes[0])}, set()]
-    return [r for at, r in enumerate(readings) if r not in readings[:at]]
+    return [reading for index, reading in enumerate(readings) if reading not in readings[:index]]
 
 
 def _batch_resizer(shapes: list[Shape], has_batch: set[int], size: int) -> Callable[[Shape], Shape]:
-    """Return a function that puts a batch size into shapes that have the first one's."""
+    """Return a function that replaces the batch size of the first input by `size`."""
 
     def change(shape: Shape) -> Shape:
         changes = len(shape) in has_batch and shape[0] == shapes[0][0]
@@ -250,16 +274,18 @@ def _trace_run(
     with planner.preserve_model():
         planner.model.train(training)
         with planner.trace_run(rank) as trace, forbid_tensor_replacement(planner.model):
+            # The input and the output of the model are boundaries: the audit learns from the first
+            # where rows are, and checks in the second that they are in the same dimension.
             trace.record_boundary((), _tensors((args, kwargs)))
             try:
                 outputs = tree_leaves(planner.model(*args, **kwargs))
             except (UserError, *DATA_DEPENDENT_ERRORS):
                 raise
-            except Exception as error:  # it is the user's code
+            except Exception as error:  # user code may raise anything
                 if rank is None:
                     raise GlobalForwardError(
                         f"{_location(planner, error)}: fails on the whole globe's input "
-                        f"({_first_line(error)}). Is input_shape what the model is called with?"
+                        f"({_first_line(error)}). Set input_shape to that of the model's calls."
                     ) from error
                 raise _band_error(planner, error) from None
             trace.record_boundary(_tensors(outputs), ())
@@ -267,10 +293,13 @@ def _trace_run(
 
 
 def _band_error(planner: Planner, error: Exception) -> UserError:
-    """Return what to say of code that runs on the globe and not on a band."""
+    """Return the error for code that fails on a band, but not on the globe.
+
+    The first operation that couples rows is the likely cause, if there is one.
+    """
     if planner.first_coupling is not None:
-        step, mixed = planner.first_coupling
-        return UserError(refusal_message(step.location, str(mixed), step.name))
+        step, coupling = planner.first_coupling
+        return UserError(refusal_message(step.location, str(coupling), step.name))
     return UserError(
         f"{_location(planner, error)}: fails on a band of rows ({_first_line(error)}). A number "
         "or a plain tensor may have the globe's rows: make it a buffer, or put this into a module "
@@ -294,51 +323,56 @@ def _check_rows(planner: Planner, heights: set[int], ranks: int) -> None:
     lowest = min(heights, default=ranks)
     if lowest >= ranks:
         return
-    places = [
+    paths = [
         planner.names.get(layer, type(layer).__name__)
         for layer, calls in planner.layer_rows.items()
         if any(lowest in call[1:] for call in calls)
     ]
-    raise UserError(too_few_rows_message(places[0] if places else "input", lowest, ranks, lowest))
+    raise UserError(too_few_rows_message(paths[0] if paths else "input", lowest, ranks, lowest))
 
 
-def too_few_rows_message(place: str, rows: int, ranks: int, most: int) -> str:
-    """Say that a level has fewer rows than ranks; `most` ranks have rows at every level."""
+def too_few_rows_message(path: str, rows: int, ranks: int, max_ranks: int) -> str:
+    """Return the message for a level with fewer rows than ranks.
+
+    `max_ranks` is the largest number of ranks that have rows at every level.
+    """
     return (
-        f"{place}: {rows} rows can't be shared by {ranks} ranks. "
-        f"Lower parallel.domain to {most}{' or less' if most > 1 else ''}."
+        f"{path}: {rows} rows can't be shared by {ranks} ranks. "
+        f"Lower parallel.domain to {max_ranks}{' or less' if max_ranks > 1 else ''}."
     )
 
 
 def _distinct_ranks(partitions: list[RowPartition], ranks: int) -> list[int]:
-    """Return one rank for every different combination of bands."""
+    """Return one rank for each distinct combination of bands."""
     first: dict[tuple[int, ...], int] = {}
     for rank in range(ranks):
         first.setdefault(tuple(p.sizes[rank] for p in partitions), rank)
     return list(first.values())
 
 
-def _check_outputs(whole: list[Any], parts: list[Any], bands: BandTable, rank: int) -> None:
-    if len(whole) != len(parts):
+def _check_outputs(
+    global_outputs: list[Any], band_outputs: list[Any], bands: BandTable, rank: int
+) -> None:
+    if len(global_outputs) != len(band_outputs):
         raise UserError(
-            f"output: holds {len(whole)} values of the globe and {len(parts)} of a band of rows. "
-            "Return what doesn't depend on the number of rows."
+            f"output: holds {len(global_outputs)} values on the globe and {len(band_outputs)} on "
+            "a band. Return a structure that doesn't depend on the number of rows."
         )
-    for total, part in zip(whole, parts, strict=True):
-        if not isinstance(total, Tensor):
-            if total != part:
+    for output, band_output in zip(global_outputs, band_outputs, strict=True):
+        if not isinstance(output, Tensor):
+            if output != band_output:
                 raise UserError(
-                    f"output: is {total} of the globe and {part} of a band of rows. "
-                    "Return what doesn't depend on the number of rows."
+                    f"output: is {output} on the globe and {band_output} on a band. "
+                    "Return values that don't depend on the number of rows."
                 )
-        elif total.shape != part.shape:
-            expected = list(total.shape)
+        elif output.shape != band_output.shape:
+            expected = list(output.shape)
             expected[ROW_DIM] = bands[expected[ROW_DIM]].sizes[rank]
-            if list(part.shape) != expected:
+            if list(band_output.shape) != expected:
                 raise UserError(
-                    f"output: rank {rank} makes {tuple(part.shape)} where its band of "
-                    f"{tuple(total.shape)} is {tuple(expected)}. The code after the last layer "
-                    "changes rows; put that into a module and name it in custom_converters."
+                    f"output: rank {rank} returns {tuple(band_output.shape)}, but its band of "
+                    f"{tuple(output.shape)} is {tuple(expected)}. The code after the last layer "
+                    "changes rows; put it into a module and name that in custom_converters."
                 )
 
 
@@ -348,13 +382,13 @@ CHECK_BATCH_SIZE = 2
 def check_model(
     model: nn.Module, in_channels: int, out_channels: int, grid: tuple[int, int]
 ) -> None:
-    """Refuse a model of the user's that fails or makes another shape; it is left as it was.
+    """Refuse a user's model that fails or returns another shape; the model does not change.
 
     Shapes:
-        `(B, in_channels, H, W)` -> `(B, out_channels, H, W)` is what is needed.
+        The model has to map `(B, in_channels, H, W)` to `(B, out_channels, H, W)`.
 
     Raises:
-        UserError: it has nothing to train, fails, or makes something else.
+        UserError: it has no parameters to train, fails, or returns something else.
     """
     name = type(model).__name__
     if not any(p.requires_grad for p in model.parameters()):
@@ -365,8 +399,8 @@ def check_model(
     try:
         with preserve_model(model), use_fake_tensors(model):
             try:
-                made = model.eval()(torch.empty(x_shape, dtype=dtype, device=device))
-            except DATA_DEPENDENT_ERRORS:  # it can't be sharded, which one rank has no need of
+                output = model.eval()(torch.empty(x_shape, dtype=dtype, device=device))
+            except DATA_DEPENDENT_ERRORS:  # unknown on fake tensors, but fine on one rank
                 return
     except UserError:
         raise
@@ -376,9 +410,9 @@ def check_model(
             f"model: {name}.forward fails at {user_line_of(error)} ({type(error).__name__}: "
             f"{text})."
         ) from error
-    came = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__
-    if came != needed:
+    got = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+    if got != needed:
         raise UserError(
-            f"model: {name} needs to make {needed} of {x_shape}, got {came}. "
+            f"model: {name} needs to return {needed} for an input {x_shape}, got {got}. "
             "It has to return one tensor with the rows and columns of its input."
         )

@@ -1,4 +1,10 @@
-"""Follows a converted model on fake tensors: heights of its layers, bands that line up."""
+"""The planner: answers the calls of sharded layers while a model is run on fake tensors.
+
+In the run on the whole globe it lets the wrapped layers compute and records the heights and row
+dimensions of each call (`_call_on_globe`). In the run on a band it expects the same calls in the
+same order, checks the number of rows that each layer gets, and returns tensors of the shapes that
+the band's output has (`_band_outputs`). The audit compares the traces of both runs afterwards.
+"""
 
 from __future__ import annotations
 
@@ -40,12 +46,12 @@ if TYPE_CHECKING:
     from credit_dp.domain_parallel.layers.base import RowLayer
 
 
-# Operations, beside pointwise ones, whose operands must all have the same rows.
+# Operations, besides pointwise ones, whose operands must have aligned rows.
 JOINS = {"aten.cat", "aten.stack", "aten.copy_"}
 
 
 class RowCandidate(NamedTuple):
-    """`height` rows with `inner` entries each, in one dimension."""
+    """A dimension that may hold `height` rows with `inner` entries each."""
 
     height: int
     inner: int
@@ -53,44 +59,45 @@ class RowCandidate(NamedTuple):
 
 @final
 class RowProvenance:
-    """Follows the tensors of the model through the run of the whole globe.
+    """Finds parameters and buffers that may have a row for each row of the globe.
 
-    `candidates`: for a tensor of the model, by identity, what it may have in one dimension
-    because it, or what is made of it, meets a field with as many rows; the likeliest first.
+    `candidates`: for the `id` of a parameter or buffer, the rows that it may have, because it or a
+    tensor computed from it is combined with a field of as many rows. The likeliest come first.
     """
 
     def __init__(self) -> None:
         self.candidates: dict[int, list[RowCandidate]] = {}
         self._sources_by_number: dict[int, frozenset[int]] = {}
 
-    def record(self, step: TraceStep, given: list[Layout]) -> None:
-        """Note a step; `given` are the layouts of its tensors, as far as they are known."""
-        unknown = [ref for ref, layout in zip(step.inputs, given, strict=True) if layout is None]
+    def record(self, step: TraceStep, layouts: list[Layout]) -> None:
+        """Record a step; `layouts` are those of its operands, None where unknown."""
+        unknown = [ref for ref, layout in zip(step.inputs, layouts, strict=True) if layout is None]
         sources = frozenset[int]().union(*map(self._sources, unknown))
         if step.op is None or not sources:
             return
-        if not any(given):
+        if not any(layouts):
             self._sources_by_number.update({ref.number: sources for ref in step.outputs})
         elif torch.Tag.pointwise in step.op.tags or step.name in JOINS:
-            for ref, rows in zip(step.inputs, given, strict=True):
-                if rows is not None and rows.outer == 1:
-                    self._add_candidates(unknown, ref.shape, rows)
+            for ref, layout in zip(step.inputs, layouts, strict=True):
+                if layout is not None and layout.outer == 1:
+                    self._add_candidates(unknown, ref.shape, layout)
 
     def _add_candidates(
         self, unknown: list[TensorRef], shape: tuple[int, ...], rows: RowLayout
     ) -> None:
-        """Note which tensors are as long as a field of this shape where it has its rows."""
+        """Record the tensors that are as long as a field of this shape in its row dimension."""
         dim = rows.dim - len(shape)
-        # Columns may follow the rows in one dimension of a tensor that is unfolded before.
+        # A parameter may be stored flat, with rows and columns in one dimension, and be viewed as a
+        # field before it is used.
         inner = [*accumulate(shape[rows.dim + 1 :], mul, initial=rows.inner), 1]
         for ref in unknown:
             if len(ref.shape) >= -dim and ref.shape[dim] == shape[dim]:
                 for source in self._sources(ref):
-                    known = self.candidates.setdefault(source, [])
-                    known += [RowCandidate(rows.height, i) for i in inner]
+                    candidates = self.candidates.setdefault(source, [])
+                    candidates += [RowCandidate(rows.height, i) for i in inner]
 
     def _sources(self, ref: TensorRef) -> frozenset[int]:
-        if ref.number < 0:  # the model's own
+        if ref.number < 0:  # a parameter or buffer
             return frozenset([-ref.number])
         return self._sources_by_number.get(ref.number, frozenset())
 
@@ -99,16 +106,16 @@ _active: ContextVar[Planner | None] = ContextVar("active planner", default=None)
 
 
 def active_planner() -> Planner | None:
-    """Return the planner that follows the model right now, if one does."""
+    """Return the planner of the run in progress, if any."""
     return _active.get()
 
 
 class LayerCall(NamedTuple):
-    """One call of a layer in the run of the whole globe.
+    """A call of a layer in the run on the whole globe.
 
-    `dim` is the negative dimension where rows meet; None if the layer acts on rows apart there,
-    and so as it would without bands. `in_height` are the rows of its first input, `shapes` of its
-    inputs, and `outputs` what it returned.
+    `dim` is the negative row dimension if the layer couples rows, else None: it then computes the
+    same with and without bands. `in_height` is the size of its first input in `dim`, `shapes` are
+    those of its inputs, and `outputs` is what it returned.
     """
 
     name: str
@@ -122,7 +129,7 @@ class LayerCall(NamedTuple):
 
 
 class LayerRows(NamedTuple):
-    """Where a layer found rows, how many of the globe went in and how many came out."""
+    """The row dimension of a layer's call and the global heights of its input and output."""
 
     dim: int
     in_height: int
@@ -131,11 +138,9 @@ class LayerRows(NamedTuple):
 
 @final
 class Planner:
-    """Follows two kinds of runs on fake tensors.
+    """Replaces the forward of sharded layers in runs on fake tensors.
 
-    The run of the whole globe calls the wrapped layers and notes where their rows are. The run of a
-    band checks that each layer gets the rows that its height gives that rank, and only makes
-    shapes. Trusted modules, and layers where rows meet, leave no operations in the trace.
+    Trusted modules and layers that couple rows leave no operations in the trace, only a boundary.
     """
 
     def __init__(self, model: nn.Module, names: dict[RowLayer, str], bands: BandTable) -> None:
@@ -146,7 +151,7 @@ class Planner:
         self.rowwise_layers: set[RowLayer] = set()
         self.tied_heights: dict[int, int] = {}
         self.layer_calls: list[LayerCall] = []
-        self.batch_sizes = (1, 1)  # the size that stands for any batch, and the one planned for
+        self.batch_sizes = (1, 1)  # the placeholder in the runs and the size to plan for
         self.provenance = RowProvenance()
         self.first_coupling: tuple[TraceStep, RowCouplingError] | None = None
         self._rank: int | None = None
@@ -159,7 +164,7 @@ class Planner:
 
     @contextmanager
     def preserve_model(self) -> Iterator[None]:
-        """Undo what a run leaves in the model; between runs nothing else may change it."""
+        """Restore the model after the context; nothing else may change it between runs."""
         self._snapshot = self._snapshot or ModelSnapshot(self.model)
         try:
             yield
@@ -168,13 +173,14 @@ class Planner:
 
     @contextmanager
     def trace_run(self, rank: int | None) -> Iterator[Trace]:
-        """Make this planner the active one, for a run of the whole globe or of a rank's band."""
+        """Make this planner active for a run on the whole globe (`rank` is None) or on a band."""
         self._rank = rank
         self._call_index = 0
         if rank is None:
             self.layer_calls = []
-            self.first_coupling = None  # the first operation of the globe's run that mixes rows
+            self.first_coupling = None  # the first operation that couples rows
             self._layouts = {}
+        # Layouts are needed in the run on the globe only: they tell which layers couple rows.
         self._trace = Trace(self.model, self._record_layouts if rank is None else None, self._memo)
         token = _active.set(self)
         try:
@@ -184,163 +190,179 @@ class Planner:
             _active.reset(token)
 
     def _record_layouts(self, step: TraceStep) -> None:
-        """Note where the rows of what a step made are: the audit checks it afterwards."""
-        given = [self._layouts.get(ref.number) for ref in step.inputs]
-        function = current_autograd_function() if step.op is not None and any(given) else None
+        """Record the layouts of a step's results; the audit checks them afterwards."""
+        input_layouts = [self._layouts.get(ref.number) for ref in step.inputs]
+        function = (
+            current_autograd_function() if step.op is not None and any(input_layouts) else None
+        )
+        # Its backward is code that no trace sees; wrapped in a module, the user vouches for it.
         if function is not None:
-            reason = "nobody audits the backward of an autograd.Function"
+            reason = "the backward of an autograd.Function can't be audited"
             raise UserError(refusal_message(step.location, reason, function.__name__))
-        self.provenance.record(step, given)
+        self.provenance.record(step, input_layouts)
         if step.op is None:
-            makes = step.arguments.get("output_layouts") or [
+            output_layouts = step.arguments.get("output_layouts") or [
                 self._guess_layout(ref) for ref in step.outputs
             ]
         elif step.name in FACTORIES:
-            makes = [
-                layout_of_new_tensor(step, given) or self._guess_layout(ref) for ref in step.outputs
+            output_layouts = [
+                layout_of_new_tensor(step, input_layouts) or self._guess_layout(ref)
+                for ref in step.outputs
             ]
-        elif any(given):
+        elif any(input_layouts):
             try:
-                makes = [layout_after(step, given)] * len(step.outputs)
+                output_layouts = [layout_after(step, input_layouts)] * len(step.outputs)
             except RowCouplingError as error:
                 self.first_coupling = self.first_coupling or (step, error)
-                makes = [self._guess_layout(ref) for ref in step.outputs]
+                output_layouts = [self._guess_layout(ref) for ref in step.outputs]
         else:
-            makes = [None] * len(step.outputs)
-        for ref, layout in zip(step.outputs, makes, strict=True):
+            output_layouts = [None] * len(step.outputs)
+        for ref, layout in zip(step.outputs, output_layouts, strict=True):
             self._layouts[ref.number] = layout
 
     def _guess_layout(self, ref: TensorRef) -> Layout:
+        # For tensors that no rule covers. The audit derives all layouts again, from the shapes of
+        # both runs, and refuses a layer for which this guess was wrong.
         is_field = len(ref.shape) >= FIELD_DIMS and ref.shape[ROW_DIM] in self._field_heights
         return RowLayout(len(ref.shape) + ROW_DIM, 1, 1, ref.shape[ROW_DIM]) if is_field else None
 
     def add_field_heights(self, heights: Iterable[int]) -> None:
-        """Take tensors of these heights, of which nothing else is known, for fields."""
+        """Treat tensors of these heights as fields where nothing else is known of them."""
         self._field_heights.update(heights)
 
     def call_layer(self, layer: RowLayer, x: Tensor, *others: Tensor) -> Any:
-        """Stand in for a layer's forward."""
+        """Return the output of a sharded layer in the current run: replaces its forward."""
         name = self.names.setdefault(layer, type(layer).__name__)
         if self._rank is None:
-            visit = self._call_on_globe(layer, name, x, *others)
-            self.layer_calls.append(visit)
-            made = visit.outputs
+            call = self._call_on_globe(layer, name, x, *others)
+            self.layer_calls.append(call)
+            outputs = call.outputs
         else:
-            visit = self._next_planned_call(name)
-            if visit.dim is None:
-                made = layer.global_forward(x, *others)
+            call = self._next_planned_call(name)
+            if call.dim is None:
+                outputs = layer.global_forward(x, *others)
             else:
-                made = self._band_outputs(visit, visit.dim, x, self._rank)
-        if visit.dim is not None:
-            leaves = [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
+                outputs = self._band_outputs(call, call.dim, x, self._rank)
+        if call.dim is not None:
+            leaves = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
             settings = {
-                "input_layouts": visit.input_layouts,
-                "output_layouts": visit.output_layouts,
+                "input_layouts": call.input_layouts,
+                "output_layouts": call.output_layouts,
                 "label": name,
             }
             self._trace.record_boundary((x, *others), leaves, **settings)
-        return made
+        return outputs
 
     def _call_on_globe(self, layer: RowLayer, name: str, x: Tensor, *others: Tensor) -> LayerCall:
-        takes = tuple(self._layouts.get(self._trace.ref(t).number) for t in (x, *others))
+        input_layouts = tuple(self._layouts.get(self._trace.ref(t).number) for t in (x, *others))
         shapes = tuple(tuple(t.shape) for t in (x, *others))
-        rows = takes[0]
+        rows = input_layouts[0]
         try:
-            meet = rows is not None and layer.couples_rows(rows.dim - x.ndim, x.ndim)
+            couples = rows is not None and layer.couples_rows(rows.dim - x.ndim, x.ndim)
         except UserError as error:
             raise UserError(f"{name}: {error}") from None
-        if rows is None or not meet:
+        if rows is None or not couples:
             self.rowwise_layers.add(layer)
             return LayerCall(
-                name, None, 0, shapes, layer.global_forward(x, *others), takes, (), layer
+                name, None, 0, shapes, layer.global_forward(x, *others), input_layouts, (), layer
             )
-        with self._trace.paused():  # what is returned as it came counts as new, as of a band
-            made = tree_map_only(Tensor, lambda t: t.view_as(t), layer.global_forward(x, *others))
-        dim, taken = rows.dim - x.ndim, x.shape[rows.dim]
+        with self._trace.paused():
+            # Views: a layer that returns its input gets a new number in the trace, as on a band.
+            outputs = tree_map_only(
+                Tensor, lambda t: t.view_as(t), layer.global_forward(x, *others)
+            )
+        dim = rows.dim - x.ndim
+        in_height = x.shape[rows.dim]
         if rows.outer > 1:
             raise UserError(
-                f"{name}: the rows of several samples or channels follow each other in dimension "
-                f"{rows.dim}. Keep rows in a dimension of their own before this layer."
+                f"{name}: dimension {rows.dim} holds the rows of several samples or channels. Keep "
+                "rows in a separate dimension before this layer."
             )
+        # Tokens `H * W` in one dimension: a band must hold the tokens of complete rows.
         if rows.inner > 1:
-            self.tied_heights[taken] = rows.height
-        leaves = [leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor)]
-        makes = tuple(self._output_layout(layer, rows, dim, leaf) for leaf in leaves)
+            self.tied_heights[in_height] = rows.height
+        leaves = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+        output_layouts = tuple(self._output_layout(layer, rows, dim, leaf) for leaf in leaves)
         self.layer_rows[layer].add(
-            LayerRows(dim, taken, leaves[0].shape[dim] if makes[0] else taken)
+            LayerRows(dim, in_height, leaves[0].shape[dim] if output_layouts[0] else in_height)
         )
-        self._field_heights.update(layout.height for layout in makes if layout)
-        return LayerCall(name, dim, taken, shapes, made, takes, makes, layer)
+        self._field_heights.update(layout.height for layout in output_layouts if layout)
+        return LayerCall(
+            name, dim, in_height, shapes, outputs, input_layouts, output_layouts, layer
+        )
 
-    def _output_layout(self, layer: RowLayer, rows: RowLayout, dim: int, made: Tensor) -> Layout:
+    def _output_layout(self, layer: RowLayer, rows: RowLayout, dim: int, output: Tensor) -> Layout:
         if not layer.output_is_banded:
             return None
-        place = made.ndim + dim
-        if made.shape[dim] == rows.height * rows.inner:
-            return rows._replace(dim=place)
-        return RowLayout(place, 1, 1, made.shape[dim])
+        row_dim = output.ndim + dim
+        if output.shape[dim] == rows.height * rows.inner:
+            return rows._replace(dim=row_dim)
+        return RowLayout(row_dim, 1, 1, output.shape[dim])
 
     def _next_planned_call(self, name: str) -> LayerCall:
         if (
             self._call_index >= len(self.layer_calls)
             or self.layer_calls[self._call_index].name != name
         ):
-            what = "control flow or, where the whole globe's is needed, a size"
+            is_function = "(" in name  # of `functional`, which takes sizes
+            reason = "control flow"
+            if is_function:
+                reason += " or, where the whole globe's is needed, a size"
             fix = " Use a scale_factor, the whole globe's size as constants, or nn.Upsample."
             raise UserError(
-                f"{self._trace.location}: {what if '(' in name else 'control flow'} depends on the "
-                f"number of rows; {name} is called for a band and not for the globe."
+                f"{self._trace.location}: {reason} depends on the number of rows; {name} is called "
+                "on a band, but not on the globe."
                 f"{fix if name.startswith('functional.interpolate') else ''}"
             )
         self._call_index += 1
         return self.layer_calls[self._call_index - 1]
 
-    def _band_outputs(self, visit: LayerCall, dim: int, x: Tensor, rank: int) -> Any:
-        """Make tensors of the shapes that a rank's band of the layer's output has."""
-        expected = self.bands[visit.in_height].sizes[rank]
+    def _band_outputs(self, call: LayerCall, dim: int, x: Tensor, rank: int) -> Any:
+        """Return tensors with the shapes of a rank's band of the layer's output."""
+        expected = self.bands[call.in_height].sizes[rank]
         if x.shape[dim] != expected:
             raise UserError(
-                f"{visit.name}: rank {rank} of {self.bands.ranks} has {x.shape[dim]} "
-                f"rows where its band of {visit.in_height} rows has {expected}. The code "
-                "before this "
-                "layer changes rows; put that into a module and name it in custom_converters."
+                f"{call.name}: rank {rank} of {self.bands.ranks} has {x.shape[dim]} "
+                f"rows, but its band of {call.in_height} rows has {expected}. The code before this "
+                "layer changes rows; put it into a module and name that in custom_converters."
             )
-        layouts = iter(visit.output_layouts)
+        layouts = iter(call.output_layouts)
 
-        def band(made: Tensor) -> Tensor:
-            shape = list(made.shape)
+        def band(output: Tensor) -> Tensor:
+            shape = list(output.shape)
             if next(layouts) is not None:
                 shape[dim] = self.bands[shape[dim]].sizes[rank]
-            return x.new_empty(shape, dtype=made.dtype)
+            return x.new_empty(shape, dtype=output.dtype)
 
         with self._trace.paused():
-            return tree_map_only(Tensor, band, visit.outputs)
+            return tree_map_only(Tensor, band, call.outputs)
 
-    def band_of_parameter(self, whole: Tensor, rows: RowLayout, path: str) -> Tensor:
-        """Return a band of a parameter or buffer that has a row for each of the globe's."""
+    def band_of_parameter(self, parameter: Tensor, rows: RowLayout, path: str) -> Tensor:
+        """Return this run's band of a parameter or buffer with a row for each row of the globe."""
         height = rows.height
         band = slice(0, height) if self._rank is None else self.bands[height].rows(self._rank)
         with self._trace.paused():
-            mine = narrow_to_band(whole, rows, band)
-        self._trace.read_only_storages[mine.untyped_storage()._cdata] = path
+            local = narrow_to_band(parameter, rows, band)
+        # An in-place change would reach one rank's rows only: the trace refuses it.
+        self._trace.read_only_storages[local.untyped_storage()._cdata] = path
         self._trace.record_boundary(
-            (), [mine], input_layouts=(), output_layouts=(rows,), label=path
+            (), [local], input_layouts=(), output_layouts=(rows,), label=path
         )
-        return mine
+        return local
 
     @property
     def is_global_run(self) -> bool:
-        """Whether this is the run of the whole globe."""
+        """Whether this is the run on the whole globe."""
         return self._rank is None
 
     @property
     def running_modules(self) -> list[str]:
-        """The module whose code runs now, or failed."""
+        """The module whose code runs now or has failed, as a list of one entry or none."""
         return self._trace.running_modules[-1:]
 
     @contextmanager
     def record_module_names(self) -> Iterator[None]:
-        """Tell the traces which module's code runs."""
+        """Let traces record which module's code runs."""
         hooks = []
         for path, module in self.model.named_modules():
             name = f"{path or 'model'} ({type(module.__dict__.get('wrapped', module)).__name__})"
@@ -348,7 +370,7 @@ class Planner:
                 module.register_forward_pre_hook(
                     lambda *_, name=name: self._trace.running_modules.append(name)
                 ),
-                # Not after an error: then the innermost one tells where that was.
+                # Not called after an error, so that the failed module stays the innermost one.
                 module.register_forward_hook(lambda *_: self._trace.running_modules.pop() and None),
             ]
         try:
@@ -359,7 +381,7 @@ class Planner:
 
     @contextmanager
     def exclude_from_trace(self, modules: Iterable[nn.Module]) -> Iterator[None]:
-        """Keep what these modules do inside out of the traces."""
+        """Keep the operations inside these modules out of the traces."""
         hooks = [
             hook
             for module in modules
@@ -374,46 +396,50 @@ class Planner:
             for hook in hooks:
                 hook.remove()
 
-    def _end_excluded_call(self, module: nn.Module, args: Any, made: Any) -> None:
+    def _end_excluded_call(self, module: nn.Module, args: Any, outputs: Any) -> None:
         self._trace.resume()
-        taken, given = ([x for x in tree_leaves(t) if isinstance(x, Tensor)] for t in (args, made))
-        self._trace.record_boundary(taken, given, label=id(module))
+        input_tensors, output_tensors = (
+            [x for x in tree_leaves(t) if isinstance(x, Tensor)] for t in (args, outputs)
+        )
+        self._trace.record_boundary(input_tensors, output_tensors, label=id(module))
 
     def heights(self) -> set[int]:
-        """Return every global height that a layer takes or makes."""
+        """Return the global heights of all inputs and outputs of layers."""
         return {h for calls in self.layer_rows.values() for call in calls for h in call[1:]}
 
     def row_multiples(self) -> dict[int, int]:
-        """Return of how many rows each band of a height should be a multiple, if of any."""
-        units = dict.fromkeys(self.heights(), 1)
+        """Return, for each height, the number of rows of which a band should be a multiple."""
+        multiples = dict.fromkeys(self.heights(), 1)
         for layer, calls in self.layer_rows.items():
             for call in calls:
-                units[call.in_height] = lcm(
-                    units[call.in_height], layer.row_multiple(call.in_height)
+                multiples[call.in_height] = lcm(
+                    multiples[call.in_height], layer.row_multiple(call.in_height)
                 )
-        return units
+        return multiples
 
     def layer_plan(self, layer: RowLayer) -> tuple[int, dict[int, int]]:
-        """Return one layer's row dimension and heights: taken -> made.
+        """Return the row dimension of a layer and its global heights: input -> output.
 
         Raises:
-            UserError: some rank could not tell two of the calls apart by its rows.
+            UserError: a rank has the same number of rows in two calls with different heights.
         """
-        calls, name = self.layer_rows[layer], self.names.get(layer, type(layer).__name__)
+        calls = self.layer_rows[layer]
+        name = self.names.get(layer, type(layer).__name__)
         dims = {call.dim for call in calls}
         if len(dims) > 1 or layer in self.rowwise_layers:
             raise UserError(
-                f"{name}: is used on tensors with rows in different places, or with and without. "
-                "Use one layer for each."
+                f"{name}: is called on tensors with rows in different dimensions, or with and "
+                "without rows. Use a separate layer for each."
             )
-        planned = {call.in_height: call.out_height for call in calls}
-        if len(planned) < len(calls):
-            raise UserError(f"{name}: makes two heights of the same rows.")
+        heights = {call.in_height: call.out_height for call in calls}
+        if len(heights) < len(calls):
+            raise UserError(f"{name}: returns two different heights for the same input height.")
+        # At run time a layer tells heights apart by its number of rows alone.
         for rank in range(self.bands.ranks):
-            sizes = [self.bands[height].sizes[rank] for height in planned]
+            sizes = [self.bands[height].sizes[rank] for height in heights]
             if len(set(sizes)) < len(sizes):
                 raise UserError(
-                    f"{name}: is used at the heights {sorted(planned)}, and rank "
-                    f"{rank} has the same rows of two of them. Change parallel.domain."
+                    f"{name}: is called at the heights {sorted(heights)}, and rank {rank} has the "
+                    "same number of rows at two of them. Change parallel.domain."
                 )
-        return dims.pop(), planned
+        return dims.pop(), heights

@@ -64,17 +64,17 @@ def measure(manager: DomainParallelManager, config: Config) -> Found:
     training = build_training(config, prepared, manager, torch.device("cpu"))
     seconds = []
     with training.loader:
-        steps = training.trainer.steps(training.loader)
+        trainer = training.trainer
+        trainer.start()
         for _ in range(WARM_UP):
-            next(steps)
+            trainer.train_step(next(training.loader))
         for _ in range(STEPS):
             began = time.perf_counter()
-            next(steps)
+            trainer.train_step(next(training.loader))
             seconds.append(time.perf_counter() - began)
         growth = peak() - before
         with Sent() as sent:
-            next(steps)
-        steps.close()
+            trainer.train_step(next(training.loader))
     return Found(statistics.median(seconds), growth, sent.bytes)
 
 

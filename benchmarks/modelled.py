@@ -99,14 +99,14 @@ def _measure(manager: DomainParallelManager, config: Config) -> float:
     )
     seconds = []
     with training.loader:
-        steps = training.trainer.steps(training.loader)
+        trainer = training.trainer
+        trainer.start()
         for _ in range(WARM_UP):
-            next(steps)
+            trainer.train_step(next(training.loader))
         for _ in range(STEPS):
             began = time.perf_counter()
-            next(steps)
+            trainer.train_step(next(training.loader))
             seconds.append(time.perf_counter() - began)
-        steps.close()
     return min(seconds)
 
 

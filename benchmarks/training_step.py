@@ -55,7 +55,7 @@ def contestants(manager: DomainParallelManager, config: Config) -> Contestants:
     training.loader.__enter__()
     for _ in range(WARM_UP):  # chunks of the store that are read once only
         next(training.loader)
-    steps = trainer.steps(training.loader)
+    trainer.start()
     log = CsvLog(Path(str(config.data.store)).parent / f"{manager.rank}.csv", 0)
     if not isinstance(trainer.forward_backward, ModelForwardBackward):
         raise TypeError(
@@ -67,7 +67,7 @@ def contestants(manager: DomainParallelManager, config: Config) -> Contestants:
     optimiser = torch.optim.AdamW(model.parameters(), lr=0.0)
 
     def framework() -> None:
-        record = next(steps)
+        record = trainer.train_step(trainer.throughput.next_batch(training.loader))
         if record.loss is not None:
             log.log(record.step, record.metrics())
 
@@ -82,7 +82,7 @@ def contestants(manager: DomainParallelManager, config: Config) -> Contestants:
         optimiser.step()
 
     def update() -> None:
-        trainer.update(batch)
+        trainer.train_step(batch)
 
     several = {"framework": framework, "update": update, "model": forward_and_backward}
     return {name: partial(repeated, step) for name, step in {**several, "plain": plain}.items()}
@@ -95,7 +95,7 @@ def whole_steps(manager: DomainParallelManager, configs: Mapping[str, Config]) -
         training = build_training(
             config, prepare_training_data(config.data), manager, device_of_rank()
         )
-        steps[name] = partial(training.trainer.update, next(iter(training.loader)))
+        steps[name] = partial(training.trainer.train_step, next(iter(training.loader)))
     return steps
 
 

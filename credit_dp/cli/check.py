@@ -328,7 +328,7 @@ def check_description(metadata: "Metadata", config: Config, store: "Store") -> N
 
 def plan_lines(plan: "StepPlan", config: Config) -> list[str]:
     """Return lines about the model, its mesh, and memory and traffic of each pipeline rank."""
-    from credit_dp.training.out_of_memory import training_memory  # takes seconds
+    from credit_dp.costs.budget import training_memory  # torch: takes seconds to import
 
     report = plan.report
     parallel = config.parallel

@@ -48,6 +48,7 @@ from credit_dp.config import (
     RunConfig,
 )
 from credit_dp.config.data import AUTO, ROLES, SPLITS
+from credit_dp.config.model import MODELS
 from credit_dp.config.training import LR_SCHEDULES
 from credit_dp.errors import UserError
 from credit_dp.plugins import Plugin, find_plugins, one_line_message, registration_hint, schema_node
@@ -214,9 +215,7 @@ PACKAGE_FOLDER = Path(__file__).resolve().parents[1]
 # The dataclass of each group. A file of the group names it in its defaults: `[schema, _self_]`.
 SCHEMAS: Mapping[tuple[str | None, str], type] = {
     (None, "schema"): Config,
-    ("model", "schema_unet"): credit_dp_config.UNetConfig,
-    ("model", "schema_pangu"): credit_dp_config.PanguConfig,
-    ("model", "schema_crossformer"): credit_dp_config.CrossFormerConfig,
+    **{("model", f"schema_{name}"): schema for name, schema in MODELS.items()},
     ("data", "schema"): credit_dp_config.DataConfig,
     ("parallel", "schema"): credit_dp_config.ParallelConfig,
     ("trainer", "schema"): credit_dp_config.TrainerConfig,

@@ -261,3 +261,11 @@ class CrossFormerConfig(BlocksConfig):
     def coarsest_rows(self, height: int) -> int:
         """Return the rows of the coarsest level of the padded globe."""
         return -(-height // self.grid_multiple) * self.grid_multiple // prod(self.strides)
+
+
+# The models of this package by `model.name`; `credit_dp.models.BUILDERS` says how each is built.
+MODELS: dict[str, type[ModelConfig]] = {
+    "unet": UNetConfig,
+    "pangu": PanguConfig,
+    "crossformer": CrossFormerConfig,
+}

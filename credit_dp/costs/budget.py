@@ -7,7 +7,7 @@ cuts the model as training does. `compare_meshes` repeats this for growing domai
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, final
 
@@ -569,3 +569,24 @@ def _check_up_to(config: Config, up_to: int) -> None:
             f"--up-to: gives every mesh as many data ranks as fit, got parallel.data="
             f"{parallel.data}. Leave that key out."
         )
+
+
+def training_memory(held: Mapping[str, int], config: Config) -> dict[str, int]:
+    """Return the bytes that a rank holds in training, by item.
+
+    A rollout keeps the activations of all its steps; in bfloat16 they take half, and a copy of the
+    weights is added.
+
+    Args:
+        held: the items of one forecast step in full precision.
+        config: of the run.
+    """
+    trainer = config.trainer
+    steps = 1 if trainer.checkpoint_activations else trainer.longest_rollout
+    memory = {**held, "activations": steps * held["activations"]}
+    if trainer.autocast is not None:
+        memory["activations"] //= 2
+        memory["weights in bfloat16"] = held["weights"] // 2
+    if config.optimizer.ema is not None:
+        memory["averages"] = held["weights"]
+    return memory

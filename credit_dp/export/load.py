@@ -4,12 +4,11 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from credit_dp.config import ModelConfig, OwnModelConfig
-from credit_dp.config.model import with_legacy_defaults
+from credit_dp.config.model import MODELS, with_legacy_defaults
 from credit_dp.errors import UserError
 from credit_dp.export.file import ModelMetadata, read_trained
 from credit_dp.export.forecaster import Forecaster, build_forecaster
 from credit_dp.plugins import find_plugins, first_line, registration_hint
-from credit_dp.training.data_description import MODEL_KINDS
 
 
 def load(path: str, device: str = "cpu") -> Forecaster:
@@ -31,7 +30,7 @@ def build_model_config(where: str, metadata: ModelMetadata) -> ModelConfig:
     Raises:
         UserError: the kind of model is unknown, or has other keys.
     """
-    known = MODEL_KINDS | find_plugins(OwnModelConfig, MODEL_KINDS)
+    known = MODELS | find_plugins(OwnModelConfig, MODELS)
     if metadata.kind not in known:
         raise UserError(
             f"{where}: needs the model {metadata.kind!r}, but only {', '.join(known)} are known."

@@ -7,6 +7,7 @@ connection; the head.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from functools import partial
 from itertools import pairwise
@@ -17,8 +18,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from credit_dp.config.model import UNetConfig
+from credit_dp.errors import UserError
+from credit_dp.fields import Fields
 from credit_dp.models.blocks import StochasticDepth, pad_poles, run_block, stochastic_depth_rates
 from credit_dp.models.segments import Segment, SegmentedModel, SegmentState
+
+logger = logging.getLogger(__name__)
+
+# A U-Net with fewer channels at its finest level is meant for grids with fewer rows: a larger grid
+# gets a warning.
+TINY_CHANNELS = 64
+TINY_ROWS = 200
 
 # A gate has 1 / GATE_REDUCTION of the channels in its hidden layer, but at least this many.
 GATE_REDUCTION = 16
@@ -442,3 +452,29 @@ def _build_conditioning(config: UNetConfig) -> GlobalConditioning | None:
         return None
     *finer, coarsest = config.channels
     return GlobalConditioning(coarsest, finer)
+
+
+def build_unet(config: UNetConfig, fields: Fields, grid: tuple[int, int]) -> UNet:
+    """Build the U-Net for these fields.
+
+    Raises:
+        UserError: the grid has too few rows or columns for the model's levels.
+    """
+    rows, columns = grid
+    factor = 2 ** (len(config.channels) - 1)
+    coarsest = -(-min(rows, columns) // factor)
+    if coarsest < 2:
+        raise UserError(
+            f"model.channels: {len(config.channels)} levels need at least {factor + 1} rows and "
+            f"columns, but the grid has {rows}x{columns}. Give fewer entries in model.channels, or "
+            "a finer data.grid."
+        )
+    if config.channels[0] < TINY_CHANNELS and rows > TINY_ROWS:
+        logger.warning(
+            "model=%s with %d channels is meant for small grids, but this one has %d rows; "
+            "model=unet_base is meant for 721x1440",
+            config.name,
+            config.channels[0],
+            rows,
+        )
+    return UNet(config, fields.inputs, fields.outputs)

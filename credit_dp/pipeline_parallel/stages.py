@@ -344,7 +344,7 @@ def _state_specs(state: SegmentState, where: str) -> StateSpecs:
     if wrong is not None:
         raise UserError(
             f"parallel.pipeline: {where} makes a tensor of shape {tuple(wrong)} of one sample. "
-            "Every tensor between segments needs the samples in its first dim."
+            "Every tensor between segments needs the samples in its first dimension."
         )
     return tuple(StateSpec(tuple(x.shape), x.dtype, x.requires_grad) for x in state)
 

@@ -399,7 +399,7 @@ def build_training(
     check_every = config.parallel.check_replicas_every
     variables = tuple(channel.variable for channel in prepared.store.channels.output_channels)
     names = LossNames(variables, prepared.store.config.step_hours)
-    trainer = Trainer(config.trainer, state, forward_backward, manager, check_every, names=names)
+    trainer = Trainer(config.trainer, state, forward_backward, manager, check_every, names)
     use_batch_scheduling_for_gloo()  # again, for the threads of groups that were created since
     return Training(trainer, loader, forecast_step, like, rows)
 

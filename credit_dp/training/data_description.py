@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from credit_dp.config import CrossFormerConfig, ModelConfig, PanguConfig, UNetConfig, VariableConfig
-from credit_dp.config.model import with_legacy_defaults
+from credit_dp.config import ModelConfig, VariableConfig
+from credit_dp.config.model import MODELS, with_legacy_defaults
 from credit_dp.data.channels import Channel
 from credit_dp.data.setup import TrainingData
 from credit_dp.data.store import Store
@@ -40,13 +40,6 @@ DEFAULT_DESCRIPTION: DataDescription = {
 
 RANGE_SUFFIXES = ("minimum", "maximum")
 CLAMP_KEY = "nonnegative"  # acts on forecasts only, so a run may resume with another value
-
-# The models of this package, by their names in a description. Plug-ins have the name in the config.
-MODEL_KINDS: dict[str, type[ModelConfig]] = {
-    "unet": UNetConfig,
-    "pangu": PanguConfig,
-    "crossformer": CrossFormerConfig,
-}
 
 
 def describe_data(prepared: TrainingData, model: ModelConfig) -> DataDescription:
@@ -78,7 +71,7 @@ def describe_data(prepared: TrainingData, model: ModelConfig) -> DataDescription
 
 def describe_model(model: ModelConfig) -> DataDescription:
     """Describe a model by its kind and the values of its config keys."""
-    kinds = [name for name, kind in MODEL_KINDS.items() if type(model) is kind]
+    kinds = [name for name, kind in MODELS.items() if type(model) is kind]
     return {"kind": kinds[0] if kinds else model.name, "keys": asdict(model)}
 
 

@@ -1,4 +1,4 @@
-"""Non-finite losses and gradients: what is done about them, and where they began."""
+"""Non-finite (NaN or infinite) losses and gradients: where they began, and what a run does then."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NOT_REPRODUCED = (
 
 
 class NonFiniteFinding(NamedTuple):
-    """Something that is not finite; the smallest one of all ranks was first."""
+    """Something that is not finite. Of the findings of all ranks the smallest came first."""
 
     order: tuple[int, ...]
     message: str
@@ -43,102 +43,102 @@ class NonFiniteFinding(NamedTuple):
 def diagnose_non_finite(
     state: TrainingState,
     manager: DomainParallelManager,
-    gradients: ForwardBackward,
+    forward_backward: ForwardBackward,
     batch: Batch,
-    repeat: Callable[[PrepareMicroBatch], Tensor],
+    compute_gradients: Callable[[PrepareMicroBatch], Tensor],
 ) -> str:
-    """Compute a batch again and watch; a sentence or two, the same on every rank.
+    """Compute a batch again with hooks on all modules, and return a sentence or two.
 
-    Collective. Gradients are left as they come, not clipped.
+    Collective; the same text on every rank. The gradients stay in `.grad`, not clipped.
 
     Args:
-        repeat: computes the gradients; it tells the given function of each micro-batch first.
+        compute_gradients: computes the gradients of the batch; it calls the given function before
+            each micro-batch.
     """
-    watch = NonFiniteHooks(manager)
-    # Compiled code does not stop at modules; if there is any, its compiler has been imported.
+    hooks = NonFiniteHooks(manager)
+    # Compiled code does not call hooks of modules. If there is any, its compiler is imported.
     compiled = "torch._dynamo" in sys.modules
     stance = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
-    with watch.register_hooks(state.parts), stance:
-        repeat(watch.begin)
+    with hooks.register_hooks(state.parts), stance:
+        compute_gradients(hooks.begin_microbatch)
     names = BatchChannelNames(state.data)
-    # In the order of cause and consequence.
-    found = [
-        earliest_message(watch.finding),
-        earliest_message(find_non_finite_gradient(state.parts, manager)),
-        earliest_message(find_non_finite_field(batch, names, gradients)),
-        earliest_message(find_non_finite_loss(gradients.channel_losses, names)),
-    ]
-    module, gradient, field, loss = found
-    if not any(found):
+    # All four on every rank, for each of them gathers.
+    module = earliest_message(hooks.finding)
+    gradient = earliest_message(find_non_finite_gradient(state.parts, manager))
+    field = earliest_message(find_non_finite_field(batch, names, forward_backward))
+    loss = earliest_message(find_non_finite_loss(forward_backward.channel_losses, names))
+    if not any((module, gradient, field, loss)):
         return NOT_REPRODUCED
-    return "".join(f"{words}. " for words in (module or gradient, field or loss) if words)
+    # A cause hides its consequence: a gradient follows from an output, a loss from a field.
+    sentences = (module or gradient, field or loss)
+    return "".join(f"{sentence}. " for sentence in sentences if sentence)
 
 
-def earliest_message(clue: NonFiniteFinding | None) -> str | None:
-    """The words of the first clue of all ranks; collective."""
-    clues = [other for other in all_gather_object(clue) if other is not None]
-    return min(clues).message if clues else None
+def earliest_message(finding: NonFiniteFinding | None) -> str | None:
+    """Return the message of the first finding of all ranks; collective."""
+    findings = [other for other in all_gather_object(finding) if other is not None]
+    return min(findings).message if findings else None
 
 
 @final
 class NonFiniteHooks:
-    """Notes the first module whose output is not finite on this rank."""
+    """Hooks that record the first module whose output is not finite on this rank."""
 
     def __init__(self, manager: DomainParallelManager) -> None:
         self.manager = manager
         self.finding: NonFiniteFinding | None = None
         self.micro = self.calls = 0
 
-    def begin(self, part: nn.Module, micro: int) -> None:
-        """A micro-batch begins."""
+    def begin_microbatch(self, part: nn.Module, micro: int) -> None:
+        """Remember the number of the micro-batch."""
         self.micro = micro
 
     @contextmanager
     def register_hooks(self, parts: Sequence[nn.Module]) -> Iterator[None]:
-        """Watch all modules of these parts."""
-        with ExitStack() as hooks:
+        """Register the hooks on all modules of these parts, and remove them at the end."""
+        with ExitStack() as handles:
             for number, part in enumerate(parts):
+                stage = stage_index(number, self.manager)
                 for name, module in part.named_modules():
-                    see = partial(
-                        self.check_output, name or "the model", stage_index(number, self.manager)
-                    )
-                    hooks.callback(module.register_forward_hook(see).remove)
+                    hook = partial(self.check_output, name or "the model", stage)
+                    handles.callback(module.register_forward_hook(hook).remove)
             yield
 
     def check_output(
         self, name: str, stage: int, module: nn.Module, inputs: Any, output: Any
     ) -> None:
-        """A module has made its output; what is inside of it came before."""
+        """Look at the output of a module; modules inside it were looked at before."""
         self.calls += 1
         if self.finding is None and not all(map(all_finite, iter_tensors(output))):
             manager = self.manager
             rank = rank_name(manager.rank, manager.dp_world_size, manager.domain_world_size)
-            words = f"The first output that is not finite is that of {name}, on {rank}"
-            self.finding = NonFiniteFinding((self.micro, stage, self.calls, manager.rank), words)
+            message = f"The first output that is not finite is that of {name}, on {rank}"
+            self.finding = NonFiniteFinding((self.micro, stage, self.calls, manager.rank), message)
 
 
 def find_non_finite_gradient(
     parts: Sequence[nn.Module], manager: DomainParallelManager
 ) -> NonFiniteFinding | None:
-    """The first parameter in the order of backward whose gradient is not finite."""
+    """Return the first parameter, from the loss backwards, whose gradient is not finite."""
     for number, part in reversed([*enumerate(parts)]):
-        for place, (name, parameter) in reversed([*enumerate(part.named_parameters())]):
+        for index, (name, parameter) in reversed([*enumerate(part.named_parameters())]):
             if parameter.grad is not None and not all_finite(parameter.grad):
-                words = (
+                message = (
                     "All outputs are finite; the first gradient that is not, from the loss "
                     f"backwards, is that of {name}"
                 )
-                return NonFiniteFinding((-stage_index(number, manager), -place), words)
+                return NonFiniteFinding((-stage_index(number, manager), -index), message)
     return None
 
 
 def find_non_finite_field(
-    batch: Batch, names: BatchChannelNames, gradients: ForwardBackward
+    batch: Batch, names: BatchChannelNames, forward_backward: ForwardBackward
 ) -> NonFiniteFinding | None:
-    """The first variable of a batch that is not finite on this rank's rows."""
-    target, points = batch.target, gradients.loss.points
+    """Return the first variable of a batch that is not finite on this rank's rows."""
+    target, points = batch.target, forward_backward.loss.points
     if points is not None and target.shape[1]:
-        steps = target.tensor_split(target.shape[1] // gradients.channels, dim=1)
+        # A target is NaN where its variable is not defined, as a sea temperature on land.
+        steps = target.tensor_split(target.shape[1] // forward_backward.channels, dim=1)
         target = torch.cat([points.zero_invalid(step) for step in steps], dim=1)
     kinds = [
         ("input", batch.state, names.prognostic),
@@ -147,30 +147,29 @@ def find_non_finite_field(
         ("target", target, names.out),
     ]
     for number, (kind, field, channels) in enumerate(kinds):
-        places = (~torch.isfinite(field).all(-1).all(-1)).nonzero().tolist()
-        if places:
-            sample, channel = min(places)
+        indices = (~torch.isfinite(field).all(-1).all(-1)).nonzero().tolist()
+        if indices:
+            sample, channel = min(indices)
             name = channels[channel % len(channels)] if channels else f"channel {channel}"
-            words = f"Variable {name} is not finite in the {kind} of {batch.times[sample]!s:.13}"
-            return NonFiniteFinding((number, sample, channel), words)
+            message = f"Variable {name} is not finite in the {kind} of {batch.times[sample]!s:.13}"
+            return NonFiniteFinding((number, sample, channel), message)
     return None
 
 
-def find_non_finite_loss(detail: Tensor, names: BatchChannelNames) -> NonFiniteFinding | None:
-    """The first variable, of `(steps, C)` losses, whose loss is not finite on this rank."""
-    places = (~torch.isfinite(detail)).nonzero().tolist()
-    if not places:
+def find_non_finite_loss(losses: Tensor, names: BatchChannelNames) -> NonFiniteFinding | None:
+    """Return the first variable, of `(steps, C)` losses, whose loss is not finite on this rank."""
+    indices = (~torch.isfinite(losses)).nonzero().tolist()
+    if not indices:
         return None
-    step, channel = min(places)
+    step, channel = min(indices)
     name = names.out[channel] if names.out else f"channel {channel}"
-    return NonFiniteFinding(
-        (step, channel), f"Variable {name} is not finite in the forecast, or in its error"
-    )
+    message = f"Variable {name} is not finite in the forecast, or in its error"
+    return NonFiniteFinding((step, channel), message)
 
 
 @final
 class BatchChannelNames:
-    """What the channels of a batch are called, as far as the data's description tells."""
+    """Names of a batch's channels, as far as the data's description has them."""
 
     def __init__(self, data: DataDescription) -> None:
         fields = data.get("fields", {})
@@ -184,12 +183,12 @@ class BatchChannelNames:
 
 
 def stage_index(part: int, manager: DomainParallelManager) -> int:
-    """Which stage of the whole pipeline a part of this rank is."""
+    """Return which stage of the whole pipeline a part of this rank is."""
     return part * manager.pipeline_parallel_size + manager.pipeline_rank
 
 
 def iter_tensors(output: Any) -> Iterator[Tensor]:
-    """Those that a module has made."""
+    """Yield the tensors of a module's output."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, list | tuple):
@@ -198,29 +197,39 @@ def iter_tensors(output: Any) -> Iterator[Tensor]:
 
 
 def all_finite(value: Tensor) -> bool:
-    """Whether all of it, or all of this rank's share, is finite."""
+    """Whether all entries, or all those of this rank's shard, are finite."""
     return bool(torch.isfinite(local_tensor(value)).all())
 
 
-MIN_NORMS = 20  # accepted gradient norms; with fewer none is compared with them
-MAX_CONSECUTIVE_SKIPS = 10  # so many steps that would have to be skipped end the run after all
+MIN_NORMS = 20  # accepted gradient norms that are needed before a new one is compared with them
+MAX_CONSECUTIVE_SKIPS = 10  # the run ends when this many steps in a row had to be skipped
 
 logger = logging.getLogger(__name__)
 
 
 @final
-class NonFiniteGuard:
-    """Decides after each backward pass whether the optimiser may take its step.
+class StepCheck(NamedTuple):
+    """The loss of the global batch, the global gradient norm, and whether to take the step."""
 
-    What it knows of earlier steps, `history`, belongs into checkpoints.
+    loss: float
+    grad_norm: float
+    accepted: bool
+
+
+@final
+class NonFiniteGuard:
+    """Decides after each backward pass whether the optimizer may take its step.
+
+    `history` holds the gradient norms of earlier steps and belongs into checkpoints.
 
     Args:
         config: of the trainer.
-        state: what would change.
-        manager: this rank's place in the mesh.
+        state: the state that a step would change.
+        manager: this rank's coordinates on the mesh.
 
     Attributes:
-        checkpoint: finds the newest checkpoint, or None; asked on one rank when training stops.
+        find_newest_checkpoint: returns the newest checkpoint or None; called on rank 0 when
+            training stops.
     """
 
     def __init__(
@@ -229,45 +238,54 @@ class NonFiniteGuard:
         self.config = config
         self.state = state
         self.manager = manager
-        self.checkpoint: Callable[[], Path | None] = lambda: None
+        self.find_newest_checkpoint: Callable[[], Path | None] = lambda: None
         self.history = state.history
         self.buffers: list[Tensor] = []
 
-    def begin(self) -> None:
-        """Remember what a forward pass may change, if its step may be skipped."""
+    def save_buffers(self) -> None:
+        """Keep a copy of the buffers that a forward pass may change, if steps may be skipped."""
         if self.config.on_nonfinite == "skip":
             self.buffers = [buffer.clone() for buffer in self._persistent_buffers()]
 
-    def accepts(self, share: Tensor, norm: Tensor, diagnose: Callable[[], str]) -> bool:
-        """Whether to take the step; the same on every rank. Collective.
+    def check(self, share: Tensor, norm: Tensor, diagnose: Callable[[], str]) -> StepCheck:
+        """Return the global loss and norm, and whether to take the step; collective.
+
+        All ranks get the same answer, for it follows from one sum over all of them.
 
         Args:
             share: this rank's share of the loss.
-            norm: of the global gradient, before clipping.
-            diagnose: looks for where it began; collective, and gives every rank the same sentence.
+            norm: the norm of the global gradient before clipping.
+            diagnose: finds the origin of a non-finite number; collective, and returns the same
+                sentence on every rank.
 
         Raises:
-            UserError: if training is to stop; the same line on all ranks.
+            UserError: training has to stop; the same line on all ranks.
         """
-        loss, size = self._reduce_loss_and_norm(share, norm)
-        finite = math.isfinite(loss) and math.isfinite(size)
-        fault = self._explosion_message(size) if finite else self._non_finite_message(loss, size)
+        loss, grad_norm = self._reduce_loss_and_norm(share, norm)
+        if math.isfinite(loss) and math.isfinite(grad_norm):
+            fault, finite = self._explosion_message(grad_norm), True
+        else:
+            fault, finite = self._non_finite_message(loss, grad_norm), False
         if not fault:
-            self.history.norms.append(size)
+            self.history.norms.append(grad_norm)
             self.history.in_a_row = 0
-            return True
+            return StepCheck(loss, grad_norm, accepted=True)
         self.history.in_a_row += 1
         if self.config.on_nonfinite == "stop" or self.history.in_a_row >= MAX_CONSECUTIVE_SKIPS:
             raise UserError(self._error_message(fault, "" if finite else diagnose()))
         self._skip_step(fault)
-        return False
+        return StepCheck(loss, grad_norm, accepted=False)
 
     def metrics(self) -> dict[str, float]:
-        """For the log: how many steps the run has skipped."""
+        """Return the number of steps that the run has skipped, for the log."""
         return {"skipped": self.history.skipped} if self.config.on_nonfinite == "skip" else {}
 
     def _reduce_loss_and_norm(self, share: Tensor, norm: Tensor) -> tuple[float, float]:
-        """The loss and the norm, from one sum, so that no rank sees other numbers than another."""
+        """Return the global loss and norm, summed over all ranks in float64.
+
+        Both travel in one message: two ranks never see different numbers, and a step waits for the
+        device once. A rank's share is zero where it has no loss, as on early pipeline stages.
+        """
         total = torch.stack([share.detach().double(), norm.detach().to(share.device).double()])
         if self.manager.mesh is not None:
             dist.all_reduce(total)
@@ -283,7 +301,7 @@ class NonFiniteGuard:
         )
 
     def _explosion_message(self, norm: float) -> str:
-        """What is wrong with a finite norm, if anything."""
+        """Return what is wrong with a finite norm, or an empty string."""
         most = self.config.exploding
         norms = self.history.norms
         if most is None or len(norms) < MIN_NORMS:
@@ -298,8 +316,9 @@ class NonFiniteGuard:
         )
 
     def _error_message(self, fault: str, finding: str) -> str:
-        """The line that ends the run; collective."""
-        path = all_gather_object(self.checkpoint() if self.manager.rank == 0 else None)[0]
+        """Return the line that ends the run; collective."""
+        newest = self.find_newest_checkpoint() if self.manager.rank == 0 else None
+        path = all_gather_object(newest)[0]
         saved = "There is no checkpoint yet" if path is None else f"The last checkpoint is {path}"
         often = f", {self.history.in_a_row} times in a row" if self.history.in_a_row > 1 else ""
         advice = (
@@ -311,7 +330,7 @@ class NonFiniteGuard:
         return f"trainer: {fault}{often}. {finding}The step was not taken. {saved}. {advice}."
 
     def _skip_step(self, fault: str) -> None:
-        """Leave all as it was before the step."""
+        """Restore everything to what it was before the step."""
         self.history.skipped += 1
         if self.manager.rank == 0:
             logger.warning(
@@ -323,12 +342,12 @@ class NonFiniteGuard:
         with torch.no_grad():
             for buffer, before in zip(self._persistent_buffers(), self.buffers, strict=True):
                 buffer.copy_(before)
-        # Changes nothing without gradients; but the schedule warns of steps that it does not see.
+        # A step without gradients changes nothing, but the schedule warns if there was none.
         self.state.optimizer.zero_grad(set_to_none=True)
         self.state.optimizer.step()
 
     def _persistent_buffers(self) -> Iterator[Tensor]:
-        """Those that checkpoints hold: running statistics, for one."""
+        """Yield the buffers that checkpoints hold: running statistics, for example."""
         for part in self.state.parts:
             kept = part.state_dict(keep_vars=True)
             yield from (buffer for name, buffer in part.named_buffers() if name in kept)

@@ -111,16 +111,16 @@ def _pipeline_group_device(manager: DomainParallelManager) -> torch.device:
 
 @final
 class ActivationCheckpointWrapper(nn.Module):
-    """Keeps of each forward the input only while the model trains.
+    """Keeps only the input of each forward pass and computes the rest again in backward.
 
-    What DDP wraps, rather than what is wrapped around DDP: its own forward must not run again in
+    DDP is wrapped around it and not the other way round: DDP's own forward must not run again in
     backward.
 
     Args:
-        model: whole, on its device, its parameters shared out already if they are to be.
+        model: the model on its device, its parameters sharded already if they are to be.
 
     Raises:
-        UserError: at the first forward, if it changes the model: the second one would again.
+        UserError: at the first forward pass, if it changes a buffer: the second pass would again.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -129,19 +129,20 @@ class ActivationCheckpointWrapper(nn.Module):
         self._checked = False
 
     def forward(self, x: Tensor) -> Tensor:
-        """The model's output."""
+        """Return the model's output."""
         if not (self.model.training and torch.is_grad_enabled()):
             return self.model(x)  # type: ignore[no-any-return]
         before = {} if self._checked else self._buffer_versions()
-        # All of it is computed again, so that ranks send each other all that they sent before.
+        # Without the early stop torch would end the second forward at the last tensor that this
+        # rank needs: another rank might need one more, and wait for an exchange that never comes.
         with set_checkpoint_early_stop(False):
-            made: Tensor = checkpoint(self.model, x, use_reentrant=False)
+            output: Tensor = checkpoint(self.model, x, use_reentrant=False)
         if not self._checked:
             self._check_buffers_unchanged(before)
-        return made
+        return output
 
     def _buffer_versions(self) -> dict[str, tuple[int, int]]:
-        """Tells of each buffer whether another took its place, or it was written to."""
+        """Return identity and version of each buffer: one changes if it is replaced or written."""
         return {name: (id(b), b._version) for name, b in self.model.named_buffers()}
 
     def _check_buffers_unchanged(self, before: dict[str, tuple[int, int]]) -> None:
@@ -155,60 +156,61 @@ class ActivationCheckpointWrapper(nn.Module):
         self._checked = True
 
 
-# Prepares a part of the model for a micro-batch, given by its number.
+# Called with a part of the model and the number of a micro-batch, before it is computed.
 PrepareMicroBatch = Callable[[nn.Module, int], None]
 
 
 class ForwardBackward(ABC):
-    """Leaves the gradients of the global batch in `.grad`, as one process would have them.
+    """Computes the gradients of the global batch, as one process would have them, into `.grad`.
 
-    Ranks of a domain have the loss of their own rows only, so that gradients are summed over the
-    domain; over the data axis they are averaged. What averages over both (DDP, FSDP2) therefore
-    gets a loss that is multiplied by the ranks of a domain.
+    A rank has the loss of its own rows only, so that gradients are summed over the domain axis and
+    averaged over the data axis. DDP and FSDP2 average over both: the loss that they see is
+    multiplied by the number of bands.
 
     Args:
-        loss: of a forecast step, of a micro-batch.
-        micros: into how many micro-batches a batch is cut.
-        domain: ranks of a domain.
+        loss: loss of a forecast step.
+        n_microbatches: how many micro-batches a batch is cut into.
+        domain_size: how many bands a globe is cut into.
 
     Attributes:
-        detail: this rank's share of the last batch's loss, by forecast step and channel,
+        channel_losses: this rank's share of the last batch's loss by forecast step and channel,
             `(steps, C)`; the loss is the mean over steps of the sum over channels.
     """
 
-    def __init__(self, loss: WeightedLoss, micros: int, domain: int) -> None:
+    def __init__(self, loss: WeightedLoss, n_microbatches: int, domain_size: int) -> None:
         self.loss = loss
-        self.n_microbatches = micros
-        self.domain_size = domain
+        self.n_microbatches = n_microbatches
+        self.domain_size = domain_size
         self.channel_losses = self.zero_losses()
 
     def zero_losses(self, steps: int = 1) -> Tensor:
-        """Zeros like `detail`."""
+        """Return zeros of the shape of `channel_losses`."""
         return self.loss.weight.new_zeros(steps, self.channels)
 
     @property
     def channels(self) -> int:
-        """How many come out of a forecast step."""
+        """Number of output channels of a forecast step."""
         return len(self.loss.scale)
 
     @abstractmethod
     def __call__(self, batch: Batch, prepare: PrepareMicroBatch) -> Tensor:
-        """Add to the gradients, and return this rank's share of the batch's loss."""
+        """Add to the gradients, and return this rank's share of the batch's loss; collective."""
 
     def bubble_message(self) -> str:
-        """How long ranks waited for each other in the last pass, for people; collective."""
+        """Return a sentence on how long pipeline ranks waited for each other; collective."""
         return ""
 
 
 @final
 class ModelForwardBackward(ForwardBackward):
-    """Over a model that this rank holds whole, in rollouts of as many steps as targets.
+    """Forward and backward of a model that is not cut into stages.
 
-    The gradient goes back through all steps, each of which starts from the rank's own rows of the
-    one before. A sample loses the same branches to stochastic depth in all of them.
+    A rollout has as many steps as the batch has targets. Each step starts from the rank's own rows
+    of the step before, and the gradient goes back through all of them. Stochastic depth drops the
+    same branches of a sample in all steps.
 
     Args:
-        model: what `forecast` calls: in DDP, sharded by FSDP2, or alone.
+        model: the model that `forecast` calls, wrapped in DDP, sharded by FSDP2, or neither.
     """
 
     def __init__(
@@ -216,20 +218,20 @@ class ModelForwardBackward(ForwardBackward):
         model: nn.Module,
         forecast: ForecastStep,
         loss: WeightedLoss,
-        micros: int,
-        domain: int,
+        n_microbatches: int,
+        domain_size: int,
     ) -> None:
-        super().__init__(loss, micros, domain)
+        super().__init__(loss, n_microbatches, domain_size)
         self.model = model
         self.forecast = forecast
 
     def __call__(self, batch: Batch, prepare: PrepareMicroBatch) -> Tensor:
-        """See `ForwardBackward`. Gradients are sent once, after the last micro-batch, by DDP;
-        FSDP2 adds up
-        shares, and sends at each.
+        """Add to the gradients, and return this rank's share of the batch's loss; collective.
+
+        DDP sends gradients once, after the last micro-batch; FSDP2 reduces its shards at each.
 
         Raises:
-            UserError: the loss does not depend on a parameter, which DDP would wait for.
+            UserError: the loss does not depend on a parameter, for whose gradient DDP would wait.
         """
         self.channel_losses = self.zero_losses(self._rollout_length(batch))
         for micro, part in enumerate(batch.split(self.n_microbatches)):
@@ -244,14 +246,14 @@ class ModelForwardBackward(ForwardBackward):
         return self.channel_losses.mean(0).sum()
 
     def _compute_losses(self, part: Batch) -> Tensor:
-        """What each channel adds to the loss of each step: `(steps, C)`."""
+        """Return what each channel adds to the loss of each step: `(steps, C)`."""
         steps = self._rollout_length(part)
         targets = part.target.tensor_split(steps, dim=1)
         forcings = part.forcing.tensor_split(steps, dim=1)
         forecasts = self.forecast.rollout(part.state, forcings, part.static)
-        # Targets first: a rollout that is asked for no more makes no further state.
+        # Targets first: `zip` then ends before the rollout computes a state that nobody needs.
         pairs = zip(targets, forecasts, strict=False)
-        return torch.stack([self.loss.by_channel(made, target) for target, made in pairs])
+        return torch.stack([self.loss.by_channel(forecast, target) for target, forecast in pairs])
 
     def _rollout_length(self, batch: Batch) -> int:
         return batch.target.shape[1] // self.channels
@@ -260,8 +262,9 @@ class ModelForwardBackward(ForwardBackward):
         if not isinstance(self.model, DistributedDataParallel):
             return
         model = self.model.module
-        plain = model.model if isinstance(model, ActivationCheckpointWrapper) else model
-        for name, parameter in plain.named_parameters():
+        if isinstance(model, ActivationCheckpointWrapper):
+            model = model.model
+        for name, parameter in model.named_parameters():
             if parameter.requires_grad and parameter.grad is None:
                 raise UserError(
                     f"parallel.data_mode: ddp needs every parameter in the loss, {name} is not. "
@@ -277,13 +280,13 @@ class ModelForwardBackward(ForwardBackward):
 
 @final
 class PipelineForwardBackward(ForwardBackward):
-    """Over the stages of a model that this rank holds.
+    """Forward and backward of a model that is cut into pipeline stages.
 
     Args:
-        pipeline: all ranks' stages.
-        forecast: knows how an output becomes fields.
-        group: over which gradients are averaged after the last micro-batch; None where that is
-            done by FSDP2, or there is nobody else.
+        pipeline: the stages of all ranks.
+        forecast: turns the model's output into fields.
+        group: ranks over which gradients are averaged after the last micro-batch; None where FSDP2
+            does that, or where this rank is alone with its stages.
     """
 
     def __init__(
@@ -291,43 +294,45 @@ class PipelineForwardBackward(ForwardBackward):
         pipeline: Pipeline,
         forecast: ForecastStep,
         loss: WeightedLoss,
-        micros: int,
+        n_microbatches: int,
         manager: DomainParallelManager,
         group: dist.ProcessGroup | None,
     ) -> None:
-        super().__init__(loss, micros, manager.domain_world_size)
+        super().__init__(loss, n_microbatches, manager.domain_world_size)
         self.pipeline = pipeline
         self.forecast = forecast
         self.group = group
 
     def __call__(self, batch: Batch, prepare: PrepareMicroBatch) -> Tensor:
-        """See `ForwardBackward`; the share is zero on ranks that have not the last stage."""
+        """Add to the gradients, and return this rank's share of the batch's loss; collective.
+
+        The share is zero on ranks that do not hold the last stage.
+        """
         inputs = torch.cat([batch.state, batch.forcing, batch.static], dim=1)
         channels, self.channel_losses = self.channels, self.zero_losses()
-        # The state that the output is added to goes with the target, as more channels of it.
-        wanted = torch.cat([batch.target, batch.state[:, -self.forecast.states :]], dim=1)
+        # The output is added to the newest state, which only the first stage gets as an input. To
+        # the last stage it travels with the target, as more channels.
+        last_state = batch.state[:, -self.forecast.states :]
+        targets = torch.cat([batch.target, last_state], dim=1)
 
-        def loss(output: Tensor, wanted: Tensor) -> Tensor:
-            target, last = wanted[:, :channels], wanted[:, channels:]
-            losses = (
-                self.loss.by_channel(self.forecast.fields_from_output(output, last), target)
-                / self.n_microbatches
-            )
+        def loss(output: Tensor, targets: Tensor) -> Tensor:
+            target, state = targets[:, :channels], targets[:, channels:]
+            forecast = self.forecast.fields_from_output(output, state)
+            losses = self.loss.by_channel(forecast, target) / self.n_microbatches
             self.channel_losses += losses.detach()
             return losses.sum() * self.domain_size
 
         def begin(part: int, micro: int) -> None:
             prepare(self.pipeline.stage_modules[part], micro)
 
-        total = self.pipeline.forward_backward(inputs, wanted, loss, begin)
+        total = self.pipeline.forward_backward(inputs, targets, loss, begin)
         if self.group is not None:
             parameters = (p for part in self.pipeline.stage_modules for p in part.parameters())
             average_gradients(parameters, self.group)
         return total / self.domain_size
 
     def bubble_message(self) -> str:
-        """See `ForwardBackward`: the mean over the pipeline, beside what equal stages would
-        take."""
+        """Return the mean share of waiting over the pipeline, beside that of equal stages."""
         measured, theory = self.pipeline.bubble(), self.pipeline.ideal_bubble()
         return (
             f"pipeline: ranks waited {measured:.1%} of the last step's forwards and backwards, "

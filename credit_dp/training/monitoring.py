@@ -1,11 +1,12 @@
 """What is watched while a run trains: validation, pace and traces."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from itertools import repeat
 from pathlib import Path
-from typing import TypeVar, final
+from types import TracebackType
+from typing import Self, final
 
 import torch
 from torch import profiler
@@ -17,22 +18,21 @@ from credit_dp.distributed.collectives import all_gather_object
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.evaluation.held_out import EvaluationDates, HeldOutData, last_forecast, rank_batches
 from credit_dp.evaluation.metrics import RootMeanSquare
-from credit_dp.profiling import DATA, profile_region
 from credit_dp.training.build import Training
 from credit_dp.training.console import EtaMessage, Screen
 from credit_dp.training.run_folder import temporary_file, translate_write_errors
 from credit_dp.training.summary import steps_per_epoch
 from credit_dp.training.trainer import StepRecord
 
-MAX_INITIAL_TIMES = 8  # initial times
+MAX_INITIAL_TIMES = 8  # of a validation
 
 
 @final
 class Validation:
-    """Scores forecasts on the validation dates, and leaves training as it would be without.
+    """Scores forecasts on the validation dates; training continues as if there were none.
 
-    At most 8 initial times, evenly spread over `data.dates.valid`, at the shortest of
-    `trainer.evaluate_hours`. The state forecasts with the averages of its weights, if it has any.
+    At most 8 initial times, evenly spread over `data.dates.valid`, at the shortest lead time of
+    `trainer.evaluate_hours`. The model forecasts with its averaged weights, if there are any.
 
     Raises:
         UserError: no forecast fits into the validation dates, or they have gaps.
@@ -41,7 +41,7 @@ class Validation:
     def __init__(
         self,
         config: Config,
-        prepared: TrainingData,
+        data: TrainingData,
         training: Training,
         manager: DomainParallelManager,
     ) -> None:
@@ -51,8 +51,8 @@ class Validation:
         self.rollout = training.forecast_step.rollout
         self.manager = manager
         hours = (min(config.trainer.evaluate_hours),)
-        chosen = EvaluationDates("valid", hours, config.data.step_hours, MAX_INITIAL_TIMES)
-        self.dates = HeldOutData(config, prepared, training.rows, training.like, chosen)
+        dates = EvaluationDates("valid", hours, config.data.step_hours, MAX_INITIAL_TIMES)
+        self.dates = HeldOutData(config, data, training.rows, training.like, dates)
 
     def is_due(self, step: int) -> bool:
         """Whether to validate after this step."""
@@ -60,7 +60,7 @@ class Validation:
 
     @torch.no_grad()
     def __call__(self) -> float:
-        """The RMSE of each field in its own standard deviations, averaged over all fields.
+        """Return the RMSE in standard deviations of each field, averaged over all fields.
 
         Collective; the same number on every rank.
         """
@@ -74,22 +74,21 @@ class Validation:
                 if counts:
                     errors.add((), forecast - dates.fields(times + ahead))
         mean = float(errors.result(self.manager).mean())
-        return all_gather_object(mean)[
-            0
-        ]  # the best checkpoint is chosen by it: not one bit may differ
+        # The number of rank 0: it chooses the best checkpoint, so that not one bit may differ.
+        return all_gather_object(mean)[0]
 
 
 @contextmanager
 def preserve_rng_state(device: torch.device) -> Iterator[None]:
-    """Leave torch's random numbers where they were."""
+    """Restore the state of torch's random number generators at the end."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         yield
 
 
 def repeat_first_batch(loader: Loader) -> Iterator[Batch]:
-    """The loader's first batch without end, in a resumed run too; the loader stays at its start.
+    """Yield the loader's first batch again and again; the loader itself stays at its start.
 
-    Its rollout is as long as that of the first step.
+    A resumed run gets the same batch. Its rollout is as long as that of the first step.
     """
     start = {**loader.state_dict(), "position": 0}
     loader.load_state_dict(start)
@@ -98,26 +97,15 @@ def repeat_first_batch(loader: Loader) -> Iterator[Batch]:
     yield from repeat(batch)
 
 
-T = TypeVar("T")
-
-# The first step is apart, as much is set up in it; the second is the profiler's own first.
+# The first step does one-time work; the second is the profiler's own warm-up.
 WAIT_STEPS, WARMUP_STEPS, ACTIVE_STEPS = 1, 1, 3
-
-
-def with_data_span(batches: Iterable[Batch]) -> Iterator[Batch]:
-    """Batches, with a name for the time that is waited for them."""
-    iterator = iter(batches)
-    while True:
-        with profile_region(DATA):
-            batch = next(iterator, None)
-        if batch is None:
-            return
-        yield batch
 
 
 @final
 class StepProfiler:
     """Records the third to fifth step that a process takes, and writes them as a Chrome trace.
+
+    A context manager around the steps; `step` is called at the end of each.
 
     Args:
         path: of the trace.
@@ -127,6 +115,7 @@ class StepProfiler:
         self.path = path
         self.written = False
         self._steps_done = 0
+        self._exit_stack = ExitStack()
         self._profile = profiler.profile(
             schedule=profiler.schedule(
                 wait=WAIT_STEPS, warmup=WARMUP_STEPS, active=ACTIVE_STEPS, repeat=1
@@ -134,38 +123,50 @@ class StepProfiler:
             on_trace_ready=self._write,
         )
 
-    def steps(self, records: Iterable[T]) -> Iterator[T]:
-        """Hand on what is told of each step; meanwhile the trace is made."""
-        with self._profile:
-            for record in records:
-                yield record
-                self._steps_done += 1
-                self._profile.step()
+    def __enter__(self) -> Self:
+        self._exit_stack.enter_context(self._profile)
+        return self
 
-    def _write(self, found: profiler.profile) -> None:
-        """Write it under another name first, so that no reader meets half a trace."""
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._exit_stack.__exit__(kind, error, traceback)
+
+    def step(self) -> None:
+        """Tell the profiler that a step has ended."""
+        self._steps_done += 1
+        self._profile.step()
+
+    def _write(self, profile: profiler.profile) -> None:
+        """Write the trace to a temporary name first, so that nobody reads half of it."""
         if self._steps_done <= WAIT_STEPS + WARMUP_STEPS:
             return
         part = temporary_file(self.path)
         with translate_write_errors(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            found.export_chrome_trace(str(part))
+            profile.export_chrome_trace(str(part))
             os.replace(part, self.path)
         self.written = True
 
 
 @final
 class TrainingMonitor:
-    """Follows the steps of a run, the same on every rank.
+    """Looks at each step of a run: validation, estimated time, and a trace of a few steps.
+
+    A context manager around the loop. All ranks have one and call it at the same steps, for a
+    validation is collective.
 
     Args:
-        screen: this rank's.
-        validation: if there is any.
-        trace: where this rank's trace goes, if it makes one.
+        screen: this rank's screen.
+        validation: if there is one.
+        trace: path of this rank's trace, if it writes one.
 
     Attributes:
-        validation_rmse: found after the step that was followed last, or None.
-        note: for the progress bar.
+        validation_rmse: of the validation after the last step, or None.
+        note: text for the progress bar.
     """
 
     def __init__(
@@ -180,44 +181,60 @@ class TrainingMonitor:
         self.training = training
         self.screen = screen
         self.validation = validation
-        self.trace = None if trace is None else StepProfiler(trace)
+        self.profiler = None if trace is None else StepProfiler(trace)
         self.validation_rmse: float | None = None
         self.note = ""
         self._loss = self._validated = ""
+        self._exit_stack = ExitStack()
         step, total = training.trainer.state.step, config.trainer.steps
         self._eta = EtaMessage(step, total, steps_per_epoch(config, training))
 
+    def __enter__(self) -> Self:
+        if self.profiler is not None:
+            self._exit_stack.enter_context(self.profiler)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._exit_stack.__exit__(kind, error, traceback)
+
     def batches(self) -> Iterator[Batch]:
-        """Those that the run is to train on."""
+        """Return the batches to train on."""
         loader = self.training.loader
-        return with_data_span(
-            repeat_first_batch(loader) if self.config.trainer.one_batch else loader
-        )
+        return repeat_first_batch(loader) if self.config.trainer.one_batch else iter(loader)
 
-    def steps(self, records: Iterable[StepRecord]) -> Iterator[StepRecord]:
-        """The records, with a trace of some of the steps if one is made."""
-        return iter(records) if self.trace is None else self.trace.steps(records)
+    def on_step_end(self, record: StepRecord, validate: bool = True) -> Mapping[str, float]:
+        """Return the metrics to log of a step, with those of a validation if one is due.
 
-    def on_step_end(self, record: StepRecord, validates: bool = True) -> Mapping[str, float]:
-        """The numbers to log of a step, with the validation's if it is due; collective then."""
+        Collective when a validation is due.
+        """
         line = self._eta(record.step)
         if line is not None:
             self.screen.show(line)
         if record.loss is None:
             self.validation_rmse = None
             return {}
-        numbers = record.metrics()
+        metrics = record.metrics()
         self._loss = f"loss {record.loss:.4f}"
-        self.validation_rmse = self._validate(record.step) if validates else None
+        self.validation_rmse = self._validate(record.step) if validate else None
         if self.validation_rmse is not None:
-            numbers["validation_rmse"] = self.validation_rmse
+            metrics["validation_rmse"] = self.validation_rmse
             self._validated = f"validation {self.validation_rmse:.4f}"
         self.note = "  ".join(part for part in (self._loss, self._validated) if part)
-        return numbers
+        return metrics
 
-    def close(self) -> None:
-        """Say what is missing."""
-        if self.trace is not None and not self.trace.written:
+    def end_step(self) -> None:
+        """Close the step in the trace, its logging and checkpoint included."""
+        if self.profiler is not None:
+            self.profiler.step()
+
+    def show_missing_trace(self) -> None:
+        """Say so if a trace was asked for and the run was too short for one."""
+        if self.profiler is not None and not self.profiler.written:
             self.screen.show("no trace: trainer.profile needs at least 3 steps to record one")
 
     def _validate(self, step: int) -> float | None:

@@ -1,12 +1,18 @@
-"""One training run, from the config to the files that it leaves: what every rank executes."""
+"""One training run, from the config to the files that it leaves: what every rank executes.
+
+`run` has the order of a run, `_Run.train` that of its loop, `Trainer.train_step` that of a step.
+"""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import final
 
+import torch
 from omegaconf import OmegaConf
+from rich.filesize import decimal
 
 from credit_dp.config import Config, DatesConfig, as_dict
 from credit_dp.config.data import AUTO, SPLITS
@@ -17,6 +23,7 @@ from credit_dp.data.store import Store
 from credit_dp.distributed import RankInfo
 from credit_dp.distributed.collectives import all_gather_object, global_rank, run_on_all_ranks
 from credit_dp.distributed.mesh import build_manager, rank_device
+from credit_dp.distributed.report import rank_name
 from credit_dp.distributed.signals import EXIT_PREEMPTED
 from credit_dp.distributed.worker import pop_early_records
 from credit_dp.domain_parallel import DomainParallelManager
@@ -36,7 +43,6 @@ from credit_dp.training.checkpoint_files import read_metadata
 from credit_dp.training.console import Screen, notes_of, screen_for
 from credit_dp.training.loggers import Tracker, open_tracker
 from credit_dp.training.monitoring import TrainingMonitor, Validation
-from credit_dp.training.out_of_memory import explain_out_of_memory
 from credit_dp.training.preemption import Preemption
 from credit_dp.training.run_folder import (
     RunFolder,
@@ -49,7 +55,7 @@ from credit_dp.training.shards import translate_read_errors
 from credit_dp.training.summary import summary_lines
 from credit_dp.training.transfer import load_initial_weights
 
-logger = logging.getLogger(f"{__name__}.dates")  # what it says is shown with the data's notes
+logger = logging.getLogger(f"{__name__}.dates")  # shown with the notes on data
 
 
 def run(config: Config, ranks: RankInfo) -> int:
@@ -58,46 +64,90 @@ def run(config: Config, ranks: RankInfo) -> int:
     Every rank calls this; only rank 0 shows anything, and only checkpoints are written by others.
 
     Returns:
-        The exit code: 0, or `EXIT_PREEMPTED` if the run was told to stop and can go on.
+        The exit code: 0, or `EXIT_PREEMPTED` if a signal stopped the run and it can be resumed.
 
     Raises:
-        UserError: the config cannot be run as it is.
+        UserError: the config cannot be run.
     """
-    screen, folder = screen_for(ranks.rank), RunFolder(Path(config.run.dir))
+    screen = screen_for(ranks.rank)
+    folder = RunFolder(Path(config.run.dir))
+
+    # 1. Process groups, then the data: store, statistics and climatology are on disk afterwards.
     manager = build_manager(config.parallel, ranks)
     check_plugins(config)  # before hours of statistics
     with screen.report() as report:
         if config.data.dates.undetermined:
-            settled = resolve_dates(config, folder, report)
-            config = replace(config, data=replace(config.data, dates=settled))
-        prepared = prepare_training_data(config.data, report)
+            dates = resolve_dates(config, folder, report)
+            config = replace(config, data=replace(config.data, dates=dates))
+        data = prepare_training_data(config.data, report)
+
+    # 2. Model, loss, optimizer and loader; then weights and state from a checkpoint.
     with explain_out_of_memory(config, ranks):
-        training = build_training(config, prepared, manager, rank_device(config, ranks))
-    this = _Run(config, folder, screen, manager, prepared, training)
-    dates = HeldOutData(config, prepared, training.rows, training.like)
-    this.start_from_checkpoint()
-    watch = this.build_monitor()
-    # Not before: a run that is refused leaves no folder.
-    early = pop_early_records()
-    with log_to_file(folder.path, ranks.rank, early):
-        this.show_summary(notes_of(early))
+        training = build_training(config, data, manager, rank_device(config, ranks))
+    session = _Run(config, folder, screen, manager, data, training)
+    held_out = HeldOutData(config, data, training.rows, training.like)
+    session.load_weights()
+    monitor = session.build_monitor()
+
+    # 3. Only now is there a folder: a run that is refused leaves none.
+    early_records = pop_early_records()
+    with log_to_file(folder.path, ranks.rank, early_records):
+        session.show_summary(notes_of(early_records))
         step = training.trainer.state.step
         with open_tracker(config.logger, folder.log, step, as_dict(config), ranks.rank) as tracker:
+            # 4. Train to the last step, or until a signal asks to stop.
             with explain_out_of_memory(config, ranks), Preemption(manager) as preemption:
-                done = this.train(tracker, watch, preemption)
-            if not done:
+                finished = session.train(tracker, monitor, preemption)
+            if not finished:
                 return EXIT_PREEMPTED
-            scores, last = this.score(dates)
+            # 5. Score forecasts of held-out dates, draw, and say where everything is.
+            scores, last_lead = session.score(held_out)
             tracker.summarise(scores.scalars())
-        this.report_results(scores, last, dates)
+        session.report_results(scores, last_lead, held_out)
     return 0
 
 
-def resolve_dates(config: Config, folder: RunFolder, report: ProgressCallback) -> DatesConfig:
-    """The dates of a run whose config leaves some of them to the store; collective.
+@contextmanager
+def explain_out_of_memory(config: Config, ranks: RankInfo) -> Iterator[None]:
+    """Say in one line that a GPU's memory is full, and which keys lower what a step needs.
 
-    A run that goes on keeps those of its checkpoint, whatever was added to the store since then.
-    Else rank 0 chooses: the store may be growing, and ranks that open it apart would differ.
+    Raises:
+        UserError: on the rank whose GPU is full; it ends the others.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise UserError(out_of_memory_message(config, ranks, str(error))) from error
+
+
+def out_of_memory_message(config: Config, ranks: RankInfo, error: str) -> str:
+    """Return the line: which rank, how much memory was in use, and which keys to change."""
+    rank = rank_name(ranks.rank, config.parallel.data or 1, config.parallel.domain)
+    used = error.partition(". ")[0]
+    if torch.cuda.is_available():
+        total = torch.cuda.mem_get_info()[1]
+        used = f"{decimal(torch.cuda.max_memory_reserved())} of {decimal(total)} in use"
+    keys = []
+    if config.trainer.longest_rollout > 1 and not config.trainer.checkpoint_activations:
+        keys.append("trainer.checkpoint_activations=true")
+    if getattr(config.model, "activation_checkpointing", True) is False:
+        keys.append("model.activation_checkpointing=true")
+    if config.trainer.autocast is None and config.trainer.dtype == "float32":
+        keys.append("trainer.autocast=bfloat16")
+    raised = f"parallel.domain above {config.parallel.domain}"
+    advice = f"Set {' or '.join(keys)}, or take {raised}" if keys else f"Take {raised}"
+    return (
+        f"{rank}: out of memory ({used}). {advice}, or a smaller data.batch_size; "
+        "`credit-dp plan` with the same keys says what a rank holds."
+    )
+
+
+def resolve_dates(config: Config, folder: RunFolder, report: ProgressCallback) -> DatesConfig:
+    """Return the dates of a run whose config leaves some of them to the store; collective.
+
+    A resumed run keeps those of its checkpoint, whatever was added to the store since then.
+    Otherwise rank 0 chooses: the store may be growing, and ranks that open it separately would
+    differ.
 
     Raises:
         UserError: on all ranks; see `find_checkpoint` and `Store.open`.
@@ -119,7 +169,7 @@ def resolve_dates(config: Config, folder: RunFolder, report: ProgressCallback) -
 
 
 def dates_of_checkpoint(path: Path, given: DatesConfig) -> DatesConfig:
-    """The dates that a checkpoint's run had; those of a split that are given now stay.
+    """Return the dates of a checkpoint's run, but those of a split that the config gives now.
 
     Raises:
         UserError: the checkpoint can't be read, or its dates are not within those that are given
@@ -157,13 +207,13 @@ def check_dates_within(split: str, saved: Sequence[str], given: Sequence[str]) -
 @final
 @dataclass(frozen=True)
 class _Run:
-    """What the parts of a run have in common."""
+    """What the parts of a run share."""
 
     config: Config
     folder: RunFolder
     screen: Screen
     manager: DomainParallelManager
-    prepared: TrainingData
+    data: TrainingData
     training: Training
 
     @property
@@ -174,8 +224,8 @@ class _Run:
     def _finished(self) -> bool:
         return self.training.trainer.state.step >= self.config.trainer.steps
 
-    def start_from_checkpoint(self) -> None:
-        """Go on from a checkpoint, or take another run's weights, if the config says so.
+    def load_weights(self) -> None:
+        """Resume from a checkpoint, or take another run's weights, if the config says so.
 
         Raises:
             UserError: the checkpoint does not fit, or not all ranks see it.
@@ -186,89 +236,100 @@ class _Run:
             load_checkpoint(path, state)
             self.screen.show(f"resumed after step {state.step} from {path}")
         elif config.init_from is not None:
-            said = load_initial_weights(config.init_from, state, config.model, self.prepared)
-            self.screen.show(said)
+            summary = load_initial_weights(config.init_from, state, config.model, self.data)
+            self.screen.show(summary)
 
     def build_monitor(self) -> TrainingMonitor:
-        """What this rank looks at while the run trains.
+        """Return this rank's monitor of the training.
 
         Raises:
-            UserError: there is to be a validation, and the dates for it are not as needed.
+            UserError: the dates of the validation are not as needed.
         """
         config, training = self.config, self.training
         validation = None
         if config.trainer.validate_every:
-            validation = Validation(config, self.prepared, training, self.manager)
+            validation = Validation(config, self.data, training, self.manager)
         trace = self.folder.trace if config.trainer.profile and self._is_rank_0 else None
         return TrainingMonitor(config, training, self.screen, validation, trace)
 
     def show_summary(self, notes: Sequence[str]) -> None:
-        """Say what is about to be trained and on what data, and note how it can be done again."""
+        """Show what is going to be trained and on what data; write the config and the versions."""
         if self._is_rank_0 and not (self._finished and self.folder.config.exists()):
             text = f"# {self.folder.rerun_command}\n{resolved_yaml(self.config)}"
             write_text_atomic(self.folder.config, text)
             write_text_atomic(self.folder.code, provenance_text())
         if not self._finished:
-            for line in summary_lines(self.config, self.prepared, self.training, self.manager):
+            for line in summary_lines(self.config, self.data, self.training, self.manager):
                 self.screen.show(line)
             for note in notes:
                 self.screen.show(f"{'note':<11}{note}")
 
-    def train(self, tracker: Tracker, watch: TrainingMonitor, preemption: Preemption) -> bool:
-        """Train to the last step, with log, progress bar and checkpoints; False if told to stop."""
-        trainer, total = self.training.trainer, self.config.trainer.steps
+    def train(self, tracker: Tracker, monitor: TrainingMonitor, preemption: Preemption) -> bool:
+        """Train to the last step; False if a signal stopped the run before.
+
+        All ranks go through this loop together: a batch, a step (`Trainer.train_step`), the
+        question whether any rank has to stop, a validation and a checkpoint if they are due.
+        """
+        trainer, steps = self.training.trainer, self.config.trainer.steps
+        state = trainer.state
         if self._finished:
             self.training.loader.close()
             self.screen.show(
-                f"nothing to train: the checkpoint is of step {trainer.state.step} and "
-                f"trainer.steps is {total}; evaluating only"
+                f"nothing to train: the checkpoint is of step {state.step} and "
+                f"trainer.steps is {steps}; evaluating only"
             )
             return True
         folder, yaml, stop = self.folder.checkpoints, resolved_yaml(self.config), False
         with (
             self.training.loader,
-            self.screen.bar("training", total, trainer.state.step) as bar,
-            CheckpointSaver(folder, self.config.trainer, trainer.state.step) as checkpoints,
+            self.screen.bar("training", steps, state.step) as bar,
+            CheckpointSaver(folder, self.config.trainer, state.step) as checkpoints,
+            monitor,
         ):
-            trainer.guard.checkpoint = checkpoints.newest_checkpoint
-            for record in watch.steps(trainer.steps(watch.batches())):
+            trainer.guard.find_newest_checkpoint = checkpoints.newest_checkpoint
+            trainer.start()
+            batches = monitor.batches()
+            while state.step < steps and not stop:
+                batch = trainer.throughput.next_batch(batches)
+                record = trainer.train_step(batch)
+                # All ranks ask after every step, so that they stop after the same one.
                 stop = preemption.stop_requested()
                 # There may be little time left: then without a validation.
-                numbers = watch.on_step_end(record, validates=not stop)
-                if numbers:
-                    tracker.log(record.step, numbers)
-                bar(record.step, watch.note)
+                metrics = monitor.on_step_end(record, validate=not stop)
+                if metrics:
+                    tracker.log(record.step, metrics)
+                bar(record.step, monitor.note)
                 if stop or trainer.should_save(record.step):
-                    checkpoints.save(trainer.state, yaml, watch.validation_rmse)
-                if stop:
-                    break
-        # Writing the last checkpoint takes its time, too.
+                    checkpoints.save(state, yaml, monitor.validation_rmse)
+                monitor.end_step()
+        # Writing the last checkpoint takes time: a signal may have come meanwhile.
         stop = stop or preemption.stop_requested()
         if stop:
-            self.screen.show(preemption.stop_message(trainer.state.step, folder))
+            self.screen.show(preemption.stop_message(state.step, folder))
             return False
-        watch.close()
-        waited = trainer.forward_backward.bubble_message()
-        if waited:
-            self.screen.show(waited)
+        monitor.show_missing_trace()
+        bubble = trainer.forward_backward.bubble_message()
+        if bubble:
+            self.screen.show(bubble)
         return True
 
     def score(self, dates: HeldOutData) -> tuple[HeldOutScores, LastLeadDiagnostics]:
-        """Errors on the held-out dates, and what is drawn of them, with a bar."""
+        """Return the errors on the held-out dates, and what plots show of them; collective."""
         training, manager = self.training, self.manager
-        own = len(dates.initial_times[manager.dp_rank :: manager.dp_world_size])
-        size = self.config.data.batch_size
-        with training.trainer.state.eval_mode(), self.screen.bar("evaluating", own) as bar:
-            sums = LastLeadAccumulator(dates, manager)
-            scores = evaluate(training.forecast_step.rollout, dates, manager, size, bar, sums)
+        count = len(dates.initial_times[manager.dp_rank :: manager.dp_world_size])
+        batch_size = self.config.data.batch_size
+        with training.trainer.state.eval_mode(), self.screen.bar("evaluating", count) as bar:
+            last_lead = LastLeadAccumulator(dates, manager)
+            rollout = training.forecast_step.rollout
+            scores = evaluate(rollout, dates, manager, batch_size, bar, last_lead)
             scores.check()
-            return scores, sums.result()
+            return scores, last_lead.result()
 
     def report_results(
         self, scores: HeldOutScores, last: LastLeadDiagnostics, dates: HeldOutData
     ) -> None:
-        """Write and show the scores, draw plots, and say where everything is."""
-        # Before the plots: should one fail, the scores are there.
+        """Write and show the scores, draw the plots, and show where everything is; collective."""
+        # Before the plots: the scores stay if a plot fails.
         if self._is_rank_0:
             write_text_atomic(self.folder.scores, scores.to_json(self.training.trainer.state.step))
         for table in scores.tables(self.screen.width):

@@ -1,9 +1,9 @@
-"""What steps take and send: time, memory, bytes and messages."""
+"""Measures training steps: time, memory, and the bytes and messages sent between bands."""
 
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import final
 
 import torch
@@ -12,15 +12,19 @@ from torch import Tensor
 
 from credit_dp.data.loader import Batch
 from credit_dp.domain_parallel import DomainParallelManager
+from credit_dp.profiling import DATA, profile_region
 
 
 @final
 class ThroughputMeter:
-    """Of the steps since the numbers were last asked for; what is done between is left out.
+    """Measures the steps since `metrics` was last called.
+
+    The time between `metrics` and the next batch is left out: validation and checkpoints are not
+    part of a step.
 
     Args:
-        manager: this rank's place in the mesh.
-        clock: seconds since any moment.
+        manager: this rank's coordinates on the mesh.
+        clock: returns seconds since an arbitrary moment.
     """
 
     def __init__(
@@ -30,37 +34,36 @@ class ThroughputMeter:
         self.clock = clock
         self._device = torch.device("cpu")
         self._steps = self._samples = self._bytes = self._messages = 0
-        self._waited = self._began = 0.0
+        self._waited = 0.0
+        self._start = clock()
 
-    def timed_batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Hand the batches on, and note how long they are waited for."""
-        source = iter(batches)
-        while True:
-            asked = self.clock()
-            if not self._steps:
-                self._begin()
-            batch = next(source, None)
-            if batch is None:
-                return
-            self._waited += self.clock() - asked
-            self._steps += 1
-            self._samples += len(batch.times) * self.manager.dp_world_size
-            self._device = batch.state.device
-            yield batch
+    def next_batch(self, batches: Iterator[Batch]) -> Batch:
+        """Return the next batch, and add the time that this rank waited for it."""
+        if not self._steps:
+            self._reset()
+        asked = self.clock()
+        with profile_region(DATA):
+            batch = next(batches)
+        self._waited += self.clock() - asked
+        self._steps += 1
+        self._samples += len(batch.times) * self.manager.dp_world_size
+        self._device = batch.state.device
+        return batch
 
     def metrics(self) -> dict[str, float]:
-        """By name, per step; collective over all ranks, which all get the same.
+        """Return the measurements by name, per step; collective, the same on every rank.
 
-        `wait_seconds`: for data, of the rank that waited longest. `samples_per_second`: of the
-        global batch. `sent_bytes`, `sent_messages`: between the bands of all globes, rows and
-        tokens as `credit-dp plan` counts them; reductions and what goes between replicas or stages
-        is not in them. `peak_memory_bytes`: since the process started, of the rank with the most.
+        `seconds`: of a step, on the slowest rank. `wait_seconds`: for data, on the rank that waited
+        longest. `samples_per_second`: of the global batch. `sent_bytes`, `sent_messages`: rows and
+        tokens sent between the bands of all globes, as `credit-dp plan` counts them; reductions and
+        messages between replicas or stages are not included. `peak_memory_bytes`: since the process
+        started, on the rank with the most.
         """
         traffic = self.manager.transport.traffic
         steps = max(self._steps, 1)
         own = (
             self._waited / steps,
-            self.clock() - self._began,
+            self.clock() - self._start,
             peak_memory(self._device),
             traffic.bytes - self._bytes,
             traffic.messages - self._messages,
@@ -70,6 +73,7 @@ class ThroughputMeter:
         sent, messages = (found[:, 3:].sum(0) / steps).tolist()
         samples, self._steps = self._samples, 0
         return {
+            "seconds": seconds / steps,
             "wait_seconds": waited,
             "samples_per_second": samples / max(seconds, 1e-9),
             "sent_bytes": sent,
@@ -77,14 +81,14 @@ class ThroughputMeter:
             "peak_memory_bytes": memory,
         }
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         traffic = self.manager.transport.traffic
-        self._began = self.clock()
+        self._start = self.clock()
         self._steps, self._samples, self._waited = 0, 0, 0.0
         self._bytes, self._messages = traffic.bytes, traffic.messages
 
     def _gather(self, own: Tensor) -> Tensor:
-        """All ranks' numbers: `(ranks, numbers)`."""
+        """Return the numbers of all ranks: `(ranks, numbers)`."""
         mesh = self.manager.mesh
         if mesh is None:
             return self.manager.transport.all_gather(own)
@@ -95,7 +99,7 @@ class ThroughputMeter:
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most bytes that this process has held at once: of one GPU, or of the machine."""
+    """Return the peak memory of this process in bytes: of one GPU, or of the host."""
     if device.type == "cuda":
         return max(torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count()))
     unit = 1 if sys.platform == "darwin" else 1024

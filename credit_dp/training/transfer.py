@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from credit_dp import checks
 from credit_dp.config import ModelConfig
+from credit_dp.config.model import MODELS
 from credit_dp.data.channels import Channel
 from credit_dp.data.setup import TrainingData
 from credit_dp.distributed.collectives import all_gather_object, run_on_all_ranks
@@ -28,7 +29,6 @@ from credit_dp.training import checkpoint_files
 from credit_dp.training.checkpoint import check_model_shapes, gather_shapes, model_shapes
 from credit_dp.training.checkpoint_files import Metadata
 from credit_dp.training.data_description import (
-    MODEL_KINDS,
     DataDescription,
     differently_normalised_channels,
     differing_model_keys,
@@ -240,7 +240,7 @@ def channel_dims(
                     entries = [(k, (grown - size) / added) for k, added in added_by_kind.items()]
                     fits = [ChannelDim(k, int(n)) for k, n in entries if n * len(names[k]) == size]
                     by_tensor[name][dim] = fits[0] if fits else ChannelDim("", 0)
-    if type(config) in MODEL_KINDS.values():
+    if type(config) in MODELS.values():
         return by_tensor
     # A plug-in's model may order several entries of a channel in any way: only a single entry is
     # sure to belong to its channel.

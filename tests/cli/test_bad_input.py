@@ -26,7 +26,7 @@ CASES = {
     "two pluses": (["++trainer.stepz=1"], "trainer.stepz: no such key.*trainer.steps?"),
     "minus": (["~seed"], "seed: keys can't be removed"),
     "unknown model": (["model=unett"], "model: needs one of .*, unet, .*got 'unett'.*mean unet?"),
-    "unknown model of one's own": (["model=mine"], "'mine'.* set CREDIT_DP_PLUGINS=my_model.py"),
+    "unknown model of one's own": (["model=mine"], "'mine'.* CREDIT_DP_PLUGINS=my_model.py"),
     "no model": (["model=null"], "model: needs one of"),
     "unknown experiment": (["experiment=fasst"], "mean fast?"),
     "plus before a group": (["+model=unet"], "Write model=unet, without the"),

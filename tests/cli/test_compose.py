@@ -187,7 +187,7 @@ def test_help_names_groups_and_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {"crossformer", "pangu", "unet", "unet_base"} <= set(models)
     assert f"  model: {', '.join(models)}\n" in out
     assert "schema" not in out
-    assert f"{'  batch_size: 4':<36}  # global: the mesh never changes it\n" in out
+    assert f"{'  batch_size: 4':<36}  # samples of all ranks together, whatever the mesh\n" in out
     keys = out[out.index("\nmodel:\n") :].strip()
     assert OmegaConf.create(keys) == without_hydra(Composer("train").compose([]))
     lines = keys.splitlines()

@@ -290,7 +290,7 @@ FILES = {
     ),
     "hardly a number": (CONTENT | {"overhead_us": 5e-324}, "from 1e-09 to 1e+15, got 5e-324"),
     "too large a share": (CONTENT | {"links_reached": 2}, "needs a share above 0 and at most 1"),
-    "no rates": (CONTENT | {"tflops": {}}, "tflops: needs one of float64, float32"),
+    "no rates": (CONTENT | {"tflops": {}}, "tflops: needs at least one of float64, float32"),
     "an unknown dtype": (CONTENT | {"tflops": {"float8": 1}}, "Did you mean float64?"),
     "half a link": (CONTENT | {"within_node": {"gb_per_s": 1}}, "within_node: needs latency_us"),
     "no name": (CONTENT | {"name": " "}, "name: needs a text, got ' '"),

@@ -22,7 +22,7 @@ from credit_dp.training.build import Training
 from tests.cli.answers import answer
 from tests.cli.test_plan_command import SMALL, plan
 from tests.ranks import on_processes
-from tests.training.runs import built, make_config, make_store, tiny_unet
+from tests.training.runs import built, make_config, make_store, step_records, tiny_unet
 
 MICROS = {1: 2, 2: 4}  # of a step, by the ranks of the pipeline
 
@@ -81,7 +81,7 @@ def step_of(manager: DomainParallelManager, config: Config) -> dict[str, Any]:
         lambda *_: gradients.append(nbytes(p.grad for p in state.parameters.values()))
     )
     with training.loader:
-        steps = training.trainer.steps(training.loader)
+        steps = step_records(training)
         next(steps)
         rows, order = manager.transport.traffic.bytes, order_noted(state.parts)
         with Sends() as sends:

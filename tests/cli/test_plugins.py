@@ -308,7 +308,7 @@ def test_the_run_again_says_which_variable_is_missing(
         ConfigStore.instance().repo[group].clear()
     line = refusal(monkeypatch, "--again", str(tmp_path), "--check")
     assert line.startswith("loss: needs one of huber, mae, mse, got 'logcosh'.")
-    assert f"set {PLUGINS_VARIABLE}=my_loss.py." in line
+    assert f"like {PLUGINS_VARIABLE}=my_loss.py." in line
 
 
 def test_a_batch_script_names_the_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -400,7 +400,7 @@ BAD = {
         r"model=custom: the fields of MyModelConfig need types that YAML has \(Unexpected type",
     ),
     "loss of ours": (_training('"logcosh"', '"mae"'), r"LogCosh is named 'mae', like a loss of th"),
-    "optimizer of ours": (_training('"sgd"', '"adamw"'), r"named 'adamw', as an optimizer of thi"),
+    "optimizer of ours": (_training('"sgd"', '"adamw"'), r"named 'adamw', like an optimizer of th"),
     "schedule of ours": (_training('"power"', '"step"'), r"named 'step', like a schedule of th"),
     "nameless loss": (
         _training('    name: str = "logcosh"\n', ""), r"by which loss=NAME chooses it, got None",

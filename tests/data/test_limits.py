@@ -372,7 +372,9 @@ class TestPhysical:
         for step in ("6h", "10d"):
             config = replace(store.config, step=step)
             variables = {channel.variable: VariableInfo(True, units="J m-2")}
-            of_step[step] = ValueLimits(SimpleNamespace(variables=variables), config).of(channel)
+            of_step[step] = ValueLimits(SimpleNamespace(variables=variables), config).range_of(
+                channel
+            )
         assert of_step == {"6h": ValueRange(-3e8, 3e8), "10d": ValueRange(-3e9, 3e9)}
 
     def test_names(self) -> None:

@@ -65,19 +65,20 @@ def outputs(seed=0):
 def test_each_way_is_its_formula(normalise, shift, scale):
     fields = outputs()
     of_all = normaliser(sst={"normalise": normalise})
-    found = of_all.outputs(fields).numpy()
+    found = of_all.normalise_outputs(fields).numpy()
     sst = fields[:, 2].astype("f8")
     assert np.allclose(found[:, 2], (sst - shift) / scale, rtol=1e-12)
     assert np.allclose(found[:, 1], (fields[:, 1].astype("f8") - 1e4) / 500, rtol=1e-12)
     assert of_all.tendency_scale.flatten().tolist() == pytest.approx(
         [0.1, 0.08, 0.5 / scale, 0.5, 1 / 3]
     )
-    assert torch.equal(of_all.state(fields[:, :3]), torch.from_numpy(found[:, :3]))
+    assert torch.equal(of_all.normalise_state(fields[:, :3]), torch.from_numpy(found[:, :3]))
 
 
 def test_log1p_is_its_formula_and_then_standardised():
     fields = outputs()
-    found = normaliser(total_precipitation={"normalise": f"log1p({EPS})"}).outputs(fields).numpy()
+    scaled = normaliser(total_precipitation={"normalise": f"log1p({EPS})"})
+    found = scaled.normalise_outputs(fields).numpy()
     rain = fields[:, 3].astype("f8")
     assert np.allclose(found[:, 3], (np.log(1 + rain / EPS) - 0.7) / 0.2, rtol=1e-12)
 
@@ -86,8 +87,9 @@ def test_a_packed_rainless_point_is_as_none():
     fields = outputs()
     fields[0, 3, 0, :2] = [-2 * EPS, 0]
     of_all = normaliser(total_precipitation={"normalise": f"log1p({EPS})"})
-    assert of_all.outputs(fields)[0, 3, 0, 0] == of_all.outputs(fields)[0, 3, 0, 1]
-    assert of_all.outputs(fields).isfinite().all()
+    normalised = of_all.normalise_outputs(fields)
+    assert normalised[0, 3, 0, 0] == normalised[0, 3, 0, 1]
+    assert of_all.normalise_outputs(fields).isfinite().all()
     assert apply_transform(fields[0, 3, 0, :1], VariableConfig(normalise=f"log1p({EPS})"))[0] == 0
 
 
@@ -103,20 +105,20 @@ def test_physical_is_the_inverse(ways, rain, single):
         dtype, **{name: {"normalise": way} for name, way in zip(names, ways, strict=True)}
     )
     fields = outputs()
-    back = of_all.denormalise(of_all.outputs(fields))
+    back = of_all.denormalise(of_all.normalise_outputs(fields))
     assert back.dtype == dtype
     size = np.abs(fields).max(axis=(0, 2, 3))[:, None, None]
     tolerance = 3e-5 if single else 1e-11
     assert (np.abs(back.numpy() - fields) <= tolerance * size).all()
-    states = of_all.denormalise(of_all.state(fields[:, :3]))
+    states = of_all.denormalise(of_all.normalise_state(fields[:, :3]))
     assert torch.equal(states, back[:, :3])
 
 
 def test_float32_stays_and_is_as_exact_as_it_can_be():
     fields = outputs()
-    single = normaliser(torch.float32).outputs(fields)
+    single = normaliser(torch.float32).normalise_outputs(fields)
     assert single.dtype == torch.float32
-    direct = normaliser(torch.float64).outputs(fields)
+    direct = normaliser(torch.float64).normalise_outputs(fields)
     assert (single.double() - direct).abs().max() < 1e-5
 
 
@@ -140,7 +142,7 @@ def test_fills_stand_for_nan_after_normalising(normalise, mean, zero):
     )
     for fill, expected in (("mean", mean), (0, zero), (two_eps, (of_two - shift) / scale)):
         of_all = normaliser(total_precipitation={"normalise": normalise, "fill": fill})
-        found = of_all.outputs(fields)
+        found = of_all.normalise_outputs(fields)
         assert np.allclose(found[:, 3, 1:3], expected, atol=1e-12)
         assert found.isfinite().all()
         assert of_all.fills.flatten().tolist() == pytest.approx([0, 0, 0, expected, 0])
@@ -164,7 +166,7 @@ def test_forcings_and_statics_are_filled_and_computed_ones_stay():
 def test_computed_fields_stay_whatever_statistics_say():
     found = statistics(forcing_mean=[0.3, 200.0], static_std=[0.7, 5.0])
     fields = np.random.default_rng(0).random((2, 2, 4, 6)).astype("f4")
-    assert np.array_equal(normaliser(found=found).forcing(fields)[:, 0], fields[:, 0])
+    assert np.array_equal(normaliser(found=found).normalise_forcing(fields)[:, 0], fields[:, 0])
     assert np.array_equal(normaliser(found=found).normalise_static(fields)[:, 0], fields[:, 0])
 
 
@@ -185,7 +187,7 @@ def test_masked_points_are_nan_again():
     mask[2, 1:3] = False
     fields[:, ~mask] = np.nan
     of_all = normaliser(sst={"fill": "mean"})
-    normalised = of_all.outputs(fields)
+    normalised = of_all.normalise_outputs(fields)
     assert normalised.isfinite().all()
     physical = of_all.denormalise(normalised, torch.from_numpy(mask))
     assert np.allclose(physical.numpy(), fields, equal_nan=True)
@@ -206,14 +208,14 @@ def test_physical_has_gradients():
 @pytest.mark.parametrize("form", ["flipped", "read-only", "strided"])
 def test_any_layout_of_memory_is_read_and_left_alone(form):
     fields = outputs()
-    expected = normaliser().outputs(fields.copy())
+    expected = normaliser().normalise_outputs(fields.copy())
     given = {
         "flipped": fields[:, :, ::-1].copy()[:, :, ::-1],
         "read-only": fields.copy(),
         "strided": np.repeat(fields, 2, axis=3)[..., ::2],
     }[form]
     given.flags.writeable = form != "read-only"
-    found = normaliser(total_precipitation={"fill": 0}).outputs(given)
+    found = normaliser(total_precipitation={"fill": 0}).normalise_outputs(given)
     assert torch.equal(found, expected)
     assert np.array_equal(given, fields)
 
@@ -222,8 +224,8 @@ def test_it_writes_where_it_is_told():
     fields = outputs()
     of_all = normaliser(torch.float32, total_precipitation={"normalise": f"log1p({EPS})"})
     room = torch.empty(2, 3, 5, 4, 6)
-    assert of_all.outputs(fields, room[1]).data_ptr() == room[1].data_ptr()
-    assert torch.equal(room[1], of_all.outputs(fields))
+    assert of_all.normalise_outputs(fields, room[1]).data_ptr() == room[1].data_ptr()
+    assert torch.equal(room[1], of_all.normalise_outputs(fields))
 
 
 def test_a_range_that_nobody_knows():
@@ -235,7 +237,7 @@ def test_a_range_that_nobody_knows():
 
 def test_without_a_config_all_is_standardised():
     found = Normaliser(statistics(), torch.float64).normalise_outputs(outputs())
-    assert torch.equal(found, normaliser().outputs(outputs()))
+    assert torch.equal(found, normaliser().normalise_outputs(outputs()))
 
 
 @pytest.mark.parametrize(

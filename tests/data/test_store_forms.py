@@ -121,7 +121,7 @@ def test_the_exact_name_wins(tmp_path):
             read = store.read_state(store.times[3], slice(0, 13))
             assert np.array_equal(read[0], data[name].values[3])
         other = Store.open(config(entries, prognostic=["2t"], **lists))
-        assert other.read(other.times[3], slice(0, 13)).shape == (1, 13, 12)
+        assert other.read_state(other.times[3], slice(0, 13)).shape == (1, 13, 12)
 
 
 def test_what_is_not_there_is_answered_with_what_it_may_be_called(written):

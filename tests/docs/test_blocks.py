@@ -117,3 +117,15 @@ for _page in filter(lambda page: BLOCK.search(page.read_text()), PAGES):
 def test_ci_runs_the_test_command_of_the_readme():
     assert "make test\n" in (ROOT / "README.md").read_text()
     assert " make test\n" in (ROOT / ".ci/run").read_text()
+
+
+def test_files_that_the_map_names_exist():
+    text = (ROOT / "docs/architecture.md").read_text()
+    named = re.findall(r"`((?:credit_dp/)?[a-z_]+/[a-z_/]*(?:\.py)?)`", text)
+    assert len(named) > 30
+    missing = [
+        name
+        for name in named
+        if not (ROOT / "credit_dp" / name.removeprefix("credit_dp/")).exists()
+    ]
+    assert not missing

@@ -189,7 +189,7 @@ class WithAndWithout(Embeds):
 def test_a_model_refused_after_the_audit_is_restored():
     def refused(manager):
         model = WithAndWithout(*CASES["(H, W)"])
-        with pytest.raises(UserError, match=r"after: is used .* with and without"):
+        with pytest.raises(UserError, match=r"after: is called on .* with and without"):
             convert_to_domain_parallel(model, manager, input_shape=SHAPE)
         assert type(model) is WithAndWithout
         assert type(model.after) is nn.Conv2d

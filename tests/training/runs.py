@@ -1,5 +1,6 @@
 """Small training runs on small stores, for tests of everything that happens in a run."""
 
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from credit_dp.config import (
     TrainerConfig,
     UNetConfig,
 )
+from credit_dp.data.loader import Batch
 from credit_dp.data.setup import prepare_training_data
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.training.build import Training, build_training
+from credit_dp.training.trainer import StepRecord
 from tests.data import stores
 
 
@@ -92,10 +95,21 @@ def built(config: Config, manager: DomainParallelManager) -> Training:
     return build_training(config, prepare_training_data(config.data), manager, torch.device("cpu"))
 
 
+def step_records(
+    training: Training, batches: Iterable[Batch] | None = None
+) -> Iterator[StepRecord]:
+    """Train to the last step, and yield the record of each."""
+    trainer = training.trainer
+    trainer.start()
+    source = iter(training.loader if batches is None else batches)
+    while trainer.state.step < trainer.config.steps:
+        yield trainer.train_step(trainer.throughput.next_batch(source))
+
+
 def train_on(training: Training) -> list[tuple[float, float]]:
     """Train to the end: loss and gradient norm of every step."""
     with training.loader:
-        records = list(training.trainer.steps(training.loader))
+        records = list(step_records(training))
     return [
         (record.loss, record.grad_norm)
         for record in records

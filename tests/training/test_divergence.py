@@ -18,7 +18,7 @@ from credit_dp.training.build import Training
 from credit_dp.training.checkpoint import load_checkpoint, save_checkpoint
 from credit_dp.training.diagnostics import MAX_CONSECUTIVE_SKIPS, MIN_NORMS
 from tests.ranks import on_processes
-from tests.training.runs import alone, built, make_config, make_store, weights
+from tests.training.runs import alone, built, make_config, make_store, step_records, weights
 from tests.training.test_meshes import Mesh, on_mesh
 
 BAD = 3  # the step that goes wrong
@@ -68,12 +68,12 @@ def end(manager: DomainParallelManager, config: Config, how: str) -> tuple[str, 
     training = built(config, manager)
     trainer, pipeline = training.trainer, manager.pipeline_parallel_size > 1
     spoiler = 0 if pipeline and how == "input" else manager.world_size - 1
-    trainer.guard.checkpoint = lambda: CHECKPOINT
+    trainer.guard.find_newest_checkpoint = lambda: CHECKPOINT
     batches = spoilt(training.loader, training, how if manager.rank == spoiler else "")
     before: list[torch.Tensor] = []
 
     def train() -> None:
-        for _ in trainer.steps(batches):
+        for _ in step_records(training, batches):
             before[:] = [local(p).clone() for p in trainer.state.parameters.values()]
 
     with training.loader, pytest.raises(UserError) as error:
@@ -195,9 +195,9 @@ def left_out(manager: DomainParallelManager, config: Config) -> dict[str, torch.
         for step, batch in zip(range(1, config.trainer.steps + 1), training.loader, strict=False):
             if step == BAD:
                 state.schedule.step()
+                state.step += 1
             else:
-                training.trainer.update(batch)
-            state.step += 1
+                training.trainer.train_step(batch)
     return everything(training)
 
 
@@ -208,7 +208,7 @@ def skipped(
     training = built(config, manager)
     wrong = how if manager.rank == manager.world_size - 1 else ""
     with training.loader:
-        records = list(training.trainer.steps(spoilt(training.loader, training, wrong)))
+        records = list(step_records(training, spoilt(training.loader, training, wrong)))
     return everything(training), [record.metrics()["skipped"] for record in records]
 
 
@@ -235,9 +235,9 @@ def test_the_first_step_can_be_skipped_and_too_many_in_a_row_can_not(config):
     part.register_buffer("samples_seen", torch.zeros(()))
     before = weights(training)
     for count in range(1, MAX_CONSECUTIVE_SKIPS):
-        guard.begin()
+        guard.save_buffers()
         part.samples_seen += 4
-        assert not guard.accepts(torch.tensor(NAN), torch.tensor(1.0), lambda: "")
+        assert not guard.check(torch.tensor(NAN), torch.tensor(1.0), lambda: "").accepted
         schedule.step()
         assert guard.metrics() == {"skipped": count}
     assert torch.equal(weights(training), before)
@@ -245,7 +245,7 @@ def test_the_first_step_can_be_skipped_and_too_many_in_a_row_can_not(config):
     with pytest.raises(
         UserError, match=rf"at step 1, {MAX_CONSECUTIVE_SKIPS} times in a row\. There it is\. The"
     ):
-        guard.accepts(torch.tensor(NAN), torch.tensor(1.0), lambda: "There it is. ")
+        guard.check(torch.tensor(NAN), torch.tensor(1.0), lambda: "There it is. ")
 
 
 def test_gradients_explode_in_comparison(config):
@@ -253,16 +253,16 @@ def test_gradients_explode_in_comparison(config):
         replace(config, trainer=replace(config.trainer, exploding=5.0)), alone()
     ).trainer.guard
     loss, diagnose = torch.tensor(1.0), lambda: "never asked"
-    assert guard.accepts(loss, torch.tensor(50.0), diagnose)  # too few to compare with
+    assert guard.check(loss, torch.tensor(50.0), diagnose).accepted  # too few to compare with
     for size in np.linspace(0.5, 1.5, MIN_NORMS - 1):
-        assert guard.accepts(loss, torch.tensor(size), diagnose)
-    assert guard.accepts(loss, torch.tensor(4.9), diagnose)
+        assert guard.check(loss, torch.tensor(size), diagnose).accepted
+    assert guard.check(loss, torch.tensor(4.9), diagnose).accepted
     with pytest.raises(
         UserError, match=r"the gradient norm is 6 at step 1, .* trainer\.exploding=5"
     ):
-        guard.accepts(loss, torch.tensor(6.0), diagnose)
+        guard.check(loss, torch.tensor(6.0), diagnose)
     guard.config = replace(guard.config, exploding=None)
-    assert guard.accepts(loss, torch.tensor(1e9), diagnose)
+    assert guard.check(loss, torch.tensor(1e9), diagnose).accepted
 
 
 @pytest.mark.slow
@@ -274,10 +274,10 @@ def test_what_was_seen_is_in_checkpoints(config, tmp_path):
     save_checkpoint(tmp_path, state, "")
     guard = built(on, alone()).trainer.guard
     load_checkpoint(tmp_path, guard.state)
-    assert not guard.accepts(torch.tensor(1.0), torch.tensor(6.0), lambda: "")
+    assert not guard.check(torch.tensor(1.0), torch.tensor(6.0), lambda: "").accepted
     assert guard.metrics() == {"skipped": 4}
     with pytest.raises(UserError, match=f"{MAX_CONSECUTIVE_SKIPS} times in a row"):
-        guard.accepts(torch.tensor(1.0), torch.tensor(6.0), lambda: "")
+        guard.check(torch.tensor(1.0), torch.tensor(6.0), lambda: "")
 
 
 def test_numbers_that_are_only_sometimes_bad_are_told_of(config):
@@ -293,6 +293,6 @@ def test_a_compiled_model_names_its_modules_too(config):
     batch = next(iter(training.loader))
     training.loader.close()
     training.trainer.state.parts[0].compile(backend="eager")
-    training.trainer.update(batch)
+    training.trainer.train_step(batch)
     spoil_weight(training)
     assert "is that of encoder.0.0.norm2, on rank 0" in training.trainer.diagnose(batch)

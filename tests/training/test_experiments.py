@@ -10,7 +10,7 @@ from credit_dp.config import Config, DatesConfig
 from credit_dp.data.store import Store
 from credit_dp.training.console import Screen
 from credit_dp.training.monitoring import TrainingMonitor
-from tests.training.runs import alone, built, make_store
+from tests.training.runs import alone, built, make_store, step_records
 
 
 def config_of(folder: Path, *overrides: str) -> Config:
@@ -33,7 +33,7 @@ def losses(config: Config, steps: int | None = None) -> list[float]:
     watch = TrainingMonitor(config, training, Screen(None), None, None)
     found = []
     with training.loader:
-        for record in watch.steps(training.trainer.steps(watch.batches())):
+        for record in step_records(training, watch.batches()):
             found += [record.loss] if record.loss is not None else []
             if record.step == steps:
                 break

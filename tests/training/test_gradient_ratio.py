@@ -119,14 +119,14 @@ def of_first_step(manager: DomainParallelManager, config: Config) -> tuple[float
     trainer = training.trainer
     trainer.state.train()
     with training.loader:
-        share, norm = trainer.update(next(iter(training.loader)))
+        record = trainer.train_step(next(iter(training.loader)))
     found = {}
     for name, parameter in trainer.state.parameters.items():
         gradient = parameter.grad
         assert gradient is not None
         whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
         found[name] = whole.numpy().copy()
-    return trainer.global_loss(share), norm.item(), found
+    return record.loss, record.grad_norm, found
 
 
 def vector(gradients: Gradients) -> np.ndarray:

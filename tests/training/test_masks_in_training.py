@@ -208,12 +208,12 @@ def poisoned(config: Config, monkeypatch: pytest.MonkeyPatch, value: float) -> t
     """The weights after a few steps if the target had `value` on the points without values."""
     mask = torch.from_numpy(prepare_training_data(config.data).store.valid_mask(slice(None)))
     training = built(config, alone())
-    given = training.trainer.update
+    given = training.trainer.train_step
 
-    def update(batch):
+    def train_step(batch):
         return given(replace(batch, target=batch.target.masked_fill(~mask, value)))
 
-    monkeypatch.setattr(training.trainer, "update", update)
+    monkeypatch.setattr(training.trainer, "train_step", train_step)
     train_on(training)
     return weights(training)
 

@@ -16,9 +16,16 @@ from credit_dp.domain_parallel.build import NAMED_RULES
 from credit_dp.models import build_model
 from credit_dp.training.throughput import ThroughputMeter, peak_memory
 from tests.ranks import on_processes, on_threads
-from tests.training.runs import alone, built, make_config, make_store
+from tests.training.runs import alone, built, make_config, make_store, step_records
 
-NAMES = ["wait_seconds", "samples_per_second", "sent_bytes", "sent_messages", "peak_memory_bytes"]
+NAMES = [
+    "seconds",
+    "wait_seconds",
+    "samples_per_second",
+    "sent_bytes",
+    "sent_messages",
+    "peak_memory_bytes",
+]
 
 
 def batch(samples=4):
@@ -28,7 +35,7 @@ def batch(samples=4):
 def trained(manager, config):
     training = built(config, manager)
     with training.loader:
-        return [record.metrics() for record in training.trainer.steps(training.loader)]
+        return [record.metrics() for record in step_records(training)]
 
 
 @pytest.mark.slow
@@ -59,15 +66,16 @@ def test_a_step_sends_what_is_planned(tmp_path, mesh):
 
 def test_numbers_are_of_the_slowest_and_of_all():
     def of_rank(manager):
-        clock = iter([10.0, 10.0, 13.0 + manager.rank, 20.0 + 10 * manager.rank])
+        clock = iter([0.0, 10.0, 10.0, 13.0 + manager.rank, 20.0 + 10 * manager.rank])
         own = ThroughputMeter(manager, clock.__next__)
-        next(own.timed_batches([batch()]))
+        own.next_batch(iter([batch()]))
         manager.transport.traffic.bytes += 10 + manager.rank
         manager.transport.traffic.messages += 1
         return own.metrics()
 
     for numbers in on_threads(3, of_rank):
         assert numbers["wait_seconds"] == 5.0
+        assert numbers["seconds"] == 30.0
         assert numbers["samples_per_second"] == 4 / 30
         assert numbers["sent_bytes"] == 33.0
         assert numbers["sent_messages"] == 3.0
@@ -84,7 +92,9 @@ def test_what_is_done_between_steps_does_not_count():
             yield batch()
 
     found = []
-    for step, _ in enumerate(own.timed_batches(source())):
+    batches = source()
+    for step in range(4):
+        own.next_batch(batches)
         now[0] += 3.0  # the step
         manager.transport.traffic.bytes += 7
         if step % 2:
@@ -96,18 +106,6 @@ def test_what_is_done_between_steps_does_not_count():
         assert numbers["samples_per_second"] == 2 * 4 / 8.0
         assert numbers["sent_bytes"] == 7.0
     assert len(found) == 2
-
-
-def test_no_batch_is_taken_that_is_not_asked_for():
-    asked = []
-
-    def source():
-        for number in range(5):
-            asked.append(number)
-            yield batch()
-
-    taken = list(zip(range(2), ThroughputMeter(alone()).timed_batches(source()), strict=False))
-    assert len(taken) == len(asked) == 2
 
 
 def test_memory_is_of_this_process():

@@ -17,7 +17,7 @@ from credit_dp.training.build import Training
 from credit_dp.training.checkpoint import load_checkpoint, save_checkpoint
 from tests.ranks import on_processes
 from tests.training.own import LogCoshConfig, TorchOptimizerConfig
-from tests.training.runs import alone, built, make_config, make_store, tiny_unet
+from tests.training.runs import alone, built, make_config, make_store, step_records, tiny_unet
 from tests.training.test_trajectory import TINY_MODELS
 
 ROWS = 33  # no multiple of 2 or 3
@@ -125,7 +125,7 @@ def train(training: Training, save_to: Path | None = None) -> Trajectory:
     """Train to the end; with `save_to` leave a checkpoint half way."""
     trainer, numbers = training.trainer, []
     with training.loader:
-        for record in trainer.steps(training.loader):
+        for record in step_records(training):
             numbers.append((record.loss, record.grad_norm))
             if save_to is not None and record.step == HALF_WAY:
                 save_checkpoint(save_to, trainer.state, "")

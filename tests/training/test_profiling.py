@@ -10,17 +10,18 @@ from credit_dp.errors import UserError
 from credit_dp.training.console import Screen
 from credit_dp.training.monitoring import StepProfiler, TrainingMonitor
 from tests.ranks import on_processes
-from tests.training.runs import alone, built, make_config, make_store
+from tests.training.runs import alone, built, make_config, make_store, step_records
 
 
 def traced(manager, config, path):
     training = built(config, manager)
     trace = path if manager.rank == 0 else None
     watch = TrainingMonitor(config, training, Screen(None), None, trace)
-    with training.loader:
-        for record in watch.steps(training.trainer.steps(watch.batches())):
+    with training.loader, watch:
+        for record in step_records(training, watch.batches()):
             watch.on_step_end(record)
-    return watch.trace is None or watch.trace.written
+            watch.end_step()
+    return watch.profiler is None or watch.profiler.written
 
 
 def names(path):
@@ -52,8 +53,14 @@ def test_a_run_that_is_too_short_has_no_trace(tmp_path):
 def test_a_trace_that_cannot_be_written_is_one_line(tmp_path):
     (tmp_path / "file").touch()
     trace = StepProfiler(tmp_path / "file" / "trace.json")
+
+    def steps():
+        with trace:
+            for _ in range(6):
+                trace.step()
+
     with pytest.raises(UserError, match=r"trace\.json: could not be written"):
-        list(trace.steps(range(6)))
+        steps()
 
 
 def test_without_a_profiler_nothing_is_named():

@@ -22,6 +22,7 @@ from tests.training.runs import (
     built,
     make_config,
     make_store,
+    step_records,
     tiny_crossformer,
     tiny_unet,
 )
@@ -308,7 +309,7 @@ def test_lengths_follow_steps_or_epochs(store, tmp_path, unit, wanted):
     training = built(config, alone())
     found = []
     with training.loader:
-        for record in training.trainer.steps(training.loader):
+        for record in step_records(training):
             leads = [name for name in record.extra if name.startswith("loss/+")]
             found.append(max(1, len(leads)))
             assert len(training.trainer.forward_backward.channel_losses) == found[-1]

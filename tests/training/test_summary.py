@@ -26,7 +26,7 @@ def expected_and_measured(manager, config):
         batch = next(training.loader)
         before = traffic.messages, traffic.bytes
         training.trainer.state.train()
-        training.trainer.update(batch)
+        training.trainer.train_step(batch)
         sent = traffic.messages - before[0], traffic.bytes - before[1]
     tensors = training.trainer.state.tensors().items()
     saved = sum(

@@ -16,6 +16,7 @@ from tests.training.runs import (
     built,
     make_config,
     make_store,
+    step_records,
     tiny_crossformer,
     tiny_unet,
     train_on,
@@ -155,7 +156,7 @@ def half_way(config: Config, path: Path) -> None:
     """Leave a checkpoint after 5 of the 10 steps."""
     training = built(config, alone())
     with training.loader:
-        for record in training.trainer.steps(training.loader):
+        for record in step_records(training):
             if record.step == 5:
                 save_checkpoint(path, training.trainer.state, "")
                 return

@@ -14,7 +14,15 @@ from credit_dp.evaluation.held_out import evenly_spaced_indices
 from credit_dp.training.console import Screen
 from credit_dp.training.monitoring import MAX_INITIAL_TIMES, TrainingMonitor, Validation
 from tests.ranks import on_processes
-from tests.training.runs import alone, built, make_config, make_store, tiny_crossformer, weights
+from tests.training.runs import (
+    alone,
+    built,
+    make_config,
+    make_store,
+    step_records,
+    tiny_crossformer,
+    weights,
+)
 
 ROWS = 12
 
@@ -45,7 +53,7 @@ def trained(config: Config, validates: bool) -> tuple[torch.Tensor, torch.Tensor
     watch = TrainingMonitor(config, training, Screen(None), validation, None)
     found = []
     with training.loader:
-        for record in watch.steps(training.trainer.steps(watch.batches())):
+        for record in step_records(training, watch.batches()):
             torch.rand(())  # whoever draws outside of a step draws the same, too
             numbers = watch.on_step_end(record)
             found += [numbers[name] for name in ("validation_rmse",) if name in numbers]

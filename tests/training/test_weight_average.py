@@ -15,7 +15,7 @@ from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.training.checkpoint import load_checkpoint, save_checkpoint
 from credit_dp.training.optim import WeightAverage
 from credit_dp.training.run_folder import resolved_yaml
-from tests.training.runs import alone, built, make_config, make_store
+from tests.training.runs import alone, built, make_config, make_store, step_records
 from tests.training.test_meshes import (
     HALF_WAY,
     ONE,
@@ -139,7 +139,7 @@ def saved(manager: DomainParallelManager, config, path: Path) -> Trajectory:
     state = training.trainer.state
     numbers = []
     with training.loader:
-        for record in training.trainer.steps(training.loader):
+        for record in step_records(training):
             numbers.append((record.loss, record.grad_norm))
             if record.step == HALF_WAY:
                 save_checkpoint(path, state, "")

@@ -70,7 +70,13 @@ REQUIRED_KEYS = {
     "forecast": "the store of forecasts, like forecast=forecast.zarr",
     "out": "the folder to write, like out=scores",
 }
-SCORES_SHOWN = ("rmse", "acc")  # in the terminal; the files have all scores
+# Of columns in the terminal, after the score's name.
+SOURCE_LABELS = {
+    "forecast": "",
+    "persistence": " persist.",
+    "climatology": " climat.",
+    "truth": " truth",
+}
 
 
 def evaluate(arguments: Sequence[str], program: str) -> int:
@@ -190,7 +196,7 @@ def parse_stores(text: str) -> tuple[str, ...]:
 
 def summary_lines(card: "Scorecard") -> list[str]:
     """Return the most important scores: a table for each of a few lead times."""
-    from credit_dp.evaluation.metrics import SCORE_SOURCES
+    from credit_dp.evaluation.metric_table import METRICS
     from credit_dp.evaluation.report import table_lead_indices
     from credit_dp.evaluation.scorecard import three_digits
 
@@ -200,21 +206,23 @@ def summary_lines(card: "Scorecard") -> list[str]:
         f"climatology: {card.climatology}",
     ]
     columns = [
-        (name, source) for name in SCORES_SHOWN for source in range(len(SCORE_SOURCES[name]))
+        (name, index, source)
+        for name in card.scores
+        if METRICS[name].in_terminal
+        for index, source in enumerate(METRICS[name].sources)
     ]
-    labels = {"forecast": "", "persistence": " persist.", "climatology": " climat."}
-    headings = [f"{name.upper()}{labels[SCORE_SOURCES[name][source]]}" for name, source in columns]
+    headings = [f"{name.upper()}{SOURCE_LABELS[source]}" for name, _, source in columns]
     for lead in table_lead_indices(card.hours):
         rows = [
             (
                 channel.name,
-                card.units[index] or "-",
+                card.units[c] or "-",
                 *(
-                    three_digits(float(card.scores[name][source, lead, index]))
-                    for name, source in columns
+                    three_digits(float(card.scores[name][source, lead, c]))
+                    for name, source, _ in columns
                 ),
             )
-            for index, channel in enumerate(card.channels)
+            for c, channel in enumerate(card.channels)
         ]
         lines += ["", *format_table((f"{card.hours[lead]} h", "unit", *headings), rows, left=2)]
     return [*lines, "", *(f"warning: {line}" for line in card.warnings())]
@@ -328,6 +336,7 @@ def comparison_lines(comparison: "Comparison") -> list[str]:
         format_percent,
         rows_for_table,
     )
+    from credit_dp.evaluation.metric_table import METRICS
     from credit_dp.evaluation.scorecard import three_digits
 
     lines = list(comparison.warnings)
@@ -337,7 +346,7 @@ def comparison_lines(comparison: "Comparison") -> list[str]:
             "",
             *format_table(("config", *comparison.names), rows, left=1 + len(comparison.names)),
         ]
-    for score in (name for name in SCORES_SHOWN if name in comparison.scores):
+    for score in (name for name in comparison.scores if METRICS[name].in_terminal):
         cells = [
             (
                 row.key.channel,

@@ -1,7 +1,8 @@
 """Compare training runs or scorecards: where their configs differ, and which scores are better.
 
 `read_result` reads each folder, `compare` puts the common scores into rows with warnings about
-what makes them incomparable, and `comparison_page` writes them as HTML.
+what makes them incomparable, and `comparison_page` writes them as HTML. The order of metrics and
+which values are better are those of `metric_table`.
 """
 
 import csv
@@ -9,9 +10,8 @@ import io
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, final
@@ -30,19 +30,25 @@ from credit_dp.evaluation.figure_style import (
     series_colour,
     with_unit,
 )
-from credit_dp.evaluation.plots import add_legend, create_panels
-from credit_dp.evaluation.report import (
-    EXPLANATIONS,
-    LABELS,
-    PAGE_CSS,
-    TITLES,
-    figure_data_uri,
-    table_lead_indices,
+from credit_dp.evaluation.metric_table import (
+    BASELINES,
+    FORECAST,
+    METRICS,
+    Better,
+    Metric,
+    metrics_of_comparison,
 )
-from credit_dp.evaluation.scorecard import HEADLINE_CHANNELS, MAX_HEADLINES, three_digits
+from credit_dp.evaluation.plots import add_legend, create_panels
+from credit_dp.evaluation.report import figure_data_uri, render_page, table_lead_indices
+from credit_dp.evaluation.scorecard import (
+    HEADLINE_CHANNELS,
+    MAX_HEADLINES,
+    MODEL,
+    three_digits,
+)
 
 RUN, CARD = "training run", "scorecard"
-CONFIG, METRICS, SCORES = "config.yaml", "metrics.json", "scores.json"
+CONFIG_FILE, METRICS_FILE, SCORES_FILE = "config.yaml", "metrics.json", "scores.json"
 IDENTITY_KEYS = ("run.name", "run.dir")  # keys in which runs always differ
 # The setup that scores depend on besides the forecasts: config keys by the name in warnings.
 RUN_SETUP_KEYS: Mapping[str, tuple[str, ...]] = MappingProxyType(
@@ -94,31 +100,35 @@ def read_result(folder: Path, name: str) -> EvaluationResult:
     Raises:
         UserError: the folder is neither, the run has not finished, or a file is damaged.
     """
-    if (folder / SCORES).is_file():
+    if (folder / SCORES_FILE).is_file():
         return _read_scorecard(folder, name)
-    if (folder / METRICS).is_file() and (folder / CONFIG).is_file():
+    if (folder / METRICS_FILE).is_file() and (folder / CONFIG_FILE).is_file():
         return _read_run(folder, name)
-    if (folder / CONFIG).is_file():
+    if (folder / CONFIG_FILE).is_file():
         raise UserError(
-            f"{folder}: this run has not finished: it has no {METRICS}. Resume it, or leave it out."
+            f"{folder}: this run has not finished: it has no {METRICS_FILE}. Resume it, or leave "
+            "it out."
         )
-    what = f"has neither {METRICS} nor {SCORES}" if folder.is_dir() else "is not a folder"
+    what = f"has neither {METRICS_FILE} nor {SCORES_FILE}" if folder.is_dir() else "is not a folder"
     raise UserError(
-        f"{folder}: {what}. Give the folder of a training run, which has {METRICS}, or of "
-        f"credit-dp evaluate, which has {SCORES}."
+        f"{folder}: {what}. Give the folder of a training run, which has {METRICS_FILE}, or of "
+        f"credit-dp evaluate, which has {SCORES_FILE}."
     )
 
 
 def _read_run(folder: Path, name: str) -> EvaluationResult:
-    content = _read_json(folder / METRICS)
-    config = dict(_flatten_config(_read_yaml(folder / CONFIG)))
+    content = _read_json(folder / METRICS_FILE)
+    config = dict(_flatten_config(_read_yaml(folder / CONFIG_FILE)))
     setup = {
         aspect: [(key, config[key]) for key in config if key.startswith(keys)]
         for aspect, keys in RUN_SETUP_KEYS.items()
     }
     comparable = {key: value for key, value in config.items() if key not in IDENTITY_KEYS}
     try:
-        nested = {channel: {"rmse": leads} for channel, leads in content["rmse"].items()}
+        nested: dict[str, dict[str, Any]] = {channel: {} for channel in content["rmse"]}
+        for metric in (name for name in METRICS if name in content):
+            for channel, leads in content[metric].items():
+                nested[channel][metric] = leads
         setup["dates"].append(("initial_times", content["initial_times"]))
         return EvaluationResult(
             name=name,
@@ -129,11 +139,11 @@ def _read_run(folder: Path, name: str) -> EvaluationResult:
             config=comparable,
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise _damaged_error(folder / METRICS, error) from error
+        raise _damaged_error(folder / METRICS_FILE, error) from error
 
 
 def _read_scorecard(folder: Path, name: str) -> EvaluationResult:
-    content = _read_json(folder / SCORES)
+    content = _read_json(folder / SCORES_FILE)
     try:
         return EvaluationResult(
             name=name,
@@ -144,7 +154,7 @@ def _read_scorecard(folder: Path, name: str) -> EvaluationResult:
             config={},
         )
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise _damaged_error(folder / SCORES, error) from error
+        raise _damaged_error(folder / SCORES_FILE, error) from error
 
 
 def _flatten_scores(nested: Mapping[str, Any]) -> dict[ScoreKey, dict[str, float]]:
@@ -155,11 +165,11 @@ def _flatten_scores(nested: Mapping[str, Any]) -> dict[ScoreKey, dict[str, float
             for lead, sources in leads.items():
                 # A run's metrics say "model" where a scorecard says "forecast".
                 values = {
-                    "forecast" if source == "model" else source: float(value)
+                    FORECAST if source == MODEL else source: float(value)
                     for source, value in sources.items()
                     if value is not None and math.isfinite(value)
                 }
-                if "forecast" in values:
+                if FORECAST in values:
                     flat[ScoreKey(score, channel, int(lead.removesuffix("h")))] = values
     return flat
 
@@ -193,10 +203,6 @@ def _flatten_config(config: Any, prefix: str = "") -> Iterator[tuple[str, object
 
 
 # Scores with a direction. Activity should match the truth's; spread alone is neither good nor bad.
-SMALLER_IS_BETTER = ("rmse", "crps")
-LARGER_IS_BETTER = ("acc",)
-SCORE_ORDER = ("rmse", "acc", "crps", "bias", "activity", "spread")
-BASELINES = ("persistence", "climatology")
 BASELINE_TOLERANCE = 1e-6  # relative: baselines that differ by more have other truths or dates
 
 
@@ -301,9 +307,9 @@ def compare(results: Sequence[EvaluationResult]) -> Comparison:
     }
     keys = [
         key
-        for score in SCORE_ORDER
+        for metric in metrics_of_comparison()
         for key in common
-        if key.score == score and key.channel not in mismatched
+        if key.score == metric.name and key.channel not in mismatched
     ]
     if not keys:
         names = " and ".join(result.name for result in results)
@@ -323,23 +329,23 @@ def compare(results: Sequence[EvaluationResult]) -> Comparison:
 
 
 def _compare_score(key: ScoreKey, results: Sequence[EvaluationResult]) -> ComparisonRow:
+    metric = METRICS[key.score]
     by_result = [result.scores[key] for result in results]
-    values = tuple(sources["forecast"] for sources in by_result)
-    sizes = [abs(value) for value in values] if key.score == "bias" else values
+    values = tuple(sources[FORECAST] for sources in by_result)
+    sizes = [abs(x) for x in values] if metric.better is Better.CLOSER_TO_ZERO else values
     percent = tuple(100 * (x - sizes[0]) / abs(sizes[0]) if sizes[0] else None for x in sizes)
-    # The result with the smallest cost is best; without costs there is no best.
-    costs: list[float] = []
-    if key.score in SMALLER_IS_BETTER:
-        costs = list(values)
-    elif key.score in LARGER_IS_BETTER:
-        costs = [-value for value in values]
-    elif key.score == "bias":
-        costs = list(sizes)
-    elif key.score == "activity" and all("truth" in sources for sources in by_result):
-        costs = [abs(sources["forecast"] - sources["truth"]) for sources in by_result]
-    best = [index for index, cost in enumerate(costs) if cost == min(costs)]
-    unit = "1" if key.score == "acc" else results[0].units.get(key.channel, "")
-    return ComparisonRow(key, unit, values, percent, best[0] if len(best) == 1 else None)
+    costs = [metric.better.cost(sources) for sources in by_result]
+    unit = metric.unit(results[0].units.get(key.channel, ""))
+    return ComparisonRow(key, unit, values, percent, _single_smallest(costs))
+
+
+def _single_smallest(costs: Sequence[float | None]) -> int | None:
+    """Return the index of the smallest cost; None for ties and if a cost is missing."""
+    known = [cost for cost in costs if cost is not None]
+    if len(known) < len(costs):
+        return None
+    best = [index for index, cost in enumerate(known) if cost == min(known)]
+    return best[0] if len(best) == 1 else None
 
 
 def _setup_warnings(results: Sequence[EvaluationResult]) -> list[str]:
@@ -400,16 +406,41 @@ def _config_text(config: Mapping[str, object], key: str) -> str:
 LINE_STYLES = ("-", "--", "-.", ":")
 
 
+class ScoreSection(NamedTuple):
+    """A metric's section of a comparison.
+
+    Attributes:
+        image: `data:` URI of its curves.
+        wins: says how often each result is the best; may be empty.
+        rows: of the table.
+    """
+
+    metric: Metric
+    image: str
+    wins: str
+    rows: list[ComparisonRow]
+
+
 def comparison_page(comparison: Comparison) -> str:
     """Return the page as HTML text."""
-    parts = [*_page_header(comparison), *_config_section(comparison), *_score_sections(comparison)]
-    title = escape(f"Comparison of {', '.join(comparison.names)}")
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{title}</title>\n<style>{PAGE_CSS}</style>\n</head>\n<body>\n"
-        + "\n".join(parts)
-        + "\n</body>\n</html>\n"
+    return render_page(
+        "comparison.html",
+        title=f"Comparison of {', '.join(comparison.names)}",
+        names=list(comparison.names),
+        differences=difference_headings(comparison),
+        warnings=comparison.warnings,
+        config=comparison.config,
+        scores=[
+            ScoreSection(
+                METRICS[score],
+                curves_image(comparison, score),
+                describe_wins(comparison, score),
+                rows_for_table(comparison, score),
+            )
+            for score in comparison.scores
+        ],
+        three_digits=three_digits,
+        percent=format_percent,
     )
 
 
@@ -431,50 +462,6 @@ def rows_for_table(comparison: Comparison, score: str) -> list[ComparisonRow]:
     return [row for row in rows if row.key.hours in selected]
 
 
-def _page_header(comparison: Comparison) -> Iterable[str]:
-    yield f"<h1>Comparison of {escape(', '.join(comparison.names))}</h1>"
-    for line in comparison.warnings:
-        yield f'<p class="note"><b>{escape(line)}</b></p>'
-    yield (
-        f'<p class="note">Percentages are differences from {escape(comparison.names[0])}; the best '
-        "is bold. All numbers are in comparison.csv and comparison.json beside this page.</p>"
-    )
-
-
-def _config_section(comparison: Comparison) -> Iterable[str]:
-    if not comparison.config:
-        return
-    yield "<h2>What differs in the configs</h2>"
-    lines = [(key, *values) for key, values in comparison.config.items()]
-    yield _html_table(
-        "config", ("key", *comparison.names), [[(cell, "text") for cell in x] for x in lines]
-    )
-
-
-def _score_sections(comparison: Comparison) -> Iterable[str]:
-    for score in comparison.scores:
-        title = TITLES[score]
-        wins = escape(describe_wins(comparison, score))
-        yield f"<h2>{title}</h2>"
-        yield f'<p class="note">{EXPLANATIONS[score]} {wins}</p>'
-        yield f'<img src="{_curves_image(comparison, score)}" alt="{title} by lead time">'
-        names = ("channel", "unit", "hours", *comparison.names, *difference_headings(comparison))
-        lines = [
-            [
-                (row.key.channel, "text"),
-                (row.unit, "text"),
-                (str(row.key.hours), ""),
-                *(
-                    (three_digits(x), "best" if n == row.best_index else "")
-                    for n, x in enumerate(row.values)
-                ),
-                *((format_percent(change), "") for change in row.percent[1:]),
-            ]
-            for row in rows_for_table(comparison, score)
-        ]
-        yield _html_table(score, names, lines)
-
-
 def describe_wins(comparison: Comparison, score: str) -> str:
     """Return a sentence that says how often each result is the best; "" without a best."""
     wins = comparison.wins(score)
@@ -485,21 +472,8 @@ def describe_wins(comparison: Comparison, score: str) -> str:
     return f"Best of {total}: {each}."
 
 
-def _html_table(name: str, heads: Sequence[str], lines: Sequence[Sequence[tuple[str, str]]]) -> str:
-    """Return an HTML table; each cell is its text and its CSS class."""
-    top = "".join(f"<th>{escape(head)}</th>" for head in heads)
-    body = "".join(
-        "<tr>" + "".join(f'<td class="{kind}">{escape(cell)}</td>' for cell, kind in line) + "</tr>"
-        for line in lines
-    )
-    return (
-        f'<div class="wide"><table id="{name}"><thead><tr>{top}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>"
-    )
-
-
 @figure_style()
-def _curves_image(comparison: Comparison, score: str) -> str:
+def curves_image(comparison: Comparison, score: str) -> str:
     """Return curves of a score by lead time: a panel per channel, a line per result."""
     rows = [row for row in comparison.rows if row.key.score == score]
     channels = headline_channels([row.key.channel for row in rows])
@@ -520,7 +494,7 @@ def _curves_image(comparison: Comparison, score: str) -> str:
                 axes.plot(days, values, label=source, **{**SOURCE_LINES[source], "linewidth": 1.0})
         axes.set_title(escape_mathtext(channel))
         axes.set_xlabel("lead time (days)")
-        axes.set_ylabel(with_unit(LABELS[score], by_lead[0].unit))
+        axes.set_ylabel(with_unit(METRICS[score].label, by_lead[0].unit))
     add_legend(figure, axes_of[0])
     return figure_data_uri(figure, "svg")
 

@@ -2,11 +2,11 @@
 
 Initial times are split over the data axis, rows over the domain axis: every rank reads, forecasts
 and sums only its band, and the sums are joined at the end. `HeldOutData` reads, `evaluate`
-forecasts and scores, `LastLeadAccumulator` collects spectra and error maps of the longest lead
-time, `example_map` gathers one field to draw.
+forecasts and scores with the metrics of `metric_table`, `LastLeadAccumulator` collects spectra and
+error maps of the longest lead time, `example_map` gathers one field to draw.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import final
 
@@ -24,15 +24,25 @@ from credit_dp.data.setup import TrainingData
 from credit_dp.data.units import is_nonnegative
 from credit_dp.domain_parallel import DomainParallelManager, gather_tensor
 from credit_dp.evaluation.maps import NO_LINES, FieldMap, MapGrid, coasts_of
+from credit_dp.evaluation.metric_table import (
+    CLIMATOLOGY,
+    FORECAST,
+    METRICS,
+    PERSISTENCE,
+    SPECTRA_SOURCES,
+    TRUTH,
+    Extent,
+    ScoredFields,
+    ScoreSums,
+)
 from credit_dp.evaluation.metrics import (
-    RootMeanSquare,
     ValidPoints,
     ZonalSpectra,
     latitude_band_weights,
     sum_over_data_ranks,
     unit_of,
 )
-from credit_dp.evaluation.scorecard import SOURCES, HeldOutScores, headline_indices
+from credit_dp.evaluation.scorecard import HeldOutScores, headline_indices
 
 PROBED_TIMES = 4  # initial times read before training, including the first and the last
 
@@ -203,9 +213,6 @@ def nonlinear_channels(prepared: TrainingData) -> list[int]:
     return indices
 
 
-LAST_LEAD_SOURCES = ("forecast", "truth")
-
-
 @final
 @dataclass(frozen=True)
 class LastLeadDiagnostics:
@@ -241,7 +248,7 @@ class LastLeadAccumulator:
         self.map_channel = map_channel_index(held_out)
         points = held_out.points
         self._spectra = ZonalSpectra(
-            (len(LAST_LEAD_SOURCES), len(self.spectra_channels)),
+            (len(SPECTRA_SOURCES), len(self.spectra_channels)),
             latitude_band_weights(store.latitude)[:, rows].to(like.device),
             torch.as_tensor(store.latitude[rows].copy(), device=like.device),
             store.grid[1],
@@ -290,6 +297,40 @@ def gather_field(field: Tensor, manager: DomainParallelManager) -> np.ndarray:
     return np.asarray(global_field[0].cpu().numpy())
 
 
+@final
+class HeldOutFields(ScoredFields):
+    """The forecasts of a batch of initial times, at one lead time.
+
+    Args:
+        samples: indices of the B initial times among all of `HeldOutData`.
+        fields: normalised, `(B, C, h, W)`, by source; the truth among them.
+    """
+
+    def __init__(
+        self, held_out: HeldOutData, samples: Sequence[int], fields: Mapping[str, Tensor]
+    ) -> None:
+        self.samples = samples
+        self._held_out = held_out
+        self._fields = fields
+
+    @property
+    def truth(self) -> Tensor:
+        """Return the truth, `(B, C, h, W)`."""
+        return self._held_out.denormalise(self._fields[TRUTH])
+
+    def members(self, source: str) -> Tensor:
+        """Return a source as an ensemble of one, `(B, 1, C, h, W)`."""
+        return self._held_out.denormalise(self._fields[source])[:, None]
+
+    def error(self, source: str) -> Tensor:
+        """Return a source minus the truth, `(B, C, h, W)`."""
+        return self._held_out.physical_difference(self._fields[source], self._fields[TRUTH])
+
+    def anomaly(self, source: str) -> Tensor:
+        """Return a source minus the climatology, `(B, C, h, W)`."""
+        return self._held_out.physical_difference(self._fields[source], self._fields[CLIMATOLOGY])
+
+
 # (initial states, forcing of each step, static) -> fields after each step, `(B, channels, h, W)`.
 Rollout = Callable[[Tensor, Iterable[Tensor], Tensor], Iterator[Tensor]]
 
@@ -311,12 +352,15 @@ def evaluate(
         last_lead: collects the fields at the longest lead time.
     """
     store = held_out.prepared.store
-    shape = (len(SOURCES), len(held_out.lead_steps), store.channels.num_outputs)
-    errors = RootMeanSquare(shape, held_out.area_weights, held_out.points)
+    sums = ScoreSums(
+        [metric for metric in METRICS.values() if metric.in_runs],
+        (len(held_out.lead_steps), store.channels.num_outputs),
+        Extent(held_out.area_weights, held_out.points, samples=len(held_out.initial_times)),
+    )
     done = 0
     for times, counts in rank_batches(held_out, manager, batch_size):
         if counts:
-            add_errors(errors, rollout, held_out, times, last_lead)
+            add_forecasts(sums, rollout, held_out, times, last_lead)
             done += len(times)
             progress(done)
         else:
@@ -326,7 +370,7 @@ def evaluate(
         channels=tuple(channel.name for channel in store.channels.output_channels),
         units=tuple(unit_of(store, channel.variable) for channel in store.channels.output_channels),
         hours=held_out.hours,
-        rmse=errors.result(manager).cpu().numpy(),
+        scores={name: values.cpu().numpy() for name, values in sums.result(manager).items()},
         samples=len(held_out.initial_times),
     )
 
@@ -349,26 +393,29 @@ def rank_batches(
         yield (times, True) if len(times) else (held_out.initial_times[:1], False)
 
 
-def add_errors(
-    errors: RootMeanSquare,
+def add_forecasts(
+    sums: ScoreSums,
     rollout: Rollout,
     held_out: HeldOutData,
     times: Times,
     last_lead: LastLeadAccumulator | None,
 ) -> None:
-    """Forecast from a batch of initial times and add the errors of all sources."""
+    """Forecast from a batch of initial times and add the scores of all sources."""
+    samples = np.searchsorted(held_out.initial_times, times).tolist()
     start = held_out.initial_states(times)
     persistence = held_out.newest_fields(times, start)
     for lead, forecast in enumerate(run_forecasts(rollout, held_out, times, start), start=1):
         if lead not in held_out.lead_steps:
             continue  # a step between two scored lead times
-        index = held_out.lead_steps.index(lead)
         valid_times = times + lead * held_out.step
         truth = held_out.fields(valid_times)
-        # The order of `SOURCES`.
-        guesses = (forecast, persistence, held_out.climatology(valid_times))
-        for source, guess in enumerate(guesses):
-            errors.add((source, index), held_out.physical_difference(guess, truth))
+        fields = {
+            FORECAST: forecast,
+            PERSISTENCE: persistence,
+            CLIMATOLOGY: held_out.climatology(valid_times),
+            TRUTH: truth,
+        }
+        sums.add(held_out.lead_steps.index(lead), HeldOutFields(held_out, samples, fields))
         if last_lead is not None and lead == held_out.lead_steps[-1]:
             last_lead.add(forecast, truth)
 

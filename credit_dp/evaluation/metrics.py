@@ -1,14 +1,15 @@
 """Scores as WeatherBench 2 defines them: errors, bias, anomalies, ensembles and spectra.
 
-Every metric is an accumulator: `add` sums fields of this rank's rows and samples, without any
-communication; `result` is collective and returns the same on every rank. `VariableScores` applies
-all of them to the forecasts of one variable; `SCORE_SOURCES` lists what each score is computed for.
+Every score is an `Accumulator`: `add` sums fields of this rank's rows and samples, without any
+communication; `result` is collective and returns the same on every rank. `metric_table` says which
+of them are the metrics of scorecards and runs.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import final
+from typing import Any, final
 
 import numpy as np
 import torch
@@ -78,8 +79,27 @@ class ValidPoints:
 Index = tuple[int | slice, ...]  # index or slices into the leading dims of an accumulator's sums
 
 
+class Accumulator(ABC):
+    """Sums fields of this rank's rows and samples; `result` joins the sums of all ranks."""
+
+    @abstractmethod
+    def add(self, index: Index, *args: Any) -> None:
+        """Add fields to the sums at `index`, without communication."""
+
+    @abstractmethod
+    def result(self, manager: DomainParallelManager) -> Tensor:
+        """Return the score over the globe and all samples, the same on every rank; collective."""
+
+    def fold(self, manager: DomainParallelManager, index: Index = ()) -> None:
+        """Reduce sums that are kept for each sample, and free them for further samples; collective.
+
+        Does nothing for scores that sum over all samples from the start, which most are.
+        """
+        return
+
+
 @final
-class AreaMean:
+class AreaMean(Accumulator):
     """Accumulates the area-weighted mean of fields over the globe and all samples.
 
     All scores take fields `(B, ..., C, h, W)`: the B samples are summed; further dims, for instance
@@ -139,7 +159,7 @@ def sum_over_data_ranks(tensor: Tensor, manager: DomainParallelManager) -> Tenso
 
 
 @final
-class RootMeanSquare:
+class RootMeanSquare(Accumulator):
     """Accumulates the root of the mean squared error; arguments as of `AreaMean`.
 
     The root is taken after the mean over all samples, as WeatherBench 2 does.
@@ -160,7 +180,7 @@ class RootMeanSquare:
 
 
 @final
-class Bias:
+class Bias(Accumulator):
     """Accumulates the mean error, forecast minus truth; arguments as of `AreaMean`."""
 
     def __init__(
@@ -178,7 +198,7 @@ class Bias:
 
 
 @final
-class AnomalyCorrelation:
+class AnomalyCorrelation(Accumulator):
     """Accumulates the anomaly correlation: one coefficient per initial time, then their mean.
 
     A coefficient needs the sums over the whole globe. Three sums are kept per initial time, so that
@@ -251,7 +271,7 @@ def _mean(sums: Tensor, manager: DomainParallelManager) -> Tensor:
 
 
 @final
-class Activity:
+class Activity(Accumulator):
     """Accumulates the standard deviation of anomalies; arguments as of `AreaMean`.
 
     A forecast with less activity than the truth is too smooth.
@@ -275,7 +295,7 @@ MEMBER_DIM = 1  # the dim of an ensemble's members: (B, M, ..., C, h, W)
 
 
 @final
-class FairCRPS:
+class FairCRPS(Accumulator):
     """Accumulates the fair continuous ranked probability score; arguments as of `AreaMean`.
 
     `E|X - Y| - E|X - X'| / 2`, with X and X' two different members: its expectation does not depend
@@ -311,7 +331,7 @@ def half_pairwise_distance(members: Tensor) -> Tensor:
 
 
 @final
-class EnsembleSpread:
+class EnsembleSpread(Accumulator):
     """Accumulates the unbiased variance of the members; arguments as of `AreaMean`."""
 
     def __init__(
@@ -334,7 +354,7 @@ class EnsembleSpread:
 
 
 @final
-class EnsembleMeanRMSE:
+class EnsembleMeanRMSE(Accumulator):
     """Accumulates the root-mean-square error of the ensemble mean; arguments as of `AreaMean`."""
 
     def __init__(
@@ -368,7 +388,7 @@ def latitude_band_weights(
 
 
 @final
-class ZonalSpectra:
+class ZonalSpectra(Accumulator):
     """Accumulates zonal power spectra, averaged over latitude bands and samples.
 
     Rows with missing values have no spectrum and are left out.
@@ -491,141 +511,6 @@ class ErrorMapAccumulator:
             ErrorMap(c, self._hours, np.sqrt(self._squares[c] / self._count), total / self._count)
             for c, total in self._errors.items()
         ]
-
-
-# The fields that each score is computed for. Climatology has no anomaly, so no ACC or activity;
-# the truth's activity is the reference for the forecast's.
-SCORE_SOURCES: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "rmse": ("forecast", "persistence", "climatology"),
-        "acc": ("forecast", "persistence"),
-        "bias": ("forecast", "persistence", "climatology"),
-        "activity": ("forecast", "truth"),
-        "crps": ("forecast", "persistence", "climatology"),
-        "spread": ("forecast",),
-    }
-)
-ENSEMBLE_SCORES = ("crps", "spread")
-SPECTRA_SOURCES = ("forecast", "truth")
-
-
-@final
-@dataclass(frozen=True)
-class GridGeometry:
-    """The rows of the fields with their weights.
-
-    Attributes:
-        rows: area weights, `(h,)`.
-        bands: area weights in each latitude band, `(K, h)`.
-        latitude: `(h,)`, in degrees.
-        columns: W.
-    """
-
-    rows: Tensor
-    bands: Tensor
-    latitude: Tensor
-    columns: int
-
-
-@final
-class VariableScores:
-    """Accumulates all scores of the C levels of a variable.
-
-    For an ensemble, deterministic scores are of its mean and spectra of its members, as in
-    WeatherBench 2. Memory does not grow with the number of initial times.
-
-    Args:
-        sizes: number of lead times and of channels.
-        members: number of members; 1 without an ensemble.
-        points: points with values; None: all points have values.
-    """
-
-    def __init__(
-        self,
-        sizes: tuple[int, int],
-        members: int,
-        geometry: GridGeometry,
-        points: ValidPoints | None,
-    ) -> None:
-        leads, channels = sizes
-        shapes = {name: (len(of), leads, channels) for name, of in SCORE_SOURCES.items()}
-        self._rmse = RootMeanSquare(shapes["rmse"], geometry.rows, points)
-        # Room for one initial time, which `end_initial_time` folds before the next.
-        self._acc = AnomalyCorrelation(shapes["acc"], 1, geometry.rows, points)
-        self._bias = Bias(shapes["bias"], geometry.rows, points)
-        self._activity = Activity(shapes["activity"], geometry.rows, points)
-        self._crps = FairCRPS(shapes["crps"], geometry.rows, points)
-        self._spread = EnsembleSpread(shapes["spread"], geometry.rows, points)
-        self._spectra = ZonalSpectra(
-            (len(SPECTRA_SOURCES), leads, channels),
-            geometry.bands,
-            geometry.latitude,
-            geometry.columns,
-            points,
-        )
-        self._ensemble = members > 1
-
-    def add(
-        self,
-        leads: slice,
-        members: Tensor,
-        truth: Tensor,
-        *,
-        persistence: Tensor,
-        climatology: Tensor,
-    ) -> None:
-        """Add the forecasts from one initial time, at some lead times.
-
-        `end_initial_time` has to follow before the same lead times of another initial time.
-
-        Args:
-            members: `(M, leads, C, h, W)`, M = 1 without an ensemble.
-            truth: `(leads, C, h, W)`.
-            persistence: `(1, C, h, W)`.
-            climatology: `(leads, C, h, W)`.
-        """
-        members = members.double()
-        truth = truth.double()
-        persistence = persistence.double()
-        climatology = climatology.double()
-        mean = members.mean(dim=0)
-        # The order of sources is that of `SCORE_SOURCES`.
-        for source, field in enumerate((mean, persistence, climatology)):
-            self._rmse.add((source, leads), (field - truth)[None])
-            self._bias.add((source, leads), field[None], truth[None])
-        for source, field in enumerate((mean, persistence)):
-            self._acc.add(
-                (source, leads), [0], (field - climatology)[None], (truth - climatology)[None]
-            )
-        for source, field in enumerate((mean, truth)):
-            self._activity.add((source, leads), (field - climatology)[None])
-        for source, fields in enumerate((members, truth[None])):
-            self._spectra.add((source, leads), fields)
-        if self._ensemble:
-            # Persistence is one field for all lead times; the score needs it for each.
-            constant = persistence.expand_as(truth)
-            for source, ensemble in enumerate((members, constant[None], climatology[None])):
-                self._crps.add((source, leads), ensemble[None], truth[None])
-            self._spread.add((0, leads), members[None])
-
-    def end_initial_time(self, leads: slice, manager: DomainParallelManager) -> None:
-        """Complete these lead times of one initial time; collective."""
-        self._acc.fold(manager, (slice(None), leads))
-
-    def result(self, manager: DomainParallelManager) -> tuple[dict[str, Tensor], Tensor]:
-        """Return scores by name, `(sources, leads, C)` each, and the spectra; collective.
-
-        Spectra are `(2, leads, C, K, W // 2 + 1)`, of forecast and truth.
-        """
-        scores = {
-            "rmse": self._rmse.result(manager),
-            "acc": self._acc.result(manager),
-            "bias": self._bias.result(manager),
-            "activity": self._activity.result(manager),
-        }
-        if self._ensemble:
-            scores |= {"crps": self._crps.result(manager), "spread": self._spread.result(manager)}
-        return scores, self._spectra.result(manager)
 
 
 def unit_of(store: Store, variable: str) -> str:

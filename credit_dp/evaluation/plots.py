@@ -24,9 +24,10 @@ from credit_dp.evaluation.figure_style import (
     power_of_ten_label,
     with_unit,
 )
-from credit_dp.evaluation.held_out import LAST_LEAD_SOURCES, LastLeadDiagnostics
+from credit_dp.evaluation.held_out import LastLeadDiagnostics
 from credit_dp.evaluation.maps import FULL_CIRCLE, FieldMap, Lines, MapGrid
-from credit_dp.evaluation.metrics import LATITUDE_BANDS, SCORE_SOURCES
+from credit_dp.evaluation.metric_table import METRICS, SPECTRA_SOURCES
+from credit_dp.evaluation.metrics import LATITUDE_BANDS
 from credit_dp.evaluation.scorecard import HeldOutScores
 
 ColourScale = tuple[str, Normalize]
@@ -271,10 +272,6 @@ def _colour_limit(values: np.ndarray) -> float:
     return max(float(np.percentile(finite, COLOUR_PERCENTILE)) if len(finite) else 0.0, 1e-30)
 
 
-# Held-out scores in the order of `scorecard.SOURCES`, under the names that plots have for them.
-SOURCES = SCORE_SOURCES["rmse"]
-
-
 @figure_style()
 def draw_rmse(scores: HeldOutScores, channels: Sequence[int], path: Path) -> None:
     """Write a PNG with root-mean-square errors by lead time, one panel per channel.
@@ -282,10 +279,12 @@ def draw_rmse(scores: HeldOutScores, channels: Sequence[int], path: Path) -> Non
     Raises:
         UserError: the file can't be written.
     """
-    figure, panels = create_panels(len(channels), f"RMSE over {scores.samples} initial times")
+    metric = METRICS["rmse"]
+    title = f"{metric.label} over {scores.samples} initial times"
+    figure, panels = create_panels(len(channels), title)
     for axes, c in zip(panels, channels, strict=True):
-        values = {source: scores.rmse[s, :, c] for s, source in enumerate(SOURCES)}
-        label = with_unit("RMSE", scores.units[c])
+        values = {source: scores.rmse[s, :, c] for s, source in enumerate(metric.sources)}
+        label = with_unit(metric.label, metric.unit(scores.units[c]))
         draw_scores(axes, scores.hours, values, scores.channels[c], label)
         axes.set_ylim(bottom=0)
     add_legend(figure, panels[0], below=TITLE_INCHES)
@@ -306,7 +305,7 @@ def draw_spectra(scores: HeldOutScores, last: LastLeadDiagnostics, path: Path) -
         row, band = divmod(index, len(LATITUDE_BANDS))
         c = drawn[row]
         spectra = last.spectra[:, last.spectra_channels.index(c), band]
-        powers = dict(zip(LAST_LEAD_SOURCES, spectra, strict=True))
+        powers = dict(zip(SPECTRA_SOURCES, spectra, strict=True))
         name = f"{scores.channels[c]}, {list(LATITUDE_BANDS)[band]}"
         draw_spectrum(axes, powers, name, scores.units[c])
     add_legend(figure, panels[0], below=TITLE_INCHES)

@@ -1,6 +1,7 @@
 """Write a scorecard's folder: CSV, JSON and one self-contained HTML page with its figures.
 
-`scorecard_page` builds the page from sections; `ScoreFolder` writes all files or none.
+`scorecard_page` collects what the page shows and fills the template with it; `ScoreFolder` writes
+all files or none. The templates are in `templates/`; `comparison` uses them, too.
 """
 
 import base64
@@ -8,18 +9,19 @@ import contextlib
 import io
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from html import escape
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
-from typing import final
+from typing import NamedTuple, final
 
+import jinja2
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from credit_dp.errors import UserError
 from credit_dp.evaluation.figure_style import REFERENCE, figure_style, superscript, with_unit
-from credit_dp.evaluation.metrics import SCORE_SOURCES, SPECTRA_SOURCES, ErrorMap
+from credit_dp.evaluation.metric_table import METRICS, SPECTRA_SOURCES, Better, Metric
+from credit_dp.evaluation.metrics import ErrorMap
 from credit_dp.evaluation.plots import (
     add_legend,
     create_panels,
@@ -29,37 +31,30 @@ from credit_dp.evaluation.plots import (
 )
 from credit_dp.evaluation.scorecard import Array, Scorecard, headline_indices, three_digits
 
-# Labels of the vertical axes.
-LABELS = {
-    "rmse": "RMSE",
-    "acc": "ACC",
-    "bias": "bias",
-    "activity": "activity",
-    "crps": "CRPS",
-    "spread": "spread",
-}
-
 
 @figure_style()
 def score_image(card: Scorecard, name: str) -> str:
     """Return curves of a score by lead time, one panel per headline channel, as `data:` URI."""
+    metric = METRICS[name]
     channels = headline_indices(card.channels)
     figure, panels = create_panels(len(channels))
     for axes, c in zip(panels, channels, strict=True):
-        values = {
-            source: card.scores[name][s, :, c] for s, source in enumerate(SCORE_SOURCES[name])
-        }
-        label = with_unit(LABELS[name], "1" if name == "acc" else card.units[c])
+        values = {source: card.scores[name][s, :, c] for s, source in enumerate(metric.sources)}
+        values |= {label: card.scores[other][0, :, c] for label, other in metric.drawn_with.items()}
+        label = with_unit(metric.label, metric.unit(card.units[c]))
         draw_scores(axes, card.hours, values, card.channels[c].name, label)
-        if name == "spread":  # is only meaningful next to the error of the ensemble mean
-            error = {"error of the mean": card.scores["rmse"][0, :, c]}
-            draw_scores(axes, card.hours, error, card.channels[c].name, label)
-        if name == "bias":
-            axes.axhline(0, color=REFERENCE, linewidth=0.8)
-        elif name != "acc":
-            axes.set_ylim(bottom=0)
+        mark_ideal(axes, metric.better)
     add_legend(figure, panels[0])
     return figure_data_uri(figure, "svg")
+
+
+def mark_ideal(axes: Axes, better: Better) -> None:
+    """Draw the ideal value of a score, or let its axis start at zero."""
+    ideals = {Better.CLOSER_TO_ZERO: 0, Better.CLOSER_TO_ONE: 1}
+    if better in ideals:
+        axes.axhline(ideals[better], color=REFERENCE, linewidth=0.8)
+    elif better is not Better.LARGER:
+        axes.set_ylim(bottom=0)
 
 
 @figure_style()
@@ -93,65 +88,33 @@ def figure_data_uri(figure: Figure, image_format: str) -> str:
 
 
 TABLE_HOURS = (24, 72, 120, 240)  # lead times in tables, if the scorecard has any of them
-# Finds the best source of a score; scores without a direction are not listed.
-BEST_INDEX: Mapping[str, Callable[[Array], np.intp]] = MappingProxyType(
-    {"rmse": np.nanargmin, "crps": np.nanargmin, "acc": np.nanargmax}
+TEMPLATES = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(Path(__file__).with_name("templates")),
+    autoescape=True,
+    undefined=jinja2.StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+    keep_trailing_newline=True,
 )
-TITLES = {
-    "rmse": "Root-mean-square error",
-    "acc": "Anomaly correlation",
-    "bias": "Bias",
-    "activity": "Activity: standard deviation of the anomaly",
-    "crps": "Continuous ranked probability score (fair)",
-    "spread": "Ensemble spread",
-}
-EXPLANATIONS = {
-    "rmse": "Weighted by area; the root is taken after the mean over initial times. Smaller is "
-    "better; the best of each lead time is bold.",
-    "acc": "Correlation of forecast and true anomaly over the globe, averaged over initial times. "
-    "1 is perfect; it is undefined for climatology. The best of each lead time is bold.",
-    "bias": "Forecast minus truth.",
-    "activity": "A forecast with less activity than the truth is too smooth.",
-    "crps": "In the unit of the variable; for a single forecast the mean absolute error. Smaller "
-    "is better; the best of each lead time is bold.",
-    # Source: Fortin et al. 2014, "Why should ensemble spread match the RMSE of the ensemble mean?"
-    "spread": "Standard deviation of the members about their mean. For a reliable ensemble, the "
-    "root-mean-square error of the mean is the spread times the root of 1 + 1 / members.",
-}
-PAGE_CSS = """
-:root { color-scheme: light; background: #fff; }
-body { font: 15px/1.45 system-ui, sans-serif; color: #1b1f23; max-width: 1180px;
-       margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: 13px; }
-.wide { overflow-x: auto; }
-th, td { padding: 2px 10px; text-align: right; white-space: nowrap; }
-th:first-child, td:first-child, th.text, td.text { text-align: left; }
-thead tr:last-child th { border-bottom: 1px solid #888; } th[colspan] { text-align: center; }
-tbody tr:nth-child(even) { background: #f4f6f8; }
-td.best { font-weight: 600; } td.forecast, th.forecast { border-left: 1px solid #ccc; }
-img { max-width: 100%; } p.note { color: #555; margin: 0.2rem 0 0.8rem; }
-@media (max-width: 900px) { img { max-width: none; } }
-h1, h2, dd { overflow-wrap: anywhere; }
-dt { float: left; clear: left; width: 9rem; color: #555; } dd { margin-left: 9.5rem; }
-"""
+
+
+def render_page(template: str, **content: object) -> str:
+    """Return a page as HTML text; texts of `content` are escaped."""
+    return TEMPLATES.get_template(template).render(content)
 
 
 def scorecard_page(card: Scorecard) -> str:
     """Return the page as HTML text."""
-    parts = [
-        *_page_header(card),
-        *_score_sections(card),
-        *_spectra_sections(card),
-        *_map_sections(card),
-    ]
-    title = escape(f"Scorecard of {card.forecast}")
-    return (
-        '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{title}</title>\n<style>{PAGE_CSS}</style>\n</head>\n<body>\n"
-        + "\n".join(parts)
-        + "\n</body>\n</html>\n"
+    return render_page(
+        "scorecard.html",
+        title=f"Scorecard of {card.forecast}",
+        metadata=page_metadata(card),
+        plotted=len(headline_indices(card.channels)),
+        count=len(card.channels),
+        scores=[score_section(card, name) for name in card.scores],
+        hours=card.hours[-1],
+        spectra=spectra_by_band(card),
+        maps=[(map_title(card, errors), error_map_image(card, errors)) for errors in card.maps],
     )
 
 
@@ -164,10 +127,11 @@ def table_lead_indices(hours: Sequence[int]) -> list[int]:
     return sorted({int(index) for index in spaced})
 
 
-def _page_header(card: Scorecard) -> list[str]:
+def page_metadata(card: Scorecard) -> dict[str, str]:
+    """Return what was scored, as texts by heading."""
     first, last = (str(card.initial_times[x].astype("M8[m]")) for x in (0, -1))
     count = len(card.initial_times)
-    metadata = {
+    return {
         "Forecast": card.forecast + (f", {card.members} members" if card.members > 1 else ""),
         "Truth": card.truth,
         "Climatology": card.climatology,
@@ -175,88 +139,65 @@ def _page_header(card: Scorecard) -> list[str]:
         "Lead times": f"{len(card.hours)}, {card.hours[0]} to {card.hours[-1]} hours",
         "Grid": f"{len(card.latitude)} x {len(card.longitude)}",
     }
-    items = "".join(f"<dt>{name}</dt><dd>{escape(text)}</dd>" for name, text in metadata.items())
+
+
+class ScoreCell(NamedTuple):
+    """A number in a table, with the source that it is of."""
+
+    source: str
+    text: str
+    is_best: bool
+
+
+class ScoreSection(NamedTuple):
+    """A metric's section of a scorecard.
+
+    Attributes:
+        image: `data:` URI of its curves.
+        hours: lead times of the table.
+        rows: channel, unit and cells of each row.
+    """
+
+    metric: Metric
+    image: str
+    hours: list[int]
+    rows: list[tuple[str, str, list[ScoreCell]]]
+
+
+def score_section(card: Scorecard, name: str) -> ScoreSection:
+    """Return the section of a score: one row per channel, all sources for each lead time."""
+    metric = METRICS[name]
+    leads = table_lead_indices(card.hours)
+    rows = []
+    for c, channel in enumerate(card.channels):
+        cells = [
+            cell for lead in leads for cell in score_cells(metric, card.scores[name][:, lead, c])
+        ]
+        rows.append((channel.name, superscript(metric.unit(card.units[c])), cells))
+    return ScoreSection(metric, score_image(card, name), [card.hours[lead] for lead in leads], rows)
+
+
+def score_cells(metric: Metric, values: Array) -> list[ScoreCell]:
+    """Return the cells of one lead time, of which the best source is marked."""
+    best = metric.better.best_source(values)
     return [
-        "<h1>Scorecard</h1>",
-        f"<dl>{items}</dl>",
-        '<p class="note">Scores as WeatherBench 2 defines them (Rasp et al. 2024). All numbers are '
-        f"in scores.csv and scores.json beside this page.{_omission_note(card)}</p>",
+        ScoreCell(source, three_digits(value) if np.isfinite(value) else "-", s == best)
+        for s, (source, value) in enumerate(zip(metric.sources, values.tolist(), strict=True))
     ]
 
 
-def _omission_note(card: Scorecard) -> str:
-    plotted = len(headline_indices(card.channels))
-    count = len(card.channels)
-    if plotted == count:
-        return ""
-    return f" Plots show {plotted} of the {count} variables, tables all."
+def spectra_by_band(card: Scorecard) -> dict[str, str]:
+    """Return images of spectra by latitude band, for bands that have any."""
+    return {
+        name: spectra_image(card, band)
+        for band, name in enumerate(card.bands)
+        if np.isfinite(card.spectra[:, -1, :, band]).any()
+    }
 
 
-def _score_sections(card: Scorecard) -> Iterable[str]:
-    for name in card.scores:
-        yield f"<h2>{TITLES[name]}</h2>"
-        yield f'<p class="note">{EXPLANATIONS[name]}</p>'
-        yield _image_tag(score_image(card, name), f"{TITLES[name]} by lead time")
-        yield f'<div class="wide">{_score_table(card, name)}</div>'
-
-
-def _score_table(card: Scorecard, name: str) -> str:
-    """Return an HTML table: one row per channel, all sources for each lead time."""
-    leads = table_lead_indices(card.hours)
-    sources = SCORE_SOURCES[name]
-    spans = "".join(
-        f'<th colspan="{len(sources)}" class="forecast">{card.hours[lead]} h</th>' for lead in leads
-    )
-    names = "".join(f'<th class="{source}">{source}</th>' for _ in leads for source in sources)
-    lines = []
-    for c, channel in enumerate(card.channels):
-        unit = "1" if name == "acc" else card.units[c]
-        cells = [_score_cells(name, card.scores[name][:, lead, c]) for lead in leads]
-        lines.append(
-            f'<tr><td>{escape(channel.name)}</td><td class="text">{escape(superscript(unit))}</td>'
-            f"{''.join(cells)}</tr>"
-        )
-    return (
-        f'<table id="{name}"><thead><tr><th></th><th></th>{spans}</tr>'
-        f'<tr><th>variable</th><th class="text">unit</th>{names}</tr></thead>'
-        f"<tbody>{''.join(lines)}</tbody></table>"
-    )
-
-
-def _score_cells(name: str, values: Array) -> str:
-    """Return the cells of one lead time; the best source has the class `best`."""
-    best = BEST_INDEX[name](values) if name in BEST_INDEX and np.isfinite(values).any() else None
-    return "".join(
-        f'<td class="{source}{" best" if s == best else ""}">{_format_value(value)}</td>'
-        for s, (source, value) in enumerate(zip(SCORE_SOURCES[name], values, strict=True))
-    )
-
-
-def _spectra_sections(card: Scorecard) -> Iterable[str]:
-    yield f"<h2>Zonal power spectra at {card.hours[-1]} h</h2>"
-    yield (
-        '<p class="note">At high wavenumbers, power below the truth\'s means that the forecast is '
-        "too smooth, power above it that the forecast is noisy.</p>"
-    )
-    for band, name in enumerate(card.bands):
-        if np.isfinite(card.spectra[:, -1, :, band]).any():
-            yield f"<h3>{escape(name)}</h3>"
-            yield _image_tag(spectra_image(card, band), f"power spectra, {name}")
-
-
-def _map_sections(card: Scorecard) -> Iterable[str]:
-    for errors in card.maps:
-        title = f"Errors of {card.channels[errors.channel].name} at {errors.hours} h"
-        yield f"<h2>{escape(title)}</h2>"
-        yield _image_tag(error_map_image(card, errors), title)
-
-
-def _image_tag(uri: str, alt: str) -> str:
-    return f'<div class="wide"><img src="{uri}" alt="{escape(alt, quote=True)}"></div>'
-
-
-def _format_value(value: float) -> str:
-    return three_digits(float(value)) if np.isfinite(value) else "-"
+def map_title(card: Scorecard, errors: ErrorMap) -> str:
+    """Return the heading of a map."""
+    return f"Errors of {card.channels[errors.channel].name} at {errors.hours} h"
 
 
 @final

@@ -1,11 +1,13 @@
 """Score any store of forecasts against the truth, with persistence and climatology as baselines.
 
 Runs in one process. `align` opens the stores, `read_blocks` yields forecasts with truth and
-climatology, `Scorer` sums their scores. Memory is bounded by one block's window and the sums.
+climatology, `Scorer` sums the scores of `metric_table` and the spectra of each variable. Memory is
+bounded by one block's window and the sums.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import final
 
 import numpy as np
@@ -20,12 +22,22 @@ from credit_dp.evaluation.alignment import AlignedForecast, align
 from credit_dp.evaluation.blocks import Block, Fields, read_blocks, variable_slices
 from credit_dp.evaluation.forecast_store import ForecastStore
 from credit_dp.evaluation.maps import coasts_of
+from credit_dp.evaluation.metric_table import (
+    CLIMATOLOGY,
+    FORECAST,
+    METRICS,
+    PERSISTENCE,
+    SPECTRA_SOURCES,
+    TRUTH,
+    Extent,
+    ScoredFields,
+    ScoreSums,
+)
 from credit_dp.evaluation.metrics import (
     LATITUDE_BANDS,
     ErrorMapAccumulator,
-    GridGeometry,
     ValidPoints,
-    VariableScores,
+    ZonalSpectra,
     latitude_band_weights,
     unit_of,
 )
@@ -75,6 +87,121 @@ def limit_threads(grid: tuple[int, int]) -> Iterator[None]:
 
 
 @final
+class StoredFields(ScoredFields):
+    """The forecasts from one initial time, at some lead times.
+
+    Args:
+        members: `(M, leads, C, h, W)`, M = 1 without an ensemble.
+        truth: `(leads, C, h, W)`.
+        persistence: `(1, C, h, W)`.
+        climatology: `(leads, C, h, W)`.
+    """
+
+    samples = (0,)  # sums are folded before the next initial time
+
+    def __init__(
+        self, members: Tensor, truth: Tensor, *, persistence: Tensor, climatology: Tensor
+    ) -> None:
+        self._members = members.double()
+        self._fields = {
+            FORECAST: self._members.mean(dim=0),
+            PERSISTENCE: persistence.double(),
+            CLIMATOLOGY: climatology.double(),
+            TRUTH: truth.double(),
+        }
+
+    @property
+    def truth(self) -> Tensor:
+        """Return the truth, `(1, leads, C, h, W)`."""
+        return self._fields[TRUTH][None]
+
+    def members(self, source: str) -> Tensor:
+        """Return the members, `(1, M, leads, C, h, W)`; any other source is one member."""
+        if source == FORECAST:
+            return self._members[None]
+        # Persistence is one field for all lead times; scores of members need it for each.
+        return self._fields[source].expand_as(self._fields[TRUTH])[None, None]
+
+    def error(self, source: str) -> Tensor:
+        """Return a source minus the truth, `(1, leads, C, h, W)`."""
+        return (self._fields[source] - self._fields[TRUTH])[None]
+
+    def anomaly(self, source: str) -> Tensor:
+        """Return a source minus the climatology, `(1, leads, C, h, W)`."""
+        return (self._fields[source] - self._fields[CLIMATOLOGY])[None]
+
+
+@final
+@dataclass(frozen=True)
+class GridGeometry:
+    """The rows of the fields with their weights.
+
+    Attributes:
+        rows: area weights, `(h,)`.
+        bands: area weights in each latitude band, `(K, h)`.
+        latitude: `(h,)`, in degrees.
+        columns: W.
+    """
+
+    rows: Tensor
+    bands: Tensor
+    latitude: Tensor
+    columns: int
+
+
+@final
+class VariableScores:
+    """Accumulates all scores and the spectra of the C levels of a variable.
+
+    Spectra of an ensemble are those of its members, as in WeatherBench 2. Memory does not grow
+    with the number of initial times.
+
+    Args:
+        sizes: number of lead times and of channels.
+        members: number of members; 1 without an ensemble.
+        points: points with values; None: all points have values.
+    """
+
+    def __init__(
+        self,
+        sizes: tuple[int, int],
+        members: int,
+        geometry: GridGeometry,
+        points: ValidPoints | None,
+    ) -> None:
+        metrics = [metric for metric in METRICS.values() if members > 1 or not metric.ensemble]
+        # Sums of one initial time, which `end_initial_time` folds before the next.
+        self._scores = ScoreSums(metrics, sizes, Extent(geometry.rows, points, samples=1))
+        self._spectra = ZonalSpectra(
+            (len(SPECTRA_SOURCES), *sizes),
+            geometry.bands,
+            geometry.latitude,
+            geometry.columns,
+            points,
+        )
+
+    def add(self, leads: slice, fields: StoredFields) -> None:
+        """Add the forecasts from one initial time, at some lead times.
+
+        `end_initial_time` has to follow before the same lead times of another initial time.
+        """
+        self._scores.add(leads, fields)
+        for index, source in enumerate(SPECTRA_SOURCES):
+            self._spectra.add((index, leads), fields.members(source)[0])
+
+    def end_initial_time(self, leads: slice, manager: DomainParallelManager) -> None:
+        """Complete these lead times of one initial time; collective."""
+        self._scores.fold(manager, leads)
+
+    def result(self, manager: DomainParallelManager) -> tuple[dict[str, Tensor], Tensor]:
+        """Return scores by name, `(sources, leads, C)` each, and the spectra; collective.
+
+        Spectra are `(2, leads, C, K, W // 2 + 1)`, of forecast and truth.
+        """
+        return self._scores.result(manager), self._spectra.result(manager)
+
+
+@final
 class Scorer:
     """Adds forecasts block by block to the scores of their variables."""
 
@@ -119,13 +246,13 @@ class Scorer:
             for first in range(0, leads, step):
                 part = slice(first, min(first + step, leads))
                 scored = slice(block.leads.start + part.start, block.leads.start + part.stop)
-                scores.add(
-                    scored,
+                fields = StoredFields(
                     to_tensor(forecast[part].swapaxes(0, 1)),
                     to_tensor(block.truth[part, channels]),
                     persistence=to_tensor(block.start[:, channels]),
                     climatology=to_tensor(block.climatology[part, channels]),
                 )
+                scores.add(scored, fields)
                 # A block has one initial time, so that these lead times are complete.
                 scores.end_initial_time(scored, self._manager)
         self._maps.add(block.leads, block.channels.start, block.forecast, block.truth)

@@ -1,7 +1,7 @@
 """Scores as data: checked, and written as JSON, CSV and tables.
 
-`HeldOutScores` are the RMSE of a run's own model on its test dates; a `Scorecard` has all scores
-of a forecast store.
+`HeldOutScores` are those of a run's own model on its test dates, a `Scorecard` those of a forecast
+store. Which scores there are is in `metric_table`.
 """
 
 import csv
@@ -21,44 +21,87 @@ from rich.table import Table
 from credit_dp.data.channels import Channel
 from credit_dp.errors import UserError
 from credit_dp.evaluation.maps import Lines, MapGrid
-from credit_dp.evaluation.metrics import SCORE_SOURCES, SPECTRA_SOURCES, ErrorMap
+from credit_dp.evaluation.metric_table import (
+    CLIMATOLOGY,
+    FORECAST,
+    METRICS,
+    PERSISTENCE,
+    SOURCES,
+    SPECTRA_SOURCES,
+    TRUTH,
+)
+from credit_dp.evaluation.metrics import ErrorMap
 
+MODEL = "model"  # the forecast's name in files and tables of a run
 # With line breaks, because a column of the table is as wide as its longest line.
 SOURCE_HEADINGS = {
-    "model": "model\n",
-    "persistence": "persis-\ntence",
-    "climatology": "clima-\ntology",
+    FORECAST: "model\n",
+    PERSISTENCE: "persis-\ntence",
+    CLIMATOLOGY: "clima-\ntology",
 }
-SOURCES = tuple(SOURCE_HEADINGS)
+_TEST_DATES_ADVICE = "Look at the held-out dates of the store, or change data.dates.test"
 NOT_FINITE_ADVICE = {
-    "model": "Its forecasts grew without bounds: train longer or with trainer.rollout, or lower "
+    FORECAST: "Its forecasts grew without bounds: train longer or with trainer.rollout, or lower "
     "trainer.evaluate_hours; the checkpoint is kept",
-    "persistence": "Look at the held-out dates of the store, or change data.dates.test",
-    "climatology": "Look at the training dates of the store, or change data.dates.train",
+    PERSISTENCE: _TEST_DATES_ADVICE,
+    TRUTH: _TEST_DATES_ADVICE,
+    CLIMATOLOGY: "Look at the training dates of the store, or change data.dates.train",
 }
 ZERO_ERROR_QUESTIONS = {
-    "persistence": "Does this field change in time?",
-    "climatology": "Is this field the same on all its dates?",
+    PERSISTENCE: "Does this field change in time?",
+    CLIMATOLOGY: "Is this field the same on all its dates?",
 }
 UNLIMITED = 10_000  # characters; wider than any table
+
+
+Array = NDArray[np.float64]
+
+
+def iter_scores(scores: Mapping[str, Array]) -> Iterator[tuple[int, int, str, str, float]]:
+    """Yield channel index, lead index, score, source and value of each score.
+
+    Args:
+        scores: by name, `(sources, leads, C)` each, sources as in `metric_table.METRICS`.
+    """
+    leads, channels = next(iter(scores.values())).shape[1:]
+    for c in range(channels):
+        for lead in range(leads):
+            for name, values in scores.items():
+                for s, source in enumerate(METRICS[name].sources):
+                    yield c, lead, name, source, float(values[s, lead, c])
+
+
+def is_valid(name: str, value: float) -> bool:
+    """Whether a score is finite, or undefined where it may be."""
+    return math.isfinite(value) or (METRICS[name].may_be_undefined and math.isnan(value))
+
+
+def finite_or_none(value: float) -> float | None:
+    """Return a score for JSON, which has no NaN: undefined is null."""
+    return value if math.isfinite(value) else None
 
 
 @final
 @dataclass(frozen=True)
 class HeldOutScores:
-    """RMSE of the model, persistence and climatology on held-out dates.
+    """Scores of the model, persistence and climatology on held-out dates.
 
     Attributes:
         hours: lead times.
-        rmse: `(3, leads, C)`, sources in the order of `SOURCES`, in each channel's unit.
+        scores: by name, `(sources, leads, C)` each, sources as in `metric_table.METRICS`.
         samples: number of initial times.
     """
 
     channels: tuple[str, ...]
     units: tuple[str, ...]
     hours: tuple[int, ...]
-    rmse: np.ndarray
+    scores: Mapping[str, Array]
     samples: int
+
+    @property
+    def rmse(self) -> Array:
+        """Return the RMSE, `(3, leads, C)`, sources in the order of `SOURCES`."""
+        return self.scores["rmse"]
 
     def check(self) -> None:
         """Refuse scores that are not finite.
@@ -66,12 +109,16 @@ class HeldOutScores:
         Raises:
             UserError: names the first channel with a score that is NaN or infinite.
         """
-        for s, h, c in np.argwhere(~np.isfinite(self.rmse)):
-            source = SOURCES[s]
-            raise UserError(
-                f"{self.channels[c]}: the RMSE of the {source} at {self.hours[h]} h is "
-                f"{self.rmse[s, h, c]}. {NOT_FINITE_ADVICE[source]}."
-            )
+        for name, values in self.scores.items():
+            metric = METRICS[name]
+            for s, h, c in np.argwhere(~np.isfinite(values)):
+                source = metric.sources[s]
+                if is_valid(name, values[s, h, c]):
+                    continue
+                raise UserError(
+                    f"{self.channels[c]}: the {metric.label} of the {name_in_runs(source)} at "
+                    f"{self.hours[h]} h is {values[s, h, c]}. {NOT_FINITE_ADVICE[source]}."
+                )
 
     def warnings(self) -> list[str]:
         """Return a line for each channel on which persistence or climatology has zero error."""
@@ -88,27 +135,24 @@ class HeldOutScores:
     def scalars(self) -> dict[str, float]:
         """Return scores by flat names for loggers: `rmse/geopotential_500/24h/model`."""
         return {
-            f"rmse/{channel}/{hours}h/{source}": float(self.rmse[s, h, c])
-            for c, channel in enumerate(self.channels)
-            for h, hours in enumerate(self.hours)
-            for s, source in enumerate(SOURCES)
+            f"{name}/{self.channels[c]}/{self.hours[lead]}h/{name_in_runs(source)}": value
+            for c, lead, name, source, value in iter_scores(self.scores)
         }
 
     def to_json(self, step: int) -> str:
-        """Return scores as JSON, nested by channel, lead time and source.
+        """Return scores as JSON, nested by score, channel, lead time and source.
 
         Args:
             step: the training step of the model.
         """
-        rmse = {
-            channel: {
-                f"{hours}h": {source: float(self.rmse[s, h, c]) for s, source in enumerate(SOURCES)}
-                for h, hours in enumerate(self.hours)
-            }
-            for c, channel in enumerate(self.channels)
-        }
+        nested: dict[str, dict[str, dict[str, dict[str, float | None]]]] = {}
+        for c, lead, name, source, value in iter_scores(self.scores):
+            by_channel = nested.setdefault(name, {})
+            by_lead = by_channel.setdefault(self.channels[c], {})
+            by_source = by_lead.setdefault(f"{self.hours[lead]}h", {})
+            by_source[name_in_runs(source)] = finite_or_none(value)
         units = dict(zip(self.channels, self.units, strict=True))
-        content = {"step": step, "initial_times": self.samples, "units": units, "rmse": rmse}
+        content = {"step": step, "initial_times": self.samples, "units": units, **nested}
         return json.dumps(content, indent=2) + "\n"
 
     def tables(self, width: int) -> list[Table]:
@@ -131,7 +175,7 @@ class HeldOutScores:
         table.add_column("unit", overflow="fold")
         for hours in (self.hours[lead] for lead in leads):
             for source, heading in SOURCE_HEADINGS.items():
-                style = "bold" if source == "model" else None
+                style = "bold" if source == FORECAST else None
                 label = f"{hours} h\n{heading}"
                 table.add_column(label, justify="right", style=style, no_wrap=True)
         for c, (channel, unit) in enumerate(zip(self.channels, self.units, strict=True)):
@@ -140,13 +184,17 @@ class HeldOutScores:
         return table
 
 
+def name_in_runs(source: str) -> str:
+    """Return a source's name in files and tables of a run."""
+    return MODEL if source == FORECAST else source
+
+
 def three_digits(value: float) -> str:
     """Return a number with three significant digits; as an integer from 1000 to a million."""
     # 1.23e+03 is longer and harder to read than 1234.
     return f"{value:.0f}" if 999.5 <= abs(value) < 1e6 else f"{value:.3g}"
 
 
-Array = NDArray[np.float64]
 CSV_COLUMNS = ("variable", "level", "unit", "lead_hours", "score", "of", "value")
 # Source: Rasp et al. 2024, "WeatherBench 2", headline scores.
 HEADLINE_CHANNELS = (
@@ -175,7 +223,7 @@ class Scorecard:
         units: one for each channel; empty if unknown.
         latitude, longitude: `(H,)` and `(W,)`, of the truth.
         coasts: for maps; see `maps.coasts_of`.
-        scores: by name, `(sources, leads, C)` each, sources as in `metrics.SCORE_SOURCES`.
+        scores: by name, `(sources, leads, C)` each, sources as in `metric_table.METRICS`.
         spectra: `(2, leads, C, K, W // 2 + 1)`, of forecast and truth; in squared units times
             metres.
         bands: names of the K latitude bands.
@@ -204,15 +252,15 @@ class Scorecard:
         return MapGrid(self.latitude, self.longitude, self.coasts)
 
     def check(self) -> None:
-        """Refuse scores that are not finite, except an ACC that is undefined (zero anomaly).
+        """Refuse scores that are not finite, except those that may be undefined.
 
         Raises:
             UserError: names the first channel with a score that is NaN or infinite.
         """
-        for c, lead, name, source, value in self.iter_scores():
-            if not math.isfinite(value) and not (name == "acc" and math.isnan(value)):
-                where = {"persistence": self.truth, "truth": self.truth}
-                where |= {"forecast": self.forecast, "climatology": self.climatology}
+        for c, lead, name, source, value in iter_scores(self.scores):
+            if not is_valid(name, value):
+                where = {PERSISTENCE: self.truth, TRUTH: self.truth}
+                where |= {FORECAST: self.forecast, CLIMATOLOGY: self.climatology}
                 raise UserError(
                     f"{where[source]}: the {name} of the {source} is {value} for "
                     f"{self.channels[c].name} at {self.hours[lead]} h. Look at this field, or "
@@ -222,7 +270,7 @@ class Scorecard:
     def warnings(self) -> list[str]:
         """Return a line for each channel on which persistence or climatology has zero error."""
         lines = {}
-        for c, lead, name, source, value in self.iter_scores():
+        for c, lead, name, source, value in iter_scores(self.scores):
             if name != "rmse" or value != 0 or source not in ZERO_ERROR_QUESTIONS:
                 continue
             if self.hours[lead] > 0:  # at lead time 0 persistence is the truth itself
@@ -232,35 +280,26 @@ class Scorecard:
                 )
         return list(lines.values())
 
-    def iter_scores(self) -> Iterator[tuple[int, int, str, str, float]]:
-        """Yield channel index, lead index, score, source and value of each score."""
-        for c in range(len(self.channels)):
-            for lead in range(len(self.hours)):
-                for name, values in self.scores.items():
-                    for s, source in enumerate(SCORE_SOURCES[name]):
-                        yield c, lead, name, source, float(values[s, lead, c])
-
     def to_csv(self) -> str:
         """Return CSV with one line for each score; undefined values are empty."""
         text = io.StringIO()
         writer = csv.writer(text, lineterminator="\n")
         writer.writerow(CSV_COLUMNS)
-        for c, lead, name, source, value in self.iter_scores():
+        for c, lead, name, source, value in iter_scores(self.scores):
             channel = self.channels[c]
             level = "" if channel.level is None else channel.level
             number = repr(value) if math.isfinite(value) else ""
-            unit = "1" if name == "acc" else self.units[c]
+            unit = METRICS[name].unit(self.units[c])
             writer.writerow((channel.variable, level, unit, self.hours[lead], name, source, number))
         return text.getvalue()
 
     def to_json(self) -> str:
         """Return scores as JSON, nested by channel, score, lead time and source, with metadata."""
         nested: dict[str, dict[str, dict[str, dict[str, float | None]]]] = {}
-        for c, lead, name, source, value in self.iter_scores():
+        for c, lead, name, source, value in iter_scores(self.scores):
             by_score = nested.setdefault(self.channels[c].name, {})
             by_source = by_score.setdefault(name, {}).setdefault(f"{self.hours[lead]}h", {})
-            # JSON has no NaN: undefined is null.
-            by_source[source] = value if math.isfinite(value) else None
+            by_source[source] = finite_or_none(value)
         content = {**self.metadata(), "scores": nested}
         return json.dumps(content, indent=2, allow_nan=False) + "\n"
 

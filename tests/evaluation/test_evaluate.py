@@ -138,7 +138,7 @@ def test_scores_are_told_as_json_table_and_flat_numbers(config):
 def test_no_number_is_cut_off_where_many_lead_times_do_not_fit(width, blocks):
     channels = ("10m_u_component_of_wind", "specific_humidity_1000")
     rmse = np.arange(1.0, 19).reshape(3, 3, 2) / 8 + 100
-    scores = HeldOutScores(channels, ("m s**-1", "kg kg**-1"), (6, 24, 72), rmse, 5)
+    scores = HeldOutScores(channels, ("m s**-1", "kg kg**-1"), (6, 24, 72), {"rmse": rmse}, 5)
     text = io.StringIO()
     console = Console(file=text, width=width)
     tables = scores.tables(console.width)
@@ -182,7 +182,7 @@ def test_numbers_stay_short():
 
 
 def scores_of(rmse: np.ndarray) -> HeldOutScores:
-    return HeldOutScores(("t_500", "2m_temperature"), ("K", "K"), (6, 24), rmse, samples=3)
+    return HeldOutScores(("t_500", "2m_temperature"), ("K", "K"), (6, 24), {"rmse": rmse}, 3)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

@@ -124,7 +124,7 @@ def draw_run(folder: Path) -> None:
     log = folder / "metrics.csv"
     log.write_text("step,loss\n1,1.0\n2,0.5\n")
     draw_loss(log, folder / "loss.png")
-    scores = HeldOutScores(("x",), ("K",), (6, 24), np.ones((3, 2, 1)), 2)
+    scores = HeldOutScores(("x",), ("K",), (6, 24), {"rmse": np.ones((3, 2, 1))}, 2)
     last = LastLeadDiagnostics(24, (0,), 0, np.ones((2, 1, 3, 5)), FIELD, FIELD - 20)
     draw_rmse(scores, [0], folder / "rmse.png")
     draw_spectra(scores, last, folder / "spectra.png")

@@ -9,7 +9,7 @@ import pytest
 from credit_dp.data.channels import Channel
 from credit_dp.evaluation.figure_style import superscript
 from credit_dp.evaluation.maps import NO_LINES
-from credit_dp.evaluation.metrics import SCORE_SOURCES
+from credit_dp.evaluation.metric_table import METRICS
 from credit_dp.evaluation.report import score_image, scorecard_page
 from credit_dp.evaluation.scorecard import MAX_HEADLINES, Scorecard
 
@@ -54,7 +54,7 @@ def test_the_best_is_bold_where_better_has_a_meaning(
     text = scorecard_page(card({name: values}))
     assert re.findall(r'<td class="(\w+) best">', text) == best
     assert (
-        len(re.findall(r"<td class=\"(?:\w+)(?: best)?\">", text)) == len(SCORE_SOURCES[name]) + 1
+        len(re.findall(r"<td class=\"(?:\w+)(?: best)?\">", text)) == len(METRICS[name].sources) + 1
     )
 
 

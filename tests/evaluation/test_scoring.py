@@ -10,7 +10,8 @@ import xarray as xr
 from credit_dp.data.channels import Channel
 from credit_dp.evaluation import score as evaluation_score
 from credit_dp.evaluation.maps import NO_LINES
-from credit_dp.evaluation.metrics import SCORE_SOURCES, ErrorMap
+from credit_dp.evaluation.metric_table import METRICS
+from credit_dp.evaluation.metrics import ErrorMap
 from credit_dp.evaluation.report import score_image, scorecard_page
 from credit_dp.evaluation.scorecard import Scorecard
 from tests.evaluation import forecasts
@@ -41,7 +42,7 @@ def by_definition(
     fields = {"forecast": mean, "persistence": start, "climatology": normal, "truth": truth}
     count = made.sizes["number"]
     pairs = abs(made - made.rename(number="other")).sum(["number", "other"])
-    found: dict[str, dict[str, xr.DataArray]] = {name: {} for name in SCORE_SOURCES}
+    found: dict[str, dict[str, xr.DataArray]] = {name: {} for name in METRICS}
     for of, field in fields.items():
         found["rmse"][of] = np.sqrt(globe((field - truth) ** 2).mean("time"))
         found["bias"][of] = globe(field - truth).mean("time")
@@ -73,7 +74,7 @@ def check(card: Scorecard, made: xr.Dataset) -> None:
             if channel.variable != name:
                 continue
             for score_name, values in card.scores.items():
-                for source, of in enumerate(SCORE_SOURCES[score_name]):
+                for source, of in enumerate(METRICS[score_name].sources):
                     one = wanted[score_name][of]
                     if channel.level is not None:
                         one = one.sel(level=channel.level)
@@ -82,14 +83,14 @@ def check(card: Scorecard, made: xr.Dataset) -> None:
                     found, where = values[source, :, c], (channel, score_name, of)
                     assert found == pytest.approx(one, rel=1e-12, abs=rounding(score_name)), where
                     seen += 1
-    assert seen == len(card.channels) * sum(len(SCORE_SOURCES[name]) for name in card.scores)
+    assert seen == len(card.channels) * sum(len(METRICS[name].sources) for name in card.scores)
 
 
 @pytest.mark.slow
 def test_an_ensemble_is_scored_by_the_definitions(folder: Path) -> None:
     made = forecasts.forecast(forecasts.truth(), members=3)
     card = scored(folder, forecasts.write(made, folder / "of_three.zarr"))
-    assert set(card.scores) == set(SCORE_SOURCES)
+    assert set(card.scores) == set(METRICS)
     assert card.members == 3
     assert card.hours == (0, 6, 24)
     check(card, made)
@@ -189,7 +190,7 @@ def test_points_without_values_are_left_out(tmp_path: Path) -> None:
         normals["2m_temperature"],
     )
     for name in ("rmse", "acc", "bias", "activity"):
-        for source, of in enumerate(SCORE_SOURCES[name]):
+        for source, of in enumerate(METRICS[name].sources):
             one = wanted[name][of].values
             assert card.scores[name][source, :, 0] == pytest.approx(one, rel=1e-12, abs=1e-9)
     assert "masked=[2m_temperature]" in refusal(tmp_path, path)

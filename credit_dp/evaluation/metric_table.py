@@ -1,0 +1,333 @@
+"""The table of metrics, which scores, files, pages, comparisons and plots are driven by.
+
+`METRICS` has one `Metric` for each score: its name and words, which values are better, and how it
+is computed. `ScoreSums` accumulates them for a stored forecast (`score`) and for the forecasts of
+a run (`held_out`), which both give their fields as `ScoredFields`. To add a metric, add an entry
+to `METRICS`; a score that no accumulator of `metrics` computes needs one there.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any, final
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from credit_dp.domain_parallel import DomainParallelManager
+from credit_dp.evaluation.metrics import (
+    Accumulator,
+    Activity,
+    AnomalyCorrelation,
+    AreaMean,
+    EnsembleSpread,
+    FairCRPS,
+    RootMeanSquare,
+    ValidPoints,
+)
+
+FORECAST, PERSISTENCE, CLIMATOLOGY, TRUTH = "forecast", "persistence", "climatology", "truth"
+BASELINES = (PERSISTENCE, CLIMATOLOGY)
+SOURCES = (FORECAST, *BASELINES)  # what is compared with the truth
+SPECTRA_SOURCES = (FORECAST, TRUTH)
+
+
+class Better(Enum):
+    """Which values of a metric are better."""
+
+    SMALLER = "smaller"
+    LARGER = "larger"
+    CLOSER_TO_ZERO = "closer to zero"
+    CLOSER_TO_ONE = "closer to one"
+    CLOSER_TO_TRUTH = "closer to the truth's own value"
+    UNDECIDED = "undecided"
+
+    @property
+    def ranks_sources(self) -> bool:
+        """Whether one source of a scorecard can be the best.
+
+        A baseline may have, for instance, a small bias without being a good forecast.
+        """
+        return self in (Better.SMALLER, Better.LARGER)
+
+    def best_source(self, values: NDArray[np.float64]) -> int | None:
+        """Return the index of the best source, without those that are NaN; None without one."""
+        if not self.ranks_sources or not np.isfinite(values).any():
+            return None
+        return int(np.nanargmin(values) if self is Better.SMALLER else np.nanargmax(values))
+
+    def cost(self, scores: Mapping[str, float]) -> float | None:
+        """Return a number that is smaller for better forecasts; None if none can be better.
+
+        Args:
+            scores: by source.
+        """
+        value = scores[FORECAST]
+        match self:
+            case Better.SMALLER:
+                return value
+            case Better.LARGER:
+                return -value
+            case Better.CLOSER_TO_ZERO:
+                return abs(value)
+            case Better.CLOSER_TO_ONE:
+                return abs(value - 1)
+            case Better.CLOSER_TO_TRUTH:
+                return abs(value - scores[TRUTH]) if TRUTH in scores else None
+            case Better.UNDECIDED:
+                return None
+
+    @property
+    def note(self) -> str:
+        """Return the words of a page about the best source."""
+        notes = {
+            Better.SMALLER: " Smaller is better; the best of each lead time is bold.",
+            Better.LARGER: " The best of each lead time is bold.",
+        }
+        return notes.get(self, "")
+
+
+class ScoredFields(ABC):
+    """Forecasts from B initial times beside the truth, persistence and climatology.
+
+    Scores that are not of ensembles are those of the ensemble mean, as in WeatherBench 2.
+
+    Shapes:
+        `(B, ..., C, h, W)` in the channels' units, with lead times in place of the dots, if any;
+        `members` is `(B, M, ..., C, h, W)`.
+
+    Attributes:
+        samples: indices of the B initial times among those of all ranks.
+    """
+
+    samples: Sequence[int]
+
+    @property
+    @abstractmethod
+    def truth(self) -> Tensor:
+        """Return the truth."""
+
+    @abstractmethod
+    def members(self, source: str) -> Tensor:
+        """Return the members of the forecast; any other source is one member."""
+
+    @abstractmethod
+    def error(self, source: str) -> Tensor:
+        """Return a source minus the truth."""
+
+    @abstractmethod
+    def anomaly(self, source: str) -> Tensor:
+        """Return a source minus the climatology."""
+
+
+@final
+@dataclass(frozen=True)
+class Extent:
+    """The points and initial times that scores are averaged over.
+
+    Attributes:
+        rows: area weight of each local row, `(h,)`; only their ratios matter.
+        points: points with values; None: all points have values.
+        samples: number of initial times of all ranks together, until sums are folded.
+    """
+
+    rows: Tensor
+    points: ValidPoints | None
+    samples: int
+
+
+Shape = tuple[int, ...]  # (sources, leads, channels)
+AccumulatorFactory = Callable[[Shape, Extent], Accumulator]
+
+
+def over_area(
+    create: Callable[[Shape, Tensor, ValidPoints | None], Accumulator],
+) -> AccumulatorFactory:
+    """Return the factory of a score that sums over all initial times."""
+    return lambda shape, extent: create(shape, extent.rows, extent.points)
+
+
+def over_initial_times(
+    create: Callable[[Shape, int, Tensor, ValidPoints | None], Accumulator],
+) -> AccumulatorFactory:
+    """Return the factory of a score that keeps the sums of each initial time."""
+    return lambda shape, extent: create(shape, extent.samples, extent.rows, extent.points)
+
+
+def channel_unit(unit: str) -> str:
+    """Return the unit of a score that is in the unit of its channel."""
+    return unit
+
+
+def no_unit(unit: str) -> str:
+    """Return the unit of a score without dimension, such as a correlation."""
+    return "1"
+
+
+@final
+@dataclass(frozen=True)
+class Metric:
+    """A score: what it is called, which values are better, and how it is computed.
+
+    Attributes:
+        name: in files and tables.
+        label: of axes.
+        title: of sections.
+        explanation: sentences below the title.
+        better: which values are better.
+        accumulator: creates its sums; `over_area(AreaMean)` is a mean over globe and samples.
+        inputs: returns what the accumulator's `add` takes, for a source.
+        sources: the fields that it is computed for, the forecast first.
+        unit: returns its unit from the channel's.
+        ensemble: whether it needs members, so that single forecasts do not have it.
+        may_be_undefined: whether NaN is a valid value.
+        in_terminal: whether the commands print it, besides writing it to files.
+        in_runs: whether it is a final score of training runs, too.
+        drawn_with: forecasts' scores that are drawn beside it: names of metrics by label.
+    """
+
+    name: str
+    label: str
+    title: str
+    explanation: str
+    better: Better
+    accumulator: AccumulatorFactory
+    inputs: Callable[[ScoredFields, str], tuple[Any, ...]]
+    sources: tuple[str, ...] = SOURCES
+    unit: Callable[[str], str] = channel_unit
+    ensemble: bool = False
+    may_be_undefined: bool = False
+    in_terminal: bool = False
+    in_runs: bool = False
+    drawn_with: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def description(self) -> str:
+        """Return the explanation with the words about the best source."""
+        return self.explanation + self.better.note
+
+
+# In the order of files and pages.
+METRICS: dict[str, Metric] = {
+    metric.name: metric
+    for metric in (
+        Metric(
+            name="rmse",
+            label="RMSE",
+            title="Root-mean-square error",
+            explanation="Weighted by area; the root is taken after the mean over initial times.",
+            better=Better.SMALLER,
+            accumulator=over_area(RootMeanSquare),
+            inputs=lambda fields, source: (fields.error(source),),
+            in_terminal=True,
+            in_runs=True,
+        ),
+        Metric(
+            name="acc",
+            label="ACC",
+            title="Anomaly correlation",
+            explanation="Correlation of forecast and true anomaly over the globe, averaged over "
+            "initial times. 1 is perfect; it is undefined for climatology.",
+            better=Better.LARGER,
+            accumulator=over_initial_times(AnomalyCorrelation),
+            inputs=lambda fields, source: (
+                fields.samples,
+                fields.anomaly(source),
+                fields.anomaly(TRUTH),
+            ),
+            sources=(FORECAST, PERSISTENCE),  # the climatology has no anomaly
+            unit=no_unit,
+            may_be_undefined=True,
+            in_terminal=True,
+        ),
+        Metric(
+            name="bias",
+            label="bias",
+            title="Bias",
+            explanation="Forecast minus truth.",
+            better=Better.CLOSER_TO_ZERO,
+            accumulator=over_area(AreaMean),
+            inputs=lambda fields, source: (fields.error(source),),
+        ),
+        Metric(
+            name="activity",
+            label="activity",
+            title="Activity: standard deviation of the anomaly",
+            explanation="A forecast with less activity than the truth is too smooth.",
+            better=Better.CLOSER_TO_TRUTH,
+            accumulator=over_area(Activity),
+            inputs=lambda fields, source: (fields.anomaly(source),),
+            sources=(FORECAST, TRUTH),
+        ),
+        Metric(
+            name="crps",
+            label="CRPS",
+            title="Continuous ranked probability score (fair)",
+            explanation="In the unit of the variable; for a single forecast the mean absolute "
+            "error.",
+            better=Better.SMALLER,
+            accumulator=over_area(FairCRPS),
+            inputs=lambda fields, source: (fields.members(source), fields.truth),
+            ensemble=True,
+        ),
+        Metric(
+            name="spread",
+            label="spread",
+            title="Ensemble spread",
+            # Source: Fortin et al. 2014, "Why should ensemble spread match the RMSE of the
+            # ensemble mean?"
+            explanation="Standard deviation of the members about their mean. For a reliable "
+            "ensemble, the root-mean-square error of the mean is the spread times the root of "
+            "1 + 1 / members.",
+            better=Better.UNDECIDED,
+            accumulator=over_area(EnsembleSpread),
+            inputs=lambda fields, source: (fields.members(source),),
+            sources=(FORECAST,),
+            ensemble=True,
+            # Only meaningful next to the error of the ensemble mean.
+            drawn_with={"error of the mean": "rmse"},
+        ),
+    )
+}
+
+
+def metrics_of_comparison() -> list[Metric]:
+    """Return the metrics in the order of comparisons: the plainer the direction, the earlier."""
+    return sorted(
+        METRICS.values(),
+        key=lambda metric: (not metric.better.ranks_sources, metric.better is Better.UNDECIDED),
+    )
+
+
+@final
+class ScoreSums:
+    """Accumulates metrics of C channels at all lead times, for every source of each metric.
+
+    Args:
+        metrics: what to compute.
+        sizes: number of lead times and of channels.
+        extent: rows, points and initial times of the fields.
+    """
+
+    def __init__(self, metrics: Iterable[Metric], sizes: tuple[int, int], extent: Extent) -> None:
+        self._sums = [
+            (metric, metric.accumulator((len(metric.sources), *sizes), extent))
+            for metric in metrics
+        ]
+
+    def add(self, leads: int | slice, fields: ScoredFields) -> None:
+        """Add forecasts at one or several lead times, without communication."""
+        for metric, sums in self._sums:
+            for index, source in enumerate(metric.sources):
+                sums.add((index, leads), *metric.inputs(fields, source))
+
+    def fold(self, manager: DomainParallelManager, leads: slice) -> None:
+        """Reduce sums of single initial times at these lead times, and free them; collective."""
+        for _, sums in self._sums:
+            sums.fold(manager, (slice(None), leads))
+
+    def result(self, manager: DomainParallelManager) -> dict[str, Tensor]:
+        """Return the scores by name, `(sources, leads, C)` each, on every rank; collective."""
+        return {metric.name: sums.result(manager) for metric, sums in self._sums}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -31,6 +30,8 @@ import traffic
 import training_step
 from pinned import DEVICE, DTYPE, LAYOUT
 from side_by_side import Row
+
+from credit_dp.files import write_text_atomic
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/performance.md"
@@ -81,7 +82,7 @@ def keep(name: str, how: Mapping[str, Any], rows: list[Row]) -> None:
     """Put the figures of a part beside those of the others."""
     kept = figures()
     kept[name] = {"how": how, "rows": [asdict(row) for row in rows]}
-    replace(RESULTS, json.dumps(kept, indent=1) + "\n")
+    write_text_atomic(RESULTS, json.dumps(kept, indent=1) + "\n")
 
 
 def figures() -> dict[str, Any]:
@@ -102,14 +103,7 @@ def write() -> None:
         print(table.markdown(found))
         return
     text = f"\n{words}.\n\n{table.markdown(found)}\n\n{table.hows(kept)}\n\n"
-    replace(PAGE, PLACE.sub(lambda _: text, PAGE.read_text()))
-
-
-def replace(path: Path, text: str) -> None:
-    """Write a file whole or not at all."""
-    new = path.with_suffix(".new")
-    new.write_text(text)
-    os.replace(new, path)
+    write_text_atomic(PAGE, PLACE.sub(lambda _: text, PAGE.read_text()))
 
 
 if __name__ == "__main__":

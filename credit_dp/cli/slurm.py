@@ -26,7 +26,7 @@ from credit_dp.distributed.placement import (
     place_ranks,
     slurm_nodes,
 )
-from credit_dp.distributed.signals import parse_duration
+from credit_dp.distributed.slurm import parse_duration
 from credit_dp.errors import UserError
 from credit_dp.plugins import PLUGINS_VARIABLE, plugin_files
 

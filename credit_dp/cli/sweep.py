@@ -4,7 +4,6 @@ The commands come first (`show`, `scaling`), `sweep` and what it calls second. H
 call `run_sweep_job` for each run; ours are in `sweep_launchers`.
 """
 
-import contextlib
 import io
 import os
 import signal
@@ -32,6 +31,7 @@ from credit_dp.distributed.launcher import find_launcher
 from credit_dp.distributed.report import report_error
 from credit_dp.distributed.signals import EXIT_PREEMPTED, Terminated
 from credit_dp.errors import UserError
+from credit_dp.files import write_bytes_atomic
 from credit_dp.sweeps import read_sweep
 from credit_dp.sweeps.read import choose_metric
 from credit_dp.sweeps.scaling import (
@@ -88,7 +88,7 @@ def png_bytes(figure: "Figure") -> bytes:
 
 
 def write_files(folder: Path, files: Mapping[str, bytes]) -> list[Path]:
-    """Write files into a folder, replacing those with the same names; return their paths.
+    """Write files atomically into a folder, replacing earlier ones; return their paths.
 
     Raises:
         UserError: the folder can't be made or written to.
@@ -96,15 +96,10 @@ def write_files(folder: Path, files: Mapping[str, bytes]) -> list[Path]:
     written = []
     for name, content in files.items():
         path = folder / name
-        # A reader never sees half a file: it is written under another name and renamed.
-        temporary = path.with_name(f".{name}.{os.getpid()}.part")
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            temporary.write_bytes(content)
-            os.replace(temporary, path)
+            write_bytes_atomic(path, content, unique=True)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
             raise UserError(
                 f"out: cannot write {path} ({error.strerror}). Give another folder, or free some "
                 "space."

@@ -28,9 +28,10 @@ from credit_dp.cli.overrides import quote
 from credit_dp.cli.saved_config import flatten_keys, tuples_to_lists
 from credit_dp.config import Config, as_dict
 from credit_dp.distributed.forkserver import die_with_parent
-from credit_dp.distributed.signals import EXIT_PREEMPTED, STOP_SIGNALS, Terminated, slurm_job_id
+from credit_dp.distributed.signals import EXIT_PREEMPTED, STOP_SIGNALS, Terminated
+from credit_dp.distributed.slurm import slurm_job_id
 from credit_dp.errors import UserError
-from credit_dp.training.run_folder import RunFolder, write_text_atomic
+from credit_dp.training.run_folder import RunFolder, write_run_file
 
 JobState = Literal["running", "done", "failed", "preempted"]
 RECORD_FILE = "job.json"
@@ -111,7 +112,7 @@ def write_record(folder: Path, record: JobRecord) -> None:
     Raises:
         UserError: the folder can't be written to.
     """
-    write_text_atomic(folder / RECORD_FILE, json.dumps(asdict(record), indent=2) + "\n")
+    write_run_file(folder / RECORD_FILE, json.dumps(asdict(record), indent=2) + "\n")
 
 
 def read_overrides(path: Path) -> list[str] | None:
@@ -204,7 +205,7 @@ def write_submission(job: Job, slurm_job: str | None = None) -> None:
         UserError: the folder can't be written to.
     """
     content = {"overrides": job.overrides, "slurm_job": slurm_job}
-    write_text_atomic(job.folder / SUBMISSION_FILE, json.dumps(content, indent=2) + "\n")
+    write_run_file(job.folder / SUBMISSION_FILE, json.dumps(content, indent=2) + "\n")
 
 
 def job_folders(sweep: Path) -> list[Path]:

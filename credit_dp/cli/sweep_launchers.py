@@ -55,8 +55,8 @@ from credit_dp.distributed.signals import (
     STOP_SIGNALS,
     block_signals,
     handle_stop,
-    slurm_job_id,
 )
+from credit_dp.distributed.slurm import run_slurm_command, slurm_job_id
 from credit_dp.errors import UserError
 
 POLL_SECONDS = 0.1  # between two checks of the running jobs
@@ -219,9 +219,6 @@ def job_share_environment(
     return {**job_environment(environment), **limits}
 
 
-SLURM_TIMEOUT = 60.0  # seconds, for squeue and scontrol
-
-
 def run_job(
     folder: str,
     overrides: Sequence[str],
@@ -240,6 +237,7 @@ def run_job(
 
     Raises:
         SystemExit: with the exit code of the ranks, so that SLURM records it.
+        UserError: the job could not be requeued.
     """
     path = Path(folder)
     command = [*train_command(path, overrides), *extra_arguments]
@@ -249,7 +247,7 @@ def run_job(
         code = job.wait()
     job_id = slurm_job_id(os.environ)
     if code == EXIT_PREEMPTED and job_id is not None and may_requeue(job_id, requeues):
-        subprocess.run(["scontrol", "requeue", job_id], timeout=SLURM_TIMEOUT, check=True)
+        run_slurm_command(["scontrol", "requeue", job_id])
     sys.exit(code)
 
 
@@ -257,14 +255,11 @@ def may_requeue(job: str, requeues: int) -> bool:
     """Whether a stopped job may be requeued: it is not cancelled, and has requeues left."""
     if int(os.environ.get("SLURM_RESTART_COUNT", 0)) >= requeues:
         return False
-    output = subprocess.run(
-        ["scontrol", "show", "job", "--oneliner", job],
-        capture_output=True,
-        text=True,
-        timeout=SLURM_TIMEOUT,
-        check=False,
-    )
-    return " JobState=RUNNING " in output.stdout
+    try:
+        output = run_slurm_command(["scontrol", "show", "job", "--oneliner", job])
+    except UserError:
+        return False
+    return " JobState=RUNNING " in output
 
 
 Settings = Mapping[str, Any]
@@ -469,15 +464,9 @@ def queued_job_ids() -> set[str]:
     """
     command = ["squeue", "--noheader", "--array", "--me", "--format", "%i"]
     try:
-        result = subprocess.run(
-            command, capture_output=True, text=True, timeout=SLURM_TIMEOUT, check=True
-        )
-    except (OSError, subprocess.SubprocessError) as error:
-        message = getattr(error, "stderr", None) or str(error)
-        raise UserError(
-            f"hydra/launcher=slurm: squeue fails ({' '.join(message.split())})"
-        ) from error
-    return set(result.stdout.split())
+        return set(run_slurm_command(command).split())
+    except UserError as error:
+        raise UserError(f"hydra/launcher=slurm: {error}") from error
 
 
 LAUNCHERS = ("local", "slurm")

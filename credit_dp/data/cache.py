@@ -1,7 +1,7 @@
 """A cache of computed files that all ranks and jobs share.
 
-`create_once` makes a file or folder exactly once: it takes a lock, writes under a temporary name
-and renames the result. `fingerprint` gives the name under which a result is stored.
+`create_once` creates a file or folder exactly once: it takes a lock and writes atomically.
+`fingerprint` gives the name under which a result is stored.
 """
 
 import hashlib
@@ -16,6 +16,7 @@ from filelock import FileLock
 
 from credit_dp.checks import expand_home
 from credit_dp.errors import UserError
+from credit_dp.files import atomic_path, partial_path
 
 ProgressCallback = Callable[[str, float], None]  # title of the work, fraction done
 
@@ -65,11 +66,11 @@ def create_once(path: Path, is_complete: Callable[[Path], bool]) -> Iterator[Pat
             yield None
             return
         # Holding the lock, leftovers can only be those of a process that died while it wrote.
-        temporary = path.with_name(f"{path.name}.partial")
+        temporary = partial_path(path)
         for leftover in (temporary, path):
             _remove(leftover)
-        yield temporary
-        os.replace(temporary, path)
+        with atomic_path(path, temporary):
+            yield temporary
 
 
 def lock_path(path: Path) -> Path:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from credit_dp import checks
 from credit_dp.data.dates import HasTimes, Times, split_slice, times_with_steps
 from credit_dp.errors import UserError
+from credit_dp.random_streams import random_stream
 
 
 @final
@@ -150,7 +151,7 @@ class SampleSequence:
         epoch, batch_in_epoch = divmod(batch, self.batches_per_epoch)
         if epoch != self._epoch:
             # Seeded by epoch, so a resumed run needs no generator state, only its position.
-            self._order = np.random.default_rng([self.seed, epoch]).permutation(self.count)
+            self._order = random_stream(self.seed, epoch).permutation(self.count)
             self._epoch = epoch
         start = batch_in_epoch * self.batch_size
         return self._order[start : start + self.batch_size][self._part]

@@ -7,7 +7,6 @@ interrupted run can be resumed.
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
@@ -38,6 +37,7 @@ from credit_dp.data.streaming import (
 )
 from credit_dp.data.units import is_accumulated
 from credit_dp.errors import UserError
+from credit_dp.files import write_text_atomic
 
 
 @final
@@ -426,7 +426,7 @@ class StatisticsFile:
             "made_from": self.input_description,
             "channels": self.channels,
         }
-        write_text_atomic(path, json.dumps(content, indent=1) + "\n")
+        write_statistics_file(path, json.dumps(content, indent=1) + "\n")
 
     @property
     def every(self) -> int:
@@ -508,17 +508,16 @@ def input_description(store: Store, every: int) -> dict[str, Any]:
     }
 
 
-def write_text_atomic(path: Path, text: str) -> None:
-    """Write a file under a temporary name, then rename it.
+def write_statistics_file(path: Path, text: str) -> None:
+    """Write a file atomically, and the folder that it is in if there is none.
 
     Raises:
         UserError: the file cannot be written.
     """
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(text)
-        os.replace(temporary, path)
+        # A run that fits a climatology may save the same statistics without the lock of this file.
+        write_text_atomic(path, text, unique=True)
     except OSError as error:
         raise UserError(
             f"{path}: cannot be written ({error.strerror}). Change out, or make room."
@@ -656,7 +655,7 @@ class StatisticsRun:
 
     def _save_part(self, index: int, pairs: list[Pair]) -> None:
         content = [[values.as_list(), changes.as_list()] for values, changes in pairs]
-        write_text_atomic(self._part_path(index), json.dumps(content))
+        write_statistics_file(self._part_path(index), json.dumps(content))
 
     def _load_part(self, index: int, piece: Piece) -> list[Pair] | None:
         """Read the result of an earlier run; None if it is absent or damaged."""

@@ -8,7 +8,6 @@ every layer that couples them, is kept on one node unless the user allows more.
 import os
 import re
 import shutil
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from typing import final
 
 from credit_dp.config import Config, ParallelConfig, microbatches_per_step
 from credit_dp.distributed.launcher import Launcher, RankInfo
+from credit_dp.distributed.slurm import run_slurm_command
 from credit_dp.errors import UserError
 
 # Device files of NVIDIA's driver, of the same under WSL, and of AMD's: without any of them Linux
@@ -400,9 +400,6 @@ def spread_advice(nodes: Sequence[int], domain: int, sizes: Sequence[int]) -> st
     )
 
 
-SLURM_TIMEOUT = 30.0  # seconds in which a SLURM command has to answer
-
-
 def slurm_nodes(partition: str | None) -> ClusterNodes:
     """Return the largest nodes of a SLURM partition; without SLURM their size is unknown.
 
@@ -414,12 +411,9 @@ def slurm_nodes(partition: str | None) -> ClusterNodes:
     command = ["sinfo", "--noheader", "--Node", "--format", "%P|%c|%G"]
     command += ["--partition", partition] if partition else []
     try:
-        result = subprocess.run(
-            command, capture_output=True, text=True, timeout=SLURM_TIMEOUT, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        return largest_nodes(run_slurm_command(command), partition is not None)
+    except UserError:
         return ClusterNodes()
-    return largest_nodes(result.stdout, partition is not None)
 
 
 def largest_nodes(output: str, of_partition: bool) -> ClusterNodes:

@@ -2,13 +2,14 @@
 
 import contextlib
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal, final
+
+from credit_dp.files import write_text_atomic
 
 FIRST_RANK_SECONDS = 3.0  # by which other ranks report later than rank 0
 
@@ -74,11 +75,9 @@ class RankOutcome:
 
 
 def write_outcome(folder: Path, outcome: RankOutcome) -> None:
-    """Write the outcome where the parent reads it, by a rename: complete or not at all."""
+    """Write the outcome atomically where the parent reads it."""
     path = folder / f"{outcome.rank}.json"
-    temporary = path.with_suffix(".part")
-    temporary.write_text(json.dumps({**asdict(outcome), "time": time.time_ns()}))
-    os.replace(temporary, path)
+    write_text_atomic(path, json.dumps({**asdict(outcome), "time": time.time_ns()}))
 
 
 def read_outcome(folder: Path, rank: int) -> RankOutcome | None:

@@ -58,7 +58,9 @@ class RendezvousStore(Protocol):
 
 RunFunction = Callable[[Config, RankInfo], int]
 
-GROUP_TIMEOUT = timedelta(minutes=10)  # for which a rank waits for another one
+# Seconds that a rank waits for the others in a collective. Reading, compiling and writing take
+# less, and a rank that hangs must not use up the time of the job.
+GROUP_TIMEOUT = 600.0
 
 
 def rank_main(
@@ -201,9 +203,10 @@ def join_rendezvous(init_method: str, ranks: RankInfo) -> RendezvousStore:
     from torch.distributed.rendezvous import rendezvous
 
     # torch yields (store, rank, world size), and again after a change of an elastic job.
-    handlers = rendezvous(init_method, ranks.rank, ranks.world_size, timeout=GROUP_TIMEOUT)
+    timeout = timedelta(seconds=GROUP_TIMEOUT)
+    handlers = rendezvous(init_method, ranks.rank, ranks.world_size, timeout=timeout)
     store = cast(RendezvousStore, next(handlers)[0])
-    store.set_timeout(GROUP_TIMEOUT)
+    store.set_timeout(timeout)
     return store
 
 
@@ -243,7 +246,7 @@ def process_group(
         store=cast(Any, store),
         rank=ranks.rank,
         world_size=ranks.world_size,
-        timeout=GROUP_TIMEOUT,
+        timeout=timedelta(seconds=GROUP_TIMEOUT),
         device_id=torch.device("cuda", gpu_index(config.parallel, ranks)) if cuda else None,
     )
     yield

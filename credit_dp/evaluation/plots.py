@@ -1,7 +1,5 @@
 """Draw maps, curves and spectra; `report` uses the panels for scorecards, `draw_*` write PNGs."""
 
-import contextlib
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -29,6 +27,7 @@ from credit_dp.evaluation.maps import FULL_CIRCLE, FieldMap, Lines, MapGrid
 from credit_dp.evaluation.metric_table import METRICS, SPECTRA_SOURCES
 from credit_dp.evaluation.metrics import LATITUDE_BANDS
 from credit_dp.evaluation.scorecard import HeldOutScores
+from credit_dp.files import atomic_path
 
 ColourScale = tuple[str, Normalize]
 
@@ -132,13 +131,10 @@ def save_figure(figure: Figure, path: Path) -> None:
     Raises:
         UserError: the file can't be written.
     """
-    temporary = path.with_name(f".{path.name}.part")  # a fixed name: killed runs leave one file
     try:
-        figure.savefig(temporary, format="png")
-        os.replace(temporary, path)
+        with atomic_path(path) as temporary:
+            figure.savefig(temporary, format="png")
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
         raise UserError(
             f"{path}: the plot could not be written ({error.strerror}). "
             "Free space there or change run.dir."

@@ -30,6 +30,7 @@ from credit_dp.evaluation.plots import (
     draw_spectrum,
 )
 from credit_dp.evaluation.scorecard import Array, Scorecard, headline_indices, three_digits
+from credit_dp.files import temporary_path
 
 
 @figure_style()
@@ -221,7 +222,7 @@ class ScoreFolder:
                     "remove it."
                 )
             # Next to `out`, because a rename is atomic only within one file system.
-            self._temporary = out.with_name(f".{out.name}.{os.getpid()}.part")
+            self._temporary = temporary_path(out, unique=True)
             self._created_parents = [path for path in out.parents if not path.exists()]
             self._temporary.mkdir(parents=True)
         except OSError as error:

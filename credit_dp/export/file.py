@@ -6,7 +6,6 @@ tensors. `read_trained` reads both from an exported file, a checkpoint or a run'
 """
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -25,8 +24,8 @@ from credit_dp.data.channels import Channel
 from credit_dp.data.forcings import COMPUTED_FORCINGS
 from credit_dp.data.statistics import Statistics
 from credit_dp.errors import UserError
+from credit_dp.files import write_bytes_atomic
 from credit_dp.training.checkpoint_files import locate_checkpoint, read_metadata
-from credit_dp.training.run_folder import remove_if_possible, temporary_file
 from credit_dp.training.shards import check_shards, read_shards, read_tensor_metadata
 from credit_dp.training.state import AVERAGE_PREFIX, MODEL_PREFIX, STATIC_KEY, VALID_KEY
 
@@ -359,17 +358,10 @@ def write_bytes(path: Path, content: bytes) -> None:
     Raises:
         UserError: the file can't be written.
     """
-    temporary = temporary_file(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Content on disk before the name: after a crash there is the old file or the new one.
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        write_bytes_atomic(path, content, durable=True)
     except OSError as error:
-        remove_if_possible(temporary)
         raise UserError(
             f"{path}: could not be written ({error.strerror or error}). "
             "Free space there or change --output."

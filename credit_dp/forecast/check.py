@@ -13,6 +13,7 @@ from typing import NamedTuple, final
 import numpy as np
 
 from credit_dp.errors import UserError
+from credit_dp.files import PARTIAL_SUFFIX, partial_path
 from credit_dp.forecast.format import ForecastFormat, format_from_json
 from credit_dp.forecast.netcdf import (
     NetcdfFileWriter,
@@ -23,7 +24,6 @@ from credit_dp.forecast.netcdf import (
 )
 from credit_dp.forecast.request import ForecastJob
 from credit_dp.forecast.writer import (
-    PARTIAL_SUFFIX,
     ForecastPart,
     ForecastWriter,
     MissingField,
@@ -94,7 +94,7 @@ def check_forecast(path: str) -> CheckResult:
     except (RuntimeError, ValueError):  # an unknown home folder (~nobody), or an empty name
         raise UserError(f"{path}: can't be a forecast. Give another path.") from None
     # The user may give either name; a complete forecast comes first.
-    for candidate in (out, out.with_name(out.name + PARTIAL_SUFFIX)):
+    for candidate in (out, partial_path(out)):
         for writer_type in WRITERS.values():  # the files tell the format, the path does not
             settings = writer_type.read_settings(candidate)
             if settings is not None:

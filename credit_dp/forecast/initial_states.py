@@ -19,6 +19,7 @@ from credit_dp.data.setup import TrainingData
 from credit_dp.data.store import Store
 from credit_dp.errors import UserError
 from credit_dp.forecast.request import ForecastJob, ForecastRequest, Times
+from credit_dp.random_streams import random_stream
 
 CORRELATION_LENGTH = 0.16  # in earth radii: about 1000 km
 WAVE_COUNT = 256  # waves per perturbation
@@ -48,7 +49,7 @@ class Perturbations:
         # Seeds must not be negative, but hours since 1970 are before that.
         hours = int(time.astype("M8[h]").astype(np.int64)) + 2**40
         # Every rank draws the same waves and evaluates them on its own rows.
-        random = np.random.default_rng([self._seed, hours, job.member])
+        random = random_stream(self._seed, hours, job.member)
         waves = random.standard_normal((WAVE_COUNT, 3)) / CORRELATION_LENGTH
         amplitudes = random.standard_normal((self._channels, 2 * WAVE_COUNT)) / np.sqrt(WAVE_COUNT)
         rows = [amplitudes @ self._wave_basis(waves, latitude) for latitude in self._latitude]

@@ -22,21 +22,25 @@ from numpy.typing import NDArray
 from xarray.backends.locks import HDF5_LOCK, NETCDFC_LOCK, combine_locks
 from zarr.storage import LocalStore
 
-from credit_dp.data.rechunk.target import write_bytes_atomic
 from credit_dp.data.sources.address import reason_of
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.errors import UserError
+from credit_dp.files import (
+    PARTIAL_SUFFIX,
+    fsync_path,
+    partial_path,
+    rename_durably,
+    write_bytes_atomic,
+)
 from credit_dp.forecast.format import ForecastFormat, OutputVariable
 from credit_dp.forecast.request import ForecastJob
 from credit_dp.forecast.writer import (
-    PARTIAL_SUFFIX,
     SETTINGS_ATTRIBUTE,
     Fields,
     ForecastPart,
     ForecastWriter,
     MissingField,
     disk_errors,
-    fsync_path,
     global_attributes,
 )
 from credit_dp.forecast.zarr import ZarrWriter
@@ -104,7 +108,9 @@ class NetcdfWriter(ForecastWriter):
         file, path = self._open_files.pop(job)
         with LIBRARY_LOCK, as_os_error():
             file.close()
-        publish_file(path.with_name(path.name + PARTIAL_SUFFIX), path)
+        temporary = partial_path(path)
+        fsync_path(temporary)
+        os.replace(temporary, path)
 
     def bands(self, path: Path) -> list[slice]:
         """See `ForecastWriter`."""
@@ -133,7 +139,7 @@ class NetcdfWriter(ForecastWriter):
         """See `ForecastWriter`."""
         # Written before any field, so that missing files are known after a crash.
         content = {SETTINGS_ATTRIBUTE: self._settings, BOUNDS_KEY: list(bands.bounds)}
-        write_bytes_atomic(path / MANIFEST, json.dumps(content).encode())
+        write_bytes_atomic(path / MANIFEST, json.dumps(content).encode(), durable=True)
 
     def clean_up(self) -> None:
         """See `ForecastWriter`."""
@@ -153,7 +159,7 @@ class NetcdfWriter(ForecastWriter):
 
     def _create_file(self, job: ForecastJob, rows: slice) -> netCDF4.Dataset:
         """Create the temporary file of a forecast, without its fields."""
-        path = self.partial / (self._file_name(job, rows) + PARTIAL_SUFFIX)
+        path = partial_path(self.partial / self._file_name(job, rows))
         return create_file(path, self.form, self._settings, _file_slices(job, rows))
 
 
@@ -220,8 +226,8 @@ class NetcdfFileWriter(ForecastWriter):
         self.check_complete()
         with disk_errors(self.out):
             # The store is removed only after the file is on disk under its final name.
-            publish_file(self._temporary_file, self.out)
-            fsync_path(self.out.parent)
+            fsync_path(self._temporary_file)
+            rename_durably(self._temporary_file, self.out)
             shutil.rmtree(self.partial)
 
     def bands(self, path: Path) -> list[slice]:
@@ -309,12 +315,6 @@ def _create_variable(file: netCDF4.Dataset, variable: OutputVariable, unit_dims:
         fill_value=float("nan"),
     )
     array.setncatts(variable.attributes)
-
-
-def publish_file(temporary: Path, path: Path) -> None:
-    """Flush a closed file to disk and rename it to its final name."""
-    fsync_path(temporary)
-    os.replace(temporary, path)
 
 
 def read_file_settings(path: Path) -> Mapping[str, Any] | None:

@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 
 from credit_dp.checks import expand_home
 from credit_dp.errors import UserError
+from credit_dp.files import PARTIAL_SUFFIX
 from credit_dp.forecast.netcdf import ROWS_ATTRIBUTE
-from credit_dp.forecast.writer import PARTIAL_SUFFIX
 
 LATITUDE_NAMES = ("latitude", "lat")
 GAP_TOLERANCE = 1.5  # times the usual distance between rows; a larger distance is a gap

@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 from credit_dp.data.cache import lock_path
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.errors import UserError
+from credit_dp.files import PARTIAL_SUFFIX, fsync_folders, fsync_tree, partial_path, rename_durably
 from credit_dp.forecast.format import CONVENTIONS, ForecastFormat, describe_difference
 from credit_dp.forecast.request import ForecastJob, all_jobs
 
-PARTIAL_SUFFIX = ".partial"
 SETTINGS_ATTRIBUTE = "credit_dp_forecast"  # global attribute with a forecast's settings, as JSON
 
 Fields = NDArray[np.float32]
@@ -76,7 +76,7 @@ class ForecastWriter(ABC):
     def __init__(self, out: Path, form: ForecastFormat, settings: Mapping[str, Any]) -> None:
         self.out = out
         self.form = form
-        self.partial = out.with_name(out.name + PARTIAL_SUFFIX)
+        self.partial = partial_path(out)
         self._new_folder = out.with_name(f"{out.name}.new{PARTIAL_SUFFIX}")
         # As they come back from a file: tuples are lists, and keys are strings.
         self._settings = json.loads(json.dumps(settings))
@@ -152,8 +152,7 @@ class ForecastWriter(ABC):
                 self._new_folder.mkdir()
                 self.create(self._new_folder, bands)
                 fsync_tree(self._new_folder)
-                os.replace(self._new_folder, self.partial)
-                fsync_path(self.out.parent)
+                rename_durably(self._new_folder, self.partial)
             except OSError:
                 shutil.rmtree(self._new_folder, ignore_errors=True)
                 raise
@@ -183,8 +182,7 @@ class ForecastWriter(ABC):
         with disk_errors(self.out):
             # Files were synced when written, but their names in the folders were not.
             fsync_folders(self.partial)
-            os.replace(self.partial, self.out)
-            fsync_path(self.out.parent)
+            rename_durably(self.partial, self.out)
 
     def check_complete(self) -> None:
         """Check that no field is missing.
@@ -304,39 +302,3 @@ def source_stores(attributes: Mapping[Any, Any]) -> tuple[str, ...]:
         return tuple(map(str, json.loads(attributes[SETTINGS_ATTRIBUTE])["stores"]))
     except (KeyError, TypeError, ValueError):
         return ()
-
-
-def fsync_tree(folder: Path) -> None:
-    """Flush a folder with all its files to disk.
-
-    Raises:
-        OSError: it can't be written.
-    """
-    for root, _, names in os.walk(folder):
-        for name in names:
-            fsync_path(Path(root) / name)
-        fsync_path(Path(root))
-
-
-def fsync_folders(folder: Path) -> None:
-    """Flush the entries of a folder and its subfolders to disk, but not the files' content.
-
-    Raises:
-        OSError: it can't be written.
-    """
-    for root, _, _ in os.walk(folder):
-        fsync_path(Path(root))
-
-
-def fsync_path(path: Path) -> None:
-    """Flush a file, or the entries of a folder, to disk.
-
-    Raises:
-        OSError: it can't be written.
-    """
-    # A rename or a new file is durable only after an fsync of its folder.
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -25,9 +25,10 @@ from zarr.codecs import Crc32cCodec
 from zarr.errors import ZarrUserWarning
 from zarr.storage import LocalStore
 
-from credit_dp.data.rechunk.target import CODECS, AtomicFileStore, remove_leftovers
+from credit_dp.data.rechunk.target import CODECS, AtomicFileStore
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.errors import UserError
+from credit_dp.files import remove_temporaries
 from credit_dp.forecast.format import ForecastFormat, OutputVariable
 from credit_dp.forecast.request import ForecastJob
 from credit_dp.forecast.writer import (
@@ -146,7 +147,7 @@ class ZarrWriter(ForecastWriter):
     def clean_up(self) -> None:
         """See `ForecastWriter`."""
         for variable in self.form.variables:
-            remove_leftovers(self.partial / variable.name)
+            remove_temporaries(self.partial / variable.name)
 
     def _open_array(self, name: str) -> "zarr.Array[Any]":
         """Return an array to write complete chunks to; also chunks of NaN become files."""

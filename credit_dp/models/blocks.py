@@ -7,13 +7,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import final
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from credit_dp.constants import constant_tensor
+from credit_dp.random_streams import random_stream
 
 
 @final
@@ -81,8 +81,7 @@ def draw_stochastic_depths(model: nn.Module, seed: int, step: int, samples: Sequ
         number = index if layer.number is None else layer.number
         # One generator for each sample and layer: a rank's share of the batch, or of the model,
         # does not change the others' draws.
-        keys = ([seed, step, sample, number] for sample in samples)
-        draws = [np.random.default_rng(key).random() for key in keys]
+        draws = [random_stream(seed, step, sample, number).random() for sample in samples]
         layer.draws = constant_tensor(draws, next(model.parameters()).device)
 
 

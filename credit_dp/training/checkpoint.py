@@ -15,7 +15,6 @@ from concurrent.futures import wait as wait_for
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from threading import Thread
 from types import TracebackType
@@ -30,9 +29,11 @@ from credit_dp.distributed.collectives import (
     all_gather_object,
     global_rank,
     has_process_group,
+    new_background_group,
     run_on_all_ranks,
 )
 from credit_dp.errors import UserError
+from credit_dp.files import temporary_path
 from credit_dp.training import checkpoint_files
 from credit_dp.training.checkpoint_files import (
     VALIDATION_KEY,
@@ -105,8 +106,6 @@ def save_checkpoint(folder: Path, state: TrainingState, config: str) -> Path:
     return path
 
 
-# Some disks are slower than others, and a rank may start to write long after another.
-WRITE_TIMEOUT = timedelta(days=1)
 INTERRUPT_TIMEOUT = 10.0  # seconds that an interrupted run waits for a checkpoint being written
 
 
@@ -116,8 +115,7 @@ class CheckpointSaver:
 
     With `trainer.checkpoint_async`, a save copies this rank's tensors to the host's memory, and a
     thread writes them while training continues, one checkpoint at a time. The threads of all ranks
-    communicate in a separate process group: in the group of training, their collectives could run
-    in another order on each rank.
+    communicate in a separate process group.
 
     Collective: all ranks of the run create it, enter it, save and leave it at the same steps.
 
@@ -143,7 +141,7 @@ class CheckpointSaver:
 
         self._exit_stack.enter_context(ignore_single_process_warning())
         if self._in_background and has_process_group():
-            self._group = dist.new_group(timeout=WRITE_TIMEOUT, backend="gloo")
+            self._group = new_background_group()
         return self
 
     def save(self, state: TrainingState, config: str, error: float | None = None) -> None:
@@ -383,7 +381,7 @@ def write_checkpoint(
     Raises:
         UserError: on all ranks, if one could not write, for instance because the disk is full.
     """
-    temporary = checkpoint_files.temporary_folder(path)
+    temporary = temporary_path(path)
     is_rank_0 = global_rank() == 0
     step = snapshot.metadata["step"]
     try:

@@ -3,7 +3,7 @@
 A checkpoint `step-00000042` is a folder with one or more safetensors files (tensors, written by all
 ranks) and `state.json` (numbers and text, written by rank 0). It is written in this order:
 
-1. `create_temporary_folder`: `.step-00000042.part`, which no reader takes for a checkpoint.
+1. `create_temporary_folder`: `.step-00000042.partial`, which no reader takes for a checkpoint.
 2. `shards.write_shards`: every rank writes its part of the tensors.
 3. `commit_checkpoint`: `state.json` is written, then the folder gets its final name.
 4. `apply_retention`: checkpoints that are no longer needed are removed.
@@ -27,12 +27,14 @@ from typing import Any, final
 
 from credit_dp import checks
 from credit_dp.errors import UserError
+from credit_dp.files import atomic_path, fsync_path, rename_durably, temporary_path
 
 FORMAT_VERSION = 4
 CHECKPOINTS_FOLDER = "checkpoint"  # inside the folder of a run
 METADATA_FILE = "state.json"
 SHARD_SUFFIX = ".safetensors"
 STEP_PATTERN = re.compile(r"step-\d{8,}")
+LEFTOVERS = ".step-*.part*"  # incomplete checkpoints; `.part` is the suffix of earlier versions
 
 Metadata = dict[str, Any]
 
@@ -54,11 +56,6 @@ METADATA_TYPES = {
 def step_folder(folder: Path, step: int) -> Path:
     """Return the path of the checkpoint of a step."""
     return folder / f"step-{step:08d}"
-
-
-def temporary_folder(path: Path) -> Path:
-    """Return the path under which a checkpoint is written before it gets its name."""
-    return path.with_name(f".{path.name}.part")
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -105,7 +102,7 @@ def create_temporary_folder(temporary: Path) -> None:
         OSError: the folder can't be created.
     """
     temporary.parent.mkdir(parents=True, exist_ok=True)
-    for leftover in temporary.parent.glob(".step-*.part"):
+    for leftover in temporary.parent.glob(LEFTOVERS):
         shutil.rmtree(leftover)
     temporary.mkdir()
 
@@ -116,28 +113,17 @@ def commit_checkpoint(temporary: Path, path: Path, metadata: Metadata) -> None:
     Raises:
         OSError: it could not be written.
     """
-    with (temporary / METADATA_FILE).open("w") as file:
-        json.dump({"format": FORMAT_VERSION, **metadata}, file)
-        file.flush()
-        os.fsync(file.fileno())
+    metadata_file = temporary / METADATA_FILE
+    metadata_file.write_text(json.dumps({"format": FORMAT_VERSION, **metadata}))
+    fsync_path(metadata_file)
     # The content reaches the disk before the name does: after a power failure a folder with a
     # checkpoint's name is complete.
-    fsync_folder(temporary)
+    fsync_path(temporary)
     if path.exists():
         # The same step was saved before. A rename can't replace a folder that is not empty, so the
         # old one is moved aside; its new name marks it as a leftover.
-        os.replace(path, temporary_folder(path.with_name(f"{path.name}-old")))
-    os.replace(temporary, path)
-    fsync_folder(path.parent)
-
-
-def fsync_folder(folder: Path) -> None:
-    """Flush the file names in a folder to disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        os.replace(path, temporary_path(path.with_name(f"{path.name}-old")))
+    rename_durably(temporary, path)
 
 
 def remove_temporary_folder(temporary: Path) -> None:
@@ -226,7 +212,7 @@ def apply_retention(path: Path, retention: RetentionPolicy) -> None:
     for other in list_checkpoints(folder):
         if other not in keep:
             remove_checkpoint(other)
-    for leftover in folder.glob(".step-*.part"):
+    for leftover in folder.glob(LEFTOVERS):
         shutil.rmtree(leftover, ignore_errors=True)
 
 
@@ -261,15 +247,14 @@ def update_link(link: Path, target: Path | None) -> None:
         return
     if link.is_symlink() and os.readlink(link) == target.name:
         return
-    temporary = link.with_name(f".{link.name}.part")
-    temporary.unlink(missing_ok=True)
-    temporary.symlink_to(target.name)
-    os.replace(temporary, link)
+    with atomic_path(link) as temporary:
+        temporary.unlink(missing_ok=True)
+        temporary.symlink_to(target.name)
 
 
 def remove_checkpoint(path: Path) -> None:
     """Remove a checkpoint, renamed first so that a partial one never has a checkpoint's name."""
-    aside = temporary_folder(path.with_name(f"{path.name}-old"))
+    aside = temporary_path(path.with_name(f"{path.name}-old"))
     with contextlib.suppress(OSError):
         os.replace(path, aside)
         shutil.rmtree(aside)

@@ -21,7 +21,7 @@ from typing import Any, Protocol, Self, final
 
 from credit_dp.config import LoggerConfig
 from credit_dp.errors import UserError
-from credit_dp.training.run_folder import translate_write_errors, write_text_atomic
+from credit_dp.training.run_folder import translate_write_errors, write_run_file
 
 
 class Sink(Protocol):
@@ -280,7 +280,7 @@ class CsvLog:
         kept_rows = [row for row in earlier_rows if int(row["step"]) <= self._last_kept_step]
         columns = list(dict.fromkeys([*self.columns, *header, *new_columns]))
         text = as_csv([*kept_rows, *new_rows], columns)
-        write_text_atomic(self.path, ",".join(columns) + "\n" + text)
+        write_run_file(self.path, ",".join(columns) + "\n" + text)
         # Only now: if writing fails, the next row tries the same again.
         self.columns = columns
         self._last_kept_step = float("inf")
@@ -371,7 +371,7 @@ def load_or_create_run_id(path: Path, step: int) -> str:
     if step and path.exists():
         return path.read_text().strip()
     run_id = secrets.token_hex(4)
-    write_text_atomic(path, run_id + "\n")
+    write_run_file(path, run_id + "\n")
     return run_id
 
 

@@ -1,6 +1,5 @@
 """What is watched while a run trains: validation, pace and traces."""
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import repeat
@@ -18,9 +17,10 @@ from credit_dp.distributed.collectives import all_gather_object
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.evaluation.held_out import EvaluationDates, HeldOutData, last_forecast, rank_batches
 from credit_dp.evaluation.metrics import RootMeanSquare
+from credit_dp.files import atomic_path
 from credit_dp.training.build import Training
 from credit_dp.training.console import EtaMessage, Screen
-from credit_dp.training.run_folder import temporary_file, translate_write_errors
+from credit_dp.training.run_folder import translate_write_errors
 from credit_dp.training.summary import steps_per_epoch
 from credit_dp.training.trainer import StepRecord
 
@@ -141,14 +141,13 @@ class StepProfiler:
         self._profile.step()
 
     def _write(self, profile: profiler.profile) -> None:
-        """Write the trace to a temporary name first, so that nobody reads half of it."""
+        """Write the trace atomically, so that nobody reads half of it."""
         if self._steps_done <= WAIT_STEPS + WARMUP_STEPS:
             return
-        part = temporary_file(self.path)
         with translate_write_errors(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            profile.export_chrome_trace(str(part))
-            os.replace(part, self.path)
+            with atomic_path(self.path) as temporary:
+                profile.export_chrome_trace(str(temporary))
         self.written = True
 
 

@@ -26,6 +26,7 @@ from credit_dp.config import (
 from credit_dp.config.training import plugin_schedule
 from credit_dp.errors import UserError
 from credit_dp.plugins import report_plugin_errors
+from credit_dp.random_streams import random_seed
 from credit_dp.training.own_optimizer import (
     ADAMW,
     StateLayout,
@@ -220,16 +221,7 @@ def seed_step(seed: int, step: int, data_rank: int, domain_rank: int) -> None:
     Ranks draw different numbers, as they have different samples or rows. The first rank of the
     mesh draws the same numbers as a single process.
     """
-    state = torch.tensor([seed, step, data_rank, domain_rank], dtype=torch.int64)
-    mixed = 0
-    for part in state.tolist():
-        # The 64-bit finaliser of SplitMix (Steele, Lea & Flood 2014) gives neighbouring steps and
-        # ranks unrelated seeds.
-        mixed = (mixed + part + 0x9E3779B97F4A7C15) % 2**64
-        mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
-        mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB % 2**64
-        mixed ^= mixed >> 31
-    torch.manual_seed(mixed % 2**63)
+    torch.manual_seed(random_seed(seed, step, data_rank, domain_rank))
 
 
 @final

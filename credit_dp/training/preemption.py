@@ -9,7 +9,8 @@ from typing import Self, final
 import torch
 import torch.distributed as dist
 
-from credit_dp.distributed.signals import TimeLimit, handle_stop, job_time_limit
+from credit_dp.distributed.signals import handle_stop
+from credit_dp.distributed.slurm import TimeLimit, job_time_limit
 from credit_dp.domain_parallel import DomainParallelManager
 
 

@@ -49,7 +49,7 @@ from credit_dp.training.run_folder import (
     log_to_file,
     provenance_text,
     resolved_yaml,
-    write_text_atomic,
+    write_run_file,
 )
 from credit_dp.training.shards import translate_read_errors
 from credit_dp.training.summary import summary_lines
@@ -256,8 +256,8 @@ class _Run:
         """Show what is going to be trained and on what data; write the config and the versions."""
         if self._is_rank_0 and not (self._finished and self.folder.config.exists()):
             text = f"# {self.folder.rerun_command}\n{resolved_yaml(self.config)}"
-            write_text_atomic(self.folder.config, text)
-            write_text_atomic(self.folder.code, provenance_text())
+            write_run_file(self.folder.config, text)
+            write_run_file(self.folder.code, provenance_text())
         if not self._finished:
             for line in summary_lines(self.config, self.data, self.training, self.manager):
                 self.screen.show(line)
@@ -331,7 +331,7 @@ class _Run:
         """Write and show the scores, draw the plots, and show where everything is; collective."""
         # Before the plots: the scores stay if a plot fails.
         if self._is_rank_0:
-            write_text_atomic(self.folder.scores, scores.to_json(self.training.trainer.state.step))
+            write_run_file(self.folder.scores, scores.to_json(self.training.trainer.state.step))
         for table in scores.tables(self.screen.width):
             self.screen.show(table)
         for line in scores.warnings():

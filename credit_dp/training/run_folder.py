@@ -1,6 +1,6 @@
 """The folder of one run: the paths of its files, its log files, and the version of the code.
 
-`RunFolder` has the paths. `write_text_atomic` writes small files, `provenance` finds out which code
+`RunFolder` has the paths. `write_run_file` writes small files, `provenance` finds out which code
 runs, and `log_to_file` copies the log of each rank into the folder.
 """
 
@@ -24,6 +24,7 @@ from omegaconf import OmegaConf
 import credit_dp
 from credit_dp.config import Config
 from credit_dp.errors import UserError
+from credit_dp.files import write_text_atomic
 from credit_dp.training.checkpoint_files import CHECKPOINTS_FOLDER
 
 
@@ -116,21 +117,15 @@ def resolved_yaml(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True)
 
 
-def write_text_atomic(path: Path, text: str) -> None:
-    """Write a small file so that readers see the old or the new content, never a part of it.
+def write_run_file(path: Path, text: str) -> None:
+    """Write a small file atomically, and the folder that it is in if there is none.
 
     Raises:
         UserError: the file can't be written.
     """
-    temporary = temporary_file(path)
     with translate_write_errors(path):
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(text, encoding="utf-8")
-            os.replace(temporary, path)
-        except OSError:
-            remove_if_possible(temporary)
-            raise
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text_atomic(path, text)
 
 
 @contextlib.contextmanager
@@ -147,21 +142,6 @@ def translate_write_errors(path: Path) -> Iterator[None]:
             f"{path}: could not be written ({error.strerror or error}). "
             "Free space there or change run.dir."
         ) from error
-
-
-def temporary_file(path: Path) -> Path:
-    """Return the path under which a file is written before it gets its name.
-
-    It is always the same, so that a killed run leaves one such file at most, which the next write
-    replaces. Only one process writes a run's files.
-    """
-    return path.with_name(f".{path.name}.part")
-
-
-def remove_if_possible(path: Path) -> None:
-    """Remove a file, ignoring errors."""
-    with contextlib.suppress(OSError):
-        path.unlink()
 
 
 PACKAGE = Path(__file__).resolve().parents[1]

@@ -7,7 +7,6 @@ If chunks span the bands of several ranks, each chunk is decoded once and its ba
 import logging
 import time
 from collections.abc import Sequence
-from datetime import timedelta
 from threading import Event
 from typing import final
 
@@ -25,6 +24,7 @@ from credit_dp.data.sources.shared import (
     unshared_amplification,
 )
 from credit_dp.data.store import Store
+from credit_dp.distributed.collectives import new_background_group
 from credit_dp.domain_parallel import DomainParallelManager
 
 logger = logging.getLogger(__name__)
@@ -33,8 +33,6 @@ MESSAGE_BYTES = 1000  # longer error messages are cut
 # Seconds between two tests whether a collective is done.
 MIN_POLL_SECONDS = 0.0002
 MAX_POLL_SECONDS = 0.005
-# A rank may wait for others as long as training does, for instance while they evaluate.
-GROUP_TIMEOUT = timedelta(days=1)
 
 
 def build_chunk_exchange(
@@ -71,17 +69,13 @@ def _amplification(store: Store, channel: Channel, bounds: Sequence[int]) -> flo
 
 
 def _new_domain_group(manager: DomainParallelManager) -> dist.ProcessGroup:
-    """Create a second group of the domain's ranks, for the reading thread.
-
-    In the group of training, the collectives of the two threads could run in another order on each
-    rank.
-    """
+    """Create a second group of the domain's ranks, for the reading thread."""
     size = manager.domain_world_size
     own_group: dist.ProcessGroup | None = None
     # Torch requires that all ranks create all groups in the same order, also those of others.
     for first in range(0, manager.world_size, size):
         members = list(range(first, first + size))
-        group = dist.new_group(members, timeout=GROUP_TIMEOUT, backend="gloo")
+        group = new_background_group(members)
         own_group = group if manager.rank in members else own_group
     if own_group is None:
         raise RuntimeError(f"rank {manager.rank} is in no domain")

@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from credit_dp.cli.sweep_launchers import run_job
+from credit_dp.cli.sweep_launchers import may_requeue, queued_job_ids, run_job
+from credit_dp.errors import UserError
 
 SCONTROL = """\
 #!/bin/sh
@@ -42,3 +43,22 @@ def test_a_job_that_was_stopped_is_queued_again_alone(
     told = asked.read_text().splitlines()
     assert ("requeue 5_2" in told) == again
     assert [line.split()[-1] for line in told] == ["5_2"] * len(told)
+
+
+def test_a_job_is_not_queued_again_if_slurm_does_not_know_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert not may_requeue("5_2", 1)
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho JobState=RUNNING >&2\nexit 1\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    assert not may_requeue("5_2", 1)
+
+
+def test_a_queue_that_fails_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "squeue").write_text("#!/bin/sh\necho 'slurm_load_jobs error:\nno' >&2\nexit 1\n")
+    (tmp_path / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    with pytest.raises(UserError) as refused:
+        queued_job_ids()
+    assert str(refused.value) == ("hydra/launcher=slurm: squeue fails (slurm_load_jobs error: no)")

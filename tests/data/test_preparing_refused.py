@@ -1,12 +1,13 @@
 """What `prepare` refuses, and what it never overwrites."""
 
+import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from credit_dp.data.rechunk import run, target
+from credit_dp.data.rechunk import run
 from credit_dp.data.rechunk.request import FieldSelection
 from credit_dp.data.rechunk.run import RechunkJob, RechunkRequest, WorkerConfig
 from credit_dp.errors import UserError
@@ -130,7 +131,7 @@ def test_a_disk_that_fills_up_is_one_line(
     of = RechunkJob(request(small, tmp_path / "out.zarr"))
     with of.locked():
         of.begin("none")
-        monkeypatch.setattr(target.os, "fsync", full)
+        monkeypatch.setattr(os, "fsync", full)
         with pytest.raises(UserError, match=r"No space left.*resumes where it stopped"):
             of.write_missing(lambda times: None)
     assert not list((tmp_path / "out.zarr.partial" / "fields").glob(".*"))

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import zarr
 
+from credit_dp import files
 from credit_dp.data.rechunk import target
 from credit_dp.data.rechunk.run import RechunkJob, WorkerConfig
 from credit_dp.errors import UserError
@@ -42,6 +43,11 @@ def stop(
     return function
 
 
+def leave_temporaries(patch: pytest.MonkeyPatch) -> None:
+    """A killed process removes nothing; an error would."""
+    patch.setattr(files, "remove_if_possible", lambda path: None)
+
+
 @stop
 def before_a_shard_has_its_name(patch: pytest.MonkeyPatch, number: int) -> None:
     replacing = after(number, os.replace, then=False)
@@ -51,6 +57,7 @@ def before_a_shard_has_its_name(patch: pytest.MonkeyPatch, number: int) -> None:
 
     original = os.replace
     patch.setattr(os, "replace", replace)
+    leave_temporaries(patch)
 
 
 @stop
@@ -65,6 +72,7 @@ def in_the_middle_of_a_shard(patch: pytest.MonkeyPatch, number: int) -> None:
             raise StoppedError
 
     patch.setattr(os, "fsync", fsync)
+    leave_temporaries(patch)
 
 
 @stop

@@ -119,7 +119,7 @@ def test_full_disk_is_told_in_one_line(path, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     store = opened(path)
-    monkeypatch.setattr("credit_dp.data.statistics.os.replace", full)
+    monkeypatch.setattr("os.replace", full)
     with pytest.raises(UserError, match=r"parts/.*: cannot be written \(No space left on device\)"):
         computed(store, tmp_path / "stats.json")
 

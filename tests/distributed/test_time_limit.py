@@ -4,8 +4,8 @@ import time
 
 import pytest
 
-from credit_dp.distributed import signals
-from credit_dp.distributed.signals import TimeLimit, parse_duration, seconds_left, slurm_job_id
+from credit_dp.distributed import slurm
+from credit_dp.distributed.slurm import TimeLimit, parse_duration, seconds_left, slurm_job_id
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_without_slurms_commands_there_is_no_limit(monkeypatch: pytest.MonkeyPat
 
 def test_a_run_stops_before_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
-    monkeypatch.setattr(signals.time, "monotonic", lambda: now)
+    monkeypatch.setattr(slurm.time, "monotonic", lambda: now)
     limits = [TimeLimit(None), TimeLimit(60.0), TimeLimit(6000.0)]
     for now, reached in [  # noqa: B007 - the clock
         (1044.0, [False, False, False]),

@@ -131,11 +131,11 @@ def test_other_forecasts_are_not_mixed(config, tmp_path, monkeypatch):
 def test_a_full_disk_is_one_line(config, whole, tmp_path, monkeypatch):
     write, written = target.write_bytes_atomic, []
 
-    def until_full(path, content):
+    def until_full(path, content, **options):
         written.append(path)
         if len(written) > 10:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        write(path, content)
+        write(path, content, **options)
 
     asked = asking(config, tmp_path / "f")
     with monkeypatch.context() as patch:

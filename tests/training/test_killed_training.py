@@ -97,7 +97,7 @@ def wait_for_a_save(checkpoints: Path, processes: list[ForkServerProcess]) -> bo
 
 def parts(checkpoints: Path) -> set[Path]:
     """What is being written, or was when the last life ended."""
-    found = checkpoints.glob(".step-*.part")
+    found = checkpoints.glob(".step-*.partial")
     return {path for path in found if not (path / SEEN).exists()}
 
 

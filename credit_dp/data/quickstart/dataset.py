@@ -7,7 +7,6 @@
 import json
 import os
 import queue
-import shutil
 import subprocess
 import sys
 import warnings
@@ -29,6 +28,7 @@ from credit_dp.data.cache import ProgressCallback
 from credit_dp.data.quickstart.dynamics import LEVELS, TITLE, Array, Physics
 from credit_dp.data.quickstart.fields import Synthesis
 from credit_dp.errors import UserError
+from credit_dp.files import atomic_path, remove_if_possible, temporary_path
 
 VERSION = 2  # to be raised when the content of stores changes
 GAP_DAYS = 10
@@ -145,24 +145,21 @@ def build(
     resolved_grid = resolve_grid(config, grid)
     runs = plan_runs(config)
     title = f"{TITLE}, T{config.truncation}, seed {config.seed}"
-    partial = path.with_name(f".{path.name}.partial")
     # The caller's lock makes sure that no other process is writing it.
-    shutil.rmtree(partial, ignore_errors=True)  # what a killed build left
+    remove_if_possible(temporary_path(path))  # what a killed build left
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        create(partial, Synthesis(config.truncation, resolved_grid), runs, title)
-        _integrate(
-            config, resolved_grid, partial, runs, progress or (lambda _message, _share: None)
-        )
-        finish(partial)
-        partial.rename(path)
+        with atomic_path(path) as temporary:
+            create(temporary, Synthesis(config.truncation, resolved_grid), runs, title)
+            _integrate(
+                config, resolved_grid, temporary, runs, progress or (lambda _message, _share: None)
+            )
+            finish(temporary)
     except OSError as error:
         raise UserError(
             f"quickstart climate: {path} could not be written ({error.strerror or error}). "
             f"Free some space or point data.cache at another folder."
         ) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _integrate(

@@ -31,6 +31,7 @@ from credit_dp.data.quickstart.dynamics import (
     integrate_six_hourly,
 )
 from credit_dp.data.quickstart.fields import Synthesis
+from credit_dp.random_streams import random_stream
 
 
 def streamfunctions(config: QuickstartConfig, run: Run) -> Iterator[Array]:
@@ -40,7 +41,7 @@ def streamfunctions(config: QuickstartConfig, run: Run) -> Iterator[Array]:
         FloatingPointError: the model became unstable.
     """
     model = QuasiGeostrophic(config.truncation)
-    rng = np.random.default_rng([config.seed, run.index])
+    rng = random_stream(config.seed, run.index)
     start = run.start - np.timedelta64(config.spinup_days, "D")
     states = integrate_six_hourly(model, initial_state(model, rng), day_of_year(start))
     for state in islice(states, config.spinup_days * STEPS_PER_DAY, None):

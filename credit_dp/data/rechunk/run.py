@@ -37,6 +37,7 @@ from credit_dp.data.rechunk.target import (
 )
 from credit_dp.data.sources.base import Fields
 from credit_dp.errors import UserError
+from credit_dp.random_streams import random_stream
 
 BLOCK_BYTES = 2**29  # of fields that a worker reads together
 MAX_TASKS = 1000  # approximately: each task opens the store once
@@ -511,7 +512,7 @@ def verify_samples(selected: SelectedFields, target: RechunkTarget, seed: int) -
         date = selected.times[missing[0]].astype("M8[m]")
         raise UserError(f"{target.partial}: {date} is missing. Run the same command again.")
     array = target.fields()
-    random = np.random.default_rng(seed)
+    random = random_stream(seed)
     times = random.permutation(selected.shape[0])[:VERIFIED_TIMES]
     for index in map(int, np.sort(times)):
         first = int(random.integers(selected.shape[2]))

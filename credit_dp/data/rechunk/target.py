@@ -13,7 +13,6 @@ import json
 import os
 import shutil
 import time
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,9 +32,8 @@ from credit_dp.data.rechunk.request import SelectedFields
 from credit_dp.data.sources.base import Fields, Times
 from credit_dp.data.sources.prepared import EPOCH, METADATA_ATTRIBUTE, TIME_UNITS
 from credit_dp.errors import UserError
-
-PARTIAL_SUFFIX = ".partial"
-
+from credit_dp.files import PARTIAL_SUFFIX, partial_path, remove_temporaries, write_bytes_atomic
+from credit_dp.random_streams import random_stream
 
 SETTINGS = "prepared"  # attribute with all that the content depends on, chunks and codec included
 FIELD_DIMS = ("channel", "latitude", "longitude")
@@ -59,7 +57,7 @@ class RechunkTarget:
         if not out or "://" in out:
             raise UserError(f"out: needs the path of a store to write, got {out!r}. Change out.")
         self.out = expand_home("out", out).absolute()
-        self.partial = self.out.with_name(self.out.name + PARTIAL_SUFFIX)
+        self.partial = partial_path(self.out)
         self._overwrite = overwrite
         self._new = self.out.with_name(f"{self.out.name}.new{PARTIAL_SUFFIX}")
         self._old = self.out.with_name(f"{self.out.name}.old{PARTIAL_SUFFIX}")
@@ -109,7 +107,7 @@ class RechunkTarget:
 
     def resume(self) -> None:
         """Remove what a killed process left in the partial store."""
-        remove_leftovers(self.partial / "fields")
+        remove_temporaries(self.partial / "fields")
 
     def missing(self, first: int, stop: int) -> list[int]:
         """Return the times from `first` up to `stop` that have no shard yet."""
@@ -208,38 +206,15 @@ def hours_since_epoch(times: Times, where: str) -> "np.ndarray[Any, np.dtype[np.
 class AtomicFileStore(WrapperStore[LocalStore]):
     """A zarr store on disk whose files appear complete or not at all.
 
-    A process that is killed leaves complete files, and at worst one with `PARTIAL_SUFFIX`. Two
-    processes may write the same content at once.
+    A process that is killed leaves complete files, and at worst one with a temporary name, which
+    `remove_temporaries` removes. Two processes may write the same content at once.
     """
 
     async def set(self, key: str, value: Buffer) -> None:
         """Write one key; see `zarr.abc.store.Store`."""
         path = self._store.root / key
-        await asyncio.to_thread(
-            write_bytes_atomic, path, memoryview(value.as_buffer_like()).cast("B")
-        )
-
-
-def write_bytes_atomic(path: Path, content: bytes | memoryview) -> None:
-    """Write a file that appears complete or not at all, even if the machine fails."""
-    # fsync before the rename: else a crash of the machine may leave the name with no content.
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}{PARTIAL_SUFFIX}")
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-def remove_leftovers(folder: Path) -> None:
-    """Remove the temporary files that killed processes left in a folder."""
-    for entry in os.scandir(folder):
-        if entry.name.startswith(".") and entry.name.endswith(PARTIAL_SUFFIX):
-            Path(entry.path).unlink(missing_ok=True)
+        content = memoryview(value.as_buffer_like()).cast("B")
+        await asyncio.to_thread(write_bytes_atomic, path, content, durable=True, unique=True)
 
 
 SAMPLE_BYTES = 64 * 2**20  # compressed for each measurement, at most
@@ -317,7 +292,7 @@ def choose_codec(measured: Mapping[str, CodecMeasurement]) -> CodecMeasurement:
 
 def measure_disk_bandwidth(folder: Path) -> float:
     """Return the bytes per second that the disk of a folder reads, without the system's cache."""
-    content = np.random.default_rng(0).bytes(DISK_BYTES)
+    content = random_stream(0).bytes(DISK_BYTES)
     with NamedTemporaryFile(dir=folder, prefix=".speed-", buffering=0) as file:
         file.write(content)
         os.fsync(file.fileno())

@@ -1,0 +1,40 @@
+"""Random numbers that depend on keys such as seed, step, sample and layer, and on nothing else.
+
+Each stream is numpy's `SeedSequence` of its keys. So a resumed run draws what an uninterrupted one
+does, and a mesh what a single process does: nothing depends on how many numbers were drawn before,
+or by whom.
+
+| stream | keys | in |
+|---|---|---|
+| order of the samples in an epoch | seed, epoch | `data/sampling.py` |
+| torch's generator in a training step | seed, step, data rank, band | `training/optim.py` |
+| stochastic depth of a sample | seed, step, sample, layer | `models/blocks.py` |
+| perturbation of an ensemble member | seed, hour of the initial time, member | `forecast/` |
+| initial state of a quickstart run | seed, number of the run | `data/quickstart/` |
+| rows that `data prepare` compares | fingerprint of its settings | `data/rechunk/` |
+
+Each use always has the same number of keys, as `SeedSequence` ignores zeros at the end: `(5, 1)`
+and `(5, 1, 0)` are the same stream. Two uses with equal keys draw the same numbers, which does no
+harm as long as they draw for different things.
+
+Source: M. E. O'Neill, "Developing a seed_seq Alternative" (2015), on which `SeedSequence` is based.
+"""
+
+import numpy as np
+
+
+def random_stream(*keys: int) -> np.random.Generator:
+    """Return a new generator at the start of the stream of these keys, none of them negative."""
+    return np.random.default_rng(_sequence(keys))
+
+
+def random_seed(*keys: int) -> int:
+    """Return a seed of 64 bits for a generator of another library, such as torch's.
+
+    Seeds of neighbouring keys are as unrelated as those of distant ones.
+    """
+    return int(_sequence(keys).generate_state(1, np.uint64)[0])
+
+
+def _sequence(keys: tuple[int, ...]) -> np.random.SeedSequence:
+    return np.random.SeedSequence([int(key) for key in keys])

@@ -2,18 +2,20 @@
 
 In this order: `Composer` merges `conf/`, the user's own folder and the overrides; `to_config` turns
 the result into dataclasses, which check their values; `check_run_config` checks keys against each
-other. The functions in between are about the run's folder: its name, its lock, and checkpoints in
-it.
+other. A start does each of these once, in `credit_dp.cli.train`; ranks that it starts receive the
+dataclasses. The functions in between are about the run's folder: its name, its lock, and
+checkpoints in it.
 """
 
 import contextlib
+import copy
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import cast, final
+from typing import Any, cast, final
 
 from filelock import FileLock, Timeout
 from hydra import version
@@ -230,6 +232,7 @@ PLUGIN_BASES: Mapping[str, type[Plugin]] = {
     "loss": OwnLossConfig,
     "optimizer": OwnOptimizerConfig,
 }
+MAX_REMEMBERED = 256  # composed configs: a large sweep must not fill the memory
 CONFIG_GROUPS = {group for group, _ in SCHEMAS if group is not None} | {"experiment"}
 
 
@@ -237,6 +240,43 @@ def conf_folder() -> Path:
     """Return `conf/` of the checkout, or of the installed package."""
     checkout = PACKAGE_FOLDER.parent / "conf"
     return checkout if (checkout / "config.yaml").exists() else PACKAGE_FOLDER / "conf"
+
+
+@final
+class RememberingLoader(ConfigLoaderImpl):
+    """Hydra's loader, which composes the same overrides once and then returns copies.
+
+    Hydra composes a config again for each thing that it does with it: to run it, to print it, and
+    in a sweep to validate each job and to launch it. Composing takes a quarter of a second, a copy
+    a few milliseconds.
+    """
+
+    def __init__(self, config_search_path: ConfigSearchPath) -> None:
+        super().__init__(config_search_path=config_search_path)
+        self._composed: dict[tuple[str | None, RunMode, tuple[str, ...]], DictConfig] = {}
+
+    def load_configuration(
+        self,
+        config_name: str | None,
+        overrides: list[str],
+        run_mode: RunMode,
+        from_shell: bool = True,
+        validate_sweep_overrides: bool = True,
+    ) -> DictConfig:
+        """Return the composed config of these overrides; errors are those of Hydra."""
+        key = (config_name, run_mode, tuple(overrides))
+        if key in self._composed:
+            return copy.deepcopy(self._composed[key])
+        composed = super().load_configuration(
+            config_name, overrides, run_mode, from_shell, validate_sweep_overrides
+        )
+        if len(self._composed) < MAX_REMEMBERED:
+            self._composed[key] = copy.deepcopy(composed)
+        return composed
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what launchers send to other processes, without the remembered configs."""
+        return {**self.__dict__, "_composed": {}}
 
 
 @final
@@ -253,9 +293,10 @@ class Composer:
         register_schemas()
         register_resolvers()
         SourcesRegistry.instance().register(UserConfigSource)
-        GlobalHydra.instance().clear()  # Hydra refuses to start twice in a process
         self.config_name = config_name
-        self.hydra = Hydra.create_main_hydra2(job, search_path(config_dir))
+        self.hydra = Hydra(job, RememberingLoader(search_path(config_dir)))
+        GlobalHydra.instance().clear()  # Hydra refuses to start twice in a process
+        GlobalHydra.instance().initialize(self.hydra)
 
     @cached_property
     def groups(self) -> dict[str, list[str]]:
@@ -305,7 +346,7 @@ class Composer:
         """
         composed = self.compose(overrides)
         HydraConfig.instance().set_config(composed)  # from here `${hydra:KEY}` is resolved
-        return to_config(composed)
+        return to_config(composed, overrides)
 
 
 def without_hydra(composed: DictConfig) -> DictConfig:
@@ -316,8 +357,12 @@ def without_hydra(composed: DictConfig) -> DictConfig:
     return config
 
 
-def to_config(composed: DictConfig) -> Config:
+def to_config(composed: DictConfig, overrides: Sequence[str]) -> Config:
     """Return a composed config as dataclasses, with all interpolations resolved.
+
+    Args:
+        composed: with or without its `hydra` node.
+        overrides: that it was composed with.
 
     Raises:
         UserError: a value is missing or not allowed, or an interpolation can't be resolved.
@@ -327,23 +372,18 @@ def to_config(composed: DictConfig) -> Config:
         missing = sorted(OmegaConf.missing_keys(node))
         if missing:
             raise UserError(f"{', '.join(missing)}: need a value, and none is given")
-        # These need the node: dataclasses no longer know which keys were given, and which list had
-        # which type.
+        # These need the node: dataclasses no longer know which list had which type, and which keys
+        # were given.
         check_lists(node)
-        reconcile_preset(node, given_keys(composed))
-        check_groups(node)
-        config = OmegaConf.to_object(node)
+        reconcile_preset(node, given_keys(overrides))
+        return build_dataclasses(node)
     except OmegaConfBaseException as error:
         raise UserError(explain_error(error)) from error
-    if not isinstance(config, Config):
-        raise UserError("config.yaml: needs `schema` as the first entry of its defaults")
-    return config
 
 
-def given_keys(composed: DictConfig) -> set[str]:
-    """Return the keys of the overrides that a config was composed with."""
-    texts = OmegaConf.select(composed, "hydra.overrides.task") or []
-    return {str(text).lstrip("+").partition("=")[0] for text in texts}
+def given_keys(overrides: Sequence[str]) -> set[str]:
+    """Return the keys of overrides."""
+    return {text.lstrip("+").partition("=")[0] for text in overrides}
 
 
 def is_given(key: str, given: set[str]) -> bool:
@@ -387,21 +427,28 @@ def reconcile_preset(config: DictConfig, given: set[str]) -> None:
     ]
 
 
-def check_groups(config: DictConfig) -> None:
-    """Let each group check its keys; a plug-in's checks may raise any error.
+def build_dataclasses(node: DictConfig) -> Config:
+    """Return a config as dataclasses, each of which is built, and so checked, once.
 
     Raises:
-        UserError: naming the group.
+        UserError: a value is not allowed, or the checks of a plug-in fail in any other way.
     """
+    values: dict[str, Any] = {}
     for group in sorted(CONFIG_GROUPS - {"experiment"}):
         try:
-            OmegaConf.to_object(config[group])
+            values[group] = OmegaConf.to_object(node[group])
         except OmegaConfBaseException:
             raise
         except (ArithmeticError, AttributeError, LookupError, ValueError) as error:
             raise UserError(
                 f"{group}: {type(error).__name__}: {one_line_message(error)}"
             ) from error
+    if OmegaConf.get_type(node) is not Config:
+        raise UserError("config.yaml: needs `schema` as the first entry of its defaults")
+    for key in map(str, node.keys() - values.keys()):
+        value = node[key]
+        values[key] = OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
+    return Config(**values)
 
 
 def check_overrides(overrides: Sequence[Override], groups: Mapping[str, list[str]]) -> None:

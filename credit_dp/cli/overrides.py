@@ -9,8 +9,9 @@ import re
 import shlex
 import textwrap
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -87,9 +88,17 @@ def key_types(schema: Any) -> dict[str, Any]:
     classes = [schema, *variant_classes(schema)] if schema in GROUPS_WITH_VARIANTS else [schema]
     types_by_key: dict[str, Any] = {}
     for cls in classes:
-        hints = get_type_hints(cls) if is_dataclass(cls) else {}
-        types_by_key |= {item.name: hints[item.name] for item in fields(cls)} if hints else {}
+        types_by_key |= field_types(cls)
     return types_by_key
+
+
+@cache
+def field_types(cls: Any) -> Mapping[str, Any]:
+    """Return the fields of a dataclass and their types; nothing for any other type."""
+    if not is_dataclass(cls):
+        return {}
+    hints = get_type_hints(cls)  # slow: it evaluates texts
+    return {item.name: hints[item.name] for item in fields(cls)}
 
 
 def variant_classes(schema: type) -> list[type]:

@@ -1,12 +1,13 @@
-"""Runs one config in its folder; Hydra calls `run_in_folder` once, or once for each run of a sweep.
+"""Runs a config in its folder: `run_once` a single run, `run_job_in_folder` a job of a sweep.
 
-The order: check the folder, lock it, check the config, start the ranks. Of a launcher's ranks only
-the first has Hydra make the folder; the others get its path when the ranks meet.
+The order: Hydra makes the folder; the folder is checked and locked; the ranks start. The config of
+a single run comes checked; a job of a sweep checks its config here. Of a launcher's ranks only the
+first has Hydra make the folder; the others get its path when the ranks meet.
 """
 
 import os
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,6 +42,11 @@ from credit_dp.errors import UserError
 def run_once(composer: Composer, overrides: Sequence[str], config: Config) -> int:
     """Start a single run and return its exit code.
 
+    Args:
+        composer: of the command.
+        overrides: that the config was composed with.
+        config: checked by `check_run_config`, too.
+
     Raises:
         UserError: the folder holds another run.
     """
@@ -55,44 +61,78 @@ def run_once(composer: Composer, overrides: Sequence[str], config: Config) -> in
         # Hydra would make another folder here. `launch` gets the path of the first rank's instead.
         return launch(config)
     with explain_folder_errors(config.run, "outputs"):
-        result = composer.hydra.run(composer.config_name, run_in_folder, list(overrides))
+        result = composer.hydra.run(
+            composer.config_name,
+            lambda _: report_errors(lambda: run_in_folder(config)),
+            list(overrides),
+        )
     return int(result.return_value)
 
 
-def run_in_folder(composed: DictConfig, of_sweep: bool = False) -> int:
-    """Run a composed config in the folder that Hydra made for it; return the exit code.
+def report_errors(run: Callable[[], int]) -> int:
+    """Return the exit code of `run`, which Hydra calls; report its errors here.
 
-    A run of a sweep leaves a record of how it ended; it is skipped if it has finished before, and
-    resumed if it has not.
-
-    A `UserError` is reported here, because Hydra would print lines of its own around it; so is an
-    `OSError`, which the caller takes for an error of making the folder.
+    Hydra would print lines of its own around a `UserError`, and the caller takes an `OSError` for
+    an error of making the folder.
     """
-    folder = Path(HydraConfig.get().runtime.output_dir)
-    launcher = find_launcher(os.environ)
     try:
-        config = to_config(composed)
-        key = folder_key(config.run)
-        config = replace(config, run=replace(config.run, dir=str(folder)))
-        if launcher is not None and launcher.ranks.rank > 0:
-            return check_and_launch(config)  # of a sweep: the first rank holds the lock
-        state = earlier_state(folder, task_overrides(), config) if of_sweep else "new"
-        if state == "finished":
-            print_line(f"{folder}: done already")
-            return 0
-        # An earlier start of the sweep was interrupted, or this run failed.
-        if state == "unfinished" and config.resume is None:
-            config = replace(config, resume="auto")
-        check_run_folder(folder, config, key)
-        with lock_folder(folder, key):
-            return record_run(config) if of_sweep else check_and_launch(config)
+        return run()
     except UserError as error:
+        launcher = find_launcher(os.environ)
         wait_for_first_rank(0 if launcher is None else launcher.ranks.rank)
         report_error(str(error))
         return 2
     except OSError:
         report_crash(traceback.format_exc())
         return 1
+
+
+def run_in_folder(config: Config) -> int:
+    """Run a checked config in the folder that Hydra made for it; return the exit code.
+
+    Raises:
+        UserError: the run can't be started.
+    """
+    key = folder_key(config.run)
+    config = with_run_folder(config)
+    folder = Path(config.run.dir)
+    check_run_folder(folder, config, key)
+    with lock_folder(folder, key):
+        return launch(config)
+
+
+def run_job_in_folder(composed: DictConfig) -> int:
+    """Check and run a job of a sweep in the folder that Hydra made for it; return the exit code.
+
+    The job leaves a record of how it ended; it is skipped if it has finished before, and resumed if
+    it has not.
+
+    Raises:
+        UserError: the job can't be started.
+    """
+    config = to_config(composed, task_overrides())
+    key = folder_key(config.run)
+    config = with_run_folder(config)
+    folder = Path(config.run.dir)
+    launcher = find_launcher(os.environ)
+    if launcher is not None and launcher.ranks.rank > 0:
+        return check_and_launch(config)  # the first rank holds the lock
+    state = earlier_state(folder, task_overrides(), config)
+    if state == "finished":
+        print_line(f"{folder}: done already")
+        return 0
+    # An earlier start of the sweep was interrupted, or this run failed.
+    if state == "unfinished" and config.resume is None:
+        config = replace(config, resume="auto")
+    check_run_folder(folder, config, key)
+    with lock_folder(folder, key):
+        return record_run(config)
+
+
+def with_run_folder(config: Config) -> Config:
+    """Return the config with the folder that Hydra made as `run.dir`."""
+    folder = str(HydraConfig.get().runtime.output_dir)
+    return replace(config, run=replace(config.run, dir=folder))
 
 
 def record_run(config: Config) -> int:

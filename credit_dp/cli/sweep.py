@@ -24,7 +24,7 @@ from credit_dp.cli.arguments import Command, read_keys, run_subcommand
 from credit_dp.cli.compose import Composer, check_run_config, explain_folder_errors
 from credit_dp.cli.output import format_bytes, format_table
 from credit_dp.cli.overrides import parse_overrides
-from credit_dp.cli.run import run_in_folder
+from credit_dp.cli.run import report_errors, run_job_in_folder
 from credit_dp.cli.sweep_launchers import chosen_launcher, sweep_as_jobs
 from credit_dp.config import Config
 from credit_dp.distributed.launcher import find_launcher
@@ -441,7 +441,7 @@ def run_sweep_job(composed: DictConfig) -> int:
         RunError: in a job of a queue, so that the queue sees the failure.
         Terminated: here, if the run was stopped.
     """
-    code = run_in_folder(composed, of_sweep=True)
+    code = report_errors(lambda: run_job_in_folder(composed))
     choices = HydraConfig.get().runtime.choices
     here = all(choices[f"hydra/{name}"] == "basic" for name in ("launcher", "sweeper"))
     if here and code == EXIT_PREEMPTED:

@@ -90,23 +90,19 @@ class DatesConfig:
 
 @dataclass
 class VariableConfig:
-    """How one variable is transformed between the store and the model; forecasts undo it.
+    """How one variable is transformed between the store and the model; forecasts undo it."""
 
-    Attributes:
-        normalise: `standard`, `std` (not centred), `minmax` (to 0..1), `none`, or `log1p(EPS)`:
-            `log(1 + x / EPS)`, then standard.
-        fill: value that replaces NaN at points where the field is NaN at all times: `mean` or a
-            number. null: NaN is refused.
-        convert: `FROM->TO`, a conversion of units between the store and the model.
-        accumulated: whether the store has sums since its previous time, which are added up over a
-            step. null: depends on the variable's name.
-        nonnegative: whether forecasts are clamped at zero. null: depends on the variable's name.
-    """
-
+    # standard: (x - mean) / std | std: x / std | minmax: (x - min) / (max - min) | none |
+    # log1p(EPS): log(1 + x / EPS), then standard
     normalise: str = "standard"
+    # mean or a number: replaces NaN at points where the field is NaN at all times; null: NaN is
+    # refused
     fill: Any = None
-    convert: str | None = None
+    convert: str | None = None  # FROM->TO: conversion of units between the store and the model
+    # the store has sums since its previous time, which are added up over a step; null: depends on
+    # the variable's name
     accumulated: bool | None = None
+    # forecasts are clamped at zero; null: depends on the variable's name, true with log1p
     nonnegative: bool | None = None
 
     def check(self, key: str) -> None:

@@ -1,5 +1,8 @@
 """The config of every model as a dataclass that checks its own values.
 
+A model of this package derives its config from `BlocksConfig` and names it by the default of
+`name`; with an entry in `credit_dp.models.BUILDERS` and a file in `conf/model/` it can be chosen.
+
 No torch in here: `--help` and `--cfg job` have to answer in under a second.
 """
 
@@ -92,8 +95,8 @@ class UNetConfig(BlocksConfig):
     """
 
     name: str = "unet"
-    channels: list[int] = field(default_factory=lambda: [32, 64, 128])  # number on each level
-    blocks: int = 1  # number on each level
+    channels: list[int] = field(default_factory=lambda: [32, 64, 128])  # of each level
+    blocks: int = 1  # blocks of each level
     groups: int = 8  # groups of each group norm
     poles: str = "reflect"  # reflect | zeros | mirror | earth: padding beyond the poles
     # bilinear | nearest | transpose: by interpolation after a 1x1 convolution, or by a transposed
@@ -151,8 +154,10 @@ class PanguConfig(BlocksConfig):
     width: int = 64  # channels at the finer resolution
     depths: list[int] = field(default_factory=lambda: [2, 2, 2, 2])  # blocks of each stage
     heads: list[int] = field(default_factory=lambda: [4, 8, 8, 4])  # attention heads of each stage
-    patch: list[int] = field(default_factory=lambda: [1, 2, 2])  # levels, rows, columns
-    window: list[int] = field(default_factory=lambda: [4, 2, 4])  # levels, rows, columns of patches
+    # levels, rows and columns of a patch, in grid points
+    patch: list[int] = field(default_factory=lambda: [1, 2, 2])
+    # levels, rows and columns of an attention window, in patches
+    window: list[int] = field(default_factory=lambda: [4, 2, 4])
     mlp_ratio: int = 2  # hidden width of a block's MLP, as a multiple of the block's width
 
     def __post_init__(self) -> None:
@@ -187,8 +192,8 @@ class CrossFormerConfig(BlocksConfig):
     """
 
     name: str = "crossformer"
-    channels: list[int] = field(default_factory=lambda: [48, 96])  # number on each level
-    depths: list[int] = field(default_factory=lambda: [1, 2])  # number of blocks on each level
+    channels: list[int] = field(default_factory=lambda: [48, 96])  # of each level
+    depths: list[int] = field(default_factory=lambda: [1, 2])  # blocks of each level
     head_channels: int = 24  # channels of each attention head
     # sizes of the convolutions at the beginning of each level
     kernels: list[list[int]] = field(default_factory=lambda: [[2, 4, 8], [2, 4]])
@@ -263,9 +268,7 @@ class CrossFormerConfig(BlocksConfig):
         return -(-height // self.grid_multiple) * self.grid_multiple // prod(self.strides)
 
 
-# The models of this package by `model.name`; `credit_dp.models.BUILDERS` says how each is built.
+# The configs above, by `model.name`; `credit_dp.models.BUILDERS` has how each model is built.
 MODELS: dict[str, type[ModelConfig]] = {
-    "unet": UNetConfig,
-    "pangu": PanguConfig,
-    "crossformer": CrossFormerConfig,
+    config.name: config for config in BlocksConfig.__subclasses__()
 }

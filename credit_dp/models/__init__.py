@@ -1,5 +1,6 @@
 """Weather models in plain single-device torch; `build_model` builds the one that a config names.
 
+`BUILDERS` is where a model of this package is registered: one entry, its config and what builds it.
 How a model is sharded is not part of it: see `credit_dp.domain_parallel` for its rows and
 `credit_dp.pipeline_parallel` for its layers.
 """
@@ -26,7 +27,7 @@ from credit_dp.models.pangu import Pangu
 from credit_dp.models.unet import build_unet
 from credit_dp.plugins import report_plugin_errors
 
-# How each model of `credit_dp.config.model.MODELS` is built: called with config, fields and grid.
+# Called with a config of this class, the fields and the grid.
 BUILDERS: dict[type[ModelConfig], Callable[[Any, Fields, tuple[int, int]], nn.Module]] = {
     UNetConfig: build_unet,
     PanguConfig: Pangu,

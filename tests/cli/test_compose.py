@@ -1,6 +1,5 @@
 """Every file in conf/ composes to a checked config; a user's own files are found."""
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,12 +7,15 @@ from typing import Any
 
 import pytest
 import yaml
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from omegaconf import DictConfig, OmegaConf
 
-from credit_dp.cli.compose import CONFIG_GROUPS, Composer, conf_folder, without_hydra
+from credit_dp.cli import compose, run
+from credit_dp.cli import train as train_command
+from credit_dp.cli.compose import CONFIG_GROUPS, SCHEMAS, Composer, conf_folder, without_hydra
 from credit_dp.cli.overrides import parse_overrides
 from credit_dp.cli.saved_config import flatten_keys
-from credit_dp.config import Config, DataConfig, DatesConfig
+from credit_dp.config import Config, DataConfig, DatesConfig, TrainerConfig
 from credit_dp.fields import Fields
 from credit_dp.models import build_model
 from tests.cli.answers import answer, refusal
@@ -96,6 +98,25 @@ def test_schemas_and_files_have_the_same_defaults(choice: str) -> None:
     assert {key for key, value in ours.items() if value != bare[key]} == differ
 
 
+@pytest.mark.parametrize("path", FILES, ids=choice_of)
+def test_no_file_repeats_a_default(path: Path) -> None:
+    values = yaml.safe_load(path.read_text())
+    defaults = values.pop("defaults")
+    experiment = path.parent.name == "experiment"
+    group = None if experiment else path.parent.name
+    schema = OmegaConf.structured(SCHEMAS[group, "schema" if experiment else defaults[0]])
+    if experiment:  # groups are MISSING there
+        chosen = {key[0]: node for key, node in SCHEMAS.items() if key[1] == "schema" and key[0]}
+        schema = OmegaConf.merge(OmegaConf.to_container(schema), chosen)
+    changed = {key: value for key, value in flatten_keys(values) if key[0] != "hydra"}
+    repeated = [
+        ".".join(map(str, key))
+        for key, value in changed.items()
+        if OmegaConf.select(schema, ".".join(map(str, key)), default=...) == value
+    ]
+    assert repeated == []
+
+
 def test_every_group_has_its_defaults_compared() -> None:
     first = yaml.safe_load((conf_folder() / "config.yaml").read_text())["defaults"]
     chosen = {f"{k}={v}" for entry in first if isinstance(entry, dict) for k, v in entry.items()}
@@ -107,18 +128,6 @@ def test_keys_outside_of_groups_have_their_defaults_in_the_schema() -> None:
     composed, schema = Composer("train").compose([]), OmegaConf.structured(Config)
     single = [key for key in schema if key not in CONFIG_GROUPS]
     assert {key: composed[key] for key in single} == {key: schema[key] for key in single}
-
-
-def test_the_tables_of_the_docs_have_the_defaults() -> None:
-    row = re.compile(r"^\| `([\w.]+)` \| `?(.*?)`? \|", re.MULTILINE)
-    table = re.compile(r"^\| [Kk]ey \| [Dd]efault \|.*\n(?:\|.*\n)+", re.MULTILINE)
-    text = (ROOT / "docs/training.md").read_text()
-    said = {k: v for found in table.findall(text) for k, v in row.findall(found)}
-    composed = Composer("train").compose([])
-    assert {"optimizer.lr", "loss.spectrum", "trainer.exploding", "logger.wandb"} <= said.keys()
-    assert {k: OmegaConf.create(f"x: {v}").x for k, v in said.items()} == {
-        key: OmegaConf.select(composed, key) for key in said
-    }
 
 
 def test_a_users_loss_has_our_numbers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -277,6 +286,56 @@ def test_dates_can_be_left_to_the_store() -> None:
     assert data_of("data=zarr", "data.store=x").dates == every
     some = data_of("data=zarr", "data.store=x", "data.dates.train=[19790101,20171231]").dates
     assert (some.train, some.valid) == (["19790101", "20171231"], "auto")
+
+
+def test_a_start_composes_converts_and_checks_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    calls: list[str] = []
+
+    def count(owner: object, name: str) -> None:
+        function = getattr(owner, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            return function(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    launched: list[Config] = []
+    monkeypatch.setattr(run, "launch", lambda config: launched.append(config) or 0)
+    count(ConfigLoaderImpl, "_load_configuration_impl")
+    count(compose, "to_config")
+    count(train_command, "check_run_config")
+    count(run, "check_run_config")
+    count(DataConfig, "__post_init__")
+    count(TrainerConfig, "__post_init__")
+    # Without an experiment: its interpolations build a `DataConfig`, too.
+    assert answer(monkeypatch, "run.name=x", "data.dates.train=[2001-01-01,2001-02-01]")[0] == 0
+    assert sorted(calls) == sorted(
+        ["_load_configuration_impl", "to_config", "check_run_config", *["__post_init__"] * 2]
+    )
+    assert launched[0].run.dir == str(tmp_path / "outputs/x")
+    assert (tmp_path / "outputs/x/.hydra/config.yaml").exists()
+
+
+def test_composed_configs_are_copies() -> None:
+    composer = Composer("train")
+    composer.compose(["seed=3"]).seed = 4
+    assert composer.compose(["seed=3"]).seed == 3
+
+
+def test_a_job_of_a_sweep_knows_which_dates_are_given(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Hydra hands a job its config without the `hydra` node, which lists the overrides."""
+    monkeypatch.chdir(tmp_path)
+    launched: list[Config] = []
+    monkeypatch.setattr(run, "launch", lambda config: launched.append(config) or 0)
+    dates = "data.dates.train=[1979-01-01,2017-12-31]"
+    assert answer(monkeypatch, "-m", "data=weatherbench2", dates, "run.name=x")[0] == 0
+    assert [config.data.dates.preset for config in launched] == [["valid", "test"]]
 
 
 def test_overrides_of_hydra_work() -> None:

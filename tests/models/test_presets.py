@@ -7,10 +7,11 @@ import torch
 
 from credit_dp.cli.compose import Composer
 from credit_dp.config import UNetConfig
+from credit_dp.config.model import MODELS
 from credit_dp.domain_parallel.build import declared_converters
 from credit_dp.domain_parallel.costs.report import plan_report
 from credit_dp.fields import Fields
-from credit_dp.models import build_model
+from credit_dp.models import BUILDERS, build_model
 from tests.domain_parallel.equality import MODEL, assert_same_as_whole_globe
 from tests.ranks import on_threads
 
@@ -23,6 +24,11 @@ RANKS = (2, 3, 4)
 def _built(preset, rows):
     config = Composer("train").compose_config([f"model={preset}"]).model
     return lambda: build_model(config, FIELDS, (rows, COLUMNS))
+
+
+def test_each_config_has_a_builder():
+    assert list(MODELS) == ["unet", "pangu", "crossformer"]
+    assert set(MODELS.values()) == BUILDERS.keys()
 
 
 @pytest.mark.slow

@@ -1,0 +1,58 @@
+"""The tables of keys in the docs agree with the dataclasses of the config."""
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = (
+    "training",
+    "models",
+    "your-era5",
+    "data-parallel",
+    "preparing",
+    "pipeline",
+    "quickstart-climate",
+)
+
+
+@pytest.fixture(scope="module")
+def tables() -> ModuleType:
+    spec = importlib.util.spec_from_file_location(
+        "write_key_tables", ROOT / "scripts/write_key_tables.py"
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs").glob("*.md")), ids=lambda path: path.stem)
+def test_tables_agree_with_the_fields(tables: ModuleType, path: Path) -> None:
+    text = path.read_text()
+    assert tables.write_tables(text) == text, "run python scripts/write_key_tables.py"
+    assert bool(tables.TABLE.search(text)) == (path.stem in PAGES)
+
+
+def test_each_group_of_training_is_in_a_table() -> None:
+    text = (ROOT / "docs/training.md").read_text()
+    assert "| `optimizer.lr` | `0.003` | learning rate after the warm-up |" in text
+    for key in ("loss.spectrum", "trainer.exploding", "logger.wandb", "parallel.domain"):
+        assert f"\n| `{key}` | " in text
+
+
+def test_a_row_has_key_default_and_meaning(tables: ModuleType) -> None:
+    row = tables.row("trainer.keep_checkpoints")
+    assert row == (
+        "| `trainer.keep_checkpoints` | `1` | number of the newest checkpoints that are kept |"
+    )
+    assert tables.row("model=unet.blocks").startswith("| `model.blocks` | `1` | ")
+
+
+@pytest.mark.parametrize("key", ["trainer.stpes", "stpes", "nothing.*"])
+def test_an_unknown_key_is_refused(tables: ModuleType, key: str) -> None:
+    with pytest.raises(ValueError, match="no such"):
+        tables.write_tables(f"<!-- keys: {key} -->\n<!-- /keys -->\n")

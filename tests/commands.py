@@ -2,7 +2,7 @@
 
 A new interpreter spends seconds on importing torch, xarray and zarr before it does anything. What
 such an interpreter itself does (imports, signals, its end) is tested in `tests/distributed`,
-`tests/docs/test_clean_clone.py` and `tests/training/test_start.py`, with real ones.
+`tests/docs/test_clean_clone.py` and `tests/training/test_late_imports.py`, with real ones.
 """
 
 import atexit

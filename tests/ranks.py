@@ -73,7 +73,7 @@ def on_threads(ranks: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
 def warm_context() -> ForkServerContext:
     """The context of processes that are forked from one that has imported everything."""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["tests.warm", "tests.ranks"])
+    context.set_forkserver_preload(["tests.preload", "tests.ranks"])
     return context
 
 

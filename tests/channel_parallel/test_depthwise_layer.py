@@ -27,7 +27,7 @@ from credit_dp.domain_parallel.layers import (
 )
 from credit_dp.domain_parallel.layers.depthwise import DepthwiseLayer
 from credit_dp.errors import UserError
-from tests.domain_parallel.equality import _RANDOM, assert_same_as_whole_globe
+from tests.domain_parallel.equality import RANDOM_LOCK, assert_same_as_whole_globe
 from tests.ranks import PROCESSES, on_processes, on_threads
 
 BYTES = 8  # float64
@@ -163,7 +163,7 @@ def test_recomputation_with_fewer_channels_than_ranks(ranks):
 
 def _step(manager, kernel, channels, rows):
     """Run a training step; return its messages and bytes (forward, total) and the plan."""
-    with _RANDOM:
+    with RANDOM_LOCK:
         torch.manual_seed(0)
         conv = _conv(channels, 1, kernel, 1, "same", 1, "zeros")
         model = nn.Sequential(nn.Conv2d(channels, channels, 1), conv).double()
@@ -273,7 +273,7 @@ def test_without_a_plan_rows_are_fetched():
 
 
 def _copied(manager):
-    with _RANDOM:
+    with RANDOM_LOCK:
         torch.manual_seed(0)
         model = nn.Sequential(
             _conv(3, 1, (15, 3), 1, "same", 1, "zeros"), _distributed(3, 15, 1, True)

@@ -1,4 +1,4 @@
-"""Whatever is wrong on the command line is one line that names the key, before anything starts."""
+"""A mistake on the command line is one line that names the key, before the run starts."""
 
 import subprocess
 import sys
@@ -11,8 +11,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from credit_dp.cli.compose import Composer, check_run_config
 from credit_dp.cli.overrides import explain_error
-from tests.cli.answers import answer, refusal
-from tests.tiers import every
+from tests.cli.invocation import answer, refusal
+from tests.tier_cases import every
 
 ROOT = Path(__file__).parents[2]
 
@@ -203,7 +203,7 @@ def test_ranks_without_rows_are_refused_before_torch_is_imported() -> None:
     assert done.stderr.startswith("error: parallel.domain: the model's coarsest")
 
 
-def test_a_key_of_another_model_is_told_so() -> None:
+def test_a_key_of_another_model_is_named() -> None:
     @dataclass
     class Mine:
         width: int = 3

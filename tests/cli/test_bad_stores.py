@@ -1,4 +1,4 @@
-"""Bad input that only the ranks can see, given to the real program: one line, and it ends."""
+"""Bad input that only the ranks can see: the real program prints one line and ends."""
 
 import os
 import shutil
@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import xarray as xr
 
-from credit_dp.config.data import SPLITS
 from tests import commands
+from tests.cli.invocation import store_overrides
 from tests.data import stores
 
 ROOT = Path(__file__).parents[2]
@@ -40,29 +40,8 @@ CASES: dict[str, tuple[Change, list[str], str]] = {
 }
 
 
-def arguments(store: Path) -> list[str]:
-    """A run on two ranks of `stores.dataset`, as a user would type it."""
-    config = stores.config(store)
-    lists = {key: getattr(config, key) for key in ("prognostic", "forcing", "static")}
-    lists |= {f"dates.{split}": getattr(config.dates, split) for split in SPLITS}
-    return [
-        "experiment=fast",
-        "data=zarr",
-        f"data.store={store}",
-        f"data.cache={config.cache}",
-        "data.grid=null",
-        "parallel.domain=2",
-        "parallel.threads=1",
-        "device=cpu",
-        *(f"data.{key}=[{','.join(values)}]" for key, values in lists.items()),
-        "data.batch_size=2",
-        "trainer.evaluate_hours=[6]",
-        f"run.dir={store.parent / 'run'}",
-    ]
-
-
 def run(store: Path, more: list[str]) -> subprocess.CompletedProcess[str]:
-    words = ["python", "train.py", *arguments(store), *more]
+    words = ["python", "train.py", *store_overrides(store), *more]
     return commands.run(words, ROOT, {**os.environ, "OMP_NUM_THREADS": "1"}, timeout=HANGS)
 
 

@@ -1,4 +1,4 @@
-"""`--check`: what a run would find of its data, and how it exits where they can't be reached."""
+"""`--check`: the report on a run's data, and the exit code where they can't be reached."""
 
 import socket
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from credit_dp.cli.overrides import parse_overrides
 from credit_dp.data.store import Store
 from credit_dp.training.checkpoint import save_checkpoint
 from credit_dp.training.run_folder import resolved_yaml
-from tests.cli.answers import answer, refusal
+from tests.cli.invocation import answer, refusal
 from tests.data import stores
 from tests.training.runs import alone, built
 
@@ -45,15 +45,13 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_on(where: object, *more: str) -> list[str]:
-    """The command line of a run; later keys win."""
+    """Return the command line of a run; later keys win."""
     keys = {text.partition("=")[0]: text for text in (*RUN, f"data.store='{where}'", *more)}
     return ["--check", *keys.values()]
 
 
 @pytest.mark.slow
-def test_it_says_what_is_there(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, store: Path
-) -> None:
+def test_it_reports_the_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, store: Path) -> None:
     monkeypatch.chdir(tmp_path)
     code, out, err = answer(monkeypatch, *run_on(store))
     assert (code, err) == (0, "")
@@ -202,7 +200,7 @@ def test_a_sweep_opens_each_store_once(monkeypatch: pytest.MonkeyPatch, store: P
 
 
 class Refusing(BaseHTTPRequestHandler):
-    """Nobody may read."""
+    """A server that denies all access."""
 
     def do_GET(self) -> None:
         self.send_error(403)
@@ -210,12 +208,12 @@ class Refusing(BaseHTTPRequestHandler):
     do_HEAD = do_GET  # noqa: N815
 
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 class Quiet(SimpleHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 @pytest.fixture
@@ -251,7 +249,7 @@ def test_a_store_that_nobody_may_read_has_an_exit_code(
     assert f"{address}/s.zarr: can't be reached from here (403" in out
 
 
-def test_a_host_that_is_not_known_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_host_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("http_proxy", "https_proxy", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.upper(), raising=False)
@@ -265,7 +263,7 @@ def test_a_host_that_is_not_known_is_told_at_once(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.slow
-def test_who_never_answers_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_never_answers_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(check, "ANSWER_SECONDS", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as server:
         where = f"http://127.0.0.1:{server.getsockname()[1]}/s.zarr"

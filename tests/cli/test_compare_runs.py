@@ -1,4 +1,4 @@
-"""`credit-dp compare`: what differs between runs, and which is better."""
+"""`credit-dp compare`: shows how configs of runs differ, and which run scores better."""
 
 import copy
 import csv
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.answers import answer
+from tests.cli.invocation import answer
 
 CONFIG = (
     "run:\n  name: {name}\n  dir: x\noptimizer:\n  lr: {lr}\ndata:\n  name: zarr\n  store: {s}\n"
@@ -28,7 +28,7 @@ METRICS = {
 
 
 def run(folder: Path, name: str, factor: float = 1.0, lr: float = 1e-3, store: str = "a") -> Path:
-    """The folder of a run whose errors are so many times those above."""
+    """Write a run whose errors are `factor` times those above; return its folder."""
     found = copy.deepcopy(METRICS)
     for leads in found["rmse"].values():
         for of in leads.values():
@@ -58,13 +58,13 @@ def card(folder: Path, name: str, truth: str = "era5", **scores: tuple[float, fl
     return folder / name
 
 
-def told(monkeypatch, *words: object) -> tuple[int, str, str]:
+def compare(monkeypatch, *words: object) -> tuple[int, str, str]:
     return answer(monkeypatch, "compare", *map(str, words), program="credit-dp")
 
 
 def test_runs_beside_each_other(tmp_path, monkeypatch):
     a, b = run(tmp_path, "a"), run(tmp_path, "b", 0.9, lr=2e-3)
-    code, said, complaints = told(monkeypatch, a, b, f"out={tmp_path / 'both'}")
+    code, said, complaints = compare(monkeypatch, a, b, f"out={tmp_path / 'both'}")
     assert (code, complaints) == (0, "")
     assert re.search(r"^optimizer.lr +0.001 +0.002$", said, re.MULTILINE)
     assert "run.name" not in said
@@ -100,48 +100,48 @@ def test_runs_beside_each_other(tmp_path, monkeypatch):
 )
 def test_which_is_better(tmp_path, monkeypatch, score, one, other, best):
     folders = card(tmp_path, "a", **{score: one}), card(tmp_path, "b", **{score: other})
-    assert told(monkeypatch, *folders, f"out={tmp_path / 'both'}")[0] == 0
+    assert compare(monkeypatch, *folders, f"out={tmp_path / 'both'}")[0] == 0
     (row,) = json.loads((tmp_path / "both/comparison.json").read_text())["scores"]
     assert row["better"] == best
 
 
-def test_what_is_not_comparable_is_said(tmp_path, monkeypatch):
+def test_what_is_not_comparable_is_reported(tmp_path, monkeypatch):
     a, b, c = run(tmp_path, "a"), run(tmp_path, "b", store="other"), run(tmp_path, "c")
     content = json.loads((c / "metrics.json").read_text())
     content["rmse"]["t2m"]["24h"]["persistence"] = 3.1
     content["units"]["z_500"] = "m"
     (c / "metrics.json").write_text(json.dumps(content))
-    _, said, _ = told(monkeypatch, a, b, c)
+    _, said, _ = compare(monkeypatch, a, b, c)
     assert said.splitlines()[:3] == [
         "not comparable: a and b differ in data",
         "not comparable: persistence has different scores in a and c: truth, dates or grid differ",
         "left out: z_500 has different units",
     ]
     cards = card(tmp_path, "d", rmse=(1, 2)), card(tmp_path, "e", "mine", rmse=(1, 2))
-    assert told(monkeypatch, *cards)[1].startswith("not comparable: d and e differ in truth\n")
+    assert compare(monkeypatch, *cards)[1].startswith("not comparable: d and e differ in truth\n")
 
 
 def test_keys_of_older_scorecards_do_not_matter(tmp_path, monkeypatch):
     old, new = card(tmp_path, "old", rmse=(2.0, 9.0)), card(tmp_path, "new", rmse=(1.0, 9.0))
     content = json.loads((old / "scores.json").read_text())
     (old / "scores.json").write_text(json.dumps({**content, "band_edges": [4], "bands": "1.00"}))
-    code, said, complaints = told(monkeypatch, old, new)
+    code, said, complaints = compare(monkeypatch, old, new)
     assert (code, complaints) == (0, "")
     assert "Best of 1: old 0, new 1." in said
 
 
-def test_runs_of_one_name_are_told_apart(tmp_path, monkeypatch):
+def test_runs_of_one_name_are_distinguished(tmp_path, monkeypatch):
     for folder in ("x", "y"):
         (tmp_path / folder).mkdir()
     both = run(tmp_path / "x", "a"), run(tmp_path / "y", "a", 2.0)
-    assert re.search(r"hours +x/a +y/a", told(monkeypatch, *both)[1])
+    assert re.search(r"hours +x/a +y/a", compare(monkeypatch, *both)[1])
 
 
 def test_scores_that_are_no_numbers_are_left_out(tmp_path, monkeypatch):
     one, two = run(tmp_path, "one"), run(tmp_path, "two")
     text = (two / "metrics.json").read_text()
     (two / "metrics.json").write_text(text.replace('"model": 2.0', '"model": NaN'))
-    code, out, _ = told(monkeypatch, one, two, f"out={tmp_path / 'o'}")
+    code, out, _ = compare(monkeypatch, one, two, f"out={tmp_path / 'o'}")
     assert code == 0
     assert "left out: two has no t2m" in out
     assert "t2m" not in (tmp_path / "o" / "comparison.csv").read_text()
@@ -167,8 +167,8 @@ def test_refused_in_one_line(tmp_path, monkeypatch):
         ([a, "~nobody-has-this/b"], "RUN: there is no home folder as in ~nobody-has-this/b"),
         ([a, unfinished, "oot=x"], "Did you mean out?"),
     ):
-        code, said, complaints = told(monkeypatch, *words)
+        code, said, complaints = compare(monkeypatch, *words)
         assert (code, said, complaints.count("\n")) == (2, "", 1), words
         assert part in complaints
     b = run(tmp_path, "b")
-    assert f"{a}: exists already" in told(monkeypatch, a, b, f"out={a}")[2]
+    assert f"{a}: exists already" in compare(monkeypatch, a, b, f"out={a}")[2]

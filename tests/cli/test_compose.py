@@ -18,8 +18,8 @@ from credit_dp.cli.saved_config import flatten_keys
 from credit_dp.config import Config, DataConfig, DatesConfig, TrainerConfig
 from credit_dp.fields import Fields
 from credit_dp.models import build_model
-from tests.cli.answers import answer, refusal
-from tests.tiers import every
+from tests.cli.invocation import answer, refusal
+from tests.tier_cases import every
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted(conf_folder().glob("*/*.yaml"))
@@ -262,10 +262,10 @@ def data_of(*texts: str) -> DataConfig:
 
 
 @pytest.mark.slow
-def test_dates_of_a_preset_are_told_from_those_that_are_given(
+def test_dates_of_a_preset_differ_from_given_ones(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Those of a preset give way where a store lacks them, so that they have to be known."""
+    """A preset's dates give way where a store lacks them; a user's dates do not."""
     own = tmp_path / "conf" / "data"
     own.mkdir(parents=True)
     changed = "dates: {test: ['2021-01-01', '2021-12-31']}\n"
@@ -344,8 +344,8 @@ def test_overrides_of_hydra_work() -> None:
 
 
 @pytest.mark.slow
-def test_answers_import_nothing_heavy() -> None:
-    """What makes `--help` fast, whatever machine this runs on."""
+def test_help_and_errors_import_nothing_heavy() -> None:
+    """That makes `--help` fast on any machine."""
     code = (
         "import sys; from credit_dp.cli.entry import run_command; "
         "from credit_dp.cli.train import train\n"
@@ -367,7 +367,7 @@ def test_answers_import_nothing_heavy() -> None:
         (["data=arco", "data.diagnostic=[]"], []),
         (["data=anemoi", "data.store=x", "data.diagnostic=[]"], []),
         (["data=anemoi", "data.store=x", "data.diagnostic=[tp]"], ["tp"]),
-        # What is said under another name takes the preset's place.
+        # Keys under another name of the variable replace the preset's.
         (
             ["data=anemoi", "data.store=x", "data.variables.tp.normalise=std"],
             ["total_precipitation"],

@@ -11,7 +11,7 @@ from credit_dp.data.channels import Channel
 from credit_dp.data.inspection import band_read_amplification, inspect_source, report_time_axis
 from credit_dp.data.sources.opening import open_source
 from credit_dp.domain_parallel.partition import RowPartition
-from tests.cli.answers import answer
+from tests.cli.invocation import answer
 from tests.data import prepared_stores, stores
 
 
@@ -28,7 +28,7 @@ def ask(monkeypatch: pytest.MonkeyPatch, *keys: str) -> Any:
     return json.loads(said)
 
 
-def test_everything_is_told(monkeypatch: pytest.MonkeyPatch, store: Path) -> None:
+def test_everything_is_reported(monkeypatch: pytest.MonkeyPatch, store: Path) -> None:
     code, said, complaints = answer(monkeypatch, "data", "inspect", f"store={store}", program="")
     assert (code, complaints) == (0, "")
     assert "12 x 8 with rows on the poles, latitude 90 to -90, longitude 0 to 315" in said
@@ -63,7 +63,7 @@ def test_json_has_it_all(monkeypatch: pytest.MonkeyPatch, store: Path) -> None:
 @pytest.mark.parametrize("ranks", [2, 5])
 @pytest.mark.parametrize("chunk", [3, 5, 12])
 @pytest.mark.parametrize(("times", "flipped"), [(1, False), (4, False), (1, True)])
-def test_what_is_told_is_what_is_read(
+def test_reported_bytes_are_those_that_are_read(
     tmp_path: Path, ranks: int, chunk: int, times: int, flipped: bool
 ) -> None:
     """The store counts the bytes of the chunks that each band of one time touches."""
@@ -84,7 +84,7 @@ def test_what_is_told_is_what_is_read(
         read = source.bytes_read - before
         worst = max(worst, read / (4 * 4 * bands.sizes[rank] * 8))
         most = max(most, read)
-    # It is told for whichever pole comes first, as that is not known of every store.
+    # Reported for whichever pole comes first, which is not known of every store.
     told = report.amplification[ranks]
     assert told == pytest.approx(worst) if chunk in (3, 12) else told >= worst - 1e-9
     assert report.decoded_bytes[ranks] >= most
@@ -105,7 +105,7 @@ def test_a_prepared_store_needs_nothing(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert told["advice"] == ["Every rank reads little more than its own rows: nothing to do."]
 
 
-def test_the_long_names_of_short_ones_are_said(tmp_path: Path) -> None:
+def test_the_long_names_of_short_ones_are_reported(tmp_path: Path) -> None:
     short = {"geopotential": "z", "2m_temperature": "t2m", "land_sea_mask": "lsm"}
     path = stores.write(stores.dataset().rename(short), tmp_path / "in.zarr")
     report = inspect_source(open_source(stores.config(path)), (1,))

@@ -7,7 +7,7 @@ from credit_dp.cli.data import PREPARE_KEYS, format_duration
 from credit_dp.cli.overrides import parse_overrides
 from credit_dp.data.rechunk import target
 from credit_dp.data.sources.prepared import PreparedSource
-from tests.cli.answers import answer
+from tests.cli.invocation import answer
 from tests.data import stores
 
 PREPARE = ("data", "prepare")

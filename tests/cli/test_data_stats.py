@@ -65,7 +65,7 @@ def test_without_out_training_finds_it(keys, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_what_is_there_is_not_made_again_and_nothing_else_is_replaced(keys, tmp_path, capsys):
+def test_existing_statistics_are_kept_and_other_files_not_replaced(keys, tmp_path, capsys):
     out = tmp_path / "stats.json"
     assert stats(*keys, f"out={out}", "every=3") == 0
     written = out.read_text()

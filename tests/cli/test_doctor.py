@@ -1,4 +1,4 @@
-"""The doctor starts ranks, checks them against known answers, and says so in two forms."""
+"""The doctor starts ranks, compares results with known answers, and reports as text or JSON."""
 
 import json
 import subprocess
@@ -11,7 +11,7 @@ import torch
 from credit_dp.costs import sharding_checks
 from credit_dp.distributed import RankInfo
 from credit_dp.domain_parallel import DomainParallelManager
-from tests.distributed.start import a_config
+from tests.distributed.launch_program import small_config
 from tests.ranks import on_processes
 
 ROOT = Path(__file__).parents[2]
@@ -54,7 +54,7 @@ def test_a_wrong_answer_fails(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sharding_checks, "exchange_error", lambda manager, device: 1e-3)
-    assert sharding_checks.check(a_config(""), RankInfo()) == 1
+    assert sharding_checks.check(small_config(""), RankInfo()) == 1
     out = capsys.readouterr().out
     assert "exchange          FAILED" in out
     assert "converted step    ok" in out

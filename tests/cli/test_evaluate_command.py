@@ -1,4 +1,4 @@
-"""`credit-dp evaluate`: what it prints, what it writes, and that it writes all or nothing."""
+"""`credit-dp evaluate`: its output and files; it writes all files or none."""
 
 import base64
 import csv
@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from credit_dp.forecast.writer import SETTINGS_ATTRIBUTE
-from tests.cli.answers import answer
+from tests.cli.invocation import answer
 from tests.evaluation import forecasts
 
 FILES = ["scorecard.html", "scores.csv", "scores.json", "spectra.csv"]
@@ -40,7 +40,7 @@ def ask(monkeypatch: pytest.MonkeyPatch, stores: Path, *keys: str) -> tuple[int,
 
 
 class Page(HTMLParser):
-    """What a page has: rows of cells by table, the pictures, and every address."""
+    """Parses a page: rows of cells by table, the pictures, and every address."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def test_everything_is_written(monkeypatch: pytest.MonkeyPatch, stores: Path) ->
 
 
 def check_page(text: str, told: dict[str, object]) -> None:
-    """Whole, self-contained, and with the numbers of the JSON to three digits."""
+    """Check that a page is complete, self-contained, and has the JSON's numbers to three digits."""
     page = Page(text)
     assert page.open == []
     assert list(page.tables) == ["rmse", "acc", "bias", "activity", "crps", "spread"]
@@ -150,7 +150,7 @@ def test_the_truth_is_by_default_what_a_forecast_started_from(
 
 @pytest.mark.slow
 def test_the_truth_may_be_several_stores(monkeypatch: pytest.MonkeyPatch, stores: Path) -> None:
-    """Given, or said by the forecast."""
+    """By the key, or by the forecast's attributes."""
     observed = forecasts.truth()
     monkeypatch.setattr("credit_dp.evaluation.report.scorecard_page", lambda card: "")
     forecasts.write(observed[["2m_temperature"]], stores / "surface.zarr")

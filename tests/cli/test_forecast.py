@@ -11,7 +11,7 @@ import pytest
 import xarray as xr
 
 from credit_dp.cli.forecast import forecast_config
-from tests.cli.answers import answer
+from tests.cli.invocation import answer
 from tests.data import stores
 from tests.forecast.runs import ROWS, train
 
@@ -24,14 +24,14 @@ def run(tmp_path_factory):
     return Path(train(tmp_path_factory.mktemp("trained")).run.dir)
 
 
-def told(monkeypatch, *words: object) -> tuple[int, str, str]:
-    """Exit code, stdout and stderr."""
+def forecast_command(monkeypatch, *words: object) -> tuple[int, str, str]:
+    """Return exit code, stdout and stderr of `credit-dp forecast`."""
     return answer(monkeypatch, "forecast", *map(str, words), program="credit-dp")
 
 
 def refused(monkeypatch, *words: object) -> str:
     """The one line that refuses a forecast."""
-    code, _, line = told(monkeypatch, *words)
+    code, _, line = forecast_command(monkeypatch, *words)
     assert code == 2
     assert line.startswith("error: ")
     assert line.count("\n") == 1
@@ -39,20 +39,20 @@ def refused(monkeypatch, *words: object) -> str:
 
 
 def test_it_forecasts_into_the_folder_of_the_run(run, monkeypatch):
-    code, out, err = told(monkeypatch, f"checkpoint={run}", *TIMES)
+    code, out, err = forecast_command(monkeypatch, f"checkpoint={run}", *TIMES)
     assert (code, err) == (0, "")
     found = run / "forecast.zarr"
     assert str(found) in out
     with xr.open_zarr(found) as data:
         assert dict(data.sizes)["time"] == 2
-    code, out, _ = told(monkeypatch, "check", found)
+    code, out, _ = forecast_command(monkeypatch, "check", found)
     assert code == 0
     assert out == f"{found}: complete (2 initial times, 2 lead times)\n"
     assert f"{found}: exists already. Change out." in refused(
         monkeypatch, f"checkpoint={run}", *TIMES
     )
     (found / "geopotential/c.0.0.0.0.0").unlink()
-    code, out, _ = told(monkeypatch, "check", found)
+    code, out, _ = forecast_command(monkeypatch, "check", found)
     assert code == 1
     assert "missing: 2000-01-04T00 +6h, rows 0 to 16" in out
     shutil.rmtree(found)
@@ -161,7 +161,7 @@ def test_a_gap_in_the_initial_state_is_one_line(run, tmp_path, monkeypatch):
     line = refused(monkeypatch, *words)
     assert "2000-01-04T12" in line
     assert not (tmp_path / "f.zarr").exists()
-    assert told(monkeypatch, "check", tmp_path / "f.zarr")[0] == 1
+    assert forecast_command(monkeypatch, "check", tmp_path / "f.zarr")[0] == 1
 
 
 @pytest.mark.slow
@@ -173,7 +173,7 @@ def test_what_is_needed(run, monkeypatch):
     ):
         assert refused(monkeypatch, *words).startswith(f"{missing}: needs ")
     assert "--nothing" in refused(monkeypatch, "--nothing")
-    assert "lead=240h" in told(monkeypatch, "--help")[1]
+    assert "lead=240h" in forecast_command(monkeypatch, "--help")[1]
 
 
 @pytest.mark.slow
@@ -193,7 +193,7 @@ def test_a_damaged_checkpoint_is_one_line(run, tmp_path, monkeypatch):
     assert not list(tmp_path.glob("f.zarr*.partial"))
 
 
-def test_the_mesh_is_ones_own_and_the_rest_is_the_runs(run):
+def test_the_mesh_is_given_and_the_rest_is_the_runs(run):
     words = [f"checkpoint={run}", "init=2000-01-04", "lead=12h", "parallel.domain=2"]
     config = forecast_config([*words, "parallel.data=3", "device=cpu"], "credit-dp forecast")
     assert (config.parallel.domain, config.parallel.data, config.data.batch_size) == (2, 3, 3)

@@ -16,7 +16,7 @@ from credit_dp.cli import sweep_launchers
 from credit_dp.distributed.peer_monitor import process_has_ended
 from credit_dp.sweeps import read_sweep
 from credit_dp.sweeps.read import planned_jobs
-from tests.cli.answers import answer, refusal
+from tests.cli.invocation import answer, refusal
 
 LOCAL = ("-m", "hydra/launcher=local", "device=cpu", "run.name=many")
 # What a job does: say when it ran, and what its seed asks for.
@@ -42,7 +42,7 @@ if seed == 3:
 
 @pytest.fixture
 def sweep(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """The folder of a sweep, whose jobs are such programs."""
+    """Let the jobs of a sweep run `PROGRAM`, and return the sweep's folder."""
 
     def command(folder: Path, texts: Sequence[str]) -> list[str]:
         return [sys.executable, "-S", "-c", PROGRAM, str(folder), *texts]
@@ -109,7 +109,7 @@ def test_a_signal_has_all_jobs_save_and_starts_no_more(sweep: Path) -> None:
 def test_a_signal_between_two_starts_prevents_the_second(
     sweep: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A job that started after it would never hear of it."""
+    """A job that starts after the signal would never get it."""
 
     def interrupt(text: str) -> None:
         if "started" in text:

@@ -14,16 +14,10 @@ from credit_dp.cli.plan import group_identical_layers
 from credit_dp.data.store import Store
 from credit_dp.domain_parallel.costs.report import LayerTraffic
 from credit_dp.domain_parallel.count_transport import RankTraffic
-from tests.cli.answers import answer
-from tests.cli.test_bad_stores import arguments as of_store
+from tests.cli.invocation import SMALL, plan, store_overrides
 from tests.data import stores
 
 ROOT = Path(__file__).parents[2]
-SMALL = ("model.channels=[8,16]", "model.groups=4", "data.grid=24x48")
-
-
-def plan(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, str, str]:
-    return answer(monkeypatch, "plan", *arguments, program="credit-dp")
 
 
 @pytest.mark.slow
@@ -113,11 +107,11 @@ def test_levels_may_be_as_many_as_era5_has(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.slow
-def test_a_store_of_ones_own_gives_channels_and_grid(
+def test_a_users_store_gives_channels_and_grid(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     store = stores.write(stores.dataset(), tmp_path / "store.zarr")
-    arguments = (*of_store(store), "parallel.domain=3", "parallel.data=1")
+    arguments = (*store_overrides(store), "parallel.domain=3", "parallel.data=1")
     code, out, err = plan(monkeypatch, *arguments)
     assert (code, err) == (0, "")
     config = stores.config(store)

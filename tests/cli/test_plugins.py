@@ -29,7 +29,7 @@ from credit_dp.fields import Fields
 from credit_dp.models import build_model
 from credit_dp.plugins import LEGACY_VARIABLE, PLUGINS_VARIABLE, find_plugins
 from credit_dp.training.run_folder import resolved_yaml
-from tests.cli.answers import answer, refusal
+from tests.cli.invocation import answer, refusal
 
 ROOT = Path(__file__).parents[2]
 HEAD = """\
@@ -105,7 +105,7 @@ ALL = ["loss=logcosh", "optimizer=sgd", "optimizer.schedule=power"]
 
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
-    """What a test registers is gone after it."""
+    """Remove after each test what it registered."""
     repo, modules = ConfigStore.instance().repo, set(sys.modules)
     groups = {group: repo.setdefault(group, {}) for group in ("model", "loss", "optimizer")}
     known = {group: dict(nodes) for group, nodes in groups.items()}
@@ -118,8 +118,8 @@ def forgotten() -> Iterator[None]:
             del sys.modules[name]
 
 
-def told(monkeypatch: pytest.MonkeyPatch, variable: object, *arguments: str) -> str:
-    """The refusal of a command line, with the variable set."""
+def refusal_with_plugins(monkeypatch: pytest.MonkeyPatch, variable: object, *arguments: str) -> str:
+    """Return the refusal of a command line, with the variable set."""
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv(PLUGINS_VARIABLE, str(variable))
         return refusal(monkeypatch, "--check", *arguments)
@@ -225,7 +225,7 @@ def test_keys_of_other_kinds_are_checked(monkeypatch: pytest.MonkeyPatch, tmp_pa
         ("optimizer.schedule=power", f"{options}.power=two"): f"{options}: Value 'two' of type 'st",
         (f"{options}.power=2",): f"{options}: is for a schedule of your own, but optimizer.schedul",
     }.items():  # fmt: skip
-        assert told(monkeypatch, file, *arguments).startswith(needed), arguments
+        assert refusal_with_plugins(monkeypatch, file, *arguments).startswith(needed), arguments
 
 
 def test_help_shows_the_keys_of_a_plugin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -247,7 +247,9 @@ def test_its_keys_are_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         ("model.layer.kernle=3",): "model.layer.kernle: no such key. Did you mean model.layer.k",
         ("model.frames=0",): "model.frames: needs an integer of at least 1, got 0",
     }.items():
-        assert told(monkeypatch, file, "model=custom", *arguments).startswith(needed)
+        assert refusal_with_plugins(monkeypatch, file, "model=custom", *arguments).startswith(
+            needed
+        )
 
 
 @pytest.mark.slow
@@ -272,7 +274,7 @@ def test_without_the_file_every_kind_says_how_to_register(
     key, _, name = choice.partition("=")
     word = key.rpartition(".")[2]
     one = f"an {word}" if word == "optimizer" else f"a {word}"
-    line = told(monkeypatch, "", choice)
+    line = refusal_with_plugins(monkeypatch, "", choice)
     assert line.startswith(f"{key}: needs one of ")
     assert line.endswith(
         f"got {name!r}. To use {one} of your own, set {PLUGINS_VARIABLE} to its file, like "
@@ -342,9 +344,9 @@ def test_a_forecast_needs_the_model_of_a_run_only(
 
 def test_packages_name_plugins_of_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     entries = {
-        "credit_dp.losses": "tests.training.own:LogCoshConfig",
-        "credit_dp.optimizers": "tests.training.own:TorchOptimizerConfig",
-        "credit_dp.schedules": "tests.training.own:LogCoshConfig",  # of another kind
+        "credit_dp.losses": "tests.training.plugins:LogCoshConfig",
+        "credit_dp.optimizers": "tests.training.plugins:TorchOptimizerConfig",
+        "credit_dp.schedules": "tests.training.plugins:LogCoshConfig",  # of another kind
     }
     monkeypatch.setattr(
         plugins,
@@ -360,7 +362,7 @@ def test_packages_name_plugins_of_every_kind(monkeypatch: pytest.MonkeyPatch) ->
 def test_without_the_variable_the_line_says_how_to_register(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    line = told(monkeypatch, "", "model=custom")
+    line = refusal_with_plugins(monkeypatch, "", "model=custom")
     assert line.startswith("model: needs one of crossformer, ")
     known_by = (
         f"To use a model of your own, set {PLUGINS_VARIABLE} to its file, like "
@@ -428,15 +430,15 @@ def test_a_bad_file_is_one_line(
 ) -> None:
     text, needed = case
     with pytest.raises(AssertionError, match=needed):
-        raise AssertionError(told(monkeypatch, written(tmp_path, text)))
+        raise AssertionError(refusal_with_plugins(monkeypatch, written(tmp_path, text)))
 
 
 def test_no_file_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    line = told(monkeypatch, "nowhere.py")
+    line = refusal_with_plugins(monkeypatch, "nowhere.py")
     assert (
         line == f"{PLUGINS_VARIABLE}: there is no file nowhere.py. Give the path of a Python file."
     )
-    assert "there is no file" in told(monkeypatch, tmp_path)
+    assert "there is no file" in refusal_with_plugins(monkeypatch, tmp_path)
 
 
 def test_a_name_of_an_installed_package_is_refused(
@@ -448,20 +450,20 @@ def test_a_name_of_an_installed_package_is_refused(
             "find_packaged_plugins",
             lambda base: {"custom": OwnModelConfig} if base is OwnModelConfig else {},
         )
-        line = told(monkeypatch, written(tmp_path, MODEL))
+        line = refusal_with_plugins(monkeypatch, written(tmp_path, MODEL))
     assert "named 'custom', like a model of the entry point of OwnModelConfig." in line
 
 
 def test_a_check_tries_the_loss(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     mixing = "lambda f, t: (f - t) ** 2 - (f - t).mean((2, 3), keepdim=True)"
     text = f"{MEAN}\n    def build(self):\n        return {mixing}\n"
-    line = told(monkeypatch, written(tmp_path, text), "loss=mean")
+    line = refusal_with_plugins(monkeypatch, written(tmp_path, text), "loss=mean")
     assert line.startswith("loss: Mean.build: its function needs errors that depend on their own")
 
 
 def test_a_check_tries_the_schedule(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     text = TRAINING.replace("return (1", "return -1 or (1")
-    line = told(monkeypatch, written(tmp_path, text), "optimizer.schedule=power")
+    line = refusal_with_plugins(monkeypatch, written(tmp_path, text), "optimizer.schedule=power")
     assert line.startswith("optimizer.schedule: Power.factor has to return a finite number")
 
 
@@ -574,9 +576,9 @@ def test_a_check_of_another_kind_names_its_group(
 ) -> None:
     check = "\n    def __post_init__(self):\n        raise ValueError('too much')\n"
     text = TRAINING.replace("    momentum: float = 0.9\n", f"    momentum: float = 0.9\n{check}")
-    found = told(monkeypatch, written(tmp_path, text), "optimizer=sgd")
+    found = refusal_with_plugins(monkeypatch, written(tmp_path, text), "optimizer=sgd")
     assert found == "optimizer: ValueError: too much"
-    found = told(monkeypatch, written(tmp_path, TRAINING + check, "b.py"), ALL[2])
+    found = refusal_with_plugins(monkeypatch, written(tmp_path, TRAINING + check, "b.py"), ALL[2])
     assert found == "optimizer.schedule_options: ValueError: too much"
 
 
@@ -584,10 +586,12 @@ def test_a_check_of_the_users_own_is_one_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     text = MODEL + "\n    def __post_init__(self):\n        raise ValueError('eight is too wide')\n"
-    found = told(monkeypatch, written(tmp_path, text), "model=custom")
+    found = refusal_with_plugins(monkeypatch, written(tmp_path, text), "model=custom")
     assert found.startswith("model: ValueError: eight is too wide")
 
 
 def test_a_file_that_exits_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    found = told(monkeypatch, written(tmp_path, "import sys\nsys.exit(3)\n"), "model=custom")
+    found = refusal_with_plugins(
+        monkeypatch, written(tmp_path, "import sys\nsys.exit(3)\n"), "model=custom"
+    )
     assert found.endswith("line 2: SystemExit: 3")

@@ -1,4 +1,4 @@
-"""What a job of an array does when its ranks have ended; small programs stand in for SLURM's."""
+"""A job of an array after its ranks have ended; small programs stand in for SLURM's."""
 
 from pathlib import Path
 

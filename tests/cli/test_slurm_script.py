@@ -1,4 +1,4 @@
-"""`credit-dp slurm script`: right for its mesh, refused where that can't be placed."""
+"""`credit-dp slurm script`: scripts that fit the mesh, and meshes that fit no nodes."""
 
 import shlex
 import subprocess
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.answers import answer
+from tests.cli.invocation import answer
 
 SCRIPTS = sorted((Path(__file__).parents[2] / "scripts/slurm").glob("*.sh"))
 

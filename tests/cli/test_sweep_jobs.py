@@ -12,8 +12,7 @@ from credit_dp.cli.sweep_jobs import Job, override_choices, plan_jobs
 from credit_dp.config import DatesConfig, ParallelConfig
 from credit_dp.errors import UserError
 from credit_dp.training.run_folder import resolved_yaml
-from tests.cli.answers import answer
-from tests.cli.test_runs import launched
+from tests.cli.invocation import answer, record_launches
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +25,7 @@ def plan(composer: Composer, sweep: Path, *texts: str) -> list[Job]:
 
 
 def finish(job: Job, scores: bool = True) -> None:
-    """Leave what a run leaves, which has made its config definite."""
+    """Write the files of a finished run, with its resolved config."""
     job.folder.mkdir(parents=True)
     definite = replace(job.config, device="cpu", parallel=ParallelConfig(data=1))
     (job.folder / "config.yaml").write_text(f"# again\n{resolved_yaml(definite)}")
@@ -81,8 +80,8 @@ def test_dates_that_a_run_has_chosen_are_no_other_config(
 def test_hydras_own_launcher_leaves_out_what_is_done(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Of two runs the first has its scores; the second goes on from what it has."""
-    with launched(monkeypatch, tmp_path) as configs:
+    """Of two runs the first has scores and is skipped; the second resumes."""
+    with record_launches(monkeypatch, tmp_path) as configs:
         assert answer(monkeypatch, "-m", "seed=1,2", "run.name=two")[0] == 0
         for number, config in enumerate(configs):
             folder = tmp_path / "outputs/two" / str(number)

@@ -6,7 +6,7 @@ import pytest
 
 from credit_dp.cli.verify import json_safe
 from credit_dp.domain_parallel.transport import ThreadTransport
-from tests.cli.answers import answer
+from tests.cli.invocation import answer
 
 SMALL = ("model.channels=[4,8]", "model.groups=2")
 
@@ -35,7 +35,7 @@ def test_branches_dropped_alike(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_json_on_a_grid_of_ones_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_json_on_a_users_grid(monkeypatch: pytest.MonkeyPatch) -> None:
     code, out, err = verify(monkeypatch, "--json", *SMALL, "parallel.domain=4", "data.grid=13x8")
     assert (code, err) == (0, "")
     report = json.loads(out)

@@ -21,7 +21,7 @@ SHORT = {
 
 
 def names_of(data: xr.Dataset, names: Mapping[str, str] = SHORT) -> list[str]:
-    """`2t`, `lsm`, `t_500`, ..., and `z` alone for the surface."""
+    """Return the names `2t`, `lsm`, `t_500`, ..., and `z` alone for the surface."""
     found = []
     for name, short in names.items():
         levels = data["level"].values if "level" in data[name].dims else [None]
@@ -50,7 +50,7 @@ def write(
     short: Mapping[str, str] = SHORT,
     **attributes: Any,
 ) -> Path:
-    """One time and everything else per chunk unless `chunks` says so.
+    """Write a store with one time and all the rest per chunk, unless `chunks` differs.
 
     `arrays` and `attributes` replace those that the dataset would have; None leaves one out.
     `short` has the dataset's own names.

@@ -36,7 +36,7 @@ UNITS = {
 
 @dataclass(frozen=True)
 class Layout:
-    """How a public store differs from the canonical dataset.
+    """The differences of a public store from the canonical dataset.
 
     Attributes:
         order: of the dims, by their standard names.
@@ -95,7 +95,7 @@ class Layout:
         return xr.Dataset(variables, coords)
 
     def stored(self, data: xr.Dataset) -> xr.Dataset:
-        """The canonical dataset as this layout has it."""
+        """Return the canonical dataset in this layout."""
         others = self.coordinates(data)
         data = data.transpose(*self.order).sortby("latitude", ascending=self.rising)
         data = data.assign_coords(level=data["level"].astype(self.level_type))

@@ -15,7 +15,7 @@ STATIC = ("geopotential_at_surface", "land_sea_mask")
 
 
 def channels_of(data: xr.Dataset) -> tuple[Channel, ...]:
-    """All that change in time, level by level."""
+    """Return all channels that change in time, level by level."""
     found = []
     for name, array in data.data_vars.items():
         if "time" in array.dims:

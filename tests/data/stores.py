@@ -46,7 +46,7 @@ def dataset(rows: int = 12, columns: int = 8, steps: int = 12, seed: int = 0) ->
 
 
 def write(data: xr.Dataset, path: Path, **options: Any) -> Path:
-    """As version 3 in chunks of one time and whole globe, uncompressed, unless `options` differ."""
+    """Write zarr version 3 in uncompressed chunks of one time, unless `options` differ."""
     chunks = options.pop("chunks", {"time": 1})
     version = options.pop("zarr_format", 3)
     encoding = {}

@@ -26,7 +26,7 @@ def changed(tmp_path, change):
     return stores.write(change(stores.dataset()), tmp_path / "store.zarr")
 
 
-def test_store_that_is_not_there(tmp_path):
+def test_missing_store(tmp_path):
     message = refusal(tmp_path / "nowhere.zarr")
     assert str(tmp_path / "nowhere.zarr") in message
     assert "data.store" in message
@@ -102,7 +102,7 @@ def test_variable_of_another_kind(good, kind, name, advice):
     assert advice in message
 
 
-def test_level_that_is_not_there(good):
+def test_missing_level(good):
     message = refusal(good, levels=[500, 700])
     assert "no level 700" in message
     assert "500, 850, 1000" in message
@@ -282,7 +282,7 @@ def test_values_that_are_not_finite(tmp_path, name, kind, place, where, value):
     assert "\n" not in message
 
 
-def test_time_that_is_not_there(good):
+def test_time_that_the_store_lacks(good):
     store = Store.open(stores.config(good))
     with pytest.raises(UserError, match="no time 2000-01-01T03:00"):
         store.read_state(stores.START + np.timedelta64(3, "h"), slice(0, 2))
@@ -309,7 +309,7 @@ def test_channel_that_never_changes(tmp_path):
         prepare_training_data(config)
 
 
-def test_cache_that_cannot_be_made(good, tmp_path):
+def test_cache_that_cannot_be_created(good, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"data\.cache"):
         prepare_training_data(stores.config(good, cache=str(tmp_path / "file" / "cache")))

@@ -93,7 +93,7 @@ def test_fit_equals_least_squares_of_noisy_fields(tmp_path):
 @pytest.mark.parametrize(
     ("days", "harmonics"), [(730, 2), (365, 2), (300, 2), (270, 1), (180, 0), (20, 0), (1, 0)]
 )
-def test_seasons_that_no_date_covers_are_not_made_up(days, harmonics):
+def test_seasons_that_no_date_covers_are_not_extrapolated(days, harmonics):
     assert choose_harmonics(START + np.arange(days) * DAY) == harmonics
 
 

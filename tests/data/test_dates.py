@@ -1,4 +1,4 @@
-"""`data.dates=auto`: which dates each split gets where the config leaves that to the store."""
+"""`data.dates=auto`: the store decides which dates each split gets."""
 
 from itertools import pairwise
 
@@ -167,7 +167,7 @@ def test_a_limit_keeps_the_first_times_of_each_split():
     ]
 
 
-def test_too_few_times_are_told():
+def test_too_few_times_are_refused():
     with pytest.raises(UserError, match=r"s\.zarr: data\.dates\.train is chosen.*only 2 in a row"):
         settled(six_hourly("2001-01-01", 2))
 

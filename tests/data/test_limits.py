@@ -1,4 +1,4 @@
-"""Values that can't be are refused wherever they enter, in one line that says where they are."""
+"""Impossible values are refused wherever they are read, in one line that locates them."""
 
 import fnmatch
 import re
@@ -27,7 +27,8 @@ from credit_dp.data.sources.base import VariableInfo
 from credit_dp.data.store import Store
 from credit_dp.data.units import KNOWN_VARIABLES
 from credit_dp.errors import UserError
-from tests.data import anemoi_stores, prepared_stores, preparing, stores
+from tests.data import anemoi_stores, prepared_stores, stores
+from tests.data.rechunk import requests
 
 ALL = slice(None)
 PLACE = (5, 3, 2)  # time, row, column of a value that is made wrong
@@ -51,8 +52,8 @@ def spike(name: str, value: float, level: int | None = None) -> Change:
     return change
 
 
-def made(path: Path, change: Change, **changes: Any) -> DataConfig:
-    """The config of a store in which something is wrong."""
+def config_of_changed_store(path: Path, change: Change, **changes: Any) -> DataConfig:
+    """Write a store in which something is wrong, and return its config."""
     data = stores.dataset()
     change(data)
     return stores.config(stores.write(data, path / "in.zarr"), **changes)
@@ -77,7 +78,7 @@ class TestMessage:
         assert "set 'data.limits={2m_temperature:[LOW,HIGH]}', or {2m_temperature:null}" in message
 
     def test_fill_value_that_is_not_declared(self, tmp_path: Path) -> None:
-        config = made(tmp_path, spike("temperature", 9.96921e36, level=850))
+        config = config_of_changed_store(tmp_path, spike("temperature", 9.96921e36, level=850))
         message = refusal(lambda: read_all(config))
         assert "temperature on level 850 is 9.96921e+36 at 2000-01-02T06:00, row 3, col" in message
         assert "a fill value that no attribute of the store declares" in message
@@ -86,7 +87,7 @@ class TestMessage:
         def change(data: xr.Dataset) -> None:
             data["2m_temperature"].values[3, :2] = -7.7e20
 
-        message = refusal(lambda: read_all(made(tmp_path, change)))
+        message = refusal(lambda: read_all(config_of_changed_store(tmp_path, change)))
         assert "a fill value that no attribute of the store declares, which 16 points" in message
 
     @pytest.mark.parametrize(
@@ -101,14 +102,14 @@ class TestMessage:
             data["2m_temperature"] = data["2m_temperature"] - 273.15
             data["2m_temperature"].attrs["units"] = units
 
-        message = refusal(lambda: read_all(made(tmp_path, change)))
+        message = refusal(lambda: read_all(config_of_changed_store(tmp_path, change)))
         assert advice in message
 
     def test_the_advised_conversion_works(self, tmp_path: Path) -> None:
         def change(data: xr.Dataset) -> None:
             data["2m_temperature"] = data["2m_temperature"] - 273.15
 
-        config = made(tmp_path, change)
+        config = config_of_changed_store(tmp_path, change)
         advised = {"2m_temperature": VariableConfig(convert="degC->K")}
         assert "convert='degC->K'" in refusal(lambda: read_all(config))
         assert read_all(replace(config, variables=advised)).mean() > 200
@@ -118,7 +119,7 @@ class TestMessage:
             data["mean_sea_level_pressure"] = data["2m_temperature"] + 730
             data["mean_sea_level_pressure"].attrs["units"] = "Pa"
 
-        config = made(tmp_path, change, prognostic=["mean_sea_level_pressure"])
+        config = config_of_changed_store(tmp_path, change, prognostic=["mean_sea_level_pressure"])
         assert "hPa, while the store says Pa" in refusal(lambda: read_all(config))
 
     def test_millimetres_where_it_rains_much(self, tmp_path: Path) -> None:
@@ -129,7 +130,9 @@ class TestMessage:
             data["total_precipitation"].values[3, 2, 1] = 41
             data["total_precipitation"].attrs["units"] = "m"
 
-        config = made(tmp_path, change, prognostic=["2m_temperature", "total_precipitation"])
+        config = config_of_changed_store(
+            tmp_path, change, prognostic=["2m_temperature", "total_precipitation"]
+        )
         message = refusal(lambda: read_all(config))
         assert "looks like a damaged chunk, or mm, while the store says m: correct" in message
 
@@ -137,10 +140,12 @@ class TestMessage:
         def change(data: xr.Dataset) -> None:
             data["geopotential"] = data["geopotential"] / 9.80665
 
-        assert "looks like gpm" in refusal(lambda: read_all(made(tmp_path, change)))
+        assert "looks like gpm" in refusal(
+            lambda: read_all(config_of_changed_store(tmp_path, change))
+        )
 
-    def test_infinity_is_told_as_before(self, tmp_path: Path) -> None:
-        config = made(tmp_path, spike("2m_temperature", np.inf))
+    def test_infinity_is_not_finite_rather_than_out_of_range(self, tmp_path: Path) -> None:
+        config = config_of_changed_store(tmp_path, spike("2m_temperature", np.inf))
         assert "2m_temperature has infinite values" in refusal(lambda: read_all(config))
 
     def test_rows_are_counted_from_the_north(self, tmp_path: Path) -> None:
@@ -230,9 +235,9 @@ class TestWhereValuesEnter:
 
     @pytest.mark.slow
     def test_statistics_of_before_that_hold_garbage(self, tmp_path: Path) -> None:
-        """Those that were computed without limits, and are still in the cache."""
+        """Statistics that were computed without limits may still be in the cache."""
         without = {"2m_temperature": None}
-        config = made(tmp_path, spike("2m_temperature", 2.6e38), limits=without)
+        config = config_of_changed_store(tmp_path, spike("2m_temperature", 2.6e38), limits=without)
         prepare_training_data(config)
         message = refusal(lambda: prepare_training_data(replace(config, limits={})))
         assert "the maximum of 2m_temperature is 2.6e+38, but its limits are 150 to 350" in message
@@ -253,13 +258,13 @@ class TestWhereValuesEnter:
         xr.Dataset(mean, levels).to_netcdf(tmp_path / "mean.nc")
         xr.Dataset(std, levels).to_netcdf(tmp_path / "std.nc")
         files = [str(tmp_path / "mean.nc"), str(tmp_path / "std.nc")]
-        config = made(tmp_path, lambda data: None, statistics=files)
+        config = config_of_changed_store(tmp_path, lambda data: None, statistics=files)
         message = refusal(lambda: prepare_training_data(config))
         assert message.startswith(f"{files[0]}, {files[1]}: the mean of 2m_temperature is 7, but")
 
     def test_loader(self, tmp_path: Path) -> None:
         """A store that is damaged after its statistics were computed."""
-        config = made(tmp_path, lambda data: None)
+        config = config_of_changed_store(tmp_path, lambda data: None)
         prepared = prepare_training_data(config)
         stored = zarr.open_array(tmp_path / "in.zarr", path="geopotential", mode="r+")
         stored[2, 0, 4, 4] = 1e20
@@ -273,12 +278,14 @@ class TestWhereValuesEnter:
         def change(data: xr.Dataset) -> None:
             data[name].values[2, 3] = -32767
 
-        message = refusal(lambda: Store.open(made(tmp_path, change)).read_static(slice(1, 5)))
+        message = refusal(
+            lambda: Store.open(config_of_changed_store(tmp_path, change)).read_static(slice(1, 5))
+        )
         assert f"{name} is -32767 at row 2, column 3, but its limits are" in message
 
     @pytest.mark.slow
-    def test_forcing_of_which_nothing_is_known(self, tmp_path: Path) -> None:
-        config = made(tmp_path, spike("solar", 1e6))
+    def test_forcing_without_known_limits(self, tmp_path: Path) -> None:
+        config = config_of_changed_store(tmp_path, spike("solar", 1e6))
         message = refusal(lambda: prepare_training_data(config))
         assert "solar is 1e+06 at 2000-01-02T06:00, row 3, column 2, but its limits are" in message
         assert "(1000 times the spread of the training dates)" in message
@@ -288,7 +295,7 @@ class TestWhereValuesEnter:
             data["total_precipitation"] = abs(data["2m_temperature"] - 280) * 1e-4
             spike("total_precipitation", 50.0)(data)
 
-        config = made(
+        config = config_of_changed_store(
             tmp_path, change, prognostic=["temperature"], diagnostic=["total_precipitation"]
         )
         config = replace(config, step="12h", batch_size=1)
@@ -299,30 +306,34 @@ class TestWhereValuesEnter:
 
 class TestKeys:
     def test_wider_and_none(self, tmp_path: Path) -> None:
-        config = made(tmp_path, spike("2m_temperature", 380.0))
+        config = config_of_changed_store(tmp_path, spike("2m_temperature", 380.0))
         assert "380 at" in refusal(lambda: read_all(config))
         for limits in ([150, 400], None):
             read_all(replace(config, limits={"2m_temperature": limits}))
 
     def test_narrower(self, tmp_path: Path) -> None:
-        config = made(tmp_path, lambda data: None, limits={"2m_temperature": [279, 281]})
+        config = config_of_changed_store(
+            tmp_path, lambda data: None, limits={"2m_temperature": [279, 281]}
+        )
         assert "but its limits are 279 to 281" in refusal(lambda: read_all(config))
 
     def test_one_level(self, tmp_path: Path) -> None:
-        config = made(tmp_path, spike("temperature", 0.0, level=850))
+        config = config_of_changed_store(tmp_path, spike("temperature", 0.0, level=850))
         read_all(replace(config, limits={"temperature_850": None}))
         spoilt = replace(config, limits={"temperature_500": None})
         assert "temperature on level 850" in refusal(lambda: read_all(spoilt))
 
     def test_other_names(self, tmp_path: Path) -> None:
-        config = made(tmp_path, spike("temperature", 0.0, level=850))
+        config = config_of_changed_store(tmp_path, spike("temperature", 0.0, level=850))
         for name in ("t", "T850", "t_850"):
             read_all(stores.config(config.store, limits={name: None}))
         spoilt = stores.config(config.store, limits={"t_500": None})
         assert "temperature on level 850" in refusal(lambda: read_all(spoilt))
 
     def test_a_variable_that_is_not_read(self, tmp_path: Path) -> None:
-        config = made(tmp_path, lambda data: None, limits={"2m_temprature": [1, 2]})
+        config = config_of_changed_store(
+            tmp_path, lambda data: None, limits={"2m_temprature": [1, 2]}
+        )
         assert "data.limits.2m_temprature: no list" in refusal(lambda: read_all(config))
         assert "Nearest: 2m_temperature" in refusal(lambda: read_all(config))
 
@@ -366,7 +377,7 @@ class TestPhysical:
             assert physical_range(name, VariableInfo(True), None, "m2 s-2") == wanted
 
     def test_sums_over_several_days(self, tmp_path: Path) -> None:
-        store = Store.open(made(tmp_path, lambda data: None))
+        store = Store.open(config_of_changed_store(tmp_path, lambda data: None))
         channel = Channel("toa_incident_solar_radiation")
         of_step = {}
         for step in ("6h", "10d"):
@@ -446,7 +457,7 @@ class TestSampled:
 
     @pytest.mark.slow
     def test_the_cache_is_used(self, tmp_path: Path) -> None:
-        config = made(tmp_path, lambda data: None)
+        config = config_of_changed_store(tmp_path, lambda data: None)
         first = prepare_training_data(config).store.limits.sampled_ranges
         assert set(first) == {"solar"}
         (cached,) = (tmp_path / "cache").glob("ranges-*.json")
@@ -478,7 +489,7 @@ def test_extremes(shape: tuple[int, ...], large: bool, flipped: bool, gap: bool)
 
 
 def test_values_that_can_not_be_are_not_prepared(tmp_path: Path) -> None:
-    path = Path(made(tmp_path, spike("2m_temperature", 9e36)).store)
+    path = Path(config_of_changed_store(tmp_path, spike("2m_temperature", 9e36)).store)
     with pytest.raises(UserError, match=r"in\.zarr, chunk 2m_temperature/c/5/0/0: 2m_"):
-        preparing.prepared(path, tmp_path / "out.zarr")
+        requests.prepared(path, tmp_path / "out.zarr")
     assert not (tmp_path / "out.zarr").exists()

@@ -209,7 +209,7 @@ def test_nothing_is_read_after_closing(ready):
 
 
 @pytest.mark.parametrize(("prefetch", "most"), [(0, 2), (1, 2), (3, 4)])
-def test_no_more_batches_exist_than_asked_for(ready, monkeypatch, prefetch, most):
+def test_no_more_batches_exist_than_prefetch_allows(ready, monkeypatch, prefetch, most):
     made = []
     allocate = BatchReader.allocate
     monkeypatch.setattr(
@@ -383,7 +383,7 @@ def test_batch_moves_to_a_device(ready):
     assert len(moved.times) == 2
 
 
-def test_normalising_there_and_back(ready):
+def test_normalising_and_inverting(ready):
     normaliser = Normaliser(ready.statistics, torch.float64)
     field = ready.store.read_state(stores.START, WHOLE)
     state = normaliser.normalise_state(field)

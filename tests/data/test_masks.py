@@ -1,4 +1,4 @@
-"""Variables that have no values on land, sea or elsewhere: masks, refusals, bands without any."""
+"""Variables without values on land or sea: masks, refusals, bands without any value."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -140,7 +140,7 @@ def test_nan_outside_the_mask_is_refused(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", [*ROLE, "lake_depth"])
-def test_without_a_fill_nan_is_refused_and_the_key_is_told(tmp_path, name):
+def test_without_a_fill_nan_is_refused_by_its_key(tmp_path, name):
     variables = {other: VariableConfig(fill=0) for other in FILLED if other != name}
     store = opened(tmp_path, masked_dataset(), variables=variables)
     with pytest.raises(UserError, match=rf"data\.variables\.{name}\.fill=mean") as caught:

@@ -1,4 +1,4 @@
-"""Normalising each variable its own way, and back."""
+"""Each variable's normalisation and its inverse."""
 
 import numpy as np
 import pytest
@@ -163,7 +163,7 @@ def test_forcings_and_statics_are_filled_and_computed_ones_stay():
     assert np.allclose(static[:, 1, 1:], fields[:, 1, 1:] / 5)
 
 
-def test_computed_fields_stay_whatever_statistics_say():
+def test_computed_fields_are_not_normalised():
     found = statistics(forcing_mean=[0.3, 200.0], static_std=[0.7, 5.0])
     fields = np.random.default_rng(0).random((2, 2, 4, 6)).astype("f4")
     assert np.array_equal(normaliser(found=found).normalise_forcing(fields)[:, 0], fields[:, 0])
@@ -181,7 +181,7 @@ def test_what_cannot_be_negative_is_clamped_in_forecasts_only():
     assert (allowed[:, 3:] < 0).all()
 
 
-def test_masked_points_are_nan_again():
+def test_masked_points_become_nan():
     fields = outputs()
     mask = np.ones((5, 4, 6), dtype=bool)
     mask[2, 1:3] = False
@@ -220,7 +220,7 @@ def test_any_layout_of_memory_is_read_and_left_alone(form):
     assert np.array_equal(given, fields)
 
 
-def test_it_writes_where_it_is_told():
+def test_it_writes_into_the_given_tensor():
     fields = outputs()
     of_all = normaliser(torch.float32, total_precipitation={"normalise": f"log1p({EPS})"})
     room = torch.empty(2, 3, 5, 4, 6)
@@ -228,7 +228,7 @@ def test_it_writes_where_it_is_told():
     assert torch.equal(room[1], of_all.normalise_outputs(fields))
 
 
-def test_a_range_that_nobody_knows():
+def test_an_unknown_range():
     found = statistics(minimum=[], maximum=[])
     normaliser(found=found)
     with pytest.raises(UserError, match=r"data\.variables\.sst\.normalise.*data\.statistics"):

@@ -133,7 +133,7 @@ def test_epochs_and_seeds_differ():
     assert len({tuple(epoch(seed, number)) for seed in (0, 1) for number in (0, 1)}) == 4
 
 
-def test_state_goes_on_in_another_sequence_of_another_mesh():
+def test_state_resumes_on_another_mesh():
     first = SampleSequence(20, 4, seed=5)
     first.position = 7
     second = SampleSequence(20, 4, 1, 2, seed=5)
@@ -164,6 +164,6 @@ def test_batch_that_does_not_divide(batch, size):
     assert str(size) in str(caught.value)
 
 
-def test_batch_that_is_more_than_there_is():
+def test_batch_larger_than_the_dates():
     with pytest.raises(UserError, match=r"data\.batch_size.*data\.dates\.train has 3"):
         SampleSequence(3, 4)

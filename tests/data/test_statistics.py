@@ -99,7 +99,7 @@ def test_only_the_training_dates_count(tmp_path):
 
 
 def of_pieces(store, every=1, workers=1):
-    """The statistics as they come from pieces."""
+    """Return the statistics merged from pieces."""
     dates = streaming.TrainingDates.of(store, every)
     pieces = streaming.all_pieces(store, dates)
     found = list(ThreadWorkers(store, dates, workers).run(moments_of, pieces))

@@ -168,7 +168,7 @@ def written(dataset, path):
 @pytest.mark.slow
 @pytest.mark.parametrize("suffix", [".nc", ".zarr"])
 @pytest.mark.parametrize("names", [LONG, MILES, SHORT])
-def test_files_of_others_are_found_by_name_and_level(path, tmp_path, suffix, names):
+def test_foreign_files_are_matched_by_name_and_level(path, tmp_path, suffix, names):
     sets = [foreign(names, seed) for seed in range(3)]
     files = [written(data, tmp_path / f"{seed}{suffix}") for seed, data in enumerate(sets)]
     found = prepare_training_data(stores.config(path, statistics=files)).statistics
@@ -183,7 +183,7 @@ def test_files_of_others_are_found_by_name_and_level(path, tmp_path, suffix, nam
 
 
 @pytest.mark.slow
-def test_tendencies_that_nobody_gives_are_computed(path, tmp_path, caplog):
+def test_tendencies_that_no_file_gives_are_computed(path, tmp_path, caplog):
     files = [written(foreign(LONG, seed), tmp_path / f"{seed}.nc") for seed in range(2)]
     with caplog.at_level(logging.INFO, "credit_dp"):
         found = prepare_training_data(stores.config(path, statistics=files)).statistics
@@ -292,7 +292,7 @@ def test_the_surface_has_the_short_name_of_the_levels_too(path, tmp_path):
         (lambda data: data * np.nan, "geopotential_500|geopotential is nan"),
     ],
 )
-def test_what_files_of_others_lack_is_told(path, tmp_path, change, told):
+def test_what_foreign_files_lack_is_named(path, tmp_path, change, told):
     first = written(change(foreign(LONG, 0)), tmp_path / "0.nc")
     files = [first, written(foreign(LONG, 1), tmp_path / "1.nc")]
     text = refused(path, files)

@@ -53,7 +53,7 @@ def test_any_layout_reads_as_the_same_fields(
     assert np.array_equal(store.read_forcing_at(time, slice(0, cut))[1], solar[:cut])
 
 
-def test_times_are_read_in_the_order_asked_for(tmp_path):
+def test_times_are_read_in_the_requested_order(tmp_path):
     data = stores.dataset()
     config = stores.config(stores.write(data, tmp_path / "s.zarr"))
     store = Store.open(config)

@@ -33,7 +33,7 @@ from credit_dp.variable_names import (
 
 
 def source(**variables):
-    """Of `name=(units, standard_name)`."""
+    """Return a source with variables `name=(units, standard_name)`."""
     named = {name: VariableInfo(True, (), *said) for name, said in variables.items()}
     return SimpleNamespace(where="s.zarr", variables=named)
 
@@ -44,7 +44,7 @@ def config(*names, convert=None):
 
 
 def pasted(message):
-    """What the overrides of a message say, taken as the command line takes them from a shell."""
+    """Return the overrides in a message as the command line parses them from a shell."""
     found = {}
     for text in re.findall(r"'data\.variables=[^']*'", message):
         (override,) = parse_overrides(shlex.split(text))
@@ -186,7 +186,7 @@ def test_z_may_be_on_levels_or_at_the_surface(standard_name):
     check("z", "m**2 s**-2", standard_name)
 
 
-def test_an_unknown_unit_is_refused_until_it_is_vouched_for():
+def test_an_unknown_unit_is_refused_until_the_config_accepts_it():
     with pytest.raises(UserError) as caught:
         check("temperature", "furlongs")
     message = str(caught.value)
@@ -245,7 +245,7 @@ def test_all_wrong_units_come_at_once_with_one_override():
     assert "geopotential is" not in message
 
 
-def test_the_override_keeps_what_is_said_of_the_variables_otherwise():
+def test_the_override_keeps_other_keys_of_the_variables():
     with pytest.raises(UserError) as caught:
         check("total_precipitation_6hr", "mm")
     (text,) = shlex.split(str(caught.value).partition("Set ")[2].rstrip("."))
@@ -258,7 +258,7 @@ def test_the_override_keeps_what_is_said_of_the_variables_otherwise():
     }
 
 
-def test_what_nothing_is_known_of_passes():
+def test_unknown_variables_pass():
     check("my_own_index", "furlongs", "air_temperature")
     check("soil_type", "(Code table 4.213)")
     check_units(source(), config("insolation"))
@@ -318,7 +318,7 @@ def test_short_names():
 
 
 @pytest.mark.parametrize("name", sorted({*UPPER_AIR_NAMES, *SURFACE_NAMES, *STATIC_NAMES}))
-def test_what_is_known_of_a_variable_is_known_by_all_its_names(name):
+def test_all_names_of_a_variable_share_its_units_and_signs(name):
     """Units, sums and signs."""
     settings = config(name)
     long = canonical_name(name)

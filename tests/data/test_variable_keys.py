@@ -44,7 +44,7 @@ def test_keys_of_a_variable_are_set_one_by_one(texts, name, expected):
 
 
 @pytest.mark.slow
-def test_a_variable_of_which_nothing_is_said_has_the_defaults():
+def test_a_variable_without_keys_has_the_defaults():
     assert (
         composed("data.variables.sst.fill=mean").variable_config("geopotential") == VariableConfig()
     )
@@ -63,7 +63,7 @@ def test_a_variable_of_which_nothing_is_said_has_the_defaults():
         ("a.b.fill=mean", "a name with dots"),
     ],
 )
-def test_what_is_wrong_is_told_by_its_key(text, answer):
+def test_a_wrong_value_is_refused_by_its_key(text, answer):
     with pytest.raises(UserError, match=answer) as caught:
         composed(f"data.variables.{text}")
     assert "\n" not in str(caught.value)
@@ -123,7 +123,7 @@ def test_a_variable_may_go_by_its_short_name(tmp_path):
         Store.open(stores.config(path, variables=six_hours, **lists))
 
 
-def test_the_quickstart_refuses_them_before_it_is_made():
+def test_the_quickstart_refuses_them_before_it_is_built():
     with pytest.raises(UserError, match=r"data\.variables\.tempurature.*Nearest: temperature"):
         expected_channels(composed("data.variables.tempurature.fill=mean"))
 

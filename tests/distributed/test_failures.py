@@ -14,22 +14,23 @@ from pathlib import Path
 import pytest
 
 from credit_dp.distributed.signals import EXIT_PREEMPTED
-from tests.distributed.test_local import ROOT, begin, until
+from tests.distributed.processes import (
+    ROOT,
+    TORCHRUN,
+    VICTIMS,
+    Programs,
+    begin,
+    ends,
+    free_port,
+    until,
+)
 
 RANKS = 8
 SOON = 15.0  # seconds; the promise is 30
-VICTIMS = [
-    pytest.param(4, "rank 4 (pipeline 1, data 0, domain 0)", id="pipeline"),
-    pytest.param(2, "rank 2 (pipeline 0, data 1, domain 0)", id="data"),
-    pytest.param(1, "rank 1 (pipeline 0, data 0, domain 1)", id="domain"),
-]
 ONE_QUICKLY = [
     VICTIMS[0],
     *(pytest.param(*v.values, id=v.id, marks=pytest.mark.slow) for v in VICTIMS[1:]),
 ]
-TORCHRUN = ["-m", "torch.distributed.run"]
-
-Programs = list[subprocess.Popen[str]]
 
 
 @contextmanager
@@ -46,12 +47,6 @@ def failing(folder: Path, victim: int, way: str) -> Iterator[dict[str, str]]:
     assert time.time() - float(seen.read_text()) < SOON
 
 
-def ends(programs: Programs, timeout: float = 180.0) -> list[tuple[int, str]]:
-    """Exit code and stderr of each, once all have ended."""
-    errors = [program.communicate(timeout=timeout)[1] for program in programs]
-    return [(program.returncode, text) for program, text in zip(programs, errors, strict=True)]
-
-
 def start(
     arguments: list[str],
     folder: Path,
@@ -60,7 +55,14 @@ def start(
 ) -> subprocess.Popen[str]:
     """A program whose output is read at its end."""
     return subprocess.Popen(
-        [sys.executable, *arguments, "-m", "tests.distributed.start", *function, str(folder)],
+        [
+            sys.executable,
+            *arguments,
+            "-m",
+            "tests.distributed.launch_program",
+            *function,
+            str(folder),
+        ],
         cwd=ROOT,
         env={**os.environ, **environment},
         stdout=subprocess.PIPE,
@@ -104,15 +106,6 @@ def srun(folder: Path, environment: dict[str, str], function: Sequence[str] = FA
     }
     places = [{"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)} for rank in range(RANKS)]
     return [start([], folder, {**environment, **step, **place}, function) for place in places]
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    import socket
-
-    with socket.socket() as door:
-        door.bind(("127.0.0.1", 0))
-        return int(door.getsockname()[1])
 
 
 def voices(text: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Ranks that somebody else starts: found in the environment, joined, given one folder."""
+"""Ranks that torchrun or srun starts: read from the environment, joined, in one folder."""
 
 import os
 import subprocess
@@ -25,7 +25,7 @@ SRUN = {
 }
 
 
-def found(environment: dict[str, str]) -> Launcher:
+def launcher_of(environment: dict[str, str]) -> Launcher:
     launcher = find_launcher(environment)
     assert launcher is not None
     return launcher
@@ -37,21 +37,21 @@ def test_no_launcher() -> None:
 
 def test_torchrun() -> None:
     env = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
-    launcher = found({**env, "MASTER_ADDR": "node1", "MASTER_PORT": "4000"})
+    launcher = launcher_of({**env, "MASTER_ADDR": "node1", "MASTER_PORT": "4000"})
     assert launcher == Launcher("torchrun", RankInfo(5, 8, 1, 4, node=1), "node1", 4000)
 
 
 def test_srun_on_two_nodes() -> None:
-    launcher = found(SRUN)
+    launcher = launcher_of(SRUN)
     assert (launcher.name, launcher.ranks) == ("srun", RankInfo(3, 4, 1, 2, node=1))
     assert launcher.address == "gpu003"
-    assert launcher.port == found({**SRUN, "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}).port
-    assert launcher.port != found({**SRUN, "SLURM_JOB_ID": "8"}).port
+    assert launcher.port == launcher_of({**SRUN, "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}).port
+    assert launcher.port != launcher_of({**SRUN, "SLURM_JOB_ID": "8"}).port
 
 
 def test_srun_on_one_node_meets_on_loopback() -> None:
     one = {"SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_NODEID": "0", "SLURM_STEP_NODELIST": "laptop"}
-    assert found({**SRUN, **one}).address == "127.0.0.1"
+    assert launcher_of({**SRUN, **one}).address == "127.0.0.1"
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_submitit_on_this_machine() -> None:
         "SUBMITIT_LOCAL_LOCALID": "1",
         "SUBMITIT_LOCAL_JOB_ID": "11",
     }
-    assert found(env).ranks == RankInfo(1, 2, 1, 2)
+    assert launcher_of(env).ranks == RankInfo(1, 2, 1, 2)
 
 
 def test_a_broken_environment_is_one_line() -> None:
@@ -100,9 +100,9 @@ def test_expand_counts() -> None:
 
 
 def under_torchrun(ranks: int, function: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run a function of `tests.distributed.runs` on ranks of torchrun, in bands of two."""
+    """Run a function of `rank_functions` on ranks of torchrun, in bands of two."""
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    program = ["-m", "tests.distributed.start", function, "2", "0", "1", str(folder)]
+    program = ["-m", "tests.distributed.launch_program", function, "2", "0", "1", str(folder)]
     return subprocess.run(
         [sys.executable, *command, *program],
         cwd=ROOT,
@@ -133,7 +133,7 @@ def test_torchrun_starts_the_ranks(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("function", ["refuse", "refuse_everywhere"])
 def test_one_rank_speaks_for_all(tmp_path: Path, function: str) -> None:
-    """Rank 0 if it has failed too, else the one that has."""
+    """Rank 0 reports if it has failed too, otherwise the rank that has."""
     done = under_torchrun(2, function, tmp_path)
     assert done.returncode != 0
     assert done.stderr.count("error: data.store: needs a store, got none\n") == 1, done.stderr

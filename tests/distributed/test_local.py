@@ -1,74 +1,15 @@
-"""Ranks that this program starts itself: they end together, and say once why."""
+"""Ranks that the program itself starts: they end together and report the cause once."""
 
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from credit_dp.distributed.signals import DUPLICATE_SECONDS, EXIT_PREEMPTED
-
-ROOT = Path(__file__).parents[2]
-PATIENCE = 120.0
-
-
-def begin(
-    function: str,
-    folder: Path,
-    domain: int = 2,
-    data: int = 0,
-    pipeline: int = 1,
-    **environment: str,
-) -> subprocess.Popen[str]:
-    """Start a program that launches, as a terminal would: in a process group of its own."""
-    sizes = [str(domain), str(data), str(pipeline)]
-    names = ["-m", "tests.distributed.start", function, *sizes, str(folder)]
-    inherited = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
-    return subprocess.Popen(
-        [sys.executable, *names],
-        cwd=ROOT,
-        env={**inherited, "PYTHONPATH": str(ROOT), **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=PATIENCE)
-    return process.returncode, out, err
-
-
-def until(condition: Callable[[], bool], patience: float = PATIENCE) -> None:
-    deadline = time.monotonic() + patience
-    while not condition():
-        assert time.monotonic() < deadline, "this never came about"
-        time.sleep(0.02)
-
-
-def hanging(
-    folder: Path, function: str = "hang", ranks: int = 2
-) -> tuple[subprocess.Popen[str], list[int]]:
-    """A program with ranks that wait for ever, or for a signal, and the ids of those."""
-    process = begin(function, folder, ranks)
-    files = [folder / f"pid{rank}" for rank in range(ranks)]
-    until(lambda: all(file.exists() and file.read_text() for file in files))
-    return process, [int(file.read_text()) for file in files]
-
-
-def gone(pid: int) -> bool:
-    """Whether no such process runs; one that nobody has buried yet does not."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-    return state == "Z"
+from tests.distributed.processes import begin, finish, gone, hanging, until
 
 
 @pytest.mark.parametrize(("domain", "data"), [(1, 0), (2, 2)])
@@ -155,7 +96,7 @@ def test_ranks_that_train_stop_after_the_same_step(
 @pytest.mark.slow
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_to_all_processes_at_once_is_one(tmp_path: Path, sent: signal.Signals) -> None:
-    """Job queues send it so: the program that started the ranks hands it on besides."""
+    """Job queues signal all processes, and the program that started the ranks forwards it, too."""
     process, pids = hanging(tmp_path, "train")
     [fork_server] = {int(Path(f"/proc/{pid}/stat").read_text().split()[3]) for pid in pids}
     for pid in (*pids, fork_server, process.pid, process.pid):

@@ -1,4 +1,4 @@
-"""Where the ranks of a mesh go on a cluster, and what is refused because it goes nowhere."""
+"""Ranks of a mesh on the nodes of a cluster, and meshes that fit on none."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from credit_dp.distributed.placement import (
     place_ranks,
 )
 from credit_dp.errors import UserError
-from tests.distributed.start import a_config
+from tests.distributed.launch_program import small_config
 
 GPU_NODES = ClusterNodes(16, cores=64, gpus=8)
 CPU_NODES = ClusterNodes(4, cores=8, gpus=0)
@@ -26,7 +26,7 @@ def placed(
     device: str,
 ) -> Placement:
     pipeline, data, domain = mesh
-    config = a_config("", domain, data, pipeline=pipeline)
+    config = small_config("", domain, data, pipeline=pipeline)
     return place_ranks(replace(config, device=device), available, requested)
 
 
@@ -94,7 +94,7 @@ def placed(
         ),
     ],
 )
-def test_ranks_are_dealt_to_nodes(
+def test_ranks_are_assigned_to_nodes(
     mesh: tuple[int, int | None, int],
     available: ClusterNodes,
     requested: PlacementRequest,

@@ -1,4 +1,4 @@
-"""Signals wait while something must not be left half done."""
+"""Signals are blocked while something must not be left half done."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ from credit_dp.distributed.signals import block_signals
 
 
 def test_signals_wait_whichever_thread_they_reach() -> None:
-    """One that another thread gets would interrupt the main thread all the same."""
+    """A signal that another thread receives would interrupt the main thread all the same."""
     ended = threading.Event()
     thread = threading.Thread(target=ended.wait)
     thread.start()  # it has nothing blocked: the system hands it what the main thread blocks

@@ -1,4 +1,4 @@
-"""How long a job still has, and that a run stops in time."""
+"""The time that a job has left; a run stops before it is over."""
 
 import time
 

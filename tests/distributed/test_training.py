@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed.test_failures import TORCHRUN, VICTIMS, ends, free_port
-from tests.distributed.test_local import ROOT, gone, until
+from tests.distributed.processes import ROOT, TORCHRUN, VICTIMS, ends, free_port, gone, until
 
 pytestmark = pytest.mark.slow
 

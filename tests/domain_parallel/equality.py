@@ -20,7 +20,7 @@ from credit_dp.domain_parallel.transport import ThreadTransport, ThreadWorld
 from credit_dp.domain_parallel.verify import relative_error as error
 
 # Ranks that are threads share one random state: only one of them may draw from it at a time.
-_RANDOM = threading.Lock()
+RANDOM_LOCK = threading.Lock()
 # The plan of the first thread of a world: the number of threads that still need it, its manager and
 # its model.
 _PLANNED: WeakKeyDictionary[ThreadWorld, tuple[int, DomainParallelManager, nn.Module]] = (
@@ -45,7 +45,7 @@ def assert_same_as_whole_globe(
 
     An output without rows is the same on every rank; each gets an equal share of its cotangent.
     """
-    with _RANDOM:
+    with RANDOM_LOCK:
         torch.manual_seed(seed)
         unsharded = build(*args).double()
         x = torch.randn(shape, dtype=torch.float64) + offset

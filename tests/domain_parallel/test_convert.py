@@ -21,17 +21,8 @@ from credit_dp.domain_parallel import (
 from credit_dp.errors import UserError
 from credit_dp.models.unet import PeriodicConv2d
 from tests.domain_parallel.equality import assert_same_as_whole_globe
+from tests.domain_parallel.models import small_cnn
 from tests.ranks import on_threads
-
-
-def _model():
-    return nn.Sequential(
-        nn.Conv2d(2, 4, 3, padding=1),
-        nn.GroupNorm(2, 4),
-        nn.SiLU(),
-        nn.Conv2d(4, 4, 1),
-        nn.Sequential(nn.Conv2d(4, 4, 2, stride=2), nn.ConvTranspose2d(4, 2, 2, stride=2)),
-    )
 
 
 def _mock():
@@ -40,7 +31,7 @@ def _mock():
 
 
 def test_replaced_and_kept_layers():
-    model = _model()
+    model = small_cnn()
     pointwise, parameters = model[3], dict(model.named_parameters())
     keys = list(model.state_dict())
     converted = convert_to_domain_parallel(model, _mock())
@@ -59,12 +50,12 @@ def test_replaced_and_kept_layers():
 
 
 def test_conversion_is_idempotent_and_one_rank_converts_nothing():
-    model = convert_to_domain_parallel(_model(), _mock())
+    model = convert_to_domain_parallel(small_cnn(), _mock())
     layers = list(model.modules())
     convert_to_domain_parallel(model, _mock())
     assert list(model.modules()) == layers
     single = Mock(spec=["domain_parallel_size"], domain_parallel_size=1)
-    plain = _model()
+    plain = small_cnn()
     types = [type(m) for m in plain.modules()]
     assert [type(m) for m in convert_to_domain_parallel(plain, single).modules()] == types
 
@@ -86,13 +77,13 @@ def test_the_root_may_be_a_layer():
 
 
 def test_casts_copies_loads_and_modes_reach_the_wrapped_layer():
-    model = convert_to_domain_parallel(_model(), _mock())
+    model = convert_to_domain_parallel(small_cnn(), _mock())
     model.double()
     assert model[0].conv.weight.dtype == torch.float64
     other = copy.deepcopy(model)
     assert other[0].conv.weight is other[0].weight
     assert other[0].weight is not model[0].weight
-    plain = _model().double()
+    plain = small_cnn().double()
     model.load_state_dict(plain.state_dict(), assign=True)
     assert torch.equal(model[0].conv.weight, plain[0].weight)
     assert model[0].weight is model[0].conv.weight
@@ -237,25 +228,25 @@ def test_the_summary_says_what_is_sent(caplog):
 
 def test_the_summary_of_an_unplanned_model_says_so(caplog):
     with caplog.at_level(logging.INFO):
-        convert_to_domain_parallel(_model(), _mock())
+        convert_to_domain_parallel(small_cnn(), _mock())
     assert "planned and audited at the first forward; not verified" in caplog.text
 
 
 @pytest.mark.parametrize(("dim", "shape"), [(-3, None), (1, None), (2, (1, 2, 3, 8, 8))])
 def test_only_rows_are_sharded(dim, shape):
     with pytest.raises(UserError, match="only latitude rows"):
-        convert_to_domain_parallel(_model(), _mock(), shard_dim=dim, input_shape=shape)
+        convert_to_domain_parallel(small_cnn(), _mock(), shard_dim=dim, input_shape=shape)
 
 
 @pytest.mark.parametrize(("dim", "shape"), [(-1, None), (3, (1, 2, 8, 8)), (3, ((1, 2, 8, 8),))])
 def test_longitude_is_refused_by_name(dim, shape):
     with pytest.raises(UserError, match=r"shard_dim: -?\d is longitude, which can't be sharded"):
-        convert_to_domain_parallel(_model(), _mock(), shard_dim=dim, input_shape=shape)
+        convert_to_domain_parallel(small_cnn(), _mock(), shard_dim=dim, input_shape=shape)
 
 
 def test_longitude_is_refused_at_the_first_forward():
     def refused(manager):
-        model = convert_to_domain_parallel(_model(), manager, shard_dim=3)
+        model = convert_to_domain_parallel(small_cnn(), manager, shard_dim=3)
         with pytest.raises(UserError, match="3 is longitude"):
             model(torch.zeros(1, 2, 4, 6))
 

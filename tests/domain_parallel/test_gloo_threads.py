@@ -1,4 +1,4 @@
-"""What waits for messages doesn't interrupt what sends them."""
+"""Gloo's threads, which wait for messages, never preempt threads that compute."""
 
 import os
 import sys
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="of Linux's sche
 
 
 def policies(manager):
-    """Those of gloo's threads and of this one."""
+    """Return the scheduling policies of gloo's threads and of this one."""
     waiting = {
         os.sched_getscheduler(int(task.name))
         for task in TASK_FOLDER.iterdir()

@@ -1,4 +1,4 @@
-"""Halo exchange by hand, sharding and gathering tensors, and a rank's position in the mesh."""
+"""Direct halo exchanges, sharding and gathering of tensors, and a rank's position in the mesh."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from torch import nn
 from credit_dp.domain_parallel import exchange
 from credit_dp.domain_parallel.layers import base, conv, group_norm, row_groups
 from tests.domain_parallel.equality import assert_same_as_whole_globe
-from tests.domain_parallel.test_row_groups import Model as Attention
+from tests.domain_parallel.models import RowGroupModel
 from tests.ranks import RankError, on_threads
 
 EDGES_OF = conv.edges_of  # before it is replaced
@@ -124,7 +124,7 @@ _ASSIGNMENT = row_groups.DomainParallelRowGroups.assignment
     ],
 )
 def test_wrongly_assigned_groups_are_noticed(monkeypatch, kind, mutant, match):
-    case = (3, assert_same_as_whole_globe, Attention, (kind, 2, 1, 18), (1, 2, 18, 3))
+    case = (3, assert_same_as_whole_globe, RowGroupModel, (kind, 2, 1, 18), (1, 2, 18, 3))
     on_threads(*case)
     monkeypatch.setattr(row_groups.DomainParallelRowGroups, "assignment", mutant)
     with pytest.raises(RankError, match=match):

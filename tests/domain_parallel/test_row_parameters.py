@@ -1,4 +1,4 @@
-"""Row-sharded parameters and buffers: complete in `state_dict()`, a rank's rows in the code."""
+"""Parameters and buffers with rows: whole in `state_dict()`, a rank's rows in `forward`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers that read the same tensor share an exchange: exact, least traffic, no memory kept."""
+"""Layers that read the same tensor share an exchange: exact, minimal traffic, no extra memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from credit_dp.domain_parallel import (
     gather_tensor,
     shard_tensor,
 )
-from tests.domain_parallel.equality import _RANDOM, MODEL, assert_same_as_whole_globe, error
+from tests.domain_parallel.equality import MODEL, RANDOM_LOCK, assert_same_as_whole_globe, error
 from tests.ranks import PROCESSES, on_processes, on_threads
 
 SHAPE = (2, 3, 64, 8)
@@ -160,7 +160,7 @@ def test_exact_on_gloo_ranks(ranks, way):
 
 
 def _sharded(manager, build=Model):
-    with _RANDOM:
+    with RANDOM_LOCK:
         torch.manual_seed(0)
         unsharded, x = build(), torch.randn(SHAPE)
         sharded = convert_to_domain_parallel(copy.deepcopy(unsharded), manager, input_shape=SHAPE)

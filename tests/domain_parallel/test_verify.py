@@ -1,4 +1,4 @@
-"""Verification: exact models pass, every kind of error shows, a failing rank is told at once."""
+"""Verification: exact models pass, every kind of error shows, a failing rank ends all at once."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def _fails_on_last_rank(x):
     return x
 
 
-def test_a_rank_that_fails_is_named_and_nobody_waits():
+def test_a_rank_that_fails_is_named_and_no_rank_waits():
     began = time.monotonic()
     with pytest.raises(RankError, match="rank 2 of 3: ValueError: no luck"):
         _verify(_around(_fails_on_last_rank))

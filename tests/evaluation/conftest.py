@@ -9,7 +9,7 @@ from tests.evaluation import forecasts
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With a truth and a climatology."""
+    """A folder with a truth and a climatology."""
     path = tmp_path_factory.mktemp("stores")
     observed = forecasts.truth()
     forecasts.write(observed, path / "truth.zarr")

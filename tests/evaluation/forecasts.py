@@ -58,7 +58,7 @@ def climatology(observed: xr.Dataset) -> xr.Dataset:
 
 
 def write(data: xr.Dataset, path: Path) -> Path:
-    """As zarr or netCDF, by the name."""
+    """Write zarr or netCDF, by the suffix of the path."""
     if path.suffix == ".nc":
         data.to_netcdf(path)
     else:

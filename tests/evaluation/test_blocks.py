@@ -1,4 +1,4 @@
-"""How stores are read to be scored: every chunk once, whatever the chunks, in bounded memory."""
+"""Scoring reads every chunk of a store once, whatever the chunks, in bounded memory."""
 
 from collections import Counter
 from pathlib import Path
@@ -39,7 +39,7 @@ def observed() -> xr.Dataset:
 
 
 def predicted() -> xr.Dataset:
-    """Another time's truth, which is as good as any forecast."""
+    """The truth of another time, used as a forecast."""
     data = observed()
     starts = data["time"].values[: 2 * STARTS : 2]
     leads = np.arange(1, LEADS + 1) * stores.STEP.astype("m8[ns]")
@@ -55,7 +55,7 @@ def write(data: xr.Dataset, path: Path, chunks: dict[str, int]) -> Path:
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often each chunk of a field is read, by its path."""
+    """Count how often each chunk of a field is read, by its path."""
     found: Counter[str] = Counter()
     get = CountingStore.get
 
@@ -71,7 +71,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def scored(folder: Path, chunks: dict[str, int]) -> Scorecard:
-    """Of stores in these chunks."""
+    """Return the scores of stores with these chunks."""
     data = observed()
     path = write(predicted(), folder / "forecast.zarr", chunks)
     write(data, folder / "truth.zarr", chunks)
@@ -118,7 +118,7 @@ def test_variables_that_share_chunks_are_read_together(tmp_path: Path) -> None:
 def test_little_room_changes_no_score(
     tmp_path: Path, reads: Counter[str], monkeypatch: pytest.MonkeyPatch, room: int
 ) -> None:
-    """Of lead times that are scored in parts, and chunks of which not all fields are held.
+    """Lead times are scored in parts, and not all fields of a chunk stay in memory.
 
     Each channel is scored for itself.
     """
@@ -181,7 +181,7 @@ def test_a_window_holds_what_is_needed_and_what_there_is_room_for() -> None:
 
 
 def test_a_window_reads_few_times_at_once_but_whole_chunks() -> None:
-    """What is read at once is freed at once."""
+    """Chunks that are read together are freed together."""
     held, read = window(max_times=2 * blocks.READ_PARTS)
     held.load(hours(1, 4, 8))
     assert read == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]

@@ -55,7 +55,7 @@ def in_style() -> bool:
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], bool]:
-    """By what was done and the module that did it, whether that was in style each time.
+    """Record, by call and calling module, whether the style was active each time.
 
     Nothing is rendered: files are empty.
     """
@@ -81,7 +81,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, str], bool]:
 
 
 def calls() -> Iterator[tuple[str, ast.Call]]:
-    """Every call in the modules of the package that know matplotlib, with the module's name."""
+    """Return all calls in modules that import matplotlib, with the module's name."""
     for path in PACKAGE.rglob("*.py"):
         text = path.read_text()
         name = ".".join(["credit_dp", *path.relative_to(PACKAGE).with_suffix("").parts])
@@ -91,14 +91,14 @@ def calls() -> Iterator[tuple[str, ast.Call]]:
 
 
 def drawing_modules() -> set[tuple[str, str]]:
-    """What each module of the package does, of what `seen` watches."""
+    """Return which of the calls that `seen` records each module makes."""
     done = {"Figure": "begun", "savefig": "saved"}
     called = ((module, ast.unparse(call.func).split(".")[-1]) for module, call in calls())
     return {(done[name], module) for module, name in called if name in done}
 
 
 def card() -> Scorecard:
-    """With every kind of picture."""
+    """A scorecard with figures of every kind."""
     scores = {"rmse": 3, "acc": 2, "bias": 3, "activity": 2, "crps": 3, "spread": 1}
     return Scorecard(
         forecast="f",
@@ -120,7 +120,7 @@ def card() -> Scorecard:
 
 
 def draw_run(folder: Path) -> None:
-    """All plots of a run."""
+    """Draw all plots of a run."""
     log = folder / "metrics.csv"
     log.write_text("step,loss\n1,1.0\n2,0.5\n")
     draw_loss(log, folder / "loss.png")
@@ -133,7 +133,7 @@ def draw_run(folder: Path) -> None:
 
 
 def draw_comparison(folder: Path) -> None:
-    """Two runs beside each other."""
+    """Draw the comparison of two runs."""
     results = []
     for name in ("a", "b"):
         (folder / name).mkdir()
@@ -145,7 +145,7 @@ def draw_comparison(folder: Path) -> None:
 
 
 def draw_sweep(folder: Path) -> None:
-    """What was swept, and what more ranks bring."""
+    """Draw the plots of a sweep and of its scaling."""
     written = write_sweep(folder / "sweep", ["seed=0"])
     write_done(written / "0", "seed=0", model=4.0)
     sweep = read_sweep(written)
@@ -202,7 +202,7 @@ def test_lines_of_runs_are_not_taken_for_sources() -> None:
     ("degrees", "text"),
     [(0, "0°"), (60, "60°E"), (180, "180°"), (-180, "180°"), (240, "120°W"), (360, "0°")],
 )
-def test_longitudes_are_told_wherever_a_map_begins(degrees: float, text: str) -> None:
+def test_longitudes_are_labelled_wherever_a_map_begins(degrees: float, text: str) -> None:
     assert longitude_label(degrees) == text
 
 

@@ -1,4 +1,4 @@
-"""Coasts on maps: the Earth's where they are, a simulated planet's from its own land."""
+"""Coastlines on maps: the Earth's, and those that follow from a simulated planet's land."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from tests.evaluation import forecasts
 
 
 def planet(path: Path, **changes: object) -> DataConfig:
-    """A store whose land is the east, of a title."""
+    """Write a store with this title whose eastern half is land."""
     data = stores.dataset(rows=12, columns=8)
     land = np.zeros((12, 8), np.float32)
     land[3:9, 2:6] = 1
@@ -29,7 +29,7 @@ def planet(path: Path, **changes: object) -> DataConfig:
 
 
 def distance(lines: np.ndarray, longitude: float, latitude: float) -> float:
-    """Degrees to the nearest point of a coast."""
+    """Return the degrees to the nearest point of a coast."""
     away = np.abs((lines[:, 0] - longitude + 180) % 360 - 180) * np.cos(np.deg2rad(latitude))
     return float(np.nanmin(np.hypot(away, lines[:, 1] - latitude)))
 
@@ -93,7 +93,7 @@ def test_a_simulated_planet_without_land_has_no_coasts(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_quickstart_is_known_for_what_it_is(tmp_path: Path) -> None:
+def test_the_quickstart_is_recognised(tmp_path: Path) -> None:
     small = QuickstartConfig(truncation=5, runs=1, run_days=1, spinup_days=0)
     quickstart.build(small, (8, 16), tmp_path / "made.zarr")
     source = open_source(

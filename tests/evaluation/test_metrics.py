@@ -1,4 +1,4 @@
-"""The error's definition, and that ranks add up to the globe."""
+"""The RMSE against its definition, also summed over ranks."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ def collected(manager: DomainParallelManager) -> torch.Tensor:
 
 
 def by_definition() -> np.ndarray:
-    """Area and time first, the root last."""
+    """Return the RMSE: the mean over area and time, then the root."""
     squares = (errors().numpy() ** 2).mean(axis=(0, 3))
     return np.sqrt(np.average(squares, axis=1, weights=row_weights(LATITUDE)))
 

@@ -1,4 +1,4 @@
-"""The map is a picture, whole or not there."""
+"""Maps are drawn as a picture, and written whole or not at all."""
 
 from dataclasses import replace
 
@@ -61,7 +61,7 @@ def test_dollars_are_no_formula(tmp_path):
     assert unit_label("$ m2") == r"\$ m²"
 
 
-def test_a_folder_that_is_not_there_is_one_line(tmp_path):
+def test_a_missing_folder_is_one_line(tmp_path):
     with pytest.raises(UserError, match="plot could not be written"):
         draw_map(field((0, 9)), tmp_path / "missing" / "map.png")
 

@@ -1,4 +1,4 @@
-"""The plots of a run: what is collected for them on bands of rows, and that they are drawn."""
+"""The plots of a run: their data, collected on bands of rows, and the figures."""
 
 from pathlib import Path
 
@@ -111,7 +111,7 @@ def log(path: Path, rows: list[str], header: str = "validation_rmse") -> Path:
     return path
 
 
-def test_a_loss_curve_is_drawn_of_what_there_is(tmp_path: Path) -> None:
+def test_a_loss_curve_is_drawn_of_the_logged_steps(tmp_path: Path) -> None:
     one = log(tmp_path / "one.csv", ["1,0.9,1e-3,1.0,0.1,"])
     draw_loss(one, tmp_path / "one.png")
     rows = [f"{k},{1 / k},1e-3,1.0,0.1,{0.1 / k if k % 50 == 0 else ''}" for k in range(1, 301)]

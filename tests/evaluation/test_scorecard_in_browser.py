@@ -1,4 +1,4 @@
-"""A scorecard in a real browser without network: is what a reader sees whole and readable?"""
+"""A scorecard in a real browser without network is complete and readable."""
 
 import json
 import os
@@ -142,7 +142,7 @@ def test_a_page_that_asks_the_network_would_be_noticed(
     assert [wide for _, _, wide, _ in browser.execute_script(IMAGES)] == [0]
 
 
-def test_images_are_there_and_large_enough_to_read(opened: webdriver.Chrome) -> None:
+def test_images_are_loaded_and_large_enough_to_read(opened: webdriver.Chrome) -> None:
     images = opened.execute_script(IMAGES)
     assert len(images) >= 8  # scores, spectra of three bands, maps
     for alt, complete, natural, shown in images:

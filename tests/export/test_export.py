@@ -1,4 +1,4 @@
-"""A trained model goes into one file and comes back as the same model, without data or ranks."""
+"""A trained model is exported to one file, and loads as the same model without data or ranks."""
 
 import json
 import os
@@ -26,8 +26,8 @@ from credit_dp.plugins import PLUGINS_VARIABLE, find_plugins
 from credit_dp.training.build import Training
 from credit_dp.training.checkpoint import save_checkpoint
 from credit_dp.training.run_folder import RunFolder, resolved_yaml
-from tests.cli.answers import answer
-from tests.training.disk import full_disk
+from tests.cli.invocation import answer
+from tests.full_disk import full_disk
 from tests.training.runs import alone, built, make_config, make_store, tiny_unet, train_on
 
 SOLAR = "solar"  # a forcing that the store has to give
@@ -52,7 +52,7 @@ def run(tmp_path_factory):
 
 
 def exported(folder: Path, *words: str) -> Path:
-    """The file that the command makes."""
+    """The file that the command writes."""
     assert checkpoint(["export", str(folder), *words], "credit-dp checkpoint") == 0
     return Path(words[-1]) if words else folder / "model.safetensors"
 
@@ -63,7 +63,7 @@ def file(run):
 
 
 def forecast(config: Config, training: Training, count: int) -> tuple[list[object], torch.Tensor]:
-    """What a model is given in physical fields, and the forecast that training made of it."""
+    """Return a model's input in physical units, and the forecast that training computes from it."""
     prepared = prepare_training_data(config.data)
     dates = HeldOutData(config, prepared, slice(None), training.like)
     times = dates.initial_times[:count]
@@ -175,7 +175,7 @@ def test_loading_draws_no_random_numbers(file):
 
 @pytest.fixture(scope="module")
 def raining(tmp_path_factory):
-    """A run of which a variable comes out only, with two frames and no forcing from the store."""
+    """A run with a diagnostic variable, two frames, and no forcing from the store."""
     folder = tmp_path_factory.mktemp("raining")
     config = make_config(make_store(folder, 12), folder / "run", tiny_unet(frames=2), steps=1)
     lists = {"prognostic": ["geopotential", "2m_temperature"], "diagnostic": ["temperature"]}
@@ -363,7 +363,7 @@ def test_the_card_shows_the_scores_of_the_run(run, tmp_path):
 
 
 def card_beside(folder: Path, place: Path, scores: str) -> str:
-    """The card of a run with these scores."""
+    """Return the card of a run with these scores."""
     (folder / "metrics.json").write_text(scores)
     try:
         file = exported(folder, "--output", str(place / "m.safetensors"))
@@ -432,7 +432,7 @@ class MineConfig(OwnModelConfig):
 
 
 @pytest.mark.slow
-def test_a_model_of_the_users_own_is_found_as_in_training(tmp_path, monkeypatch):
+def test_a_user_model_is_imported_as_in_training(tmp_path, monkeypatch):
     (tmp_path / "mine.py").write_text(OWN)
     monkeypatch.setenv(PLUGINS_VARIABLE, str(tmp_path / "mine.py"))
     model = find_plugins(OwnModelConfig, ())["mine"](width=4)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.forecast.runs import asking, forecast, train
+from tests.forecast.runs import forecast, forecast_config, train
 
 
 @pytest.fixture(scope="session")
@@ -13,7 +13,7 @@ def config(tmp_path_factory):
 @pytest.fixture(scope="session")
 def whole(config, tmp_path_factory):
     """A store that one process has written."""
-    return forecast(asking(config, tmp_path_factory.mktemp("whole") / "one.zarr"))
+    return forecast(forecast_config(config, tmp_path_factory.mktemp("whole") / "one.zarr"))
 
 
 @pytest.fixture(scope="session")
@@ -21,4 +21,4 @@ def bands(config, tmp_path_factory):
     """A folder of netCDF files that three ranks have written, with two members."""
     out = tmp_path_factory.mktemp("bands") / "three"
     keys = {"format": "netcdf", "members": 2, "perturb": 0.1, "lead": "12h"}
-    return forecast(asking(config, out, **keys), ranks=3)
+    return forecast(forecast_config(config, out, **keys), ranks=3)

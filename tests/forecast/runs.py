@@ -23,7 +23,7 @@ AVERAGED = AdamWConfig(lr=1e-2, warmup_steps=1, ema=0.9)
 
 
 def train(folder: Path, model: ModelConfig | None = None, rows: int = ROWS) -> Config:
-    """The config of a run that has trained for two steps, with averages, and left a checkpoint."""
+    """Train two steps with weight averages, save a checkpoint, and return the config."""
     config = make_config(make_store(folder, rows), folder / "run", model, steps=2)
     config = replace(config, optimizer=AVERAGED)
     leave_checkpoint(config)
@@ -31,7 +31,7 @@ def train(folder: Path, model: ModelConfig | None = None, rows: int = ROWS) -> C
 
 
 def leave_checkpoint(config: Config) -> Training:
-    """Train, and write one."""
+    """Train a run to its end, and save a checkpoint."""
     training = built(config, alone())
     train_on(training)
     folder = RunFolder(Path(config.run.dir)).checkpoints
@@ -39,8 +39,8 @@ def leave_checkpoint(config: Config) -> Training:
     return training
 
 
-def asking(config: Config, out: Path, **changes: Any) -> ForecastConfig:
-    """Forecasts of two times, 24 hours far, unless `changes` say otherwise."""
+def forecast_config(config: Config, out: Path, **changes: Any) -> ForecastConfig:
+    """Return a request of forecasts from two times to 24 hours, with `changes`."""
     checkpoint = Path(config.run.dir) / "checkpoint/step-00000002"
     keys = {"checkpoint": str(checkpoint), "init": INIT, "lead": "24h", "out": str(out)}
     values = {field.name: getattr(config, field.name) for field in fields(Config)}
@@ -48,12 +48,12 @@ def asking(config: Config, out: Path, **changes: Any) -> ForecastConfig:
 
 
 def on_rank(manager: DomainParallelManager, config: ForecastConfig) -> None:
-    """What each rank does."""
+    """Compute this rank's part of the forecasts."""
     make_forecasts(config, manager, torch.device("cpu"), Screen(None))
 
 
 def forecast(config: ForecastConfig, ranks: int = 1) -> Path:
-    """Make a forecast, bands of rows on threads; where it is."""
+    """Compute forecasts, one thread for each band of rows, and return their path."""
     if ranks == 1:
         on_rank(alone(), config)
     else:
@@ -62,6 +62,6 @@ def forecast(config: ForecastConfig, ranks: int = 1) -> Path:
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    """Everything in a folder, by name."""
+    """Return the bytes of all files of a folder by name."""
     found = (path for path in folder.rglob("*") if path.is_file())
     return {str(path.relative_to(folder)): path.read_bytes() for path in found}

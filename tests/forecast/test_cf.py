@@ -1,4 +1,4 @@
-"""A checker of the CF conventions that others keep looks at forecasts of every form."""
+"""Forecasts of every format pass the public checker of the CF conventions."""
 
 from dataclasses import replace
 from functools import cache
@@ -17,8 +17,8 @@ from credit_dp.evaluation.forecast_store import ForecastStore
 from credit_dp.forecast import open_sharded
 from credit_dp.forecast.format import ForecastFormat
 from credit_dp.forecast.netcdf import create_file
-from tests.forecast.runs import asking, forecast, leave_checkpoint
-from tests.training.seas import RAIN, sea_config
+from tests.forecast.runs import forecast, forecast_config, leave_checkpoint
+from tests.training.masked_stores import RAIN, sea_config
 
 # Ranks are threads here.
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -39,7 +39,7 @@ def checker() -> type[Any]:
 
 
 def complaints(path: Path) -> list[str]:
-    """All that the checker says of a file, errors and warnings, but for what is allowed."""
+    """Return the checker's errors and warnings on a file, without those that are allowed."""
     checks = checker()()
     with netCDF4.Dataset(path) as file:
         checks.setup(file)
@@ -79,12 +79,12 @@ def test_forecasts_pass(config, bands, whole, tmp_path, kind, members):
     elif kind == "file":
         more = {"members": members, "perturb": 0.1} if members else {}
         path = tmp_path / "f.nc"
-        forecast(asking(config, path, format="netcdf_file", lead="6h", **more))
+        forecast(forecast_config(config, path, format="netcdf_file", lead="6h", **more))
     else:
         store = whole
         if members:
             more = {"members": members, "perturb": 0.1}
-            store = forecast(asking(config, tmp_path / "f.zarr", lead="6h", **more))
+            store = forecast(forecast_config(config, tmp_path / "f.zarr", lead="6h", **more))
         path = tmp_path / "of_store.nc"
         raw = {"decode_times": False, "decode_timedelta": False}
         with xr.open_zarr(store, **raw) as data:
@@ -144,7 +144,7 @@ def test_a_forecast_says_over_which_span_sums_are(tmp_path, kind):
     config = sea_config(tmp_path, steps=2, diagnostic=[RAIN], prognostic=["temperature"])
     config = replace(config, data=replace(config.data, variables=rain))
     leave_checkpoint(config)
-    asked = asking(config, tmp_path / "f.nc", lead="12h", every="12h", format=kind)
+    asked = forecast_config(config, tmp_path / "f.nc", lead="12h", every="12h", format=kind)
     out = forecast(asked)
     data = {"netcdf": open_sharded, "zarr": xr.open_zarr}.get(kind, xr.open_dataset)(out)
     with data:

@@ -1,4 +1,4 @@
-"""One of several ranks can't go on: all end, it is said once, and nothing looks whole."""
+"""One of several ranks fails: all end, one reports it, and no forecast looks complete."""
 
 import subprocess
 import sys
@@ -27,7 +27,7 @@ FULL = "OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))"
 
 
 def started(config, folder: Path, error: str) -> subprocess.CompletedProcess[str]:
-    """A forecast on two ranks, of which the second fails."""
+    """Start a forecast on two ranks, of which the second fails."""
     script = folder / "start.py"
     script.write_text(SCRIPT.replace("{error}", error))
     words = ["forecast", f"checkpoint={config.run.dir}", "init=2000-01-04/2000-01-04T12/12h"]
@@ -39,7 +39,7 @@ def started(config, folder: Path, error: str) -> subprocess.CompletedProcess[str
 
 
 def check_what_is_there(folder: Path) -> None:
-    """Nothing that looks whole."""
+    """Check that no store looks complete."""
     assert not (folder / "f").exists()
     finding = check_forecast(str(folder / "f"))
     assert not finding.complete

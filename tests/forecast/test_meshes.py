@@ -1,4 +1,4 @@
-"""A forecast is the same on every mesh, and the one that evaluation makes."""
+"""A forecast is the same on every mesh, and equals the one that evaluation computes."""
 
 import threading
 import time
@@ -16,7 +16,7 @@ from credit_dp.evaluation.held_out import EvaluationDates, HeldOutData, run_fore
 from credit_dp.forecast import open_sharded, run
 from credit_dp.forecast.zarr import ZarrWriter
 from credit_dp.training.checkpoint import load_checkpoint
-from tests.forecast.runs import asking, forecast, on_rank, train
+from tests.forecast.runs import forecast, forecast_config, on_rank, train
 from tests.ranks import on_processes
 from tests.training.runs import alone, built, tiny_crossformer, tiny_unet
 
@@ -26,7 +26,7 @@ SLOW = pytest.mark.slow
 
 
 def assert_same(found: xr.Dataset, wanted: xr.Dataset) -> None:
-    """To the last digit, or in rare cases the last but one: reductions differ in float64."""
+    """Compare to the last digit or, rarely, the last but one: reductions differ in float64."""
     assert set(found.data_vars) == set(wanted.data_vars)
     for name in wanted.data_vars:
         assert found[name].dims == wanted[name].dims
@@ -40,7 +40,7 @@ def assert_same(found: xr.Dataset, wanted: xr.Dataset) -> None:
 # 17 rows on 4 ranks are no whole chunks.
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=SLOW), pytest.param(3, marks=SLOW), 4])
 def test_bands_are_those_of_one_process(config, whole, tmp_path, ranks):
-    found = forecast(asking(config, tmp_path / "bands.zarr"), ranks)
+    found = forecast(forecast_config(config, tmp_path / "bands.zarr"), ranks)
     high = -(-17 // ranks)
     with xr.open_zarr(found) as data, xr.open_zarr(whole) as wanted:
         assert data["geopotential"].chunksizes["latitude"][0] == high
@@ -50,7 +50,7 @@ def test_bands_are_those_of_one_process(config, whole, tmp_path, ranks):
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=SLOW)])
 def test_files_of_ranks_are_those_of_one_process(config, whole, tmp_path, ranks):
-    found = forecast(asking(config, tmp_path / "bands", format="netcdf"), ranks)
+    found = forecast(forecast_config(config, tmp_path / "bands", format="netcdf"), ranks)
     assert len(list(found.glob("*.nc"))) == 2 * ranks
     with open_sharded(found) as data, xr.open_zarr(whole) as wanted:
         assert_same(data, wanted)
@@ -71,13 +71,13 @@ MESHES = {
 def test_other_meshes_make_the_same(config, tmp_path, mesh):
     # Three times on two data ranks: one repeats a forecast that does not count.
     keys = {"init": "2000-01-03T12/2000-01-04T12/12h", "lead": "12h"}
-    with xr.open_zarr(forecast(asking(config, tmp_path / "one.zarr", **keys))) as wanted:
+    with xr.open_zarr(forecast(forecast_config(config, tmp_path / "one.zarr", **keys))) as wanted:
         on = replace(config, parallel=MESHES[mesh])
         out = tmp_path / "mesh.zarr"
         on_processes(
             2,
             on_rank,
-            asking(on, out, **keys),
+            forecast_config(on, out, **keys),
             domain=on.parallel.domain,
             pipeline=on.parallel.pipeline,
         )
@@ -97,7 +97,9 @@ def test_it_is_what_evaluation_makes(config, tmp_path, name):
     if name in MODELS:
         config = train(tmp_path, MODELS[name])
     training = built(config, alone())
-    asked = asking(config, tmp_path / "f.zarr", init="2000-01-04T12", every="12h", lead="12h")
+    asked = forecast_config(
+        config, tmp_path / "f.zarr", init="2000-01-04T12", every="12h", lead="12h"
+    )
     load_checkpoint(Path(asked.request.checkpoint), training.trainer.state)
     chosen = EvaluationDates("test", (12,), 6)
     dates = HeldOutData(
@@ -118,8 +120,8 @@ def test_it_is_what_evaluation_makes(config, tmp_path, name):
 @pytest.mark.slow
 def test_members_are_the_same_on_any_mesh(config, tmp_path, bands):
     keys = {"members": 2, "perturb": 0.1, "lead": "12h"}
-    one = forecast(asking(config, tmp_path / "one.zarr", **keys))
-    two = forecast(asking(config, tmp_path / "two.zarr", **keys), ranks=2)
+    one = forecast(forecast_config(config, tmp_path / "one.zarr", **keys))
+    two = forecast(forecast_config(config, tmp_path / "two.zarr", **keys), ranks=2)
     with xr.open_zarr(one) as wanted, xr.open_zarr(two) as found, open_sharded(bands) as files:
         assert wanted["2m_temperature"].dims[0] == "number"
         assert_same(found, wanted)
@@ -147,5 +149,5 @@ def test_only_one_lead_time_is_on_its_way_to_the_disk(config, tmp_path, monkeypa
 
     monkeypatch.setattr(run, "split_by_variable", begin)
     monkeypatch.setattr(ZarrWriter, "write", end)
-    forecast(asking(config, tmp_path / "f.zarr"))
+    forecast(forecast_config(config, tmp_path / "f.zarr"))
     assert len(counted) == 8

@@ -1,4 +1,4 @@
-"""Levels of a model are not called pressure, from the store to the forecast."""
+"""Model levels are not taken for pressure levels, from the store to the forecast."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ import xarray as xr
 
 from credit_dp.data.sources.zarr import GriddedSource
 from tests.data import stores
-from tests.forecast.runs import asking, forecast, leave_checkpoint
+from tests.forecast.runs import forecast, forecast_config, leave_checkpoint
 from tests.training.runs import make_config
 
 
@@ -38,7 +38,7 @@ def test_a_forecast_says_it_too(tmp_path):
     config = make_config(stores.write(data, tmp_path / "s.zarr"), tmp_path / "run", steps=2)
     config = replace(config, data=replace(config.data, levels=None))
     leave_checkpoint(config)
-    with xr.open_zarr(forecast(asking(config, tmp_path / "f.zarr", lead="6h"))) as found:
+    with xr.open_zarr(forecast(forecast_config(config, tmp_path / "f.zarr", lead="6h"))) as found:
         level = found["level"]
         assert level.values.tolist() == [60, 90, 137]
         assert (level.attrs["standard_name"], level.attrs["units"]) == ("model_level_number", "1")

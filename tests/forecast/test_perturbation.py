@@ -1,4 +1,4 @@
-"""Perturbations are smooth fields of a known size, and the same whoever draws them."""
+"""Perturbations are smooth fields of a known size, and the same on every mesh."""
 
 import numpy as np
 import pytest

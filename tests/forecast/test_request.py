@@ -1,4 +1,4 @@
-"""What the keys of a forecast may be."""
+"""Valid and invalid keys of a forecast."""
 
 import numpy as np
 import pytest
@@ -76,7 +76,7 @@ def test_what_does_not_fit(keys, line):
     assert str(refused.value).startswith(line)
 
 
-def test_every_forecast_is_made_once_and_ranks_keep_in_step():
+def test_every_forecast_is_computed_once_and_ranks_keep_in_step():
     jobs = all_jobs(times=3, members=3)
     shares = [list(rank_jobs(jobs, rank, 4)) for rank in range(4)]
     assert {len(share) for share in shares} == {3}

@@ -1,4 +1,4 @@
-"""A forecast that ends early is not taken for a whole one, and goes on to the same bits."""
+"""An interrupted forecast is not taken for a complete one, and resumes to the same bits."""
 
 import errno
 import os
@@ -18,15 +18,15 @@ from credit_dp.forecast.check import check_forecast
 from credit_dp.forecast.netcdf import NetcdfWriter
 from credit_dp.forecast.zarr import ZarrWriter
 from credit_dp.training.forecast_step import ForecastStep
-from tests.forecast.runs import asking, files, forecast
-from tests.training.disk import full_disk
+from tests.forecast.runs import files, forecast, forecast_config
+from tests.full_disk import full_disk
 
 FORMATS = ("zarr", "netcdf")
 AFTER = 6  # lead times of 8
 
 
 class StopError(Exception):
-    """Stands for what kills a process."""
+    """Stands for a killed process."""
 
 
 def stop_after(monkeypatch, count: int) -> None:
@@ -44,7 +44,7 @@ def stop_after(monkeypatch, count: int) -> None:
 
 
 def steps_of(monkeypatch) -> list[int]:
-    """A list to which every forecast step adds."""
+    """Return a list to which every forecast step appends."""
     steps: list[int] = []
     step = ForecastStep.__call__
 
@@ -57,8 +57,8 @@ def steps_of(monkeypatch) -> list[int]:
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_it_goes_on_to_the_same_bits(config, whole, tmp_path, monkeypatch, form):
-    asked = asking(config, tmp_path / "f", format=form)
+def test_it_resumes_to_the_same_bits(config, whole, tmp_path, monkeypatch, form):
+    asked = forecast_config(config, tmp_path / "f", format=form)
     with monkeypatch.context() as patch:
         stop_after(patch, AFTER)
         with pytest.raises(StopError):
@@ -86,7 +86,7 @@ def test_it_goes_on_to_the_same_bits(config, whole, tmp_path, monkeypatch, form)
 
 
 def test_a_kill_leaves_nothing_that_looks_whole(config, tmp_path, monkeypatch):
-    asked = asking(config, tmp_path / "f")
+    asked = forecast_config(config, tmp_path / "f")
     with monkeypatch.context() as patch:
         stop_after(patch, AFTER)
         with pytest.raises(StopError):
@@ -113,19 +113,19 @@ def test_other_forecasts_are_not_mixed(config, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         stop_after(patch, AFTER)
         with pytest.raises(StopError):
-            forecast(asking(config, tmp_path / "f"))
+            forecast(forecast_config(config, tmp_path / "f"))
     for keys, word in ({"lead": "12h"}, "lead"), ({"init": "2000-01-04T06"}, "init"):
         with pytest.raises(UserError, match=f"was begun with another {word}|{word}") as refused:
-            forecast(asking(config, tmp_path / "f", **keys))
+            forecast(forecast_config(config, tmp_path / "f", **keys))
         assert "\n" not in str(refused.value)
-    asked = asking(config, tmp_path / "f")
+    asked = forecast_config(config, tmp_path / "f")
     single = replace(asked, trainer=replace(asked.trainer, dtype="float32"))
     with pytest.raises(UserError, match=r"was begun with trainer\.dtype=float64, not"):
         forecast(single)
     with pytest.raises(UserError, match="is not a forecast that was begun"):
-        forecast(asking(config, tmp_path / "f", format="netcdf"))
+        forecast(forecast_config(config, tmp_path / "f", format="netcdf"))
     # The mesh may be another one.
-    assert xr.open_zarr(forecast(asking(config, tmp_path / "f"))).sizes["time"] == 2
+    assert xr.open_zarr(forecast(forecast_config(config, tmp_path / "f"))).sizes["time"] == 2
 
 
 def test_a_full_disk_is_one_line(config, whole, tmp_path, monkeypatch):
@@ -137,7 +137,7 @@ def test_a_full_disk_is_one_line(config, whole, tmp_path, monkeypatch):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         write(path, content, **options)
 
-    asked = asking(config, tmp_path / "f")
+    asked = forecast_config(config, tmp_path / "f")
     with monkeypatch.context() as patch:
         patch.setattr(target, "write_bytes_atomic", until_full)
         with pytest.raises(UserError, match="can't be written") as refused:
@@ -153,7 +153,7 @@ def test_a_full_disk_is_one_line(config, whole, tmp_path, monkeypatch):
 def test_a_disk_that_is_really_full(config, tmp_path, form, limit):
     with full_disk(limit):
         with pytest.raises(UserError, match="can't be written") as refused:
-            forecast(asking(config, tmp_path / "f", format=form))
+            forecast(forecast_config(config, tmp_path / "f", format=form))
     assert "\n" not in str(refused.value)
     assert not (tmp_path / "f").exists()
     assert not (tmp_path / "f.new.partial").exists()
@@ -175,7 +175,7 @@ sys.exit(run_command(dispatch, sys.argv[1:], "credit-dp"))
 
 
 @pytest.mark.slow
-def test_a_killed_process_is_gone_on_from(config, whole, tmp_path):
+def test_a_killed_process_is_resumed(config, whole, tmp_path):
     out = tmp_path / "f.zarr"
     words = ["forecast", f"checkpoint={config.run.dir}", "init=2000-01-04/2000-01-04T12/12h"]
     words += ["lead=24h", f"out={out}", "device=cpu"]

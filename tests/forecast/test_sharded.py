@@ -1,4 +1,4 @@
-"""Files of ranks are joined exactly, or not at all."""
+"""Files of ranks are joined exactly, or refused."""
 
 import shutil
 from pathlib import Path
@@ -23,15 +23,15 @@ def folder(bands, tmp_path):
 
 
 def refusal(path: Path | str) -> str:
-    """The one line that refuses it."""
+    """Return the one line that refuses a folder."""
     with pytest.raises(UserError) as refused:
         open_sharded(path)
     assert "\n" not in str(refused.value)
     return str(refused.value)
 
 
-def one_of(folder: Path, name: str) -> Path:
-    """The file whose name begins so."""
+def find_file(folder: Path, name: str) -> Path:
+    """Return the file whose name begins with this."""
     (found,) = folder.glob(f"{name}*")
     return found
 
@@ -65,7 +65,7 @@ def test_all_of_it_is_joined(bands):
 
 
 def test_values_are_those_of_the_files(bands):
-    path = one_of(bands, MIDDLE)
+    path = find_file(bands, MIDDLE)
     with open_sharded(bands) as data, xr.open_dataset(path) as file:
         own = data.sel(latitude=file.latitude, time=file.time, number=file.number)
         assert np.array_equal(own.geopotential.values, file.geopotential.values)
@@ -76,13 +76,13 @@ def test_values_are_those_of_the_files(bands):
     [(NORTH, "begins at row 6, but the rows before it end at -1"), (MIDDLE, "there is a gap")],
 )
 def test_a_gap_is_refused(folder, name, line):
-    one_of(folder, name).unlink()
+    find_file(folder, name).unlink()
     assert line in refusal(folder)
     assert not check_forecast(str(folder)).complete
 
 
 def test_a_gap_in_the_south_is_refused(folder):
-    one_of(folder, "2000-01-04T00_member-000_rows-0012").unlink()
+    find_file(folder, "2000-01-04T00_member-000_rows-0012").unlink()
     assert "rows 12 to 16 of the globe are missing" in refusal(folder)
 
 
@@ -93,13 +93,13 @@ def test_a_time_without_a_member_is_refused(folder):
 
 
 def test_overlaps_are_refused(folder):
-    path = one_of(folder, NORTH)
+    path = find_file(folder, NORTH)
     shutil.copy(path, path.with_name("again.nc"))
     assert "overlaps" in refusal(folder)
 
 
 def test_other_peoples_files_are_joined_by_their_latitudes(folder, tmp_path):
-    data = xr.load_dataset(one_of(folder, NORTH)).isel(number=0, time=0, drop=True)
+    data = xr.load_dataset(find_file(folder, NORTH)).isel(number=0, time=0, drop=True)
     data.attrs.clear()
     there = tmp_path / "theirs"
     there.mkdir()
@@ -124,7 +124,7 @@ def test_other_peoples_files_are_joined_by_their_latitudes(folder, tmp_path):
     ],
 )
 def test_other_coordinates_are_refused(folder, name, far):
-    change(one_of(folder, MIDDLE), **{name: far})
+    change(find_file(folder, MIDDLE), **{name: far})
     line = refusal(folder)
     assert f"has another {name} than the other files" in line
     assert ("by up to 1e-06" in line) == (name == "longitude")
@@ -139,6 +139,6 @@ def test_coordinates_of_other_times_are_compared_too(folder):
 
 def test_what_is_no_file_is_refused(folder, tmp_path):
     assert "needs a folder with netCDF files" in refusal(tmp_path / "nothing")
-    one_of(folder, NORTH).write_bytes(b"nothing")
+    find_file(folder, NORTH).write_bytes(b"nothing")
     assert "be read as netCDF" in refusal(folder)
     assert "is not complete" in refusal(tmp_path / "f.partial")

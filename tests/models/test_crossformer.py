@@ -25,9 +25,9 @@ from credit_dp.models.crossformer import (
     SubPixelConv,
     split_in_halves,
 )
-from tests.domain_parallel.equality import _RANDOM, MODEL, assert_same_as_whole_globe
+from tests.domain_parallel.equality import MODEL, RANDOM_LOCK, assert_same_as_whole_globe
 from tests.ranks import on_processes, on_threads
-from tests.tiers import every
+from tests.tier_cases import every
 
 NARROW = {
     "channels": [8, 8],
@@ -129,7 +129,7 @@ class _Alone(nn.Module):
 
 def _traffic_of_attention(manager):
     """Two ranks with half of the rows: of each group, and of its output, half has to cross."""
-    with _RANDOM:
+    with RANDOM_LOCK:
         torch.manual_seed(0)
         whole, x = _Alone(LongDistanceAttention(8, 4, 4), -1), torch.randn(2, 8, 32, 8)
     model = shard_model(copy.deepcopy(whole), manager, x.shape)
@@ -140,12 +140,12 @@ def _traffic_of_attention(manager):
     assert _sent(manager, lambda: y.sum().backward())[1:] == (2, 2 * input_rows)
 
 
-def test_attention_sends_its_input_there_and_its_output_home():
+def test_attention_sends_its_input_and_returns_its_output():
     on_threads(2, _traffic_of_attention)
 
 
 def _traffic_of_embedding(manager):
-    with _RANDOM:
+    with RANDOM_LOCK:
         torch.manual_seed(0)
         whole = _Alone(CrossScaleEmbedding(3, 8, [2, 4, 8], 2, "earth"))
         x = torch.randn(2, 3, 32, 8)

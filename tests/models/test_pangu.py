@@ -23,7 +23,7 @@ from credit_dp.models.pangu import (
     bias_index,
     window_columns,
 )
-from tests.domain_parallel.equality import _RANDOM, MODEL, assert_same_as_whole_globe
+from tests.domain_parallel.equality import MODEL, RANDOM_LOCK, assert_same_as_whole_globe
 from tests.ranks import on_processes, on_threads
 
 # Two variables on three levels and two at the surface, in between; a forcing; two states.
@@ -316,7 +316,7 @@ def test_another_grid_than_that_of_the_biases_is_refused():
 
 def _sent(manager, shifted):
     """Messages and rows that one rank sends in a forward, with windows that end where bands do."""
-    with _RANDOM:
+    with RANDOM_LOCK:
         layer = _OneLayer((2, 16, 4), (2, 4, 4), shifted)
     model = shard_model(layer, manager, (1, 4, 2, 16, 4))
     traffic = manager.transport.traffic

@@ -17,7 +17,7 @@ from credit_dp.models import build_model
 from credit_dp.models.unet import PeriodicConv2d, UNet, pad_poles
 from tests.domain_parallel.equality import MODEL, assert_same_as_whole_globe
 from tests.ranks import PROCESSES, on_processes, on_threads
-from tests.tiers import every
+from tests.tier_cases import every
 
 
 def _unet(poles="reflect", channels=(4, 8, 8), blocks=1):

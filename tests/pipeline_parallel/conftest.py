@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from credit_dp.pipeline_parallel import placement
-from tests.pipeline_parallel.coders import Model
+from tests.pipeline_parallel.encoder_decoder import Model
 
 
 @pytest.fixture
@@ -15,7 +15,7 @@ def model():
 
 @pytest.fixture
 def sent(monkeypatch):
-    """What is moved where, on a machine that seems to have four GPUs; nothing really moves."""
+    """Record moves on a machine that seems to have four GPUs; nothing really moves."""
     moves = []
     monkeypatch.setattr(placement, "count_devices", lambda kind: 4)
     monkeypatch.setattr(

@@ -1,4 +1,4 @@
-"""Tiny models in segments, and the one comparison of a pipeline with a model on one process."""
+"""Tiny models in segments, and the comparison of a pipeline with the model on one process."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class _Anomalies(nn.Module):
 
 
 def build(name: str, rows: int) -> nn.Module:
-    """The same weights wherever it is called."""
+    """Build a model with the same weights on every rank."""
     torch.manual_seed(0)
     if name == "own":
         return Own().double()
@@ -91,7 +91,7 @@ def shape(name: str, rows: int) -> tuple[int, int, int, int]:
 
 
 def batch(name: str, rows: int, samples: int = SAMPLES) -> tuple[Tensor, Tensor]:
-    """What goes into a model, and what should come out."""
+    """Return input and target of a model."""
     torch.manual_seed(1)
     size = (samples, -1, rows, COLUMNS)
     both = torch.randn(samples, fields(name).inputs + FIELDS.outputs, *size[2:]).double()
@@ -99,14 +99,14 @@ def batch(name: str, rows: int, samples: int = SAMPLES) -> tuple[Tensor, Tensor]
 
 
 def squared(output: Tensor, target: Tensor) -> Tensor:
-    """A loss that adds up over bands."""
+    """Return a loss that adds up over bands."""
     return (output - target).square().sum()
 
 
 def stages_of(
     manager: DomainParallelManager, name: str, rows: int, count: int
 ) -> tuple[nn.Module, list[Stage]]:
-    """The plain model, and this rank's stages of its shards."""
+    """Return the plain model, and this rank's stages of the sharded one."""
     model = build(name, rows)
     cuts = stage_slices(segment_costs(model, shape(name, rows)), count)
     whole = copy.deepcopy(model)
@@ -149,7 +149,7 @@ def assert_pipeline_is_model(
 
 
 def train_step(whole: nn.Module, x: Tensor, target: Tensor, micro: int) -> Tensor:
-    """One process, the same micro-batches: the sum of the losses."""
+    """Train a step on one process with the same micro-batches; return the sum of losses."""
     total = torch.zeros((), dtype=x.dtype)
     for part, wanted in zip(x.chunk(micro), target.chunk(micro), strict=True):
         loss = squared(whole(part), wanted)
@@ -161,7 +161,7 @@ def train_step(whole: nn.Module, x: Tensor, target: Tensor, micro: int) -> Tenso
 def gradient_errors(
     manager: DomainParallelManager, parts: tuple[nn.Module, ...], whole: nn.Module
 ) -> dict[str, float]:
-    """Of this rank's parameters, summed over the domain."""
+    """Return the errors of this rank's gradients, summed over the domain."""
     wanted = {name: p.grad for name, p in whole.named_parameters()}
     largest = max(grad.abs().max() for grad in wanted.values()).item()
     return {
@@ -172,5 +172,5 @@ def gradient_errors(
 
 
 def band(x: Tensor, manager: DomainParallelManager) -> Tensor:
-    """This rank's rows."""
+    """Return this rank's rows."""
     return shard_tensor(x, manager=manager)

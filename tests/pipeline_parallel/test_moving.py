@@ -12,13 +12,13 @@ from torch import nn
 
 from credit_dp.errors import UserError
 from credit_dp.pipeline_parallel import get_device, move_to_device
-from tests.pipeline_parallel.coders import Model, an_input
+from tests.pipeline_parallel.encoder_decoder import Model, an_input
 
 CPU = torch.device("cpu")
 META = torch.device("meta")
 
 
-def test_devices_are_made_of_names():
+def test_devices_are_built_from_names():
     assert get_device("cpu") == CPU
     assert get_device(META) == META
 

@@ -74,7 +74,7 @@ def test_fewer_micro_batches_than_ranks():
 
 
 def assert_shared_out(manager: DomainParallelManager, schedule: str) -> None:
-    """With FSDP2 on the data axis; a data rank has a share of the samples."""
+    """Compare with FSDP2 on the data axis; a data rank has a share of the samples."""
     virtual = 2 if schedule == "interleaved" else 1
     whole, stages = stages_of(manager, "unet", 16, 2 * virtual)
     for stage in stages:

@@ -14,7 +14,7 @@ from credit_dp.pipeline_parallel import (
     unparallelize_module,
     unparallelize_pipeline,
 )
-from tests.pipeline_parallel.coders import (
+from tests.pipeline_parallel.encoder_decoder import (
     Coder,
     Model,
     an_input,
@@ -134,7 +134,7 @@ def test_without_a_second_device_the_output_stays(model, sent):
     assert [to for _, to in sent] == ["cuda:1"]
 
 
-def test_root_takes_the_input_in_and_the_output_home(model, sent):
+def test_the_root_moves_input_and_output(model, sent):
     parallelize_pipeline(model, {"": ("cuda:0", "cuda:2"), "decoder": ("cuda:1", "cuda:0")})
     sent.clear()
     model(an_input())
@@ -155,7 +155,7 @@ def test_the_description_tells_the_devices(model):
     assert repr(model) == before
 
 
-def test_an_optimiser_made_before_still_has_the_parameters(model):
+def test_an_optimiser_built_before_still_has_the_parameters(model):
     optimiser = torch.optim.SGD(model.parameters(), lr=0.1)
     parallelize_pipeline(model, {"": "cpu", "decoder": ("cpu", "cpu")})
     before = model.decoder.first.weight.detach().clone()

@@ -1,4 +1,4 @@
-"""Placement as the config says it, with sharded rows, and on real GPUs."""
+"""Placement by the config, with sharded rows, and on real GPUs."""
 
 import math
 
@@ -14,7 +14,13 @@ from credit_dp.pipeline_parallel import (
     place_model,
     unparallelize_pipeline,
 )
-from tests.pipeline_parallel.coders import Model, an_input, attributes, gradients, weights_moved
+from tests.pipeline_parallel.encoder_decoder import (
+    Model,
+    an_input,
+    attributes,
+    gradients,
+    weights_moved,
+)
 from tests.pipeline_parallel.models import build, shape
 from tests.ranks import on_threads
 
@@ -56,7 +62,7 @@ def test_no_layout_leaves_the_model_alone(model):
     assert attributes(model) == before
 
 
-def test_home_is_where_the_output_of_the_root_goes(sent):
+def test_the_output_goes_to_the_device_of_the_root(sent):
     assert model_output_device({}, CPU) == CPU
     assert model_output_device({"decoder": "cuda:1"}, CPU) == CPU
     assert model_output_device({"root": "cuda:1"}, CPU) == torch.device("cuda:1")

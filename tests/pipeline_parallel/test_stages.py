@@ -1,4 +1,4 @@
-"""Where models are cut, and that their stages, one after the other, are the model."""
+"""Where models are cut; their stages, one after the other, equal the model."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from credit_dp.pipeline_parallel.stages import (
     segment_costs,
     stage_slices,
 )
-from tests.domain_parallel.equality import _RANDOM
+from tests.domain_parallel.equality import RANDOM_LOCK
 from tests.pipeline_parallel.models import (
     COLUMNS,
     FIELDS,
@@ -59,7 +59,7 @@ def every_segment(model, of_each=1):
 
 
 def run(stages, x):
-    """Fold the stages; what each takes and makes is what it says."""
+    """Run the stages one after the other; their shapes are those that they declare."""
     state = (x,)
     for stage in stages:
         assert_fits(stage.input_specs, state)
@@ -99,7 +99,7 @@ def test_every_parameter_is_the_models_own_in_one_stage(name):
 
 
 def assert_stages_are_shards(manager, name, rows):
-    with _RANDOM:
+    with RANDOM_LOCK:
         model = build(name, rows).eval()
         cuts = every_segment(model)
         sharded = shard_model(model, manager, shape(name, rows))

@@ -22,7 +22,7 @@ from safetensors import safe_open
 
 from credit_dp.sweeps import read_sweep
 from credit_dp.sweeps.read import best
-from tests.cli.answers import answer
+from tests.cli.invocation import answer
 from tests.slurm.cluster import CORES
 
 pytestmark = pytest.mark.slow

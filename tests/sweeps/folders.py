@@ -1,4 +1,4 @@
-"""Folders of sweeps as runs leave them, written by hand."""
+"""Writes folders of sweeps as their runs leave them."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ CRASHED = (
 def write_sweep(
     folder: Path, typed: Sequence[str], params: Mapping[str, str] | None = None
 ) -> Path:
-    """What Hydra writes before the first run starts."""
+    """Write what Hydra writes before the first run starts."""
     folder.mkdir(parents=True)
     sweeper = {
         "_target_": "hydra._internal.core_plugins.basic_sweeper.BasicSweeper",
@@ -35,14 +35,14 @@ def write_sweep(
 
 
 def write_given(run: Path, *overrides: str) -> Path:
-    """The overrides that Hydra leaves in a run's folder."""
+    """Write the overrides that Hydra saves in a run's folder."""
     (run / ".hydra").mkdir(parents=True)
     (run / ".hydra" / "overrides.yaml").write_text(yaml.safe_dump(list(overrides)))
     return run
 
 
 def write_config(run: Path, **groups: Mapping[str, Any]) -> None:
-    """A config with these keys of these groups, and what else is read of it."""
+    """Write a config with these keys, and the others that are read."""
     config: dict[str, dict[str, Any]] = {
         "model": {"name": "unet"},
         "data": {"name": "quickstart", "grid": "24x48", "batch_size": 4},
@@ -56,7 +56,7 @@ def write_config(run: Path, **groups: Mapping[str, Any]) -> None:
 
 
 def write_log(run: Path, seconds: Sequence[float], **columns: float) -> None:
-    """`metrics.csv` with a row for each step, which took so long."""
+    """Write `metrics.csv` with a row for each step and its seconds."""
     names = COLUMNS.split(",") + [name for name in columns if name not in COLUMNS]
     lines = [",".join(names)]
     for step, pace in enumerate(seconds, start=1):
@@ -67,7 +67,7 @@ def write_log(run: Path, seconds: Sequence[float], **columns: float) -> None:
 
 
 def write_scores(run: Path, model: float) -> None:
-    """`metrics.json` of two fields and two leads; persistence has an error of 10 and 20."""
+    """Write `metrics.json` of two fields and two leads; persistence has an error of 10 and 20."""
     leads = {
         "6h": {"model": model, "persistence": 10.0, "climatology": 50.0},
         "24h": {"model": 2 * model, "persistence": 20.0, "climatology": 50.0},
@@ -77,7 +77,7 @@ def write_scores(run: Path, model: float) -> None:
 
 
 def write_rank_log(run: Path, *lines: str, host: str = "somewhere") -> None:
-    """`logs/rank-0.log`."""
+    """Write `logs/rank-0.log`."""
     (run / "logs").mkdir()
     (run / "logs" / "rank-0.log").write_text("".join((f"{STARTED} {host}\n", *lines)))
 
@@ -85,7 +85,7 @@ def write_rank_log(run: Path, *lines: str, host: str = "somewhere") -> None:
 def write_done(
     run: Path, *overrides: str, model: float, seconds: float = 0.5, **groups: Mapping[str, Any]
 ) -> Path:
-    """A whole run of thirty steps, the first of which take long."""
+    """Write a finished run of thirty steps, the first of which are slow."""
     write_given(run, *overrides)
     write_config(run, **groups)
     write_log(run, [9.0] * 5 + [seconds] * 25)

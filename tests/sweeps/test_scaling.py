@@ -1,4 +1,4 @@
-"""`credit-dp sweep scaling`: which runs belong together, and what more ranks bring."""
+"""`credit-dp sweep scaling`: series of runs, and their speed-up with more ranks."""
 
 import json
 import os
@@ -12,7 +12,7 @@ import pytest
 from credit_dp.sweeps import read_sweep
 from credit_dp.sweeps.plots import draw_scaling
 from credit_dp.sweeps.scaling import ScalingSeries, find_series, is_oversubscribed
-from tests.cli.answers import answer
+from tests.cli.invocation import answer
 from tests.sweeps.folders import (
     ENDED,
     write_config,
@@ -44,12 +44,12 @@ def sweep(tmp_path: Path) -> Path:
     return folder
 
 
-def found(folder: Path) -> dict[tuple[str, str], ScalingSeries]:
+def series_by_kind(folder: Path) -> dict[tuple[str, str], ScalingSeries]:
     return {(one.kind, one.axis): one for one in find_series(read_sweep(folder))}
 
 
 def test_speed_up_and_efficiency_are_those_of_the_medians(sweep: Path) -> None:
-    series = found(sweep)
+    series = series_by_kind(sweep)
     assert set(series) == {("strong", "domain"), ("weak", "domain")}
     strong, weak = series["strong", "domain"], series["weak", "domain"]
     assert [timing.job.name for timing in strong.timings] == ["0", "2", "3"]
@@ -79,7 +79,7 @@ def test_data_ranks_scale_with_the_batch(tmp_path: Path) -> None:
     run(folder, "0", 1.0, batch=4)
     run(folder, "1", 1.25, batch=8, data=2)
     run(folder, "2", 1.0, batch=4)  # once more
-    weak = found(folder)["weak", "data"]
+    weak = series_by_kind(folder)["weak", "data"]
     assert [weak.efficiency(timing) for timing in weak.timings] == [1.0, 0.8]
     assert weak.title == "48x48, batch 4 of each rank"
 
@@ -87,7 +87,7 @@ def test_data_ranks_scale_with_the_batch(tmp_path: Path) -> None:
 def test_a_run_with_few_steps_is_not_timed(sweep: Path) -> None:
     lines = (sweep / "2" / "metrics.csv").read_text().splitlines()
     (sweep / "2" / "metrics.csv").write_text("\n".join([*lines[:3], ""]))
-    assert [timing.ranks for timing in found(sweep)["strong", "domain"].timings] == [1, 4]
+    assert [timing.ranks for timing in series_by_kind(sweep)["strong", "domain"].timings] == [1, 4]
 
 
 def scaling_of(*arguments: object) -> tuple[int, str, str]:
@@ -105,11 +105,11 @@ def cores(count: int) -> Iterator[None]:
 
 def test_more_ranks_than_cores_are_marked(sweep: Path) -> None:
     with cores(2):
-        strong = found(sweep)["strong", "domain"]
+        strong = series_by_kind(sweep)["strong", "domain"]
         assert [is_oversubscribed(timing) for timing in strong.timings] == [False, False, True]
     elsewhere = sweep / "2" / "logs" / "rank-0.log"
     elsewhere.write_text(elsewhere.read_text().replace(f"on {socket.gethostname()}", "on far"))
-    assert is_oversubscribed(found(sweep)["strong", "domain"].timings[1]) is None
+    assert is_oversubscribed(series_by_kind(sweep)["strong", "domain"].timings[1]) is None
 
 
 def test_the_table_the_files_and_the_picture(sweep: Path, tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_the_table_the_files_and_the_picture(sweep: Path, tmp_path: Path) -> Non
 
 
 def test_the_picture_has_ideal_lines(sweep: Path) -> None:
-    seconds, speed_up, efficiency = draw_scaling(list(found(sweep).values())).axes
+    seconds, speed_up, efficiency = draw_scaling(list(series_by_kind(sweep).values())).axes
     ideal = {
         tuple(line.get_ydata())
         for axes in (seconds, speed_up, efficiency)

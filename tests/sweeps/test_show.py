@@ -15,7 +15,7 @@ from credit_dp.cli.sweep import show_sweep
 from credit_dp.sweeps import read_sweep
 from credit_dp.sweeps.plots import draw_metric
 from credit_dp.sweeps.tables import SweepTable
-from tests.cli.answers import answer
+from tests.cli.invocation import answer
 from tests.sweeps.folders import (
     CRASHED,
     write_config,
@@ -43,7 +43,7 @@ def sweep(tmp_path: Path) -> Path:
 
 
 def shown(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> list[list[str]]:
-    """The cells of the table's lines, its heading first."""
+    """Return the cells of the table's lines, its heading first."""
     code, out, err = answer(monkeypatch, "sweep", "show", *arguments, program="credit-dp")
     assert (code, err) == (0, "")
     return [line.split() for line in out.split("\n\n")[0].splitlines()]
@@ -84,7 +84,7 @@ def test_the_metric_can_be_one_for_which_more_is_better(
     assert rows[4][5] == "4"
 
 
-def test_why_runs_failed_is_told(monkeypatch: pytest.MonkeyPatch, sweep: Path) -> None:
+def test_why_runs_failed_is_shown(monkeypatch: pytest.MonkeyPatch, sweep: Path) -> None:
     _, out, _ = answer(monkeypatch, "sweep", "show", str(sweep), program="credit-dp")
     assert "6 runs: 4 done, 1 failed, 1 not started\n" in out
     assert out.endswith("4: trainer: the loss has to stay finite\n")

@@ -12,6 +12,7 @@ from credit_dp.config import (
     CrossFormerConfig,
     LoggerConfig,
     ModelConfig,
+    PanguConfig,
     ParallelConfig,
     RunConfig,
     StandardLossConfig,
@@ -27,18 +28,18 @@ from tests.data import stores
 
 
 def make_store(folder: Path, rows: int, columns: int = 16, steps: int = 20) -> Path:
-    """A store of random fields, whole latitude rows in chunks of a few."""
+    """Write a store of random fields, whole latitude rows in chunks of a few."""
     data = stores.dataset(rows, columns, steps)
     return stores.write(data, folder / f"{rows}x{columns}.zarr", chunks={"time": 1, "latitude": 8})
 
 
 def tiny_unet(**options: Any) -> UNetConfig:
-    """Two levels of one block each."""
+    """Return a U-Net config with two levels of one block each."""
     return UNetConfig(channels=[8, 16], blocks=1, groups=4, **options)
 
 
 def tiny_crossformer(**options: Any) -> CrossFormerConfig:
-    """Two levels of one block each, unless `depths` says otherwise."""
+    """Return a CrossFormer config with two levels of one block each, unless `depths` differs."""
     return CrossFormerConfig(
         **{
             "channels": [8, 8],
@@ -55,8 +56,29 @@ def tiny_crossformer(**options: Any) -> CrossFormerConfig:
     )
 
 
+# Of 32, 33, 61 and 121 rows all but the first divide into no whole patches or windows.
+TINY_MODELS: dict[str, ModelConfig] = {
+    "unet": tiny_unet(),
+    "several frames": tiny_unet(
+        frames=2, squeeze_excite=True, global_conditioning=True, activation_checkpointing=True
+    ),
+    "next state": tiny_unet(residual=False),
+    "stochastic depth": tiny_unet(stochastic_depth=0.3),
+    "pangu": PanguConfig(
+        width=8,
+        depths=[1, 2, 1, 1],
+        heads=[1, 2, 2, 1],
+        patch=[2, 4, 4],
+        window=[2, 2, 2],
+        mlp_ratio=4,
+        stochastic_depth=0.3,
+    ),
+    "crossformer": tiny_crossformer(stochastic_depth=0.3),
+}
+
+
 def make_config(store: Path, run: Path, model: ModelConfig | None = None, **changes: Any) -> Config:
-    """Ten steps of a tiny model in float64; `changes` are those of the trainer group."""
+    """Return ten steps of a tiny model in float64; `changes` are keys of the trainer group."""
     trainer: dict[str, Any] = {
         "steps": 10,
         "dtype": "float64",
@@ -86,12 +108,12 @@ def make_config(store: Path, run: Path, model: ModelConfig | None = None, **chan
 
 
 def alone() -> DomainParallelManager:
-    """The manager of a run on one process."""
+    """Return the manager of a run on one process."""
     return DomainParallelManager(1, 1)
 
 
 def built(config: Config, manager: DomainParallelManager) -> Training:
-    """A run ready to start on the CPU."""
+    """Return a run that is ready to start on the CPU."""
     return build_training(config, prepare_training_data(config.data), manager, torch.device("cpu"))
 
 
@@ -107,7 +129,7 @@ def step_records(
 
 
 def train_on(training: Training) -> list[tuple[float, float]]:
-    """Train to the end: loss and gradient norm of every step."""
+    """Train to the end, and return loss and gradient norm of every step."""
     with training.loader:
         records = list(step_records(training))
     return [
@@ -118,6 +140,6 @@ def train_on(training: Training) -> list[tuple[float, float]]:
 
 
 def weights(training: Training) -> torch.Tensor:
-    """All parameters as one vector, in the order of their names."""
+    """Return all parameters as one vector, in the order of their names."""
     named = training.trainer.state.parameters
     return torch.cat([parameter.detach().flatten() for parameter in named.values()])

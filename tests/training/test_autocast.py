@@ -1,4 +1,4 @@
-"""bfloat16 in the model, the dtype of the weights everywhere else, on every mesh."""
+"""Autocast: bfloat16 in the model, the weights' dtype elsewhere, on every mesh."""
 
 from dataclasses import replace
 
@@ -9,6 +9,7 @@ import torch
 from credit_dp.config import Config
 from credit_dp.domain_parallel import DomainParallelManager
 from tests.ranks import on_processes
+from tests.training.meshes import Mesh, on_mesh, record_trajectory
 from tests.training.runs import (
     alone,
     built,
@@ -17,7 +18,6 @@ from tests.training.runs import (
     tiny_crossformer,
     tiny_unet,
 )
-from tests.training.test_meshes import Mesh, on_mesh, train
 
 MODELS = {"unet": tiny_unet(), "crossformer": tiny_crossformer()}
 
@@ -31,14 +31,14 @@ def config(tmp_path_factory) -> Config:
 
 
 def numbers_of(manager: DomainParallelManager, config: Config) -> np.ndarray:
-    """Loss and gradient norm of each step; dtypes are checked on the way."""
+    """Return loss and gradient norm of each step; check dtypes in between."""
     training = built(config, manager)
     state, seen = training.trainer.state, set()
     for part in state.parts:
         for module in part.modules():
             if isinstance(module, torch.nn.Linear | torch.nn.Conv2d):
                 module.register_forward_hook(lambda m, given, made: seen.add(made.dtype))
-    found = np.array(train(training)[0])
+    found = np.array(record_trajectory(training)[0])
     assert seen == {torch.bfloat16 if config.trainer.autocast else torch.float32}
     tensors = state.tensors().values()
     assert {x.dtype for x in tensors if x.is_floating_point()} == {torch.float32}

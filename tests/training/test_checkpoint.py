@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there, refused where they do not fit."""
+"""Checkpoints are written whole or not at all, and refused where they do not fit."""
 
 import json
 import os
@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from credit_dp.config import AdamWConfig, OptimizerConfig, ParallelConfig
+from credit_dp.config import AdamWConfig
 from credit_dp.errors import UserError
 from credit_dp.training.checkpoint import (
     TrainingState,
@@ -19,129 +19,56 @@ from credit_dp.training.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from credit_dp.training.optim import build_optimizer, build_schedule, state_layout
-from tests.training.disk import full_disk
-
-
-class Position:
-    def __init__(self) -> None:
-        self.value = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.value = state["value"]
-
-
-def state_of(
-    channels: int = 4,
-    seed: int = 0,
-    layers: int = 2,
-    config: OptimizerConfig | None = None,
-    steps: int = 10,
-) -> TrainingState:
-    torch.manual_seed(seed)
-    model = nn.Sequential(*(nn.Conv2d(channels, channels, 3) for _ in range(layers)))
-    return state_with(model, seed, config, steps)
-
-
-def state_with(
-    model: nn.Module, seed: int = 0, config: OptimizerConfig | None = None, steps: int = 10
-) -> TrainingState:
-    config = config or AdamWConfig()
-    parameters = dict(sorted(model.named_parameters()))
-    layout = state_layout(parameters, config, ParallelConfig())
-    optimiser = build_optimizer(parameters, config)
-    schedule = build_schedule(optimiser, config, steps)
-    return TrainingState(
-        (model,),
-        optimiser,
-        schedule,
-        Position(),
-        {},
-        seed,
-        optimizer_name=config.name,
-        layout=layout,
-    )
-
-
-def step(state: TrainingState) -> None:
-    state.optimizer.zero_grad()
-    state.parts[0](torch.ones(1, 4, 8, 8)).square().sum().backward()
-    state.optimizer.step()
-    state.schedule.step()
-    state.step += 1
-    state.sampler.value += 3
-
-
-def same(a: TrainingState, b: TrainingState) -> bool:
-    ours, theirs = a.tensors(), b.tensors()
-    return ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in ours)
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
+from tests.full_disk import full_disk
+from tests.training.states import (
+    TiedAndUnused,
+    file_names,
+    same_tensors,
+    small_state,
+    state_of_model,
+    take_step,
+)
 
 
 def test_everything_comes_back_bit_by_bit(tmp_path):
-    saved, loaded = state_of(seed=1), state_of(seed=2)
-    step(saved)
+    saved, loaded = small_state(seed=1), small_state(seed=2)
+    take_step(saved)
     folder = tmp_path / "run" / "checkpoint"
     assert save_checkpoint(folder, saved, "seed: 1\n") == folder / "step-00000001"
     load_checkpoint(folder / "step-00000001", loaded)
     assert (loaded.step, loaded.seed, loaded.sampler.value) == (1, 1, 3)
-    assert same(saved, loaded)
-    step(saved)
-    step(loaded)
-    assert same(saved, loaded)
+    assert same_tensors(saved, loaded)
+    take_step(saved)
+    take_step(loaded)
+    assert same_tensors(saved, loaded)
     assert saved.schedule.get_last_lr() == loaded.schedule.get_last_lr()
-    assert names(folder) == ["step-00000001"]
+    assert file_names(folder) == ["step-00000001"]
 
 
 def test_a_checkpoint_before_the_first_step_has_no_moments(tmp_path):
-    saved, loaded = state_of(seed=1), state_of(seed=2)
-    step(loaded)  # what the optimiser knows by then has to go
+    saved, loaded = small_state(seed=1), small_state(seed=2)
+    take_step(loaded)  # what the optimiser knows by then has to go
     save_checkpoint(tmp_path, saved, "")
     load_checkpoint(tmp_path, loaded)
-    assert same(saved, loaded)
+    assert same_tensors(saved, loaded)
     assert not loaded.optimizer.state
 
 
-class Odd(nn.Module):
-    """Tied and unused parameters, one of no dimension, and buffers of other types."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.conv = nn.Conv2d(4, 4, 3)
-        self.tied = self.conv
-        self.weight = self.conv.weight
-        self.scale = nn.Parameter(torch.rand(()))
-        self.unused = nn.Parameter(torch.rand(3))
-        self.norm = nn.BatchNorm2d(4)
-        self.register_buffer("mask", torch.rand(4, 1, 1) > 0.3)
-        self.register_buffer("turned", torch.rand(5, 3).T)
-        self.register_buffer("derived", torch.rand(2), persistent=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.norm(self.conv(x + torch.rand_like(x))) * self.mask * self.scale
-
-
-def test_odd_tensors_come_back(tmp_path):
+def test_tied_and_unused_tensors_come_back(tmp_path):
     torch.manual_seed(5)
-    saved, loaded = state_with(Odd()), state_with(Odd())
-    step(saved)
+    saved, loaded = state_of_model(TiedAndUnused()), state_of_model(TiedAndUnused())
+    take_step(saved)
     save_checkpoint(tmp_path, saved, "")
     load_checkpoint(tmp_path, loaded)
-    assert same(saved, loaded)
+    assert same_tensors(saved, loaded)
     assert loaded.parts[0].weight is loaded.parts[0].tied.weight
     for name, value in saved.parts[0].state_dict().items():
         assert torch.equal(value, loaded.parts[0].state_dict()[name]), name
     torch.manual_seed(6)
-    step(saved)
+    take_step(saved)
     torch.manual_seed(6)
-    step(loaded)
-    assert same(saved, loaded)
+    take_step(loaded)
+    assert same_tensors(saved, loaded)
 
 
 def test_moments_of_a_parameter_without_dimension_keep_their_precision(tmp_path):
@@ -153,22 +80,22 @@ def test_moments_of_a_parameter_without_dimension_keep_their_precision(tmp_path)
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x.double()) * self.scale
 
-    saved, loaded = state_with(Scaled()), state_with(Scaled())
-    step(saved)
+    saved, loaded = state_of_model(Scaled()), state_of_model(Scaled())
+    take_step(saved)
     save_checkpoint(tmp_path, saved, "")
     load_checkpoint(tmp_path, loaded)
     assert loaded.tensors()["optimiser.scale.exp_avg"].dtype == torch.float64
-    assert same(saved, loaded)
+    assert same_tensors(saved, loaded)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_another_dtype_of_the_config_is_taken(tmp_path, dtype):
     other = torch.float64 if dtype == torch.float32 else torch.float32
-    saved = state_with(nn.Conv2d(4, 4, 3).to(dtype))
+    saved = state_of_model(nn.Conv2d(4, 4, 3).to(dtype))
     saved.parts[0](torch.ones(1, 4, 8, 8, dtype=dtype)).sum().backward()
     saved.optimizer.step()
     save_checkpoint(tmp_path, saved, "")
-    loaded = state_with(nn.Conv2d(4, 4, 3).to(other))
+    loaded = state_of_model(nn.Conv2d(4, 4, 3).to(other))
     load_checkpoint(tmp_path, loaded)
     ours, theirs = loaded.tensors(), saved.tensors()
     for name in ("model.weight", "optimiser.weight.exp_avg", "optimiser.weight.exp_avg_sq"):
@@ -181,8 +108,8 @@ def test_something_else_than_tensors_is_refused(tmp_path):
             return {"any": "thing"}
 
     with pytest.raises(UserError, match=r"model: _extra_state .* is a dict"):
-        save_checkpoint(tmp_path, state_with(Extra(4, 4, 3)), "")
-    assert names(tmp_path) == []
+        save_checkpoint(tmp_path, state_of_model(Extra(4, 4, 3)), "")
+    assert file_names(tmp_path) == []
 
 
 def settings(state: TrainingState) -> list[dict[str, Any]]:
@@ -200,13 +127,13 @@ def settings(state: TrainingState) -> list[dict[str, Any]]:
     ],
 )
 def test_settings_of_the_config_win_over_those_saved(tmp_path, config, steps):
-    saved = state_of(config=AdamWConfig(warmup_steps=1))
-    wanted = state_of(config=config, steps=steps)  # has these settings from the start
+    saved = small_state(config=AdamWConfig(warmup_steps=1))
+    wanted = small_state(config=config, steps=steps)  # has these settings from the start
     for _ in range(3):
-        step(saved)
-        step(wanted)
+        take_step(saved)
+        take_step(wanted)
     save_checkpoint(tmp_path, saved, "")
-    resumed = state_of(config=config, steps=steps)
+    resumed = small_state(config=config, steps=steps)
     load_checkpoint(tmp_path, resumed)
     assert settings(resumed) != settings(saved)
     name = "optimiser.0.weight.exp_avg"
@@ -214,38 +141,40 @@ def test_settings_of_the_config_win_over_those_saved(tmp_path, config, steps):
     for _ in range(2):  # now, and once the schedule has moved on
         assert settings(resumed) == settings(wanted)
         assert resumed.schedule.get_last_lr() == wanted.schedule.get_last_lr()
-        step(resumed)
-        step(wanted)
+        take_step(resumed)
+        take_step(wanted)
 
 
 def test_the_newest_step_replaces_older_ones(tmp_path):
-    state = state_of()
+    state = small_state()
     for wanted in ("step-00000001", "step-00000002"):
-        step(state)
+        take_step(state)
         save_checkpoint(tmp_path, state, "")
-        assert names(tmp_path) == [wanted]
+        assert file_names(tmp_path) == [wanted]
     state.seed = 7
     save_checkpoint(tmp_path, state, "")  # the same step once more
-    loaded = state_of()
+    loaded = small_state()
     load_checkpoint(tmp_path, loaded)
     assert (loaded.step, loaded.seed) == (2, 7)
-    assert names(tmp_path) == ["step-00000002"]
+    assert file_names(tmp_path) == ["step-00000002"]
 
 
 def test_leftovers_of_killed_writes_do_not_pile_up(tmp_path):
-    state = state_of()
+    state = small_state()
     save_checkpoint(tmp_path, state, "")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "replace", killed)
         for _ in range(2):
-            step(state)
+            take_step(state)
             with pytest.raises(KeyboardInterrupt):
                 save_checkpoint(tmp_path, state, "")
-            assert len(names(tmp_path)) == 2
-            load_checkpoint(tmp_path, state_of())  # the one before is found, not the unfinished one
+            assert len(file_names(tmp_path)) == 2
+            load_checkpoint(
+                tmp_path, small_state()
+            )  # the one before is found, not the unfinished one
             assert find_checkpoint("auto", tmp_path) == tmp_path / "step-00000000"
     save_checkpoint(tmp_path, state, "")
-    assert names(tmp_path) == ["step-00000002"]
+    assert file_names(tmp_path) == ["step-00000002"]
 
 
 def killed(source: Path, target: Path) -> None:
@@ -255,7 +184,7 @@ def killed(source: Path, target: Path) -> None:
 def test_an_interrupt_while_tensors_are_written_is_no_error_of_the_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        save_checkpoint(tmp_path, state_of(), "")
+        save_checkpoint(tmp_path, small_state(), "")
 
 
 def interrupted(descriptor: int) -> None:
@@ -263,49 +192,49 @@ def interrupted(descriptor: int) -> None:
 
 
 def test_the_files_need_no_pickle_and_carry_the_config(tmp_path):
-    path = save_checkpoint(tmp_path, state_of(), "seed: 0\n")
+    path = save_checkpoint(tmp_path, small_state(), "seed: 0\n")
     state_file, shard = sorted(path.iterdir(), reverse=True)
     content = json.loads(state_file.read_text())
     assert content["config"] == "seed: 0\n"
     tensors = load_file(shard)
-    model = state_of().parts[0].state_dict()
+    model = small_state().parts[0].state_dict()
     assert set(tensors) == {f"model.{name}" for name in model} | {"random.generator"}
     assert content["tensors"] == {name: list(tensor.shape) for name, tensor in tensors.items()}
 
 
 @pytest.mark.parametrize("limit", [100, 5000])
 def test_full_disk_keeps_the_previous_checkpoint(tmp_path, limit):
-    state = state_of()
+    state = small_state()
     path = save_checkpoint(tmp_path, state, "")
     before = {file.name: file.read_bytes() for file in path.iterdir()}
-    step(state)
+    take_step(state)
     with full_disk(limit), pytest.raises(UserError, match="step 1 could not be written") as error:
         save_checkpoint(tmp_path, state, "")
     assert "\n" not in str(error.value)
     assert "File too large" in str(error.value)
     assert {file.name: file.read_bytes() for file in path.iterdir()} == before
-    assert names(tmp_path) == ["step-00000000"]
+    assert file_names(tmp_path) == ["step-00000000"]
 
 
-def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
+def test_a_folder_that_cannot_be_created_is_one_line(tmp_path):
     (tmp_path / "run").touch()
     with pytest.raises(UserError, match=r"run/checkpoint: .* could not be written \(Not a dir"):
-        save_checkpoint(tmp_path / "run" / "checkpoint", state_of(), "")
+        save_checkpoint(tmp_path / "run" / "checkpoint", small_state(), "")
 
 
-def test_auto_takes_what_is_there(tmp_path):
+def test_auto_takes_an_existing_checkpoint(tmp_path):
     own = tmp_path / "checkpoint"
     assert find_checkpoint("auto", own) is None
     (own / ".step-00000000.part").mkdir(parents=True)
     assert find_checkpoint("auto", own) is None
-    path = save_checkpoint(own, state_of(), "")
+    path = save_checkpoint(own, small_state(), "")
     assert find_checkpoint("auto", own) == path
     assert find_checkpoint(None, own) is None
 
 
 def test_a_path_may_be_any_folder_around_it_and_has_to_exist(tmp_path):
     own, other = tmp_path / "a" / "checkpoint", tmp_path / "b" / "checkpoint"
-    path = save_checkpoint(other, state_of(), "")
+    path = save_checkpoint(other, small_state(), "")
     for given in (path, other, other.parent):
         assert find_checkpoint(str(given), own) == path
     with pytest.raises(UserError, match=r"resume: .*does not exist"):
@@ -332,18 +261,18 @@ def test_a_checkpoint_of_one_file_is_refused(tmp_path):
     ],
 )
 def test_another_model_is_refused_by_the_first_difference(tmp_path, channels, layers, message):
-    save_checkpoint(tmp_path, state_of(channels, layers=layers), "")
-    before, state = state_of(), state_of()
+    save_checkpoint(tmp_path, small_state(channels, layers=layers), "")
+    before, state = small_state(), small_state()
     with pytest.raises(UserError, match=message) as error:
         load_checkpoint(tmp_path, state)
     assert "\n" not in str(error.value)
-    assert same(before, state)
+    assert same_tensors(before, state)
 
 
 def damaged(tmp_path: Path, name: str, content: bytes | None) -> str:
-    """The refusal of a checkpoint of which one file is another."""
-    state = state_of()
-    step(state)
+    """Return the refusal of a checkpoint of which one file has other content."""
+    state = small_state()
+    take_step(state)
     path = save_checkpoint(tmp_path, state, "")
     file = path / name
     if content is None:
@@ -351,7 +280,7 @@ def damaged(tmp_path: Path, name: str, content: bytes | None) -> str:
     else:
         file.write_bytes(content)
     with pytest.raises(UserError, match=r"^resume: ") as error:
-        load_checkpoint(path, state_of())
+        load_checkpoint(path, small_state())
     assert "\n" not in str(error.value)
     return str(error.value)
 
@@ -387,8 +316,8 @@ def test_what_something_else_saved_is_refused(tmp_path, content):
     ],
 )
 def test_doctored_numbers_are_refused(tmp_path, changes, told):
-    state = state_of()
-    step(state)
+    state = small_state()
+    take_step(state)
     content = json.loads((save_checkpoint(tmp_path, state, "") / "state.json").read_text())
     if changes == {"tensors": None}:  # the moments are not listed
         model = {n: shape for n, shape in content["tensors"].items() if "optimiser" not in n}
@@ -415,7 +344,7 @@ def test_a_damaged_shard_is_refused(tmp_path, content):
 def test_a_missing_a_foreign_and_a_shorter_shard_are_refused(tmp_path):
     assert "(shard-00001-model" in damaged(tmp_path / "a", SHARD, None)
     assert "(other.safetensors" in damaged(tmp_path / "b", "other.safetensors", b"")
-    whole = save_checkpoint(tmp_path / "c", state_of(), "") / SHARD
+    whole = save_checkpoint(tmp_path / "c", small_state(), "") / SHARD
     cut = damaged(tmp_path / "d", SHARD, whole.read_bytes()[:-10])
     assert "not a readable checkpoint" in cut
     # Whole in itself, but of a checkpoint that had no moments yet.
@@ -423,8 +352,8 @@ def test_a_missing_a_foreign_and_a_shorter_shard_are_refused(tmp_path):
 
 
 def test_no_pickle_is_ever_opened(tmp_path, monkeypatch):
-    path = save_checkpoint(tmp_path, state_of(), "")
+    path = save_checkpoint(tmp_path, small_state(), "")
     (path / ".metadata").write_bytes(b"cos\nsystem\n(S'touch /tmp/never'\ntR.")
     monkeypatch.setattr("pickle.load", None)
     monkeypatch.setattr("pickle.Unpickler", None)
-    load_checkpoint(path, state_of())
+    load_checkpoint(path, small_state())

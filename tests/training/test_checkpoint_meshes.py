@@ -7,34 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.distributed.tensor import DTensor
 
-from credit_dp.config import AdamWConfig, ModelConfig, ParallelConfig
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.domain_parallel.build import shard_model
 from credit_dp.errors import UserError
-from credit_dp.fields import Fields
-from credit_dp.models import build_model
-from credit_dp.pipeline_parallel.stages import cut_model
 from credit_dp.training.checkpoint import (
-    TrainingState,
     find_checkpoint,
     load_checkpoint,
     save_checkpoint,
 )
-from credit_dp.training.optim import build_optimizer, build_schedule
-from credit_dp.training.parameter_shards import fsdp_mesh, shard_parameters
 from tests.ranks import on_processes
-from tests.training.runs import alone, tiny_crossformer, tiny_unet
-from tests.training.test_checkpoint import Position
+from tests.training.runs import alone
+from tests.training.states import COLUMNS, FIELDS, ROWS, full_tensors, state_on
 
-ROWS, COLUMNS = 16, 16
-FIELDS = Fields(((0, 1),), (2,), 2, 1)
-MODELS: dict[str, ModelConfig] = {
-    "unet": tiny_unet(),
-    "crossformer": tiny_crossformer(),
-}
 Mesh = tuple[int, int, int, bool]  # pipeline, data, domain, whether parameters are shared out
 
 FAST: list[tuple[str, Mesh, Mesh]] = [("unet", (2, 1, 2, False), (1, 4, 1, True))]
@@ -47,36 +31,6 @@ LONG: list[tuple[str, Mesh, Mesh]] = [
 ]
 
 
-def state_on(manager: DomainParallelManager, model: str, seed: int, shared: bool) -> TrainingState:
-    """The state of a rank, before the first step."""
-    torch.manual_seed(seed)
-    whole = build_model(MODELS[model], FIELDS, (ROWS, COLUMNS)).double()
-    whole.register_buffer("turned", torch.arange(6).view(2, 3).T * seed)
-    shape = (2, FIELDS.inputs, ROWS, COLUMNS)
-    if manager.domain_parallel_size > 1:
-        shard_model(whole, manager, shape)
-    parts: tuple[nn.Module, ...] = (whole,)
-    if manager.pipeline_parallel_size > 1:
-        cuts = [slice(0, 1), slice(1, 2), slice(2, 3), slice(3, None)]  # two for each rank
-        parts = tuple(stage.module for stage in cut_model(whole, manager, cuts, shape))
-    shares = fsdp_mesh(manager) if shared else None
-    if shares is not None:
-        for part in parts:
-            shard_parameters(part, shares, ParallelConfig(), torch.float64)
-    parameters = dict(sorted(p for part in parts for p in part.named_parameters()))
-    optimiser = build_optimizer(parameters, AdamWConfig())
-    schedule = build_schedule(optimiser, AdamWConfig(), 10)
-    return TrainingState(parts, optimiser, schedule, Position(), {}, seed)
-
-
-def whole(state: TrainingState) -> dict[str, torch.Tensor]:
-    """What a rank has, and what it has a share of as a whole; collective."""
-    return {
-        name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        for name, tensor in state.tensors().items()
-    }
-
-
 def pass_on(
     manager: DomainParallelManager, model: str, shared: bool, source: Path, target: Path
 ) -> dict[str, torch.Tensor]:
@@ -87,7 +41,7 @@ def pass_on(
     assert {name: id(tensor) for name, tensor in state.parameters.items()} == before
     assert (state.step, state.seed, state.sampler.value) == (1, 1, 5)
     save_checkpoint(target, state, "")
-    return {name: tensor.clone() for name, tensor in whole(state).items()}
+    return {name: tensor.clone() for name, tensor in full_tensors(state).items()}
 
 
 def start(model: str, folder: Path) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Compiled models train as others do."""
+"""Compiled models train like uncompiled ones."""
 
 from dataclasses import replace
 
@@ -7,8 +7,15 @@ import pytest
 from credit_dp.config import Config
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
+from tests.training.meshes import (
+    ONE,
+    Mesh,
+    Trajectory,
+    assert_same_trajectory,
+    record_trajectory,
+    run_on_mesh,
+)
 from tests.training.runs import alone, built, make_config, make_store, tiny_unet
-from tests.training.test_meshes import ONE, Mesh, Trajectory, assert_same, run, train
 
 
 @pytest.fixture(scope="module")
@@ -22,22 +29,22 @@ def config(tmp_path_factory) -> Config:
 def compiled(manager: DomainParallelManager, config: Config) -> Trajectory:
     training = built(config, manager)
     assert training.trainer.state.parts[0]._compiled_call_impl is not None
-    return train(training)
+    return record_trajectory(training)
 
 
 def plain(manager: DomainParallelManager, config: Config) -> Trajectory:
-    return train(built(replace(config, compile=False), manager))
+    return record_trajectory(built(replace(config, compile=False), manager))
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # torch's compiler
 @pytest.mark.parametrize("mesh", [Mesh(1, 1, 2), Mesh(1, 2, 1, "fsdp2")], ids=str)
 def test_a_compiled_model_trains_the_same(config, mesh):
-    assert_same(run(mesh, compiled, config), run(ONE, plain, config))
+    assert_same_trajectory(run_on_mesh(mesh, compiled, config), run_on_mesh(ONE, plain, config))
 
 
 @pytest.mark.slow
-def test_a_compiler_that_is_not_there_is_told_of(config, monkeypatch):
+def test_a_missing_compiler_is_one_line(config, monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(
         UserError, match=r"compile: needs a C\+\+ compiler .*no-such-compiler is not"

@@ -1,4 +1,4 @@
-"""A checkpoint says what it was trained on, and nothing else goes on from it."""
+"""A checkpoint describes its training data; a run with other data can't resume from it."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +31,7 @@ def refusal(saved: Config, data: DataConfig, path: Path) -> str:
 
 
 @pytest.mark.slow
-def test_the_same_data_go_on(config, tmp_path):
+def test_a_run_on_the_same_data_resumes(config, tmp_path):
     save_checkpoint(tmp_path / "checkpoint", built(config, alone()).trainer.state, "")
     load_checkpoint(tmp_path / "checkpoint", built(config, alone()).trainer.state)
 

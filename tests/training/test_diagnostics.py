@@ -25,8 +25,8 @@ from credit_dp.training.loss import channel_weights
 from credit_dp.training.run_folder import resolved_yaml
 from tests.domain_parallel.equality import MODEL, assert_same_as_whole_globe
 from tests.ranks import on_processes, on_threads
+from tests.training.masked_stores import COLUMNS, RAIN, ROWS, SEA, SOIL, sea, sea_config
 from tests.training.runs import alone, built, tiny_crossformer, tiny_unet, train_on, weights
-from tests.training.seas import COLUMNS, RAIN, ROWS, SEA, SOIL, sea, sea_config
 
 FIELDS = Fields(((0, 1, 2), (4, 5, 6)), (3,), others=2, frames=2, diagnostic=3)
 MODELS: dict[str, ModelConfig] = {
@@ -196,7 +196,7 @@ def exported(config, tmp_path_factory):
 
 
 def forecast(config: Config, training: Training) -> tuple[tuple[object, ...], torch.Tensor]:
-    """What a model is given in the store's units, and what training makes of it."""
+    """Return a model's input in the store's units, and its forecast in training."""
     prepared = prepare_training_data(config.data)
     store = prepared.store
     dates = HeldOutData(config, prepared, slice(None), training.like)
@@ -226,7 +226,7 @@ def test_a_file_gives_them_as_training_does(exported, source):
     assert torch.equal(found.isnan(), wanted.isnan())
     assert torch.equal(found.nan_to_num(-1), wanted.nan_to_num(-1))
     assert np.array_equal(found[0, -1].isnan().numpy(), sea())
-    # What is given where there is no sea does not matter, and the model can be asked again.
+    # Input values on land do not matter, and the model can run again.
     states = given[0].nan_to_num(1e6)
     with torch.no_grad():
         assert torch.equal(model(states, *given[1:]).nan_to_num(-1), found.nan_to_num(-1))

@@ -1,4 +1,4 @@
-"""Losses and gradients that are no numbers, or explode: who is named, and what is left alone."""
+"""Non-finite or exploding losses and gradients: the message, and the state that stays as it was."""
 
 import re
 from collections.abc import Iterator
@@ -18,8 +18,8 @@ from credit_dp.training.build import Training
 from credit_dp.training.checkpoint import load_checkpoint, save_checkpoint
 from credit_dp.training.diagnostics import MAX_CONSECUTIVE_SKIPS, MIN_NORMS
 from tests.ranks import on_processes
+from tests.training.meshes import Mesh, on_mesh
 from tests.training.runs import alone, built, make_config, make_store, step_records, weights
-from tests.training.test_meshes import Mesh, on_mesh
 
 BAD = 3  # the step that goes wrong
 WEIGHT = "encoder.0.0.norm2.weight"  # in the middle of the model
@@ -35,8 +35,8 @@ def config(tmp_path_factory):
     return replace(config, optimizer=replace(config.optimizer, ema=0.9))
 
 
-def spoilt(batches: Iterator[Batch], training: Training, how: str) -> Iterator[Batch]:
-    """The batches, with something wrong at step `BAD`; `how` is empty on ranks that are well."""
+def batches_with_fault(batches: Iterator[Batch], training: Training, how: str) -> Iterator[Batch]:
+    """Yield batches, with a fault at step `BAD`; `how` is empty on ranks without one."""
     for step, batch in enumerate(batches, 1):
         if step == BAD and how == "weight":
             spoil_weight(training)
@@ -60,8 +60,8 @@ def spoil_weight(training: Training) -> None:
             local(parameter).view(-1)[0] = NAN
 
 
-def end(manager: DomainParallelManager, config: Config, how: str) -> tuple[str, bool, int]:
-    """The line that the run ends with, whether weights are as they were, and after which step.
+def run_to_error(manager: DomainParallelManager, config: Config, how: str) -> tuple[str, bool, int]:
+    """Return the run's last line, whether the weights are unchanged, and the last step.
 
     Things go wrong on one rank alone: the last one, or the first where only that has the input.
     """
@@ -69,7 +69,7 @@ def end(manager: DomainParallelManager, config: Config, how: str) -> tuple[str, 
     trainer, pipeline = training.trainer, manager.pipeline_parallel_size > 1
     spoiler = 0 if pipeline and how == "input" else manager.world_size - 1
     trainer.guard.find_newest_checkpoint = lambda: CHECKPOINT
-    batches = spoilt(training.loader, training, how if manager.rank == spoiler else "")
+    batches = batches_with_fault(training.loader, training, how if manager.rank == spoiler else "")
     before: list[torch.Tensor] = []
 
     def train() -> None:
@@ -84,19 +84,19 @@ def end(manager: DomainParallelManager, config: Config, how: str) -> tuple[str, 
 
 
 def local(value: torch.Tensor) -> torch.Tensor:
-    """What this rank has of it."""
+    """Return this rank's part of a tensor."""
     data = value.detach()
     return data.to_local() if isinstance(data, DTensor) else data
 
 
 def line_on(mesh: Mesh, config: Config, how: str) -> str:
-    """The line of all ranks, checked to be one, and that the step was not taken."""
+    """Return the line, equal on all ranks; check that the step was not taken."""
     on = on_mesh(config, mesh)
     sizes = {"domain": mesh.domain, "pipeline": mesh.pipeline}
     found = (
-        [end(alone(), on, how)]
+        [run_to_error(alone(), on, how)]
         if mesh.ranks == 1
-        else on_processes(mesh.ranks, end, on, how, **sizes)
+        else on_processes(mesh.ranks, run_to_error, on, how, **sizes)
     )
     lines, kept, steps = zip(*found, strict=True)
     assert set(steps) == {BAD - 1}
@@ -170,7 +170,7 @@ def test_stages_of_a_pipeline_end_alike(config, how, words):
 
 
 def accumulated(config: Config) -> TrainerConfig:
-    """Two micro-batches, as a pipeline wants them."""
+    """Return the config with two micro-batches, as a pipeline needs."""
     return replace(config.trainer, accumulate=2)
 
 
@@ -178,7 +178,7 @@ def skipping(config: Config) -> Config:
     return replace(config, trainer=replace(config.trainer, on_nonfinite="skip"))
 
 
-def everything(training: Training) -> dict[str, torch.Tensor]:
+def all_tensors(training: Training) -> dict[str, torch.Tensor]:
     """Weights, moments and averages."""
     state = training.trainer.state
     assert state.average is not None
@@ -187,7 +187,7 @@ def everything(training: Training) -> dict[str, torch.Tensor]:
 
 
 def left_out(manager: DomainParallelManager, config: Config) -> dict[str, torch.Tensor]:
-    """What is left where the bad step is never computed; schedule and sampler go on."""
+    """Return the state where the bad step is never computed; schedule and sampler advance."""
     training = built(config, manager)
     state = training.trainer.state
     state.train()
@@ -198,18 +198,18 @@ def left_out(manager: DomainParallelManager, config: Config) -> dict[str, torch.
                 state.step += 1
             else:
                 training.trainer.train_step(batch)
-    return everything(training)
+    return all_tensors(training)
 
 
 def skipped(
     manager: DomainParallelManager, config: Config, how: str
 ) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """What is left where the bad step is skipped, and how many had been after each step."""
+    """Return the state where the bad step is skipped, and the number skipped after each step."""
     training = built(config, manager)
     wrong = how if manager.rank == manager.world_size - 1 else ""
     with training.loader:
-        records = list(step_records(training, spoilt(training.loader, training, wrong)))
-    return everything(training), [record.metrics()["skipped"] for record in records]
+        records = list(step_records(training, batches_with_fault(training.loader, training, wrong)))
+    return all_tensors(training), [record.metrics()["skipped"] for record in records]
 
 
 @pytest.mark.slow
@@ -280,7 +280,7 @@ def test_what_was_seen_is_in_checkpoints(config, tmp_path):
         guard.check(torch.tensor(1.0), torch.tensor(6.0), lambda: "")
 
 
-def test_numbers_that_are_only_sometimes_bad_are_told_of(config):
+def test_numbers_that_are_only_sometimes_bad_are_reported(config):
     training = built(config, alone())
     batch = next(iter(training.loader))
     training.loader.close()

@@ -76,7 +76,7 @@ def test_it_trains(tmp_path, name, more):
 
 
 @pytest.mark.slow
-def test_one_batch_is_learned_by_heart(tmp_path):
+def test_one_batch_is_overfitted(tmp_path):
     changes = ["experiment=overfit_one_batch", "optimizer.lr=1e-2"]
     found = losses(config_of(tmp_path / "one", *changes))
     many = losses(config_of(tmp_path / "many", *changes, "trainer.one_batch=false"))

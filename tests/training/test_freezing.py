@@ -1,4 +1,4 @@
-"""Parameters that do not train, on any mesh, and patterns that are refused."""
+"""Frozen parameters on any mesh, and patterns that are refused."""
 
 from dataclasses import replace
 
@@ -11,18 +11,18 @@ from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
 from credit_dp.training.build import freeze
 from credit_dp.training.checkpoint import load_checkpoint
-from tests.training.runs import alone, built, make_config, make_store, tiny_crossformer
-from tests.training.test_meshes import (
+from tests.training.meshes import (
     HALF_WAY,
     ONE,
     Mesh,
-    assert_same,
-    rest,
-    run,
-    train,
-    whole,
+    assert_same_trajectory,
+    full_arrays,
+    record_trajectory,
+    run_on_mesh,
+    train_from_checkpoint,
+    train_from_start,
 )
-from tests.training.test_weight_average import whole_tensors
+from tests.training.runs import alone, built, make_config, make_store, tiny_crossformer
 
 PATTERNS = ["stem.*", "encoder.0.*", "*.norm2.weight"]
 MESHES = [
@@ -70,16 +70,16 @@ def config(tmp_path_factory):
 
 
 def averaged(manager: DomainParallelManager, config):
-    """The trajectory, with the averages of the weights at its end."""
+    """Return the trajectory, with the averages of the weights at its end."""
     training = built(config, manager)
-    numbers, _ = train(training)
+    numbers, _ = record_trajectory(training)
     with training.trainer.state.eval_mode():
-        return numbers, whole_tensors(training.trainer.state.parameters)
+        return numbers, full_arrays(training.trainer.state.parameters)
 
 
 @pytest.fixture(scope="module")
 def alone_averaged(config):
-    return run(ONE, averaged, config)
+    return run_on_mesh(ONE, averaged, config)
 
 
 @pytest.mark.slow
@@ -87,7 +87,7 @@ def test_frozen_weights_stay_and_others_do_not(config):
     training = built(config, alone())
     parameters = training.trainer.state.parameters
     before = {name: p.detach().clone() for name, p in parameters.items()}
-    train(training)
+    record_trajectory(training)
     stayed = {name for name, p in parameters.items() if torch.equal(p, before[name])}
     frozen = {name for name, p in parameters.items() if not p.requires_grad}
     assert stayed == frozen
@@ -98,7 +98,7 @@ def test_frozen_weights_stay_and_others_do_not(config):
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_averages_and_frozen_weights_are_those_of_one_process(config, alone_averaged, mesh):
-    assert_same(run(mesh, averaged, config), alone_averaged)
+    assert_same_trajectory(run_on_mesh(mesh, averaged, config), alone_averaged)
 
 
 @pytest.mark.slow
@@ -108,9 +108,9 @@ def test_a_frozen_crossformer_trains_the_same(config):
         model=tiny_crossformer(),
         trainer=replace(config.trainer, freeze=["levels.0.*"]),
     )
-    wanted = run(ONE, averaged, other)
+    wanted = run_on_mesh(ONE, averaged, other)
     for mesh in (Mesh(1, 1, 2), Mesh(2, 1, 1, "fsdp2")):
-        assert_same(run(mesh, averaged, other), wanted)
+        assert_same_trajectory(run_on_mesh(mesh, averaged, other), wanted)
 
 
 @pytest.mark.slow
@@ -118,19 +118,19 @@ def test_what_was_trained_before_may_be_frozen_on_resume_and_the_other_way_round
     free = replace(config, trainer=replace(config.trainer, freeze=[]))
     for first, second in ((free, config), (config, free)):
         folder = tmp_path / str(len(first.trainer.freeze))
-        whole(alone(), first, folder)
+        train_from_start(alone(), first, folder)
         training = built(second, alone())
         load_checkpoint(folder, training.trainer.state)
         names = {n for n in training.trainer.state.tensors() if n.endswith(".exp_avg")}
         assert ("optimiser.stem.conv.weight.exp_avg" in names) is False
-        numbers, _ = train(training)
+        numbers, _ = record_trajectory(training)
         assert np.isfinite(numbers).all()
         assert len(numbers) == config.trainer.steps - HALF_WAY
 
 
 @pytest.mark.slow
 def test_a_frozen_run_resumes_bit_for_bit(config, tmp_path):
-    numbers, weights = whole(alone(), config, tmp_path)
-    again, found = rest(alone(), config, tmp_path)
+    numbers, weights = train_from_start(alone(), config, tmp_path)
+    again, found = train_from_checkpoint(alone(), config, tmp_path)
     assert again == numbers[HALF_WAY:]
     assert all(np.array_equal(found[name], weights[name]) for name in weights)

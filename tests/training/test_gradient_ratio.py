@@ -22,10 +22,10 @@ from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.evaluation.metrics import ValidPoints
 from credit_dp.training.loss import build_loss
 from tests.ranks import on_processes, on_threads
-from tests.training.own import LogCoshConfig
+from tests.training.masked_stores import sea_config
+from tests.training.meshes import Mesh, on_mesh
+from tests.training.plugins import LogCoshConfig
 from tests.training.runs import alone, built, make_config, make_store
-from tests.training.seas import sea_config
-from tests.training.test_meshes import Mesh, on_mesh
 
 ROWS, COLUMNS, SAMPLES = 13, 6, 4  # 13 rows: bands of 2, 3 and 4 ranks are uneven
 LATITUDE = np.linspace(90, -90, ROWS)
@@ -46,7 +46,7 @@ def fields() -> tuple[Tensor, Tensor, Tensor]:
 
 
 def gradients(manager: DomainParallelManager) -> list[Tensor]:
-    """Of every kind of loss of this rank's rows, with respect to parameters that all ranks share.
+    """Return the gradients of each loss of this rank's rows by parameters that all ranks share.
 
     The ranks of the data axis come one after the other, and are averaged.
     """

@@ -1,4 +1,4 @@
-"""The mean of gradients over ranks, and the global norm that they are clipped by."""
+"""The mean of gradients over ranks, and clipping by their global norm."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ SHAPES = [(3, 2), (5,), (), (2, 2, 2), (7,), (4,)]
 
 
 def parameters_of(rank: int) -> list[nn.Parameter]:
-    """Of two dtypes; some do not learn, or have no gradient on some ranks or on any."""
+    """Return parameters of two dtypes; some are frozen or lack a gradient on some or all ranks."""
     generator = torch.Generator().manual_seed(rank)
     made = []
     for number, shape in enumerate(SHAPES):

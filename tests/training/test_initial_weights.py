@@ -1,4 +1,4 @@
-"""Starting with another run's weights: by name, on any mesh, with other variables."""
+"""Starting from another run's weights: matched by name, on any mesh, with other variables."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +18,8 @@ from credit_dp.training.replicas import local_tensor
 from credit_dp.training.state import named_tensors
 from credit_dp.training.transfer import channel_names, load_initial_weights
 from tests.ranks import on_processes
+from tests.training.meshes import MODELS, Mesh, full_arrays, on_mesh, with_ema
 from tests.training.runs import alone, built, make_config, make_store, tiny_crossformer, tiny_unet
-from tests.training.test_meshes import MODELS, Mesh, on_mesh
-from tests.training.test_weight_average import whole_tensors, with_ema
 
 BEFORE = {
     "prognostic": ["geopotential", "temperature"],
@@ -82,7 +81,7 @@ def test_all_weights_of_the_same_model_and_nothing_else(config, tmp_path):
 
 
 def common(source: Training, target: Training, kind: str) -> tuple[list[int], list[int]]:
-    """Where the channels that both have lie in each."""
+    """Return the indices of common channels in each."""
     before, after = (channel_names(t.trainer.state.data)[kind] for t in (source, target))
     shared = [name for name in after if name in before]
     return [before.index(name) for name in shared], [after.index(name) for name in shared]
@@ -91,7 +90,7 @@ def common(source: Training, target: Training, kind: str) -> tuple[list[int], li
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_channels_in_common_are_treated_as_before(config, kind, tmp_path):
-    """What is new has weights of zero here, and what is gone is fed with zeros."""
+    """New channels have zero weights here, and removed channels get zeros as input."""
     first = with_data(config, BEFORE, model=KINDS[kind])
     second = with_data(config, AFTER, model=KINDS[kind])
     source, target = save(first, tmp_path), built(second, alone())
@@ -161,7 +160,7 @@ def loaded(manager: DomainParallelManager, config: Config, folder: Path):
     if state.average is not None:
         for name, average in state.average.averages.items():
             assert torch.equal(local_tensor(average), local_tensor(state.parameters[name]))
-    return told, whole_tensors(state.parameters)
+    return told, full_arrays(state.parameters)
 
 
 @pytest.mark.slow
@@ -201,7 +200,7 @@ def test_averages_come_first(config, tmp_path):
     assert all((value == 7).all() for value in weights.values())
 
 
-def test_other_statistics_are_told_of(config, tmp_path):
+def test_other_statistics_are_reported(config, tmp_path):
     training = save(config, tmp_path)
     std = training.trainer.state.data["statistics"]["std"]
     std[1] *= 1.005  # nobody would notice

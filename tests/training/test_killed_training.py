@@ -1,4 +1,4 @@
-"""Runs that are killed again and again leave what an undisturbed run leaves."""
+"""Runs that are killed repeatedly end like an undisturbed run."""
 
 import csv
 import multiprocessing as mp
@@ -77,7 +77,7 @@ def lives(config: Config, folder: Path, late: float = 0.0) -> Iterator[list[Fork
 
 
 def finish(config: Config, folder: Path) -> None:
-    """A life without a kill."""
+    """Run to the end without a kill."""
     with lives(config, folder) as processes:
         for process in processes:
             process.join(LONGEST)
@@ -85,7 +85,7 @@ def finish(config: Config, folder: Path) -> None:
 
 
 def wait_for_a_save(checkpoints: Path, processes: list[ForkServerProcess]) -> bool:
-    """Until another folder is being written than now; whether all live that long."""
+    """Wait until another folder is being written; return whether all ranks live that long."""
     before = parts(checkpoints)
     deadline = time.monotonic() + LONGEST
     while time.monotonic() < deadline and all(process.is_alive() for process in processes):
@@ -96,13 +96,13 @@ def wait_for_a_save(checkpoints: Path, processes: list[ForkServerProcess]) -> bo
 
 
 def parts(checkpoints: Path) -> set[Path]:
-    """What is being written, or was when the last life ended."""
+    """Return the folders that are being written, or were when the last life ended."""
     found = checkpoints.glob(".step-*.partial")
     return {path for path in found if not (path / SEEN).exists()}
 
 
 def wait_for_a_moment(checkpoints: Path, seconds: float) -> None:
-    """So long, or until some steps were taken."""
+    """Wait this long, or until some steps were taken."""
     first, deadline = newest(checkpoints), time.monotonic() + seconds
     while time.monotonic() < deadline and newest(checkpoints) < first + MOST:
         time.sleep(0.002)
@@ -158,20 +158,20 @@ class Loads:
         self.step = found
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What the newest checkpoint holds."""
+        """Return the tensors of the newest checkpoint."""
         self()
         return {name: t.clone() for name, t in self.training.trainer.state.tensors().items()}
 
 
 def rows(config: Config) -> list[list[str]]:
-    """The log of a run, but for what its pace changes."""
+    """Return the log of a run without the columns that depend on speed."""
     with RunFolder(Path(config.run.dir)).log.open() as file:
         return [[row[name] for name in COLUMNS] for row in csv.DictReader(file)]
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory) -> Config:
-    """A run that nobody kills; its config."""
+    """Train a run that is not killed, and return its config."""
     folder = tmp_path_factory.mktemp("undisturbed")
     config = make_config(
         make_store(folder, ROWS),

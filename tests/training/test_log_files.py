@@ -12,14 +12,14 @@ from credit_dp.distributed import RankInfo
 from credit_dp.distributed.worker import configure_logging, pop_early_records
 from credit_dp.training.console import notes_of
 from credit_dp.training.run_folder import log_to_file
-from tests.training.disk import full_disk
+from tests.full_disk import full_disk
 
 OURS = logging.getLogger("credit_dp")
 
 
 @contextmanager
 def terminal(level):
-    """A run's terminal, as ranks set it up: what the package's loggers show there."""
+    """Set up a terminal as ranks do, and return what the package's loggers print."""
     shown = io.StringIO()
     before = OURS.handlers, OURS.propagate, OURS.level
     OURS.handlers, OURS.propagate = [logging.StreamHandler(shown)], False
@@ -63,7 +63,7 @@ def test_a_later_start_appends(tmp_path):
     ]
 
 
-def test_others_and_warnings_are_in_the_file_and_still_shown(tmp_path, monkeypatch, capsys):
+def test_messages_and_warnings_are_in_the_file_and_on_the_terminal(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(logging.getLogger(), "handlers", [])
     with warnings.catch_warnings(record=True) as seen, terminal(logging.INFO) as shown:
         warnings.simplefilter("always")
@@ -101,7 +101,7 @@ def test_a_full_disk_is_one_warning(tmp_path, capsys):
     assert (tmp_path / "logs" / "rank-0.log").stat().st_size == 300
 
 
-def test_a_folder_that_cannot_be_made_is_one_warning(tmp_path):
+def test_a_folder_that_cannot_be_created_is_one_warning(tmp_path):
     (tmp_path / "logs").write_text("")
     with terminal(logging.INFO) as shown, log_to_file(tmp_path, 0):
         OURS.info("goes on")

@@ -1,4 +1,4 @@
-"""The loss: what weighs how much, and that the ranks' shares add up to the globe's."""
+"""The loss: its weights, and the ranks' shares, which add up to the whole globe's."""
 
 from dataclasses import dataclass
 from itertools import pairwise
@@ -110,7 +110,7 @@ def test_without_tendency_errors_are_in_units_of_the_field(name):
 
 
 def spectra_apart(forecast: torch.Tensor, target: torch.Tensor) -> np.ndarray:
-    """Of every row, the squared distance of root powers; by the sums that define them."""
+    """Return each row's squared distance of root powers, by the sums that define them."""
     wave = np.exp(-2j * np.pi * np.outer(np.arange(6), np.arange(6)) / 6)
     strength = [
         np.sqrt(np.abs((x / SCALE).numpy() @ wave / 6)[..., :4] ** 2 * [1, 2, 2, 1])
@@ -149,7 +149,7 @@ def test_each_channel_says_what_it_adds(name):
 
 @st.composite
 def bands(draw: st.DrawFn) -> tuple[int, ...]:
-    """Where bands of at least one row begin and end."""
+    """Draw where bands of at least one row begin and end."""
     inner = draw(st.sets(st.integers(1, 12), max_size=6))
     return (0, *sorted(inner), 13)
 
@@ -238,7 +238,7 @@ class Own(OwnLossConfig):
         return self.error
 
 
-def test_a_loss_of_ones_own_gets_scaled_fields_and_is_weighted_as_ours():
+def test_a_users_loss_gets_scaled_fields_and_is_weighted_as_ours():
     options = {"level_weight": True, "variable_weight": {"temperature": 3.0}, "spectrum": 0.5}
     forecast, target = fields()
     for difference, name in ((torch.square, "mse"), (torch.abs, "mae")):
@@ -248,7 +248,7 @@ def test_a_loss_of_ones_own_gets_scaled_fields_and_is_weighted_as_ours():
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
 
 
-def test_a_loss_of_ones_own_does_not_count_points_without_values():
+def test_a_users_loss_does_not_count_points_without_values():
     valid = torch.rand(4, 13, 6, generator=torch.Generator().manual_seed(1)) < 0.5
     forecast, target = fields()
     target[:, ~valid] = float("nan")

@@ -1,4 +1,4 @@
-"""Points without values count nowhere: not in the loss, its gradients, or scores, on any mesh."""
+"""Points without values count neither in the loss nor in gradients or scores, on any mesh."""
 
 from dataclasses import replace
 
@@ -17,8 +17,8 @@ from credit_dp.evaluation.metrics import RootMeanSquare, ValidPoints
 from credit_dp.training.forecast_step import ForecastStep
 from credit_dp.training.loss import build_loss
 from tests.ranks import on_processes, on_threads
+from tests.training.masked_stores import COLUMNS, RAIN, ROWS, SEA, SOIL, sea, sea_config
 from tests.training.runs import alone, built, train_on, weights
-from tests.training.seas import COLUMNS, RAIN, ROWS, SEA, SOIL, sea, sea_config
 
 LATITUDE = np.linspace(90, -90, ROWS)
 CHANNELS = Channels((Channel("temperature", 500), Channel(SEA)), (), (), (Channel(SOIL),))
@@ -38,7 +38,7 @@ def fields() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def shares(manager: DomainParallelManager, name: str, even: bool) -> tuple[float, torch.Tensor]:
-    """This rank's share of the loss, and the gradient with respect to its rows of the forecast."""
+    """Return this rank's share of the loss, and its gradient by the rank's rows of the forecast."""
     rows = manager.rows(ROWS)
     points = ValidPoints(valid()[:, rows], manager.transport.all_reduce)
     config = StandardLossConfig(
@@ -165,7 +165,7 @@ def config(tmp_path_factory):
 def train_all(
     manager: DomainParallelManager, config: Config
 ) -> tuple[list[tuple[float, float]], torch.Tensor, np.ndarray, np.ndarray]:
-    """Loss and gradient norm of all steps, weights, and what a forecast is scored with."""
+    """Return loss and gradient norm of all steps, weights, and scores."""
     training = built(config, manager)
     numbers = train_on(training)
     prepared = prepare_training_data(config.data)
@@ -205,7 +205,7 @@ def test_training_in_a_pipeline_leaves_the_same_points_out(config, wanted, pipel
 
 
 def poisoned(config: Config, monkeypatch: pytest.MonkeyPatch, value: float) -> torch.Tensor:
-    """The weights after a few steps if the target had `value` on the points without values."""
+    """Return the weights after a few steps with `value` on masked points of the target."""
     mask = torch.from_numpy(prepare_training_data(config.data).store.valid_mask(slice(None)))
     training = built(config, alone())
     given = training.trainer.train_step
@@ -219,13 +219,13 @@ def poisoned(config: Config, monkeypatch: pytest.MonkeyPatch, value: float) -> t
 
 
 @pytest.mark.slow
-def test_what_is_in_the_target_there_does_not_matter(config, wanted, monkeypatch):
+def test_masked_points_of_the_target_do_not_matter(config, wanted, monkeypatch):
     assert torch.equal(poisoned(config, monkeypatch, 1e6), wanted[1])
     assert torch.equal(poisoned(config, monkeypatch, float("nan")), wanted[1])
 
 
 @pytest.mark.slow
-def test_forecasts_have_no_values_there_and_none_below_zero(config):
+def test_forecasts_have_no_masked_values_and_none_below_zero(config):
     training = built(config, alone())
     training.loader.close()
     dates = HeldOutData(config, prepare_training_data(config.data), training.rows, training.like)

@@ -1,4 +1,4 @@
-"""U-Nets from before `model.upsample` had transposed convolutions, and still have them."""
+"""U-Nets of checkpoints older than `model.upsample` keep their transposed convolutions."""
 
 import json
 from dataclasses import replace
@@ -31,7 +31,7 @@ from tests.training.runs import alone, built, make_config, make_store, tiny_unet
 
 
 def without_the_key(config: Path) -> str:
-    """A saved config as it was before the key existed."""
+    """Remove the key from a saved config, as older versions wrote it."""
     lines = config.read_text().splitlines()
     kept = [line for line in lines if not line.startswith("  upsample:")]
     assert len(kept) == len(lines) - 1
@@ -40,7 +40,7 @@ def without_the_key(config: Path) -> str:
 
 @pytest.fixture(scope="module")
 def older(tmp_path_factory) -> tuple[Config, Training, Path]:
-    """The config of a run, what it trained, and its checkpoint, which does not have the key."""
+    """A run's config, its training, and its checkpoint without the key."""
     folder = tmp_path_factory.mktemp("older")
     model = tiny_unet(upsample="transpose")
     config = make_config(make_store(folder, 17), folder / "run", model, steps=2)
@@ -59,7 +59,7 @@ def older(tmp_path_factory) -> tuple[Config, Training, Path]:
 
 
 def state_with(older: tuple[Config, Training, Path], upsample: str) -> tuple[Training, Config]:
-    """A run of today that has not begun, with that key."""
+    """Return the state of a new run with this key."""
     config = replace(older[0], model=tiny_unet(upsample=upsample))
     return built(config, alone()), config
 
@@ -70,7 +70,7 @@ def same_weights(one: Training, other: Training) -> bool:
 
 
 @pytest.mark.slow
-def test_it_is_gone_on_with_only_as_it_was(older):
+def test_it_resumes_only_with_its_own_upsampling(older):
     training, _ = state_with(older, "transpose")
     assert not same_weights(older[1], training)
     load_checkpoint(older[2], training.trainer.state)
@@ -85,7 +85,7 @@ def test_it_is_gone_on_with_only_as_it_was(older):
         )
 
 
-def test_its_weights_start_another_run_which_is_told_of_the_key(older):
+def test_its_weights_start_another_run_which_names_the_key(older):
     training, config = state_with(older, "transpose")
     prepared = prepare_training_data(config.data)
     told = load_initial_weights(str(older[2]), training.trainer.state, config.model, prepared)
@@ -118,7 +118,7 @@ def test_loading_and_exporting_give_the_same_model(older, tmp_path, source):
 
 
 @pytest.mark.slow
-def test_forecasts_are_made_with_it(older, tmp_path):
+def test_it_makes_forecasts(older, tmp_path):
     path = older[2]
     out = tmp_path / "forecast.zarr"
     words = [f"checkpoint={path}", f"init={INIT}", "lead=6h", f"out={out}", "device=cpu"]

@@ -79,7 +79,7 @@ def _entries(monkeypatch, value):
         ("tests.ranks:RankError", "tests.ranks:RankError is not a subclass of OwnModelConfig"),
     ],
 )
-def test_what_is_no_model_is_told_and_skipped(monkeypatch, caplog, value, told):
+def test_what_is_no_model_is_reported_and_skipped(monkeypatch, caplog, value, told):
     _entries(monkeypatch, value)
     assert plugins.find_plugins(OwnModelConfig, ()) == {}
     assert told in caplog.text

@@ -1,4 +1,4 @@
-"""Memory that runs out: one line that says who, how much, and which keys to change."""
+"""Out of memory: one line with the rank, the sizes, and the keys to change."""
 
 import os
 import subprocess
@@ -68,7 +68,7 @@ def test_other_errors_pass(config):
 
 
 class Full(torch.nn.Module):
-    """A layer that finds no room."""
+    """A layer that runs out of memory."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         raise torch.OutOfMemoryError(ERROR)

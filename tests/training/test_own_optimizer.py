@@ -1,4 +1,4 @@
-"""Optimizers of a user's own: which train and go on exactly, and which are refused, and why."""
+"""A user's optimizers: those that train and resume exactly, and those that are refused."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,8 +13,14 @@ from credit_dp.config import AdamWConfig, OwnOptimizerConfig, ParallelConfig
 from credit_dp.errors import UserError
 from credit_dp.training.checkpoint import load_checkpoint, save_checkpoint
 from credit_dp.training.optim import build_optimizer, state_layout
-from tests.training.own import TorchOptimizerConfig
-from tests.training.test_checkpoint import Odd, same, state_of, state_with, step
+from tests.training.plugins import TorchOptimizerConfig
+from tests.training.states import (
+    TiedAndUnused,
+    same_tensors,
+    small_state,
+    state_of_model,
+    take_step,
+)
 
 FSDP = ParallelConfig(data=2, data_mode="fsdp2")
 PIPELINE = ParallelConfig(pipeline=2)
@@ -33,38 +39,38 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 
 
 def parameters() -> dict[str, nn.Parameter]:
-    return dict(Odd().named_parameters())
+    return dict(TiedAndUnused().named_parameters())
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_optimizers_of_torch_go_on_from_a_checkpoint_bit_by_bit(tmp_path, kind):
+def test_optimizers_of_torch_resume_bit_by_bit(tmp_path, kind):
     config = TorchOptimizerConfig(kind=kind, options=OPTIMIZERS[kind], warmup_steps=2)
     for parallel in (FSDP, PIPELINE):
         state_layout(parameters(), config, parallel)
-    saved, loaded = state_of(seed=1, config=config), state_of(seed=2, config=config)
-    step(saved)
+    saved, loaded = small_state(seed=1, config=config), small_state(seed=2, config=config)
+    take_step(saved)
     save_checkpoint(tmp_path, saved, "")
     load_checkpoint(tmp_path, loaded)
-    assert same(saved, loaded)
-    step(saved)
-    step(loaded)
-    assert same(saved, loaded)
+    assert same_tensors(saved, loaded)
+    take_step(saved)
+    take_step(loaded)
+    assert same_tensors(saved, loaded)
 
 
 def test_a_parameter_that_was_frozen_starts_with_its_first_state(tmp_path):
     config = TorchOptimizerConfig(kind="Adagrad", options={"initial_accumulator_value": 0.5})
-    saved = state_of(config=config)
+    saved = small_state(config=config)
     frozen = saved.parts[0][0].weight
     frozen.requires_grad_(False)
     del saved.optimizer.state[frozen]
-    step(saved)
+    take_step(saved)
     save_checkpoint(tmp_path, saved, "")
-    loaded = state_of(seed=2, config=config)
+    loaded = small_state(seed=2, config=config)
     load_checkpoint(tmp_path, loaded)
     first, second = (loaded.optimizer.state[conv.weight]["sum"] for conv in loaded.parts[0])
     assert (first == 0.5).all()
     assert (second > 0.5).all()
-    step(loaded)
+    take_step(loaded)
 
 
 def test_what_an_optimizer_keeps_is_counted():
@@ -97,32 +103,32 @@ def test_it_has_the_groups_and_the_rates_of_ours():
     ]
 
 
-def test_another_optimizer_does_not_go_on(tmp_path):
-    save_checkpoint(tmp_path, state_of(), "")
-    other = state_of(config=TorchOptimizerConfig())
+def test_another_optimizer_does_not_resume(tmp_path):
+    save_checkpoint(tmp_path, small_state(), "")
+    other = small_state(config=TorchOptimizerConfig())
     with pytest.raises(UserError, match=r"with optimizer=adamw, the config has of_torch\. Set opt"):
         load_checkpoint(tmp_path, other)
 
 
-def test_other_keys_that_keep_another_state_do_not_go_on(tmp_path):
-    saved = state_of(config=TorchOptimizerConfig(kind="Adam"))
-    step(saved)
+def test_other_keys_with_another_state_do_not_resume(tmp_path):
+    saved = small_state(config=TorchOptimizerConfig(kind="Adam"))
+    take_step(saved)
     save_checkpoint(tmp_path, saved, "")
-    other = state_of(config=TorchOptimizerConfig(kind="Adam", options={"amsgrad": True}))
+    other = small_state(config=TorchOptimizerConfig(kind="Adam", options={"amsgrad": True}))
     with pytest.raises(UserError, match=r"has exp_avg, exp_avg_sq, step of 0\.bias, which optimiz"):
         load_checkpoint(tmp_path, other)
 
 
 def test_a_parameter_without_dimensions_comes_back(tmp_path):
     config = TorchOptimizerConfig()
-    saved, loaded = (state_with(Odd(), seed, config) for seed in (1, 2))
+    saved, loaded = (state_of_model(TiedAndUnused(), seed, config) for seed in (1, 2))
     for state in (saved, loaded):
         for parameter in state.trainable_parameters.values():
             parameter.grad = torch.rand_like(parameter)
         state.optimizer.step()
     save_checkpoint(tmp_path, saved, "")
     load_checkpoint(tmp_path, loaded)
-    assert same(saved, loaded)
+    assert same_tensors(saved, loaded)
 
 
 Update = Callable[["Plain", nn.Parameter, dict[str, Any], dict[str, Any]], None]
@@ -250,7 +256,10 @@ def test_an_update_that_mixes_entries_is_for_whole_parameters_only():
         ("LBFGS", r"optimizer: TorchOptimizerConfig\.build fails at .*\(ValueError: LBFGS doesn't"),
         ("SparseAdam", r"the optimizer of TorchOptimizerConfig fails at .*dense gradients"),
         ("Adafactor", r"keeps 'row_var' as \(4, 3, 2, 1\) of torch\.float32 for a parameter of"),
-        ("Lion", r"TorchOptimizerConfig\.build fails at .*own\.py:\d+ \(AttributeError: module"),
+        (
+            "Lion",
+            r"TorchOptimizerConfig\.build fails at .*plugins\.py:\d+ \(AttributeError: module",
+        ),
     ],
 )
 def test_optimizers_of_torch_that_cannot_work_are_one_line(kind, expected):

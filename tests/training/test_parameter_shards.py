@@ -1,4 +1,4 @@
-"""What fsdp2 holds, in which precision it computes, and what it refuses."""
+"""FSDP2: the size of its shards, its precision, and the models that it refuses."""
 
 from dataclasses import replace
 
@@ -13,8 +13,8 @@ from credit_dp.domain_parallel import DomainParallelManager, convert_to_domain_p
 from credit_dp.models.segments import Segment, SegmentedModel
 from credit_dp.training.parameter_shards import fsdp_mesh, shard_parameters
 from tests.ranks import RankError, on_processes
+from tests.training.meshes import ONE, Mesh, assert_same_trajectory, run_on_mesh, train_from_start
 from tests.training.runs import built, make_config, make_store, tiny_unet, train_on
-from tests.training.test_meshes import ONE, Mesh, assert_same, run, whole
 
 FSDP = Mesh(1, 2, 1, "fsdp2")
 
@@ -26,8 +26,8 @@ def config(tmp_path_factory) -> Config:
     return replace(config, data=replace(config.data, batch_size=8))
 
 
-def held(manager: DomainParallelManager, config: Config) -> tuple[int, int, int, int]:
-    """Numbers of this rank's shards, of the whole parameters and of the moments; FSDP's modules."""
+def held_numbers(manager: DomainParallelManager, config: Config) -> tuple[int, int, int, int]:
+    """Count this rank's shards, whole parameters and moments; list FSDP's modules."""
     training = built(config, manager)
     train_on(training)
     state = training.trainer.state
@@ -46,7 +46,7 @@ def fsdp2(config: Config, **options: object) -> Config:
 
 @pytest.mark.slow
 def test_each_data_rank_holds_its_share(config):
-    found = on_processes(2, held, fsdp2(config), domain=1)
+    found = on_processes(2, held_numbers, fsdp2(config), domain=1)
     assert sum(own for own, *_ in found) == found[0][1]
     for own, total, moments, modules in found:
         assert moments == own
@@ -58,7 +58,7 @@ def test_each_data_rank_holds_its_share(config):
 @pytest.mark.slow
 def test_replicas_over_the_domain_hold_the_same_share(config):
     sharded = replace(config, parallel=ParallelConfig(domain=2, data=2, data_mode="fsdp2"))
-    found = on_processes(4, held, sharded, domain=2)
+    found = on_processes(4, held_numbers, sharded, domain=2)
     assert found[0] == found[1]
     assert found[2] == found[3]
     assert found[0][0] + found[2][0] == found[0][1]
@@ -66,12 +66,14 @@ def test_replicas_over_the_domain_hold_the_same_share(config):
 
 def offloaded(manager: DomainParallelManager, config: Config):
     parallel = replace(config.parallel, cpu_offload=True)
-    return whole(manager, replace(config, parallel=parallel), None)
+    return train_from_start(manager, replace(config, parallel=parallel), None)
 
 
 @pytest.mark.slow
 def test_offloaded_parameters_train_the_same(config):
-    assert_same(run(FSDP, offloaded, config), run(ONE, whole, config, None))
+    assert_same_trajectory(
+        run_on_mesh(FSDP, offloaded, config), run_on_mesh(ONE, train_from_start, config, None)
+    )
 
 
 def in_bfloat16(manager: DomainParallelManager, config: Config):
@@ -88,7 +90,7 @@ def in_bfloat16(manager: DomainParallelManager, config: Config):
 
 
 @pytest.mark.slow
-def test_parameters_compute_in_the_dtype_asked_for_and_are_kept_in_their_own(config):
+def test_parameters_compute_in_the_configured_dtype_and_keep_their_own(config):
     config = replace(config, trainer=replace(config.trainer, dtype="float32"))
     (numbers, seen, kept), _ = on_processes(
         2, in_bfloat16, fsdp2(config, param_dtype="bfloat16", reduce_dtype="float32"), domain=1

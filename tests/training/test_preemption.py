@@ -33,21 +33,21 @@ def config(tmp_path):
 
 @pytest.fixture(autouse=True)
 def fresh():
-    """The process goes on after a test that has asked it to stop."""
+    """Clear the request to stop after each test."""
     yield
     for kind in signals.STOP_SIGNALS:
         signal.signal(kind, signal.SIG_DFL)
     signals._router.handler = None
 
 
-def of(manager: DomainParallelManager, config: Config) -> int:
-    """A whole run on these ranks; its exit code."""
+def train_run(manager: DomainParallelManager, config: Config) -> int:
+    """Train a whole run on these ranks, and return its exit code."""
     parallel = replace(config.parallel, domain=manager.domain_world_size)
     return run(replace(config, parallel=parallel), RankInfo(manager.rank, manager.world_size))
 
 
 def interrupted(manager: DomainParallelManager, config: Config, sent: int) -> int:
-    """The same, where the last rank is sent a signal in the middle of a step."""
+    """Train a run whose last rank gets a signal in the middle of a step."""
     update = Trainer.update
 
     def updated(self: Trainer, *arguments: Any) -> Any:
@@ -57,7 +57,7 @@ def interrupted(manager: DomainParallelManager, config: Config, sent: int) -> in
 
     Trainer.update = updated  # type: ignore[method-assign]
     try:
-        return of(manager, config)
+        return train_run(manager, config)
     finally:
         Trainer.update = update  # type: ignore[method-assign]
 
@@ -67,7 +67,7 @@ def on_ranks(ranks: int, fn: Callable[..., int], *args: Any) -> list[int]:
 
 
 def leaves(config: Config) -> tuple[list[dict[str, str]], Any]:
-    """The log but for its times, and the scores."""
+    """Return the log without times, and the scores."""
     folder = Path(config.run.dir)
     with (folder / "metrics.csv").open() as file:
         log = [
@@ -82,9 +82,9 @@ def leaves(config: Config) -> tuple[list[dict[str, str]], Any]:
     ("ranks", "sent"),
     [(1, signal.SIGTERM), (2, signal.SIGUSR1)],
 )
-def test_the_same_run_folder_goes_on(config, capfd, ranks, sent):
+def test_the_same_run_folder_resumes(config, capfd, ranks, sent):
     undisturbed = replace(config, run=replace(config.run, dir=f"{config.run.dir}-undisturbed"))
-    assert on_ranks(ranks, of, undisturbed) == [0] * ranks
+    assert on_ranks(ranks, train_run, undisturbed) == [0] * ranks
     capfd.readouterr()
     assert on_ranks(ranks, interrupted, config, sent) == [EXIT_PREEMPTED] * ranks
     folder = Path(config.run.dir)
@@ -94,12 +94,12 @@ def test_the_same_run_folder_goes_on(config, capfd, ranks, sent):
     saved = [path.name for path in (folder / "checkpoint").iterdir() if path.is_dir()]
     assert saved == [f"step-{ASKED:08}"]
     assert not (folder / "metrics.json").exists()
-    assert on_ranks(ranks, of, replace(config, resume="auto")) == [0] * ranks
+    assert on_ranks(ranks, train_run, replace(config, resume="auto")) == [0] * ranks
     assert leaves(config) == leaves(undisturbed)
 
 
 @pytest.mark.slow
-def test_a_signal_while_the_last_checkpoint_is_written_is_heeded(config, monkeypatch, capfd):
+def test_a_signal_while_the_last_checkpoint_is_written_stops_the_run(config, monkeypatch, capfd):
     wait = CheckpointSaver.wait
 
     def waited(self: CheckpointSaver) -> None:
@@ -109,16 +109,16 @@ def test_a_signal_while_the_last_checkpoint_is_written_is_heeded(config, monkeyp
 
     with monkeypatch.context() as patched:
         patched.setattr(CheckpointSaver, "wait", waited)
-        assert of(alone(), config) == EXIT_PREEMPTED
+        assert train_run(alone(), config) == EXIT_PREEMPTED
     assert "stopped after step 6" in " ".join(capfd.readouterr().out.split())
     scores = Path(config.run.dir) / "metrics.json"
     assert not scores.exists()
-    assert of(alone(), replace(config, resume="auto")) == 0
+    assert train_run(alone(), replace(config, resume="auto")) == 0
     assert scores.exists()
 
 
-def told(manager: DomainParallelManager) -> list[bool]:
-    """What a rank hears when only the last one is asked, before its third step."""
+def stops_requested(manager: DomainParallelManager) -> list[bool]:
+    """Return at each step whether a stop is requested; the last rank gets a signal at step 2."""
     heard = []
     with Preemption(manager) as preemption:
         for step in range(4):
@@ -134,7 +134,9 @@ def told(manager: DomainParallelManager) -> list[bool]:
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_all_ranks_hear_of_a_signal_to_one(ranks):
-    found = [told(alone())] if ranks == 1 else on_processes(ranks, told, domain=1)
+    found = (
+        [stops_requested(alone())] if ranks == 1 else on_processes(ranks, stops_requested, domain=1)
+    )
     assert found == [[False, False, True, True]] * ranks
 
 
@@ -152,7 +154,7 @@ def test_the_same_signal_is_ignored_when_it_comes_late():
         os.kill(os.getpid(), kind)
 
 
-def test_the_innermost_one_heeds():
+def test_the_innermost_one_gets_the_signal():
     outer: list[int] = []
     inner: list[int] = []
     with handle_stop(outer.append):

@@ -1,4 +1,4 @@
-"""A trace of some steps, in which what they consist of has a name."""
+"""A trace of some steps, whose parts have names."""
 
 import json
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Which code a run is made with."""
+"""The version of the code that a run records."""
 
 import subprocess
 

@@ -1,4 +1,4 @@
-"""Ranks that should hold equal parameters: equal bits pass, anything else is named on all ranks."""
+"""Replicas of parameters: equal bits pass, a difference is reported on all ranks."""
 
 from collections.abc import Callable
 
@@ -18,7 +18,7 @@ Change = Callable[[Parameters, int], None]
 
 
 def build(manager: DomainParallelManager) -> Parameters:
-    """Equal on all ranks of a pipeline position; the positions hold other names."""
+    """Build parameters: equal on all ranks of a stage, with other names on each stage."""
     torch.manual_seed(7)
     stage = f"stage{manager.pipeline_rank}"
     found = {
@@ -31,8 +31,8 @@ def build(manager: DomainParallelManager) -> Parameters:
     return found if manager.pipeline_rank == 0 else {**found, f"{stage}.more": torch.ones(2)}
 
 
-def said(manager: DomainParallelManager, change: Change | None = None) -> str:
-    """What the check says after one rank's parameters were changed."""
+def replica_error(manager: DomainParallelManager, change: Change | None = None) -> str:
+    """Return the error of the check after one rank's parameters were changed."""
     parameters = build(manager)
     if change is not None:
         change(parameters, manager.rank)
@@ -87,7 +87,7 @@ def one_more_on_3(parameters: Parameters, rank: int) -> None:
 
 @pytest.mark.parametrize(("domain", "pipeline"), [(2, 1), (4, 1), (1, 1), (2, 2), (1, 2)])
 def test_equal_parameters_pass(domain: int, pipeline: int) -> None:
-    assert on_processes(4, said, domain=domain, pipeline=pipeline) == [""] * 4
+    assert on_processes(4, replica_error, domain=domain, pipeline=pipeline) == [""] * 4
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_equal_parameters_pass(domain: int, pipeline: int) -> None:
 def test_one_flipped_bit_is_named_on_all_ranks(
     domain: int, pipeline: int, change: Change, parameter: str, ranks: str
 ) -> None:
-    lines = on_processes(4, said, change, domain=domain, pipeline=pipeline)
+    lines = on_processes(4, replica_error, change, domain=domain, pipeline=pipeline)
     assert lines == lines[:1] * 4
     assert lines[0].startswith(
         f"parallel.check_replicas_every: parameter {parameter} differs between {ranks} "
@@ -147,7 +147,7 @@ def test_one_flipped_bit_is_named_on_all_ranks(
 
 
 def test_many_that_differ_are_counted() -> None:
-    lines = on_processes(8, said, everywhere_else, domain=2)
+    lines = on_processes(8, replica_error, everywhere_else, domain=2)
     assert lines == lines[:1] * 8
     assert "between rank 0 (" in lines[0]
     assert "rank 3 (pipeline 0, data 1, domain 1) and 4 more after step 40" in lines[0]
@@ -161,14 +161,14 @@ def test_many_that_differ_are_counted() -> None:
         (one_more_on_3, "has 5 parameters and rank 3 (pipeline 0, data 1, domain 1) has 6"),
     ],
 )
-def test_other_names_are_told_and_nobody_hangs(change: Change, line: str) -> None:
-    lines = on_processes(4, said, change, domain=2)
+def test_other_names_are_reported_and_no_rank_hangs(change: Change, line: str) -> None:
+    lines = on_processes(4, replica_error, change, domain=2)
     assert lines == lines[:1] * 4
     assert line in lines[0]
 
 
 def shared_out(manager: DomainParallelManager, bad: int | None) -> str:
-    """FSDP over (domain, data), domain replicated; one rank's shard is changed."""
+    """Check FSDP over (domain, data), domain replicated, with one rank's shard changed."""
     shape = (manager.pipeline_parallel_size, manager.dp_world_size, manager.domain_world_size)
     grid = torch.arange(manager.world_size).view(shape).permute(0, 2, 1)
     mesh = DeviceMesh("cpu", grid, mesh_dim_names=("pipeline", "domain", "data"))

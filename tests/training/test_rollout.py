@@ -1,4 +1,4 @@
-"""Rollouts are trained through all their steps, on every mesh as on one process."""
+"""Training through all steps of a rollout, on every mesh as on one process."""
 
 from dataclasses import replace
 from typing import Any
@@ -17,6 +17,18 @@ from credit_dp.errors import UserError
 from credit_dp.training.forward_backward import ActivationCheckpointWrapper
 from credit_dp.training.loss import channel_weights
 from tests.ranks import on_processes
+from tests.training.masked_stores import sea_config
+from tests.training.meshes import (
+    CLIP,
+    HALF_WAY,
+    ONE,
+    Mesh,
+    assert_same_trajectory,
+    on_mesh,
+    run_on_mesh,
+    train_from_checkpoint,
+    train_from_start,
+)
 from tests.training.runs import (
     alone,
     built,
@@ -26,9 +38,6 @@ from tests.training.runs import (
     tiny_crossformer,
     tiny_unet,
 )
-from tests.training.seas import sea_config
-from tests.training.test_meshes import CLIP, HALF_WAY, ONE, Mesh, assert_same, on_mesh, rest, run
-from tests.training.test_meshes import whole as whole_run
 
 ROWS = 13  # no multiple of 2 or 3
 SCHEDULE = {0: 1, 2: 2, 4: 3}
@@ -75,7 +84,7 @@ def one_pass(manager: DomainParallelManager, config: Config) -> Found:
 
 
 def by_hand(config: Config) -> Found:
-    """The same from the definition: the store's own fields, one step after the other."""
+    """Compute the same by definition: the store's fields, one step after the other."""
     training = built(config, alone())
     ready: TrainingData = prepare_training_data(config.data)
     store, normaliser = ready.store, Normaliser.of(ready, torch.float64)
@@ -231,7 +240,7 @@ def reference(store):
                 rollout=SCHEDULE,
             )
             config = replace(config, data=replace(config.data, batch_size=4))
-            made[model] = config, run(ONE, whole_run, config, None)
+            made[model] = config, run_on_mesh(ONE, train_from_start, config, None)
         return made[model]
 
     return get
@@ -242,19 +251,21 @@ def test_growing_rollouts_train_as_on_one_process(reference, model, mesh, again)
     config, wanted = reference(model)
     assert min(norm for _, norm in wanted[0]) > CLIP
     config = replace_trainer(config, checkpoint_activations=again)
-    assert_same(run(mesh, whole_run, config, None), wanted)
+    assert_same_trajectory(run_on_mesh(mesh, train_from_start, config, None), wanted)
 
 
 @pytest.mark.slow
 def test_what_is_computed_again_is_the_same_bit_by_bit(reference):
     config, (numbers, weights) = reference("depth")
-    found = run(ONE, whole_run, replace_trainer(config, checkpoint_activations=True), None)
+    found = run_on_mesh(
+        ONE, train_from_start, replace_trainer(config, checkpoint_activations=True), None
+    )
     assert found[0] == numbers
     assert all(np.array_equal(found[1][name], weight) for name, weight in weights.items())
 
 
 def forwards(store, seas, again: bool) -> tuple[int, int]:
-    """Calls of the model in one pass, and elements that are kept until backward."""
+    """Return the calls of the model in one pass, and the elements saved for backward."""
     training = built(three_steps(store, seas, "plain", checkpoint_activations=again), alone())
     gradients, calls, kept = training.trainer.forward_backward, [], set()
     handle = training.trainer.state.parts[0].register_forward_hook(lambda *made: calls.append(1))
@@ -292,8 +303,8 @@ def test_resuming_between_two_lengths_changes_no_bit(store, tmp_path, again):
         rollout={0: 1, HALF_WAY + 1: 2, HALF_WAY + 2: 3},
         checkpoint_activations=again,
     )
-    numbers, weights = run(ONE, whole_run, config, tmp_path)
-    again_numbers, again_weights = run(ONE, rest, config, tmp_path)
+    numbers, weights = run_on_mesh(ONE, train_from_start, config, tmp_path)
+    again_numbers, again_weights = run_on_mesh(ONE, train_from_checkpoint, config, tmp_path)
     assert again_numbers == numbers[HALF_WAY:]
     assert all(np.array_equal(again_weights[name], weight) for name, weight in weights.items())
 

@@ -1,4 +1,4 @@
-"""Curves of the learning rate, where they go on from, and what weight decay acts on."""
+"""Learning-rate schedules, resuming them, and the parameters that weight decay acts on."""
 
 import math
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ from credit_dp.training.optim import (
     has_weight_decay,
     restore_schedule,
 )
-from tests.training.test_meshes import MODELS
+from tests.training.meshes import MODELS
 
 CONFIG = AdamWConfig(lr=0.1, final_lr=0.02, warmup_steps=2, decay_every=3, decay_factor=0.5)
 STEPS = 10
@@ -35,7 +35,7 @@ CURVES = {
 
 
 def rates(schedule: str, start: int = 0, count: int = 12, steps: int = STEPS) -> list[float]:
-    """The rates of steps from `start` on, the earlier ones taken by another optimiser."""
+    """Return the rates of steps from `start` on; another optimiser takes the earlier ones."""
     config = replace(CONFIG, schedule=schedule)
     optimiser = build_optimizer({"w": nn.Parameter(torch.ones(1))}, config)
     curve = build_schedule(optimiser, config, STEPS)
@@ -63,7 +63,7 @@ def test_rates_are_those_of_the_formula(schedule):
 
 @pytest.mark.parametrize("start", [1, 2, 6])
 @pytest.mark.parametrize("schedule", CURVES)
-def test_a_resumed_curve_goes_on_where_it_was(schedule, start):
+def test_a_resumed_schedule_continues(schedule, start):
     assert rates(schedule, start) == rates(schedule)[start:]
 
 
@@ -117,7 +117,7 @@ def scheduled(monkeypatch: pytest.MonkeyPatch, own: OwnScheduleConfig, steps: in
     return build_schedule(optimiser, CONFIG, steps)
 
 
-def test_a_schedule_of_ones_own_begins_after_the_warm_up(monkeypatch):
+def test_a_users_schedule_begins_after_the_warm_up(monkeypatch):
     schedule = scheduled(monkeypatch, Own(function=lambda step, steps: 1 - step / steps))
     found = []
     for _ in range(14):

@@ -29,7 +29,7 @@ class ThreadWorld:
         self.changed = threading.Condition()
 
     def meet(self, trade, number, given):
-        """What all ranks gave at a meeting, in rank order."""
+        """Return what all ranks passed to a meeting, in rank order."""
         ranks = len(self.bounds) - 1
         with self.changed:
             while len(self.meetings) <= number:
@@ -81,7 +81,7 @@ BOUNDS = {2: (0, 7, 12), 3: (0, 1, 5, 12), 4: (0, 3, 6, 9, 12)}
 
 
 def on_trading_threads(ranks, work):
-    """What `work(rank, trade)` returns or raises on each rank."""
+    """Return what `work(rank, trade)` returns or raises on each rank."""
     world = ThreadWorld(BOUNDS[ranks])
     results = [None] * ranks
 
@@ -101,7 +101,7 @@ def on_trading_threads(ranks, work):
 
 
 def take(path, count, rows, prefetch=2, trade=None, frames=1, **changes):
-    """So many batches of a rank's rows, and the bytes it read for them."""
+    """Return this number of batches of a rank's rows, and the bytes read for them."""
     ready = prepare_training_data(stores.config(path, **changes))
     sequence = SampleSequence(SAMPLES + 1 - frames, 2, seed=3)
     before = ready.store.bytes_read
@@ -309,7 +309,7 @@ def sequence_of(manager):
 
 
 def shared_on_rank(manager, path):
-    """Whether this rank's shared batches are those it reads alone, and how much it read."""
+    """Return whether shared batches equal those read alone, and the bytes read."""
     rows = manager.rows(12)
     reads = BatchSelection(inputs=manager.pipeline_rank == 0)
     ready = prepare_training_data(stores.config(path))
@@ -325,7 +325,7 @@ def shared_on_rank(manager, path):
 
 
 def broken_on_rank(manager, path):
-    """What ends a rank when one chunk cannot be read."""
+    """Return the error of a rank when one chunk can't be read."""
     ready = prepare_training_data(stores.config(path))
     (path / "temperature" / "c" / "3" / "0" / "0" / "0").write_bytes(b"short")
     trade = build_chunk_exchange(ready.store, manager)

@@ -1,4 +1,4 @@
-"""Zonal spectra: what their error is, what it can't see, and that its gradient is right."""
+"""The error of zonal spectra: definition, invariances and gradient."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""What is said before a run starts, and that the numbers in it are those that come true."""
+"""The summary before a run starts; its estimates are those that a run measures."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def config(tmp_path):
 
 
 def expected_and_measured(manager, config):
-    """Messages, bytes of rows, and those of a checkpoint: expected, and after a step."""
+    """Return messages, bytes of rows and of a checkpoint: estimated, and measured in a step."""
     training = built(config, manager)
     needs = estimate_run(config, prepare_training_data(config.data), training, manager)
     traffic = manager.transport.traffic
@@ -37,7 +37,7 @@ def expected_and_measured(manager, config):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [1, 2])
-def test_what_is_said_comes_true(config, steps):
+def test_the_estimate_is_what_is_measured(config, steps):
     config.trainer.rollout = {0: steps}
     expected, measured = on_processes(2, expected_and_measured, config)[0]
     # Later forecast steps also send home the gradient of what they start from.
@@ -70,7 +70,7 @@ def test_longer_rollouts_hold_more(config):
     assert held["moments"] == 2 * held["weights"]
 
 
-def test_the_pace_is_told_once(monkeypatch):
+def test_the_remaining_time_is_logged_once(monkeypatch):
     clock = iter(range(0, 10_000, 3))  # three seconds for each step
     monkeypatch.setattr(console.time, "monotonic", lambda: float(next(clock)))
     told = EtaMessage(step=5, total=105, per_epoch=40)
@@ -78,7 +78,7 @@ def test_the_pace_is_told_once(monkeypatch):
     assert lines == {25: "about 2 min for an epoch, done in about 4 min"}
 
 
-def test_a_run_of_few_steps_is_not_told():
+def test_a_run_of_few_steps_logs_no_remaining_time():
     told = EtaMessage(step=0, total=20, per_epoch=40)
     assert [told(step) for step in range(1, 21)] == [None] * 20
 

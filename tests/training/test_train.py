@@ -1,4 +1,4 @@
-"""A whole run: what it leaves, what it says, and that it can be resumed."""
+"""A whole run: its files and output, and resuming it."""
 
 import csv
 import json
@@ -155,7 +155,7 @@ def test_ranks_have_the_dates_of_rank_0_while_the_store_grows(config, tmp_path):
 
 
 def contents(folder: Path) -> dict[Path, bytes]:
-    """All but the log files, which grow."""
+    """Return all files but the logs, which grow."""
     files = (path for path in folder.rglob("*.*") if path.is_file())
     return {path: path.read_bytes() for path in files if path.parent.name != "logs"}
 
@@ -176,7 +176,7 @@ def test_a_finished_run_is_only_evaluated_again(config, capsys, steps):
 
 @pytest.mark.slow
 def test_scores_that_are_not_finite_end_a_run(config, monkeypatch):
-    """The checkpoint is there, and no file of scores."""
+    """The checkpoint exists, and no file of scores."""
     scores = held_out.evaluate
 
     def diverged(*arguments):

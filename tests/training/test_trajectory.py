@@ -6,49 +6,28 @@ import numpy as np
 import pytest
 import torch
 
-from credit_dp.config import Config, ModelConfig, PanguConfig
+from credit_dp.config import Config
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
 from credit_dp.training.checkpoint import load_checkpoint, save_checkpoint
 from tests.ranks import on_processes
 from tests.training.runs import (
+    TINY_MODELS,
     alone,
     built,
     make_config,
     make_store,
     step_records,
-    tiny_crossformer,
-    tiny_unet,
     train_on,
     weights,
 )
 
 Trajectory = tuple[list[tuple[float, float]], torch.Tensor]  # (loss, gradient norm), weights
 
-# Of 32, 33, 61 and 121 rows all but the first divide into no whole patches or windows.
-TINY_MODELS: dict[str, ModelConfig] = {
-    "unet": tiny_unet(),
-    "several frames": tiny_unet(
-        frames=2, squeeze_excite=True, global_conditioning=True, activation_checkpointing=True
-    ),
-    "next state": tiny_unet(residual=False),
-    "stochastic depth": tiny_unet(stochastic_depth=0.3),
-    "pangu": PanguConfig(
-        width=8,
-        depths=[1, 2, 1, 1],
-        heads=[1, 2, 2, 1],
-        patch=[2, 4, 4],
-        window=[2, 2, 2],
-        mlp_ratio=4,
-        stochastic_depth=0.3,
-    ),
-    "crossformer": tiny_crossformer(stochastic_depth=0.3),
-}
-
 
 @pytest.fixture(scope="session")
 def stores(tmp_path_factory):
-    """One store for each height, and what one process makes of it with each model."""
+    """Return a config and the trajectory on one process, with one store for each height."""
     paths: dict[int, Path] = {}
     made: dict[tuple[int, str], tuple[Config, Trajectory]] = {}
 
@@ -153,7 +132,7 @@ def test_losses_fall_and_weights_move(stores):
 
 
 def half_way(config: Config, path: Path) -> None:
-    """Leave a checkpoint after 5 of the 10 steps."""
+    """Save a checkpoint after 5 of the 10 steps."""
     training = built(config, alone())
     with training.loader:
         for record in step_records(training):
@@ -171,7 +150,7 @@ def test_five_and_five_steps_are_ten_steps_bit_by_bit(stores, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_on_another_mesh(stores, tmp_path):
+def test_a_run_resumes_on_another_mesh(stores, tmp_path):
     config, (numbers, vector) = stores(32)
     half_way(config, tmp_path / "checkpoint.pt")
     found = on_processes(2, go_on, config, tmp_path / "checkpoint.pt")

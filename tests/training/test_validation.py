@@ -1,4 +1,4 @@
-"""The validation RMSE: what it is, on any mesh, and that training does not notice it."""
+"""The validation RMSE: its value on any mesh; it does not change training."""
 
 from dataclasses import replace
 
@@ -39,14 +39,14 @@ def config(tmp_path):
 
 
 def validated(manager: DomainParallelManager, config: Config) -> float:
-    """The RMSE of untrained weights."""
+    """Return the RMSE of untrained weights."""
     training = built(config, manager)
     training.loader.close()
     return Validation(config, prepare_training_data(config.data), training, manager)()
 
 
 def trained(config: Config, validates: bool) -> tuple[torch.Tensor, torch.Tensor, list[float]]:
-    """Weights, random state and what was validated, after a run."""
+    """Return weights, random state and validation scores after a run."""
     training = built(config, alone())
     prepared = prepare_training_data(config.data)
     validation = Validation(config, prepared, training, alone()) if validates else None

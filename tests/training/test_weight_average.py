@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import credit_dp
@@ -15,16 +14,18 @@ from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.training.checkpoint import load_checkpoint, save_checkpoint
 from credit_dp.training.optim import WeightAverage
 from credit_dp.training.run_folder import resolved_yaml
-from tests.training.runs import alone, built, make_config, make_store, step_records
-from tests.training.test_meshes import (
+from tests.training.meshes import (
     HALF_WAY,
     ONE,
     Mesh,
     Trajectory,
-    assert_same,
-    run,
-    train,
+    assert_same_trajectory,
+    full_arrays,
+    record_trajectory,
+    run_on_mesh,
+    with_ema,
 )
+from tests.training.runs import alone, built, make_config, make_store, step_records
 
 
 def test_the_average_is_that_of_the_formula():
@@ -84,26 +85,22 @@ def config(tmp_path_factory):
     return with_ema(config, 0.8)
 
 
-def with_ema(config, decay):
-    return replace(config, optimizer=replace(config.optimizer, ema=decay))
-
-
 def of_forecasts(manager: DomainParallelManager, config, path: Path | None = None) -> Trajectory:
-    """The averages at the end, which forecasts have; before them a checkpoint is saved or read."""
+    """Return the averages at the end, which forecasts use; `path` is a checkpoint to resume."""
     training = built(config, manager)
     state = training.trainer.state
     if path is not None:
         load_checkpoint(path, state)
-    numbers, weights = train(training)
+    numbers, weights = record_trajectory(training)
     predicted_with(training)  # FSDP2 keeps what it has gathered for this
     with state.eval_mode():
         assert not any(part.training for part in state.parts)
-        averages = whole_tensors(state.trainable_parameters)
+        averages = full_arrays(state.trainable_parameters)
         predicted_with(training)
-        used = whole_tensors(state.trainable_parameters)
+        used = full_arrays(state.trainable_parameters)
         assert all(np.array_equal(used[name], averages[name]) for name in averages)
     assert all(part.training for part in state.parts)
-    again = whole_tensors(state.parameters)
+    again = full_arrays(state.parameters)
     assert all(np.array_equal(again[name], weights[name]) for name in weights)
     return numbers, averages
 
@@ -118,23 +115,13 @@ def predicted_with(training):
         training.forecast_step.model(x)
 
 
-def whole_tensors(parameters):
-    found = {}
-    for name, parameter in parameters.items():
-        assert isinstance(parameter, nn.Parameter)
-        value = parameter.detach()
-        value = value.full_tensor() if isinstance(value, DTensor) else value
-        found[name] = value.clone().numpy()  # FSDP2 frees the storage of its own
-    return found
-
-
 @pytest.fixture(scope="module")
 def wanted(config):
-    return run(ONE, of_forecasts, config)
+    return run_on_mesh(ONE, of_forecasts, config)
 
 
 def saved(manager: DomainParallelManager, config, path: Path) -> Trajectory:
-    """Train half of the way, save, and go on: the averages at the end."""
+    """Train to half way, save, train on; return the averages at the end."""
     training = built(config, manager)
     state = training.trainer.state
     numbers = []
@@ -144,19 +131,19 @@ def saved(manager: DomainParallelManager, config, path: Path) -> Trajectory:
             if record.step == HALF_WAY:
                 save_checkpoint(path, state, "")
     with state.eval_mode():
-        return numbers, whole_tensors(state.trainable_parameters)
+        return numbers, full_arrays(state.trainable_parameters)
 
 
 @pytest.mark.slow
 def test_forecasts_are_made_with_averages(config, wanted):
     numbers, averages = wanted
-    plain, weights = run(ONE, plainly, config)
+    plain, weights = run_on_mesh(ONE, plainly, config)
     assert plain == numbers
     assert all(not np.array_equal(averages[name], weights[name]) for name in weights)
 
 
 def plainly(manager: DomainParallelManager, config) -> Trajectory:
-    return train(built(with_ema(config, None), manager))
+    return record_trajectory(built(with_ema(config, None), manager))
 
 
 @pytest.mark.slow
@@ -170,15 +157,15 @@ def plainly(manager: DomainParallelManager, config) -> Trajectory:
     ids=str,
 )
 def test_averages_are_those_of_one_process(config, wanted, mesh, tmp_path):
-    assert_same(run(mesh, of_forecasts, config), wanted)
-    assert_same(run(mesh, saved, config, tmp_path), wanted)
-    numbers, averages = run(ONE, of_forecasts, config, tmp_path)
-    assert_same((numbers, averages), (wanted[0][HALF_WAY:], wanted[1]))
+    assert_same_trajectory(run_on_mesh(mesh, of_forecasts, config), wanted)
+    assert_same_trajectory(run_on_mesh(mesh, saved, config, tmp_path), wanted)
+    numbers, averages = run_on_mesh(ONE, of_forecasts, config, tmp_path)
+    assert_same_trajectory((numbers, averages), (wanted[0][HALF_WAY:], wanted[1]))
 
 
 @pytest.mark.slow
 def test_averages_of_offloaded_shares_are_the_same(config, wanted):
-    assert_same(run(Mesh(1, 2, 1, "fsdp2"), offloaded, config), wanted)
+    assert_same_trajectory(run_on_mesh(Mesh(1, 2, 1, "fsdp2"), offloaded, config), wanted)
 
 
 def offloaded(manager: DomainParallelManager, config) -> Trajectory:
@@ -197,7 +184,7 @@ def test_a_resumed_average_is_the_same_bit_for_bit(config, wanted, tmp_path):
 def test_a_checkpoint_without_averages_starts_them_from_its_weights(config, tmp_path):
     saved_plainly = with_ema(config, None)
     training = built(saved_plainly, alone())
-    train(training)
+    record_trajectory(training)
     save_checkpoint(tmp_path, training.trainer.state, "")
     again = built(config, alone())
     load_checkpoint(tmp_path, again.trainer.state)
@@ -219,7 +206,7 @@ def test_averages_of_a_checkpoint_are_left_out_without_ema(config, tmp_path):
 
 def test_an_export_has_the_averages(config, tmp_path):
     training = built(config, alone())
-    train(training)
+    record_trajectory(training)
     state = training.trainer.state
     save_checkpoint(tmp_path / "checkpoint", state, resolved_yaml(config))
     model = credit_dp.load(str(tmp_path)).model

@@ -1,0 +1,94 @@
+"""An override that does not parse is answered with a quoted one that means the same."""
+
+import shlex
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from credit_dp.cli.compose import Composer
+from credit_dp.cli.overrides import parse_overrides, quote, quoted_form, try_parse
+from credit_dp.errors import UserError
+from tests.cli.invocation import refusal
+
+printable = st.text(st.characters(min_codepoint=32, max_codepoint=126)).filter(
+    lambda text: "${" not in text
+)
+
+
+@given(printable)
+def test_any_text_can_be_quoted(text: str) -> None:
+    parsed = try_parse(f"data.store={quote(text)}")
+    assert parsed is not None
+    assert parsed.value() == text
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["a=b", "s3://bucket/x?v=1", "~/era5", "(a)", "a;b", "it's", 'say "a=b"', "a\\=b=", "é=1"],
+)
+def test_the_suggestion_parses_to_the_value(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    assert try_parse(f"data.store={value}") is None
+    line = refusal(monkeypatch, f"data.store={value}")
+    assert "the value needs quotes; write " in line
+    (typed,) = shlex.split(line.rpartition("needs quotes; write ")[2])
+    (parsed,) = parse_overrides([typed])
+    assert (parsed.key_or_group, parsed.value()) == ("data.store", value)
+
+
+def test_entries_of_a_list_are_quoted_one_by_one() -> None:
+    form = quoted_form("data.prognostic", "[a=b, c]")
+    assert form == 'data.prognostic=["a=b",c]'
+    (parsed,) = parse_overrides([form])
+    assert parsed.value() == ["a=b", "c"]
+
+
+def test_a_key_cannot_be_quoted() -> None:
+    with pytest.raises(UserError, match="can't be parsed"):
+        parse_overrides(["a b=c=d"])
+
+
+def test_a_table_takes_new_entries() -> None:
+    (override,) = parse_overrides(["loss.variable_weight.geopotential=2"])
+    assert override.input_line == "++loss.variable_weight.geopotential=2"
+
+
+@pytest.mark.parametrize(
+    ("text", "weights"),
+    [
+        ("loss.variable_weight={geopotential: 2}", {"geopotential": 2.0}),
+        ("loss.variable_weight={2m_temperature: 2}", {"2m_temperature": 2.0}),
+        ("loss.variable_weight={}", {}),
+        ("loss.variable_weight.geopotential=2", {"geopotential": 2.0}),
+    ],
+)
+def test_variables_can_be_weighted(text: str, weights: dict[str, float]) -> None:
+    overrides = [str(override.input_line) for override in parse_overrides([text])]
+    assert Composer("train").compose_config(overrides).loss.variable_weight == weights
+
+
+@pytest.mark.parametrize(
+    ("text", "layout"),
+    [
+        (
+            "parallel.layout={root:cpu,encoder:cpu,decoder:[cpu,cpu]}",
+            {"root": "cpu", "encoder": "cpu", "decoder": ["cpu", "cpu"]},
+        ),
+        ("parallel.layout={encoder.0:cuda:0}", {"encoder.0": "cuda:0"}),
+        (
+            "parallel.layout={root: cuda:0, head: [cuda:1, cuda:0]}",
+            {"root": "cuda:0", "head": ["cuda:1", "cuda:0"]},
+        ),
+        ("parallel.layout.root=cuda:0", {"root": "cuda:0"}),
+    ],
+)
+def test_modules_can_be_placed(text: str, layout: dict[str, object]) -> None:
+    overrides = [str(override.input_line) for override in parse_overrides([text])]
+    assert Composer("train").compose_config(overrides).parallel.layout == layout
+
+
+@pytest.mark.parametrize("text", ["seed=[1", "model=a=b", "optimizer.betas=[0.9", "nope=[1"])
+def test_nothing_is_suggested_that_would_be_refused(text: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse_overrides([text])
+    assert "write" not in str(caught.value)

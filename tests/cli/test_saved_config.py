@@ -1,0 +1,135 @@
+"""`--again`: a run's folder is enough to repeat the run."""
+
+import csv
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from credit_dp.cli.compose import Composer
+from credit_dp.cli.overrides import parse_overrides
+from credit_dp.cli.saved_config import hydra_literal, overrides_of_run
+from credit_dp.config import Config
+from credit_dp.errors import UserError
+from credit_dp.training.run_folder import RunFolder, resolved_yaml
+from tests.cli.invocation import answer, refusal
+from tests.training.runs import make_store
+
+ODD = [
+    "experiment=fast",
+    "model=unet_tiny",
+    "trainer.rollout={0: 1, 100: 2}",
+    "loss=huber",
+    "loss.variable_weight={2m_temperature: 0.5, geopotential: 1e-3}",
+    "parallel.layout={encoder.0: cpu}",
+    "logger.project='a \\'b\\' \"c\", d=e'",
+    "optimizer.ema=0.99",
+    "data.levels=[500, 850]",
+    "run.name=first",
+]
+
+
+def parsed(texts: Sequence[str]) -> list[str]:
+    return [str(override.input_line) for override in parse_overrides(texts)]
+
+
+def saved(folder: Path, *overrides: str) -> Config:
+    config = Composer("train").compose_config(parsed(overrides))
+    (folder / "config.yaml").write_text(f"# a comment\n{resolved_yaml(config)}")
+    return config
+
+
+def again(folder: Path, *overrides: str) -> Config:
+    composer = Composer("train")
+    earlier = overrides_of_run(str(folder), overrides, composer)
+    return composer.compose_config(parsed([*earlier, *overrides]))
+
+
+def test_the_config_is_the_same_but_for_the_folder(tmp_path: Path) -> None:
+    config = saved(tmp_path, *ODD)
+    assert again(tmp_path) == replace(config, run=again(tmp_path).run)
+    assert again(tmp_path).run.name is None
+
+
+@pytest.mark.slow
+def test_single_keys_and_groups_can_be_changed(tmp_path: Path) -> None:
+    config = saved(tmp_path, *ODD)
+    made = again(tmp_path, "seed=7", "model=pangu_small", "trainer.steps=6")
+    assert (made.seed, made.trainer.steps, made.model.name) == (7, 6, "pangu")
+    assert made.data == config.data
+
+
+@pytest.mark.slow
+def test_a_resumed_run_repeated_starts_from_the_beginning(tmp_path: Path) -> None:
+    saved(tmp_path, "run.name=first", "resume=auto")
+    assert again(tmp_path).resume is None
+
+
+@pytest.mark.slow
+def test_other_versions_are_noticed(tmp_path: Path) -> None:
+    config = saved(tmp_path)
+    text = resolved_yaml(config).replace("variable_weight: {}", "variable_weight: {}\n  new: 1")
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(UserError, match="new"):
+        again(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [(None, "there is no"), ("a: [", "can't be read"), ("a: 1", "is not the config of a run")],
+)
+def test_a_folder_without_a_run_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str | None, told: str
+) -> None:
+    if text is not None:
+        (tmp_path / "config.yaml").write_text(text)
+    assert told in refusal(monkeypatch, "--again", str(tmp_path))
+
+
+def test_an_experiment_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    saved(tmp_path)
+    line = refusal(monkeypatch, "--again", str(tmp_path), "experiment=fast")
+    assert line.startswith("experiment: --again sets every key")
+
+
+def test_literals() -> None:
+    assert hydra_literal({0: [1.5, None], "a": {"b": True}}) == "{0: [1.5, null], a: {b: true}}"
+    assert hydra_literal('a "b"') == '"a \\"b\\""'
+
+
+def losses(folder: Path) -> list[str]:
+    with RunFolder(folder).log.open() as file:
+        return [row["loss"] for row in csv.DictReader(file)]
+
+
+@pytest.mark.slow
+def test_the_printed_command_gives_the_same_losses(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    first, second = tmp_path / "first run", tmp_path / "second"
+    run = [
+        "data=zarr",
+        f"data.store='{make_store(tmp_path, 12)}'",
+        "data.prognostic=[geopotential,temperature]",
+        "data.dates.train=[2000-01-01,2000-01-03]",
+        "data.dates.valid=[2000-01-04T00,2000-01-04T06]",
+        "data.dates.test=[2000-01-04,2000-01-05]",
+        "model=unet_tiny",
+        "logger=csv",
+        "trainer.steps=3",
+        "trainer.log_every=1",
+        "trainer.evaluate_hours=[6]",
+        f"run.dir='{first}'",
+        "seed=11",
+    ]
+    code, out, _ = answer(monkeypatch, *run)
+    assert code == 0
+    command = RunFolder(first).config.read_text().splitlines()[0].removeprefix("# ")
+    assert f"once more    {command}" in out
+    program, name, *arguments = shlex.split(command)
+    assert (program, name) == ("credit-dp", "train")
+    assert answer(monkeypatch, *arguments, f"run.dir='{second}'")[0] == 0
+    assert losses(first) == losses(second)
+    assert len(losses(first)) == 3

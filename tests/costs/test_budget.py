@@ -1,0 +1,303 @@
+"""What `credit-dp plan` says of a mesh is what its ranks hold and send in a step."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from credit_dp.config import Config, ParallelConfig
+from credit_dp.costs.budget import plan_step
+from credit_dp.domain_parallel import DomainParallelManager
+from credit_dp.pipeline_parallel.pipeline import StageAction, peak_saved_bytes, schedule_actions
+from credit_dp.training.build import Training
+from tests.cli.invocation import SMALL, answer, plan
+from tests.ranks import on_processes
+from tests.training.runs import built, make_config, make_store, step_records, tiny_unet
+
+MICROS = {1: 2, 2: 4}  # of a step, by the ranks of the pipeline
+
+
+class Mesh(NamedTuple):
+    pipeline: int
+    data: int
+    domain: int
+    mode: str
+    schedule: str = "1f1b"
+
+
+class Sends(TorchDispatchMode):
+    """The bytes of this rank's messages, and of collectives the larger of what goes in and out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            sizes = [x.nbytes for x in tree_leaves(args) if isinstance(x, Tensor)]
+            name = func.name().removeprefix("c10d::")
+            self.bytes[name] += sum(sizes) if name == "send" else max(sizes, default=0)
+        return func(*args, **(kwargs or {}))
+
+
+def local(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def nbytes(tensors: Any) -> int:
+    return sum(local(x).nbytes for x in tensors)
+
+
+def order_noted(parts: tuple[nn.Module, ...]) -> list[tuple[bool, int]]:
+    """A list to which forwards and backwards of the parts are added as they run."""
+    order: list[tuple[bool, int]] = []
+
+    def forward(number: int, made: Any) -> None:
+        order.append((True, number))
+        first = next(x for x in tree_leaves(made) if x.requires_grad)
+        first.register_hook(lambda _: order.append((False, number)))
+
+    for number, part in enumerate(parts):
+        part.register_forward_hook(lambda m, x, made, number=number: forward(number, made))
+    return order
+
+
+def step_of(manager: DomainParallelManager, config: Config) -> dict[str, Any]:
+    """What a rank holds after its second step, and what it sent in it."""
+    training: Training = built(config, manager)
+    state = training.trainer.state
+    gradients: list[int] = []
+    state.optimizer.register_step_pre_hook(
+        lambda *_: gradients.append(nbytes(p.grad for p in state.parameters.values()))
+    )
+    with training.loader:
+        steps = step_records(training)
+        next(steps)
+        rows, order = manager.transport.traffic.bytes, order_noted(state.parts)
+        with Sends() as sends:
+            next(steps)
+    moments = (x for of in state.optimizer.state.values() for x in of.values() if x.ndim)
+    return {
+        "weights": nbytes(state.parameters.values()),
+        "moments": nbytes(moments),
+        "gradients": gradients[-1],
+        "rows": manager.transport.traffic.bytes - rows,
+        "sent": sends.bytes,
+        "order": order,
+    }
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    folder = tmp_path_factory.mktemp("store")
+    made = make_config(
+        make_store(folder, 9), folder / "run", tiny_unet(), steps=3, accumulate=2, log_every=100
+    )
+    return replace(made, data=replace(made.data, batch_size=8))
+
+
+def both(config: Config, mesh: Mesh) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """What ranks hold and send, and what the plan says that the fullest of each stage does."""
+    pipeline, data, domain, mode, schedule = mesh
+    parallel = ParallelConfig(
+        pipeline=pipeline, data=data, domain=domain, data_mode=mode, schedule=schedule
+    )
+    config = replace(config, parallel=parallel)
+    found = on_processes(
+        pipeline * data * domain, step_of, config, domain=domain, pipeline=pipeline
+    )
+    budgets = [budget for budget in plan_step(config).budgets if budget.mode == mode]
+    return found, [{"held": budget.held, "sent": budget.sent} for budget in budgets]
+
+
+SLOW = pytest.mark.slow
+MESHES = [
+    Mesh(1, 2, 2, "ddp"),
+    Mesh(1, 2, 2, "fsdp2"),
+    Mesh(2, 2, 1, "ddp"),
+    Mesh(2, 2, 1, "fsdp2", "interleaved"),
+    *(
+        pytest.param(mesh, marks=SLOW)
+        for mesh in (
+            Mesh(2, 2, 1, "fsdp2"),
+            Mesh(2, 2, 1, "fsdp2", "gpipe"),
+            Mesh(2, 1, 2, "fsdp2"),
+            Mesh(2, 1, 2, "ddp", "interleaved"),
+        )
+    ),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", MESHES, ids=lambda mesh: "-".join(map(str, mesh)))
+def test_the_plan_is_what_ranks_hold_and_send(config: Config, mesh: Mesh) -> None:
+    found, planned = both(config, mesh)
+    micros, shared = MICROS[mesh.pipeline], mesh.mode == "fsdp2"
+    size = mesh.data * mesh.domain
+    for stage, wanted in enumerate(planned):
+        ranks = found[stage * size : (stage + 1) * size]
+        held, sent = wanted["held"], wanted["sent"]
+        for item in ("weights", "moments"):
+            assert max(rank[item] for rank in ranks) == held[item]
+        # In a pipeline they are whole until they are shared out.
+        at_the_end = held["moments"] // 2 if shared else held["gradients"]
+        assert max(rank["gradients"] for rank in ranks) == at_the_end
+        rows = max(rank["rows"] for rank in ranks)
+        assert max(rank["sent"]["send"] for rank in ranks) - rows == sent["states"]
+        assert (rows > 0) == (sent["rows"] > 0) == (mesh.domain > 1)
+        for rank in ranks:
+            gathered = rank["sent"]["_allgather_base_"] * (mesh.data - 1) // mesh.data
+            assert gathered == sent["weights"]
+            order = schedule_actions(
+                mesh.schedule, stage, mesh.pipeline, micros, 1 + (mesh.schedule == "interleaved")
+            )
+            if mesh.pipeline > 1:
+                assert rank["order"] == [tuple(work) for work in order]
+        if shared:
+            by_kind = ranks[0]["sent"]
+            # Alone on its axis, a rank scatters nothing: what it holds goes to its domain at once.
+            scattered = by_kind["_reduce_scatter_base_"] if mesh.data > 1 else held["gradients"]
+            by_all = 2 * (mesh.domain - 1) * (scattered // mesh.data) // mesh.domain
+            if mesh.domain > 1:
+                assert by_kind["allreduce_"] >= scattered // mesh.data
+            assert sent["gradients"] == (mesh.data - 1) * scattered // mesh.data + by_all
+        else:
+            assert sent["gradients"] == 2 * (size - 1) * held["gradients"] // size
+
+
+@pytest.mark.slow
+def test_rows_are_those_of_all_micro_batches(config: Config) -> None:
+    mesh = replace(config, parallel=ParallelConfig(data=2, domain=2))
+    (once, _), (twice, _) = (
+        plan_step(replace(mesh, trainer=replace(config.trainer, accumulate=n))).budgets
+        for n in (2, 4)
+    )
+    assert once.sent["rows"] == pytest.approx(twice.sent["rows"], rel=0.1)
+    assert once.held["activations"] == pytest.approx(2 * twice.held["activations"], rel=0.02)
+    assert once.sent["gradients"] == twice.sent["gradients"]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "rank", "virtual", "most"),
+    [
+        ("gpipe", 0, 1, 8 * 5),
+        ("gpipe", 3, 1, 8 * 5),
+        ("1f1b", 0, 1, 4 * 5),
+        ("1f1b", 3, 1, 1 * 5),
+        # Narayanan et al. 2021, figure 4: the first rank has run 4 + 6 forwards before a backward.
+        ("interleaved", 0, 2, 7 * 5 + 4 * 7),
+    ],
+)
+def test_micro_batches_in_flight(schedule: str, rank: int, virtual: int, most: int) -> None:
+    order = schedule_actions(schedule, rank, 4, 8, virtual)
+    assert Counter(order) == {
+        StageAction(way, part): 8 for way in (True, False) for part in range(virtual)
+    }
+    assert peak_saved_bytes(order, [5, 7]) == most
+
+
+@pytest.mark.slow
+def test_cuts_of_a_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = (*SMALL, "parallel.pipeline=2", "data.batch_size=4")
+    code, out, err = plan(monkeypatch, *keys, "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    first, second = found["cuts"]
+    assert (first["first"], first["state_bytes"]) == ("stem", 0)
+    assert first["cost"] + second["cost"] == pytest.approx(1)
+    assert second["state_bytes"] > 0
+    assert found["bubble"] == pytest.approx(1 / 3)
+    assert found["input_shapes"][0][0] == 2
+    weights = [b["held"]["weights"] for b in found["budget"] if b["mode"] == "ddp"]
+    assert sum(weights) == found["parameter_bytes"]
+    code, out, _ = plan(monkeypatch, *keys, "parallel.stages=[head]")
+    assert code == 0
+    assert "\nhead " in out
+    assert "waits 33.3% of a step" in out
+
+
+@pytest.mark.slow
+def test_meshes_up_to_so_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    code, out, err = plan(monkeypatch, *SMALL, "--up-to", "20", "--memory", "0.001", "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    meshes = found["meshes"]
+    assert [(m["domain"], m["data"], m["rows"]) for m in meshes] == [
+        *((1, 20, 12), (2, 10, 6), (4, 5, 3), (8, 2, 1), (12, 1, 1))
+    ]
+    assert "Lower parallel.domain to 12 or less." in found["refused"]
+    kept = [m["budgets"][0]["held"]["activations"] for m in meshes]
+    assert kept == sorted(kept, reverse=True)
+    for mesh in meshes:
+        ddp, shared = mesh["budgets"]
+        assert ddp["held"]["weights"] >= (mesh["data"] - 1) * shared["held"]["weights"] / 2
+        fits = [b["mode"] for b in (ddp, shared) if sum(b["held"].values()) <= 0.001 * 2**30]
+        assert mesh["fits"] == fits
+    assert meshes[0]["fits"] == []
+    code, out, _ = plan(monkeypatch, *SMALL, "--up-to", "4")
+    assert code == 0
+    assert [line.split()[:2] for line in out.splitlines()[3:6]] == [
+        ["1", "4"],
+        ["2", "2"],
+        ["4", "1"],
+    ]
+    assert "No larger domain" not in out
+
+
+REFUSED = {
+    "no ranks": (["--up-to", "0"], "--up-to: needs at least 1 rank, got 0"),
+    "no number": (["--up-to", "many"], "argument --up-to: invalid int value: 'many'"),
+    "a domain": (
+        ["--up-to", "8", "parallel.domain=2"],
+        "--up-to: chooses the meshes of data x domain",
+    ),
+    "data ranks": (
+        ["--up-to", "8", "parallel.data=2"],
+        "--up-to: gives every mesh as many data ranks",
+    ),
+    "a pipeline": (["--up-to", "8", "parallel.pipeline=2"], "got parallel.pipeline=2"),
+    "memory of nothing": (["--memory", "40"], "--memory: needs --up-to, and more than 0 GiB"),
+    "no memory": (["--up-to", "8", "--memory", "0"], "more than 0 GiB, got 0"),
+    "micro-batches": (
+        ["parallel.data=2", "trainer.accumulate=4"],
+        "data.batch_size: each of 2 data ranks splits its 2 samples into 4 micro-batches",
+    ),
+    "an unknown segment": (
+        ["parallel.pipeline=2", "parallel.stages=[hed]"],
+        "parallel.stages: the model has no segment 'hed'. Did you mean head?",
+    ),
+    "too few micro-batches": (
+        ["parallel.pipeline=2", "parallel.microbatches=1"],
+        "parallel.microbatches: parallel.schedule=1f1b needs at least parallel.pipeline (2), got 1",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED.keys())
+def test_one_line(monkeypatch: pytest.MonkeyPatch, case: tuple[list[str], str]) -> None:
+    arguments, needed = case
+    code, out, err = answer(monkeypatch, "plan", *SMALL, *arguments, program="credit-dp")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert needed in err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "most"), [("unet_base", 91), ("crossformer_base", 50)])
+def test_era5_up_to_1024_ranks(monkeypatch: pytest.MonkeyPatch, model: str, most: int) -> None:
+    began = time.process_time()
+    keys = (f"model={model}", "data.grid=721x1440")
+    code, out, _ = plan(monkeypatch, *keys, "--up-to", "1024", "--json")
+    assert code == 0
+    assert time.process_time() - began < 180
+    last = json.loads(out)["meshes"][-1]
+    assert (last["domain"], last["data"]) == (most, 1024 // most)

@@ -1,0 +1,194 @@
+"""`prepare` is stopped, killed or out of disk at any point, and resumes."""
+
+import errno
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import zarr
+
+from credit_dp import files
+from credit_dp.data.rechunk import target
+from credit_dp.data.rechunk.run import RechunkJob, WorkerConfig
+from credit_dp.errors import UserError
+from tests.data import stores
+from tests.data.rechunk.requests import (
+    KILLS,
+    ROOT,
+    StoppedError,
+    after,
+    before_the_end,
+    prepared,
+    request,
+    run,
+    tree,
+)
+from tests.tier_cases import every
+
+# Stopped and started again
+
+
+STOPS: dict[str, Callable[[pytest.MonkeyPatch, int], None]] = {}
+
+
+def stop(
+    function: Callable[[pytest.MonkeyPatch, int], None],
+) -> Callable[[pytest.MonkeyPatch, int], None]:
+    STOPS[function.__name__] = function
+    return function
+
+
+def leave_temporaries(patch: pytest.MonkeyPatch) -> None:
+    """A killed process removes nothing; an error would."""
+    patch.setattr(files, "remove_if_possible", lambda path: None)
+
+
+@stop
+def before_a_shard_has_its_name(patch: pytest.MonkeyPatch, number: int) -> None:
+    replacing = after(number, os.replace, then=False)
+
+    def replace(old: Path, new: Path) -> None:
+        (replacing if Path(new).match("fields/c.*") else original)(old, new)
+
+    original = os.replace
+    patch.setattr(os, "replace", replace)
+    leave_temporaries(patch)
+
+
+@stop
+def in_the_middle_of_a_shard(patch: pytest.MonkeyPatch, number: int) -> None:
+    count = 0
+
+    def fsync(file: int) -> None:
+        nonlocal count
+        count += 1
+        if count == number + 1:  # one is the disk's test
+            os.ftruncate(file, 10)
+            raise StoppedError
+
+    patch.setattr(os, "fsync", fsync)
+    leave_temporaries(patch)
+
+
+@stop
+def between_metadata(patch: pytest.MonkeyPatch, number: int) -> None:
+    create = zarr.Group.create_array
+    patch.setattr(zarr.Group, "create_array", after(number, create, then=True))
+
+
+stop(before_the_end)
+
+
+@pytest.mark.parametrize("number", [1, 4])
+@pytest.mark.parametrize("name", every(2, STOPS))
+def test_stopped_and_started_again_equals_undisturbed(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int
+) -> None:
+    wanted = tree(prepared(small, tmp_path / "undisturbed.zarr"))
+    out = tmp_path / "out.zarr"
+    with monkeypatch.context() as patch:
+        STOPS[name](patch, number)
+        with pytest.raises(StoppedError):
+            prepared(small, out)
+    assert not out.exists()
+    again = run(RechunkJob(request(small, out)))
+    assert tree(out) == wanted
+    assert again.resumed is (name != "between_metadata")
+    assert {path.name for path in tmp_path.iterdir()} == {"in.zarr", "out.zarr", "undisturbed.zarr"}
+
+
+def test_a_full_disk_is_one_line(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    of = RechunkJob(request(small, tmp_path / "out.zarr"))
+    with monkeypatch.context() as patch:
+        patch.setattr(target, "_write_static", full)
+        with pytest.raises(UserError, match=r"cannot be written or read \(No space left"):
+            run(of)
+    assert prepared(small, tmp_path / "out.zarr").exists()
+
+
+def test_written_chunks_are_not_written_again(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out.zarr"
+    with monkeypatch.context() as patch:
+        before_a_shard_has_its_name(patch, 4)
+        with pytest.raises(StoppedError):
+            prepared(small, out)
+    written = []
+    replace = os.replace
+    monkeypatch.setattr(os, "replace", lambda a, b: (written.append(b.name), replace(a, b))[1])
+    again = RechunkJob(request(small, out))
+    told: list[int] = []
+    with again.locked():
+        assert again.num_done == 3
+        again.begin("lz4")
+        again.write_missing(told.append)
+        again.finish()
+    assert written == ["c.3.0.0.0", "c.4.0.0.0", "c.5.0.0.0", "c.6.0.0.0", "out.zarr"]
+    assert sum(told) == 7
+
+
+@pytest.mark.slow
+def test_stopped_while_replacing(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = tree(prepared(small, tmp_path / "undisturbed.zarr"))
+    out = prepared(small, tmp_path / "out.zarr", codec="none")
+    with monkeypatch.context() as patch:
+        patch.setattr(target.shutil, "rmtree", after(4, shutil.rmtree, then=False))
+        with pytest.raises(StoppedError):
+            prepared(small, out, overwrite=True)
+    assert tree(prepared(small, out, overwrite=True)) == wanted
+    assert {path.name for path in tmp_path.iterdir()} == {"in.zarr", "out.zarr", "undisturbed.zarr"}
+
+
+@pytest.mark.slow
+def test_processes_write_what_one_process_does(small: Path, tmp_path: Path) -> None:
+    wanted = tree(prepared(small, tmp_path / "one.zarr"))
+    assert tree(prepared(small, tmp_path / "three.zarr", workers=WorkerConfig(3))) == wanted
+
+
+@pytest.mark.slow
+def test_a_distributed_scheduler_does_it(small: Path, tmp_path: Path) -> None:
+    wanted = tree(prepared(small, tmp_path / "one.zarr"))
+    script = (
+        "from distributed import LocalCluster; import sys\n"
+        "c = LocalCluster(n_workers=1, threads_per_worker=1, processes=False,"
+        " dashboard_address=None, protocol='tcp', host='127.0.0.1')\n"
+        "print(c.scheduler_address, flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script], cwd=ROOT, stdin=-1, stdout=-1, stderr=-3, text=True
+    ) as cluster:
+        assert cluster.stdout is not None
+        address = cluster.stdout.readline().strip()
+        out = prepared(small, tmp_path / "far.zarr", workers=WorkerConfig(scheduler=address))
+        cluster.kill()
+    assert tree(out) == wanted
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments_equals_undisturbed(tmp_path: Path) -> None:
+    data = stores.dataset(rows=12, columns=8, steps=30)
+    store = stores.write(data, tmp_path / "in.zarr")
+    folder = tmp_path / "out"
+    folder.mkdir()
+    command = [sys.executable, "-m", "tests.data.rechunk.kill_prepare", str(store), str(folder)]
+    done = subprocess.run(
+        [*command, str(KILLS)], cwd=ROOT, capture_output=True, text=True, timeout=240
+    )
+    lines = done.stdout.splitlines()
+    assert len(lines) == KILLS, done.stderr
+    assert all(line.endswith("equal") for line in lines), done.stdout
+    partial = [line for line in lines if re.search(r"\d+ \d+ files", line)]
+    assert len(partial) > KILLS // 2, done.stdout

@@ -1,0 +1,229 @@
+import logging
+
+import numpy as np
+import pytest
+
+from credit_dp.data.channels import Channel
+from credit_dp.data.sources.anemoi import AnemoiSource
+from credit_dp.data.sources.multi import FilesSource, JoinedSource
+from credit_dp.data.sources.prepared import PreparedSource
+from credit_dp.data.sources.zarr import GriddedSource
+from credit_dp.data.store import Store
+from credit_dp.errors import UserError
+from tests.data import anemoi_stores, prepared_stores, stores
+
+DATA = stores.dataset(rows=11)
+UPPER = ["geopotential", "temperature", "land_sea_mask"]
+SURFACE = ["2m_temperature", "solar", "geopotential_at_surface"]
+CHANNELS = prepared_stores.channels_of(DATA)
+FIELDS = prepared_stores.stacked(DATA, CHANNELS)
+STATICS = [Channel("geopotential_at_surface"), Channel("land_sea_mask")]
+
+
+def written(data, path):
+    return GriddedSource.open(str(stores.write(data, path)))
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """Upper air at all times but the first two, the surface without the last one and the fifth."""
+    surface = DATA[SURFACE].isel(time=[0, 1, 2, 3, 5, 6, 7, 8, 9, 10]).sortby("latitude")
+    return [
+        written(DATA[UPPER].isel(time=slice(2, None)), tmp_path / "upper.zarr"),
+        written(surface, tmp_path / "surface.zarr"),
+    ]
+
+
+KEPT = [2, 3, 5, 6, 7, 8, 9, 10]
+
+
+@pytest.mark.parametrize("order", [list(range(8)), [6, 0, 7, 4, 3], [1, 2], [7]], ids=str)
+def test_fields_of_both_in_the_requested_order(pair, order):
+    source = JoinedSource(pair)
+    assert np.array_equal(source.times, DATA["time"].values[KEPT])
+    channels = [CHANNELS[place] for place in order]
+    for times in (slice(0, 8), slice(1, 6, 2), np.array([5, 1])):
+        fields = source.read(channels, times, slice(3, 9))
+        assert fields.dtype == np.float32
+        assert np.array_equal(fields, FIELDS[KEPT][times][:, order, 3:9])
+
+
+def test_statics_of_both(pair):
+    fields = JoinedSource(pair).read(STATICS, slice(0, 1), slice(0, 11))
+    assert np.array_equal(fields[0], [DATA[channel.variable].values for channel in STATICS])
+
+
+def test_levels_that_differ_are_refused_unless_some_are_chosen(tmp_path):
+    names = ["geopotential", "temperature"]
+    paths = [
+        str(stores.write(DATA[[name]].sel(level=levels), tmp_path / f"{name}.zarr"))
+        for name, levels in zip(names, ([500, 850], [850, 1000]), strict=True)
+    ]
+    asked = {"store": paths, "prognostic": names, "forcing": [], "static": []}
+    with pytest.raises(UserError, match="temperature has the levels 850, 1000, but geopotential"):
+        Store.open(stores.config(tmp_path, **asked))
+    store = Store.open(stores.config(tmp_path, **asked, levels=[850]))
+    assert store.channels.prognostic == (Channel("geopotential", 850), Channel("temperature", 850))
+    alone = Store.open(stores.config(tmp_path, **(asked | {"prognostic": names[1:]})))
+    assert alone.levels == [850, 1000]
+
+
+def test_bytes_add_up(pair):
+    source = JoinedSource(pair)
+    assert (source.bytes_read, source.chunk_reads) == (0, 0)
+    source.read([Channel("solar"), Channel("temperature", 500)], slice(0, 1), slice(0, 11))
+    assert pair[0].bytes_read == 3 * 11 * 8 * 4
+    assert source.bytes_read == (3 + 1) * 11 * 8 * 4
+    assert source.chunk_reads == 2
+
+
+def test_groups_keep_the_order(pair):
+    source = JoinedSource(pair)
+    order = [CHANNELS[place] for place in (0, 1, 6, 3, 4)]
+    groups = source.group_by_chunk(order)
+    assert groups == [order[:2], order[2:3], order[3:]]
+    assert source.times_per_file(CHANNELS[0]) == 1
+    assert source.chunk_shape(CHANNELS[0]) == pair[0].chunk_shape(CHANNELS[0])
+
+
+def test_the_first_store_that_has_a_variable_wins(tmp_path):
+    other = DATA.copy(deep=True)
+    other["2m_temperature"] += 1
+    other["solar"] = DATA["solar"].isel(longitude=0, drop=True)
+    first = written(other.drop_vars(["geopotential"]), tmp_path / "first.zarr")
+    source = JoinedSource([first, written(DATA, tmp_path / "second.zarr")])
+    assert set(source.variables) == set(DATA.data_vars)
+    # The first store's `solar` can't be read: it has no longitude.
+    assert first.variables["solar"].problem
+    assert not source.variables["solar"].problem
+    wanted = ["2m_temperature", "solar"]
+    channels = [*map(Channel, wanted), Channel("geopotential", 850)]
+    fields = source.read(channels, slice(4, 5), slice(0, 11))[0]
+    assert np.array_equal(fields[0], other["2m_temperature"].values[4])
+    assert np.array_equal(fields[1], DATA["solar"].values[4])
+    assert np.array_equal(fields[2], DATA["geopotential"].sel(level=850).values[4])
+
+
+def test_stores_of_different_forms(tmp_path):
+    some = DATA[["2m_temperature", "temperature"]]
+    path = prepared_stores.write(some, tmp_path / "p.zarr", static=False)
+    source = JoinedSource([PreparedSource.open(str(path)), written(DATA, tmp_path / "g.zarr")])
+    assert np.array_equal(source.read(CHANNELS, slice(0, 12), slice(2, 7)), FIELDS[:, :, 2:7])
+
+
+@pytest.mark.parametrize("along_time", [False, True])
+def test_a_datasets_own_names_are_found_among_others(tmp_path, along_time):
+    halves = [DATA.isel(time=slice(0, 6)), DATA.isel(time=slice(6, 12))]
+    parts = halves if along_time else [DATA]
+    paths = [tmp_path / f"{number}.zarr" for number in range(len(parts))]
+    sources = [
+        AnemoiSource.open(str(anemoi_stores.write(part, path)))
+        for part, path in zip(parts, paths, strict=True)
+    ]
+    if along_time:
+        source = FilesSource(sources, "*.zarr")
+    else:
+        source = JoinedSource([*sources, written(DATA[["solar"]], tmp_path / "solar.zarr")])
+    assert "z_500" not in list(source.variables)
+    channels = [Channel("z_500"), Channel("geopotential", 500)]
+    fields = source.read(channels, slice(4, 8), slice(0, 11))
+    assert np.array_equal(fields[:, 0], DATA["geopotential"].sel(level=500).values[4:8])
+    assert np.array_equal(fields[:, 1], fields[:, 0])
+
+
+def test_equal_times_say_nothing_and_others_how_many(pair, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    JoinedSource([pair[0], pair[0]])
+    assert caplog.messages == []
+    JoinedSource(pair)
+    assert [message.split(": ")[1].split(" times")[0] for message in caplog.messages] == [
+        "uses 8 of 10",
+        "uses 8 of 10",
+    ]
+
+
+def test_description_is_of_each_store(pair):
+    source = JoinedSource(pair)
+    described = source.description(["solar", "temperature"])
+    assert described == [pair[0].description(["temperature"]), pair[1].description(["solar"])]
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda data: data.isel(latitude=slice(0, 10)), "latitude is 10 values from 90 to -72"),
+        (lambda data: data.assign_coords(longitude=data.longitude + 1e-4), "longitude is 8 values"),
+    ],
+)
+def test_other_grids_are_refused(tmp_path, change, expected):
+    first = written(DATA[UPPER], tmp_path / "first.zarr")
+    data = change(stores.dataset(rows=11)[SURFACE])
+    if data.sizes["latitude"] == 10:
+        data = data.assign_coords(latitude=np.linspace(90, -72, 10))
+    other = written(data, tmp_path / "other.zarr")
+    with pytest.raises(UserError) as caught:
+        JoinedSource([first, other])
+    message = str(caught.value)
+    assert message.startswith(f"{other.where}: is not on the grid of {first.where}: its {expected}")
+
+
+@pytest.mark.parametrize("offset", [1e-9, 2e-5])  # float64's and float32's
+def test_grids_that_differ_by_rounding_are_joined(tmp_path, offset):
+    first = written(DATA[UPPER], tmp_path / "first.zarr")
+    data = DATA[SURFACE].assign_coords(longitude=DATA.longitude + offset)
+    assert JoinedSource([first, written(data, tmp_path / "other.zarr")]).grid == (11, 8)
+
+
+def test_no_times_in_common(tmp_path):
+    parts = [
+        written(DATA[UPPER].isel(time=slice(0, 6)), tmp_path / "first.zarr"),
+        written(DATA[SURFACE].isel(time=slice(6, 12)), tmp_path / "other.zarr"),
+    ]
+    with pytest.raises(UserError) as caught:
+        JoinedSource(parts)
+    assert "2000-01-02T06:00" in str(caught.value)
+    assert str(caught.value).endswith("Change data.store.")
+
+
+FORMS = {
+    "prepared": lambda folder: [prepared_stores.write(DATA, folder / "a.zarr")],
+    "anemoi": lambda folder: [anemoi_stores.write(DATA, folder / "a.zarr")],
+    "gridded and anemoi": lambda folder: [
+        stores.write(DATA[UPPER], folder / "a.zarr"),
+        anemoi_stores.write(DATA, folder / "b.zarr"),
+    ],
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_run_sees_the_same_whatever_the_form(tmp_path, form):
+    entries = [str(path) for path in FORMS[form](tmp_path)]
+    settings = stores.config(tmp_path / "none", store=entries if len(entries) > 1 else entries[0])
+    store = Store.open(settings)
+    first = Store.open(stores.config(stores.write(DATA, tmp_path / "gridded.zarr")))
+    assert store.channels == first.channels
+    when = DATA["time"].values[[3, 4]]
+    for rows in (slice(0, 4), slice(4, 11)):
+        assert np.array_equal(store.read_states(when, rows), first.read_states(when, rows))
+        assert np.array_equal(store.read_forcing(when, rows), first.read_forcing(when, rows))
+        assert np.array_equal(store.read_static(rows), first.read_static(rows))
+
+
+def test_chunks_are_numbered_across_files_and_stores(tmp_path):
+    """No chunk reaches from one file into the next, or from one store into the other."""
+    spans = slice(0, 5), slice(5, 12)
+    files = [
+        GriddedSource.open(
+            str(stores.write(DATA.isel(time=span), tmp_path / f"{n}.zarr", chunks={"time": 3}))
+        )
+        for n, span in enumerate(spans)
+    ]
+    source, channel = FilesSource(files, "*.zarr"), Channel("temperature", 500)
+    numbers = source.chunk_numbers(channel, np.arange(12))
+    assert numbers.tolist() == [0, 0, 0, 1, 1, 2, 2, 2, 3, 3, 3, 4]
+    assert source.chunk_numbers(channel, np.array([4, 5])).tolist() == [1, 2]
+    later = stores.write(DATA[SURFACE].isel(time=slice(2, None)), tmp_path / "later.zarr")
+    joined = JoinedSource([GriddedSource.open(str(later)), source])
+    assert joined.chunk_numbers(channel, np.arange(10)).tolist() == numbers[2:].tolist()
+    of_first = joined.chunk_numbers(Channel("solar"), np.arange(10))
+    assert of_first.tolist() == list(range(10))

@@ -1,0 +1,146 @@
+"""Devices, data ranks and threads are chosen before any process starts."""
+
+import os
+import sys
+from collections.abc import Mapping
+
+import pytest
+import torch
+
+from credit_dp.config import ParallelConfig
+from credit_dp.distributed import RankInfo, placement, worker
+from credit_dp.distributed.launcher import Launcher
+from credit_dp.errors import UserError
+from tests.distributed.launch_program import small_config
+
+
+def under(world: int, local: int | None = None) -> Launcher:
+    return Launcher("torchrun", RankInfo(0, world, 0, local or world), "127.0.0.1", 1)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "device", "domain", "data", "expected"),
+    [
+        (0, "auto", 3, None, ("cpu", 1)),
+        (0, "auto", 1, 2, ("cpu", 2)),
+        (8, "auto", 2, None, ("cuda", 4)),
+        (8, "auto", 4, 1, ("cuda", 1)),
+        (8, "cpu", 4, None, ("cpu", 1)),
+        (5, "cuda", 2, None, ("cuda", 2)),
+    ],
+)
+def test_alone(
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: int,
+    device: str,
+    domain: int,
+    data: int | None,
+    expected: tuple[str, int],
+) -> None:
+    monkeypatch.setattr(placement, "count_visible_gpus", lambda: gpus)
+    config = small_config("", domain, data)
+    config.device = device
+    found = placement.resolve_ranks(config, None)
+    assert (found.device, found.parallel.data) == expected
+
+
+def test_torch_counts_gpus_only_where_there_can_be_any(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(placement, "GPU_FILES", (str(tmp_path / "driver"),))
+    assert placement.count_visible_gpus() == (0 if sys.platform == "linux" else 3)
+    (tmp_path / "driver").touch()
+    assert placement.count_visible_gpus() == 3
+
+
+def test_a_launchers_ranks_are_all_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert placement.resolve_ranks(small_config("", 2), under(8)).parallel.data == 4
+    assert placement.resolve_ranks(small_config("", 2, 4), under(8)).parallel.data == 4
+    monkeypatch.setattr(placement, "count_visible_gpus", lambda: 4)
+    config = small_config("", 2)
+    config.device = "cuda"
+    assert placement.resolve_ranks(config, under(8, 4)).parallel.data == 4
+
+
+@pytest.mark.parametrize(
+    ("gpus", "device", "domain", "data", "launcher", "line"),
+    [
+        (2, "auto", 4, None, None, "parallel.domain: 4 ranks on this machine need 4 GPUs"),
+        (4, "cuda", 2, 3, None, "6 ranks on this machine need 6 GPUs"),
+        (0, "cuda", 1, None, None, "device: needs a GPU"),
+        (0, "cpu", 3, None, under(4), "started 4 ranks, .* multiple of 3. Start 3 or 6 ranks"),
+        (0, "cpu", 3, None, under(2), "multiple of 3. Start 3 ranks"),
+        (0, "cpu", 2, 1, under(4), "parallel.data: torchrun started 4 ranks"),
+        (0, "cpu", 1, 3, None, "data.batch_size: needs a multiple of the 3 data ranks, got 4"),
+    ],
+)
+def test_what_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: int,
+    device: str,
+    domain: int,
+    data: int | None,
+    launcher: Launcher | None,
+    line: str,
+) -> None:
+    monkeypatch.setattr(placement, "count_visible_gpus", lambda: gpus)
+    config = small_config("", domain, data)
+    config.device = device
+    with pytest.raises(UserError, match=line):
+        placement.resolve_ranks(config, launcher)
+
+
+@pytest.mark.parametrize(
+    ("threads", "environment", "expected"),
+    [
+        (None, {}, 4),
+        (3, {"OMP_NUM_THREADS": "7"}, 3),
+        (None, {"OMP_NUM_THREADS": "7"}, 7),
+        (None, {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none"}, 4),
+        (None, {"SLURM_CPUS_PER_TASK": "6", "SLURM_STEP_ID": "0"}, 6),
+    ],
+)
+def test_threads(
+    monkeypatch: pytest.MonkeyPatch,
+    threads: int | None,
+    environment: Mapping[str, str],
+    expected: int,
+) -> None:
+    monkeypatch.setattr(placement.os, "sched_getaffinity", lambda _: set(range(8)))
+    config = ParallelConfig(domain=2, threads=threads)
+    assert placement.threads_per_rank(config, RankInfo(0, 2, 0, 2), environment) == expected
+
+
+@pytest.mark.parametrize("given", [None, "3"])
+def test_a_run_leaves_the_environment_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, given: str | None
+) -> None:
+    """Otherwise a sweep's second run would take the first one's threads for a user's setting."""
+    before = torch.get_num_threads()
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    if given is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    try:
+        with worker.limit_threads(2):
+            assert (os.environ["OMP_NUM_THREADS"], torch.get_num_threads()) == ("2", 2)
+        assert os.environ.get("OMP_NUM_THREADS") == given
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_settings_of_fsdp2_need_data_ranks() -> None:
+    config = small_config("", 1)
+    config.parallel = ParallelConfig(pipeline=2, data_mode="fsdp2", cpu_offload=True)
+    with pytest.raises(UserError, match=r"parallel\.cpu_offload: needs at least two data or dom"):
+        placement.resolve_ranks(config, None)
+
+
+def test_gpus_of_a_layout_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(placement, "count_visible_gpus", lambda: 4)
+    config = small_config("", 1, None)
+    config.device = "cuda"
+    config.parallel = ParallelConfig(layout={"root": "cuda:0", "decoder": "cuda:1"})
+    assert placement.resolve_ranks(config, None).parallel.data == 2
+    assert placement.gpu_index(config.parallel, RankInfo(1, 2, 1, 2)) == 2
+    config.parallel = ParallelConfig(layout={"root": "cuda:5"})
+    with pytest.raises(UserError, match=r"parallel\.layout: counts 6 GPUs .* torch sees 4"):
+        placement.resolve_ranks(config, None)

@@ -1,0 +1,216 @@
+"""Transposed convolutions on bands equal those of the whole globe, whatever their options."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from credit_dp.domain_parallel import (
+    DomainParallelConvTranspose1d,
+    DomainParallelConvTranspose2d,
+    DomainParallelConvTranspose3d,
+    convert_to_domain_parallel,
+    shard_tensor,
+)
+from credit_dp.domain_parallel.convert import (
+    _needs_halo_conv_transpose2d,
+    _needs_halo_conv_transpose3d,
+)
+from credit_dp.errors import UserError
+from tests.domain_parallel.equality import assert_same_as_whole_globe
+from tests.domain_parallel.models import Moved
+from tests.ranks import PROCESSES, on_processes, on_threads
+
+CONVS = {1: nn.ConvTranspose1d, 2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
+# Settings along the other dimensions: columns last, times or levels first.
+OTHERS = {
+    "kernel_size": (3, 2),
+    "stride": (1, 2),
+    "padding": (1, 0),
+    "output_padding": (0, 1),
+    "dilation": (2, 1),
+}
+
+
+def _settings(spatial, **along_rows):
+    """Return a setting of all spatial dimensions, the rows' at its index."""
+    return {
+        key: (*OTHERS[key][: spatial - 2], row, OTHERS[key][1]) if spatial > 1 else (row,)
+        for key, row in along_rows.items()
+    }
+
+
+@st.composite
+def cases(draw, spatial):
+    """Options, and a height at which no rank is without a row, going in or coming out."""
+    ranks = draw(st.sampled_from([2, 3, 4, 8]))
+    kernel, stride, dilation = (
+        draw(st.integers(1, 6)),
+        draw(st.integers(1, 4)),
+        draw(st.integers(1, 3)),
+    )
+    padding, extra = draw(st.integers(0, 3)), draw(st.integers(0, max(stride, dilation) - 1))
+    options = _settings(
+        spatial,
+        kernel_size=kernel,
+        stride=stride,
+        padding=padding,
+        output_padding=extra,
+        dilation=dilation,
+    )
+    options |= {"groups": draw(st.sampled_from([1, 2])), "bias": draw(st.booleans())}
+    added = dilation * (kernel - 1) + 1 + extra - 2 * padding
+    least = max(ranks, -(-(ranks - added) // stride) + 1)
+    return ranks, options, least + draw(st.integers(0, 10))
+
+
+def _conv(spatial, options):
+    conv = CONVS[spatial](2, 4, **options)
+    return conv if spatial > 1 else Moved(conv, "columns")
+
+
+def _shape(spatial, height, batch=(2,)):
+    return (*batch, 2, *(2,) * (spatial - 2), height, 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spatial", [1, 2, 3])
+@given(data=st.data())
+def test_conv_transpose(spatial, data):
+    ranks, options, height = data.draw(cases(spatial))
+    args = (_conv, (spatial, options), _shape(spatial, height))
+    on_threads(ranks, assert_same_as_whole_globe, *args)
+
+
+@pytest.mark.parametrize("spatial", [1, 2, 3])
+@pytest.mark.parametrize(("kernel", "stride"), [(4, 2), (2, 5), (7, 1)])
+@pytest.mark.parametrize("ranks", [4, pytest.param(8, marks=pytest.mark.slow)])
+def test_one_row_per_rank(spatial, kernel, stride, ranks):
+    options = _settings(spatial, kernel_size=kernel, stride=stride)
+    args = (_conv, (spatial, options), _shape(spatial, ranks))
+    on_threads(ranks, assert_same_as_whole_globe, *args)
+
+
+def test_bands_that_no_input_reaches():
+    options = _settings(2, kernel_size=1, stride=1, dilation=5, output_padding=4)
+    on_threads(8, assert_same_as_whole_globe, _conv, (2, options), _shape(2, 8))
+
+
+def test_without_a_batch():
+    options = _settings(2, kernel_size=4, stride=2, padding=1)
+    on_threads(3, assert_same_as_whole_globe, _conv, (2, options), _shape(2, 11, ()))
+
+
+CASES = {
+    "even kernel, no padding": (4, 2, 0),
+    "odd kernel": (3, 2, 1),
+    "upsampling": (2, 2),
+    "output padding": (3, 2, 1, 1),
+    "dilated": (3, 2, 1, 1, 1, True, 2),
+    "stride beyond the kernel": (2, 5, 1, 3),
+    "more padding than kernel": (2, 3, 4),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("ranks", PROCESSES)
+def test_on_gloo_ranks(ranks, name):
+    args = (nn.ConvTranspose2d, (2, 4, *CASES[name]), (2, 2, 17, 5))
+    on_processes(ranks, assert_same_as_whole_globe, *args)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", PROCESSES)
+def test_conv_transpose_3d_and_1d_on_gloo_ranks(ranks):
+    args = (nn.ConvTranspose3d, (2, 4, (2, 4, 4), (2, 4, 4)), (1, 2, 2, 13, 3))
+    on_processes(ranks, assert_same_as_whole_globe, *args)
+    args = (_conv, (1, {"kernel_size": 5, "stride": 3}), (1, 2, 13, 3))
+    on_processes(ranks, assert_same_as_whole_globe, *args)
+
+
+@pytest.mark.parametrize(
+    ("move", "conv"),
+    [
+        ("samples", lambda: nn.ConvTranspose1d(2, 4, 4, 2)),
+        ("turned", lambda: nn.ConvTranspose2d(2, 4, (4, 1), (2, 1))),
+        ("times", lambda: nn.ConvTranspose3d(2, 4, (1, 1, 3))),
+        ("nothing", lambda: nn.ConvTranspose2d(2, 4, (1, 3))),
+    ],
+)
+def test_rows_elsewhere_than_where_the_kernel_is(move, conv):
+    on_threads(3, assert_same_as_whole_globe, lambda: Moved(conv(), move), (), (2, 2, 9, 6))
+
+
+@pytest.mark.parametrize(
+    "conv",
+    [nn.ConvTranspose2d(2, 4, (1, 2), (1, 2)), nn.ConvTranspose2d(2, 4, 1, (1, 2), 0, (0, 1))],
+)
+def test_rows_under_another_side_of_the_kernel_are_refused(conv):
+    def refused(manager):
+        with pytest.raises(UserError, match="mixes rows"):
+            convert_to_domain_parallel(
+                Moved(copy.deepcopy(conv), "turned"), manager, input_shape=(2, 2, 9, 6)
+            )
+
+    on_threads(3, refused)
+
+
+def _sent(manager, conv, shape):
+    convert_to_domain_parallel(
+        model := nn.Sequential(copy.deepcopy(conv)), manager, input_shape=shape
+    )
+    x = shard_tensor(torch.zeros(shape), manager=manager).requires_grad_()
+    model(x).sum().backward()
+    return manager.transport.traffic.messages
+
+
+@pytest.mark.parametrize(
+    ("conv", "shape", "messages"),
+    [
+        (nn.ConvTranspose2d(2, 4, 2, 2), (1, 2, 9, 3), 0),
+        (nn.ConvTranspose3d(2, 4, (2, 4, 4), (2, 4, 4)), (1, 2, 2, 9, 3), 0),
+        (nn.ConvTranspose3d(2, 4, (2, 4, 4), (2, 2, 4), (0, 1, 0)), (1, 2, 2, 9, 3), 4),
+    ],
+)
+def test_what_is_sent(conv, shape, messages):
+    # Of three ranks, the one in the middle: to both sides, forward and backward, or to none.
+    assert on_threads(3, _sent, conv, shape)[1] == messages
+
+
+def _output_size(manager):
+    layer = DomainParallelConvTranspose2d(nn.ConvTranspose2d(1, 1, 3, 2, 1), manager=manager)
+    with pytest.raises(UserError, match="ConvTranspose2d: output_size has no meaning on a band"):
+        layer(torch.zeros(1, 1, 4, 4), output_size=[8, 8])
+
+
+def test_output_size_is_refused():
+    on_threads(2, _output_size)
+
+
+def _half_precision(manager):
+    conv = nn.ConvTranspose2d(2, 4, 2, 5)  # rows that no input reaches hold the bias alone
+    convert_to_domain_parallel(model := nn.Sequential(conv), manager, input_shape=(1, 2, 6, 3))
+    x = shard_tensor(torch.ones(1, 2, 6, 3), manager=manager)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(x).dtype == conv(x).dtype == torch.bfloat16
+
+
+def test_the_type_of_numbers_is_that_of_the_layer():
+    on_threads(4, _half_precision)
+
+
+def test_attributes_and_rules():
+    up = DomainParallelConvTranspose2d(nn.ConvTranspose2d(1, 1, 4, 2, 1))
+    assert (up.halo_width, up.halo_exchange.halo_width, up.shard_dim) == (1, 1, -2)
+    patches = DomainParallelConvTranspose3d(nn.ConvTranspose3d(1, 1, (2, 4, 4), (2, 4, 4)))
+    assert (patches.halo_width, patches.shard_dim, patches.dim) == (0, 3, -2)
+    assert DomainParallelConvTranspose1d(nn.ConvTranspose1d(1, 1, 4, 2)).dim == -1
+    assert not _needs_halo_conv_transpose3d(patches.conv)
+    assert _needs_halo_conv_transpose3d(nn.ConvTranspose3d(1, 1, (1, 3, 1)))
+    assert _needs_halo_conv_transpose2d(up.conv)
+    assert not _needs_halo_conv_transpose2d(nn.ConvTranspose2d(1, 1, 2, 2))

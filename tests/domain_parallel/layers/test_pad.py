@@ -1,0 +1,191 @@
+"""Padding of bands equals padding of the whole globe."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import nn
+
+from credit_dp.domain_parallel import convert_to_domain_parallel, gather_tensor, shard_tensor
+from credit_dp.domain_parallel.layers import DomainParallelPad, DomainParallelPolePad
+from credit_dp.errors import UserError
+from credit_dp.models.blocks import POLE_PADDINGS, PolePad
+from tests.domain_parallel.equality import assert_same_as_whole_globe, error
+from tests.domain_parallel.models import Moved
+from tests.ranks import PROCESSES, RankError, on_processes, on_threads
+
+RANKS = st.sampled_from([2, 3, 4, 8])
+KINDS = ["Zero", "Constant", "Reflection", "Replication", "Circular"]
+MOVES = {1: "columns", 2: "nothing", 3: "times"}
+
+
+def _model(kind, args, move="nothing"):
+    return Moved(kind(*args), move)
+
+
+@pytest.mark.slow
+@given(
+    ranks=RANKS,
+    kind=st.sampled_from(KINDS),
+    spatial=st.integers(1, 3),
+    more=st.integers(0, 8),
+    data=st.data(),
+)
+def test_pad(ranks, kind, spatial, more, data):
+    """Any widths that torch takes: wider than a band, negative, north and south apart."""
+    height = ranks + more
+    side = st.integers(-3, height + (3 if kind in ("Zero", "Constant", "Replication") else 0))
+    rows = (data.draw(side), data.draw(side))
+    columns = (data.draw(st.integers(-1, 2)), data.draw(st.integers(0, 3)))
+    sides = {1: rows, 2: columns + rows, 3: (*columns, 0, 0, *rows)}[spatial]
+    args = (sides, 1.5) if kind == "Constant" else (sides,)
+    module = getattr(nn, f"{kind}Pad{spatial}d")
+    assume(height + sum(rows) >= ranks)
+    if kind == "Reflection":
+        assume(max(rows) < height)
+    if kind == "Circular":  # what torch wraps around is what cropping leaves
+        assume(max(rows) <= height + min(0, *rows))
+    model = (module, args, MOVES[spatial])
+    on_threads(ranks, assert_same_as_whole_globe, _model, model, (2, 2, height, 4))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ranks", PROCESSES)
+def test_pad_on_processes(kind, ranks):
+    """Rows of two bands beyond each pole; of four ranks three have a single row."""
+    sides = (1, 2, 3, 2)
+    args = (sides, -0.5) if kind == "Constant" else (sides,)
+    for planned in (True, False):
+        on_processes(
+            ranks, assert_same_as_whole_globe, _model, (getattr(nn, f"{kind}Pad2d"), args),
+            (2, 2, 5, 5), 1e-12, 0.0, planned,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["Zero", "Reflection", "Replication"])
+@pytest.mark.parametrize("move", ["channels", "samples"])
+def test_rows_apart(kind, move):
+    spatial = 1 if move == "samples" else 2
+    model = (getattr(nn, f"{kind}Pad{spatial}d"), (1,), move)
+    on_threads(3, assert_same_as_whole_globe, _model, model, (2, 3, 7, 4))
+
+
+def _padded(manager, x, cotangent, args):
+    band = shard_tensor(x, manager=manager).requires_grad_()
+    made = DomainParallelPad(*args, manager=manager)(band)
+    made.backward(shard_tensor(cotangent, manager=manager))
+    return gather_tensor(made.detach(), manager=manager), gather_tensor(band.grad, manager=manager)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ((1, 2, 3, 4),),
+        ((0, 0, 3, 4), "constant", -torch.inf),
+        ((0, 0, -2, 1), "reflect"),
+        ((2, 2, 8, 0), "circular"),
+        ((0, 0, 9, 9, 1, 0), "replicate"),
+        ((0, 0, 0, 0, 2, 1, 1, 0),),  # channels and samples too
+        ((2, 2),),  # columns only
+    ],
+)
+def test_pad_by_hand(args):
+    x = torch.randn(2, 3, 8, 5, dtype=torch.float64)
+    if len(args[0]) == 6 and len(args) > 1:
+        x = x[:, :, None].repeat(1, 1, 2, 1, 1)
+    y = x.clone().requires_grad_()
+    whole = F.pad(y, *args)
+    cotangent = torch.randn_like(whole)
+    whole.backward(cotangent)
+    for made, grad in on_threads(4, _padded, x, cotangent, args):
+        assert torch.equal(made, whole.detach())
+        assert error(grad, y.grad) < 1e-14
+
+
+def test_pad_refuses_unknown_modes():
+    with pytest.raises(UserError, match="mode must be one of constant"):
+        DomainParallelPad((1, 1), "symmetric")
+
+
+def test_circular_pad_refuses_what_wraps_twice():
+    """Of eleven rows nine are left after cropping: ten of them can't be shown."""
+    x = torch.zeros(1, 1, 11, 4)
+    with pytest.raises(RankError, match="10 rows beyond a pole need as many"):
+        on_threads(2, _padded, x, x, ((0, 0, 10, -2), "circular"))
+
+
+class _PolePadded(nn.Module):
+    row_rules = {PolePad: "pole_pad"}  # noqa: RUF012
+
+    def __init__(self, *args):
+        super().__init__()
+        self.pad = PolePad(*args)
+        self.conv = nn.Conv2d(2, 2, 3)
+
+    def forward(self, x):
+        return self.conv(self.pad(x))
+
+
+@pytest.mark.slow
+@given(
+    ranks=RANKS,
+    poles=st.sampled_from(POLE_PADDINGS),
+    more=st.integers(0, 6),
+    columns=st.sampled_from([None, 0, 2]),
+    longitudes=st.sampled_from([5, 6]),
+    data=st.data(),
+)
+def test_pole_pad(ranks, poles, more, columns, longitudes, data):
+    height = ranks + more
+    width = data.draw(st.integers(1, height - (poles == "reflect")))
+    columns = min(width, longitudes) if columns is None else columns
+    args = (width, poles, max(columns, 1))
+    on_threads(ranks, assert_same_as_whole_globe, _PolePadded, args, (2, 2, height, longitudes))
+
+
+@pytest.mark.parametrize("ranks", PROCESSES)
+def test_pole_pad_as_a_custom_converter_on_processes(ranks):
+    on_processes(ranks, assert_same_as_whole_globe, _PolePadded, (3, "earth"), (2, 2, 4, 6))
+    x = torch.randn(1, 1, 5, 6)
+    for made in on_processes(ranks, _converted, x):
+        assert torch.equal(made, PolePad(2, "earth")(x))
+
+
+def _converted(manager, x):
+    converters = {PolePad: DomainParallelPolePad}
+    model = convert_to_domain_parallel(PolePad(2, "earth"), manager, custom_converters=converters)
+    return gather_tensor(model(shard_tensor(x, manager=manager)), manager=manager)
+
+
+def test_a_walk_across_the_pole():
+    """Rows 0 and 1 come again in the opposite order, turned by three of six columns."""
+    x = torch.arange(24.0).view(1, 1, 4, 6)
+    made = PolePad(2, "earth", 0)(x)[0, 0]
+    assert made.shape == (8, 6)
+    assert made[1].tolist() == [3, 4, 5, 0, 1, 2]
+    assert made[0].tolist() == [9, 10, 11, 6, 7, 8]
+    assert made[6].tolist() == [21, 22, 23, 18, 19, 20]
+    assert PolePad(1)(x)[0, 0, 0].tolist() == [5, 0, 1, 2, 3, 4, 5, 0]
+
+
+def test_odd_longitudes_are_turned_by_half_a_column_less():
+    x = torch.arange(5.0).view(1, 1, 1, 5)
+    assert PolePad(1, "earth", 0)(x)[0, 0, 0].tolist() == [3, 4, 0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [((1, "north"), "poles has to be one of"), ((-1,), "widths can't be negative")],
+)
+def test_pole_pad_refuses(args, message):
+    with pytest.raises(ValueError, match=message):
+        PolePad(*args)
+
+
+@pytest.mark.parametrize(("poles", "width"), [("earth", 5), ("mirror", 5), ("reflect", 4)])
+def test_pole_pad_refuses_more_rows_than_there_are(poles, width):
+    with pytest.raises(ValueError, match=f"{width} rows beyond each pole"):
+        PolePad(width, poles, 1)(torch.zeros(1, 1, 4, 6))

@@ -1,0 +1,205 @@
+"""Pools of bands equal those of the whole globe, positions of maxima included."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from credit_dp.domain_parallel import convert_to_domain_parallel, gather_tensor, shard_tensor
+from credit_dp.domain_parallel.layers import DomainParallelAvgPool, DomainParallelPowerPool
+from credit_dp.errors import UserError
+from tests.domain_parallel.equality import assert_same_as_whole_globe
+from tests.domain_parallel.models import Moved
+from tests.ranks import PROCESSES, on_processes, on_threads
+
+RANKS = st.sampled_from([2, 3, 4, 8])
+MAX = (nn.MaxPool1d, nn.MaxPool2d, nn.MaxPool3d)
+AVG = (nn.AvgPool1d, nn.AvgPool2d, nn.AvgPool3d)
+POWER = (nn.LPPool1d, nn.LPPool2d, nn.LPPool3d)
+# Where each leaves rows: (B, C, H) of every column, (B, C, H, W), (B, C, D, H, W) by a new D.
+MOVES = {1: "columns", 2: "nothing", 3: "levels"}
+
+
+class _Levels(nn.Module):
+    """Calls a pool with channels as levels of one channel."""
+
+    def __init__(self, pool):
+        super().__init__()
+        self.pool = pool
+
+    def forward(self, x):
+        return self.pool(x[:, None])
+
+
+def _model(kind, options, move="nothing"):
+    return _Levels(kind(**options)) if move == "levels" else Moved(kind(**options), move)
+
+
+@st.composite
+def windows(draw, kinds):
+    """A kind of pool and its options; rows have the most of them."""
+    spatial = draw(st.integers(1, 3))
+    others = spatial - 1
+    kernel = (*(draw(st.integers(1, 3)) for _ in range(others)), draw(st.integers(1, 6)))
+    stride = (*(draw(st.integers(1, 2)) for _ in range(others)), draw(st.integers(1, 4)))
+    options = {"kernel_size": kernel, "stride": stride, "ceil_mode": draw(st.booleans())}
+    if kinds is not POWER:
+        options["padding"] = tuple(draw(st.integers(0, k // 2)) for k in kernel)
+    if kinds is MAX:
+        options["dilation"] = (*[1] * others, draw(st.integers(1, 3)))
+    if kinds is AVG:
+        options["count_include_pad"] = draw(st.booleans())
+        if spatial > 1 and draw(st.booleans()):
+            options["divisor_override"] = draw(st.integers(1, 5))
+    for name, value in options.items():
+        if isinstance(value, tuple):  # rows are the last dimension but one, or the only one
+            options[name] = (*value[:-2], value[-1], value[-2]) if others else value[0]
+    return kinds[spatial - 1], options, MOVES[spatial]
+
+
+def _assert_pool(ranks, model, height):
+    shape = (2, 3, height, 4)
+    _, options, _ = model
+    kernel, padding, dilation = (
+        value if isinstance(value, int) else value[-2]
+        for value in (options["kernel_size"], options.get("padding", 0), options.get("dilation", 1))
+    )
+    assume(height + 2 * padding >= (kernel - 1) * dilation + 1)
+    made = _model(*model)(torch.zeros(shape))
+    assume(made.shape[-2] >= ranks and not made.isinf().any())
+    on_threads(ranks, assert_same_as_whole_globe, _model, model, shape)
+
+
+@given(ranks=RANKS, model=windows(MAX), height=st.integers(8, 24))
+def test_max_pool(ranks, model, height):
+    _assert_pool(ranks, model, height)
+
+
+@given(ranks=RANKS, model=windows(AVG), height=st.integers(8, 24))
+def test_avg_pool(ranks, model, height):
+    _assert_pool(ranks, model, height)
+
+
+@given(ranks=st.sampled_from([2, 3]), model=windows(POWER), height=st.integers(8, 24))
+def test_power_pool(ranks, model, height):
+    kind, options, move = model
+    _assert_pool(ranks, (kind, {"norm_type": 2, **options}, move), height)
+
+
+@given(
+    ranks=RANKS,
+    kind=st.sampled_from(["Avg", "Max"]),
+    spatial=st.integers(1, 3),
+    height=st.integers(8, 24),
+    rows=st.none() | st.integers(8, 30),
+    columns=st.sampled_from([None, 1, 3, 7]),
+)
+def test_adaptive_pool(ranks, kind, spatial, height, rows, columns):
+    assume(spatial > 1 or rows is not None)
+    size = rows if spatial == 1 else (2, rows, columns)[3 - spatial :]
+    model = (getattr(nn, f"Adaptive{kind}Pool{spatial}d"), {"output_size": size}, MOVES[spatial])
+    on_threads(ranks, assert_same_as_whole_globe, _model, model, (2, 3, height, 4))
+
+
+def _indices(manager, kind, options, x, move):
+    model = convert_to_domain_parallel(_model(kind, options), manager, input_shape=tuple(x.shape))
+    made, indices = model(shard_tensor(x, manager=manager))
+    return gather_tensor(made, manager=manager), gather_tensor(indices, manager=manager)
+
+
+CASES_OF_INDICES = [
+    (nn.MaxPool2d, {"kernel_size": 3, "stride": 2, "padding": 1}),
+    (nn.MaxPool2d, {"kernel_size": (3, 2), "stride": (2, 1), "dilation": (2, 1)}),
+    (nn.MaxPool2d, {"kernel_size": 3, "stride": 2, "ceil_mode": True}),
+    (nn.MaxPool3d, {"kernel_size": (2, 3, 2), "stride": (1, 2, 1), "padding": (1, 1, 0)}),
+    (nn.AdaptiveMaxPool2d, {"output_size": (7, 3)}),
+    (nn.AdaptiveMaxPool2d, {"output_size": 5}),
+    (nn.AdaptiveMaxPool2d, {"output_size": (None, 1)}),
+    (nn.AdaptiveMaxPool3d, {"output_size": (2, 5, 3)}),
+]
+
+
+@pytest.mark.parametrize("values", ["random", "ties", "all -inf"])
+@pytest.mark.parametrize(("kind", "options"), CASES_OF_INDICES)
+def test_positions_of_maxima_are_those_on_the_globe(kind, options, values):
+    shape = (2, 3, 13, 6) if "2d" in kind.__name__ else (2, 2, 3, 13, 6)
+    x = torch.randn(shape)
+    if values == "ties":
+        x = x.round()
+    if values == "all -inf":
+        x = torch.full_like(x, -torch.inf)
+    options = options | {"return_indices": True}
+    whole, places = kind(**options)(x)
+    for made, indices in on_threads(4, _indices, kind, options, x, "nothing"):
+        assert torch.equal(made, whole)
+        assert torch.equal(indices, places)
+
+
+@pytest.mark.parametrize("planned", [True, False])
+@pytest.mark.parametrize("ranks", PROCESSES)
+def test_pools_on_processes(ranks, planned):
+    """Seven rows become four: some ranks have one, all four ranks do."""
+    options = {"kernel_size": 3, "stride": 2, "padding": 1}
+    for kind in (nn.MaxPool2d, nn.AvgPool2d):
+        on_processes(
+            ranks, assert_same_as_whole_globe, _model, (kind, options), (2, 2, 7, 5), 1e-12, 0.0,
+            planned,
+        )  # fmt: skip
+    for kind in (nn.AdaptiveMaxPool2d, nn.AdaptiveAvgPool2d):
+        on_processes(
+            ranks, assert_same_as_whole_globe, _model, (kind, {"output_size": (5, 2)}),
+            (2, 2, 7, 5), 1e-12, 0.0, planned,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [nn.MaxPool2d, nn.AvgPool2d, nn.LPPool2d])
+@pytest.mark.parametrize("move", ["channels", "times", "turned"])
+def test_rows_in_other_dimensions(kind, move):
+    options = {"kernel_size": 2, "stride": 1}
+    if kind is nn.LPPool2d:
+        options["norm_type"] = 2
+    if move == "times":
+        kind = getattr(nn, f"{kind.__name__[:-2]}3d")
+        options = {**options, "kernel_size": (2, 1, 2)}
+    on_threads(3, assert_same_as_whole_globe, _model, (kind, options, move), (2, 3, 9, 5))
+
+
+@pytest.mark.parametrize("kind", [nn.AdaptiveAvgPool2d, nn.AdaptiveMaxPool2d])
+@pytest.mark.parametrize("move", ["channels", "turned"])
+def test_adaptive_pools_of_rows_in_other_dimensions(kind, move):
+    model = (kind, {"output_size": (4, 5)}, move)
+    on_threads(3, assert_same_as_whole_globe, _model, model, (2, 3, 9, 5))
+
+
+class _Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(2, 2, 3, padding=1)
+        self.pools = nn.Sequential(
+            nn.MaxPool2d(3, 2, 1), nn.AvgPool2d(3, 1, 1, count_include_pad=False),
+            nn.Upsample(scale_factor=1.7, mode="bilinear"), nn.ReflectionPad2d(2),
+            nn.ConstantPad2d(1, 2.0), nn.AdaptiveMaxPool2d((9, 5)), nn.AdaptiveAvgPool2d((8, 5)),
+        )  # fmt: skip
+
+    def forward(self, x):
+        # Thread ranks share one random state: putting it back would spoil what another one draws.
+        return checkpoint(self.pools, self.conv(x), use_reentrant=False, preserve_rng_state=False)
+
+
+@pytest.mark.parametrize("planned", [True, False])
+def test_recomputation_repeats_the_same_exchanges_on_every_rank(planned):
+    on_threads(4, assert_same_as_whole_globe, _Checkpointed, (), (2, 2, 13, 6), 1e-12, 0.0, planned)
+
+
+def test_infinite_power_is_refused():
+    with pytest.raises(UserError, match="norm_type has to be finite"):
+        DomainParallelPowerPool(nn.LPPool2d(float("inf"), 2))
+
+
+def test_columns_cannot_be_sharded():
+    with pytest.raises(UserError, match="only latitude rows"):
+        DomainParallelAvgPool(nn.AvgPool2d(2), -1)

@@ -1,0 +1,53 @@
+"""A user's model runs on tensors without data before it trains."""
+
+import pytest
+import torch
+from torch import nn
+
+from credit_dp.domain_parallel.planning.plan import check_model
+from credit_dp.errors import UserError
+
+
+class Model(nn.Module):
+    def __init__(self, act):
+        super().__init__()
+        self.conv, self.norm, self.act = nn.Conv2d(3, 2, 1), nn.BatchNorm2d(2), act
+
+    def forward(self, x):
+        return self.act(self.norm(self.conv(x)))
+
+
+def test_a_good_model_passes_and_is_left_as_it_was():
+    model = Model(nn.Identity()).train()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    check_model(model, 3, 2, (4, 6))
+    assert model.training
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("act", "expected"),
+    [
+        (nn.ZeroPad2d((0, 0, 1, 0)), r"needs to return \(2, 2, 4, 6\) .* got \(2, 2, 5, 6\)"),
+        (nn.Conv2d(2, 5, 1), r"got \(2, 5, 4, 6\)"),
+        (lambda x: (x, x), "got tuple"),
+        (
+            lambda x: x.no_such_thing,
+            r"Model\.forward fails at .*test_check_model\.py:\d+ \(AttributeError",
+        ),
+        (lambda x: x @ x, r"Model\.forward fails at .*test_check_model\.py:\d+ \(RuntimeError"),
+    ],
+)
+def test_a_wrong_one_is_one_line(act, expected):
+    with pytest.raises(UserError, match=expected) as error:
+        check_model(Model(act), 3, 2, (4, 6))
+    assert "\n" not in str(error.value)
+
+
+def test_what_depends_on_data_is_left_to_the_plan():
+    check_model(Model(lambda x: x if x.sum() > 0 else -x), 3, 2, (4, 6))
+
+
+def test_nothing_to_train():
+    with pytest.raises(UserError, match="model: Identity has no parameters to train"):
+        check_model(nn.Identity(), 2, 2, (4, 6))

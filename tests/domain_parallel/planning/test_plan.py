@@ -1,0 +1,449 @@
+"""Planning: refusals, state left alone, and calls of the planned model."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from credit_dp.domain_parallel import (
+    DomainParallelConv2d,
+    HaloExchange,
+    convert_to_domain_parallel,
+    gather_tensor,
+    shard_tensor,
+)
+from credit_dp.errors import UserError
+from tests.domain_parallel.equality import assert_same_as_whole_globe
+from tests.domain_parallel.models import small_cnn
+from tests.ranks import on_threads
+
+
+def _planned(manager, model, shape):
+    convert_to_domain_parallel(model, manager, input_shape=shape)
+
+
+def _changes_nothing(manager):
+    model = small_cnn()
+    before = copy.deepcopy(model.state_dict())
+    state = torch.get_rng_state()
+    _planned(manager, model, (1, 2, 10, 6))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(model.state_dict()[k], v) for k, v in before.items())
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    assert vars(manager.transport.traffic) == dict.fromkeys(vars(manager.transport.traffic), 0)
+
+
+def test_planning_sends_nothing_and_changes_nothing():
+    # One rank of two: a message or a collective would wait for the other.
+    on_threads(1, _alone_of_two)
+
+
+def _alone_of_two(manager):
+    from credit_dp.domain_parallel import DomainParallelManager
+    from credit_dp.domain_parallel.transport import ThreadTransport, ThreadWorld
+
+    _changes_nothing(
+        DomainParallelManager(2, 2, transport=ThreadTransport(ThreadWorld(2, timeout=1.0), 0))
+    )
+
+
+class _Flips(nn.Module):
+    """Code between layers that drops rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(2, 2, 3, padding=1)
+
+    def forward(self, x):
+        return self.conv(x[..., 1:, :])
+
+
+class _CropsOutput(_Flips):
+    def forward(self, x):
+        return self.conv(x)[..., 1:, :]
+
+
+class _SortsRows(_Flips):
+    def forward(self, x):
+        return self.conv(x).sort(-2).values
+
+
+class _Decides(_Flips):
+    def forward(self, x):
+        return self.conv(x) if x.sum() > 0 else x
+
+
+class _HasPlainMask(_Flips):
+    def __init__(self):
+        super().__init__()
+        self.mask = torch.ones(9, 1)
+
+    def forward(self, x):
+        return self.conv(x) * self.mask
+
+
+class _CountsRows(_Flips):
+    def forward(self, x):
+        return self.conv(x), x.shape[-2]
+
+
+class _ListsRows(_Flips):
+    def forward(self, x):
+        return self.conv(x), list(range(x.shape[-2]))
+
+
+class _ChoosesLayer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = (nn.Conv2d(2, 2, 3, padding=1) for _ in range(2))
+
+    def forward(self, x):
+        return self.a(x) if x.shape[-2] > 6 else self.b(x)
+
+
+class _OrdersLayers(_ChoosesLayer):
+    def forward(self, x):
+        layers = [self.a, self.b] if x.shape[-2] > 6 else [self.b, self.a]
+        return layers[1](layers[0](x))
+
+
+class _Remembers(_Flips):
+    """State that a forward changes: a buffer's value, a new buffer, an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("last", torch.zeros(()))
+        self.seen = None
+
+    def forward(self, x):
+        self.calls.add_(1)
+        self.last = self.last + 1
+        self.seen = x.detach()
+        return self.conv(x)
+
+
+@pytest.mark.parametrize(
+    ("model", "rows", "message"),
+    [
+        (
+            small_cnn(),
+            5,
+            "4.0: 2 rows can't be shared by 3 ranks. Lower parallel.domain to 2",
+        ),
+        (_Flips(), 8, r"test_plan.py:\d+: aten.slice: mixes rows"),
+        (_CropsOutput(), 9, r"test_plan.py:\d+: aten.slice: mixes rows"),
+        (_HasPlainMask(), 9, r"test_plan.py:\d+: fails on a band of rows .*make it a buffer"),
+        (_ListsRows(), 9, "output: holds 10 values on the globe and 4 on a band"),
+        (_CountsRows(), 9, "output: is 9 on the globe and 3 on a band"),
+        (
+            nn.Sequential(nn.Flatten(1)),
+            9,
+            "output: rows are no longer in the last dimension but one",
+        ),
+        (_SortsRows(), 9, r"test_plan.py:\d+: aten.sort: mixes rows"),
+        (_Decides(), 9, r"test_plan.py:\d+: control flow or shapes that depend on data"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(model, rows, message):
+    def refused(manager):
+        with pytest.raises(UserError, match=message) as caught:
+            _planned(manager, copy.deepcopy(model), (1, 2, rows, 6))
+        assert "\n" not in str(caught.value)
+
+    on_threads(3, refused)
+
+
+@pytest.mark.parametrize("model", [_ChoosesLayer(), _OrdersLayers()])
+def test_layers_chosen_by_the_number_of_rows_are_refused(model):
+    def refused(manager):
+        with pytest.raises(UserError, match="control flow depends on the number of rows"):
+            _planned(manager, copy.deepcopy(model), (1, 2, 9, 6))
+
+    on_threads(3, refused)
+
+
+def test_a_refused_model_is_the_plain_one_again():
+    def refused(manager):
+        model = nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), _CropsOutput())
+        types = [type(m) for m in model.modules()]
+        with pytest.raises(UserError):
+            _planned(manager, model, (1, 2, 9, 6))
+        assert [type(m) for m in model.modules()] == types
+        with pytest.raises(UserError):
+            convert_to_domain_parallel(nn.Sequential(model, nn.SyncBatchNorm(2)), manager)
+        assert [type(m) for m in model.modules()] == types
+
+    on_threads(3, refused)
+
+
+def test_a_refusal_at_the_first_forward_stays():
+    def refused(manager):
+        model = convert_to_domain_parallel(_CropsOutput(), manager)
+        for _ in range(2):
+            with pytest.raises(UserError, match="mixes rows"):
+                model(torch.zeros(1, 2, 3, 6))
+
+    on_threads(3, refused)
+
+
+class _Scaled(nn.Module):
+    """A field and a number for each channel, in either order."""
+
+    def __init__(self, field_first):
+        super().__init__()
+        self.conv, self.field_first = nn.Conv2d(2, 2, 3, padding=1), field_first
+
+    def forward(self, a, b):
+        field, scale = (a, b) if self.field_first else (b, a)
+        return self.conv(field) * scale
+
+
+def test_one_row_on_every_rank_is_refused_without_input_shape():
+    field, row, number = (torch.ones(1, 2, *size) for size in ((3, 6), (1, 6), (1, 1)))
+
+    def refused(manager):
+        inputs = [((row, number), True), ((number, row), False), ((row, field), False)]
+        for given, field_first in inputs:
+            model = convert_to_domain_parallel(_Scaled(field_first), manager)
+            with pytest.raises(UserError, match=r"every rank was given one row.* input_shape"):
+                model(*given)
+        plain = _Scaled(True)
+        model = convert_to_domain_parallel(
+            copy.deepcopy(plain), manager, input_shape=((1, 2, 2, 6), (1, 2, 1, 1))
+        )
+        rows = slice(manager.domain_rank, manager.domain_rank + 1)
+        expected = plain(torch.ones(1, 2, 2, 6), number)[..., rows, :]
+        torch.testing.assert_close(model(row, number), expected)
+
+    def taken(manager):
+        for given, field_first in [((field, number), True), ((number, field), False)]:
+            model = convert_to_domain_parallel(_Scaled(field_first), manager)
+            assert model(*given).shape == (1, 2, 3, 6)
+
+    on_threads(2, refused)
+    on_threads(2, taken)
+
+
+def test_copies_of_an_unplanned_model_plan_for_themselves():
+    def copies(manager):
+        model = convert_to_domain_parallel(small_cnn(), manager)
+        other = copy.deepcopy(model)
+        for one in (other, model):
+            assert one(torch.zeros(1, 2, 4, 6)).shape == (1, 2, 4, 6)
+            assert not one._forward_pre_hooks
+            assert one[0]._planned_heights == {8: 8}
+
+    on_threads(2, copies)
+
+
+class _Keeps(nn.Module):
+    """Keeps earlier results in a dictionary and in a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(2, 2, 3, padding=1)
+        self.made, self.past = {}, []
+
+    def forward(self, x):
+        if "scale" not in self.made:
+            self.made["scale"] = torch.full((2, 1, 1), 2.0, dtype=x.dtype)
+        self.past.append(x)
+        return self.conv(x) * self.made["scale"]
+
+
+def test_planning_leaves_what_a_model_keeps_alone():
+    on_threads(3, assert_same_as_whole_globe, _Keeps, (), (1, 2, 9, 6))
+
+
+class _AsksTypes(nn.Module):
+    """Branches on the type of a layer, which sharding replaces."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Conv2d(2, 2, 3, padding=1), nn.GroupNorm(1, 2)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+            if isinstance(layer, nn.Conv2d):
+                x = torch.tanh(x)
+        return x
+
+
+def test_code_that_asks_for_the_type_of_a_sharded_layer_is_refused():
+    def refused(manager):
+        with pytest.raises(UserError, match=r"test_plan.py:\d+: .* the type of a sharded layer"):
+            _planned(manager, _AsksTypes(), (1, 2, 9, 6))
+        model = convert_to_domain_parallel(_AsksTypes().layers[:1], manager)
+        assert isinstance(model[0], DomainParallelConv2d)
+        assert not isinstance(model[0], nn.Conv2d)
+
+    on_threads(3, refused)
+
+
+def test_planning_leaves_state_and_modes_alone():
+    def state(manager):
+        model = _Remembers().eval()
+        calls, last = model.calls, model.last
+        convert_to_domain_parallel(model, manager, input_shape=(1, 2, 9, 6))
+        assert model.calls is calls
+        assert model.last is last
+        assert (calls.item(), last.item(), model.seen) == (0, 0, None)
+        assert not any(m.training for m in model.modules())
+        assert type(model(torch.zeros(1, 2, 3, 6))) is torch.Tensor
+
+    on_threads(3, state)
+
+
+def test_looking_at_bands_changes_no_plan():
+    def look(manager):
+        if manager.domain_rank == 1:
+            manager.rows(61)
+        model = nn.Sequential(*(nn.Conv2d(2, 2, 3, 2, 1) for _ in range(2)))
+        _planned(manager, model, (1, 2, 61, 6))
+        return manager.partition(61)
+
+    assert len(set(on_threads(4, look))) == 1
+
+
+class _PadsByHand(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.halo, self.conv = HaloExchange(1), nn.Conv2d(2, 2, 3, padding=(0, 1))
+
+    def forward(self, x):
+        return self.conv(self.halo(x))
+
+
+def test_halo_exchange_inside_a_registered_module():
+    def pads(manager):
+        generator = torch.Generator().manual_seed(0)
+        plain = nn.Conv2d(2, 2, 3, padding=1)
+        x = torch.randn(1, 2, 9, 6, generator=generator)
+
+        def by_hand(conv):
+            module = _PadsByHand()
+            module.conv.load_state_dict(conv.state_dict())
+            return module
+
+        model = nn.Sequential(copy.deepcopy(plain))
+        convert_to_domain_parallel(
+            model, manager, custom_converters={nn.Conv2d: by_hand}, input_shape=(1, 2, 9, 6)
+        )
+        y = model(x[..., manager.rows(9), :])
+        torch.testing.assert_close(y, plain(x)[..., manager.rows(9), :])
+
+    on_threads(3, pads)
+
+
+def test_backward_hooks_of_a_layer_stay():
+    calls = []
+
+    def hooked(manager):
+        model = small_cnn()
+        model[0].register_full_backward_hook(lambda *_: calls.append(1))
+        convert_to_domain_parallel(model, manager, input_shape=(1, 2, 8, 6))
+        model(torch.zeros(1, 2, 4, 6, requires_grad=True)).sum().backward()
+
+    on_threads(2, hooked)
+    assert calls == [1, 1]
+
+
+def _wrong_height(manager):
+    model = convert_to_domain_parallel(small_cnn(), manager, input_shape=(1, 2, 8, 6))
+    with pytest.raises(UserError, match=r"rank \d got 5 rows, the plan has \{8: 4\}"):
+        model(torch.zeros(1, 2, 5, 6))
+
+
+def test_another_height_than_planned_is_refused():
+    on_threads(2, _wrong_height)
+
+
+def _two_batches(manager):
+    model = convert_to_domain_parallel(small_cnn(), manager, input_shape=(1, 2, 8, 6))
+    for batch in (1, 3):
+        assert model(torch.zeros(batch, 2, 4, 6)).shape == (batch, 2, 4, 6)
+
+
+def test_any_batch_size_runs():
+    on_threads(2, _two_batches)
+
+
+class _TwoInputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(2, 2, 3, padding=1)
+
+    def forward(self, x, scale):
+        return self.conv(x) * scale
+
+
+def _two_inputs(manager):
+    shapes = ((1, 2, 8, 6), (1, 2, 1, 1))
+    model = convert_to_domain_parallel(_TwoInputs(), manager, input_shape=shapes)
+    assert model(torch.ones(1, 2, 4, 6), torch.ones(1, 2, 1, 1)).shape == (1, 2, 4, 6)
+
+
+def test_an_input_without_rows_is_replicated():
+    on_threads(2, _two_inputs)
+
+
+def test_hooks_run_once():
+    def hooked(manager):
+        calls = []
+        model = small_cnn()
+        model[0].register_forward_hook(lambda *_: calls.append(1))
+        convert_to_domain_parallel(model, manager, input_shape=(1, 2, 8, 6))
+        planning = len(calls)
+        model(torch.zeros(1, 2, 8 // manager.domain_parallel_size, 6))
+        return len(calls) - planning
+
+    assert on_threads(2, hooked) == [1, 1]
+
+
+def test_no_gradients_no_exchange_backward():
+    def frozen(manager):
+        model = convert_to_domain_parallel(small_cnn(), manager, input_shape=(1, 2, 8, 6))
+        with torch.no_grad():
+            model(torch.zeros(1, 2, 4, 6))
+        forward = manager.transport.traffic.messages
+        model(torch.zeros(1, 2, 4, 6)).sum().backward()
+        # Only the first layer exchanges here, and its input needs no gradient.
+        assert manager.transport.traffic.messages == 2 * forward
+
+    on_threads(2, frozen)
+
+
+class _TakesMore(nn.Module):
+    """Inputs of three dimensions beside one of four: with the batch, or without it."""
+
+    def __init__(self, with_batch):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 2, 3, padding=1)
+        self.with_batch = with_batch
+
+    def forward(self, x, more):
+        more = more[:, None] if self.with_batch else more[:1].expand(len(x), -1, -1, -1)
+        return self.conv(torch.cat([x, more], 1))
+
+
+@pytest.mark.parametrize(("with_batch", "shape"), [(True, (2, 9, 6)), (False, (2, 9, 6))])
+def test_inputs_with_and_without_a_batch_dimension(with_batch, shape):
+    def same(manager):
+        generator = torch.Generator().manual_seed(0)
+        whole = _TakesMore(with_batch).double()
+        for parameter in whole.parameters():
+            parameter.data = torch.randn(parameter.shape, dtype=torch.float64, generator=generator)
+        x, more = (
+            torch.randn(s, dtype=torch.float64, generator=generator) for s in ((2, 2, 9, 6), shape)
+        )
+        shapes = ((2, 2, 9, 6), shape)
+        model = convert_to_domain_parallel(copy.deepcopy(whole), manager, input_shape=shapes)
+        y = model(*(shard_tensor(t, manager=manager) for t in (x, more)))
+        torch.testing.assert_close(gather_tensor(y, manager=manager), whole(x, more))
+
+    on_threads(2, same)

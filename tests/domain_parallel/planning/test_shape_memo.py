@@ -1,0 +1,132 @@
+"""Results cached by shape are those that torch computes, and are never used for other inputs."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from credit_dp.domain_parallel.planning.trace import ShapeMemo
+
+aten = torch.ops.aten
+
+
+class _Counted:
+    """An operation that counts how often it runs."""
+
+    def __init__(self, func: torch._ops.OpOverload) -> None:
+        self.func, self.runs = func, 0
+        self._schema, self.namespace = func._schema, func.namespace
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        self.runs += 1
+        return self.func(*args, **kwargs)
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def test_equal_operands_run_once_and_make_tensors_of_their_own() -> None:
+    norm, memo = _Counted(aten.native_layer_norm.default), ShapeMemo()
+    made = [memo.run(norm, (meta(2, 3, 4), [4], meta(4), meta(4), 1e-5), {}) for _ in range(3)]
+    assert norm.runs == 1
+    described = [[(x.shape, x.stride(), x.dtype, x.device) for x in of_run] for of_run in made]
+    assert described[0] == described[1] == described[2]
+    assert len({x.untyped_storage()._cdata for of_run in made for x in of_run}) == 9
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ((meta(2, 3), 1), (meta(2, 4), 1)),
+        ((meta(2, 3), 1), (meta(3, 2).t(), 1)),
+        ((meta(2, 3), 1), (meta(2, 3, dtype=torch.float64), 1)),
+        ((meta(2, 3, dtype=torch.int64), 1), (meta(2, 3, dtype=torch.int64), 1.0)),
+    ],
+)
+def test_what_differs_runs_again(first: tuple[object, ...], second: tuple[object, ...]) -> None:
+    mul, memo = _Counted(aten.mul.Tensor), ShapeMemo()
+    for operands in (first, second, first, second):
+        made, expected = memo.run(mul, operands, {}), mul.func(*operands)
+        found = (made.shape, made.stride(), made.dtype)
+        assert found == (expected.shape, expected.stride(), expected.dtype)
+    assert mul.runs == 2
+
+
+def test_a_new_default_dtype_runs_again() -> None:
+    empty, memo, before = aten.zeros.default, ShapeMemo(), torch.get_default_dtype()
+    try:
+        for dtype in (torch.float32, torch.float64):
+            torch.set_default_dtype(dtype)
+            assert memo.run(empty, ([2],), {"device": torch.device("meta")}).dtype == dtype
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_views_and_changes_reach_the_operand() -> None:
+    memo, x = ShapeMemo(), meta(4, 6)
+    for func, args in ((aten.t.default, (x,)), (aten._unsafe_view.default, (x, [24]))):
+        for _ in range(2):
+            made = memo.run(func, args, {})
+            assert made.untyped_storage()._cdata == x.untyped_storage()._cdata
+    for version in (1, 2):
+        assert memo.run(aten.add_.Tensor, (x, 1), {}) is x
+        assert x._version >= version
+
+
+def test_data_is_never_remembered() -> None:
+    memo = ShapeMemo()
+    made = [memo.run(aten.add.Tensor, (torch.full((2,), n), 1), {}) for n in (1, 2)]
+    assert [x.tolist() for x in made] == [[2, 2], [3, 3]]
+
+
+def test_fakes_stay_fakes_of_their_device() -> None:
+    memo = ShapeMemo()
+    with FakeTensorMode() as mode:
+        mm = _Counted(aten.mm.default)
+        made = [memo.run(mm, (torch.empty(2, 3), torch.empty(3, 5)), {}) for _ in range(2)]
+    assert mm.runs == 1
+    for x in made:
+        assert isinstance(x, FakeTensor)
+        assert x.fake_mode is mode
+        assert (x.shape, x.device.type) == ((2, 5), "cpu")
+
+
+def fakes(mode: FakeTensorMode, *shape: int, number: int = 1) -> list[Tensor]:
+    with mode:
+        return [torch.empty(shape) for _ in range(number)]
+
+
+@pytest.mark.parametrize(
+    ("func", "args"),
+    [
+        (aten.view.default, ([12, 2],)),
+        (aten.t.default, ()),
+        (aten.slice.Tensor, (1, 2, 5)),
+        (aten._unsafe_view.default, ([24],)),
+        (aten.unbind.int, (1,)),
+    ],
+)
+def test_views_of_fakes_run_once_and_lie_where_torch_puts_them(
+    func: torch._ops.OpOverload, args: tuple[object, ...]
+) -> None:
+    mode, memo, view = FakeTensorMode(), ShapeMemo(), _Counted(func)
+    for x in fakes(mode, 4, 6, number=3):
+        with mode:
+            made, expected = memo.run(view, (x, *args), {}), func(x, *args)
+        assert isinstance(made, list) == isinstance(expected, list)
+        both = (made, expected) if isinstance(made, list) else ([made], [expected])
+        for mine, its in zip(*both, strict=True):
+            assert mine.untyped_storage()._cdata == x.untyped_storage()._cdata
+            places = [(y.shape, y.stride(), y.storage_offset(), y.device) for y in (mine, its)]
+            assert places[0] == places[1]
+    assert view.runs == 1
+
+
+def test_a_view_of_another_part_is_another_one() -> None:
+    mode, memo = FakeTensorMode(), ShapeMemo()
+    (x,) = fakes(mode, 4, 6)
+    with mode:
+        parts = [aten.slice.Tensor(x, 0, first, first + 2) for first in (0, 2)]
+        made = [memo.run(aten.slice.Tensor, (part, 0, 1, 2), {}) for part in parts]
+    assert [row.storage_offset() for row in made] == [6, 18]

@@ -1,0 +1,111 @@
+"""Layers of torch that stay unsharded: the audit proves them row-local or refuses them."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+from torch import nn
+
+from credit_dp.domain_parallel import convert_to_domain_parallel
+from credit_dp.domain_parallel.rules import RULES, _keep
+from credit_dp.errors import UserError
+from tests.domain_parallel.equality import assert_same_as_whole_globe
+from tests.ranks import on_threads
+
+SHAPE = (2, 4, 13, 6)
+SETTINGS = {nn.Threshold: (0.1, 0.2), nn.GLU: (1,)}
+ACTIVATIONS = [
+    kind
+    for kind, rule in RULES.items()
+    if rule is _keep and kind.__module__ == "torch.nn.modules.activation"
+    and kind is not nn.MultiheadAttention
+]  # fmt: skip
+IN_PLACE = [kind for kind in ACTIVATIONS if "inplace" in inspect.signature(kind).parameters]
+
+
+def _activated(kind, in_place):
+    settings = {"inplace": True} if in_place else {}
+    activation = kind(*SETTINGS.get(kind, ()), **settings)
+    return nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), activation)
+
+
+@pytest.mark.parametrize(
+    ("kind", "in_place"),
+    [*((kind, False) for kind in ACTIVATIONS), *((kind, True) for kind in IN_PLACE)],
+)
+def test_every_activation_passes_the_audit(kind, in_place):
+    on_threads(3, assert_same_as_whole_globe, _activated, (kind, in_place), SHAPE, 1e-11)
+
+
+class _AlongLongitude(nn.Module):
+    """A layer on one row's columns as tokens; `by_row` false: on one column's rows."""
+
+    def __init__(self, make, by_row=True):
+        super().__init__()
+        self.conv, self.layer, self.by_row = nn.Conv2d(4, 4, 3, padding=1), make(), by_row
+
+    def forward(self, x):
+        x = self.conv(x)
+        x = x.permute(0, 2, 3, 1) if self.by_row else x.permute(0, 3, 2, 1)
+        tokens = x.flatten(0, 1)
+        made = self._called(tokens).view(x.shape)
+        return made.permute(0, 3, 1, 2) if self.by_row else made.permute(0, 3, 2, 1)
+
+    def _called(self, tokens):
+        if isinstance(self.layer, nn.MultiheadAttention):
+            return self.layer(tokens, tokens, tokens)[0]
+        if isinstance(self.layer, nn.GRU):
+            return self.layer(tokens, tokens[:, :1].transpose(0, 1).contiguous())[0]
+        if isinstance(self.layer, nn.GRUCell):
+            return self.layer(tokens.flatten(0, 1), tokens.flatten(0, 1))
+        if isinstance(self.layer, nn.LSTMCell):
+            return self.layer(tokens.flatten(0, 1), (tokens.flatten(0, 1),) * 2)[0]
+        return self.layer(tokens)
+
+
+LAYERS = {
+    "attention": lambda: nn.MultiheadAttention(4, 2, batch_first=True),
+    "transformer": lambda: nn.TransformerEncoderLayer(4, 2, 8, 0.0, batch_first=True),
+    "gru": lambda: nn.GRU(4, 4, batch_first=True),
+    "gru cell": lambda: nn.GRUCell(4, 4),
+    "lstm cell": lambda: nn.LSTMCell(4, 4),
+}
+
+
+@pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
+def test_along_longitude_they_are_exact(make):
+    on_threads(3, assert_same_as_whole_globe, _AlongLongitude, (make,), SHAPE, 1e-11)
+
+
+@pytest.mark.parametrize("name", ["attention", "transformer", "gru"])
+def test_along_rows_they_are_refused(name):
+    def refused(manager):
+        model = _AlongLongitude(LAYERS[name], by_row=False)
+        with pytest.raises(UserError, match="rows"):
+            convert_to_domain_parallel(model, manager, input_shape=SHAPE)
+
+    on_threads(2, refused)
+
+
+class _Kinds(nn.Module):
+    """A number for each kind of surface, looked up."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.table = nn.Conv2d(4, 4, 3, padding=1), nn.Embedding(3, 4)
+
+    def forward(self, x):
+        kinds = (x[:, 0] > 0).long()
+        return self.conv(x) + self.table(kinds).permute(0, 3, 1, 2)
+
+
+def test_an_embedding_of_a_field_of_numbers():
+    on_threads(3, assert_same_as_whole_globe, _Kinds, (), SHAPE, 1e-11)
+
+
+def test_shuffled_channels():
+    def build():
+        return nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.ChannelShuffle(2))
+
+    on_threads(3, assert_same_as_whole_globe, build, (), SHAPE, 1e-11)

@@ -1,0 +1,101 @@
+"""Accumulated variables are scored against the truth's sums over the forecast's interval."""
+
+import numpy as np
+import pytest
+import xarray as xr
+
+from tests.data import stores
+from tests.evaluation import forecasts
+
+RAIN = "total_precipitation"
+LEADS = np.array([24, 48]) * np.timedelta64(1, "h").astype("m8[ns]")
+
+
+def truth() -> xr.Dataset:
+    """Hourly rain of 5 days."""
+    data = stores.dataset(rows=9, columns=8, steps=20)[["2m_temperature"]]
+    times = np.arange("2000-01-01", "2000-01-06", dtype="M8[h]").astype("M8[ns]")
+    rain = np.random.default_rng(3).exponential(1 / 64, size=(len(times), 9, 8)).astype("f4")
+    coords = {"time": times, "latitude": data.latitude, "longitude": data.longitude}
+    return xr.Dataset({RAIN: (("time", "latitude", "longitude"), rain, {"units": "m"})}, coords)
+
+
+def forecast(observed: xr.Dataset, hours: int, said: bool = True) -> xr.Dataset:
+    """A perfect forecast: sums over `hours`, every 24 hours from two initial days."""
+    inits = np.array(["2000-01-02", "2000-01-03"], "M8[ns]")
+    sums = observed[RAIN].rolling(time=hours).sum()
+    valid = xr.DataArray(inits, dims="time") + xr.DataArray(LEADS, dims="prediction_timedelta")
+    made = sums.sel(time=valid).drop_vars("time").to_dataset(name=RAIN)
+    made = made.assign_coords(time=inits, prediction_timedelta=LEADS).astype("f4")
+    made[RAIN].attrs = {"units": "m"}
+    if said:
+        made[RAIN].attrs["cell_methods"] = "prediction_timedelta: sum"
+        made["prediction_timedelta"].attrs["bounds"] = "spans"
+        bounds = np.stack([LEADS - np.timedelta64(hours, "h"), LEADS], axis=1)
+        made["spans"] = (("prediction_timedelta", "bounds"), bounds)
+    return made
+
+
+def error(folder, observed, made, name) -> float:
+    """Return the forecast's largest error."""
+    forecasts.write(made, folder / f"{name}.zarr")
+    changes = {"truth": (str(folder / "hourly.zarr"),), "climatology": ""}
+    card = forecasts.scored(folder, folder / f"{name}.zarr", **changes)
+    return float(card.scores["rmse"][0].max())
+
+
+@pytest.fixture(scope="module")
+def observed(folder):
+    data = truth()
+    forecasts.write(data, folder / "hourly.zarr")
+    return data
+
+
+@pytest.mark.parametrize("hours", [6, 24])
+def test_the_span_is_that_of_the_forecast(folder, observed, hours):
+    assert error(folder, observed, forecast(observed, hours), f"said{hours}") < 1e-6
+
+
+def test_the_lead_time_may_have_another_name(folder, observed):
+    made = forecast(observed, 6).rename(prediction_timedelta="step")
+    made[RAIN].attrs["cell_methods"] = "step: sum"
+    assert error(folder, observed, made, "step") < 1e-6
+
+
+def test_without_one_it_is_that_between_lead_times(folder, observed):
+    assert error(folder, observed, forecast(observed, 24, said=False), "unsaid") < 1e-6
+    assert error(folder, observed, forecast(observed, 6, said=False), "wrong") > 1 / 64
+
+
+def test_spans_that_can_not_be_are_refused(folder, observed):
+    made = forecast(observed, 6)
+    for name, change, line in (
+        ("uneven", [1, 2], "all sums need one span"),
+        ("later", [1, 1], "all sums need one span"),
+        ("ends", [0, 0], "all sums need one span"),
+    ):
+        odd = made.copy(deep=True)
+        odd["spans"].values[:, 1 if name == "later" else 0] -= np.array(change, "m8[h]")
+        if name == "ends":
+            odd["spans"] = odd["spans"].isel(bounds=1)
+        forecasts.write(odd, folder / f"{name}.zarr")
+        line_said = forecasts.refusal(
+            folder, folder / f"{name}.zarr", truth=(str(folder / "hourly.zarr"),)
+        )
+        assert line in line_said
+
+
+def test_a_span_longer_than_the_times_are_apart_is_refused(folder, observed):
+    made = forecast(observed, 24)
+    made = made.assign_coords(time=made["time"].values + np.array([0, 12], "m8[h]"))
+    forecasts.write(made, folder / "half.zarr")
+    line = forecasts.refusal(folder, folder / "half.zarr", truth=(str(folder / "hourly.zarr"),))
+    assert f"{RAIN} is a sum over 24 hours, but times are 12 hours apart" in line
+
+
+def test_other_kinds_of_levels_are_refused(folder):
+    made = forecasts.forecast(forecasts.truth())
+    made["level"].attrs = {"standard_name": "model_level_number"}
+    forecasts.write(made, folder / "model_levels.zarr")
+    line = forecasts.refusal(folder, folder / "model_levels.zarr")
+    assert "is on model levels, but on pressure levels in the truth" in line

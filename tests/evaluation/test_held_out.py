@@ -1,0 +1,212 @@
+"""Scores and the example field on several meshes against numpy on the whole store."""
+
+import io
+import json
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import xarray as xr
+from rich.console import Console
+
+from credit_dp.config import Config
+from credit_dp.data.grid import row_weights
+from credit_dp.data.setup import prepare_training_data
+from credit_dp.domain_parallel import DomainParallelManager
+from credit_dp.errors import UserError
+from credit_dp.evaluation.held_out import HeldOutData, evaluate, example_map
+from credit_dp.evaluation.maps import FieldMap
+from credit_dp.evaluation.scorecard import HeldOutScores, three_digits
+from credit_dp.training.forecast_step import ForecastStep
+from tests.ranks import on_processes
+from tests.training.runs import alone, make_config, make_store, tiny_unet
+
+ROWS = 13
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("evaluation")
+    config = make_config(make_store(folder, ROWS, columns=8), folder / "run")
+    prepare_training_data(config.data)
+    return config
+
+
+def rise(x: torch.Tensor) -> torch.Tensor:
+    """A model whose every step adds half of the first forcing to the prognostic channels."""
+    channels = 7
+    return x[:, :channels] * 0 + 0.5 * x[:, channels : channels + 1]
+
+
+def evaluated(manager: DomainParallelManager, config: Config) -> tuple[HeldOutScores, FieldMap]:
+    prepared = prepare_training_data(config.data)
+    like = torch.zeros((), dtype=torch.float64)
+    dates = HeldOutData(config, prepared, manager.rows(ROWS), like)
+    statistics = prepared.statistics
+    scale = torch.as_tensor(statistics.tendency_std / statistics.std)[:, None, None]
+    rollout = ForecastStep(rise, scale).rollout
+    done: list[int] = []
+    scores = evaluate(rollout, dates, manager, 4, done.append)
+    assert done[-1] == len(dates.initial_times[manager.dp_rank :: manager.dp_world_size])
+    return scores, example_map(rollout, dates, manager)
+
+
+@pytest.mark.slow
+def test_scores_are_those_of_the_definition(config):
+    scores, field = evaluated(alone(), config)
+    prepared = prepare_training_data(config.data)
+    store, statistics = prepared.store, prepared.statistics
+    whole = slice(0, ROWS)
+    starts = store.times[(store.times >= np.datetime64("2000-01-04"))][:-2]
+    weights = row_weights(store.latitude)[:, None]
+    for place, lead in enumerate((1, 2)):
+        squares = []
+        for start in starts:
+            valid = start + lead * np.timedelta64(6, "h")
+            forcing = [
+                store.read_forcing_at(start + k * np.timedelta64(6, "h"), whole)[0]
+                for k in range(lead)
+            ]
+            now, truth = store.read_state(start, whole), store.read_state(valid, whole)
+            moved = 0.5 * np.sum(forcing, axis=0) * statistics.tendency_std[:, None, None]
+            guesses = (now + moved, now, prepared.climatology.field(valid, whole))
+            error = np.stack([guess - truth for guess in guesses]).astype(np.float64)
+            squares.append((weights * error**2).mean(axis=(2, 3)))
+        assert scores.rmse[:, place] == pytest.approx(np.sqrt(np.mean(squares, axis=0)), rel=1e-5)
+    assert scores.samples == len(starts)
+    assert scores.hours == (6, 12)
+    assert scores.channels[0] == "geopotential_500"
+    valid = starts[0] + np.timedelta64(12, "h")
+    assert field.truth == pytest.approx(store.read_state(valid, whole)[0], rel=1e-6)
+
+
+def rise_after_two(x: torch.Tensor) -> torch.Tensor:
+    """As `rise`, for two states: what is before the newest one has to be left alone."""
+    return rise(x[:, 7:])
+
+
+def test_several_states_start_later_and_score_by_the_newest(config):
+    prepared, like = prepare_training_data(config.data), torch.zeros((), dtype=torch.float64)
+    several = replace(config, model=tiny_unet(frames=2))
+    one, two = (HeldOutData(c, prepared, slice(0, ROWS), like) for c in (config, several))
+    assert two.initial_times.tolist() == one.initial_times[1:].tolist()
+    before = prepared.store.chunk_reads
+    starts = two.initial_states(two.initial_times[:3])
+    # Four times in two chunks of rows each, of three variables.
+    assert prepared.store.chunk_reads - before == 4 * 2 * 3
+    assert torch.equal(starts[:, 7:], one.initial_states(two.initial_times[:3]))
+    assert torch.equal(starts[:, :7], one.initial_states(one.initial_times[:3]))
+    scale = torch.ones(7, 1, 1, dtype=torch.float64)
+    one.initial_times = two.initial_times
+    runs = ((ForecastStep(rise, scale), one), (ForecastStep(rise_after_two, scale), two))
+    a, b = (evaluate(step.rollout, dates, alone(), 4, lambda _: None) for step, dates in runs)
+    assert np.array_equal(a.rmse, b.rmse)
+    maps = [example_map(step.rollout, dates, alone()) for step, dates in runs]
+    assert np.array_equal(maps[0].forecast, maps[1].forecast)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "domain"),
+    [(3, 3), *(pytest.param(*m, marks=pytest.mark.slow) for m in [(2, 2), (4, 2)])],
+)
+def test_any_mesh_scores_the_same(config, ranks, domain):
+    wanted, field = evaluated(alone(), config)
+    for scores, found in on_processes(ranks, evaluated, config, domain=domain):
+        assert scores.rmse == pytest.approx(wanted.rmse, rel=1e-12)
+        assert found.bounds[0] == 0
+        assert len(found.bounds) == domain + 1
+    (_, found), *_ = on_processes(ranks, evaluated, config, domain=domain)
+    assert found.forecast == pytest.approx(field.forecast, rel=1e-12)
+    assert found.truth == pytest.approx(field.truth, rel=1e-12)
+
+
+@pytest.mark.slow
+def test_scores_are_written_as_json_table_and_flat_numbers(config):
+    scores, _ = evaluated(alone(), config)
+    told = json.loads(scores.to_json(3))["rmse"]
+    value = float(scores.rmse[1, 0, 2])
+    assert told[scores.channels[2]]["6h"]["persistence"] == value
+    assert scores.scalars()[f"rmse/{scores.channels[2]}/6h/persistence"] == value
+    (table,) = scores.tables(80)
+    assert table.row_count == len(scores.channels)
+    assert len(table.columns) == 2 + 2 * 3
+
+
+@pytest.mark.parametrize(("width", "blocks"), [(80, 3), (200, 1)])
+def test_no_number_is_cut_off_where_many_lead_times_do_not_fit(width, blocks):
+    channels = ("10m_u_component_of_wind", "specific_humidity_1000")
+    rmse = np.arange(1.0, 19).reshape(3, 3, 2) / 8 + 100
+    scores = HeldOutScores(channels, ("m s**-1", "kg kg**-1"), (6, 24, 72), {"rmse": rmse}, 5)
+    text = io.StringIO()
+    console = Console(file=text, width=width)
+    tables = scores.tables(console.width)
+    assert len(tables) == blocks
+    for table in tables:
+        console.print(table)
+    shown = text.getvalue()
+    assert "…" not in shown
+    assert sorted(re.findall(r"\b1\d\d\b(?! ini)", shown)) == sorted(
+        map(three_digits, rmse.ravel())
+    )
+    assert all(f"{hours} h" in shown for hours in (6, 24, 72))
+
+
+@pytest.mark.slow
+def test_units_are_those_of_the_store_where_it_gives_them(tmp_path):
+    path = make_store(tmp_path, ROWS, columns=8)
+    data = xr.open_zarr(path, chunks=None, consolidated=False).load()
+    data["geopotential"].attrs["units"] = "m**2 s**-2"
+    data.to_zarr(tmp_path / "units.zarr", zarr_format=3, consolidated=False)
+    scores, field = evaluated(alone(), make_config(tmp_path / "units.zarr", tmp_path / "run"))
+    units = json.loads(scores.to_json(3))["units"]
+    assert field.unit == units["geopotential_500"] == "m**2 s**-2"
+    assert units["temperature_500"] == "K"
+
+
+def test_reading_is_limited_to_own_rows(config):
+    prepared = prepare_training_data(config.data)
+    dates = HeldOutData(config, prepared, slice(8, 13), torch.zeros(()))
+    before = prepared.store.bytes_read
+    fields = dates.states(dates.initial_times[:1])
+    assert fields.shape == (1, 7, 5, 8)
+    # Chunks of 8 rows: the second one holds rows 8 to 12 and is stored at full size.
+    assert prepared.store.bytes_read - before == 7 * 8 * 8 * 4
+
+
+def test_numbers_stay_short():
+    numbers = (0.00123456, 0.5, 12.345, 999.4, 999.6, 1036.4, 123456.0, 12345678.0)
+    shown = ["0.00123", "0.5", "12.3", "999", "1000", "1036", "123456", "1.23e+07"]
+    assert [three_digits(number) for number in numbers] == shown
+
+
+def scores_of(rmse: np.ndarray) -> HeldOutScores:
+    return HeldOutScores(("t_500", "2m_temperature"), ("K", "K"), (6, 24), {"rmse": rmse}, 3)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize(
+    ("source", "advice"),
+    [("model", "trainer.rollout"), ("persistence", "dates.test"), ("climatology", "dates.train")],
+)
+def test_a_score_that_is_not_finite_is_an_error(value, source, advice):
+    rmse = np.ones((3, 2, 2))
+    scores_of(rmse).check()
+    rmse[("model", "persistence", "climatology").index(source), 1, 1] = value
+    with pytest.raises(UserError, match=advice) as caught:
+        scores_of(rmse).check()
+    assert str(caught.value).startswith(
+        f"2m_temperature: the RMSE of the {source} at 24 h is {value}."
+    )
+
+
+def test_a_baseline_without_any_error_is_warned_of():
+    rmse = np.ones((3, 2, 2))
+    rmse[0] = 0  # of the model it is no reason to warn
+    assert scores_of(rmse).warnings() == []
+    rmse[1, :, 1] = rmse[2, 1, 0] = 0
+    assert [line.partition(". ")[0] for line in scores_of(rmse).warnings()] == [
+        "t_500: the RMSE of climatology is exactly 0 at 24 h",
+        "2m_temperature: the RMSE of persistence is exactly 0 at 6 h",
+    ]

@@ -1,0 +1,76 @@
+"""A scorecard's page: bold numbers, units, and the order of figures."""
+
+import base64
+import re
+
+import numpy as np
+import pytest
+
+from credit_dp.data.channels import Channel
+from credit_dp.evaluation.figure_style import superscript
+from credit_dp.evaluation.maps import NO_LINES
+from credit_dp.evaluation.metric_table import METRICS
+from credit_dp.evaluation.report import score_image, scorecard_page
+from credit_dp.evaluation.scorecard import MAX_HEADLINES, Scorecard
+
+
+def card(scores: dict[str, list[float]], channels: int = 1) -> Scorecard:
+    """With one lead time, and the same scores of every channel."""
+    return Scorecard(
+        forecast="f",
+        truth="t",
+        climatology="c",
+        members=1,
+        initial_times=np.array(["2000-01-01"], "M8[ns]"),
+        hours=(24,),
+        channels=tuple(Channel(f"x{number}") for number in range(channels)),
+        units=("K",) * channels,
+        latitude=np.array([45.0, -45.0]),
+        longitude=np.array([0.0, 180.0]),
+        coasts=NO_LINES,
+        scores={
+            name: np.array(values)[:, None, None].repeat(channels, 2)
+            for name, values in scores.items()
+        },
+        spectra=np.full((2, 1, channels, 1, 2), np.nan),
+        bands=("globe",),
+        maps=(),
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "best"),
+    [
+        ("rmse", [2.0, 3.0, 1.0], ["climatology"]),
+        ("rmse", [np.nan, 3.0, 4.0], ["persistence"]),
+        ("rmse", [np.nan, np.nan, np.nan], []),
+        ("acc", [0.9, -0.95], ["forecast"]),
+        ("bias", [0.1, -2.0, 0.0], []),
+    ],
+)
+def test_the_best_is_bold_where_better_has_a_meaning(
+    name: str, values: list[float], best: list[str]
+) -> None:
+    text = scorecard_page(card({name: values}))
+    assert re.findall(r'<td class="(\w+) best">', text) == best
+    assert (
+        len(re.findall(r"<td class=\"(?:\w+)(?: best)?\">", text)) == len(METRICS[name].sources) + 1
+    )
+
+
+@pytest.mark.parametrize("unit", ["m2 s-2", "m**2 s**-2", "m^2 s^-2"])
+def test_exponents_are_raised_however_they_are_written(unit: str) -> None:
+    assert superscript(unit) == "m² s⁻²"
+    assert superscript("1") == "1"
+    assert superscript("K") == "K"
+
+
+@pytest.mark.parametrize(("channels", "told"), [(MAX_HEADLINES, False), (MAX_HEADLINES + 1, True)])
+def test_the_page_says_that_not_all_variables_are_plotted(channels: int, told: bool) -> None:
+    text = scorecard_page(card({"acc": [0.5, 0.5]}, channels))
+    assert (f"Plots show {MAX_HEADLINES} of the {channels} variables" in text) == told
+
+
+def test_spread_is_drawn_beside_the_error_that_it_should_match() -> None:
+    shown = score_image(card({"rmse": [1.0, 2.0, 3.0], "spread": [0.9]}), "spread")
+    assert "error of the mean" in base64.b64decode(shown.split(",")[1]).decode()

@@ -1,0 +1,337 @@
+"""Scores of stores against an implementation in xarray, whatever form the stores have."""
+
+import base64
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xarray as xr
+
+from credit_dp.data.channels import Channel
+from credit_dp.evaluation import score as evaluation_score
+from credit_dp.evaluation.maps import NO_LINES
+from credit_dp.evaluation.metric_table import METRICS
+from credit_dp.evaluation.metrics import ErrorMap
+from credit_dp.evaluation.report import score_image, scorecard_page
+from credit_dp.evaluation.scorecard import Scorecard
+from tests.evaluation import forecasts
+from tests.evaluation.forecasts import refusal, scored, without_members
+
+GRID = ["latitude", "longitude"]
+SHORT = {"geopotential": "z", "temperature": "t", "2m_temperature": "t2m"}
+
+
+def globe(array: xr.DataArray) -> xr.DataArray:
+    """The mean by area, from the edges of cells."""
+    latitude = array["latitude"].values
+    edges = np.concatenate([[90.0], (latitude[1:] + latitude[:-1]) / 2, [-90.0]])
+    area = abs(np.diff(np.sin(np.deg2rad(edges))))
+    return array.weighted(xr.DataArray(area, dims="latitude", coords=[latitude])).mean(GRID)
+
+
+def by_definition(
+    made: xr.DataArray, observed: xr.DataArray, normals: xr.DataArray
+) -> dict[str, dict[str, xr.DataArray]]:
+    """All scores of one variable of a forecast with members, by lead time (and level)."""
+    made, observed, normals = (x.astype("f8") for x in (made, observed, normals))
+    valid = made["time"] + made["prediction_timedelta"]
+    truth = observed.sel(time=valid).assign_coords(time=made["time"])
+    normal = normals.sel(hour=valid.dt.hour, dayofyear=valid.dt.dayofyear)
+    mean = made.mean("number")
+    start = xr.zeros_like(mean) + observed.sel(time=made["time"])
+    fields = {"forecast": mean, "persistence": start, "climatology": normal, "truth": truth}
+    count = made.sizes["number"]
+    pairs = abs(made - made.rename(number="other")).sum(["number", "other"])
+    found: dict[str, dict[str, xr.DataArray]] = {name: {} for name in METRICS}
+    for of, field in fields.items():
+        found["rmse"][of] = np.sqrt(globe((field - truth) ** 2).mean("time"))
+        found["bias"][of] = globe(field - truth).mean("time")
+        found["activity"][of] = np.sqrt(globe((field - normal) ** 2).mean("time"))
+        found["crps"][of] = globe(abs(field - truth)).mean("time")
+        if of != "climatology":
+            one, two = field - normal, truth - normal
+            products = np.sqrt(globe(one**2) * globe(two**2))
+            found["acc"][of] = (globe(one * two) / products).mean("time")
+    fair = abs(made - truth).mean("number") - pairs / (2 * count * (count - 1))
+    found["crps"]["forecast"] = globe(fair).mean("time")
+    found["spread"]["forecast"] = np.sqrt(globe(made.var("number", ddof=1)).mean("time"))
+    return found
+
+
+def rounding(score: str) -> float:
+    """Return the error allowed beside a relative one: a bias is a small difference of fields."""
+    return 1e-9 if score == "bias" else 1e-14
+
+
+def check(card: Scorecard, made: xr.Dataset) -> None:
+    """Every number of a scorecard against its definition."""
+    observed = forecasts.truth()
+    normals = forecasts.climatology(observed)
+    seen = 0
+    for name in forecasts.NAMES:
+        wanted = by_definition(made[name], observed[name], normals[name])
+        for c, channel in enumerate(card.channels):
+            if channel.variable != name:
+                continue
+            for score_name, values in card.scores.items():
+                for source, of in enumerate(METRICS[score_name].sources):
+                    one = wanted[score_name][of]
+                    if channel.level is not None:
+                        one = one.sel(level=channel.level)
+                    hours = np.array(card.hours) * np.timedelta64(1, "h").astype("m8[ns]")
+                    one = one.sel(prediction_timedelta=hours).values
+                    found, where = values[source, :, c], (channel, score_name, of)
+                    assert found == pytest.approx(one, rel=1e-12, abs=rounding(score_name)), where
+                    seen += 1
+    assert seen == len(card.channels) * sum(len(METRICS[name].sources) for name in card.scores)
+
+
+@pytest.mark.slow
+def test_an_ensemble_is_scored_by_the_definitions(folder: Path) -> None:
+    made = forecasts.forecast(forecasts.truth(), members=3)
+    card = scored(folder, forecasts.write(made, folder / "of_three.zarr"))
+    assert set(card.scores) == set(METRICS)
+    assert card.members == 3
+    assert card.hours == (0, 6, 24)
+    check(card, made)
+
+
+FORMS = {
+    "netcdf": lambda made: made,
+    "south first": lambda made: made.isel(latitude=slice(None, None, -1)),
+    "longitudes from -180": lambda made: made.assign_coords(
+        longitude=(made["longitude"] + 180) % 360 - 180
+    ).sortby("longitude"),
+    "other order of dims": lambda made: made.transpose(
+        "longitude", "latitude", "prediction_timedelta", "level", "time"
+    ),
+    "other names": lambda made: made.rename(
+        time="init_time", prediction_timedelta="lead_time", latitude="lat", longitude="lon"
+    ),
+    "leads as hours": lambda made: made.assign_coords(
+        prediction_timedelta=(
+            "prediction_timedelta",
+            (made["prediction_timedelta"].values / np.timedelta64(1, "h")).astype("i4"),
+            {"units": "hours"},
+        )
+    ),
+    "time it is for": lambda made: made.assign_coords(
+        valid_time=made["time"] + made["prediction_timedelta"]
+    ),
+    "a constant beside": lambda made: made.assign(
+        land_sea_mask=(GRID, np.zeros((made.sizes["latitude"], made.sizes["longitude"])))
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+def test_whatever_form_it_has(folder: Path, form: str) -> None:
+    made = forecasts.forecast(forecasts.truth(), members=1)
+    ending = "nc" if form in ("netcdf", "leads as hours") else "zarr"
+    path = folder / f"{form.replace(' ', '_')}.{ending}"
+    card = scored(folder, forecasts.write(FORMS[form](without_members(made)), path))
+    assert set(card.scores) == {"rmse", "acc", "bias", "activity"}
+    check(card, made)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["realization", "ensemble"])
+def test_members_under_other_names_anywhere(folder: Path, name: str) -> None:
+    made = forecasts.forecast(forecasts.truth(), members=2)
+    other = made.rename(number=name).transpose(..., name)
+    check(scored(folder, forecasts.write(other, folder / f"{name}.zarr")), made)
+
+
+@pytest.mark.slow
+def test_some_of_it(folder: Path) -> None:
+    made = forecasts.forecast(forecasts.truth(), members=2)
+    path = forecasts.write(made, folder / "some.zarr")
+    card = scored(
+        folder,
+        path,
+        variables=("temperature",),
+        levels=(850,),
+        hours=(24, 6),
+        dates=("2000-01-02T12", "2000-01-03"),
+    )
+    assert [channel.name for channel in card.channels] == ["temperature_850"]
+    assert card.hours == (6, 24)
+    assert len(card.initial_times) == 1
+    check(card, made.isel(time=slice(1, None)))
+
+
+@pytest.mark.slow
+def test_other_forms_of_truth_and_climatology(tmp_path: Path) -> None:
+    observed = forecasts.truth()
+    made = forecasts.forecast(observed, members=1)
+    forecasts.write(without_members(made), tmp_path / "f.zarr")
+    turned = observed.isel(latitude=slice(None, None, -1)).transpose("longitude", ...)
+    forecasts.write(turned, tmp_path / "truth.zarr")
+    normals = forecasts.climatology(observed).isel(latitude=slice(None, None, -1))
+    normals = normals.rename({name: f"{name}_mean" for name in normals.data_vars})
+    forecasts.write(normals.transpose(..., "hour"), tmp_path / "climatology.zarr")
+    check(scored(tmp_path, tmp_path / "f.zarr"), made)
+
+
+def test_points_without_values_are_left_out(tmp_path: Path) -> None:
+    """The same mask in all of them, and the scores of what is left."""
+    observed = forecasts.truth()[["2m_temperature"]]
+    made = forecasts.forecast(observed, members=1)
+    inside = xr.DataArray(np.random.default_rng(3).random((9, 8)) > 0.3, dims=GRID)
+    path = forecasts.write(without_members(made).where(inside), tmp_path / "f.zarr")
+    forecasts.write(observed.where(inside), tmp_path / "truth.zarr")
+    normals = forecasts.climatology(forecasts.truth())[["2m_temperature"]]
+    forecasts.write(normals, tmp_path / "climatology.zarr")
+    card = scored(tmp_path, path, masked=("2m_temperature",))
+    wanted = by_definition(
+        made["2m_temperature"].where(inside),
+        observed["2m_temperature"].where(inside),
+        normals["2m_temperature"],
+    )
+    for name in ("rmse", "acc", "bias", "activity"):
+        for source, of in enumerate(METRICS[name].sources):
+            one = wanted[name][of].values
+            assert card.scores[name][source, :, 0] == pytest.approx(one, rel=1e-12, abs=1e-9)
+    assert "masked=[2m_temperature]" in refusal(tmp_path, path)
+
+
+@pytest.mark.parametrize("step", [1, evaluation_score.STEP_BYTES])
+def test_each_level_has_a_mask_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    """Also where levels are too large to be scored together."""
+    monkeypatch.setattr(evaluation_score, "STEP_BYTES", step)
+    whole = forecasts.truth()
+    made = forecasts.forecast(whole, members=1)
+    name = "temperature"
+    shape = whole.sizes["level"], 9, 8
+    inside = xr.DataArray(np.random.default_rng(4).random(shape) > 0.3, dims=["level", *GRID])
+    path = forecasts.write(without_members(made), tmp_path / "f.zarr")
+    forecasts.write(whole.assign({name: whole[name].where(inside)}), tmp_path / "truth.zarr")
+    normals = forecasts.climatology(whole)
+    forecasts.write(normals, tmp_path / "climatology.zarr")
+    card = scored(tmp_path, path, masked=(name,))
+    wanted = by_definition(made[name].where(inside), whole[name].where(inside), normals[name])
+    for c, channel in enumerate(card.channels):
+        if channel.variable == name:
+            found = card.scores["rmse"][0, :, c]
+            one = wanted["rmse"]["forecast"].sel(level=channel.level).values
+            assert found == pytest.approx(one, rel=1e-12)
+
+
+@pytest.mark.slow
+def test_a_mask_of_what_is_not_scored_is_no_matter(folder: Path) -> None:
+    made = forecasts.forecast(forecasts.truth(), members=1)
+    path = forecasts.write(without_members(made), folder / "unmasked.zarr")
+    card = scored(folder, path, variables=("2m_temperature",), masked=("temperature",), hours=(24,))
+    check(card, made)
+
+
+@pytest.mark.slow
+def test_a_climatology_is_fitted_to_dates_of_the_truth(folder: Path) -> None:
+    """With so few days it is their mean at each hour."""
+    observed = forecasts.truth()
+    made = forecasts.forecast(observed, members=1)
+    path = forecasts.write(without_members(made), folder / "fitted.zarr")
+    dates = ("2000-01-01", "2000-01-03")
+    card = scored(folder, path, climatology="", climatology_dates=dates)
+    known = observed.sel(time=slice(*dates))["2m_temperature"]
+    valid = made["time"] + made["prediction_timedelta"]
+    normal = known.groupby("time.hour").mean().sel(hour=valid.dt.hour)
+    truth = observed["2m_temperature"].sel(time=valid).assign_coords(time=made["time"])
+    wanted = np.sqrt(globe((normal - truth) ** 2).mean("time")).values
+    place = [channel.name for channel in card.channels].index("2m_temperature")
+    assert card.scores["rmse"][2, :, place] == pytest.approx(wanted, rel=1e-5)
+    assert "from 2000-01-01 to 2000-01-03, which includes dates of the forecasts" in (
+        card.climatology
+    )
+
+
+def snowfall(data: xr.Dataset) -> xr.Dataset:
+    """A temperature that is declared as a sum over time, of plausible size."""
+    return data[["2m_temperature"]].rename({"2m_temperature": "snowfall"}) / 4096
+
+
+def test_the_first_sums_of_the_truth_may_lack_hours(tmp_path: Path) -> None:
+    """The climatology is fitted to complete sums."""
+    observed = snowfall(forecasts.truth())
+    made = without_members(snowfall(forecasts.forecast(forecasts.truth(), members=1)))
+    path = forecasts.write(made.isel(prediction_timedelta=[2]), tmp_path / "f.zarr")
+    forecasts.write(observed, tmp_path / "truth.zarr")
+    card = scored(tmp_path, path, climatology="")
+    assert card.climatology.startswith("fitted to the truth from 2000-01-01T12:00 to")
+
+
+def test_sums_are_over_the_same_span_whichever_leads_are_scored(tmp_path: Path) -> None:
+    made = snowfall(forecasts.forecast(forecasts.truth(), members=1))
+    forecasts.write(snowfall(forecasts.truth()), tmp_path / "truth.zarr")
+    path = forecasts.write(without_members(made), tmp_path / "f.zarr")
+    every = scored(tmp_path, path, climatology="", hours=(6, 24)).scores["rmse"]
+    last = scored(tmp_path, path, climatology="", hours=(24,)).scores["rmse"]
+    assert np.array_equal(every[:2, 1:], last[:2])  # of forecast and persistence
+
+
+def test_maps_are_errors_of_each_point(folder: Path) -> None:
+    made = forecasts.forecast(forecasts.truth(), members=2)
+    card = scored(folder, forecasts.write(made, folder / "mapped.zarr"))
+    found = next(one for one in card.maps if card.channels[one.channel].level is not None)
+    channel = card.channels[found.channel]
+    one = made[channel.variable].sel(level=channel.level).isel(prediction_timedelta=2)
+    one = one.astype("f8").mean("number")
+    truth = forecasts.truth()[channel.variable].sel(level=channel.level)
+    error = one.values - truth.sel(time=made["time"] + np.timedelta64(24, "h")).values
+    assert found.hours == 24
+    assert found.bias == pytest.approx(error.mean(axis=0), rel=1e-12, abs=1e-9)
+    assert found.rmse == pytest.approx(np.sqrt((error**2).mean(axis=0)), rel=1e-12)
+
+
+def test_names_and_units_are_shown_as_they_are() -> None:
+    """Neither as HTML nor as formulas."""
+    card = Scorecard(
+        forecast="<i>f",
+        truth="<i>t",
+        climatology="<i>c",
+        members=1,
+        initial_times=np.array(["2000-01-01"], "M8[ns]"),
+        hours=(24,),
+        channels=(Channel(r"<b>$\frac$"),),
+        units=(r"<b>$\frac$",),
+        latitude=np.array([45.0, -45.0]),
+        longitude=np.array([0.0, 180.0]),
+        coasts=NO_LINES,
+        scores={"rmse": np.ones((3, 1, 1))},
+        spectra=np.full((2, 1, 1, 1, 2), np.nan),
+        bands=("globe",),
+        maps=(ErrorMap(0, 24, np.ones((2, 2)), np.ones((2, 2))),),
+    )
+    text = scorecard_page(card)
+    assert r"<td>&lt;b&gt;$\frac$</td>" in text
+    assert "<b>" not in text
+    assert "<i>" not in text
+    picture = base64.b64decode(score_image(card, "rmse").split(",")[1]).decode()
+    assert r"&lt;b&gt;$\frac$" in picture
+
+
+@pytest.mark.parametrize("levels", ["level", "isobaricInhPa", "by name"])
+def test_truth_and_climatology_may_have_other_names(
+    folder: Path, tmp_path: Path, levels: str
+) -> None:
+    made = forecasts.forecast(forecasts.truth())
+    forecasts.write(made, tmp_path / "long.zarr")
+    short = made.rename(SHORT)
+    if levels == "by name":
+        flat = {f"z{level}": short["z"].sel(level=level, drop=True) for level in (500, 850)}
+        short = short[["t2m"]].assign(flat)
+    else:
+        short = short.rename({"level": levels} if levels != "level" else {})
+    forecasts.write(short, tmp_path / "short.nc")
+    one, two = (scored(folder, tmp_path / name) for name in ("long.zarr", "short.nc"))
+    names = {channel.name: place for place, channel in enumerate(one.channels)}
+    for place, channel in enumerate(two.channels):
+        long = {"t2m": "2m_temperature", "z500": "geopotential_500", "z850": "geopotential_850"}
+        name = long.get(channel.name, channel.name.replace("z_", "geopotential_"))
+        there = names[name.replace("t_", "temperature_")]
+        for score in one.scores:
+            mine, theirs = two.scores[score][..., place], one.scores[score][..., there]
+            assert np.allclose(mine, theirs, rtol=1e-6, equal_nan=True)

@@ -1,0 +1,237 @@
+"""Stores and requests that can't be scored are refused in one line each."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import xarray as xr
+
+from credit_dp.errors import UserError
+from credit_dp.evaluation.forecast_store import check_same_rows, column_indices
+from tests.evaluation import forecasts
+from tests.evaluation.forecasts import refusal, scored, without_members
+
+
+def changed(made: xr.Dataset, name: str) -> xr.Dataset:
+    """A forecast, or a truth, that can't be scored."""
+    if name == "grid":
+        return made.isel(latitude=slice(None, None, 2))
+    if name == "columns":
+        return made.assign_coords(longitude=made["longitude"] + 3)
+    if name == "levels":
+        return made.sel(level=[500, 1000])
+    if name == "variables":
+        return made.drop_vars("2m_temperature")
+    if name == "units":
+        return made.assign(temperature=made["temperature"].assign_attrs(units="degC"))
+    if name == "hole":
+        values = made["temperature"].values.copy()
+        values[2, ..., 3, 2] = np.nan
+        return made.assign(temperature=(made["temperature"].dims, values))
+    return made.isel(time=slice(0, 8))
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("grid", ["is on another grid than the truth", "9 rows", "has 5", "Change forecast"]),
+        ("columns", ["is on another grid", "longitude from 0 to 315", "from 3 to 318"]),
+        ("levels", ["truth.zarr: geopotential has no level 850", "500, 1000", "Change levels"]),
+        ("variables", ["the truth has no 2m_temperature", "variables=[geopotential,temperature]"]),
+        ("units", ["temperature is in K", "but in degC in the truth", "Convert"]),
+        ("hole", ["temperature has NaN at 2000-01-01T12:00", "masked=[temperature]"]),
+        ("times", ["the truth has no 2000-01-03T00:00", "2 of 2 initial times", "dates=[first"]),
+    ],
+)
+def test_a_truth_that_does_not_fit_is_refused(tmp_path: Path, name: str, parts: list[str]) -> None:
+    observed = forecasts.truth()
+    observed["temperature"].attrs["units"] = "K"
+    made = without_members(forecasts.forecast(observed, members=1))
+    made["temperature"].attrs["units"] = "K"
+    forecasts.write(changed(observed, name), tmp_path / "truth.zarr")
+    path = forecasts.write(made, tmp_path / "f.zarr")
+    said = refusal(tmp_path, path, climatology="")
+    for part in parts:
+        assert part in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"variables": ("temprature",)}, ["no forecast of temprature", "temperature"]),
+        ({"masked": ("sst",)}, ["no forecast of sst", "Change masked"]),
+        ({"levels": (700,)}, ["geopotential has no level 700", "500, 850, 1000"]),
+        ({"hours": (18,)}, ["no lead time of 18 hours", "0, 6, 24", "Change hours"]),
+        ({"dates": ("2001-01-01", "2001-02-01")}, ["no initial time from 2001-01-01"]),
+        ({"truth": ("nowhere.zarr",)}, ["nowhere.zarr", "Set truth"]),
+        ({"climatology": "nowhere.zarr"}, ["nowhere.zarr", "Set climatology"]),
+        ({"climatology": "truth.zarr"}, ["a climatology needs the dims hour, dayofyear"]),
+        ({"climatology": "", "climatology_dates": ("1999-01-01", "1999-02-01")}, ["climatology_"]),
+    ],
+)
+def test_a_request_that_can_not_be_met_is_refused(
+    folder: Path, changes: dict[str, object], parts: list[str]
+) -> None:
+    path = folder / "asked.zarr"
+    if not path.exists():
+        forecasts.write(without_members(forecasts.forecast(forecasts.truth(), members=1)), path)
+    if changes.get("climatology") == "truth.zarr":
+        changes = changes | {"climatology": str(folder / "truth.zarr")}
+    said = refusal(folder, path, **changes)
+    for part in parts:
+        assert part in said
+
+
+@pytest.mark.slow
+def test_a_climatology_that_lacks_something_is_refused(folder: Path, tmp_path: Path) -> None:
+    observed = forecasts.truth()
+    normals = forecasts.climatology(observed)
+    path = forecasts.write(
+        without_members(forecasts.forecast(observed, members=1)), tmp_path / "f.zarr"
+    )
+    for name, made, part in (
+        ("hours", normals.isel(hour=[0, 2]), "has no value for 2000-01-02T06:00, day 2 at 6 h"),
+        ("days", normals.isel(dayofyear=slice(0, 2)), "has no value for 2000-01-03T00:00"),
+        ("levels", normals.sel(level=[500]), "geopotential has no level 850"),
+        ("names", normals.drop_vars("temperature"), "no climatology of temperature"),
+        ("grid", normals.isel(longitude=slice(0, 8, 2)), "another grid"),
+    ):
+        store = forecasts.write(made, tmp_path / f"{name}.zarr")
+        said = refusal(folder, path, climatology=str(store))
+        assert part in said
+        assert "climatology" in said
+
+
+def test_a_climatology_needs_values_where_the_truth_has_them(folder: Path, tmp_path: Path) -> None:
+    """The line names the first time that lacks values, not the one that lacks most."""
+    observed = forecasts.truth()
+    made = without_members(forecasts.forecast(observed, members=1))
+    normals = forecasts.climatology(observed)
+    normals["temperature"].values[0, 2:4, 1, 3, 2] = np.nan
+    normals["temperature"].values[2, 2, 1] = np.nan
+    store = forecasts.write(normals, tmp_path / "c.zarr")
+    said = refusal(folder, forecasts.write(made, tmp_path / "f.zarr"), climatology=str(store))
+    assert f"{store}: temperature for 2000-01-03T00:00 has NaN or infinite values on 1 p" in said
+
+
+def test_a_climatology_needs_to_say_its_hours(folder: Path, tmp_path: Path) -> None:
+    """Otherwise the first would stand for all of them."""
+    observed = forecasts.truth()
+    made = without_members(forecasts.forecast(observed, members=1))
+    store = forecasts.write(forecasts.climatology(observed).drop_vars("hour"), tmp_path / "c.zarr")
+    said = refusal(folder, forecasts.write(made, tmp_path / "f.zarr"), climatology=str(store))
+    assert "has no hour with coordinates" in said
+
+
+def test_coordinates_with_nan_are_another_grid() -> None:
+    wanted = np.array([0.0, 90.0, 180.0, 270.0])
+    found = np.array([0.0, 90.0, np.nan, 270.0])
+    with pytest.raises(UserError, match="another grid"):
+        column_indices(wanted, found, "f.zarr", "forecast")
+    with pytest.raises(UserError, match="another grid"):
+        check_same_rows(wanted, found, "f.zarr", "forecast")
+
+
+def test_forecasts_that_are_not_whole_are_refused(folder: Path, tmp_path: Path) -> None:
+    made = without_members(forecasts.forecast(forecasts.truth(), members=1))
+    values = made["temperature"].values.copy()
+    values[1, 2, 0, 3, 2] = np.inf
+    broken = made.assign(temperature=(made["temperature"].dims, values))
+    said = refusal(folder, forecasts.write(broken, tmp_path / "nan.zarr"))
+    assert (
+        "temperature from 2000-01-02T12:00 at 24 h has NaN or infinite values on 1 points" in said
+    )
+    path = forecasts.write(made, tmp_path / "gone.zarr")
+    min(file for file in (path / "geopotential" / "c").rglob("*") if file.is_file()).unlink()
+    assert "geopotential from 2000-01-02T00:00 at 0 h can't be read" in refusal(folder, path)
+    said = refusal(folder, folder / "truth.zarr")
+    assert "forecasts need the dims time (initial time), prediction_timedelta" in said
+    said = refusal(
+        folder,
+        forecasts.write(made.assign_coords(prediction_timedelta=[0, 1, 2]), tmp_path / "bare.zarr"),
+    )
+    assert "prediction_timedelta must be timedeltas" in said
+
+
+class TestLimits:
+    """Impossible values in each store that is scored; no line names a `data.` key."""
+
+    def made(self) -> xr.Dataset:
+        return without_members(forecasts.forecast(forecasts.truth(), members=1))
+
+    @pytest.mark.slow
+    def test_of_a_forecast(self, folder: Path, tmp_path: Path) -> None:
+        made = self.made()
+        values = made["temperature"].values.copy()
+        values[1, 2, 0, 3, 2] = 9.96921e36
+        broken = made.assign(temperature=(made["temperature"].dims, values))
+        path = forecasts.write(broken, tmp_path / "f.zarr")
+        said = refusal(folder, path)
+        for part in (
+            "f.zarr: temperature on level 500 is 9.96921e+36 at 2000-01-03T12:00 (from "
+            "2000-01-02T12:00 at 24 h), row 3, column 2, but its limits are 100 to 400",
+            "a fill value that no attribute of the store declares, or a model that has become",
+            "set 'limits={temperature:[LOW,HIGH]}', or {temperature:null} for no limits",
+        ):
+            assert part in said
+        card = scored(folder, path, hours=(0, 6), levels=(850,), limits={"t": None})
+        assert np.isfinite(card.scores["rmse"]).all()
+        low = {"2m_temperature": [300, 400]}
+        assert "its limits are 300 to 400" in refusal(folder, path, hours=(0,), limits=low)
+
+    def test_a_poor_forecast_is_scored(self, folder: Path, tmp_path: Path) -> None:
+        """A forecast may be a little out of range, but not in most of a field."""
+        made = self.made()
+        values = made["2m_temperature"].values
+        values[1, 2, 3, 2] = 105
+        path = forecasts.write(made, tmp_path / "poor.zarr")
+        assert np.isfinite(scored(folder, path).scores["rmse"]).all()
+        values[1, 2] -= 200
+        message = refusal(folder, forecasts.write(made, tmp_path / "wrong.zarr"))
+        assert "72 of 72 points are out of range" in message
+
+    @pytest.mark.slow
+    def test_of_points_that_are_not_scored(self, tmp_path: Path) -> None:
+        """Points where the truth has no values are not checked."""
+        observed = forecasts.truth()
+        made = self.made()
+        observed["2m_temperature"][:, 2:4, :3] = np.nan
+        made["2m_temperature"][..., 2:4, :3] = -9999
+        forecasts.write(observed, tmp_path / "truth.zarr")
+        path = forecasts.write(made, tmp_path / "f.zarr")
+        card = scored(tmp_path, path, climatology="", masked=("2m_temperature",))
+        assert np.isfinite(card.scores["rmse"]).all()
+
+    @pytest.mark.parametrize(
+        ("store", "part"),
+        [
+            ("truth", "truth.zarr, chunk temperature/c/"),
+            ("climatology", "climatology.zarr: temperature on level "),
+        ],
+    )
+    def test_of_what_it_is_compared_with(self, tmp_path: Path, store: str, part: str) -> None:
+        observed = forecasts.truth()
+        stored = {"truth": observed, "climatology": forecasts.climatology(observed)}
+        path = forecasts.write(self.made(), tmp_path / "f.zarr")
+        stored[store]["temperature"] -= 273.15
+        for name, data in stored.items():
+            forecasts.write(data, tmp_path / f"{name}.zarr")
+        said = refusal(tmp_path, path)
+        assert part in said
+        assert "It looks like degC" in said
+
+
+def test_scores_that_are_not_finite_or_too_good(folder: Path, tmp_path: Path) -> None:
+    made = without_members(forecasts.forecast(forecasts.truth(), members=1))
+    card = scored(folder, forecasts.write(made, tmp_path / "f.zarr"))
+    assert card.warnings() == []  # persistence has no error at 0 h, which says nothing
+    card.scores["rmse"][1:, -1, 2] = 0
+    assert [line.split(".")[0] for line in card.warnings()] == [
+        f"{card.channels[2].name}: the RMSE of {of} is exactly 0"
+        for of in ("persistence", "climatology")
+    ]
+    card.scores["acc"][:] = np.nan
+    card.check()
+    card.scores["bias"][0, 1, 1] = np.nan
+    with pytest.raises(UserError, match=f"bias of the forecast is nan for {card.channels[1].name}"):
+        card.check()

@@ -1,0 +1,19 @@
+"""Divides a list of cases between the fast and the long tier."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def every(number: int, cases: Iterable[Any]) -> list[Any]:
+    """Return all cases; all but every `number`-th are marked slow.
+
+    Tuples stand for several arguments, as in `pytest.mark.parametrize`.
+    """
+    return [
+        case
+        if index % number == 0
+        else pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.slow)
+        for index, case in enumerate(cases)
+    ]

@@ -1,0 +1,214 @@
+"""A tracker that fails, whenever and however, is one warning: training goes on."""
+
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+from torch.utils import tensorboard
+
+from credit_dp.config import LoggerConfig
+from credit_dp.training.loggers import BackgroundSink, Tracker, open_tracker
+from tests.full_disk import full_disk
+from tests.training.log_messages import captured_warnings
+
+MOMENTS = ("init", "log", "summary", "finish")
+
+
+class FailingWandb:
+    """Stands for the part of wandb that is used, and fails at one moment."""
+
+    class Settings:
+        init_timeout: float
+
+        def __init__(self, **_):
+            pass
+
+    def __init__(self, moment):
+        self.moment, self.calls = moment, []
+
+    def do(self, moment):
+        self.calls.append(moment)
+        if moment == self.moment:
+            raise ConnectionError("no network\nand much more")
+
+    def login(self, **_):
+        self.do("login")
+        return True
+
+    def init(self, **_):
+        self.do("init")
+        summary = SimpleNamespace(update=lambda _: self.do("summary"))
+        return SimpleNamespace(
+            log=lambda *_, **__: self.do("log"), summary=summary, finish=lambda: self.do("finish")
+        )
+
+
+def three_steps(config, folder):
+    """Return the warnings of a run of three steps, and the rows of its log."""
+    with captured_warnings() as warnings:
+        with open_tracker(config, folder / "metrics.csv", 0, {}, rank=0) as tracker:
+            for step in (1, 2, 3):
+                tracker.log(step, {"loss": 1.0})
+            tracker.summarise({"rmse": 1.0})
+    return warnings, (folder / "metrics.csv").read_text().splitlines()[1:]
+
+
+@pytest.mark.parametrize("mode", ["offline", "online"])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_wandb_that_raises_is_left_out_with_one_warning(tmp_path, monkeypatch, moment, mode):
+    wandb = FailingWandb(moment)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    warnings, rows = three_steps(LoggerConfig(wandb=mode), tmp_path)
+    assert len(rows) == 3
+    assert warnings == [
+        "Weights & Biases: disabled for the rest of the run (ConnectionError: no network). "
+        "Training continues."
+    ]
+    if moment == "log":
+        assert wandb.calls.count("log") == 1
+    assert moment == "init" or wandb.calls[-1] == "finish"
+
+
+def test_a_login_that_raises_leaves_it_to_the_start(tmp_path, monkeypatch):
+    wandb = FailingWandb("login")
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    assert three_steps(LoggerConfig(wandb="online"), tmp_path)[0] == []
+    assert wandb.calls.count("log") == 3
+
+
+@pytest.mark.parametrize("moment", ["__init__", "add_scalar", "close"])
+def test_tensorboard_that_raises_is_left_out_with_one_warning(tmp_path, monkeypatch, moment):
+    real = tensorboard.SummaryWriter
+
+    class Failing(real):
+        pass
+
+    def fail(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    def close(writer):
+        real.close(writer)
+        fail()
+
+    setattr(Failing, moment, close if moment == "close" else fail)
+    monkeypatch.setattr(tensorboard, "SummaryWriter", Failing)
+    warnings, rows = three_steps(LoggerConfig(trackers=["tensorboard"]), tmp_path)
+    assert len(rows) == 3
+    assert len(warnings) == 1
+    assert warnings[0].startswith(
+        "TensorBoard: disabled for the rest of the run (OSError: [Errno 28]"
+    )
+
+
+def test_one_that_fails_leaves_the_others_alone(tmp_path, monkeypatch):
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    monkeypatch.setitem(sys.modules, "wandb", FailingWandb("log"))
+    config = LoggerConfig(trackers=["wandb", "tensorboard"])
+    warnings, rows = three_steps(config, tmp_path)
+    assert len(rows) == 3
+    assert len(warnings) == 1
+    assert list((tmp_path / "tensorboard").iterdir())
+
+
+class Hanging:
+    """A tracker that blocks until it is released."""
+
+    def __init__(self):
+        self.go, self.steps = threading.Event(), []
+
+    def log(self, step, metrics):
+        self.go.wait()
+        self.steps.append(step)
+        raise TimeoutError("too late")
+
+    def summarise(self, metrics):
+        pass
+
+    def close(self):
+        pass
+
+
+def test_one_that_hangs_is_not_waited_for():
+    sink = Hanging()
+    with captured_warnings() as warnings:
+        background = BackgroundSink("Slow", lambda: sink, queue_size=10, timeout=60.0)
+        for step in range(100):
+            background.log(step, {})
+        background.close()
+        assert sink.steps == []
+        sink.go.set()
+        background.thread.join()  # one warning, although it raises as well
+    assert warnings == ["Slow: disabled for the rest of the run (it hangs). Training continues."]
+    assert sink.steps == [0]
+
+
+def test_the_end_waits_for_a_while_only():
+    sink = Hanging()
+    with captured_warnings() as warnings:
+        background = BackgroundSink("Slow", lambda: sink, timeout=0.01)
+        background.log(1, {})
+        background.close()
+    assert warnings == [
+        "Slow: disabled for the rest of the run (not done after 0.01 s). Training continues."
+    ]
+    sink.go.set()
+
+
+def test_an_interrupt_waits_for_a_shorter_while(monkeypatch):
+    monkeypatch.setattr("credit_dp.training.loggers.INTERRUPT_TIMEOUT", 0.01)
+    sink = Hanging()
+    tracker = Tracker([BackgroundSink("Slow", lambda: sink, timeout=60.0)])
+    tracker.log(1, {})
+    with captured_warnings() as warnings:
+        tracker.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+    assert warnings == [
+        "Slow: disabled for the rest of the run (not done after 0.01 s). Training continues."
+    ]
+    sink.go.set()
+
+
+def test_a_full_disk_loses_rows_and_nothing_else(tmp_path):
+    log = tmp_path / "metrics.csv"
+    off = LoggerConfig(trackers=[])
+    with captured_warnings() as warnings, open_tracker(off, log, 0, {}, rank=0) as tracker:
+        with full_disk(100):
+            for step in range(100, 200):
+                tracker.log(step, {"loss": 1.0})
+        tracker.log(200, {"loss": 2.0})
+        tracker.log(201, {"loss": 2.0, "new": 3.0})
+    header, *rows = [line.split(",") for line in log.read_text().splitlines()]
+    steps = [int(row[0]) for row in rows]
+    assert {len(row) for row in rows} == {len(header)}
+    assert steps == [*range(100, 100 + len(steps) - 2), 200, 201]
+    first, last = warnings
+    assert "could not be written (File too large)" in first
+    assert first.endswith(f"Training continues; step {100 + len(steps) - 2} is not in the log.")
+    assert last == f"{log}: {100 - (len(steps) - 2)} rows could not be written."
+
+
+def test_a_folder_that_cannot_be_created_is_tried_again(tmp_path):
+    blocked = tmp_path / "run"
+    blocked.write_text("")
+    log = blocked / "metrics.csv"
+    off = LoggerConfig(trackers=[])
+    with captured_warnings() as warnings, open_tracker(off, log, 0, {}, rank=0) as tracker:
+        tracker.log(1, {"loss": 1.0})
+        blocked.unlink()
+        tracker.log(2, {"loss": 2.0})
+    assert [line.split(",")[0] for line in log.read_text().splitlines()] == ["step", "2"]
+    assert len(warnings) == 3
+    assert all("\n" not in line for line in warnings)
+
+
+@pytest.mark.slow
+def test_real_trackers_without_a_place_to_write(tmp_path, monkeypatch):
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    for name in ("wandb", "tensorboard"):
+        (tmp_path / name).write_text("")  # where a folder has to be
+    config = LoggerConfig(trackers=["wandb", "tensorboard"])
+    warnings, rows = three_steps(config, tmp_path)
+    assert len(rows) == 3
+    assert sorted(line.split(":")[0] for line in warnings) == ["TensorBoard", "Weights & Biases"]

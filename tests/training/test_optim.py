@@ -1,0 +1,58 @@
+"""Parameter groups of the optimiser, the learning-rate schedule, and the seeds of steps."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from credit_dp.config import AdamWConfig
+from credit_dp.training.optim import build_optimizer, build_schedule, seed_step
+
+
+def small_model() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.Conv2d(4, 1, 1))
+
+
+def test_only_weights_of_layers_decay():
+    model = small_model()
+    decaying, kept = build_optimizer(
+        dict(model.named_parameters()), AdamWConfig(weight_decay=0.3)
+    ).param_groups
+    assert decaying["weight_decay"] == 0.3
+    assert kept["weight_decay"] == 0
+    assert {p.ndim for p in decaying["params"]} == {4}
+    assert len(decaying["params"]) == 2
+    assert len(kept["params"]) == 4
+
+
+def test_learning_rate_warms_up_then_falls_to_the_final_one():
+    config = AdamWConfig(lr=0.1, final_lr=0.001, warmup_steps=4)
+    optimiser = build_optimizer(dict(small_model().named_parameters()), config)
+    schedule = build_schedule(optimiser, config, steps=20)
+    rates = []
+    for _ in range(20):
+        rates.append(optimiser.param_groups[0]["lr"])
+        optimiser.step()
+        schedule.step()
+    assert rates[:5] == pytest.approx([0.025, 0.05, 0.075, 0.1, 0.1])
+    assert all(a > b for a, b in pairwise(rates[4:]))
+    assert optimiser.param_groups[0]["lr"] == pytest.approx(0.001)
+
+
+def test_no_warm_up_starts_at_the_full_rate():
+    config = AdamWConfig(lr=0.1, warmup_steps=0)
+    optimiser = build_optimizer(dict(small_model().named_parameters()), config)
+    build_schedule(optimiser, config, steps=10)
+    assert optimiser.param_groups[0]["lr"] == pytest.approx(0.1)
+
+
+def test_every_step_and_rank_draws_its_own_numbers_again_and_again():
+    def draw(*key: int) -> tuple[float, ...]:
+        seed_step(*key)
+        return tuple(torch.rand(3).tolist())
+
+    keys = [(s, t, d, r) for s in (0, 1) for t in (0, 1) for d in (0, 1) for r in (0, 1)]
+    first = [draw(*key) for key in keys]
+    assert len(set(first)) == len(keys)
+    assert [draw(*key) for key in keys] == first

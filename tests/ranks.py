@@ -13,7 +13,6 @@ import os
 import signal
 import sys
 import tempfile
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from torch.distributed import distributed_c10d
 
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.domain_parallel.partition import BandTable
-from credit_dp.domain_parallel.transport import ThreadTransport, ThreadWorld
+from credit_dp.domain_parallel.thread_ranks import RankError, run_on_threads
 
 TIMEOUT = 480.0  # two files at once, with up to eight ranks each that may compile, share the cores
 # Live ranks with more process groups end: each group has a thread that polls all the time.
@@ -36,38 +35,13 @@ GROUPS = 8
 PROCESSES = [*(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (2, 4)), 3]
 
 
-class RankError(AssertionError):
-    """A rank raised or hung; the message is its traceback."""
-
-
 def on_threads(ranks: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
     """Run `fn(manager, *args)` on `ranks` threads that share one globe."""
-    world = ThreadWorld(ranks, timeout=2 * TIMEOUT)  # the stacks below come first
-    results: list[Any] = [None] * ranks
-    errors: list[tuple[float, int, BaseException, str]] = []
-
-    def work(rank: int) -> None:
-        manager = DomainParallelManager(ranks, ranks, transport=ThreadTransport(world, rank))
-        try:
-            results[rank] = fn(manager, *args)
-        except BaseException as error:  # noqa: BLE001
-            errors.append((time.monotonic(), rank, error, traceback.format_exc()))
-            world.fail()
-
-    threads = [threading.Thread(target=work, args=(r,), daemon=True) for r in range(ranks)]
-    for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + TIMEOUT
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-    if any(thread.is_alive() for thread in threads):
-        faulthandler.dump_traceback(file=sys.__stderr__, all_threads=True)
-        world.fail()
-        raise RankError("a rank hangs; stacks are on stderr")
-    if errors:
-        _, rank, error, trace = min(errors, key=lambda e: e[0])
-        raise RankError(f"rank {rank}: {error}\n{trace}") from error
-    return results
+    faulthandler.dump_traceback_later(0.9 * TIMEOUT, file=sys.__stderr__)
+    try:
+        return run_on_threads(ranks, lambda manager: fn(manager, *args), TIMEOUT)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def warm_context() -> ForkServerContext:

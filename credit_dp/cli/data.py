@@ -28,6 +28,7 @@ from credit_dp.cli.output import format_bytes, format_table
 from credit_dp.cli.overrides import parse_overrides, quoted_forms, shell_argument, try_parse
 from credit_dp.config import DataConfig
 from credit_dp.config.data import AUTO, DatesConfig
+from credit_dp.cores import usable_cores
 from credit_dp.errors import UserError
 
 if TYPE_CHECKING:
@@ -454,7 +455,7 @@ def _request(parsed: DataArguments) -> "RechunkRequest":
         codec=keys["codec"],
         overwrite=keys["overwrite"],
         workers=WorkerConfig(
-            count=keys["workers"] or _count_cpus(),
+            count=keys["workers"] or usable_cores(),
             scheduler=keys["scheduler"],
             start=functools.partial(initialise_worker, os.getpid()),
         ),
@@ -467,12 +468,6 @@ def _parse_dates(dates: Any) -> tuple[str, ...]:
     if not isinstance(dates, list):
         raise UserError(f"dates: needs [first, last], like [2000-01-01,2000-12-31], got {dates!r}")
     return tuple(map(str, dates))
-
-
-def _count_cpus() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 STATS_HELP = """\

@@ -176,7 +176,7 @@ trap 'stopping=1; scancel --signal=TERM "$job"' USR1
 trap 'stopping=1' TERM
 
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-port=$((20000 + SLURM_JOB_ID * 8 % 20000))
+port=$((20000 + SLURM_JOB_ID * 8 % 12000))
 srun --nodes={placement.nodes} --ntasks-per-node=1 \\
     --cpus-per-task={placement.tasks_per_node * placement.cpus_per_task} --kill-on-bad-exit=1 \\
     torchrun --nnodes={placement.nodes} --nproc-per-node={placement.tasks_per_node} \\

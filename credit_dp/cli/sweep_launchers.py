@@ -42,6 +42,7 @@ from credit_dp.cli.sweep_jobs import (
     write_submission,
 )
 from credit_dp.config import Config
+from credit_dp.cores import usable_cores
 from credit_dp.distributed.placement import (
     ClusterNodes,
     Placement,
@@ -128,7 +129,7 @@ def free_resources(jobs: Sequence[Job], cores: int) -> FreeResources:
     count = count_visible_gpus() if needs_gpus else 0
     visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     gpus = visible or [str(index) for index in range(count)]
-    return FreeResources(cores or len(os.sched_getaffinity(0)), gpus[:count])
+    return FreeResources(cores or usable_cores(), gpus[:count])
 
 
 @final

@@ -27,6 +27,7 @@ from credit_dp.domain_parallel import (
     shard_tensor,
 )
 from credit_dp.domain_parallel.build import shard_model
+from credit_dp.domain_parallel.verify import gradient_or_zeros
 from credit_dp.fields import Fields
 from credit_dp.models import build_model
 
@@ -174,18 +175,15 @@ def step_error(manager: DomainParallelManager, device: torch.device) -> float:
     band.square().sum().backward()
     errors = [relative_difference(gather_tensor(band, manager=manager), output)]
     largest_gradient = max(
-        grad_of(parameter).abs().max().item() for parameter in unsharded.parameters()
+        gradient_or_zeros(parameter).abs().max().item() for parameter in unsharded.parameters()
     )
     for local, expected in zip(sharded.parameters(), unsharded.parameters(), strict=True):
         # Each rank has the gradient of its band's loss; their sum is that of the globe's loss.
-        summed = manager.transport.all_reduce(grad_of(local))
-        errors.append(relative_difference(summed, grad_of(expected), 1e-3 * largest_gradient))
+        summed = manager.transport.all_reduce(gradient_or_zeros(local))
+        errors.append(
+            relative_difference(summed, gradient_or_zeros(expected), 1e-3 * largest_gradient)
+        )
     return max(errors)
-
-
-def grad_of(parameter: Tensor) -> Tensor:
-    """Return the gradient; zeros if the parameter got none."""
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
 def max_difference(actual: Tensor, expected: Tensor) -> float:

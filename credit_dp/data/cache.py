@@ -1,6 +1,7 @@
 """A cache of computed files that all ranks and jobs share.
 
 `create_once` creates a file or folder exactly once: it takes a lock and writes atomically.
+`lock_output` guards what a command writes outside of the cache.
 `fingerprint` gives the name under which a result is stored.
 """
 
@@ -9,10 +10,10 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from credit_dp.checks import expand_home
 from credit_dp.errors import UserError
@@ -71,6 +72,29 @@ def create_once(path: Path, is_complete: Callable[[Path], bool]) -> Iterator[Pat
             _remove(leftover)
         with atomic_path(path, temporary):
             yield temporary
+
+
+@contextmanager
+def lock_output(path: Path, message: str) -> Iterator[None]:
+    """Hold the lock file of `path`, and remove that file at the end.
+
+    Raises:
+        UserError: with this message; another process holds the lock.
+    """
+    lock = FileLock(lock_path(path), timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise UserError(message) from None
+    try:
+        yield
+    finally:
+        # Unlinked before the release: afterwards the name may belong to another process's lock. A
+        # process that has opened the file already then locks one without a name: filelock notices
+        # this (since 3.21.2) and tries again.
+        with suppress(OSError):
+            lock_path(path).unlink(missing_ok=True)
+        lock.release()
 
 
 def lock_path(path: Path) -> Path:

@@ -60,7 +60,7 @@ def split_slice(config: DataConfig, split: str, times: Times) -> slice:
     step = np.timedelta64(config.step_hours, "h")
     if first[1] <= times[0] - step or last[0] >= times[-1] + step:
         raise UserError(
-            f"{where}: holds {_format_minute(times[0])} to {_format_minute(times[-1])}, but "
+            f"{where}: holds {format_minute(times[0])} to {format_minute(times[-1])}, but "
             f"{key} asks for {dates[0]} to {dates[1]}. Set {key} to dates within the store."
         )
     start = int(np.searchsorted(times, first[0], side="left"))
@@ -218,5 +218,6 @@ def _iso(time: np.datetime64) -> str:
     return str(hour if hour == time else time.astype("datetime64[s]"))
 
 
-def _format_minute(time: np.datetime64) -> str:
+def format_minute(time: np.datetime64) -> str:
+    """Return a time as text, like `2000-01-01T06:00`."""
     return str(time.astype("datetime64[m]"))

@@ -10,8 +10,10 @@ from typing import final
 
 import numpy as np
 
+from credit_dp.bands import max_rows_touched, row_amplification
 from credit_dp.data.channels import Channel
-from credit_dp.data.grid import POLE, max_rows_touched, row_amplification
+from credit_dp.data.dates import format_minute
+from credit_dp.data.grid import POLE
 from credit_dp.data.sources.base import Source, Times, VariableInfo, all_names
 from credit_dp.variable_names import has_short_names
 
@@ -163,15 +165,15 @@ def report_time_axis(times: Times) -> TimeAxisReport:
     # Times that are closer than usual are no gaps.
     gaps = tuple(
         TimeGap(
-            _format_minute(times[index]),
-            _format_minute(times[index + 1]),
+            format_minute(times[index]),
+            format_minute(times[index + 1]),
             int(steps[index] / spacing) - 1,
         )
         for index in np.flatnonzero(steps > spacing)
     )
     return TimeAxisReport(
-        first=_format_minute(times[0]),
-        last=_format_minute(times[-1]),
+        first=format_minute(times[0]),
+        last=format_minute(times[-1]),
         count=len(times),
         spacing_hours=float(spacing / np.timedelta64(1, "h")),
         gaps=gaps,
@@ -242,7 +244,3 @@ def _report_chunks(
         amplification=amplification,
         decoded_bytes=decoded_bytes,
     )
-
-
-def _format_minute(time: np.datetime64) -> str:
-    return str(time.astype("M8[m]"))

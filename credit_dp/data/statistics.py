@@ -9,6 +9,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import astuple, dataclass, field
 from pathlib import Path
 from typing import Any, final
@@ -628,8 +629,11 @@ class StatisticsRun:
         Statistics.of(table, self.store, self.store.config.store)
         result = StatisticsFile(input_description(self.store, self.every), table)
         result.save(self.path)
-        self._lock.release()  # its file is in the folder, too
+        # Before the release: afterwards the pieces in the folder may be another process's.
         shutil.rmtree(self._folder, ignore_errors=True)
+        self._lock.release()
+        with suppress(OSError):  # NFS keeps a file that is open, and so its folder
+            self._folder.rmdir()
         return result
 
     def close(self) -> None:

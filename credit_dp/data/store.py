@@ -16,7 +16,7 @@ from numpy.typing import ArrayLike, NDArray
 from credit_dp.config import DataConfig
 from credit_dp.config.data import ROLES, SPLITS
 from credit_dp.data.channels import Channel, Channels
-from credit_dp.data.dates import resolve_dates, split_slice
+from credit_dp.data.dates import format_minute, resolve_dates, split_slice
 from credit_dp.data.forcings import COMPUTED_FORCINGS, COMPUTED_STATICS
 from credit_dp.data.limits import ValueLimits, ValueRange, check_limit_keys, extremes
 from credit_dp.data.selection import StepReader, select_channels
@@ -26,6 +26,7 @@ from credit_dp.data.units import check_units, converted_unit
 from credit_dp.errors import UserError
 
 ValidMask = NDArray[np.bool_]  # (rows, W), True where there are values
+MaskTimes = tuple[np.datetime64, np.datetime64 | None]  # of a field and of its mask
 ReadFirstFields = Callable[[Sequence[Channel], slice], Fields]
 
 
@@ -360,7 +361,7 @@ class Store:
         return static
 
     def _missing_value_error(
-        self, channel: Channel, field: Fields, times: tuple[object, object] | None
+        self, channel: Channel, field: Fields, times: MaskTimes | None
     ) -> UserError:
         role = next(role for role in ROLES if channel.variable in getattr(self.config, role))
         return missing_value_error(self.source.where, channel, role, field, times)
@@ -475,7 +476,7 @@ def mask_and_find_missing(field: Fields, valid: ValidMask | None) -> int | None:
 
 
 def missing_value_error(
-    where: str, channel: Channel, role: str, field: Fields, times: tuple[object, object] | None
+    where: str, channel: Channel, role: str, field: Fields, times: MaskTimes | None
 ) -> UserError:
     """Return the error about a missing or infinite value.
 
@@ -487,7 +488,7 @@ def missing_value_error(
         times: of the field and of its mask (None without a mask); None for a static field.
     """
     name = channel.variable
-    position = "" if times is None else f" at {_format_minute(times[0])}"
+    position = "" if times is None else f" at {format_minute(times[0])}"
     if channel.level is not None:
         position += f" on level {channel.level}"
     remedy = f"leave it out of data.{role}" + ("" if times is None else ", or choose other dates")
@@ -496,14 +497,10 @@ def missing_value_error(
     if times is not None and times[1] is not None:
         return UserError(
             f"{where}: {name} has NaN{position}, where it has values at "
-            f"{_format_minute(times[1])}, the first of data.dates.train, which "
+            f"{format_minute(times[1])}, the first of data.dates.train, which "
             f"data.variables.{name}.fill goes by; {remedy}."
         )
     return UserError(
         f"{where}: {name} has NaN{position}. If it has no values there at any time, set "
         f"data.variables.{name}.fill=mean, or to a number; else {remedy}."
     )
-
-
-def _format_minute(time: object) -> str:
-    return str(np.datetime64(time, "m"))  # type: ignore[call-overload]

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from credit_dp.config import DataConfig
 from credit_dp.data.channels import Channel
+from credit_dp.data.dask_scheduler import connect_to_scheduler
 from credit_dp.data.dates import one_step_pairs, split_slice
 from credit_dp.data.forcings import COMPUTED_FORCINGS
 from credit_dp.data.limits import ValueRange
@@ -201,8 +202,6 @@ def _dates_per_chunk(store: Store, channels: Sequence[Channel]) -> int:
 T = TypeVar("T")
 PieceFunction = Callable[[Store, TrainingDates, Piece], T]
 
-CONNECT_SECONDS = 30
-
 
 class PieceWorkers(ABC):
     """Processes pieces in parallel and yields their results in order.
@@ -253,7 +252,7 @@ class DaskWorkers(PieceWorkers):
         self._config = store.config
         self._ranges = store.limits.sampled_ranges
         self._dates = dates
-        self._client = _connect_client(address)
+        self._client = connect_to_scheduler(address)
         self.count = sum(self._client.nthreads().values())
         if not self.count:
             self.close()
@@ -292,14 +291,3 @@ def _open_and_run(
     piece: Piece,
 ) -> T:
     return function(Store(open_source(config), config, ranges), dates, piece)
-
-
-def _connect_client(address: str) -> Any:
-    try:
-        from distributed import Client
-    except ImportError as error:
-        raise UserError("scheduler: needs the package distributed. Install it.") from error
-    try:
-        return Client(address, timeout=CONNECT_SECONDS)  # type: ignore[no-untyped-call]
-    except (OSError, ValueError) as error:
-        raise UserError(f"scheduler={address}: can't be reached ({error}).") from error

@@ -1,4 +1,4 @@
-"""Collectives on Python objects, groups for threads, and errors that all ranks raise together.
+"""Collectives on objects and small tensors, groups for threads, and errors raised by all ranks.
 
 A rank that raises alone leaves the others waiting in their next collective. What can fail on one
 rank only therefore goes through `run_on_all_ranks`.
@@ -8,8 +8,11 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from credit_dp.domain_parallel.transport import message_device
 from credit_dp.errors import UserError
 
 T = TypeVar("T")
@@ -57,6 +60,18 @@ def all_gather_object(value: T, group: dist.ProcessGroup | None = None) -> list[
     values: list[T | None] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value, group=group)
     return values  # type: ignore[return-value]  # torch has replaced every None
+
+
+def all_gather_tensor(local: Tensor) -> Tensor:
+    """Return a small tensor of every rank, in rank order, in the host's memory; collective.
+
+    Shapes:
+        `(...)`, the same on all ranks -> `(ranks, ...)`.
+    """
+    local = local.to(message_device())
+    gathered = [torch.empty_like(local) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, local)
+    return torch.stack(gathered).cpu()
 
 
 def run_on_all_ranks(action: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:

@@ -51,14 +51,11 @@ def build_manager(parallel: ParallelConfig, ranks: RankInfo) -> DomainParallelMa
 def nodes_of_ranks(ranks: RankInfo) -> list[int]:
     """Return the number of each rank's node, in rank order; collective."""
     import torch
-    from torch import distributed
 
-    # NCCL moves tensors of GPUs only.
-    device = "cuda" if "nccl" in distributed.get_backend() else "cpu"
-    local_node = torch.tensor(ranks.node, device=device)
-    nodes = [torch.empty_like(local_node) for _ in range(ranks.world_size)]
-    distributed.all_gather(nodes, local_node)
-    return [int(node) for node in nodes]
+    from credit_dp.distributed.collectives import all_gather_tensor
+
+    nodes: list[int] = all_gather_tensor(torch.tensor(ranks.node)).tolist()
+    return nodes
 
 
 def rank_device(config: Config, ranks: RankInfo) -> torch.device:

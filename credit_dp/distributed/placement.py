@@ -15,6 +15,7 @@ from itertools import pairwise
 from typing import final
 
 from credit_dp.config import Config, ParallelConfig, microbatches_per_step
+from credit_dp.cores import usable_cores
 from credit_dp.distributed.launcher import Launcher, RankInfo
 from credit_dp.distributed.slurm import run_slurm_command
 from credit_dp.errors import UserError
@@ -158,7 +159,7 @@ def threads_per_rank(
     # srun pins each task to its own cores: they are not shared with other ranks.
     if environment.get("SLURM_CPUS_PER_TASK", "").isdigit() and "SLURM_STEP_ID" in environment:
         return int(environment["SLURM_CPUS_PER_TASK"])
-    return max(1, len(os.sched_getaffinity(0)) // ranks.local_world_size)
+    return max(1, usable_cores() // ranks.local_world_size)
 
 
 # The nodes of a job

@@ -125,7 +125,7 @@ def run_rank(
         if ranks.world_size == 1:
             return function(config, ranks)
         with process_group(config, ranks, init_method, on_store):
-            return function(broadcast_run_folder(config, ranks), ranks)
+            return function(broadcast_run_folder(config), ranks)
 
 
 def import_function(run: str) -> RunFunction:
@@ -261,20 +261,13 @@ def loopback_interface() -> str:
     return next((name for name in ("lo", "lo0") if name in names), names[0])
 
 
-def broadcast_run_folder(config: Config, ranks: RankInfo) -> Config:
+def broadcast_run_folder(config: Config) -> Config:
     """Return the config with rank 0's run folder; collective.
 
     A launcher's ranks compose the config separately, and may choose different folders.
     """
-    import torch
     from torch import distributed
 
-    gpu = gpu_index(config.parallel, ranks)
-    device = torch.device("cuda", gpu) if config.device == "cuda" else None
-    # A tensor of fixed size: the other ranks don't know the length of rank 0's path.
-    text = torch.zeros(4096, dtype=torch.uint8, device=device)
-    folder = config.run.dir.encode()
-    text[: len(folder)] = torch.tensor(list(folder), dtype=torch.uint8)
-    distributed.broadcast(text, src=0)
-    shared = bytes(text.tolist()).rstrip(b"\0").decode()
-    return replace(config, run=replace(config.run, dir=shared))
+    folders = [config.run.dir]
+    distributed.broadcast_object_list(folders, src=0)  # of any length: torch sends it first
+    return replace(config, run=replace(config.run, dir=folders[0]))

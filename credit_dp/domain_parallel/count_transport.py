@@ -1,4 +1,4 @@
-"""Transports that count or record the messages of all ranks, without sending anything.
+"""A transport that counts the messages of all ranks, without sending anything.
 
 One rank's step on tensors without data is enough: a `RowExchange` holds the rows that all ranks
 need, so that the transport of one rank knows the messages of all (`received_row_counts`).
@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NamedTuple, final
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -48,50 +48,85 @@ class RankTraffic:
         )
 
 
+class MessageSize(NamedTuple):
+    """The bytes of one message from a rank of a domain to another one."""
+
+    sender: int
+    receiver: int
+    bytes: int
+
+
 @final
 class CountingTransport(Transport):
-    """Counts the messages that every rank would send, and sends nothing.
+    """Counts the messages that all ranks would send, and sends nothing.
 
     Args:
         rank: the rank whose step is run.
         size: number of ranks.
         partitions: the plan's bands, from which gathered numbers of rows are looked up.
+
+    Attributes:
+        exchanges: the messages that are under way at the same time -> number of such exchanges.
+        ring_collectives: the bytes that each rank sends in a collective, if it is done in a ring
+            -> number of such collectives.
     """
 
     def __init__(self, rank: int, size: int, partitions: Sequence[RowPartition] = ()) -> None:
         super().__init__(rank, size)
         self.partitions = partitions
-        self._sent_by_rank = [[0, 0] for _ in range(size)]
+        self.exchanges: Counter[tuple[MessageSize, ...]] = Counter()
+        self.ring_collectives: Counter[int] = Counter()
 
     def announce_exchange(self, exchange: RowExchange, row_bytes: int, backward: bool) -> None:
         """Count the messages of all ranks in an exchange, or in its backward pass."""
+        messages = []
         received = received_row_counts(exchange.partition, exchange.required_rows)
         for receiver, row_counts in enumerate(received):
             for owner, rows in row_counts:
                 # In the backward pass gradients travel from the receiver to the owner.
-                sent = self._sent_by_rank[receiver if backward else owner]
-                sent[0] += 1
-                sent[1] += rows * row_bytes
+                ends = (receiver, owner) if backward else (owner, receiver)
+                messages.append(MessageSize(*ends, rows * row_bytes))
+        self._count(messages)
 
     def announce_sizes(self, sizes: Sequence[Sequence[int]]) -> None:
         """Count the messages of all ranks, given their bytes."""
-        for sent, sizes_by_receiver in zip(self._sent_by_rank, sizes, strict=True):
-            sent[0] += sum(size > 0 for size in sizes_by_receiver)
-            sent[1] += sum(sizes_by_receiver)
+        self._count(
+            [
+                MessageSize(sender, receiver, size)
+                for sender, sizes_by_receiver in enumerate(sizes)
+                for receiver, size in enumerate(sizes_by_receiver)
+                if size > 0 and sender != receiver
+            ]
+        )
+
+    def _count(self, messages: Sequence[MessageSize]) -> None:
+        if messages:
+            self.exchanges[tuple(messages)] += 1
 
     @property
     def sent(self) -> tuple[RankTraffic, ...]:
         """Return what each rank has sent so far."""
+        numbers = [0] * self.size
+        sizes = [0] * self.size
+        for messages, times in self.exchanges.items():
+            for message in messages:
+                numbers[message.sender] += times
+                sizes[message.sender] += times * message.bytes
         # Collectives are counted for the rank that runs: all ranks call the same ones.
         collectives = (self.traffic.collectives, self.traffic.collective_bytes)
         return tuple(
-            RankTraffic(messages, size, *collectives) for messages, size in self._sent_by_rank
+            RankTraffic(number, size, *collectives)
+            for number, size in zip(numbers, sizes, strict=True)
         )
 
-    def _start(self, send: Sequence[PeerTensor], receive: Sequence[PeerTensor]) -> Any:
+    def _start(
+        self, send: Sequence[PeerTensor], receive: Sequence[PeerTensor]
+    ) -> Callable[[], None]:
         return lambda: None
 
     def _all_gather(self, x: Tensor) -> Tensor:
+        # In a ring each rank sends its own tensor and all but one of the others'.
+        self.ring_collectives[(self.size - 1) * x.nbytes] += 1
         if x.is_meta:
             return x.new_empty((self.size, *x.shape))
         # A tensor with a value is the number of rows of a band: the plan has those of other ranks.
@@ -105,6 +140,8 @@ class CountingTransport(Transport):
         return torch.tensor(max(matches, key=lambda p: p.height).sizes)
 
     def _all_reduce(self, x: Tensor) -> Tensor:
+        # A ring all-reduce: a reduce-scatter and an all-gather of parts of 1 / size.
+        self.ring_collectives[2 * (self.size - 1) * x.nbytes // self.size] += 1
         return torch.empty_like(x)
 
 
@@ -118,73 +155,3 @@ def received_row_counts(
         tuple((message.peer, message.length) for message in exchange.receives)
         for exchange in exchanges
     )
-
-
-class MessageSize(NamedTuple):
-    """The bytes of one message from a rank of a domain to another one."""
-
-    sender: int
-    receiver: int
-    bytes: int
-
-
-@final
-class RecordingTransport(Transport):
-    """Records the messages of all ranks that are under way at the same time, and sends nothing.
-
-    Args:
-        rank: the rank whose step is run.
-        size: number of ranks.
-        partitions: the plan's bands, from which gathered numbers of rows are looked up.
-
-    Attributes:
-        exchanges: the messages of an exchange -> number of such exchanges.
-        collectives: the bytes that each rank sends in a collective, if it is done in a ring
-            -> number of such collectives.
-    """
-
-    def __init__(self, rank: int, size: int, partitions: Sequence[RowPartition] = ()) -> None:
-        super().__init__(rank, size)
-        self.exchanges: Counter[tuple[MessageSize, ...]] = Counter()
-        self.collectives: Counter[int] = Counter()
-        self._counting = CountingTransport(rank, size, partitions)
-
-    def announce_exchange(self, exchange: RowExchange, row_bytes: int, backward: bool) -> None:
-        """Record the messages of all ranks in an exchange, or in its backward pass."""
-        messages = []
-        received = received_row_counts(exchange.partition, exchange.required_rows)
-        for receiver, row_counts in enumerate(received):
-            for owner, rows in row_counts:
-                ends = (receiver, owner) if backward else (owner, receiver)
-                messages.append(MessageSize(*ends, rows * row_bytes))
-        self._record(messages)
-
-    def announce_sizes(self, sizes: Sequence[Sequence[int]]) -> None:
-        """Record the messages of all ranks, given their bytes."""
-        self._record(
-            [
-                MessageSize(sender, receiver, size)
-                for sender, sizes_by_receiver in enumerate(sizes)
-                for receiver, size in enumerate(sizes_by_receiver)
-                if size > 0 and sender != receiver
-            ]
-        )
-
-    def _record(self, messages: Sequence[MessageSize]) -> None:
-        if messages:
-            self.exchanges[tuple(messages)] += 1
-
-    def _start(
-        self, send: Sequence[PeerTensor], receive: Sequence[PeerTensor]
-    ) -> Callable[[], None]:
-        return lambda: None
-
-    def _all_gather(self, x: Tensor) -> Any:
-        # In a ring each rank sends its own tensor and all but one of the others'.
-        self.collectives[(self.size - 1) * x.nbytes] += 1
-        return self._counting.all_gather(x)
-
-    def _all_reduce(self, x: Tensor) -> Tensor:
-        # A ring all-reduce: a reduce-scatter and an all-gather of parts of 1 / size.
-        self.collectives[2 * (self.size - 1) * x.nbytes // self.size] += 1
-        return self._counting.all_reduce(x)

@@ -250,8 +250,8 @@ class RowExchange:
         return _RowExchangeFunction.apply(x, self, transport, dim)  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _row_bytes(x: Tensor, dim: int) -> int:
-    """Return the bytes of one row: of all samples, channels and columns."""
+def row_bytes(x: Tensor, dim: int) -> int:
+    """Return the bytes of one row, of all samples, channels and columns; `dim` is negative."""
     # Not x.nbytes / rows: a rank may need no row at all, as one beyond a pole.
     return x.shape[:dim].numel() * x.shape[dim:][1:].numel() * x.element_size()
 
@@ -314,7 +314,7 @@ def start_fetching(
     """
     received = {message.peer: _empty_rows(x, dim, message.length) for message in exchange.receives}
     send = [(message.peer, _pack_rows(x, exchange, message, dim)) for message in exchange.sends]
-    transport.announce_exchange(exchange, _row_bytes(x, dim), backward=False)
+    transport.announce_exchange(exchange, row_bytes(x, dim), backward=False)
     wait = transport.start(send, list(received.items()))
     # Zeros and this rank's own rows are copied while the messages are under way.
     result = empty_rows_like(x, dim, exchange.length)
@@ -372,7 +372,7 @@ def start_returning_gradients(
     received = [
         (message.peer, _empty_rows(grad, dim, message.length)) for message in exchange.sends
     ]
-    transport.announce_exchange(exchange, _row_bytes(grad, dim), backward=True)
+    transport.announce_exchange(exchange, row_bytes(grad, dim), backward=True)
     wait = transport.start(send, received)
 
     def finish(total: Tensor, done: RowCopy | None = None) -> None:

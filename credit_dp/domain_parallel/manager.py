@@ -14,6 +14,7 @@ from credit_dp.domain_parallel.transport import (
     GroupTransport,
     SingleRankTransport,
     Transport,
+    message_device,
     use_batch_scheduling_for_gloo,
 )
 from credit_dp.errors import UserError
@@ -92,13 +93,14 @@ class DomainParallelManager:
                 f"Start {self.world_size} and initialise torch.distributed."
             )
         self.rank = dist.get_rank()
-        device = "cuda" if "nccl" in dist.get_backend() else "cpu"
         axes = {
             "pipeline": self.pipeline_parallel_size,
             "data": self.data_parallel_size,
             "domain": self.domain_parallel_size,
         }
-        self.mesh = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
+        self.mesh = init_device_mesh(
+            message_device().type, tuple(axes.values()), mesh_dim_names=tuple(axes)
+        )
         self.pipeline_group = self.mesh.get_group("pipeline")
         self.data_parallel_group = self.mesh.get_group("data")
         self.domain_group = self.mesh.get_group("domain")
@@ -110,8 +112,8 @@ class DomainParallelManager:
         transport = GroupTransport(self.domain_group)
         # If the first operation of an nccl group is a batch of point-to-point messages, all its
         # ranks have to take part in it. Not every rank has rows to send: start with a collective.
-        device = "cuda" if "nccl" in dist.get_backend(self.domain_group) else "cpu"
-        dist.all_reduce(torch.zeros(1, device=device), group=self.domain_group)
+        first = torch.zeros(1, device=message_device(self.domain_group))
+        dist.all_reduce(first, group=self.domain_group)
         return transport
 
     @property
@@ -165,8 +167,8 @@ class DomainParallelManager:
 
     def gather_partition(self, rows: int) -> RowPartition:
         """Gather the number of rows of every rank and return the partition; a collective."""
-        nccl = self.domain_group is not None and "nccl" in dist.get_backend(self.domain_group)
-        local = torch.tensor(rows, device="cuda" if nccl else "cpu")
+        device = None if self.domain_group is None else message_device(self.domain_group)
+        local = torch.tensor(rows, device=device)
         return RowPartition.from_sizes(self.transport.all_gather(local).tolist())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DomainParallelManager:

@@ -16,6 +16,7 @@ from typing import NamedTuple, final
 
 from torch import nn
 
+from credit_dp.bands import balanced_bounds
 from credit_dp.errors import UserError
 
 # Fewer rows travel between two levels whose bands are aligned. Aligned bands are preferred to
@@ -47,8 +48,7 @@ class RowPartition:
     @classmethod
     def balanced(cls, height: int, ranks: int) -> RowPartition:
         """Return bands that differ by at most one row, the larger ones first."""
-        share, surplus = divmod(height, ranks)
-        return cls(tuple(r * share + min(r, surplus) for r in range(ranks + 1)))
+        return cls(balanced_bounds(height, ranks))
 
     @classmethod
     def in_multiples_of(cls, height: int, ranks: int, unit: int) -> RowPartition:

@@ -1,4 +1,8 @@
-"""Ranks that are threads of this process: they compare models without a process group."""
+"""Ranks that are threads of this process, to try and compare models without a process group.
+
+`run_on_threads` runs a function on every rank of one globe. `ThreadRanks` is for ranks that share a
+`ThreadWorld` already.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,8 @@ import traceback
 from collections.abc import Callable
 from typing import Generic, TypeVar, final
 
-from credit_dp.domain_parallel.transport import ThreadWorld
+from credit_dp.domain_parallel.manager import DomainParallelManager
+from credit_dp.domain_parallel.transport import ThreadTransport, ThreadWorld
 from credit_dp.errors import UserError
 
 Result = TypeVar("Result")
@@ -17,6 +22,30 @@ Result = TypeVar("Result")
 
 class RankError(UserError):
     """A rank raised an error or did not finish."""
+
+
+def run_on_threads(
+    ranks: int, work: Callable[[DomainParallelManager], Result], timeout: float = 60.0
+) -> list[Result]:
+    """Return the results of `work(manager)` on ranks that share one globe, in rank order.
+
+    Args:
+        ranks: number of bands, each of a thread.
+        work: called once per rank, with its manager.
+        timeout: seconds after which ranks that have not finished count as stuck.
+
+    Raises:
+        RankError: a rank failed (the error is that of the first) or is stuck.
+    """
+    # The world waits longer: `ThreadRanks` names the rank that is stuck, while a rank that waits
+    # for a message only knows that none came.
+    world = ThreadWorld(ranks, timeout=2 * timeout)
+
+    def run_rank(rank: int) -> Result:
+        transport = ThreadTransport(world, rank)
+        return work(DomainParallelManager(ranks, ranks, transport=transport))
+
+    return ThreadRanks[Result](world, timeout).run(run_rank)
 
 
 @final
@@ -32,7 +61,7 @@ class ThreadRanks(Generic[Result]):
         self.world = world
         self.timeout = timeout
         self._results: dict[int, Result] = {}
-        self._errors: list[tuple[int, Exception]] = []
+        self._errors: list[tuple[int, BaseException]] = []
 
     def run(self, work: Callable[[int], Result]) -> list[Result]:
         """Return the results of `work(rank)`, in rank order.
@@ -49,9 +78,9 @@ class ThreadRanks(Generic[Result]):
         deadline = time.monotonic() + self.timeout
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        # Before the others are woken: afterwards they are at other lines.
         stuck = {rank: current_line(t) for rank, t in enumerate(threads) if t.is_alive()}
-        self.world.fail()  # the ranks that wait for a message raise an error and end
+        if stuck:  # only now, as it changes the lines that they are at
+            self.world.fail()  # the ranks that wait for a message raise an error and end
         if self._errors:
             rank, error = self._errors[0]
             reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
@@ -64,7 +93,7 @@ class ThreadRanks(Generic[Result]):
     def _run_rank(self, work: Callable[[int], Result], rank: int) -> None:
         try:
             self._results[rank] = work(rank)
-        except Exception as error:  # noqa: BLE001 - `run` raises it in the caller's thread
+        except BaseException as error:  # noqa: BLE001 - `run` raises it in the caller's thread
             self._errors.append((rank, error))
             self.world.fail()
 

@@ -198,6 +198,14 @@ class GroupTransport(Transport):
         return total
 
 
+def message_device(group: dist.ProcessGroup | None = None) -> torch.device:
+    """Return the device of small messages of a process group; by default, of all ranks' group."""
+    # NCCL moves tensors of GPUs only. Over both back ends a message may be on either device.
+    if "nccl" in dist.get_backend(group):
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
 @final
 class ThreadWorld:
     """The mailboxes that ranks share which are threads of one process.

@@ -245,11 +245,11 @@ def run_step(
     if differentiable:
         torch.autograd.backward(differentiable, cotangents(differentiable))
     parameter_gradients = {
-        name: _gradient_or_zeros(p) for name, p in model.named_parameters() if p.requires_grad
+        name: gradient_or_zeros(p) for name, p in model.named_parameters() if p.requires_grad
     }
     return StepResult(
         outputs={name: y.detach() for name, y in outputs.items()},
-        input_gradients={f"input {i}": _gradient_or_zeros(x) for i, x in enumerate(fields)},
+        input_gradients={f"input {i}": gradient_or_zeros(x) for i, x in enumerate(fields)},
         gradients=parameter_gradients,
         buffers={name: buffer.detach().clone() for name, buffer in model.named_buffers()},
     )
@@ -261,7 +261,8 @@ def named_tensors(output: object) -> NamedTensors:
     return {f"output{keystr(path)}": leaf for path, leaf in leaves if isinstance(leaf, Tensor)}
 
 
-def _gradient_or_zeros(x: Tensor) -> Tensor:
+def gradient_or_zeros(x: Tensor) -> Tensor:
+    """Return the gradient of a tensor; zeros if it got none."""
     return torch.zeros_like(x) if x.grad is None else x.grad
 
 

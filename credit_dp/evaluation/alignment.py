@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from credit_dp.config import DataConfig, DatesConfig
 from credit_dp.config.data import VariableConfig
 from credit_dp.data.cache import ProgressCallback, cache_folder
+from credit_dp.data.dates import format_minute
 from credit_dp.data.setup import load_or_sample_ranges
 from credit_dp.data.sources.address import redact_secrets
 from credit_dp.data.sources.base import Source
@@ -224,13 +225,9 @@ def _check_times(
     if missing.any():
         time = valid[missing].min()
         raise UserError(
-            f"{truth.source.where}: the truth has no {_format_minute(time)}, a time that is needed "
+            f"{truth.source.where}: the truth has no {format_minute(time)}, a time that is needed "
             f"({np.count_nonzero(missing.any(axis=1))} of {len(times)} initial times are affected; "
-            f"the truth has {_format_minute(truth.times[0])} to "
-            f"{_format_minute(truth.times[-1])}). Choose initial times with dates=[first,last] or "
+            f"the truth has {format_minute(truth.times[0])} to "
+            f"{format_minute(truth.times[-1])}). Choose initial times with dates=[first,last] or "
             "lead times with hours=[...]."
         )
-
-
-def _format_minute(time: np.datetime64) -> str:
-    return str(time.astype("datetime64[m]"))

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from credit_dp.data.cache import ProgressCallback, cache_folder, create_once
 from credit_dp.data.channels import Channel, suggest_names
 from credit_dp.data.climatology import Climatology, ClimatologyFit, climatology_path
-from credit_dp.data.dates import date_interval
+from credit_dp.data.dates import date_interval, format_minute
 from credit_dp.data.setup import run_training_pass
 from credit_dp.data.sources.address import reason_of, redact_secrets
 from credit_dp.data.sources.base import Times, as_slice, standardise_dims
@@ -249,9 +249,9 @@ class ClimatologyPeriod:
         if dates:
             self.span = list(dates)
         elif len(earlier) and first_init - earlier[0] >= YEAR:
-            self.span = [_format_minute(earlier[0]), _format_minute(earlier[-1])]
+            self.span = [format_minute(earlier[0]), format_minute(earlier[-1])]
         else:
-            self.span = [_format_minute(times[0]), _format_minute(times[-1])]
+            self.span = [format_minute(times[0]), format_minute(times[-1])]
         overlaps = date_interval(self.span[1])[1] >= first_init
         self.description = f"fitted to the truth from {self.span[0]} to {self.span[1]}" + (
             ", which includes dates of the forecasts" if overlaps else ""
@@ -276,7 +276,3 @@ def load_or_fit_climatology(store: Store, cache: str, report: ProgressCallback) 
     if climatology is None:
         raise OSError(f"{path}: the climatology was just written, but can't be read back")
     return climatology
-
-
-def _format_minute(time: np.datetime64) -> str:
-    return str(time.astype("datetime64[m]"))

@@ -10,6 +10,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, LogLocator, NullLocator
 
+from credit_dp.data.grid import row_edges
 from credit_dp.errors import UserError
 from credit_dp.evaluation.figure_style import (
     DIVERGING,
@@ -109,11 +110,6 @@ def draw_edges(axes: Axes, latitudes: np.ndarray) -> None:
     for latitude in latitudes:
         axes.axhline(latitude, color="white", linewidth=2.2, alpha=0.8)
         axes.axhline(latitude, color="black", linewidth=1.0, linestyle=(0, (6, 4)))
-
-
-def row_edges(latitude: np.ndarray) -> np.ndarray:
-    """Return the edges of rows, halfway between them and at the poles: `(H + 1,)`, north first."""
-    return np.concatenate([[90.0], (latitude[:-1] + latitude[1:]) / 2, [-90.0]])
 
 
 def column_edges(longitude: np.ndarray) -> np.ndarray:

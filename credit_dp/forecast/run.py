@@ -112,7 +112,6 @@ def make_forecasts(
         for piece in range(writer.piece_count):
             run_on_all_ranks(partial(writer.assemble_piece, piece) if is_first else lambda: None)
         run_on_all_ranks(lambda: writer.finish() if is_first else None)
-        setup.barrier()
     screen.show(f"{'forecast':<13}{writer.out}")
 
 
@@ -232,10 +231,10 @@ class ForecastSetup:
 
     def barrier(self) -> None:
         """Wait for all ranks of the mesh."""
-        # The sum waits for the domain axis, the gather for all ranks. Without a process group the
-        # gather returns at once.
-        self.manager.transport.all_reduce(self.like.new_zeros(1))
-        all_gather_object(None)
+        if self.manager.mesh is not None:
+            all_gather_object(None)
+        else:  # one rank, or threads of this process that share one globe
+            self.manager.transport.all_reduce(self.like.new_zeros(1))
 
 
 @final

@@ -11,15 +11,14 @@ import os
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from filelock import FileLock, Timeout
 from numpy.typing import NDArray
 
-from credit_dp.data.cache import lock_path
+from credit_dp.data.cache import lock_output
 from credit_dp.domain_parallel.partition import RowPartition
 from credit_dp.errors import UserError
 from credit_dp.files import PARTIAL_SUFFIX, fsync_folders, fsync_tree, partial_path, rename_durably
@@ -117,22 +116,12 @@ class ForecastWriter(ABC):
         Raises:
             UserError: another process holds the lock.
         """
-        lock = FileLock(lock_path(self.out), timeout=0)
-        with disk_errors(self.out):
-            self.out.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                lock.acquire()
-            except Timeout:
-                raise UserError(
-                    f"{self.out}: another process is writing it. Wait for it, or change out."
-                ) from None
-        try:
+        in_use = f"{self.out}: another process is writing it. Wait for it, or change out."
+        with ExitStack() as lock:
+            with disk_errors(self.out):
+                self.out.parent.mkdir(parents=True, exist_ok=True)
+                lock.enter_context(lock_output(self.out, in_use))
             yield
-        finally:
-            # Unlinked before the release: afterwards it may be another process's lock.
-            with suppress(OSError):
-                lock_path(self.out).unlink(missing_ok=True)
-            lock.release()
 
     def begin(self, bands: RowPartition) -> None:
         """Create everything but the fields, or clean up a forecast to resume.

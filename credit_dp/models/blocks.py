@@ -126,9 +126,12 @@ def _with_draws(draws: list[tuple[StochasticDepth, Tensor | None]]) -> Iterator[
     current = [(layer, layer.draws) for layer, _ in draws]
     for layer, layer_draws in draws:
         layer.draws = layer_draws
-    yield
-    for layer, layer_draws in current:
-        layer.draws = layer_draws
+    try:
+        yield
+    finally:
+        # Also if the recomputation fails or ends early, as torch's does at the last tensor needed.
+        for layer, layer_draws in current:
+            layer.draws = layer_draws
 
 
 POLE_PADDINGS = ("zeros", "replicate", "reflect", "mirror", "earth")

@@ -26,6 +26,7 @@ from torch.distributed.pipelining import (
 )
 
 from credit_dp.domain_parallel.manager import DomainParallelManager
+from credit_dp.domain_parallel.transport import message_device
 from credit_dp.errors import UserError
 from credit_dp.models.segments import SegmentState
 from credit_dp.pipeline_parallel.stages import Stage, StateSpecs
@@ -308,7 +309,8 @@ class Pipeline:
         self._manager = manager
         self._kind = schedule
         self._microbatches = microbatches
-        self._device = _device(manager)
+        # Of this rank's computations; parameters may be offloaded to the host.
+        self._device = torch.device("cpu") if manager.mesh is None else message_device()
         self._stopwatch = Stopwatch(self._device)
         self._schedule: Schedule | None = None
         self._samples = 0  # of each call of `forward_backward`, known from the first one on
@@ -456,10 +458,3 @@ class Pipeline:
             raise RuntimeError("Pipeline: a loss is only computed in `forward_backward`")
         with self._stopwatch.busy():
             return self._loss(output, target)
-
-
-def _device(manager: DomainParallelManager) -> torch.device:
-    """Return the device of this rank's computations; parameters may be offloaded to the host."""
-    if manager.mesh is not None and manager.mesh.device_type == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")

@@ -7,7 +7,6 @@ Each run becomes a `StepTiming`; runs that differ only in the ranks of one axis 
 import csv
 import io
 import json
-import os
 import socket
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Literal, final
 
+from credit_dp.cores import usable_cores
 from credit_dp.errors import UserError
 from credit_dp.sweeps.read import (
     AXES,
@@ -260,14 +260,6 @@ def is_oversubscribed(timing: StepTiming) -> bool | None:
     if timing.job.hosts != {socket.gethostname()}:
         return None  # this machine's cores say nothing about those
     return timing.ranks > usable_cores()
-
-
-def usable_cores() -> int:
-    """Return the number of CPU cores that this process may use."""
-    # Linux only; counts the cores of a job or container, not all of the machine.
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def series_to_csv(all_series: Sequence[ScalingSeries]) -> str:

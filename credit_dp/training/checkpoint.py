@@ -54,7 +54,7 @@ from credit_dp.training.shards import (
 )
 from credit_dp.training.state import GENERATOR_KEY, MODEL_PREFIX, OPTIMIZER_KEY, TrainingState
 
-__all__ = ["TrainingState", "find_checkpoint", "load_checkpoint", "save_checkpoint"]
+__all__ = ["TrainingState", "find_checkpoint", "load_checkpoint"]
 
 
 @final
@@ -84,26 +84,6 @@ class Snapshot:
             for name, tensor in self.tensors.items()
         }
         return Snapshot(tensors, self.metadata)
-
-
-def save_checkpoint(folder: Path, state: TrainingState, config: str) -> Path:
-    """Write a checkpoint into `folder`, with the resolved config (YAML), and remove older ones.
-
-    Collective: all ranks of the run call it. The previous checkpoint stays until the new one is
-    complete and on disk.
-
-    Returns:
-        The folder of this checkpoint.
-
-    Raises:
-        UserError: on all ranks, if one could not write, for instance because the disk is full.
-    """
-    path = checkpoint_files.step_folder(folder, state.step)
-    constant_fields = read_constant_fields(state)
-    snapshot = run_on_all_ranks(lambda: Snapshot.of(state, config))
-    with ignore_single_process_warning():
-        write_checkpoint(path, snapshot, constant_fields, RetentionPolicy())
-    return path
 
 
 INTERRUPT_TIMEOUT = 10.0  # seconds that an interrupted run waits for a checkpoint being written

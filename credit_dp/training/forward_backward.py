@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from credit_dp.constants import constant_tensor
 from credit_dp.data.loader import Batch
 from credit_dp.domain_parallel import DomainParallelManager
+from credit_dp.domain_parallel.transport import message_device
 from credit_dp.errors import UserError
 from credit_dp.profiling import BACKWARD, FORWARD, profile_region
 from credit_dp.training.forecast_step import ForecastStep
@@ -95,18 +96,12 @@ def clip_gradients(
         norm = norm.full_tensor()
     if manager.pipeline_parallel_size > 1:
         # In one dtype: a stage in which nothing learns has a norm of another.
-        squares = norm.double().square().to(_pipeline_group_device(manager))
+        squares = norm.double().square().to(message_device(manager.pipeline_group))
         dist.all_reduce(squares, group=manager.pipeline_group)
         norm = squares.sqrt()
     if limit is not None and not math.isinf(limit):
         clip_grads_with_norm_(learning, limit, norm)
     return norm
-
-
-def _pipeline_group_device(manager: DomainParallelManager) -> torch.device:
-    """Return where tensors have to be for the pipeline's process group."""
-    cuda = "nccl" in dist.get_backend(manager.pipeline_group)
-    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
 
 
 @final

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch import distributed as dist
 
+from credit_dp.distributed.collectives import all_gather_tensor
 from credit_dp.distributed.report import rank_name
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
@@ -59,7 +60,7 @@ def check_replicas(
     replicated = torch.tensor([not is_dtensor(parameters[name]) for name in names])
     first = first_difference(torch.stack(sums), replicated, manager) if names else None
     # Other pipeline stages may have found nothing, but the message is made by collectives of all.
-    if any_rank(first is not None, manager):
+    if any_rank(first is not None):
         suspect = "" if first is None else names[first]
         raise UserError(difference_message(suspect, parameters, manager, step))
 
@@ -116,7 +117,7 @@ def check_same_parameters(
         UserError: on all ranks, if number, names, shapes or dtypes differ.
     """
     lines = [f"{n} {tuple(parameters[n].shape)} {parameters[n].dtype}" for n in names]
-    table = all_gather_ints([len(names), zlib.crc32("\n".join(lines).encode())], manager)
+    table = all_gather_ints([len(names), zlib.crc32("\n".join(lines).encode())])
     per_stage = manager.dp_world_size * manager.domain_world_size
     for start in range(0, manager.world_size, per_stage):
         for rank in range(start + 1, start + per_stage):
@@ -154,9 +155,9 @@ def differing_entries(sums: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return extremes[0] != ~extremes[1]
 
 
-def any_rank(flag: bool, manager: DomainParallelManager) -> bool:
+def any_rank(flag: bool) -> bool:
     """Whether the flag is set on any rank, of all pipeline stages."""
-    return any(row[0] for row in all_gather_ints([int(flag)], manager))
+    return any(row[0] for row in all_gather_ints([int(flag)]))
 
 
 def difference_message(
@@ -168,11 +169,11 @@ def difference_message(
     so that the message is the same everywhere.
     """
     encoded = list(suspect.encode()[:NAME_BYTES].ljust(NAME_BYTES, b"\0"))
-    rows = all_gather_ints(encoded, manager)
+    rows = all_gather_ints(encoded)
     first_name = min(text for row in rows if (text := bytes(row).rstrip(b"\0")))
     local_names = [n for n in parameters if n.encode()[:NAME_BYTES] == first_name]
     entry = kind_and_checksum(parameters[local_names[0]]) if local_names else [ABSENT, 0]
-    table = all_gather_ints(entry, manager)
+    table = all_gather_ints(entry)
     reference, differing = reference_and_differing_ranks(table, manager)
     more = (
         f" and {len(differing) - MAX_NAMED_RANKS} more" if len(differing) > MAX_NAMED_RANKS else ""
@@ -223,13 +224,10 @@ def replica_groups(table: list[list[int]], manager: DomainParallelManager) -> It
                 yield list(range(first, first + size))
 
 
-def all_gather_ints(values: list[int], manager: DomainParallelManager) -> list[list[int]]:
+def all_gather_ints(values: list[int]) -> list[list[int]]:
     """Return the values of every rank, in rank order; collective of all ranks."""
-    device = "cuda" if "nccl" in dist.get_backend() else "cpu"
-    local = torch.tensor(values, dtype=torch.int64, device=device)
-    table = [torch.empty_like(local) for _ in range(manager.world_size)]
-    dist.all_gather(table, local)
-    return [row.tolist() for row in table]
+    table: list[list[int]] = all_gather_tensor(torch.tensor(values, dtype=torch.int64)).tolist()
+    return table
 
 
 def replica_name(rank: int, manager: DomainParallelManager) -> str:

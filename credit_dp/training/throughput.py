@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from typing import final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from credit_dp.data.loader import Batch
+from credit_dp.distributed.collectives import all_gather_tensor
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.profiling import DATA, profile_region
 
@@ -89,13 +89,9 @@ class ThroughputMeter:
 
     def _gather(self, own: Tensor) -> Tensor:
         """Return the numbers of all ranks: `(ranks, numbers)`."""
-        mesh = self.manager.mesh
-        if mesh is None:
+        if self.manager.mesh is None:
             return self.manager.transport.all_gather(own)
-        own = own.to(mesh.device_type)
-        found = [torch.empty_like(own) for _ in range(self.manager.world_size)]
-        dist.all_gather(found, own)
-        return torch.stack(found).cpu()
+        return all_gather_tensor(own)
 
 
 def peak_memory(device: torch.device) -> int:

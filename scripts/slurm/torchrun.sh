@@ -28,7 +28,7 @@ trap 'stopping=1; scancel --signal=TERM "$job"' USR1
 trap 'stopping=1' TERM
 
 first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-port=$((20000 + SLURM_JOB_ID * 8 % 20000))
+port=$((20000 + SLURM_JOB_ID * 8 % 12000))
 srun --nodes=4 --ntasks-per-node=1 \
     --cpus-per-task=64 --kill-on-bad-exit=1 \
     torchrun --nnodes=4 --nproc-per-node=8 \

@@ -15,8 +15,8 @@ from credit_dp.cli import check
 from credit_dp.cli.compose import Composer
 from credit_dp.cli.overrides import parse_overrides
 from credit_dp.data.store import Store
-from credit_dp.training.checkpoint import save_checkpoint
 from credit_dp.training.run_folder import resolved_yaml
+from tests.checkpoints import save_checkpoint
 from tests.cli.invocation import answer, refusal
 from tests.data import stores
 from tests.training.runs import alone, built

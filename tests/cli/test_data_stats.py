@@ -90,13 +90,13 @@ def test_existing_statistics_are_kept_and_other_files_not_replaced(keys, tmp_pat
         (["workers=x"], "workers: needs a whole number"),
         (["evry=2"], "Did you mean every?"),
         (["data.dates.train=[2000-01-01T00,2000-01-01T00]"], "no two dates of data.dates.train"),
-        (["scheduler=tcp://127.0.0.1:9"], "can't be reached"),
+        (["scheduler=tcp://127.0.0.1:9"], "no dask scheduler answers at tcp://127.0.0.1:9"),
         (["data.prognostic=[wind]"], "no variable wind"),
         (['data.variables.temperature.convert="hPa->Pa"'], "temperature needs data.variables"),
     ],
 )
 def test_bad_input_is_one_line(keys, monkeypatch, given, told):
-    monkeypatch.setattr("credit_dp.data.streaming.CONNECT_SECONDS", 0.2)
+    monkeypatch.setattr("credit_dp.data.dask_scheduler.CONNECT_SECONDS", 0.2)
     assert told in refused(*keys, *given)
 
 

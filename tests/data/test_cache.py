@@ -1,10 +1,13 @@
 import multiprocessing
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 
-from credit_dp.data.cache import create_once, fingerprint
+from credit_dp.data.cache import create_once, fingerprint, lock_output
+from credit_dp.errors import UserError
 
 
 def _die_while_building(path):
@@ -44,6 +47,31 @@ def test_an_error_while_building_leaves_the_next_to_build(tmp_path):
         assert not temporary.exists()
         temporary.mkdir()
     assert path.is_dir()
+
+
+def test_an_output_is_locked_by_one_at_a_time(tmp_path):
+    path = tmp_path / "store.zarr"
+    holders = []
+    most = []
+
+    def write(number):
+        # Each release removes the lock file that others may have opened already.
+        for _ in range(200):
+            with suppress(UserError), lock_output(path, "in use"):
+                holders.append(number)
+                most.append(len(holders))
+                holders.remove(number)
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(write, range(4)))
+    assert max(most) == 1
+    with (
+        lock_output(path, ""),
+        pytest.raises(UserError, match="in use"),
+        lock_output(path, "in use"),
+    ):
+        pass
+    assert not list(tmp_path.iterdir())
 
 
 def test_fingerprint_is_equal_for_equal_parts_only():

@@ -288,7 +288,7 @@ def test_bands_of_two_and_four_ranks_end_on_chunk_edges(tiny):
 
 @pytest.mark.slow
 def test_same_bytes_whatever_the_number_of_cores(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(dataset, "_cores", lambda: 1)
+    monkeypatch.setattr(dataset, "usable_cores", lambda: 1)
     build(TINY, None, tmp_path / "again.zarr")
     assert content(tmp_path / "again.zarr") == content(tiny)
     assert [p.name for p in tmp_path.iterdir()] == ["again.zarr"]
@@ -346,6 +346,19 @@ def test_a_failing_run_is_one_line_and_leaves_nothing(tmp_path, monkeypatch):
         build(TINY, None, tmp_path / "a.zarr")
     assert "\n" not in str(caught.value)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_worker_may_print_more_errors_than_a_pipe_holds(tmp_path, monkeypatch):
+    (tmp_path / "loud_worker.py").write_text(
+        "import sys\n"
+        "sys.stdin.readline()\n"
+        "sys.stderr.write('warning\\n' * 100_000)\n"
+        "sys.exit('no more')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(dataset, "WORKER", "loud_worker")
+    with pytest.raises(UserError, match="no more"):
+        build(TINY, None, tmp_path / "a.zarr")
 
 
 @pytest.mark.slow

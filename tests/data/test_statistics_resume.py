@@ -1,5 +1,6 @@
 import multiprocessing
 import random
+import shutil
 import time
 
 import pytest
@@ -112,6 +113,22 @@ def test_two_at_once_do_not_mix(path, tmp_path):
         StatisticsRun(store, tmp_path / "stats.json")
     run.close()
     StatisticsRun(store, tmp_path / "stats.json").close()
+
+
+def test_pieces_are_removed_while_they_are_locked(path, tmp_path, monkeypatch):
+    store = opened(path)
+    out = tmp_path / "stats.json"
+    remove_tree = shutil.rmtree
+
+    def remove(folder, **options):
+        with pytest.raises(UserError, match="another process is writing it"):
+            StatisticsRun(store, out)
+        remove_tree(folder, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", remove)
+        computed(store, out)
+    assert not out.with_name("stats.json.parts").exists()
 
 
 def test_full_disk_is_one_line(path, tmp_path, monkeypatch):

@@ -9,7 +9,11 @@ import pytest
 
 from credit_dp.distributed import RankInfo
 from credit_dp.distributed.launcher import Launcher, expand_counts, find_launcher, first_host
+from credit_dp.distributed.worker import broadcast_run_folder
+from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
+from tests.distributed.launch_program import small_config
+from tests.ranks import on_processes
 
 ROOT = Path(__file__).parents[2]
 SRUN = {
@@ -47,6 +51,13 @@ def test_srun_on_two_nodes() -> None:
     assert launcher.address == "gpu003"
     assert launcher.port == launcher_of({**SRUN, "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}).port
     assert launcher.port != launcher_of({**SRUN, "SLURM_JOB_ID": "8"}).port
+
+
+@pytest.mark.parametrize("step", [0, 7, 8])
+@pytest.mark.parametrize("job", [1, 1_499, 1_500, 2_499, 4_294_967_295])
+def test_ports_of_jobs_are_not_those_of_outgoing_connections(job: int, step: int) -> None:
+    port = launcher_of({**SRUN, "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}).port
+    assert 20_000 <= port < 32_768
 
 
 def test_srun_on_one_node_meets_on_loopback() -> None:
@@ -128,6 +139,17 @@ def test_torchrun_starts_the_ranks(tmp_path: Path) -> None:
     seen = {path.read_text() for path in (tmp_path / "seen").iterdir()}
     assert seen == {str(tmp_path / "of-rank-0")}
     assert len(list((tmp_path / "seen").iterdir())) == 4
+
+
+def folder_of_rank_0(manager: DomainParallelManager, folder: str) -> str:
+    config = small_config(folder if manager.rank == 0 else "other")
+    return broadcast_run_folder(config).run.dir
+
+
+@pytest.mark.parametrize("length", [0, 10, 10_000])
+def test_all_ranks_get_the_run_folder_of_rank_0(length: int) -> None:
+    folder = "é" * length
+    assert on_processes(3, folder_of_rank_0, folder) == [folder] * 3
 
 
 @pytest.mark.slow

@@ -8,10 +8,11 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
+from credit_dp.data.grid import row_edges
 from credit_dp.errors import UserError
 from credit_dp.evaluation.figure_style import unit_label
 from credit_dp.evaluation.maps import NO_LINES, FieldMap, MapGrid
-from credit_dp.evaluation.plots import column_edges, draw_map, draw_panel, row_edges
+from credit_dp.evaluation.plots import column_edges, draw_map, draw_panel
 
 
 def field(bounds: tuple[int, ...]) -> FieldMap:

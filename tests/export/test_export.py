@@ -24,8 +24,8 @@ from credit_dp.errors import UserError
 from credit_dp.evaluation.held_out import HeldOutData
 from credit_dp.plugins import PLUGINS_VARIABLE, find_plugins
 from credit_dp.training.build import Training
-from credit_dp.training.checkpoint import save_checkpoint
 from credit_dp.training.run_folder import RunFolder, resolved_yaml
+from tests.checkpoints import save_checkpoint
 from tests.cli.invocation import answer
 from tests.full_disk import full_disk
 from tests.training.runs import alone, built, make_config, make_store, tiny_unet, train_on

@@ -11,9 +11,9 @@ from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.forecast.request import ForecastConfig, ForecastRequest
 from credit_dp.forecast.run import make_forecasts
 from credit_dp.training.build import Training
-from credit_dp.training.checkpoint import save_checkpoint
 from credit_dp.training.console import Screen
 from credit_dp.training.run_folder import RunFolder, resolved_yaml
+from tests.checkpoints import save_checkpoint
 from tests.ranks import on_threads
 from tests.training.runs import alone, built, make_config, make_store, train_on
 

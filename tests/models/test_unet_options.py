@@ -294,6 +294,16 @@ def test_one_level_has_no_decoder_to_condition():
         _unet(channels=(8,), global_conditioning=True)
 
 
+def test_recomputing_a_block_leaves_the_draws_of_the_next_forward():
+    model = _small(ALL)
+    output = model(torch.zeros(BATCH, 5, 8, 8))
+    draw_stochastic_depths(model, seed=1, step=3, samples=range(BATCH))
+    layers = [layer for layer in model.modules() if isinstance(layer, StochasticDepth)]
+    before = [layer.draws for layer in layers]
+    output.sum().backward()  # torch ends a recomputation by an error as soon as it has all it needs
+    assert all(layer.draws is draws for layer, draws in zip(layers, before, strict=True))
+
+
 def test_bands_that_would_drop_different_branches_are_refused():
     def draw_nothing(manager):
         config = UNetConfig(channels=[4, 8], blocks=1, groups=4, stochastic_depth=0.5)

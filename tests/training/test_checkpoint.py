@@ -17,8 +17,8 @@ from credit_dp.training.checkpoint import (
     TrainingState,
     find_checkpoint,
     load_checkpoint,
-    save_checkpoint,
 )
+from tests.checkpoints import save_checkpoint
 from tests.full_disk import full_disk
 from tests.training.states import (
     TiedAndUnused,

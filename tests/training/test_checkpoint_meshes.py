@@ -13,8 +13,8 @@ from credit_dp.errors import UserError
 from credit_dp.training.checkpoint import (
     find_checkpoint,
     load_checkpoint,
-    save_checkpoint,
 )
+from tests.checkpoints import save_checkpoint
 from tests.ranks import on_processes
 from tests.training.runs import alone
 from tests.training.states import COLUMNS, FIELDS, ROWS, full_tensors, state_on

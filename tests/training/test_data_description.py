@@ -10,8 +10,9 @@ import xarray as xr
 from credit_dp.config import Config, DataConfig
 from credit_dp.data.setup import prepare_training_data
 from credit_dp.errors import UserError
-from credit_dp.training.checkpoint import load_checkpoint, save_checkpoint
+from credit_dp.training.checkpoint import load_checkpoint
 from credit_dp.training.data_description import check_data, describe_data
+from tests.checkpoints import save_checkpoint
 from tests.training.runs import alone, built, make_config, make_store, tiny_unet
 
 

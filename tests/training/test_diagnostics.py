@@ -18,11 +18,11 @@ from credit_dp.evaluation.held_out import HeldOutData
 from credit_dp.fields import Fields
 from credit_dp.models import build_model
 from credit_dp.training.build import Training
-from credit_dp.training.checkpoint import save_checkpoint
 from credit_dp.training.data_description import check_data, describe_data
 from credit_dp.training.forecast_step import ForecastStep
 from credit_dp.training.loss import channel_weights
 from credit_dp.training.run_folder import resolved_yaml
+from tests.checkpoints import save_checkpoint
 from tests.domain_parallel.equality import MODEL, assert_same_as_whole_globe
 from tests.ranks import on_processes, on_threads
 from tests.training.masked_stores import COLUMNS, RAIN, ROWS, SEA, SOIL, sea, sea_config

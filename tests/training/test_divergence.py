@@ -15,8 +15,9 @@ from credit_dp.data.loader import Batch
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
 from credit_dp.training.build import Training
-from credit_dp.training.checkpoint import load_checkpoint, save_checkpoint
+from credit_dp.training.checkpoint import load_checkpoint
 from credit_dp.training.diagnostics import MAX_CONSECUTIVE_SKIPS, MIN_NORMS
+from tests.checkpoints import save_checkpoint
 from tests.ranks import on_processes
 from tests.training.meshes import Mesh, on_mesh
 from tests.training.runs import alone, built, make_config, make_store, step_records, weights

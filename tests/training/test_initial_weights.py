@@ -13,10 +13,10 @@ from credit_dp.data.setup import prepare_training_data
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
 from credit_dp.training.build import Training
-from credit_dp.training.checkpoint import save_checkpoint
 from credit_dp.training.replicas import local_tensor
 from credit_dp.training.state import named_tensors
 from credit_dp.training.transfer import channel_names, load_initial_weights
+from tests.checkpoints import save_checkpoint
 from tests.ranks import on_processes
 from tests.training.meshes import MODELS, Mesh, full_arrays, on_mesh, with_ema
 from tests.training.runs import alone, built, make_config, make_store, tiny_crossformer, tiny_unet

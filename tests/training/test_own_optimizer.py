@@ -11,8 +11,9 @@ from torch.optim import Optimizer
 
 from credit_dp.config import AdamWConfig, OwnOptimizerConfig, ParallelConfig
 from credit_dp.errors import UserError
-from credit_dp.training.checkpoint import load_checkpoint, save_checkpoint
+from credit_dp.training.checkpoint import load_checkpoint
 from credit_dp.training.optim import build_optimizer, state_layout
+from tests.checkpoints import save_checkpoint
 from tests.training.plugins import TorchOptimizerConfig
 from tests.training.states import (
     TiedAndUnused,

@@ -9,7 +9,8 @@ import torch
 from credit_dp.config import Config
 from credit_dp.domain_parallel import DomainParallelManager
 from credit_dp.errors import UserError
-from credit_dp.training.checkpoint import load_checkpoint, save_checkpoint
+from credit_dp.training.checkpoint import load_checkpoint
+from tests.checkpoints import save_checkpoint
 from tests.ranks import on_processes
 from tests.training.runs import (
     TINY_MODELS,

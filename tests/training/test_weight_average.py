@@ -11,9 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import credit_dp
 from credit_dp.domain_parallel import DomainParallelManager
-from credit_dp.training.checkpoint import load_checkpoint, save_checkpoint
+from credit_dp.training.checkpoint import load_checkpoint
 from credit_dp.training.optim import WeightAverage
 from credit_dp.training.run_folder import resolved_yaml
+from tests.checkpoints import save_checkpoint
 from tests.training.meshes import (
     HALF_WAY,
     ONE,

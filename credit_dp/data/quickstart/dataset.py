@@ -9,6 +9,7 @@ import os
 import queue
 import subprocess
 import sys
+import tempfile
 import warnings
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,6 +25,7 @@ import zarr
 from numpy.typing import NDArray
 
 from credit_dp.config import QuickstartConfig
+from credit_dp.cores import usable_cores
 from credit_dp.data.cache import ProgressCallback
 from credit_dp.data.quickstart.dynamics import LEVELS, TITLE, Array, Physics
 from credit_dp.data.quickstart.fields import Synthesis
@@ -174,7 +176,7 @@ def _integrate(
     ticks: queue.Queue[int] = queue.Queue()
     started: list[subprocess.Popen[str]] = []
     progress("making the quickstart climate", 0.0)
-    with ThreadPoolExecutor(min(_cores(), len(runs))) as pool:
+    with ThreadPoolExecutor(min(usable_cores(), len(runs))) as pool:
         try:
             common_job = {"config": asdict(config), "grid": grid, "path": str(path)}
             jobs = [common_job | {"run": run.index} for run in runs]
@@ -205,36 +207,36 @@ def _one_run(
 ) -> None:
     environment = os.environ | dict.fromkeys(THREADS, "1")
     environment["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
-    with subprocess.Popen(
-        # -P: a file in the working folder must not shadow a package.
-        [sys.executable, "-P", "-m", WORKER],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-    ) as process:
+    # A file for stderr: nobody reads it before stdout ends, and a worker whose warnings fill a pipe
+    # would stop.
+    with (
+        tempfile.TemporaryFile("w+") as stderr,
+        subprocess.Popen(
+            # -P: a file in the working folder must not shadow a package.
+            [sys.executable, "-P", "-m", WORKER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            env=environment,
+        ) as process,
+    ):
         started.append(process)
-        if process.stdin is None or process.stdout is None or process.stderr is None:
+        if process.stdin is None or process.stdout is None:
             raise RuntimeError("the worker process has no pipes")
         # stdin stays open while the worker runs: the worker ends itself when it is closed.
         process.stdin.write(json.dumps(job) + "\n")
         process.stdin.flush()
         for line in process.stdout:
             ticks.put(int(line))
-        errors = process.stderr.read().strip().splitlines()
         if process.wait() != 0:
+            stderr.seek(0)
+            errors = stderr.read().strip().splitlines()
             reason = errors[-1] if errors else f"exit code {process.returncode}"
             raise UserError(
                 f"quickstart climate: run {job['run']} failed: {reason}. "
                 f"If the disk is full, point data.cache at another folder."
             )
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 LEVEL_VARIABLES = {

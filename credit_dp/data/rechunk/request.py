@@ -18,7 +18,7 @@ from credit_dp.data.cache import fingerprint
 from credit_dp.data.channels import Channel
 from credit_dp.data.dates import date_interval
 from credit_dp.data.forcings import COMPUTED_FORCINGS, COMPUTED_STATICS
-from credit_dp.data.grid import FULL_CIRCLE, POLE, parse_grid
+from credit_dp.data.grid import FULL_CIRCLE, POLE, parse_grid, row_edges
 from credit_dp.data.limits import ValueLimits, check_limit_keys
 from credit_dp.data.selection import StepReader, select_channels
 from credit_dp.data.sources.base import Fields, Source, Times
@@ -243,7 +243,7 @@ class Regridder:
         self, latitude: Array, longitude: Array, new_latitude: Array, new_longitude: Array
     ) -> None:
         # The weights of rows and columns are independent, so two small matrices do the work.
-        self._rows = _normalise_rows(_row_overlap(row_edges(latitude), row_edges(new_latitude)))
+        self._rows = _normalise_rows(_row_overlap(_sine_edges(latitude), _sine_edges(new_latitude)))
         self._columns = _normalise_rows(_column_overlap(longitude, new_longitude))
 
     def __call__(self, fields: NDArray[np.floating]) -> NDArray[np.floating]:
@@ -284,12 +284,10 @@ def regular_grid(rows: int, columns: int) -> tuple[Array, Array]:
     return latitude, np.arange(columns) * FULL_CIRCLE / columns
 
 
-def row_edges(latitude: Array) -> Array:
+def _sine_edges(latitude: Array) -> Array:
     """Return the edges of rows in sin(latitude), decreasing: `(H,)` degrees -> `(H + 1,)`."""
     # The area between two latitudes is proportional to the difference of their sines.
-    middle = (latitude[1:] + latitude[:-1]) / 2
-    inner = np.sin(np.deg2rad(middle))
-    return np.asarray(np.concatenate([[1.0], inner, [-1.0]]), dtype=np.float64)
+    return np.asarray(np.sin(np.deg2rad(row_edges(latitude))), dtype=np.float64)
 
 
 def _row_overlap(old: Array, new: Array) -> Array:

@@ -19,11 +19,11 @@ import zarr
 from dask.base import compute
 from dask.callbacks import Callback
 from dask.delayed import delayed
-from filelock import FileLock, Timeout
 
+from credit_dp.bands import rows_touched
 from credit_dp.checks import expand_home
-from credit_dp.data.cache import fingerprint, lock_path
-from credit_dp.data.grid import rows_touched
+from credit_dp.data.cache import fingerprint, lock_output
+from credit_dp.data.dask_scheduler import connect_to_scheduler
 from credit_dp.data.rechunk.request import FieldSelection, SelectedFields
 from credit_dp.data.rechunk.target import (
     AUTO,
@@ -41,7 +41,6 @@ from credit_dp.random_streams import random_stream
 
 BLOCK_BYTES = 2**29  # of fields that a worker reads together
 MAX_TASKS = 1000  # approximately: each task opens the store once
-SCHEDULER_TIMEOUT = "20s"  # for the dask scheduler to answer
 
 CountCallback = Callable[[int], None]  # is given the number of times that were written
 WorkerInitializer = Callable[[], None]  # runs first in a worker process
@@ -154,19 +153,11 @@ class RechunkJob:
         Raises:
             UserError: another process holds the lock, or a partial store has other settings.
         """
-        lock = FileLock(lock_path(self.target.out), timeout=0)
-        try:
-            lock.acquire()
-        except Timeout:
-            raise UserError(
-                f"{self.target.out}: another process is preparing it. Wait for it, or change out."
-            ) from None
-        try:
+        out = self.target.out
+        in_use = f"{out}: another process is preparing it. Wait for it, or change out."
+        with lock_output(out, in_use):
             self._previous_settings = self._check_resumable(self.target.settings())
             yield
-        finally:
-            lock_path(self.target.out).unlink(missing_ok=True)
-            lock.release()
 
     @property
     def resumed(self) -> bool:
@@ -428,19 +419,9 @@ class _ResultCallback(Callback):
 def _run_distributed(
     tasks: Sequence[RechunkTask], address: str, on_result: Callable[[tuple[int, str]], None]
 ) -> None:
-    try:
-        from distributed import Client, as_completed
-    except ImportError:
-        raise UserError(
-            "scheduler: needs the package distributed. Install it, or leave scheduler out."
-        ) from None
-    try:
-        client = Client(address, timeout=SCHEDULER_TIMEOUT, set_as_default=False)  # type: ignore[no-untyped-call]
-    except (OSError, TimeoutError, ValueError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise UserError(
-            f"scheduler: no dask scheduler answers at {address} ({reason}). Change scheduler."
-        ) from None
+    client = connect_to_scheduler(address)
+    from distributed import as_completed
+
     # Results come as tasks end, in any order: progress is reported, and the first error ends the
     # job.
     with client:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from credit_dp.data.channels import Channel
+from credit_dp.data.dates import format_minute
 from credit_dp.data.sources.base import (
     AliasedVariables,
     Fields,
@@ -123,8 +124,8 @@ def _check_times(sources: Sequence[Source]) -> None:
     for earlier, later in pairwise(sources):
         if later.times[0] <= earlier.times[-1]:
             raise UserError(
-                f"{later.where}: its times from {_format_minute(later.times[0])} on overlap those "
-                f"of {earlier.where}, which end at {_format_minute(earlier.times[-1])}. Change "
+                f"{later.where}: its times from {format_minute(later.times[0])} on overlap those "
+                f"of {earlier.where}, which end at {format_minute(earlier.times[-1])}. Change "
                 "data.store so that each time is in one of its files."
             )
 
@@ -179,10 +180,6 @@ def _difference(
                 f"({value})"
             )
     return ""
-
-
-def _format_minute(time: np.datetime64) -> str:
-    return str(time.astype("datetime64[m]"))
 
 
 GRID_TOLERANCE = 5e-5  # degrees: more than the rounding of coordinates in float32

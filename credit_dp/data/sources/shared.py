@@ -24,6 +24,7 @@ from typing import Protocol, final
 import numpy as np
 from numpy.typing import NDArray
 
+from credit_dp.bands import unshared_amplification
 from credit_dp.data.channels import Channel
 from credit_dp.data.sources.base import Fields, Indexer, Source, Times, VariableInfo, as_slice
 from credit_dp.errors import UserError
@@ -88,27 +89,6 @@ class _DecodedChunk:
     def planes(self) -> int:
         """Return the number of two-dimensional fields."""
         return len(self.columns) * len(self.steps)
-
-
-def unshared_amplification(height: int, chunk_rows: int, bounds: Sequence[int]) -> float:
-    """Return the rows that all ranks decode, each for itself, relative to the rows of the globe.
-
-    Stores may begin at either pole: the worse of the two counts.
-    """
-    from_south = [height - bound for bound in reversed(bounds)]
-    rows_read = max(
-        _rows_read(height, chunk_rows, row_bounds) for row_bounds in (bounds, from_south)
-    )
-    return rows_read / height
-
-
-def _rows_read(height: int, chunk_rows: int, bounds: Sequence[int]) -> int:
-    total = 0
-    for first, stop in pairwise(bounds):
-        if stop > first:
-            chunks_end = min(height, -(-stop // chunk_rows) * chunk_rows)
-            total += chunks_end - first // chunk_rows * chunk_rows
-    return total
 
 
 @final

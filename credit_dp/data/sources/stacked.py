@@ -32,6 +32,7 @@ from credit_dp.data.sources.storage import (
     ShardedArray,
     StoreChangeDetector,
     has_valid_checksum,
+    is_blosc_array,
     open_zarr_store,
     resolved_address,
     unreadable_error,
@@ -51,7 +52,7 @@ def open_stacked(where: str, arrays: Sequence[str]) -> tuple[zarr.Group, Countin
         blosc = [
             name
             for name, array in zarr.open_group(counting_store, mode="r").arrays()
-            if _is_blosc(array)
+            if is_blosc_array(array)
         ]
         # Opened a second time, with the checks that the first opening has shown to be needed.
         group = zarr.open_group(CompleteStore(IntactStore(counting_store, blosc), arrays), mode="r")
@@ -105,12 +106,6 @@ def describe_source(source: Source, address: str, variables: Sequence[str]) -> l
         variable = source.variables[name]
         description.append([name, variable.has_time, list(variable.levels), variable.units])
     return description
-
-
-def _is_blosc(array: "zarr.Array[Any]") -> bool:
-    """Whether each file of the array is one Blosc buffer."""
-    codecs = array.compressors
-    return array.shards is None and bool(codecs) and "Blosc" in type(codecs[-1]).__name__
 
 
 FLOAT32 = np.dtype("<f4")

@@ -236,6 +236,12 @@ class IntactStore(WrapperStore[Store]):
 READS_BETWEEN_CHECKS = 64
 
 
+def is_blosc_array(array: "zarr.Array[Any]") -> bool:
+    """Whether each file of the array is one Blosc buffer."""
+    codecs = array.compressors
+    return array.shards is None and bool(codecs) and "Blosc" in type(codecs[-1]).__name__
+
+
 def unreadable_error(
     where: str, variable: str, date: np.datetime64 | None, error: BaseException
 ) -> UserError:

@@ -46,6 +46,7 @@ from credit_dp.data.sources.storage import (
     CountingStore,
     IntactStore,
     StoreChangeDetector,
+    is_blosc_array,
     open_zarr_store,
     resolved_address,
     unreadable_error,
@@ -78,7 +79,7 @@ def open_zarr_dataset(where: str) -> tuple[xr.Dataset, CountingStore]:
         # Passed to xarray, which would try both otherwise, and warn.
         consolidated = group.metadata.consolidated_metadata is not None
         arrays = dict(group.arrays())
-        blosc = [name for name, array in arrays.items() if _is_blosc(array)]
+        blosc = [name for name, array in arrays.items() if is_blosc_array(array)]
         required = [name for name, array in arrays.items() if _must_be_complete(name, array)]
         store = CompleteStore(IntactStore(counting_store, blosc), required)
         # Without dask: it would add milliseconds to each read.
@@ -89,12 +90,6 @@ def open_zarr_dataset(where: str) -> tuple[xr.Dataset, CountingStore]:
     except Exception as error:
         raise zarr_open_error(where, error) from error
     return dataset, counting_store
-
-
-def _is_blosc(array: zarr.Array[Any]) -> bool:
-    """Whether each file of the array is one Blosc buffer."""
-    codecs = array.compressors
-    return array.shards is None and bool(codecs) and "Blosc" in type(codecs[-1]).__name__
 
 
 def _must_be_complete(name: str, array: zarr.Array[Any]) -> bool:

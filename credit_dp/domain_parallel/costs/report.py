@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from credit_dp.domain_parallel.convert import Conversion, Converter
 from credit_dp.domain_parallel.count_transport import CountingTransport, RankTraffic
+from credit_dp.domain_parallel.exchange import row_bytes
 from credit_dp.domain_parallel.functional import attached_contexts, in_backward
 from credit_dp.domain_parallel.layers.base import Bands, RowLayer
 from credit_dp.domain_parallel.layers.depthwise import DepthwiseLayer
@@ -617,8 +618,3 @@ def min_rows_moved(layer: DomainParallelRowGroups, bands: RowPartition) -> int:
 def _channel_row_bytes(x: Tensor) -> int:
     """Return the bytes of one row of one channel, over all samples."""
     return x.shape[:-3].numel() * x.shape[-1] * x.element_size()
-
-
-def row_bytes(x: Tensor, dim: int) -> int:
-    """Return the bytes of one row, given the negative row dimension `dim`."""
-    return x.shape[:dim].numel() * x.shape[dim:][1:].numel() * x.element_size()

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import conv_flop_count, flop_registry
 
 from credit_dp.domain_parallel.build import shard_model
@@ -23,11 +22,11 @@ from credit_dp.domain_parallel.costs.report import (
     row_layers,
     use_meta_tensors,
 )
-from credit_dp.domain_parallel.count_transport import MessageSize, RecordingTransport
+from credit_dp.domain_parallel.count_transport import CountingTransport, MessageSize
 from credit_dp.domain_parallel.manager import DomainParallelManager
 from credit_dp.domain_parallel.partition import ROW_DIM
 from credit_dp.domain_parallel.planning.plan import Shape
-from credit_dp.domain_parallel.planning.trace import copy_model
+from credit_dp.domain_parallel.planning.trace import copy_model, tensor_leaves
 
 aten = torch.ops.aten
 CONVOLUTIONS = (aten.convolution, aten.convolution_backward)
@@ -69,21 +68,17 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run and count an operation."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        operands = _tensors((args, kwargs))
-        results = _tensors(result)
+        operands = tensor_leaves((args, kwargs))
+        results = tensor_leaves(result)
         on_meta = any(x.is_meta for x in (*operands, *results))
         if on_meta and not _is_free(func):
             # Operations on lists (`_foreach_*_`) return nothing and write to their first argument.
-            written = results or _tensors(args[:1])
+            written = results or tensor_leaves(args[:1])
             bytes_touched = sum(map(_bytes, operands)) + sum(map(_bytes, written))
             packet = func._overloadpacket
             flops = _flops(packet, args, kwargs, result)
             self.counts[OperationCost(flops, bytes_touched, packet in CONVOLUTIONS)] += 1
         return result
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _bytes(x: Tensor) -> int:
@@ -148,7 +143,7 @@ def step_work(model: nn.Module, shape: Shape, ranks: int) -> StepWork:
     Raises:
         UserError: the model can't be sharded over `ranks` ranks.
     """
-    transport = RecordingTransport(0, ranks)
+    transport = CountingTransport(0, ranks)
     manager = DomainParallelManager(ranks, ranks, transport=transport)
     if ranks > 1:
         model = shard_model(copy_model(model), manager, shape)
@@ -157,13 +152,13 @@ def step_work(model: nn.Module, shape: Shape, ranks: int) -> StepWork:
         bands = tuple(partition.sizes[rank] for partition in manager.bands.planned_partitions)
         if bands not in by_bands:
             manager.rank = rank
-            manager.transport = transport = RecordingTransport(
+            manager.transport = transport = CountingTransport(
                 rank, ranks, manager.bands.planned_partitions
             )
             by_bands[bands] = _count_step(model, manager, shape)
     operations, saved = zip(*by_bands.values(), strict=True)
     # Every run records the messages of all ranks, so those of the last run serve.
-    return StepWork(ranks, operations, transport.exchanges, transport.collectives, max(saved))
+    return StepWork(ranks, operations, transport.exchanges, transport.ring_collectives, max(saved))
 
 
 def _count_step(

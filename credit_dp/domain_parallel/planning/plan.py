@@ -27,6 +27,7 @@ from credit_dp.domain_parallel.planning.trace import (
     Trace,
     dtype_and_device,
     preserve_model,
+    tensor_leaves,
     use_fake_tensors,
     user_line_of,
 )
@@ -276,7 +277,7 @@ def _trace_run(
         with planner.trace_run(rank) as trace, forbid_tensor_replacement(planner.model):
             # The input and the output of the model are boundaries: the audit learns from the first
             # where rows are, and checks in the second that they are in the same dimension.
-            trace.record_boundary((), _tensors((args, kwargs)))
+            trace.record_boundary((), tensor_leaves((args, kwargs)))
             try:
                 outputs = tree_leaves(planner.model(*args, **kwargs))
             except (UserError, *DATA_DEPENDENT_ERRORS):
@@ -288,7 +289,7 @@ def _trace_run(
                         f"({_first_line(error)}). Set input_shape to that of the model's calls."
                     ) from error
                 raise _band_error(planner, error) from None
-            trace.record_boundary(_tensors(outputs), ())
+            trace.record_boundary(tensor_leaves(outputs), ())
     return _TracedRun(trace, outputs)
 
 
@@ -313,10 +314,6 @@ def _location(planner: Planner, error: Exception) -> str:
 
 def _first_line(error: Exception) -> str:
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _check_rows(planner: Planner, heights: set[int], ranks: int) -> None:

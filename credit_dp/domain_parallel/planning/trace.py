@@ -31,6 +31,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from credit_dp.errors import UserError
 
@@ -478,6 +479,11 @@ class _CachedResult(NamedTuple):
     outputs: tuple[_TensorSpec | None, ...]
     container: type | None
     is_view: bool
+
+
+def tensor_leaves(tree: Any) -> list[Tensor]:
+    """Return the tensors in any nested arguments or outputs."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def tensors_in(operands: Iterable[Any]) -> Iterator[Tensor]:

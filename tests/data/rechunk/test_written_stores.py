@@ -8,8 +8,8 @@ import pytest
 import xarray as xr
 import zarr
 
+from credit_dp.bands import balanced_bounds, row_amplification, rows_touched
 from credit_dp.data.channels import Channel
-from credit_dp.data.grid import balanced_bounds, row_amplification, rows_touched
 from credit_dp.data.rechunk import run, target
 from credit_dp.data.rechunk.request import FieldSelection, Regridder, regular_grid
 from credit_dp.data.rechunk.run import RechunkJob, choose_chunk_rows, group_blocks, max_read_excess

@@ -8,8 +8,8 @@ import pytest
 import zarr
 from zarr.codecs import BytesCodec
 
+from credit_dp.bands import balanced_bounds
 from credit_dp.data.channels import Channel
-from credit_dp.data.grid import balanced_bounds
 from credit_dp.data.loader import Loader
 from credit_dp.data.rechunk import target
 from credit_dp.data.rechunk.run import choose_chunk_rows

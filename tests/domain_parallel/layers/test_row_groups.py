@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from credit_dp.data.grid import balanced_bounds
+from credit_dp.bands import balanced_bounds
 from credit_dp.domain_parallel.build import NAMED_RULES, declared_converters, shard_model
 from credit_dp.domain_parallel.costs.report import plan_report
 from credit_dp.domain_parallel.layers.row_groups import assign_groups

@@ -1,0 +1,14 @@
+"""Checkpoints for tests, written at once by what training uses."""
+
+from pathlib import Path
+
+from credit_dp.config import TrainerConfig
+from credit_dp.training.checkpoint import CheckpointSaver, TrainingState
+from credit_dp.training.checkpoint_files import step_folder
+
+
+def save_checkpoint(folder: Path, state: TrainingState, config: str) -> Path:
+    """Write a checkpoint into `folder`, with the config (YAML), and return its own folder."""
+    with CheckpointSaver(folder, TrainerConfig(checkpoint_async=False)) as saver:
+        saver.save(state, config)
+    return step_folder(folder, state.step)

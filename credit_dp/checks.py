@@ -133,7 +133,7 @@ def checkpoint_path(key: str, value: str) -> Path:
 
 
 def existing_path(value: str) -> Path | None:
-    """Return the path, with `~` expanded, if it exists, else None."""
+    """Return the path, with `~` expanded, if it exists, otherwise None."""
     try:
         path = Path(value).expanduser()
         return path if path.exists() else None

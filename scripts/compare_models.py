@@ -27,10 +27,11 @@ LEADS = ("6h", "24h")
 
 @dataclass(frozen=True)
 class Result:
-    """What one run took and reached.
+    """The time and the scores of one run.
 
-    `rmse`: of `MAX_HEADLINES` at each of `LEADS`; `worst`: the largest ratio to persistence of all
-    variables at each of them.
+    Attributes:
+        rmse: of the channel `SHOWN`, at each of `LEADS`.
+        worst: the largest ratio to persistence of all variables, at each of `LEADS`.
     """
 
     model: str

@@ -21,7 +21,7 @@ class OneLineParser(argparse.ArgumentParser):
     """An argument parser that raises instead of printing its usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise in place of argparse's usage text."""
+        """Raise instead of argparse's usage text."""
         raise UserError(
             f"{message}. Options begin with a dash, keys of the config don't: see --help."
         )

@@ -232,7 +232,7 @@ def sample_lines(config: Config, times: "HasTimes") -> list[str]:
 
 
 def first_date_lines(store: "Store", remote: bool) -> list[str]:
-    """Read the first training date if it is small; else return a line that says it was not read.
+    """Read the first training date, or return a line that says it is too large to be read.
 
     Raises:
         UserError: a value is missing or outside its limits.
@@ -247,7 +247,9 @@ def first_date_lines(store: "Store", remote: bool) -> list[str]:
     # A chunk is decoded as a unit, with all times that it holds, in float32.
     size = 4 * times_per_chunk * fields * store.grid[0] * store.grid[1]
     if size > (REMOTE_READ_BYTES if remote else READ_BYTES):
-        return [f"values  not read: those of {first.astype('M8[m]')} take {format_bytes(size)}"]
+        return [
+            f"values  not read: the fields of {first.astype('M8[m]')} take {format_bytes(size)}"
+        ]
     all_rows = slice(None)
     store.valid_mask(all_rows)
     store.read_static(all_rows)

@@ -117,12 +117,12 @@ def rows_per_rank(grid: str, *, _root_: DictConfig) -> str:
 
 
 def if_quickstart(value: object, other: object = None, *, _root_: DictConfig) -> object:
-    """Return `value` if the data are the quickstart's, made as the config says, else `other`."""
+    """Return `value` if the data are created by the quickstart, otherwise `other`."""
     return value if OmegaConf.select(_root_, "data.name") == "quickstart" else other
 
 
 def hours_of_steps(*counts: int, _root_: DictConfig) -> list[int]:
-    """Return the hours of so many time steps of the data.
+    """Return the hours of this many time steps of the data.
 
     Raises:
         UserError: `data.step` is not valid.

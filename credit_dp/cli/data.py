@@ -512,7 +512,7 @@ def stats(arguments: Sequence[str], program: str) -> int:
             )
     if parsed.config.name == "quickstart":
         raise UserError(
-            f"{program}: needs a store: that of the quickstart is only made by training. Set store."
+            f"{program}: needs a store: only training creates that of the quickstart. Set store."
         )
     from rich.console import Console
 
@@ -645,7 +645,7 @@ def _estimate_duration(run: "StatisticsRun", workers: "PieceWorkers") -> str:
 
 
 def _format_fields(run: "StatisticsRun", fields: int) -> str:
-    """Return the size of so many float32 fields."""
+    """Return the size of this many float32 fields."""
     rows, columns = run.store.grid
     return format_bytes(4 * fields * rows * columns)
 

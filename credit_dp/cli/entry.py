@@ -92,7 +92,7 @@ def run_command(command: Command, arguments: Sequence[str], program: str) -> int
 
 
 def launcher_rank() -> int:
-    """Return this process's rank if a launcher started it, else 0."""
+    """Return this process's rank if a launcher started it, otherwise 0."""
     try:
         launcher = find_launcher(os.environ)
     except UserError:

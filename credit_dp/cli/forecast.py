@@ -89,7 +89,7 @@ def forecast(arguments: Sequence[str], program: str) -> int:
 
 
 def report_completeness(paths: Sequence[str], program: str) -> int:
-    """Say whether a forecast is complete; return 1 if not, else 0.
+    """Say whether a forecast is complete; return 1 if not, otherwise 0.
 
     Raises:
         UserError: there is no forecast.

@@ -335,7 +335,7 @@ def read_choice_keys(given: dict[str, str]) -> dict[str, str]:
 
 
 def cluster_nodes(numbers: dict[str, int | None], partition: str) -> ClusterNodes:
-    """Return the resources of a node: as given, else as SLURM describes the partition."""
+    """Return the resources of a node: as given, otherwise as SLURM describes the partition."""
     cores, gpus = numbers["cpus_per_node"], numbers["gpus_per_node"]
     if cores is not None or gpus is not None:
         return ClusterNodes(None, cores, gpus)

@@ -227,7 +227,7 @@ def folders_by_identity(sweep: Path) -> dict[tuple[str, ...], Path]:
 
 
 def earlier_state(folder: Path, overrides: Sequence[str], config: Config) -> EarlierState:
-    """Return how far a job has come, if the run in the folder was this job, else `new`.
+    """Return how far a job has come, if the run in the folder was this job, otherwise `new`.
 
     Raises:
         UserError: it was this job, with another config.
@@ -338,7 +338,7 @@ class JobProcess:
             )
 
     def poll(self) -> int | None:
-        """Return the exit code, after recording it, if the job has ended, else None."""
+        """Return the exit code, after recording it, if the job has ended, otherwise None."""
         code = self.process.poll()
         return None if code is None else self.record_end(code)
 

@@ -54,7 +54,7 @@ def verify_model(config: Config) -> "VerifyReport":
     """Build the model on a small grid, and compare it sharded and unsharded.
 
     Raises:
-        UserError: there is only one rank, or the model can't be sharded over so many.
+        UserError: there is only one rank, or the model can't be sharded over this many.
     """
     ranks = config.parallel.domain
     if ranks == 1:

@@ -56,12 +56,12 @@ class Check:
 
 
 def check(config: Config, ranks: RankInfo) -> int:
-    """Print a report for people; return 1 if a check failed, else 0."""
+    """Print a report for people; return 1 if a check failed, otherwise 0."""
     return run_checks(config, ranks, as_text)
 
 
 def check_json(config: Config, ranks: RankInfo) -> int:
-    """Print the report as JSON; return 1 if a check failed, else 0."""
+    """Print the report as JSON; return 1 if a check failed, otherwise 0."""
     return run_checks(config, ranks, as_json)
 
 

@@ -81,7 +81,7 @@ def quickstart_times(config: DataConfig) -> QuickstartTimes:
 
 
 def expected_grid(config: DataConfig) -> tuple[int, int]:
-    """Return rows and columns: of `data.grid`, else of the store, else of the quickstart.
+    """Return rows and columns: the first of `data.grid`, the store and the quickstart.
 
     Raises:
         UserError: the store does not fit the config, or the grid is too small.

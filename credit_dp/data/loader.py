@@ -491,7 +491,7 @@ class BatchReader:
     ) -> tuple[Fields | None, Fields | None, Fields | None]:
         """Read the fields of one sample; None for parts that are not selected.
 
-        Every read decodes its chunks anew. Channels that share chunks are therefore read together,
+        Every read decodes its chunks again. Channels that share chunks are therefore read together,
         and so are times if a chunk holds several of them.
 
         Returns:

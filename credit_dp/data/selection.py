@@ -92,9 +92,9 @@ def _check_grid(source: Source, config: DataConfig) -> None:
     if config.grid is not None and parse_grid(config.grid) != source.grid:
         rows, columns = source.grid
         raise UserError(
-            f"{source.where}: has {rows}x{columns} rows and columns, but data.grid asks for "
-            f"{config.grid}; a store is read as it is. Change data.grid, to null, or prepare "
-            "another store with `credit-dp data prepare`."
+            f"{source.where}: has {rows}x{columns} rows and columns, but data.grid is "
+            f"{config.grid}, and stores are not regridded while they are read. Set data.grid=null, "
+            "or prepare another store with `credit-dp data prepare`."
         )
 
 

@@ -119,7 +119,7 @@ class Moments:
 
 
 def apply_transform(values: NDArray[np.floating], variable: VariableConfig) -> NDArray[np.floating]:
-    """Return `log(1 + x / EPS)` if the variable has `log1p(EPS)`, else the values.
+    """Return `log(1 + x / EPS)` if the variable has `log1p(EPS)`, otherwise the values.
 
     Negative values count as zero: packing may leave slightly negative rain.
     """

@@ -497,10 +497,10 @@ def missing_value_error(
     if times is not None and times[1] is not None:
         return UserError(
             f"{where}: {name} has NaN{position}, where it has values at "
-            f"{format_minute(times[1])}, the first of data.dates.train, which "
-            f"data.variables.{name}.fill goes by; {remedy}."
+            f"{format_minute(times[1])}, the first of data.dates.train, whose missing points "
+            f"data.variables.{name}.fill fills; {remedy}."
         )
     return UserError(
         f"{where}: {name} has NaN{position}. If it has no values there at any time, set "
-        f"data.variables.{name}.fill=mean, or to a number; else {remedy}."
+        f"data.variables.{name}.fill=mean, or to a number; otherwise {remedy}."
     )

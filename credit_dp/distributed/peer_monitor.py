@@ -116,7 +116,7 @@ class PeerMonitor:
         self.report_once(report)
 
     def report_once(self, report: Callable[[], None] | None) -> None:
-        """Report once in the whole run: an ended rank if there is one, else by `report`."""
+        """Report once in the whole run: an ended rank if there is one, otherwise by `report`."""
         ended = self.ended_ranks()
         if (ended or report is not None) and self.claim_reporting(ended):
             if ended:

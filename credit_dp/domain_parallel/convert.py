@@ -343,7 +343,7 @@ class Conversion:
 
 
 def _effective_type(module: nn.Module, kind: type[nn.Module]) -> type[nn.Module]:
-    """Return the torch layer whose behaviour a subclass keeps, else the type itself."""
+    """Return the torch layer whose behaviour a subclass keeps; the type itself if there is none."""
     layer_type = torch_layer_type(kind)
     return kind if layer_type is None or overridden_method(module) else layer_type
 

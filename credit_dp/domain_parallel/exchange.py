@@ -32,7 +32,7 @@ CHANNELS_LAST_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def memory_format_of(x: Tensor) -> torch.memory_format:
-    """Return channels last if each sample of a tensor has that layout, else contiguous."""
+    """Return channels last if each sample of a tensor has that layout, otherwise contiguous."""
     channels_last = CHANNELS_LAST_FORMATS.get(x.ndim)
     if channels_last is None or x.is_contiguous():
         return torch.contiguous_format

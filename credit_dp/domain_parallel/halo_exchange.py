@@ -54,7 +54,7 @@ class HaloExchange(nn.Module):
 
     @property
     def manager(self) -> DomainParallelManager:
-        """Return the given manager, else the module-level one."""
+        """Return the given manager, or the module-level one."""
         if self._manager is None:
             self._manager = get_domain_parallel_manager()
         return self._manager

@@ -158,7 +158,7 @@ class DomainParallelManager:
         return north, south
 
     def partition(self, height: int) -> RowPartition:
-        """Return the bands of a global height: planned ones, else balanced ones."""
+        """Return the bands of a global height: planned ones, or balanced ones without a plan."""
         return self.bands[height]
 
     def rows(self, height: int) -> slice:

@@ -148,7 +148,7 @@ class BandTable:
         """Return the partition of a height; choose one if the height has none.
 
         The first of these that is well balanced: aligned with `other` and in multiples of `unit`
-        rows; in multiples only; aligned only; else balanced bands.
+        rows; in multiples only; aligned only; otherwise balanced bands.
         """
         aligned = other.scaled_to(height)
         in_multiples = RowPartition.in_multiples_of(height, self.ranks, unit)

@@ -93,7 +93,7 @@ def forbid_tensor_replacement(model: nn.Module) -> Iterator[None]:
 
 @final
 class _BandDescriptor:
-    """Reads as this rank's rows of a tensor while the model runs, else as the complete tensor."""
+    """Reads as this rank's rows of a tensor in a forward, and outside as the complete tensor."""
 
     def __init__(self, name: str) -> None:
         self.name = name

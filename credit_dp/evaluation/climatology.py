@@ -111,7 +111,7 @@ class StoredClimatology:
         """Return the number of the chunk of days that contains each time.
 
         Numbers differ between years, so that a window that slides over the turn of a year reads
-        the first days anew instead of keeping them for a year.
+        the first days again and does not keep them for a year.
         """
         array = self._dataset[self._stored[self._channels[0]].variable]
         chunks = array.encoding.get("chunks") or array.encoding.get("chunksizes")

@@ -514,7 +514,7 @@ class ErrorMapAccumulator:
 
 
 def unit_of(store: Store, variable: str) -> str:
-    """Return the store's unit, else the variable's usual unit; "" if neither is known."""
+    """Return the store's unit, or the variable's usual unit; "" if neither is known."""
     known = KNOWN_VARIABLES.get(variable) or KNOWN_VARIABLES.get(
         canonical_name(variable), KnownVariable("")
     )

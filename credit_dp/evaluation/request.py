@@ -23,14 +23,14 @@ MESSAGE_REPLACEMENTS = {
     "data.prognostic": "variables",
     "data.levels": "levels",
     "data.limits": "limits",
-    "no list of the data config has a variable": "what is scored has no variable",
+    "no list of the data config has a variable": "there is no scored variable",
     "Change limits, or add it to a list": "Change limits or variables",
     "data.dates.train": "climatology_dates",
     "data.cache": "the environment variable CREDIT_DP_CACHE",
 }
 FILL_HINT = re.compile(r"set data\.variables\.(\w+)\.fill=mean, or to a number")
 CONVERT_HINT = re.compile(r"set data\.variables\.\S+\.convert='[^']*'")
-FILL_CLAUSE = re.compile(r", which data\.variables\.\w+\.fill goes by")
+FILL_CLAUSE = re.compile(r", whose missing points data\.variables\.\w+\.fill fills")
 
 
 @final

@@ -263,7 +263,7 @@ class Scorecard:
                 where |= {FORECAST: self.forecast, CLIMATOLOGY: self.climatology}
                 raise UserError(
                     f"{where[source]}: the {name} of the {source} is {value} for "
-                    f"{self.channels[c].name} at {self.hours[lead]} h. Look at this field, or "
+                    f"{self.channels[c].name} at {self.hours[lead]} h. Check this field, or "
                     "leave it out of variables=."
                 )
 

@@ -194,7 +194,7 @@ class NetcdfFileWriter(ForecastWriter):
         return len(self.jobs) * len(self.form.hours)
 
     def assemble_piece(self, piece: int) -> None:
-        """See `ForecastWriter`: copy one lead time. The first piece creates the file anew."""
+        """See `ForecastWriter`: copy one lead time. The first piece creates the file again."""
         job = self.jobs[piece // len(self.form.hours)]
         lead = piece % len(self.form.hours)
         with disk_errors(self.out):

@@ -302,8 +302,8 @@ def _check_owners(model: SegmentedModel, cuts: Sequence[slice]) -> None:
         ]
         if not owners:
             raise UserError(
-                f"parallel.pipeline: no segment of {type(model).__name__} says that it uses the "
-                f"parameter {name}. Add its module, which can't be the model itself, to the "
+                f"parallel.pipeline: no segment of {type(model).__name__} declares a module with "
+                f"the parameter {name}. Add its module, which can't be the model itself, to the "
                 "modules of the segment that does."
             )
         other, stage = first_owners.setdefault(id(parameter), (name, owners[0]))

@@ -120,7 +120,7 @@ class Job:
         return text if resolved is None else str(resolved)
 
     def rows(self) -> list[Row]:
-        """Read the rows of its log anew."""
+        """Read the rows of its log, without a cache."""
         return read_log(RunFolder(self.folder).log)
 
     @cached_property
@@ -352,7 +352,7 @@ def override_values(override: Override) -> list[str]:
 def run_status(
     folder: Path, record: Mapping[str, Any], config: Mapping[str, Any], numbers: Mapping[str, float]
 ) -> RunStatus:
-    """Return the status of a run: from its record, else its scores, else the logs of its ranks.
+    """Return the status of a run: the first that its record, its scores or its logs give.
 
     Args:
         folder: of the run.

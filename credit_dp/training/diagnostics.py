@@ -112,20 +112,20 @@ class NonFiniteHooks:
         if self.finding is None and not all(map(all_finite, iter_tensors(output))):
             manager = self.manager
             rank = rank_name(manager.rank, manager.dp_world_size, manager.domain_world_size)
-            message = f"The first output that is not finite is that of {name}, on {rank}"
+            message = f"The first non-finite output comes from {name}, on {rank}"
             self.finding = NonFiniteFinding((self.micro, stage, self.calls, manager.rank), message)
 
 
 def find_non_finite_gradient(
     parts: Sequence[nn.Module], manager: DomainParallelManager
 ) -> NonFiniteFinding | None:
-    """Return the first parameter, from the loss backwards, whose gradient is not finite."""
+    """Return the parameter nearest to the loss whose gradient is not finite."""
     for number, part in reversed([*enumerate(parts)]):
         for index, (name, parameter) in reversed([*enumerate(part.named_parameters())]):
             if parameter.grad is not None and not all_finite(parameter.grad):
                 message = (
-                    "All outputs are finite; the first gradient that is not, from the loss "
-                    f"backwards, is that of {name}"
+                    "All outputs are finite; the non-finite gradient nearest to the loss is that "
+                    f"of {name}"
                 )
                 return NonFiniteFinding((-stage_index(number, manager), -index), message)
     return None
@@ -311,8 +311,8 @@ class NonFiniteGuard:
             return ""
         return (
             f"the gradient norm is {norm:.3g} at step {self.state.step + 1}, {norm / usual:.3g} "
-            f"times the median of the last {len(norms)}; trainer.exploding={most:g} allows "
-            "no more than that many times"
+            f"times the median of the last {len(norms)}; at most "
+            f"trainer.exploding={most:g} times is allowed"
         )
 
     def _error_message(self, fault: str, finding: str) -> str:
@@ -326,7 +326,7 @@ class NonFiniteGuard:
             f"(now {self.config.gradient_clip})"
         )
         if self.config.on_nonfinite == "stop":
-            advice += ", or leave such steps out with trainer.on_nonfinite=skip"
+            advice += ", or skip such steps with trainer.on_nonfinite=skip"
         return f"trainer: {fault}{often}. {finding}The step was not taken. {saved}. {advice}."
 
     def _skip_step(self, fault: str) -> None:

@@ -144,8 +144,8 @@ class ActivationCheckpointWrapper(nn.Module):
         for name, version in self._buffer_versions().items():
             if before.get(name) != version:
                 raise UserError(
-                    "trainer.checkpoint_activations: needs a model that a forward leaves as it is, "
-                    f"but one changes {name}, and would again in backward. Set "
+                    "trainer.checkpoint_activations: needs a model whose forward changes no "
+                    f"buffer, but it changes {name}, and would again in backward. Set "
                     "trainer.checkpoint_activations=false, or use a layer without such a buffer."
                 )
         self._checked = True

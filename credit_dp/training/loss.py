@@ -329,7 +329,7 @@ def check_pointwise(
                 alone, errors[cut], rtol=tolerance, atol=tolerance
             ):
                 raise UserError(
-                    f"{where} needs errors that depend on their own point alone, but those of some "
+                    f"{where} needs errors that depend only on their own point, but those of some "
                     f"{name} change without the others. Leave out means and weights: they are "
                     "applied afterwards."
                 )

@@ -75,5 +75,5 @@ class Preemption:
         name = "the job's time is over" if time_is_up else signal.Signals(self.agreed_signal).name
         return (
             f"{name}: stopped after step {step}, which is saved in {checkpoint}; the same command "
-            "with resume=auto goes on from there"
+            "with resume=auto continues from there"
         )

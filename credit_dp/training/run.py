@@ -135,10 +135,10 @@ def out_of_memory_message(config: Config, ranks: RankInfo, error: str) -> str:
     if config.trainer.autocast is None and config.trainer.dtype == "float32":
         keys.append("trainer.autocast=bfloat16")
     raised = f"parallel.domain above {config.parallel.domain}"
-    advice = f"Set {' or '.join(keys)}, or take {raised}" if keys else f"Take {raised}"
+    advice = f"Set {' or '.join(keys)}, or set {raised}" if keys else f"Set {raised}"
     return (
         f"{rank}: out of memory ({used}). {advice}, or a smaller data.batch_size; "
-        "`credit-dp plan` with the same keys says what a rank holds."
+        "`credit-dp plan` with the same keys prints the memory of a rank."
     )
 
 

@@ -256,7 +256,7 @@ def log_to_file(folder: Path, rank: int, early: Iterable[logging.LogRecord] = ()
         path.parent.mkdir(parents=True, exist_ok=True)
         file = LogFile(path, rank)
     except OSError as error:
-        logger.warning("%s: no log is kept there (%s).", path, error.strerror or error)
+        logger.warning("%s: the log can't be written there (%s).", path, error.strerror or error)
         yield
         return
     with contextlib.ExitStack() as stack:

@@ -186,9 +186,9 @@ class TrainingState:
     def allocate_tensors(self, saved: dict[str, Shape]) -> dict[str, Tensor]:
         """Return the tensors into which those of a checkpoint are to be read.
 
-        The optimizer's tensors are allocated anew; those of parameters that are frozen now are left
-        out. So are averages that the checkpoint does not have: `load_metadata` sets them to the
-        weights.
+        The optimizer's tensors are newly allocated; those of parameters that are frozen now are
+        left out. So are averages that the checkpoint does not have: `load_metadata` sets them to
+        the weights.
 
         Args:
             saved: shapes of the checkpoint's tensors, by name.

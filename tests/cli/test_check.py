@@ -116,7 +116,7 @@ REFUSED = {
         "fits into data.dates.valid",
     ),
     "more ranks than rows": (["parallel.domain=9"], "parallel.domain: the model's coarsest level"),
-    "another grid": (["data.grid=8x16"], "has 16x32 rows and columns, but data.grid asks for 8x16"),
+    "another grid": (["data.grid=8x16"], "has 16x32 rows and columns, but data.grid is 8x16"),
     "no statistics": (["data.statistics=/nope.json"], "/nope.json: no such file"),
     "no checkpoint": (["resume=tests"], "resume: tests holds no checkpoint of a run"),
     "no weights": (["init_from=/nope"], "init_from: needs the path of a checkpoint"),
@@ -232,7 +232,7 @@ def test_a_store_elsewhere_is_opened(monkeypatch: pytest.MonkeyPatch, address: s
     assert (code, "values" in out) == (0, False)
     monkeypatch.setattr(check, "REMOTE_READ_BYTES", 0)
     out = answer(monkeypatch, *run_on(f"{address}/s.zarr"))[1]
-    assert "values  not read: those of 2000-01-01T00:00 take" in out
+    assert "values  not read: the fields of 2000-01-01T00:00 take" in out
     line = refusal(monkeypatch, *run_on(f"{address}/t.zarr"))
     assert f"{address}/t.zarr: not a zarr group" in line
     assert "no variable x" in refusal(monkeypatch, *run_on(f"{address}/s.zarr", "data.static=[x]"))

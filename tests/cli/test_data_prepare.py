@@ -100,7 +100,7 @@ def test_refused_in_one_line(
 @pytest.mark.slow
 def test_refuses_to_overwrite(monkeypatch: pytest.MonkeyPatch, keys: list[str]) -> None:
     assert answer(monkeypatch, *PREPARE, *keys, program="")[0] == 0
-    assert "is there already" in refusal_of(monkeypatch, *keys)
+    assert "exists already" in refusal_of(monkeypatch, *keys)
     code, said, _ = answer(monkeypatch, *PREPARE, *keys, "overwrite=true", program="")
     assert code == 0, said
 

@@ -195,7 +195,7 @@ def test_the_truth_may_be_several_stores(monkeypatch: pytest.MonkeyPatch, stores
         (["limits={temperature:[9,1]}"], "limits.temperature: needs [low, high]"),
         (
             ["limits={temprature:null}"],
-            "limits.temprature: what is scored has no variable temprature. Nearest: temp",
+            "limits.temprature: there is no scored variable temprature. Nearest: temp",
         ),
         (["limits={t:[300,400]}"], "its limits are 300 to 400"),
         (["out=truth.zarr/zarr.json/x"], "can't be created (Not a directory). Change out"),

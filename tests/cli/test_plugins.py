@@ -458,7 +458,7 @@ def test_a_check_tries_the_loss(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     mixing = "lambda f, t: (f - t) ** 2 - (f - t).mean((2, 3), keepdim=True)"
     text = f"{MEAN}\n    def build(self):\n        return {mixing}\n"
     line = refusal_with_plugins(monkeypatch, written(tmp_path, text), "loss=mean")
-    assert line.startswith("loss: Mean.build: its function needs errors that depend on their own")
+    assert line.startswith("loss: Mean.build: its function needs errors that depend only on their")
 
 
 def test_a_check_tries_the_schedule(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -114,6 +114,30 @@ for _page in filter(lambda page: BLOCK.search(page.read_text()), PAGES):
     globals()[_name] = pytest.mark.slow(type(_name, (Page,), {"page": _page}))
 
 
+def _anchors(page):
+    """Return the anchors of a page: GitHub's of its headings, and those that it sets itself."""
+    text = BLOCK.sub("", page.read_text())
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    slugs = {re.sub(r"[^\w\- ]", "", line).strip().lower().replace(" ", "-") for line in headings}
+    return slugs | set(re.findall(r'<a id="([^"]+)">', text))
+
+
+@pytest.mark.parametrize("page", [*PAGES, FIRST, ROOT / "CHANGELOG.md"], ids=lambda page: page.stem)
+def test_links_lead_somewhere(page):
+    broken = []
+    for link in re.findall(r"\]\((?!https?:)([^)]+)\)", BLOCK.sub("", page.read_text())):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and anchor not in _anchors(target)):
+            broken.append(link)
+    assert broken == []
+
+
+def test_every_page_is_listed_in_the_readme():
+    linked = set(re.findall(r"\]\(docs/([\w-]+\.md)[)#]", (ROOT / "README.md").read_text()))
+    assert linked == {page.name for page in (ROOT / "docs").glob("*.md")}
+
+
 def test_ci_runs_the_test_command_of_the_readme():
     assert "make test\n" in (ROOT / "README.md").read_text()
     assert " make test\n" in (ROOT / ".ci/run").read_text()

@@ -9,6 +9,12 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = (
     "training",
+    "loss",
+    "optimizer",
+    "rollouts",
+    "checkpoints",
+    "metrics",
+    "failures",
     "models",
     "your-era5",
     "data-parallel",
@@ -38,7 +44,7 @@ def test_tables_agree_with_the_fields(tables: ModuleType, path: Path) -> None:
 
 
 def test_each_group_of_training_is_in_a_table() -> None:
-    text = (ROOT / "docs/training.md").read_text()
+    text = "\n".join((ROOT / f"docs/{page}.md").read_text() for page in PAGES)
     assert "| `optimizer.lr` | `0.003` | learning rate after the warm-up |" in text
     for key in ("loss.spectrum", "trainer.exploding", "logger.wandb", "parallel.domain"):
         assert f"\n| `{key}` | " in text

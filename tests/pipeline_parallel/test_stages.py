@@ -178,7 +178,7 @@ def test_a_model_without_segments_is_refused():
 def test_a_parameter_of_no_segment_is_refused():
     model = Own()
     model.scale = nn.Parameter(torch.ones(1))
-    assert "uses the parameter scale" in refusal(model)
+    assert "with the parameter scale" in refusal(model)
 
 
 def test_a_parameter_of_two_stages_is_refused():

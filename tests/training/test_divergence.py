@@ -128,7 +128,7 @@ MESHES = [
 @pytest.mark.parametrize(("mesh", "rank"), MESHES)
 def test_a_weight_names_the_first_module(config, mesh, rank):
     line = line_on(mesh, config, "weight")
-    assert f" The first output that is not finite is that of encoder.0.0.norm2, on {rank}. " in line
+    assert f" The first non-finite output comes from encoder.0.0.norm2, on {rank}. " in line
     assert "is nan with gradient norm nan" in line
 
 
@@ -146,7 +146,7 @@ def test_an_input_names_the_variable(config, mesh, rank):
 @pytest.mark.parametrize(("mesh", "rank"), MESHES)
 def test_a_target_names_the_variable_and_the_gradient(config, mesh, rank):
     line = line_on(mesh, config, "target")
-    assert " the first gradient that is not, from the loss backwards, is that of head." in line
+    assert " the non-finite gradient nearest to the loss is that of head." in line
     assert f" Variable {VARIABLE} is not finite in the target of 2000-01-0" in line
 
 
@@ -163,7 +163,7 @@ def test_a_loss_that_is_too_large_names_the_variable(config, mesh, rank):
     ("how", "words"),
     [
         ("input", "is that of stem.conv, on rank 0 (pipeline 0, data 0, domain 0). Variable"),
-        ("target", "from the loss backwards, is that of head."),
+        ("target", "nearest to the loss is that of head."),
     ],
 )
 def test_stages_of_a_pipeline_end_alike(config, how, words):

@@ -105,7 +105,9 @@ def test_a_folder_that_cannot_be_created_is_one_warning(tmp_path):
     (tmp_path / "logs").write_text("")
     with terminal(logging.INFO) as shown, log_to_file(tmp_path, 0):
         OURS.info("goes on")
-    assert shown.getvalue().splitlines()[0].endswith("no log is kept there (File exists).")
+    assert (
+        shown.getvalue().splitlines()[0].endswith("the log can't be written there (File exists).")
+    )
     assert shown.getvalue().splitlines()[1:] == ["goes on"]
 
 

@@ -275,7 +275,7 @@ def weighted_by_row(forecast: torch.Tensor, truth: torch.Tensor) -> torch.Tensor
     return (forecast - truth).square() * (1 + rows)
 
 
-MEANS = r"Own\.build: its function needs errors that depend on their own point alone, but those of"
+MEANS = r"Own\.build: its function needs errors that depend only on their own point, but those of"
 SHAPES = (
     r"Own\.build: its function has to return an error for each point, \(3, 2, 4, 5\) of .*, got "
 )

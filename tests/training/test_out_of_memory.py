@@ -44,7 +44,7 @@ def test_the_line_says_who_and_names_the_keys_that_help(config):
     line = out_of_memory_message(config, RankInfo(), ERROR)
     assert line.startswith(
         "rank 0 (pipeline 0, data 0, domain 0): out of memory (CUDA out of memory). Set "
-        "model.activation_checkpointing=true or trainer.autocast=bfloat16, or take parallel.domain "
+        "model.activation_checkpointing=true or trainer.autocast=bfloat16, or set parallel.domain "
         "above 1"
     )
     trainer = replace(config.trainer, rollout={0: 4}, autocast="bfloat16")
@@ -57,7 +57,7 @@ def test_without_such_keys_more_ranks_are_left(config):
     trainer = replace(config.trainer, dtype="float64")
     model = tiny_unet(activation_checkpointing=True)
     line = out_of_memory_message(replace(config, trainer=trainer, model=model), RankInfo(), ERROR)
-    assert "(CUDA out of memory). Take parallel.domain above 1, or a smaller data.batch" in line
+    assert "(CUDA out of memory). Set parallel.domain above 1, or a smaller data.batch" in line
 
 
 def test_other_errors_pass(config):

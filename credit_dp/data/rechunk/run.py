@@ -260,7 +260,7 @@ class RechunkJob:
         return list(CODECS) if self._request.codec == AUTO else [self._request.codec]
 
     def _check_resumable(self, previous: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-        """Return the settings of a partial store that can be continued; None to begin anew."""
+        """Return the settings of a partial store that can be continued; None to start over."""
         if previous is None:
             return None
         current = dict(self._settings)
@@ -275,8 +275,8 @@ class RechunkJob:
         key = different[0]
         raise UserError(
             f"{self.target.partial}: was begun with {key} {_short(previous.get(key))}, now it is "
-            f"{_short(current[key])}. Use the same settings to resume, overwrite=true to begin "
-            "anew, or change out."
+            f"{_short(current[key])}. Use the same settings to resume, overwrite=true to start "
+            "over, or change out."
         )
 
     def _check_space(self, estimate: RechunkEstimate) -> None:

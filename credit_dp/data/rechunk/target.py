@@ -68,7 +68,7 @@ class RechunkTarget:
         if self.out.exists() and not self._replaceable():
             is_prepared = METADATA_ATTRIBUTE in (_read_attributes(self.out) or {})
             advice = ", or say overwrite=true" if is_prepared else ""
-            raise UserError(f"{self.out}: is there already. Change out{advice}.")
+            raise UserError(f"{self.out}: exists already. Change out{advice}.")
 
     def settings(self) -> Mapping[str, Any] | None:
         """Return the settings of the partial store; None if there is none.

@@ -31,7 +31,7 @@ from credit_dp.errors import UserError
 
 @final
 class FilesSource(Source):
-    """Sources that follow each other in time and are alike in all else.
+    """Sources that follow each other in time and agree in everything else.
 
     A variable that one source lacks, or has on other levels or in other units, is listed with a
     problem, so that only its use is refused. Static fields are read from the first source.
@@ -297,8 +297,11 @@ class JoinedSource(Source):
         """Return the numbers of the stores that can provide a variable, the best first."""
 
         def order(number: int) -> tuple[bool, bool, bool]:
-            """Prefer, as False sorts before True: a matching time dependence, then timeless
-            stores for static fields, then the store's own name."""
+            """Return a sorting key: the preferred stores have False first.
+
+            They have a matching time dependence, then no times (for static fields), then the
+            very name of the config.
+            """
             variables = self._variables_by_source[number]
             has_times = number < len(self._time_indices)
             return (

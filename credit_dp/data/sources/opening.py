@@ -38,9 +38,9 @@ logger = logging.getLogger(__name__)
 def open_source(config: DataConfig) -> Source:
     """Open what `config.store` names as one source, whatever its format.
 
-    Several entries are joined: along time if their times don't overlap, else by variables. These
-    stores count as static: those without a time axis, those with one time beside stores with many,
-    and those that hold nothing but variables that are known to be constant.
+    Several entries are joined: along time if their times don't overlap, otherwise by variables.
+    Static stores are those without a time axis, those with one time beside stores with many, and
+    those with only variables that are known to be constant.
 
     Raises:
         UserError: a store is missing or can't be read, or its coordinates don't fit.

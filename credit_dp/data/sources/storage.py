@@ -7,7 +7,7 @@ A read passes these stores from the outside to the inside:
 3. `CountingStore` counts bytes and chunks.
 4. zarr's own store reads the file or the remote object.
 
-`StoreChangeDetector` notices a store that is written anew while it is read. `ShardedArray` finds
+`StoreChangeDetector` notices a store that is rewritten while it is read. `ShardedArray` finds
 chunks in shards, for readers that don't use zarr.
 """
 
@@ -114,7 +114,7 @@ def resolved_address(where: str) -> str:
 
 
 def version_stamp(where: str | Path) -> str:
-    """Return a text that changes when a store is written anew: its root metadata and their ages.
+    """Return a text that changes when a store is rewritten: its root metadata and their ages.
 
     For a single file, such as netCDF, it is its size and age.
     """
@@ -264,12 +264,12 @@ def _describe_problem(error: BaseException) -> str:
         return f"its chunk {error}: it is cut short"
     if "checksum" in str(error).lower():
         return "the checksum of a chunk is wrong"
-    return f"a chunk is damaged or out of reach ({reason_of(error)})"
+    return f"a chunk is damaged or can't be fetched ({reason_of(error)})"
 
 
 @final
 class StoreChangeDetector:
-    """Detects that a store was written anew since it was opened.
+    """Detects that a store was rewritten since it was opened.
 
     It compares the metadata: of a local store after every 64 reads and when a read found chunks
     missing, of a remote store only after a failed read, as asking costs a round trip. Values that
@@ -311,7 +311,7 @@ class StoreChangeDetector:
         if changed:
             raise UserError(
                 f"{redact_secrets(self._where)}: has changed since it was opened. Start again "
-                "when it is complete, or set data.store to one that nobody writes to."
+                "when it is complete, or set data.store to one that is complete."
             )
 
     def _current_state(self) -> object:

@@ -193,7 +193,7 @@ class RowLayer(_WrappedTypeMixin, nn.Module, ABC):
 
     @property
     def manager(self) -> DomainParallelManager:
-        """The manager of this layer, or else the module-level one."""
+        """The manager of this layer, or the module-level one."""
         exchange: HaloExchange = self.__dict__["halo_exchange"]
         return exchange.manager
 

@@ -153,7 +153,7 @@ class DtypeAndDevice(NamedTuple):
 class InterpolationLayer(RowLayer):
     """A linear operator: a table along the rows, torch's own operator along other dimensions.
 
-    Other dimensions are resampled before rows are sent if that makes a row smaller, else after.
+    Other dimensions are resampled before rows are sent if that shrinks a row, otherwise after.
     """
 
     def __init__(

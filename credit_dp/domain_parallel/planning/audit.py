@@ -607,7 +607,7 @@ def _check_layer(
     layouts: dict[int, Layout],
     input_layouts: list[Layout],
 ) -> None:
-    """Check a boundary: rows are where the plan has them, or else in the last dimension but one."""
+    """Check a boundary: rows are where the plan has them, or in the last dimension but one."""
     if global_step.settings != band_step.settings:
         raise RowCouplingError(CONTROL_FLOW_DIFFERS)
     planned_inputs = global_step.arguments.get("input_layouts")

@@ -113,9 +113,9 @@ def active_planner() -> Planner | None:
 class LayerCall(NamedTuple):
     """A call of a layer in the run on the whole globe.
 
-    `dim` is the negative row dimension if the layer couples rows, else None: it then computes the
-    same with and without bands. `in_height` is the size of its first input in `dim`, `shapes` are
-    those of its inputs, and `outputs` is what it returned.
+    `dim` is the negative row dimension if the layer couples rows. It is None if the layer computes
+    the same with and without bands. `in_height` is the size of its first input in `dim`, `shapes`
+    are those of its inputs, and `outputs` is what it returned.
     """
 
     name: str

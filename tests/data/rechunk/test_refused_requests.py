@@ -58,7 +58,7 @@ def test_refused_in_one_line(small: Path, tmp_path: Path, name: str) -> None:
 def test_a_store_is_never_overwritten_without_the_key(small: Path, tmp_path: Path) -> None:
     out = prepared(small, tmp_path / "out.zarr")
     before = tree(out)
-    with pytest.raises(UserError, match=r"is there already.*overwrite=true"):
+    with pytest.raises(UserError, match=r"exists already.*overwrite=true"):
         RechunkJob(request(small, out))
     assert tree(out) == before
     prepared(small, out, codec="none", overwrite=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections import Counter
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -292,12 +291,9 @@ def test_one_line(monkeypatch: pytest.MonkeyPatch, case: tuple[list[str], str]) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "most"), [("unet_base", 91), ("crossformer_base", 50)])
-def test_era5_up_to_1024_ranks(monkeypatch: pytest.MonkeyPatch, model: str, most: int) -> None:
-    began = time.process_time()
-    keys = (f"model={model}", "data.grid=721x1440")
+def test_era5_up_to_1024_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = ("model=crossformer_base", "data.grid=721x1440")
     code, out, _ = plan(monkeypatch, *keys, "--up-to", "1024", "--json")
     assert code == 0
-    assert time.process_time() - began < 180
     last = json.loads(out)["meshes"][-1]
-    assert (last["domain"], last["data"]) == (most, 1024 // most)
+    assert (last["domain"], last["data"]) == (50, 1024 // 50)

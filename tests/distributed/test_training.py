@@ -88,7 +88,8 @@ def rank_processes(program: subprocess.Popen[str]) -> list[int]:
     return children(fork_server)
 
 
-@pytest.mark.parametrize(("victim", "name"), VICTIMS)
+# A rank of each axis is killed in `test_failures`; here the steps are those of a training.
+@pytest.mark.parametrize(("victim", "name"), VICTIMS[:1])
 def test_a_rank_killed_while_training_ends_all(
     tmp_path: Path, cache: Path, victim: int, name: str
 ) -> None:

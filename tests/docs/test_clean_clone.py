@@ -14,12 +14,17 @@ import pytest
 from tests.commands import run_line
 
 ROOT = Path(__file__).parents[2]
-# The page's commands; with fewer steps, and forecasts of fewer dates.
+# The page's commands; with fewer steps, a shorter and coarser climate, and fewer forecasts.
 BLOCK = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+CLIMATE = (
+    "data.grid=24x48 data.quickstart.truncation=15 data.quickstart.start=2003-02-01 "
+    "data.quickstart.runs=4 data.quickstart.run_days=50 data.quickstart.spinup_days=5 "
+    "data.dates.train=[2003-02-01T00,2003-03-01T18] data.dates.test=[2003-04-06T00,2003-09-15T18]"
+)
 FEWER = {
     r"steps=\d+": "steps=4",
     r"/6d": "/60d",
-    r"(train\.py)": r"\1 trainer.evaluate_stride_hours=2000",
+    r"(train\.py)": rf"\1 trainer.evaluate_stride_hours=2000 {CLIMATE}",
 }
 
 

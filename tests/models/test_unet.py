@@ -31,7 +31,7 @@ def test_sharded_equals_whole(ranks, rows, poles):
     on_threads(ranks, assert_same_as_whole_globe, _unet, (poles,), (2, 5, rows, 9), MODEL)
 
 
-@pytest.mark.parametrize("rows", [32, pytest.param(121, marks=pytest.mark.slow), 181])
+@pytest.mark.parametrize("rows", [32, 181])
 @pytest.mark.parametrize("ranks", PROCESSES)
 def test_sharded_equals_whole_on_processes(ranks, rows):
     on_processes(ranks, assert_same_as_whole_globe, _unet, (), (1, 5, rows, 8), MODEL)
@@ -42,7 +42,7 @@ RANKS, POLES = (2, 3, 4), ("reflect", "zeros", "earth")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(RANKS)))
-@pytest.mark.parametrize(("turn", "rows"), [*enumerate([16, 17, 18, 19, 32, 121, 181, 721])])
+@pytest.mark.parametrize(("turn", "rows"), [*enumerate([16, 17, 18, 19, 121, 181, 721])])
 def test_sharded_equals_whole_everywhere(number, turn, rows):
     """Every two of ranks, rows and poles meet."""
     ranks, poles = RANKS[number], POLES[(number + turn) % len(POLES)]

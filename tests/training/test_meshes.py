@@ -39,24 +39,21 @@ SCHEDULES = ("1f1b", "gpipe", "interleaved")
 COVERING = [
     ("unet", Mesh(1, 2, 1, "ddp")),
     ("unet", Mesh(1, 1, 2, "fsdp2")),
-    ("crossformer", Mesh(2, 1, 1, "ddp", "gpipe")),
-    ("crossformer", Mesh(1, 2, 2, "fsdp2")),
+    ("crossformer", Mesh(2, 1, 1, "fsdp2", "gpipe")),
     ("unet", Mesh(2, 2, 1, "ddp", "interleaved")),
-    ("crossformer", Mesh(2, 2, 1, "fsdp2", "gpipe")),
     ("depth", Mesh(2, 2, 1, "fsdp2", "1f1b")),
     ("unet", Mesh(2, 1, 2, "ddp", "1f1b")),
-    ("unet", Mesh(2, 1, 2, "ddp", "gpipe")),
-    ("crossformer", Mesh(2, 1, 2, "fsdp2", "interleaved")),
+    ("crossformer", Mesh(2, 1, 2, "ddp", "interleaved")),
     ("crossformer", Mesh(1, 2, 3, "ddp")),
     ("crossformer", Mesh(2, 1, 3, "fsdp2", "1f1b")),
-    ("unet", Mesh(2, 1, 3, "ddp", "gpipe")),
+    ("crossformer", Mesh(2, 1, 3, "ddp", "gpipe")),
     ("unet", Mesh(2, 1, 3, "fsdp2", "interleaved")),
+    ("unet", Mesh(2, 2, 2, "ddp", "gpipe")),
 ]
 PLUGINS = ("plug-ins", Mesh(1, 2, 2, "fsdp2"))
 BESIDES = [
     PLUGINS,
     ("plug-ins", Mesh(2, 1, 3, "ddp", "1f1b")),
-    ("unet", Mesh(2, 2, 2, "ddp", "1f1b")),
     ("pangu", Mesh(2, 2, 2, "fsdp2", "1f1b")),
     ("pangu", Mesh(2, 1, 2, "ddp", "interleaved")),
     ("depth", Mesh(2, 1, 2, "ddp", "interleaved")),

@@ -7,15 +7,15 @@ or by whom.
 | stream | keys | in |
 |---|---|---|
 | order of the samples in an epoch | seed, epoch | `data/sampling.py` |
-| torch's generator in a training step | seed, step, data rank, band | `training/optim.py` |
+| torch's generator in a training step | seed, step, data rank, model rank | `training/optim.py` |
 | stochastic depth of a sample | seed, step, sample, layer | `models/blocks.py` |
 | perturbation of an ensemble member | seed, hour of the initial time, member | `forecast/` |
 | initial state of a quickstart run | seed, number of the run | `data/quickstart/` |
 | rows that `data prepare` compares | fingerprint of its settings | `data/rechunk/` |
 
-Each use always has the same number of keys, as `SeedSequence` ignores zeros at the end: `(5, 1)`
-and `(5, 1, 0)` are the same stream. Two uses with equal keys draw the same numbers, which does no
-harm as long as they draw for different things.
+A stream (a row above) never changes its number of keys, as `SeedSequence` ignores zeros at the end:
+`(5, 1)` and `(5, 1, 0)` are the same. Two streams with equal keys draw the same numbers, which does
+no harm as long as they draw for different things.
 
 Source: M. E. O'Neill, "Developing a seed_seq Alternative" (2015), on which `SeedSequence` is based.
 """

@@ -1,4 +1,7 @@
-"""The entry points `python train.py` and `credit-dp`; the only place that sets exit codes.
+"""The entry points `python train.py` and `credit-dp`; sets the exit codes of commands.
+
+Ranks set their own by `os._exit`: local ones in `distributed/worker.py`, those of a launcher in
+`distributed/launch.py` and `peer_monitor.py`.
 
 Exit codes: 0 done; 1 crashed, or a check failed; 2 a mistake in the input, reported in one line; 3
 `--check` found the config right, but the data are remote and can't be reached; 75 stopped on

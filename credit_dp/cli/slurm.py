@@ -1,7 +1,7 @@
 """The slurm command: `credit-dp slurm script KEY=VALUE ...` prints a batch script for a mesh.
 
 The script starts the ranks in the background and waits for them, so that its traps run when SLURM
-signals the end of the job. Ranks that stopped save a checkpoint; the job is then requeued, and
+signals the end of the job. The ranks save a checkpoint and stop; the job is then requeued and
 resumes in the same folder.
 """
 
@@ -197,8 +197,8 @@ wait "$ranks"
 while kill -0 "$ranks" 2> /dev/null; do wait "$ranks"; done
 wait "$ranks" && code=0 || code=$?
 
-# 75: stopped after saving; 138: SIGUSR1 came before or after training. A cancelled job is no longer
-# RUNNING and is not requeued.
+# 75: stopped after saving; 138: SIGUSR1 came in the first seconds, before Python handled signals. A
+# cancelled job is no longer RUNNING and is not requeued.
 if {stopped} && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {REQUEUES} ] &&
     [ "$(squeue --noheader --jobs "$job" --format %T)" = RUNNING ]; then
     scontrol requeue "$job"

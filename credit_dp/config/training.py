@@ -37,7 +37,8 @@ class TrainerConfig:
     checkpoint_activations: bool = False  # recompute each forecast step in the backward pass
     # patterns of parameters that are not trained, e.g. ["encoder.*"]
     freeze: list[str] = field(default_factory=list)
-    # stop | skip: what to do at a step with a non-finite loss or gradient (NaN or inf)
+    # stop | skip: what to do at a step with a non-finite loss or gradient (NaN or inf), or with an
+    # exploding gradient norm
     on_nonfinite: str = "stop"
     # largest gradient norm, as a multiple of the recent median; null: any
     exploding: float | None = 1e4

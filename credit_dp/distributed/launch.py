@@ -28,7 +28,10 @@ def launch(config: Config, run: str = "credit_dp.training.run:run") -> int:
     Raises:
         UserError: the mesh does not fit this machine or the launcher's ranks; nothing has started.
         KeyboardInterrupt, Terminated: Ctrl-C, or SIGTERM or SIGUSR1 while no training handles
-            them; all ranks have ended by then. The rank of a launcher ends at once instead.
+            them, or SIGTERM more than 2 seconds after the first; all ranks have ended by then.
+
+    One of several ranks of a launcher never returns a code other than 0, and once it runs no signal
+    raises: it ends by `os._exit`, here or in its `PeerMonitor`.
     """
     launcher = find_launcher(os.environ)
     with raise_on_stop():

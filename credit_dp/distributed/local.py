@@ -76,7 +76,8 @@ def run_processes(config: Config, world_size: int, run: str) -> int:
     """Run all ranks on this machine, and return the exit code when all have ended.
 
     Raises:
-        Terminated: a signal came before training began or after it ended, or SIGTERM came twice.
+        Terminated: a signal came before training began or after it ended, or SIGTERM came again
+            more than 2 seconds after the first.
     """
     start_fork_server(run)
     with tempfile.TemporaryDirectory(prefix="credit_dp-", ignore_cleanup_errors=True) as folder:
@@ -102,7 +103,10 @@ def run_processes(config: Config, world_size: int, run: str) -> int:
 
 
 def forward_signal(processes: list[ForkServerProcess], received: list[int], number: int) -> None:
-    """Record a signal and send SIGUSR1 to all ranks, which may get it several times."""
+    """Record a signal and send SIGUSR1 to all ranks, which may get it several times.
+
+    Always SIGUSR1: a SIGTERM that is repeated after 2 seconds would end a rank that is saving.
+    """
     received.append(number)
     for process in processes:
         if process.pid is not None:

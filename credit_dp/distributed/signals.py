@@ -2,9 +2,18 @@
 
 STOP_SIGNALS ask a process to stop. `SignalRouter` decides what happens: the innermost handler that
 `handle_stop` set is called, for instance to save a checkpoint; without a handler the process ends,
-after its clean-up inside `raise_on_stop`. Python runs signal handlers in the main thread only,
-between two of its own instructions, which is why ranks that may wait in a collective use
-`handle_stop_in_thread` instead.
+after its clean-up inside `raise_on_stop`.
+
+| process | without a handler | with a handler |
+|---|---|---|
+| parent of local ranks | `raise_on_stop` | `handle_stop(forward_signal)` while ranks run |
+| local rank | the default action: it ends | `handle_stop(record_signal)` while it trains |
+| launched rank | `handle_stop_in_thread(monitor.stop)` | `handle_stop(record_signal)` as above |
+| a run of one process | `raise_on_stop` | `handle_stop(record_signal)` as above |
+
+Python runs signal handlers in the main thread only, between two of its own instructions, so
+not while it waits in a collective. The default action ends a local rank anywhere, and its parent
+can kill it while it trains. A launched rank has no such parent, and listens in a separate thread.
 """
 
 import contextlib
@@ -75,7 +84,7 @@ _router = SignalRouter()  # a process has one set of signals
 
 @contextlib.contextmanager
 def handle_stop(handler: Callable[[int], None]) -> Iterator[None]:
-    """Call `handler(number)` on a stop signal meanwhile, possibly in another thread.
+    """Call `handler(number)` on a stop signal inside the context, possibly in another thread.
 
     Signals that still have their default action are caught here; only a main thread can do so.
     """
@@ -112,9 +121,10 @@ def handle_stop(handler: Callable[[int], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def raise_on_stop() -> Iterator[None]:
-    """Raise `Terminated` on a stop signal without a handler, so that clean-up code runs.
+    """Raise `Terminated` on a stop signal that no handler takes, so that clean-up code runs.
 
-    Does nothing outside the main thread, which alone can catch signals.
+    For a process that never waits in a collective, or is alone. Does nothing outside the main
+    thread, which alone can catch signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -136,7 +146,8 @@ def raise_on_stop() -> Iterator[None]:
 def handle_stop_in_thread(handler: Callable[[int], None]) -> Iterator[None]:
     """Call `handler(number)` in a separate thread on SIGINT and on unhandled stop signals.
 
-    Does nothing outside the main thread, which alone can catch signals.
+    For a launched rank: no parent can kill it while it waits in a collective. Does nothing outside
+    the main thread, which alone can catch signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

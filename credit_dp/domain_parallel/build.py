@@ -21,14 +21,14 @@ from credit_dp.errors import UserError
 
 # The names that a model may use in its `row_rules`, a table of module type -> name.
 NAMED_RULES: dict[str, Converter] = {
-    "periodic_conv": DomainParallelPeriodicConv2d,
-    "periodic_upsample": DomainParallelPeriodicUpsample,
-    "long_range_conv": DomainParallelLongRangeConv2d,
-    "match_rows": DomainParallelMatchRows,
-    "pole_pad": DomainParallelPolePad,
-    "row_groups": DomainParallelRowGroups,
-    "stochastic_depth": DomainParallelStochasticDepth,
-    "keep": lambda module: module,
+    "periodic_conv": DomainParallelPeriodicConv2d,  # needs `conv`, `padding`; `poles` is optional
+    "periodic_upsample": DomainParallelPeriodicUpsample,  # needs `refine` and `poles`
+    "long_range_conv": DomainParallelLongRangeConv2d,  # a depthwise Conv2d with `column_padding`
+    "match_rows": DomainParallelMatchRows,  # crops to a reference, `forward(x, reference)`
+    "pole_pad": DomainParallelPolePad,  # needs `width`, `columns` and `poles`
+    "row_groups": DomainParallelRowGroups,  # needs `row_dim`, `groups` and `treat`
+    "stochastic_depth": DomainParallelStochasticDepth,  # needs `rate` and `draws`
+    "keep": lambda module: module,  # computes each row separately; trusted, not audited
 }
 
 

@@ -109,8 +109,9 @@ def convert_to_domain_parallel(
         manager: this rank's position in the mesh.
         shard_dim: the input's row dimension: -2, or 2 of four, or 3 of five dimensions.
         custom_converters: module type (exact) -> function from the module to its replacement.
-            Looked up before the built-in rules. The replacement is trusted: its children are not
-            converted and its code is not audited.
+            Looked up before the built-in rules. The children of the replacement are not converted,
+            and it is trusted: its code is not audited, unless it is a `RowLayer`, whose calls are
+            planned.
         input_shape: the shape of the global input with its batch, `(B, C, H, W)`, or a tuple of
             shapes for several inputs. The model then accepts any batch size. Without it the first
             forward plans, which gathers every rank's number of rows once.

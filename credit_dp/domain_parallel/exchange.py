@@ -8,8 +8,9 @@ without asking. One exchange then happens in this order:
 2. In the backward pass `start_returning_gradients` sends the gradients of fetched rows back to the
    ranks that own these rows, which add them up: the adjoint of step 1.
 
-`RowExchange.apply` does both, as a differentiable function of the band. `rows_with_poles` returns
-the rows that a padding mode shows beyond the poles.
+`RowExchange.apply` does both, as a differentiable function of the band. `_BandConv` of
+`layers/conv.py` and `_SharedExchangeFunction` of `shared_exchange.py` call the steps themselves.
+`rows_with_poles` returns the rows that a padding mode shows beyond the poles.
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ class RowExchange:
 
     @cached_property
     def receives(self) -> tuple[RowMessage, ...]:
-        """Return the messages to this rank, by sender."""
+        """Return the forward messages to this rank, by sender; backward goes the other way."""
         owner = self.partition.owner
         owners: set[int] = set()
         for row_range in self.required_rows[self.rank]:
@@ -145,7 +146,7 @@ class RowExchange:
 
     @cached_property
     def sends(self) -> tuple[RowMessage, ...]:
-        """Return the messages from this rank, by receiver."""
+        """Return the forward messages from this rank, by receiver; backward goes the other way."""
         peers = (r for r in range(self.partition.ranks) if r != self.rank)
         messages = (RowMessage(peer, self._rows_needed_from(peer, self.rank)) for peer in peers)
         return tuple(message for message in messages if message.ranges)
@@ -334,7 +335,8 @@ def start_fetching(
 def return_gradients(grad: Tensor, exchange: RowExchange, transport: Transport, dim: int) -> Tensor:
     """Send the gradients of fetched rows to their owners, and return those of this rank's band.
 
-    The adjoint of `start_fetching`: it sums where that copies.
+    The adjoint of `start_fetching`: a row that is copied several times gets the sum of its copies'
+    gradients.
     """
     finish = start_returning_gradients(grad, exchange, transport, dim)
     local_band = next((copy for copy in exchange.copies if exchange.is_local_band(copy)), None)
@@ -349,10 +351,10 @@ def return_gradients(grad: Tensor, exchange: RowExchange, transport: Transport, 
 
 
 class GradientAccumulator(Protocol):
-    """Adds the gradients of all ranks to those of a rank's band."""
+    """Adds to a band's gradient its own copies and what other ranks returned."""
 
-    def __call__(self, total: Tensor, done: RowCopy | None = None) -> None:
-        """Add to `total` the gradients of every copy except `done`, which it has already."""
+    def __call__(self, total: Tensor, already_added: RowCopy | None = None) -> None:
+        """Add to `total` the gradients of every copy except `already_added`."""
 
 
 def start_returning_gradients(
@@ -362,22 +364,23 @@ def start_returning_gradients(
 
     Whatever is computed before the result is called overlaps with the messages.
     """
-    # Messages run in the opposite direction: what was received is sent back, one gradient per row
-    # of the message even if the row was copied several times.
+    # Messages run in the opposite direction: for each forward message received, send one gradient
+    # row per row of it, even if the row was copied several times.
     send = []
     for message in exchange.receives:
-        returned = _empty_rows(grad, dim, message.length).zero_()
-        _accumulate_rows(returned, grad, exchange.copies_from(message.peer), dim)
-        send.append((message.peer, returned))
+        outgoing = _empty_rows(grad, dim, message.length).zero_()
+        _accumulate_rows(outgoing, grad, exchange.copies_from(message.peer), dim)
+        send.append((message.peer, outgoing))
     received = [
         (message.peer, _empty_rows(grad, dim, message.length)) for message in exchange.sends
     ]
     transport.announce_exchange(exchange, row_bytes(grad, dim), backward=True)
     wait = transport.start(send, received)
 
-    def finish(total: Tensor, done: RowCopy | None = None) -> None:
-        local_copies = [copy for copy in exchange.copies_from(exchange.rank) if copy != done]
-        _accumulate_rows(total, grad, local_copies, dim)
+    def finish(total: Tensor, already_added: RowCopy | None = None) -> None:
+        local_copies = exchange.copies_from(exchange.rank)
+        remaining = [copy for copy in local_copies if copy != already_added]
+        _accumulate_rows(total, grad, remaining, dim)
         wait()
         # Always in the order of ranks, not of arrival: sums are the same bits in every run.
         for message, (_, rows) in zip(exchange.sends, received, strict=True):

@@ -1,8 +1,9 @@
 """The converter's rules: a table from the type of a layer to its domain-parallel replacement.
 
-A rule gets a layer and returns its replacement, or the layer itself if rows never meet in it. To
-support another torch layer, write its domain-parallel layer in `layers` and add a line to `RULES`.
-Layers of this package's models have names in `build.NAMED_RULES` instead.
+A rule gets a layer and returns its replacement, or the layer itself, which the audit then checks.
+To support another torch layer, write its domain-parallel layer in `layers` and add a line to
+`RULES`. Rules for layers of this package's models have names in `domain_parallel.build.NAMED_RULES`
+instead.
 """
 
 from __future__ import annotations
@@ -53,13 +54,14 @@ from credit_dp.domain_parallel.partition import ROW_DIM
 Rule = Callable[[Any], nn.Module]
 
 
+# Compatibility: these four functions decide nothing here, the rules below do.
 def _needs_halo_conv2d(conv: nn.Conv2d) -> bool:
-    """Return whether output rows depend on more than the input row of the same index."""
+    """Return whether an output row depends on more than one input row."""
     return conv.kernel_size[0] > 1
 
 
 def _needs_halo_conv3d(conv: nn.Conv3d) -> bool:
-    """Return whether output rows depend on more than the input row of the same index."""
+    """Return whether an output row depends on more than one input row."""
     return conv.kernel_size[1] > 1
 
 
@@ -162,7 +164,7 @@ RULES: dict[type[nn.Module], Rule] = {
     **dict.fromkeys((nn.AdaptiveAvgPool2d, nn.AdaptiveAvgPool3d), _AVG_POOL_RULE),
     nn.AdaptiveMaxPool1d: _MAX_POOL_1D_RULE,
     **dict.fromkeys((nn.AdaptiveMaxPool2d, nn.AdaptiveMaxPool3d), _MAX_POOL_RULE),
-    **dict.fromkeys(  # act on channels or single values: rows never meet
+    **dict.fromkeys(  # act on channels or single values; the audit refuses Linear if rows are last
         (
             nn.CELU, nn.Dropout, nn.ELU, nn.GELU, nn.Hardswish, nn.Hardtanh, nn.Identity,
             nn.LeakyReLU, nn.Linear, nn.LogSigmoid, nn.Mish, nn.PReLU, nn.ReLU, nn.ReLU6, nn.SELU,

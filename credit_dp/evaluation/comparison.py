@@ -202,7 +202,6 @@ def _flatten_config(config: Any, prefix: str = "") -> Iterator[tuple[str, object
         yield from _flatten_config(value, f"{prefix}.{key}" if prefix else str(key))
 
 
-# Scores with a direction. Activity should match the truth's; spread alone is neither good nor bad.
 BASELINE_TOLERANCE = 1e-6  # relative: baselines that differ by more have other truths or dates
 
 

@@ -2,8 +2,8 @@
 
 `METRICS` has one `Metric` for each score: its name and words, which values are better, and how it
 is computed. `ScoreSums` accumulates them for a stored forecast (`score`) and for the forecasts of
-a run (`held_out`), which both give their fields as `ScoredFields`. To add a metric, add an entry
-to `METRICS`; a score that no accumulator of `metrics` computes needs one there.
+a run (`held_out`); both pass their fields as `ScoredFields`. To add a metric, add an entry to
+`METRICS`; a score that no accumulator of `metrics` computes needs one there.
 """
 
 from abc import ABC, abstractmethod
@@ -130,7 +130,7 @@ class Extent:
     Attributes:
         rows: area weight of each local row, `(h,)`; only their ratios matter.
         points: points with values; None: all points have values.
-        samples: number of initial times of all ranks together, until sums are folded.
+        samples: number of initial times, of all ranks together, whose sums are kept at once.
     """
 
     rows: Tensor
@@ -177,15 +177,16 @@ class Metric:
         title: of sections.
         explanation: sentences below the title.
         better: which values are better.
-        accumulator: creates its sums; `over_area(AreaMean)` is a mean over globe and samples.
+        accumulator: factory of its accumulator: `over_area(AreaMean)` averages over the globe and
+            all initial times.
         inputs: returns what the accumulator's `add` takes, for a source.
         sources: the fields that it is computed for, the forecast first.
         unit: returns its unit from the channel's.
         ensemble: whether it needs members, so that single forecasts do not have it.
         may_be_undefined: whether NaN is a valid value.
-        in_terminal: whether the commands print it, besides writing it to files.
+        in_terminal: whether `evaluate` and `compare` print it. They write every metric to files.
         in_runs: whether it is a final score of training runs, too.
-        drawn_with: forecasts' scores that are drawn beside it: names of metrics by label.
+        drawn_with: other scores of the forecast in the same plot: legend labels -> metric names.
     """
 
     name: str
@@ -265,8 +266,8 @@ METRICS: dict[str, Metric] = {
             name="crps",
             label="CRPS",
             title="Continuous ranked probability score (fair)",
-            explanation="In the unit of the variable; for a single forecast the mean absolute "
-            "error.",
+            explanation="In the unit of the variable; for persistence and climatology the mean "
+            "absolute error.",
             better=Better.SMALLER,
             accumulator=over_area(FairCRPS),
             inputs=lambda fields, source: (fields.members(source), fields.truth),
@@ -294,7 +295,7 @@ METRICS: dict[str, Metric] = {
 
 
 def metrics_of_comparison() -> list[Metric]:
-    """Return the metrics in the order of comparisons: the plainer the direction, the earlier."""
+    """Return the metrics in the order of comparisons: first those that rank sources."""
     return sorted(
         METRICS.values(),
         key=lambda metric: (not metric.better.ranks_sources, metric.better is Better.UNDECIDED),
@@ -324,7 +325,11 @@ class ScoreSums:
                 sums.add((index, leads), *metric.inputs(fields, source))
 
     def fold(self, manager: DomainParallelManager, leads: slice) -> None:
-        """Reduce sums of single initial times at these lead times, and free them; collective."""
+        """Turn the sums of these lead times into scores; collective.
+
+        Adds the scores to the running mean and zeroes the sums, for metrics that keep sums of each
+        initial time.
+        """
         for _, sums in self._sums:
             sums.fold(manager, (slice(None), leads))
 

@@ -2,7 +2,8 @@
 
 Every score is an `Accumulator`: `add` sums fields of this rank's rows and samples, without any
 communication; `result` is collective and returns the same on every rank. `metric_table` says which
-of them are the metrics of scorecards and runs.
+of them are the metrics of scorecards and runs. `ErrorMapAccumulator` is none: it sums whole globes
+in one process.
 """
 
 from abc import ABC, abstractmethod
@@ -102,8 +103,9 @@ class Accumulator(ABC):
 class AreaMean(Accumulator):
     """Accumulates the area-weighted mean of fields over the globe and all samples.
 
-    All scores take fields `(B, ..., C, h, W)`: the B samples are summed; further dims, for instance
-    lead times, have to fit the sums that `index` selects.
+    All scores take fields `(B, ..., C, h, W)`, those of ensembles also members
+    `(B, M, ..., C, h, W)`: the B samples are summed; further dims, for instance lead times, have to
+    fit the sums that `index` selects.
 
     Args:
         shape: dims of the sums, for instance (sources, leads, channels).
@@ -181,7 +183,10 @@ class RootMeanSquare(Accumulator):
 
 @final
 class Bias(Accumulator):
-    """Accumulates the mean error, forecast minus truth; arguments as of `AreaMean`."""
+    """Accumulates the mean error, forecast minus truth; arguments as of `AreaMean`.
+
+    For use in Python: the table of metrics takes `AreaMean` of the errors.
+    """
 
     def __init__(
         self, shape: tuple[int, ...], rows: Tensor, points: ValidPoints | None = None
@@ -355,7 +360,10 @@ class EnsembleSpread(Accumulator):
 
 @final
 class EnsembleMeanRMSE(Accumulator):
-    """Accumulates the root-mean-square error of the ensemble mean; arguments as of `AreaMean`."""
+    """Accumulates the root-mean-square error of the ensemble mean; arguments as of `AreaMean`.
+
+    For use in Python: the table of metrics takes `RootMeanSquare` of the ensemble mean's errors.
+    """
 
     def __init__(
         self, shape: tuple[int, ...], rows: Tensor, points: ValidPoints | None = None

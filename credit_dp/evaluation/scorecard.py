@@ -104,7 +104,7 @@ class HeldOutScores:
         return self.scores["rmse"]
 
     def check(self) -> None:
-        """Refuse scores that are not finite.
+        """Refuse scores that are not finite, except NaN of those that may be undefined.
 
         Raises:
             UserError: names the first channel with a score that is NaN or infinite.

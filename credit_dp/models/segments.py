@@ -19,7 +19,7 @@ class Segment:
     """A part of a model's forward.
 
     Attributes:
-        name: path of its main block, a module that the segment calls once.
+        name: path of its main block, a module that the segment calls once; unique in a model.
         run: maps the state before the segment to that after it. The state is all that later
             segments get, so skip connections are part of it.
         modules: paths of all modules that the segment calls, the main block among them.
@@ -47,7 +47,11 @@ class SegmentedModel(nn.Module, ABC):
 
     @abstractmethod
     def segments(self) -> list[Segment]:
-        """Return the segments in order; each parameter is used by one of them only."""
+        """Return the segments in order.
+
+        A parameter is used by one segment; if several use it, `parallel.stages` has to keep them
+        in one stage.
+        """
 
     def forward(self, *state: Tensor) -> Tensor | SegmentState:
         """Return the state after the active segments."""

@@ -25,8 +25,8 @@ from credit_dp.models.segments import Segment, SegmentedModel, SegmentState
 
 logger = logging.getLogger(__name__)
 
-# A U-Net with fewer channels at its finest level is meant for grids with fewer rows: a larger grid
-# gets a warning.
+# A U-Net with fewer than TINY_CHANNELS channels at its finest level gets a warning if the grid has
+# more than TINY_ROWS rows.
 TINY_CHANNELS = 64
 TINY_ROWS = 200
 

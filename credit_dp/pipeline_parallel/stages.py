@@ -303,8 +303,8 @@ def _check_owners(model: SegmentedModel, cuts: Sequence[slice]) -> None:
         if not owners:
             raise UserError(
                 f"parallel.pipeline: no segment of {type(model).__name__} declares a module with "
-                f"the parameter {name}. Add its module, which can't be the model itself, to the "
-                "modules of the segment that does."
+                f"the parameter {name}. Name its module in the segment that uses it; if that is "
+                "the model itself, move the parameter into a submodule and name that."
             )
         other, stage = first_owners.setdefault(id(parameter), (name, owners[0]))
         if {stage, *owners} != {stage}:

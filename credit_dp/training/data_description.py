@@ -114,8 +114,8 @@ def check_data(saved: DataDescription, current: DataDescription) -> None:
         current: that of the present data and config.
 
     Raises:
-        UserError: channels, step, grid, normalisation or the kind of model differ; naming the first
-            key that does.
+        UserError: channels, settings of variables, step, grid, normalisation, `model.frames`,
+            `model.residual` or a key of `LEGACY_DEFAULTS` differ; naming the first that does.
     """
     saved = {**DEFAULT_DESCRIPTION, **saved}
     for key, value in current.items():

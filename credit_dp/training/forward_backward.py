@@ -88,7 +88,8 @@ def clip_gradients(
 
     Gradients are those of the whole globe and batch already: alike on all ranks of the domain and
     data axes, or a share of them with fsdp2; other ranks of the pipeline have other parameters.
-    The norm is the same on every rank. Collective over the pipeline, and the shares' ranks.
+    The norm is the same on every rank. Collective over the pipeline group, and with fsdp2 over the
+    data group.
     """
     learning = [p for p in parameters if p.grad is not None]
     norm = get_total_norm([p.grad for p in learning if p.grad is not None])
@@ -158,8 +159,8 @@ PrepareMicroBatch = Callable[[nn.Module, int], None]
 class ForwardBackward(ABC):
     """Computes the gradients of the global batch, as one process would have them, into `.grad`.
 
-    A rank has the loss of its own rows only, so that gradients are summed over the domain axis and
-    averaged over the data axis. DDP and FSDP2 average over both: the loss that they see is
+    A rank has the loss of its own rows only; therefore gradients are summed over the domain axis
+    and averaged over the data axis. DDP and FSDP2 average over both: the loss that they see is
     multiplied by the number of bands.
 
     Args:

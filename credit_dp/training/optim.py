@@ -1,7 +1,7 @@
 """Optimization: optimizer, learning rate schedule, seeds of steps, moving average of weights.
 
 A step of the trainer calls them in this order: `seed_step`, forward and backward passes, the
-optimizer, the schedule, `WeightAverage.update`.
+optimizer, `WeightAverage.update`, the schedule.
 """
 
 import math
@@ -215,13 +215,20 @@ def restore_schedule(optimizer: Optimizer, schedule: LambdaLR, saved: dict[str, 
         group["lr"] = rate
 
 
-def seed_step(seed: int, step: int, data_rank: int, domain_rank: int) -> None:
+def seed_step(seed: int, step: int, data_rank: int, model_rank: int) -> None:
     """Seed the random numbers of one training step, so that a resumed run draws the same.
 
     Ranks draw different numbers, as they have different samples or rows. The first rank of the
     mesh draws the same numbers as a single process.
+
+    Args:
+        seed: of the run.
+        step: number of steps taken before.
+        data_rank: of this rank.
+        model_rank: number of this rank among those that share the model and its globe: pipeline
+            rank * domain ranks + domain rank.
     """
-    torch.manual_seed(random_seed(seed, step, data_rank, domain_rank))
+    torch.manual_seed(random_seed(seed, step, data_rank, model_rank))
 
 
 @final

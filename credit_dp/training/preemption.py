@@ -16,7 +16,9 @@ from credit_dp.domain_parallel import DomainParallelManager
 
 @final
 class Preemption:
-    """Handles SIGTERM, SIGUSR1 and the end of a job's time; a second SIGTERM ends the process.
+    """Handles SIGTERM, SIGUSR1 and the end of a job's time.
+
+    A SIGTERM that comes more than 2 seconds after the first ends the process.
 
     A signal may reach one rank only, or each rank during another step, so that ranks agree on it
     after every step. Entering the context is collective, and so is `stop_requested`.
@@ -28,7 +30,8 @@ class Preemption:
     def __init__(self, manager: DomainParallelManager) -> None:
         self.is_distributed = manager.mesh is not None
         self.is_rank_0 = manager.rank == 0
-        self.local_signal = 0  # number of the signal that reached this rank
+        # The signal that reached this rank; from the parent of local ranks always SIGUSR1.
+        self.local_signal = 0
         self.agreed_signal = 0  # number of the signal that all ranks know of
         self.time_limit = TimeLimit(None)
         self.group: dist.ProcessGroup | None = None
@@ -60,7 +63,8 @@ class Preemption:
     def stop_requested(self) -> bool:
         """Whether any rank has to stop; the same answer on every rank.
 
-        Collective: every rank calls it after every step and sends eight bytes.
+        Collective: every rank calls it after every step, and once more after the last checkpoint is
+        written, and sends eight bytes.
         """
         time_is_up = not self.local_signal and self.time_limit.reached()
         number = torch.tensor(int(signal.SIGUSR1) if time_is_up else self.local_signal)

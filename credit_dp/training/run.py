@@ -61,7 +61,8 @@ logger = logging.getLogger(f"{__name__}.dates")  # shown with the notes on data
 def run(config: Config, ranks: RankInfo) -> int:
     """Train, evaluate on held-out dates, and say where everything is.
 
-    Every rank calls this; only rank 0 shows anything, and only checkpoints are written by others.
+    Every rank calls this. Only rank 0 prints; every rank writes its log and its part of
+    checkpoints.
 
     Returns:
         The exit code: 0, or `EXIT_PREEMPTED` if a signal stopped the run and it can be resumed.
@@ -267,8 +268,8 @@ class _Run:
     def train(self, tracker: Tracker, monitor: TrainingMonitor, preemption: Preemption) -> bool:
         """Train to the last step; False if a signal stopped the run before.
 
-        All ranks go through this loop together: a batch, a step (`Trainer.train_step`), the
-        question whether any rank has to stop, a validation and a checkpoint if they are due.
+        All ranks go through this loop together: a batch, a step (`Trainer.train_step`), agreement
+        on a stop signal, a validation if it is due, the log, a checkpoint if it is due.
         """
         trainer, steps = self.training.trainer, self.config.trainer.steps
         state = trainer.state
@@ -314,7 +315,7 @@ class _Run:
         return True
 
     def score(self, dates: HeldOutData) -> tuple[HeldOutScores, LastLeadDiagnostics]:
-        """Return the errors on the held-out dates, and what plots show of them; collective."""
+        """Return the scores on the held-out dates, and what plots show of them; collective."""
         training, manager = self.training, self.manager
         count = len(dates.initial_times[manager.dp_rank :: manager.dp_world_size])
         batch_size = self.config.data.batch_size

@@ -157,8 +157,9 @@ class TrainingState:
         }
         averages = {} if self.average is None else self.average.averages
         averaged = {f"{AVERAGE_PREFIX}{name}": average for name, average in averages.items()}
-        # `seed_step` seeds every step from (seed, step, rank), so that training needs the seed
-        # only. The generator's state is saved for random numbers that are drawn between steps.
+        # `seed_step` seeds every step from (seed, step, data rank, model rank), so that training
+        # needs the seed only. The generator's state is saved for random numbers that are
+        # drawn between steps.
         model = model_tensors(self.parts)
         return {**model, **moments, **averaged, GENERATOR_KEY: torch.get_rng_state()}
 

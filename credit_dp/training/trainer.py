@@ -117,8 +117,9 @@ class Trainer:
     def train_step(self, batch: Batch) -> StepRecord:
         """Take one optimizer step on a batch, and return what there is to log.
 
-        Every rank of the run calls this with its own rows of its own samples. Each numbered line is
-        the same on all ranks, and so is the order of the collectives in it.
+        Every rank of the run calls this with its own rows of its own samples. All ranks run the
+        numbered blocks in this order; within a group, collectives come in the same order on every
+        rank.
 
         Raises:
             UserError: the loss or the gradient is not finite and training has to stop, or replicas
@@ -137,7 +138,8 @@ class Trainer:
         norm = clip_gradients(parameters, config.gradient_clip, manager)
 
         # 3. Reduce the loss and look for NaN and infinity: one all-reduce over all ranks, and the
-        #    one moment at which the host waits for the device.
+        #    one moment at which the host waits for the device, unless block 6 is due or the step
+        #    is logged.
         check = self.guard.check(share, norm, partial(self.diagnose, batch))
 
         # 4. Update the weights and their average, each rank those that it holds; nothing is sent.
@@ -151,7 +153,7 @@ class Trainer:
         state.schedule.step()
         state.step += 1
 
-        # 6. Compare replicas now and then: a checksum of all parameters is gathered.
+        # 6. Compare replicas if it is due: a checksum of each parameter, by all-reduces (MAX).
         if self.check_every and state.step % self.check_every == 0:
             check_replicas(state.parameters, manager, state.step)
 
@@ -174,8 +176,8 @@ class Trainer:
         state, manager = self.state, self.manager
         # Stages draw different numbers, too; the first band of the first stage draws those of a
         # run on one process.
-        band = manager.pipeline_rank * manager.domain_parallel_size + manager.domain_rank
-        seed_step(state.seed, state.step, manager.dp_rank, band)
+        model_rank = manager.pipeline_rank * manager.domain_parallel_size + manager.domain_rank
+        seed_step(state.seed, state.step, manager.dp_rank, model_rank)
         state.optimizer.zero_grad(set_to_none=True)
         samples = self.sample_indices(batch)
 

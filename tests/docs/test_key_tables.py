@@ -41,6 +41,8 @@ def test_tables_agree_with_the_fields(tables: ModuleType, path: Path) -> None:
     text = path.read_text()
     assert tables.write_tables(text) == text, "run python scripts/write_key_tables.py"
     assert bool(tables.TABLE.search(text)) == (path.stem in PAGES)
+    markers = [marker for _, marker, _ in tables.TABLE.findall(text)]
+    assert len(markers) == len(set(markers)), "a table is repeated"
 
 
 def test_each_group_of_training_is_in_a_table() -> None:

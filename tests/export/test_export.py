@@ -240,9 +240,9 @@ def test_what_does_not_fit_is_one_line(run, file, raining):
         "got 7 x 12 x 16.": (model, fields[0], times[:1], solar[:1]),
         "got torch.int64; needs floating-point numbers.": (model, fields.long(), times, solar),
         "got ndarray, which is not a tensor.": (model, fields.numpy(), times, solar),
-        "x 8 channels (2 x 4 states) x 12 rows x 16 columns, got 1 x 11 x 12 x 16. The last 3 of "
+        "x 8 channels (2 x 4 states) x 12 rows x 16 columns, got 1 x 11 x 12 x 16. The last 3 "
         "output channels are no inputs": (other, out, times[:1], None),
-        "got 1 x 7 x 12 x 16. The last 3 of what": (other, out[:, :7], times[:1], None),
+        "got 1 x 7 x 12 x 16. The last 3 output channels": (other, out[:, :7], times[:1], None),
         "got 1 x 9 x 12 x 16.": (other, out[:, :9], times[:1], None),
         "forcing: this model needs solar as the third argument": (model, fields, times, None),
         "forcing: needs 2 samples (one for each time) x 1 channel (solar) x 12 rows x 16 columns, "

@@ -136,7 +136,7 @@ def test_a_weight_names_the_first_module(config, mesh, rank):
 @pytest.mark.parametrize(("mesh", "rank"), MESHES)
 def test_an_input_names_the_variable(config, mesh, rank):
     line = line_on(mesh, config, "input")
-    assert f" is that of stem.conv, on {rank}. " in line
+    assert f" comes from stem.conv, on {rank}. " in line
     assert re.search(
         rf" Variable {VARIABLE} is not finite in the input of 2000-01-0\dT\d\d\. ", line
     )
@@ -162,7 +162,7 @@ def test_a_loss_that_is_too_large_names_the_variable(config, mesh, rank):
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ("input", "is that of stem.conv, on rank 0 (pipeline 0, data 0, domain 0). Variable"),
+        ("input", "comes from stem.conv, on rank 0 (pipeline 0, data 0, domain 0). Variable"),
         ("target", "nearest to the loss is that of head."),
     ],
 )
@@ -296,4 +296,4 @@ def test_a_compiled_model_names_its_modules_too(config):
     training.trainer.state.parts[0].compile(backend="eager")
     training.trainer.train_step(batch)
     spoil_weight(training)
-    assert "is that of encoder.0.0.norm2, on rank 0" in training.trainer.diagnose(batch)
+    assert "comes from encoder.0.0.norm2, on rank 0" in training.trainer.diagnose(batch)

@@ -3,7 +3,8 @@
 A layer is a wrapper around the module that it shards: it keeps the names of that module's
 parameters and computes this rank's band of the output. `RowLayer.forward` looks up the partitions
 of its input and output (`bands`) and calls `compute`, which fetches the rows that `required_rows`
-names (`fetch`) and applies the operation to them. While a model is being planned, the planner
+names (`fetch`) and applies the operation to them. Convolutions with equal halos fetch only the rows
+that `StencilLayer.halo` names, with `start_fetching`. While a model is being planned, the planner
 answers the call instead.
 """
 
@@ -135,7 +136,8 @@ class RowLayer(_WrappedTypeMixin, nn.Module, ABC):
         wrapped: the layer to shard; it keeps its parameters.
         shard_dim: the row dimension of the input.
         manager: by default `get_domain_parallel_manager()`, looked up at the first forward.
-        halo_width: rows that the layer reads beyond each edge of a band; informational.
+        halo_width: rows that the layer reads beyond each edge of a band. `halo_exchange` shows it;
+            the plan and `fetch` don't use it.
         ndim: number of dimensions of the input.
     """
 
@@ -151,7 +153,7 @@ class RowLayer(_WrappedTypeMixin, nn.Module, ABC):
         ndim: int = 4,
     ) -> None:
         super().__init__()
-        self._check_is_torch(wrapped)
+        self._refuse_overridden_behaviour(wrapped)
         for name in SHARED_ATTRIBUTES:
             self.__dict__[name] = wrapped.__dict__[name]
         self._is_full_backward_hook = wrapped._is_full_backward_hook
@@ -168,7 +170,7 @@ class RowLayer(_WrappedTypeMixin, nn.Module, ABC):
         self._is_rowwise = False
         self._exchanges: dict[Bands, RowExchange] = {}
 
-    def _check_is_torch(self, wrapped: nn.Module) -> None:
+    def _refuse_overridden_behaviour(self, wrapped: nn.Module) -> None:
         """Refuse a subclass of a torch layer that overrides its behaviour."""
         override = overridden_method(wrapped)
         type_name = type(wrapped).__name__
@@ -252,7 +254,10 @@ class RowLayer(_WrappedTypeMixin, nn.Module, ABC):
         return True
 
     def global_forward(self, x: Tensor, *others: Tensor) -> Any:
-        """Apply the wrapped layer to the whole globe, or to a band if it couples no rows."""
+        """Apply the wrapped layer to the whole globe, or to a band if it couples no rows.
+
+        Override it if `compute` returns another form than the wrapped layer.
+        """
         return self.__dict__["wrapped"].forward(x, *others)
 
     def forward(self, x: Tensor, *others: Tensor) -> Any:
@@ -354,7 +359,7 @@ class RowLayer(_WrappedTypeMixin, nn.Module, ABC):
 class StencilLayer(RowLayer):
     """A layer whose output row depends on an interval of input rows: a stencil.
 
-    `pole_mode` is the padding beyond the poles.
+    `pole_mode` is the padding beyond the poles, one of `exchange.POLE_MODES`.
     """
 
     pole_mode: str = "zeros"

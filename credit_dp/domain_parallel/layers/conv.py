@@ -4,9 +4,12 @@ There are two ways to compute a band:
 
 - Any stride, kernel and partition: fetch all rows under the kernel, then convolve
   (`_RowConv.convolve`).
-- Equal halos north and south (`convolve_band`): start fetching the halo, convolve the band with
-  zeros in place of the halo, then add what the halo contributes at both edges (`BandEdge`).
-  Convolution is linear, so the sum is exact, and the messages travel while the band is computed.
+- Stride 1, equal halos north and south, equal bands in input and output, and no shared exchange
+  (`convolve_band`): start fetching the halo, convolve the band with zeros in place of the halo,
+  then add what the halo contributes at both edges (`BandEdge`). Convolution is linear, so the sum
+  is exact, and the messages travel while the band is computed. Backward, the gradients of the edges
+  come first, then the messages with the halo's gradient start, the gradients of the band are
+  computed meanwhile, and the gradients that neighbours sent are added at the end.
 """
 
 from __future__ import annotations
@@ -187,8 +190,8 @@ class BandEdge:
         halo: the rows of this side in the tensor that holds both halos.
         zeros: rows of zeros to add north and south of them, in place of the band.
         reached_rows: the band's output rows that depend on the halo.
-        skipped_rows: output rows of the halo before `reached_rows`: they belong to another band,
-            as this one is narrower than the halo.
+        skipped_rows: leading rows of the halo's contribution that belong to another band, where
+            this one is narrower than the halo.
     """
 
     settings: ConvSettings
@@ -342,9 +345,10 @@ def convolve_band(
 
     Args:
         padded: the band with `halo.column_padding`. `settings` may add zeros in all dimensions.
-        weight: the kernel. Along the rows its number of taps is odd, or its dilation even.
+        weight: the kernel. Along the rows its number of taps is odd, or its dilation even, so that
+            the kernel reaches equally far north and south.
         bias: one value per channel, or None.
-        settings: their padding along the rows keeps the number of rows.
+        settings: they pad rows so that the output has as many as the input.
         halo: as many rows on either side as `settings` pads.
 
     Shapes:
@@ -404,7 +408,7 @@ class _BandConv(torch.autograd.Function):
         edge_gradients = [
             (edge, *edge.gradients(grad, rows, weight, needs_grad[:2])) for edge in ctx.edges
         ]
-        if needs_grad[0]:  # the same on every rank, so that all of them take part
+        if needs_grad[0]:  # equal on all ranks, so that all send or none does
             halo_grad = torch.zeros_like(rows)
             for edge, grad_rows, _ in edge_gradients:
                 edge.add_halo_grad(halo_grad, grad_rows)
@@ -433,7 +437,7 @@ class _RowConv(ConvLayer):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._halos: dict[RowPartition, RowExchange] = {}
+        self._halo_exchanges: dict[RowPartition, RowExchange] = {}
 
     def out_height(self, height: int, *others: Tensor) -> int:
         """Return the global output height.
@@ -449,7 +453,7 @@ class _RowConv(ConvLayer):
 
     def compute(self, x: Tensor, bands: Bands) -> Tensor:
         """Return this rank's output rows."""
-        if not self._has_equal_halos(bands):  # fetch first, then convolve
+        if not self._can_overlap(bands):  # fetch first, then convolve
             return self.convolve(self.column_padding.pad(self.fetch(x, bands)))
         conv = self.conv
         dim = self.row_dim
@@ -459,8 +463,8 @@ class _RowConv(ConvLayer):
         halo = Halo(self._halo_of(bands.input), self.manager.transport, self.column_padding, dim)
         return convolve_band(self.column_padding.pad(x), self.weight, self.bias, settings, halo)
 
-    def _has_equal_halos(self, bands: Bands) -> bool:
-        """Return whether an output band depends on the same input band and equal halos.
+    def _can_overlap(self, bands: Bands) -> bool:
+        """Return whether the band can be convolved while its halo travels.
 
         Not with a shared exchange: its rows arrive joined to the band, copied once for all layers.
         """
@@ -470,10 +474,11 @@ class _RowConv(ConvLayer):
         return bands.input == bands.output and self._stride == 1 and symmetric and self.north > 0
 
     def _halo_of(self, bands: RowPartition) -> RowExchange:
-        exchange = self._halos.get(bands)
+        exchange = self._halo_exchanges.get(bands)
         if exchange is None:
             halos = tuple(self.halo(bands.rows(r), bands.height) for r in range(bands.ranks))
-            exchange = self._halos[bands] = RowExchange(bands, halos, self.manager.domain_rank)
+            exchange = RowExchange(bands, halos, self.manager.domain_rank)
+            self._halo_exchanges[bands] = exchange
         return exchange
 
     @abstractmethod
@@ -654,12 +659,12 @@ class DomainParallelPeriodicConv2d(_RowConv):
         """The bias of the inner convolution."""
         return self.conv.bias  # type: ignore[no-any-return]
 
-    def _has_equal_halos(self, bands: Bands) -> bool:
+    def _can_overlap(self, bands: Bands) -> bool:
         # The overlapped path does not call the inner module: its hooks and overrides would not run.
         conv = self.conv
         hooked = conv._forward_hooks or conv._forward_pre_hooks or conv._backward_hooks
         plain = not overridden_method(conv) and not hooked
-        return plain and super()._has_equal_halos(bands)
+        return plain and super()._can_overlap(bands)
 
     def convolve(self, rows: Tensor) -> Tensor:
         """Call the inner convolution as a module, as it may have hooks."""

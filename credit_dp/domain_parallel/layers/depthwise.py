@@ -263,7 +263,7 @@ class DomainParallelLongRangeConv2d(DepthwiseLayer):
         self.column_padding = ColumnPadding((width, width, 0, 0), "circular")
         self.zeros = (0, 0)
 
-    def _check_is_torch(self, wrapped: nn.Module) -> None:
+    def _refuse_overridden_behaviour(self, wrapped: nn.Module) -> None:
         """Accept the overridden forward: this class reproduces it."""
 
 

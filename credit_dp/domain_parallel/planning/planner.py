@@ -114,8 +114,9 @@ class LayerCall(NamedTuple):
     """A call of a layer in the run on the whole globe.
 
     `dim` is the negative row dimension if the layer couples rows. It is None if the layer computes
-    the same with and without bands. `in_height` is the size of its first input in `dim`, `shapes`
-    are those of its inputs, and `outputs` is what it returned.
+    the same with and without bands. `in_height` is the global size of its first input in `dim`:
+    rows, or rows times columns if they share the dimension. `shapes` are those of its inputs, and
+    `outputs` is what it returned.
     """
 
     name: str
@@ -292,6 +293,10 @@ class Planner:
         )
 
     def _output_layout(self, layer: RowLayer, rows: RowLayout, dim: int, output: Tensor) -> Layout:
+        """Return where the rows of an output are.
+
+        A banded output has its rows in the input's row dimension, counted from the end.
+        """
         if not layer.output_is_banded:
             return None
         row_dim = output.ndim + dim

@@ -71,11 +71,8 @@ def cost(manager: DomainParallelManager, config: ModelConfig, grid: tuple[int, i
 
 def measure(case: Case) -> Cost:
     """Measure all ranks: memory where freed tensors leave at once, time where they don't."""
-    config = (
-        Composer("train")
-        .config(["model=unet", f"model.channels=[{case.width},{2 * case.width},{4 * case.width}]"])
-        .model
-    )
+    channels = f"model.channels=[{case.width},{2 * case.width},{4 * case.width}]"
+    config = Composer("train").compose_config(["model=unet", channels]).model
     with frees_at_once():
         held = on_pinned_ranks(cost, config, case.grid, ranks=case.ranks)
     found = on_pinned_ranks(cost, config, case.grid, ranks=case.ranks)

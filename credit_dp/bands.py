@@ -33,6 +33,8 @@ def from_south(bounds: Sequence[int]) -> tuple[int, ...]:
 def rows_touched(height: int, ranks: int, chunk: int, south: bool = False) -> list[int]:
     """Return for each rank the rows of the chunks that its band touches, with the padding.
 
+    In the order of the chunks: with `south`, the last rank comes first.
+
     Args:
         height: rows of the grid.
         ranks: number of balanced bands; bands without rows are left out.

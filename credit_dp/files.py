@@ -1,7 +1,7 @@
 """Writes files and folders that readers see complete or not at all.
 
 Content is written under a temporary name beside the target, then renamed: a rename within one file
-system is atomic. After an error the temporary is removed. A process that is killed can leave it
+system is atomic. After an error `atomic_path` removes it. A process that is killed can leave it
 behind, but never a part of a file under the final name.
 
 Two kinds of temporary names, both with `PARTIAL_SUFFIX`:

@@ -2,7 +2,7 @@
 
 Each stream is numpy's `SeedSequence` of its keys. So a resumed run draws what an uninterrupted one
 does, and a mesh what a single process does: nothing depends on how many numbers were drawn before,
-or by whom.
+or by whom. Only torch's generator is keyed by rank: dropout draws other numbers on another mesh.
 
 | stream | keys | in |
 |---|---|---|

@@ -88,11 +88,10 @@ def read_keys(
         arguments: `KEY=VALUE` texts, in any order.
         program: name of the command in messages.
         help_text: with `{program}` in place of that name.
-        defaults: value of each key: a text, a table, or a list, which also gives its type. An empty
-            text marks a key that is required.
+        defaults: value of each key: a text, a table, or a list, which also gives its type.
 
     Raises:
-        UserError: a key does not exist or is missing, or its value has another type.
+        UserError: a key does not exist, or its value has another type.
     """
     args = parse_arguments(common_parser(), arguments)
     if args.help:

@@ -2,8 +2,8 @@
 
 In this order: `Composer` merges `conf/`, the user's own folder and the overrides; `to_config` turns
 the result into dataclasses, which check their values; `check_run_config` checks keys against each
-other. A start does each of these once, in `credit_dp.cli.train`; ranks that it starts receive the
-dataclasses. The functions in between are about the run's folder: its name, its lock, and
+other. A single run does each of these once, in `credit_dp.cli.train`; ranks that it starts receive
+the dataclasses. The functions in between are about the run's folder: its name, its lock, and
 checkpoints in it.
 """
 
@@ -327,8 +327,8 @@ class Composer:
             )
         except RecursionError:
             raise UserError(
-                "defaults: a config file includes itself. Your file has the name of one of ours, "
-                "replaces it, and so can't include it. Rename yours."
+                "defaults: a config file includes itself. A file of yours replaces the package's "
+                "file of the same name, so it can't include it. Rename yours."
             ) from None
         except (HydraException, OmegaConfBaseException, YAMLError) as error:
             line = explain_error(error)
@@ -372,8 +372,8 @@ def to_config(composed: DictConfig, overrides: Sequence[str]) -> Config:
         missing = sorted(OmegaConf.missing_keys(node))
         if missing:
             raise UserError(f"{', '.join(missing)}: need a value, and none is given")
-        # These need the node: dataclasses no longer know which list had which type, and which keys
-        # were given.
+        # These need the node: dataclasses no longer know which list had which type, and entries of
+        # `data.variables` can't be removed from them.
         check_lists(node)
         reconcile_preset(node, given_keys(overrides))
         return build_dataclasses(node)
@@ -527,7 +527,7 @@ def search_path(config_dir: str | None) -> ConfigSearchPath:
         path.prepend("user", f"{UserConfigSource.scheme()}://{user_folder}", anchor="main")
     if config_dir is not None:
         if not Path(config_dir).is_dir():
-            raise UserError(f"--config-dir: needs a folder, but {config_dir} is none")
+            raise UserError(f"--config-dir: needs a folder, but {config_dir} is not a folder")
         # Prepended last, so it is searched first.
         path.prepend("command-line", f"file://{Path(config_dir).resolve()}")
     return path

@@ -617,7 +617,7 @@ def _describe_run(run: "StatisticsRun") -> str:
     if store.dates_note:
         lines.append(f"data.dates: {store.dates_note}")
     if run.num_done:
-        lines.append(f"resuming: {_format_fields(run, run.num_done)} of them are done")
+        lines.append(f"resuming: {_format_fields(run, run.num_done)} of the fields are done")
     step = store.config.step_hours
     if not covers_all_hours(run.every, step):
         better = next(n for n in count(run.every) if covers_all_hours(n, step))

@@ -487,7 +487,7 @@ def explain_omegaconf(error: OmegaConfBaseException, config_file: str, override:
 
 
 def key_of_group(message: str) -> str:
-    """Return the key of the group whose dataclass OmegaConf names, for it may leave out the key."""
+    """Return the key of the group whose dataclass a message of OmegaConf names."""
     schema = re.search(r"is not a subclass of (\w+)", message)
     types_by_key = {key: type_of_key(key) for key in all_keys()} if schema else {}
     groups = (key for key, key_type in types_by_key.items() if is_dataclass(key_type))

@@ -1,8 +1,8 @@
 """Runs a config in its folder: `run_once` a single run, `run_job_in_folder` a job of a sweep.
 
 The order: Hydra makes the folder; the folder is checked and locked; the ranks start. The config of
-a single run comes checked; a job of a sweep checks its config here. Of a launcher's ranks only the
-first has Hydra make the folder; the others get its path when the ranks meet.
+a single run comes checked; a job of a sweep checks its config here. In a single run only the first
+of a launcher's ranks has Hydra make the folder; the others get its path when the ranks meet.
 """
 
 import os

@@ -387,7 +387,8 @@ def check_may_sweep(overrides: Sequence[Override]) -> None:
     launcher = find_launcher(os.environ)
     if launcher is not None:
         raise UserError(
-            f"--multirun: can't run in ranks that {launcher.name} started. Start it without them."
+            f"--multirun: can't run in ranks that {launcher.name} started. Start the sweep without "
+            f"{launcher.name}."
         )
     for override in overrides:
         if override.is_sweep_override() and override.key_or_group in ("run.name", "run.dir"):

@@ -253,12 +253,16 @@ def run_job(
 
 
 def may_requeue(job: str, requeues: int) -> bool:
-    """Whether a stopped job may be requeued: it is not cancelled, and has requeues left."""
+    """Whether a stopped job may be requeued: it is not cancelled, and has requeues left.
+
+    If SLURM does not answer, which a line reports, it may not.
+    """
     if int(os.environ.get("SLURM_RESTART_COUNT", 0)) >= requeues:
         return False
     try:
         output = run_slurm_command(["scontrol", "show", "job", "--oneliner", job])
-    except UserError:
+    except UserError as error:
+        sys.stderr.write(f"error: not requeued: {error}\n")
         return False
     return " JobState=RUNNING " in output
 

@@ -25,13 +25,13 @@ TRACKERS = ("wandb", "tensorboard")
 class TrainerConfig:
     """The length of training, its numerics, and what is written during it."""
 
-    steps: int = 450  # optimiser steps
+    steps: int = 450  # optimizer steps
     dtype: str = "float32"  # float32 | float64: of weights and their updates
     # bfloat16: compute in it where that is safe, with float32 weights; null: compute in dtype
     autocast: str | None = None
     accumulate: int = 1  # parts of the batch that are computed one after the other
     gradient_clip: float | None = 1.0  # largest norm of the whole gradient; null: no clipping
-    # forecast steps per optimiser step, from the given step on, e.g. {0: 1, 400: 2, 600: 4}
+    # forecast steps per optimizer step, from the given step on, e.g. {0: 1, 400: 2, 600: 4}
     rollout: dict[int, int] = field(default_factory=lambda: {0: 1})
     rollout_unit: str = "step"  # step | epoch: unit of the keys of rollout
     checkpoint_activations: bool = False  # recompute each forecast step in the backward pass
@@ -100,7 +100,7 @@ class TrainerConfig:
         return max(self.rollout.values())
 
     def rollout_at(self, step: int, steps_per_epoch: int) -> int:
-        """Return the forecast steps of optimiser step number `step`, counted from 0."""
+        """Return the forecast steps of optimizer step number `step`, counted from 0."""
         now = step if self.rollout_unit == "step" else step // steps_per_epoch
         return self.rollout[max(start for start in self.rollout if start <= now)]
 

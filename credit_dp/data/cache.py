@@ -91,7 +91,7 @@ def lock_output(path: Path, message: str) -> Iterator[None]:
     finally:
         # Unlinked before the release: afterwards the name may belong to another process's lock. A
         # process that has opened the file already then locks one without a name: filelock notices
-        # this (since 3.21.2) and tries again.
+        # this (since 3.21.2), and with no time to wait it fails as if the lock were held.
         with suppress(OSError):
             lock_path(path).unlink(missing_ok=True)
         lock.release()

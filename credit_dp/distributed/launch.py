@@ -30,8 +30,8 @@ def launch(config: Config, run: str = "credit_dp.training.run:run") -> int:
         KeyboardInterrupt, Terminated: Ctrl-C, or SIGTERM or SIGUSR1 while no training handles
             them, or SIGTERM more than 2 seconds after the first; all ranks have ended by then.
 
-    One of several ranks of a launcher never returns a code other than 0, and once it runs no signal
-    raises: it ends by `os._exit`, here or in its `PeerMonitor`.
+    Under a launcher with several ranks this returns 0, or ends the process by `os._exit`, here or
+    in `PeerMonitor`; signals do not raise then.
     """
     launcher = find_launcher(os.environ)
     with raise_on_stop():

@@ -7,7 +7,7 @@ be stuck in C++ for minutes. So every rank
 2. waits in a thread for the key `credit_dp/end` of the store,
 3. on a failure or a signal, looks which processes have ended, and adds 1 to a counter in the store:
    exactly one rank, the first, reports,
-4. ends as soon as the key is set, whatever its main thread waits for.
+4. ends soon after the key is set, whatever its main thread waits for, unless it has finished.
 """
 
 import contextlib

@@ -87,7 +87,8 @@ CONVERSION_ATTRIBUTE = "_domain_parallel_conversion"
 ROW_DIMS_FROM_START = (2, 3)
 _HOW_TO_REGISTER = (
     "Pass custom_converters={TYPE: function(module) -> replacement}. The replacement, which may be "
-    "the module itself, is trusted and not checked: it has to act on each row separately"
+    "the module itself, is trusted and not checked: it has to act on each row separately, unless "
+    "it is a RowLayer"
 )
 
 
@@ -109,9 +110,8 @@ def convert_to_domain_parallel(
         manager: this rank's position in the mesh.
         shard_dim: the input's row dimension: -2, or 2 of four, or 3 of five dimensions.
         custom_converters: module type (exact) -> function from the module to its replacement.
-            Looked up before the built-in rules. The children of the replacement are not converted,
-            and it is trusted: its code is not audited, unless it is a `RowLayer`, whose calls are
-            planned.
+            Looked up before the built-in rules. The children of the replacement are not converted.
+            Its code is trusted, not audited. If it is a `RowLayer`, its calls are planned.
         input_shape: the shape of the global input with its batch, `(B, C, H, W)`, or a tuple of
             shapes for several inputs. The model then accepts any batch size. Without it the first
             forward plans, which gathers every rank's number of rows once.

@@ -98,9 +98,10 @@ class DomainParallelManager:
             "data": self.data_parallel_size,
             "domain": self.domain_parallel_size,
         }
-        self.mesh = init_device_mesh(
-            message_device().type, tuple(axes.values()), mesh_dim_names=tuple(axes)
-        )
+        # By name only: the mesh gives each rank a GPU of its own unless CUDA is initialised, which
+        # asking for the current device would do.
+        kind = "cuda" if "nccl" in dist.get_backend() else "cpu"
+        self.mesh = init_device_mesh(kind, tuple(axes.values()), mesh_dim_names=tuple(axes))
         self.pipeline_group = self.mesh.get_group("pipeline")
         self.data_parallel_group = self.mesh.get_group("data")
         self.domain_group = self.mesh.get_group("domain")
@@ -167,7 +168,9 @@ class DomainParallelManager:
 
     def gather_partition(self, rows: int) -> RowPartition:
         """Gather the number of rows of every rank and return the partition; a collective."""
-        device = None if self.domain_group is None else message_device(self.domain_group)
+        # Never torch's default device: on the meta device a number of rows has no value.
+        group = self.domain_group
+        device = torch.device("cpu") if group is None else message_device(group)
         local = torch.tensor(rows, device=device)
         return RowPartition.from_sizes(self.transport.all_gather(local).tolist())
 

@@ -126,7 +126,7 @@ def _read_run(folder: Path, name: str) -> EvaluationResult:
     comparable = {key: value for key, value in config.items() if key not in IDENTITY_KEYS}
     try:
         nested: dict[str, dict[str, Any]] = {channel: {} for channel in content["rmse"]}
-        for metric in (name for name in METRICS if name in content):
+        for metric in (key for key in METRICS if key in content):
             for channel, leads in content[metric].items():
                 nested[channel][metric] = leads
         setup["dates"].append(("initial_times", content["initial_times"]))

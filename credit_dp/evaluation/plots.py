@@ -1,4 +1,8 @@
-"""Draw maps, curves and spectra; `report` uses the panels for scorecards, `draw_*` write PNGs."""
+"""Draw maps, curves and spectra.
+
+`draw_map`, `draw_rmse`, `draw_spectra` and `draw_last_lead_errors` write the PNGs of a run;
+`report` uses the panels for scorecards.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

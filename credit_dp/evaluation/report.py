@@ -231,7 +231,7 @@ class ScoreFolder:
 
     @contextlib.contextmanager
     def cleanup_on_failure(self) -> Iterator[None]:
-        """Remove temporary files and empty parent folders if the block fails."""
+        """Remove temporary files and empty parent folders after the block; success leaves none."""
         try:
             yield
         finally:

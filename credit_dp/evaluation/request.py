@@ -142,7 +142,7 @@ def common_step_hours(
     if uneven is not None:
         raise UserError(
             f"{forecast.where}: initial and lead times must be whole hours, but one is "
-            f"{(uneven % HOUR).astype('m8[m]')} past the hour. Change forecast."
+            f"{(uneven % HOUR).astype('m8[s]')} past the hour. Change forecast."
         )
     return math.gcd(HOURS_PER_DAY, *(int(span / HOUR) for span in spans))
 

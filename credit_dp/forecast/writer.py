@@ -80,8 +80,6 @@ class ForecastWriter(ABC):
         # As they come back from a file: tuples are lists, and keys are strings.
         self._settings = json.loads(json.dumps(settings))
 
-    # Called on rank 0 while the other ranks wait.
-
     def check(self) -> None:
         """Check that the forecast can be written or resumed.
 

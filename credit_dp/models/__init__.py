@@ -45,14 +45,16 @@ def build_model(config: ModelConfig, fields: Fields, grid: tuple[int, int]) -> n
         UserError: the grid has too few rows or columns for the model's levels, the model needs
             other fields, or a plug-in's `build` fails.
     """
+    # Subclasses, too: a config may derive from one of this package's and keep its model.
+    build = next((build for kind, build in BUILDERS.items() if isinstance(config, kind)), None)
+    if build is not None:
+        return build(config, fields, grid)
     if isinstance(config, OwnModelConfig):
         return _build_plugin_model(config, fields, grid)
-    if type(config) not in BUILDERS:
-        raise UserError(
-            f"model: {type(config).__name__} can't be built. Derive the config from "
-            "credit_dp.config.OwnModelConfig."
-        )
-    return BUILDERS[type(config)](config, fields, grid)
+    raise UserError(
+        f"model: {type(config).__name__} can't be built. Derive the config from "
+        "credit_dp.config.OwnModelConfig."
+    )
 
 
 def _build_plugin_model(config: OwnModelConfig, fields: Fields, grid: tuple[int, int]) -> nn.Module:

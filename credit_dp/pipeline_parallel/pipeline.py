@@ -279,7 +279,7 @@ BeginCallback = Callable[[int, int], None]
 class Pipeline:
     """This rank's stages of a model, and the schedule that runs them with those of other ranks.
 
-    All methods are collectives of the pipeline's ranks.
+    `forward_backward`, `forward` and `bubble` are collectives of the pipeline's ranks.
 
     Args:
         stages: see `cut_model`; FSDP2's `fully_shard` may have been applied to their modules.

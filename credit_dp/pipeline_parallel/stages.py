@@ -370,7 +370,8 @@ class StageFootprint:
 
     Attributes:
         saved_bytes: kept for backward on one rank: tensors that autograd saves, and the output of
-            the stage, but not its input state, which `state_bytes` counts.
+            the stage, but not its input state, which `state_bytes` counts; on the first stage, its
+            input too.
         sent: traffic of each rank of the domain, forward and backward.
     """
 

@@ -8,7 +8,8 @@ ranks) and `state.json` (numbers and text, written by rank 0). It is written in 
 3. `commit_checkpoint`: `state.json` is written, then the folder gets its final name.
 4. `apply_retention`: checkpoints that are no longer needed are removed.
 
-A crash at any point leaves the previous checkpoint untouched.
+A crash at any point leaves the previous checkpoint untouched, except one of the same step, which is
+moved aside before the new one gets its name.
 
 This file does not import torch, which takes seconds: the command line uses it.
 """

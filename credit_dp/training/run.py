@@ -61,8 +61,8 @@ logger = logging.getLogger(f"{__name__}.dates")  # shown with the notes on data
 def run(config: Config, ranks: RankInfo) -> int:
     """Train, evaluate on held-out dates, and say where everything is.
 
-    Every rank calls this. Only rank 0 prints; every rank writes its log and its part of
-    checkpoints.
+    Every rank calls this. Only rank 0 shows the run; preparations are shown by the rank that does
+    them. Every rank writes its log and its part of checkpoints.
 
     Returns:
         The exit code: 0, or `EXIT_PREEMPTED` if a signal stopped the run and it can be resumed.
@@ -131,7 +131,8 @@ def out_of_memory_message(config: Config, ranks: RankInfo, error: str) -> str:
     keys = []
     if config.trainer.longest_rollout > 1 and not config.trainer.checkpoint_activations:
         keys.append("trainer.checkpoint_activations=true")
-    if getattr(config.model, "activation_checkpointing", True) is False:
+    spectral_norm = getattr(config.model, "spectral_norm", False)  # which refuses checkpointing
+    if getattr(config.model, "activation_checkpointing", True) is False and not spectral_norm:
         keys.append("model.activation_checkpointing=true")
     if config.trainer.autocast is None and config.trainer.dtype == "float32":
         keys.append("trainer.autocast=bfloat16")
@@ -139,7 +140,7 @@ def out_of_memory_message(config: Config, ranks: RankInfo, error: str) -> str:
     advice = f"Set {' or '.join(keys)}, or set {raised}" if keys else f"Set {raised}"
     return (
         f"{rank}: out of memory ({used}). {advice}, or a smaller data.batch_size; "
-        "`credit-dp plan` with the same keys prints the memory of a rank."
+        "`--check` with the same keys prints the memory of a rank."
     )
 
 

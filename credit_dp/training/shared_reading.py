@@ -104,20 +104,20 @@ class GroupChunkExchange:
         return [_decode_text(message) for message in messages]
 
     def all_to_all(
-        self, parcels: Fields, sizes: Sequence[int], coming: Sequence[int]
+        self, send: Fields, send_sizes: Sequence[int], receive_sizes: Sequence[int]
     ) -> list[Fields]:
         """See `ChunkExchange`."""
-        received = torch.empty(sum(coming), dtype=torch.float32)
+        received = torch.empty(sum(receive_sizes), dtype=torch.float32)
         work = dist.all_to_all_single(
             received,
-            torch.from_numpy(parcels),
-            list(coming),
-            list(sizes),
+            torch.from_numpy(send),
+            list(receive_sizes),
+            list(send_sizes),
             group=self._group,
             async_op=True,
         )
         self._poll_until_done(work)
-        return np.split(received.numpy(), np.cumsum(coming)[:-1])
+        return np.split(received.numpy(), np.cumsum(receive_sizes)[:-1])
 
     def stop(self) -> None:
         """See `ChunkExchange`."""

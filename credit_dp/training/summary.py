@@ -48,8 +48,8 @@ def estimate_run(
 ) -> RunEstimate:
     """Estimate the needs of a run that is ready to start; collective with a pipeline.
 
-    Activations and messages are those of a training step on tensors without data. That needs a rank
-    with the complete model: otherwise activations are left out and messages are 0.
+    Activations and messages are those of a training step on tensors without data. Only rank 0 takes
+    it, and only if it has the complete model: otherwise activations are left out, messages are 0.
     """
     state = training.trainer.state
     trained = state.trainable_parameters.values()
@@ -202,7 +202,7 @@ def sent_line(estimate: RunEstimate) -> str:
     if estimate.messages:
         parts.append(f"{decimal(estimate.sent_bytes)} of rows in {estimate.messages} messages")
     if estimate.reduced_bytes:
-        parts.append(f"{decimal(estimate.reduced_bytes)} of gradients to add up")
+        parts.append(f"{decimal(estimate.reduced_bytes)} of gradients reduced")
     return f"{', '.join(parts)}, by each rank in a step" if parts else ""
 
 

@@ -83,7 +83,7 @@ CASES = {
     "unknown dash": (["--frobnicate"], "--frobnicate"),
     "no such folder": (
         ["--config-dir", "/nope"],
-        "--config-dir: needs a folder, but /nope is none",
+        "--config-dir: needs a folder, but /nope is not a folder",
     ),
     "no such config": (["--config-name", "nope"], "nope"),
     "sweep of an unknown model": (["-m", "model=unet,unett"], "mean unet?"),

@@ -80,7 +80,9 @@ def one_pass(manager: DomainParallelManager, config: Config) -> Found:
         grad = parameter.grad
         assert grad is not None
         gradients[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad
-    return trainer.global_loss(share), trainer.loss_by_field(), gradients
+    # Sum over the bands and stages, mean over the data ranks.
+    loss = float(trainer.sum_over_mesh(share)) / manager.dp_world_size
+    return loss, trainer.loss_by_field(), gradients
 
 
 def by_hand(config: Config) -> Found:

@@ -210,7 +210,7 @@ def _one_run(
     # A file for stderr: nobody reads it before stdout ends, and a worker whose warnings fill a pipe
     # would stop.
     with (
-        tempfile.TemporaryFile("w+") as stderr,
+        tempfile.TemporaryFile("w+", dir=Path(str(job["path"])).parent) as stderr,
         subprocess.Popen(
             # -P: a file in the working folder must not shadow a package.
             [sys.executable, "-P", "-m", WORKER],

@@ -459,7 +459,7 @@ def choose_chunk_rows(height: int, domains: Sequence[int]) -> int:
 
     All chunks have one size and bands do not, so not all edges can coincide: of 721 rows, the
     second of 2 ranks starts at row 361. The result is the largest size whose `max_read_excess` is
-    at most `MAX_EXCESS`, or, if no size is that good, as good as the smallest size allowed.
+    at most `MAX_EXCESS`, or, if the smallest size allowed is worse than that, as good as this one.
     """
     smallest = -(-height // MAX_CHUNKS)
     max_excess = max(MAX_EXCESS, max_read_excess(height, domains, smallest))

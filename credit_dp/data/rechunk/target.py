@@ -63,8 +63,9 @@ class RechunkTarget:
         self._old = self.out.with_name(f"{self.out.name}.old{PARTIAL_SUFFIX}")
         folder = self.out.parent
         if not folder.is_dir() or not os.access(folder, os.W_OK):
-            problem = "is not writable" if folder.is_dir() else "there is no such folder"
-            raise UserError(f"{folder}: {problem}. Make it, or change out.")
+            if folder.is_dir():
+                raise UserError(f"{folder}: is not writable. Change its permissions, or out.")
+            raise UserError(f"{folder}: there is no such folder. Make it, or change out.")
         if self.out.exists() and not self._replaceable():
             is_prepared = METADATA_ATTRIBUTE in (_read_attributes(self.out) or {})
             advice = ", or say overwrite=true" if is_prepared else ""

@@ -58,7 +58,7 @@ def open_source(config: DataConfig) -> Source:
     for source in timeless:
         if len(source.times):
             date = source.times[0].astype("M8[m]")
-            logger.info("%s: its fields are used as static fields of %s", source.where, date)
+            logger.info("%s: its fields at %s are used as static fields", source.where, date)
     source = _join(timed, timeless, config)
     _log_names(source, config)
     return source

@@ -311,7 +311,7 @@ class StoreChangeDetector:
         if changed:
             raise UserError(
                 f"{redact_secrets(self._where)}: has changed since it was opened. Start again "
-                "when it is complete, or set data.store to one that is complete."
+                "when it is complete, or set data.store to a store that no process writes to."
             )
 
     def _current_state(self) -> object:

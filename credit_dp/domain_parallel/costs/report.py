@@ -95,7 +95,7 @@ class PlanReport:
     the same bands share one estimate.
 
     `problems` has all reasons why the model can't be sharded like this. If there is any, `layers`
-    is empty and `levels` have the bands of a model without levels.
+    is empty and `levels` have balanced bands.
     """
 
     input_shapes: tuple[Shape, ...]

@@ -265,7 +265,7 @@ class DomainParallelBatchNorm(ReductionLayer):
         return True
 
     def global_forward(self, x: Tensor, *others: Tensor) -> Tensor:
-        """Normalise a tensor that has no bands."""
+        """Normalise the whole globe, or a band by running statistics."""
         if not self._is_tracking or self.momentum is not None:
             return super().global_forward(x, *others)  # type: ignore[no-any-return]
         # With momentum=None torch reads num_batches_tracked as a Python number, which has no value

@@ -384,7 +384,7 @@ class DomainParallelInterpolate(_Interpolate):
         if rows in bands.input.sizes and rows != bands.input.height:
             raise UserError(
                 f"DomainParallelInterpolate: size is the whole globe's output, got {rows} rows, "
-                f"which is a band of the {bands.input.height} input rows. Give the globe's "
+                f"as many as a band of the {bands.input.height} input rows has. Give the globe's "
                 "number, or convert an nn.Upsample if this is it."
             )
         return super().compute(x, bands)

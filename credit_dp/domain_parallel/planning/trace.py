@@ -396,8 +396,6 @@ def copy_model(model: Model) -> Model:
 
 # Torch's own operations: their results depend on the operands only, so they may be cached.
 TORCH_NAMESPACES = ("aten", "prims")
-
-
 # Except this one: its view may reach beyond the operand.
 UNBOUNDED_VIEW = torch.ops.aten.as_strided.default
 

@@ -48,18 +48,18 @@ def train_run(manager: DomainParallelManager, config: Config) -> int:
 
 def interrupted(manager: DomainParallelManager, config: Config, sent: int) -> int:
     """Train a run whose last rank gets a signal in the middle of a step."""
-    update = Trainer.update
+    train_step = Trainer.train_step
 
-    def updated(self: Trainer, *arguments: Any) -> Any:
+    def interrupted_step(self: Trainer, *arguments: Any) -> Any:
         if self.state.step == ASKED - 1 and manager.rank == manager.world_size - 1:
             os.kill(os.getpid(), sent)
-        return update(self, *arguments)
+        return train_step(self, *arguments)
 
-    Trainer.update = updated  # type: ignore[method-assign]
+    Trainer.train_step = interrupted_step  # type: ignore[method-assign]
     try:
         return train_run(manager, config)
     finally:
-        Trainer.update = update  # type: ignore[method-assign]
+        Trainer.train_step = train_step  # type: ignore[method-assign]
 
 
 def on_ranks(ranks: int, fn: Callable[..., int], *args: Any) -> list[int]:

@@ -57,7 +57,7 @@ def on_pinned_ranks(
 
 
 class Team:
-    """Ranks that run one of several contestants when they are told to."""
+    """Ranks that run one of several contestants on command."""
 
     def __init__(self, pipes: Sequence[Connection]) -> None:
         self.pipes = pipes

@@ -12,7 +12,7 @@ from pinned import Team
 
 @dataclass(frozen=True)
 class Row:
-    """A figure beside what it has to reach; without a goal it is told, no more.
+    """A figure and its goal; without a goal it is only printed.
 
     `best` is of each contestant's fastest round, `typical` of their medians; `spread` is what the
     baseline is of itself, measured twice in the same rounds, and allowed on top of the goal if

@@ -12,6 +12,7 @@ import copy
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -39,7 +40,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 from credit_dp import checks
 from credit_dp import config as credit_dp_config
 from credit_dp.checks import did_you_mean
-from credit_dp.cli.overrides import check_key, check_lists, explain_error
+from credit_dp.cli.overrides import check_key, check_lists, explain_error, unknown_key_message
 from credit_dp.config import (
     Config,
     DataConfig,
@@ -368,6 +369,7 @@ def to_config(composed: DictConfig, overrides: Sequence[str]) -> Config:
         UserError: a value is missing or not allowed, or an interpolation can't be resolved.
     """
     node = without_hydra(composed)
+    check_root(node, OmegaConf.select(composed, "hydra.job.config_name"))
     try:
         missing = sorted(OmegaConf.missing_keys(node))
         if missing:
@@ -379,6 +381,32 @@ def to_config(composed: DictConfig, overrides: Sequence[str]) -> Config:
         return build_dataclasses(node)
     except OmegaConfBaseException as error:
         raise UserError(explain_error(error)) from error
+
+
+def check_root(node: DictConfig, config_name: str | None) -> None:
+    """Refuse a root file that is no config of a run, or that adds keys of its own.
+
+    OmegaConf refuses unknown keys only in files that it merges after the schema.
+
+    Args:
+        node: a composed config, without its `hydra` node.
+        config_name: of the root file; None: `config`.
+
+    Raises:
+        UserError: names the file, and the first unknown key.
+    """
+    file = f"conf/{config_name or 'config'}.yaml"
+    names = [item.name for item in fields(Config)]
+    if OmegaConf.get_type(node) is not Config:
+        raise UserError(
+            f"{file}: needs `schema` or `config` as the first entry of its defaults, but has "
+            f"neither (its keys: {', '.join(map(str, node))}). Change defaults or --config-name."
+        )
+    for key in map(str, node):
+        if key not in names:
+            raise UserError(
+                f"{file}: {unknown_key_message(key, '', names)} Change or remove {key}."
+            )
 
 
 def given_keys(overrides: Sequence[str]) -> set[str]:
@@ -443,8 +471,6 @@ def build_dataclasses(node: DictConfig) -> Config:
             raise UserError(
                 f"{group}: {type(error).__name__}: {one_line_message(error)}"
             ) from error
-    if OmegaConf.get_type(node) is not Config:
-        raise UserError("config.yaml: needs `schema` as the first entry of its defaults")
     for key in map(str, node.keys() - values.keys()):
         value = node[key]
         values[key] = OmegaConf.to_object(value) if OmegaConf.is_config(value) else value

@@ -1,7 +1,7 @@
 """Reads configs of earlier runs: of a run's folder for `--again`, or from a checkpoint.
 
-A saved config becomes overrides, which are composed like those that a user types. So it is checked
-in the same way, and keys that are newer than the run get their defaults.
+A saved config becomes overrides, as if a user had typed them. So it is checked in the same way, and
+keys that are newer than the run get their defaults.
 """
 
 from collections.abc import Mapping, Sequence

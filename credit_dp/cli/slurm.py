@@ -189,16 +189,21 @@ ranks=$!
 def wait_and_requeue(script: BatchScript) -> str:
     """Return lines that wait for the ranks, and requeue the job if they were stopped."""
     stopped = '{ [ "$code" = 75 ] || [ "$code" = 138 ]; }'
-    if script.start == "torchrun":  # it has exit codes of its own
+    reason = (
+        "# 75: stopped after saving; 138: SIGUSR1 came in the first seconds, before Python handled "
+        "signals."
+    )
+    if script.start == "torchrun":
         stopped = '{ [ "$code" != 0 ] && [ "$stopping" = 1 ]; }'
+        reason = "# torchrun has its own exit codes: what counts is a signal before it ended."
     return f"""\
 # A signal to this script interrupts `wait` while the ranks still run, so wait again.
 wait "$ranks"
 while kill -0 "$ranks" 2> /dev/null; do wait "$ranks"; done
 wait "$ranks" && code=0 || code=$?
 
-# 75: stopped after saving; 138: SIGUSR1 came in the first seconds, before Python handled signals. A
-# cancelled job is no longer RUNNING and is not requeued.
+{reason}
+# A cancelled job is no longer RUNNING and is not requeued.
 if {stopped} && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {REQUEUES} ] &&
     [ "$(squeue --noheader --jobs "$job" --format %T)" = RUNNING ]; then
     scontrol requeue "$job"
@@ -305,7 +310,7 @@ def is_script_key(key: str) -> bool:
 
 
 def read_number_keys(given: dict[str, str]) -> dict[str, int | None]:
-    """Return the keys that are numbers; None for those that are not given.
+    """Return the keys that are numbers; a key that is not given is None.
 
     Raises:
         UserError: a value is no whole number, or too small.

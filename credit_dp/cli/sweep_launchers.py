@@ -1,7 +1,7 @@
 """`hydra/launcher=local` and `slurm`: run a sweep's jobs on this machine, or as a job array.
 
-`sweep_as_jobs` is the entry: it plans the jobs, leaves out those that have finished, and hands the
-others to `run_locally` or `submit`. The sections follow in this order: the local launcher;
+`sweep_as_jobs` is the entry: it plans the jobs, leaves out finished ones, and passes the others to
+`run_locally` or `submit`. The sections follow in this order: the local launcher;
 `run_job`, which runs inside an array; the submission of an array; the choice of a launcher.
 """
 
@@ -197,7 +197,7 @@ class LocalSweep:
         try:
             yield
         except BaseException:
-            # Interrupted jobs get some time to end; those that are left are killed below.
+            # Interrupted jobs get some time to end; any that still run are killed below.
             self.forward_signal(signal.SIGINT)
             deadline = time.monotonic() + GRACE_SECONDS
             while self.running and time.monotonic() < deadline:
@@ -462,7 +462,7 @@ def submitted_job_id(job: Job) -> str | None:
 
 
 def queued_job_ids() -> set[str]:
-    """Return the numbers of all jobs in the user's queue; those of arrays like `7_2`.
+    """Return the numbers of all jobs in the user's queue; a job of an array has one like `7_2`.
 
     Raises:
         UserError: SLURM does not answer.

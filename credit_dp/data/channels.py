@@ -87,7 +87,7 @@ def expand_channels(
 
     Args:
         variables: their names.
-        on_levels: those of them that are on levels.
+        on_levels: the variables that are on levels.
         levels: the levels, for each of these.
     """
     channels = []

@@ -81,7 +81,7 @@ def resolve_dates(config: DataConfig, times: Times) -> ResolvedDates:
     them become `auto`. Finally each split is cut to its first `data.dates.limit` times.
 
     Args:
-        times: those of the store that are on the config's step.
+        times: all times of the store on the config's step.
 
     Raises:
         UserError: there are too few times, or dates in the config are not in the store.

@@ -122,7 +122,7 @@ def inspect_source(source: Source, domains: Sequence[int]) -> StoreReport:
 
     Args:
         source: the open store.
-        domains: numbers of ranks to report the amplification for; numbers above that of the rows
+        domains: numbers of ranks to report the amplification for; numbers above the number of rows
             are left out.
     """
     possible_ranks = [ranks for ranks in domains if ranks <= source.grid[0]]

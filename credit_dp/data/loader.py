@@ -14,7 +14,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from queue import SimpleQueue
-from types import TracebackType
 from typing import Any, Self, TypeVar, final
 
 import numpy as np
@@ -195,12 +194,7 @@ class Loader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
         self.close()
 
     def state_dict(self) -> dict[str, Any]:

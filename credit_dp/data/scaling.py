@@ -34,7 +34,7 @@ class ChannelStatistics:
 
     @classmethod
     def of(cls, statistics: Statistics, prefix: str = "") -> "ChannelStatistics":
-        """Return the statistics of the output channels, or those with a prefix (`forcing_`)."""
+        """Return the statistics of the output channels; a `prefix` (`forcing_`) selects others."""
         names = ("mean", "std", "minimum", "maximum")
         mean, std, *bounds = (getattr(statistics, prefix + name) for name in names)
         unknown = np.full(len(mean), np.nan)

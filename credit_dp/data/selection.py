@@ -185,7 +185,7 @@ class StepReader:
     """Reads the fields of a source on the config's step.
 
     Attributes:
-        times: `(T,)`, those of the source that are whole steps after midnight 1970-01-01 or, if
+        times: `(T,)`, times of the source that are whole steps after midnight 1970-01-01 or, if
             there are none, after its first time; without times whose sum is incomplete.
         num_skipped: times left out because their sum is incomplete.
         summed: the variables that are summed over each step.
@@ -199,7 +199,7 @@ class StepReader:
         Args:
             source: gives the fields.
             config: gives step, conversions and the variables that are accumulated.
-            variables: those that will be read.
+            variables: names of the variables to read.
 
         Raises:
             UserError: the step does not fit the source's times, no sum is complete, or a conversion

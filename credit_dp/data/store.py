@@ -367,7 +367,7 @@ class Store:
         return missing_value_error(self.source.where, channel, role, field, times)
 
     def _with_computed(self, stored: Fields, times: Times, rows: slice) -> Fields:
-        """Return all forcing channels in order, given those that are stored, `(T, C, rows, W)`."""
+        """Add the computed forcings to the stored ones; all in order, `(T, C, rows, W)`."""
         names = self.channels.forcing
         if len(self._forcing) == len(names):
             return stored
@@ -424,7 +424,7 @@ class ValidMasks:
         """Prepare masks without reading.
 
         Args:
-            channels: those with a fill.
+            channels: all channels whose variables have a fill.
             first_fields: reads channels of a band at the first training date, `(C, rows, W)`, NaN
                 where there is no value.
         """

@@ -61,7 +61,7 @@ class _FetchedRows:
     remaining_uses: list[int]
 
     def is_valid_for(self, x: Tensor, reader: int) -> bool:
-        """Return whether these rows are still those that a reader of `x` needs."""
+        """Return whether a reader of `x` can still use these rows."""
         is_unchanged = self.x is x and self.version == x._version
         return (
             is_unchanged

@@ -201,7 +201,7 @@ def _validated_levels(
                 )
         forecast_unit = canonical_unit(predicted.units)
         truth_unit = canonical_unit(truth.units)
-        # A store without units can't be checked, and is taken as it is.
+        # A store without units can't be checked: its values are used as they are.
         if forecast_unit and truth_unit and forecast_unit != truth_unit:
             raise UserError(
                 f"{forecast.where}: {name} is in {predicted.units}, but in {truth.units} in the "

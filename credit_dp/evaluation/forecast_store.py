@@ -295,7 +295,7 @@ def check_same_rows(expected: Degrees, stored: Degrees, where: str, key: str) ->
 
     Args:
         expected: the truth's.
-        stored: those of the store `where`, which was given as `key`.
+        stored: latitudes of the store `where`, which was given as `key`.
 
     Raises:
         UserError: the latitudes differ.

@@ -53,7 +53,7 @@ class Better(Enum):
         return self in (Better.SMALLER, Better.LARGER)
 
     def best_source(self, values: NDArray[np.float64]) -> int | None:
-        """Return the index of the best source, without those that are NaN; None without one."""
+        """Return the index of the best source; NaN never wins. None if there is no best source."""
         if not self.ranks_sources or not np.isfinite(values).any():
             return None
         return int(np.nanargmin(values) if self is Better.SMALLER else np.nanargmax(values))
@@ -295,7 +295,7 @@ METRICS: dict[str, Metric] = {
 
 
 def metrics_of_comparison() -> list[Metric]:
-    """Return the metrics in the order of comparisons: first those that rank sources."""
+    """Return the metrics in the order of comparisons: metrics that rank sources come first."""
     return sorted(
         METRICS.values(),
         key=lambda metric: (not metric.better.ranks_sources, metric.better is Better.UNDECIDED),

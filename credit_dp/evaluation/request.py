@@ -28,6 +28,8 @@ MESSAGE_REPLACEMENTS = {
     "data.dates.train": "climatology_dates",
     "data.cache": "the environment variable CREDIT_DP_CACHE",
 }
+# Advice to set keys that a request lacks: by `missing_value_error` in `credit_dp/data/store.py`
+# (FILL), and by `ValueLimits` in `credit_dp/data/limits.py` (CONVERT).
 FILL_HINT = re.compile(r"set data\.variables\.(\w+)\.fill=mean, or to a number")
 CONVERT_HINT = re.compile(r"set data\.variables\.\S+\.convert='[^']*'")
 FILL_CLAUSE = re.compile(r", whose missing points data\.variables\.\w+\.fill fills")
@@ -78,7 +80,7 @@ def translate_error_keys(store: str) -> Iterator[None]:
         yield
     except UserError as error:
         text = FILL_CLAUSE.sub("", FILL_HINT.sub(r"give masked=[\1]", str(error)))
-        text = CONVERT_HINT.sub("convert it, or leave it out of variables=", text)
+        text = CONVERT_HINT.sub("convert it, or leave it out of variables", text)
         for old, new in {"data.store": store, **MESSAGE_REPLACEMENTS}.items():
             text = text.replace(old, new)
         raise UserError(text) from error

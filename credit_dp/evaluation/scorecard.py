@@ -104,7 +104,7 @@ class HeldOutScores:
         return self.scores["rmse"]
 
     def check(self) -> None:
-        """Refuse scores that are not finite, except NaN of those that may be undefined.
+        """Refuse scores that are not finite; scores that may be undefined may be NaN.
 
         Raises:
             UserError: names the first channel with a score that is NaN or infinite.
@@ -252,7 +252,7 @@ class Scorecard:
         return MapGrid(self.latitude, self.longitude, self.coasts)
 
     def check(self) -> None:
-        """Refuse scores that are not finite, except those that may be undefined.
+        """Refuse scores that are not finite; scores that may be undefined may be NaN.
 
         Raises:
             UserError: names the first channel with a score that is NaN or infinite.

@@ -30,7 +30,7 @@ def get_device(device: Device) -> torch.device:
     """Return a `torch.device` that this machine has.
 
     Raises:
-        UserError: the name is not that of a device, or this machine has no such device.
+        UserError: torch has no device of this name, or this machine has none.
     """
     if not isinstance(device, (str, torch.device)):
         raise UserError(f"{device!r} is not a device, it needs a name like cpu or cuda:0")

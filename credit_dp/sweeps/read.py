@@ -152,7 +152,7 @@ def read_sweep(folder: Path | str) -> Sweep:
     """Read the folder of a sweep; its runs may be in any state.
 
     Raises:
-        UserError: the folder does not exist, or is not that of a sweep.
+        UserError: the folder does not exist, or holds no sweep.
     """
     folder = Path(folder).expanduser()
     if not folder.is_dir():
@@ -174,7 +174,7 @@ def read_sweep(folder: Path | str) -> Sweep:
 
 
 def is_run_folder(folder: Path) -> bool:
-    """Whether a folder is that of a run."""
+    """Whether a folder holds a run."""
     return any((folder / marker).exists() for marker in RUN_MARKERS)
 
 

@@ -31,7 +31,7 @@ class SweepTable:
         return list(dict.fromkeys(["job", *self.sweep.keys, *columns]))
 
     def row(self, job: Job) -> dict[str, Any]:
-        """Return the values of a run by column; None for those that do not exist yet."""
+        """Return the values of a run by column; a value that does not exist yet is None."""
         return {
             "job": job.name,
             **{key: job.value(key) for key in self.sweep.keys},

@@ -299,8 +299,8 @@ def wrap_in_ddp(model: nn.Module, parallel: ParallelConfig) -> nn.Module:
         return DistributedDataParallel(
             model,
             device_ids=[device] if on_one_gpu else None,
-            # Buffers follow from the config, so they need not be sent; those that belong to a
-            # band of rows differ between ranks and must not be replaced by rank 0's.
+            # Buffers follow from the config, so they need not be sent. Buffers of a band of rows
+            # differ between ranks: rank 0's must not replace them.
             broadcast_buffers=False,
             gradient_as_bucket_view=True,
         )

@@ -17,7 +17,6 @@ from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
-from types import TracebackType
 from typing import Any, Self, final
 
 import torch.distributed as dist
@@ -91,7 +90,7 @@ INTERRUPT_TIMEOUT = 10.0  # seconds that an interrupted run waits for a checkpoi
 
 @final
 class CheckpointSaver:
-    """Saves the checkpoints of a run, and removes those that need not be kept.
+    """Saves a run's checkpoints, and removes checkpoints that need not be kept.
 
     With `trainer.checkpoint_async`, a save copies this rank's tensors to the host's memory, and a
     thread writes them while training continues, one checkpoint at a time. The threads of all ranks
@@ -173,12 +172,7 @@ class CheckpointSaver:
         snapshot = run_on_all_ranks(lambda: Snapshot.of(state, config, error))
         return snapshot.cpu_copy() if self._in_background else snapshot
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
         with self._exit_stack:
             if error is None:
                 self.wait()
@@ -347,7 +341,7 @@ def write_checkpoint(
     retention: RetentionPolicy,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write the checkpoint `path`, then remove those that need not be kept; collective.
+    """Write the checkpoint `path`, then remove checkpoints that need not be kept; collective.
 
     Earlier checkpoints stay until the new one is complete and on disk.
 

@@ -97,7 +97,7 @@ def locate_checkpoint(key: str, value: str) -> Path:
 
 
 def create_temporary_folder(temporary: Path) -> None:
-    """Create the folder to write into, and remove those that a killed run left behind.
+    """Create the folder to write into, and remove the temporary folders of killed runs.
 
     Raises:
         OSError: the folder can't be created.

@@ -111,7 +111,7 @@ def check_data(saved: DataDescription, current: DataDescription) -> None:
 
     Args:
         saved: the description in the checkpoint.
-        current: that of the present data and config.
+        current: description of the present data and config.
 
     Raises:
         UserError: channels, settings of variables, step, grid, normalisation, `model.frames`,

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any, Protocol, Self, final
 
 from credit_dp.config import LoggerConfig
@@ -60,12 +60,7 @@ class Tracker:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
         # KeyboardInterrupt and SystemExit are no `Exception`: the user wants the run to end now.
         interrupted = error is not None and not isinstance(error, Exception)
         for sink in self.sinks:

@@ -1,10 +1,9 @@
 """What is watched while a run trains: validation, pace and traces."""
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import repeat
 from pathlib import Path
-from types import TracebackType
 from typing import Self, final
 
 import torch
@@ -115,7 +114,6 @@ class StepProfiler:
         self.path = path
         self.written = False
         self._steps_done = 0
-        self._exit_stack = ExitStack()
         self._profile = profiler.profile(
             schedule=profiler.schedule(
                 wait=WAIT_STEPS, warmup=WARMUP_STEPS, active=ACTIVE_STEPS, repeat=1
@@ -124,16 +122,11 @@ class StepProfiler:
         )
 
     def __enter__(self) -> Self:
-        self._exit_stack.enter_context(self._profile)
+        self._profile.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._exit_stack.__exit__(kind, error, traceback)
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        self._profile.stop()
 
     def step(self) -> None:
         """Tell the profiler that a step has ended."""
@@ -155,8 +148,7 @@ class StepProfiler:
 class TrainingMonitor:
     """Looks at each step of a run: validation, estimated time, and a trace of a few steps.
 
-    A context manager around the loop. All ranks have one and call it at the same steps, for a
-    validation is collective.
+    All ranks have one and call it at the same steps, as a validation is collective.
 
     Args:
         screen: this rank's screen.
@@ -184,22 +176,12 @@ class TrainingMonitor:
         self.validation_rmse: float | None = None
         self.note = ""
         self._loss = self._validated = ""
-        self._exit_stack = ExitStack()
         step, total = training.trainer.state.step, config.trainer.steps
         self._eta = EtaMessage(step, total, steps_per_epoch(config, training))
 
-    def __enter__(self) -> Self:
-        if self.profiler is not None:
-            self._exit_stack.enter_context(self.profiler)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._exit_stack.__exit__(kind, error, traceback)
+    def profiling(self) -> AbstractContextManager[object]:
+        """Return the context of the loop, in which this rank's trace is recorded, if it has one."""
+        return nullcontext() if self.profiler is None else self.profiler
 
     def batches(self) -> Iterator[Batch]:
         """Return the batches to train on."""

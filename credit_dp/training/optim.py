@@ -225,7 +225,7 @@ def seed_step(seed: int, step: int, data_rank: int, model_rank: int) -> None:
         seed: of the run.
         step: number of steps taken before.
         data_rank: of this rank.
-        model_rank: number of this rank among those that share the model and its globe: pipeline
+        model_rank: number of this rank among the ranks that share the model and its globe: pipeline
             rank * domain ranks + domain rank.
     """
     torch.manual_seed(random_seed(seed, step, data_rank, model_rank))

@@ -204,7 +204,7 @@ def observed_layout(
             f"optimizer={config.name}: keeps state that belongs to no parameter. "
             f"{STATE_REQUIREMENT}"
         )
-    # A parameter without dimensions comes last: its moments can't be told from single numbers.
+    # A parameter without dimensions comes last: its moments look like single numbers.
     for parameter in sorted(parameters, key=lambda p: -p.ndim):
         state = optimizer.state[parameter]
         for key, value in state.items():

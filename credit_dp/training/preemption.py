@@ -3,7 +3,6 @@
 import contextlib
 import signal
 from pathlib import Path
-from types import TracebackType
 from typing import Self, final
 
 import torch
@@ -46,12 +45,7 @@ class Preemption:
         self.handlers.enter_context(handle_stop(self.record_signal))
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
         self.handlers.close()
         if self.group is not None and error is None:  # after a failure others may never come
             dist.destroy_process_group(self.group)

@@ -147,7 +147,7 @@ def out_of_memory_message(config: Config, ranks: RankInfo, error: str) -> str:
 def resolve_dates(config: Config, folder: RunFolder, report: ProgressCallback) -> DatesConfig:
     """Return the dates of a run whose config leaves some of them to the store; collective.
 
-    A resumed run keeps those of its checkpoint, whatever was added to the store since then.
+    A resumed run keeps the dates of its checkpoint, whatever was added to the store since then.
     Otherwise rank 0 chooses: the store may be growing, and ranks that open it separately would
     differ.
 
@@ -174,8 +174,8 @@ def dates_of_checkpoint(path: Path, given: DatesConfig) -> DatesConfig:
     """Return the dates of a checkpoint's run, but those of a split that the config gives now.
 
     Raises:
-        UserError: the checkpoint can't be read, or its dates are not within those that are given
-            with a limit.
+        UserError: the checkpoint can't be read, or its dates are not within the dates that are
+            given with a limit.
     """
     numbers = read_metadata("resume", path)
     with translate_read_errors("resume", path):
@@ -191,7 +191,7 @@ def dates_of_checkpoint(path: Path, given: DatesConfig) -> DatesConfig:
 
 
 def check_dates_within(split: str, saved: Sequence[str], given: Sequence[str]) -> None:
-    """Refuse a checkpoint's dates of a split that are not within those that are given.
+    """Refuse a checkpoint's dates of a split that are not within the given dates.
 
     Raises:
         UserError: some are not.
@@ -286,7 +286,7 @@ class _Run:
             self.training.loader,
             self.screen.bar("training", steps, state.step) as bar,
             CheckpointSaver(folder, self.config.trainer, state.step) as checkpoints,
-            monitor,
+            monitor.profiling(),
         ):
             trainer.guard.find_newest_checkpoint = checkpoints.newest_checkpoint
             trainer.start()

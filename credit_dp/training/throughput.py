@@ -41,10 +41,10 @@ class ThroughputMeter:
         """Return the next batch, and add the time that this rank waited for it."""
         if not self._steps:
             self._reset()
-        asked = self.clock()
+        start = self.clock()
         with profile_region(DATA):
             batch = next(batches)
-        self._waited += self.clock() - asked
+        self._waited += self.clock() - start
         self._steps += 1
         self._samples += len(batch.times) * self.manager.dp_world_size
         self._device = batch.state.device

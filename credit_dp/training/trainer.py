@@ -142,7 +142,8 @@ class Trainer:
         #    is logged.
         check = self.guard.check(share, norm, partial(self.diagnose, batch))
 
-        # 4. Update the weights and their average, each rank those that it holds; nothing is sent.
+        # 4. Update the weights and their average. Each rank updates its own weights; nothing is
+        #    sent.
         if check.accepted:
             with profile_region(OPTIMISER):
                 state.optimizer.step()

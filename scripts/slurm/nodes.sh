@@ -37,8 +37,8 @@ wait "$ranks"
 while kill -0 "$ranks" 2> /dev/null; do wait "$ranks"; done
 wait "$ranks" && code=0 || code=$?
 
-# 75: stopped after saving; 138: SIGUSR1 came in the first seconds, before Python handled signals. A
-# cancelled job is no longer RUNNING and is not requeued.
+# 75: stopped after saving; 138: SIGUSR1 came in the first seconds, before Python handled signals.
+# A cancelled job is no longer RUNNING and is not requeued.
 if { [ "$code" = 75 ] || [ "$code" = 138 ]; } && [ "${SLURM_RESTART_COUNT:-0}" -lt 20 ] &&
     [ "$(squeue --noheader --jobs "$job" --format %T)" = RUNNING ]; then
     scontrol requeue "$job"

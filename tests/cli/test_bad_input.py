@@ -211,8 +211,8 @@ def test_a_key_of_another_model_is_named() -> None:
     config = OmegaConf.create({"model": OmegaConf.structured(Mine)})
     with pytest.raises(OmegaConfBaseException) as error:
         OmegaConf.update(config, "model.channels", [8])
-    told = "model.channels: no such key of this model. Allowed in model: width."
-    assert explain_error(error.value) == told
+    expected = "model.channels: no such key of this model. Allowed in model: width."
+    assert explain_error(error.value) == expected
 
 
 @pytest.mark.slow

@@ -256,6 +256,33 @@ def test_a_users_file_that_includes_itself_is_one_line(
     assert refusal(monkeypatch).startswith("defaults: a config file includes itself")
 
 
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (
+            "defaults: [config, _self_]\nseeed: 5\n",  # OmegaConf refuses the key
+            "conf/mine.yaml: seeed: no such key. Did you mean seed? Allowed here: model, data, ",
+        ),
+        (
+            "defaults: [_self_, config]\nseeed: 5\n",  # merged before the schema
+            "conf/mine.yaml: seeed: no such key. Did you mean seed? Allowed here: model, data, ",
+        ),
+        (
+            "of: another program\n",
+            "conf/mine.yaml: needs `schema` or `config` as the first entry of its defaults, but "
+            "has neither (its keys: of). Change defaults or --config-name.",
+        ),
+    ],
+)
+def test_a_root_file_that_does_not_fit_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str, line: str
+) -> None:
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "mine.yaml").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    assert refusal(monkeypatch, "--config-name=mine").startswith(line)
+
+
 def data_of(*texts: str) -> DataConfig:
     overrides = [str(override.input_line) for override in parse_overrides(texts)]
     return Composer("train").compose_config(overrides).data

@@ -42,22 +42,22 @@ def test_everything_is_reported(monkeypatch: pytest.MonkeyPatch, store: Path) ->
 
 
 def test_json_has_it_all(monkeypatch: pytest.MonkeyPatch, store: Path) -> None:
-    told = ask(monkeypatch, f"store={store}", "domain=3")
-    assert told["grid"] == [12, 8]
-    assert told["poles"] is True
-    assert told["dates"]["missing"] == 3
-    assert told["dates"]["gaps"][1] == {
+    report = ask(monkeypatch, f"store={store}", "domain=3")
+    assert report["grid"] == [12, 8]
+    assert report["poles"] is True
+    assert report["dates"]["missing"] == 3
+    assert report["dates"]["gaps"][1] == {
         "after": "2000-01-03T00:00",
         "before": "2000-01-03T12:00",
         "missing": 1,
     }
-    [temperature] = [v for v in told["variables"] if v["name"] == "temperature"]
+    [temperature] = [v for v in report["variables"] if v["name"] == "temperature"]
     assert temperature["units"] == "K"
     assert temperature["levels"] == list(stores.LEVELS)
     assert temperature["chunks"]["shape"] == [1, 3, 12, 8]
-    assert told["sample_bytes"] == 8 * 12 * 8 * 4
-    assert told["amplification"] == {"3": 3.0}
-    assert told["decoded_bytes"] == {"3": told["sample_bytes"]}
+    assert report["sample_bytes"] == 8 * 12 * 8 * 4
+    assert report["amplification"] == {"3": 3.0}
+    assert report["decoded_bytes"] == {"3": report["sample_bytes"]}
 
 
 @pytest.mark.parametrize("ranks", [2, 5])
@@ -85,8 +85,8 @@ def test_reported_bytes_are_those_that_are_read(
         worst = max(worst, read / (4 * 4 * bands.sizes[rank] * 8))
         most = max(most, read)
     # Reported for whichever pole comes first, which is not known of every store.
-    told = report.amplification[ranks]
-    assert told == pytest.approx(worst) if chunk in (3, 12) else told >= worst - 1e-9
+    found = report.amplification[ranks]
+    assert found == pytest.approx(worst) if chunk in (3, 12) else found >= worst - 1e-9
     assert report.decoded_bytes[ranks] >= most
 
 
@@ -99,10 +99,10 @@ def test_levels_in_one_chunk_count(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_prepared_store_needs_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = prepared_stores.write(stores.dataset(), tmp_path / "in.zarr", chunk_rows=3)
-    told = ask(monkeypatch, f"store={path}", "domain=4")
-    assert told["form"] == "prepared"
-    assert told["amplification"] == {"4": 1.0}
-    assert told["advice"] == ["Every rank reads little more than its own rows: nothing to do."]
+    report = ask(monkeypatch, f"store={path}", "domain=4")
+    assert report["form"] == "prepared"
+    assert report["amplification"] == {"4": 1.0}
+    assert report["advice"] == ["Every rank reads little more than its own rows: nothing to do."]
 
 
 def test_the_long_names_of_short_ones_are_reported(tmp_path: Path) -> None:
@@ -118,18 +118,18 @@ def test_the_long_names_of_short_ones_are_reported(tmp_path: Path) -> None:
 
 def test_chunks_of_several_times_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     path = stores.write(stores.dataset(), tmp_path / "in.zarr", chunks={"time": 4})
-    told = ask(monkeypatch, f"store={path}", "domain=1")
-    assert told["amplification"] == {"1": 4.0}
-    assert any("up to 4 times" in line for line in told["advice"])
-    assert not any("share the reading" in line for line in told["advice"])
+    report = ask(monkeypatch, f"store={path}", "domain=1")
+    assert report["amplification"] == {"1": 4.0}
+    assert any("up to 4 times" in line for line in report["advice"])
+    assert not any("share the reading" in line for line in report["advice"])
 
 
 def test_the_advice_can_be_pasted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     folder = tmp_path / "my era5"
     folder.mkdir()
     path = stores.write(stores.dataset(), folder / "in.zarr")
-    told = ask(monkeypatch, f"store={path}")
-    words = shlex.split(told["advice"][-1])
+    report = ask(monkeypatch, f"store={path}")
+    words = shlex.split(report["advice"][-1])
     assert words[:3] == ["credit-dp", "data", "prepare"]
     assert f"store={path}" in words
     assert "domains=[1,2,4,8]" in words
@@ -141,9 +141,9 @@ def test_any_path_is_taken_and_its_advice_too(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
 ) -> None:
     path = str(stores.write(stores.dataset(), tmp_path / name))
-    told = ask(monkeypatch, f'store="{path}"' if "," in name else f"store={path}")
-    assert told["where"] == path
-    again = shlex.split(told["advice"][-1])[3]
+    report = ask(monkeypatch, f'store="{path}"' if "," in name else f"store={path}")
+    assert report["where"] == path
+    again = shlex.split(report["advice"][-1])[3]
     assert ask(monkeypatch, again)["where"] == path
 
 
@@ -155,8 +155,8 @@ def test_a_comma_needs_brackets_or_quotes(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_one_time_has_no_gaps() -> None:
-    told = report_time_axis(stores.times(1).astype("M8[ns]"))
-    assert (told.count, told.gaps, told.spacing_hours) == (1, (), 0)
+    report = report_time_axis(stores.times(1).astype("M8[ns]"))
+    assert (report.count, report.gaps, report.spacing_hours) == (1, (), 0)
 
 
 def test_no_more_ranks_than_rows(tmp_path: Path) -> None:
@@ -181,8 +181,8 @@ def test_refused_in_one_line(
 
 def test_gaps_are_counted_by_the_usual_spacing() -> None:
     times = stores.times(10)[[0, 1, 2, 6, 7, 9]].astype("M8[ns]")
-    told = report_time_axis(times)
-    assert told.spacing_hours == 6
-    assert [gap.missing for gap in told.gaps] == [3, 1]
-    assert told.missing == 4
+    report = report_time_axis(times)
+    assert report.spacing_hours == 6
+    assert [gap.missing for gap in report.gaps] == [3, 1]
+    assert report.missing == 4
     assert np.diff(times).min() == np.timedelta64(6, "h")

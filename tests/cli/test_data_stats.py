@@ -39,12 +39,12 @@ def refused(*arguments):
 def test_it_says_what_it_reads_and_how_long_then_writes_the_file(keys, tmp_path, capsys):
     out = tmp_path / "stats.json"
     assert stats(*keys, f"out={out}") == 0
-    told = capsys.readouterr().out.splitlines()
-    assert "8 dates, 2000-01-01T00:00 to 2000-01-02T18:00; 24.6 kB of fields" in told[0]
-    assert told[1] == "variables: geopotential, 2m_temperature, temperature, solar"
-    assert told[2].startswith("expected: ")
-    assert "64/64" in told[-2]
-    assert told[-1] == f"{out}: train with data.statistics={out}"
+    lines = capsys.readouterr().out.splitlines()
+    assert "8 dates, 2000-01-01T00:00 to 2000-01-02T18:00; 24.6 kB of fields" in lines[0]
+    assert lines[1] == "variables: geopotential, 2m_temperature, temperature, solar"
+    assert lines[2].startswith("expected: ")
+    assert "64/64" in lines[-2]
+    assert lines[-1] == f"{out}: train with data.statistics={out}"
     assert set(json.loads(out.read_text())["channels"]) >= {"temperature_850", "land_sea_mask"}
     config = stores.config(tmp_path / "store.zarr", statistics=str(out))
     given, computed = (
@@ -83,7 +83,7 @@ def test_existing_statistics_are_kept_and_other_files_not_replaced(keys, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "part"),
     [
         (["out=/proc/nowhere/stats.json"], "cannot be created"),
         (["every=0"], "every: needs a whole number of at least 1"),
@@ -95,9 +95,9 @@ def test_existing_statistics_are_kept_and_other_files_not_replaced(keys, tmp_pat
         (['data.variables.temperature.convert="hPa->Pa"'], "temperature needs data.variables"),
     ],
 )
-def test_bad_input_is_one_line(keys, monkeypatch, given, told):
+def test_bad_input_is_one_line(keys, monkeypatch, given, part):
     monkeypatch.setattr("credit_dp.data.dask_scheduler.CONNECT_SECONDS", 0.2)
-    assert told in refused(*keys, *given)
+    assert part in refused(*keys, *given)
 
 
 def test_dates_are_chosen_among_those_with_a_whole_sum(keys, tmp_path, capsys):
@@ -122,10 +122,10 @@ def test_variables_can_be_set(keys, tmp_path, said):
 def test_without_dates_it_takes_those_that_training_would(keys, tmp_path, capsys):
     del keys[3]
     assert stats(*keys, f"out={tmp_path / 'stats.json'}", "every=2") == 0
-    told = capsys.readouterr().out
-    assert "5 dates, 2000-01-01T00:00 to 2000-01-03T00:00, every=2" in told
-    assert "data.dates: auto: train 2000-01-01T00 to 2000-01-03T06 (10 times), valid" in told
-    assert "every=3 is better" in told
+    text = capsys.readouterr().out
+    assert "5 dates, 2000-01-01T00:00 to 2000-01-03T00:00, every=2" in text
+    assert "data.dates: auto: train 2000-01-01T00 to 2000-01-03T06 (10 times), valid" in text
+    assert "every=3 is better" in text
     every = "data.dates.train=[2000-01-01,2000-01-03]"
     assert stats(*keys, every, f"out={tmp_path / 'every.json'}") == 0
     assert "12 dates, 2000-01-01T00:00 to 2000-01-03T18:00" in capsys.readouterr().out

@@ -78,19 +78,19 @@ def test_everything_is_written(monkeypatch: pytest.MonkeyPatch, stores: Path) ->
     assert said.endswith("out/scorecard.html\n")
     assert sorted(path.name for path in (stores / "out").iterdir()) == FILES
     rows = list(csv.DictReader((stores / "out" / "scores.csv").read_text().splitlines()))
-    told = json.loads((stores / "out" / "scores.json").read_text())
-    assert told["lead_hours"] == [0, 6, 24]
+    results = json.loads((stores / "out" / "scores.json").read_text())
+    assert results["lead_hours"] == [0, 6, 24]
     for row in rows:
         level = f"_{row['level']}" if row["level"] else ""
-        scores = told["scores"][f"{row['variable']}{level}"][row["score"]]
+        scores = results["scores"][f"{row['variable']}{level}"][row["score"]]
         value = scores[f"{row['lead_hours']}h"][row["of"]]
         assert value is None if row["value"] == "" else float(row["value"]) == value
     assert {row["of"] for row in rows} == {"forecast", "persistence", "climatology", "truth"}
     assert len(rows) == 2 * 3 * (3 + 2 + 3 + 2 + 3 + 1)
-    check_page((stores / "out" / "scorecard.html").read_text(), told)
+    check_page((stores / "out" / "scorecard.html").read_text(), results)
 
 
-def check_page(text: str, told: dict[str, object]) -> None:
+def check_page(text: str, results: dict[str, object]) -> None:
     """Check that a page is complete, self-contained, and has the JSON's numbers to three digits."""
     page = Page(text)
     assert page.open == []
@@ -108,7 +108,7 @@ def check_page(text: str, told: dict[str, object]) -> None:
     head, names, *lines = page.tables["rmse"]
     assert head[2:] == ["24 h"]
     assert names == ["variable", "unit", "forecast", "persistence", "climatology"]
-    scores = told["scores"]
+    scores = results["scores"]
     assert isinstance(scores, dict)
     for line in lines:
         wanted = scores[line[0]]["rmse"]["24h"].values()

@@ -23,11 +23,11 @@ def test_a_job_is_recorded(tmp_path: Path, code: int, state: str, cause: str | N
     with record_job(tmp_path, ["seed=1"]) as ending:
         begun = read(tmp_path)
         ending.code, ending.cause = code, "data.store: none"
-    told = read(tmp_path)
-    assert list(begun) == list(told) == KEYS
+    ended = read(tmp_path)
+    assert list(begun) == list(ended) == KEYS
     assert (begun["state"], begun["exit_code"], begun["ended"]) == ("running", None, None)
-    assert (told["state"], told["exit_code"], told["cause"]) == (state, code, cause)
-    assert told["overrides"] == read_overrides(tmp_path / "job.json") == ["seed=1"]
+    assert (ended["state"], ended["exit_code"], ended["cause"]) == (state, code, cause)
+    assert ended["overrides"] == read_overrides(tmp_path / "job.json") == ["seed=1"]
     assert [path.name for path in tmp_path.iterdir()] == ["job.json"]
 
 
@@ -49,7 +49,7 @@ def test_a_job_that_is_ended_is_recorded(
 
 
 @pytest.mark.parametrize(
-    ("told", "cause"),
+    ("text", "cause"),
     [
         ("Traceback:\n  File\nValueError: wrong\n", "ValueError: wrong"),
         ("started\nerror: data.store: none\nother: text\n", "data.store: none"),
@@ -58,5 +58,5 @@ def test_a_job_that_is_ended_is_recorded(
         ("\n", None),
     ],
 )
-def test_the_cause_is_the_line_that_names_it(told: str, cause: str | None) -> None:
-    assert failure_cause(told) == cause
+def test_the_cause_is_the_line_that_names_it(text: str, cause: str | None) -> None:
+    assert failure_cause(text) == cause

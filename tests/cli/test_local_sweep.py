@@ -24,13 +24,13 @@ PROGRAM = """
 import os, signal, sys, time
 folder, keys = sys.argv[1], dict(k.split("=", 1) for k in sys.argv if "=" in k)
 seed = int(keys.get("seed", 0))
-asked = []
-signal.signal(signal.SIGUSR1, lambda number, frame: asked.append(number))
+received = []
+signal.signal(signal.SIGUSR1, lambda number, frame: received.append(number))
 open(folder + "/config.yaml", "w").write("{}")
 open(folder + "/began", "w").write(f"{time.monotonic()} {os.getpid()}")
 if seed >= 8:
     os.kill(os.getppid(), {8: signal.SIGINT, 9: signal.SIGUSR1}[seed])
-    while not asked:
+    while not received:
         time.sleep(0.02)
     sys.exit(75)
 time.sleep(0.3)

@@ -77,15 +77,15 @@ def test_other_versions_are_noticed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "part"),
     [(None, "there is no"), ("a: [", "can't be read"), ("a: 1", "is not the config of a run")],
 )
 def test_a_folder_without_a_run_is_one_line(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str | None, told: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str | None, part: str
 ) -> None:
     if text is not None:
         (tmp_path / "config.yaml").write_text(text)
-    assert told in refusal(monkeypatch, "--again", str(tmp_path))
+    assert part in refusal(monkeypatch, "--again", str(tmp_path))
 
 
 def test_an_experiment_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from credit_dp.errors import UserError
 
 SCONTROL = """\
 #!/bin/sh
-echo "$@" >> "$ASKED"
+echo "$@" >> "$RECORD"
 echo "JobId=5 JobState=$STATE Reason=None"
 """
 
@@ -31,18 +31,18 @@ def test_a_job_that_was_stopped_is_queued_again_alone(
     for name, text in (("srun", f"#!/bin/sh\nexit {code}\n"), ("scontrol", SCONTROL)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
-    asked = tmp_path / "asked"
-    asked.touch()
+    record = tmp_path / "record"
+    record.touch()
     array = {"SLURM_JOB_ID": "5", "SLURM_ARRAY_JOB_ID": "5", "SLURM_ARRAY_TASK_ID": "2"}
-    more = {"SLURM_RESTART_COUNT": str(restarts), "STATE": state, "ASKED": str(asked)}
+    more = {"SLURM_RESTART_COUNT": str(restarts), "STATE": state, "RECORD": str(record)}
     for key, value in {**array, **more, "PATH": f"{tmp_path}:/usr/bin:/bin"}.items():
         monkeypatch.setenv(key, value)
     with pytest.raises(SystemExit) as ended:
         run_job(str(tmp_path / "0"), ["seed=1"], [], [], requeues=2)
     assert ended.value.code == code
-    told = asked.read_text().splitlines()
-    assert ("requeue 5_2" in told) == again
-    assert [line.split()[-1] for line in told] == ["5_2"] * len(told)
+    commands = record.read_text().splitlines()
+    assert ("requeue 5_2" in commands) == again
+    assert [line.split()[-1] for line in commands] == ["5_2"] * len(commands)
 
 
 def test_a_job_is_not_queued_again_if_slurm_does_not_know_it(

@@ -52,7 +52,7 @@ def write(
 ) -> Path:
     """Write a store with one time and all the rest per chunk, unless `chunks` differs.
 
-    `arrays` and `attributes` replace those that the dataset would have; None leaves one out.
+    `arrays` and `attributes` replace the dataset's; None leaves one out.
     `short` has the dataset's own names.
     """
     values = stacked(data, short)

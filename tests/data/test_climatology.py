@@ -177,7 +177,7 @@ def test_points_without_values_stay_without(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("hours", "hour", "told"),
+    ("hours", "hour", "expected"),
     [
         ([0], 7.0, (0, 0, 0.0)),
         ([0, 12], 6.0, (0, 1, 0.5)),
@@ -186,8 +186,8 @@ def test_points_without_values_stay_without(tmp_path):
         ([0, 6, 12, 18], 23.0, (3, 0, 5 / 6)),
     ],
 )
-def test_the_day_goes_round(hours, hour, told):
-    assert bracketing_hours(hours, hour) == pytest.approx(told)
+def test_the_day_goes_round(hours, hour, expected):
+    assert bracketing_hours(hours, hour) == pytest.approx(expected)
 
 
 def test_of_many_hours_each_third_gets_a_fit():

@@ -180,18 +180,18 @@ def test_closing_ends_the_thread(ready):
 
 def test_a_store_that_does_not_answer_delays_closing_by_seconds_only(ready, monkeypatch):
     monkeypatch.setattr(data_loader, "CLOSE_TIMEOUT", 0.05)
-    asked, answer = threading.Event(), threading.Event()
+    requested, answer = threading.Event(), threading.Event()
     read = ready.store.source.read
 
     def slow(*args):
-        asked.set()
+        requested.set()
         answer.wait(60)
         return read(*args)
 
     monkeypatch.setattr(ready.store.source, "read", slow)
     source = loader(ready)
     source._read_ahead(2)
-    assert asked.wait(60)
+    assert requested.wait(60)
     source.close()
     left = [thread for thread in threading.enumerate() if thread.name.startswith("loader")]
     assert left

@@ -92,7 +92,7 @@ def test_legendre_slope_is_the_derivative():
 
 
 def test_harmonics_are_eigenfunctions_of_the_laplacian():
-    """div(grad psi), taken as the curl of the wind on the grid, has eigenvalues -n (n + 1)."""
+    """div(grad psi), computed as the curl of the wind on the grid, has eigenvalues -n (n + 1)."""
     grid = GaussianGrid.of(12, np.float64)
     psi = noise(12, 1)
     east = -to_grid(grid.inverse_slope, grid.waves, psi)

@@ -73,7 +73,7 @@ def test_a_copy_of_the_store_has_the_same_statistics(path, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "pattern"),
     [
         ({"train": ["2000-01-01", "2000-01-02T12"]}, "of dates .* Change data.dates.train or"),
         ({"step": "12h", "test": ["2000-01-03", "2000-01-03T12"]}, "of step 6h.* Change data.step"),
@@ -86,12 +86,12 @@ def test_a_copy_of_the_store_has_the_same_statistics(path, tmp_path):
         ({"variables": {"temperature": VariableConfig(normalise="minmax")}}, None),
     ],
 )
-def test_a_mismatch_names_what_differs(path, tmp_path, changes, told):
+def test_a_mismatch_names_what_differs(path, tmp_path, changes, pattern):
     file = own_file(path, tmp_path / "stats.json")
-    if told is None:
+    if pattern is None:
         prepare_training_data(stores.config(path, statistics=file, **changes))
         return
-    assert re.search(told, refused(path, file, **changes))
+    assert re.search(pattern, refused(path, file, **changes))
 
 
 def test_channels_that_are_not_in_the_file_are_named(path, tmp_path):
@@ -103,8 +103,8 @@ def test_channels_that_are_not_in_the_file_are_named(path, tmp_path):
 def test_another_store_is_noticed_by_its_values(path, tmp_path):
     file = own_file(path, tmp_path / "stats.json")
     other = stores.write(stores.dataset(seed=1), tmp_path / "other.zarr")
-    told = refused(other, file)
-    assert "geopotential_500 has other values than in" in told
+    message = refused(other, file)
+    assert "geopotential_500 has other values than in" in message
     grid = stores.write(stores.dataset(rows=14), tmp_path / "grid.zarr")
     assert "of grid [12, 8" in refused(grid, file)
 
@@ -196,7 +196,7 @@ def test_tendencies_that_no_file_gives_are_computed(path, tmp_path, caplog):
 @pytest.mark.slow
 @pytest.mark.parametrize("others", [0, 1])
 def test_what_is_computed_needs_no_statistics(path, tmp_path, caplog, others):
-    """Nor what is not normalised; forcings that the files lack are those of a sample of dates."""
+    """Nor what is not normalised; statistics of forcings that the files lack come from a sample."""
     lacking = {"2m_temperature", "solar"}
     names = [name for name in LONG if name not in lacking]
     files = [written(foreign(names, seed), tmp_path / f"{seed}.nc") for seed in range(2 + others)]
@@ -283,7 +283,7 @@ def test_the_surface_has_the_short_name_of_the_levels_too(path, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "parts"),
     [
         (lambda data: data.drop_vars("2m_temperature"), "0.nc: has no mean of 2m_temperature."),
         (lambda data: data.isel(level=[0, 1]), "0.nc: has no mean of geopotential_850."),
@@ -292,11 +292,11 @@ def test_the_surface_has_the_short_name_of_the_levels_too(path, tmp_path):
         (lambda data: data * np.nan, "geopotential_500|geopotential is nan"),
     ],
 )
-def test_what_foreign_files_lack_is_named(path, tmp_path, change, told):
+def test_what_foreign_files_lack_is_named(path, tmp_path, change, parts):
     first = written(change(foreign(LONG, 0)), tmp_path / "0.nc")
     files = [first, written(foreign(LONG, 1), tmp_path / "1.nc")]
     text = refused(path, files)
-    assert any(part in text for part in told.split("|"))
+    assert any(part in text for part in parts.split("|"))
 
 
 def test_means_that_can_not_be_are_refused_by_a_check_too(path, tmp_path):

@@ -95,7 +95,7 @@ def two_machines(
 
 
 def srun(folder: Path, environment: dict[str, str], function: Sequence[str] = FAILING) -> Programs:
-    """Tasks as srun starts them, with nobody to end those that are left."""
+    """Tasks as srun starts them, where no launcher ends the remaining ones."""
     step = {
         "SLURM_JOB_ID": str(os.getpid()),
         "SLURM_STEP_ID": "0",
@@ -109,7 +109,7 @@ def srun(folder: Path, environment: dict[str, str], function: Sequence[str] = FA
 
 
 def voices(text: str) -> list[str]:
-    """First lines of what our own program says about a failure, without those of the launcher."""
+    """The first lines of our own program about a failure, without the launcher's lines."""
     return re.findall(r"^(?:error: .*|rank \d+ \(.*\) failed:)$", text, re.MULTILINE)
 
 
@@ -175,7 +175,7 @@ def test_a_rank_that_raises_speaks_for_a_launchers_ranks(
 def test_a_stopped_launcher_ends_ranks_that_wait_in_a_collective(
     tmp_path: Path, sent: signal.Signals, said: int
 ) -> None:
-    """Nobody is blamed for ranks that were told to end."""
+    """No line names ranks that a signal ended."""
     environment = {"PYTHONPATH": str(ROOT), "SEEN": str(tmp_path / "waiting")}
     arguments = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"]
     program = start(arguments, tmp_path, environment, ["wait_for_rank_0", "2", "0", "1"])
@@ -190,7 +190,7 @@ def test_a_stopped_launcher_ends_ranks_that_wait_in_a_collective(
 
 
 def training(folder: Path, begin: Callable[[Path, dict[str, str]], Programs]) -> Programs:
-    """Programs whose ranks train on 2 x 2 x 2 until they are asked to stop."""
+    """Programs whose ranks train on 2 x 2 x 2 until a signal stops them."""
     seen = folder / "seen"
     seen.mkdir()
     environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "SEEN": str(seen)}
@@ -226,7 +226,7 @@ def test_a_launchers_ranks_that_train_stop_after_the_same_step(
     assert all(code != 0 for code, _ in results)
     if launcher is srun:
         assert {code for code, _ in results} == {EXIT_PREEMPTED}
-    told = [path.read_text() for path in seen.glob("steps*")]
-    assert len(told) == RANKS
-    assert len(set(told)) == 1
+    steps = [path.read_text() for path in seen.glob("steps*")]
+    assert len(steps) == RANKS
+    assert len(set(steps)) == 1
     assert voices("\n".join(text for _, text in results)) == []

@@ -87,10 +87,10 @@ def test_ranks_that_train_stop_after_the_same_step(
     process.send_signal(sent)
     assert finish(process) == (EXIT_PREEMPTED, "", "")
     assert all(gone(pid) for pid in pids)
-    told = {(tmp_path / f"steps{rank}").read_text() for rank in range(ranks)}
-    assert len(told) == 1, told
+    lines = {(tmp_path / f"steps{rank}").read_text() for rank in range(ranks)}
+    assert len(lines) == 1, lines
     name = "SIGUSR1" if ranks > 1 else sent.name  # that which the program hands on
-    assert re.match(rf"{name}: stopped after step \d+, which is saved in here; ", told.pop())
+    assert re.match(rf"{name}: stopped after step \d+, which is saved in here; ", lines.pop())
 
 
 @pytest.mark.slow

@@ -82,7 +82,7 @@ def placed(
             PlacementRequest(2, 1, spread=True),
             "cpu",
             Placement(2, 1, 1, 0, 1),
-            id="asked",
+            id="spread",
         ),
         pytest.param(
             (1, None, 4),

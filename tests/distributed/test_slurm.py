@@ -12,7 +12,7 @@ from credit_dp.errors import UserError
 
 @pytest.fixture
 def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder whose programs are found before those of the machine."""
+    """A folder whose programs are found before the machine's."""
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setattr(slurm, "SLURM_TIMEOUT", 0.3)
     return tmp_path

@@ -68,12 +68,12 @@ def test_two_machines_train_as_one_process_does(tmp_path: Path, cache: Path) -> 
     assert ends([begin([], ["parallel.domain=1"], tmp_path / "alone", cache)], 200)[0][0] == 0
     expected = pytest.approx(losses(tmp_path / "alone"), rel=1e-10)
     quiet = on_two_machines(tmp_path / "within", cache, "parallel.domain=2", "parallel.data=2")
-    told = on_two_machines(tmp_path / "across", cache, "parallel.domain=4")
+    outputs = on_two_machines(tmp_path / "across", cache, "parallel.domain=4")
     assert quiet[0] == expected
-    assert told[0] == expected
+    assert outputs[0] == expected
     assert "network" not in quiet[1]
     line = "1 of 1 domain groups span several nodes, the first is ranks 0 to 3 on nodes 0 and"
-    assert told[1].count(line) == 1
+    assert outputs[1].count(line) == 1
 
 
 def children(parent: int, word: str = "") -> list[int]:
@@ -88,7 +88,7 @@ def rank_processes(program: subprocess.Popen[str]) -> list[int]:
     return children(fork_server)
 
 
-# A rank of each axis is killed in `test_failures`; here the steps are those of a training.
+# A rank of each axis is killed in `test_failures`; here ranks train.
 @pytest.mark.parametrize(("victim", "name"), VICTIMS[:1])
 def test_a_rank_killed_while_training_ends_all(
     tmp_path: Path, cache: Path, victim: int, name: str

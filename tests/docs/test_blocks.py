@@ -133,7 +133,7 @@ for _page in filter(lambda page: BLOCK.search(page.read_text()), PAGES):
 
 
 def _anchors(page):
-    """Return the anchors of a page: GitHub's of its headings, and those that it sets itself."""
+    """Return the anchors of a page: GitHub's for its headings, and its own."""
     text = BLOCK.sub("", page.read_text())
     headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
     slugs = {re.sub(r"[^\w\- ]", "", line).strip().lower().replace(" ", "-") for line in headings}

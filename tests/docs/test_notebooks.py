@@ -40,8 +40,8 @@ def test_links_lead_somewhere(path):
 
 
 def test_every_notebook_is_listed():
-    told = re.findall(r"\]\((\w+\.ipynb)\)", (FOLDER / "README.md").read_text())
-    assert told == [path.name for path in NOTEBOOKS]
+    linked = re.findall(r"\]\((\w+\.ipynb)\)", (FOLDER / "README.md").read_text())
+    assert linked == [path.name for path in NOTEBOOKS]
 
 
 @pytest.mark.slow

@@ -125,9 +125,9 @@ def test_any_mesh_scores_the_same(config, ranks, domain):
 @pytest.mark.slow
 def test_scores_are_written_as_json_table_and_flat_numbers(config):
     scores, _ = evaluated(alone(), config)
-    told = json.loads(scores.to_json(3))["rmse"]
+    rmse = json.loads(scores.to_json(3))["rmse"]
     value = float(scores.rmse[1, 0, 2])
-    assert told[scores.channels[2]]["6h"]["persistence"] == value
+    assert rmse[scores.channels[2]]["6h"]["persistence"] == value
     assert scores.scalars()[f"rmse/{scores.channels[2]}/6h/persistence"] == value
     (table,) = scores.tables(80)
     assert table.row_count == len(scores.channels)

@@ -1,4 +1,4 @@
-"""Coastlines on maps: the Earth's, and those that follow from a simulated planet's land."""
+"""Coastlines on maps: the Earth's, and coasts of a simulated planet's land."""
 
 from pathlib import Path
 

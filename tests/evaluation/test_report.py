@@ -65,10 +65,10 @@ def test_exponents_are_raised_however_they_are_written(unit: str) -> None:
     assert superscript("K") == "K"
 
 
-@pytest.mark.parametrize(("channels", "told"), [(MAX_HEADLINES, False), (MAX_HEADLINES + 1, True)])
-def test_the_page_says_that_not_all_variables_are_plotted(channels: int, told: bool) -> None:
+@pytest.mark.parametrize(("channels", "noted"), [(MAX_HEADLINES, False), (MAX_HEADLINES + 1, True)])
+def test_the_page_says_that_not_all_variables_are_plotted(channels: int, noted: bool) -> None:
     text = scorecard_page(card({"acc": [0.5, 0.5]}, channels))
-    assert (f"Plots show {MAX_HEADLINES} of the {channels} variables" in text) == told
+    assert (f"Plots show {MAX_HEADLINES} of the {channels} variables" in text) == noted
 
 
 def test_spread_is_drawn_beside_the_error_that_it_should_match() -> None:

@@ -72,7 +72,7 @@ def test_a_truth_that_does_not_fit_is_refused(tmp_path: Path, name: str, parts: 
 def test_a_request_that_can_not_be_met_is_refused(
     folder: Path, changes: dict[str, object], parts: list[str]
 ) -> None:
-    path = folder / "asked.zarr"
+    path = folder / "forecast.zarr"
     if not path.exists():
         forecasts.write(without_members(forecasts.forecast(forecasts.truth(), members=1)), path)
     if changes.get("climatology") == "truth.zarr":
@@ -218,7 +218,10 @@ class TestLimits:
             forecasts.write(data, tmp_path / f"{name}.zarr")
         said = refusal(tmp_path, path)
         assert part in said
-        assert "It looks like degC" in said
+        assert (
+            "It looks like degC, and the store gives no unit: convert it, or leave it out of "
+            "variables. If the values are right, set 'limits={temperature:[LOW,HIGH]}'"
+        ) in said
 
 
 def test_scores_that_are_not_finite_or_too_good(folder: Path, tmp_path: Path) -> None:

@@ -123,10 +123,10 @@ def requests(browser: webdriver.Chrome) -> list[str]:
 
 
 def test_it_needs_no_network_and_raises_no_error(opened: webdriver.Chrome, scorecard: Path) -> None:
-    asked = requests(opened)
-    assert scorecard.as_uri() in asked
-    assert [url for url in asked if not url.startswith(("file:", "data:"))] == []
-    assert [url for url in asked if url.startswith("file:")] == [scorecard.as_uri()]
+    urls = requests(opened)
+    assert scorecard.as_uri() in urls
+    assert [url for url in urls if not url.startswith(("file:", "data:"))] == []
+    assert [url for url in urls if url.startswith("file:")] == [scorecard.as_uri()]
     assert opened.get_log("browser") == []
     assert opened.title == f"Scorecard of {scorecard.parent / LONG}.zarr"
 
@@ -149,9 +149,9 @@ def test_images_are_loaded_and_large_enough_to_read(opened: webdriver.Chrome) ->
         assert complete, alt
         assert natural > 600, alt
         assert shown > 0.9 * natural, f"{alt}: is drawn too small to be read"
-    told = [alt for alt, *_ in images]
-    assert all(len(alt.split()) >= 3 for alt in told)
-    assert len(set(told)) == len(told)
+    texts = [alt for alt, *_ in images]
+    assert all(len(alt.split()) >= 3 for alt in texts)
+    assert len(set(texts)) == len(texts)
 
 
 def test_tables_are_whole_and_their_numbers_readable(opened: webdriver.Chrome) -> None:

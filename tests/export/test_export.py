@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 import credit_dp
 from credit_dp.cli.export import checkpoint
-from credit_dp.config import Config, ModelConfig, OwnModelConfig, PanguConfig
+from credit_dp.config import Config, ModelConfig, OwnModelConfig
 from credit_dp.data.sampling import frame_offsets
 from credit_dp.data.setup import prepare_training_data
 from credit_dp.errors import UserError
@@ -28,7 +28,15 @@ from credit_dp.training.run_folder import RunFolder, resolved_yaml
 from tests.checkpoints import save_checkpoint
 from tests.cli.invocation import answer
 from tests.full_disk import full_disk
-from tests.training.runs import alone, built, make_config, make_store, tiny_unet, train_on
+from tests.training.runs import (
+    alone,
+    built,
+    make_config,
+    make_store,
+    tiny_pangu,
+    tiny_unet,
+    train_on,
+)
 
 SOLAR = "solar"  # a forcing that the store has to give
 
@@ -96,14 +104,7 @@ def test_it_is_the_model_that_was_trained(run, file, source):
 MODELS: dict[str, ModelConfig] = {
     "several frames": tiny_unet(frames=2, squeeze_excite=True, dropout=0.2),
     "next state": tiny_unet(residual=False),
-    "pangu": PanguConfig(
-        width=8,
-        depths=[1, 1, 1, 1],
-        heads=[1, 2, 2, 1],
-        patch=[2, 4, 4],
-        window=[2, 2, 2],
-        mlp_ratio=4,
-    ),
+    "pangu": tiny_pangu(),
 }
 
 
@@ -201,16 +202,16 @@ def test_a_rollout_feeds_back_what_goes_in_again(raining):
 def test_a_rollout_asks_for_its_forcings(run, file):
     _, config, training = run
     (fields, times, solar), wanted = forecast(config, training, 2)
-    asked = []
+    times_read = []
 
     def forcing(at: np.ndarray) -> torch.Tensor:
-        asked.append(at)
+        times_read.append(at)
         return solar
 
     with torch.no_grad():
         first, _ = credit_dp.load(file).rollout(fields, times, 2, forcing)
     assert torch.equal(first, wanted)
-    assert np.array_equal(asked, [times, times + np.timedelta64(6, "h")])
+    assert np.array_equal(times_read, [times, times + np.timedelta64(6, "h")])
 
 
 def test_the_example_of_the_docs_runs_on_a_model_with_diagnostics(raining, tmp_path):
@@ -252,9 +253,9 @@ def test_what_does_not_fit_is_one_line(run, file, raining):
         "got ['soon']": (other, states, ["soon"], None),
         "got array([['2000": (other, states, np.array([["2000-01-01"]], "M8[D]"), None),
     }
-    for needed, (asked, *arguments) in cases.items():
+    for needed, (function, *arguments) in cases.items():
         with pytest.raises(UserError) as error:
-            asked(*arguments)
+            function(*arguments)
         assert needed in str(error.value)
         assert "\n" not in str(error.value)
 
@@ -279,7 +280,7 @@ def test_what_is_no_model_is_one_line(tmp_path, file):
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "part"),
     [
         ({"kind": "os.system"}, "needs the model 'os.system', but only unet, pangu"),
         ({"kind": "pangu"}, "its model has keys that are unknown or invalid"),
@@ -299,12 +300,12 @@ def test_what_is_no_model_is_one_line(tmp_path, file):
         ({"step": "[" * 200_000}, "has metadata that can't be read"),
     ],
 )
-def test_doctored_metadata_is_one_line(tmp_path, file, changes, told):
+def test_doctored_metadata_is_one_line(tmp_path, file, changes, part):
     with safe_open(str(file), framework="pt") as opened:
         texts = opened.metadata()
         tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
     save_file(tensors, tmp_path / "m.safetensors", {**texts, **changes})
-    assert told in refusal(tmp_path / "m.safetensors")
+    assert part in refusal(tmp_path / "m.safetensors")
 
 
 def test_a_checkpoint_that_says_too_little_is_not_exported(run, tmp_path):
@@ -394,7 +395,7 @@ def test_a_file_never_goes_where_it_would_do_damage(run, tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     (tmp_path / "card.md").mkdir()
-    for place, told in {
+    for place, part in {
         str(checkpoint_folder / "m.safetensors"): "would be part of a checkpoint",
         str(pipe): "is a folder or a device",
         str(tmp_path): "is a folder or a device",
@@ -404,7 +405,7 @@ def test_a_file_never_goes_where_it_would_do_damage(run, tmp_path):
     }.items():
         with pytest.raises(UserError, match=r"--output: ") as error:
             exported(run[0], "--output", place)
-        assert told in str(error.value)
+        assert part in str(error.value)
     assert pipe.is_fifo()
     assert len(list(checkpoint_folder.iterdir())) == 2
 

@@ -39,7 +39,7 @@ def checker() -> type[Any]:
 
 
 def complaints(path: Path) -> list[str]:
-    """Return the checker's errors and warnings on a file, without those that are allowed."""
+    """Return the checker's errors and warnings on a file, without the allowed ones."""
     checks = checker()()
     with netCDF4.Dataset(path) as file:
         checks.setup(file)
@@ -144,8 +144,8 @@ def test_a_forecast_says_over_which_span_sums_are(tmp_path, kind):
     config = sea_config(tmp_path, steps=2, diagnostic=[RAIN], prognostic=["temperature"])
     config = replace(config, data=replace(config.data, variables=rain))
     leave_checkpoint(config)
-    asked = forecast_config(config, tmp_path / "f.nc", lead="12h", every="12h", format=kind)
-    out = forecast(asked)
+    settings = forecast_config(config, tmp_path / "f.nc", lead="12h", every="12h", format=kind)
+    out = forecast(settings)
     data = {"netcdf": open_sharded, "zarr": xr.open_zarr}.get(kind, xr.open_dataset)(out)
     with data:
         assert data[RAIN].attrs["cell_methods"] == "prediction_timedelta: sum"

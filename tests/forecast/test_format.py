@@ -114,8 +114,8 @@ def test_a_band_without_any_value_is_written_too(whole, tmp_path):
 def test_points_without_values_have_none(tmp_path, kind):
     config = sea_config(tmp_path, steps=2)
     leave_checkpoint(config)
-    asked = forecast_config(config, tmp_path / "f", members=2, perturb=0.2, format=kind)
-    found = forecast(replace(asked, request=replace(asked.request, lead="12h")))
+    settings = forecast_config(config, tmp_path / "f", members=2, perturb=0.2, format=kind)
+    found = forecast(replace(settings, request=replace(settings.request, lead="12h")))
     with xr.open_zarr(found) if kind == "zarr" else open_sharded(found) as data:
         for name, valid in ((SEA, sea()), (SOIL, ~sea())):
             assert np.array_equal(
@@ -140,9 +140,9 @@ def test_gaps_elsewhere_than_in_training_are_refused(tmp_path):
 def test_it_says_where_it_started_from_wherever_it_is_read(config, tmp_path, monkeypatch):
     store = Path(config.data.store)
     monkeypatch.chdir(store.parent)
-    asked = forecast_config(config, tmp_path / "f.zarr", lead="6h", init="2000-01-04")
-    asked = replace(asked, data=replace(asked.data, store=store.name))
-    with xr.open_zarr(forecast(asked)) as found:
+    settings = forecast_config(config, tmp_path / "f.zarr", lead="6h", init="2000-01-04")
+    settings = replace(settings, data=replace(settings.data, store=store.name))
+    with xr.open_zarr(forecast(settings)) as found:
         assert source_stores(found.attrs) == (str(store),)
     assert source_stores({SETTINGS_ATTRIBUTE: json.dumps({"stores": ["a", "b"]})}) == ("a", "b")
     assert source_stores({}) == ()

@@ -97,10 +97,10 @@ def test_it_is_what_evaluation_makes(config, tmp_path, name):
     if name in MODELS:
         config = train(tmp_path, MODELS[name])
     training = built(config, alone())
-    asked = forecast_config(
+    settings = forecast_config(
         config, tmp_path / "f.zarr", init="2000-01-04T12", every="12h", lead="12h"
     )
-    load_checkpoint(Path(asked.request.checkpoint), training.trainer.state)
+    load_checkpoint(Path(settings.request.checkpoint), training.trainer.state)
     chosen = EvaluationDates("test", (12,), 6)
     dates = HeldOutData(
         config, prepare_training_data(config.data), slice(None), training.like, chosen
@@ -111,7 +111,7 @@ def test_it_is_what_evaluation_makes(config, tmp_path, name):
             training.forecast_step.rollout, dates, times, dates.initial_states(times)
         )
     wanted = dates.denormalise(last)[0].float().numpy()
-    with xr.open_zarr(forecast(asked)) as found:
+    with xr.open_zarr(forecast(settings)) as found:
         names = dict.fromkeys(c.variable for c in dates.prepared.store.channels.output_channels)
         fields = [found[n].values[0, 0].reshape(-1, *wanted.shape[1:]) for n in names]
     assert np.array_equal(np.concatenate(fields), wanted)

@@ -52,33 +52,33 @@ def test_an_interrupted_join_resumes(config, tmp_path, monkeypatch, full):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) if full else KeyboardInterrupt
         return read(*args)
 
-    asked = forecast_config(config, tmp_path / "f.nc", **ONE)
+    settings = forecast_config(config, tmp_path / "f.nc", **ONE)
     with monkeypatch.context() as patch:
         patch.setattr(netcdf, "read_field", some)
         with pytest.raises(UserError if full else KeyboardInterrupt):
-            forecast(asked)
+            forecast(settings)
     there = {path.name for path in tmp_path.iterdir()}
     assert there == {"f.nc.partial"} | (set() if full else {"f.nc.file.partial"})
     finding = check_forecast(str(tmp_path / "f.nc"))
     assert (finding.complete, finding.missing) == (False, [])
-    out = forecast(asked)
+    out = forecast(settings)
     assert {path.name for path in tmp_path.iterdir()} == {"f.nc"}
     assert check_forecast(str(out)).complete
 
 
 def test_a_damaged_chunk_does_not_get_into_the_file(config, tmp_path, monkeypatch):
-    asked = forecast_config(config, tmp_path / "f.nc", **ONE, lead="6h")
+    settings = forecast_config(config, tmp_path / "f.nc", **ONE, lead="6h")
     with monkeypatch.context() as patch:
         patch.setattr(netcdf, "read_field", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            forecast(asked)
+            forecast(settings)
     chunk = tmp_path / "f.nc.partial/temperature/c.1.0.0.0.0"
     chunk.write_bytes(chunk.read_bytes()[:-9])
     with pytest.raises(UserError, match=r"temperature 2000-01-04T12 \+6h: can't be decoded"):
-        forecast(asked)
+        forecast(settings)
     assert not (tmp_path / "f.nc").exists()
     chunk.unlink()
-    assert check_forecast(str(forecast(asked))).complete
+    assert check_forecast(str(forecast(settings))).complete
 
 
 def test_what_is_lost_while_it_is_put_together_is_missed(config, tmp_path, monkeypatch):
@@ -92,7 +92,7 @@ def test_what_is_lost_while_it_is_put_together_is_missed(config, tmp_path, monke
             chunk.unlink()
 
     monkeypatch.setattr(netcdf.NetcdfFileWriter, "assemble_piece", losing)
-    asked = forecast_config(config, tmp_path / "f.nc", **ONE, lead="6h", init="2000-01-04")
+    settings = forecast_config(config, tmp_path / "f.nc", **ONE, lead="6h", init="2000-01-04")
     with pytest.raises(UserError, match="is missing"):
-        forecast(asked)
+        forecast(settings)
     assert not (tmp_path / "f.nc").exists()

@@ -58,11 +58,11 @@ def steps_of(monkeypatch) -> list[int]:
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_it_resumes_to_the_same_bits(config, whole, tmp_path, monkeypatch, form):
-    asked = forecast_config(config, tmp_path / "f", format=form)
+    settings = forecast_config(config, tmp_path / "f", format=form)
     with monkeypatch.context() as patch:
         stop_after(patch, AFTER)
         with pytest.raises(StopError):
-            forecast(asked)
+            forecast(settings)
     out = tmp_path / "f"
     assert not out.exists()
     partial = tmp_path / "f.partial"
@@ -73,7 +73,7 @@ def test_it_resumes_to_the_same_bits(config, whole, tmp_path, monkeypatch, form)
     assert "2000-01-04T12 +24h, rows 0 to 16" in "\n".join(finding.lines())
     kept = {path: path.stat().st_mtime_ns for path in partial.rglob("*") if "." in path.name}
     steps = steps_of(monkeypatch)
-    forecast(asked)
+    forecast(settings)
     assert len(steps) == 4  # the first time was complete
     assert not partial.exists()
     assert check_forecast(str(out)).complete
@@ -86,15 +86,15 @@ def test_it_resumes_to_the_same_bits(config, whole, tmp_path, monkeypatch, form)
 
 
 def test_a_kill_leaves_nothing_that_looks_whole(config, tmp_path, monkeypatch):
-    asked = forecast_config(config, tmp_path / "f")
+    settings = forecast_config(config, tmp_path / "f")
     with monkeypatch.context() as patch:
         stop_after(patch, AFTER)
         with pytest.raises(StopError):
-            forecast(asked)
+            forecast(settings)
     # What a killed process was writing.
     leftover = tmp_path / "f.partial/geopotential/.c.1.3.0.0.0.123.partial"
     leftover.write_bytes(b"half")
-    found = forecast(asked)
+    found = forecast(settings)
     assert not list(found.rglob("*.partial"))
 
 
@@ -118,8 +118,8 @@ def test_other_forecasts_are_not_mixed(config, tmp_path, monkeypatch):
         with pytest.raises(UserError, match=f"was begun with another {word}|{word}") as refused:
             forecast(forecast_config(config, tmp_path / "f", **keys))
         assert "\n" not in str(refused.value)
-    asked = forecast_config(config, tmp_path / "f")
-    single = replace(asked, trainer=replace(asked.trainer, dtype="float32"))
+    settings = forecast_config(config, tmp_path / "f")
+    single = replace(settings, trainer=replace(settings.trainer, dtype="float32"))
     with pytest.raises(UserError, match=r"was begun with trainer\.dtype=float64, not"):
         forecast(single)
     with pytest.raises(UserError, match="is not a forecast that was begun"):
@@ -137,15 +137,15 @@ def test_a_full_disk_is_one_line(config, whole, tmp_path, monkeypatch):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         write(path, content, **options)
 
-    asked = forecast_config(config, tmp_path / "f")
+    settings = forecast_config(config, tmp_path / "f")
     with monkeypatch.context() as patch:
         patch.setattr(target, "write_bytes_atomic", until_full)
         with pytest.raises(UserError, match="can't be written") as refused:
-            forecast(asked)
+            forecast(settings)
     assert "(No space left on device)" in str(refused.value)
     assert "\n" not in str(refused.value)
     assert not (tmp_path / "f").exists()
-    assert files(forecast(asked)) == files(whole)
+    assert files(forecast(settings)) == files(whole)
 
 
 # The last is full when the first file has begun.

@@ -7,7 +7,6 @@ import copy
 import torch
 from torch import Tensor, nn
 
-from credit_dp.config import PanguConfig
 from credit_dp.domain_parallel import DomainParallelManager, functional, shard_tensor
 from credit_dp.domain_parallel.build import shard_model
 from credit_dp.domain_parallel.verify import relative_error
@@ -16,7 +15,7 @@ from credit_dp.models import build_model
 from credit_dp.models.segments import Segment, SegmentedModel, SegmentState
 from credit_dp.pipeline_parallel.pipeline import Pipeline
 from credit_dp.pipeline_parallel.stages import Stage, cut_model, segment_costs, stage_slices
-from tests.training.runs import tiny_crossformer, tiny_unet
+from tests.training.runs import tiny_crossformer, tiny_pangu, tiny_unet
 
 COLUMNS = 16
 SAMPLES = 4
@@ -29,14 +28,7 @@ CONFIGS = {
     "unet": tiny_unet(),
     "unet with all": tiny_unet(frames=2, squeeze_excite=True, global_conditioning=True),
     "computed again": tiny_unet(activation_checkpointing=True),
-    "pangu": PanguConfig(
-        width=8,
-        depths=[1, 2, 1, 1],
-        heads=[1, 2, 2, 1],
-        patch=[2, 4, 4],
-        window=[2, 2, 2],
-        mlp_ratio=4,
-    ),
+    "pangu": tiny_pangu(depths=[1, 2, 1, 1]),
     "crossformer": tiny_crossformer(depths=[1, 2]),
     "spectral norm": tiny_crossformer(depths=[1, 2], spectral_norm=True),
 }

@@ -127,14 +127,14 @@ def calls_of(manager: DomainParallelManager, schedule: str) -> list[tuple[str, i
 def test_each_micro_batch_is_announced_right_before_its_forward(schedule):
     for found in on_processes(2, calls_of, schedule, domain=1, pipeline=2):
         parts = {part for _, part, _ in found}
-        told, silent = found[: 2 * SAMPLES * len(parts)], found[2 * SAMPLES * len(parts) :]
-        assert [kind for kind, *_ in told] == ["begin", "forward"] * (SAMPLES * len(parts))
+        reported, silent = found[: 2 * SAMPLES * len(parts)], found[2 * SAMPLES * len(parts) :]
+        assert [kind for kind, *_ in reported] == ["begin", "forward"] * (SAMPLES * len(parts))
         assert {kind for kind, *_ in silent} == {"forward"}
-        for (_, part, _), (_, same, samples) in zip(told[::2], told[1::2], strict=True):
+        for (_, part, _), (_, same, samples) in zip(reported[::2], reported[1::2], strict=True):
             assert part == same
             assert samples == 1
         for part in parts:
-            order = [micro for kind, of, micro in told if kind == "begin" and of == part]
+            order = [micro for kind, of, micro in reported if kind == "begin" and of == part]
             assert order == list(range(SAMPLES))
 
 

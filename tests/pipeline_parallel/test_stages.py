@@ -59,7 +59,7 @@ def every_segment(model, of_each=1):
 
 
 def run(stages, x):
-    """Run the stages one after the other; their shapes are those that they declare."""
+    """Run the stages one after the other, and check the shapes that they declare."""
     state = (x,)
     for stage in stages:
         assert_fits(stage.input_specs, state)

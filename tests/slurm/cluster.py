@@ -97,17 +97,17 @@ def start(folder: Path, environment: dict[str, str]) -> None:
     for node in NODES:
         daemon(["slurmd", "-N", node], environment)
     deadline = time.monotonic() + PATIENCE
-    told = ""
+    states = ""
     while time.monotonic() < deadline:
         command = ["sinfo", "--noheader", "--Node", "--format", "%t"]
-        told = subprocess.run(
+        states = subprocess.run(
             command, env=environment, capture_output=True, text=True, check=False
         ).stdout
-        if told.split() == ["idle"] * len(NODES):
+        if states.split() == ["idle"] * len(NODES):
             return
         time.sleep(0.2)
     logs = "\n".join(path.read_text()[-1000:] for path in folder.glob("*.log"))
-    raise RuntimeError(f"SLURM does not start: {told}\n{logs}")
+    raise RuntimeError(f"SLURM does not start: {states}\n{logs}")
 
 
 MUNGE_FILES = (("key", "key"), ("pid", "pid"), ("log", "log"), ("seed", "seed"))

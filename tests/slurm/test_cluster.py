@@ -72,8 +72,8 @@ class Cluster:
 
     def job(self, number: str) -> dict[str, str]:
         """What SLURM knows of a job."""
-        told = self.ask("scontrol", "show", "job", "--oneliner", number).split()
-        return dict(word.split("=", 1) for word in told if "=" in word)
+        words = self.ask("scontrol", "show", "job", "--oneliner", number).split()
+        return dict(word.split("=", 1) for word in words if "=" in word)
 
 
 @pytest.fixture(scope="module")
@@ -174,14 +174,14 @@ def test_a_sweep_is_one_array_and_only_the_broken_job_fails(
     assert numbers == [f"{numbers[0].partition('_')[0]}_{n}" for n in range(4)]
     until(ended(first, 4), "the sweep")
     records = [record(first / str(n)) for n in range(4)]
-    assert [told["state"] for told in records] == ["done", "done", "failed", "done"], records
-    assert [told["slurm_job"] for told in records] == numbers
+    assert [record["state"] for record in records] == ["done", "done", "failed", "done"], records
+    assert [record["slurm_job"] for record in records] == numbers
     assert "metrics.json: could not be written" in str(records[2]["cause"])
     assert cluster.job(numbers[2])["ExitCode"] == f"{records[2]['exit_code']}:0"
     sweep = read_sweep(first)
     assert sweep.keys == ("parallel.domain", "seed")
-    told = [(job.status.state, job.status.cause) for job in sweep.jobs]
-    assert told == [(each["state"], each["cause"] or "") for each in records]
+    states = [(job.status.state, job.status.cause) for job in sweep.jobs]
+    assert states == [(each["state"], each["cause"] or "") for each in records]
 
 
 def test_jobs_of_an_array_on_one_node_at_once_do_not_collide(cluster: Cluster, first: Path) -> None:
@@ -246,8 +246,8 @@ def test_a_job_of_an_array_is_queued_again_alone(cluster: Cluster, tmp_path: Pat
     until(lambda: cluster.job(jobs[1]).get("Restarts") == "1", "the second life")
     ends = ("COMPLETED", "FAILED")
     until(lambda: all(cluster.job(job)["JobState"] in ends for job in jobs), "the end")
-    told = [(cluster.job(job)["JobState"], cluster.job(job)["Restarts"]) for job in jobs]
-    assert told == [("COMPLETED", "0"), ("COMPLETED", "1")]
+    states = [(cluster.job(job)["JobState"], cluster.job(job)["Restarts"]) for job in jobs]
+    assert states == [("COMPLETED", "0"), ("COMPLETED", "1")]
 
 
 def test_a_changed_config_is_not_taken_for_finished(cluster: Cluster, first: Path) -> None:

@@ -100,8 +100,8 @@ def test_a_waiting_run_is_recognised_by_its_overrides(tmp_path: Path) -> None:
     write_done(folder / "0", "seed=1", "resume=auto", model=5)
     for name, text in (("0", "seed=1"), ("1", "seed=2")):
         (folder / name).mkdir(exist_ok=True)
-        told = {"overrides": [text], "slurm_job": f"7_{name}"}
-        (folder / name / "submitted.json").write_text(json.dumps(told))
+        record = {"overrides": [text], "slurm_job": f"7_{name}"}
+        (folder / name / "submitted.json").write_text(json.dumps(record))
     sweep = read_sweep(folder)
     assert sweep.keys == ("seed",)
     told_of = [(job.name, job.value("seed"), job.status.state) for job in sweep.jobs]

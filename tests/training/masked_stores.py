@@ -38,7 +38,7 @@ def dataset(steps: int = 20) -> xr.Dataset:
 def sea_config(folder: Path, model: ModelConfig | None = None, **changes: Any) -> Config:
     """Return a run of ten steps: sea temperature is prognostic, soil water and rain diagnostic.
 
-    `changes` are those of the data, or of the trainer where it has such a key.
+    `changes` are keys of the trainer, or else of the data.
     """
     path = folder / "sea.zarr"
     if not path.exists():

@@ -127,7 +127,7 @@ def with_ema(config: Config, decay: float | None) -> Config:
 
 
 def full_arrays(parameters: Mapping[str, nn.Parameter]) -> Weights:
-    """Return copies of parameters, those that FSDP2 shards gathered; collective."""
+    """Return copies of parameters; parameters that FSDP2 shards are gathered. Collective."""
     found = {}
     for name, parameter in parameters.items():
         assert isinstance(parameter, nn.Parameter)

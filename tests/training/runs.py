@@ -56,6 +56,21 @@ def tiny_crossformer(**options: Any) -> CrossFormerConfig:
     )
 
 
+def tiny_pangu(**options: Any) -> PanguConfig:
+    """Return a Pangu config of few channels, with one block a level, unless `depths` differs."""
+    return PanguConfig(
+        **{
+            "width": 8,
+            "depths": [1, 1, 1, 1],
+            "heads": [1, 2, 2, 1],
+            "patch": [2, 4, 4],
+            "window": [2, 2, 2],
+            "mlp_ratio": 4,
+            **options,
+        }
+    )
+
+
 # Of 32, 33, 61 and 121 rows all but the first divide into no whole patches or windows.
 TINY_MODELS: dict[str, ModelConfig] = {
     "unet": tiny_unet(),
@@ -64,15 +79,7 @@ TINY_MODELS: dict[str, ModelConfig] = {
     ),
     "next state": tiny_unet(residual=False),
     "stochastic depth": tiny_unet(stochastic_depth=0.3),
-    "pangu": PanguConfig(
-        width=8,
-        depths=[1, 2, 1, 1],
-        heads=[1, 2, 2, 1],
-        patch=[2, 4, 4],
-        window=[2, 2, 2],
-        mlp_ratio=4,
-        stochastic_depth=0.3,
-    ),
+    "pangu": tiny_pangu(depths=[1, 2, 1, 1], stochastic_depth=0.3),
     "crossformer": tiny_crossformer(stochastic_depth=0.3),
 }
 

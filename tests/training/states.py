@@ -134,7 +134,7 @@ def state_on(manager: DomainParallelManager, name: str, seed: int, shared: bool)
 
 
 def full_tensors(state: TrainingState) -> dict[str, torch.Tensor]:
-    """Return a rank's tensors, those that FSDP2 shards gathered; collective."""
+    """Return a rank's tensors; tensors that FSDP2 shards are gathered. Collective."""
     return {
         name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         for name, tensor in state.tensors().items()

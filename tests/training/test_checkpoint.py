@@ -299,7 +299,7 @@ def test_what_something_else_saved_is_refused(tmp_path, content):
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "part"),
     [
         ({"step": True}, "not a checkpoint of this program"),
         ({"step": -1}, "not a checkpoint of this program"),
@@ -315,7 +315,7 @@ def test_what_something_else_saved_is_refused(tmp_path, content):
         ({"tensors": None}, "its shards hold optimiser."),
     ],
 )
-def test_doctored_numbers_are_refused(tmp_path, changes, told):
+def test_doctored_numbers_are_refused(tmp_path, changes, part):
     state = small_state()
     take_step(state)
     content = json.loads((save_checkpoint(tmp_path, state, "") / "state.json").read_text())
@@ -323,7 +323,7 @@ def test_doctored_numbers_are_refused(tmp_path, changes, told):
         model = {n: shape for n, shape in content["tensors"].items() if "optimiser" not in n}
         changes = {"tensors": model}
     text = json.dumps({**content, **changes}).encode()
-    assert told in damaged(tmp_path, "state.json", text)
+    assert part in damaged(tmp_path, "state.json", text)
 
 
 def test_numbers_nested_without_end_are_refused(tmp_path):

@@ -77,15 +77,15 @@ def test_a_checkpoint_goes_round_all_meshes(tmp_path, model, first, second):
 
 
 def refusals(manager: DomainParallelManager, source: Path, model: str) -> str:
-    """What a rank is told instead of going on."""
+    """Return the error of one rank."""
     with pytest.raises(UserError) as error:
         load_checkpoint(source, state_on(manager, model, 2, False))
     assert "\n" not in str(error.value)
     return str(error.value)
 
 
-def told(source: Path, model: str = "unet", **mesh: int) -> str:
-    """The one line that all ranks of a mesh are told."""
+def refusal(source: Path, model: str = "unet", **mesh: int) -> str:
+    """Return the error, which is the same on all ranks of a mesh."""
     found = on_processes(2, refusals, source, model, **mesh)
     assert len(set(found)) == 1
     return found[0]
@@ -93,7 +93,7 @@ def told(source: Path, model: str = "unet", **mesh: int) -> str:
 
 def test_another_model_is_refused_by_all_stages_alike(tmp_path):
     start("unet", tmp_path)
-    line = told(tmp_path, "crossformer", domain=1, pipeline=2)
+    line = refusal(tmp_path, "crossformer", domain=1, pipeline=2)
     assert "which the model has. Change the model" in line
 
 
@@ -102,7 +102,7 @@ def test_a_damaged_shard_is_refused_by_all_ranks_alike(tmp_path):
     start("unet", tmp_path)
     (shard,) = tmp_path.glob("*/*.safetensors")
     shard.write_bytes(shard.read_bytes()[:-100])
-    assert "not a readable checkpoint" in told(tmp_path)
+    assert "not a readable checkpoint" in refusal(tmp_path)
 
 
 def one_rank_fails(manager: DomainParallelManager, folder: Path, call: str) -> tuple[str, Any]:

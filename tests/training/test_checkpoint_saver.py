@@ -254,8 +254,8 @@ def on_the_way(manager: DomainParallelManager, folder: Path, full: bool) -> dict
         if full and manager.rank == 1:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(os, "fsync", no_space)
-                return {"told": refused(checkpoints, state)}
-        return {"told": refused(checkpoints, state)} if full else then
+                return {"error": refused(checkpoints, state)}
+        return {"error": refused(checkpoints, state)} if full else then
 
 
 def refused(checkpoints: CheckpointSaver, state: TrainingState) -> Any:
@@ -284,5 +284,5 @@ def test_shares_of_parameters_are_saved_as_they_were(tmp_path):
 def test_a_rank_whose_disk_is_full_ends_all_alike(tmp_path):
     first, second = on_processes(2, on_the_way, tmp_path, True, domain=1)
     assert first == second
-    assert "step 2 could not be written (No space left on device)" in first["told"]
+    assert "step 2 could not be written (No space left on device)" in first["error"]
     assert file_names(tmp_path) == ["step-00000001"]

@@ -9,7 +9,7 @@ from safetensors import safe_open
 
 import credit_dp
 from credit_dp.cli.export import checkpoint
-from credit_dp.config import Config, ModelConfig, PanguConfig, StandardLossConfig
+from credit_dp.config import Config, ModelConfig, StandardLossConfig
 from credit_dp.data.channels import Channel
 from credit_dp.data.setup import prepare_training_data
 from credit_dp.domain_parallel import DomainParallelManager
@@ -26,20 +26,20 @@ from tests.checkpoints import save_checkpoint
 from tests.domain_parallel.equality import MODEL, assert_same_as_whole_globe
 from tests.ranks import on_processes, on_threads
 from tests.training.masked_stores import COLUMNS, RAIN, ROWS, SEA, SOIL, sea, sea_config
-from tests.training.runs import alone, built, tiny_crossformer, tiny_unet, train_on, weights
+from tests.training.runs import (
+    alone,
+    built,
+    tiny_crossformer,
+    tiny_pangu,
+    tiny_unet,
+    train_on,
+    weights,
+)
 
 FIELDS = Fields(((0, 1, 2), (4, 5, 6)), (3,), others=2, frames=2, diagnostic=3)
 MODELS: dict[str, ModelConfig] = {
     "unet": tiny_unet(frames=2),
-    "pangu": PanguConfig(
-        width=8,
-        depths=[1, 1, 1, 1],
-        heads=[1, 2, 2, 1],
-        patch=[2, 2, 2],
-        window=[2, 2, 2],
-        mlp_ratio=4,
-        frames=2,
-    ),
+    "pangu": tiny_pangu(patch=[2, 2, 2], frames=2),
     "crossformer": tiny_crossformer(frames=2),
 }
 

@@ -253,7 +253,7 @@ def test_gradients_explode_in_comparison(config):
     guard = built(
         replace(config, trainer=replace(config.trainer, exploding=5.0)), alone()
     ).trainer.guard
-    loss, diagnose = torch.tensor(1.0), lambda: "never asked"
+    loss, diagnose = torch.tensor(1.0), lambda: "never called"
     assert guard.check(loss, torch.tensor(50.0), diagnose).accepted  # too few to compare with
     for size in np.linspace(0.5, 1.5, MIN_NORMS - 1):
         assert guard.check(loss, torch.tensor(size), diagnose).accepted

@@ -46,7 +46,7 @@ def test_what_a_pattern_matches_stays():
 
 
 @pytest.mark.parametrize(
-    ("patterns", "told"),
+    ("patterns", "pattern"),
     [
         (["0.wieght"], r"trainer.freeze: .*'0.wieght' matches none of 4. Did you mean 0.weight\?$"),
         (["0.*", "1"], r"trainer.freeze: .*'1' matches none of 4. Did you mean 1\.\*\?$"),
@@ -54,8 +54,8 @@ def test_what_a_pattern_matches_stays():
         (["0.*", "1.*"], r"trainer.freeze: leaves no parameter to train, it matches all 4"),
     ],
 )
-def test_patterns_that_match_nothing_or_everything_are_refused(patterns, told):
-    with pytest.raises(UserError, match=told):
+def test_patterns_that_match_nothing_or_everything_are_refused(patterns, pattern):
+    with pytest.raises(UserError, match=pattern):
         freeze(model(), patterns)
 
 

@@ -70,12 +70,12 @@ def test_all_weights_of_the_same_model_and_nothing_else(config, tmp_path):
     source = save(config, tmp_path)
     other = replace(config, seed=4, trainer=replace(config.trainer, dtype="float32"))
     training = built(other, alone())
-    told = load(training, other, tmp_path)
+    summary = load(training, other, tmp_path)
     found = training.trainer.state.parameters
     for name, weight in source.trainer.state.parameters.items():
         assert torch.equal(found[name], weight.float())
-    assert told.startswith(f"init_from: {len(found)} of {len(found)} tensors from {tmp_path}")
-    assert ";" not in told
+    assert summary.startswith(f"init_from: {len(found)} of {len(found)} tensors from {tmp_path}")
+    assert ";" not in summary
     assert training.trainer.state.step == 0
     assert not training.trainer.state.optimizer.state
 
@@ -96,8 +96,8 @@ def test_channels_in_common_are_treated_as_before(config, kind, tmp_path):
     source, target = save(first, tmp_path), built(second, alone())
     for tensor in named_tensors(target.trainer.state.parts).values():
         tensor.detach().zero_()
-    told = load(target, second, tmp_path)
-    assert "partly" in told
+    summary = load(target, second, tmp_path)
+    assert "partly" in summary
     for training in (source, target):
         training.trainer.state.train(False)
     (old,), (new,) = (t.trainer.state.parts for t in (source, target))
@@ -122,10 +122,10 @@ def test_new_and_dropped_channels_of_a_unet(config, tmp_path):
     first, second = with_data(config, BEFORE), with_data(config, LESS, seed=9)
     source, target = save(first, tmp_path), built(second, alone())
     drawn = {name: p.detach().clone() for name, p in target.trainer.state.parameters.items()}
-    told = load(target, second, tmp_path)
+    summary = load(target, second, tmp_path)
     assert (
         "; 3 partly (head.bias: 3 of 4 output channels, head.weight: 3 of 4 output channels, "
-        "stem.conv.weight: 5 of 6 input channels)" in told
+        "stem.conv.weight: 5 of 6 input channels)" in summary
     )
     before, after = (t.trainer.state.parameters for t in (source, target))
     assert torch.equal(after["head.bias"][:3], before["head.bias"][3:])
@@ -155,12 +155,12 @@ def test_as_many_other_variables_are_not_taken_for_the_same(config, tmp_path):
 
 def loaded(manager: DomainParallelManager, config: Config, folder: Path):
     training = built(config, manager)
-    told = load(training, config, folder)
+    summary = load(training, config, folder)
     state = training.trainer.state
     if state.average is not None:
         for name, average in state.average.averages.items():
             assert torch.equal(local_tensor(average), local_tensor(state.parameters[name]))
-    return told, full_arrays(state.parameters)
+    return summary, full_arrays(state.parameters)
 
 
 @pytest.mark.slow
@@ -181,8 +181,8 @@ def test_every_mesh_starts_with_the_same_weights(config, mesh, tmp_path):
     given = (mesh.ranks, loaded, on_mesh(second, mesh), tmp_path)
     found = on_processes(*given, domain=mesh.domain, pipeline=mesh.pipeline)
     seen = set()
-    for told, weights in found:
-        assert told == wanted[0]
+    for summary, weights in found:
+        assert summary == wanted[0]
         seen |= weights.keys()
         assert all(np.array_equal(value, wanted[1][name]) for name, value in weights.items())
     assert seen == wanted[1].keys()
@@ -195,8 +195,8 @@ def test_averages_come_first(config, tmp_path):
     for value in average.averages.values():
         value.fill_(7)
     save_checkpoint(tmp_path, source.trainer.state, "")
-    told, weights = loaded(alone(), config, tmp_path)
-    assert "(averages)" in told
+    summary, weights = loaded(alone(), config, tmp_path)
+    assert "(averages)" in summary
     assert all((value == 7).all() for value in weights.values())
 
 
@@ -207,11 +207,11 @@ def test_other_statistics_are_reported(config, tmp_path):
     assert "normalised" not in load(training, config, tmp_path)
     std[2] *= 1.1
     training.trainer.state.data["statistics"]["forcing_mean"][0] += 1
-    told = load(training, config, tmp_path)
+    summary = load(training, config, tmp_path)
     name = channel_names(training.trainer.state.data)["output"][2]
     forcing = config.data.forcing[0]
     words = f"; 2 channels normalised with another mean or deviation ({name}, {forcing})"
-    assert told.endswith(words)
+    assert summary.endswith(words)
 
 
 def test_what_does_not_fit_is_refused(config, tmp_path):

@@ -45,8 +45,8 @@ def test_all_ranks_keep_what_only_the_first_one_shows(tmp_path):
         logging.getLogger("credit_dp.data").warning("slow")
         logging.getLogger("credit_dp.data").debug("unheard")
     assert shown.getvalue() == "slow\n"
-    first, *told, last = messages(tmp_path / "logs" / "rank-3.log")
-    assert told == ["INFO credit_dp.data: reads rows", "WARNING credit_dp.data: slow"]
+    first, *between, last = messages(tmp_path / "logs" / "rank-3.log")
+    assert between == ["INFO credit_dp.data: reads rows", "WARNING credit_dp.data: slow"]
     assert "started as process" in first
     assert last.endswith("ended")
 
@@ -56,8 +56,8 @@ def test_a_later_start_appends(tmp_path):
         with terminal(logging.INFO) as shown, log_to_file(tmp_path, 0):
             OURS.info("start %s", number)
         assert shown.getvalue() == f"start {number}\n"
-    told = messages(tmp_path / "logs" / "rank-0.log")
-    assert [line for line in told if "start " in line] == [
+    lines = messages(tmp_path / "logs" / "rank-0.log")
+    assert [line for line in lines if "start " in line] == [
         "INFO credit_dp: start 0",
         "INFO credit_dp: start 1",
     ]
@@ -93,9 +93,9 @@ def test_a_full_disk_is_one_warning(tmp_path, capsys):
     with terminal(logging.INFO) as shown, full_disk(300), log_to_file(tmp_path, 0):
         for number in range(1000):
             OURS.info("line %s", number)
-    told = shown.getvalue().splitlines()
-    assert [line for line in told if line.startswith("line")] == [f"line {n}" for n in range(1000)]
-    (warning,) = [line for line in told if not line.startswith("line")]
+    lines = shown.getvalue().splitlines()
+    assert [line for line in lines if line.startswith("line")] == [f"line {n}" for n in range(1000)]
+    (warning,) = [line for line in lines if not line.startswith("line")]
     assert warning.endswith("rank-0.log: could not be written ([Errno 27] File too large).")
     assert capsys.readouterr().err == ""
     assert (tmp_path / "logs" / "rank-0.log").stat().st_size == 300
@@ -129,5 +129,5 @@ def test_lines_from_before_there_is_a_file_are_kept_for_it(tmp_path, capsys):
         OURS.setLevel(before[2])
     shown = capsys.readouterr()
     assert (shown.out, shown.err) == ("", "WARNING credit_dp.data: slow\n")
-    told = [line.partition(": ")[2] for line in messages(tmp_path / "logs" / "rank-0.log")]
-    assert told[1:-1] == ["reads z as geopotential", "4 layers", "slow", "later"]
+    lines = [line.partition(": ")[2] for line in messages(tmp_path / "logs" / "rank-0.log")]
+    assert lines[1:-1] == ["reads z as geopotential", "4 layers", "slow", "later"]

@@ -88,13 +88,13 @@ def test_it_resumes_only_with_its_own_upsampling(older):
 def test_its_weights_start_another_run_which_names_the_key(older):
     training, config = state_with(older, "transpose")
     prepared = prepare_training_data(config.data)
-    told = load_initial_weights(str(older[2]), training.trainer.state, config.model, prepared)
+    summary = load_initial_weights(str(older[2]), training.trainer.state, config.model, prepared)
     assert same_weights(older[1], training)
-    assert "newly initialised" not in told
+    assert "newly initialised" not in summary
     training, config = state_with(older, "bilinear")
-    told = load_initial_weights(str(older[2]), training.trainer.state, config.model, prepared)
-    assert "2 newly initialised (up.0.0.bias, up.0.0.weight)" in told
-    assert told.endswith("; the checkpoint has model.upsample=transpose")
+    summary = load_initial_weights(str(older[2]), training.trainer.state, config.model, prepared)
+    assert "2 newly initialised (up.0.0.bias, up.0.0.weight)" in summary
+    assert summary.endswith("; the checkpoint has model.upsample=transpose")
 
 
 @pytest.mark.parametrize("source", ["run", "file", "older file"])
@@ -122,9 +122,9 @@ def test_it_makes_forecasts(older, tmp_path):
     path = older[2]
     out = tmp_path / "forecast.zarr"
     words = [f"checkpoint={path}", f"init={INIT}", "lead=6h", f"out={out}", "device=cpu"]
-    asked = forecast_config(words, "credit-dp forecast")
-    assert asked.model.upsample == "transpose"
-    make_forecasts(asked, alone(), torch.device("cpu"), Screen(None))
+    settings = forecast_config(words, "credit-dp forecast")
+    assert settings.model.upsample == "transpose"
+    make_forecasts(settings, alone(), torch.device("cpu"), Screen(None))
     assert out.is_dir()
     other = [*words[:-2], f"out={tmp_path / 'other.zarr'}", "device=cpu", "model.upsample=bilinear"]
     changed = forecast_config(other, "credit-dp forecast")

@@ -73,13 +73,13 @@ def _entries(monkeypatch, value):
 
 
 @pytest.mark.parametrize(
-    ("value", "told"),
+    ("value", "part"),
     [
         ("no_such_package:Config", "no_such_package:Config can't be imported"),
         ("tests.ranks:RankError", "tests.ranks:RankError is not a subclass of OwnModelConfig"),
     ],
 )
-def test_what_is_no_model_is_reported_and_skipped(monkeypatch, caplog, value, told):
+def test_what_is_no_model_is_reported_and_skipped(monkeypatch, caplog, value, part):
     _entries(monkeypatch, value)
     assert plugins.find_plugins(OwnModelConfig, ()) == {}
-    assert told in caplog.text
+    assert part in caplog.text

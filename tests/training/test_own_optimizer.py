@@ -1,4 +1,4 @@
-"""A user's optimizers: those that train and resume exactly, and those that are refused."""
+"""A user's optimizers: some train and resume exactly, others are refused."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

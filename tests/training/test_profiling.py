@@ -17,7 +17,7 @@ def traced(manager, config, path):
     training = built(config, manager)
     trace = path if manager.rank == 0 else None
     watch = TrainingMonitor(config, training, Screen(None), None, trace)
-    with training.loader, watch:
+    with training.loader, watch.profiling():
         for record in step_records(training, watch.batches()):
             watch.on_step_end(record)
             watch.end_step()

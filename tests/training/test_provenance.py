@@ -16,7 +16,7 @@ def git(folder, *arguments):
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """A folder that passes for that of the package."""
+    """A folder that passes for the package's."""
     folder = tmp_path / "project" / "package"
     folder.mkdir(parents=True)
     (folder / "__init__.py").write_text("one = 1\n")

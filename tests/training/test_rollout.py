@@ -334,18 +334,18 @@ def test_a_rollout_longer_than_the_dates_is_refused(store, tmp_path):
     config = make_config(store, tmp_path, rollout={0: 1, 400: 12})
     with pytest.raises(
         UserError, match=r"13 dates of data\.dates\.train.*trainer\.rollout"
-    ) as told:
+    ) as error:
         built(config, alone())
-    assert "model.frames" not in str(told.value)
-    assert "\n" not in str(told.value)
+    assert "model.frames" not in str(error.value)
+    assert "\n" not in str(error.value)
 
 
 def test_a_model_that_a_forward_changes_is_not_computed_again(store, tmp_path):
     model = tiny_crossformer(spectral_norm=True)
     config = make_config(store, tmp_path, model, checkpoint_activations=True)
-    with pytest.raises(UserError, match=r"checkpoint_activations: .*changes .*_u,") as told:
+    with pytest.raises(UserError, match=r"checkpoint_activations: .*changes .*_u,") as error:
         one_pass(alone(), config)
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(error.value)
 
 
 def test_a_pipeline_computes_no_step_again(store, tmp_path):

@@ -259,7 +259,7 @@ def test_an_error_that_is_no_users_names_its_type_elsewhere(path):
         channels = Store(source, stores.config(path)).channels.prognostic
         if rank == 1:
             source.fail(BrokenError("oh"))
-            source.fail(BrokenError("told once only"))
+            source.fail(BrokenError("raised only once"))
         return source.read(channels, slice(0, 1), slice(*trade.bounds[rank : rank + 2]))
 
     zero, one = on_trading_threads(2, shared)

@@ -1,4 +1,4 @@
-"""The summary before a run starts; its estimates are those that a run measures."""
+"""The summary before a run starts; its estimates equal what a run measures."""
 
 import pytest
 
@@ -53,8 +53,8 @@ def test_it_fits_on_a_screen(config):
     assert 5 < len(lines) <= 20
     text = "\n".join(lines)
     count = sum(p.numel() for p in training.trainer.state.parameters.values())
-    for told in (f"{count:,} parameters", "12 rows", "2000-01-01 to 2000-01-03", config.run.dir):
-        assert told in text
+    for part in (f"{count:,} parameters", "12 rows", "2000-01-01 to 2000-01-03", config.run.dir):
+        assert part in text
     assert "2 from step 0" in text
     assert "activations" in text
 
@@ -73,14 +73,14 @@ def test_longer_rollouts_hold_more(config):
 def test_the_remaining_time_is_logged_once(monkeypatch):
     clock = iter(range(0, 10_000, 3))  # three seconds for each step
     monkeypatch.setattr(console.time, "monotonic", lambda: float(next(clock)))
-    told = EtaMessage(step=5, total=105, per_epoch=40)
-    lines = {step: line for step in range(6, 106) if (line := told(step)) is not None}
+    message = EtaMessage(step=5, total=105, per_epoch=40)
+    lines = {step: line for step in range(6, 106) if (line := message(step)) is not None}
     assert lines == {25: "about 2 min for an epoch, done in about 4 min"}
 
 
 def test_a_run_of_few_steps_logs_no_remaining_time():
-    told = EtaMessage(step=0, total=20, per_epoch=40)
-    assert [told(step) for step in range(1, 21)] == [None] * 20
+    message = EtaMessage(step=0, total=20, per_epoch=40)
+    assert [message(step) for step in range(1, 21)] == [None] * 20
 
 
 @pytest.mark.parametrize(

@@ -65,12 +65,12 @@ def test_numbers_and_config_can_be_read_back(config):
         "persistence",
         "climatology",
     }
-    told = OmegaConf.load(folder / "config.yaml")
-    assert told.trainer.steps == 4
+    saved = OmegaConf.load(folder / "config.yaml")
+    assert saved.trainer.steps == 4
     assert [row["step"] for row in log_of(config)] == ["1", "2", "3", "4"]
     checkpoint = json.loads((folder / "checkpoint/step-00000004/state.json").read_text())
     assert checkpoint["step"] == 4
-    assert OmegaConf.create(checkpoint["config"]) == told
+    assert OmegaConf.create(checkpoint["config"]) == saved
 
 
 @pytest.mark.slow
@@ -104,8 +104,8 @@ def test_dates_that_are_chosen_stay_when_the_store_grows(config, caplog):
     config = with_open_dates(config, limit=20)
     caplog.set_level(logging.INFO)
     run(config, RankInfo())
-    told = "data.dates: auto: train 2000-01-01T00 to 2000-01-05T18 (20 times), valid 2000-01-07"
-    assert told in caplog.text
+    line = "data.dates: auto: train 2000-01-01T00 to 2000-01-05T18 (20 times), valid 2000-01-07"
+    assert line in caplog.text
     folder = Path(config.run.dir)
     before = OmegaConf.load(folder / "config.yaml").data.dates
     assert before.test == ["2000-01-07T18", "2000-01-08T06"]

@@ -91,7 +91,7 @@ def test_it_is_the_mean_of_normalised_rmse(config):
     area = np.cos(np.deg2rad(prepared.store.latitude))
     rows = torch.as_tensor(area / area.sum()).to(squares)
     by_field = (squares.mean(-1) * rows).sum(-1).mean(0).sqrt()
-    # Of which the weights by area are those of the grid's cells, nearly those of the cosine.
+    # The weights by area are those of the grid's cells, which are close to the cosine.
     assert validation() == pytest.approx(float(by_field.mean()), rel=1e-2)
     training.trainer.state.train()
 

@@ -223,7 +223,7 @@ class RechunkJob:
             raise UserError(disk_error_message(error, str(self.target.out))) from error
 
     def write_missing(self, on_written: CountCallback) -> None:
-        """Write all missing times, and report those that existed before as well."""
+        """Write all missing times; existing times are reported to `on_written`, too."""
         request = self._request
         groups = group_blocks(time_blocks(self.selected), self._workers)
         out = str(self.target.out)

@@ -285,7 +285,7 @@ def measure_codecs(
 
 
 def choose_codec(measured: Mapping[str, CodecMeasurement]) -> CodecMeasurement:
-    """Return the codec with the best ratio among those that read about as fast as the fastest."""
+    """Return the codec with the best ratio; it reads about as fast as the fastest one."""
     fastest = min(codec.read for codec in measured.values())
     candidates = [codec for codec in measured.values() if codec.read <= READ_TOLERANCE * fastest]
     return max(candidates, key=lambda codec: codec.ratio)

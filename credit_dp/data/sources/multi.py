@@ -385,7 +385,7 @@ def _common_times(sources: Sequence[Source]) -> Times:
     for source in sources:
         if len(source.times) > len(common):
             log.info(
-                "%s: uses %d of %d times, those that all other stores have too",
+                "%s: uses %d of %d times, which are in all other stores, too",
                 source.where,
                 len(common),
                 len(source.times),

@@ -39,8 +39,8 @@ def open_source(config: DataConfig) -> Source:
     """Open what `config.store` names as one source, whatever its format.
 
     Several entries are joined: along time if their times don't overlap, otherwise by variables.
-    Static stores are those without a time axis, those with one time beside stores with many, and
-    those with only variables that are known to be constant.
+    A store is static if it has no time axis, if it has one time and other stores have many, or if
+    all its variables are known to be constant.
 
     Raises:
         UserError: a store is missing or can't be read, or its coordinates don't fit.
@@ -142,7 +142,7 @@ def _concat_in_time(sources: Sequence[Source], where: str) -> Source:
 
 
 def _split_timeless(sources: Sequence[Source]) -> tuple[list[Source], list[Source]]:
-    """Split sources into those with times and those that hold static fields.
+    """Split sources into two lists: with times, and with static fields.
 
     A source is static if it has no time axis or nothing but known constants, or if it has one time
     where other groups have many. A single time that follows the others of its own group is not

@@ -413,7 +413,7 @@ class GriddedSource(Source):
 
 
 def _variables(dataset: xr.Dataset, where: str, model_levels: bool) -> dict[str, VariableInfo]:
-    """Return the metadata of all variables; those that can't be read have a `problem`."""
+    """Return the metadata of all variables; if one can't be read, its `problem` says why."""
     levels = _levels(dataset, where)
     variables = {}
     for name, array in dataset.data_vars.items():

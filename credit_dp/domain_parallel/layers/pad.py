@@ -69,7 +69,7 @@ class _RowPad(ConstantFillLayer, ABC):
         return out.start - north, out.stop - north
 
     def required_rows(self, out: slice, height: int) -> tuple[RowRange, ...]:
-        """Return the rows of the globe and those that the mode shows beyond the poles."""
+        """Return the rows of the globe, and the rows that the mode shows beyond the poles."""
         if self.mode == "constant":
             return super().required_rows(out, height)
         first, stop = self.input_span(out, height)

@@ -507,7 +507,7 @@ class AuditError(UserError):
 def _refusals(global_trace: Trace, band_trace: Trace, heights: dict[int, int]) -> Iterator[str]:
     """Yield a message for each refused operation.
 
-    Stops when the layout after a refused operation can't be told from the shapes of both runs.
+    Stops when the layout after a refused operation can't be derived from the shapes of both runs.
     """
     layouts: dict[int, Layout] = {}  # by number of the tensor, which is the same in both runs
     location = ""

@@ -35,10 +35,10 @@ def config(store: Path, **changes: Any) -> DataConfig:
 
 
 def request(store: Path, out: Path, **changes: Any) -> RechunkRequest:
-    asked = {key: changes.pop(key) for key in ("dates", "grid") if key in changes}
+    selection = {key: changes.pop(key) for key in ("dates", "grid") if key in changes}
     data = changes.pop("data", {})
     return RechunkRequest(
-        FieldSelection(config(store, **data), **asked), str(out), **({"codec": "lz4"} | changes)
+        FieldSelection(config(store, **data), **selection), str(out), **({"codec": "lz4"} | changes)
     )
 
 

@@ -128,14 +128,14 @@ def test_written_chunks_are_not_written_again(
     replace = os.replace
     monkeypatch.setattr(os, "replace", lambda a, b: (written.append(b.name), replace(a, b))[1])
     again = RechunkJob(request(small, out))
-    told: list[int] = []
+    counts: list[int] = []
     with again.locked():
         assert again.num_done == 3
         again.begin("lz4")
-        again.write_missing(told.append)
+        again.write_missing(counts.append)
         again.finish()
     assert written == ["c.3.0.0.0", "c.4.0.0.0", "c.5.0.0.0", "c.6.0.0.0", "out.zarr"]
-    assert sum(told) == 7
+    assert sum(counts) == 7
 
 
 @pytest.mark.slow

@@ -45,11 +45,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 def test_refused_in_one_line(small: Path, tmp_path: Path, name: str) -> None:
     changes, message = REFUSED[name]
     out = Path(changes["out"]) if "out" in changes else tmp_path / "out.zarr"
-    asked = request(small, out, **{key: x for key, x in changes.items() if key != "out"})
+    requested = request(small, out, **{key: x for key, x in changes.items() if key != "out"})
     if "out" in changes:
-        asked = RechunkRequest(asked.selection, changes["out"])
+        requested = RechunkRequest(requested.selection, changes["out"])
     with pytest.raises(UserError, match=message) as refused:
-        RechunkJob(asked)
+        RechunkJob(requested)
     assert "\n" not in str(refused.value)
     assert [path.name for path in tmp_path.iterdir()] == ["in.zarr"]
 
@@ -148,11 +148,11 @@ def test_two_at_once_are_refused(small: Path, tmp_path: Path) -> None:
 
 def test_a_scheduler_needs_whole_paths(tmp_path: Path) -> None:
     far = WorkerConfig(scheduler="tcp://127.0.0.1:9")
-    asked = RechunkRequest(
+    requested = RechunkRequest(
         FieldSelection(config(Path("in.zarr"))), str(tmp_path / "x.zarr"), workers=far
     )
     with pytest.raises(UserError, match=r"need an absolute path, got in\.zarr"):
-        RechunkJob(asked)
+        RechunkJob(requested)
 
 
 @pytest.mark.slow

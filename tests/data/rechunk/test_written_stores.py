@@ -241,11 +241,11 @@ def test_regridded_on_the_way(small: Path, tmp_path: Path, grid: str) -> None:
 
 def test_a_store_of_any_chunks_is_cut_at_their_ends(tmp_path: Path) -> None:
     store = stores.write(stores.dataset(9, 4, 20), tmp_path / "in.zarr", chunks={"time": 6})
-    asked = run.SelectedFields.open(FieldSelection(config(store), ("2000-01-02", "2000-01-05")))
-    assert asked.blocks(100) == [(0, 16)]
-    assert asked.blocks(7) == [(0, 2), (2, 8), (8, 14), (14, 16)]
-    assert asked.blocks(4) == [(0, 2), (2, 6), (6, 8), (8, 12), (12, 16)]
-    assert asked.blocks(1) == [(n, n + 1) for n in range(16)]
+    fields = run.SelectedFields.open(FieldSelection(config(store), ("2000-01-02", "2000-01-05")))
+    assert fields.blocks(100) == [(0, 16)]
+    assert fields.blocks(7) == [(0, 2), (2, 8), (8, 14), (14, 16)]
+    assert fields.blocks(4) == [(0, 2), (2, 6), (6, 8), (8, 12), (12, 16)]
+    assert fields.blocks(1) == [(n, n + 1) for n in range(16)]
 
 
 def test_batches_hold_all_blocks_once() -> None:

@@ -59,12 +59,12 @@ def test_levels_that_differ_are_refused_unless_some_are_chosen(tmp_path):
         str(stores.write(DATA[[name]].sel(level=levels), tmp_path / f"{name}.zarr"))
         for name, levels in zip(names, ([500, 850], [850, 1000]), strict=True)
     ]
-    asked = {"store": paths, "prognostic": names, "forcing": [], "static": []}
+    options = {"store": paths, "prognostic": names, "forcing": [], "static": []}
     with pytest.raises(UserError, match="temperature has the levels 850, 1000, but geopotential"):
-        Store.open(stores.config(tmp_path, **asked))
-    store = Store.open(stores.config(tmp_path, **asked, levels=[850]))
+        Store.open(stores.config(tmp_path, **options))
+    store = Store.open(stores.config(tmp_path, **options, levels=[850]))
     assert store.channels.prognostic == (Channel("geopotential", 850), Channel("temperature", 850))
-    alone = Store.open(stores.config(tmp_path, **(asked | {"prognostic": names[1:]})))
+    alone = Store.open(stores.config(tmp_path, **(options | {"prognostic": names[1:]})))
     assert alone.levels == [850, 1000]
 
 

@@ -1,4 +1,4 @@
-"""Results cached by shape are those that torch computes, and are never used for other inputs."""
+"""Results cached by shape equal torch's, and are never used for other inputs."""
 
 import pytest
 import torch

@@ -69,7 +69,7 @@ def assert_same(found: list[Trajectory], wanted: Trajectory) -> None:
         (3, 32),
         *(
             pytest.param(domain, rows, marks=pytest.mark.slow)
-            for domain, rows in ((2, 32), (4, 32), (2, 121), (4, 181))
+            for domain, rows in ((2, 61), (4, 33))
         ),
     ],
 )
@@ -85,17 +85,16 @@ def test_ten_steps_are_the_same_on_data_ranks(stores, domain):
     assert_same(on_processes(2 * domain, train_all, config, domain=domain), wanted)
 
 
-# Each model on each number of ranks.
+# Each model on each number of ranks; larger heights are tested in `tests/models`.
 CASES = [
-    ("crossformer", 3, 32),
-    ("pangu", 2, 61),
-    ("pangu", 3, 33),
-    ("pangu", 4, 121),
-    ("crossformer", 2, 121),
+    ("crossformer", 2, 33),
+    ("crossformer", 3, 33),
     ("crossformer", 4, 33),
+    ("pangu", 2, 33),
+    ("pangu", 3, 33),
+    ("pangu", 4, 33),
     ("several frames", 3, 33),
     ("stochastic depth", 2, 32),
-    ("stochastic depth", 4, 33),
     ("next state", 2, 33),
 ]
 

@@ -78,7 +78,7 @@ MESHES = [
             ("crossformer", Mesh(1, 1, 2)),
             ("unet", Mesh(1, 2, 1, "fsdp2")),
             ("unet", Mesh(2, 1, 1)),
-            ("crossformer", Mesh(2, 1, 2, "fsdp2", "interleaved")),
+            ("crossformer", Mesh(2, 1, 1, "fsdp2", "interleaved")),
         )
     ),
 ]

@@ -153,7 +153,6 @@ def plainly(manager: DomainParallelManager, config) -> Trajectory:
     [
         Mesh(1, 2, 1, "fsdp2"),
         Mesh(1, 1, 2, "ddp"),
-        Mesh(1, 2, 2, "fsdp2"),
     ],
     ids=str,
 )

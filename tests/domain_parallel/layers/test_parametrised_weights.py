@@ -128,8 +128,16 @@ def test_norms_of_weights(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", NORMS)
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        ("spectral", 2),
+        ("old spectral", 8),
+        ("weight", 4),
+        ("old weight", 2),
+        ("orthogonal", 4),
+    ],
+)
 def test_norms_of_weights_on_more_ranks(name, ranks):
     on_threads(ranks, _assert_same, name)
 

@@ -127,7 +127,6 @@ MESHES = [
     *(
         pytest.param(mesh, marks=SLOW)
         for mesh in (
-            Mesh(2, 2, 1, "fsdp2"),
             Mesh(2, 2, 1, "fsdp2", "gpipe"),
             Mesh(2, 1, 2, "fsdp2"),
             Mesh(2, 1, 2, "ddp", "interleaved"),
@@ -288,12 +287,3 @@ def test_one_line(monkeypatch: pytest.MonkeyPatch, case: tuple[list[str], str]) 
     code, out, err = answer(monkeypatch, "plan", *SMALL, *arguments, program="credit-dp")
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert needed in err
-
-
-@pytest.mark.slow
-def test_era5_up_to_1024_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = ("model=crossformer_base", "data.grid=721x1440")
-    code, out, _ = plan(monkeypatch, *keys, "--up-to", "1024", "--json")
-    assert code == 0
-    last = json.loads(out)["meshes"][-1]
-    assert (last["domain"], last["data"]) == (50, 1024 // 50)

@@ -77,6 +77,8 @@ def _begin(
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
+    # Where a new interpreter would look for modules and entry points; its ranks look there too.
+    sys.path[1:1] = environment.get("PYTHONPATH", "").split(os.pathsep)
     processes.ORIGINAL_DIR = str(folder)
     # Ranks that it starts are forked from the same server as it is itself.
     forkserver._forkserver._forkserver_address = address

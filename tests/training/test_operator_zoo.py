@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from credit_dp import plugins
 from credit_dp.config import OwnModelConfig
 from credit_dp.export.file import read_trained
+from tests import commands
 from tests.domain_parallel.equality import MODEL, assert_same_as_whole_globe
 from tests.ranks import on_processes, on_threads
 
@@ -45,13 +45,11 @@ def test_the_zoo_on_gloo_ranks():
 
 def _train(tmp_path, *overrides):
     folder = tmp_path / "-".join(overrides).replace("=", "")
-    command = [sys.executable, "train.py", "model=operator_zoo", *overrides]
+    command = ["python", "train.py", "model=operator_zoo", *overrides]
     command += ["experiment=zoo", f"--config-dir={ZOO / 'conf'}", f"run.dir={folder}"]
     path = os.pathsep.join([str(ZOO), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "WANDB_MODE": "disabled"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
-    )
+    done = commands.run(command, ROOT, environment, timeout=300.0)
     assert done.returncode == 0, done.stdout + done.stderr
     weights = read_trained(str(folder)).weights
     return {name: value.double() for name, value in weights.items()}

@@ -1,8 +1,6 @@
 """Out of memory: one line with the rank, the sizes, and the keys to change."""
 
 import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +12,7 @@ from credit_dp.costs.budget import training_memory
 from credit_dp.distributed import RankInfo, launch
 from credit_dp.errors import UserError
 from credit_dp.training.run import explain_out_of_memory, out_of_memory_message
+from tests import commands
 from tests.training.runs import make_config, make_store, tiny_unet
 
 ROOT = Path(__file__).parents[2]
@@ -93,15 +92,10 @@ def main(folder: str) -> int:
 
 @pytest.mark.slow
 def test_all_ranks_end_with_one_line(tmp_path):
-    code = f"import sys; from {__name__} import main; sys.exit(main(sys.argv[1]))"
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    code = f"from {__name__} import main\n"
+    # The ranks import what starts them, as a file of the name __mp_main__.
+    code += f"if __name__ == '__main__':\n    raise SystemExit(main({str(tmp_path)!r}))"
+    done = commands.run(["python", "-W", "error", "-c", code], ROOT, os.environ)
     assert done.returncode == 2
     assert done.stderr.startswith("error: rank 1 (pipeline 0, data 0, domain 1): out of memory (")
     assert done.stderr.count("\n") == 1

@@ -4,7 +4,7 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from credit_dp.fields import Fields
 from credit_dp.models import build_model
 from credit_dp.plugins import LEGACY_VARIABLE, PLUGINS_VARIABLE, find_plugins
 from credit_dp.training.run_folder import resolved_yaml
+from tests import commands
 from tests.cli.invocation import answer, refusal
 
 ROOT = Path(__file__).parents[2]
@@ -485,15 +486,24 @@ def test_one_model_may_derive_from_another(monkeypatch: pytest.MonkeyPatch, tmp_
     assert Composer("train").compose_config(["model=wide"]).model.width == 64
 
 
-def _train(folder: Path, *overrides: str) -> str:
-    command = [sys.executable, ROOT / "train.py", "model=custom", "experiment=fast", *overrides]
-    environment = {**os.environ, PLUGINS_VARIABLE: "my_model.py", "WANDB_MODE": "disabled"}
-    done = subprocess.run(
-        [*map(str, command), *ALL, "trainer.dtype=float64", "data.grid=25x48"],
+Run = Callable[[list[str], Path, dict[str, str]], subprocess.CompletedProcess[str]]
+
+
+def _in_a_new_interpreter(
+    words: list[str], folder: Path, environment: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
+    """Run a command as `commands.run` does; its ranks find the plug-ins by themselves."""
+    return subprocess.run(
+        [sys.executable, *words[1:]],
         cwd=folder, env=environment, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
+
+
+def _train(folder: Path, *overrides: str, run: Run = commands.run) -> None:
+    words = ["python", str(ROOT / "train.py"), "model=custom", "experiment=fast", *overrides]
+    environment = {**os.environ, PLUGINS_VARIABLE: "my_model.py", "WANDB_MODE": "disabled"}
+    done = run([*words, *ALL, "trainer.dtype=float64", "data.grid=25x48"], folder, environment)
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def _forecast_without_its_loss(folder: Path, run: Path) -> None:
@@ -504,10 +514,7 @@ def _forecast_without_its_loss(folder: Path, run: Path) -> None:
         ["checkpoint", "export", str(run)],
         ["forecast", f"checkpoint={run}", "init=2001-02-10", "lead=6h"],
     ):
-        done = subprocess.run(
-            [sys.executable, "-m", "credit_dp", *words],
-            cwd=folder, env=environment, capture_output=True, text=True, timeout=300,
-        )  # fmt: skip
+        done = commands.run(["credit-dp", *words], folder, environment)
         assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -520,18 +527,18 @@ def test_train_py_is_exact_on_two_ranks_resumes_and_sweeps(tmp_path: Path) -> No
 
     written(tmp_path, MODEL + TRAINING)
     states = []
-    for ranks in (1, 2):
+    for ranks, start in ((1, commands.run), (2, _in_a_new_interpreter)):
         name = f"run.name=on{ranks}", f"parallel.domain={ranks}"
-        _train(tmp_path, *name, "trainer.steps=3")
+        _train(tmp_path, *name, "trainer.steps=3", run=start)
         weights = read_trained(str(tmp_path / f"outputs/on{ranks}")).weights
         states.append(torch.cat([weights[name].flatten() for name in sorted(weights)]))
     alone, sharded = states
     assert (sharded - alone).norm() <= 1e-10 * alone.norm()
-    _train(tmp_path, "run.name=on2", "parallel.domain=2", "trainer.steps=4", "resume=auto")
+    _train(tmp_path, "run.name=on2", "parallel.domain=1", "trainer.steps=4", "resume=auto")
     log = (tmp_path / "outputs/on2/metrics.csv").read_text().splitlines()
     assert [line.split(",")[0] for line in log[1:]] == ["1", "2", "3", "4"]
     _forecast_without_its_loss(tmp_path, tmp_path / "outputs/on2")
-    sweep = "-m", "run.name=many", "model.width=2,4", "trainer.steps=1", "parallel.domain=2"
+    sweep = "-m", "run.name=many", "model.width=2,4", "trainer.steps=1", "parallel.domain=1"
     _train(tmp_path, *sweep)
     assert list_checkpoints(tmp_path / "outputs/many/1/checkpoint")
 

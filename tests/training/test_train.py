@@ -1,6 +1,8 @@
 """A whole run: its files and output, and resuming it."""
 
+import contextlib
 import csv
+import io
 import json
 import logging
 import shutil
@@ -39,16 +41,34 @@ def config(tmp_path):
     return make_config(store, tmp_path / "run", steps=4, checkpoint_every=3, log_every=2)
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """Train a run to its end once, and return its config and what it printed."""
+    folder = tmp_path_factory.mktemp("finished")
+    store = make_store(folder, 12)
+    config = make_config(store, folder / "run", steps=4, checkpoint_every=3, log_every=2)
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert run(config, RankInfo()) == 0
+    return config, out.getvalue()
+
+
+@pytest.fixture
+def resumed(finished, tmp_path):
+    """Return the config of a copy of the finished run that a test may resume and change."""
+    config, _ = finished
+    shutil.copytree(config.run.dir, tmp_path / "copy")
+    return replace(config, run=replace(config.run, dir=str(tmp_path / "copy")), resume="auto")
+
+
 def log_of(config: Config) -> list[dict[str, str]]:
     with (Path(config.run.dir) / "metrics.csv").open() as file:
         return list(csv.DictReader(file))
 
 
-def test_a_run_leaves_all_its_files_and_says_where(config, capsys):
-    assert run(config, RankInfo()) == 0
+def test_a_run_leaves_all_its_files_and_says_where(finished):
+    config, said = finished
     folder = Path(config.run.dir)
     assert {path.name for path in folder.iterdir()} == FILES | ASIDE
-    said = capsys.readouterr().out
     assert all(str(folder / name) in said for name in FILES)
     assert f"plots        {folder}/*.png\n" in said
     assert "geopotential_500" in said
@@ -56,8 +76,8 @@ def test_a_run_leaves_all_its_files_and_says_where(config, capsys):
 
 
 @pytest.mark.slow
-def test_numbers_and_config_can_be_read_back(config):
-    run(config, RankInfo())
+def test_numbers_and_config_can_be_read_back(finished):
+    config, _ = finished
     folder = Path(config.run.dir)
     scores = json.loads((folder / "metrics.json").read_text())
     assert set(scores["rmse"]["geopotential_500"]["12h"]) == {
@@ -74,15 +94,12 @@ def test_numbers_and_config_can_be_read_back(config):
 
 
 @pytest.mark.slow
-def test_auto_resumes_where_the_run_stopped(config, capsys):
-    run(config, RankInfo())
-    first = log_of(config)
-    longer = replace(config, resume="auto", trainer=replace(config.trainer, steps=6))
-    capsys.readouterr()
-    run(longer, RankInfo())
+def test_auto_resumes_where_the_run_stopped(resumed, capsys):
+    first = log_of(resumed)
+    run(replace(resumed, trainer=replace(resumed.trainer, steps=6)), RankInfo())
     assert "resumed after step 4 from" in capsys.readouterr().out
-    assert log_of(config)[:4] == first
-    assert [row["step"] for row in log_of(config)] == ["1", "2", "3", "4", "6"]
+    assert log_of(resumed)[:4] == first
+    assert [row["step"] for row in log_of(resumed)] == ["1", "2", "3", "4", "6"]
 
 
 @pytest.mark.slow
@@ -162,13 +179,10 @@ def contents(folder: Path) -> dict[Path, bytes]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("steps", [2, 4])
-def test_a_finished_run_is_only_evaluated_again(config, capsys, steps):
-    run(config, RankInfo())
-    before = contents(Path(config.run.dir))
-    capsys.readouterr()
-    again = replace(config, resume="auto", trainer=replace(config.trainer, steps=steps))
-    run(again, RankInfo())
-    assert contents(Path(config.run.dir)) == before
+def test_a_finished_run_is_only_evaluated_again(resumed, capsys, steps):
+    before = contents(Path(resumed.run.dir))
+    run(replace(resumed, trainer=replace(resumed.trainer, steps=steps)), RankInfo())
+    assert contents(Path(resumed.run.dir)) == before
     said = capsys.readouterr().out
     assert f"nothing to train: the checkpoint is of step 4 and trainer.steps is {steps};" in said
     assert "persis-" in said
@@ -235,12 +249,11 @@ def whole_run(manager: DomainParallelManager, config: Config) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "domain"), [(2, 2), (4, 2)])
-def test_any_mesh_leaves_the_same_numbers(config, ranks, domain):
-    run(config, RankInfo())
+def test_any_mesh_leaves_the_same_numbers(finished):
+    config, _ = finished
     scores = json.loads((Path(config.run.dir) / "metrics.json").read_text())
     shared = replace(config, run=replace(config.run, dir=config.run.dir + "-shared"))
-    assert on_processes(ranks, whole_run, shared, domain=domain) == [0] * ranks
+    assert on_processes(4, whole_run, shared, domain=2) == [0] * 4
     assert {path.name for path in Path(shared.run.dir).iterdir()} == FILES | ASIDE
     found = json.loads((Path(shared.run.dir) / "metrics.json").read_text())
     for channel, leads in scores["rmse"].items():

@@ -78,8 +78,9 @@ def test_signals_end_all_ranks_that_do_not_train(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    ("sent", "ranks"), [(signal.SIGTERM, 1), (signal.SIGTERM, 2), (signal.SIGUSR1, 2)]
+)
 def test_ranks_that_train_stop_after_the_same_step(
     tmp_path: Path, sent: signal.Signals, ranks: int
 ) -> None:

@@ -29,11 +29,11 @@ SLOW = pytest.mark.slow
 QUICKLY_SHARDED = [name for name in NAMES if name != "spectral norm"]
 
 
-def cases(*quick, names=NAMES):
-    """Each model with a schedule, one of them with all; those not in `quick` are slow."""
+def cases(*quick, names=NAMES, with_all=()):
+    """Each model with a schedule, some of them with all; those not in `quick` are slow."""
     found = dict.fromkeys(quick)
     for number, name in enumerate(names):
-        of_it = SCHEDULES if name == "unet with all" else SCHEDULES[number % len(SCHEDULES) :][:1]
+        of_it = SCHEDULES if name in with_all else SCHEDULES[number % len(SCHEDULES) :][:1]
         found |= dict.fromkeys((name, schedule) for schedule in of_it)
     return [pytest.param(*case, marks=[] if case in quick else [SLOW]) for case in found]
 
@@ -47,6 +47,7 @@ def cases(*quick, names=NAMES):
         ("pangu", "interleaved"),
         ("crossformer", "1f1b"),
         ("own", "interleaved"),
+        with_all=["unet with all"],
     ),
 )
 def test_two_stages_are_the_model(name, schedule):

@@ -113,7 +113,8 @@ def assert_stages_are_shards(manager, name, rows):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [n if n in ("unet", "own") else pytest.param(n, marks=SLOW) for n in NAMES]
+    "name",
+    [n for n in NAMES if n != "crossformer"],  # "spectral norm" is one, and has more state
 )
 def test_stages_of_shards_in_a_row_are_the_sharded_model(name):
     on_threads(2, assert_stages_are_shards, name, 33)

@@ -31,7 +31,7 @@ def cases(draw):
     return kind, size, draw(st.integers(0, padded - 1)), height
 
 
-@pytest.mark.parametrize("ranks", [2, 3, 4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
 @given(case=cases())
 def test_same_as_the_whole_globe(ranks, case):
     shape = (2, 2, case[-1], 3)

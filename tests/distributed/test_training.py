@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import commands
 from tests.distributed.processes import ROOT, TORCHRUN, VICTIMS, ends, free_port, gone, until
 
 pytestmark = pytest.mark.slow
@@ -47,10 +48,10 @@ def losses(folder: Path) -> list[float]:
         return [float(row["loss"]) for row in csv.DictReader(file) if row["seconds"]]
 
 
-def on_two_machines(folder: Path, cache: Path, *keys: str) -> tuple[list[float], str]:
-    """Losses of four ranks under two torchrun agents, and all that they said on stderr."""
+def on_two_machines(folder: Path, cache: Path, each: int, *keys: str) -> tuple[list[float], str]:
+    """Losses of ranks under two torchrun agents, `each` of which starts so many; their stderr."""
     folder.mkdir()
-    sizes = ["--nnodes", "2", "--nproc-per-node", "2"]
+    sizes = ["--nnodes", "2", "--nproc-per-node", str(each)]
     meeting = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     agents = [
         begin([*TORCHRUN, *sizes, *meeting, "--node-rank", str(node)], list(keys), folder, cache)
@@ -63,16 +64,18 @@ def on_two_machines(folder: Path, cache: Path, *keys: str) -> tuple[list[float],
 
 
 def test_two_machines_train_as_one_process_does(tmp_path: Path, cache: Path) -> None:
-    """Two globes of two bands, each on one machine; then one globe of four bands on both."""
+    """Two globes of two bands, each on one machine; then one globe of two bands on both."""
     (tmp_path / "alone").mkdir()
-    assert ends([begin([], ["parallel.domain=1"], tmp_path / "alone", cache)], 200)[0][0] == 0
+    environment = {**os.environ, "CREDIT_DP_CACHE": str(cache), "OMP_NUM_THREADS": "1"}
+    words = ["python", *TRAIN, f"run.dir={tmp_path / 'alone/run'}", "parallel.domain=1"]
+    assert commands.run(words, tmp_path / "alone", environment).returncode == 0
     expected = pytest.approx(losses(tmp_path / "alone"), rel=1e-10)
-    quiet = on_two_machines(tmp_path / "within", cache, "parallel.domain=2", "parallel.data=2")
-    outputs = on_two_machines(tmp_path / "across", cache, "parallel.domain=4")
+    quiet = on_two_machines(tmp_path / "within", cache, 2, "parallel.domain=2", "parallel.data=2")
+    outputs = on_two_machines(tmp_path / "across", cache, 1, "parallel.domain=2")
     assert quiet[0] == expected
     assert outputs[0] == expected
     assert "network" not in quiet[1]
-    line = "1 of 1 domain groups span several nodes, the first is ranks 0 to 3 on nodes 0 and"
+    line = "1 of 1 domain groups span several nodes, the first is ranks 0 to 1 on nodes 0 and"
     assert outputs[1].count(line) == 1
 
 

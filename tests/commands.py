@@ -6,32 +6,46 @@ such an interpreter itself does (imports, signals, its end) is tested in `tests/
 """
 
 import atexit
+import json
 import os
+import re
 import runpy
 import shlex
 import signal
+import socket
+import socketserver
 import subprocess
 import sys
 import tempfile
+import threading
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from multiprocessing import forkserver
 from multiprocessing import process as processes
 from pathlib import Path
 
 from tests.ranks import warm_context
 
+# With this variable a warm training draws no plots, which take nearly half of a short one's time.
+WITHOUT_PLOTS = "CREDIT_DP_TESTS_WITHOUT_PLOTS"
 SHELL = set("|&;<>$`*?{}~")  # characters that need a shell to mean what they do
+LITERAL = re.compile(r"'[^']*'")  # in which they mean nothing
+SETTING = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
 
 
 def run_line(
     line: str, folder: Path, environment: Mapping[str, str], timeout: float = 240.0
 ) -> subprocess.CompletedProcess[str]:
-    """Run a line of a shell: `python ...` and `credit-dp ...` warm, all else by the shell."""
-    words = [] if SHELL & set(line) else shlex.split(line, comments=True)
+    """Run a line of a shell: `[NAME=VALUE] python ...` or `credit-dp ...` warm, all else by it."""
+    words = [] if SHELL & set(LITERAL.sub("", line)) else shlex.split(line, comments=True)
+    settings = {}
+    while words and (setting := SETTING.fullmatch(words[0])):
+        settings[setting[1]] = setting[2]
+        words = words[1:]
     if words[:1] in (["python"], ["credit-dp"]) and words[1:2] not in (["-c"], ["-m"]):
-        return run(words, folder, environment, timeout)
+        return run(words, folder, {**environment, **settings}, timeout)
     return subprocess.run(
         line, shell=True, cwd=folder, env=dict(environment), capture_output=True, text=True,
         timeout=timeout, check=False,
@@ -65,6 +79,57 @@ def run(
         return subprocess.CompletedProcess(words, process.exitcode, *said)
 
 
+# Commands of a process that the test starts, such as a notebook's kernel
+
+
+STAND_IN = """#!{python} -IS
+import json, os, socket, sys
+with socket.socket(socket.AF_UNIX) as server:
+    server.connect({address!r})
+    command = [["credit-dp", *sys.argv[1:]], os.getcwd(), dict(os.environ)]
+    server.sendall(json.dumps(command).encode() + b"\\n")
+    out, err, code = json.load(server.makefile())
+sys.stdout.write(out)
+sys.stderr.write(err)
+sys.exit(code)
+"""
+
+
+@contextmanager
+def warm_environment(folder: Path) -> Iterator[Path]:
+    """Return a Python that is this one, but for the `credit-dp` beside it: that runs commands warm.
+
+    The folder looks like a virtual environment and shares the packages of this one.
+    """
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin/python").symlink_to(sys.executable)
+    for name in ("lib", "lib64", "share", "pyvenv.cfg"):
+        if (Path(sys.prefix) / name).exists():
+            (folder / name).symlink_to(Path(sys.prefix) / name)
+    address = str(folder / "commands")
+    stand_in = folder / "bin/credit-dp"
+    stand_in.write_text(STAND_IN.format(python=sys.executable, address=address))
+    stand_in.chmod(0o755)
+    with socketserver.ThreadingUnixStreamServer(address, _Request) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield folder / "bin/python"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+class _Request(socketserver.StreamRequestHandler):
+    """A command that a stand-in sends."""
+
+    def handle(self) -> None:
+        words, folder, environment = json.loads(self.rfile.readline())
+        done = run(words, Path(folder), environment, timeout=300.0)
+        reply = json.dumps([done.stdout, done.stderr, done.returncode])
+        self.wfile.write(reply.encode())
+
+
 def _begin(
     words: list[str], folder: Path, environment: dict[str, str], out: Path, err: Path, address: str
 ) -> None:
@@ -80,7 +145,9 @@ def _begin(
     # Where a new interpreter would look for modules and entry points; its ranks look there too.
     sys.path[1:1] = environment.get("PYTHONPATH", "").split(os.pathsep)
     processes.ORIGINAL_DIR = str(folder)
-    # Ranks that it starts are forked from the same server as it is itself.
+    if "CREDIT_DP_PLUGINS" in environment:  # read when a rank unpickles its config
+        address = _fork_server_of_ranks(out.parent)
+    # Otherwise ranks that it starts are forked from the same server as it is itself.
     forkserver._forkserver._forkserver_address = address
     forkserver._forkserver.ensure_running = forkserver.ensure_running = lambda: None
     code = _become(words)
@@ -88,6 +155,23 @@ def _begin(
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(code)
+
+
+def _fork_server_of_ranks(folder: Path) -> str:
+    """Fork a server with this command's environment, which ends with it, and return its address."""
+    listener = socket.socket(socket.AF_UNIX)
+    address = str(folder / "ranks")
+    listener.bind(address)
+    listener.listen()
+    alive, command = os.pipe()
+    if os.fork() == 0:
+        os.close(command)
+        try:
+            forkserver.main(listener.fileno(), alive, [])
+        finally:
+            os._exit(0)
+    listener.close()
+    return address
 
 
 def _become(words: list[str]) -> int:

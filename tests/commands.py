@@ -110,6 +110,9 @@ def warm_environment(folder: Path) -> Iterator[Path]:
     stand_in = folder / "bin/credit-dp"
     stand_in.write_text(STAND_IN.format(python=sys.executable, address=address))
     stand_in.chmod(0o755)
+    # From this thread: the fork server ends with the thread that starts it.
+    warm_context()
+    forkserver.ensure_running()
     with socketserver.ThreadingUnixStreamServer(address, _Request) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()

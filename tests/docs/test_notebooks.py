@@ -10,6 +10,8 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from tests.commands import warm_environment
+
 FOLDER = Path(__file__).parents[2] / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 TIMEOUT = 300  # seconds for a cell, on a machine that is busy
@@ -44,15 +46,27 @@ def test_every_notebook_is_listed():
     assert linked == [path.name for path in NOTEBOOKS]
 
 
+@pytest.fixture
+def kernel(tmp_path, monkeypatch):
+    """The name of a kernel whose `credit-dp` runs in a process that has imported everything."""
+    with warm_environment(tmp_path / "environment") as python:
+        spec = {"argv": [str(python), "-m", "ipykernel_launcher", "-f", "{connection_file}"]}
+        folder = tmp_path / "kernels/warm"
+        folder.mkdir(parents=True)
+        (folder / "kernel.json").write_text(json.dumps({**spec, "display_name": "warm"}))
+        monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
+        yield "warm"
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @each
-def test_notebook_runs(path):
+def test_notebook_runs(path, kernel):
     """As opened from the notebooks' folder, where it leaves no file."""
     before = sorted(FOLDER.rglob("*"))
     notebook = nbformat.read(path, as_version=4)
     place = {"metadata": {"path": str(FOLDER)}}
-    client = NotebookClient(notebook, timeout=TIMEOUT, kernel_name="python3", resources=place)
+    client = NotebookClient(notebook, timeout=TIMEOUT, kernel_name=kernel, resources=place)
     client.execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
     assert any("image/png" in output.get("data", {}) for output in outputs)
